@@ -26,14 +26,14 @@ pub fn gid_of(ip: IpAddr) -> [u8; 16] {
     }
 }
 
-/// The address that a GID means.
+/// The IP address of a GID.
 pub fn ip_of(gid: [u8; 16]) -> IpAddr {
     let v6 = Ipv6Addr::from(gid);
     v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
 }
 
-/// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, loopback
-/// last. `None` if the host cannot be asked.
+/// The addresses of a new GID table: `ANYWARP_ADDR` first if set, then the host's IPv4 addresses, IPv6 addresses, and
+/// the loopback addresses. `None` if they cannot be read.
 pub(crate) fn listing() -> Option<Vec<Gid>> {
     let chosen = config().address;
     let rank = |a: &HostAddress| match a.ip {
@@ -66,7 +66,7 @@ pub(crate) fn listing() -> Option<Vec<Gid>> {
     Some(table)
 }
 
-/// What there is on a host without addresses.
+/// The only entry on a host without addresses.
 pub(crate) fn loopback() -> Gid {
     Gid {
         raw: gid_of(Ipv4Addr::LOCALHOST.into()),

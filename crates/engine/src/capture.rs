@@ -48,8 +48,8 @@ pub(crate) enum Way {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct At(u64);
 
-/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends: the answer, which another
-/// thread may receive before the sender has captured its packet, then has a later time.
+/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends. Otherwise the answer could
+/// get an earlier time, because another thread may receive it before the sender has captured its packet.
 #[inline]
 pub(crate) fn begin() -> Option<At> {
     is_on().then(|| {
@@ -89,8 +89,7 @@ struct Sink {
 
 fn sink() -> Option<&'static Sink> {
     let _inside = Uncancelled::new();
-    // One for each process: if the program forks while another thread opens the file, the child must not wait for that
-    // thread.
+    // Per process: if the program forks while another thread opens the file, the child must not wait for that thread.
     static SINK: PerProcess<OnceLock<Option<Sink>>> = PerProcess::new(OnceLock::new);
     SINK.get()
         .get_or_init(|| {
@@ -114,9 +113,9 @@ fn sink() -> Option<&'static Sink> {
 
 /// Opens a file to append packets, and writes its head if it is empty.
 ///
-/// What is captured is the payload of the program, so the file is for its user alone, also one that others could read until
-/// now. A file that belongs to another user, a
-/// symbolic link and a file with further names (hard links) are refused: another user could read what is appended, or have
+/// The file contains payload of the program, so only its user may access it, even if others could read an existing
+/// file before. A file that belongs to another user, a symbolic link and a file with several names (hard links) are
+/// refused: another user could read the captured data, or could have chosen the file.
 /// chosen where it goes.
 fn open(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
@@ -227,7 +226,7 @@ impl Sink {
             if !self.stopped.swap(true, Ordering::Relaxed) {
                 log!(
                     Warn,
-                    "the capture has its {} bytes; what comes now is left out",
+                    "the capture has reached its limit of {} bytes; further packets are not captured",
                     self.limit
                 );
             }
@@ -482,9 +481,9 @@ pub(crate) fn closed(fd: RawFd) {
     }
 }
 
-/// Splits the start-up frame of MPA from the FPDUs behind it, which one call may receive together: Wireshark looks for
-/// nothing behind such a frame in a packet, and the peer sent them apart. The frame is empty if the bytes do not begin with a whole
-/// one.
+/// Splits the start-up frame of MPA from the FPDUs behind it, which one call may receive together. They become
+/// separate packets, because Wireshark ignores bytes behind such a frame. The frame is empty if the bytes do not
+/// begin with a whole one.
 fn split_startup(data: &[u8]) -> (&[u8], &[u8]) {
     let len = match StartupFrame::parse(data) {
         Ok(Some((_, len))) => len,
@@ -593,7 +592,7 @@ mod tests {
         let together = [&frame[..], b"an FPDU"].concat();
         assert_eq!(split_startup(&together), (&frame[..], &b"an FPDU"[..]));
         assert_eq!(split_startup(&frame), (&frame[..], &[][..]));
-        // A part of a frame, and what is none.
+        // A part of a frame, and bytes that are not a frame.
         assert_eq!(split_startup(&frame[..30]), (&[][..], &frame[..30]));
         assert_eq!(split_startup(b"an FPDU"), (&[][..], &b"an FPDU"[..]));
     }
@@ -607,7 +606,7 @@ mod tests {
         let mode = |name: &str| std::fs::metadata(at(name)).unwrap().mode() & 0o777;
         assert!(open(&at("new")).is_ok());
         assert_eq!(mode("new"), 0o600);
-        // A file that others can read becomes this user's alone.
+        // An existing file that others can read becomes readable for this user only.
         std::fs::write(at("old"), b"").unwrap();
         std::fs::set_permissions(at("old"), std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(open(&at("old")).is_ok());

@@ -15,8 +15,8 @@ use crate::fd::EngineFd;
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::reserve;
 
-/// Events in a row that were there when they were asked for, after which the program is taken to wait for the descriptor by
-/// itself. One or two are chance.
+/// If this number of consecutive events were in the queue when the program called for them, it is assumed to wait for
+/// the descriptor itself (`poll`, `epoll_wait`). Fewer may be chance.
 const UNWAITED: u8 = 3;
 
 /// A queue of events with a descriptor.
@@ -25,14 +25,15 @@ pub struct Channel<T> {
     fd: EngineFd,
     writer: EngineFd,
     queue: Mutex<Queue<T>>,
-    /// How many of the last events were there when the program called for them, up to [`UNWAITED`].
+    /// How many of the last consecutive events were in the queue when the program called for them, up to
+    /// [`UNWAITED`].
     unwaited: AtomicU8,
 }
 
 #[derive(Debug)]
 struct Queue<T> {
     events: VecDeque<T>,
-    /// Bytes in the pipe: as many as events, unless that is more than a pipe holds.
+    /// Bytes in the pipe: one for each event, up to the capacity of the pipe.
     bytes: usize,
 }
 
@@ -43,7 +44,7 @@ impl<T> Channel<T> {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         let (fd, writer) = pipe_with(PipeFlags::CLOEXEC)?;
-        // A full pipe must not block the engine; the flag of the reading end is the program's.
+        // A full pipe must not block the engine. The flag of the reading end may be set by the program.
         let flags = rustix::fs::fcntl_getfl(&writer)?;
         rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK)?;
         Ok(Self {
@@ -78,7 +79,7 @@ impl<T> Channel<T> {
     pub fn push(&self, event: T) {
         let mut queue = self.queue();
         queue.events.push_back(event);
-        // The bytes follow the queue: both change under the lock.
+        // Queue and pipe change together under the lock.
         if rustix::io::write(self.writer.get(), &[0]).is_ok() {
             queue.bytes += 1;
         }
@@ -98,14 +99,14 @@ impl<T> Channel<T> {
         Some((event, counted))
     }
 
-    /// Drops the events for which `gone` is true: those of an object that is being destroyed.
+    /// Drops the events for which `gone` returns true: those of an object that is being destroyed.
     pub fn purge(&self, mut gone: impl FnMut(&T) -> bool) {
         let mut queue = self.queue();
         queue.events.retain(|e| !gone(e));
         self.count_down(&mut queue);
     }
 
-    /// Takes the bytes of events that are gone out of the pipe. They are there, so reading them never blocks.
+    /// Reads the bytes of removed events from the pipe. They are in the pipe, so the read does not block.
     fn count_down(&self, queue: &mut Queue<T>) {
         let mut bytes = [0_u8; 64];
         while queue.bytes > queue.events.len() {
@@ -129,7 +130,8 @@ impl<T> Channel<T> {
         }
     }
 
-    /// Whether the program waits for the descriptor by itself, in `poll` or `epoll_wait`, and not in a call of ours.
+    /// Whether the program waits for the descriptor itself, in `poll` or `epoll_wait`, and not in a call of this
+    /// library.
     pub fn is_polled_by_program(&self) -> bool {
         self.unwaited.load(Ordering::Relaxed) == UNWAITED
     }

@@ -1,14 +1,14 @@
-//! The clock: the one place that reads time.
+//! The clock. Only this file reads the time.
 
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Now.
+/// The current time.
 pub fn now() -> Instant {
     Instant::now()
 }
 
-/// The moment that the core's times count from: that of the first call of this.
+/// The start of the core's time scale: the first call of this function.
 pub fn start() -> Instant {
     static START: OnceLock<Instant> = OnceLock::new();
     *START.get_or_init(now)

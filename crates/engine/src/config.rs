@@ -18,9 +18,9 @@ pub fn config() -> &'static Config {
     CONFIG.get_or_init(|| Config::from_variables(variable))
 }
 
-/// The value of an environment variable; `None` in a program that runs with more rights than the process that started it
-/// (set-user-ID, set-group-ID, file capabilities). There a variable could make it write to files or
-/// trust addresses that its user may not choose.
+/// The value of an environment variable. `None` in a program that runs with more privileges than the process that
+/// started it (set-user-ID, set-group-ID, file capabilities): there a variable could make it write to files, or trust
+/// addresses, that its user may not choose.
 pub fn variable(name: &str) -> Option<OsString> {
     if has_more_rights_than_its_caller() {
         return None;
@@ -28,7 +28,7 @@ pub fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name)
 }
 
-/// All that the environment can set.
+/// The settings of the environment.
 #[derive(Debug)]
 pub struct Config {
     /// `ANYWARP_LOG`: the most verbose level that is written.
@@ -41,19 +41,19 @@ pub struct Config {
     pub device_profile: Option<String>,
     /// `ANYWARP_CRC`: whether CRC32C is requested on connections.
     pub crc: bool,
-    /// `ANYWARP_CARRIER`: what carries streams between processes of one host.
+    /// `ANYWARP_CARRIER`: the transport of streams between processes of one host.
     pub transport: Transport,
-    /// `ANYWARP_PIN` and `ANYWARP_PREFAULT`: what registering memory does with its pages.
+    /// `ANYWARP_PIN` and `ANYWARP_PREFAULT`: whether pages are locked or faulted in when memory is registered.
     pub pages: Pages,
     /// `ANYWARP_CC`: the TCP congestion control; `None` for the host's.
     pub congestion_control: Option<String>,
-    /// `ANYWARP_GSO`: whether runs of datagrams go to the kernel as one.
+    /// `ANYWARP_GSO`: whether runs of datagrams are passed to the kernel in one call (UDP_SEGMENT).
     pub gso: bool,
-    /// `ANYWARP_GRO`: whether runs of datagrams come from the kernel as one.
+    /// `ANYWARP_GRO`: whether runs of datagrams are received from the kernel in one call (UDP_GRO).
     pub gro: bool,
     /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
     pub rc_over_udp: bool,
-    /// `ANYWARP_PORTS=apart`: listeners of rdma_cm leave the TCP port of their number to others from the start.
+    /// `ANYWARP_PORTS=apart`: listeners of rdma_cm never bind the TCP port of their number.
     pub ports_apart: bool,
     /// `ANYWARP_UC=rd`: unreliable connections use reliable datagrams. Both ends must choose it.
     pub uc_over_rd: bool,
@@ -91,7 +91,7 @@ pub enum Level {
     Trace,
 }
 
-/// What the device reports to be. It changes what queries report, not what is sent.
+/// The device type that queries report. It does not change what is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Face {
     /// A RoCE v2 channel adapter on Ethernet, which most programs accept.
@@ -102,7 +102,7 @@ pub enum Face {
     Ib,
 }
 
-/// What carries streams between processes of one host.
+/// The transport of streams between processes of one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
     /// Their TCP connections.
@@ -124,14 +124,14 @@ impl Transport {
     }
 }
 
-/// What registering memory does with its pages.
+/// What happens to the pages of memory that is registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pages {
-    /// Nothing: they are brought in at first access.
+    /// Nothing: they are faulted in at the first access.
     Leave,
-    /// They are brought in.
+    /// They are faulted in.
     Prefault,
-    /// They are brought in and locked.
+    /// They are faulted in and locked.
     Pin,
 }
 
@@ -374,8 +374,8 @@ mod tests {
         }
     }
 
-    /// The files that read it ask whether the program has more rights than its caller. `pages.rs` looks for valgrind, which
-    /// cannot run such a program.
+    /// The files that read it check whether the program has more privileges than its caller. `pages.rs` looks for
+    /// valgrind, which cannot run such a program.
     #[test]
     fn no_other_file_of_the_libraries_reads_the_environment() {
         let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

@@ -1,7 +1,7 @@
 //! An open device (`ibv_open_device(3)`) and its asynchronous events.
 //!
-//! There is one device, `anywarp0`, with one port; its GIDs are the addresses of the host. Listing devices starts no thread and
-//! opens no socket; opening the first one starts the engine.
+//! There is one device, `anywarp0`, with one port. Its GIDs are the addresses of the host. Listing devices starts no
+//! thread and opens no socket; opening the device for the first time starts the engine.
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -44,7 +44,7 @@ fn command() -> io::Result<&'static OwnedFd> {
     static FILE: PerProcess<OnceLock<OwnedFd>> = PerProcess::new(OnceLock::new);
     let file = FILE.get();
     if file.get().is_none() {
-        // A failure is not kept: the next call may find a free descriptor.
+        // An error is not stored: the next call may find a free descriptor.
         let made = rustix::fs::memfd_create("anywarp", rustix::fs::MemfdFlags::CLOEXEC)?;
         let _another_thread_was_faster = file.set(made);
     }
@@ -82,7 +82,7 @@ impl Context {
         gids::listen(self.engine, Arc::downgrade(&me));
     }
 
-    /// Bytes of UD messages, as `enum ibv_mtu` counts: 5 is 4096.
+    /// Largest UD message as `enum ibv_mtu`: 5 is 4096 bytes.
     pub fn mtu() -> u32 {
         debug_assert_eq!(bounds::UD_MTU, 4096);
         5

@@ -1,10 +1,10 @@
 //! The engine of a process: the software RNIC, the reactor that drives it, and what happens when it fails.
 //!
-//! A panic never leaves the library: it ends at the C border (`anywarp-abi`) or in the worker's loop, and is reported to
-//! [`caught`]. Its state is not trusted afterwards: the device is *broken* from then on. Each queue pair enters the error
-//! state and flushes, each open device gets `IBV_EVENT_DEVICE_FATAL`, identifiers of the connection manager get the device's
-//! removal, nothing is sent or received, and calls that would create or change an object fail with EIO. Objects can still be
-//! destroyed.
+//! A panic does not unwind into the program: it is caught at the C interface (`anywarp-abi`) or in the worker's loop,
+//! and reported to [`caught`]. Afterwards the device is *broken*, because its state may be inconsistent. Each queue
+//! pair enters the error state and flushes, each open device gets `IBV_EVENT_DEVICE_FATAL`, identifiers of the
+//! connection manager get a device removal event, nothing is sent or received, and calls that would create or change
+//! an object fail with EIO. Objects can still be destroyed.
 
 use std::any::Any;
 use std::fmt;
@@ -63,7 +63,7 @@ impl Deref for Engine {
 /// Lists the connected queue pairs of this process.
 pub(crate) type ListConnected = fn() -> Vec<Arc<dyn DeviceListener>>;
 
-/// The engine of a process, and the lock of the thread that creates it.
+/// The engine of a process, and the lock for its creation.
 struct Home {
     engine: OnceLock<&'static Engine>,
     creation: Mutex<()>,
@@ -96,9 +96,9 @@ pub fn engine() -> io::Result<&'static Engine> {
         log!(Warn, "{warning}");
     }
     let engine = Box::new(Engine::new()?);
-    // The thread is created first, and gets the reactor when it runs: if it cannot be created, nothing of the engine is left.
-    // The channel has no buffer, so that the receiver allocates nothing: a thread that fails to allocate while it starts
-    // would end the process.
+    // The thread is created first, and receives the reactor when it runs: if it cannot be created, nothing has to be
+    // undone. The channel has no buffer, so the receiver allocates nothing: a thread that fails to allocate while it
+    // starts would abort the process.
     let (give, take) = std::sync::mpsc::sync_channel::<&'static Reactor>(0);
     worker::spawn(take, |payload| caught("the worker", payload))?;
     let engine: &'static Engine = Box::leak(engine);
@@ -107,7 +107,7 @@ pub fn engine() -> io::Result<&'static Engine> {
     Ok(engine)
 }
 
-/// A panic was caught. `place` names the function it was caught in, `payload` is what it carried.
+/// Handles a panic that was caught. `place` names the function that caught it, `payload` is the panic's payload.
 #[cold]
 pub fn caught(place: &str, payload: &(dyn Any + Send)) {
     let why = payload
@@ -139,7 +139,7 @@ impl Engine {
         })
     }
 
-    /// Whether this process created it, and not one that this process was forked from.
+    /// Whether this process created the engine, and not a process from which this one was forked.
     pub fn is_current(&self) -> bool {
         self.generation == process::generation()
     }
@@ -153,8 +153,8 @@ impl Engine {
         listeners.push(listener);
     }
 
-    /// Registers the function that lists the connected queue pairs. They are no listeners one by one: a weak reference would
-    /// keep the memory of each that is destroyed.
+    /// Registers the function that lists the connected queue pairs. They are not registered as listeners, because a
+    /// weak reference would keep the memory of each destroyed queue pair.
     pub(crate) fn set_connected(&self, list: ListConnected) {
         let _same = self.connected.set(list);
     }
@@ -164,20 +164,21 @@ impl Engine {
         if self.reactor.set_broken() {
             return;
         }
-        // The newest first: a device is older than its queue pairs, so a thread that reads its event finds them flushed.
+        // Newest first: a device is older than its queue pairs, so a thread that reads the event of the device finds
+        // them flushed.
         let listeners: Vec<_> = {
             let listeners = self.listeners.lock();
             listeners.iter().rev().filter_map(Weak::upgrade).collect()
         };
         let connected = self.connected.get().map_or_else(Vec::new, |list| list());
         for listener in connected.into_iter().chain(listeners) {
-            // The panic may have come from this one, and may come again.
+            // The panic may have come from this listener, and may be repeated.
             let _ = catch_unwind(AssertUnwindSafe(|| listener.device_fatal()));
         }
         self.reactor.hand_over();
     }
 
-    /// `Err` on a broken device.
+    /// Fails if the device is broken.
     pub(crate) fn works(&self) -> Result<(), Misuse> {
         if self.reactor.is_broken() {
             return Err(Misuse::DeviceBroken);
@@ -185,7 +186,7 @@ impl Engine {
         Ok(())
     }
 
-    /// `Err` on a broken device, or when there is no memory to create an object.
+    /// Fails if the device is broken, or if there is no memory to create an object.
     pub(crate) fn has_room(&self) -> Result<(), Misuse> {
         self.works()?;
         if reserve::is_scarce() {
@@ -194,7 +195,7 @@ impl Engine {
         Ok(())
     }
 
-    /// `Err` on a broken device, or when there is no memory for requests.
+    /// Fails if the device is broken, or if there is no memory for requests.
     pub(crate) fn takes_requests(&self) -> Result<(), Misuse> {
         self.works()?;
         if reserve::is_low() {
@@ -203,7 +204,7 @@ impl Engine {
         Ok(())
     }
 
-    /// [`Self::has_room`] with an I/O error.
+    /// As [`Self::has_room`], with an I/O error.
     pub(crate) fn has_room_io(&self) -> io::Result<()> {
         self.has_room()
             .map_err(|e| io::Error::from_raw_os_error(e.errno()))

@@ -1,6 +1,6 @@
 //! Asynchronous events (`ibv_get_async_event(3)`).
 
-/// What an asynchronous event is about: the numbers are those of `enum ibv_event_type`.
+/// An asynchronous event: the numbers are those of `enum ibv_event_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AsyncItem {
     /// Event type.

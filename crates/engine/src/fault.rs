@@ -51,7 +51,8 @@ fn plan() -> Result<Option<&'static Plan>, ()> {
     }
 }
 
-/// `EINVAL` if the settings of the environment cannot be parsed: a test without the faults would prove nothing.
+/// Returns `EINVAL` if the settings of the environment cannot be parsed: a test without its faults would prove
+/// nothing.
 pub(crate) fn check() -> io::Result<()> {
     match plan() {
         Ok(_) => Ok(()),
@@ -127,7 +128,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
         done.requests.load(Ordering::Relaxed),
         done.datagrams.load(Ordering::Relaxed),
     );
-    // The process exits: a thread that holds this lock may never release it.
+    // The process exits, and the thread that holds this lock may have ended without releasing it.
     let faults = done.faults.try_lock()?;
     if faults.is_empty() {
         text.push_str(" no fault");
@@ -142,7 +143,7 @@ fn summary(plan: &Plan, done: &Done) -> Option<String> {
     }
     let overflowed = done.overflowed.load(Ordering::Relaxed);
     if overflowed > 0 {
-        let _ = write!(text, "; {overflowed} lost because too many were late");
+        let _ = write!(text, "; {overflowed} lost because too many were delayed");
     }
     Some(text)
 }
@@ -189,7 +190,7 @@ fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
             let why = cause
                 .line
                 .map_or_else(String::new, |line| format!(" (line {line})"));
-            // The line has only numbers that are the same in each run.
+            // The line contains only numbers that are the same in each run.
             log::write(
                 level,
                 format_args!(
@@ -225,7 +226,7 @@ impl Delayed {
         }
     }
 
-    /// Sends or delivers the datagram. False: the socket has no room.
+    /// Sends or delivers the datagram. Returns false if the socket has no room.
     fn forward(&self) -> bool {
         match self {
             Self::Out(socket, datagram, from) => !matches!(
@@ -242,7 +243,7 @@ impl Delayed {
     }
 }
 
-/// When a delayed datagram is sent or delivered, and its number: of two with the same time the older goes first.
+/// The time at which a delayed datagram is sent or delivered, and a sequence number for datagrams with the same time.
 type Key = (Instant, u64);
 
 #[derive(Default)]
@@ -279,7 +280,7 @@ fn delay(engine: &'static Engine, at: Instant, delayed: Delayed) -> Option<Key> 
     Some(key)
 }
 
-/// Takes a delayed datagram out of the queue before its time.
+/// Removes a delayed datagram from the queue before its time.
 fn release(key: Key) -> Option<Delayed> {
     let mut late = LATE.get().lock();
     let delayed = late.datagrams.remove(&key)?;
@@ -320,7 +321,7 @@ struct Clock(&'static Engine);
 
 impl Source for Clock {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // It has no socket.
+        // It has no socket, so it is never called for one.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -346,16 +347,16 @@ impl Source for Clock {
 /// The state of one direction of a queue pair's datagrams.
 #[derive(Default)]
 struct Way {
-    /// Decisions for the next datagrams, which the socket had no room for yet.
+    /// Decisions for the next datagrams, for which the socket had no room.
     decided: VecDeque<Decision>,
     /// The delayed datagrams that wait until the next one has overtaken them: one and its copies, or several in a row.
     parked: Vec<Key>,
-    /// When everything that was sent before has left, at the configured rate.
+    /// When everything that was sent before has been transmitted, at the configured rate.
     busy: Option<Instant>,
 }
 
 impl Way {
-    /// When a datagram or request of `len` bytes may go; `None`: at once.
+    /// When a datagram or request of `len` bytes may be sent; `None`: now.
     fn due(&mut self, decision: &Decision, len: u64, now: Instant) -> Option<Instant> {
         let mut at = now + decision.delay;
         if let Some(rate) = decision.rate {
@@ -390,8 +391,8 @@ pub(crate) struct RequestEffect {
     pub(crate) kill: bool,
     /// Nothing is sent before this time.
     pub(crate) not_before: Option<Instant>,
-    /// The delay also extends one that is running. The delay of the link does not: a program that posts without a pause
-    /// would otherwise never send.
+    /// The delay also extends one that is already running. The delay of the link does not extend: otherwise a program
+    /// that posts continuously would never send.
     pub(crate) extends: bool,
 }
 
@@ -409,8 +410,7 @@ impl Faults {
         })
     }
 
-    /// Decides about a posted request of `len` bytes. `rnr`: how often it is repeated when the peer is not ready (RNR
-    /// retry count), and the code of the RNR timer.
+    /// Decides about a posted request of `len` bytes. `rnr`: the RNR retry count and the code of the RNR timer.
     pub(crate) fn request(
         &self,
         what: What,
@@ -436,7 +436,7 @@ impl Faults {
         };
         let (retries, timer) = rnr;
         let not_ready = decision.not_ready();
-        // IBA 9.7.5.2.8: seven means for ever.
+        // IBA 9.7.5.2.8: seven means without limit.
         if retries != 7 && not_ready > u32::from(retries) && effect.fails.is_none() {
             effect.fails = Some(anywarp_core::verbs::wc::Status::RnrRetryExceeded);
         } else {
@@ -446,7 +446,7 @@ impl Faults {
         if service == Service::Stream {
             effect.not_before = self.out.lock().due(&decision, len, now);
         } else if effect.kill && effect.fails.is_none() {
-            // There is no connection to reset: the request fails as if the peer no longer answered.
+            // There is no connection to reset, so the request fails as if the peer did not answer.
             effect.fails = Some(anywarp_core::verbs::wc::Status::RetryExceeded);
         }
         effect
@@ -639,7 +639,7 @@ mod tests {
                 Some(now + Duration::from_millis(n))
             );
         }
-        // The rate is not exceeded to make up for a pause.
+        // After a pause the rate is not exceeded to catch up.
         let later = now + Duration::from_secs(1);
         assert_eq!(
             way.due(&slow, 1000, later),
@@ -662,7 +662,7 @@ mod tests {
         assert_eq!(
             summary(&plan, &done),
             Some(format!(
-                "{head} 3 drop, 1 kill (line 4); 7 lost because too many were late"
+                "{head} 3 drop, 1 kill (line 4); 7 lost because too many were delayed"
             ))
         );
     }

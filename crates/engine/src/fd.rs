@@ -8,7 +8,8 @@ use crate::capture::{self, Way};
 use crate::process;
 use crate::sys::thread::Uncancelled;
 
-/// A descriptor of the engine. A forked child gets an unconnected socket in its place, so that it keeps no connection open.
+/// A descriptor of the engine. In a forked child it is replaced by an unconnected socket, so that the child keeps no
+/// connection open.
 #[derive(Debug)]
 pub struct EngineFd(ManuallyDrop<OwnedFd>);
 
@@ -91,14 +92,14 @@ impl Drop for EngineFd {
     fn drop(&mut self) {
         capture::closed(self.0.as_raw_fd());
         process::forget_fd(self.0.as_raw_fd());
-        // The thread that posts or polls may be the one that closes it, which is a cancellation point.
+        // The thread that posts or polls may close the descriptor, which is a cancellation point.
         let _inside = Uncancelled::new();
         // SAFETY: dropped once, and not used any more.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
-/// Duplicates a descriptor that the program named; `None` if it is not open.
+/// Duplicates a descriptor of the program. `None` if it is not open.
 pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
     // SAFETY: takes a number; the kernel checks that it is a descriptor.
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };

@@ -1,9 +1,9 @@
 //! The GID table: the IP addresses of the host. Each address keeps its index for as long as the host has it.
 //!
-//! Address vectors name their source by its index, so no index may shift when an address is added or removed: a removed
-//! address leaves an empty entry behind, and a new address takes the first empty entry. A netlink socket reports
-//! changes. Every reader of the table checks that socket first, so no reader sees an outdated table. The worker
-//! notifies the open devices (`ibv_get_async_event(3)`).
+//! Address vectors contain the index of their source address, so an index must not change when an address is added or
+//! removed: a removed address leaves an empty entry, and a new address uses the first empty entry. A netlink socket
+//! reports changes. Every reader of the table checks that socket first, so no reader sees an outdated table. The
+//! worker notifies the open devices (`ibv_get_async_event(3)`).
 //!
 //! The port is the network interface that has the address of the first entry. The port is down while that interface is.
 
@@ -29,8 +29,8 @@ use crate::sys::thread::Uncancelled;
 
 /// Entries of the GID table.
 ///
-/// Almost every host has fewer addresses, so that some entries are empty, as on an adapter. Not more than this, because
-/// programs query each entry in turn, and an address vector has one byte for the index.
+/// Almost every host has fewer addresses, so some entries are empty, as on an adapter. A larger table would slow down
+/// programs, because they query each entry, and an address vector has one byte for the index.
 pub const PLACES: usize = 64;
 /// Pause after which the worker reads the addresses again when reading them failed, unless a reader of the table does
 /// so first.
@@ -127,7 +127,7 @@ impl Places {
             match self.entries.iter_mut().find(|place| place.is_none()) {
                 Some(place) => *place = Some(gid),
                 None if room => self.entries.push(Some(gid)),
-                // The table is full: the addresses that are in it stay.
+                // The table is full: it keeps the addresses that it has.
                 None => continue,
             }
             changed = true;
@@ -135,7 +135,7 @@ impl Places {
         if let Some(Some(first)) = self.entries.first() {
             self.home = Some(first.interface);
         }
-        // Where links cannot be listed, their state is not known: the port counts as up.
+        // If links cannot be listed, the port counts as up.
         let up = links.is_empty() || links.iter().any(|l| Some(l.index) == self.home && l.up);
         if up != self.up {
             self.up = up;
@@ -222,7 +222,7 @@ impl Watch {
         let Some(fd) = &self.fd else { return true };
         let mut changed = false;
         for _ in 0..MESSAGES_PER_TURN {
-            // The content of the message is not needed: all addresses are read from the host again.
+            // The content of the message is not needed, because all addresses are read from the host again.
             let mut message = [0_u8; 1];
             match rustix::net::recv(fd.get(), &mut message, RecvFlags::TRUNC) {
                 Err(rustix::io::Errno::AGAIN) => break,
@@ -330,9 +330,8 @@ pub fn is_up() -> bool {
     current(|places| places.up)
 }
 
-/// The address that a LID stands for: the first address of this host if it has that LID, otherwise the address in the
-/// same network that has those low 16 bits. (The other addresses of this host have no LID: that of 127.0.0.1 would hide
-/// x.y.0.1.)
+/// The address of a LID: the first address of this host if it has that LID, otherwise the address in the same network
+/// with these low 16 bits. The other addresses of this host have no LID: the LID of 127.0.0.1 would hide x.y.0.1.
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     let first = gids().first()?.ip;
     if lid_of(first) == lid {
@@ -342,15 +341,15 @@ pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
         IpAddr::V4(v4) => {
             let [a, b, c, _] = v4.octets();
             let [hi, lo] = lid.to_be_bytes();
-            // Bit 14 is not in the LID: take it from our own address.
+            // Bit 14 is not part of the LID, so it is copied from the first address of this host.
             Some(IpAddr::V4(Ipv4Addr::new(a, b, hi | (c & 0x40), lo)))
         }
         IpAddr::V6(_) => None,
     }
 }
 
-/// The node GUID: a number that distinguishes hosts and does not change. It is made from the first hardware address, or
-/// from the first IP address.
+/// The node GUID: a number that differs between hosts and stays the same. It is derived from the first hardware
+/// address, or from the first IP address.
 pub fn node_guid() -> u64 {
     static GUID: OnceLock<u64> = OnceLock::new();
     *GUID.get_or_init(|| {
@@ -367,7 +366,7 @@ pub fn node_guid() -> u64 {
             .collect();
         match bytes.as_slice() {
             [a, b, c, d, e, f] if bytes.iter().any(|b| *b != 0) => {
-                // EUI-64 from EUI-48: the middle is ff fe and the local bit is flipped.
+                // EUI-64 from EUI-48: the middle bytes are ff fe, and the local bit is inverted.
                 u64::from_be_bytes([a ^ 2, *b, *c, 0xff, 0xfe, *d, *e, *f])
             }
             _ => {

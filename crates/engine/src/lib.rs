@@ -1,9 +1,9 @@
 //! Drives the software RNIC with sockets, timers, threads and registered user memory.
 //!
-//! [`engine`] owns the RNIC and the [`reactor`], which decides who receives and sends: the threads of the program, or a worker
-//! thread. [`context`] is an open device, [`objects`] has the objects made in it, [`qp`] and [`dgram`] the queue pairs, [`cm`]
-//! the connection manager, [`connect`] connections that no queue pair owns yet. The table of all files, floor by floor, is in
-//! ARCHITECTURE.md; a file names only files of lower floors.
+//! [`engine`] owns the RNIC and the [`reactor`], which decides which thread receives and sends: a thread of the
+//! program, or a worker thread. [`context`] is an open device, [`objects`] has the objects created in it, [`qp`] and
+//! [`dgram`] the queue pairs, [`cm`] the connection manager, [`connect`] connections that no queue pair owns yet. The
+//! table of all files, by floor, is in ARCHITECTURE.md. A file uses only files of lower floors.
 //!
 //! `unsafe` code is in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
 

@@ -1,18 +1,19 @@
-//! Limits of what peers can make this process hold.
+//! Limits of the resources that peers can use in this process.
 
-/// Descriptors for connections that no queue pair owns, at most.
+/// Largest number of descriptors for connections that no queue pair owns.
 const PEER_DESCRIPTORS_MAX: usize = 512;
-/// Descriptors for connections that no queue pair owns, however low the limit of the process is: one may be a stranger that
-/// sends nothing.
+/// Smallest number of such descriptors, even if the limit of the process is low: one of two may be a connection of an
+/// unknown host that sends nothing.
 const PEER_DESCRIPTORS_MIN: usize = 2;
 
-/// How many descriptors peers may hold with connections that no queue pair owns: half-open ones, and closed ones that are
-/// drained. A quarter of what the process may open (`RLIMIT_NOFILE`), so that peers cannot use up the program's descriptors.
+/// The number of descriptors for connections that no queue pair owns: half-open ones, and closed ones that are
+/// drained. A quarter of the descriptors that the process may open (`RLIMIT_NOFILE`), so that peers cannot use up
+/// those of the program.
 pub fn peer_descriptors() -> usize {
     share_of(rustix::process::getrlimit(rustix::process::Resource::Nofile).current)
 }
 
-/// The share of the peers of this many descriptors; `None` is no limit.
+/// The part for peers of this number of descriptors; `None` is no limit.
 fn share_of(limit: Option<u64>) -> usize {
     let quarter = limit.map_or(PEER_DESCRIPTORS_MAX, |n| {
         usize::try_from(n / 4).unwrap_or(PEER_DESCRIPTORS_MAX)

@@ -1,7 +1,7 @@
 //! Locks that are acquired in the order of their ranks, which builds with debug assertions check.
 //!
-//! A thread that holds a lock may acquire only locks of a higher [`Rank`]. So no two threads can each hold a lock that the
-//! other one waits for. In release builds nothing is checked. Poisoning is ignored: see [`anywarp_core::lock`].
+//! A thread that holds a lock may acquire only locks of a higher [`Rank`]. This makes deadlocks impossible. Release
+//! builds do not check the order. Poisoning is ignored: see [`anywarp_core::lock`].
 
 use std::ops::{Deref, DerefMut};
 use std::sync;
@@ -17,7 +17,8 @@ pub enum Rank {
     Counted,
     /// The state of an identifier of the connection manager that the program made.
     CmId,
-    /// The state of an identifier that was made for a connect request. It may be locked while its listener is.
+    /// The state of an identifier that was created for a connect request. It may be locked while the lock of its
+    /// listener is held.
     CmRequest,
     /// The ports of identifiers of the connection manager.
     CmPorts,
@@ -27,9 +28,9 @@ pub enum Rank {
     Ports,
     /// The numbers in use of one QPN port.
     PortIndexes,
-    /// Held by the thread that receives from a UDP socket, while queue pairs take the datagrams.
+    /// Held by the thread that receives from a UDP socket, while queue pairs process the datagrams.
     UdpReceive,
-    /// The socket whose readiness events are off, held while they are changed by its queue pair.
+    /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
     /// A reliable queue pair.
     Qp,
@@ -37,7 +38,7 @@ pub enum Rank {
     HalfOpen,
     /// The state of a connection that starts up.
     Startup,
-    /// A question to the signpost of a port.
+    /// A query to the signpost of a port.
     Question,
     /// The ports whose signposts do not answer.
     SilentPorts,
@@ -223,8 +224,8 @@ impl<T> Mutex<T> {
         }
     }
 
-    /// Acquires the lock if no thread holds it. This never waits, so that the order of ranks does not matter here; it matters
-    /// for the locks that are acquired while this one is held.
+    /// Acquires the lock if no thread holds it. This never waits, so the rank is not checked for this call. It is
+    /// checked for locks that are acquired while this one is held.
     #[inline]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         Some(Guard {
@@ -290,7 +291,7 @@ mod tests {
     fn a_lock_of_a_lower_rank_is_refused_while_a_higher_one_is_held() {
         let low = Mutex::new(Rank::Ports, 1);
         let high = RwLock::new(Rank::Sources, 2);
-        // In order, in any number, and again after both are released.
+        // In order, any number of times, and again after both are released.
         for _ in 0..2 {
             let (one, two) = (low.lock(), high.read());
             assert_eq!(*one + *two, 3);
@@ -299,7 +300,7 @@ mod tests {
         let wrong = catch_unwind(AssertUnwindSafe(|| drop(low.lock())));
         assert!(wrong.is_err());
         drop(held);
-        // Nothing of the failed attempt is left.
+        // The failed attempt has left no state.
         drop(low.lock());
     }
 

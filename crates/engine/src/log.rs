@@ -1,4 +1,5 @@
-//! The log: lines on standard error, up to the level that `ANYWARP_LOG` names. Off by default: then a call is a load and a branch.
+//! The log: lines on standard error, up to the level in `ANYWARP_LOG`. It is off by default, and a call then costs a
+//! load and a branch.
 
 use std::fmt::Arguments;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
@@ -9,7 +10,7 @@ use crate::locks::{Mutex, Rank};
 
 pub use crate::config::Level;
 
-/// The level of the log: 0 until it is read from the configuration, then one more than the [`Level`].
+/// The level of the log: 0 until it is read from the configuration, then the [`Level`] plus one.
 static LEVEL: AtomicU8 = AtomicU8::new(0);
 
 #[cold]
@@ -39,8 +40,8 @@ pub fn write(at: Level, text: Arguments<'_>) {
         Level::Trace => "trace",
     };
     let line = format!("anywarp[{}] {name}: {text}\n", std::process::id());
-    // One system call and no lock: another thread may have held it when this process was forked. A log that cannot be
-    // written is not worth failing for.
+    // One system call without a lock: another thread could have held a lock when this process was forked. Errors are
+    // ignored.
     let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
 }
 
@@ -54,7 +55,7 @@ macro_rules! log {
     };
 }
 
-/// Lets one event in a thousand through: log lines that any host can cause must not fill the disk.
+/// Selects one event in a thousand, so that log lines that any host can cause do not fill the disk.
 #[derive(Debug)]
 pub struct Rarely(AtomicU32);
 
@@ -75,7 +76,7 @@ impl Rarely {
 #[derive(Debug)]
 pub(crate) struct Throttle(Mutex<(Option<Instant>, u32, u32)>);
 
-/// Lines of one kind per second, of a kind that a peer can cause without limit.
+/// Lines per second of one kind that a peer can cause without limit.
 const LINES_PER_SECOND: u32 = 20;
 
 impl Throttle {
@@ -83,7 +84,7 @@ impl Throttle {
         Self(Mutex::new(Rank::LogThrottle, (None, 0, 0)))
     }
 
-    /// Whether a line may be written now, and how many were not since the last one.
+    /// Whether a line may be written now; the number is that of suppressed lines since the last one.
     pub(crate) fn line(&self, now: Instant) -> Option<u32> {
         let mut state = self.0.lock();
         let (since, said, left_out) = &mut *state;

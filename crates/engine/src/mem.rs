@@ -1,8 +1,8 @@
 //! Access to registered user memory.
 //!
-//! The application keeps pointers to the same bytes and may write them at any time, so no `&[u8]` or `&mut [u8]` to
-//! them is ever made: bytes are copied in and out by address. The address comes from a [`Pinned`], which only a
-//! successful access check can make and which keeps the region registered while it lives.
+//! The application has pointers to the same bytes and may write them at any time, so this code never creates a
+//! `&[u8]` or `&mut [u8]` to them: bytes are copied by address. The address comes from a [`Pinned`], which only a
+//! successful access check creates, and which keeps the region registered while it exists.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -22,22 +22,22 @@ thread_local! {
     static TOLERATES_UNMAPPED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// UCX's memory hooks. With them registered memory is deregistered after it was unmapped (decision 007).
+/// UCX's memory hooks. With these hooks, registered memory is unmapped before it is deregistered (decision 007).
 static UNMAPS_FIRST: Library = Library::named(b"libucm");
 
-/// A region is registered: finds out whether its memory may be unmapped before it is deregistered.
+/// Called when a region is registered: checks whether UCX's hooks are loaded.
 pub(crate) fn look_for_hooks() {
     UNMAPS_FIRST.look();
 }
 
-/// Whether [`look_for_hooks`] has found them.
+/// Whether [`look_for_hooks`] has found the hooks.
 #[cfg(test)]
 pub(crate) fn has_hooks() -> bool {
     UNMAPS_FIRST.was_found()
 }
 
-/// While it exists in a process with UCX, bytes that this thread places in memory that is unmapped although it is registered
-/// are lost, and the process goes on (decision 007).
+/// While this value exists in a process with UCX, bytes that this thread places in unmapped registered memory are
+/// lost, and the process continues (decision 007).
 #[derive(Debug)]
 pub(crate) struct TolerateUnmapped(());
 
@@ -58,7 +58,8 @@ impl Drop for TolerateUnmapped {
     }
 }
 
-/// Has the kernel copy `bytes` to `target`, which need not be mapped. False: the kernel does not do that for this process.
+/// Makes the kernel copy `bytes` to `target`, which need not be mapped. Returns false if the kernel does not permit
+/// that to this process.
 ///
 /// # Safety
 /// As for [`write_own_memory`].
@@ -100,7 +101,7 @@ impl Memory for UserMemory {
             && len == 8
             && target.addr().is_multiple_of(8)
         {
-            // A word of an Atomic Write has to appear as a whole, and any aligned word may be one.
+            // A word of an Atomic Write must be written atomically, and any aligned word may be one.
             // SAFETY: eight bytes inside the pinned region, aligned.
             let at = unsafe { AtomicU64::from_ptr(target.cast()) };
             at.store(u64::from_ne_bytes(word), Ordering::Release);
@@ -139,7 +140,7 @@ impl Memory for UserMemory {
     }
 }
 
-/// A run of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of our own.
+/// A run of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of the engine.
 ///
 /// System calls, and copies to and from shared memory, take it instead of a Rust slice, because the application may access
 /// the same bytes at any time.
@@ -157,7 +158,7 @@ impl<'pin> UserSlice<'pin> {
         Self::raw(start, len)
     }
 
-    /// A buffer of our own.
+    /// A buffer of the engine.
     pub(crate) fn buffer(bytes: &'pin mut [u8]) -> Self {
         Self::raw(bytes.as_mut_ptr(), bytes.len())
     }
@@ -179,7 +180,7 @@ impl<'pin> UserSlice<'pin> {
         Self::raw(start, len.min(self.len() - offset))
     }
 
-    /// Address of the first byte. `len` bytes from there may be accessed by raw pointer while `'pin` lasts.
+    /// Address of the first byte. The `len` bytes from there may be accessed by raw pointer during `'pin`.
     pub(crate) fn start(self) -> *mut u8 {
         self.range.iov_base.cast()
     }
@@ -195,7 +196,7 @@ impl<'pin> UserSlice<'pin> {
     }
 }
 
-/// A pinned range of user memory, of which `len` bytes from `offset` on are meant.
+/// A part of a pinned range of user memory: `len` bytes from `offset` on.
 #[derive(Debug)]
 pub(crate) struct PinnedPart<'a> {
     pin: Pinned<'a>,
@@ -204,18 +205,18 @@ pub(crate) struct PinnedPart<'a> {
 }
 
 impl PinnedPart<'_> {
-    /// The bytes that are meant.
+    /// The bytes of the part.
     pub(crate) fn slice(&self) -> UserSlice<'_> {
         UserSlice::new(&self.pin, self.offset, self.len)
     }
 }
 
-/// A placed message that is received in part: where its bytes go.
+/// The memory for a payload that is received in several parts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Unfilled<'a> {
     /// The ranges of user memory.
     pub(crate) places: &'a [Placement],
-    /// Bytes of them that have been received.
+    /// Bytes that have been received.
     pub(crate) filled: u64,
     /// Bytes that are missing.
     pub(crate) missing: u64,
@@ -225,8 +226,8 @@ pub(crate) struct Unfilled<'a> {
 const RANGES_MAX: usize = 500;
 
 impl<'a> Unfilled<'a> {
-    /// Pins the ranges that are to be filled, as many as one system call takes; returns their bytes. `None` if a region was
-    /// deregistered.
+    /// Pins the ranges that are to be filled, up to the limit of one system call. Returns the number of their bytes.
+    /// `None` if a region was deregistered.
     pub(crate) fn pin(self, parts: &mut SmallVec<[PinnedPart<'a>; 4]>) -> Option<usize> {
         let (mut skip, mut left, mut bytes) = (self.filled, self.missing, 0);
         for place in self.places {
@@ -285,7 +286,7 @@ mod tests {
         let (one, other) = (one.pin().unwrap(), other.pin().unwrap());
         let mut between = Some(100);
         let old = UserMemory.update(&one, &mut |old| {
-            // The word was read and is not written yet.
+            // The word was read, and has not been written yet.
             if let Some(add) = between.take() {
                 assert_eq!(UserMemory.update(&other, &mut |old| old + add), 0);
             }

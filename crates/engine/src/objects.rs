@@ -35,15 +35,15 @@ pub type CompChannel = Channel<usize>;
 #[derive(Debug)]
 pub struct CompletionQueue {
     engine: &'static Engine,
-    /// The queue itself.
+    /// The queue of the core.
     pub core: Arc<Cq>,
     /// Address of the C object.
     pub c_object: Arc<AtomicUsize>,
-    /// Where its events go.
+    /// The channel for its events.
     pub channel: Option<Arc<CompChannel>>,
 }
 
-/// Passes the events of a completion queue on to its channel and its context.
+/// Passes the events of a completion queue to its channel and its context.
 struct CqNotify {
     context: Arc<Context>,
     channel: Option<Arc<CompChannel>>,
@@ -66,7 +66,7 @@ impl Notify for CqNotify {
 }
 
 impl CompletionQueue {
-    /// A queue for `capacity` entries (`ibv_create_cq(3)`: EINVAL for none or too many).
+    /// A queue for `capacity` entries (`ibv_create_cq(3)`: EINVAL if the capacity is 0 or too large).
     pub fn new(
         context: &Arc<Context>,
         capacity: u32,
@@ -90,7 +90,7 @@ impl CompletionQueue {
         }))
     }
 
-    /// Takes up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
+    /// Returns up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
         self.engine.count_poll();
         let n = self.core.poll(max, &mut each);
@@ -101,7 +101,7 @@ impl CompletionQueue {
         self.core.poll(max, each)
     }
 
-    /// Takes up to `max` completions that are in the queue. The sockets are not handled.
+    /// Returns up to `max` completions that are in the queue. The sockets are not handled.
     pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, Completion)) -> usize {
         self.core.poll(max, each)
     }
@@ -110,8 +110,8 @@ impl CompletionQueue {
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
         self.engine.on_arm();
-        // In a call of ours the thread would handle the sockets. In its own it does not, and they would wait for the end of its
-        // lease.
+        // A thread that waits in a call of this library handles the sockets. One that waits in its own call does not,
+        // so the sockets would wait for the end of its lease.
         if self
             .channel
             .as_ref()
@@ -126,7 +126,7 @@ impl CompletionQueue {
 #[derive(Debug)]
 pub struct CompletionCounter {
     engine: &'static Engine,
-    /// The counter itself.
+    /// The counter of the core.
     pub core: Arc<Counter>,
     /// The sum of both values when it was last read.
     seen: AtomicU64,
@@ -147,8 +147,8 @@ impl CompletionCounter {
         self.core.read(Entry::Done).wrapping_add(failed)
     }
 
-    /// Reads a value. If nothing was counted since the last time, the sockets that are ready are handled first, as by a
-    /// program that polls an empty completion queue: one that only reads counters waits like that.
+    /// Reads a value. If nothing was counted since the last call, the sockets that are ready are handled first: a
+    /// program may poll the counter instead of a completion queue.
     pub fn read(&self, entry: Entry) -> u64 {
         self.engine.count_poll();
         if self.sum() == self.seen.load(Ordering::Relaxed) {
@@ -195,8 +195,8 @@ fn lock_limit() -> u64 {
         .unwrap_or(u64::MAX)
 }
 
-/// Locks or brings in the pages of a region, as the environment configures. A region with on-demand paging is left
-/// alone.
+/// Locks or faults in the pages of a region, as the environment configures. Does nothing for a region with on-demand
+/// paging.
 fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Misuse>> {
     if access.has(Access::ON_DEMAND) {
         return Ok(None);
@@ -264,7 +264,7 @@ impl MemoryRegion {
         self.pin.lock()
     }
 
-    /// A region that discards what is written to it, and from which zeroes are read.
+    /// A region that discards writes, and whose reads return zeros.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
         type Areas = OnceLock<Option<(Pages, Pages)>>;
         static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
@@ -293,7 +293,7 @@ impl MemoryRegion {
     }
 
     /// A second handle of a registration, which is found by the upper 24 bits of its keys (`ibv_import_mr(3)`). When
-    /// the handle is dropped, the registration stays.
+    /// the handle is dropped, the region stays registered.
     pub fn import(engine: &'static Engine, pd: &Arc<Pd>, index: u32) -> Option<Self> {
         let region = engine.rnic.regions.find(index)?;
         (region.pd() == pd.id()).then(|| Self {
@@ -353,7 +353,7 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Deregisters. After it returns, nothing touches the memory.
+    /// Deregisters the region. After it returns, the memory is not accessed.
     pub fn deregister(&self) -> Result<(), Misuse> {
         let region = self.region();
         self.engine.rnic.regions.deregister(&region)?;
@@ -363,7 +363,7 @@ impl MemoryRegion {
     }
 }
 
-/// Device memory: zeroed pages of this process, which are accessed only by copying functions and through regions.
+/// Device memory: zeroed pages of this process. Only copying functions and regions access them.
 #[derive(Debug)]
 pub struct DeviceMemory {
     pages: Pages,
@@ -374,7 +374,7 @@ pub struct DeviceMemory {
 static DEVICE_MEMORY: AtomicUsize = AtomicUsize::new(0);
 
 impl DeviceMemory {
-    /// Allocates `len` bytes at the start of a page; `None` if less is left.
+    /// Allocates `len` bytes at the start of a page. `None` if less memory is left.
     pub fn new(len: usize) -> Option<Self> {
         let most = bounds::DEVICE_MEMORY_MAX;
         DEVICE_MEMORY
@@ -417,7 +417,7 @@ impl Drop for DeviceMemory {
 #[derive(Debug)]
 pub struct SharedReceive {
     context: Arc<Context>,
-    /// The queue itself.
+    /// The queue of the core.
     pub core: Arc<Srq>,
     /// Address of the C object.
     pub c_object: Arc<AtomicUsize>,
@@ -459,7 +459,7 @@ impl SharedReceive {
         Ok(())
     }
 
-    /// Changes size or limit.
+    /// Changes the size or the limit.
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), Misuse> {
         if max_wr.is_some_and(|n| n == 0 || n > bounds::MAX_SRQ_WR) {
             return Err(Misuse::InvalidArgument("max_wr"));
@@ -470,7 +470,7 @@ impl SharedReceive {
         Ok(())
     }
 
-    /// Raises the event for fewer posted receives than the limit of the queue.
+    /// Raises the event that fewer receives are posted than the limit of the queue.
     pub fn tell_limit(&self) {
         self.context.events.push(AsyncItem {
             event: event::SRQ_LIMIT_REACHED,
@@ -508,7 +508,7 @@ impl QueuePair {
         }
     }
 
-    /// Whether the program names the peer itself (`ibv_modify_qp(3)`), without the connection manager.
+    /// Whether the program sets the peer itself (`ibv_modify_qp(3)`), without the connection manager.
     pub fn names_its_peer(&self) -> bool {
         match self {
             Self::Rc(qp) => qp.route().is_some_and(|route| route.qpn != 0),
@@ -527,7 +527,7 @@ impl QueuePair {
         }
     }
 
-    /// Posts send requests, which functions write to their place in the send queue, until one is refused.
+    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
     where
@@ -611,7 +611,7 @@ mod tests {
     use super::*;
     use crate::engine::engine;
 
-    /// Another library under the name of UCX's hooks is loaded before a registration.
+    /// A registration recognizes another library with the name of UCX's hooks.
     #[test]
     fn a_registration_finds_the_memory_hooks_of_ucx() {
         use crate::sys::loaded::load;

@@ -1,4 +1,4 @@
-//! Pages that are locked (`ANYWARP_PIN=1`) or brought in (`ANYWARP_PREFAULT=1`) when they are registered.
+//! Pages that are locked (`ANYWARP_PIN=1`) or faulted in (`ANYWARP_PREFAULT=1`) when they are registered.
 //!
 //! The kernel does not count how often a page is locked: the first `munlock` unlocks it. So this file counts the regions of
 //! each page, and unlocks a page when its last region is deregistered.
@@ -9,7 +9,7 @@ use crate::process::PerProcess;
 use crate::sys::pages;
 use std::collections::BTreeMap;
 
-/// Why pages could not be locked or brought in.
+/// Why pages could not be locked or faulted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
     /// The range is not mapped, or not with these rights.
@@ -26,7 +26,7 @@ pub(crate) struct Pin {
 }
 
 impl Pin {
-    /// Locks or brings in the pages of a region, as the environment configures.
+    /// Locks or faults in the pages of a region, as the environment configures.
     pub(crate) fn take(start: u64, len: u64, write: bool) -> Result<Option<Self>, Refused> {
         match config().pages {
             Pages::Leave => return Ok(None),
@@ -52,9 +52,9 @@ impl Pin {
         if pages::lock_pages(start, end - start).is_ok() {
             return Ok(Some(Self { start, end }));
         }
-        // When `mlock` fails, the pages that it has reached stay locked.
+        // When `mlock` fails, the pages before the failing one stay locked.
         counts.unlock(start, end);
-        // The kernel has one errno for both reasons. Pages that are not mapped cannot be brought in either.
+        // The kernel has one errno for both reasons. Unmapped pages cannot be faulted in either.
         Err(if pages::is_there(start, end - start, false) {
             Refused::Limit
         } else {

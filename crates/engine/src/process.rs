@@ -1,20 +1,20 @@
-//! What belongs to one process: a value for each process ([`PerProcess`]), and what a forked child does with its parent's.
+//! State for each process: global values ([`PerProcess`]), and the handling of the parent's state in a forked child.
 //!
-//! A forked child starts with copies of its parent's objects, but not with the parent's threads: a lock may be held for ever
-//! and a connection is still the parent's. So each object records the [`generation`] that it was made in, the child makes
-//! its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
+//! A forked child has copies of its parent's objects, but not the parent's threads: a lock may be held for ever, and
+//! a connection still belongs to the parent. So each object records the [`generation`] in which it was created, the
+//! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` stands for descriptor `n`.
+/// Descriptors that a child must not keep: bit `n % 64` of word `n / 64` represents descriptor `n`.
 static ENGINE_FDS: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// The number of forks between the process that first opened the device and this one.
 ///
-/// An object of another generation belongs to an ancestor: its locks may be held by threads that do not exist here, and its
-/// sockets are replaced. It must not be used.
+/// An object of another generation belongs to an ancestor: its locks may be held by threads that do not exist here,
+/// and its sockets are replaced. It must not be used.
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
@@ -37,8 +37,8 @@ fn dead_socket() -> RawFd {
 
 /// Replaces each descriptor of the engine by a dead socket.
 ///
-/// The connections stay the parent's alone, and the numbers stay taken: the child's own files cannot get a number that a copy
-/// of one of the parent's objects still names.
+/// So only the parent has the connections, and the numbers stay in use: otherwise a new file of the child could get a
+/// number that is stored in a copy of one of the parent's objects.
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     let mut dead = -1;
@@ -98,7 +98,8 @@ struct Made<T> {
 
 /// A global value that a forked child does not inherit: each process makes its own at first use.
 ///
-/// The parent's value stays allocated and unused in the child: another thread may have held its locks at the moment of the
+/// The parent's value stays allocated and unused in the child, because another thread may have held its locks during
+/// the fork.
 /// fork.
 #[derive(Debug)]
 pub struct PerProcess<T> {

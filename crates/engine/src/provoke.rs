@@ -1,4 +1,4 @@
-//! Panics on demand, for tests of what follows an internal error.
+//! Panics on demand, for tests of the handling of internal errors.
 //!
 //! This works only in builds with debug assertions, and only when `ANYWARP_TEST_PANIC` is set. A request that is posted with
 //! the identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it next handles the socket
@@ -25,19 +25,20 @@ pub(crate) fn posted(id: u64) {
         return;
     }
     if id == IN_CALL {
-        panic!("a test asks for it");
+        panic!("panic requested by a test");
     }
     ARMED.store(true, Ordering::Relaxed);
 }
 
-/// Called when the worker, or a thread in its place, handles a queue pair: panics in the worker if [`posted`] has armed it.
+/// Called when the worker, or a program thread with the lease, handles a queue pair: panics in the worker if
+/// [`posted`] has armed it.
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "a test asks for it")]
 pub(crate) fn working() {
     if std::thread::current().name() == Some(crate::reactor::worker::THREAD_NAME)
         && ARMED.swap(false, Ordering::Relaxed)
     {
-        panic!("a test asks for it");
+        panic!("panic requested by a test");
     }
 }
 

@@ -41,18 +41,18 @@ pub fn random_u32() -> u32 {
 /// Fills `bytes` from the kernel.
 ///
 /// # Panics
-/// The kernel gives none: keys that can be predicted protect nothing, so the device fails.
+/// The kernel returns no random bytes. Predictable keys protect nothing, so the device fails.
 fn fill(bytes: &mut [u8; POOL_BYTES]) {
     loop {
-        // Without flags `getrandom` blocks until the kernel's pool is ready, which a signal can interrupt. After that, a request
-        // of up to 256 bytes is served whole.
+        // Without flags `getrandom` blocks until the kernel's pool is ready, and a signal can interrupt that.
+        // Afterwards, a request of up to 256 bytes is served completely.
         match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
             Ok(n) if n == bytes.len() => return,
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(_) => break,
         }
     }
-    // A filter of system calls may refuse getrandom.
+    // A seccomp filter may refuse getrandom.
     let device = std::fs::File::open("/dev/urandom");
     let filled = device.and_then(|mut device| device.read_exact(bytes));
     #[expect(clippy::panic, reason = "the C API turns it into a failed device")]

@@ -1,8 +1,8 @@
 //! A reserve of memory that serves allocations when malloc fails.
 //!
-//! Rust aborts the process when an allocation fails, and the process belongs to the program. So an allocation that
-//! malloc refuses is served from a reserve: calls in progress finish in order, and calls that create objects or post
-//! requests fail with `ENOMEM` until malloc has memory again. The reserve consists of static pages, which take no
+//! Rust aborts the process when an allocation fails, and the process belongs to the program. So if malloc fails, an
+//! allocation is served from a reserve: calls in progress finish normally, and calls that create objects or post
+//! requests fail with `ENOMEM` until malloc has memory again. The reserve consists of static pages, which use no
 //! memory of the host before they are used.
 //!
 //! This is one of the files that may have `unsafe` code.
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// Bytes that malloc must be able to allocate; otherwise the host counts as out of memory.
 const PROBE: usize = 1 << 20;
 
-/// Pieces of one size. One bit for each piece is set while it is taken. There is no lock, because a fork could happen
-/// while another thread holds it.
+/// Pieces of one size. Each has one bit, which is set while the piece is in use. There is no lock, because a fork
+/// could happen while another thread holds it.
 struct Class {
     size: usize,
     count: usize,
@@ -79,7 +79,7 @@ unsafe impl Sync for Pages {}
 
 static PAGES: Pages = Pages(UnsafeCell::new([0; SIZE]));
 static TAKEN: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
-/// Bytes of all pieces that are taken.
+/// Bytes of all pieces in use.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 fn start() -> *mut u8 {
@@ -95,7 +95,7 @@ impl Class {
         words.iter().zip(bits)
     }
 
-    /// Takes a free piece and returns its number.
+    /// Reserves a free piece and returns its number.
     fn take(&self) -> Option<usize> {
         for (i, (word, bits)) in self.words().enumerate() {
             loop {
@@ -112,7 +112,7 @@ impl Class {
     }
 }
 
-/// Takes a free piece of the smallest size that fits; null if there is none.
+/// Reserves a free piece of the smallest size that fits; null if there is none.
 fn take(layout: Layout) -> *mut u8 {
     for class in &CLASSES {
         // Each size is a multiple of every alignment that is not larger, up to that of the pages.
@@ -156,12 +156,12 @@ fn malloc_has_some() -> bool {
     !probe.is_null()
 }
 
-/// Whether the reserve is in use and malloc has no memory: no new objects are created then.
+/// Whether the reserve is in use and malloc has no memory. New objects are not created then.
 pub fn is_scarce() -> bool {
     USED.load(Ordering::Relaxed) != 0 && !malloc_has_some()
 }
 
-/// Whether more than half of the reserve is in use and malloc has no memory: not even requests are accepted then.
+/// Whether more than half of the reserve is in use and malloc has no memory. Requests are not accepted then either.
 pub(crate) fn is_low() -> bool {
     USED.load(Ordering::Relaxed) > SIZE / 2 && !malloc_has_some()
 }
@@ -229,7 +229,7 @@ unsafe impl GlobalAlloc for Allocator {
 mod tests {
     use super::*;
 
-    /// No other test uses the reserve, because malloc has memory.
+    /// Other tests do not use the reserve, because malloc has memory.
     #[test]
     fn pieces_do_not_overlap_and_all_the_room_comes_back() {
         let mut pieces = Vec::new();
@@ -248,7 +248,7 @@ mod tests {
             let bytes = unsafe { std::slice::from_raw_parts(*piece, layout.size()) };
             assert!(bytes.iter().all(|b| b == value));
         }
-        // A piece that grows moves to malloc with its content.
+        // A piece that grows is moved to malloc memory with its content.
         let (piece, layout, value) = pieces.pop().unwrap();
         // SAFETY: taken above, given up here.
         let moved = unsafe { Allocator.realloc(piece, layout, 100_000) };

@@ -1,7 +1,7 @@
 //! Memory that two processes of one user share.
 //!
-//! The peer may write to it at any time, so no `&[u8]` to it is ever made: bytes are copied in and out by offset, words are
-//! atomic, and every number that is read there is checked by the code that reads it.
+//! The peer may write to the memory at any time, so no `&[u8]` to it is ever made: bytes are copied by offset, words
+//! are atomic, and the code that reads a number checks it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,7 +12,7 @@ use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags
 
 use crate::mem::UserSlice;
 
-/// The name that its memory has among a process's descriptors.
+/// The name of the memory file, as shown in `/proc/PID/fd`.
 const NAME: &str = "anywarp-carrier";
 
 /// A mapping of shared memory.
@@ -22,11 +22,11 @@ pub(crate) struct Shared {
     len: usize,
 }
 
-/// Length and size may not change, or reading could end in SIGBUS.
+/// The size of the file must not change, because an access beyond its end causes SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 impl Shared {
-    /// New memory of `len` bytes, all zero, and the descriptor that the peer finds it by.
+    /// New memory of `len` bytes, all zero, and the descriptor by which the peer opens it.
     pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create(NAME, flags)?;
@@ -36,12 +36,12 @@ impl Shared {
         Ok((shared, file))
     }
 
-    /// The memory behind a descriptor of another process of this user.
+    /// Opens the memory of a descriptor of another process of this user.
     pub(crate) fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
-        // The peer may name any file of any process, and must not stop this one by it. So the file is only looked at until it
-        // is known to be memory that the kernel holds: O_PATH opens no device or FIFO and asks no file system, and STATX_DONT_SYNC
-        // does not wait for the server of a file system in user space (FUSE) either.
+        // The peer may name any file of any process, which must not block this process. So before the file is known
+        // to be memory of the kernel, it is only examined: O_PATH opens no device or FIFO and sends no request to a
+        // file system, and STATX_DONT_SYNC does not wait for the server of a file system in user space (FUSE) either.
         let seen = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let stat = stat_at_once(&seen)?;
         let link = rustix::fs::readlink(&path, Vec::new())?;
@@ -84,7 +84,7 @@ impl Shared {
         (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.start + at))
     }
 
-    /// The word at `at`, which is a multiple of 8; 0 if it is outside.
+    /// The word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         static NONE: AtomicU64 = AtomicU64::new(0);
         match self.at(at, 8) {
@@ -95,7 +95,7 @@ impl Shared {
         }
     }
 
-    /// The 32-bit word at `at`, which is a multiple of 8; 0 if it is outside.
+    /// The 32-bit word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
     pub(crate) fn flag(&self, at: usize) -> &AtomicU32 {
         static NONE: AtomicU32 = AtomicU32::new(0);
         match self.at(at, 4) {
@@ -105,7 +105,7 @@ impl Shared {
         }
     }
 
-    /// Copies `bytes` to offset `at`; nothing if they do not fit.
+    /// Copies `bytes` to offset `at`. Does nothing if they do not fit.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
         if let Some(to) = self.at(at, bytes.len()) {
             // SAFETY: `to` has room for them (`at`), and is no memory of ours.
@@ -113,7 +113,7 @@ impl Shared {
         }
     }
 
-    /// Copies bytes from offset `at` to `out`; nothing if they are not there.
+    /// Copies bytes from offset `at` to `out`. Does nothing if they are not inside the memory.
     pub(crate) fn get(&self, at: usize, out: &mut [u8]) {
         if let Some(from) = self.at(at, out.len()) {
             // SAFETY: the bytes are in the mapping (`at`), `out` is memory of ours.
@@ -121,7 +121,7 @@ impl Shared {
         }
     }
 
-    /// Copies user memory to offset `at`; nothing if it does not fit.
+    /// Copies user memory to offset `at`. Does nothing if it does not fit.
     pub(crate) fn put_from(&self, at: usize, from: UserSlice<'_>) {
         if let Some(to) = self.at(at, from.len()) {
             // SAFETY: there is room (`at`), and the slice is valid while its lifetime lasts. Both may overlap: a program can
@@ -130,7 +130,7 @@ impl Shared {
         }
     }
 
-    /// Fills user memory with bytes from offset `at`; nothing if they are not there.
+    /// Fills user memory with bytes from offset `at`. Does nothing if they are not inside the memory.
     pub(crate) fn get_to(&self, at: usize, to: UserSlice<'_>) {
         if let Some(from) = self.at(at, to.len()) {
             // SAFETY: as in `put_from`.
@@ -139,7 +139,7 @@ impl Shared {
     }
 }
 
-/// What is known of a file without asking a file system in user space for it.
+/// Returns the attributes of a file without a request to a file system in user space.
 fn stat_at_once(file: &OwnedFd) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(rustix::fs::statx(
@@ -189,7 +189,7 @@ mod tests {
         other.get(4090, &mut bytes);
         assert_eq!(&bytes, b"over the edge of a page");
         assert_eq!(other.word(64).load(Ordering::Acquire), 7);
-        // Outside there is nothing, and nothing breaks.
+        // Accesses outside of the memory have no effect.
         other.put(8180, &[1; 20]);
         assert_eq!(other.word(8192).load(Ordering::Relaxed), 0);
     }
@@ -201,7 +201,7 @@ mod tests {
         rustix::fs::ftruncate(&other, 8192).unwrap();
         let fd = |f: &OwnedFd| u32::try_from(f.as_raw_fd()).unwrap();
         assert!(Shared::open(pid, fd(&other), 8192).is_err());
-        // Of the right name, but it could shrink under us.
+        // A file with the right name whose size could be reduced.
         let loose = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&loose, 8192).unwrap();
         assert!(Shared::open(pid, fd(&loose), 8192).is_err());

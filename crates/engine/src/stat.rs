@@ -1,8 +1,8 @@
 //! The counters that `anywarp stat` reads, and the socket that serves them to other processes of the same user.
 //!
-//! Only with `ANYWARP_STAT` set. Then the first queue pair opens an abstract socket with the name `anywarp-stat-PID`; a process
-//! of the same user that connects gets the descriptor of a file in memory with one line for each queue pair. The counters
-//! themselves are plain numbers behind locks that the data path holds anyway, and are always counted.
+//! This needs `ANYWARP_STAT`. Then the first queue pair opens an abstract socket with the name `anywarp-stat-PID`. A
+//! process of the same user that connects gets the descriptor of a memory file with one line for each queue pair. The
+//! counters are plain numbers behind locks that the data path holds anyway, and are always counted.
 
 use std::fmt::Write as _;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,10 +25,10 @@ use crate::process::PerProcess;
 use crate::reactor::Source;
 use crate::sys::socket;
 
-/// Clients that are served in one turn; the others wait in the kernel for the next.
+/// Largest number of clients that are served in one turn. The others wait in the kernel.
 const CLIENTS_PER_TURN: usize = 8;
 
-/// The first words of the text, with the number of its format.
+/// The first words of the text: its format and the version of the format.
 const HEADER: &str = "anywarp-stat 1";
 
 /// An object with counters.
@@ -139,7 +139,7 @@ fn text(engine: &Engine) -> String {
         std::process::id(),
         program.trim().replace(' ', "_")
     );
-    // The objects are locked without the lock of the registry.
+    // The lock of the registry is released before the objects are locked.
     let all: Vec<_> = {
         let all = REGISTRY.get().all.lock();
         all.iter().filter_map(Weak::upgrade).collect()
@@ -152,7 +152,7 @@ fn text(engine: &Engine) -> String {
     text
 }
 
-/// Appends the counters of a stream, and what the kernel counts of its connection.
+/// Appends the counters of a stream, and the kernel's counters of its connection.
 pub(crate) fn write_stream_counters(line: &mut String, counts: &tcp::Counters, fd: BorrowedFd<'_>) {
     for (name, value) in counts.named() {
         let _ = write!(line, " {name}={value}");

@@ -61,12 +61,13 @@ impl Observer for StepLog {
 /// Finds the address of a queue pair's peer.
 static PEER_OF: OnceLock<fn(u32) -> Option<SocketAddr>> = OnceLock::new();
 
-/// Sets the function that finds the address of a queue pair's peer, so that lines name it.
+/// Sets the function that finds the address of a queue pair's peer, which log lines contain.
 pub(crate) fn set_peer_lookup(peer_of: fn(u32) -> Option<SocketAddr>) {
     let _ = PEER_OF.set(peer_of);
 }
 
-/// Logs what a peer did, with the peer's address. A peer can cause such lines as often as it likes, so their rate is limited.
+/// Logs an action of a peer, with the peer's address. Peers can cause such lines without limit, so their rate is
+/// limited.
 fn log_peer_event(qpn: u32, text: Arguments<'_>) {
     static THROTTLE: Throttle = Throttle::new();
     if let Some(left_out) = THROTTLE.line(clock::now()) {

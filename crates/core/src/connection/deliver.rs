@@ -627,7 +627,9 @@ impl Connection {
                 }
                 if !self.base.rq.choose(number) {
                     return Err(Violation::request(
-                        PeerError::Control("SelectSrq of a shared receive queue that does not exist"),
+                        PeerError::Control(
+                            "SelectSrq of a shared receive queue that does not exist",
+                        ),
                         Status::RemoteInvalidRequest,
                     ));
                 }

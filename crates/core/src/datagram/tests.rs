@@ -725,7 +725,10 @@ fn a_shared_queue_gives_its_receives_and_tells_of_limit_and_end() {
         assert_eq!(b.qp.poll_event(), Some(AsyncEvent::SrqLimit));
         for _ in 0..2 {
             b.qp.set_state(State::Error);
-            assert!(b.done().is_empty(), "the other receive belongs to the shared queue");
+            assert!(
+                b.done().is_empty(),
+                "the other receive belongs to the shared queue"
+            );
         }
         assert_eq!(b.qp.poll_event(), Some(AsyncEvent::LastWqe));
         assert_eq!(b.qp.poll_event(), None);

@@ -371,7 +371,9 @@ pub fn check_modify(
     }
     let to = next.unwrap_or(current);
     let Some(rule) = rule(kind, current, to) else {
-        return Err(Misuse::WrongState("the state machine has no such transition"));
+        return Err(Misuse::WrongState(
+            "the state machine has no such transition",
+        ));
     };
     let free = mask::STATE | mask::CUR_STATE | mask::RATE_LIMIT;
     if attr_mask & rule.required != rule.required {

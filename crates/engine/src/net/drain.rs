@@ -1,8 +1,9 @@
 //! Closed TCP connections that are read until the peer closes its direction too.
 //!
-//! A kernel that receives bytes for a closed socket answers with a reset, and a reset discards what the socket had sent and
-//! the peer had not read: the last FPDUs of a stream, or a Terminate. Such a connection is therefore closed for sending only
-//! and read for up to [`DRAIN_TIMEOUT`]. A process that exits waits until its peers have acknowledged what it sent.
+//! If a kernel receives bytes for a closed socket, it answers with a reset, and a reset discards data that the socket
+//! had sent and the peer had not read: the last FPDUs of a stream, or a Terminate. Such a connection is therefore
+//! closed for sending only, and read for up to [`DRAIN_TIMEOUT`]. A process that exits waits until its peers have
+//! acknowledged the data that it sent.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Once, Weak};
@@ -20,16 +21,17 @@ use crate::sys::{Io, socket, stream, thread};
 
 /// How long a closed connection is read. A peer that has not closed its side by then gets a reset.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a process that exits waits until its peers have acknowledged what it sent.
+/// How long a process that exits waits until its peers have acknowledged the data that it sent.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval between two questions for unacknowledged bytes: the kernel does not report when there are none left.
+/// Interval between two checks for unacknowledged bytes: the kernel does not report when there are none left.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// Connections that are looked at when another one is closed.
+/// Largest number of connections that are checked when another one is closed.
 const LOOK_MAX: usize = 16;
-/// How long the end of a peer in this process that has closed too is waited for; the kernel may deliver it a moment later.
+/// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver it a
+/// moment later.
 const PAIR_WAIT: Duration = Duration::from_millis(2);
-/// Reads of a connection that one look makes: the last bytes, and the end behind them.
+/// Reads of a connection in one check: the last bytes, and the end of stream.
 const LOOK_READS: usize = 4;
 
 /// The connections of this process that are being drained.
@@ -47,12 +49,12 @@ struct Drain {
 pub(crate) struct Draining(Weak<Drain>);
 
 impl Draining {
-    /// Whether the peer has acknowledged all that was sent, or the connection is gone.
+    /// Whether the peer has acknowledged all sent data, or the connection has ended.
     pub(super) fn is_drained(&self) -> bool {
         self.0.upgrade().is_none_or(|drain| !drain.has_unacked())
     }
 
-    /// Blocks until the peer has acknowledged all that was sent, but not longer than `until`.
+    /// Blocks until the peer has acknowledged all sent data, but not longer than `until`.
     pub(crate) fn wait_drained(&self, until: Option<Instant>) {
         poll_until(until, || self.is_drained());
     }
@@ -86,14 +88,14 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
         return draining;
     }
     engine.deadline(token, clock::now() + DRAIN_TIMEOUT);
-    // The peer may have closed its side before the socket was watched. It may also be an end in this process that closed
-    // before, and sees the end of this one now.
+    // The peer may have closed its side before the socket was watched. Or the peer is in this process and had closed
+    // before; it sees the end of this connection now.
     look(LOOK_MAX);
     draining
 }
 
-/// Closes connections whose peers have closed too, `max` of them at most, the youngest first. The worker does that a moment later;
-/// a program that counts its descriptors after `ibv_destroy_qp(3)` does not wait for it.
+/// Closes connections whose peers have closed too, at most `max`, the newest first. The worker would do it a moment
+/// later, but a program may count its descriptors after `ibv_destroy_qp(3)`.
 pub(crate) fn look(max: usize) {
     let drains: Vec<Arc<Drain>> = {
         let all = DRAINS.get().lock();
@@ -113,7 +115,7 @@ pub(crate) fn look(max: usize) {
     }
 }
 
-/// Exit handler: waits until the peers have acknowledged what was sent, at most [`EXIT_TIMEOUT`].
+/// Exit handler: waits until the peers have acknowledged all sent data, at most [`EXIT_TIMEOUT`].
 pub(super) extern "C" fn at_exit() {
     poll_until(Some(clock::now() + EXIT_TIMEOUT), || !any_unacked());
 }
@@ -126,8 +128,8 @@ fn poll_until(until: Option<Instant>, done: impl Fn() -> bool) {
 
 /// Whether bytes of any connection may be unacknowledged.
 ///
-/// A signal handler may call `exit` while its thread holds one of these locks, so a lock that is held counts as "yes"
-/// instead of being waited for.
+/// A signal handler may call `exit` while its thread holds one of these locks. So a lock that is held is not waited
+/// for, and counts as "yes".
 fn any_unacked() -> bool {
     let Some(drains) = DRAINS.get().try_lock() else {
         return true;
@@ -153,21 +155,21 @@ impl Drain {
         is_unacked(self.fd.lock().as_ref())
     }
 
-    /// Its address and that of its peer.
+    /// The local address and that of the peer.
     fn ends(&self) -> Option<(SocketAddr, SocketAddr)> {
         let connection = self.fd.lock();
         let (fd, _) = connection.as_ref()?;
         Some((local_addr(fd)?, peer_addr(fd)?))
     }
 
-    /// Waits for the end of the peer, which has closed.
+    /// Waits for the end of stream of the peer, which has closed.
     fn wait(&self) {
         if let Some((fd, _)) = &*self.fd.lock() {
             socket::wait_readable(fd.get(), PAIR_WAIT);
         }
     }
 
-    /// Reads once, and closes the socket at its end; whether there may be more to read.
+    /// Reads once, and closes the socket at the end of the stream. Returns whether there may be more to read.
     fn read(&self) -> bool {
         let mut buffer = self.engine.rx_buffer();
         let read = {
@@ -184,7 +186,8 @@ impl Drain {
         read.is_ok()
     }
 
-    /// Closes the socket. It is in the list until it is closed, so that [`look`] waits for another thread that closes it.
+    /// Closes the socket. It stays in the list until it is closed, so [`look`] waits for another thread that closes
+    /// it.
     fn finish(&self) {
         {
             let mut connection = self.fd.lock();

@@ -1,7 +1,8 @@
-//! For cargo-fuzz: a stream on one host whose peer sends any hand-over messages, offers any memory, and writes anything there.
+//! For cargo-fuzz: a stream on one host whose peer sends any hand-over messages, offers any memory, and writes
+//! anything to it.
 //!
-//! The peer is in this process: its end of the connection is a plain socket, and memory that it offers or takes is real, so
-//! that hand-overs succeed as well as fail.
+//! The peer is in this process. Its end of the connection is a plain socket, and the memory that it offers or maps is
+//! real, so that hand-overs can succeed and fail.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -27,10 +28,11 @@ use crate::config::Framing;
 use crate::engine::{Engine, engine};
 use crate::fd::EngineFd;
 
-/// Messages after which the end that is tested offers memory.
+/// Messages after which the tested end offers memory.
 const OFFER_AFTER: u32 = 2;
 
-/// A connection of this process to itself. Its ports are free at once when it ends: the side that is dropped first resets it.
+/// A connection of this process to itself. Its ports are free at once when it ends: the side that is dropped first
+/// sends a reset.
 fn connection() -> io::Result<(TcpStream, TcpStream)> {
     thread_local! {
         static LISTENER: RefCell<Option<TcpListener>> = const { RefCell::new(None) };
@@ -50,7 +52,7 @@ fn connection() -> io::Result<(TcpStream, TcpStream)> {
     })
 }
 
-/// The FPDU of a ULPDU.
+/// The FPDU that contains a ULPDU.
 fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
     let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
     out.extend_from_slice(ulpdu);
@@ -60,20 +62,20 @@ fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
     out
 }
 
-/// The end that is tested, and its peer.
+/// The tested end, and its peer.
 struct Both {
     engine: &'static Engine,
     conn: Connection,
     tcp: Tcp,
     peer: Option<TcpStream>,
-    /// The addresses of the peer's end and of ours.
+    /// The addresses of the peer's end and of the tested end.
     addresses: (SocketAddr, SocketAddr),
-    /// The memory that the peer has offered or taken.
+    /// The memory that the peer has offered or accepted.
     memory: Option<Shm>,
-    /// The peer's stream comes through that memory.
+    /// The peer's stream goes through that memory.
     shared: bool,
     crc: bool,
-    /// The peer has sent the proof that it opened our memory.
+    /// The peer has sent the proof that it opened the memory of the tested end.
     has_proved: bool,
 }
 
@@ -141,7 +143,7 @@ impl Both {
         })
     }
 
-    /// The peer sends bytes, through the memory once its stream is there.
+    /// Sends bytes of the peer, through the memory if its stream has switched.
     fn send(&mut self, bytes: &[u8]) {
         if self.shared
             && let Some(memory) = &mut self.memory
@@ -159,7 +161,7 @@ impl Both {
         self.send(&bytes);
     }
 
-    /// Our end sends what it has to send, and offers memory when it is time; false if its stream has ended.
+    /// Makes the tested end send, and offer memory when it is due. Returns false if its stream has ended.
     fn transmit(&mut self) -> bool {
         if self.conn.wants_shm_offer() {
             self.tcp.offer_shm(&mut self.conn);
@@ -170,7 +172,7 @@ impl Both {
             .is_open()
     }
 
-    /// Our end receives; false if its stream has ended.
+    /// Makes the tested end receive. Returns false if its stream has ended.
     fn receive(&mut self, socket: bool) -> bool {
         let now = clock::now();
         let open = self
@@ -191,12 +193,12 @@ impl Outcome {
     }
 }
 
-/// One stream whose peer does what `data` says.
+/// Runs one stream whose peer executes the commands in `data`.
 pub(crate) fn fuzz(data: &[u8]) {
     let before = shm::held();
     if let Ok(mut both) = Both::new(data.first().copied().unwrap_or(0)) {
         run(&mut both, data.get(1..).unwrap_or(&[]));
-        // The peer's end first: it resets the connection.
+        // The peer's end is dropped first, so it resets the connection.
         both.peer = None;
     }
     if cfg!(fuzzing) {
@@ -217,7 +219,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 });
                 true
             }
-            // Memory that was made for this connection.
+            // Memory that was created for this connection.
             1 => {
                 let (theirs, ours) = both.addresses;
                 both.memory = Shm::offer(theirs, ours);
@@ -243,7 +245,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 both.control(Control::Handover(Handover::Offer { pid, fd }));
                 true
             }
-            // The peer opens what it was offered, and says so.
+            // The peer opens the offered memory, and sends a Take.
             3 => {
                 let (theirs, ours) = both.addresses;
                 if let Some((pid, fd)) = both.tcp.offered() {
@@ -271,7 +273,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 both.shared = both.memory.is_some();
                 true
             }
-            // Bytes on the connection, wherever the stream is.
+            // Bytes on the connection, whether or not the stream uses it.
             7 => {
                 let bytes = vec![byte(); usize::from(small) * 16];
                 if let Some(peer) = &mut both.peer {
@@ -281,7 +283,7 @@ fn run(both: &mut Both, data: &[u8]) {
             }
             8 => both.transmit(),
             9 => both.receive(small & 1 != 0),
-            // A Send of a few bytes, or bytes that are no FPDU, where the peer's stream is.
+            // A Send of a few bytes, or bytes that are no FPDU, on the carrier of the peer's stream.
             10 => {
                 let ulpdu = [
                     &[
@@ -371,14 +373,14 @@ mod tests {
         crate::net::tests::replay("handover", fuzz);
     }
 
-    /// Inputs of the fuzzer reach shared memory in both roles.
+    /// Inputs of the fuzzer complete a hand-over in both roles.
     #[test]
     fn a_hand_over_succeeds_in_both_roles() {
-        // The peer offers, and its stream changes when it has heard of the Take.
+        // The peer offers memory, and its stream switches when it has received the Take.
         let mut both = Both::new(1 | 2 | 4).unwrap();
         run(&mut both, &[8, 0, 0, 2, 9, 0, 1, 0, 9, 0, 8, 0, 6, 0, 9, 0]);
         assert!(both.tcp.receives_by_memory(), "as the end that takes");
-        // Our end offers after two requests.
+        // The tested end offers memory after two requests.
         let mut both = Both::new(2 | 4).unwrap();
         run(&mut both, &[0, 2, 9, 0, 13, 0, 13, 0, 8, 0, 3, 0, 9, 0]);
         assert!(both.tcp.receives_by_memory(), "as the end that offers");

@@ -17,7 +17,7 @@ pub fn fuzz_ring(data: &[u8]) {
     shm::fuzz(data);
 }
 
-/// For cargo-fuzz: a stream whose peer does with hand-over messages and memory what `data` says.
+/// For cargo-fuzz: a stream whose peer executes the hand-over commands in `data`.
 #[cfg(fuzzing)]
 pub fn fuzz_handover(data: &[u8]) {
     fuzz_handover::fuzz(data);

@@ -1,4 +1,4 @@
-//! The user that a socket of this host belongs to, as the kernel's socket diagnostics (sock_diag(7)) report it.
+//! The user who owns a socket of this host, from the kernel's socket diagnostics (sock_diag(7)).
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -13,7 +13,7 @@ const REQUEST: u16 = 1;
 const HEADER: usize = 16;
 /// Bytes of a `struct inet_diag_req_v2` behind its header.
 const QUERY: usize = 56;
-/// Where a `struct inet_diag_msg` behind its header has the user.
+/// Offset of the user in a `struct inet_diag_msg`, with its header.
 const USER: usize = HEADER + 64;
 
 /// Whether the TCP socket of this network namespace that is bound to `local` and connected to `remote` belongs to the
@@ -23,8 +23,8 @@ pub(crate) fn is_this_user(local: SocketAddr, remote: SocketAddr) -> bool {
     matches!(user, Ok(Some(user)) if user == rustix::process::geteuid().as_raw() && is_one_user(user))
 }
 
-/// Whether this number stands for one user alone. In a user namespace the kernel reports all users that the namespace does
-/// not have by one number, which can be that of a user that it has (user_namespaces(7)).
+/// Whether this number identifies a single user. In a user namespace the kernel reports all users outside the
+/// namespace by one number, which can also be that of a user inside (user_namespaces(7)).
 fn is_one_user(user: u32) -> bool {
     let text = |path| std::fs::read_to_string(path).unwrap_or_default();
     stands_for_one(
@@ -34,8 +34,8 @@ fn is_one_user(user: u32) -> bool {
     )
 }
 
-/// The same, from the contents of `/proc/sys/kernel/overflowuid` and `/proc/self/uid_map`. What cannot be read counts as the
-/// kernel's default, and as a namespace that lacks users.
+/// As above, from the contents of `/proc/sys/kernel/overflowuid` and `/proc/self/uid_map`. If one cannot be read, the
+/// kernel's default applies, and the namespace is assumed to lack users.
 fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
     const DEFAULT_OVERFLOW: u32 = 65534;
     let has_all_users = map.split_whitespace().eq(["0", "0", "4294967295"]);
@@ -49,7 +49,7 @@ pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    // For UDP the kernel takes the two addresses of the query the other way round.
+    // For UDP the kernel expects the two addresses of the query in the opposite order.
     let user = user_of(libc::IPPROTO_UDP, SocketAddr::new(any, 0), local);
     matches!(user, Ok(Some(user)) if user == 0
         || user == rustix::process::geteuid().as_raw() && is_one_user(user))

@@ -1,6 +1,6 @@
-//! What the host's routing table says of an address: source address, path MTU, broadcast.
+//! Lookups in the host's routing table: source address, path MTU, broadcast.
 //!
-//! All of it is found by connecting a UDP socket, which sends nothing.
+//! The results come from connecting a UDP socket, which sends nothing.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,11 +18,11 @@ use crate::sys::socket::get_option;
 
 /// The UDP port of every multicast group: that of the queue pair number that all members have.
 pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
-/// The port of lookups (`discard`): nothing is sent there, and a port of 0 could not be connected to.
+/// The port of lookups (`discard`). Nothing is sent there, but a socket cannot be connected to port 0.
 const LOOKUP_PORT: u16 = 9;
-/// How long a path MTU is remembered: a route that changes is noticed after this time.
+/// How long a path MTU is stored. A change of the route is noticed after this time.
 const PATH_MTU_LIFETIME: Duration = Duration::from_secs(10);
-/// Paths whose MTU is remembered; a host with more peers looks them up again.
+/// Largest number of paths whose MTU is stored. On a host with more peers the MTU is looked up more often.
 const PATHS_MAX: usize = 4096;
 /// Bytes of IP and UDP headers in front of a payload.
 const IPV4_HEADERS: i32 = 28;
@@ -39,8 +39,8 @@ pub(crate) fn source_for(mut to: SocketAddr) -> io::Result<IpAddr> {
     local.ok_or_else(|| io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
 }
 
-/// Whether `ip` is the broadcast address of a network of this host: the kernel refuses to connect a socket to one that has
-/// not set `SO_BROADCAST`.
+/// Whether `ip` is the broadcast address of a network of this host. The kernel refuses to connect a socket without
+/// `SO_BROADCAST` to such an address.
 pub(crate) fn is_broadcast(ip: IpAddr) -> bool {
     if !ip.is_ipv4() {
         return false;
@@ -52,7 +52,7 @@ pub(crate) fn is_broadcast(ip: IpAddr) -> bool {
     rustix::net::connect(fd.get(), &to) == Err(rustix::io::Errno::ACCESS)
 }
 
-/// Bytes of UDP payload that the path to `ip` carries without fragments, as far as this host knows.
+/// The UDP payload, in bytes, that the path to `ip` carries without fragmentation, as far as this host knows.
 pub(crate) fn path_mtu(ip: IpAddr) -> u16 {
     type Paths = Mutex<HashMap<IpAddr, (u16, Instant)>>;
     static PATHS: PerProcess<Paths> =
@@ -89,7 +89,7 @@ fn lookup_path_mtu(ip: IpAddr) -> Option<i32> {
     get_option(fd.get(), level, name)
 }
 
-/// Address and interface index that multicast of a family uses.
+/// Address and interface index that multicast of one address family uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MulticastHome {
     /// An address of the interface.

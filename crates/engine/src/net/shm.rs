@@ -1,9 +1,9 @@
 //! Shared memory as the carrier of a stream between two processes of one user on one host.
 //!
-//! Each direction has a ring of records, and a record holds bytes of the stream. All payload goes through the rings: neither
-//! process reads the memory of the other (decision 020 says why). An end that stops polling sets its `asleep` flag; its peer
-//! then wakes it with a byte on the TCP connection when there is something to do. The end of the connection is the end of the
-//! stream.
+//! Each direction has a ring of records, and a record contains bytes of the stream. All payload goes through the
+//! rings: a process never reads the memory of the other one (decision 020 gives the reasons). An end that stops
+//! polling sets its `asleep` flag; the peer then wakes it with a byte on the TCP connection when there is something
+//! to do. When the connection ends, the stream ends.
 //!
 //! ```text
 //! page 0: positions and flags                      ring of the end that offered     ring of the other end
@@ -39,7 +39,8 @@ use crate::sys::thread::Uncancelled;
 const LEN: usize = PAGE + 2 * RING;
 const PAGE: usize = 4096;
 const HEAD: usize = 16;
-/// Payload bytes of a record: the receiver copies a record while the sender writes the next one.
+/// Largest payload of a record. Long payload is divided, so that the receiver copies one record while the sender
+/// writes the next.
 const RECORD_BYTES: usize = 16 * 1024;
 /// The first word of the page.
 const MAGIC: u64 = 0x6177_6361_7272_0002;
@@ -48,11 +49,11 @@ const PROOF: usize = 8;
 /// Offset of the addresses of the connection that the memory is for, as text.
 const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
-/// How long an offer that the peer does not answer counts towards [`CARRIERS`] and keeps its descriptor.
+/// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
 const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
-/// Bytes that wake this end and that the peer may send at once, at most: one system call takes many of them. An end that sleeps
-/// and is woken in turn has one or two.
+/// Largest number of bytes that the peer may send at once to wake this end: one system call receives many of them. An
+/// end that sleeps and is woken alternately has one or two.
 const WAKEUPS_MAX: u32 = 4096;
 
 /// Offsets of the words of one end in the page, each in a cache line of its own.
@@ -76,19 +77,19 @@ impl Lines {
             }
         }
     }
-    /// Bytes that it has written.
+    /// Number of bytes that this end has written.
     const fn written(self) -> usize {
         self.base
     }
-    /// Bytes of the other ring that it has taken.
+    /// Number of bytes of the other ring that this end has read.
     const fn taken(self) -> usize {
         self.base + 64
     }
-    /// It does not poll and has to be woken.
+    /// This end does not poll and has to be woken.
     const fn asleep(self) -> usize {
         self.base + 128
     }
-    /// Its ring is full, and it has more to send.
+    /// The ring of this end is full, and it has more to send.
     const fn blocked(self) -> usize {
         self.base + 192
     }
@@ -110,13 +111,13 @@ impl Counted {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        // A connection that was counted before a fork is not in the count of the child.
+        // A connection that was counted before a fork is not part of the child's count.
         let count = COUNT.get();
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
     }
 }
 
-/// The descriptors by which peers open the memory that they were offered.
+/// The descriptors by which peers open offered memory.
 static OFFERS: PerProcess<Mutex<Vec<Offer>>> =
     PerProcess::new(|| Mutex::new(Rank::ShmOffers, Vec::new()));
 
@@ -129,10 +130,10 @@ struct Offer {
 }
 
 impl Offer {
-    /// Keeps the descriptor and returns its number; `None` if the process has too many offers and carriers already.
+    /// Stores the descriptor and returns its number. `None` if the process has too many offers and carriers already.
     ///
-    /// A peer that opens no memory holds nothing of this process for longer than the lifetime of the offer: its descriptor is
-    /// closed by the next offer, and the peer that comes too late then refuses.
+    /// If a peer does not open the memory, the next offer after the lifetime of this one closes the descriptor. The
+    /// peer cannot open the memory afterwards, and refuses the offer.
     fn keep(self) -> Option<u32> {
         let mut offers = OFFERS.get().lock();
         let now = self.made;
@@ -149,8 +150,8 @@ impl Offer {
         OFFERS.get().lock().retain(|offer| offer.proof != proof);
     }
 
-    /// Closes the descriptor of an offer that was accepted, and counts the carrier; `None` if the offer is so old that its place
-    /// was given to another, and none is left.
+    /// Closes the descriptor of an accepted offer, and counts the carrier. `None` if the offer had expired, and no
+    /// further carrier is allowed.
     fn accepted(proof: u64) -> Option<Counted> {
         let mut offers = OFFERS.get().lock();
         let before = offers.len();
@@ -161,23 +162,23 @@ impl Offer {
     }
 }
 
-/// The part that a polling thread reads, without a lock on the queue pair.
+/// The state that a polling thread reads without the lock of the queue pair.
 #[derive(Debug)]
 pub(crate) struct Watch {
     shared: Shared,
     us: Lines,
     them: Lines,
-    /// Bytes of the peer's ring that were taken.
+    /// Number of bytes of the peer's ring that were read.
     taken: AtomicU64,
-    /// When our ring was full this many bytes of it had been taken; `u64::MAX`: it was not full.
+    /// The number of bytes of our ring that had been read when it was found full. `u64::MAX`: it was not full.
     full_at: AtomicU64,
-    /// Bytes that the peer may send on the connection, one for each time that this end has asked to be woken. What a peer does
-    /// not use is kept up to [`WAKEUPS_MAX`].
+    /// Number of bytes that the peer may still send on the connection: one for each time that this end has gone to
+    /// sleep. Unused ones are kept up to [`WAKEUPS_MAX`].
     wakeups_left: AtomicU32,
 }
 
 impl Watch {
-    /// Whether there is something to receive.
+    /// Whether there are bytes to receive.
     pub(crate) fn has_bytes(&self) -> bool {
         let written = self.shared.word(self.them.written());
         written.load(Ordering::Acquire) != self.taken.load(Ordering::Relaxed)
@@ -195,7 +196,7 @@ impl PolledMemory for Watch {
     }
 
     fn prepare_sleep(&self) -> bool {
-        // Threads that sleep at the same time may exceed the limit by their number.
+        // Threads that go to sleep at the same time may exceed the limit by their number.
         if self.wakeups_left.load(Ordering::Relaxed) < WAKEUPS_MAX {
             self.wakeups_left.fetch_add(1, Ordering::Relaxed);
         }
@@ -203,7 +204,8 @@ impl PolledMemory for Watch {
     }
 }
 
-/// What carries streams between processes of one host. A capture shows what sockets carry, so with one it is always TCP.
+/// The transport of streams between processes of one host. It is always TCP during a capture, which records only
+/// sockets.
 pub(crate) fn transport() -> Transport {
     if capture::is_on() {
         Transport::Tcp
@@ -218,9 +220,9 @@ pub(crate) struct Shm {
     watch: Arc<Watch>,
     written: u64,
     taken: u64,
-    /// The record that has been taken in part.
+    /// A record that has been read in part.
     current: Option<Record>,
-    /// What the peer's Take must contain: a random word that the memory has. It shows that the peer has opened the memory.
+    /// A random word in the memory. The peer's Take must contain it, which shows that the peer has opened the memory.
     proof: u64,
     /// The process and descriptor by which the peer opens the memory.
     name: Option<(u32, u32)>,
@@ -230,9 +232,9 @@ pub(crate) struct Shm {
 #[derive(Debug, Clone, Copy)]
 struct Record {
     left: usize,
-    /// Position of its next byte in the ring.
+    /// Position of its next unread byte in the ring.
     at: u64,
-    /// Position behind it.
+    /// Position behind its last byte.
     end: u64,
 }
 
@@ -246,8 +248,8 @@ fn connection_text(local: SocketAddr, remote: SocketAddr) -> [u8; CONNECTION_LEN
 }
 
 impl Shm {
-    /// New memory for the connection from `local` to `remote`. `None`: the process has too many, or no memory, or the peer
-    /// belongs to another user.
+    /// Creates memory for the connection from `local` to `remote`. `None` if the process has too many carriers, or no
+    /// memory, or if the peer belongs to another user.
     pub(crate) fn offer(local: SocketAddr, remote: SocketAddr) -> Option<Self> {
         // A peer of another user could not open the memory, but it could keep offers open.
         if !owner::is_this_user(remote, local) {
@@ -266,7 +268,7 @@ impl Shm {
         Some(shm)
     }
 
-    /// The memory that the peer of the connection from `local` to `remote` offers.
+    /// Opens the memory that the peer of the connection from `local` to `remote` offers.
     pub(crate) fn take(pid: u32, fd: u32, local: SocketAddr, remote: SocketAddr) -> Option<Self> {
         if COUNT.get().load(Ordering::Relaxed) >= CARRIERS || !owner::is_this_user(remote, local) {
             return None;
@@ -286,7 +288,7 @@ impl Shm {
 
     fn new(shared: Shared, offerer: bool) -> Self {
         let (us, them) = (Lines::of(offerer), Lines::of(!offerer));
-        // Until a thread polls, the peer has to wake this end.
+        // The peer has to wake this end until a thread polls.
         shared.flag(us.asleep()).store(1, Ordering::SeqCst);
         Self {
             watch: Arc::new(Watch {
@@ -306,7 +308,7 @@ impl Shm {
         }
     }
 
-    /// The part that a polling thread reads.
+    /// The state that a polling thread reads.
     pub(crate) fn watch(&self) -> &Arc<Watch> {
         &self.watch
     }
@@ -316,13 +318,13 @@ impl Shm {
         self.name
     }
 
-    /// What the peer's Take must contain.
+    /// The word that the peer's Take must contain.
     pub(crate) fn proof(&self) -> u64 {
         self.proof
     }
 
-    /// Closes the descriptor, since the peer's Take came; false if it does not show that the peer has opened the memory, or comes
-    /// so late that the process shares memory with as many others as it may.
+    /// Handles the peer's Take: closes the descriptor. Returns false if the proof is wrong, or if the Take is so late
+    /// that the process has the largest number of carriers.
     pub(crate) fn taken_by_peer(&mut self, proof: u64) -> bool {
         if self.name.is_none() || proof != self.proof {
             return false;
@@ -331,7 +333,7 @@ impl Shm {
         self.counted.is_some()
     }
 
-    /// Counts bytes on the connection that woke this end; false if the peer sent more of them than it may.
+    /// Counts bytes on the connection that woke this end. Returns false if the peer sent more than allowed.
     pub(crate) fn count_wakeups(&mut self, bytes: usize) -> bool {
         let left = &self.watch.wakeups_left;
         let take = |left: u32| left.checked_sub(u32::try_from(bytes).ok()?);
@@ -341,7 +343,8 @@ impl Shm {
 
     /// Sends the bytes of `batch` from `skip` on.
     pub(crate) fn send(&mut self, batch: &TxBatch, skip: usize) -> Io {
-        // The peer may take bytes after the ring was found full and before it is marked so: then sending is tried again.
+        // The peer may read bytes between the check for room and the mark that the ring is full. Sending is then
+        // tried again.
         for _ in 0..4 {
             let seen = self.taken_by_them();
             match self.try_send(batch, skip) {
@@ -403,21 +406,21 @@ impl Shm {
         Io::Done(done)
     }
 
-    /// Bytes that our ring has room for. `None`: the peer claims to have taken more than was written.
+    /// Free bytes in the ring of this end. `None`: the peer claims to have read more than was written.
     fn room(&self) -> Option<usize> {
         let used = usize::try_from(self.written.checked_sub(self.taken_by_them())?).ok()?;
         RING.checked_sub(used)
     }
 
-    /// Bytes of our ring that the peer has taken, as it claims.
+    /// Number of bytes of the ring of this end that the peer claims to have read.
     fn taken_by_them(&self) -> u64 {
         let watch = &self.watch;
         let taken = watch.shared.word(watch.them.taken());
         taken.load(Ordering::Acquire)
     }
 
-    /// Marks the ring as full when `seen` bytes of it are taken, so that the peer wakes this end when it takes more. False if it
-    /// has taken more already.
+    /// Marks the ring as full while `seen` bytes of it have been read, so that the peer wakes this end when it reads
+    /// more. Returns false if it has read more already.
     fn wait_for_room(&mut self, seen: u64) -> bool {
         let watch = &self.watch;
         watch.full_at.store(seen, Ordering::Relaxed);
@@ -429,14 +432,14 @@ impl Shm {
         let mut header = [0; HEAD];
         let (l, _) = header.split_at_mut(4);
         l.copy_from_slice(&u32::try_from(len).unwrap_or(0).to_ne_bytes());
-        // A record begins at a multiple of HEAD, as the ring does: the header does not go round its end.
+        // A record begins at a multiple of HEAD, as the ring does, so the header does not wrap around.
         let at = usize::try_from(self.written % RING as u64).unwrap_or(0);
         let watch = &self.watch;
         watch.shared.put(watch.us.ring + at, &header);
         self.written += HEAD as u64;
     }
 
-    /// Calls `each` for the one or two runs that `len` bytes from `position` of our ring on are.
+    /// Calls `each` for the one or two parts of the ring of this end that contain `len` bytes from `position` on.
     fn for_each_run(
         &self,
         position: u64,
@@ -448,7 +451,7 @@ impl Shm {
         });
     }
 
-    /// Makes what was written visible to the peer.
+    /// Makes the written bytes visible to the peer.
     fn publish(&mut self) {
         let watch = &self.watch;
         let word = watch.shared.word(watch.us.written());
@@ -456,18 +459,20 @@ impl Shm {
         watch.full_at.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Whether the peer has taken all that was written. It may say so falsely: that concerns nothing but what was sent to it.
+    /// Whether the peer claims to have read all that was written. A false claim harms only the peer, since it
+    /// concerns data sent to it.
     pub(crate) fn is_all_taken(&self) -> bool {
         self.taken_by_them() == self.written
     }
 
-    /// Whether the peer sleeps and has to be woken. True only once each time that it sleeps.
+    /// Whether the peer sleeps and has to be woken. True only once for each time that it sleeps.
     pub(crate) fn must_wake(&self) -> bool {
         let watch = &self.watch;
         wake::must_wake(watch.shared.flag(watch.them.asleep()))
     }
 
-    /// Receives into user memory, or without `direct` into `buffer`. Returns the bytes in user memory and those in the buffer.
+    /// Receives into user memory, or into `buffer` if `direct` is `None`. Returns the number of bytes in user memory
+    /// and in the buffer.
     pub(crate) fn receive(
         &mut self,
         direct: Option<Unfilled<'_>>,
@@ -504,14 +509,14 @@ impl Shm {
         Ok((user, own))
     }
 
-    /// The next record, after checks.
+    /// Checks and returns the next record.
     fn next_record(&mut self) -> Result<Option<Record>, Io> {
         if let Some(current) = self.current {
             return Ok(Some(current));
         }
         let watch = &self.watch;
         let written = watch.shared.word(watch.them.written());
-        // The peer can write anything here, so every number is checked.
+        // The peer can write any value here, so every number is checked.
         let there = written.load(Ordering::Acquire).wrapping_sub(self.taken);
         if there == 0 {
             return Ok(None);
@@ -541,7 +546,7 @@ impl Shm {
         Ok(Some(record))
     }
 
-    /// Marks `n` bytes of the record as taken.
+    /// Marks `n` bytes of the record as read.
     fn take_bytes(&mut self, record: Record, n: usize) {
         let left = record.left.saturating_sub(n);
         if left > 0 {
@@ -580,8 +585,8 @@ impl Drop for Shm {
     }
 }
 
-/// Calls `each` for the one or two runs that `len` bytes from `position` on occupy in a ring: offset in the ring, offset in the
-/// bytes, and length.
+/// Calls `each` for the one or two parts of a ring that contain `len` bytes from `position` on, with the offset in
+/// the ring, the offset in the bytes, and the length.
 fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
     let at = usize::try_from(position % RING as u64).unwrap_or(0);
     let first = len.min(RING - at);
@@ -593,7 +598,7 @@ fn runs(position: u64, len: usize, mut each: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// Connections that share memory and offers that are open, for the fuzzer.
+/// The number of carriers and of open offers, for the fuzzer.
 #[cfg(any(test, fuzzing))]
 pub(super) fn held() -> (usize, usize) {
     let offers = OFFERS.get().lock().len();
@@ -609,7 +614,7 @@ impl Shm {
     }
 }
 
-/// One end of a ring whose peer writes whatever it likes: `data` says what, and when this end sends and receives.
+/// Runs one end of a ring. `data` determines what the peer writes, and when this end sends and receives.
 #[cfg(any(test, fuzzing))]
 #[expect(clippy::panic, reason = "a broken rule is what the fuzzer looks for")]
 pub(crate) fn fuzz(data: &[u8]) {
@@ -627,7 +632,7 @@ pub(crate) fn fuzz(data: &[u8]) {
         let word = |at| watch.shared.word(at);
         let them = watch.them;
         match op % 9 {
-            // Positions: near the true ones, and anywhere.
+            // Positions: near the true ones, or any.
             0 => word(them.written())
                 .store(shm.taken.wrapping_add(small as u64 * 16), Ordering::Release),
             1 => word(them.written()).store(large.wrapping_mul(0x1_0000_0001), Ordering::Release),
@@ -645,7 +650,7 @@ pub(crate) fn fuzz(data: &[u8]) {
                     .flag(them.blocked())
                     .store(large as u32 & 3, Ordering::SeqCst);
             }
-            // The header of the next record, and a record that is right.
+            // The header of the next record, or a correct record.
             5 => {
                 let at = usize::try_from(shm.taken % RING as u64).unwrap_or(0);
                 watch
@@ -707,7 +712,7 @@ mod tests {
 
     use super::*;
 
-    /// The addresses of a connection that lives as long as its two ends.
+    /// The addresses of a connection, and its two ends, which keep it open.
     fn connection() -> (TcpStream, TcpStream, SocketAddr, SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -740,7 +745,7 @@ mod tests {
         let one = Shm::offer(local, remote).unwrap();
         let (pid, fd) = one.name().unwrap();
         drop((server, client));
-        // A connection that does not exist here belongs to another host, or to another network namespace.
+        // A connection that does not exist here is one of another host, or of another network namespace.
         let nobody: SocketAddr = "127.0.0.1:1".parse().unwrap();
         assert!(Shm::offer(local, nobody).is_none());
         assert!(Shm::take(pid, fd, nobody, local).is_none());
@@ -784,7 +789,7 @@ mod tests {
     #[test]
     fn more_wake_ups_than_were_asked_for_are_noticed() {
         let (mut one, other) = pair();
-        // Both ends begin asleep.
+        // Both ends are marked as sleeping at first.
         assert!(other.must_wake() && one.count_wakeups(1));
         assert!(!one.count_wakeups(1), "it did not sleep again");
         let (mut one, other) = pair();
@@ -792,9 +797,9 @@ mod tests {
             let _ = one.watch().prepare_sleep();
             assert!(other.must_wake() && one.count_wakeups(1));
         }
-        // It slept eleven times, at first before it was polled, and the peer may wake it in all of them.
+        // It has slept eleven times (once before the first poll), and the peer may wake it each time.
         assert!(one.count_wakeups(1) && !one.count_wakeups(1));
-        // A peer that has sent nothing while this end slept often may not send as much as it likes at once.
+        // A peer that has sent nothing, while this end slept often, may not send any number of bytes at once.
         let (mut one, _other) = pair();
         for _ in 0..100_000 {
             let _ = one.watch().prepare_sleep();
@@ -803,7 +808,7 @@ mod tests {
         assert!(one.count_wakeups(WAKEUPS_MAX as usize) && !one.count_wakeups(1));
     }
 
-    /// Takes all that is there.
+    /// Receives all available bytes.
     fn drain(from: &mut Shm, out: &mut Vec<u8>) -> Result<(), Io> {
         let mut buffer = vec![0; 10_000];
         loop {
@@ -900,7 +905,7 @@ mod tests {
             assert!(out.len() <= 100_000_000);
             let mut batch = TxBatch::default();
             batch.push_raw(&[1; 100]);
-            // The peer claims to have taken bytes that were never written.
+            // The peer claims to have read bytes that were never written.
             assert!(matches!(
                 one.send(&batch, 0),
                 Io::Broken(_) | Io::Done(100) | Io::WouldBlock

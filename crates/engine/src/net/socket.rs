@@ -1,4 +1,4 @@
-//! Sockets of the engine: how they are made, their options and addresses.
+//! Sockets of the engine: their creation, options and addresses.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -29,7 +29,8 @@ pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
 
 /// A socket bound to `port` on every address of this host, and whether it is IPv6.
 ///
-/// An IPv6 socket takes IPv4 too, since each address of the host is a GID. A host without IPv6 gets an IPv4 socket.
+/// An IPv6 socket accepts IPv4 too, because each address of the host is a GID. A host without IPv6 gets an IPv4
+/// socket.
 pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(EngineFd, bool)> {
     if let Ok(fd) = open(Ipv6Addr::UNSPECIFIED.into(), kind) {
         set_option(fd.get(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
@@ -49,8 +50,8 @@ pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(
 /// default of the host.
 pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
-    // RFC 5042 §6.4: keepalives detect that a peer is gone although nothing is sent to it, so that its connection does not
-    // hold resources for ever.
+    // RFC 5042 §6.4: keepalives detect that a peer has failed even if nothing is sent to it, so that its connection
+    // does not use resources for ever.
     set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
@@ -72,7 +73,7 @@ pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
 pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     let fd = fd.get();
     let set = |level, name, value| set_option(fd, level, name, value);
-    // The first option of each pair may exceed the host's limit and needs CAP_NET_ADMIN.
+    // The first option of each pair may exceed the host's limit, and needs CAP_NET_ADMIN.
     for (force, plain, bytes) in [
         (
             libc::SO_RCVBUFFORCE,
@@ -88,7 +89,7 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     set(libc::SOL_UDP, libc::UDP_GRO, i32::from(config().gro));
     // The address in an address handle may be a broadcast address, to which the kernel sends only with this option.
     set(libc::SOL_SOCKET, libc::SO_BROADCAST, 1);
-    // The Global Route Header in front of a received message is made from these values. IPv4 packets may arrive on an IPv6
+    // The Global Route Header of a received message is made from these values. IPv4 packets may arrive on an IPv6
     // socket too.
     set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
     set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
@@ -99,7 +100,7 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     } else {
         set(libc::IPPROTO_IP, libc::IP_PKTINFO, 1);
     }
-    // IP fragments a datagram that is longer than the link's MTU, whatever path MTU the kernel has recorded.
+    // IP fragments a datagram that is longer than the link's MTU, regardless of the recorded path MTU.
     set(
         libc::IPPROTO_IP,
         libc::IP_MTU_DISCOVER,

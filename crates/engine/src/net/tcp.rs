@@ -30,15 +30,15 @@ use crate::sys::{Io, stream};
 
 /// Bytes that a queue pair receives in one turn, so that one busy connection does not keep others waiting.
 const RX_TURN_BYTES: usize = 1 << 20;
-/// Bytes that a queue pair sends in one turn. They cost more than received ones: eight connections with long Read Responses
-/// kept others waiting for three milliseconds when each had a megabyte.
+/// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a megabyte for each, eight
+/// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
-/// How long one turn may handle FPDUs. They may be as short as 20 bytes, so that their number says more than their bytes: a
-/// connection whose FPDUs take longer receives less at a time.
+/// How long one turn may handle FPDUs. An FPDU may be as short as 20 bytes, so the number of bytes does not limit the
+/// time. A connection that exceeds this time receives less at once.
 const TURN_TIME: Duration = Duration::from_micros(50);
-/// Received bytes of which the handling is timed; fewer are always within [`TURN_TIME`].
+/// Received bytes from which on the handling is timed. The handling of fewer takes less than [`TURN_TIME`].
 const TIMED_BYTES: usize = 4 * 1024;
-/// Bytes of transmit buffer that an idle queue pair keeps; a larger buffer goes back to the engine for reuse.
+/// Transmit buffer that an idle queue pair keeps, bytes. A larger buffer is returned to the engine for reuse.
 const IDLE_TX_BUFFER: usize = 4 * 1024;
 
 /// System calls and bytes of a connection.
@@ -72,7 +72,7 @@ impl Counters {
     }
 }
 
-/// A connection, with what has been received or framed in part.
+/// A connection, with the bytes that were received or framed in part.
 #[derive(Debug)]
 pub struct Tcp {
     fd: EngineFd,
@@ -86,11 +86,11 @@ pub struct Tcp {
     /// Bytes that are received into the engine's buffer at a time.
     rx_limit: usize,
     framing: Framing,
-    /// The last batch was not sent whole. The socket is watched for being writable.
+    /// The last batch was sent in part only. The socket is watched for being writable.
     pub(crate) blocked: bool,
     waiting: Option<Waiting>,
     pub(crate) counts: Counters,
-    /// Memory shared with the peer, from its offer on.
+    /// The memory shared with the peer. Set when it is offered.
     shm: Option<Shm>,
     /// The stream to the peer goes through `shm`.
     tx_shm: bool,
@@ -111,7 +111,7 @@ impl Waiting {
         Self
     }
 
-    /// Whether there are so many that new batches are kept small, to save memory.
+    /// Whether there are so many waiting batches that new ones are kept small, to save memory.
     fn many() -> bool {
         WAITING.get().load(Ordering::Relaxed) >= bounds::TX_LARGE_WAITING
     }
@@ -120,7 +120,7 @@ impl Waiting {
 impl Drop for Waiting {
     fn drop(&mut self) {
         let count = WAITING.get();
-        // A batch that was counted before a fork is not in the count of the child.
+        // A batch that was counted before a fork is not part of the child's count.
         let _ = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
     }
 }
@@ -136,12 +136,12 @@ pub enum Outcome {
     Broken(i32),
 }
 
-/// What a hand-over message of the peer did.
+/// The effect of a hand-over message of the peer.
 #[derive(Debug, Clone, Copy)]
 enum Handled {
-    /// There was none, or the peer's stream stays where it is.
+    /// There was none, or the peer's stream does not switch.
     Unchanged,
-    /// The peer's stream comes through shared memory from here on.
+    /// The peer's stream goes through shared memory from here on.
     Switched,
     /// The peer broke a rule, and its stream ends.
     Violation,
@@ -184,7 +184,7 @@ impl Tcp {
         }
     }
 
-    /// What is polled for work while shared memory carries a direction of the stream.
+    /// The state that is polled while shared memory carries a direction of the stream.
     pub(crate) fn watch(&self) -> Option<&Arc<Watch>> {
         let shm = self.shm.as_ref()?;
         (self.rx_shm || self.tx_shm).then(|| shm.watch())
@@ -196,7 +196,7 @@ impl Tcp {
         self.shm.as_ref().and_then(Shm::name)
     }
 
-    /// Whether the peer's stream comes through shared memory, for the fuzzer.
+    /// Whether the peer's stream goes through shared memory, for the fuzzer.
     #[cfg(any(test, fuzzing))]
     pub(super) fn receives_by_memory(&self) -> bool {
         self.rx_shm

@@ -321,7 +321,7 @@ pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
             send: true,
             ..RtrForms::NONE
         },
-        // RFC 6581 §9.2 [mpa-rtr-propose]: a form that was not asked for may be confirmed as well.
+        // RFC 6581 §9.2 [mpa-rtr-propose]: a form that was not offered may be confirmed as well.
         _ => RtrForms {
             write: true,
             ..RtrForms::NONE
