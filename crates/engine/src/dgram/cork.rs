@@ -1,7 +1,8 @@
-//! Decides whether posted datagrams are sent at once, or corked to go in one run with those that are posted next.
+//! Decides whether posted datagrams are sent at once, or corked to be sent in one run with those that are posted
+//! next.
 //!
-//! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program whose last
-//! two polls since a post found nothing waits for a completion, so its next post is sent at once.
+//! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program
+//! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use anywarp_core::bounds;
 
 use crate::reactor::Polls;
 
-/// Number of posted bytes that are sent without waiting for more: about one run.
+/// Number of posted bytes from which on nothing is corked: about one run.
 const RUN_BYTES: u64 = 48 << 10;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
@@ -44,7 +45,7 @@ pub(super) struct Cork {
 }
 
 impl Cork {
-    /// The state before the first post. `start`: a time further back than [`BUSY_FOR`].
+    /// The initial state. `start`: a time further back than [`BUSY_FOR`].
     pub(super) fn new(start: Instant) -> Self {
         Self {
             requests: 0,
@@ -59,8 +60,8 @@ impl Cork {
         }
     }
 
-    /// The state for tests of a whole queue pair, which take longer between two transmissions under a sanitizer or on a loaded
-    /// machine. Tests of this file use [`Self::new`].
+    /// The state for tests of a whole queue pair, which need more time between two transmissions under a sanitizer or
+    /// on a loaded machine. Tests of this file use [`Self::new`].
     #[cfg(test)]
     pub(super) fn for_slow_machines(start: Instant) -> Self {
         Self {
@@ -110,7 +111,8 @@ impl Cork {
         let busy =
             polls.all != self.polls_at_send && now.duration_since(self.sent_at) < self.busy_for();
         if waits_for_something || full || !busy {
-            // A full run is sent because of its length alone, so requests posted after it are corked as a new run.
+            // A full run is sent because of its length alone, so requests that are posted after it may be corked as a
+            // new run.
             if !full {
                 self.polls_at_send = polls.all;
             }
@@ -132,7 +134,8 @@ impl Cork {
         self.sent_at = now;
         self.polls_at_send = polls.all;
         if polls.all != self.polls_at_cork {
-            // The idle polls were for the corked datagrams: the program neither waits for something else nor stopped polling.
+            // The idle polls were made for the corked datagrams. They do not show that the program waits for
+            // something else.
             self.idle_polls_at_post = polls.idle;
             self.polls_at_send = polls.all.wrapping_sub(1);
         }

@@ -1,4 +1,4 @@
-//! Multicast groups, each with one socket that all member queue pairs of the process share.
+//! Multicast groups. All member queue pairs of the process share one socket for each group.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6};

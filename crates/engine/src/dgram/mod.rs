@@ -1,7 +1,8 @@
 //! A datagram queue pair: the core's [`DatagramQp`] and the UDP port that carries it.
 //!
-//! `cork` decides when posted datagrams are sent, `progress` receives and sends, `group` has the multicast groups. Datagrams
-//! that arrive come from [`UdpPort`], which finds the queue pair by the index in the datagram's header.
+//! `cork` decides when posted datagrams are sent, `progress` receives and sends, and `group` has the multicast
+//! groups. Arriving datagrams come from [`UdpPort`], which finds the queue pair by the index in the datagram's
+//! header.
 
 mod cork;
 mod group;
@@ -61,7 +62,7 @@ struct Inner {
     /// The address that a connected peer expects datagrams from.
     source: Option<IpAddr>,
     groups: Vec<Arc<Group<DgramQp>>>,
-    /// The present stall (a wait for the peer): its number and its start.
+    /// The current stall (a wait for a report of the peer): its number and its start.
     stall: Option<(u64, Instant)>,
     token: Token,
     /// When the engine calls `timeout`.
@@ -99,7 +100,7 @@ static PORTS: udp::Registry<DgramQp> = PerProcess::new(|| Mutex::new(Rank::UdpPo
 /// The multicast groups that queue pairs of this process are members of.
 static GROUPS: group::Registry<DgramQp> = PerProcess::new(|| Mutex::new(Rank::Groups, Vec::new()));
 
-/// The address and interface that multicast of a family uses: those of the first GID of the family.
+/// The address and interface that multicast of an address family uses: those of the first GID of the family.
 fn multicast_home(ipv4: bool) -> Option<MulticastHome> {
     gids::gids()
         .iter()
@@ -111,7 +112,7 @@ fn multicast_home(ipv4: bool) -> Option<MulticastHome> {
 }
 
 impl DgramQp {
-    /// Makes a queue pair; `parts` is called with its number.
+    /// Creates a queue pair. `parts` is called with its number.
     pub fn new(
         context: &Arc<Context>,
         srq_c_object: Option<Arc<AtomicUsize>>,
@@ -187,8 +188,8 @@ impl DgramQp {
         self.inner.lock()
     }
 
-    /// Locks the state. If the core is about to give something up because nothing arrived, what the socket holds is received
-    /// first: the process may not have had a processor.
+    /// Locks the state. If the core is about to give up a message or request whose deadline has passed, the datagrams
+    /// in the socket's buffer are received first: the process may not have had a processor.
     fn lock_caught_up(&self) -> MutexGuard<'_, Inner> {
         let inner = self.lock();
         let waited = inner.stall.is_some_and(|(_, since)| {
@@ -204,7 +205,7 @@ impl DgramQp {
 
     // ------------------------------------------------------------------ the application
 
-    /// Posts send requests until one is refused; returns its place in the list and the reason.
+    /// Posts send requests until one is refused. Returns its index in the list and the reason.
     pub fn post_send(
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
@@ -212,8 +213,8 @@ impl DgramQp {
         self.post_sends(requests.map(given))
     }
 
-    /// Posts send requests, which functions write to their place in the send queue, until one is refused; returns its place in
-    /// the list and the reason.
+    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
+    /// Returns the index of the refused one and the reason.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
     where
@@ -278,7 +279,7 @@ impl DgramQp {
         Ok(())
     }
 
-    /// Posts receive requests until one is refused; returns its place in the list and the reason.
+    /// Posts receive requests until one is refused. Returns its index in the list and the reason.
     pub fn post_recv(
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
@@ -288,7 +289,7 @@ impl DgramQp {
             .engine
             .takes_requests()
             .map_err(|e| (0, e))?;
-        // A reliable peer may wait for a receive request.
+        // A packet of a reliable peer may wait for a receive.
         let reliable = self.kind.is_reliable();
         let mut inner = if reliable {
             self.lock()
@@ -325,7 +326,8 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
-    /// Numbers of system calls: those that sent, and of all queue pairs of the port those that received something or nothing.
+    /// Numbers of system calls: those that sent, and of the whole port those that received something and those that
+    /// received nothing.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
         let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)
@@ -336,7 +338,7 @@ impl DgramQp {
         self.lock().core.counters()
     }
 
-    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change of UC to RTR.
+    /// Changes attributes and state (`ibv_modify_qp(3)`). `route` is set for the change of UC to RTR.
     pub fn modify(
         &self,
         attr_mask: u32,
@@ -353,7 +355,7 @@ impl DgramQp {
         inner.core.modify(attr_mask, next, expected_state, attr)?;
         if let (true, Some(route)) = (self.kind.is_connected(), route) {
             let port = u16::try_from(route.qpn >> 8).unwrap_or(0);
-            // The peer takes datagrams only from the address that its program named.
+            // The peer accepts datagrams only from the address that its program has set.
             inner.source = (!route.local.is_unspecified()).then_some(route.local);
             inner.core.set_peer(Destination {
                 addr: SocketAddr::new(route.remote, port),
@@ -373,7 +375,7 @@ impl DgramQp {
         change(self.lock().core.attr_mut());
     }
 
-    /// Sets the state regardless of the rules of `ibv_modify_qp`, for the connection manager.
+    /// Sets the state without the checks of `ibv_modify_qp`, for the connection manager.
     pub fn set_state(&self, to: State) {
         let mut inner = self.lock();
         if matches!(to, State::Reset | State::Error) {
@@ -493,7 +495,7 @@ impl Deliver for DgramQp {
 
 impl Source for DgramQp {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // The UDP port owns the socket.
+        // The UDP port has the socket.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -527,7 +529,7 @@ impl Source for DgramQp {
 }
 
 impl DgramQp {
-    /// Has `anywarp stat` show the counters of this queue pair.
+    /// Registers the counters of this queue pair for `anywarp stat`.
     pub fn register_counters(self: &Arc<Self>) {
         stat::register(self.common.context.engine, || {
             let counted: Arc<dyn HasCounters> = Arc::clone(self) as _;
@@ -594,7 +596,7 @@ impl DeviceListener for DgramQp {
     }
 }
 
-/// Shows the counters that are not zero.
+/// Formats the counters that are not zero.
 struct NotZero<'a>(&'a Counters);
 
 impl std::fmt::Display for NotZero<'_> {

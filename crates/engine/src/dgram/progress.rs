@@ -16,19 +16,19 @@ use crate::log;
 use crate::reactor::{DelayedAck, Token};
 use crate::sys::Io;
 
-/// Datagrams of a turn after which what they caused is sent, for unreliable services.
+/// Number of datagrams of a turn after which answers are sent, for unreliable services.
 const ANSWER_EACH: usize = 24;
-/// Datagrams of a turn after which what they caused is sent, for reliable services: they ask for an acknowledgement once at
-/// the end of a run, because an acknowledgement costs its receiver as much as several datagrams.
+/// Number of datagrams of a turn after which answers are sent, for reliable services. These request an
+/// acknowledgement once, at the end of a run, because handling one costs as much as several datagrams.
 const RELIABLE_ANSWER_EACH: usize = 64;
-/// Received bytes after which what they caused is sent: long datagrams are few, and their sender waits for a report or an
-/// acknowledgement all the same.
+/// Number of received bytes after which answers are sent. Long datagrams are few, but their sender waits for a report
+/// or an acknowledgement too.
 const ANSWER_BYTES: usize = 128 << 10;
-/// Bytes that a queue pair sends in one turn, so that one busy queue pair does not keep others waiting.
+/// Number of bytes that a queue pair sends in one turn, so that a busy queue pair does not delay others.
 const TURN_BYTES: usize = 1 << 20;
 
 impl DgramQp {
-    /// Sends what was posted, or corks it.
+    /// Sends or corks posted requests.
     pub(super) fn send_or_cork(&self, inner: &mut Inner, now: Instant) {
         let polls = self.common.context.engine.polls();
         match inner.cork.decide(polls, now) {
@@ -41,7 +41,7 @@ impl DgramQp {
         }
     }
 
-    /// Drops what is not sent yet.
+    /// Drops datagrams that are not sent yet.
     pub(super) fn discard_pending(&self, inner: &mut Inner) {
         inner.pending.clear();
         inner.sent = 0;
@@ -50,7 +50,7 @@ impl DgramQp {
         }
     }
 
-    /// Receives datagrams that no fault was injected into.
+    /// Receives datagrams into which no fault was injected.
     pub(super) fn deliver_run<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
         let mut inner = self.lock();
         if inner.destroyed {
@@ -63,7 +63,7 @@ impl DgramQp {
             ANSWER_EACH
         };
         for bytes in run {
-            // One answer for many datagrams saves work, but it must be soon enough that the sender does not stop.
+            // One answer for many datagrams saves work, but it must be sent before the sender's window is used up.
             inner.unanswered.0 += 1;
             inner.unanswered.1 += bytes.len();
             if inner.unanswered.0 >= answer || inner.unanswered.1 >= ANSWER_BYTES {
@@ -87,7 +87,7 @@ impl DgramQp {
         }
     }
 
-    /// Sends what received datagrams caused.
+    /// Sends the answers to received datagrams.
     pub(super) fn answer(&self) {
         let mut inner = self.lock();
         if inner.destroyed {
@@ -121,7 +121,7 @@ impl DgramQp {
         }
     }
 
-    /// Sends what there is to send, after an event of the core.
+    /// Sends pending datagrams after an event of the core.
     pub(super) fn send_pending(&self, inner: &mut Inner) {
         if inner.core.wants_tx() || inner.core.state() == State::Error {
             self.state_changed(inner);
@@ -131,7 +131,7 @@ impl DgramQp {
         }
     }
 
-    /// Discards or sends what is pending, after the state may have changed.
+    /// Discards or sends pending datagrams, after the state may have changed.
     pub(super) fn state_changed(&self, inner: &mut Inner) {
         if matches!(inner.core.state(), State::Reset | State::Error) {
             self.discard_pending(inner);
@@ -142,7 +142,7 @@ impl DgramQp {
         self.deliver_events(inner);
     }
 
-    /// Sends what can be sent.
+    /// Sends as many datagrams as possible.
     pub(super) fn transmit(&self, inner: &mut Inner) {
         let mut bytes = 0;
         inner.cork.sending();
@@ -199,12 +199,12 @@ impl DgramQp {
                 self.discard_pending(inner);
             }
         }
-        // Continues when the socket is writable.
+        // Sending continues when the socket is writable.
         inner.blocked = true;
         self.udp.wait_writable(self.me.clone());
     }
 
-    /// Arms the deadline of the core's timers and of a peer that does not acknowledge.
+    /// Arms the deadline of the core's timers, and of a stalled peer.
     pub(super) fn schedule(&self, inner: &mut Inner) {
         if inner.destroyed {
             return;
@@ -242,7 +242,7 @@ impl DgramQp {
             if let Some(left_out) = LIMIT.line(clock::now()) {
                 log!(
                     Warn,
-                    "qp 0x{:06x}: packets in the name of {host} echo wrong tokens; until the second is over only its known \
+                    "qp 0x{:06x}: packets from {host} echo wrong tokens; for the rest of this second only its known \
                      peers are heard ({left_out} lines left out)",
                     self.common.number
                 );

@@ -1,4 +1,4 @@
-//! Queue pairs of this process, with the host's own sockets between them.
+//! Queue pairs of this process that communicate through sockets of the host.
 
 use std::time::Duration;
 
@@ -138,7 +138,7 @@ impl End {
         self.qp.post_send(std::iter::once(Ok(request))).unwrap();
     }
 
-    /// The next completion of receives (or sends), for which it works a while.
+    /// Returns the next completion of receives (or sends), and waits for it a while.
     fn next(&self, receive: bool) -> Option<Completion> {
         let until = clock::now() + Duration::from_secs(5);
         let mut found = None;
@@ -200,7 +200,8 @@ fn ud_messages_of_many_lengths_arrive_with_their_route() {
         match a.ip {
             IpAddr::V4(ip) => {
                 assert_eq!(b.buffer[20], 0x45);
-                // Type of service, time to live, both addresses: as they were sent and as the socket saw them.
+                // Type of service, time to live and both addresses, as they were sent and as the socket received
+                // them.
                 assert_eq!((b.buffer[21], b.buffer[28]), (0x10, 5));
                 assert_eq!(b.buffer[32..36], ip.octets());
                 assert_eq!(b.buffer[36..40], ip.octets());
@@ -242,7 +243,7 @@ fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
-/// Attempts: polls of other tests count as polls of this process, and idle polls end corking.
+/// Repeated attempts: polls of other tests count as polls of this process, and idle polls end corking.
 fn while_others_poll() -> impl Iterator<Item = ()> {
     let until = clock::now() + Duration::from_secs(30);
     std::iter::from_fn(move || {
@@ -254,7 +255,7 @@ fn while_others_poll() -> impl Iterator<Item = ()> {
 /// Posts until a request is corked, and returns how many requests were posted.
 fn post_until_corked(a: &End, b: &End) -> usize {
     for n in 1..=40_000 {
-        // Another thread polls in between and finds something.
+        // Simulates another thread that polls and finds something.
         a.qp.common.context.engine.count_poll();
         a.send(SEND, 0, 100, Some(b.destination()));
         if a.qp.lock().cork.has_posted() {
@@ -281,7 +282,7 @@ fn corked_requests_are_sent_when_polling_ends() {
     assert_eq!(done, posted);
 }
 
-/// Whether a request is corked that is posted after `go` had the requests before it sent.
+/// Returns whether a request is corked that is posted after `go` has caused earlier requests to be sent.
 fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
     a.go(None);
@@ -300,7 +301,7 @@ fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
 
 #[test]
 fn what_is_posted_behind_a_full_run_waits_for_company_too() {
-    // The run is full, or another thread sends it; no thread polls.
+    // Either the run is full, or another thread sends it; no thread polls.
     assert!(is_corked_behind(|a, b| a.send(
         SEND,
         0,
@@ -438,7 +439,7 @@ fn numbers_come_back_and_a_destroyed_queue_pair_is_silent() {
     assert_eq!(b.qp.counters().rx_dgrams, 0);
     a.send(SEND, 0, 10, Some(b.destination()));
     assert_eq!(a.next(false).unwrap().status, Status::Success);
-    // The datagram has arrived when one that was sent behind it to the same port has.
+    // When a later datagram to the same port has arrived, the earlier one has too.
     let c = End::new(Kind::Ud, 4096);
     c.go(None);
     c.recv(2, 0, 4096);
@@ -454,7 +455,7 @@ fn numbers_come_back_and_a_destroyed_queue_pair_is_silent() {
     }
     assert_eq!(b.qp.counters().rx_dgrams, 0);
     assert_eq!(b.cq.poll(1, |_, entry| panic!("{entry:?}")), 0);
-    // Other tests take and return numbers of the port at the same time.
+    // Other tests allocate and free numbers of the port at the same time.
     let until = clock::now() + Duration::from_secs(10);
     let mut came_back = false;
     while !came_back && clock::now() < until {

@@ -207,8 +207,8 @@ impl Tcp {
         !self.tx_shm
     }
 
-    /// Handles a hand-over message of the peer, if there is one; whether the peer's stream comes through shared memory from
-    /// here on. `behind`: bytes that were received behind the message.
+    /// Handles a hand-over message of the peer, if there is one. Returns whether the peer's stream uses shared memory
+    /// from here on. `behind`: number of bytes that were received behind the message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         if conn.has_handover_message() {
             self.answer_handover(conn, behind)
@@ -260,12 +260,12 @@ impl Tcp {
         }
     }
 
-    /// Wakes the peer with a byte on the socket. If the socket is full there are bytes that wake the peer.
+    /// Wakes the peer with a byte on the socket. If the socket is full, the bytes in it wake the peer.
     fn wake(&self) {
         let _ = self.fd.send(&[0]);
     }
 
-    /// Takes the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than were asked for ends its stream.
+    /// Reads the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than allowed ends its stream.
     fn take_wakeups(&mut self) -> Outcome {
         let mut bytes = [0; 1024];
         loop {
@@ -287,7 +287,7 @@ impl Tcp {
         }
     }
 
-    /// Blocks until something can be received; false if `time` passed first.
+    /// Blocks until something can be received. Returns false after `time`.
     pub(crate) fn wait(&self, time: Duration) -> bool {
         self.watch().is_some_and(|w| w.prepare_sleep()) || wait_readable(self.fd.get(), time)
     }
@@ -312,19 +312,19 @@ impl Tcp {
         self.tx.as_ref().unwrap_or(&self.fd)
     }
 
-    /// Whether all that was framed is sent.
+    /// Whether all framed bytes are sent.
     pub fn is_drained(&self) -> bool {
         self.batch.is_empty()
     }
 
-    /// Bytes that were received so far, if the core has taken all of them.
+    /// Number of bytes that were received so far, if the core has consumed all of them.
     pub(crate) fn received_bytes(&self) -> Option<u64> {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
     }
 
-    /// Whether the peer has taken all that was sent, now that the connection has ended with `outcome`. The kernel resets a
-    /// connection that is closed with bytes in it that were not read, so a connection that ends otherwise was read until
-    /// its end. With shared memory such bytes may be wake-ups, and the memory says what was read.
+    /// Whether the peer has received all sent data, after the connection has ended with `outcome`. The kernel resets
+    /// a connection that is closed while it contains unread bytes, so if there was no reset, the peer has read
+    /// everything. With shared memory, unread bytes may be wake-ups, and the positions in the memory are decisive.
     pub(crate) fn is_all_taken(&self, outcome: Outcome) -> bool {
         match &self.shm {
             _ if !self.is_drained() => false,
@@ -338,7 +338,7 @@ impl Tcp {
         self.fd
     }
 
-    /// Receives what has arrived: *recv*, then hands it to *deframe* and up. `socket`: the socket may be readable.
+    /// Receives what has arrived, and passes it to the core (*deframe* and up). `socket`: the socket may be readable.
     pub fn receive(
         &mut self,
         engine: &Engine,
@@ -346,7 +346,7 @@ impl Tcp {
         now: Instant,
         socket: bool,
     ) -> Outcome {
-        // The end of the connection is the end of the stream when all that is in shared memory was taken.
+        // When the connection has ended, the stream ends after the bytes in shared memory are read.
         let connection = if self.rx_shm && socket {
             self.take_wakeups()
         } else {
@@ -355,7 +355,7 @@ impl Tcp {
         let mut buffer = engine.rx_buffer();
         let outcome = self.receive_into(&mut buffer, conn, now);
         engine.return_rx_buffer(buffer);
-        // Before our last hand-over message is sent, each byte on the socket is one of the stream, and wakes the peer.
+        // Until our last hand-over message is sent, bytes on the socket belong to the stream and also wake the peer.
         if let Some(shm) = &self.shm
             && self.rx_shm
             && self.tx_shm
@@ -370,12 +370,12 @@ impl Tcp {
         }
     }
 
-    /// Whether shared memory holds more than one turn took.
+    /// Whether shared memory contains more than was received in one turn.
     fn has_more(&self) -> bool {
         self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
-    /// Hands received bytes to *deframe*, and adds to `spent` how long that takes. Returns how many of them were used.
+    /// Passes received bytes to *deframe*, and adds the time to `spent`. Returns how many of them were consumed.
     fn handle_rx(
         &mut self,
         conn: &mut Connection,
@@ -407,7 +407,7 @@ impl Tcp {
         let mut outcome = Outcome::Open;
         let mut received = 0;
         let mut time = Duration::ZERO;
-        // Bytes that were received behind the Reply of start-up count as new.
+        // Bytes that were received behind the Reply of start-up count as newly received.
         let mut fresh = filled > 0;
         loop {
             if fresh {
@@ -475,8 +475,8 @@ impl Tcp {
                     break;
                 }
                 Err(Io::Invalidated) => {
-                    // The buffer was deregistered while its message arrives. The rest is received into our own buffer; placing
-                    // it fails, which ends the stream.
+                    // The buffer was deregistered while its message arrives. The rest is received into a buffer of
+                    // the engine. Placing it fails, which ends the stream.
                     match self.read(None, buffer.get_mut(filled..).unwrap_or(&mut [])) {
                         Ok((_, own)) => {
                             filled += own;
@@ -506,7 +506,7 @@ impl Tcp {
         outcome
     }
 
-    /// Sends what can be sent: *frame* fills the batch, *gather* and *send* hand it to the kernel.
+    /// Sends as much as possible: *frame* fills the batch, *gather* and *send* pass it to the kernel.
     pub fn transmit(
         &mut self,
         engine: &Engine,
@@ -524,8 +524,8 @@ impl Tcp {
         outcome
     }
 
-    /// [`Self::transmit`] in one step for a queue pair that sends what was just posted, and nothing is left over from before.
-    /// `None`: the caller calls that for what could not be framed or sent.
+    /// [`Self::transmit`] in one step, for a queue pair that sends requests that were just posted, with no data from
+    /// before. `None`: the caller calls [`Self::transmit`] for data that could not be framed or sent.
     pub(crate) fn transmit_posted(
         &mut self,
         engine: &Engine,
@@ -554,7 +554,7 @@ impl Tcp {
         };
         let n = match sent {
             Io::Done(n) => n,
-            // The socket reports its error once: a second attempt would fail with another.
+            // A socket reports its error once: a second attempt would fail with a different one.
             Io::Broken(e) => return Some(Outcome::Broken(e)),
             Io::WouldBlock | Io::Invalidated | Io::Eof => return None,
         };
@@ -577,7 +577,7 @@ impl Tcp {
         Some(Outcome::Open)
     }
 
-    /// Cleans up when the batch is empty and nothing is left to send.
+    /// Cleans up when the batch is empty and there is nothing to send.
     fn all_sent(&mut self, engine: &Engine) -> Outcome {
         self.waiting = None;
         self.blocked = false;
@@ -620,7 +620,8 @@ impl Tcp {
                 }
             }
             if conn.state() == State::Error && self.batch.has_user_memory() {
-                // The requests have completed and the program may reuse their memory: the rest of the message is not sent.
+                // The requests have completed and the program may reuse their memory, so the rest of the message is
+                // not sent.
                 return Outcome::Broken(libc::ECANCELED);
             }
             self.counts.tx_calls += u64::from(!self.tx_shm);
@@ -654,7 +655,7 @@ impl Tcp {
                     return Outcome::Open;
                 }
                 Io::Invalidated => {
-                    // The message cannot be finished, and nothing else can be sent in the middle of it.
+                    // The message cannot be finished, and no other message may be sent in the middle of it.
                     return Outcome::Broken(libc::EFAULT);
                 }
                 Io::Eof => return Outcome::Broken(libc::EPIPE),
@@ -664,24 +665,25 @@ impl Tcp {
     }
 }
 
-/// The MULPDU for a standard peer: with it an FPDU fills one segment of the connection.
+/// Returns the MULPDU for a standard peer, so that an FPDU fills one segment of the connection.
 // RFC 5044 §5.1 [mpa-emss]: the segment size is the effective maximum segment size of TCP.
 pub(crate) fn mulpdu(fd: &EngineFd, markers: bool) -> usize {
-    // What every IPv4 host takes (RFC 9293, 3.7.1).
+    // The size that every IPv4 host accepts (RFC 9293, 3.7.1).
     const EMSS_DEFAULT: usize = 536;
     let emss = get_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_MAXSEG);
     let emss = emss.and_then(|n| usize::try_from(n).ok());
     frame::mulpdu(emss.unwrap_or(EMSS_DEFAULT), markers)
 }
 
-/// Closes a connection that an initiator cannot use although start-up succeeded, with a Terminate that says why.
+/// Closes a connection that an initiator cannot use although start-up succeeded, with a Terminate that reports the
+/// reason.
 pub(crate) fn refuse(
     engine: &'static Engine,
     fd: EngineFd,
     params: &StreamParams,
     error: &PeerError,
 ) {
-    // A few dozen bytes on a connection that carried only a Request: the socket's buffer has room.
+    // The socket's buffer has room for a few dozen bytes, because the connection has carried only a Request.
     let frame = terminate_frame(error, params);
     let _ = fd.send(&frame);
     let _draining = drain(engine, fd);

@@ -20,7 +20,7 @@ use crate::engine::engine;
 use crate::fd;
 use crate::sys::socket;
 
-/// Gives `fuzz` the inputs that the fuzzer kept for a target, and each of them with one byte changed.
+/// Calls `fuzz` with the stored inputs of the fuzzer for a target, and with each of them after one byte was changed.
 pub(super) fn replay(target: &str, fuzz: fn(&[u8])) {
     let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
     let mut count = 0;
@@ -77,7 +77,8 @@ fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
     }
 }
 
-/// Dials a peer whose Reply has these flags and this enhanced block. Returns the outcome of the start-up and the peer's socket.
+/// Connects to a peer whose Reply has these flags and this enhanced block. Returns the outcome of the start-up and
+/// the peer's socket.
 fn dial(
     config: InitiatorConfig,
     flags: u8,
@@ -109,7 +110,7 @@ fn dial(
     (end, peer.join().unwrap())
 }
 
-/// The one Terminate that the peer receives before the end of the stream.
+/// Returns the only Terminate that the peer receives before the end of the stream.
 fn terminate(mut peer: TcpStream, flags: u8) -> (u8, u8, u8) {
     let mut received = Vec::new();
     peer.read_to_end(&mut received).unwrap();
@@ -206,8 +207,8 @@ fn a_frame_fills_the_segments_that_tcp_uses() {
 
 #[test]
 fn a_frame_is_not_held_back() {
-    // RFC 5044 §5.1 [mpa-align]: if TCP delayed a frame and sent it together with the next ones, a frame would end in the
-    // middle of a segment.
+    // RFC 5044 §5.1 [mpa-align]: if TCP delayed a frame and sent it together with the next ones, a frame would end in
+    // the middle of a segment.
     let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
     let End::Opened(opened) = end else {
         panic!("{end:?}");
@@ -268,8 +269,8 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
     }
 }
 
-/// Sends more bytes than the peer's buffer holds, to a peer that does not read, and closes the connection. Returns the closed
-/// connection, the peer's socket and the number of bytes sent.
+/// Sends more bytes than the peer's buffer can store, to a peer that does not read, and closes the connection.
+/// Returns the closed connection, the peer's socket and the number of bytes sent.
 fn closed_behind_much() -> (drain::Draining, TcpStream, usize) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -293,7 +294,7 @@ fn the_last_bytes_arrive_although_the_peer_still_sends() {
     let mut came = 0;
     let mut buffer = vec![0; 64 * 1024];
     loop {
-        // If our end had closed its socket, the kernel would answer these bytes with a reset.
+        // If this end had closed its socket, the kernel would answer these bytes with a reset.
         peer.write_all(&[9; 100]).unwrap();
         match peer.read(&mut buffer).unwrap() {
             0 => break,

@@ -1,8 +1,9 @@
 //! UDP sockets that datagram queue pairs share.
 //!
-//! Sending: runs of datagrams of one length to one destination go to the kernel as one (`UDP_SEGMENT`), several runs in one
-//! call. Receiving: several datagrams in one call, each of them possibly a run that the kernel coalesced (`UDP_GRO`). A
-//! thread that receives holds the port's receive lock, so datagrams reach a queue pair in the order of the socket's queue.
+//! Sending: a run of datagrams of one length to one destination is passed to the kernel as one (`UDP_SEGMENT`), and
+//! several runs in one call. Receiving: several datagrams in one call, each of them possibly a run that the kernel
+//! coalesced (`UDP_GRO`). A thread that receives holds the port's receive lock, so datagrams reach a queue pair in
+//! the order of the socket's queue.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,12 +33,12 @@ use crate::sys::thread::is_worker;
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
-/// Datagrams after which a turn of receiving ends, so that what they caused is sent, and a thread that polls gets the
+/// Datagrams after which a turn of receiving ends, so that answers are sent, and a polling thread gets the
 /// completions and posts the next receives before more arrives.
 const TURN_DATAGRAMS: usize = 64;
 /// Bytes after which a turn of receiving ends.
 const TURN_BYTES: usize = 128 << 10;
-/// Turns that [`UdpPort::catch_up`] takes at most: enough for all that the socket's buffer holds.
+/// Largest number of turns of [`UdpPort::catch_up`]: enough for all datagrams in the socket's buffer.
 const CATCH_UP_TURNS: usize = 256;
 /// Datagrams of one run, at most: a limit of the kernel.
 const RUN_DATAGRAMS_MAX: usize = 64;
@@ -48,7 +49,7 @@ const RUN_BYTES_MAX: usize = 65_000;
 pub(crate) trait DatagramSink: Send + Sync + 'static {
     /// Datagrams arrived from one source, in this order. [`Self::received`] follows.
     fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>);
-    /// No more datagrams are received in this turn: what they caused may be sent.
+    /// Called when no more datagrams are received in this turn. The sink may send its answers.
     fn received(&self);
     /// The socket has room again, after a call of [`UdpPort::wait_writable`].
     fn writable(&self);
@@ -76,7 +77,7 @@ impl UdpSocket {
         u32::try_from(all.unwrap_or(0) / 2).unwrap_or(0)
     }
 
-    /// Sends datagrams from the front of the list; returns how many the kernel took.
+    /// Sends datagrams from the front of the list. Returns how many the kernel accepted.
     ///
     /// `run_max` is the longest datagram that may be part of a run; it shrinks when the kernel refuses.
     pub(crate) fn send(
@@ -101,7 +102,7 @@ impl UdpSocket {
                 Err(Io::Broken(libc::EINVAL | libc::EIO | libc::EMSGSIZE))
                     if runs.first().is_some_and(|r| r.datagrams.len() > 1) =>
                 {
-                    // The path's MTU is smaller than a datagram, or the kernel has no UDP_SEGMENT.
+                    // The MTU of the path is smaller than a datagram, or the kernel has no UDP_SEGMENT.
                     let len = datagrams.first().map_or(0, |d| d.bytes.len());
                     *run_max = len.saturating_sub(1);
                 }
@@ -111,7 +112,7 @@ impl UdpSocket {
     }
 }
 
-/// How many datagrams at the front of the list may go as one run; at least 1 unless the list is empty.
+/// How many datagrams at the front of the list can be sent as one run; at least 1 unless the list is empty.
 fn run_length(datagrams: &[TxDatagram], run_max: usize) -> usize {
     let Some(first) = datagrams.first() else {
         return 0;
@@ -141,29 +142,29 @@ fn run_length(datagrams: &[TxDatagram], run_max: usize) -> usize {
 
 // ---------------------------------------------------------------------- receiving
 
-/// How much of what is queued on a socket is received in one call.
+/// How much is received from a socket in one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Batch {
-    /// One datagram, and more only if that one came in a run.
+    /// One datagram, or one run.
     One,
     /// As many as there is room for.
     Full,
 }
 
-/// What [`receive`] found.
+/// The result of [`receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Received {
     /// At least one datagram.
     any: bool,
-    /// More than a lone datagram, so that the next call is likely to find more than one as well.
+    /// More than a single datagram, so the next call is likely to find several as well.
     many: bool,
-    /// System calls that found something.
+    /// System calls that received something.
     calls: u64,
-    /// The last system call found nothing.
+    /// The last system call received nothing.
     empty: bool,
 }
 
-/// Receives from a socket. `each` gets what arrived together and the length of its datagrams, of which the last may be
+/// Receives from a socket. Calls `each` with the bytes of a run and the length of its datagrams; the last one may be
 /// shorter.
 pub(crate) fn receive(
     engine: &Engine,
@@ -223,9 +224,9 @@ pub(crate) fn receive(
 /// System calls that received on a port.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ReceiveCalls {
-    /// Those that found something.
+    /// Calls that received something.
     pub(crate) found: u64,
-    /// Those that found nothing.
+    /// Calls that received nothing.
     pub(crate) empty: u64,
 }
 
@@ -255,7 +256,8 @@ impl<S> std::fmt::Debug for UdpPort<S> {
 pub(crate) type Registry<S> = PerProcess<Mutex<Vec<Weak<UdpPort<S>>>>>;
 
 impl<S: DatagramSink> UdpPort<S> {
-    /// The port of a socket: from the registry, or new for the first queue pair. `homes`: where multicast goes out.
+    /// Returns the port of a socket from the registry, or adds it for its first queue pair. `homes`: the interfaces
+    /// for multicast.
     pub(crate) fn of(
         registry: &Registry<S>,
         engine: &'static Engine,
@@ -296,12 +298,12 @@ impl<S: DatagramSink> UdpPort<S> {
         &self.socket
     }
 
-    /// Datagrams for index `index` go to `sink` from now on.
+    /// Delivers datagrams for index `index` to `sink` from now on.
     pub(crate) fn enter(&self, index: u8, sink: Weak<S>) {
         self.members.write().insert(index, sink);
     }
 
-    /// Datagrams for index `index` are dropped from now on.
+    /// Drops datagrams for index `index` from now on.
     pub(crate) fn leave(&self, index: u8) {
         self.members.write().remove(&index);
     }
@@ -333,7 +335,7 @@ impl<S: DatagramSink> UdpPort<S> {
         }
     }
 
-    /// Receives all that is queued on the socket, up to what its buffer holds.
+    /// Receives all datagrams in the socket's buffer.
     pub(crate) fn catch_up(&self) {
         for _ in 0..CATCH_UP_TURNS {
             if !self.readable(Batch::Full) {
@@ -342,11 +344,12 @@ impl<S: DatagramSink> UdpPort<S> {
         }
     }
 
-    /// Receives what is queued; whether there was something.
+    /// Receives queued datagrams. Returns whether there were any.
     fn readable(&self, batch: Batch) -> bool {
-        // Dropped after the lock: the last reference to a queue pair that is being destroyed may be here, and closes ports.
+        // Dropped after the lock is released: this may be the last reference to a queue pair that is being destroyed,
+        // and dropping it closes ports.
         let mut sinks = Sinks(SmallVec::new());
-        // The thread that has the lock receives this as well; what arrives later makes the socket readable again.
+        // The thread with the lock receives these datagrams. Those that arrive later make the socket readable again.
         let Some(mut calls) = self.receiving.try_lock() else {
             return false;
         };
@@ -369,8 +372,8 @@ impl<S: DatagramSink> UdpPort<S> {
                 }
             },
         );
-        // All that is queued is received before anything is sent for it. A short request would else wait for what many
-        // acknowledgements in front of it, of other peers, let go.
+        // All queued datagrams are received before any answers are sent. Otherwise a short request would wait for the
+        // transmissions that acknowledgements of other peers in front of it allow.
         for (_, sink) in &sinks.0 {
             sink.received();
         }
@@ -393,7 +396,7 @@ impl<S: DatagramSink> UdpPort<S> {
 struct Sinks<S>(SmallVec<[(u8, Arc<S>); 2]>);
 
 impl<S> Sinks<S> {
-    /// The receiver with this index, which `find` gives if it is a new one.
+    /// Returns the receiver with this index. `find` returns it if it is not in the list yet.
     fn of(&mut self, index: u8, find: impl FnOnce(u8) -> Option<Arc<S>>) -> Option<&S> {
         let at = match self.0.iter().position(|(known, _)| *known == index) {
             Some(at) => at,
@@ -406,8 +409,8 @@ impl<S> Sinks<S> {
     }
 }
 
-/// Splits off the datagrams of `size` bytes at the front that are for one queue pair: that queue pair's index, these
-/// datagrams, and those behind them.
+/// Splits off the datagrams of `size` bytes at the front that are for one queue pair. Returns its index, these
+/// datagrams, and the rest.
 fn split_by_index(bytes: &[u8], size: usize) -> (Option<u8>, &[u8], &[u8]) {
     let mut datagrams = bytes.chunks(size);
     let index = datagrams.next().and_then(destination_index);
@@ -434,8 +437,8 @@ impl<S: DatagramSink> Source for Listener<S> {
             return;
         };
         if readable {
-            // The program may release memory while the engine's thread handles its datagrams, and libraries that cache
-            // registrations (UCX) unmap it first.
+            // The program may free memory while the engine's thread handles its datagrams, and libraries that cache
+            // registrations (UCX) unmap it before they deregister it.
             let _tolerant = is_worker().then(TolerateUnmapped::new);
             port.readable(Batch::Full);
         }
@@ -501,7 +504,7 @@ mod tests {
         assert_eq!(one(), (false, false, vec![]));
         send(&[100]);
         send(&[200]);
-        // The second one is left for the next call.
+        // The second datagram is left for the next call.
         assert_eq!(one(), (true, false, vec![100]));
         assert_eq!(one(), (true, false, vec![200]));
         send(&[100, 100, 60]);
@@ -559,7 +562,7 @@ mod tests {
             of(&[1, 2, 2, 1], 50, 30),
             [(Some(1), 50), (Some(2), 100), (Some(1), 30)]
         );
-        // Too short to name a queue pair.
+        // Too short to contain an index.
         assert_eq!(of(&[1, 1], 50, 9), [(Some(1), 50), (None, 9)]);
         assert_eq!(of(&[1, 1], 9, 9), [(None, 18)]);
     }

@@ -32,8 +32,8 @@ impl Flag for AtomicU32 {
     }
 }
 
-/// Sets `flag`, which announces that this process sleeps or waits for room, and then evaluates `condition`: whether the peer
-/// has stored a position in the meantime, so that there is no need to sleep.
+/// Sets `flag`, by which this process announces that it sleeps or waits for room, and then evaluates `condition`:
+/// whether the peer has stored a position in the meantime, so that there is no need to sleep.
 #[inline]
 pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R {
     flag.store(1);
@@ -41,16 +41,16 @@ pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R 
     condition()
 }
 
-/// Whether the peer sleeps and has to be woken. The caller has stored a position before. The flag is cleared, so only one call
-/// returns true for each sleep of the peer.
+/// Whether the peer sleeps and has to be woken. Called after this process has stored a position. The flag is cleared,
+/// so only one call returns true for each sleep of the peer.
 #[inline]
 pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);
     asleep.load() == 1 && asleep.swap(0) == 1
 }
 
-/// Whether the peer waits for room and has to be woken. Before the call, the caller has stored the position up to which it
-/// has taken bytes.
+/// Whether the peer waits for room and has to be woken. Called after this process has stored the position up to which
+/// it has read.
 #[inline]
 pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);

@@ -34,7 +34,7 @@ impl std::fmt::Debug for Common {
 }
 
 impl Common {
-    /// Takes a queue pair number, of the port `wanted` unless that is 0.
+    /// Allocates a queue pair number, of the port `wanted` unless that is 0.
     pub(crate) fn allocate(
         context: &Arc<Context>,
         srq_c_object: Option<Arc<AtomicUsize>>,
@@ -55,12 +55,13 @@ impl Common {
         })
     }
 
-    /// Gives the number back: another queue pair may have it from now on.
+    /// Frees the number, which another queue pair may get from now on.
     pub(crate) fn release_number(&self) {
         self.port.release(self.number);
     }
 
-    /// Has the next thread that polls send an acknowledgement, and requests that go with it. `me`: the queue pair.
+    /// Schedules an acknowledgement, and corked requests, to be sent by the next thread that polls. `me`: the queue
+    /// pair.
     pub(crate) fn schedule_ack<T: DelayedAck + 'static>(
         &self,
         me: impl FnOnce() -> Option<Arc<T>>,
@@ -72,7 +73,7 @@ impl Common {
         }
     }
 
-    /// The acknowledgement that was scheduled is about to be sent.
+    /// Called when the scheduled acknowledgement is about to be sent.
     pub(crate) fn take_scheduled_ack(&self) {
         self.ack_scheduled.store(false, Ordering::Release);
     }
@@ -86,7 +87,7 @@ impl Common {
             AsyncEvent::SqDrained => event::SQ_DRAINED,
             AsyncEvent::LastWqe => event::QP_LAST_WQE_REACHED,
             AsyncEvent::SrqLimit => event::SRQ_LIMIT_REACHED,
-            // For the connection manager.
+            // These are for the connection manager.
             AsyncEvent::Started | AsyncEvent::PeerGone => return,
         };
         let c_object = match (what, &self.srq_c_object) {
@@ -94,7 +95,7 @@ impl Common {
             _ => self.c_object.load(Ordering::Relaxed),
         };
         if c_object == 0 {
-            // The queue pair of a bare connection (`cm`), which no program sees.
+            // The queue pair of a bare connection (`cm`), which no program can access.
             return;
         }
         self.context.events.push(AsyncItem {

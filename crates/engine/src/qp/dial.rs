@@ -1,9 +1,8 @@
 //! How a reliable queue pair gets its connection.
 //!
-//! Without the connection manager, the program passes to each end the address and the number of the other
-//! (`ibv_modify_qp(3)`). The end with the smaller (address, number) dials the QPN port of the other end, which waits for the
-//! connection. Work requests may be posted before there is a connection. A queue pair that is connected to itself gets a
-//! socket pair.
+//! Without the connection manager, the program passes the address and the number of each end to the other
+//! (`ibv_modify_qp(3)`). The end with the smaller (address, number) connects to the QPN port of the other end. Work
+//! requests may be posted before there is a connection. A queue pair that is connected to itself uses a socket pair.
 //!
 //! With the connection manager, the manager opens the connection and passes it to [`RcQp::attach_managed`].
 
@@ -35,18 +34,18 @@ use crate::net::tcp::{self, Tcp};
 const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);
 /// Pause before a peer is dialed again.
 const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
-/// Largest number of connections that wait until the program names the peer; further ones are rejected.
+/// Largest number of connections that wait until the program sets the peer. Further ones are rejected.
 const PARKED_MAX: usize = 8;
 
 impl RcQp {
-    /// Connects to the peer that the program named, or waits for its connection.
+    /// Connects to the peer that the program has set, or waits for its connection.
     pub(super) fn find_peer(&self, inner: &mut Inner, now: Instant) {
         if inner.managed || inner.tcp.is_some() {
             return;
         }
         let Some(route) = inner.route else { return };
         if route.qpn == 0 {
-            // The connection manager brings the connection.
+            // The connection manager passes the connection.
             return;
         }
         inner.dial_until = Some(now + DIAL_TIMEOUT_MIN);
@@ -124,7 +123,7 @@ impl RcQp {
             State::Rtr | State::Rts | State::Sqd => {
                 self.accept_peer(inner, startup, source, now);
             }
-            // The program has not named the peer yet.
+            // The program has not set the peer yet.
             State::Reset | State::Init if inner.parked.len() < PARKED_MAX => {
                 inner.parked.push((Arc::clone(startup), source));
             }
@@ -221,7 +220,7 @@ impl RcQp {
         inner.manager = Some(manager);
     }
 
-    /// Takes a connection that the connection manager opened or accepted.
+    /// Attaches a connection that the connection manager opened or accepted.
     pub fn attach_managed(&self, opened: Opened, initiator: bool) {
         let now = clock::now();
         self.with(|inner| {
@@ -264,7 +263,7 @@ impl RcQp {
         } else {
             depths(inner.conn.attr())
         };
-        // A peer whose kind is unknown gets FPDUs that every peer takes, until its Hello arrives.
+        // A peer of unknown kind gets FPDUs that every peer accepts, until its Hello arrives.
         let framing = config().framing;
         let mulpdu = if framing.aligns(Some(peer)) {
             tcp::mulpdu(&opened.fd, params.send_markers)
@@ -313,7 +312,7 @@ impl RcQp {
         inner.conn.attach(config, now);
         self.drop_token(inner);
         inner.token = self.engine.reserve(me);
-        // The socket is watched from state RTR on: before, nothing is received.
+        // The socket is watched from state RTR on. Nothing is received before.
         inner.unwatched = !is_live(inner.conn.state());
         let watched = if inner.unwatched {
             Ok(())
@@ -344,7 +343,7 @@ impl RcQp {
     }
 }
 
-/// Which end opened a connection, and whether a connection manager did.
+/// Which end opened a connection, and whether a connection manager opened it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Initiator,
@@ -353,7 +352,7 @@ enum Side {
     ManagedAcceptor,
 }
 
-/// The inbound and outbound RDMA Read depths of the attributes: those that the queue pair serves and issues.
+/// The inbound and outbound RDMA Read depths of the attributes.
 fn depths(attr: &Attr) -> (u32, u32) {
     let (ird, ord) = (attr.max_dest_rd_atomic, attr.max_rd_atomic);
     (ird.into(), ord.into())

@@ -1,7 +1,7 @@
 //! A reliable queue pair: the core's [`Connection`] and the TCP connection that carries it.
 //!
-//! `dial` connects it to its peer, `progress` moves its bytes, `timers` has what it does by the clock. All state is behind
-//! one lock. What the connection manager is notified of is queued under that lock and delivered after it is released
+//! `dial` connects it to its peer, `progress` moves its bytes, and `timers` has its timers. All state is behind one
+//! lock. Notifications of the connection manager are queued under that lock and delivered after it is released
 //! ([`RcQp::unlock`]).
 
 pub mod common;
@@ -48,29 +48,29 @@ use timers::{Timer, Timers};
 /// How long the destruction of a queue pair waits for the rest of a message that has been received in part.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Payload of requests that are sent without a look at all that a connection may have to do, bytes: more goes into a larger
-/// buffer.
+/// Largest payload of requests that are sent without a check of everything else that a connection may have to do,
+/// bytes. Larger payload needs a larger buffer.
 const SHORT: u64 = 2048;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
 pub trait Manager: Send + Sync {
     /// The peer's first message arrived: the connection works in both directions.
     fn started(&self);
-    /// The connection is over.
+    /// The connection has ended.
     fn gone(&self);
 }
 
-/// A call of the [`Manager`] that is due.
+/// A pending call of the [`Manager`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notice {
     Started,
     Gone,
 }
 
-/// Where a queue pair's peer is.
+/// The addressing of a queue pair's peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// Our address.
+    /// The local address.
     pub local: IpAddr,
     /// The peer's address.
     pub remote: IpAddr,
@@ -90,20 +90,20 @@ struct Inner {
     /// Peers, with their queue pair numbers, that dialed before the program moved this queue pair to RTR.
     parked: Vec<(Arc<Startup>, u32)>,
     dialing: Option<Arc<Startup>>,
-    /// Until when failed attempts to dial are repeated.
+    /// When to stop repeating failed connection attempts.
     dial_until: Option<Instant>,
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
     manager: Option<Weak<dyn Manager>>,
-    /// Calls of the manager that are due, in their order.
+    /// Pending calls of the manager, in order.
     notices: VecDeque<(Weak<dyn Manager>, Notice)>,
     /// A thread is calling the manager.
     notifying: bool,
-    /// The connection manager brings the connection.
+    /// The connection manager passes the connection.
     managed: bool,
     destroyed: bool,
-    /// The socket is not in the engine's set yet.
+    /// The socket is not in the engine's epoll set yet.
     unwatched: bool,
     /// Requests are corked, and the engine has this queue pair in its list.
     corked: bool,
@@ -120,7 +120,7 @@ pub struct RcQp {
     pub common: Common,
     me: Weak<Self>,
     inner: Mutex<Inner>,
-    /// The peer's address. Not in `inner`, because that is locked when lines about a connection are logged.
+    /// The peer's address. It is not in `inner`, because that is locked when lines about a connection are logged.
     peer: Mutex<Option<SocketAddr>>,
 }
 
@@ -140,7 +140,7 @@ impl RcQp {
         QUEUE_PAIRS.get().read().get(&number)?.upgrade()
     }
 
-    /// Gives a connection for queue pair `target` to it; false if there is no such queue pair.
+    /// Passes a connection to queue pair `target`. Returns false if there is no such queue pair.
     fn dispatch_incoming(target: u32, startup: &Arc<Startup>, source: u32) -> bool {
         let Some(qp) = Self::find(target) else {
             return false;
@@ -161,7 +161,7 @@ impl RcQp {
         live.map(|qp| qp as Arc<dyn DeviceListener>).collect()
     }
 
-    /// Makes a queue pair; `parts` is called with its number.
+    /// Creates a queue pair. `parts` is called with its number.
     pub fn new(
         context: &Arc<Context>,
         srq_c_object: Option<Arc<AtomicUsize>>,
@@ -211,9 +211,9 @@ impl RcQp {
         self.inner.lock()
     }
 
-    /// Releases the lock and calls the manager as often as is due.
+    /// Releases the lock and makes the pending calls of the manager.
     ///
-    /// One thread at a time does that, so that the calls keep their order. To be used instead of dropping the guard wherever
+    /// One thread at a time makes them, so that they stay in order. Used instead of dropping the guard after
     /// [`RcQp::progress`] or [`RcQp::deliver_events`] was called.
     #[inline]
     fn unlock<'a>(&'a self, inner: MutexGuard<'a, Inner>) {
@@ -240,7 +240,7 @@ impl RcQp {
         }
     }
 
-    /// Locks the queue pair, does something and releases the lock.
+    /// Calls `f` with the queue pair locked.
     fn with<R>(&self, f: impl FnOnce(&mut Inner) -> R) -> R {
         let mut inner = self.lock();
         let result = f(&mut inner);
@@ -250,7 +250,7 @@ impl RcQp {
 
     // ------------------------------------------------------------------ the application
 
-    /// Posts send requests until one is refused; returns its place in the list and the reason.
+    /// Posts send requests until one is refused. Returns its index in the list and the reason.
     pub fn post_send(
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
@@ -258,8 +258,8 @@ impl RcQp {
         self.post_sends(requests.map(given))
     }
 
-    /// Posts send requests, which functions write to their place in the send queue, until one is refused; returns its place in
-    /// the list and the reason.
+    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
+    /// Returns the index of the refused one and the reason.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
     where
@@ -301,7 +301,7 @@ impl RcQp {
             && inner.conn.may_coalesce_burst(limits, longest)
             && self.cork(&mut inner)
         {
-            // The second poll that finds nothing sends it.
+            // The second idle poll sends it.
         } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
             self.schedule_ack();
         } else {
@@ -315,12 +315,12 @@ impl RcQp {
         result
     }
 
-    /// Has the next thread that polls send an acknowledgement, and requests that go with it.
+    /// Schedules an acknowledgement, and corked requests, to be sent by the next thread that polls.
     fn schedule_ack(&self) {
         self.common.schedule_ack(|| self.me.upgrade());
     }
 
-    /// Holds requests back until more are posted. False if no thread polls: then they are to be sent now.
+    /// Corks requests. Returns false if no thread polls; they have to be sent now.
     fn cork(&self, inner: &mut Inner) -> bool {
         if inner.corked {
             self.engine.cork_more();
@@ -362,7 +362,7 @@ impl RcQp {
         Ok(())
     }
 
-    /// Injects a fault: resets the connection, as if the network or the peer's machine had done it.
+    /// Injects a fault: resets the connection, as if the network or the peer's machine had done so.
     fn cut(&self, inner: &mut Inner) {
         inner.conn.cut();
         if let Some(tcp) = &inner.tcp {
@@ -372,7 +372,7 @@ impl RcQp {
         }
     }
 
-    /// Posts receive requests until one is refused; returns its place in the list and the reason.
+    /// Posts receive requests until one is refused. Returns its index in the list and the reason.
     pub fn post_recv(
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
@@ -404,12 +404,12 @@ impl RcQp {
         self.lock().conn.is_draining()
     }
 
-    /// The route to its peer, if the program has set it.
+    /// The addressing of its peer, if the program has set it.
     pub fn route(&self) -> Option<Route> {
         self.lock().route
     }
 
-    /// Changes attributes and state (`ibv_modify_qp(3)`); `route` comes with the change to RTR.
+    /// Changes attributes and state (`ibv_modify_qp(3)`). `route` is set for the change to RTR.
     pub fn modify(
         &self,
         attr_mask: u32,
@@ -445,19 +445,20 @@ impl RcQp {
         self.lock().conn.attach_counter(counter, ops)
     }
 
-    /// Destroys the queue pair: outstanding requests are dropped, the connection is closed in order.
+    /// Destroys the queue pair: outstanding requests are dropped, and the connection is closed in order.
     pub fn destroy(&self) {
         let now = clock::now();
         self.with(|inner| {
             inner.destroyed = true;
             inner.manager = None;
-            // The peer takes what has arrived here for received, as with an adapter that works by itself: it is placed and
-            // acknowledged before the stream closes.
+            // Data that has arrived here counts as received for the peer, as with a network card, which works
+            // independently of the program. So it is placed and acknowledged before the stream closes.
             self.progress(inner, now, Receive::All, true);
             self.finish_message(inner, now);
             inner.conn.detach_counters();
             if !is_live(inner.conn.state()) {
-                // Nothing was sent in this state: the peer is not to see a stream that begins and ends at once.
+                // Nothing was sent in this state, so that the peer does not see a stream that begins and ends at
+                // once.
                 self.drop_stream(inner);
             }
             inner.conn.leave("destroyed");
@@ -469,7 +470,7 @@ impl RcQp {
         self.common.release_number();
     }
 
-    /// Sets the state regardless of the rules of `ibv_modify_qp`, for the connection manager.
+    /// Sets the state without the checks of `ibv_modify_qp`, for the connection manager.
     pub fn set_state(&self, to: State) {
         let now = clock::now();
         self.with(|inner| {
@@ -489,7 +490,7 @@ impl RcQp {
     pub fn disconnect(&self) {
         let now = clock::now();
         self.with(|inner| {
-            // What has arrived is placed and acknowledged first, as in `destroy`.
+            // Data that has arrived is placed and acknowledged first, as in `destroy`.
             self.progress(inner, now, Receive::All, true);
             inner.conn.leave("disconnected");
             self.progress(inner, now, Receive::Nothing, true);
@@ -502,16 +503,17 @@ impl RcQp {
         inner.conn.end() == End::Open && inner.conn.peer() == Some(Peer::Standard)
     }
 
-    /// Blocks until the peer has acknowledged all bytes of the connection that was closed last, but not longer than `until`.
+    /// Blocks until the peer has acknowledged all bytes of the connection that was closed last, but not longer than
+    /// `until`.
     ///
-    /// Requests to a standard peer complete before their bytes have arrived.
+    /// This is needed because requests to a standard peer complete before their bytes have arrived.
     pub fn wait_drained(&self, until: Option<Instant>) {
         let draining = self.lock().draining.clone();
         draining.wait_drained(until);
     }
 
-    /// Receives the rest of a message that has been received in part, if it arrives soon: an adapter would go on receiving
-    /// while the program is about to destroy the queue pair.
+    /// Receives the rest of a message that has been received in part, if it arrives soon: a network card would
+    /// continue to receive while the program is about to destroy the queue pair.
     fn finish_message(&self, inner: &mut Inner, since: Instant) {
         let until = since + LAST_MESSAGE_TIMEOUT;
         while inner.conn.is_receiving() && inner.conn.state() != State::Error {
@@ -585,14 +587,14 @@ impl RcQp {
     }
 }
 
-/// Where [`RcQp::progress`] receives from.
+/// The sources from which [`RcQp::progress`] receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Receive {
-    /// Nowhere.
+    /// None.
     Nothing,
-    /// The memory that carries the stream.
+    /// The shared memory that carries the stream.
     SharedMemory,
-    /// That memory and the socket.
+    /// The shared memory and the socket.
     All,
 }
 
@@ -652,7 +654,7 @@ impl Source for RcQp {
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
-        // A blocked socket has to be reported when it is writable, and a peer that shares memory wakes us by the socket.
+        // A blocked socket is watched for being writable, and a peer that shares memory wakes this end by the socket.
         if armed {
             let writable = tcp.blocked && tcp.sends_by_socket();
             self.engine
@@ -662,7 +664,7 @@ impl Source for RcQp {
         }
     }
 
-    /// The peer wrote to, or read from, the memory that carries the stream.
+    /// Called when the peer wrote to, or read from, the memory that carries the stream.
     fn memory_ready(self: Arc<Self>, now: Instant) {
         self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
     }
@@ -688,7 +690,8 @@ impl DelayedAck for RcQp {
 }
 
 impl DeviceListener for RcQp {
-    /// Flushes all requests. The connection is closed without a Terminate, since what the core knows of it may be wrong.
+    /// Flushes all requests. The connection is closed without a Terminate, because the state of the core may be
+    /// inconsistent.
     fn device_fatal(&self) {
         self.with(|inner| {
             inner.conn.leave("internal error");

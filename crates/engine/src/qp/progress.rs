@@ -1,4 +1,4 @@
-//! Moves the bytes of a reliable queue pair: receives, sends, and delivers what follows from that.
+//! Moves the bytes of a reliable queue pair: receives, sends, and delivers events.
 
 use std::sync::Arc;
 use std::sync::Weak;
@@ -17,7 +17,7 @@ use crate::reactor::PolledMemory;
 use crate::reactor::Token;
 
 impl Inner {
-    /// Has the manager called when the lock is released.
+    /// Queues a call of the manager, made when the lock is released.
     fn notify(&mut self, notice: Notice) {
         if let Some(manager) = &self.manager {
             self.notices.push_back((Weak::clone(manager), notice));
@@ -26,7 +26,7 @@ impl Inner {
 }
 
 impl RcQp {
-    /// Receives if there is something, sends what can be sent, and delivers events.
+    /// Receives if there is something to receive, sends as much as possible, and delivers events.
     ///
     /// `flush`: delayed acknowledgements and corked requests are sent too.
     pub(super) fn progress(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
@@ -53,12 +53,11 @@ impl RcQp {
                 let open = outcome == Outcome::Open;
                 let in_vain = open && before == Some(tcp.counts.rx_bytes);
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
-                    // This is frequent: a thread that polls mostly finds nothing.
+                    // This case is frequent: most polls find nothing.
                     if in_vain {
                         return;
                     }
-                    // Nothing is to be sent. Without the rest, the program gets the completion of what was received
-                    // sooner.
+                    // There is nothing to send. Returning here lets the program get the completion sooner.
                     let idle = open && !tcp.blocked && tcp.watch().is_none();
                     if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
                         self.schedule(inner);
@@ -95,7 +94,7 @@ impl RcQp {
         self.deliver_events(inner, outcome);
     }
 
-    /// Tells the connection how its socket has ended, if it has.
+    /// Passes the end of the socket to the connection, if it has ended.
     fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
         let all_taken = |inner: &Inner| {
             let tcp = inner.tcp.as_ref();
@@ -120,8 +119,8 @@ impl RcQp {
         }
     }
 
-    /// Sends what was just posted, if nothing else is to be done, as is usual: [`Self::progress`] in one step. False: the
-    /// caller calls that, which goes on where this has stopped.
+    /// Sends requests that were just posted: [`Self::progress`] in one step, for the usual case that there is nothing
+    /// else to do. Returns false if the caller has to call [`Self::progress`], which continues from here.
     pub(super) fn send_posted(&self, inner: &mut Inner, now: Instant) -> bool {
         let Some(tcp) = &mut inner.tcp else {
             return false;
@@ -143,7 +142,7 @@ impl RcQp {
         true
     }
 
-    /// Raises the events of the connection, and closes the socket of one that is over.
+    /// Raises the events of the connection, and closes the socket of a connection that has ended.
     pub(super) fn deliver_events(&self, inner: &mut Inner, outcome: Outcome) {
         while let Some(event) = inner.conn.poll_event() {
             self.raise_event(inner, event);
@@ -184,7 +183,7 @@ impl RcQp {
         self.arm_deadline(inner, at);
     }
 
-    /// Has [`Source::timeout`](crate::reactor::Source::timeout) called at `at` at the latest.
+    /// Requests that [`Source::timeout`](crate::reactor::Source::timeout) is called at `at` at the latest.
     fn arm_deadline(&self, inner: &mut Inner, at: Instant) {
         if inner.deadline.is_some_and(|t| t <= at) {
             return;
@@ -210,7 +209,7 @@ impl RcQp {
         true
     }
 
-    /// Does what the expired timers are for.
+    /// Handles the expired timers.
     pub(super) fn handle_timeout(&self, inner: &mut Inner, now: Instant) {
         inner.deadline = None;
         let mut flush = false;
@@ -260,7 +259,7 @@ impl RcQp {
         if inner.destroyed && what != AsyncEvent::SrqLimit {
             return;
         }
-        // A connection that breaks with the device raises no event of its own: the device raises one.
+        // If a connection breaks because the device does, it raises no event, since the device raises one.
         let error = matches!(
             what,
             AsyncEvent::QpFatal | AsyncEvent::QpRequest | AsyncEvent::QpAccess

@@ -2,16 +2,16 @@
 
 use std::time::Instant;
 
-/// What a reliable queue pair does at a certain time, in the order in which timers of one time expire.
+/// The timers of a reliable queue pair. Timers with the same time expire in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timer {
-    /// The peer is dialed again, after a connection attempt that failed.
+    /// Connects to the peer again, after a failed attempt.
     Redial,
-    /// Posted requests fail, because the peer has to dial and did not.
+    /// Fails posted requests, because the peer has to connect and did not.
     PeerDials,
-    /// The connection fails, because the peer requested the connection and did not send the first message.
+    /// Fails the connection, because the peer requested it and did not send the first message.
     FirstMessage,
-    /// An injected delay ends: until then nothing is sent.
+    /// Ends an injected delay, until which nothing is sent.
     Delay,
 }
 

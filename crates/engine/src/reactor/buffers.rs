@@ -4,7 +4,7 @@ use crate::locks::{Mutex, Rank};
 
 /// Bytes of a receive buffer: room for several of the largest FPDUs.
 pub const RX_BUFFER_LEN: usize = 256 * 1024;
-/// Buffers of each kind that are kept for reuse. A thread uses one of each at a time.
+/// Largest number of buffers of each kind that are kept for reuse. A thread uses one of each at a time.
 const SPARE_BUFFERS_MAX: usize = 4;
 
 /// Buffers that are not in use.

@@ -1,30 +1,30 @@
-//! Send now or cork: whether a posted request is sent at once or waits for more to be sent with it in one system call.
+//! Corking: whether a posted request is sent at once, or waits so that several are sent in one system call.
 //!
-//! A request may wait only while a thread polls, since that thread sends it: at the second poll in a row that finds nothing.
-//! (The first one may stand between two posts of a program that posts and polls in turns.) If the thread stops polling, the
-//! worker sends what is corked when the lease ends. All decisions depend on one input: how many polls have found nothing,
-//! *idle polls*.
+//! A request may wait only while a thread polls, because that thread sends it at the second consecutive poll that
+//! finds nothing. (The first such poll may come between two posts of a program that alternates between posting and
+//! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends. All decisions
+//! depend on one input: the number of polls that have found nothing, *idle polls*.
 //!
-//! - Streams: [`Cork::on_post`] detects a burst, four posts with at most one idle poll between them. What the program waits
-//!   for behind two idle polls is sent at once.
-//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent:
-//!   no acknowledgement of the peer brings the queue pair back to its sending side.
+//! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between them. A request that
+//!   is posted after two idle polls is sent at once, since the program waits for its result.
+//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent,
+//!   because no acknowledgement of the peer triggers sending.
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
-/// The value of [`Cork::corked_at`] when nothing is corked: no number of polls.
+/// The value of [`Cork::corked_at`] when nothing is corked. It is larger than any number of polls.
 const NOTHING_CORKED: u64 = u64::MAX;
 /// Posts with at most one idle poll between them after which the next ones are corked.
 const BURST_MIN_POSTS: u64 = 4;
 
-/// What a poll that found nothing has to do about corked requests.
+/// What an idle poll has to do about corked requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum IdlePoll {
-    /// Requests were corked since the last idle poll: return at once. The next poll shows whether more are posted.
+    /// Requests were corked since the last idle poll: return at once. The next poll shows whether more were posted.
     Wait,
-    /// Send what is corked, if anything, and handle the sockets.
+    /// Send the corked requests, if any, and handle the sockets.
     Proceed {
         /// Whether requests are corked.
         flush: bool,
@@ -34,11 +34,11 @@ pub(super) enum IdlePoll {
 /// The state of all queue pairs together.
 #[derive(Debug)]
 pub(super) struct Cork {
-    /// Polls that found nothing.
+    /// Number of polls that found nothing.
     idle_polls: AtomicU64,
     /// The number of idle polls when the last request was corked.
     corked_at: AtomicU64,
-    /// Posts since the program waited, and the number of idle polls at the last one.
+    /// Number of posts since the program last waited, and the number of idle polls at the last post.
     burst_posts: AtomicU64,
     burst_polls: AtomicU64,
     /// The number of idle polls when a completion queue was armed.
@@ -52,7 +52,7 @@ impl Cork {
             corked_at: AtomicU64::new(NOTHING_CORKED),
             burst_posts: AtomicU64::new(0),
             burst_polls: AtomicU64::new(0),
-            // As if long ago.
+            // An arbitrary number that is far from the current one.
             armed_at: AtomicU64::new(1 << 63),
         }
     }
@@ -62,7 +62,7 @@ impl Cork {
         self.idle_polls.load(Ordering::Relaxed)
     }
 
-    /// A poll found nothing. Returns also the number of idle polls before it.
+    /// Counts an idle poll. Also returns the number of idle polls before it.
     #[inline]
     pub(super) fn on_idle_poll(&self) -> (u64, IdlePoll) {
         let before = self.idle_polls.fetch_add(1, Ordering::Relaxed);
@@ -80,8 +80,8 @@ impl Cork {
     /// Records that the program posts to a stream. Returns whether the request is part of a burst, and may be corked.
     pub(super) fn on_post(&self) -> bool {
         let idle = self.idle_polls.load(Ordering::Relaxed);
-        // After each event, a program that waits for events polls once without success and then sleeps: it would not
-        // send corked requests.
+        // A program that waits for events polls once without success after each event and then sleeps, so it would
+        // not send corked requests.
         if idle.wrapping_sub(self.armed_at.load(Ordering::Relaxed)) <= 1 {
             self.burst_posts.store(0, Ordering::Relaxed);
             return false;
@@ -93,7 +93,7 @@ impl Cork {
         let waited = idle.wrapping_sub(before) > 1;
         let posts = match self.burst_posts.load(Ordering::Relaxed) {
             posts if !waited => posts,
-            // After a wait one request is sent at once, and the burst goes on.
+            // After a wait one request is sent at once, and the burst continues.
             posts if posts > BURST_MIN_POSTS => BURST_MIN_POSTS - 1,
             _ => 0,
         };
@@ -107,23 +107,24 @@ impl Cork {
         self.armed_at.store(idle, Ordering::Relaxed);
     }
 
-    /// Records that a request is corked which was posted after `idle_polls` idle polls.
+    /// Records that a request was corked after `idle_polls` idle polls.
     #[inline]
     pub(super) fn corked(&self, idle_polls: u64) {
         self.corked_at.store(idle_polls, Ordering::Release);
     }
 
-    /// Whether the lease runs after a request was corked; if not, a new one has to be granted.
+    /// Whether the lease still runs after a request was corked. If it does not, a new one has to be granted.
     ///
-    /// Store-load pair with [`Self::is_corked`]: this thread has stored `corked_at`, then loads the lease; a thread that found
-    /// the lease over loads `corked_at` then. The fences on both sides make at least one of them see the other.
+    /// Store-load pair with [`Self::is_corked`]: this thread has stored `corked_at`, then loads the lease; a thread
+    /// that found the lease expired then loads `corked_at`. Because of the fences on both sides, at least one of them
+    /// sees the other's store.
     #[inline]
     pub(super) fn is_covered(&self, lease_runs: impl FnOnce() -> bool) -> bool {
         fence(Ordering::SeqCst);
         lease_runs()
     }
 
-    /// Whether requests are corked, for a thread that found the lease over (see [`Self::is_covered`]).
+    /// Whether requests are corked, for a thread that found the lease expired (see [`Self::is_covered`]).
     #[inline]
     pub(super) fn is_corked(&self) -> bool {
         fence(Ordering::SeqCst);
@@ -141,7 +142,7 @@ impl Cork {
 pub(crate) struct Polls {
     /// All polls.
     pub(crate) all: u64,
-    /// Those that found nothing.
+    /// Polls that found nothing.
     pub(crate) idle: u64,
 }
 
@@ -184,7 +185,7 @@ mod tests {
             polls(1);
             assert!(!cork.on_post());
         }
-        // When it goes on polling, it is treated like any other program.
+        // If it continues to poll, it is treated like any other program.
         polls(2);
         for _ in 0..BURST_MIN_POSTS {
             assert!(!cork.on_post());
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(next(), IdlePoll::Proceed { flush: false });
         cork.corked(cork.idle_polls());
         assert_eq!(next(), IdlePoll::Wait);
-        // More is posted in between: the requests wait again.
+        // More requests were posted in between, so the corked ones wait again.
         cork.corked(cork.idle_polls());
         assert_eq!(next(), IdlePoll::Wait);
         assert_eq!(next(), IdlePoll::Proceed { flush: true });

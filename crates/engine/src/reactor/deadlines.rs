@@ -9,8 +9,9 @@ use super::sources::{Sources, Token};
 use super::time::Epoch;
 use crate::locks::{Mutex, Rank};
 
-/// Heap size from which on deadlines of removed sources are looked for before the heap grows. They are the most of a long
-/// heap: a source sets a deadline for each message that it waits for, and is not removed from the heap with it.
+/// Heap size from which on deadlines of removed sources are deleted before the heap grows. A long heap contains
+/// mostly these: a source adds a deadline for each message that it waits for, and its deadlines stay when it is
+/// removed.
 const COMPACT_LEN: usize = 1024;
 /// The value of [`Deadlines::first`] when there is no deadline.
 const NEVER: u64 = u64::MAX;
@@ -20,7 +21,7 @@ type Heap = BinaryHeap<Reverse<(Instant, Token)>>;
 /// The deadlines of all sources.
 pub(super) struct Deadlines {
     heap: Mutex<Heap>,
-    /// The first deadline in nanoseconds of the epoch: polling threads compare it with the clock without the lock.
+    /// The first deadline in nanoseconds since the epoch. Polling threads compare it with the clock without the lock.
     first: AtomicU64,
 }
 
@@ -32,8 +33,8 @@ impl Deadlines {
         }
     }
 
-    /// Adds a deadline. If it is the first one now, `set_timer` is called with the lock held: of two threads that set the
-    /// timer the one that knows the later deadline must not be the last.
+    /// Adds a deadline. If it is the first one now, `set_timer` is called with the lock held: otherwise, of two
+    /// threads, the one with the later deadline could set the timer last.
     pub(super) fn add(
         &self,
         token: Token,
@@ -60,7 +61,8 @@ impl Deadlines {
         t >= self.first.load(Ordering::Relaxed)
     }
 
-    /// Removes and returns the first deadline if it has passed, or else calls `set_timer` for it with the lock held.
+    /// Removes and returns the first deadline if it has passed. Otherwise calls `set_timer` for it with the lock
+    /// held.
     pub(super) fn pop_due(
         &self,
         now: Instant,

@@ -1,9 +1,9 @@
-//! The hot socket: the one socket that had something to receive last is tried first.
+//! The hot socket: the socket that most recently had something to receive. It is tried first.
 //!
-//! While one socket alone has something, a receive on it saves the call of epoll that returns which socket is ready.
-//! After many hits its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)): each
-//! event costs the sender 0.3 µs, and on one host the sender is the peer. They are turned on again before any thread
-//! relies on them: when another socket becomes hot, and before a thread sleeps until a socket is ready.
+//! If only one socket has something to receive, a receive on it saves the epoll call that returns the ready sockets.
+//! After many hits its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)):
+//! each event costs the sender 0.3 µs, and the sender may be a peer on the same host. They are turned on again before
+//! any thread relies on them: when another socket becomes hot, and before a thread sleeps until a socket is ready.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
@@ -11,16 +11,16 @@ use std::time::Instant;
 use super::sources::{Sources, Token};
 use crate::locks::{Mutex, Rank};
 
-/// Receives without success, in a row, after which a socket is no longer hot.
+/// Number of consecutive receives without success after which a socket is no longer hot.
 const MISSES_MAX: usize = 256;
 /// Receives with success after which the readiness events of a hot socket are turned off.
 pub(super) const DISARM_AFTER_HITS: usize = 64;
-/// Polls for each check of all sockets, while receives on the hot socket succeed.
+/// While receives on the hot socket succeed, all sockets are checked in one of this number of polls.
 const POLL_ALL_EACH_HIT: u64 = 16;
-/// Polls for each check of all sockets, while receives on the hot socket find nothing.
+/// While receives on the hot socket find nothing, all sockets are checked in one of this number of polls.
 const POLL_ALL_EACH_MISS: u64 = 4;
 
-/// What a receive on the hot socket found.
+/// The result of a receive on the hot socket.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tried {
     /// Something was received.
@@ -67,7 +67,7 @@ impl HotSocket {
         match sources.get(hot).and_then(|source| source.try_recv_hot(now)) {
             Some(true) => {
                 self.misses.store(0, Ordering::Relaxed);
-                // Two threads may count one hit: an estimate is enough.
+                // Two threads may count one hit; an estimate is sufficient.
                 let hits = self.hits.load(Ordering::Relaxed) + 1;
                 self.hits.store(hits, Ordering::Relaxed);
                 if hits.is_multiple_of(DISARM_AFTER_HITS)
@@ -101,7 +101,7 @@ impl HotSocket {
         }
     }
 
-    /// Makes a socket the hot one, or none.
+    /// Sets the hot socket, or none.
     pub(super) fn set(&self, sources: &Sources, token: Token) {
         if self.token.swap(token.0, Ordering::SeqCst) != token.0 {
             self.hits.store(0, Ordering::Relaxed);
@@ -117,8 +117,9 @@ impl HotSocket {
         if *disarmed != Token::NONE {
             return;
         }
-        // Store-load pair with `set` and `begin_sleep`: this thread stores `is_disarmed`, then loads `token` and `sleepers`;
-        // they store `token` or `sleepers`, then load `is_disarmed`. SeqCst on all: at least one side sees the other.
+        // Store-load pair with `set` and `begin_sleep`: this thread stores `is_disarmed`, then loads `token` and
+        // `sleepers`; they store `token` or `sleepers`, then load `is_disarmed`. All accesses are SeqCst, so at least
+        // one side sees the other.
         self.is_disarmed.store(true, Ordering::SeqCst);
         let is_hot = self.token.load(Ordering::SeqCst) == token.0;
         let is_awaited = self.sleepers.load(Ordering::SeqCst) > 0;
@@ -144,7 +145,7 @@ impl HotSocket {
         }
     }
 
-    /// The calling thread is about to sleep until a socket is ready: every socket is armed until [`Self::end_sleep`].
+    /// Called before a thread sleeps until a socket is ready: every socket is armed until [`Self::end_sleep`].
     pub(super) fn begin_sleep(&self, sources: &Sources) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         self.rearm(sources);

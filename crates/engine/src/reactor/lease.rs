@@ -1,31 +1,34 @@
-//! The lease: which thread handles the sockets, the polling ones or the worker.
+//! The lease: whether polling threads or the worker handle the sockets.
 //!
-//! A thread that polls a completion queue handles the sockets itself and renews a lease. While the lease runs, the worker
-//! sleeps; a timer wakes it when the lease ends. This file decides and does nothing: each event returns the [`Actions`] that
-//! the caller has to carry out. It reads no clock and sets no timer, so tests run it in virtual time.
+//! A thread that polls a completion queue handles the sockets itself and renews a lease. While the lease runs, the
+//! worker sleeps; a timer wakes it when the lease ends. This file only makes decisions: each event returns the
+//! [`Actions`] that the caller has to carry out. It reads no clock and sets no timer, so tests run it in virtual
+//! time.
 //!
-//! All fields are atomics, since each poll and each post comes here and must take no lock. Several threads may poll at once:
-//! each of them may renew the lease, and a lost update only renews it once more or once less.
+//! All fields are atomics, because each poll and each post uses them and must take no lock. Several threads may poll
+//! at the same time, and each of them may renew the lease. A lost update only causes one renewal more or less.
 
 use std::time::Duration;
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// How long the worker stays away after a poll: longer than a thread pauses between two polls of a busy loop.
+/// How long the worker sleeps after a poll: longer than the time between two polls of a busy loop.
 pub(super) const LEASE: Duration = Duration::from_micros(150);
 /// How long after a renewal the next poll renews the lease again. Setting a timer is a system call.
 const RENEW_AFTER: Duration = Duration::from_micros(60);
-/// How long a thread must poll without a pause to get the longer lease.
+/// How long a thread must poll without a pause to get [`STEADY_LEASE`].
 const STEADY_AFTER: Duration = Duration::from_millis(2);
-/// The lease of a thread that has polled for [`STEADY_AFTER`]. A timer that is the next one of its processor to fire costs
-/// 12 µs to set in a virtual machine, so it is set less often.
+/// The lease of a thread that has polled for [`STEADY_AFTER`]. In a virtual machine, setting a timer costs 12 µs if
+/// it is the next one of its processor to fire, so this timer is set less often.
 const STEADY_LEASE: Duration = Duration::from_millis(1);
 /// [`RENEW_AFTER`] for the longer lease.
 const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
-/// How long posts alone keep up the lease after the last poll that found nothing.
+/// How long posts alone renew the lease after the last poll that found nothing.
 const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 
-/// How long a thread that waits for an event sleeps at a time. Its lease is twice that, which is how long the worker stays away when the thread
+/// How long a thread that waits for an event sleeps at a time. Its lease is twice as long, and the worker sleeps for
+/// that time if the thread does something else. Setting a timer costs little if it is not the next one of its
+/// processor to fire.
 /// does something else. A timer that is not the next one of its processor to fire costs little to set.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
@@ -33,14 +36,14 @@ const fn nanos(duration: Duration) -> u64 {
     duration.as_nanos() as u64
 }
 
-/// What the caller of an event has to do, in this order.
+/// The actions that the caller of an event has to carry out, in this order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[must_use]
 pub(super) struct Actions {
-    /// Stop waking the worker for sockets: they were its task until now.
+    /// Stop waking the worker for sockets, which it handled until now.
     pub(super) take_sockets: bool,
-    /// Set the timer that wakes the worker. It must be the last action: a thread that is preempted in between must not have
-    /// taken the sockets from a worker that no timer wakes.
+    /// Set the timer that wakes the worker. This must be the last action: if the thread is preempted before it, the
+    /// sockets must not have been taken from a worker that no timer wakes.
     pub(super) set_timer: Option<Duration>,
 }
 
@@ -71,16 +74,16 @@ pub(super) struct Lease {
     renew_at: AtomicU64,
     /// The start of the current polling without a pause.
     steady_since: AtomicU64,
-    /// The end of the lease by polls alone, without that of a thread that waits for an event: such a thread does not run
-    /// deadlines.
+    /// The end of the lease from polls alone. The lease of a thread that waits for an event is not included, because
+    /// such a thread does not run deadlines.
     polled_until: AtomicU64,
-    /// The last post at which no lease ran; 0 after a completion queue was armed.
+    /// The last post without a running lease; 0 after a completion queue was armed.
     posted_at: AtomicU64,
     /// The number of polls at that post.
     polls_at_post: AtomicU64,
-    /// Polls of completion queues, those that found something too.
+    /// Number of polls of completion queues, including those that found something.
     polls: AtomicU64,
-    /// Instead of [`LEASE`] and [`STEADY_LEASE`].
+    /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
     lengths: (Duration, Duration),
 }
@@ -100,8 +103,8 @@ impl Lease {
         }
     }
 
-    /// The lease of a whole reactor in a test: longer than that of production, because a sanitizer or a loaded machine takes
-    /// longer to send a few datagrams. Tests of this file use [`Self::new`] and virtual time.
+    /// The lease of a whole reactor in a test. It is longer than in production, because a sanitizer or a loaded
+    /// machine needs more time to send a few datagrams. Tests of this file use [`Self::new`] and virtual time.
     #[cfg(test)]
     pub(super) fn for_slow_machines() -> Self {
         Self {
@@ -128,18 +131,18 @@ impl Lease {
         return STEADY_LEASE;
     }
 
-    /// A completion queue is polled.
+    /// Counts a poll of a completion queue.
     #[inline]
     pub(super) fn count_poll(&self) {
         self.polls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How often completion queues were polled.
+    /// The number of polls of completion queues.
     pub(super) fn polls(&self) -> u64 {
         self.polls.load(Ordering::Relaxed)
     }
 
-    /// A poll found nothing: the thread handles the sockets.
+    /// Called at a poll that found nothing, whose thread handles the sockets.
     #[inline]
     pub(super) fn on_poll(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {
@@ -148,8 +151,8 @@ impl Lease {
         self.grant(t, false)
     }
 
-    /// A request was corked. Its delay must end with the lease of a polling thread, so the longer lease of a thread that
-    /// waits for an event is shortened.
+    /// Called when a request is corked. Its delay must end with the lease of a polling thread, so the longer lease of
+    /// a thread that waits for an event is shortened.
     #[inline]
     pub(super) fn on_cork(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {
@@ -164,7 +167,7 @@ impl Lease {
         let until = t + nanos(lease);
         self.polled_until.store(until, Ordering::Relaxed);
         if !shorten && self.until.load(Ordering::Acquire) >= until {
-            // The longer lease of a thread that waited for an event.
+            // The lease of a thread that waited for an event is longer.
             self.renew_at
                 .store(t + nanos(RENEW_AFTER), Ordering::Relaxed);
             return Actions::NONE;
@@ -201,9 +204,9 @@ impl Lease {
         }
     }
 
-    /// A request was posted and sent. A thread that polls will poll again, but a list of posts may take longer than a lease,
-    /// with a system call for each. So posts renew the lease, for [`POSTS_EXTEND_FOR`] after the last poll: they handle
-    /// neither sockets nor deadlines.
+    /// Called when a request was posted and sent. A thread that polls will poll again, but a list of posts with a
+    /// system call for each may take longer than a lease. So posts renew the lease for [`POSTS_EXTEND_FOR`] after the
+    /// last poll, but not longer, because posts do not handle sockets and deadlines.
     #[inline]
     pub(super) fn on_post(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {
@@ -219,8 +222,8 @@ impl Lease {
         if until > t {
             return Actions::NONE;
         }
-        // No lease runs. A thread whose polls always find something, since the worker receives what completes, would never
-        // get one by polls, and it and the worker would contend for the sockets for ever.
+        // No lease runs. If the worker receives everything that completes, the polls of this thread always find
+        // something and never start a lease. The thread and the worker would then contend for the sockets for ever.
         let polls = self.polls.load(Ordering::Relaxed);
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
@@ -230,13 +233,14 @@ impl Lease {
         Actions::NONE
     }
 
-    /// A completion queue is armed: the thread is about to sleep, and its posts get no lease until it has polled again.
+    /// Called when a completion queue is armed: the thread is about to sleep, so its posts start no lease until it
+    /// has polled again.
     pub(super) fn on_arm(&self) {
         self.posted_at.store(0, Ordering::Relaxed);
     }
 
-    /// A thread that waits for an event handles the sockets for `slice`. The lease covers the next waits too, since each
-    /// message has one.
+    /// Called when a thread that waits for an event handles the sockets for `slice`. The lease covers the next waits
+    /// too, since there is a wait for each message.
     pub(super) fn on_wait(&self, t: u64, slice: Duration) -> Actions {
         let needed = t + nanos(slice + self.short());
         if self.until.load(Ordering::Acquire) >= needed {
@@ -252,7 +256,8 @@ impl Lease {
         }
     }
 
-    /// The worker is awake. `Some`: a lease runs for so long, and the worker leaves the sockets alone.
+    /// Called when the worker is awake. `Some`: the remaining time of a running lease, during which the worker does
+    /// not handle the sockets.
     pub(super) fn on_wake(&self, t: u64) -> Option<Duration> {
         let until = self.until.load(Ordering::Acquire);
         (t < until).then(|| Duration::from_nanos(until - t))
@@ -263,14 +268,14 @@ impl Lease {
         t < self.until.load(Ordering::Acquire)
     }
 
-    /// Ends the lease now: no thread handles the sockets any more.
+    /// Ends the lease now: polling threads stop handling the sockets.
     pub(super) fn end(&self) {
         self.until.store(0, Ordering::Release);
         self.renew_at.store(0, Ordering::Relaxed);
     }
 
-    /// Whether the lease of a polling thread runs: that thread sends corked requests, or the worker when the lease ends. The
-    /// lease of a thread that waits for an event is longer and does not count.
+    /// Whether the lease of a polling thread runs. That thread sends corked requests, or the worker does when the
+    /// lease ends. The longer lease of a thread that waits for an event does not count.
     #[inline]
     pub(super) fn is_polled(&self, t: u64) -> bool {
         let until = self.until.load(Ordering::Acquire);
@@ -283,10 +288,10 @@ impl Lease {
     }
 }
 
-/// Whether a post at `t` extends a lease that ends at `until`, where polls alone had it until `polled`. `steady` is the longest
-/// lease of a polling thread.
+/// Whether a post at `t` renews a lease that ends at `until`. `polled` is the end of the lease from polls alone, and
+/// `steady` the longest lease of a polling thread.
 fn posts_extend(t: u64, until: u64, polled: u64, steady: Duration) -> bool {
-    // The lease runs, it is not the longer one of a thread that waits for an event, and a poll was not long ago.
+    // The lease runs, it is not that of a thread that waits for an event, and the last poll is recent.
     t < until && until <= t + nanos(steady) && t <= polled + nanos(POSTS_EXTEND_FOR)
 }
 
@@ -313,7 +318,7 @@ mod tests {
             polled,
             STEADY_LEASE
         ));
-        // Too long after the last poll; a lease that has ended; the longer one of a thread that waits for an event.
+        // Too long after the last poll; a lease that has ended; the lease of a thread that waits for an event.
         assert!(!posts_extend(
             polled + posting + 1,
             polled + posting + 2,
@@ -341,12 +346,12 @@ mod tests {
                 set_timer: Some(LEASE)
             }
         );
-        // The next renewal finds a lease that runs: the sockets are this thread's already.
+        // The next renewal finds a running lease: this thread has the sockets already.
         assert_eq!(lease.on_poll(t + nanos(RENEW_AFTER) - 1), Actions::NONE);
         let renewed = lease.on_poll(t + nanos(RENEW_AFTER));
         assert_eq!(renewed.set_timer, Some(LEASE));
         assert!(!renewed.take_sockets);
-        // The worker leaves the sockets alone until it ends, and takes them then.
+        // The worker does not handle the sockets until the lease ends, and then takes them.
         let end = t + nanos(RENEW_AFTER) + nanos(LEASE);
         assert_eq!(lease.on_wake(end - 1), Some(Duration::from_nanos(1)));
         assert_eq!(lease.on_wake(end), None);
@@ -397,7 +402,7 @@ mod tests {
         assert_eq!(timers, 3, "ten milliseconds, and a timer for each slice");
     }
 
-    /// As where the worker receives all that completes: each poll finds something, and none handles sockets.
+    /// The worker receives everything that completes: each poll finds something, and none handles sockets.
     #[test]
     fn a_thread_that_posts_and_polls_without_an_idle_poll_gets_the_lease_back() {
         let lease = Lease::new();

@@ -7,8 +7,8 @@ use loom::thread;
 use super::cork::Cork;
 use super::lease::Lease;
 
-/// The lease ends while a request is corked: the worker sends the request, or the polling thread grants a new lease, whose
-/// end brings the worker back.
+/// The lease ends while a request is corked: either the worker sends the request, or the polling thread grants a new
+/// lease, at whose end the worker wakes.
 #[test]
 fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
     loom::model(|| {
@@ -33,7 +33,8 @@ fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
     });
 }
 
-/// A polling thread takes the sockets from the worker while the worker goes to sleep: either a socket or a timer wakes it.
+/// A polling thread takes the sockets from the worker while the worker goes to sleep: a socket or a timer still wakes
+/// it.
 #[test]
 fn loom_the_worker_never_sleeps_without_a_socket_or_a_timer_that_wakes_it() {
     loom::model(|| {

@@ -1,11 +1,11 @@
-//! Progress: the threads of the program or the worker thread receive, send and run deadlines.
+//! Progress: the threads of the program, or the worker thread, receive, send and run deadlines.
 //!
 //! 1. A thread that posts sends at once, or corks the request ([`cork`]).
-//! 2. A thread that polls an empty completion queue handles all sockets that are ready, and holds a [`lease`] for it.
-//! 3. The worker thread ([`worker`]) does it when no thread polls. It is not woken while the lease runs.
+//! 2. A thread that polls an empty completion queue handles all sockets that are ready, and gets a [`lease`] for it.
+//! 3. The worker thread ([`worker`]) handles them when no thread polls. It is not woken while the lease runs.
 //!
-//! Two epoll sets: `sockets` has every socket. `worker` is what the worker sleeps in: it has `sockets` (one shot), the timers
-//! of the lease and of the first deadline, and an eventfd.
+//! There are two epoll sets. `sockets` contains every socket. The worker sleeps on `worker`, which contains `sockets`
+//! (one shot), the timers of the lease and of the first deadline, and an eventfd.
 //!
 //! The reactor does not depend on queue pairs: a queue pair is a [`Source`] with a [`Token`], and may be a
 //! [`DelayedAck`] and a user of [`PolledMemory`].
@@ -53,17 +53,17 @@ use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
 
-/// Ready sockets that one system call returns, at most.
+/// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// Idle polls for each check of the sockets, while polled memory has something to receive. Polling memory takes no
-/// system call, and checking the sockets does.
+/// While polled memory has something to receive, the sockets are checked in one of this number of idle polls. Polling
+/// memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
-/// Idle polls for each check of the sockets, while polled memory has nothing to receive.
+/// While polled memory has nothing to receive, the sockets are checked in one of this number of idle polls.
 const SOCKETS_EACH_MISS: u64 = 8;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
-/// How long acknowledgements wait for a poll that finds nothing, nanoseconds.
+/// How long acknowledgements wait for an idle poll, nanoseconds.
 const ACK_DELAY_MAX: u64 = 200_000;
 
 /// A queue pair with delayed acknowledgements, or corked requests.
@@ -71,24 +71,26 @@ pub(crate) trait DelayedAck: Send + Sync {
     /// Sends the acknowledgements and the requests.
     fn flush(&self, now: Instant);
 
-    /// Sends those that are due. The others are scheduled again: the calling thread polls and comes back soon.
+    /// Sends the acknowledgements that are due. The others are scheduled again, because the calling thread will poll
+    /// again soon.
     fn flush_due(&self, now: Instant) {
         self.flush(now);
     }
 }
 
-/// Memory that a peer process writes to: it is polled, since a write to it makes no socket readable.
+/// Memory that a peer process writes to. It has to be polled, because a write to it makes no socket readable.
 pub(crate) trait PolledMemory: Send + Sync {
-    /// Whether there is something to receive, or room again to send.
+    /// Whether there is something to receive, or again room to send.
     fn is_ready(&self) -> bool;
-    /// Asks the peer for a wake-up through the socket from now on. Whether the memory is ready all the same.
+    /// Requests that the peer sends a wake-up through the socket from now on. Returns whether the memory is ready
+    /// already.
     fn prepare_sleep(&self) -> bool;
 }
 
 /// Polled memory and the source that uses it.
 type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
-/// Queue pairs with scheduled acknowledgements. Mostly there is one, which takes no allocation: each message schedules
-/// one.
+/// Queue pairs with scheduled acknowledgements. Each message schedules one. Usually there is one queue pair, which
+/// needs no allocation.
 type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
 
 const TOKEN_SOCKETS: u64 = 1;
@@ -114,11 +116,11 @@ pub struct Reactor {
     corked: Mutex<Vec<Arc<dyn DelayedAck>>>,
     delayed: Mutex<DelayedAcks>,
     delayed_count: AtomicUsize,
-    /// When a poll that found something first left the delayed acknowledgements waiting; 0: none did.
+    /// When a poll that found something first left acknowledgements delayed; 0: there are none.
     delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
-    /// Times that the worker returned from the kernel.
+    /// Number of times that the worker returned from the kernel.
     wakes: AtomicU64,
     /// An internal error was caught: nothing is sent or received any more.
     broken: AtomicBool,
@@ -199,7 +201,7 @@ impl Reactor {
         Ok(token)
     }
 
-    /// Registers a source without a socket: it gets deadlines.
+    /// Registers a source without a socket, which only has deadlines.
     pub fn reserve(&self, source: Arc<dyn Source>) -> Token {
         self.sources.insert(source)
     }
@@ -225,7 +227,7 @@ impl Reactor {
         let _ = epoll::modify(self.sockets.get(), fd, data, EventFlags::empty());
     }
 
-    /// No longer watches a socket.
+    /// Stops watching a socket.
     pub fn unwatch(&self, fd: BorrowedFd<'_>) {
         let _ = epoll::delete(self.sockets.get(), fd);
     }
@@ -243,7 +245,7 @@ impl Reactor {
 
     // ------------------------------------------------------------------ sockets
 
-    /// Handles all sockets that are ready; whether there were any.
+    /// Handles all sockets that are ready. Returns whether there were any.
     pub fn poll_all(&self, now: Instant) -> bool {
         if self.is_broken() {
             return false;
@@ -265,8 +267,8 @@ impl Reactor {
             self.hot.set(&self.sources, Token::NONE);
         }
         for event in events.iter().take(n) {
-            // One of the sources or another thread has marked the device as broken: the other sources are notified of
-            // that, and not of closed connections.
+            // A source or another thread has marked the device as broken. The other sources are notified of that, and
+            // not of closed connections.
             if self.is_broken() {
                 return false;
             }
@@ -283,7 +285,8 @@ impl Reactor {
         n > 0
     }
 
-    /// Handles the hot socket, or all that are ready; whether something had arrived. `nth`: the number of this idle poll.
+    /// Handles the hot socket, or all that are ready. Returns whether something had arrived. `nth`: the number of
+    /// this idle poll.
     fn poll_ready(&self, nth: u64, now: Instant) -> bool {
         let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);
         // The result is true if the hot socket had something, even if the other sockets have nothing.
@@ -293,13 +296,13 @@ impl Reactor {
 
     // ------------------------------------------------------------------ polls and posts
 
-    /// A completion queue is polled.
+    /// Counts a poll of a completion queue.
     #[inline]
     pub(crate) fn count_poll(&self) {
         self.lease.count_poll();
     }
 
-    /// How often completion queues were polled, and how often such a poll found nothing.
+    /// The number of polls of completion queues, and of those that found nothing.
     pub(crate) fn polls(&self) -> Polls {
         Polls {
             all: self.lease.polls(),
@@ -307,7 +310,7 @@ impl Reactor {
         }
     }
 
-    /// A poll found its completion queue empty: the calling thread handles what is ready.
+    /// Called when a poll found its completion queue empty: the calling thread handles what is ready.
     pub fn on_idle_poll(&self) {
         let (idle_polls, then) = self.cork.on_idle_poll();
         let IdlePoll::Proceed { flush } = then else {
@@ -332,26 +335,26 @@ impl Reactor {
                 qp.flush_due(now);
             }
         }
-        // Polling threads run deadlines too: the worker may not get a processor as long as this thread has one.
+        // Polling threads run deadlines too: the worker may get no processor while this thread uses one.
         if self.deadlines.is_due(t) {
             self.run_deadlines();
         }
     }
 
-    /// A request was posted and sent.
+    /// Called when a request was posted and sent.
     #[inline]
     pub(crate) fn on_post(&self, now: Instant) {
         self.perform(self.lease.on_post(self.epoch.nanos(now)));
     }
 
-    /// A completion queue is armed: the program is about to sleep, so nothing may wait for its next poll.
+    /// Called when a completion queue is armed: the program is about to sleep, so nothing may wait for its next poll.
     pub(crate) fn on_arm(&self) {
         self.lease.on_arm();
         self.cork.on_arm();
         self.flush_delayed(clock::now());
     }
 
-    /// Carries out what the lease decided.
+    /// Carries out the actions that the lease returned.
     #[inline]
     fn perform(&self, actions: Actions) {
         let take_sockets = || {
@@ -366,7 +369,7 @@ impl Reactor {
         actions.carry_out(take_sockets, |after| set_timer(&self.lease_timer, after));
     }
 
-    /// The calling thread will not handle the sockets for a while: the worker takes over now.
+    /// Called when the calling thread will not handle the sockets for a while: the worker takes over now.
     pub fn hand_over(&self) {
         self.lease.end();
         self.wake();
@@ -390,7 +393,7 @@ impl Reactor {
         self.cork.on_post()
     }
 
-    /// Corks what was posted. False: no thread polls, and it has to be sent now.
+    /// Corks posted requests. Returns false if no thread polls; they have to be sent now.
     pub(crate) fn cork(&self, qp: Option<Arc<dyn DelayedAck>>) -> bool {
         let now = clock::now();
         if !self.lease.is_polled(self.epoch.nanos(now)) {
@@ -400,12 +403,13 @@ impl Reactor {
         true
     }
 
-    /// Corks more of a queue pair that has corked requests.
+    /// Corks further requests of a queue pair that has corked requests.
     pub(crate) fn cork_more(&self) {
         self.cork.corked(self.cork.idle_polls());
     }
 
-    /// Corks what was posted after so many idle polls. `qp`: the queue pair, if it is not registered as corked yet.
+    /// Corks requests that were posted after this number of idle polls. `qp`: the queue pair, if it is not registered
+    /// as corked yet.
     pub(crate) fn cork_since(
         &self,
         idle_polls: u64,
@@ -434,8 +438,8 @@ impl Reactor {
         }
     }
 
-    /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by the next poll that finds
-    /// nothing, by the worker before it sleeps, or when they have waited for [`ACK_DELAY_MAX`].
+    /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by the next idle poll, by
+    /// the worker before it sleeps, or when they have waited for [`ACK_DELAY_MAX`].
     pub(crate) fn schedule_ack(&self, qp: Arc<dyn DelayedAck>) {
         self.delayed.lock().push(qp);
         self.delayed_count.fetch_add(1, Ordering::Release);
@@ -451,8 +455,8 @@ impl Reactor {
         }
     }
 
-    /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because there was always something to handle:
-    /// without an end to that, a peer that sends without a pause would keep those of all others waiting.
+    /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because every poll found something.
+    /// Without this limit, a peer that sends without a pause would delay the acknowledgements to all others for ever.
     fn is_delayed_too_long(&self, t: u64) -> bool {
         if self.delayed_count.load(Ordering::Relaxed) == 0 {
             return false;
@@ -482,21 +486,21 @@ impl Reactor {
         self.memory_count.load(Ordering::Relaxed) > 0
     }
 
-    /// Polls memory for a source, which gets [`Source::memory_ready`].
+    /// Registers memory to be polled for a source, whose [`Source::memory_ready`] is called.
     pub(crate) fn add_memory(&self, memory: Arc<dyn PolledMemory>, source: Weak<dyn Source>) {
         let mut memories = self.memories.write();
         memories.push((memory, source));
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
-    /// Polls it no longer.
+    /// Stops polling the memory.
     pub(crate) fn remove_memory(&self, memory: &Arc<dyn PolledMemory>) {
         let mut memories = self.memories.write();
         memories.retain(|(m, _)| !Arc::ptr_eq(m, memory));
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
-    /// Handles memory that is ready; whether there was any.
+    /// Handles memory that is ready. Returns whether there was any.
     fn poll_memory(&self, now: Instant) -> bool {
         if !self.has_memories() || self.is_broken() {
             return false;
@@ -514,7 +518,7 @@ impl Reactor {
         !ready.is_empty()
     }
 
-    /// Asks the peers for wake-ups from now on. Whether there is something to do all the same.
+    /// Requests wake-ups from all peers. Returns whether some memory is ready already.
     fn memory_prepare_sleep(&self) -> bool {
         self.has_memories()
             && !self.is_broken()
@@ -556,8 +560,8 @@ impl Reactor {
             .add(token, at, &self.sources, self.epoch, set_timer);
     }
 
-    /// Sets the timer of the first deadline. While a thread polls, and so runs deadlines, it is set a lease later: the worker
-    /// runs the deadline only if the polling ends just then.
+    /// Sets the timer of the first deadline. While a thread polls, and so runs deadlines, the timer is set later by
+    /// one lease: the worker runs the deadline only if polling ends just then.
     fn wake_worker_at(&self, at: Instant, now: Instant) {
         let polled = self.lease.runs_deadlines(self.epoch.nanos(now));
         let at = if polled { at + self.lease.short() } else { at };
@@ -581,7 +585,7 @@ impl Reactor {
         self.wakes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Times that the worker returned from the kernel.
+    /// The number of times that the worker returned from the kernel.
     pub(crate) fn wakes(&self) -> u64 {
         self.wakes.load(Ordering::Relaxed)
     }
@@ -592,17 +596,17 @@ impl Reactor {
         self.broken.load(Ordering::Acquire)
     }
 
-    /// Marks the device as broken; whether it was before.
+    /// Marks the device as broken. Returns whether it was broken before.
     pub(crate) fn set_broken(&self) -> bool {
         self.broken.swap(true, Ordering::AcqRel)
     }
 
     // ------------------------------------------------------------------ threads that wait for an event
 
-    /// Blocks until `fd` is readable, and handles the sockets while it waits. For threads that wait for an event.
+    /// Blocks until `fd` is readable, and handles the sockets meanwhile. For threads that wait for an event.
     ///
-    /// Returns after [`WAIT_WORKING`] in any case, so that the caller can check its condition. `Err` when a signal handler
-    /// ran that interrupts system calls.
+    /// Returns after [`WAIT_WORKING`] at the latest, so that the caller can check its condition. `Err` if a signal
+    /// handler that interrupts system calls has run.
     pub fn work_until_readable(&self, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
         self.work_for(WAIT_WORKING, fd)
     }
@@ -674,7 +678,7 @@ impl Reactor {
     }
 }
 
-/// A signal handler ran that interrupts system calls (one without `SA_RESTART`).
+/// A signal handler that interrupts system calls (one without `SA_RESTART`) has run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupted;
 
@@ -697,9 +701,9 @@ fn drain_counter(fd: &EngineFd) {
     let _ = rustix::io::read(fd.get(), &mut count);
 }
 
-/// Sets a one-shot timer. After zero time it fires at once.
+/// Sets a one-shot timer. With a time of zero it fires at once.
 fn set_timer(timer: &EngineFd, after: Duration) {
-    // Zero would stop the timer.
+    // A value of zero would stop the timer.
     let after = after.max(Duration::from_nanos(1));
     let value = Timespec {
         tv_sec: after.as_secs().try_into().unwrap_or(i64::MAX),

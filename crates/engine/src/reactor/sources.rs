@@ -26,7 +26,7 @@ pub trait Source: Send + Sync {
     fn timeout(self: Arc<Self>, now: Instant);
 }
 
-/// Names a registered source. A token of a removed source names nothing.
+/// Identifies a registered source. The token of a removed source is not valid.
 ///
 /// The upper half is the generation of the slot, the lower half its index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

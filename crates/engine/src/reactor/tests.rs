@@ -11,12 +11,12 @@ use super::*;
 /// Longer than any delay of a loaded machine between two lines of a test.
 const LONG: Duration = Duration::from_millis(20);
 
-/// A budget whose spins are so long that what a test sends during one arrives before its end.
+/// A budget with spins so long that bytes sent by a test during one arrive before its end.
 fn budget() -> SpinBudget {
     SpinBudget::new(LONG)
 }
 
-/// Writes a byte to a socket when it is flushed, after a delay.
+/// Writes a byte to a socket after a delay when it is flushed.
 struct Acknowledges(UnixStream, Duration);
 
 impl DelayedAck for Acknowledges {
@@ -26,7 +26,7 @@ impl DelayedAck for Acknowledges {
     }
 }
 
-/// Receives one byte at a time; records what it was called for.
+/// Receives one byte at a time, and records which of its methods were called.
 struct Bytes {
     reactor: &'static Reactor,
     token: Mutex<Token>,
@@ -101,7 +101,7 @@ fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
     (reactor, bytes, theirs)
 }
 
-/// A reactor whose socket became hot and was disarmed; `send` sends it a byte.
+/// A reactor whose socket became hot and was disarmed. The function sends it a byte.
 fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
     let (reactor, bytes, theirs) = idle();
     let send = move || assert_eq!(rustix::io::write(&theirs, &[1]), Ok(1));
@@ -116,7 +116,7 @@ fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
 fn nothing_is_corked_while_no_thread_polls() {
     let reactor = reactor();
     assert!(!reactor.cork(None));
-    // A preempted test may find the lease over again.
+    // If the test is preempted, the lease may have ended.
     let corked = (0..100).any(|_| {
         reactor.on_idle_poll();
         reactor.cork(None)
@@ -124,7 +124,7 @@ fn nothing_is_corked_while_no_thread_polls() {
     assert!(corked);
 }
 
-/// The lease ends between the check of it and the request that is corked: no other thread would send that request.
+/// The lease ends between its check and the corking of a request: no other thread would send that request.
 #[test]
 fn what_is_corked_when_the_lease_has_ended_sets_the_timer_again() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -157,11 +157,11 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
     assert!(clock::now() >= start + lease);
 }
 
-/// Delayed acknowledgements are sent before the worker spins, and what they bring is received in the same turn.
+/// Delayed acknowledgements are sent before the worker spins, and the answers to them are received in the same turn.
 #[test]
 fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
-    // An arrival in time adds credit; the next spin, in which nothing arrives, halves it. A late arrival adds none.
+    // An arrival in time adds credit. The next spin, in which nothing arrives, halves it. A late arrival adds none.
     let cases = [
         (0, soon, (true, 0)),
         (1, soon, (false, 1)),
@@ -170,7 +170,7 @@ fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
     for (credit, delay, after) in cases {
         let (reactor, bytes, other) = idle();
         assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
-        // Kept: dropping it would close the socket, which is ready from then on.
+        // The value is kept: dropping it would close the socket, which would be ready from then on.
         let qp = Arc::new(Acknowledges(other, delay));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
         let mut spin = SpinBudget::with_credit(LONG, credit);
@@ -181,7 +181,8 @@ fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
     }
 }
 
-/// A peer that waits for its acknowledgement sends nothing that would wake the worker, however much it sent before.
+/// A peer that waits for its acknowledgement sends nothing that would wake the worker, regardless of how much it sent
+/// before.
 #[test]
 fn delayed_acknowledgements_are_sent_behind_any_number_of_rounds() {
     for rounds in [1, ROUNDS_MAX - 1, ROUNDS_MAX, ROUNDS_MAX + 1] {

@@ -1,8 +1,8 @@
-//! Times as nanoseconds since the reactor was made, which fit into an atomic integer.
+//! Times as nanoseconds since the reactor was created, which fit into an atomic integer.
 
 use std::time::Instant;
 
-/// The time that nanoseconds count from.
+/// The start of this time scale.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Epoch(Instant);
 

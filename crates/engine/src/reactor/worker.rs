@@ -18,16 +18,17 @@ use crate::sys::thread;
 pub(crate) const THREAD_NAME: &str = "anywarp";
 /// Bytes of the worker's stack.
 const STACK_BYTES: usize = 512 * 1024;
-/// Times in a row that the worker handles ready sockets before it checks its timers again.
+/// Number of consecutive rounds in which the worker handles ready sockets before it checks its timers again.
 pub(super) const ROUNDS_MAX: usize = 64;
-/// How long the worker spins for more before it sleeps: waking it takes longer, and part of that is the sender's time.
+/// How long the worker spins before it sleeps. Waking a sleeping worker takes longer, and costs the sender time too.
 const SPIN_FOR: Duration = Duration::from_micros(25);
-/// The time between two checks of a spinning worker. What arrives in one such interval is received, and acknowledged,
-/// together.
+/// The time between two checks of a spinning worker. Data that arrives within one interval is received, and
+/// acknowledged, together.
 const SPIN_PAUSE: Duration = Duration::from_nanos(1000);
 
-/// Decides whether the worker spins before it sleeps. It spins while something arrives during the spins. Nothing does
-/// where the sender shares the worker's processor or sends seldom; there the worker spins only now and then.
+/// Decides whether the worker spins before it sleeps. It spins as long as data arrives during its spins. If the
+/// sender shares the worker's processor, or sends rarely, no data arrives, and the worker spins only from time to
+/// time.
 #[derive(Debug)]
 pub(super) struct SpinBudget {
     spin_for: Duration,
@@ -37,11 +38,11 @@ pub(super) struct SpinBudget {
 }
 
 impl SpinBudget {
-    /// The largest credit: five spins in which nothing arrives use it up.
+    /// The largest credit. Five spins in which nothing arrives use it up.
     const CREDIT_MAX: u32 = 16;
     /// Credit for each spin in which something arrived.
     const CREDIT_PER_HIT: u32 = 2;
-    /// Without credit the worker spins before one of so many sleeps.
+    /// Without credit the worker spins before one of this number of sleeps.
     const TRY_EACH: u32 = 64;
 
     pub(super) fn new(spin_for: Duration) -> Self {
@@ -76,8 +77,8 @@ impl SpinBudget {
         self.sleeps.is_multiple_of(Self::TRY_EACH)
     }
 
-    /// Records a spin. `hit`: something arrived before its end. Arrivals after it do not count: by
-    /// then another thread, perhaps the sender, may have had the processor.
+    /// Records a spin. `hit`: data arrived before its end. Later arrivals do not count, because another thread,
+    /// perhaps the sender, may have used the processor in between.
     fn record(&mut self, hit: bool) {
         self.credit = if hit {
             Self::CREDIT_MAX.min(self.credit + Self::CREDIT_PER_HIT)
@@ -87,8 +88,8 @@ impl SpinBudget {
     }
 }
 
-/// Starts the worker of a reactor. It begins when `take` delivers the reactor, and ends when the sender is dropped without.
-/// `on_panic` receives the payload of a panic.
+/// Starts the worker of a reactor. It begins when `take` delivers the reactor, and ends if the sender of the channel
+/// is dropped before. `on_panic` receives the payload of a panic.
 pub(crate) fn spawn(
     take: std::sync::mpsc::Receiver<&'static Reactor>,
     on_panic: fn(&(dyn Any + Send)),
@@ -107,7 +108,7 @@ pub(crate) fn spawn(
 }
 
 impl Reactor {
-    /// The worker's loop. A panic in it makes the device unusable; the process goes on.
+    /// The worker's loop. A panic in it makes the device unusable, but the process continues.
     fn work(&self, on_panic: fn(&(dyn Any + Send))) {
         let mut spin = SpinBudget::new(SPIN_FOR);
         loop {
@@ -120,7 +121,7 @@ impl Reactor {
         }
     }
 
-    /// Sleeps until the worker is needed, and does what is to be done.
+    /// Sleeps until the worker is needed, and does its work.
     pub(super) fn sleep_and_work(&self, spin: &mut SpinBudget) {
         let mut events: [epoll::Event; 8] = [epoll::Event {
             flags: EventFlags::empty(),
@@ -187,14 +188,15 @@ impl Reactor {
             if self.deadlines.is_due(t) {
                 self.run_deadlines();
             }
-            // Without yielding: a thread that yields gives away its whole share of a processor that others want.
+            // The loop does not yield: a thread that yields loses its whole time slice if other threads want the
+            // processor.
             let next = now + SPIN_PAUSE;
             while clock::now() < next {
                 std::hint::spin_loop();
             }
         }
         if rounds >= ROUNDS_MAX {
-            // The peer may wait for a delayed acknowledgement, and send nothing more that would wake the worker.
+            // The peer may wait for a delayed acknowledgement, and send nothing that would wake the worker.
             self.flush_delayed(clock::now());
         }
         if self.memory_prepare_sleep() {
@@ -202,7 +204,7 @@ impl Reactor {
             self.wake();
         }
         if self.is_broken() {
-            // The sockets of a broken device are not read: they would wake the worker for ever.
+            // The sockets of a broken device are not read, so they would wake the worker for ever.
             return;
         }
         let _ = epoll::modify(

@@ -7,16 +7,16 @@ use anywarp_core::datagram::TxDatagram;
 /// Words of control data of one datagram: address, hop limit, traffic class and segment size need 14.
 pub(super) const CONTROL_WORDS: usize = 16;
 
-/// What the control data of a received datagram contains.
+/// The values in the control data of a received datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Received {
-    /// Our address that the datagram was sent to (`IP_PKTINFO`).
+    /// The local address that the datagram was sent to (`IP_PKTINFO`).
     pub(super) to: Option<IpAddr>,
     /// Hop limit or time to live; 64 without a control message.
     pub(super) hop_limit: u8,
     /// Traffic class or type of service; 0 without a control message.
     pub(super) traffic_class: u8,
-    /// Bytes of one datagram of a run that the kernel coalesced (`UDP_GRO`); 0 for a single out.
+    /// Length of the datagrams in a run that the kernel coalesced (`UDP_GRO`); 0 for a single datagram.
     pub(super) segment: usize,
 }
 
@@ -76,7 +76,7 @@ pub(super) fn read(msg: &libc::msghdr) -> Received {
     out
 }
 
-/// Control data of a datagram, or a run of datagrams, that is sent.
+/// Control data of a datagram, or a run of datagrams, to send.
 #[derive(Debug)]
 pub(super) struct Control {
     words: [u64; CONTROL_WORDS],
@@ -159,7 +159,7 @@ impl Control {
         control
     }
 
-    /// Makes `msg` name the control data.
+    /// Sets the control data of `msg`.
     pub(super) fn attach(&mut self, msg: &mut libc::msghdr) {
         if self.len > 0 {
             msg.msg_control = self.words.as_mut_ptr().cast();

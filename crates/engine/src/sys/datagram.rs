@@ -20,17 +20,17 @@ pub struct Datagram {
     pub len: usize,
     /// Source.
     pub from: SocketAddr,
-    /// Our address that it was sent to, if the socket reports it (`IP_PKTINFO`).
+    /// The local address that it was sent to, if the socket reports it (`IP_PKTINFO`).
     pub to: Option<IpAddr>,
     /// Hop limit or time to live, if the socket reports it; else 64.
     pub hop_limit: u8,
     /// Traffic class or type of service, if the socket reports it; else 0.
     pub traffic_class: u8,
-    /// Bytes of one datagram in a run that the kernel coalesced (GRO); 0: a single one.
+    /// Length of the datagrams in a run that the kernel coalesced (GRO); 0 for a single datagram.
     pub segment: usize,
 }
 
-/// Datagrams, or runs of them, that one system call receives or sends at most.
+/// Largest number of datagrams, or runs, in one system call.
 pub const DATAGRAMS: usize = 16;
 
 /// Receives what is queued. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of `buffer` and is
@@ -41,7 +41,7 @@ pub fn receive_datagrams(
     slot: usize,
     out: &mut SmallVec<[Datagram; DATAGRAMS]>,
 ) -> Result<(), Io> {
-    // Only the slots that fit the buffer: preparing sixteen would slow down the receive of one.
+    // Only the slots that fit the buffer: preparing all of them would slow down the receive of one.
     let slots = (buffer.len() / slot.max(1)).min(DATAGRAMS);
     // SAFETY: all-zero is valid for this plain C structure.
     let name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
@@ -137,7 +137,7 @@ pub fn receive_datagrams(
 pub struct Run<'a> {
     /// They have the same destination; all but the last have the same length, and the last is not longer.
     pub datagrams: &'a [TxDatagram],
-    /// Our address to send from.
+    /// The local address to send from.
     pub from: Option<IpAddr>,
 }
 
@@ -150,7 +150,7 @@ impl Run<'_> {
     }
 }
 
-/// Sends up to [`DATAGRAMS`] runs; returns how many the kernel took.
+/// Sends up to [`DATAGRAMS`] runs. Returns how many the kernel accepted.
 pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usize, Io> {
     let seen = capture::begin();
     let sent = match runs {
@@ -187,7 +187,7 @@ fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> 
     };
     let (mut name, name_len) = to_sockaddr(first.to, ipv6);
     let mut control = run.control(first);
-    // Filled in place: collecting into them would copy them once more, and they are large.
+    // The vectors are filled in place, because they are large and collecting into them would copy them once more.
     let mut flat: SmallVec<[u8; COPY_BUFFER]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 64]> = SmallVec::new();
     if run.datagrams.len() > 1 && first.bytes.len() <= COPY_MAX {

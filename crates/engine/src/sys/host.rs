@@ -19,7 +19,7 @@ pub struct HostAddress {
     pub loopback: bool,
 }
 
-/// All addresses of this host; `None` if the kernel cannot be queried, as when no descriptor is free.
+/// All addresses of this host. `None` if the kernel cannot be queried, for example because no descriptor is free.
 pub fn host_addresses() -> Option<Vec<HostAddress>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     let mut found = Vec::new();

@@ -3,11 +3,11 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// How a scan proceeds.
+/// The state of a scan.
 struct Scan {
-    /// Libraries that were loaded so far by the time of the last scan.
+    /// Number of libraries that had been loaded by the time of the last scan.
     known: u64,
-    /// Libraries that have been loaded so far, those that were unloaded since included.
+    /// Number of libraries that have been loaded so far, including those that were unloaded.
     adds: u64,
     /// The start of the file name that is looked for.
     prefix: &'static [u8],
@@ -37,7 +37,7 @@ unsafe extern "C" fn each_library(
     c_int::from(scan.found)
 }
 
-/// Whether a library is or was in this process. It remembers what it has found, and how many libraries it has looked at.
+/// Whether a library is or was loaded in this process. The result and the number of examined libraries are stored.
 #[derive(Debug)]
 pub(crate) struct Library {
     prefix: &'static [u8],
@@ -55,7 +55,7 @@ impl Library {
         }
     }
 
-    /// Looks for it, unless it was found or nothing was loaded since the last call.
+    /// Searches for the library, unless it was found before or nothing was loaded since the last call.
     pub(crate) fn look(&self) {
         if self.was_found() {
             return;
@@ -102,7 +102,7 @@ mod tests {
         assert!(!c.was_found());
         c.look();
         assert!(c.was_found());
-        // A library that this program does not need, and that every system has.
+        // A library that this program does not need, and that is present on every system.
         let later = Library::named(b"libanl.so.1");
         later.look();
         later.look();

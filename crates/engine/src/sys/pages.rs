@@ -1,4 +1,4 @@
-//! Page-aligned memory of this process, and questions about the pages of user memory.
+//! Page-aligned memory of this process, and queries about pages of user memory.
 
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
@@ -81,7 +81,7 @@ pub fn page_size() -> u64 {
     u64::try_from(rustix::param::page_size()).unwrap_or(4096)
 }
 
-/// Whether the kernel has `MADV_POPULATE_READ` (since 5.14), found out with memory that is certainly readable.
+/// Whether the kernel has `MADV_POPULATE_READ` (since 5.14). Tested with memory that is certainly readable.
 fn can_populate() -> bool {
     static KNOWN: AtomicU32 = AtomicU32::new(0);
     match KNOWN.load(Ordering::Relaxed) {

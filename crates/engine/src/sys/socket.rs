@@ -1,4 +1,4 @@
-//! Socket options, multicast membership and questions about a socket's state.
+//! Socket options, multicast membership and the state of sockets.
 
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -161,7 +161,7 @@ pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
     (r == 0).then(|| unsafe { info.assume_init() }.tcpi_total_retrans)
 }
 
-/// Blocks until a socket is readable, at most for `time`; false if it is not.
+/// Blocks until a socket is readable, at most for `time`. Returns whether it is.
 pub fn wait_readable(fd: BorrowedFd<'_>, time: std::time::Duration) -> bool {
     let mut fds = [rustix::event::PollFd::from_borrowed_fd(
         fd,

@@ -21,7 +21,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     send_pieces(fd, batch, skip, flags)
 }
 
-/// Sends one run of bytes of our own. `sendto` costs the kernel less than `sendmsg`.
+/// Sends one run of bytes that the batch holds. `sendto` costs less than `sendmsg`.
 fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], flags: libc::c_int) -> Io {
     let seen = capture::begin();
     // SAFETY: `bytes` is borrowed for the call; no address is named.
@@ -114,7 +114,8 @@ unsafe fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
     out
 }
 
-/// Receives into `buffer`; with `direct` first into user memory. Returns the bytes in user memory and those in the buffer.
+/// Receives into `buffer`, or with `direct` first into user memory. Returns the number of bytes in user memory and in
+/// the buffer.
 pub(crate) fn receive(
     fd: BorrowedFd<'_>,
     direct: Option<Unfilled<'_>>,

@@ -44,12 +44,12 @@ thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks the calling thread as the engine's own.
+/// Marks the calling thread as the engine's worker.
 pub(crate) fn mark_worker() {
     IS_WORKER.set(true);
 }
 
-/// Whether the calling thread is the engine's own, and not one of the program.
+/// Whether the calling thread is the engine's worker, and not a thread of the program.
 pub(crate) fn is_worker() -> bool {
     IS_WORKER.get()
 }
