@@ -1,8 +1,9 @@
 //! Datagrams from one queue pair to another, for callgrind: `cargo lab count`.
 //!
-//! What is counted is the way of one message from its posting to its datagram (`sent`), from the datagram to the completion of
-//! its receive (`came`), and what the receiver says of it to the sender (`told`), with what they call: 32 messages at a time,
-//! as a run is sent and received. The arguments say which kind and how long, the output how many messages.
+//! The costs counted are those of three functions and of all that they call: `sent`, from the posting of a message to
+//! its datagram; `came`, from the datagram to the completion of its receive; and `told`, the acknowledgement or
+//! report from the receiver to the sender. Messages come in runs of 32. The arguments are the kind of queue pair and
+//! the length of the messages; the output is the number of messages.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -20,29 +21,29 @@ use anywarp_sim::{Request, access, send};
 /// Messages of one run.
 const RUN: usize = 32;
 
-/// Runs that are counted, and those before.
+/// Runs that are counted; [`WARMUP`] runs come before.
 const TIMES: usize = 20;
 const WARMUP: usize = 10;
 
-/// Counted by callgrind, by its name.
+/// The name is used in the callgrind options.
 #[inline(never)]
 fn sent(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<TxDatagram>) {
     post_and_send(qp, requests, out);
 }
 
-/// Counted by callgrind, by its name.
+/// The name is used in the callgrind options.
 #[inline(never)]
 fn came(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
     receive(qp, arrival, run);
 }
 
-/// Counted by callgrind, by its name.
+/// The name is used in the callgrind options.
 #[inline(never)]
 fn told(net: &mut Ether, from: Id, to: Id, arrival: &Arrival) {
     answer(net, from, to, arrival);
 }
 
-/// Writes each request to its place in the send queue, as `ibv_post_send` does.
+/// Writes each request to its slot in the send queue, as `ibv_post_send` does.
 fn post_and_send(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<TxDatagram>) {
     for request in requests {
         let posted = qp.post_send_with(|into| {
@@ -68,7 +69,7 @@ fn receive(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
     }
 }
 
-/// Hands over what one of two has to say to the other.
+/// Delivers all datagrams that `from` sends to `to`.
 fn answer(net: &mut Ether, from: Id, to: Id, arrival: &Arrival) {
     let mut out = Vec::new();
     net[from].qp.flush();
@@ -95,7 +96,7 @@ fn main() {
     let b = net.join(kind, Options::default());
     let from = net[a].host.register(len, access::ALL);
     let to = net[b].host.register(len + 40, access::ALL);
-    // They meet.
+    // The first message establishes the state of both ends.
     net[b].recv(0, &[to.all()]);
     net.post(a, b, send(0).from(&[from.all()]));
     net.run(Duration::from_secs(1));
@@ -123,7 +124,7 @@ fn main() {
             let receive = RecvRequest { id, sges };
             net[b].qp.post_recv(receive).expect("room for a receive");
         }
-        // The engine's list keeps its room.
+        // The engine reuses the allocation of its list.
         let mut out = Vec::with_capacity(RUN);
         if time < WARMUP {
             post_and_send(&mut net[a].qp, &requests, &mut out);

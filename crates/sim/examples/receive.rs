@@ -19,7 +19,7 @@ const TIMES: u32 = 200;
 /// FPDUs before those.
 const WARMUP: u32 = 50;
 
-/// Counted by callgrind, by its name.
+/// The name is used in the callgrind options.
 #[inline(never)]
 fn counted(end: &mut End, now: std::time::Instant, fpdu: &[u8]) -> usize {
     end.conn.handle_rx(now, std::hint::black_box(fpdu))

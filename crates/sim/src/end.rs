@@ -48,8 +48,8 @@ pub mod access {
 /// The configuration of an end.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// The responder's implementation, as the initiator knows it. The responder learns the initiator's from the first
-    /// message.
+    /// The responder's implementation, as the initiator knows it. The responder detects that of the initiator from
+    /// the first message.
     pub peer: Peer,
     /// With CRCs.
     pub crc: bool,
@@ -69,7 +69,7 @@ pub struct Setup {
     pub markers: bool,
     /// Access rights of the queue pair for the peer.
     pub access: Access,
-    /// Tries when the peer has no receive.
+    /// Number of retries when the peer has no receive.
     pub rnr_retry: u8,
     /// The RNR timer that the peer gets when no receive is posted.
     pub min_rnr_timer: u8,
@@ -83,12 +83,12 @@ pub struct Setup {
     pub srq: Option<Arc<Srq>>,
     /// Short messages may take the shortcuts of the data path, as in production.
     pub shortcuts: bool,
-    /// Counts what the peer does.
+    /// Counts the operations of the peer.
     pub counter: Option<Arc<Counter>>,
 }
 
 impl Setup {
-    /// An end that talks to another anywarp.
+    /// An end whose peer is anywarp.
     pub fn anywarp() -> Self {
         Self {
             peer: Peer::Anywarp,
@@ -232,7 +232,7 @@ impl Host {
         u64::from_ne_bytes(self.bytes(mr)[at..at + 8].try_into().expect("eight bytes"))
     }
 
-    /// Panics if something was placed between two allocations.
+    /// Panics if a byte between two allocations was changed.
     pub fn check_guards(&self, regions: &[&Mr]) {
         let mut bytes = self.space.bytes().clone();
         for mr in regions {
@@ -318,7 +318,7 @@ pub struct End {
     pub(crate) rx: Vec<u8>,
     pub(crate) over: bool,
     qpn: u32,
-    /// Removes the markers that this end asked for; and the bytes of an incomplete frame without its markers.
+    /// Removes the markers that this end requested, and the bytes of an incomplete frame without its markers.
     markers: Option<(Stripper, Vec<u8>)>,
 }
 
@@ -462,12 +462,12 @@ impl End {
         }
     }
 
-    /// Handles bytes of the stream. Payload goes straight to memory if the connection requests that.
+    /// Handles bytes of the stream. Payload is received directly into memory if the connection requests that.
     pub(crate) fn take_bytes(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) {
         let stripped = self.without_markers(bytes);
         let mut bytes = stripped.as_deref().unwrap_or(bytes);
         if self.rx.is_empty() {
-            // This is one receive call into user memory and a buffer behind it.
+            // This corresponds to one receive call into user memory and a buffer behind it.
             let straight = self.conn.direct().and_then(|(places, placed, left)| {
                 rng.chance(60).then(|| {
                     let n = bytes.len().min(left as usize);

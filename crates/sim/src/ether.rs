@@ -1,4 +1,4 @@
-//! Datagram queue pairs on a network that loses, copies, overtakes, damages and delays.
+//! Datagram queue pairs on a network that loses, duplicates, reorders, damages and delays datagrams.
 //!
 //! Time is virtual: it moves to the next arrival or deadline. The same seed gives the same losses.
 //!
@@ -43,27 +43,27 @@ use crate::{Rng, World, access};
 /// The key of all queue pairs.
 pub const QKEY: u32 = 0x1111_1111;
 
-/// Accounts of queue pairs with more peers, or of which more bytes wait, are not checked after each datagram: it would take most
-/// of the time.
+/// Queue pairs with more peers than this, or with more waiting bytes, are not checked after each datagram, because
+/// that would take most of the time.
 const CHECKED_PEERS: usize = 16;
 const CHECKED_BYTES: usize = 1 << 18;
 
-/// What a link does to datagrams. Shares are of 1.
+/// The behaviour of a link. Shares are from 0 to 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
-    /// Share that is lost.
+    /// Share of datagrams that are lost.
     pub loss: f64,
-    /// Share that arrives twice.
+    /// Share of datagrams that arrive twice.
     pub duplicate: f64,
-    /// Share that is held back by up to `delay` more, so that others overtake it.
+    /// Share of datagrams that are delayed by up to `delay` more, so that others overtake them.
     pub reorder: f64,
-    /// Share of which a bit changes.
+    /// Share of datagrams in which a bit is inverted.
     pub corrupt: f64,
-    /// How long each takes.
+    /// Delay of each datagram.
     pub delay: Duration,
-    /// Bytes a second that go through; 0: any number.
+    /// Rate in bytes per second; 0: no limit.
     pub rate: u64,
-    /// Bytes that may wait for their turn; what comes then is lost.
+    /// Bytes that the queue of the link can hold. Further datagrams are lost.
     pub queue: u64,
 }
 
@@ -81,7 +81,7 @@ impl Default for Link {
     }
 }
 
-/// Names a queue pair on the network.
+/// Identifies a queue pair on the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Id(usize);
 
@@ -91,18 +91,18 @@ pub struct Member {
     pub qp: DatagramQp,
     /// Its device and memory.
     pub host: Host,
-    /// Where it is.
+    /// Its address.
     pub addr: SocketAddr,
     qpn: u32,
     send_cq: Arc<Cq>,
     recv_cq: Arc<Cq>,
-    /// Events that it raised.
+    /// Events that it has raised.
     pub events: Vec<AsyncEvent>,
-    /// Datagrams that it dropped, and why.
+    /// Numbers of datagrams that it dropped, by reason.
     pub drops: HashMap<Dropped, u64>,
-    /// Nothing reaches it and nothing leaves it.
+    /// The queue pair neither sends nor receives.
     pub dead: bool,
-    /// Which stall it is in, and since when.
+    /// The number of the current stall, and its start.
     stall: Option<(u64, Duration)>,
 }
 
@@ -116,7 +116,7 @@ impl std::fmt::Debug for Member {
 }
 
 impl Member {
-    /// Where it is, for requests.
+    /// Its address, for requests.
     pub fn destination(&self) -> Destination {
         Destination {
             addr: self.addr,
@@ -158,7 +158,7 @@ struct Flight {
 
 impl Ord for Flight {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        // The heap gives the greatest first.
+        // The heap returns the largest entry first.
         (other.at, other.number).cmp(&(self.at, self.number))
     }
 }
@@ -169,16 +169,16 @@ impl PartialOrd for Flight {
     }
 }
 
-/// Decides about a datagram before the link does: true lets it pass.
+/// Decides about a datagram before the link does: false drops it.
 pub type Filter = Box<dyn FnMut(&TxDatagram) -> bool>;
 
 /// The network.
 pub struct Ether {
-    /// What all links do.
+    /// The behaviour of all links.
     pub link: Link,
-    /// Looks at each datagram.
+    /// Called with each datagram.
     pub filter: Option<Filter>,
-    /// How late the end of a stall is noticed, as on a host that is busy.
+    /// How late the end of a stall is noticed, as on a busy host.
     pub late: Duration,
     now: Duration,
     rng: Rng,
@@ -187,7 +187,7 @@ pub struct Ether {
     at: HashMap<SocketAddr, usize>,
     flying: BinaryHeap<Flight>,
     sent: u64,
-    /// When the bottleneck towards an address is free again.
+    /// When the link to an address is free again.
     busy: HashMap<SocketAddr, Duration>,
 }
 
@@ -246,7 +246,7 @@ impl Ether {
         self.sent
     }
 
-    /// A new queue pair on a host of its own, ready to send.
+    /// Adds a queue pair on its own host, ready to send.
     pub fn join(&mut self, kind: Kind, options: Options) -> Id {
         let number = self.members.len();
         let host = World::new(self.seed ^ (number as u64 + 1) << 20).host();
@@ -258,7 +258,7 @@ impl Ether {
         Id(number)
     }
 
-    /// The queue pair goes, and another one is made in its place: what a restarted program does.
+    /// Replaces a queue pair by a new one, as when a program restarts.
     pub fn restart(&mut self, id: Id, options: Options) {
         let old = &self.members[id.0];
         let (kind, host, addr) = (old.qp.kind(), old.host.clone(), old.addr);
@@ -274,12 +274,12 @@ impl Ether {
         qp.post_send(request).expect("a request that fits");
     }
 
-    /// Runs until nothing is under way and nothing waits for its time, or for `most`. Returns how long it took.
+    /// Runs until no datagram is under way and no deadline is pending, or for `most`. Returns how long it took.
     pub fn run(&mut self, most: Duration) -> Duration {
         self.run_until(most, |_| false)
     }
 
-    /// Lets the conversation run until `done`.
+    /// Runs until `done`.
     pub fn run_until(
         &mut self,
         most: Duration,
@@ -336,7 +336,7 @@ impl Ether {
 
     fn transmit(&mut self, at: usize) {
         let now = self.now;
-        // Nothing else is about to be sent.
+        // No other datagram is about to be sent.
         self.members[at].qp.flush();
         loop {
             let mut out = Vec::new();
@@ -413,7 +413,7 @@ impl Ether {
         self.hear(flight.from, flight.to, &flight.bytes);
     }
 
-    /// A datagram arrives somewhere, wherever it may come from.
+    /// Delivers a datagram from any address.
     pub fn hear(&mut self, from: SocketAddr, to: SocketAddr, bytes: &[u8]) {
         let Some(at) = self.at.get(&to).copied() else {
             return;

@@ -1,8 +1,8 @@
 //! Two ends of the software RNIC on a simulated network.
 //!
-//! A test is a conversation with a seed. [`World`] has the clock and the links; each end is a [`Connection`] of the
-//! core with memory, completion queues and a byte stream that arrives late, in pieces of any size, through a pipe that
-//! is often full, and that may break at any byte. The same seed gives the same conversation:
+//! A test is a conversation with a seed. [`World`] has the clock and the links. Each end is a [`Connection`] of the
+//! core with memory, completion queues and a byte stream, which arrives late and in pieces of any size, through a
+//! pipe that is often full and that may break at any byte. The same seed gives the same conversation:
 //!
 //! ```
 //! use anywarp_sim::{Request, Setup, World, access, send};
@@ -18,16 +18,16 @@
 //! assert_eq!(w[b].bytes(&to)[..5], *b"hello");
 //! ```
 //!
-//! A failing test prints its seed; `ANYWARP_SEED=<seed> cargo test <name>` runs it with that one alone.
+//! A failing test prints its seed. `ANYWARP_SEED=<seed> cargo test <name>` runs it with that seed only.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | `world.rs` | time, links, steps |
 //! | `end.rs` | one end, as an application sees it |
 //! | `pipe.rs` | one direction of a byte stream |
 //! | `ether.rs` | datagram queue pairs on a network that loses |
 //! | `memory.rs` | an address space |
-//! | `raw.rs` | a scripted peer, which sends and takes single FPDUs |
+//! | `raw.rs` | a scripted peer, which sends and receives single FPDUs |
 //! | `script.rs` | conversations with a scripted peer, as text |
 //! | `trace.rs` | the steps of the data path as text |
 //! | `rng.rs` | numbers and seeds |
@@ -40,7 +40,7 @@
     clippy::indexing_slicing,
     clippy::panic,
     clippy::unwrap_used,
-    reason = "a test tool stops where something is wrong"
+    reason = "a test tool panics on errors"
 )]
 
 mod end;

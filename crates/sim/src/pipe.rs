@@ -15,7 +15,7 @@ pub(crate) enum Load {
     Reset,
 }
 
-/// Bytes on their way: in order, with some delay, in pieces, and never more than fit.
+/// Bytes under way: in order, with some delay, in pieces, and limited by the capacity.
 #[derive(Debug)]
 pub struct Pipe {
     flights: VecDeque<(Instant, Load)>,
@@ -25,11 +25,11 @@ pub struct Pipe {
     pub capacity: usize,
     /// Longest delay.
     pub delay: Duration,
-    /// The connection breaks behind this many bytes.
+    /// The connection breaks after this many bytes.
     pub dies_at: Option<u64>,
     /// Number of bytes written so far.
     pub written: u64,
-    /// The bytes written so far, if they are to be kept.
+    /// The bytes written so far, if they are recorded.
     pub kept: Option<Vec<u8>>,
     closed: bool,
 }
@@ -50,7 +50,7 @@ impl Pipe {
         }
     }
 
-    /// How many bytes the next write takes.
+    /// The number of bytes that the next write accepts.
     pub(crate) fn room(&self) -> usize {
         if self.closed {
             0
@@ -59,7 +59,7 @@ impl Pipe {
         }
     }
 
-    /// Sends bytes, in pieces. True if the connection broke meanwhile.
+    /// Sends bytes, in pieces. Returns true if the connection broke meanwhile.
     pub(crate) fn write(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) -> bool {
         let mut bytes = bytes;
         let mut dies = false;
@@ -101,7 +101,7 @@ impl Pipe {
         true
     }
 
-    /// Breaks the connection; bytes on their way may be lost.
+    /// Breaks the connection. Bytes under way may be lost.
     pub(crate) fn reset(&mut self, now: Instant, rng: &mut Rng) {
         if rng.chance(50) {
             self.flights.clear();

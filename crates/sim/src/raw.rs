@@ -1,4 +1,4 @@
-//! A scripted peer, which sends and takes single FPDUs.
+//! A scripted peer, which sends and receives single FPDUs.
 
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::marker::Stripper;
@@ -6,7 +6,7 @@ use anywarp_core::wire::ddp::Header;
 use anywarp_core::wire::pretty;
 use anywarp_core::wire::rdmap::{Opcode, Terminate};
 
-/// An FPDU of the end under test.
+/// An FPDU sent by the end under test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fpdu {
     /// The ULPDU.
@@ -41,7 +41,7 @@ impl Fpdu {
     }
 }
 
-/// The CRC of `bytes` as it goes on the wire.
+/// The CRC of `bytes` in wire format.
 pub fn crc_of(bytes: &[u8]) -> [u8; 4] {
     Crc32c::of(bytes)
 }
@@ -102,7 +102,7 @@ impl Raw {
         self.closing = true;
     }
 
-    /// Takes the FPDUs that have arrived.
+    /// Removes and returns the FPDUs that have arrived.
     pub fn heard(&mut self) -> Vec<Fpdu> {
         std::mem::take(&mut self.got)
     }

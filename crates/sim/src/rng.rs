@@ -1,6 +1,6 @@
 //! Numbers from a seed, and seeds for tests.
 
-/// A small generator: the same seed gives the same numbers everywhere.
+/// A small generator: the same seed gives the same numbers on every machine.
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
 
@@ -28,7 +28,7 @@ impl Rng {
         (self.next() % n as u64) as usize
     }
 
-    /// True `percent` times in a hundred.
+    /// True with a probability of `percent` percent.
     pub const fn chance(&mut self, percent: usize) -> bool {
         self.below(100) < percent
     }
@@ -49,7 +49,7 @@ impl Rng {
     }
 }
 
-/// Runs `test` with `count` seeds, or with the one that `ANYWARP_SEED` names. `ANYWARP_SEEDS` multiplies the count.
+/// Runs `test` with `count` seeds, or with the seed in `ANYWARP_SEED`. `ANYWARP_SEEDS` multiplies the count.
 pub fn each_seed(count: u64, mut test: impl FnMut(u64)) {
     if let Ok(text) = std::env::var("ANYWARP_SEED") {
         test(text.parse().expect("ANYWARP_SEED is a number"));

@@ -1,8 +1,9 @@
 //! Conversations with a scripted peer, as text.
 //!
-//! A script is read line by line; `//` begins a comment. `<` is a message that the peer sends. `>` is a message that the
-//! peer must receive, as [`pretty`](anywarp_core::wire::pretty) writes it, with the names of regions in place of their
-//! STags and addresses. The script must have all messages to the peer but acknowledgements, and all completions.
+//! A script is read line by line; `//` begins a comment. `<` is a message that the peer sends. `>` is a message that
+//! the peer must receive, as [`pretty`](anywarp_core::wire::pretty) writes it, with the names of regions instead of
+//! their STags and addresses. The script must contain all messages to the peer except acknowledgements, and all
+//! completions.
 //!
 //! ```text
 //! // RFC 5041 §7.1 [ddp-bounds]: the last octet is inside, the next is not.
@@ -30,10 +31,11 @@
 //! | `completes ID STATUS`, `received ID STATUS len N` | the next completion |
 //! | `closed`, `open` | the stream, and the queue pair with it |
 //! | `event NAME` | an asynchronous event was raised |
-//! | `memory NAME zero`, `memory NAME at N len N data N` | all of a region: data as the peer counts it, elsewhere zero |
+//! | `memory NAME zero`, `memory NAME at N len N data N` | all bytes of a region: at the given place the payload
+//! pattern, elsewhere zero |
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
-//! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`; and to break rules `dv`, `rv`, `op`, `qn`,
+//! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`. To break rules: `dv`, `rv`, `op`, `qn`,
 //! `tagged`, `untagged`, `cut N` (bytes of the ULPDU that are sent), `length N` (the value of the length field),
 //! `bad-crc`. Payload byte *i* of a message is *i* + 1, modulo 251.
 
@@ -119,7 +121,7 @@ impl Stage {
         panic!("{}\n  {why}", self.line);
     }
 
-    /// The two ends. They are created when they are first used, since the lines before configure them.
+    /// Returns the two ends. They are created at first use, since earlier lines configure them.
     fn ends(&mut self) -> (EndId, RawId) {
         if let Some(ends) = self.ends {
             return ends;
@@ -128,7 +130,7 @@ impl Stage {
         self.ends = Some(ends);
         if self.initiator {
             self.world.run();
-            // The Hello or ready-to-receive message.
+            // This is the Hello or ready-to-receive message.
             self.world[ends.1].heard();
         } else if !self.bare {
             let first = if self.setup.peer == Peer::Anywarp {
@@ -643,7 +645,7 @@ impl Said {
         Self {
             opcode,
             tagged: opcode.is_tagged(),
-            // Messages of the stack are always one segment.
+            // Messages other than Sends and tagged messages are always one segment.
             last: !opcode.is_send() && !opcode.is_tagged(),
             stag: Stag(0),
             to: 0,
@@ -742,7 +744,7 @@ impl Said {
         bytes
     }
 
-    /// Writes the words of the line into the body of the message.
+    /// Writes the fields in the line into the body of the message.
     fn fill(&self, body: &mut [u8]) {
         match (self.opcode, body.len()) {
             (Opcode::ReadRequest, ReadRequest::LEN) => {

@@ -47,7 +47,7 @@ pub struct World {
     raws: Vec<Raw>,
     links: Vec<Link>,
     hosts: u64,
-    /// Acknowledgements are sent when a step has nothing else to do, as in a busy engine.
+    /// Acknowledgements are sent when a step has nothing else to send, as in a busy engine.
     pub lazy_acks: bool,
 }
 
@@ -91,7 +91,7 @@ impl World {
         let mut rng = Rng::new(seed);
         // Consecutive seeds give unrelated numbers.
         rng.next();
-        // This is the only use of a real clock: only differences to its value matter.
+        // This is the only use of a real clock. Only differences to its value matter.
         let start = Instant::now();
         Self {
             seed,
@@ -313,7 +313,7 @@ impl World {
             }
             let most = room.min(1 + self.rng.below(400_000));
             let Some(bytes) = gather(end, most) else {
-                // The memory of a message is deregistered: the engine can only drop the connection.
+                // The memory of a message was deregistered, so the engine has to drop the connection.
                 self.reset(link);
                 return true;
             };
@@ -392,7 +392,7 @@ impl World {
     }
 }
 
-/// Up to `most` bytes of the batch after those already written; `None` if its user memory is deregistered.
+/// Returns up to `most` bytes of the batch after those already written. `None` if its user memory was deregistered.
 fn gather(end: &End, most: usize) -> Option<Vec<u8>> {
     let mut out = Vec::new();
     let mut skip = end.sent;

@@ -241,7 +241,7 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
         }
         return;
     }
-    // The application moves the queue pair to the error state: exactly the requests that are left are flushed.
+    // The application moves the queue pair to the error state: exactly the outstanding requests are flushed.
     for side in 0..2 {
         ledgers[side].poll(&mut w, ends[side]);
         w[ends[side]].conn.set_state(State::Error);
@@ -365,7 +365,8 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
     assert!(w[a].received().is_empty());
     w[a].post(send(2));
     w[a].post(send(3));
-    // Not at once: hardware would repeat the requests for a while, and a program that ends meanwhile sees no error.
+    // The requests do not fail at once: hardware would retransmit them for a while, and a program that ends meanwhile
+    // sees no error.
     let now = w.now();
     w[a].conn.check_peer_left(now);
     assert!(w[a].completed().is_empty());
@@ -481,7 +482,7 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
     w[end].conn.attr_mut().timeout = 14;
     w[end].conn.attr_mut().retry_cnt = 7;
     let limit = w[end].conn.silence_limit().unwrap();
-    // The time of silence is counted from the request on, not from the last message before it.
+    // The time of silence begins with the request, not with the last message before it.
     w.run_for(Duration::from_secs(100));
     w[peer].heard();
     w[end].post(send(1));
@@ -756,7 +757,7 @@ fn a_receive_taken_from_a_shared_queue_completes_when_its_queue_pair_fails() {
         w.pipe_from(a).dies_at = Some(300_000);
         w[a].post(send(1).from(&[from.all()]));
         w.run();
-        // The receive was taken if a part of the message arrived before the end.
+        // The receive was consumed if a part of the message arrived before the end.
         let got = statuses(&w[x].received());
         assert!(
             srq.is_empty() && got == [(1, Status::Flushed)] || !srq.is_empty() && got.is_empty()

@@ -1,9 +1,9 @@
-//! The vectors of `docs/datagram-iwarp-vectors.md` and `docs/datagram-iwarp.md`: two conversations, datagram by datagram, bytes and
-//! what [`pretty::udp`] makes of them.
+//! Generates and checks the vectors in `docs/datagram-iwarp-vectors.md` and `docs/datagram-iwarp.md`: two
+//! conversations, with the bytes of each datagram and their text by [`pretty::udp`].
 //!
-//! The format is frozen, so the bytes are; with virtual time and a seed nothing else in them changes. `cargo lab capture`
-//! gives the same bytes to tshark and compares what the dissector makes of them. After a change that is meant, run with
-//! `ANYWARP_BLESS=1` and look at the difference.
+//! The format is frozen, so the bytes must not change. Virtual time and a seed make them deterministic. `cargo lab
+//! capture` passes the same bytes to tshark and compares the output of its dissector. After an intended change, run
+//! with `ANYWARP_BLESS=1` and check the difference.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -33,7 +33,7 @@ const MS: Duration = Duration::from_millis(1);
 /// A datagram: whether it goes from the first end to the second, and its bytes.
 type Said = (bool, Vec<u8>);
 
-/// Two ends, and all that they say.
+/// Two ends, and all datagrams that they send.
 struct Talk {
     net: Ether,
     a: Id,
@@ -48,7 +48,7 @@ impl Talk {
         let a = net.join(kind, options);
         let b = net.join(kind, options);
         for end in [a, b] {
-            // Short datagrams: several make a message that a reader can still follow.
+            // Datagrams are short, so that a message has several and the text stays readable.
             net[end].qp.set_paths(|_| 0);
         }
         let said = Rc::new(RefCell::new(Vec::new()));
@@ -68,12 +68,12 @@ impl Talk {
         }
     }
 
-    /// The `nth` datagram from now on is lost.
+    /// Makes the `nth` datagram from now on be lost.
     fn lose(&self, nth: usize) {
         self.lose.borrow_mut().push(self.said.borrow().len() + nth);
     }
 
-    /// Lets a request happen, which has to end so.
+    /// Runs until a request ends, and checks its status.
     fn end(&mut self, id: u64, status: Status) {
         self.net.run(400 * MS);
         let ends = self.net[self.a].completed();
@@ -99,7 +99,7 @@ impl Talk {
     fn compare(&self, name: &str) {
         let text = self.text();
         let begin = format!("<!-- {name} -->\n```text\n");
-        // The other test may write its block meanwhile.
+        // The other test may write its block at the same time.
         static DOCUMENT: Mutex<()> = Mutex::new(());
         let _alone = DOCUMENT.lock();
         let file = document("datagram-iwarp-vectors.md");
@@ -114,7 +114,7 @@ impl Talk {
             assert_eq!(new, old, "{name}, line {}", n + 1);
         }
         assert_eq!(text.lines().count(), kept.lines().count(), "{name}");
-        // Nothing that the decoder does not know.
+        // The decoder knows all messages and fields.
         assert!(!text.contains("malformed") && !text.contains("unknown"));
     }
 }
@@ -124,7 +124,7 @@ fn document(name: &str) -> PathBuf {
     crates.join("../../docs").join(name)
 }
 
-/// The document has vectors in backticks too, with spaces between the fields.
+/// The document also has vectors in backticks, with spaces between the fields.
 #[test]
 fn the_vectors_in_the_text_are_whole_datagrams() {
     let page = std::fs::read_to_string(document("datagram-iwarp.md")).unwrap();
@@ -182,14 +182,14 @@ fn unreliable_datagrams() {
     talk.net
         .post(a, b, write(2, theirs.remote(0)).from(&[part]));
     talk.end(2, Status::Success);
-    // Of many datagrams, one of which is lost and made from the others.
+    // A message of many datagrams, one of which is lost and restored from the others.
     talk.lose(2);
     let request = write_imm(3, theirs.remote(0), [1, 2, 3, 4]);
     talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
     talk.end(3, Status::Success);
     assert_eq!(talk.net[b].qp.counters().rx_repaired, 1);
     assert_eq!(talk.net[b].qp.records().len(), 2);
-    // A Read of more than came from there has to bring a cookie.
+    // A Read whose answer is longer than the credit of its source needs a cookie.
     talk.net
         .post(a, b, read(4, theirs.remote(0)).from(&[mine.all()]));
     talk.end(4, Status::Success);
@@ -210,13 +210,13 @@ fn reliable_datagrams() {
     let theirs = talk.net[b].host.register(LEN, access::ALL);
     let closed = talk.net[b].host.register(LEN, access::LOCAL);
     talk.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
-    // They meet, and the Send waits for a receive.
+    // The first contact, and a Send that waits for a receive.
     let part = mine.part(0, 20);
     talk.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
     talk.net.run(100 * MS);
     talk.net[b].recv(1, &[theirs.all()]);
     talk.end(1, Status::Success);
-    // Of many datagrams, one of which is lost.
+    // A message of many datagrams, one of which is lost.
     talk.lose(2);
     let request = write_imm(2, theirs.remote(0), [1, 2, 3, 4]);
     talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));

@@ -113,7 +113,7 @@ impl Qp {
         }
     }
 
-    /// RESET to RTS with the attributes that the kind requires, and a peer.
+    /// Moves from RESET to RTS with the attributes that the kind requires, and a peer.
     fn connect(&mut self) {
         use mask::*;
         let (init, rtr, rts) = match self.kind {
@@ -160,7 +160,7 @@ impl Qp {
         }
     }
 
-    /// Posts a Send and takes it: its bytes are on their way to the socket.
+    /// Posts a Send and polls its bytes.
     fn send(&mut self, id: u64) {
         let connected = matches!(self.kind, QpType::Rc | QpType::Uc);
         let request = WorkRequest {
@@ -190,8 +190,8 @@ impl Qp {
         }
     }
 
-    /// The socket took everything that was sent. Returns whether that completes the requests: those of a reliable
-    /// datagram queue pair wait for the peer.
+    /// Reports that the socket accepted everything that was sent. Returns whether that completes the requests: those
+    /// of a reliable datagram queue pair wait for the peer.
     fn written(&mut self) -> bool {
         match &mut self.machine {
             Machine::Stream(conn) => conn.handle_written(),
@@ -230,7 +230,7 @@ fn reset_after_a_completion_queue_overflow_makes_the_queue_pair_usable_again() {
         for id in 0..3 {
             qp.recv(id);
         }
-        // Three flushed receives for two entries.
+        // Three flushed receives for a queue of two entries.
         qp.modify(0, State::Error).unwrap();
         assert!(qp.cq.is_broken(), "{kind:?}");
         qp.modify(0, State::Reset).unwrap();
@@ -258,7 +258,7 @@ fn a_change_of_attributes_in_sqd_does_not_cancel_sq_drained() {
         qp.written();
         assert_eq!(qp.completions(), [(1, Status::Success)], "{kind:?}");
         assert_eq!(qp.events(), [AsyncEvent::SqDrained], "{kind:?}");
-        // The event was for that change alone.
+        // The event belongs to that change only.
         qp.modify(mask::PKEY_INDEX, State::Sqd).unwrap();
         assert_eq!(qp.events(), [], "{kind:?}");
     }

@@ -33,7 +33,7 @@ fn options(ordered: bool) -> Options {
     }
 }
 
-/// A network that loses, repeats, reorders and damages datagrams.
+/// A network that loses, duplicates, reorders and damages datagrams.
 fn bad() -> Link {
     Link {
         loss: 0.05,
@@ -66,7 +66,8 @@ fn packet(datagram: &TxDatagram) -> Option<u32> {
 
 // ---------------------------------------------------------------------- records
 
-/// A queue of records that is full delays the writers: no record is lost, and no Write completes without its record.
+/// If the queue of records is full, writers have to wait: no record is lost, and no Write completes without its
+/// record.
 #[test]
 fn a_write_waits_for_room_for_its_record() {
     const MANY: u64 = 20;
@@ -97,7 +98,7 @@ fn a_write_waits_for_room_for_its_record() {
                     let request = write_imm(id as u64, remote, (id as u32).to_be_bytes());
                     net.post(a, b, request.from(&[mine.part(0, text.len())]));
                 }
-                // For each message, the bytes that its records name, and the number of its records.
+                // For each message: the number of bytes in its records, and the number of its records.
                 let mut told = vec![(0, 0); MANY as usize];
                 let mut done = 0;
                 let mut steps = 0;
@@ -108,7 +109,7 @@ fn a_write_waits_for_room_for_its_record() {
                         done += net[a].completed().len();
                         let waiting = net[b].qp.records().len();
                         assert!(waiting <= MOST, "{what}");
-                        // Each Write that has completed has a record, whether the program has taken it or not.
+                        // Each completed Write has a record, fetched by the program or not.
                         let whole = |(bytes, records): &(usize, usize), text: &Vec<u8>| {
                             *records > 0 && *bytes == text.len()
                         };
@@ -119,7 +120,7 @@ fn a_write_waits_for_room_for_its_record() {
                     if done < MANY as usize {
                         assert_eq!(net[b].qp.records().len(), MOST, "{what}: stuck");
                     }
-                    // Taking one record makes room, and so does taking all.
+                    // Fetching one record makes room, and so does fetching all.
                     for _ in 0..if rng.below(3) == 0 { MOST } else { 1 } {
                         let Some(r) = net[b].qp.poll_record() else {
                             break;
@@ -154,8 +155,8 @@ fn a_write_waits_for_room_for_its_record() {
     });
 }
 
-/// Nothing is placed of a Write of one datagram while it waits for room for its record. Its sender waits as for a receive, and
-/// gives up after the same time.
+/// A Write of one datagram is not placed while it waits for room for its record. Its sender waits as for a receive,
+/// and gives up after the same time.
 #[test]
 fn who_never_takes_records_is_not_written_to() {
     let options = Options {
@@ -183,7 +184,7 @@ fn who_never_takes_records_is_not_written_to() {
     assert!(counters.rx_no_recv > 0);
 }
 
-/// A validity map that is not released takes the room of a record, and releasing it makes room for one.
+/// A validity map that is not released uses the room of a record, and releasing it makes room for one.
 #[test]
 fn a_map_that_is_released_makes_room() {
     let options = Options {
@@ -206,7 +207,7 @@ fn a_map_that_is_released_makes_room() {
     net.run_until(LONG, |net| net[b].host.bytes(&gone)[LEN / 2] == 9);
     net[b].host.deregister(&gone);
     net.run(500 * MS);
-    // The failed message leaves a record with the map of what arrived.
+    // The failed message leaves a record with the map of the bytes that arrived.
     let part = net[b].qp.poll_record().unwrap();
     assert!(!part.complete && part.map != 0, "{part:?}");
     net.run(500 * MS);
@@ -217,7 +218,7 @@ fn a_map_that_is_released_makes_room() {
     assert!(net[b].qp.poll_record().unwrap().complete);
 }
 
-/// Packets that wait for room for a record are not delayed by packets that wait for a receive, nor the reverse.
+/// Packets that wait for room for a record are not delayed by packets that wait for a receive, and vice versa.
 #[test]
 fn each_waits_for_what_it_lacks() {
     let options = Options {
@@ -239,7 +240,7 @@ fn each_waits_for_what_it_lacks() {
     net.run(50 * MS);
     let of = |net: &mut Ether| (net[a].completed().len(), net[c].completed().len());
     assert_eq!(of(&mut net), (1, 0));
-    // At once, and not only when the peer asks again, which takes longer.
+    // The delivery happens at once, and not only at the next probe of the peer, which would take longer.
     net[b].recv(1, &[theirs.part(8, 50)]);
     net.run(5 * MS);
     assert_eq!(of(&mut net), (0, 1));
@@ -299,8 +300,8 @@ fn nothing_is_done_before_it_is_delivered() {
     });
 }
 
-/// A packet that is acknowledged ahead of others and waits for a receive does not complete its request. If the receiving queue
-/// pair is created again, the request fails.
+/// A packet that is acknowledged out of order and waits for a receive does not complete its request. If the receiving
+/// queue pair is created again, the request fails.
 #[test]
 fn what_waits_for_a_receive_fails_when_the_receiver_is_made_anew() {
     for ordered in [true, false] {
@@ -344,7 +345,7 @@ fn an_old_number_is_not_late() {
         }));
         let request = write(0, theirs.remote(0)).from(&[mine.part(0, len)]);
         net.post(a, b, request);
-        // More than the message numbers that are remembered of an unreliable source.
+        // More messages than the numbers that are stored for an unreliable source.
         for id in 1..1500 {
             net.post(a, b, write(id, other.remote(0)).from(&[mine.part(0, 8)]));
         }
@@ -365,7 +366,7 @@ fn an_old_number_is_not_late() {
 
 // ---------------------------------------------------------------------- what is refused
 
-/// A request that is refused fails alone, also beside others that are under way.
+/// A request that is refused fails alone, even if others are under way at the same time.
 #[test]
 fn a_refused_message_takes_no_other_with_it() {
     const MANY: u64 = 60;
@@ -428,8 +429,8 @@ fn a_refused_message_takes_no_other_with_it() {
     });
 }
 
-/// Memory that is deregistered in the middle of a message: the request fails, whatever part of it has been acknowledged, and the
-/// requests before and behind it succeed.
+/// The memory of a message is deregistered before its end: the request fails, whatever part of it was acknowledged,
+/// and the requests before and after it succeed.
 #[test]
 fn a_message_whose_memory_goes_fails() {
     each_seed(8, |seed| {
@@ -507,8 +508,8 @@ fn a_broken_receive_completes_once_and_fails_at_its_sender() {
     }
 }
 
-/// Memory of a posted request is deregistered while the request is being sent: it fails, all behind it are flushed, and
-/// nothing stays under way.
+/// The memory of a posted request is deregistered while the request is being sent: it fails, all later requests are
+/// flushed, and no packet stays under way.
 #[test]
 fn a_request_whose_own_memory_goes_fails() {
     for ordered in [true, false] {
@@ -549,7 +550,7 @@ fn a_request_whose_own_memory_goes_fails() {
     }
 }
 
-/// A Read of 4 MiB over a link with the given rate in bytes a second, and the memory at both ends.
+/// A Read of 4 MiB over a link with the given rate in bytes per second, and the memory at both ends.
 fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2]) {
     const LEN: usize = 4 << 20;
     let link = Link {
@@ -564,7 +565,7 @@ fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2])
     (net, a, b, [mine, theirs])
 }
 
-/// When the memory that a Read reads is deregistered meanwhile, the Read fails and does not wait for the rest.
+/// When the source memory of a Read is deregistered meanwhile, the Read fails at once.
 #[test]
 fn a_read_whose_source_goes_fails() {
     for keep_going in [true, false] {
@@ -584,8 +585,8 @@ fn a_read_whose_source_goes_fails() {
     }
 }
 
-/// A peer that has acknowledged a Read Request dies or restarts before it has sent the whole answer. Nothing is under way to it
-/// whose loss would show that.
+/// A peer that has acknowledged a Read Request fails or restarts before it has sent the whole answer. No packet is
+/// under way to it whose loss would show that, so it has to be probed.
 #[test]
 fn a_read_from_a_peer_that_dies_fails() {
     for restarts in [false, true] {
@@ -607,7 +608,7 @@ fn a_read_from_a_peer_that_dies_fails() {
     }
 }
 
-/// A Read whose answer is late does not fail while its peer answers probes.
+/// A Read whose answer is late does not fail as long as its peer answers probes.
 #[test]
 fn a_slow_answer_is_waited_for() {
     let (mut net, a, _, _) = long_read(19, 100_000, options(true));
@@ -616,7 +617,7 @@ fn a_slow_answer_is_waited_for() {
     assert_eq!(statuses(&mut net, a), [(1, Status::Success)]);
 }
 
-/// The same with a receive of an unreliable queue pair, which completes once.
+/// As above for a receive of an unreliable queue pair, which completes once.
 #[test]
 fn a_broken_receive_of_datagrams_completes_once() {
     let link = Link {

@@ -15,7 +15,7 @@ use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Opcode;
 use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, framed, fuzz, send, write};
 
-/// Random bytes for one of the fuzzer's targets.
+/// Random bytes as input for one of the fuzzer's targets.
 fn random(seed: u64, most: usize) -> Vec<u8> {
     let mut rng = Rng::new(seed ^ 0xf00d);
     rng.next();
@@ -28,7 +28,7 @@ fn any_bytes_at_all() {
     each_seed(1500, |seed| {
         let mut bytes = random(seed, 3_000);
         if seed % 2 == 0 {
-            // Short frames, so that more than one is looked at.
+            // Short frames, so that more than one of them is parsed.
             for at in (20..bytes.len()).step_by(40) {
                 bytes[at] = 0;
             }
@@ -43,7 +43,7 @@ fn messages_that_are_almost_right() {
     each_seed(4000, |seed| {
         alive += u64::from(fuzz::converse(&random(seed, 600)));
     });
-    // If all of them ended early nothing much was tried.
+    // If all of them ended early, not much was tested.
     assert!(
         std::env::var_os("ANYWARP_SEED").is_some() || alive > 200,
         "{alive}"
@@ -95,7 +95,7 @@ fn a_peer_that_causes_endless_refusals_uses_no_memory() {
 
 #[test]
 fn two_ends_whose_stream_is_damaged_on_the_way_agree_on_nothing_wrong() {
-    // With CRCs on, what arrives is what was sent, or the stream ends.
+    // With CRCs, the received data is what was sent, or the stream ends.
     each_seed(300, |seed| {
         let mut w = World::new(seed);
         let (end, peer) = w.raw(&Setup::anywarp(), false);

@@ -1,4 +1,5 @@
-//! Datagram queue pairs against hostile peers: forged addresses, answers that are never acknowledged, messages that never end.
+//! Datagram queue pairs against hostile peers: forged addresses, answers that are never acknowledged, messages
+//! without end.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -144,7 +145,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Returns the number of a packet that was sent to it, which proves its address.
+    /// Returns a peer that has received a packet number, which proves its address.
     fn meets(net: &mut Ether, seen: &Seen, n: u32, to: Id) -> Self {
         let mut s = Self {
             addr: stranger(n),
@@ -184,7 +185,7 @@ impl Stranger {
     }
 }
 
-/// No more bytes are sent to a forged source address than were received in its name.
+/// A forged source address is not sent more bytes than arrived from it.
 #[test]
 fn a_spoofed_address_gets_no_more_than_it_sent() {
     for kind in [Kind::Ud, Kind::Rd] {
@@ -274,7 +275,8 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
     }
 }
 
-/// A peer that reads and never acknowledges the answers: the answers that wait for it are bounded, and other peers are served.
+/// A peer that sends Reads and never acknowledges the answers: its queued answers are limited, and other peers are
+/// served.
 #[test]
 fn answers_that_nobody_acknowledges_are_bounded() {
     let options = Options {
@@ -297,18 +299,19 @@ fn answers_that_nobody_acknowledges_are_bounded() {
     }
     let busy = net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
     assert!(busy > 0, "{:?}", net[b].drops);
-    // The limit is the time that the good peer and the program need by themselves, and some more.
+    // The limit is the time that the good peer and the program need without the others, and some more.
     net.post(a, b, read(1, open.remote(0)).from(&[theirs.all()]));
     net.post(b, a, write(2, theirs.remote(0)).from(&[open.part(0, 1000)]));
     net.run(5 * 1000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].completed()[0].status, Status::Success);
     let answered: usize = seen.borrow().values().flatten().map(Vec::len).sum();
-    // Each peer is sent one window, and a probe now and then.
+    // Each peer is sent one window, and some probes.
     assert!(answered < strangers.len() * (4 << 20), "{answered}");
 }
 
-/// When strangers fill all places for incomplete messages, a message of a good peer that is acknowledged in part is kept.
+/// When strangers use all entries for incomplete messages, a message of a good peer that is acknowledged in part is
+/// kept.
 #[test]
 fn a_reliable_message_is_never_given_up_for_another() {
     let mut net = Ether::new(3, Link::default());
@@ -335,7 +338,7 @@ fn a_reliable_message_is_never_given_up_for_another() {
     }));
     net.post(a, b, send(1).from(&[mr.all()]));
     net.run(10 * MS);
-    // Strangers begin more messages than there are places.
+    // Strangers begin more messages than there are entries.
     let small = net[b].host.register(56, access::ALL);
     for n in 0..8000 {
         net[b].recv(1000 + n, &[small.all()]);
@@ -356,15 +359,15 @@ fn a_reliable_message_is_never_given_up_for_another() {
     let got = net[b].received();
     assert_eq!((got[0].wr_id, got.len()), (7, 1));
     assert_eq!(net[b].host.bytes(&inbox)[40..10_040], text);
-    // The good peer's message is completed while they hold all other places.
+    // The good peer's message is completed while they use all other entries.
     net.post(a, b, write(2, inbox.remote(0)).from(&[mr.all()]));
     net.run(2000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].qp.counters().evicted, 0);
 }
 
-/// Without order, a packet that waited and was acknowledged can still be refused: then its message fails when the packets before
-/// it have arrived.
+/// Without order, a packet that waited and was acknowledged can still be refused. Its message then fails when the
+/// packets before it have arrived.
 #[test]
 fn what_waits_without_order_can_be_refused() {
     let options = Options {
@@ -431,7 +434,7 @@ fn a_long_message_without_order_may_have_many_gaps() {
         net[a].host.fill(&mr, &text);
         let inbox = net[b].host.register(len + 40, access::ALL);
         net[b].recv(1, &[inbox.all()]);
-        // The sender's window has to grow first.
+        // The sender's window has to grow before.
         let warm = net[b].host.register(len, access::ALL);
         for _ in 0..10 {
             net.post(a, b, write(0, warm.remote(0)).from(&[mr.all()]));
@@ -530,7 +533,7 @@ fn a_send_longer_than_agreed_takes_no_receive() {
 
 #[test]
 fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() {
-    // The numbers fall, so that no message is followed by one with a higher number.
+    // The numbers decrease, so that no message is followed by one with a larger number.
     let (mut net, b, mr) = ear(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
     for id in 0..most {
@@ -540,7 +543,7 @@ fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() 
     hears(&mut net, b, part(&mr, 1000 - most, 16, 0));
     assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
     assert!(net[b].qp.poll_record().is_none());
-    // A number that is eight ahead can be reordering, nine ahead cannot.
+    // Reordering may explain a number that is larger by eight, but not one that is larger by nine.
     let (mut net, b, mr) = ear(options());
     hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
     hears(&mut net, b, part(&mr, 7, 16, 0));
@@ -631,8 +634,8 @@ fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() 
     );
 }
 
-/// A receiver that was not called for longer than the deadline handles the datagrams that arrived meanwhile before it ends a
-/// message.
+/// A receiver that was not called for longer than the deadline handles the datagrams that arrived meanwhile before it
+/// gives up a message.
 #[test]
 fn what_came_while_nobody_looked_is_not_late() {
     let (mut net, b, mr) = ear(options());
@@ -659,7 +662,7 @@ fn what_came_while_nobody_looked_is_not_late() {
 fn what_is_sent_to_a_group_is_not_answered() {
     let (mut net, b, mr) = ear(options());
     let addr = net[b].addr;
-    // The first datagrams of a source are each answered by a report of pace. After them, only error reports remain.
+    // The first datagrams of a source are each answered by a flow report. After them, only error reports are sent.
     for _ in 0..20 {
         hears(&mut net, b, part(&mr, 1, 24, 0));
         let mut out = Vec::new();
@@ -688,7 +691,7 @@ fn what_is_sent_to_a_group_is_not_answered() {
     }
 }
 
-/// The parity group size of a message is that of its first datagram; datagrams with another one are dropped.
+/// The parity group size of a message is that of its first datagram. Datagrams with a different size are dropped.
 #[test]
 fn groups_of_parity_are_those_of_the_first_datagram() {
     let (mut net, b, mr) = ear(options());
@@ -727,13 +730,14 @@ fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
     out.iter().filter_map(opcode).collect()
 }
 
-/// A Read Request that is padded to the length of its answer needs no cookie; with an answer one byte longer it does.
+/// A Read Request that is padded to the length of its answer needs no cookie. If the answer is one byte longer, it
+/// does.
 #[test]
 fn an_answer_without_a_cookie_is_as_long_as_its_question() {
     for (more, answered) in [(0, true), (1, false)] {
         let (mut net, b, mr) = ear(options());
         let addr = net[b].addr;
-        // What is left in its account does not count.
+        // The credit of the source is used up first.
         for id in 10..20 {
             hears(&mut net, b, part(&mr, id, 8, 0));
         }
@@ -830,7 +834,8 @@ fn a_read_is_of_no_more_than_may_be_read_at_once() {
     }
 }
 
-/// A Read Response is placed only if it comes from the peer that was asked, names the sink of the request, and has its length.
+/// A Read Response is placed only if it comes from the peer of the request, contains the sink of the request, and has
+/// its length.
 #[test]
 fn an_answer_that_was_not_asked_for_is_not_placed() {
     let mut net = Ether::new(7, Link::default());
@@ -909,7 +914,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
         let theirs = net[b].host.register(8, access::ALL);
         let held = Rc::new(RefCell::new(Vec::new()));
         let hold = Rc::clone(&held);
-        // Only packets that the test makes have data.
+        // Only packets of the test have data.
         net.filter = Some(Box::new(move |datagram| {
             let data = datagram.bytes[1] & 1 == 1;
             if data {
@@ -925,7 +930,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
             bytes[at] ^= 1;
         }
         let (from, to) = (net[a].addr, net[b].addr);
-        // From another queue pair at that address, it belongs to no request.
+        // A packet from another queue pair at that address belongs to no request.
         let mut stray = bytes.clone();
         stray[22] ^= 1;
         net.hear(from, to, &sealed(stray));
@@ -939,7 +944,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
     }
 }
 
-/// A challenge that does not echo our token was not sent by the peer that we asked, and is dropped.
+/// A challenge that does not echo the token of this end was not sent by the peer in question, and is dropped.
 #[test]
 fn a_challenge_of_somebody_else_is_not_believed() {
     let mut net = Ether::new(9, Link::default());
@@ -1019,7 +1024,7 @@ fn an_answer_behind_its_time_is_not_placed() {
     }
 }
 
-/// The list of challenges that wait to be sent is bounded.
+/// The number of queued challenges is limited.
 #[test]
 fn so_many_challenges_wait() {
     let mut net = Ether::new(11, Link::default());
@@ -1037,13 +1042,13 @@ fn so_many_challenges_wait() {
     }
     net.run(Duration::ZERO);
     assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
-    // Nothing else is kept of their senders.
+    // No other state of their senders is kept.
     let late = Stranger::meets(&mut net, &seen, 1000, b);
     assert_ne!(late.echo, 0);
 }
 
-/// Without being asked for, acknowledgements are sent after a number of packets (fewer while packets are missing), or a share of
-/// the window.
+/// Acknowledgements that were not requested are sent after a number of packets (fewer while packets are missing), or
+/// after a part of the window.
 #[test]
 fn acknowledgements_come_in_time_and_seldom() {
     let of = |len: usize| {
@@ -1087,8 +1092,8 @@ fn acknowledgements_come_in_time_and_seldom() {
     assert_eq!((acks[0].0, acks[1].0), (quarter, 2 * quarter));
 }
 
-/// A peer that has returned a token is sent three times the bytes that it sent, repeats included, until it returns a number from
-/// a packet to it. After that there is no limit.
+/// A peer that has returned a token is sent three times the bytes that it sent, including repetitions, until it
+/// returns a number from a packet sent to it. Then there is no limit.
 #[test]
 fn a_silent_reliable_peer_gets_little() {
     let mut net = Ether::new(15, Link::default());
@@ -1142,7 +1147,8 @@ fn a_packet_holds_no_control() {
     assert_eq!(answer.refused, Status::RemoteInvalidRequest as u8);
 }
 
-/// The answers that wait for one reliable peer are bounded; when the places of all peers are taken, each may still have a few.
+/// The queued answers to one reliable peer are limited. When the limit for all peers is reached, each may still have
+/// a few.
 #[test]
 fn so_many_answers_wait_for_each_and_for_all() {
     let mut net = Ether::new(14, Link::default());

@@ -1,4 +1,4 @@
-//! What strangers can make a reliable queue pair hold is what they are charged, measured on the process.
+//! The memory that strangers can make a reliable queue pair use is no more than it charges. Measured on the process.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -23,7 +23,7 @@ use anywarp_core::wire::{Msn, Stag};
 use anywarp_sim::Rng;
 use anywarp_sim::ether::{Ether, Link, QKEY};
 
-/// The orders in which packets come, and whether the queue pair delivers in order.
+/// The orders in which packets arrive, and whether the queue pair delivers in order.
 const PATTERNS: [(&str, bool); 5] = [
     ("ascending", true),
     ("alternating", true),
@@ -33,10 +33,10 @@ const PATTERNS: [(&str, bool); 5] = [
 ];
 const PATTERN: &str = "ANYWARP_TEST_PATTERN";
 
-/// Each order runs in a process of its own, whose memory no other test uses.
+/// Each order runs in a separate process, whose memory no other test uses.
 #[test]
 fn what_waits_takes_no_more_memory_than_it_is_charged() {
-    // Under a sanitizer each takes ten times as long, and measures nothing.
+    // Under a sanitizer each takes ten times as long, and memory is not measured.
     let patterns = if cfg!(sanitized) { 1 } else { PATTERNS.len() };
     for (at, pattern) in PATTERNS.iter().enumerate().take(patterns) {
         let this = std::env::current_exe().unwrap();
@@ -50,8 +50,8 @@ fn what_waits_takes_no_more_memory_than_it_is_charged() {
     }
 }
 
-/// A peer that answers for its address costs less than SECURITY.md says, also when all places are taken and each has a packet
-/// that waits.
+/// A peer that has proved its address uses less memory than SECURITY.md says, even if the table of peers is full and
+/// a packet of each peer waits.
 #[test]
 fn all_places_take_no_more_memory_than_is_promised() {
     let this = std::env::current_exe().unwrap();
@@ -64,7 +64,7 @@ fn all_places_take_no_more_memory_than_is_promised() {
     assert!(text.contains("1 passed"), "{text}");
 }
 
-/// Memory of this process that is resident, bytes.
+/// Resident memory of this process, bytes.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|l| l.starts_with("VmRSS:")).unwrap();
@@ -108,7 +108,7 @@ fn datagram() -> Vec<u8> {
 #[test]
 #[ignore = "run by a test above"]
 fn hold_all_places() {
-    // A sanitizer takes memory of its own for each allocation, and ten times as long.
+    // A sanitizer uses additional memory for each allocation, and ten times as long.
     let peers = if cfg!(sanitized) { 1024 } else { 65_536_u32 };
     let mut net = Ether::new(1, Link::default());
     let near = net.join(Kind::Rd, Options::default());
@@ -127,7 +127,7 @@ fn hold_all_places() {
     let before = resident();
     let mut asked = 0;
     for n in 0..peers {
-        // A host of each of 2,048 networks in turn, so that no network uses up its share.
+        // One host of each of 2,048 networks in turn, so that no network reaches its limit.
         let (network, host) = (n % 2048, n / 2048 + 1);
         let address = [10, (network >> 8) as u8, network as u8, host as u8];
         let from = SocketAddr::from((address, 4000));
@@ -147,7 +147,7 @@ fn hold_all_places() {
             continue;
         };
         asked += 1;
-        // Behind a gap, so it waits.
+        // The packet is behind a gap, so it waits.
         let packet = Packet {
             echo,
             seq: 103,
@@ -163,7 +163,7 @@ fn hold_all_places() {
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
     println!("{asked} peers: charged {charged} for what waits, held {held}");
     assert!(asked > peers / 10 * 9, "{asked} of {peers} were asked");
-    // Nearly all of them have a place: what they sent waits.
+    // Nearly all of them have an entry, and their packets wait.
     assert!(charged > asked as usize / 10 * 9 * 144, "{charged}");
     assert!(
         cfg!(sanitized) || held <= charged + peers as usize * 1536,
@@ -237,12 +237,12 @@ fn fill() {
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
     println!("{order} {ordered}: charged {charged}, held {held}");
     assert!(charged <= bounds::RD_WAITING && charged > bounds::RD_WAITING / 4 * 3);
-    // What each peer costs besides is counted elsewhere. A sanitizer takes memory of its own for each allocation.
+    // The memory of each peer's entry is not included. A sanitizer uses additional memory for each allocation.
     assert!(
         cfg!(sanitized) || held <= charged + strangers.len() * 16_384,
         "{held} for {charged}"
     );
-    // Silence gives it back.
+    // After a time of silence the memory is freed.
     let timeout = net[near].qp.poll_timeout().unwrap();
     net[near].qp.set_now(timeout);
     net[near].qp.handle_timeout();

@@ -627,7 +627,7 @@ fn a_fenced_request_waits_for_the_reads_before_it() {
             let sink = w[a].register(200_000, access::LOCAL);
             let zeros = w[a].register(200_000, access::LOCAL);
             w[b].fill(&source, &data);
-            // Without the fence, the Write would overtake the Read in front of it.
+            // Without the fence, the Write would overtake the preceding Read.
             w[a].post(read(1, source.remote(0)).from(&[sink.all()]));
             w[a].post(write(2, source.remote(0)).from(&[zeros.all()]).fence());
             w.run();
@@ -885,7 +885,7 @@ fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() 
         assert!(w[b].heard(AsyncEvent::Started), "{first:?}");
         ok(&w[b].completed(), &[1]);
         ok(&w[a].received(), &[1]);
-        // The ready-to-receive message did not consume a receive of the application.
+        // The ready-to-receive message consumed no receive of the application.
         assert!(w[b].received().is_empty(), "{first:?}");
         w[a].post(send(2).inline(b"first"));
         w.run();
@@ -908,8 +908,8 @@ fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() 
     ok(&w[b].completed(), &[1]);
 }
 
-/// RFC 6581 §9.2 [mpa-rtr-invisible]: a Write or Read that is the ready-to-receive message is not counted as an operation of the
-/// application. Those behind it are counted once each, for every length and receive path.
+/// RFC 6581 §9.2 [mpa-rtr-invisible]: a Write or Read that is the ready-to-receive message is not counted as an
+/// operation of the application. Later ones are counted once each, for every length and receive path.
 #[test]
 fn a_counter_of_the_peers_operations_leaves_out_the_ready_to_receive_message() {
     for first in [First::Hello, First::Write, First::Read, First::Send] {
@@ -961,7 +961,7 @@ fn a_standard_peer_gets_no_control_messages() {
         w[end].post(write_imm(2, mr.remote(0), [1, 2, 3, 4]).from(&[mr.all()]));
         w[end].post(send(3).solicited());
         w.run();
-        // They complete as soon as they are handed to the stream.
+        // They complete as soon as they are passed to the stream.
         ok(&w[end].completed(), &[1, 2, 3]);
         let opcodes: Vec<_> = w[peer].heard().iter().map(|f| f.opcode()).collect();
         let send = [Opcode::Send; 4];
@@ -1031,7 +1031,7 @@ fn a_queue_pair_connected_to_itself_works() {
         w[end].post(write(2, to.remote(0)).inline(b"behind"));
         w[end].post(read(3, from.remote(0)).from(&[to.part(10, 100)]));
         w[end].post(fetch_add(4, to.remote(256), 1).from(&[to.part(512, 8)]));
-        // It waits for a receive of its own.
+        // The Send waits for a receive.
         w.run_for(std::time::Duration::from_millis(3));
         assert!(w[end].completed().is_empty());
         w[end].recv(9, &[to.all()]);
@@ -1106,7 +1106,7 @@ fn an_unknown_peer_gets_small_segments_until_its_hello() {
     }
 }
 
-/// Whether a list of requests waits is decided by its longest request, and a single request never waits.
+/// The longest request of a list determines whether the list is corked. A single request is never corked.
 #[test]
 fn few_and_short_requests_wait_to_be_sent_together() {
     let (small, gathered) = (

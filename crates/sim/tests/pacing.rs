@@ -1,4 +1,4 @@
-//! Pacing of unreliable datagrams: a report that is lost costs time, and never a byte that arrived.
+//! Pacing of unreliable datagrams: a lost report costs time, but no byte that arrived.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -17,7 +17,7 @@ use anywarp_core::wire::rdmap::Opcode;
 use anywarp_sim::ether::{Ether, Link};
 use anywarp_sim::{Request, Rng, access, each_seed, write};
 
-/// Datagrams as long as loopback, jumbo frames and Ethernet carry.
+/// Datagrams of the lengths that loopback, jumbo frames and Ethernet carry.
 const SEGMENTS: [Segment; 6] = [
     Segment::Max,
     Segment::Jumbo,
@@ -27,8 +27,8 @@ const SEGMENTS: [Segment; 6] = [
     Segment::Bytes(1432),
 ];
 
-/// A fresh pair writes `total` bytes over a path that loses such shares of data and of reports. Returns the bytes that the
-/// record has, and those that arrived.
+/// A new pair writes `total` bytes over a path that loses these shares of data and of reports. Returns the number of
+/// bytes in the record, and of those that arrived.
 fn written(seed: u64, segment: Segment, total: usize, data: f64, reports: f64) -> (usize, usize) {
     let options = Options {
         one_sided: true,
@@ -77,7 +77,7 @@ fn a_lost_report_costs_nothing_that_arrived() {
     });
 }
 
-/// A receiver need not report: on a path that loses nothing it gets everything.
+/// A receiver may send no reports: on a path without losses it receives everything.
 #[test]
 fn who_never_reports_gets_everything() {
     for segment in SEGMENTS {

@@ -44,8 +44,8 @@ fn records(net: &mut Ether, of: Id) -> Vec<Record> {
     std::iter::from_fn(|| net[of].qp.poll_record()).collect()
 }
 
-/// Runs the network for up to `most`, then advances the clocks of the queue pairs, as a program does that polls: messages
-/// whose time is over end.
+/// Runs the network for up to `most`, then advances the clocks of the queue pairs, so that messages whose deadline
+/// has passed are given up.
 fn wait(net: &mut Ether, most: Duration) {
     net.run(most);
     let until = net.now() + most;
@@ -90,7 +90,7 @@ fn lose_nth(net: &mut Ether, nth: usize) {
     }));
 }
 
-/// Checks that the bytes that the validity map names were written, and that the others were not.
+/// Checks that the bytes in the validity map were written, and that the others were not.
 fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     let whole = [(0, record.length)];
     let bytes = net[of].host.bytes(mr);
@@ -117,7 +117,7 @@ fn check_map(net: &mut Ether, of: Id, record: &Record, mr: &Mr, text: &[u8]) {
     }
 }
 
-/// Random bytes without zeroes: a byte that was not written is zero and can be told from them.
+/// Random bytes without zeros: a byte that was not written is zero, so it differs from them.
 fn text(seed: u64, len: usize) -> Vec<u8> {
     let mut text = Rng::new(seed).bytes(len);
     text.iter_mut().for_each(|b| *b |= 1);
@@ -155,7 +155,7 @@ fn a_write_is_recorded_and_takes_no_receive() {
     }
 }
 
-/// A message of ten datagrams loses one of them: in each mode, each of the ten once.
+/// One datagram of a message of ten is lost: in each mode, each of the ten once.
 #[test]
 fn the_loss_of_one_datagram_costs_its_own_bytes() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
@@ -245,7 +245,7 @@ fn what_arrives_of_a_lossy_path_is_recorded_to_the_byte() {
     });
 }
 
-/// A copy of a datagram that arrives after the end of its message changes nothing.
+/// A duplicate of a datagram that arrives after the end of its message changes nothing.
 #[test]
 fn late_copies_never_touch_memory() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
@@ -263,7 +263,7 @@ fn late_copies_never_touch_memory() {
         net.run(LONG);
         let before = records(&mut net, b).len();
         assert!(before >= 1);
-        // The program goes on to use its memory.
+        // The program continues to use its memory.
         net[b].host.fill(&theirs, &[1; 5000]);
         let (from, to) = (net[a].addr, net[b].addr);
         for _ in 0..3 {
@@ -278,8 +278,8 @@ fn late_copies_never_touch_memory() {
     }
 }
 
-/// A queue pair that is created again has another epoch: its messages are recorded, and datagrams of the earlier epoch that
-/// arrive afterwards are dropped as late.
+/// A queue pair that is created again has a different epoch: its messages are recorded, and datagrams of the earlier
+/// epoch that arrive afterwards are dropped as late.
 #[test]
 fn a_writer_made_anew_is_another_one() {
     let (mut net, a, b) = pair(5, Link::default(), options(RecordMode::Robust));
@@ -394,7 +394,7 @@ fn records_can_make_completions() {
     let theirs = net[b].host.register(5000, access::ALL);
     lose_nth(&mut net, 1);
     net.post(a, b, write(1, theirs.remote(0)).from(&[mine.all()]));
-    // The program does not poll for records: a timer ends the message.
+    // The program does not poll for records, so a timer ends the message.
     net.run(LONG);
     let got = net[b].received();
     assert_eq!(got.len(), 1);
@@ -591,11 +591,11 @@ fn a_responder_is_no_amplifier() {
         net.run(LONG);
     }
     let (sent, received) = (*sent.borrow(), *received.borrow());
-    // The responder also reports received datagrams: the first ones, and later a part of them.
+    // The responder also reports received datagrams: the first ones, and later some of them.
     assert!(received <= sent + sent / 8, "{received} for {sent}");
 }
 
-/// First datagrams of messages from more sources than a queue pair remembers: its state does not grow without bound.
+/// First datagrams of messages from more sources than a queue pair stores: its state stays limited.
 #[test]
 fn a_flood_from_many_sources_is_bounded() {
     let (mut net, a, b) = pair(16, Link::default(), options(RecordMode::Robust));
@@ -618,7 +618,7 @@ fn a_flood_from_many_sources_is_bounded() {
         let from = SocketAddr::new(IpAddr::from([11, x, y, z]), 4000);
         net.hear(from, to, &bytes);
     }
-    // A message that is abandoned for a new one leaves a record of the bytes that have arrived.
+    // A message that is given up for a new one leaves a record of the bytes that have arrived.
     let counters = net[b].qp.counters();
     let recorded = counters.rec_partial + counters.rec_overflow;
     assert!(

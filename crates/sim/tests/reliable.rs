@@ -63,7 +63,7 @@ fn pair(seed: u64, link: Link, options: Options) -> (Ether, Id, Id) {
     (net, a, b)
 }
 
-/// Sends of many lengths are delivered once and whole, and in order if the queue pair was made for that.
+/// Sends of many lengths are delivered once and completely, and in order if the option `ordered` is set.
 #[test]
 fn every_message_arrives_exactly_once() {
     each_seed(3, |seed| {
@@ -165,7 +165,7 @@ fn every_operation_is_done_once() {
     });
 }
 
-/// A Send that finds no receive waits for one, and nothing of its sender is lost meanwhile.
+/// A Send for which no receive is posted waits, and no message of its sender is lost meanwhile.
 #[test]
 fn sends_wait_for_receives() {
     for ordered in [true, false] {
@@ -214,8 +214,8 @@ fn a_peer_that_never_has_a_receive_ends_the_request_when_it_may() {
     assert_eq!(net[a].qp.state(), State::Error);
 }
 
-/// Requests to a dead peer fail; the queue pair stops, and continues when it is brought to RTS again (DG-14). With the
-/// flag of that rule it never stops.
+/// Requests to a failed peer fail. The queue pair stops, and continues when it is moved to RTS again (DG-14). With
+/// the option `keep_going` it never stops.
 #[test]
 fn a_dead_peer_fails_its_requests_alone() {
     for keep_going in [false, true] {
@@ -251,8 +251,8 @@ fn a_dead_peer_fails_its_requests_alone() {
     }
 }
 
-/// A request that is not allowed is refused with an error report: it fails at its sender, and the queue pair that refused it goes
-/// on.
+/// A request that is not allowed is refused with an error report: it fails at its sender, and the queue pair that
+/// refused it continues.
 #[test]
 fn a_refused_write_fails_at_its_source() {
     for keep_going in [false, true] {
@@ -310,8 +310,8 @@ fn a_refused_write_fails_at_its_source() {
     }
 }
 
-/// A queue pair that is created again at the same address is another peer: requests that were under way to the earlier one fail,
-/// and nothing of them is delivered to the new one.
+/// A queue pair that is created again at the same address is another peer: requests that were under way to the
+/// earlier one fail, and none of them is delivered to the new one.
 #[test]
 fn a_restarted_peer_is_noticed() {
     let (mut net, a, b) = pair(9, Link::default(), options());
@@ -336,8 +336,8 @@ fn a_restarted_peer_is_noticed() {
     assert_eq!(net[b].received().len(), 1);
 }
 
-/// A Write of which a part has arrived when its sender is created again leaves no record: records on reliable queue pairs are of
-/// whole messages.
+/// A Write that has arrived in part when its sender is created again leaves no record: reliable queue pairs make
+/// records of whole messages only.
 #[test]
 fn a_restart_leaves_no_partial_record() {
     let (mut net, a, b) = pair(10, Link::default(), options());
@@ -459,7 +459,7 @@ fn a_thousand_peers_and_one_queue_pair() {
     net.run(LONG);
     assert_eq!(net[hub].received().len(), many);
     assert_eq!(net[hub].qp.peers(), many);
-    // Every tenth peer is dead: the messages to the others arrive soon all the same.
+    // Every tenth peer has failed. The messages to the others arrive soon nevertheless.
     let mr = net[hub].host.register(100, access::ALL);
     for (n, peer) in peers.iter().enumerate() {
         net[*peer].dead = n % 10 == 0;

@@ -67,7 +67,7 @@ impl Far {
         }
     }
 
-    /// Answers the request for its token.
+    /// Answers the request for the peer's token.
     fn met() -> Self {
         let mut far = Self::new();
         far.sends(0..1);
@@ -122,8 +122,8 @@ fn blank() -> Packet {
     }
 }
 
-/// Of packets that were sent at the same time, one counts as lost when the sixteenth behind it has arrived, and not before; those
-/// behind that do not count as lost.
+/// Of packets that were sent at the same time, one counts as lost when the sixteenth after it has arrived, and not
+/// before. Later ones do not count as lost.
 #[test]
 fn a_packet_that_sixteen_overtook_is_lost() {
     let mut far = Far::met();
@@ -150,12 +150,13 @@ fn a_packet_that_sixteen_overtook_is_lost() {
     }
     let counters = far.net[far.near].qp.counters();
     assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));
-    // The peer is silent from here on.
+    // The peer is silent from now on.
     far.net.run(1000 * MS);
     assert!(far.net[far.near].qp.counters().rd_probes > 0);
 }
 
-/// Messages complete up to the first packet that the peer lacks; acknowledged packets beyond it do not complete anything.
+/// Messages complete up to the first packet that is missing at the peer. Acknowledged packets beyond it complete
+/// nothing.
 #[test]
 fn what_is_acknowledged_is_done() {
     let mut far = Far::met();
@@ -179,7 +180,7 @@ fn what_is_acknowledged_is_done() {
     assert_eq!(far.statuses(), done);
 }
 
-/// A challenge is accepted only by the end that asked for the token.
+/// A challenge is accepted only by an end that has requested a token.
 #[test]
 fn a_challenge_that_nobody_asked_for_is_not_believed() {
     let mut far = Far::met();
@@ -205,8 +206,8 @@ fn a_challenge_that_nobody_asked_for_is_not_believed() {
     assert_eq!(echoes, [TOKEN]);
 }
 
-/// A peer is sent no more than its window, except that the last packet may exceed it. A peer with a closed window is asked
-/// repeatedly, and is sent the rest when the window opens.
+/// A peer is sent no more than its window, except that the last packet may exceed it. A peer with a closed window is
+/// probed, and is sent the rest when the window opens.
 #[test]
 fn a_window_is_kept_however_small() {
     for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {
@@ -235,7 +236,7 @@ fn a_window_is_kept_however_small() {
     }
 }
 
-/// A window that becomes smaller holds for packets that are sent again, too.
+/// A window that becomes smaller limits packets that are sent again, too.
 #[test]
 fn lost_packets_are_sent_again_within_the_window() {
     for (window, expected) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 40)] {

@@ -1,4 +1,4 @@
-//! A message for which no receive is posted is sent again later, and the requests behind it keep their order.
+//! A message for which no receive is posted is sent again later, and the requests after it keep their order.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -138,7 +138,7 @@ fn a_write_with_immediate_repeats_only_the_immediate() {
         w.run_for(Duration::from_millis(100));
         let after_write = w.pipe_from(a).written;
         assert!(w[b].bytes(&there) == data, "the Write itself is placed");
-        // What the application writes there from now on must not be overwritten.
+        // Later changes by the application must not be overwritten.
         w[b].fill(&there, &[7; 100]);
         w.run_for(Duration::from_millis(10));
         assert!(w.pipe_from(a).written - after_write < 2_000);
@@ -413,7 +413,7 @@ fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
         1
     );
     w[end].recv(1, &[]);
-    // Too late: the message was dropped, and its sender has been told.
+    // This is too late: the message was dropped, and its sender was informed.
     w.run();
     assert!(w[end].received().is_empty());
     w[peer].sends(&Control::Restart { seq: 2 }.header().emit());
@@ -426,7 +426,7 @@ fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
         controls(&w[peer].heard()).last(),
         Some(&Control::Ack { seq: 3 })
     );
-    // A Restart that answers no receiver-not-ready message.
+    // A Restart without a preceding receiver-not-ready message.
     w[peer].sends(&Control::Restart { seq: 9 }.header().emit());
     w.run();
     assert_eq!(w[end].conn.state(), State::Error);
@@ -440,7 +440,7 @@ fn to_a_standard_peer_a_missing_receive_is_the_end() {
         w.run();
         w[a].post(send(1).inline(b"x"));
         w.run();
-        // It completes when it is sent, before the peer has answered.
+        // The request completes when it is sent, before the peer has answered.
         assert_eq!(statuses(&w[a].completed()), good(1..2));
         assert_eq!(w[b].conn.state(), State::Error);
         assert_eq!(w[a].conn.state(), State::Error);

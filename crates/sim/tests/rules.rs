@@ -367,7 +367,7 @@ fn a_message_is_delivered_with_its_last_segment_and_once() {
         w.run();
         assert!(w[end].received().is_empty() && w[end].completed().is_empty());
         assert_eq!(w[end].bytes(&mr)[30..34], [3; 4]);
-        // RFC 5040 §5.3 [rdmap-send-consumes]: one receive each, also for nothing at all.
+        // RFC 5040 §5.3 [rdmap-send-consumes]: each Send consumes one receive, even with length 0.
         for msn in 2..4 {
             w[peer].sends(&untagged(Opcode::Send, msn, 0, true, &[]));
         }
@@ -392,7 +392,7 @@ fn a_read_sees_what_was_written_before_it() {
             source_stag: mr.stag(),
             source_to: To(mr.all().addr),
         };
-        // RFC 5040 §5.5 (12), (17) [read-after-delivery]: nothing of it is read before all in front of it is placed.
+        // RFC 5040 §5.5 (12), (17) [read-after-delivery]: a Read is executed after all preceding messages are placed.
         let write = tagged(Opcode::Write, mr.stag(), mr.all().addr, true, &[7; 32]);
         w[peer].sends(&write);
         w[peer].sends(&untagged(Opcode::Send, 1, 0, true, &[8; 32]));
@@ -413,7 +413,8 @@ fn a_read_completes_with_the_last_segment_of_its_response_and_not_before() {
         w[end].post(read(2, THERE).from(&[mr.part(20, 8)]));
         w[end].post(write(3, THERE).inline(b"behind"));
         w.run();
-        // RFC 5040 §5.5 (15) [rdmap-complete-order]: the Write has left, and waits for the Reads before it.
+        // RFC 5040 §5.5 (15) [rdmap-complete-order]: the Write was sent, and its completion waits for the preceding
+        // Reads.
         assert_eq!(of(&w[peer].heard(), Opcode::Write).len(), 1);
         assert!(w[end].completed().is_empty());
         let part = |at: usize, len: usize, last| {
@@ -453,13 +454,13 @@ fn as_many_reads_are_outstanding_as_ord_says() {
         };
         let (end, peer) = w.raw(&setup, true);
         let mr = w[end].register(64, access::LOCAL);
-        // Eight on the wire: a Read of two elements is two.
+        // Eight Read Requests on the wire: a Read with two elements makes two.
         w[end].post(read(0, THERE).from(&[mr.part(0, 4), mr.part(8, 4)]));
         for id in 1..7 {
             w[end].post(read(id, THERE).from(&[mr.part(0, 8)]));
         }
         w.run();
-        // RFC 5040 §6.1 [read-ord-told] [read-ord-limit]: one more for each that was answered.
+        // RFC 5040 §6.1 [read-ord-told] [read-ord-limit]: each response allows one more request.
         let mut asked: Vec<ReadRequest> = Vec::new();
         for answered in 0..8 {
             for f in w[peer].heard() {
@@ -525,7 +526,7 @@ fn what_has_completed_arrives_though_its_sender_leaves_at_once() {
     });
 }
 
-/// Parts of a Terminate of our own side's failure: no length, no headers.
+/// Whether a Terminate reports a local failure: no length, no headers.
 fn is_local(f: &Fpdu) -> bool {
     let bare = Terminate {
         layer: 0,
@@ -562,7 +563,7 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
             w[end].post(send(3).inline(b"behind"));
             w.run();
             let heard = w[peer].heard();
-            // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: and nothing behind it.
+            // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: nothing is sent after it.
             assert_eq!(heard.len(), 2, "{heard:?}");
             assert_eq!(heard[0].payload(), b"good");
             assert!(is_local(&heard[1]), "{}", heard[1].text());
@@ -577,7 +578,7 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
             );
             assert_eq!(statuses(&w[end].received()), [(9, Status::Flushed)]);
             assert!(w[peer].closed);
-            // RFC 5041 §6.2.1 [ddp-graceful-error]: what is asked for now ends in error.
+            // RFC 5041 §6.2.1 [ddp-graceful-error]: requests that are posted now fail.
             w[end].post(send(4).inline(b"too late"));
             w.run();
             assert_eq!(statuses(&w[end].completed()), [(4, Status::Flushed)]);
@@ -635,7 +636,7 @@ fn a_read_that_cannot_be_answered_completely_is_reported_with_its_remainder() {
         let (terminate, before) = heard.split_last().unwrap();
         let got = payload(&before.iter().collect::<Vec<_>>()).len() as u64;
         assert!(got > 0 && got < len as u64);
-        // RFC 5040 §4.8 [term-rdma-header]: sizes and offsets are where the Read stands.
+        // RFC 5040 §4.8 [term-rdma-header]: the header describes the part of the Read that was not sent.
         let t = terminate.terminate().unwrap();
         assert_eq!((t.layer, t.etype, t.code), (0, 1, 0));
         let left = ReadRequest::parse(&t.read_request.unwrap());

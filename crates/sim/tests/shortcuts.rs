@@ -1,7 +1,7 @@
-//! The shortcuts for short messages do what the general data path does.
+//! The shortcuts for short messages have the same effects as the general data path.
 //!
-//! Each seed is run with the shortcuts and without. Both runs must put the same bytes on the wire, leave the same bytes in
-//! memory, make the same completions and events at the same virtual time, and report the same steps.
+//! Each seed is run with and without the shortcuts. Both runs must put the same bytes on the wire, leave the same
+//! bytes in memory, make the same completions and events at the same virtual time, and report the same steps.
 #![allow(
     clippy::indexing_slicing,
     reason = "a test stops where something is wrong"
@@ -25,7 +25,7 @@ use anywarp_sim::{
     send, send_imm, send_invalidate, write, write_imm,
 };
 
-/// Everything of a run that an application, a peer or an observer can see.
+/// The effects of a run that an application, a peer or an observer can see.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     wire: [Vec<u8>; 2],
@@ -40,7 +40,7 @@ struct Outcome {
 
 const LEN: usize = 100_000;
 
-/// How a run is made.
+/// The parameters of a run.
 #[derive(Clone, Copy)]
 struct How {
     shortcuts: bool,
@@ -51,7 +51,7 @@ struct Run {
     w: World,
     ends: [EndId; 2],
     mrs: [Mr; 2],
-    /// Decides what is posted; the world has its own, for pieces and delays.
+    /// Decides what is posted. The world has a generator for pieces and delays.
     rng: Rng,
     to_anywarp: bool,
     next_id: u64,
@@ -205,7 +205,7 @@ impl Run {
                     self.receive(side);
                 }
             }
-            // The send queue drains, and goes on.
+            // The send queue drains, and is then resumed.
             30 => {
                 let attr = *self.w[end].conn.attr();
                 let to = match self.w[end].conn.state() {
@@ -252,7 +252,7 @@ fn run(seed: u64, how: How) -> Outcome {
     for _ in 0..120 {
         run.step();
     }
-    // What still waits for a receive gets one.
+    // Messages that still wait for a receive get one.
     for side in 0..2 {
         for _ in 0..100 {
             run.receive(side);
@@ -298,7 +298,7 @@ fn a_conversation_is_the_same_with_and_without_shortcuts() {
             .count();
         not_ready += with.counters[0].1 + with.counters[1].1;
     });
-    // The seeds say something: requests succeed, queue pairs fail, peers are not ready.
+    // The runs cover requests that succeed, queue pairs that fail, and peers that are not ready.
     assert!(
         failed > 50 && good > 20_000 && not_ready > 100,
         "{failed} {good} {not_ready}"
@@ -329,7 +329,7 @@ fn an_observer_changes_nothing() {
 
 // ---------------------------------------------------------------------- datagrams
 
-/// Everything of a run between two datagram queue pairs that an application or a peer can see.
+/// The effects of a run between two datagram queue pairs that an application or a peer can see.
 #[derive(Debug, PartialEq)]
 struct DatagramOutcome {
     wire: Vec<TxDatagram>,
@@ -419,7 +419,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
             collect(&mut net);
         }
     }
-    // What still waits for a receive gets one.
+    // Messages that still wait for a receive get one.
     for (side, end) in ends.into_iter().enumerate() {
         for id in 0..80 {
             net[end].recv(2_000 + id, &[mrs[side].part(0, 4_000)]);

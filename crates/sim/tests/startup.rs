@@ -12,7 +12,7 @@ use anywarp_core::llp::mpa::startup::{
 };
 use anywarp_sim::{Rng, each_seed};
 
-/// Shows `bytes` to `handle` as they come, in pieces; `behind` follows them.
+/// Passes `bytes` to `handle` as they arrive, in pieces. `behind` follows them.
 fn arrive<T>(
     rng: &mut Rng,
     bytes: &[u8],
@@ -132,7 +132,7 @@ fn two_ends_agree_whatever_each_of_them_wants() {
                 params
             }
             Progress::NoCommonRtr { params, .. } => {
-                // Only who can send none at all has nothing in common with us.
+                // Only an initiator that can send no form has none in common with the responder.
                 assert_eq!(config.rtr, RtrForms::NONE);
                 assert!(config.peer_to_peer && config.rev == 2);
                 params
@@ -164,7 +164,7 @@ fn two_ends_agree_whatever_each_of_them_wants() {
                 "more reads than the initiator serves"
             );
         }
-        // Between two of ours the mark is seen by exactly those who may.
+        // An anywarp initiator is recognized if and only if its configuration allows it.
         let marked = config.rev == 2 && config.peer_to_peer && config.rtr == RtrForms::ALL;
         let all = marked && limits.known;
         assert_eq!(accepted.peer_may_be_anywarp, all);
@@ -210,8 +210,8 @@ fn a_rejection_arrives_with_its_reason() {
 
 #[test]
 fn damaged_frames_open_nothing_that_both_ends_see_differently_without_an_error() {
-    // A flipped bit may change what is asked for, but never panics, and never makes a machine wait for more than a
-    // frame can have.
+    // An inverted bit may change the request, but never causes a panic, and never makes a machine wait for more bytes
+    // than a frame can have.
     each_seed(3000, |seed| {
         let mut rng = Rng::new(seed);
         let mut initiator = Initiator::new(InitiatorConfig::default()).unwrap();

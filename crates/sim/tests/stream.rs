@@ -9,7 +9,8 @@
 use anywarp_core::llp::mpa::frame::{Piece, TxBatch, mulpdu};
 use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, fetch_add, read, send, write};
 
-/// RFC 5044 §4.3 [mpa-markers-able]: each end may request markers, and gets them, whether or not the other end does.
+/// RFC 5044 §4.3 [mpa-markers-able]: each end may request markers, and gets them, whether or not the other end
+/// requests them.
 #[test]
 fn each_end_gets_the_markers_that_it_asked_for() {
     for (first_wants, second_wants) in [(true, false), (false, true), (true, true)] {
@@ -87,7 +88,7 @@ fn fpdus(batch: &TxBatch) -> Vec<usize> {
     lengths
 }
 
-/// RFC 5044 §5.1 [mpa-emss]: what is cut after the change keeps to the new size, what went before stays as it is.
+/// RFC 5044 §5.1 [mpa-emss]: segments that are cut after the change have the new size.
 #[test]
 fn a_segment_size_that_changes_in_the_middle_of_a_message_is_taken() {
     let setup = Setup {
@@ -114,7 +115,7 @@ fn a_segment_size_that_changes_in_the_middle_of_a_message_is_taken() {
     }
 }
 
-/// RFC 5044 §5.1 [mpa-align]: a batch for a peer that wants FPDUs at the start of TCP segments ends behind each
+/// RFC 5044 §5.1 [mpa-align]: a batch for a peer that requires FPDUs at the start of TCP segments ends after each
 /// message, so that the socket can end the segment there.
 #[test]
 fn an_aligned_batch_holds_one_message() {

@@ -34,7 +34,7 @@ fn every_script_holds() {
     let mut failed = Vec::new();
     for path in &names {
         let text = std::fs::read_to_string(path).unwrap();
-        // Its bytes arrive in twenty different pieces.
+        // The bytes of each script arrive in twenty different divisions.
         let result = std::panic::catch_unwind(|| each_seed(20, |seed| run_script(&text, seed)));
         if result.is_err() {
             failed.push(path.file_name().unwrap().to_owned());

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 /// A run of packet numbers. The end is exclusive.
 pub type Run = (u32, u32);
 
-/// The runs of one packet. Most packets have none, and space for [`Packet::RUNS`] would be moved with each packet.
+/// The runs of one packet. Most packets have none, and space for the largest number would be moved with each packet.
 pub type Runs = SmallVec<[Run; 2]>;
 
 /// The header of a packet.

@@ -17,10 +17,11 @@ use crate::net::socket::local_addr;
 use crate::net::tcp;
 use crate::qp::Manager;
 
-/// How long dialing a closed TCP port is repeated before the connection fails.
+/// How long a connection to a closed TCP port is attempted again before it fails.
 ///
 /// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). The
-/// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is refused
+/// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is
+/// refused after microseconds. See docs/decisions/004.
 /// after microseconds. See docs/decisions/004.
 const RETRY_REFUSED: Duration = Duration::from_millis(400);
 
@@ -60,7 +61,7 @@ impl CmId {
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
             private_data: param.private_data,
-            // A Request that offers all three forms is how two anywarp ends recognize each other.
+            // A Request that offers all three forms identifies an anywarp initiator.
             rtr: match config().framing {
                 Framing::Standard => RtrForms {
                     send: false,
@@ -108,7 +109,8 @@ impl CmId {
             }
             state.startup = None;
             if let Some(local) = local_addr(&opened.fd) {
-                // The identifier keeps a port that the program chose, even if the TCP connection has another local port.
+                // The identifier keeps a port that the program has set, even if the TCP connection has another local
+                // port.
                 let chosen = state.local.filter(|_| state.place.is_some());
                 let port = chosen.map_or_else(|| local.port(), |l| l.port());
                 state.local = Some((local.ip(), port).into());
@@ -136,7 +138,8 @@ impl CmId {
             }
             None => {
                 self.lock().end();
-                // RFC 6581 §9.3 [mpa-local-error]: the peer has an open connection and gets a Terminate.
+                // RFC 6581 §9.3 [mpa-local-error]: the connection of the peer is open already, so the peer gets a
+                // Terminate.
                 let error = PeerError::MpaLocal;
                 tcp::refuse(self.engine, opened.fd, &opened.params, &error);
                 self.push(EventKind::ConnectError, -libc::EINVAL);
@@ -149,7 +152,8 @@ impl CmId {
         {
             let mut state = self.lock();
             if state.phase != Phase::Connecting {
-                // An incoming connection of this listener, for which no connect request was raised: no event.
+                // An incoming connection of this listener, for which no connect request was raised. There is no
+                // event.
                 return;
             }
             if !state

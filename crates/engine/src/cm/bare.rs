@@ -1,9 +1,9 @@
 //! Bare connections: connections for which the program has no queue pair.
 //!
-//! On InfiniBand the connection manager has messages of its own, and some programs (UCX) use only those: they connect with
-//! the number of a queue pair that they never use, exchange addresses as private data, and detect from the end of the
-//! connection that the peer is gone. An MPA connection needs an RDMAP stream at each end. So the identifier makes a queue
-//! pair of its own, which no program can post to and which gives the peer no access.
+//! On InfiniBand the connection manager has its own messages, and some programs (UCX) use only those: they connect
+//! with the number of a queue pair that they never use, exchange addresses as private data, and detect from the end
+//! of the connection that the peer has failed. An MPA connection needs an RDMAP stream at each end. So the identifier
+//! creates a queue pair, to which no program can post and which gives the peer no access.
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -19,18 +19,18 @@ use crate::context::Context;
 use crate::process::PerProcess;
 use crate::qp::RcQp;
 
-/// The context of queue pairs that no program sees. Its events are never read.
+/// The context of queue pairs that no program can access. Its events are never read.
 fn context() -> io::Result<&'static Arc<Context>> {
     static CONTEXT: PerProcess<OnceLock<Arc<Context>>> = PerProcess::new(OnceLock::new);
     let held = CONTEXT.get();
     if held.get().is_none() {
-        // A failure is not stored: a descriptor may be free the next time.
+        // An error is not stored: a descriptor may be free the next time.
         let _another_thread_was_faster = held.set(Context::open()?);
     }
     held.get().ok_or_else(|| os(libc::EMFILE))
 }
 
-/// A queue pair without requests, receives and protection domain.
+/// Creates a queue pair without requests, receives and protection domain.
 fn end() -> io::Result<Arc<RcQp>> {
     let context = context()?;
     RcQp::new(context, None, |qpn| Parts {
@@ -46,7 +46,8 @@ fn end() -> io::Result<Arc<RcQp>> {
 }
 
 impl CmId {
-    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, makes that of a bare connection.
+    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, creates one for a bare
+    /// connection.
     pub(super) fn find_or_make_qp(&self, number: u32) -> io::Result<Option<(Arc<RcQp>, bool)>> {
         let found = self.find_qp(number);
         if found.is_some() || number == 0 {
@@ -63,13 +64,14 @@ impl CmId {
         Ok(Some((made, false)))
     }
 
-    /// Moves the queue pair of a bare connection to state RTS. The passive side does so when it accepts.
+    /// Moves the queue pair of a bare connection to RTS. The passive side does so when it accepts.
     pub(super) fn ready_bare(&self) {
         let Some(qp) = self.lock().bare.clone() else {
             return;
         };
         self.make_ready(&qp, true, 0, 0);
-        // The connection has to survive a short network outage, and programs set no retries because they send no messages.
+        // The connection has to survive a short network outage, but these programs set no retries because they send
+        // no messages.
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 

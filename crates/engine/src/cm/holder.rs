@@ -1,4 +1,5 @@
-//! The port of an identifier in use: its signpost answers questions, and it releases kernel ports that plain sockets want.
+//! The port of an identifier in use: its signpost answers queries, and it releases kernel ports that plain sockets
+//! need.
 
 use std::net::SocketAddr;
 
@@ -13,17 +14,19 @@ use crate::log;
 use crate::net::owner;
 use crate::net::socket::{local_addr, unmapped};
 
-/// Questions answered in one turn of the worker, so that a busy signpost does not delay other sockets.
+/// Queries answered in one turn of the worker, so that a busy signpost does not delay other sockets.
 const QUESTIONS_PER_TURN: usize = 64;
 
-/// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes of this
-/// user and of root may. The kernel drops datagrams from other hosts with a loopback source address, so `from` is genuine.
+/// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes
+/// of this user and of root may. The kernel drops datagrams from other hosts with a loopback source address, so
+/// `from` is genuine.
 fn may_release(from: SocketAddr) -> bool {
     from.ip().is_loopback() && owner::is_udp_of_this_user_or_root(from)
 }
 
 impl CmId {
-    /// The answer to the datagram `question`, or `None` if it is not a question. Both have one length: see `wire::signpost`.
+    /// Returns the answer to the datagram `question`, or `None` if it is not a query. Both have the same length: see
+    /// `wire::signpost`.
     fn answer_to(&self, question: &[u8], from: SocketAddr) -> Option<Message> {
         let me: std::sync::Weak<dyn Holder> = self.me.clone();
         match Message::parse(question)? {
@@ -64,7 +67,7 @@ impl Holder for CmId {
             };
             let state = self.lock();
             if let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) {
-                // If the send buffer is full, the answer is dropped and the peer repeats its question.
+                // If the send buffer is full, the answer is dropped and the peer repeats its query.
                 let _ = rustix::net::sendto(fd, &reply.emit(), SendFlags::NOSIGNAL, &from);
             }
         }
@@ -80,7 +83,7 @@ impl Holder for CmId {
             let place = state.place.as_mut();
             return place.is_some_and(|place| place.move_signpost(wish, own));
         }
-        // Without a signpost, peers find the listener only at the TCP port of its number: it cannot move.
+        // Without a signpost, peers find the listener only at the TCP port of its number, so it must not move.
         let Some(place) = state.place.as_ref().filter(|p| p.signpost().is_some()) else {
             return false;
         };
@@ -100,11 +103,11 @@ impl Holder for CmId {
         match &moved {
             Ok(to) => log!(
                 Info,
-                "cm: a plain socket wants TCP port {number}; the listener moves to {to}"
+                "cm: a plain socket needs TCP port {number}; the listener moves to {to}"
             ),
             Err(e) => log!(
                 Warn,
-                "cm: a plain socket wants TCP port {number}, and the listener cannot move: {e}"
+                "cm: a plain socket needs TCP port {number}, and the listener cannot move: {e}"
             ),
         }
         moved.is_ok()

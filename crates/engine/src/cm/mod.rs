@@ -1,14 +1,14 @@
 //! The connection manager (`rdma_cm(7)`): identifiers that listen, connect, accept, reject and disconnect.
 //!
-//! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram identifiers
-//! in `udp`, and connections without a queue pair of the program in `bare`.
+//! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram
+//! identifiers in `udp`, and connections without a queue pair of the program in `bare`.
 //!
-//! Ports are in `ports` and `holder`. A listener has the TCP port of its number if that is free, and private data is that of
-//! the MPA frame, so that siw and hardware RNICs connect to and from it. Events of an identifier wait in the channel that it
-//! was made with or moved to.
+//! Ports are in `ports` and `holder`. A listener has the TCP port of its number if that is free, and private data is
+//! sent in the MPA frames, so siw and hardware RNICs can connect in both directions. The events of an identifier are
+//! queued in the channel with which it was created, or to which it was moved.
 //!
-//! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without holding locks of their own. Lock order: a
-//! listening identifier first, then the identifier of a connect request that it received.
+//! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without holding their own locks. Lock order:
+//! first a listening identifier, then the identifier of a connect request that it received.
 
 mod active;
 mod bare;
@@ -71,7 +71,7 @@ pub enum EventKind {
     User = 18,
 }
 
-/// A destination of datagrams: the queue pair that a peer's reply names, or a multicast group.
+/// A destination of datagrams: the queue pair in a peer's reply, or a multicast group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
     /// Address and port of its QPN port.
@@ -87,11 +87,11 @@ pub struct Peer {
 pub struct Event {
     /// Its kind.
     pub kind: EventKind,
-    /// The identifier.
+    /// The identifier that the event is for.
     pub id: Arc<CmId>,
     /// For a connect request: the listening identifier.
     pub listener: Option<Arc<CmId>>,
-    /// 0 for success, else a negative errno or a reject reason of the InfiniBand CM.
+    /// 0 for success, otherwise a negative errno or a reject reason of the InfiniBand CM.
     pub status: i32,
     /// Private data of the peer.
     pub private_data: Vec<u8>,
@@ -101,7 +101,7 @@ pub struct Event {
     pub initiator_depth: u8,
     /// For datagrams: the destination.
     pub peer: Option<Peer>,
-    /// The context that the program passed when it joined a group, or the argument of its own event.
+    /// The context that the program passed when it joined a group, or the argument of [`CmId::report`].
     pub context: usize,
 }
 
@@ -121,7 +121,7 @@ pub struct ConnParam {
     pub retry_count: u8,
     /// Retries when the peer has no receive posted.
     pub rnr_retry_count: u8,
-    /// The number of the queue pair, if it was not made with `rdma_create_qp(3)`.
+    /// The number of the queue pair, if it was not created with `rdma_create_qp(3)`.
     pub qp_num: u32,
 }
 
@@ -144,7 +144,7 @@ struct State {
     remote: Option<SocketAddr>,
     /// The port, if the identifier was bound to one.
     place: Option<Place>,
-    /// Address and options that the identifier was bound with.
+    /// Address and options of the bind.
     wish: Option<Wish>,
     /// Reserves the TCP port between bind and listen or connect.
     bound: Option<EngineFd>,
@@ -157,12 +157,13 @@ struct State {
     bare: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
-    /// The outstanding question to the signpost of a datagram peer.
+    /// The outstanding query to the signpost of a datagram peer.
     question: Option<Arc<Question>>,
     requester: Option<Requester>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
-    /// Responder resources and initiator depth for a connect request, from the depths that it names (see [`event_depths`]).
+    /// Responder resources and initiator depth of a connect request, from the depths in the MPA Request (see
+    /// [`event_depths`]).
     offered: (u8, u8),
     reuse: bool,
     v6only: bool,
@@ -170,23 +171,23 @@ struct State {
     destroyed: bool,
 }
 
-/// The sender of a datagram request, which this identifier was made for.
+/// The sender of the datagram request for which this identifier was created.
 #[derive(Debug, Clone)]
 struct Requester {
     request: sidr::RequestId,
     budget: sidr::Budget,
-    /// The identifier whose socket the reply is sent from.
+    /// The identifier whose socket sends the reply.
     listener: Weak<CmId>,
 }
 
 impl State {
-    /// Changes the phase; `EINVAL` if `input` is not allowed in it.
+    /// Changes the phase. Returns `EINVAL` if `input` is not allowed in the present one.
     fn step(&mut self, input: Input) -> io::Result<()> {
         self.phase = self.phase.step(input).ok_or_else(|| os(libc::EINVAL))?;
         Ok(())
     }
 
-    /// `EINVAL` if `input` is not allowed in this phase.
+    /// Returns `EINVAL` if `input` is not allowed in this phase.
     fn allows(&self, input: Input) -> io::Result<()> {
         match self.phase.step(input) {
             Some(_) => Ok(()),
@@ -204,7 +205,7 @@ impl State {
         }
     }
 
-    /// Ends the connection; returns the phase before.
+    /// Ends the connection. Returns the phase before.
     fn end(&mut self) -> Phase {
         std::mem::replace(&mut self.phase, Phase::Over)
     }
@@ -237,7 +238,7 @@ fn os(errno: i32) -> io::Error {
 }
 
 impl CmId {
-    /// A new identifier whose events go to `channel`.
+    /// Creates an identifier whose events are queued in `channel`.
     pub fn new(channel: &Arc<EventChannel>, port_space: PortSpace) -> io::Result<Arc<Self>> {
         Ok(Self::make(engine()?, channel, port_space, Rank::CmId))
     }
@@ -328,12 +329,12 @@ impl CmId {
         Ok(())
     }
 
-    /// The acknowledgement timeout that was set, or the default.
+    /// The acknowledgement timeout that the program set, or the default.
     pub fn ack_timeout(&self) -> u8 {
         self.lock().ack_timeout.unwrap_or(TIMEOUT)
     }
 
-    /// Binds to an address (`rdma_bind_addr(3)`); port 0 takes a free one.
+    /// Binds to an address (`rdma_bind_addr(3)`). Port 0 selects a free port.
     pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
         let mut state = self.lock();
         state.allows(Input::Bind)?;
@@ -347,7 +348,8 @@ impl CmId {
         state.step(Input::Bind)
     }
 
-    /// Binds to the source address of a connection. With port 0 it takes no port of the port space: no peer connects to it.
+    /// Binds to the source address of a connection. With port 0 no port of the port space is reserved, since no peer
+    /// connects to it.
     fn bind_source(&self, from: SocketAddr) -> io::Result<()> {
         if from.port() != 0 {
             return self.bind(from);
@@ -364,7 +366,7 @@ impl CmId {
         state.step(Input::Bind)
     }
 
-    /// Finds the local address for a peer (`rdma_resolve_addr(3)`); the outcome is an event.
+    /// Finds the local address for a peer (`rdma_resolve_addr(3)`). The result is an event.
     pub fn resolve_addr(&self, from: Option<SocketAddr>, to: SocketAddr) -> io::Result<()> {
         if let Some(from) = from
             && self.lock().phase == Phase::Idle
@@ -374,7 +376,7 @@ impl CmId {
         let mut state = self.lock();
         state.allows(Input::ResolveAddr)?;
         let to = unmapped(to);
-        // The wildcard address means this host, as for connect(2).
+        // As for connect(2), the wildcard address means this host.
         let target = match to.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => {
                 SocketAddr::new(Ipv4Addr::LOCALHOST.into(), to.port())
@@ -408,7 +410,7 @@ impl CmId {
         Ok(())
     }
 
-    /// Resolves the route (`rdma_resolve_route(3)`): the kernel's routing has done so already.
+    /// Resolves the route (`rdma_resolve_route(3)`). Nothing is left to do, because the kernel routes packets.
     pub fn resolve_route(&self) -> io::Result<()> {
         let mut state = self.lock();
         state.step(Input::ResolveRoute)?;
@@ -423,7 +425,7 @@ impl CmId {
         self.push_event(|_| {}, kind, status);
     }
 
-    /// Adds an event that is not about a connection, unless the identifier was destroyed.
+    /// Adds an event that does not belong to a connection, unless the identifier was destroyed.
     pub fn report(&self, kind: EventKind, status: i32, argument: usize) {
         self.push_event(|event| event.context = argument, kind, status);
     }
@@ -453,7 +455,7 @@ impl CmId {
         }
     }
 
-    /// Moves the identifier and its waiting events to another channel (`rdma_migrate_id(3)`).
+    /// Moves the identifier and its queued events to another channel (`rdma_migrate_id(3)`).
     pub fn migrate(&self, to: &Arc<EventChannel>) {
         let mut state = self.lock();
         let from = std::mem::replace(&mut state.channel, Arc::clone(to));
@@ -471,7 +473,7 @@ impl CmId {
         });
         for event in moved {
             if event.listener.is_some() {
-                // A request that the program has not received moves with its listener.
+                // A connect request whose event was not read moves with its listener.
                 event.id.lock().channel = Arc::clone(to);
             }
             to.push(event);
@@ -489,13 +491,13 @@ impl CmId {
         state.qp = qp;
     }
 
-    /// Sets the datagram queue pair of this identifier, and the Q_Key that replies name.
+    /// Sets the datagram queue pair of this identifier, and the Q_Key for replies.
     pub fn set_datagram(&self, qp: QueuePair, qkey: u32) {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// The queue pair to connect: the identifier's own, or that of a bare connection, or the one with this number. The flag is
-    /// true for the identifier's own queue pair, whose state the identifier changes.
+    /// Returns the queue pair to connect: that of the identifier, that of a bare connection, or the one with this
+    /// number. The flag is true for that of the identifier, whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();
@@ -509,14 +511,14 @@ impl CmId {
         RcQp::find(number).map(|qp| (qp, false))
     }
 
-    /// Moves the identifier's own queue pair to state RTS, as the kernel does when a connection is established.
+    /// Moves the queue pair of the identifier to RTS when a connection is established, as the kernel does.
     fn make_ready(&self, qp: &RcQp, own: bool, ird: u8, ord: u8) {
         let (param, timeout) = {
             let state = self.lock();
             (state.param.clone(), state.ack_timeout.unwrap_or(TIMEOUT))
         };
         if !own {
-            // The program changes its states (`rdma_init_qp_attr(3)`).
+            // The program changes the states of this queue pair (`rdma_init_qp_attr(3)`).
             return;
         }
         qp.with_attr(|attr| {
@@ -524,8 +526,8 @@ impl CmId {
             attr.timeout = timeout;
             attr.retry_cnt = param.retry_count.min(7);
             attr.rnr_retry = match param.rnr_retry_count {
-                // Most programs that pass 0 did not set the field: iWARP ignores it (rdma_connect(3)). With 0 retries, a message
-                // that arrives before its receive request would end the connection.
+                // Most programs that pass 0 did not set the field: iWARP ignores it (rdma_connect(3)). With 0
+                // retries, a message that arrives before its receive is posted would end the connection.
                 0 => 7,
                 n => n.min(7),
             };
@@ -541,8 +543,8 @@ impl CmId {
     /// The agreed parameters, for `rdma_init_qp_attr(3)`: responder resources, initiator depth, retries, RNR retries.
     pub fn agreed(&self) -> (u8, u8, u8, u8) {
         let state = self.lock();
-        // Before the connection is accepted, these are the values of the peer's request. An MPA Request names no retries:
-        // 7 retries is the maximum, and 7 RNR retries means no limit.
+        // Before the connection is accepted, these are the values of the peer's request. An MPA Request contains no
+        // retries: 7 retries is the maximum, and 7 RNR retries means no limit.
         let (retry, rnr_retry) = match state.phase {
             Phase::Requested => (7, 7),
             _ => (state.param.retry_count, state.param.rnr_retry_count),
@@ -555,8 +557,8 @@ impl CmId {
         )
     }
 
-    /// Pushes an event of an established connection with the depths that the peer named, or else the agreed ones.
-    // RFC 6581 §9.1 [mpa-depths-told]: the event has what the peer named, not what both ends agreed on.
+    /// Adds an event of an established connection, with the depths in the peer's frame, or else the agreed ones.
+    // RFC 6581 §9.1 [mpa-depths-told]: these are the depths in the frame, before the agreement.
     fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>, peer: Option<Depths>) {
         let (ird, ord) = peer.map_or_else(
             || {
@@ -598,7 +600,7 @@ impl CmId {
         Ok(true)
     }
 
-    /// Destroys the identifier and drops its waiting events.
+    /// Destroys the identifier and drops its queued events.
     pub fn destroy(&self) {
         let (bare, listener, startup, phase, channel, pending, udp) = {
             let mut state = self.lock();
@@ -638,7 +640,7 @@ impl CmId {
             let about = |id: &Arc<Self>| std::ptr::eq(Arc::as_ptr(id), self);
             about(&e.id) || e.listener.as_ref().is_some_and(about)
         });
-        // The program does not know of connect requests whose event it has not read, so they are destroyed here.
+        // Connect requests whose event was not read are unknown to the program, so they are destroyed here.
         for child in pending.iter().filter_map(Weak::upgrade) {
             if child.c_object.load(Ordering::Relaxed) == 0 {
                 child.destroy();
@@ -656,8 +658,8 @@ pub fn rights(ird: u8) -> Access {
     }
 }
 
-/// Responder resources and initiator depth of an event, from depths that the peer named: its outbound is our inbound depth
-/// and the other way round.
+/// Returns responder resources and initiator depth of an event, from the depths in the peer's frame: the peer's
+/// outbound depth is the inbound depth of this end, and vice versa.
 fn event_depths(peer: Depths) -> (u8, u8) {
     let limit = |n: u16| {
         u8::try_from(n)
@@ -686,7 +688,7 @@ impl DeviceListener for CmId {
         let startup = {
             let mut state = self.lock();
             if matches!(state.phase, Phase::Idle | Phase::Bound) {
-                // Not bound to the device yet.
+                // The identifier is not bound to the device yet.
                 return;
             }
             state.end();
@@ -703,8 +705,8 @@ impl DeviceListener for CmId {
 }
 
 impl gids::Listener for CmId {
-    /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the local address has moved to another interface, as with bonding. The program may
-    /// want to connect again.
+    /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the local address has moved to another interface, as with bonding, so
+    /// that the program can connect again.
     fn port_changed(&self, news: &gids::News) {
         let affected = {
             let state = self.lock();

@@ -21,15 +21,15 @@ use crate::net::socket::local_addr;
 use crate::qp::Manager;
 use crate::reactor::{Source, Token};
 
-/// Minimum backlog passed to `listen(2)`, whatever the program passes to `rdma_listen(3)`.
+/// Minimum backlog passed to `listen(2)`, if the program passes less to `rdma_listen(3)`.
 const KERNEL_BACKLOG: i32 = 512;
 
 impl State {
-    /// Listens on the TCP port that is bound, or on any other if a plain socket has it.
+    /// Listens on the bound TCP port, or on another one if a plain socket has it.
     fn open_listener(&mut self, engine: &'static Engine, id: &Weak<CmId>) -> io::Result<()> {
         let wish = self.wish.ok_or_else(|| os(libc::EINVAL))?;
-        // The program's backlog bounds the connect requests that it has not answered. The kernel's queue holds all new
-        // connections, and a peer that finds it full retries only after a second.
+        // The program's backlog limits the connect requests that it has not answered. The kernel's queue contains all
+        // new connections, and a peer that finds it full retries only after a second.
         let backlog = i32::try_from(self.backlog)
             .unwrap_or(i32::MAX)
             .max(KERNEL_BACKLOG);
@@ -37,13 +37,13 @@ impl State {
         let at_port = match &self.bound {
             Some(fd) => match listen(fd) {
                 Ok(()) => true,
-                // A plain socket was bound to this port too, while neither listened, and called listen(2) first.
+                // A plain socket was bound to this port as well, before either listened, and called listen(2) first.
                 Err(Errno::ADDRINUSE) => false,
                 Err(e) => return Err(e.into()),
             },
             None => false,
         };
-        // Until the identifier listens, it stays bound: after a failure the program may try again.
+        // The identifier stays bound until it listens, so that the program may try again after a failure.
         if !at_port {
             let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
             listen(&fd)?;
@@ -57,14 +57,14 @@ impl State {
         Ok(())
     }
 
-    /// Has the engine watch a listening socket, and lets peers find it.
+    /// Watches a listening socket, and lets peers find it.
     fn watch_listener(
         &self,
         engine: &'static Engine,
         id: &Weak<CmId>,
         fd: &EngineFd,
     ) -> io::Result<Token> {
-        // A peer that connects from here on is accepted when the identifier is unlocked.
+        // A connection that arrives from here on is accepted when the identifier is unlocked.
         let source = Arc::new(ListenSource(id.clone()));
         let token = engine.add(source, fd.get(), false)?;
         if let Some(place) = &self.place {
@@ -203,11 +203,11 @@ impl CmId {
         startup.reject(private_data)
     }
 
-    /// Establishes an accepted connection and raises its event: it works in both directions.
+    /// Establishes an accepted connection, which works in both directions, and raises its event.
     pub(super) fn established(&self) {
         {
             let mut state = self.lock();
-            // The active side is established by the MPA Reply, in `handle_opened`.
+            // On the active side, `handle_opened` establishes the connection when the MPA Reply arrives.
             if state.phase != Phase::Accepting || state.step(Input::Established).is_err() {
                 return;
             }
@@ -215,9 +215,11 @@ impl CmId {
         self.push_agreed(EventKind::Established, Vec::new(), None);
     }
 
-    /// Pushes a connect request with the identifier `child` that was made for it. False if the listener is being destroyed.
+    /// Adds a connect request with the identifier `child` that was created for it. Returns false if the listener is
+    /// being destroyed.
     ///
-    /// The listener stays locked until the event is in the channel, so that `destroy` either precedes the event or removes it.
+    /// The listener stays locked until the event is in the channel, so that `destroy` either precedes the event or
+    /// removes it.
     pub(super) fn offer(&self, child: &Arc<Self>, fill: impl FnOnce(&mut Event)) -> bool {
         let Some(me) = self.me.upgrade() else {
             return false;
@@ -239,7 +241,8 @@ impl CmId {
         true
     }
 
-    /// Handles the MPA Request of an incoming connection: makes an identifier for it and raises the connect request.
+    /// Handles the MPA Request of an incoming connection: creates an identifier for it and raises the connect
+    /// request.
     pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
         let (channel, full, port) = {
             let mut state = self.lock();

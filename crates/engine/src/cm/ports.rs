@@ -1,12 +1,14 @@
 //! The port spaces of rdma_cm.
 //!
-//! As on InfiniBand and RoCE, a port of an identifier has nothing to do with the kernel's port of the same number: a program
-//! may have both, and so may two programs. What makes a port taken is its signpost, a UDP socket at one of two places that
-//! follow from space and number ([`Port::places`]). A peer asks the signpost where the listener is.
+//! As on InfiniBand and RoCE, a port of an identifier is independent of the kernel's port of the same number: a
+//! program may have both, and two programs may have one each. A port is taken if it has a signpost, a UDP socket at
+//! one of two places that follow from space and number ([`Port::places`]). A peer asks the signpost for the port of
+//! the listener.
 //!
-//! A listener of reliable connections also has the TCP port of its number, if nothing else has it, because iWARP peers know
-//! no signposts. It moves to another TCP port when a plain socket wants that one ([`make_room`], called by the `bind` of
-//! libibverbs). A listener of datagrams never has the UDP port of its number: its peers all ask.
+//! A listener of reliable connections also has the TCP port of its number, if that is free, because standard iWARP
+//! peers do not use signposts. It moves to another TCP port when a plain socket needs that one ([`make_room`], called
+//! by the `bind` function of libibverbs). A listener of datagrams never has the UDP port of its number, because all
+//! its peers use the signpost.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -31,11 +33,12 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Port numbers tried until one is free in the kernel and in the port space, and has a place for a signpost.
+/// Number of ports tried until one is free in the kernel and in the port space, and has a place for a signpost.
 const TRIES: u32 = 64;
-/// How long port numbers are tried. Each place that is taken by a socket that does not answer costs 100 ms.
+/// How long ports are tried. Each place that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);
-/// Maximum number of this host's addresses at which other processes are asked about a port, for a bind to all addresses.
+/// Largest number of this host's addresses at which other processes are queried about a port, for a bind to all
+/// addresses.
 const ADDRESSES_MAX: usize = 32;
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -53,10 +56,10 @@ pub enum PortSpace {
 
 /// An owner of a port: an identifier.
 pub(super) trait Holder: Send + Sync {
-    /// Answers the questions that have arrived at the signpost.
+    /// Answers the queries that have arrived at the signpost.
     fn answer_questions(&self);
-    /// Releases a port of the kernel for a plain socket: the TCP port `number`, or the signpost's UDP port `number`. Returns
-    /// true if the identifier had the port and has released it.
+    /// Releases a port of the kernel for a plain socket: the TCP port `number`, or the signpost's UDP port `number`.
+    /// Returns true if the identifier has released the port, and false if it did not have it.
     fn leave(&self, kind: SocketType, number: u16) -> bool;
 }
 
@@ -64,8 +67,9 @@ pub(super) trait Holder: Send + Sync {
 static TAKEN: PerProcess<Mutex<Vec<Taken>>> =
     PerProcess::new(|| Mutex::new(Rank::CmPorts, Vec::new()));
 
-/// The TCP ports at which listeners of this process are or were: bit `n % 64` of word `n / 64`. Their connections go on after
-/// the listener has moved, and a plain socket can share a port with them only if both allow it (`SO_REUSEADDR`).
+/// The TCP ports on which listeners of this process listen or have listened: bit `n % 64` of word `n / 64`. Their
+/// connections continue after the listener has moved, and a plain socket can share a port with them only if both
+/// allow it (`SO_REUSEADDR`).
 static HAD: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
 
 fn had(port: u16) -> Option<(&'static AtomicU64, u64)> {
@@ -85,13 +89,13 @@ struct Taken {
     reuse: bool,
     /// The UDP port of the signpost.
     place: Option<u16>,
-    /// The TCP port that is bound, or listens.
+    /// The TCP port that is bound or listening.
     tcp: Option<u16>,
-    /// The kernel's port that peers connect to or send requests to, once the identifier listens.
+    /// The kernel's port that peers connect to or send requests to. Set when the identifier listens.
     listening: Option<u16>,
 }
 
-/// The addresses that a socket takes.
+/// The addresses that a bound socket uses.
 #[derive(Debug, Clone, Copy)]
 struct Address {
     ip: IpAddr,
@@ -99,7 +103,7 @@ struct Address {
 }
 
 impl Address {
-    /// Whether two sockets with these addresses cannot have one port.
+    /// Whether two sockets with these addresses cannot have the same port.
     fn conflicts(self, other: Self) -> bool {
         let takes_all = |a: Self, b: Self| {
             a.ip.is_unspecified()
@@ -109,7 +113,7 @@ impl Address {
     }
 }
 
-/// The port of an identifier, which is free again when this is dropped.
+/// The port of an identifier, which is released when this is dropped.
 pub(super) struct Place {
     engine: &'static Engine,
     id: Weak<dyn Holder>,
@@ -174,10 +178,10 @@ impl Wish {
         Ok(fd)
     }
 
-    /// A TCP socket on a port of the kernel, to listen or connect; `None` if another socket has the port.
+    /// A TCP socket on a port of the kernel, to listen or connect. `None` if another socket has the port.
     pub(super) fn stream(self, port: u16) -> io::Result<Option<EngineFd>> {
         let fd = self.socket(SocketType::STREAM)?;
-        // As most servers do, so that a restarted program can bind while old connections are in TIME-WAIT.
+        // Most servers set this, so that a restarted program can bind while old connections are in TIME-WAIT.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         match self.bind(&fd, port) {
             Ok(()) => Ok(Some(fd)),
@@ -209,7 +213,7 @@ pub(super) struct Bound {
     pub(super) tcp: Option<EngineFd>,
 }
 
-/// Takes a port for `id`; number 0 takes a free one.
+/// Reserves a port for `id`. Number 0 selects a free one.
 pub(super) fn take(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
@@ -226,7 +230,7 @@ pub(super) fn take(
     let mut left = TRIES;
     loop {
         left -= 1;
-        // The kernel finds a number that no socket of this kind has.
+        // The kernel selects a number that no socket of this kind has.
         let fd = if wish.is_stream() {
             wish.stream(0)?.ok_or(Errno::ADDRINUSE)?
         } else {
@@ -246,7 +250,7 @@ pub(super) fn take(
     }
 }
 
-/// Reserves the port `local`: in the list of this process, and with a signpost.
+/// Reserves the port `local` in the list of this process, with a signpost.
 fn reserve(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
@@ -258,7 +262,7 @@ fn reserve(
     let mut place = enter(engine, id, wish, port, tcp.as_ref().map(|_| local.port()))?;
     match put_up(wish, port, None)? {
         Some(signpost) => place.attach(signpost)?,
-        // No peer could find a listener without a signpost and without the TCP port of its number.
+        // A listener with neither a signpost nor the TCP port of its number could not be found by peers.
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
@@ -269,7 +273,7 @@ fn reserve(
     Ok(Bound { local, place, tcp })
 }
 
-/// Puts a port into the list; `EADDRINUSE` if an identifier of this process has it.
+/// Adds a port to the list. `EADDRINUSE` if an identifier of this process has it.
 fn enter(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
@@ -300,11 +304,11 @@ fn enter(
     })
 }
 
-/// A socket at the first place of `port` that is free and is not `except`; `None` if there is none. `EADDRINUSE` if another
-/// process has the port.
+/// Binds a socket to the first place of `port` that is free and is not `except`. `None` if there is none.
+/// `EADDRINUSE` if another process has the port.
 fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<EngineFd>> {
     let address = wish.address();
-    // Signposts of this process need no question.
+    // Signposts of this process need no query.
     let own: Vec<u16> = {
         let taken = TAKEN.get().lock();
         let near = taken.iter().filter(|t| t.address.conflicts(address));
@@ -319,7 +323,7 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
     let [first, second] = port.places();
     if except != Some(first) {
         match at_place(wish, first)? {
-            // A listener that found the first place taken stays at the second one when the first becomes free.
+            // A listener that found the first place taken stays at the second one, even when the first becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
                 // The second place can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
                 let shared = wish.reuse.then(|| at_place(wish, second)).transpose()?;
@@ -343,12 +347,12 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
     Ok(None)
 }
 
-/// A socket at the UDP port `place`; `None` if another socket has it.
+/// A socket at the UDP port `place`. `None` if another socket has it.
 fn at_place(wish: Wish, place: u16) -> io::Result<Option<EngineFd>> {
     let fd = wish.socket(SocketType::DGRAM)?;
     if wish.reuse {
-        // SO_REUSEPORT admits sockets of one user only. With SO_REUSEADDR, any user could bind to the place and receive its
-        // questions.
+        // SO_REUSEPORT permits sharing among sockets of one user only. With SO_REUSEADDR, any user could bind to the
+        // place and receive its queries.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
     }
     match wish.bind(&fd, place) {
@@ -369,8 +373,8 @@ fn log_taken(port: Port, place: u16, own: &[u16]) {
 }
 
 impl Place {
-    /// Enters that the identifier listens at the kernel's port `at`. `EADDRINUSE` if another identifier of this process listens
-    /// at this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR`.
+    /// Records that the identifier listens on the kernel's port `at`. `EADDRINUSE` if another identifier of this
+    /// process listens on this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR`.
     pub(super) fn listen(&self, at: u16, tcp: bool) -> io::Result<()> {
         let mut taken = TAKEN.get().lock();
         let Some(mine) = taken.iter().position(|t| t.id.ptr_eq(&self.id)) else {
@@ -399,7 +403,7 @@ impl Place {
         Ok(())
     }
 
-    /// Enters that the identifier no longer has the kernel's TCP port of its number.
+    /// Records that the identifier no longer has the kernel's TCP port of its number.
     pub(super) fn left_tcp(&self) {
         let mut taken = TAKEN.get().lock();
         if let Some(t) = taken.iter_mut().find(|t| t.id.ptr_eq(&self.id)) {
@@ -407,7 +411,7 @@ impl Place {
         }
     }
 
-    /// Makes `fd` the signpost, and closes the signpost before it.
+    /// Makes `fd` the signpost, and closes the previous one.
     fn attach(&mut self, fd: EngineFd) -> io::Result<()> {
         let source = Arc::new(Signpost(self.id.clone()));
         let token = self.engine.add(source, fd.get(), false)?;
@@ -425,7 +429,8 @@ impl Place {
         Ok(())
     }
 
-    /// Moves the signpost to its other place, because a plain socket wants the present one. Returns true if it has moved.
+    /// Moves the signpost to its other place, because a plain socket needs the present one. Returns true if it has
+    /// moved.
     pub(super) fn move_signpost(&mut self, wish: Wish, number: u16) -> bool {
         let Some((old, _)) = &self.signpost else {
             return false;
@@ -448,7 +453,7 @@ fn own_alone(signpost: &EngineFd) {
     set_option(signpost.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
 }
 
-/// The answer of the signpost of `id` to a question about `port`.
+/// Returns the answer of the signpost of `id` to a query about `port`.
 pub(super) fn answer(id: &Weak<dyn Holder>, port: Port) -> Status {
     let taken = TAKEN.get().lock();
     let Some(here) = taken.iter().find(|t| t.id.ptr_eq(id)) else {
@@ -479,8 +484,8 @@ impl Source for Signpost {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// Releases the kernel's port `number` from the identifiers of this process that have it. Returns true if one of them has
-/// released it. `at` is the address that a plain socket wants, or `None` for any.
+/// Releases the kernel's port `number` from the identifiers of this process that have it. Returns true if one of them
+/// has released it. `at` is the address that a plain socket needs, or `None` for any.
 fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     let ids: Vec<Arc<dyn Holder>> = {
         let taken = TAKEN.get().lock();
@@ -501,15 +506,15 @@ fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     left
 }
 
-/// Releases the TCP port `number` for a plain socket of another process. Returns true if no listener has it now. Connections
-/// may still use it, so the plain socket may need `SO_REUSEADDR`.
+/// Releases the TCP port `number` for a plain socket of another process. Returns true if no listener has it now.
+/// Connections may still use it, so the plain socket may need `SO_REUSEADDR`.
 pub(super) fn release_to_process(number: u16) -> bool {
     release(SocketType::STREAM, number, None) || was_ours(number)
 }
 
-/// Makes listeners of rdma_cm, in this process or another one of this host, release a port that a plain socket of the program
-/// could not bind to. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because connections of the
-/// listener go on after it has moved.
+/// Makes listeners of rdma_cm, in this process or another one of this host, release a port to which the program could
+/// not bind a plain socket. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because
+/// connections of the listener continue after it has moved.
 pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     let to = unmapped(to);
     if to.port() == 0 {
@@ -537,7 +542,8 @@ pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     release_elsewhere(ports, &reached_by(at, to)) || has_engine && was_ours(to.port())
 }
 
-/// Addresses of this host that together reach every socket whose address conflicts with `at`, the address of `to`.
+/// Returns addresses of this host that together reach every socket whose address conflicts with `at`, the address of
+/// `to`.
 fn reached_by(at: Address, to: SocketAddr) -> Vec<SocketAddr> {
     if !at.ip.is_unspecified() {
         return vec![to];

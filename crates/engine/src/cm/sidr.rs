@@ -9,14 +9,14 @@ use crate::reactor::Token;
 
 /// Pause before a request is sent again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of times a request is sent before it fails: every 100 ms for five seconds.
+/// Number of times that a request is sent before it fails: every 100 ms for five seconds.
 const TRIES: u32 = 50;
 /// Replies that a listener keeps to answer repeated requests.
 const REPLIES_MAX: usize = 256;
 /// Bytes of the IPv4 and UDP headers in front of each message.
 const HEADER_BYTES: usize = 28;
-/// Maximum number of bytes sent to a requester for each byte received from it. The requester's address is not verified and
-/// may be that of a victim (compare RFC 9000 §8.1).
+/// Largest number of bytes sent to a requester for each byte received from it. The requester's address is not
+/// verified and may be forged (compare RFC 9000 §8.1).
 const AMPLIFICATION_MAX: usize = 3;
 /// Status of a reply that rejects a request.
 pub(super) const REJECT: u8 = 2;
@@ -25,7 +25,7 @@ pub(super) const REJECT: u8 = 2;
 pub(super) struct Endpoint {
     pub(super) fd: EngineFd,
     pub(super) token: Token,
-    /// UDP address of the passive side's listener, once the signpost has answered.
+    /// UDP address of the passive side's listener. Set when the signpost has answered.
     pub(super) to: Option<SocketAddr>,
     /// The request of the active side.
     pub(super) request: Option<Outstanding>,
@@ -80,7 +80,8 @@ impl Endpoint {
     /// Sends the outstanding request.
     pub(super) fn send_now(&self) {
         if let (Some(request), Some(to)) = (&self.request, self.to) {
-            // Errors (a full send buffer, a peer that no longer listens) are ignored: the next try may succeed.
+            // Errors (a full send buffer, a peer that does not listen any more) are ignored: the next try may
+            // succeed.
             let _ = self.fd.send_to(&request.bytes, to);
         }
     }
@@ -128,7 +129,7 @@ impl Reply {
     }
 }
 
-/// Numbers of bytes received from a requester and sent to it.
+/// Bytes received from a requester, and sent to it.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Budget {
     received: usize,

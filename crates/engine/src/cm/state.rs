@@ -21,7 +21,7 @@
 ///  any state: End -> Over
 /// ```
 ///
-/// A listening identifier stays `Listening`: each request makes a new identifier.
+/// A listening identifier stays `Listening`: each request creates a new identifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
     Idle,
@@ -36,7 +36,7 @@ pub(super) enum Phase {
     Over,
 }
 
-/// What changes the state of an identifier.
+/// An input that changes the state of an identifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Input {
     /// `rdma_bind_addr(3)`.
@@ -49,7 +49,7 @@ pub(super) enum Input {
     Connect,
     /// `rdma_listen(3)`.
     Listen,
-    /// A connect request arrived, for which this identifier was made.
+    /// A connect request arrived, for which this identifier was created.
     Request,
     /// `rdma_accept(3)` of a connection.
     Accept,

@@ -1,7 +1,7 @@
 //! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side asks the signpost of the port for the listener's UDP port, and repeats its request to that port until a
-//! reply arrives. The reply names a queue pair and its Q_Key. Multicast groups are joined here too.
+//! The active side asks the signpost of the port for the listener's UDP port, and sends its request to that port
+//! until a reply arrives. The reply contains a queue pair number and its Q_Key. Multicast groups are joined here too.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -27,7 +27,7 @@ use crate::reactor::Source;
 
 /// Datagrams received in one turn of the worker, so that a busy socket does not delay others.
 const TURN_DATAGRAMS: usize = 64;
-/// Q_Key of queue pairs that belong to identifiers, as every rdma_cm uses it (`RDMA_UDP_QKEY`).
+/// Q_Key of queue pairs that belong to identifiers. All implementations of rdma_cm use this value (`RDMA_UDP_QKEY`).
 const UDP_QKEY: u32 = 0x0123_4567;
 
 /// The UDP socket of an identifier.
@@ -90,7 +90,7 @@ impl CmId {
         if let Some(local) = state.local {
             rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
         }
-        // The identifier keeps a port that the program chose, even if the request is sent from another UDP port.
+        // The identifier keeps a port that the program has set, even if the request is sent from another UDP port.
         if let (None, Some(local)) = (&state.place, socket::local_addr(&fd)) {
             let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
             state.local = Some(SocketAddr::new(ip, local.port()));
@@ -140,7 +140,7 @@ impl CmId {
         self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
     }
 
-    /// Asks the peer's signpost for the listener's UDP port, unless a question is outstanding.
+    /// Asks the peer's signpost for the listener's UDP port, unless a query is outstanding.
     fn find_listener(&self, remote: SocketAddr) {
         let port = Port {
             space: self.port_space as u16,
@@ -163,12 +163,13 @@ impl CmId {
                 self.listener_found(remote, location);
             }
             Ok(Asked::Waiting(question)) => state.question = Some(question),
-            // Out of descriptors or table entries: the next try of the request asks again.
+            // Out of descriptors or table entries: the next try of the request repeats the query.
             Err(_) => {}
         }
     }
 
-    /// Sends the request to the port that the signpost named. Without an answer, the next try of the request asks again.
+    /// Sends the request to the port in the signpost's answer. Without an answer, the next try of the request repeats
+    /// the query.
     fn listener_found(&self, remote: SocketAddr, location: Location) {
         let Location::At(port) = location else { return };
         let mut state = self.lock();
@@ -202,7 +203,7 @@ impl CmId {
         }
     }
 
-    /// Handles a request of `bytes` bytes: answers a repeated one, and makes an identifier for a new one.
+    /// Handles a request of `bytes` bytes: answers a repeated one, and creates an identifier for a new one.
     fn handle_udp_request(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
         let received = RequestId {
             from,
@@ -228,7 +229,8 @@ impl CmId {
                 requester.map(|r| r.budget.received(bytes)).is_some()
             });
             if known || state.pending.len() >= state.backlog {
-                // The program has not answered this request yet, or the backlog is full: the requester tries again.
+                // The program has not answered this request yet, or the backlog is full: the requester will try
+                // again.
                 return;
             }
             Arc::clone(&state.channel)
@@ -257,7 +259,7 @@ impl CmId {
         let _ = self.offer(&child, |e| e.private_data = request.private_data);
     }
 
-    /// Accepts or rejects the request that this identifier was made for.
+    /// Accepts or rejects the request for which this identifier was created.
     pub(super) fn reply(&self, accept: bool, private_data: &[u8]) -> io::Result<()> {
         if private_data.len() > CM_PRIVATE_DATA {
             return Err(os(libc::EINVAL));
@@ -271,7 +273,7 @@ impl CmId {
                 .listener
                 .upgrade()
         };
-        // Without the listener there is no socket to answer from, and the request stays as it is.
+        // Without the listener there is no socket to answer from, and the request stays unanswered.
         let listener = listener.ok_or_else(|| os(libc::ENOTCONN))?;
         let mut listening = listener.lock();
         let endpoint = listening.udp.as_mut().ok_or_else(|| os(libc::ENOTCONN))?;
@@ -351,7 +353,7 @@ impl CmId {
 
     // ------------------------------------------------------------------ groups
 
-    /// Joins a multicast group (`rdma_join_multicast(3)`); the outcome is an event. `context` comes back in it.
+    /// Joins a multicast group (`rdma_join_multicast(3)`). The result is an event, which contains `context`.
     pub fn join(&self, group: IpAddr, context: usize) -> io::Result<()> {
         let (qp, qkey) = self
             .lock()

@@ -1,9 +1,9 @@
 //! Half-open connections: accepted TCP connections whose MPA Request has not arrived.
 //!
-//! Any host can connect to a listening port. The number of half-open connections is limited for all listeners of the process
-//! together, and each may last for [`REQUEST_TIMEOUT`]. At the limit, a new connection closes the oldest one, so that silent
-//! connections do not block others. When the process is out of descriptors, the listener pauses, because epoll would report
-//! it as readable over and over.
+//! Any host can connect to a listening port. The number of half-open connections is limited for all listeners of the
+//! process together, and each may last for [`REQUEST_TIMEOUT`]. At the limit, a new connection closes the oldest one,
+//! so that silent connections do not block others. When the process is out of descriptors, the listener pauses,
+//! because epoll would report it as readable again and again.
 //!
 //! [`REQUEST_TIMEOUT`]: crate::connect::startup::REQUEST_TIMEOUT
 
@@ -41,7 +41,8 @@ static HALF_OPEN: PerProcess<HalfOpen> =
     PerProcess::new(|| HalfOpen(Mutex::new(Rank::HalfOpen, VecDeque::new())));
 
 impl HalfOpen {
-    /// Makes room for one more connection of at most `max`. Returns the connection to close for it, if one must be.
+    /// Makes room for one more connection if there are `max` already. Returns the connection that has to be closed
+    /// for it.
     fn make_room(&self, max: usize) -> Option<Arc<Startup>> {
         let mut all = self.0.lock();
         if all.len() < max {
@@ -59,7 +60,7 @@ impl HalfOpen {
     }
 }
 
-/// Accepts the connections that wait at a listener, for `owner`.
+/// Accepts the connections that are queued at a listener, for `owner`.
 pub(crate) fn accept(
     engine: &'static Engine,
     listener: &EngineFd,

@@ -1,4 +1,4 @@
-//! Connections before a queue pair owns them, and the ports at which they arrive.
+//! Connections that no queue pair owns yet, and the ports at which they arrive.
 
 pub mod half_open;
 pub mod qpn_port;

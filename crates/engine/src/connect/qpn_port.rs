@@ -1,7 +1,8 @@
-//! QPN ports: a TCP listener and a UDP socket with one number, which make queue pair numbers unique on the host.
+//! QPN ports: a TCP listener and a UDP socket with the same port number, which make queue pair numbers unique on the
+//! host.
 //!
-//! A queue pair number is `port << 8 | index`. The kernel hands out ports, so no two processes of a host can have the
-//! same number, and a peer that knows address and number knows where to connect or send to.
+//! A queue pair number is `port << 8 | index`. The kernel assigns ports, so two processes of a host cannot have the
+//! same number. A peer that knows address and number of a queue pair knows where to connect or send to.
 
 use std::io;
 use std::sync::{Arc, OnceLock, Weak};
@@ -33,7 +34,7 @@ const TRIES: u32 = 64;
 static PORTS: PerProcess<Mutex<Vec<Weak<Port>>>> =
     PerProcess::new(|| Mutex::new(Rank::Ports, Vec::new()));
 
-/// Takes a connection for queue pair `target` from queue pair `source`; false if there is no such target.
+/// Passes a connection from queue pair `source` to queue pair `target`. Returns false if there is no such target.
 type Incoming = fn(target: u32, startup: &Arc<Startup>, source: u32) -> bool;
 
 static INCOMING: OnceLock<Incoming> = OnceLock::new();
@@ -74,7 +75,7 @@ fn none_left() -> io::Error {
 }
 
 impl Port {
-    /// Allocates a queue pair number, on a port with a free number or on a new port.
+    /// Allocates a queue pair number, on a port with a free index or on a new port.
     pub fn allocate(engine: &'static Engine) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
@@ -90,7 +91,7 @@ impl Port {
         Ok((port, qpn))
     }
 
-    /// Allocates the first queue pair number of the port `number`, so that a peer that knows the port knows it too.
+    /// Allocates the first queue pair number of the port `number`, so that a peer can derive it from the port.
     pub fn allocate_at(engine: &'static Engine, number: u16) -> io::Result<(Arc<Self>, u32)> {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
@@ -161,7 +162,7 @@ impl Port {
     /// Allocates a queue pair number of this port; `None` if all are in use.
     pub(crate) fn take_index(&self) -> Option<u32> {
         let mut state = self.lock();
-        // RFC 5042 §5.1.1 [sec-number-guess]: the next number does not follow from the ones before.
+        // RFC 5042 §5.1.1 [sec-number-guess]: the next number cannot be derived from earlier ones.
         let [first, ..] = random_u32().to_ne_bytes();
         for n in 0..=255 {
             let index = first.wrapping_add(n);
@@ -217,7 +218,7 @@ impl Source for Acceptor {
 
 /// Passes connections from other queue pairs to their targets.
 struct PortOwner {
-    /// A port stays open while connections to it start up.
+    /// Keeps the port open while connections to it start up.
     _port: Arc<Port>,
 }
 
@@ -262,7 +263,7 @@ mod tests {
         }
         let numbers: Vec<u32> = held.iter().map(|(_, n)| *n).collect();
         let follows = numbers.windows(2).filter(|w| w[1] == w[0] + 1).count();
-        // One in 256 follows by chance, and somewhat more as the port fills.
+        // One in 256 follows by chance, and more as the port fills.
         assert!(
             follows < 12,
             "{follows} of 64 numbers follow the one before"

@@ -1,12 +1,14 @@
-//! Questions to the signposts of other processes: where the listener of a port of rdma_cm is.
+//! Queries to the signposts of other processes, for the listener of an rdma_cm port.
 //!
-//! The end that connects asks both places that a signpost can be at ([`Port::places`]). A listener takes the first place unless
-//! something has it, so an answer from the second one counts only when the first refuses, is the signpost of another port, or
-//! has not answered for a while: a program that takes the second place of a port that is in use leads no peer astray.
+//! The end that connects queries both places of a signpost ([`Port::places`]). A listener uses the first place unless
+//! it is taken. So an answer from the second place counts only if the first one refuses, is the signpost of another
+//! port, or has not answered for a while. Otherwise a program could mislead peers by binding the second place of a
+//! port that is in use.
 //!
-//! On one host the answer, or the refusal of a place without a socket, is there before the call returns, unless the listener
-//! sleeps. When both places refuse, there is no signpost, and the TCP port of that number itself is meant, as for every iWARP peer. Nothing is sent to that
-//! port before this is known: a service that is no RDMA may be there. See docs/decisions/026.
+//! On one host the answer, or the refusal of a place without a socket, is there before the call returns, unless the
+//! listener sleeps. If both places refuse, there is no signpost, and the listener is on the TCP port of that number,
+//! as with standard iWARP. Nothing is sent to that port before this is known, because it may belong to a service that
+//! does not use RDMA. See docs/decisions/026.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,7 +29,7 @@ use crate::random::random_u64;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{set_option, wait_readable};
 
-/// When the question is sent, counted from the first time; after the last of them it counts as unanswered.
+/// When the query is sent, counted from the first time. After the last time it counts as unanswered.
 const SENT_AT: [Duration; 5] = [
     Duration::ZERO,
     Duration::from_millis(30),
@@ -35,34 +37,35 @@ const SENT_AT: [Duration; 5] = [
     Duration::from_millis(200),
     Duration::from_millis(400),
 ];
-/// Datagrams and errors that are taken from the socket of a question in one call.
+/// Largest number of datagrams and errors that are received from the socket of a query in one call.
 const RECEIVES_MAX: usize = 16;
-/// How long a process of this host has for an answer to a call that waits for it.
+/// How long a call that waits for an answer waits for another process of this host.
 const LOCAL_PATIENCE: Duration = Duration::from_millis(100);
-/// A wait for several answers waits for the first of them; the sockets of the others are read at this interval.
+/// A call that waits for several answers sleeps on the socket of the first one, and reads the others at this
+/// interval.
 const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
-/// How long a port that turned out to be an iWARP listener is not asked about, when asking it means waiting.
+/// How long a port that was found to be a standard iWARP listener is not queried, if the query would cause a wait.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
-/// Such ports that are remembered.
+/// Largest number of such ports that are stored.
 const SILENT_MAX: usize = 64;
 
-/// Where a listener is.
+/// The location of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Location {
-    /// At this TCP or UDP port.
+    /// On this TCP or UDP port.
     At(u16),
-    /// The port is taken by a program that does not listen yet.
+    /// The port is bound by a program that does not listen yet.
     NotListening,
-    /// There is no signpost: the listener, if there is one, is at the port that was asked for.
+    /// There is no signpost: the listener, if there is one, is on the kernel's port of the same number.
     SamePort,
-    /// No answer came, perhaps because the network drops the questions. The connection is tried as for
+    /// No answer arrived, perhaps because the network drops the queries. The connection is tried as for
     /// [`Location::SamePort`].
     Unanswered,
 }
 
 /// The result of [`ask`].
 pub(crate) enum Asked {
-    /// The answer was there at once.
+    /// The answer has arrived already.
     Known(Location),
     /// `done` is called with the answer.
     Waiting(Arc<Question>),
@@ -70,7 +73,7 @@ pub(crate) enum Asked {
 
 type Done = Box<dyn FnOnce(Location) + Send>;
 
-/// A question that is not answered yet.
+/// A query that is not answered yet.
 pub(crate) struct Question {
     engine: &'static Engine,
     state: Mutex<State>,
@@ -83,14 +86,14 @@ struct State {
     done: Option<Done>,
 }
 
-/// The socket of a question, and the answers it has received.
+/// The socket of a query, and the answers that it has received.
 struct Asking {
     fd: EngineFd,
     port: Port,
     nonce: u64,
     places: [SocketAddr; 2],
     refused: [bool; 2],
-    /// The answer of the second place, until that of the first is known.
+    /// The answer of the second place, kept until that of the first is known.
     second: Option<Status>,
     tries: usize,
 }
@@ -98,7 +101,7 @@ struct Asking {
 impl Asking {
     fn new(port: Port, to: SocketAddr) -> io::Result<Self> {
         let fd = socket::open(to.ip(), SocketType::DGRAM)?;
-        // What the socket sent and was refused, with the place that refused it.
+        // With this option the kernel reports refused datagrams together with their destination.
         let (level, name) = match to {
             SocketAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_RECVERR),
             SocketAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_RECVERR),
@@ -124,15 +127,15 @@ impl Asking {
             }
             let bytes = message.emit();
             let send = || rustix::net::sendto(&self.fd, &bytes, SendFlags::NOSIGNAL, place);
-            // A refusal of the other place is reported by the next call, which then does nothing else.
+            // The next call reports a refusal of the other place instead of sending, so it is made twice.
             let sent = match send() {
                 Err(rustix::io::Errno::CONNREFUSED) => send(),
                 other => other,
             };
             match sent {
-                // A full buffer: the next try may find room.
+                // The buffer is full, and the next try may find room.
                 Ok(_) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::CONNREFUSED) => {}
-                // No route, or a firewall: connecting will fail the same way and say so.
+                // No route, or a firewall: connecting will fail in the same way and report the error.
                 Err(_) => *refused = true,
             }
         }
@@ -144,10 +147,10 @@ impl Asking {
         }
     }
 
-    /// Takes what has arrived; the answer to this question, if it is known by now.
+    /// Receives datagrams and errors. Returns the answer to this query, if it is known now.
     ///
-    /// The sender's address is not compared: a host with several answers with any of them. The random number shows that the
-    /// question arrived there.
+    /// The sender's address is not compared, because a host with several addresses may answer from any of them. The
+    /// random number shows that the query arrived there.
     fn receive(&mut self) -> Option<Status> {
         self.take_datagrams().or_else(|| {
             let [first, _] = self.refused;
@@ -155,7 +158,7 @@ impl Asking {
         })
     }
 
-    /// Takes what has arrived; the answer of the first place, if it is among it.
+    /// Receives datagrams. Returns the answer of the first place, if it is among them.
     fn take_datagrams(&mut self) -> Option<Status> {
         for _ in 0..RECEIVES_MAX {
             let mut buffer = [0_u8; LEN + 1];
@@ -188,11 +191,11 @@ impl Asking {
         None
     }
 
-    /// Takes one error from the queue of the socket; whether there was one.
+    /// Receives one error from the queue of the socket. Returns whether there was one.
     fn take_error(&mut self) -> bool {
         let mut buffer = [0_u8; LEN];
         let flags = RecvFlags::DONTWAIT | RecvFlags::ERRQUEUE;
-        // The address is that which the refused datagram was sent to.
+        // The address is the destination of the refused datagram.
         match rustix::net::recvfrom(&self.fd, &mut buffer[..], flags) {
             Ok((_, _, to)) => {
                 if let Some(to) = to.and_then(|to| SocketAddr::try_from(to).ok()) {
@@ -204,7 +207,7 @@ impl Asking {
         }
     }
 
-    /// Where the listener is, if the answers so far decide it.
+    /// Returns the location of the listener, if the answers so far determine it.
     fn location(&mut self) -> Option<Location> {
         match self.receive() {
             Some(status) => location_of(status),
@@ -227,7 +230,8 @@ impl std::fmt::Debug for Question {
     }
 }
 
-/// Asks the host of `to` where the listener of `port`, the port of `to`, is. `done` is called without locks, unless the answer is there at once.
+/// Queries the host of `to` for the listener of `port`, the port of `to`. Calls `done` without locks, unless the
+/// answer is available at once.
 pub(crate) fn ask(
     engine: &'static Engine,
     port: Port,
@@ -274,7 +278,7 @@ impl Question {
         self.state.lock()
     }
 
-    /// The answer is not wanted any more.
+    /// Cancels the query.
     pub(crate) fn cancel(&self) {
         drop(self.finish(&mut self.lock()));
     }
@@ -328,7 +332,7 @@ impl Source for Question {
     }
 }
 
-/// Ports that turned out to be iWARP listeners although nothing answered the question, the oldest first.
+/// Ports that were found to be standard iWARP listeners although the query was not answered, the oldest first.
 #[derive(Debug)]
 struct SilentPorts(Mutex<VecDeque<(SocketAddr, Instant)>>);
 
@@ -347,7 +351,7 @@ impl SilentPorts {
     }
 }
 
-/// Remembers that `port` is an iWARP listener, behind a network that does not answer questions.
+/// Stores that `port` is a standard iWARP listener in a network that does not answer queries.
 pub(crate) fn remember_silent(port: SocketAddr) {
     let mut ports = SILENT.get().0.lock();
     ports.retain(|(known, _)| *known != port);
@@ -371,7 +375,7 @@ fn loopback(like: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, 0)
 }
 
-/// Waits for the answers to questions to this host, for a short time; whether there was one for which `is_wanted` holds.
+/// Waits a short time for answers of this host. Returns whether there was one for which `is_wanted` returns true.
 fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool) -> bool {
     let until = clock::now() + LOCAL_PATIENCE;
     loop {
@@ -390,7 +394,7 @@ fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool
     }
 }
 
-/// Whether `place`, one of the places of `port`, is that of a signpost of `port`, at one of `at`, addresses of this host.
+/// Whether `place`, one of the places of `port`, has a signpost of `port`, at one of the addresses `at` of this host.
 pub(crate) fn is_taken_here(port: Port, place: u16, at: &[SocketAddr]) -> bool {
     let mut waiting = Vec::new();
     for to in at {
@@ -408,8 +412,8 @@ pub(crate) fn is_taken_here(port: Port, place: u16, at: &[SocketAddr]) -> bool {
     })
 }
 
-/// Asks the other processes of this host to leave the kernel's ports of these numbers to a plain socket; whether one did. `at`
-/// are addresses of this host that reach them.
+/// Requests that other processes of this host release the kernel's ports of these numbers for a plain socket. Returns
+/// whether one did. `at` are addresses of this host by which they are reached.
 pub(crate) fn release_elsewhere(ports: [Port; 2], at: &[SocketAddr]) -> bool {
     let mut waiting = Vec::new();
     for (port, to) in ports
@@ -419,7 +423,7 @@ pub(crate) fn release_elsewhere(ports: [Port; 2], at: &[SocketAddr]) -> bool {
         let Ok(mut asking) = Asking::new(port, to) else {
             continue;
         };
-        // Listeners believe only what comes from there.
+        // Listeners accept such requests only from a loopback address.
         if rustix::net::bind(asking.fd.get(), &loopback(to)).is_ok() {
             asking.send(&Message::Release(port, asking.nonce));
             waiting.push(asking);
@@ -439,7 +443,7 @@ mod tests {
         number: 7471,
     };
 
-    /// A question to two sockets of the test, in place of those that follow from the port.
+    /// A query to two sockets of the test, instead of those that follow from the port.
     fn asking() -> (Asking, [UdpSocket; 2]) {
         let at = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
         let mut asking = Asking::new(PORT, (Ipv4Addr::LOCALHOST, 0).into()).unwrap();
@@ -448,7 +452,7 @@ mod tests {
         (asking, at)
     }
 
-    /// Answers the question that has arrived.
+    /// Answers the query that has arrived.
     fn answer(socket: &UdpSocket, status: Status) {
         let mut buffer = [0; 64];
         let (n, from) = socket.recv_from(&mut buffer).unwrap();
@@ -463,7 +467,7 @@ mod tests {
     fn the_first_place_goes_before_the_second() {
         let (mut asking, [first, second]) = asking();
         answer(&second, Status::Listening(4000));
-        assert_eq!(asking.location(), None, "the first may answer yet");
+        assert_eq!(asking.location(), None, "the first place may still answer");
         answer(&first, Status::Listening(5000));
         assert_eq!(asking.location(), Some(Location::At(5000)));
     }

@@ -43,11 +43,11 @@ use crate::net::tcp;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{get_option, set_option};
 
-/// How long a responder waits for a Request: what siw does.
+/// How long a responder waits for a Request. siw uses the same value.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long an initiator waits for connection and Reply: what siw does.
+/// How long an initiator waits for connection and Reply. siw uses the same value.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause before a port that refused the connection is dialed again.
+/// Pause before another attempt to connect to a port that refused the connection.
 const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a Request may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
@@ -60,15 +60,15 @@ const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
 pub struct Opened {
     /// The socket.
     pub fd: EngineFd,
-    /// What both ends agreed on.
+    /// The parameters that both ends agreed on.
     pub params: StreamParams,
     /// Bytes that were received behind the Reply.
     pub leftover: Vec<u8>,
     /// Private data of the Reply.
     pub private_data: Vec<u8>,
-    /// The depths that the Reply names, from the peer's point of view.
+    /// The depths in the Reply, from the peer's point of view.
     pub peer_depths: Option<Depths>,
-    /// The peer may be an anywarp (a responder learns it from the first message).
+    /// The peer may be anywarp. A responder knows only when the first message has arrived.
     pub may_be_anywarp: bool,
     /// The first message is a ready-to-receive message.
     pub expects_rtr: bool,
@@ -81,19 +81,19 @@ pub enum Failure {
     Rejected {
         /// Private data of the Reply.
         private_data: Vec<u8>,
-        /// The depths that the Reply names, from the peer's point of view.
+        /// The depths in the Reply, from the peer's point of view.
         peer_depths: Option<Depths>,
         /// `ECONNREFUSED`.
         errno: i32,
     },
     /// There is no route, or the peer did not answer in time.
     Unreachable {
-        /// Why.
+        /// The reason.
         errno: i32,
     },
     /// The connection broke, or the peer sent a malformed frame.
     Broken {
-        /// Why.
+        /// The reason.
         errno: i32,
     },
 }
@@ -102,26 +102,26 @@ pub enum Failure {
 pub trait Owner: Send + Sync {
     /// The initiator's connection is open.
     fn opened(&self, startup: &Arc<Startup>, opened: Opened);
-    /// The responder received a Request: to be answered with [`Startup::accept`] or [`Startup::reject`].
+    /// The responder received a Request. The owner answers with [`Startup::accept`] or [`Startup::reject`].
     fn requested(&self, startup: &Arc<Startup>, request: Request);
     /// The start-up ended without a connection.
     fn failed(&self, startup: &Arc<Startup>, failure: Failure);
 }
 
-/// Where and how an initiator connects.
+/// The parameters of an initiator's connection.
 #[derive(Debug)]
 pub struct Dial {
     /// The peer.
     pub peer: SocketAddr,
-    /// The local address, if it matters.
+    /// The local address, if it has to be a certain one.
     pub bind: Option<SocketAddr>,
     /// The MPA Request.
     pub config: InitiatorConfig,
     /// How long connection and Reply may take.
     pub timeout: Duration,
-    /// How long a port that refuses the connection is dialed again.
+    /// How long attempts to connect to a port that refuses are repeated.
     pub retry_refused: Duration,
-    /// The port space, if the port is one of rdma_cm: its signpost is asked which TCP port that is.
+    /// The port space of an rdma_cm port, whose TCP port the signpost reports. `None`: the port is a TCP port.
     pub port_space: Option<u16>,
 }
 
@@ -130,14 +130,14 @@ struct Initiating {
     machine: Initiator,
     /// For a second attempt.
     config: InitiatorConfig,
-    /// What is left to send of the Request.
+    /// The part of the Request that is not sent yet.
     unsent: Vec<u8>,
-    /// When a port that refused the connection is dialed again.
+    /// When to connect again to a port that refused the connection.
     retry_at: Option<Instant>,
 }
 
 enum Phase {
-    /// Asks which TCP port the peer's is.
+    /// Queries the signpost for the TCP port of the peer.
     Asking(Box<InitiatorConfig>),
     Connecting(Box<Initiating>),
     Requesting(Box<Initiating>),
@@ -151,7 +151,7 @@ struct State {
     fd: Option<EngineFd>,
     token: Token,
     question: Option<Arc<Question>>,
-    /// No signpost answered the question, and none refused it.
+    /// The query to the signpost was neither answered nor refused.
     silent: bool,
     received: Vec<u8>,
     deadline: Instant,
@@ -179,9 +179,9 @@ pub struct Startup {
     owner: Arc<dyn Owner>,
     /// The peer.
     pub peer: SocketAddr,
-    /// An initiator's local address, if it matters.
+    /// An initiator's local address, if it has to be a certain one.
     bind: Option<SocketAddr>,
-    /// Until when an initiator dials a port again that refuses the connection.
+    /// Until when an initiator repeats attempts to connect to a port that refuses.
     retry_until: Option<Instant>,
     /// The port space of an initiator's peer.
     port_space: Option<u16>,
@@ -202,7 +202,7 @@ enum Effect {
     Opened(Opened),
     Requested(Request),
     Failed(Failure),
-    /// Dial again, with this Request.
+    /// Connect again, with this Request.
     Redial(Box<InitiatorConfig>),
 }
 
@@ -227,7 +227,7 @@ impl Startup {
         Ok(startup)
     }
 
-    /// Connects to the peer, after its signpost was asked for the TCP port.
+    /// Connects to the peer, after a query to its signpost for the TCP port.
     fn connect(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
         let Some(space) = self.port_space else {
             return self.connect_to(config, self.peer.port());
@@ -242,7 +242,7 @@ impl Startup {
                 me.handle_answer(location);
             }
         };
-        // The lock keeps an answer from another thread waiting until the question is in its place.
+        // While the lock is held, an answer from another thread waits until the query is stored.
         let mut state = self.lock();
         match signpost::ask(self.engine, port, self.peer, Box::new(done))? {
             Asked::Known(location) => {
@@ -257,7 +257,7 @@ impl Startup {
         }
     }
 
-    /// The signpost has answered, or will not.
+    /// Handles the answer of the signpost, or its absence.
     fn handle_answer(self: &Arc<Self>, location: Location) {
         let config = {
             let mut state = self.lock();
@@ -265,7 +265,7 @@ impl Startup {
             match std::mem::replace(&mut state.phase, Phase::Done) {
                 Phase::Asking(config) => config,
                 other => {
-                    // The start-up was canceled after the question was sent.
+                    // The start-up was canceled after the query was sent.
                     state.phase = other;
                     return;
                 }
@@ -277,7 +277,7 @@ impl Startup {
         }
     }
 
-    /// Connects to the place that was found.
+    /// Connects to the location that was found.
     fn follow(self: &Arc<Self>, config: InitiatorConfig, location: Location) -> io::Result<()> {
         match location {
             Location::At(port) => self.connect_to(config, port),
@@ -287,7 +287,7 @@ impl Startup {
                 self.connect_to(config, self.peer.port())
             }
             Location::NotListening => {
-                // Handled like a port that refuses the connection.
+                // This is handled like a port that refuses the connection.
                 let machine = initiator(&config)?;
                 let mut state = self.lock();
                 let token = self.engine.reserve(Arc::clone(self) as Arc<dyn Source>);
@@ -324,7 +324,7 @@ impl Startup {
             };
             set_option(fd.get(), option.0, option.1, 1);
             match rustix::net::bind(fd.get(), &bind) {
-                // A port of rdma_cm is free although a plain socket has the TCP port of its number.
+                // An rdma_cm port may be free although a plain socket has the TCP port of its number.
                 Err(rustix::io::Errno::ADDRINUSE) if self.port_space.is_some() => {
                     rustix::net::bind(fd.get(), &any)?;
                 }
@@ -350,7 +350,7 @@ impl Startup {
         watched
     }
 
-    /// Takes a connection that was accepted and waits for its Request.
+    /// Starts with a connection that was accepted, and waits for its Request.
     pub fn answer(
         engine: &'static Engine,
         owner: Arc<dyn Owner>,
@@ -420,7 +420,7 @@ impl Startup {
         Ok(())
     }
 
-    /// Makes a Reply and takes the socket out of the start-up.
+    /// Sends a Reply and removes the socket from the start-up.
     fn finish_answering<T>(
         &self,
         reply: impl FnOnce(&mut Responder) -> Result<T, Misuse>,
@@ -445,7 +445,7 @@ impl Startup {
         matches!(self.lock().phase, Phase::Listening(_))
     }
 
-    /// Closes the connection if its Request has not arrived. Returns true if it has closed it.
+    /// Closes the connection if its Request has not arrived. Returns whether it did.
     pub(crate) fn close_if_silent(&self) -> bool {
         let mut state = self.lock();
         let silent = matches!(state.phase, Phase::Listening(_));
@@ -523,7 +523,7 @@ impl Startup {
         }
     }
 
-    /// The socket's connection attempt is over.
+    /// Handles the end of the socket's connection attempt.
     fn finish_connecting(&self, state: &mut State) -> Result<(), Effect> {
         let Some(fd) = &state.fd else { return Ok(()) };
         match get_option(fd.get(), libc::SOL_SOCKET, libc::SO_ERROR) {
@@ -543,7 +543,7 @@ impl Startup {
         }
     }
 
-    /// The port refused the connection: dials it again until `retry_refused` is over.
+    /// Handles a port that refused the connection: connects again until `retry_refused` has passed.
     fn handle_refused(&self, state: &mut State) -> Effect {
         let now = clock::now();
         if let Phase::Connecting(initiating) = &mut state.phase
@@ -565,7 +565,7 @@ impl Startup {
         self.fail(state, failure)
     }
 
-    /// Sends what is left of the Request.
+    /// Sends the rest of the Request.
     fn send_request(&self, state: &mut State) -> Result<(), Effect> {
         let (Phase::Requesting(initiating), Some(fd)) = (&mut state.phase, &state.fd) else {
             return Ok(());
@@ -587,7 +587,7 @@ impl Startup {
         }
     }
 
-    /// Receives one frame, and no more than what may follow it of the first messages.
+    /// Receives one frame, and at most the bytes of the first messages that may follow it.
     fn receive(&self, state: &mut State) -> Result<(), Effect> {
         let Some(fd) = &state.fd else {
             return Err(Effect::None);
@@ -605,7 +605,7 @@ impl Startup {
         }
     }
 
-    /// The peer closed the connection.
+    /// Handles that the peer closed the connection.
     fn handle_eof(&self, state: &mut State) -> Effect {
         match &state.phase {
             // A stack that does not know MPA revision 2 closes without a Reply.

@@ -38,13 +38,13 @@ struct Ear {
     writable: Mr,
     closed: Mr,
     readable: Mr,
-    /// The newest one that was sent to a reader.
+    /// The newest cookie that was sent to a reader.
     cookie: u64,
     recvs: u64,
     sends: u64,
     delivered: Vec<u64>,
     now: Duration,
-    /// What peers have to echo, and the number of their next packet.
+    /// The tokens that peers have to echo, and the number of their next packet.
     tokens: [u32; 3],
     next: u32,
 }
@@ -103,7 +103,7 @@ impl Ear {
         }
     }
 
-    /// Peers of a reliable queue pair learn what they have to echo.
+    /// Establishes the peers of a reliable queue pair, with their tokens.
     fn meet(&mut self) {
         self.qp.set_now(self.now);
         for peer in 0..3 {
@@ -181,7 +181,7 @@ impl Ear {
     fn collect(&mut self) {
         let seen = &mut self.delivered;
         self.cq.poll(usize::MAX, |_, entry| {
-            // A record is of no request.
+            // A record belongs to no request.
             if entry.op != WcOp::Record {
                 seen.push(entry.wr_id);
             }
@@ -196,7 +196,7 @@ impl Ear {
         let state = format!("{:?}", self.qp).len();
         assert!(state < 1 << 18, "{state} bytes of state");
         self.qp.set_state(State::Error);
-        // What was given out and not written does not come back by itself: the engine reports it.
+        // Datagrams that were returned and not written complete only when the engine reports them.
         self.collect();
         let (mut recvs, mut sends): (Vec<u64>, Vec<u64>) =
             self.delivered.iter().partition(|id| **id < 1_000);
@@ -320,7 +320,7 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
     let kept = ear.qp.handle_rx(&arrival, bytes);
     let after = ear.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
-    // What waited behind a packet may be delivered though the packet is not.
+    // Packets that waited behind this one may be delivered even if this one is not.
     if kept.is_err() && ear.qp.kind() != Kind::Rd {
         assert_eq!(after.rx_messages, before.rx_messages);
     }
@@ -384,7 +384,7 @@ fn input_token(ear: &Ear, which: u8) -> u32 {
     ear.tokens[usize::from(which % 3)]
 }
 
-/// The payload of a Read Request or an atomic one for memory that is there, mostly.
+/// The payload of a Read Request or Atomic Request, mostly for registered memory.
 fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> {
     if !matches!(opcode, Opcode::ReadRequest | Opcode::AtomicRequest) || input.byte() < 60 {
         return None;
@@ -406,13 +406,13 @@ fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> 
         source_to: to,
     };
     let mut bytes = asked.emit().to_vec();
-    // One cookie in so many is the right one: it was sent before.
+    // Some cookies are the right one, which was sent before.
     let cookie = input.one_of(&[0, 0, ear.cookie, 1]);
     bytes.extend_from_slice(&cookie.to_be_bytes());
     Some(bytes)
 }
 
-/// A datagram with a good checksum whose fields are right, or almost.
+/// A datagram with a correct checksum whose fields are right, or almost.
 fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     let opcode = input.one_of(&[
         Opcode::Send,
@@ -431,7 +431,7 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     ]);
     let asked = request(ear, input, opcode);
     let len = usize::from(input.byte()) * input.one_of(&[1, 16, 250]);
-    // A request that is right fills its datagram, with padding behind it.
+    // A valid request fills its datagram with padding.
     let len = asked.as_ref().map_or(len, |r| r.len() + len % 1100);
     let offset = u32::from(input.u16()) % 60_000;
     let offset = if input.byte() < 128 { 0 } else { offset };

@@ -1,10 +1,10 @@
-//! Choices that the bytes of the input make.
+//! Choices that are made by the bytes of the input.
 
 /// The rest of the input. After its last byte all numbers are 0.
 #[derive(Debug)]
 pub(super) struct Input<'a> {
     bytes: &'a [u8],
-    /// Of 256 choices so many are odd ones.
+    /// Of 256 choices this number is odd.
     odds: u8,
 }
 
@@ -13,7 +13,7 @@ impl<'a> Input<'a> {
         Self { bytes, odds: 60 }
     }
 
-    /// How often something odd is chosen from now on.
+    /// Chooses how often something odd is chosen from now on.
     pub(super) fn set_odds(&mut self) {
         self.odds = self.one_of(&[0, 1, 8, 60]);
     }
@@ -63,7 +63,7 @@ impl<'a> Input<'a> {
         all[self.below(all.len())]
     }
 
-    /// A 32-bit number that is `right` unless it is odd, and near it then or anywhere.
+    /// A 32-bit number: usually `right`, otherwise a number near it or any number.
     pub(super) fn near(&mut self, right: u32) -> u32 {
         if !self.odd() {
             return right;

@@ -1,15 +1,16 @@
-//! The functions that a fuzzer calls: each takes any bytes and panics if the code under test breaks a promise.
+//! The functions that a fuzzer calls. Each accepts any bytes, and panics if the code under test violates an
+//! invariant.
 //!
-//! The fuzzer's own programs (`fuzz/fuzz_targets`) are one line each; `tests/corpus.rs` runs the inputs that they
-//! found, and `tests/fuzzish.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
+//! The fuzzer's programs (`fuzz/fuzz_targets`) are one line each. `tests/corpus.rs` runs the inputs that they found,
+//! and `tests/fuzzish.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
 //! anywarp-sim --test corpus` with that file in `fuzz/corpus/TARGET` replays it.
 //!
-//! | target | its bytes are |
+//! | target | input |
 //! |---|---|
 //! | [`startup()`] | the bytes of a peer before there is a stream |
-//! | [`stream()`] | the stream of a connection with work of every kind under way |
+//! | [`stream()`] | the stream of a connection with outstanding work of every kind |
 //! | [`segments()`] | well-formed FPDUs with headers, numbers and lengths of the fuzzer's choice |
-//! | [`datagrams()`] | datagrams to a UD and a UC queue pair, raw and with good checksums |
+//! | [`datagrams()`] | datagrams to queue pairs of each kind, raw and with correct checksums |
 //! | [`verbs()`] | calls of an application on two connected ends |
 
 mod datagrams;

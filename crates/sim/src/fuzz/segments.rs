@@ -10,7 +10,7 @@ use crate::{Mr, framed};
 use super::input::Input;
 use super::target::Target;
 
-/// FPDUs whose headers and lengths the bytes choose, between calls of the application.
+/// Sends FPDUs whose headers and lengths are chosen by the input, between calls of the application.
 pub fn segments(data: &[u8]) {
     converse(data);
 }
@@ -139,7 +139,7 @@ fn tagged(opcode: Opcode, mr: &Mr, at: u64, input: &mut Input<'_>, body: &[u8]) 
 }
 
 impl Says {
-    /// A message that is valid as far as the peer can know, unless the input chooses an error.
+    /// Returns a message that is valid as far as the peer can know, unless the input chooses an error.
     fn message(&mut self, t: &Target, input: &mut Input<'_>) -> Vec<u8> {
         let len = match input.byte() {
             n @ 0..5 => [0, 8, 100, 1_000, 4_900][usize::from(n)],

@@ -7,7 +7,7 @@ use anywarp_core::wire::mpa::{MAX_DEPTH, StartupFrame};
 
 use super::input::Input;
 
-/// A choice of roles and limits, then the peer's frame.
+/// The input chooses roles and limits, and contains the peer's frame.
 pub fn startup(data: &[u8]) {
     let mut input = Input::new(data);
     match input.below(3) {
@@ -48,7 +48,7 @@ fn config(input: &mut Input<'_>) -> InitiatorConfig {
     }
 }
 
-/// The same bytes in pieces lead to the same outcome, and not before the last one that matters.
+/// Checks that the same bytes in pieces lead to the same outcome, and not before the last necessary byte.
 fn responder(input: &mut Input<'_>) {
     let limits = limits(input);
     let (ird, ord) = (input.u16(), input.u16());
@@ -105,7 +105,7 @@ fn initiator(input: &mut Input<'_>) {
             other => break other,
         }
     };
-    // What is behind the Reply makes no difference.
+    // Bytes behind the Reply make no difference.
     let at_once = initiator.handle_rx(bytes);
     assert_eq!(at_once, outcome);
     match outcome {
@@ -121,7 +121,7 @@ fn initiator(input: &mut Input<'_>) {
     }
 }
 
-/// Two anywarp ends agree, whatever their configurations are.
+/// Checks that two anywarp ends agree, for any configurations.
 fn both(input: &mut Input<'_>) {
     let (config, limits) = (config(input), limits(input));
     let (ird, ord) = (input.u16(), input.u16());

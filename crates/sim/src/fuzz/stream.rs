@@ -1,9 +1,9 @@
-//! Any bytes on the stream of a living connection.
+//! Any bytes on the stream of an open connection.
 
 use super::input::Input;
 use super::target::Target;
 
-/// A choice of set-up, then the bytes that the peer sends.
+/// The input chooses the set-up, and contains the bytes that the peer sends.
 pub fn stream(data: &[u8]) {
     let mut input = Input::new(data);
     let mut target = Target::new(&mut input);

@@ -1,4 +1,4 @@
-//! An end with requests of every kind under way, all kinds of memory, and a peer that may send anything.
+//! An end with outstanding requests of every kind, all kinds of memory, and a peer that may send anything.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::{EndId, Mr, RawId, Request, Setup, World, access, fetch_add, read, se
 
 use super::input::Input;
 
-/// Largest `Debug` text of an end, in bytes: a bound of the state that a peer can cause.
+/// Largest `Debug` text of an end, in bytes: a limit of the state that a peer can cause.
 const STATE_LIMIT: usize = 1 << 20;
 
 pub(super) struct Target {

@@ -52,7 +52,7 @@ impl Side {
         }
     }
 
-    /// An element that mostly lies within its region.
+    /// An element that usually lies within its region.
     fn sge(&self, input: &mut Input<'_>) -> Sge {
         let mr = &self.regions[input.below(self.regions.len())];
         match input.byte() {
@@ -78,7 +78,7 @@ impl Side {
         (0..input.below(5)).map(|_| self.sge(input)).collect()
     }
 
-    /// Memory of this end, as the other end names it.
+    /// Memory of this end, as the other end addresses it.
     fn remote(&self, input: &mut Input<'_>) -> Remote {
         let mr = &self.regions[input.below(self.regions.len())];
         Remote {
@@ -92,7 +92,7 @@ impl Side {
     }
 }
 
-/// Posts, binds, deregistrations and changes of state, and turns of the world between them.
+/// Posts, binds, deregistrations and changes of state, with steps of the simulation between them.
 pub fn verbs(data: &[u8]) {
     let mut input = Input::new(data);
     let mut w = World::new(u64::from(input.u16()));
@@ -128,7 +128,7 @@ pub fn verbs(data: &[u8]) {
     for side in sides {
         let end = &mut w[side.end];
         end.check_guards(&side.regions.iter().collect::<Vec<_>>());
-        // Requests complete in order and at most once; all that ask for it do, and all that failed.
+        // Requests complete in order and at most once. All signaled and all failed ones complete.
         let sends: Vec<_> = end.completed().iter().map(|c| c.wr_id).collect();
         assert!(sends.is_sorted_by(|a, b| a < b), "{sends:?}");
         for (id, signaled) in side.signaled.iter().enumerate() {
@@ -168,7 +168,7 @@ fn call(w: &mut World, sides: &mut [Side; 2], which: usize, input: &mut Input<'_
             let at = input.below(sides[which].regions.len());
             if !sides[which].gone[at] {
                 let side = &mut sides[which];
-                // Deregistering may be refused: a window may be bound to the region.
+                // Deregistration fails if a window is bound to the region.
                 let region = &side.regions[at].region;
                 side.gone[at] = w[end].host.rnic.regions.deregister(region).is_ok();
             }
@@ -182,7 +182,7 @@ fn call(w: &mut World, sides: &mut [Side; 2], which: usize, input: &mut Input<'_
                 State::Init,
             ]);
             let given = mask::STATE | if input.byte() < 200 { 0 } else { input.u32() };
-            // The call may be refused, and then must not have changed anything.
+            // If the call is refused, it must not have changed anything.
             let before = w[end].conn.state();
             let refused = w[end]
                 .conn
