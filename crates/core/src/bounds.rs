@@ -7,7 +7,7 @@
 //! | half-open connections (no MPA Request yet), in a process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors |
 //! | time until their MPA Request has arrived | `connect/startup.rs` `REQUEST_TIMEOUT` | 5 s |
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
-//! | Requests that wait for the program, of a listener | `cm/mod.rs` `backlog` | as `rdma_listen` says |
+//! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
 //! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
 //! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
@@ -164,8 +164,8 @@ pub const DATAGRAM_SPARE: usize = 8 << 20;
 /// datagram makes its message fail. The limit bounds the memory for a sender that leaves gaps on purpose.
 pub const DATAGRAM_RANGES: usize = 64;
 
-/// The socket buffer that a peer is assumed to have until it reports one, bytes as the kernel counts them. A smaller
-/// reported value is raised to this.
+/// The socket buffer that a peer is assumed to have until it reports one, bytes as the kernel counts them. A receiver
+/// never reports less.
 ///
 /// Half of what Linux gives a socket if an unprivileged user requests more than is allowed.
 pub const DATAGRAM_WINDOW: u32 = 128 * 1024;

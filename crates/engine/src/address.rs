@@ -1,4 +1,4 @@
-//! The addresses of the device: GIDs and LIDs, which stand for IP addresses of the host.
+//! The addresses of the device: GIDs and LIDs that represent IP addresses of the host.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -1,4 +1,4 @@
-//! Captures what this process sends and receives in a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
+//! Captures the traffic of this process in a pcapng file: `ANYWARP_CAPTURE=FILE`, or `anywarp capture`.
 //!
 //! Payload is captured where it is passed to and from the sockets, so the program needs no further privilege. The
 //! headers of IP, TCP and UDP are synthesized: addresses and ports are right; a stream begins with a handshake, and has

@@ -1,4 +1,4 @@
-//! The engine of a process: the software RNIC, the reactor that drives it, and what happens when it fails.
+//! The engine of a process: the software RNIC, the reactor that drives it, and the handling of internal errors.
 //!
 //! A panic does not unwind into the program: it is caught at the C interface (`anywarp-abi`) or in the worker's loop,
 //! and reported to [`caught`]. Afterwards the device is *broken*, because its state may be inconsistent. Each queue

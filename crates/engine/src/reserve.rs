@@ -218,7 +218,7 @@ unsafe impl GlobalAlloc for Allocator {
         if !moved.is_null() {
             // SAFETY: two pieces that do not overlap, each at least this long.
             unsafe { moved.copy_from_nonoverlapping(piece, layout.size().min(size)) };
-            // SAFETY: the caller gives it up.
+            // SAFETY: the caller does not use the old piece any more.
             unsafe { self.dealloc(piece, layout) };
         }
         moved

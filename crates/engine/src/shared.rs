@@ -89,7 +89,7 @@ impl Shared {
         static NONE: AtomicU64 = AtomicU64::new(0);
         match self.at(at, 8) {
             // SAFETY: eight bytes of the mapping, which lives as long as `self`; a page begins with it, so a multiple of
-            // 8 is aligned. The peer changes it by atomic operations; what else it does is its own harm.
+            // 8 is aligned. The peer changes it by atomic operations.
             Some(word) if at.is_multiple_of(8) => unsafe { AtomicU64::from_ptr(word.cast()) },
             _ => &NONE,
         }

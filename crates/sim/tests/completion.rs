@@ -59,7 +59,7 @@ impl Ledger {
     }
 }
 
-/// A random request from `from` to `to`; `bad` makes it one that the peer refuses or that fails here.
+/// A random request from `from` to `to`; with `bad`, the peer refuses it or it fails locally.
 fn request(w: &mut World, from: EndId, id: u64, [here, sink, there]: [&Mr; 3], bad: bool) {
     let size = *w.rng.pick(&[0, 1, 100, 9_000, 70_000]);
     let mut sge = here.part(0, size);

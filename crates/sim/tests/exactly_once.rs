@@ -254,7 +254,7 @@ fn each_waits_for_what_it_lacks() {
     assert_eq!(net[b].received().len(), 2);
 }
 
-// ---------------------------------------------------------------------- what is done
+// ---------------------------------------------------------------------- completion
 
 /// On a bad network, with receives posted at any time, no request completes before its message is delivered.
 #[test]
@@ -364,7 +364,7 @@ fn an_old_number_is_not_late() {
     }
 }
 
-// ---------------------------------------------------------------------- what is refused
+// ---------------------------------------------------------------------- refusal
 
 /// A request that is refused fails alone, even if others are under way at the same time.
 #[test]

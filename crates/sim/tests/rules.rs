@@ -107,7 +107,7 @@ fn untagged_of(f: &Fpdu) -> Untagged {
     }
 }
 
-// ---------------------------------------------------------------------- what is sent
+// ---------------------------------------------------------------------- sending
 
 #[test]
 fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
@@ -211,7 +211,7 @@ fn every_bit_of_every_header_is_what_it_must_be() {
     w.run();
     let heard = w[peer].heard();
     // RFC 5040 §4.1 [rdmap-control] [rdmap-reserved] [rdmap-version] [rdmap-opcode] [rdmap-model] [rdmap-queues],
-    // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: control octets, and the queue of what is untagged.
+    // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: control octets, and the queue of untagged messages.
     let got: Vec<_> = heard
         .iter()
         .map(|f| {
@@ -305,7 +305,7 @@ fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
     });
 }
 
-// ---------------------------------------------------------------------- what is taken
+// ---------------------------------------------------------------------- receiving
 
 #[test]
 fn reserved_bits_and_an_stag_that_is_none_are_ignored() {

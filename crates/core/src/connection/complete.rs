@@ -64,7 +64,7 @@ impl Connection {
                 (Some((Some(to_blame), status)), _) if to_blame == number => status,
                 _ => Status::Flushed,
             };
-            // Requests after one that was not done are not known to be done.
+            // It is not known whether requests after an unfinished one are done.
             flushing |= status != Status::Success;
             self.base.complete_send(&posted, status);
         }

@@ -1,4 +1,4 @@
-//! Delivers complete messages: completes receives, serves requests, finishes our own requests.
+//! Delivers complete messages: completes receives, serves requests, completes local requests.
 
 use std::time::Instant;
 

@@ -679,7 +679,7 @@ impl Connection {
     }
 }
 
-/// Makes those checks of `ibv_post_send(3)` that the send queue does not make.
+/// Makes the checks of `ibv_post_send(3)` that the send queue cannot make.
 #[inline]
 fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     if matches!(

@@ -96,7 +96,7 @@ impl Requester {
         self.ord = ord;
     }
 
-    /// For tests: all numbers go on from `first`.
+    /// For tests: all numbers begin at `first`.
     pub(super) fn number_from(&mut self, first: u32) {
         for number in [
             &mut self.next_send_msn,
@@ -137,7 +137,7 @@ impl Requester {
         self.next_send_msn()
     }
 
-    /// Numbers a request message that has no message sequence number of its own, as a Write.
+    /// Numbers a request message without a message sequence number, such as a Write.
     #[inline]
     pub(super) fn number_request(&mut self) {
         self.seq = self.seq.wrapping_add(1);
@@ -365,7 +365,7 @@ impl Requester {
         self.ack_scan = self.ack_scan.max(sq.front_number());
         while let Some(posted) = sq.get_mut(self.ack_scan) {
             let known = matches!(posted.phase, Phase::Sent | Phase::Done);
-            // Serial arithmetic: whether its last message comes after what is acknowledged.
+            // Serial number arithmetic: whether its last message comes after `seq`.
             let after = posted.seq.1.wrapping_sub(seq);
             if !known || (after != 0 && after < 1 << 31) {
                 break;

@@ -148,12 +148,12 @@ impl ShmHandover {
         self.rx_sealed
     }
 
-    /// The engine has switched: framing goes on.
+    /// Called when the engine has switched: framing continues.
     pub(super) fn resume_tx(&mut self) {
         self.tx_sealed = false;
     }
 
-    /// The engine has switched: receiving goes on.
+    /// Called when the engine has switched: receiving continues.
     pub(super) fn resume_rx(&mut self) {
         self.rx_sealed = false;
     }

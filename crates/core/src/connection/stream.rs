@@ -48,7 +48,7 @@ pub struct StreamConfig {
     pub first: First,
     /// The connection manager set up the stream: the queue pair fails when the stream ends.
     pub managed: bool,
-    /// The peer asked for markers in what it receives.
+    /// The peer requests markers in the stream that it receives.
     pub markers: bool,
     /// Number of requests after which shared memory is offered to the peer; `None`: the peer is on another host.
     pub shm_handover: Option<u32>,
@@ -108,7 +108,7 @@ pub(super) struct Stream {
     pub(super) current: Option<Outgoing>,
     /// A Terminate was queued.
     pub(super) terminated: bool,
-    /// Puts markers into what we send, if the peer wants them.
+    /// Inserts markers into the sent stream, if the peer requests them.
     pub(super) markers: Option<Inserter>,
     // --- receive ---
     /// CRCs are checked.

@@ -1,4 +1,4 @@
-//! Timers of a connection: a table of those that run.
+//! The timers of a connection.
 
 use std::time::Instant;
 

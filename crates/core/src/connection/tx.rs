@@ -496,7 +496,7 @@ fn rest_of_read(response: &Message, from: u64) -> Option<ReadRequest> {
     })
 }
 
-/// Appends the FPDU of a segment to the batch, with markers if the peer wants them.
+/// Appends the FPDU of a segment to the batch, with markers if the peer requests them.
 fn frame_marked(
     markers: &mut Option<Inserter>,
     crc: bool,

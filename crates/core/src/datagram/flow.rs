@@ -69,7 +69,7 @@ impl Report {
 const REPORT: usize = Shim::LEN + Untagged::LEN + Report::LEN + dgram::CRC;
 
 /// The *charge* of a datagram: the part of a socket's receive buffer that it uses. The kernel counts the memory of a
-/// datagram, which is up to twice its length, and a structure of its own.
+/// datagram, which is up to twice its length, and a structure for each.
 pub(crate) fn charge(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(u32::MAX / 4) * 2 + 1024
 }
@@ -198,7 +198,7 @@ impl Flow {
 
     // ------------------------------------------------------------------ sender
 
-    /// Whether a datagram may be sent to `peer` now. If not, the queue pair is stalled until a report comes.
+    /// Whether a datagram may be sent to `peer` now. If not, the queue pair is stalled until a report arrives.
     pub(super) fn may_send(&mut self, peer: &Peer, now: Duration) -> bool {
         let window = self.windows.get(peer);
         let Some(window) = window.filter(|w| w.is_full(now)) else {
@@ -277,7 +277,7 @@ impl Flow {
         self.until
     }
 
-    /// Ends the stall of a silent peer if its time is over.
+    /// Ends the stall of a silent peer if its time has passed.
     pub(super) fn ease(&mut self, now: Duration) {
         if self.until.is_some_and(|until| until <= now) {
             self.stalled = None;

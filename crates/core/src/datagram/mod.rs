@@ -333,7 +333,7 @@ impl DatagramQp {
         &self.options
     }
 
-    /// Records of incoming Write-Records, and their maps. Messages whose time is over are given up first, which may make
+    /// Records of incoming Write-Records, and their maps. Messages whose deadline has passed are given up first, which may make
     /// records.
     pub fn records(&mut self) -> &Records {
         self.expire();
@@ -408,8 +408,8 @@ impl DatagramQp {
         self.base.events.pop_front()
     }
 
-    /// A host (the first 64 bits of an IPv6 address) from which so many tokens were guessed that no more packets of its
-    /// unknown peers are looked at in this second.
+    /// A host (the first 64 bits of an IPv6 address) from which so many wrong tokens came that packets of its
+    /// unknown peers are dropped for the rest of this second.
     pub fn poll_guessed(&mut self) -> Option<IpAddr> {
         self.rd.as_deref_mut()?.guessed.take()
     }
@@ -421,7 +421,7 @@ impl DatagramQp {
         self.peer = Some(peer);
     }
 
-    /// Receives what is sent to the address `group`, with any index. Multicast addresses and 255.255.255.255 are recognized
+    /// Makes the queue pair receive datagrams to the address `group`, with any index. Multicast addresses and 255.255.255.255 are recognized
     /// as such; the broadcast address of a subnet is not, and has to be joined.
     pub fn join(&mut self, group: IpAddr) {
         self.joined.push(group);
@@ -673,7 +673,7 @@ impl DatagramQp {
     /// Records that request `number` has failed. If it fails twice, the first status counts.
     fn mark_failed(&mut self, number: u64, status: Status) {
         if self.base.sq.get_mut(number).is_none() {
-            // The request is over already: the socket refused another datagram of the same message.
+            // The request has failed already: the socket refused another datagram of the same message.
             return;
         }
         let at = self.failures.partition_point(|(n, _)| *n < number);
@@ -749,7 +749,7 @@ impl DatagramQp {
         }
     }
 
-    /// Completes the send requests that were not taken as flushed, after those before them.
+    /// Completes the send requests that no message was built for as flushed, after all earlier ones.
     fn flush_untaken(&mut self) {
         while let Some((number, posted)) = self.base.sq.peek() {
             posted.phase = Phase::Done;

@@ -1223,7 +1223,7 @@ fn a_receiver_that_never_reports_stalls_its_sender_once() {
     assert_eq!(a.qp.counters().tx_stalls, 1);
 }
 
-// ---------------------------------------------------------------------- anybody
+// ---------------------------------------------------------------------- random datagrams
 
 #[test]
 fn no_datagram_whatever_breaks_a_queue_pair() {

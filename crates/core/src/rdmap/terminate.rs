@@ -1,4 +1,4 @@
-//! The Terminate message: what it reports about the segment at fault, and the error codes of memory access.
+//! The Terminate message: the segment that it reports, and the error codes of memory access.
 
 use smallvec::SmallVec;
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::wc::{Status, WcOp};
 use crate::error::Misuse;
 
-/// The operations that a counter counts, as bits; those of `enum ibv_qp_attach_comp_cntr_op`.
+/// The operations that a counter counts. The bits are those of `enum ibv_qp_attach_comp_cntr_op`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ops(pub u32);
 

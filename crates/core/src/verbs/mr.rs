@@ -174,7 +174,7 @@ impl Region {
             return Err(AccessError::Absent);
         }
         let at = match self.kind {
-            // A null region discards writes and reads zeros: each has memory of its own.
+            // A null region discards writes and reads zeros. It has separate memory for both.
             Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
             Kind::Null { sink, .. } => sink,
             _ => self.start + offset,
@@ -311,7 +311,7 @@ impl Placement {
     }
 }
 
-/// A pinned range of user memory. While it lives the range may be read or written as its check allowed.
+/// A pinned range of user memory. While it exists, the range may be read or written as its check allowed.
 #[derive(Debug)]
 pub struct Pinned<'a> {
     _pin: Pin<'a>,

@@ -1,4 +1,4 @@
-//! Queue pairs: the state machine, and what `ibv_modify_qp(3)` may change in which state.
+//! Queue pairs: the state machine, and the attributes that `ibv_modify_qp(3)` may change in each state.
 
 use std::time::Duration;
 

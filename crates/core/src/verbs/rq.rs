@@ -47,7 +47,7 @@ pub struct TakenRecv {
 }
 
 impl RecvQueue {
-    /// Posts a receive (`ibv_post_recv(3)`; a queue pair with a shared queue has none of its own).
+    /// Posts a receive (`ibv_post_recv(3)`; with a shared queue, receives are posted to that queue).
     pub fn post(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         match self {
             Self::Own {

@@ -75,7 +75,7 @@ pub const ATTR_FINAL_COPY: u8 = 0x04;
 /// Attribute: one record per datagram, instead of one per message.
 pub const ATTR_NOT_AGGREGATED: u8 = 0x08;
 
-/// A segment that came in a datagram.
+/// A segment in a datagram, parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram<'a> {
     /// The shim.

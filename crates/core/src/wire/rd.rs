@@ -117,7 +117,7 @@ impl Packet {
     }
 }
 
-/// Parses a packet: its header, and the datagram in it (which has no CRC of its own).
+/// Parses a packet: its header, and the datagram in it (which has no CRC).
 ///
 /// # Errors
 /// The first rule that the packet breaks. The caller drops it.

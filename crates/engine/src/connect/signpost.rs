@@ -127,7 +127,7 @@ impl Asking {
             }
             let bytes = message.emit();
             let send = || rustix::net::sendto(&self.fd, &bytes, SendFlags::NOSIGNAL, place);
-            // The next call reports a refusal of the other place instead of sending, so it is made twice.
+            // A call may report a refusal of the other place. It sends nothing then, so it is repeated.
             let sent = match send() {
                 Err(rustix::io::Errno::CONNREFUSED) => send(),
                 other => other,

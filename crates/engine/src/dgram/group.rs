@@ -57,7 +57,7 @@ impl<S: DatagramSink> Group<S> {
             return Ok(group);
         }
         let fd = socket::open(ip, SocketType::DGRAM)?;
-        // Each process of the host that joins has a socket of its own on this port, and gets its own copy.
+        // Each process of the host that joins has a socket on this port and receives a copy of each datagram.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1);
         socket::tune_datagram(&fd, ip.is_ipv6());
         let at = match ip {

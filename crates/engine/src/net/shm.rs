@@ -56,7 +56,7 @@ const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 /// end that sleeps and is woken alternately has one or two.
 const WAKEUPS_MAX: u32 = 4096;
 
-/// Offsets of the words of one end in the page, each in a cache line of its own.
+/// Offsets of the words of one end in the page, each in a separate cache line.
 #[derive(Debug, Clone, Copy)]
 struct Lines {
     base: usize,

@@ -94,7 +94,7 @@ pub struct Tcp {
     shm: Option<Shm>,
     /// The stream to the peer goes through `shm`.
     tx_shm: bool,
-    /// The stream from the peer comes through `shm`.
+    /// The stream from the peer goes through `shm`.
     rx_shm: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The table of sources: what the reactor calls when a socket is ready or a deadline has passed.
+//! The table of sources, which the reactor calls when a socket is ready or a deadline has passed.
 
 use std::sync::Arc;
 use std::time::Instant;

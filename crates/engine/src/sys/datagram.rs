@@ -33,7 +33,7 @@ pub struct Datagram {
 /// Largest number of datagrams, or runs, in one system call.
 pub const DATAGRAMS: usize = 16;
 
-/// Receives what is queued. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of `buffer` and is
+/// Receives queued datagrams. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of `buffer` and is
 /// truncated to them.
 pub fn receive_datagrams(
     fd: BorrowedFd<'_>,

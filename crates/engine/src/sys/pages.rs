@@ -39,7 +39,7 @@ impl Pages {
         })
     }
 
-    /// Maps one piece of 2 MiB repeatedly until `len` bytes are covered. They can be written and take no more memory than one
+    /// Maps one piece of 2 MiB repeatedly until `len` bytes are covered. They can be written and use no more memory than one
     /// piece.
     pub fn repeated(len: usize) -> Option<Self> {
         const PIECE: usize = 2 << 20;

@@ -137,7 +137,7 @@ impl Receiver {
         run.is_some_and(|(_, end)| *end > seq)
     }
 
-    /// Whether the packet that has just arrived made the first gap.
+    /// Whether no packet beyond `next` has arrived yet, so that the present packet makes the first gap.
     pub(super) fn runs_are_news(&self) -> bool {
         self.arrived.is_empty()
     }

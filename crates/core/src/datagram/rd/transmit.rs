@@ -218,7 +218,7 @@ impl Reliable {
     /// Returns the buffers of packets that were acknowledged.
     pub(in crate::datagram) fn recycle(&mut self, mut give: impl FnMut(Vec<u8>)) {
         for mut packet in self.spare.drain(..) {
-            // A packet that is still referenced by a datagram to send stays in the list.
+            // A datagram to send may still refer to the packet. Its buffer is not reused then.
             if let Some(bytes) = Arc::get_mut(&mut packet) {
                 give(std::mem::take(bytes));
                 if self.shells.len() < sender::SPARE {
@@ -233,7 +233,7 @@ impl Reliable {
         !self.soon.is_empty()
     }
 
-    /// Sends acknowledgements in packets of their own if their delay has ended by `now`.
+    /// Sends acknowledgements in separate packets if their delay has ended by `now`.
     pub(in crate::datagram) fn flush(&mut self, now: Duration) {
         let mut later = std::mem::take(&mut self.soon);
         later.retain(|peer| {

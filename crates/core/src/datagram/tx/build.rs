@@ -78,7 +78,7 @@ impl DatagramQp {
         Taken::Done
     }
 
-    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving goes
+    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving continues
     /// on.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     pub(super) fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
@@ -315,7 +315,7 @@ impl DatagramQp {
         }
     }
 
-    /// Builds the request of an operation that has an answer, and stores it until the answer comes.
+    /// Builds the request of an operation that has an answer, and stores it until the answer arrives.
     pub(super) fn build_asking(
         &mut self,
         number: u64,

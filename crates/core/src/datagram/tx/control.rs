@@ -84,7 +84,7 @@ impl DatagramQp {
         }
     }
 
-    /// Sends a short answer to a peer: as a datagram of its own, or, in a reliable service, in the peer's lane.
+    /// Sends a short answer to a peer: as a separate datagram, or, in a reliable service, in the peer's lane.
     pub(in crate::datagram) fn answer(
         &mut self,
         peer: &Peer,

@@ -4,7 +4,7 @@
 //! is computed when it is cut, so they match even if the application changes its buffer before the datagram is sent.
 //!
 //! Unreliable services cut messages one after the other, in turn with answers to peers. In reliable services each peer has a
-//! lane of its own, so that a peer which does not acknowledge does not delay others.
+//! lane, so that a peer which does not acknowledge does not delay others.
 
 mod build;
 mod control;
@@ -51,7 +51,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ without reliability
 
-    /// Ends a stall that has lasted for [`bounds::DATAGRAM_STALL`]: sending goes on without a report of the peer.
+    /// Ends a stall that has lasted for [`bounds::DATAGRAM_STALL`]: sending continues without a report of the peer.
     pub fn handle_stall(&mut self) {
         if self.flow.stall().is_some() {
             self.counters.tx_stalls += 1;
@@ -59,7 +59,7 @@ impl DatagramQp {
         }
     }
 
-    // ------------------------------------------------------------------ what became of it
+    // ------------------------------------------------------------------ results of sending
 
     /// The socket has taken the next `datagrams` datagrams of [`Self::poll_tx`].
     pub fn handle_written(&mut self, datagrams: usize) {
@@ -77,7 +77,7 @@ impl DatagramQp {
     }
 
     /// The socket has refused the next datagram of [`Self::poll_tx`], and the caller has dropped it. In an unreliable
-    /// service its request fails and the queue pair goes on, because an error of one destination does not concern others. In
+    /// service its request fails and the queue pair continues, because an error of one destination does not concern others. In
     /// a reliable service it counts as a lost packet.
     pub fn handle_send_error(&mut self) {
         let Some(given) = self.given_out.pop_front() else {

@@ -48,7 +48,7 @@ pub struct RtrForms {
 }
 
 impl RtrForms {
-    /// All three: what anywarp offers and confirms.
+    /// All three, which anywarp offers and confirms.
     pub const ALL: Self = Self {
         send: true,
         write: true,
