@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_used_again_as_it_was_left() {
+    fn a_slot_is_reused_with_its_old_value() {
         let mut ring = Ring::new();
         for n in 0..4 {
             *ring.push(|| 0).unwrap() = n;

@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_sums_up_to_nothing() {
+    fn the_checksums_of_a_packet_are_correct() {
         let a = SocketAddr::from(([10, 0, 0, 1], 1000));
         let b = SocketAddr::from(([10, 0, 0, 2], 2000));
         let packet = tcp(a, b, 7, 9, PSH | ACK, b"odd");
@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_a_start_up_frame_is_a_packet_of_its_own() {
+    fn bytes_after_a_start_up_frame_are_a_separate_packet() {
         let frame = StartupFrame {
             reply: true,
             markers: false,

@@ -621,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_holds_up_what_comes_behind_and_a_delay_does_not() {
+    fn a_rate_delays_later_datagrams_and_a_delay_does_not() {
         let now = clock::now();
         let mut way = Way::default();
         let late = decision(Duration::from_millis(5), None);
@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_counts_and_is_silent_about_nothing() {
+    fn the_summary_counts_all_faults() {
         let done = Done::new();
         let plan = Plan::default();
         assert_eq!(summary(&plan, &done), None);

@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_keeps_its_place_and_a_new_one_takes_the_first_that_is_empty() {
+    fn an_address_keeps_its_index_and_a_new_one_gets_the_first_empty_entry() {
         let links = || vec![link(1, true, 1), link(2, true, 2)];
         let (a, b, c, d) = (
             gid("10.0.0.1", 1),

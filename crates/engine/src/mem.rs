@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_unmapped_while_it_is_registered_takes_bytes_without_a_signal() {
+    fn placing_into_unmapped_registered_memory_raises_no_signal() {
         let engine = crate::engine::engine().unwrap();
         let pages = Pages::new(4096).unwrap();
         let what = Registration {

@@ -231,7 +231,7 @@ mod tests {
 
     /// Other tests do not use the reserve, because malloc has memory.
     #[test]
-    fn pieces_do_not_overlap_and_all_the_room_comes_back() {
+    fn pieces_do_not_overlap_and_are_all_returned() {
         let mut pieces = Vec::new();
         for i in 1..=64_usize {
             let layout = Layout::from_size_align(i * 37, 1 << (i % 8)).unwrap();

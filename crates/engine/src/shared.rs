@@ -179,7 +179,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     #[test]
-    fn what_one_mapping_has_the_other_has() {
+    fn bytes_written_to_one_mapping_are_in_the_other() {
         let (one, file) = Shared::create(8192).unwrap();
         let fd = u32::try_from(file.as_raw_fd()).unwrap();
         let other = Shared::open(std::process::id(), fd, 8192).unwrap();

@@ -158,7 +158,7 @@ fn a_write_waits_for_room_for_its_record() {
 /// A Write of one datagram is not placed while it waits for room for its record. Its sender waits as for a receive,
 /// and gives up after the same time.
 #[test]
-fn who_never_takes_records_is_not_written_to() {
+fn writes_wait_while_the_queue_of_records_is_full() {
     let options = Options {
         max_records: 1,
         ..options(true)
@@ -220,7 +220,7 @@ fn a_map_that_is_released_makes_room() {
 
 /// Packets that wait for room for a record are not delayed by packets that wait for a receive, and vice versa.
 #[test]
-fn each_waits_for_what_it_lacks() {
+fn packets_wait_only_for_the_resource_that_they_need() {
     let options = Options {
         max_records: 1,
         ..options(true)
@@ -303,7 +303,7 @@ fn nothing_is_done_before_it_is_delivered() {
 /// A packet that is acknowledged out of order and waits for a receive does not complete its request. If the receiving
 /// queue pair is created again, the request fails.
 #[test]
-fn what_waits_for_a_receive_fails_when_the_receiver_is_made_anew() {
+fn requests_that_wait_for_a_receive_fail_when_the_receiver_is_created_again() {
     for ordered in [true, false] {
         let (mut net, a, b) = pair(11, Link::default(), options(ordered));
         let mine = net[a].host.register(100, access::ALL);
@@ -368,7 +368,7 @@ fn an_old_number_is_not_late() {
 
 /// A request that is refused fails alone, even if others are under way at the same time.
 #[test]
-fn a_refused_message_takes_no_other_with_it() {
+fn a_refused_message_fails_alone() {
     const MANY: u64 = 60;
     const ROOM: usize = 9000;
     each_seed(12, |seed| {
@@ -432,7 +432,7 @@ fn a_refused_message_takes_no_other_with_it() {
 /// The memory of a message is deregistered before its end: the request fails, whatever part of it was acknowledged,
 /// and the requests before and after it succeed.
 #[test]
-fn a_message_whose_memory_goes_fails() {
+fn a_message_whose_memory_is_deregistered_fails() {
     each_seed(8, |seed| {
         for ordered in [true, false] {
             let options = Options {
@@ -511,7 +511,7 @@ fn a_broken_receive_completes_once_and_fails_at_its_sender() {
 /// The memory of a posted request is deregistered while the request is being sent: it fails, all later requests are
 /// flushed, and no packet stays under way.
 #[test]
-fn a_request_whose_own_memory_goes_fails() {
+fn a_request_whose_local_memory_is_deregistered_fails() {
     for ordered in [true, false] {
         let link = Link {
             rate: 1_000_000,
@@ -567,7 +567,7 @@ fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2])
 
 /// When the source memory of a Read is deregistered meanwhile, the Read fails at once.
 #[test]
-fn a_read_whose_source_goes_fails() {
+fn a_read_whose_source_is_deregistered_fails() {
     for keep_going in [true, false] {
         let options = Options {
             keep_going,

@@ -94,7 +94,7 @@ fn a_peer_that_causes_endless_refusals_uses_no_memory() {
 }
 
 #[test]
-fn two_ends_whose_stream_is_damaged_on_the_way_agree_on_nothing_wrong() {
+fn a_damaged_stream_delivers_no_wrong_data() {
     // With CRCs, the received data is what was sent, or the stream ends.
     each_seed(300, |seed| {
         let mut w = World::new(seed);

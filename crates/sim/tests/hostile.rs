@@ -369,7 +369,7 @@ fn a_reliable_message_is_never_given_up_for_another() {
 /// Without order, a packet that waited and was acknowledged can still be refused. Its message then fails when the
 /// packets before it have arrived.
 #[test]
-fn what_waits_without_order_can_be_refused() {
+fn a_waiting_unordered_packet_can_be_refused() {
     let options = Options {
         ordered: false,
         ..options()
@@ -517,7 +517,7 @@ fn datagrams_of_a_message_that_contradict_it_are_dropped() {
 }
 
 #[test]
-fn a_send_longer_than_agreed_takes_no_receive() {
+fn a_send_longer_than_agreed_consumes_no_receive() {
     let options = Options {
         max_send: 5000,
         ..options()
@@ -588,7 +588,7 @@ fn a_write_to_a_group_is_not_placed() {
 }
 
 #[test]
-fn bytes_that_are_there_are_not_placed_again() {
+fn bytes_that_have_arrived_are_not_placed_again() {
     let (mut net, b, mr) = ear(options());
     hears(&mut net, b, part(&mr, 1, 32, 0));
     let (shim, header, _) = part(&mr, 1, 32, 0);
@@ -598,7 +598,7 @@ fn bytes_that_are_there_are_not_placed_again() {
 }
 
 #[test]
-fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() {
+fn a_record_is_made_after_the_grace_time_or_the_deadline() {
     let (mut net, b, mr) = ear(options());
     let (start, arrival) = (
         net.now(),
@@ -637,7 +637,7 @@ fn a_record_comes_a_grace_after_the_end_or_a_deadline_after_the_last_datagram() 
 /// A receiver that was not called for longer than the deadline handles the datagrams that arrived meanwhile before it
 /// gives up a message.
 #[test]
-fn what_came_while_nobody_looked_is_not_late() {
+fn datagrams_that_waited_in_the_socket_are_not_late() {
     let (mut net, b, mr) = ear(options());
     let arrival = Arrival {
         from: stranger(1),
@@ -659,7 +659,7 @@ fn what_came_while_nobody_looked_is_not_late() {
 
 /// A datagram to a multicast group is never answered, even if the account of its source would allow it.
 #[test]
-fn what_is_sent_to_a_group_is_not_answered() {
+fn datagrams_to_a_group_are_not_answered() {
     let (mut net, b, mr) = ear(options());
     let addr = net[b].addr;
     // The first datagrams of a source are each answered by a flow report. After them, only error reports are sent.
@@ -756,7 +756,7 @@ fn an_answer_without_a_cookie_is_as_long_as_its_question() {
 
 /// A source that has not proved its address is sent no more bytes than it sent, for requests of any kind.
 #[test]
-fn questions_are_answered_with_what_came_to_pay_for_it() {
+fn answers_are_limited_by_the_bytes_of_the_requests() {
     for size in [0, 40, 41, 5000] {
         let (mut net, b, mr) = ear(options());
         let addr = net[b].addr;
@@ -777,7 +777,7 @@ fn questions_are_answered_with_what_came_to_pay_for_it() {
 
 /// Error reports are limited to a number per second, for all peers together.
 #[test]
-fn so_many_errors_are_reported_in_a_second() {
+fn error_reports_per_second_are_limited() {
     let (mut net, b, mr) = ear(options());
     let (mut told, wrong) = (0, Stag(mr.stag().0 ^ 0x0100));
     for id in 0..3 * bounds::ERRORS_A_SECOND {
@@ -798,7 +798,7 @@ fn so_many_errors_are_reported_in_a_second() {
 }
 
 #[test]
-fn so_many_answers_of_reads_wait() {
+fn queued_read_answers_are_limited() {
     let (mut net, b, mr) = ear(options());
     let addr = net[b].addr;
     let most = u32::from(options().max_reads);
@@ -837,7 +837,7 @@ fn a_read_is_of_no_more_than_may_be_read_at_once() {
 /// A Read Response is placed only if it comes from the peer of the request, contains the sink of the request, and has
 /// its length.
 #[test]
-fn an_answer_that_was_not_asked_for_is_not_placed() {
+fn an_unsolicited_answer_is_not_placed() {
     let mut net = Ether::new(7, Link::default());
     let a = net.join(Kind::Ud, options());
     let b = net.join(Kind::Ud, options());
@@ -946,7 +946,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
 
 /// A challenge that does not echo the token of this end was not sent by the peer in question, and is dropped.
 #[test]
-fn a_challenge_of_somebody_else_is_not_believed() {
+fn a_challenge_from_a_wrong_source_is_dropped() {
     let mut net = Ether::new(9, Link::default());
     let a = net.join(Kind::Rd, options());
     let b = net.join(Kind::Rd, options());
@@ -984,7 +984,7 @@ fn a_challenge_of_somebody_else_is_not_believed() {
 
 /// An answer that arrives after its request's deadline is not placed, even if no time-out was handled in between.
 #[test]
-fn an_answer_behind_its_time_is_not_placed() {
+fn an_answer_after_its_deadline_is_not_placed() {
     for late in [false, true] {
         let mut net = Ether::new(10, Link::default());
         let a = net.join(Kind::Ud, options());
@@ -1026,7 +1026,7 @@ fn an_answer_behind_its_time_is_not_placed() {
 
 /// The number of queued challenges is limited.
 #[test]
-fn so_many_challenges_wait() {
+fn queued_challenges_are_limited() {
     let mut net = Ether::new(11, Link::default());
     let b = net.join(Kind::Rd, options());
     let seen = watch(&mut net);
@@ -1150,7 +1150,7 @@ fn a_packet_holds_no_control() {
 /// The queued answers to one reliable peer are limited. When the limit for all peers is reached, each may still have
 /// a few.
 #[test]
-fn so_many_answers_wait_for_each_and_for_all() {
+fn queued_answers_are_limited_for_each_peer_and_for_all() {
     let mut net = Ether::new(14, Link::default());
     let b = net.join(Kind::Rd, options());
     let mr = net[b].host.register(64, access::ALL);
@@ -1183,7 +1183,7 @@ fn so_many_answers_wait_for_each_and_for_all() {
 
 /// A reader repeats its request for the first cookie that it receives, and not for further ones.
 #[test]
-fn a_reader_asks_again_once() {
+fn a_reader_repeats_its_request_once() {
     let mut net = Ether::new(15, Link::default());
     let a = net.join(Kind::Ud, options());
     let b = net.join(Kind::Ud, options());

@@ -64,7 +64,7 @@ fn written(seed: u64, segment: Segment, total: usize, data: f64, reports: f64) -
 }
 
 #[test]
-fn a_lost_report_costs_nothing_that_arrived() {
+fn a_lost_report_loses_no_data() {
     each_seed(40, |seed| {
         for segment in SEGMENTS {
             for loss in [0.001, 0.01, 0.05] {
@@ -79,7 +79,7 @@ fn a_lost_report_costs_nothing_that_arrived() {
 
 /// A receiver may send no reports: on a path without losses it receives everything.
 #[test]
-fn who_never_reports_gets_everything() {
+fn a_receiver_without_reports_gets_everything() {
     for segment in SEGMENTS {
         for total in [65_536, 300_000, 1_000_000, 10_000_000] {
             let (valid, arrived) = written(1, segment, total, 0.0, 1.0);

@@ -281,7 +281,7 @@ fn late_copies_never_touch_memory() {
 /// A queue pair that is created again has a different epoch: its messages are recorded, and datagrams of the earlier
 /// epoch that arrive afterwards are dropped as late.
 #[test]
-fn a_writer_made_anew_is_another_one() {
+fn a_writer_that_is_created_again_is_another_source() {
     let (mut net, a, b) = pair(5, Link::default(), options(RecordMode::Robust));
     let kept = Rc::new(RefCell::new(Vec::new()));
     let store = Rc::clone(&kept);
@@ -313,7 +313,7 @@ fn a_writer_made_anew_is_another_one() {
 
 /// A commit, which repeats the end of a message, makes the record in thesis mode if the final datagram is lost.
 #[test]
-fn the_end_said_again_closes_a_message() {
+fn a_repeated_end_closes_a_message() {
     let options = Options {
         repeats: 2,
         ..options(RecordMode::Thesis)
@@ -331,7 +331,7 @@ fn the_end_said_again_closes_a_message() {
 }
 
 #[test]
-fn the_end_is_said_again_as_often_as_was_asked() {
+fn the_end_is_repeated_as_often_as_the_option_says() {
     for repeats in [0, 1, 3] {
         let options = Options {
             repeats,
@@ -358,7 +358,7 @@ fn the_end_is_said_again_as_often_as_was_asked() {
 
 /// With parity, one lost datagram of a group is restored.
 #[test]
-fn parity_makes_up_for_one_of_a_group() {
+fn parity_restores_one_datagram_of_a_group() {
     let options = Options {
         parity: 4,
         ..options(RecordMode::Robust)
@@ -403,7 +403,7 @@ fn records_can_make_completions() {
 }
 
 #[test]
-fn records_that_nobody_reads_are_bounded_and_memory_is_written_all_the_same() {
+fn unread_records_are_limited_and_memory_is_still_written() {
     let options = Options {
         max_records: 10,
         ..options(RecordMode::Robust)
@@ -457,7 +457,7 @@ fn a_region_can_be_for_one_source() {
 // ---------------------------------------------------------------------- Send
 
 #[test]
-fn a_long_send_arrives_whole_or_gives_its_receive_back() {
+fn a_long_send_arrives_completely_or_its_receive_is_put_back() {
     let options = Options {
         max_send: 1 << 20,
         ..options(RecordMode::Robust)

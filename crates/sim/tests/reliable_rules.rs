@@ -158,7 +158,7 @@ fn a_packet_that_sixteen_overtook_is_lost() {
 /// Messages complete up to the first packet that is missing at the peer. Acknowledged packets beyond it complete
 /// nothing.
 #[test]
-fn what_is_acknowledged_is_done() {
+fn acknowledged_messages_complete() {
     let mut far = Far::met();
     far.sends(1..4);
     let sent = far.hears();
@@ -182,7 +182,7 @@ fn what_is_acknowledged_is_done() {
 
 /// A challenge is accepted only by an end that has requested a token.
 #[test]
-fn a_challenge_that_nobody_asked_for_is_not_believed() {
+fn an_unsolicited_challenge_is_not_accepted() {
     let mut far = Far::met();
     let sent = far.hears();
     let (packet, _) = &sent[0];
@@ -209,7 +209,7 @@ fn a_challenge_that_nobody_asked_for_is_not_believed() {
 /// A peer is sent no more than its window, except that the last packet may exceed it. A peer with a closed window is
 /// probed, and is sent the rest when the window opens.
 #[test]
-fn a_window_is_kept_however_small() {
+fn even_a_small_window_is_respected() {
     for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {
         let mut far = Far::met();
         let asked = far.hears();

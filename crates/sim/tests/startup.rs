@@ -209,7 +209,7 @@ fn a_rejection_arrives_with_its_reason() {
 }
 
 #[test]
-fn damaged_frames_open_nothing_that_both_ends_see_differently_without_an_error() {
+fn damaged_frames_never_lead_to_different_parameters() {
     // An inverted bit may change the request, but never causes a panic, and never makes a machine wait for more bytes
     // than a frame can have.
     each_seed(3000, |seed| {

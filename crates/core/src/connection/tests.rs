@@ -197,7 +197,7 @@ fn zero_follows_the_last_number_of_what_arrives() {
 
 /// An acknowledgement waits for other messages until `ACK_AFTER` requests are done; a standard peer gets none.
 #[test]
-fn ack_after_so_many_requests_an_acknowledgement_is_sent_without_data() {
+fn an_acknowledgement_without_data_is_sent_after_ack_after_requests() {
     for (peer, owed, goes) in [
         (Peer::Anywarp, bounds::ACK_AFTER - 1, false),
         (Peer::Anywarp, bounds::ACK_AFTER, true),
@@ -220,7 +220,7 @@ fn ack_after_so_many_requests_an_acknowledgement_is_sent_without_data() {
 /// A process that ends right after a receive completes has no time to acknowledge it. Its transport had acknowledged
 /// the bytes of the Send.
 #[test]
-fn a_send_that_was_taken_completes_when_the_stream_ends() {
+fn a_send_whose_bytes_were_acknowledged_completes_when_the_stream_ends() {
     for (reset, all_taken, status) in [
         (false, true, Status::Success),
         (true, true, Status::Success),

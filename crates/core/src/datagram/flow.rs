@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_peer_is_not_waited_for_until_it_speaks() {
+    fn a_sender_does_not_wait_for_a_silent_peer_until_it_reports() {
         let mut flow = Flow::new();
         let n = fill(&mut flow, NOW);
         assert!(n < 100);
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_sent_more_than_came_from_there() {
+    fn no_address_is_sent_more_bytes_than_it_sent() {
         let mut flow = Flow::new();
         let (mut came, mut went) = (0, 0);
         for n in 0..100 {

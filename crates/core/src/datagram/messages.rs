@@ -649,7 +649,7 @@ mod tests {
 
     /// A reliable source cannot open more messages than its share, and the others keep theirs.
     #[test]
-    fn one_source_has_so_many_open_messages() {
+    fn the_open_messages_of_one_source_are_limited() {
         let mut messages = Messages::new(true);
         let mut given_up = Vec::new();
         for id in 0..bounds::OPEN_MESSAGES_SOURCE as u32 {
@@ -663,7 +663,7 @@ mod tests {
 
     /// The number of sources is limited. Reliable sources are removed only if they have no open message.
     #[test]
-    fn so_many_sources_are_remembered() {
+    fn the_number_of_sources_is_limited() {
         for reliable in [false, true] {
             let mut messages = Messages::new(reliable);
             let mut given_up = Vec::new();
@@ -684,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn a_far_jump_leaves_nothing_of_the_window() {
+    fn a_jump_beyond_the_window_clears_it() {
         let mut closed = Closed::default();
         closed.close(1);
         closed.close(1_000_000);

@@ -200,7 +200,7 @@ mod tests {
     /// The offset of a parity datagram must be that of the first datagram of its group. Nothing is restored from
     /// another one.
     #[test]
-    fn parity_that_is_out_of_place_counts_for_nothing() {
+    fn a_parity_datagram_with_a_wrong_offset_is_ignored() {
         let mut groups = Groups::new(400, 100, 2, &Budget::default()).unwrap();
         assert_eq!(groups.came(100, &[3; 100], true), None);
         assert_eq!(groups.came(0, &[1; 100], false), None);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn two_lost_ones_and_copies_make_nothing() {
+    fn two_lost_datagrams_are_not_restored_and_duplicates_are_ignored() {
         let mut groups = Groups::new(400, 100, 4, &Budget::default()).unwrap();
         assert_eq!(groups.came(0, &[1; 100], false), None);
         assert_eq!(groups.came(0, &[1; 100], false), None);

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_epoch_starts_anew_and_the_old_one_is_late() {
+    fn a_new_epoch_resets_the_numbers_and_the_old_one_is_late() {
         let mut rx = Incoming::default();
         assert_eq!(rx.classify(7, 100), Order::Newer);
         assert_eq!(rx.classify(8, 1), Order::Newer);

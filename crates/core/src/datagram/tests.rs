@@ -620,7 +620,7 @@ fn a_send_completes_when_the_socket_took_it_and_not_before() {
 }
 
 #[test]
-fn a_drained_send_queue_says_so_after_the_last_datagram() {
+fn sq_drained_is_raised_after_the_last_datagram() {
     let (mut a, b) = pair(Kind::Ud);
     a.qp.post_send(request(0, SEND, inline(b"x"), &b)).unwrap();
     let mut out = Vec::new();
@@ -639,7 +639,7 @@ fn a_drained_send_queue_says_so_after_the_last_datagram() {
 }
 
 #[test]
-fn memory_that_is_gone_fails_the_request_that_names_it() {
+fn a_request_with_deregistered_memory_fails() {
     // Before the request is taken from the queue, and for a receive.
     let (mut a, mut b) = pair(Kind::Ud);
     b.recv(9, 0, 100);
@@ -663,7 +663,7 @@ fn memory_that_is_gone_fails_the_request_that_names_it() {
 }
 
 #[test]
-fn a_message_cut_short_fails_once_and_leaves_nothing_behind() {
+fn an_aborted_message_fails_once_and_leaves_no_state() {
     let (mut a, b) = pair(Kind::Uc);
     a.qp.set_segment(64);
     let payload = Payload::Sges(smallvec![a.sge(0, 8192)]);
@@ -703,7 +703,7 @@ fn a_full_completion_queue_fails_the_queue_pair() {
 // ---------------------------------------------------------------------- shared receives
 
 #[test]
-fn a_shared_queue_gives_its_receives_and_tells_of_limit_and_end() {
+fn a_shared_queue_provides_receives_and_raises_the_limit_and_last_wqe_events() {
     for kind in [Kind::Ud, Kind::Uc] {
         let (mut a, _) = pair(kind);
         let srq = Arc::new(Srq::new(8, 1, 2, PD));
@@ -1004,7 +1004,7 @@ fn uc_send_longer_than_the_receive_is_dropped_as_a_whole() {
 }
 
 #[test]
-fn uc_peer_that_starts_anew_is_heard_and_its_past_is_not() {
+fn uc_datagrams_of_a_new_epoch_are_received_and_those_of_the_old_one_are_not() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32 + 1);
     a.qp.next_id = 1000;
@@ -1142,7 +1142,7 @@ fn uc_large_message_goes_out_in_bounded_batches() {
 // ---------------------------------------------------------------------- pace
 
 #[test]
-fn a_sender_waits_for_a_receiver_that_does_not_keep_up() {
+fn a_sender_waits_for_a_slow_receiver() {
     for kind in [Kind::Ud, Kind::Uc] {
         let (mut a, mut b) = pair(kind);
         b.qp.set_room(1 << 20);
@@ -1429,7 +1429,7 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
 /// If a request of a reliable connection fails, it has the status of the cause, and all later requests are flushed,
 /// even those that were acknowledged before it.
 #[test]
-fn behind_a_failed_request_of_a_reliable_connection_all_are_flushed() {
+fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
     let mut a = End::new(Kind::Rc, 1, 4000, 5, None);
     let mut b = End::new(Kind::Rc, 2, 5000, 6, None);
     for end in [&mut a, &mut b] {

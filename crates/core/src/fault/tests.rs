@@ -64,7 +64,7 @@ fn a_file_has_rules_comments_and_settings() {
 }
 
 #[test]
-fn what_is_wrong_is_named_with_its_place() {
+fn errors_are_reported_with_their_position() {
     for (text, line, column, part) in [
         ("loss=2", 1, 6, "'2' is no probability"),
         ("loss", 1, 1, "'loss' has no value"),
@@ -168,7 +168,7 @@ fn the_link_works_in_its_direction_alone() {
 }
 
 #[test]
-fn rules_count_what_they_match() {
+fn rules_count_the_items_that_they_match() {
     let mut lane = Lane::new(
         plan("op=send nth=2 -> kill\nop=write every=2 times=2 -> error=general\nqp=#9 -> kill"),
         1,
@@ -228,7 +228,7 @@ fn streams_have_no_datagrams_to_lose_and_datagrams_are_late_by_themselves() {
 }
 
 #[test]
-fn only_who_answers_can_be_killed_or_not_ready() {
+fn kill_and_rnr_need_a_reliable_service() {
     for (service, hit) in [
         (Service::Stream, true),
         (Service::Reliable, true),

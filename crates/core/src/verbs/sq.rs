@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rewound_request_is_taken_again_with_all_behind_it() {
+    fn a_rewound_request_and_all_later_ones_are_taken_again() {
         let mut sq = SendQueue::new(4, 1, 0);
         for id in 0..3 {
             sq.post(request(id)).unwrap();
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_not_made_leaves_nothing_behind() {
+    fn a_request_that_fails_to_be_filled_is_removed() {
         let mut sq = SendQueue::new(2, 1, 0);
         let refused = sq.post_with(|_| Err(Misuse::InvalidArgument("opcode")));
         assert!(matches!(refused, Err(Misuse::InvalidArgument(_))) && sq.is_empty());

@@ -896,7 +896,7 @@ mod tests {
     }
 
     #[test]
-    fn private_data_is_as_long_as_it_says_and_not_longer_than_allowed() {
+    fn private_data_has_the_length_in_its_header_and_at_most_the_maximum() {
         let mut bytes = hex("dd110003 01020304 6869");
         seal(&mut bytes);
         assert_eq!(Cm::parse(&bytes), Err(DgramError::CmPrivateData));

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_put_is_taken_back() {
+    fn a_field_that_is_put_can_be_read() {
         let mut b = [0u8; 14];
         put::<6, 14, 8>(&mut b, 0x0102_0304_0506_0708u64.to_be_bytes());
         assert_eq!(b[6..], [1, 2, 3, 4, 5, 6, 7, 8]);

@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_said_to_be_so() {
+    fn bytes_that_cannot_be_parsed_are_described() {
         assert_eq!(fpdu(&[]), "empty");
         let text = "malformed len 3: segment of 3 bytes is shorter than its header of 14";
         assert_eq!(fpdu(&[0xc1, 0x40, 0]), text);
@@ -490,7 +490,7 @@ mod tests {
 
     /// The vectors of docs/datagram-iwarp.md, and packets.
     #[test]
-    fn whatever_comes_over_udp() {
+    fn every_kind_of_udp_datagram_is_described() {
         let table = [
             (
                 "dc101234 11111111 00000001 00000005 00000000 0000 0307 0000 4143 00000000 00000000 00000001 00000000 68656c6c6f 46b83bd7",

@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_shorter_than_it_says_is_dropped_whatever_its_crc() {
+    fn a_packet_shorter_than_its_headers_is_dropped_even_with_a_correct_crc() {
         let good = whole(&packet(), None);
         for len in 0..good.len() - 4 {
             let mut bytes = good[..len].to_vec();

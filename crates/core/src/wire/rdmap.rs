@@ -813,7 +813,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminate_that_is_cut_short_says_what_it_can() {
+    fn a_truncated_terminate_is_parsed_as_far_as_possible() {
         assert_eq!(Terminate::parse(&[]), bare(0, 2, 0xff));
         assert_eq!(Terminate::parse(&[0x01]), bare(0, 1, 0xff));
         assert_eq!(Terminate::parse(&[0x12, 0x02]), bare(1, 2, 2));

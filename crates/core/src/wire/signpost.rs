@@ -203,7 +203,7 @@ mod tests {
 
     /// An unprivileged program cannot direct a peer to itself for a privileged port.
     #[test]
-    fn no_port_that_needs_a_right_is_behind_one_that_needs_none() {
+    fn an_unprivileged_listener_cannot_answer_for_a_privileged_port() {
         let answer = |number, at| {
             let port = Port { number, ..PORT };
             Message::parse(&Message::Answer(port, 7, Status::Listening(at)).emit())

@@ -161,7 +161,7 @@ mod tests {
     /// A reply without private data is sent at once, the longest reply with the third request. The total sent never exceeds
     /// three times the total received.
     #[test]
-    fn a_requester_is_sent_no_more_than_three_times_what_it_sent() {
+    fn a_requester_is_sent_at_most_three_times_the_bytes_that_it_sent() {
         let (request, shortest) = (12, 24);
         for (reply, expected) in [(shortest, 1), (shortest + CM_PRIVATE_DATA, 3)] {
             let mut budget = Budget::default();

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_run_is_sent_and_what_follows_is_corked() {
+    fn a_full_run_is_sent_and_later_datagrams_are_corked() {
         let (mut cork, now) = busy();
         cork.posted(RUN_BYTES);
         assert_eq!(cork.decide(polls(6, 1), now), Decision::SendNow);

@@ -300,7 +300,7 @@ fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
 }
 
 #[test]
-fn what_is_posted_behind_a_full_run_waits_for_company_too() {
+fn datagrams_posted_after_a_full_run_are_corked_too() {
     // Either the run is full, or another thread sends it; no thread polls.
     assert!(is_corked_behind(|a, b| a.send(
         SEND,
@@ -311,7 +311,7 @@ fn what_is_posted_behind_a_full_run_waits_for_company_too() {
 }
 
 #[test]
-fn polls_for_what_is_held_back_are_no_wait() {
+fn polls_that_uncork_datagrams_do_not_count_as_waiting() {
     assert!(is_corked_behind(|a, _| {
         a.qp.common.context.engine.count_poll();
         a.qp.common.context.engine.on_idle_poll();
@@ -319,7 +319,7 @@ fn polls_for_what_is_held_back_are_no_wait() {
 }
 
 #[test]
-fn what_is_held_back_goes_before_its_queue_pair_does() {
+fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
     a.go(None);
     b.go(None);

@@ -369,7 +369,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_says_anything_about_memory_breaks_nothing() {
+    fn any_hand_over_messages_of_a_peer_are_handled() {
         crate::net::tests::replay("handover", fuzz);
     }
 

@@ -787,7 +787,7 @@ mod tests {
     }
 
     #[test]
-    fn more_wake_ups_than_were_asked_for_are_noticed() {
+    fn excess_wake_ups_are_noticed() {
         let (mut one, other) = pair();
         // Both ends are marked as sleeping at first.
         assert!(other.must_wake() && one.count_wakeups(1));

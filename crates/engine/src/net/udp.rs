@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_of_receiving_ends_before_all_that_is_queued_is_taken() {
+    fn a_turn_of_receiving_is_limited() {
         let engine = crate::engine::engine().unwrap();
         let (from, to) = two_sockets();
         let port = socket::local_addr(&to).unwrap().port();

@@ -126,7 +126,7 @@ fn nothing_is_corked_while_no_thread_polls() {
 
 /// The lease ends between its check and the corking of a request: no other thread would send that request.
 #[test]
-fn what_is_corked_when_the_lease_has_ended_sets_the_timer_again() {
+fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let qp = Arc::new(Acknowledges(ours, Duration::ZERO));
     let reactor = reactor();
@@ -184,7 +184,7 @@ fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
 /// A peer that waits for its acknowledgement sends nothing that would wake the worker, regardless of how much it sent
 /// before.
 #[test]
-fn delayed_acknowledgements_are_sent_behind_any_number_of_rounds() {
+fn delayed_acknowledgements_are_sent_after_any_number_of_rounds() {
     for rounds in [1, ROUNDS_MAX - 1, ROUNDS_MAX, ROUNDS_MAX + 1] {
         let (reactor, _bytes, other) = idle();
         for _ in 0..rounds {

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worker_spins_while_that_brings_something() {
+    fn the_worker_spins_as_long_as_data_arrives_during_spins() {
         let mut spin = SpinBudget::new(SPIN_FOR);
         let tries = |spin: &mut SpinBudget| {
             (0..2 * SpinBudget::TRY_EACH)

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_fills_the_path_whatever_is_lost_at_random() {
+    fn the_window_fills_the_path_despite_random_losses() {
         for nth in [1_000_000, 100, 10] {
             let window = run(10_000_000, nth).window();
             // 10 MB/s for 10 ms are 100 kB.
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_leaves_four_packets_and_the_first_answer_brings_it_back() {
+    fn silence_shrinks_the_window_to_four_packets_and_the_first_answer_restores_it() {
         let mut c = run(10_000_000, 1000);
         c.silence();
         assert_eq!(c.window(), 6000);

@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn without_order_each_is_delivered_as_it_comes() {
+    fn unordered_packets_are_delivered_as_they_arrive() {
         let mut rx = Receiver::new(0);
         for seq in [3, 1, 2] {
             assert_eq!(rx.sort(seq), Arrived::Ahead);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_up_is_skipped() {
+    fn packets_before_the_base_are_skipped() {
         let mut rx = Receiver::new(0);
         rx.delivered(5);
         let skip = |rx: &mut Receiver, base| {
@@ -351,7 +351,7 @@ mod tests {
     /// A waiting packet before a base is delivered and acknowledged after the base has arrived; missing packets are
     /// skipped.
     #[test]
-    fn a_base_does_not_pass_what_waits() {
+    fn a_base_does_not_skip_waiting_packets() {
         let mut rx = Receiver::new(100);
         for seq in [100, 101, 104] {
             rx.keep(seq, b"x");
@@ -376,7 +376,7 @@ mod tests {
 
     /// Comparison with a plain set, for packets in any order.
     #[test]
-    fn runs_are_what_has_arrived() {
+    fn runs_are_the_packets_that_have_arrived() {
         let mut n = 1_u64;
         for _ in 0..200 {
             let mut rx = Receiver::new(0);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn many_gaps_are_told_of_at_both_ends() {
+    fn the_first_and_the_last_of_many_gaps_are_reported() {
         let mut rx = Receiver::new(0);
         for n in 1..100 {
             rx.delivered(2 * n);

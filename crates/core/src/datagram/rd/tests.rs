@@ -104,7 +104,7 @@ fn a_challenge_that_was_answered_changes_nothing() {
 
 /// Each packet shows that its sender is alive, and contains the size of its socket buffer.
 #[test]
-fn who_is_heard_is_not_forgotten_and_is_sent_as_much_as_it_takes() {
+fn a_peer_that_sends_is_not_forgotten_and_its_window_is_updated() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let at = Duration::from_secs;
     takes(&mut rd, 0, false, at(1));
@@ -154,7 +154,7 @@ fn numbers_go_on_when_a_peer_was_forgotten() {
 /// A network can use half of all entries, the next network half of the rest, and a host less. There is an entry left
 /// for a new peer. Peers to which this end sends first are not limited.
 #[test]
-fn nobody_takes_all_places() {
+fn no_network_or_host_can_use_all_entries() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(5);
     // The network, the host in it, and the peer on that host.
@@ -270,7 +270,7 @@ fn the_more_is_under_way_the_more_is_acknowledged_together() {
 /// The acknowledgement of a last packet is sent at once if few packets are under way, delayed a little if there are
 /// more, and delayed until the next run if there are many.
 #[test]
-fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
+fn the_delay_of_an_acknowledgement_depends_on_the_packets_under_way() {
     for (seq, least, most) in [(PIPELINE - 1, 0, 0), (PIPELINE, 1, 10), (MANY, 60, 70)] {
         let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
         let now = Duration::from_secs(5);
@@ -297,7 +297,7 @@ fn a_last_packet_waits_for_company_as_long_as_some_is_likely() {
 /// On a path with a short round trip an acknowledgement is requested for each half of the packets under way,
 /// otherwise for each 32 packets.
 #[test]
-fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
+fn the_number_of_requested_acknowledgements_depends_on_the_path() {
     let asks = |trip: Duration| {
         let now = Duration::from_secs(5);
         let mut path = Congestion::new();
@@ -317,7 +317,7 @@ fn a_sender_asks_for_as_many_acknowledgements_as_its_path_needs() {
 /// The memory of waiting packets is limited for each peer, for each network and in total, and includes overheads.
 /// Packets of a restarted peer are dropped, and its old token belongs to no peer.
 #[test]
-fn what_waits_is_bounded_and_counted() {
+fn waiting_packets_are_limited_and_counted() {
     for len in [0, 60_000] {
         let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
         let now = Duration::from_secs(5);
@@ -371,7 +371,7 @@ fn what_waits_is_bounded_and_counted() {
 
 /// Bytes that cannot be a datagram are not stored, in any order.
 #[test]
-fn what_is_no_datagram_does_not_wait() {
+fn invalid_datagrams_are_not_stored() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(5);
     let mut bad = datagram(10);
@@ -466,7 +466,7 @@ impl Two {
 
 /// A peer that was forgotten because it was idle is recognized again, and no request fails in either direction.
 #[test]
-fn who_was_forgotten_goes_on() {
+fn a_forgotten_peer_is_recognized_again() {
     for (first, forgets) in [(0, 1), (0, 0), (1, 0)] {
         let mut two = Two::new();
         two.sends(0, 1);
@@ -493,7 +493,7 @@ fn who_was_forgotten_goes_on() {
 /// A packet that was under way for a minute may have arrived before the peer forgot this end. It is unknown, so the
 /// request fails.
 #[test]
-fn what_is_old_fails_when_the_peer_has_forgotten_us() {
+fn old_packets_fail_when_the_peer_has_forgotten_this_end() {
     let mut two = Two::new();
     two.sends(0, 1);
     let peer = Two::at(1);
@@ -514,7 +514,7 @@ fn what_is_old_fails_when_the_peer_has_forgotten_us() {
 /// Another queue pair at the address of a peer has to echo a token that was made for it. Until then the old one stays
 /// valid.
 #[test]
-fn a_restart_is_asked_before_it_is_believed() {
+fn a_restarted_peer_has_to_echo_a_new_token() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(1);
     takes(&mut rd, 0, false, now);
@@ -547,7 +547,7 @@ fn a_restart_is_asked_before_it_is_believed() {
 
 /// A challenge with a different token changes nothing before the peer itself confirms it.
 #[test]
-fn a_forged_challenge_ends_nothing() {
+fn a_forged_challenge_changes_nothing() {
     let mut two = Two::new();
     two.sends(0, 1);
     let peer = Two::at(1);
@@ -573,7 +573,7 @@ fn a_forged_challenge_ends_nothing() {
 
 /// A token for first contact is valid for a minute at most.
 #[test]
-fn an_old_token_makes_no_peer() {
+fn an_expired_token_is_not_accepted() {
     for (at, good) in [(59, true), (60, false), (150, false)] {
         let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
         let first = packet(&rd, &peer(), 77, 0);
@@ -587,7 +587,7 @@ fn an_old_token_makes_no_peer() {
 /// After too many wrong tokens from one address, even the right token is rejected until the second is over. Other
 /// peers are not affected.
 #[test]
-fn tokens_that_are_tried_out_are_counted_and_not_believed() {
+fn guessed_tokens_are_counted_and_rejected() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let now = Duration::from_secs(1);
     let right = packet(&rd, &peer(), 77, 0);

@@ -75,7 +75,7 @@ fn loom_a_window_lies_in_the_memory_that_its_region_has_after_rereg_mr() {
 }
 
 #[test]
-fn loom_nothing_touches_memory_once_it_is_deregistered() {
+fn loom_deregistered_memory_is_not_accessed() {
     loom::model(|| {
         let (regions, region, _) = table();
         let registered = Arc::new(AtomicBool::new(true));

@@ -65,7 +65,7 @@ fn every_right_is_asked_for() {
 
 /// A remembered region is checked again for each access, and is not found after it was deregistered.
 #[test]
-fn what_was_accessed_last_is_checked_again() {
+fn a_remembered_region_is_checked_again() {
     let (regions, r) = registered(Access::LOCAL_WRITE);
     let mut last = LastRegion::default();
     let mut pin = |stag, pd, need, to| {

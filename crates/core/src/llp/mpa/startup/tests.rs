@@ -209,9 +209,9 @@ fn a_request_may_come_in_any_pieces_but_with_nothing_behind_it() {
 #[test]
 fn two_initiators_or_two_responders_do_not_connect() {
     let request = initiator(config()).request();
-    let crossed = Err(PeerError::MpaStartup("request instead of a reply"));
+    let crossed = Err(PeerError::MpaStartup("a request instead of a reply"));
     assert_eq!(initiator(config()).handle_rx(&request), crossed);
-    let crossed = Err(PeerError::MpaStartup("reply instead of a request"));
+    let crossed = Err(PeerError::MpaStartup("a reply instead of a request"));
     let reply = raw(REP, &[0x40, 1, 0, 0]);
     assert_eq!(
         Responder::new(ResponderLimits::default()).handle_rx(&reply),
