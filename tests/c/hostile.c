@@ -67,7 +67,7 @@ static const struct attack {
 	[TERMINATE_STORM] = { "terminate_storm", END_ONLY, "terminated the connection" },
 	[TERMINATE_NONSENSE] = { "terminate_nonsense", END_ONLY, "terminated the connection" },
 	[LONG_PRIVATE_DATA] = { "private_data_too_long", END_ONLY, "not an MPA Request" },
-	[LOUD_PRIVATE_DATA] = { "more_than_was_announced", END_ONLY, "bytes behind the request" },
+	[LOUD_PRIVATE_DATA] = { "more_than_was_announced", END_ONLY, "bytes after the request" },
 };
 
 static void make_attack(enum attack_kind kind, struct wire *w)

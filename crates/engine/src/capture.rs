@@ -240,7 +240,7 @@ impl Sink {
             Err(e) => e.to_string(),
         };
         if !self.stopped.swap(true, Ordering::Relaxed) {
-            log!(Error, "the capture ends here: {written}");
+            log!(Error, "the capture ends: {written}");
         }
     }
 }

@@ -181,9 +181,7 @@ pub struct Reregistration {
 
 fn check_range(start: u64, len: u64) -> Result<(), Misuse> {
     if start.checked_add(len).is_none() {
-        return Err(Misuse::InvalidArgument(
-            "region passes the end of the address space",
-        ));
+        return Err(Misuse::InvalidArgument("region exceeds the address space"));
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ static ARMED: AtomicBool = AtomicBool::new(false);
 
 /// Called for each request that is posted: panics for [`IN_CALL`], and arms the panic of the worker for [`IN_WORKER`].
 #[cfg(debug_assertions)]
-#[allow(clippy::panic, reason = "a test asks for it")]
+#[allow(clippy::panic, reason = "panic requested by a test")]
 pub(crate) fn posted(id: u64) {
     if !matches!(id, IN_CALL | IN_WORKER) || !crate::config::config().test_panic {
         return;
@@ -33,7 +33,7 @@ pub(crate) fn posted(id: u64) {
 /// Called when the worker, or a program thread with the lease, handles a queue pair: panics in the worker if
 /// [`posted`] has armed it.
 #[cfg(debug_assertions)]
-#[allow(clippy::panic, reason = "a test asks for it")]
+#[allow(clippy::panic, reason = "panic requested by a test")]
 pub(crate) fn working() {
     if std::thread::current().name() == Some(crate::reactor::worker::THREAD_NAME)
         && ARMED.swap(false, Ordering::Relaxed)

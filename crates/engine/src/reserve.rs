@@ -29,7 +29,7 @@ struct Class {
 /// threads, and receive buffers ([`crate::reactor::RX_BUFFER_LEN`]) of a few threads that poll.
 #[allow(
     clippy::indexing_slicing,
-    reason = "computed by the compiler, which would say so"
+    reason = "evaluated at compile time, where an error would not compile"
 )]
 const CLASSES: [Class; 7] = {
     let sizes = [

@@ -698,7 +698,7 @@ fn may_post(rq: &RecvQueue, request: &WorkRequest) -> Result<(), Misuse> {
     }
     if !request.op.is_local() && request.srq.is_some() != matches!(rq, RecvQueue::None) {
         return Err(Misuse::InvalidArgument(
-            "a shared receive queue's number goes with requests of an XRC sender, and with no others",
+            "a shared receive queue's number is required for requests of an XRC sender, and not allowed for others",
         ));
     }
     if let Op::AtomicWrite { remote } = &request.op

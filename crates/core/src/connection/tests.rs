@@ -40,7 +40,7 @@ impl Memory for NoMemory {
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "a test needs some instant to start from"
+    reason = "a test needs an instant to start from"
 )]
 fn now() -> Instant {
     Instant::now()

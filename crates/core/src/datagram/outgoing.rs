@@ -148,7 +148,7 @@ pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Res
     };
     if !fits {
         return Err(Misuse::InvalidArgument(
-            "an operation that datagram queue pairs of this kind do not do",
+            "an operation that datagram queue pairs of this kind do not support",
         ));
     }
     if !kind.is_connected() && !request.op.is_local() {
@@ -160,7 +160,7 @@ pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Res
         let sends = matches!(request.op, Op::Send { .. });
         if (kind.is_reliable() || !sends) && is_group(to.addr.ip()) {
             return Err(Misuse::InvalidArgument(
-                "something else than an unreliable Send to a group",
+                "an operation other than an unreliable Send to a multicast group",
             ));
         }
     }

@@ -422,9 +422,7 @@ impl Regions {
         random: &mut dyn FnMut() -> u32,
     ) -> Result<Arc<Region>, Misuse> {
         if what.start.checked_add(what.len).is_none() || what.base.checked_add(what.len).is_none() {
-            return Err(Misuse::InvalidArgument(
-                "region passes the end of the address space",
-            ));
+            return Err(Misuse::InvalidArgument("region exceeds the address space"));
         }
         let mut table = self.table.write();
         let stag = free_stag(&table, random)?;
@@ -462,9 +460,7 @@ impl Regions {
         what: &Registration,
     ) -> Result<Arc<Region>, Misuse> {
         if what.start.checked_add(what.len).is_none() || what.base.checked_add(what.len).is_none() {
-            return Err(Misuse::InvalidArgument(
-                "region passes the end of the address space",
-            ));
+            return Err(Misuse::InvalidArgument("region exceeds the address space"));
         }
         let new = Arc::new(region(old.stag, Kind::Region, what, None));
         let mut table = self.table.write();

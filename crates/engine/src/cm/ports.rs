@@ -266,7 +266,7 @@ fn reserve(
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
-            "cm: port {} has no signpost and stays at its TCP port",
+            "cm: port {} has no signpost, so its listener keeps its TCP port",
             port.number
         ),
     }

@@ -647,7 +647,7 @@ impl Startup {
                 if crc_unconfirmed {
                     log!(
                         Info,
-                        "{}: the peer did not confirm CRCs; they are used all the same",
+                        "{}: the peer did not confirm CRCs; they are used nevertheless",
                         self.peer
                     );
                 }

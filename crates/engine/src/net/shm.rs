@@ -616,7 +616,7 @@ impl Shm {
 
 /// Runs one end of a ring. `data` determines what the peer writes, and when this end sends and receives.
 #[cfg(any(test, fuzzing))]
-#[expect(clippy::panic, reason = "a broken rule is what the fuzzer looks for")]
+#[expect(clippy::panic, reason = "the fuzzer detects broken rules by panics")]
 pub(crate) fn fuzz(data: &[u8]) {
     let Ok((shared, _file)) = Shared::create(LEN) else {
         return;

@@ -22,7 +22,7 @@ pub struct Uncancelled(libc::c_int);
 
 impl Uncancelled {
     /// Disables cancellation.
-    #[allow(clippy::new_without_default, reason = "what it does is not a default")]
+    #[allow(clippy::new_without_default, reason = "its effect is not a default")]
     pub fn new() -> Self {
         const DISABLE: libc::c_int = 1; // PTHREAD_CANCEL_DISABLE
         let mut before = 0;

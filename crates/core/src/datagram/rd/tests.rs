@@ -600,7 +600,11 @@ fn guessed_tokens_are_counted_and_rejected() {
         while rd.poll(now).is_some() {}
     }
     assert_eq!(rd.counts.bad_echo, 1000);
-    assert_eq!(rd.guessed.take(), Some(peer().0.ip()), "the host is told");
+    assert_eq!(
+        rd.guessed.take(),
+        Some(peer().0.ip()),
+        "the host is reported"
+    );
     rd.handle(&peer(), &arrival(&peer()), &right, Some(b"data"), now);
     assert_eq!(rd.peers(), 0);
     let other: Peer = (([10, 9, 9, 9], 4000).into(), 3);

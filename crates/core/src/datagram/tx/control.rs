@@ -114,7 +114,7 @@ impl DatagramQp {
     }
 
     /// The message of a response to a peer.
-    #[expect(clippy::too_many_arguments, reason = "what a message is made of")]
+    #[expect(clippy::too_many_arguments, reason = "the fields of a message")]
     pub(in crate::datagram) fn respond(
         &mut self,
         peer: &Peer,

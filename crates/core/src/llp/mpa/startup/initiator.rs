@@ -214,7 +214,7 @@ impl Initiator {
         }
         // RFC 6581 §10 [mpa-rev-mirror]: a Reply has the revision of its Request.
         if frame.rev != c.rev {
-            return Err(PeerError::MpaStartup("reply with another revision"));
+            return Err(PeerError::MpaStartup("reply with a different revision"));
         }
         // RFC 6581 §10 [mpa-s-mirror]: the Reply has an enhanced block if and only if the Request had one.
         if frame.enhanced.is_some() != (c.rev == 2) {

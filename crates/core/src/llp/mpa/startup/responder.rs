@@ -128,7 +128,7 @@ impl Responder {
     /// The bytes are not a Request that can be answered. The caller closes the connection.
     pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Incoming, PeerError> {
         // RFC 5044 §7.1.2 [mpa-quiet-initiator]: after its Request the initiator sends nothing until the Reply.
-        const BEHIND: PeerError = PeerError::MpaStartup("bytes behind the request");
+        const BEHIND: PeerError = PeerError::MpaStartup("bytes after the request");
         if !matches!(self.state, State::Waiting) {
             return if bytes.is_empty() {
                 Ok(Incoming::NeedMore)

@@ -198,7 +198,7 @@ fn a_request_may_come_in_any_pieces_but_with_nothing_behind_it() {
     for n in 0..bytes.len() {
         assert_eq!(r.handle_rx(&bytes[..n]), Ok(Incoming::NeedMore));
     }
-    let behind = Err(PeerError::MpaStartup("bytes behind the request"));
+    let behind = Err(PeerError::MpaStartup("bytes after the request"));
     let more = [&bytes[..], &[0]].concat();
     assert_eq!(r.clone().handle_rx(&more), behind);
     assert!(matches!(r.handle_rx(&bytes), Ok(Incoming::Request(_))));
@@ -514,8 +514,11 @@ fn revision_and_block_are_mirrored() {
         assert_eq!(reply_to(config(), tail), Err(PeerError::MpaStartup(why)));
     };
     refused(&[0x40, 2, 0, 0], "reply does not mirror the enhanced block");
-    refused(&[0x40, 1, 0, 0], "reply with another revision");
-    refused(&[0x50, 3, 0, 4, 0, 0, 0, 0], "reply with another revision");
+    refused(&[0x40, 1, 0, 0], "reply with a different revision");
+    refused(
+        &[0x50, 3, 0, 4, 0, 0, 0, 0],
+        "reply with a different revision",
+    );
     for rev in [0, 3, 255] {
         let mut r = Responder::new(ResponderLimits::default());
         let unknown = Err(PeerError::MpaStartup("unknown revision"));
