@@ -1,8 +1,8 @@
 //! Channels: queues of events behind a descriptor that is readable while events wait.
 //!
-//! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is the reading
-//! end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Unlike an eventfd it is never
-//! writable, as the descriptors of the kernel's drivers are not: programs wait for both and would spin.
+//! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is the
+//! reading end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Unlike an eventfd it
+//! is never writable, as the descriptors of the kernel's drivers are not: programs wait for both and would spin.
 
 use std::collections::VecDeque;
 use std::io;
@@ -90,7 +90,8 @@ impl<T> Channel<T> {
         self.pop_with(|_| ()).map(|(event, ())| event)
     }
 
-    /// Takes the oldest event, and calls `count` with it under the lock, so that [`Self::purge`] happens before or after both.
+    /// Takes the oldest event, and calls `count` with it under the lock, so that [`Self::purge`] happens before or
+    /// after both.
     pub fn pop_with<R>(&self, count: impl FnOnce(&T) -> R) -> Option<(T, R)> {
         let mut queue = self.queue();
         let event = queue.events.pop_front()?;

@@ -88,7 +88,8 @@ impl Places {
         places
     }
 
-    /// Updates the table with the addresses and links of the host. If reading failed (`None`), the table keeps its addresses.
+    /// Updates the table with the addresses and links of the host. If reading failed (`None`), the table keeps its
+    /// addresses.
     fn refresh(&mut self, addresses: Option<Vec<Gid>>, links: Option<Vec<HostLink>>) {
         self.stale = addresses.is_none() || links.is_none();
         if let (Some(addresses), Some(links)) = (addresses, links) {

@@ -216,8 +216,8 @@ impl MemoryRegion {
     /// Registers `[start, start + len)`; peers address it from `iova` on. `Err(None)`: the memory is not mapped.
     ///
     /// # Safety
-    /// The memory stays mapped while it is registered, and nothing in this process relies on it being unchanged: the device
-    /// and, if `access` allows it, peers write it at any time.
+    /// The memory stays mapped while it is registered, and nothing in this process relies on it being unchanged: the
+    /// device and, if `access` allows it, peers write it at any time.
     pub unsafe fn register(
         engine: &'static Engine,
         pd: &Arc<Pd>,

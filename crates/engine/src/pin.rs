@@ -1,7 +1,7 @@
 //! Pages that are locked (`ANYWARP_PIN=1`) or faulted in (`ANYWARP_PREFAULT=1`) when they are registered.
 //!
-//! The kernel does not count how often a page is locked: the first `munlock` unlocks it. So this file counts the regions of
-//! each page, and unlocks a page when its last region is deregistered.
+//! The kernel does not count how often a page is locked: the first `munlock` unlocks it. So this file counts the
+//! regions of each page, and unlocks a page when its last region is deregistered.
 
 use crate::config::{Pages, config};
 use crate::locks::{Mutex, MutexGuard, Rank};
@@ -76,8 +76,8 @@ fn counts() -> MutexGuard<'static, Counts> {
     COUNTS.get().lock()
 }
 
-/// How many regions lock each page. The key is the start of a range, the value its end and number of regions. The ranges do not
-/// overlap.
+/// How many regions lock each page. The key is the start of a range, the value its end and number of regions. The
+/// ranges do not overlap.
 #[derive(Debug, Default)]
 struct Counts {
     ranges: BTreeMap<u64, (u64, u32)>,

@@ -1,8 +1,8 @@
 //! Panics on demand, for tests of the handling of internal errors.
 //!
-//! This works only in builds with debug assertions, and only when `ANYWARP_TEST_PANIC` is set. A request that is posted with
-//! the identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it next handles the socket
-//! or a timeout of a reliable queue pair.
+//! This works only in builds with debug assertions, and only when `ANYWARP_TEST_PANIC` is set. A request that is
+//! posted with the identifier [`IN_CALL`] panics in the call; one with [`IN_WORKER`] makes the worker panic when it
+//! next handles the socket or a timeout of a reliable queue pair.
 
 #[cfg(debug_assertions)]
 use std::sync::atomic::{AtomicBool, Ordering};

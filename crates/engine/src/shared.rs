@@ -53,7 +53,8 @@ impl Shared {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let path = format!("/proc/self/fd/{}", seen.as_raw_fd());
-        // Without O_NONBLOCK a lease that the peer has on the file (fcntl(2), F_SETLEASE) would delay this for 45 seconds.
+        // Without O_NONBLOCK a lease that the peer has on the file (fcntl(2), F_SETLEASE) would delay this for 45
+        // seconds.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = rustix::fs::open(path, flags, Mode::empty())?;
         let stat = rustix::fs::fstat(&file)?;
@@ -124,8 +125,8 @@ impl Shared {
     /// Copies user memory to offset `at`. Does nothing if it does not fit.
     pub(crate) fn put_from(&self, at: usize, from: UserSlice<'_>) {
         if let Some(to) = self.at(at, from.len()) {
-            // SAFETY: there is room (`at`), and the slice is valid while its lifetime lasts. Both may overlap: a program can
-            // register any memory of its process.
+            // SAFETY: there is room (`at`), and the slice is valid while its lifetime lasts. Both may overlap: a
+            // program can register any memory of its process.
             unsafe { std::ptr::copy(from.start(), to, from.len()) };
         }
     }

@@ -1,4 +1,5 @@
-//! Every posted request completes exactly once and in order, with errors, lost connections and state changes at any point.
+//! Every posted request completes exactly once and in order, with errors, lost connections and state changes at any
+//! point.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -504,8 +505,8 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
 
 type Ended = Vec<(u64, Status)>;
 
-/// Posts a valid Write, Read and Send, then the request that `bad` makes, then a valid Send. Returns the completions of both
-/// ends.
+/// Posts a valid Write, Read and Send, then the request that `bad` makes, then a valid Send. Returns the completions
+/// of both ends.
 fn with_bad(
     seed: u64,
     bad: impl Fn(&Mr, &Mr) -> anywarp_core::verbs::wr::WorkRequest,

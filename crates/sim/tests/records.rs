@@ -422,8 +422,8 @@ fn unread_records_are_limited_and_memory_is_still_written() {
     assert_eq!(net[b].qp.counters().rec_overflow, 90);
 }
 
-/// A region can be restricted to one source. Datagrams of other sources are dropped, and with the option `report_errors` these
-/// sources get an error report.
+/// A region can be restricted to one source. Datagrams of other sources are dropped, and with the option
+/// `report_errors` these sources get an error report.
 #[test]
 fn a_region_can_be_for_one_source() {
     let options = Options {
@@ -516,7 +516,8 @@ fn a_read_brings_what_is_there() {
     }
 }
 
-/// A Read without a response completes once, with an error, after `read_timeout`. A response that arrives later is not placed.
+/// A Read without a response completes once, with an error, after `read_timeout`. A response that arrives later is
+/// not placed.
 #[test]
 fn a_late_answer_is_not_placed() {
     let (mut net, a, b) = pair(14, Link::default(), options(RecordMode::Robust));

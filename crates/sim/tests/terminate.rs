@@ -94,8 +94,8 @@ fn codes(w: &mut World, peer: RawId) -> Vec<(u8, u8, u8)> {
 
 #[test]
 fn every_flipped_bit_is_found_by_the_crc_and_nothing_of_its_frame_is_delivered() {
-    // The CRC of a small frame is checked before any header. A changed bit in the length field moves the end of the frame, so
-    // that more bytes have to arrive before the error is found.
+    // The CRC of a small frame is checked before any header. A changed bit in the length field moves the end of the
+    // frame, so that more bytes have to arrive before the error is found.
     let bits = {
         let (w, end, _) = started(1);
         framed(&write_of(

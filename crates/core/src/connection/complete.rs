@@ -169,7 +169,7 @@ impl Connection {
         }
     }
 
-    /// The peer has no receive for request message `seq`: the request of that message is sent again after the RNR timer.
+    /// Handles a receiver-not-ready for request message `seq`: its request is sent again after the RNR timer.
     pub(super) fn handle_rnr(&mut self, seq: u32, timer: u8, now: Instant) {
         let rnr_retry = self.base.attr.rnr_retry;
         let Some(s) = self.stream.as_mut() else {
@@ -186,8 +186,7 @@ impl Connection {
         // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try for ever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
-                // The peer did none of the requests behind this one: they are taken back, so that this is the last one
-                // taken.
+                // The peer executed none of the later requests. The queue is rewound, so that this is the last one taken.
                 self.base.sq.rewind(number);
                 self.base.sq.advance();
                 s.requester.forget_from(number);
@@ -210,11 +209,11 @@ impl Connection {
         self.not_ready += 1;
         let wait = Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         self.timers.start(Timer::Rnr, now + wait);
-        // In SQD the requests that were taken back count as not begun, so that the queue may be drained now.
+        // In SQD the requests behind the rewound position count as not begun, so the queue may be drained now.
         self.retire();
     }
 
-    /// The peer has done all request messages up to `seq`. False if `seq` was not sent.
+    /// Handles an acknowledgement of all request messages up to `seq`. Returns false if `seq` was not sent.
     pub(super) fn handle_ack(&mut self, seq: u32) -> bool {
         let Some(s) = self.stream.as_mut() else {
             return true;

@@ -4,12 +4,12 @@
 //! [`Connection::modify`]. *Inputs*: [`Connection::handle_rx`], [`Connection::handle_written`],
 //! [`Connection::handle_eof`], [`Connection::handle_timeout`]. *Outputs*: [`Connection::poll_tx`],
 //! [`Connection::poll_event`], [`Connection::poll_timeout`], [`Connection::end`]; they may change after any command or
-//! input. Completions go straight to the completion queues. *Getters* change nothing.
+//! input. Completions are added to the completion queues directly. *Getters* change nothing.
 //!
 //! | file | steps |
 //! |---|---|
 //! | `stream.rs` | the state of one stream |
-//! | `requester.rs` | our requests on it: numbers, Reads and atomics under way, retries |
+//! | `requester.rs` | requests of this end on it: numbers, outstanding Reads and atomics, retries |
 //! | `responder.rs` | the peer's requests on it, and the responses to them |
 //! | `tx.rs` | take; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
 //! | `build.rs` | build the messages of a request |
@@ -509,7 +509,7 @@ impl Connection {
             .is_some_and(|s| s.responder.has_responses())
     }
 
-    /// Handles that the socket has accepted all FPDUs framed so far.
+    /// Called when the socket has accepted all FPDUs framed so far.
     #[inline]
     pub fn handle_written(&mut self) {
         let Some(s) = &self.stream else { return };

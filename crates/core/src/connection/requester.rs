@@ -143,7 +143,7 @@ impl Requester {
         self.seq = self.seq.wrapping_add(1);
     }
 
-    /// Notes in `posted`, which is taken now, the numbers that it starts with.
+    /// Stores the current numbers in `posted`, a request that is taken now.
     #[inline]
     pub(super) fn note_start(&self, posted: &mut Posted) {
         posted.msn_before = (self.next_send_msn, self.next_read_msn);
@@ -174,8 +174,8 @@ impl Requester {
         self.parts_of = number;
     }
 
-    /// The next message of the request that was taken last: number of the request, whether it is its last message, and the
-    /// message.
+    /// The next message of the request that was taken last: number of the request, whether it is its last message,
+    /// and the message.
     pub(super) fn next_part(&mut self) -> Option<(u64, bool, &mut Message)> {
         let last = self.parts.len() == 1;
         let number = self.parts_of;
@@ -195,7 +195,7 @@ impl Requester {
         if !needs_slot(next) || self.outstanding() <= self.ord as usize {
             return Some(false);
         }
-        // What this request has not sent yet is pending already, and has no slot.
+        // Messages of this request that are not sent yet are pending already, and use no slot.
         let unsent = self.parts.iter().filter(|m| needs_slot(m)).count();
         Some(self.outstanding().saturating_sub(unsent) >= self.ord as usize)
     }

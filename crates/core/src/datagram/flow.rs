@@ -255,7 +255,8 @@ impl Flow {
         }
         window.silence = 0;
         window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
-        // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or are lost.
+        // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or
+        // are lost.
         while let Some((id, end, charge)) = window.under_way.front().copied() {
             let ahead = id.wrapping_sub(report.id);
             let seen = (ahead == 0 && end <= report.end) || ahead >= 1 << 31;

@@ -135,7 +135,7 @@ impl Records {
     }
 }
 
-/// The number of message numbers whose state is kept. Older numbers count as closed.
+/// The length of the bitmap of closed messages. Older numbers count as closed.
 pub(super) const WINDOW: u32 = 1024;
 
 /// The closed messages of a source.

@@ -1,10 +1,10 @@
-//! Queue pairs without a stream: unreliable datagrams (UD), reliable ones (RD), and the unreliable connection to one fixed
-//! peer (UC).
+//! Queue pairs without a stream: unreliable datagrams (UD), reliable ones (RD), and the unreliable connection to one
+//! fixed peer (UC).
 //!
-//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Unreliable services
-//! acknowledge nothing and send nothing again: a request is complete when the socket has taken its datagrams, and a loss is
-//! not reported. Reliable services send datagrams in the packets of [`crate::wire::rd`], and a request is complete when its
-//! peer has acknowledged all of it.
+//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Unreliable
+//! services acknowledge nothing and send nothing again: a request is complete when the socket has taken its
+//! datagrams, and a loss is not reported. Reliable services send datagrams in the packets of [`crate::wire::rd`], and
+//! a request is complete when its peer has acknowledged all of it.
 //!
 //! | file | content |
 //! |---|---|
@@ -183,8 +183,8 @@ impl fmt::Debug for DatagramQp {
 }
 
 impl DatagramQp {
-    /// A queue pair in RESET. `random` gives its epoch, by which a peer distinguishes it from an earlier queue pair of the
-    /// same number, and other values that peers must not guess.
+    /// A queue pair in RESET. `random` gives its epoch, by which a peer distinguishes it from an earlier queue pair
+    /// of the same number, and other values that peers must not guess.
     pub fn new(parts: Parts, kind: Kind, options: Options, random: [u64; 2]) -> Self {
         let secret = Secret::new(random);
         let index = index(parts.qpn);
@@ -333,8 +333,8 @@ impl DatagramQp {
         &self.options
     }
 
-    /// Records of incoming Write-Records, and their maps. Messages whose deadline has passed are given up first, which may make
-    /// records.
+    /// Records of incoming Write-Records, and their maps. Messages whose deadline has passed are given up first,
+    /// which may make records.
     pub fn records(&mut self) -> &Records {
         self.expire();
         &self.records
@@ -421,8 +421,8 @@ impl DatagramQp {
         self.peer = Some(peer);
     }
 
-    /// Makes the queue pair receive datagrams to the address `group`, with any index. Multicast addresses and 255.255.255.255 are recognized
-    /// as such; the broadcast address of a subnet is not, and has to be joined.
+    /// Makes the queue pair receive datagrams to the address `group`, with any index. Multicast addresses and
+    /// 255.255.255.255 are recognized as such; the broadcast address of a subnet is not, and has to be joined.
     pub fn join(&mut self, group: IpAddr) {
         self.joined.push(group);
     }
@@ -432,8 +432,8 @@ impl DatagramQp {
         self.joined.retain(|ip| *ip != group);
     }
 
-    /// For tests: sets whether messages of one datagram may take the shortcuts past the general data path. By default they
-    /// may.
+    /// For tests: sets whether messages of one datagram may take the shortcuts past the general data path. By default
+    /// they may.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
         self.shortcuts = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
@@ -503,8 +503,8 @@ impl DatagramQp {
             return;
         }
         if let Some(rd) = &mut self.rd {
-            // The peer has acknowledged the request, so no packet is under way whose loss would show that the peer is gone:
-            // a probe is sent.
+            // The peer has acknowledged the request, so no packet is under way whose loss would show that the peer is
+            // gone: a probe is sent.
             for peer in self.reads.overdue(self.now, self.now + reads::ASK) {
                 rd.ask(&peer, self.now);
             }
@@ -759,8 +759,8 @@ impl DatagramQp {
         self.retire();
     }
 
-    /// Fails the queue pair if a completion queue has overflowed. It is called at the end of each method, because a failure
-    /// in the middle would complicate all of them.
+    /// Fails the queue pair if a completion queue has overflowed. It is called at the end of each method, because a
+    /// failure in the middle would complicate all of them.
     fn after(&mut self) {
         if self.base.must_fail() {
             self.fail("a completion queue overflowed", Some(AsyncEvent::QpFatal));

@@ -19,8 +19,8 @@ pub enum Segment {
 /// When the record of an incoming Write-Record is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordMode {
-    /// When its final datagram arrives, with the bytes that have arrived by then. If the final datagram is lost, there is no
-    /// record (the thesis, section 6.6.1).
+    /// When its final datagram arrives, with the bytes that have arrived by then. If the final datagram is lost,
+    /// there is no record (the thesis, section 6.6.1).
     Thesis,
     /// When the message is complete; or when nothing more of it is expected, with the bytes that have arrived.
     Robust,
@@ -49,8 +49,8 @@ pub struct Options {
     pub records_complete: bool,
     /// How often the end of a Write-Record is repeated.
     pub repeats: u8,
-    /// The number of datagrams of a Write-Record after which a parity datagram is sent, from which one lost datagram of the
-    /// group is restored. 0: none are sent.
+    /// The number of datagrams of a Write-Record after which a parity datagram is sent, from which one lost datagram
+    /// of the group is restored. 0: none are sent.
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,

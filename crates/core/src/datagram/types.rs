@@ -232,7 +232,8 @@ pub struct Counters {
     pub rx_messages: u64,
     /// Dropped: damaged.
     pub rx_bad_crc: u64,
-    /// Dropped: headers that break a rule, contradict each other, or request an operation that the queue pair does not have.
+    /// Dropped: headers that break a rule, contradict each other, or request an operation that the queue pair does
+    /// not have.
     pub rx_bad_hdr: u64,
     /// Dropped: wrong Q_Key.
     pub rx_qkey: u64,

@@ -72,8 +72,8 @@ impl Cq {
 
     /// Adds an entry.
     ///
-    /// A full queue drops the entry and is broken: [`Notify::overflow`] is called once, and the queue pair whose completion
-    /// was lost fails.
+    /// A full queue drops the entry and is broken: [`Notify::overflow`] is called once, and the queue pair whose
+    /// completion was lost fails.
     pub fn complete(&self, entry: Completion) -> Result<(), Overflow> {
         let mut state = self.state();
         // IBA 11.4.2.2: an unsuccessful completion counts as solicited.
@@ -153,10 +153,10 @@ impl Cq {
 
     /// Arms the queue (`ibv_req_notify_cq(3)`): the next entry, or the next solicited one, raises an event.
     ///
-    /// Arming for any entry stays in force when the queue is armed again for solicited entries only. An entry that arrived
-    /// between the last poll and the arming raises the event at once, as network cards do: UCX arms and sleeps without
-    /// polling again. While an earlier event is pending no further one is raised: `ibv_rc_pingpong -e -t` arms before it
-    /// polls and takes an event without entries for an error.
+    /// Arming for any entry stays in force when the queue is armed again for solicited entries only. An entry that
+    /// arrived between the last poll and the arming raises the event at once, as network cards do: UCX arms and
+    /// sleeps without polling again. While an earlier event is pending no further one is raised: `ibv_rc_pingpong -e
+    /// -t` arms before it polls and takes an event without entries for an error.
     pub fn arm(&self, solicited_only: bool) {
         let mut state = self.state();
         let fires = match state.missed {

@@ -131,8 +131,8 @@ pub const REJECT_CONSUMER: i32 = 28;
 pub const REJECT_NO_LISTENER: i32 = 8;
 /// `min_rnr_timer` (`struct ibv_qp_attr`) of an identifier's queue pair: 10.24 ms.
 ///
-/// The kernel's connection manager sets 655 ms. Programs that rely on few retries (five, in rdma-core's tests) expect a long
-/// timer; programs whose receive queue is often empty need a short one.
+/// The kernel's connection manager sets 655 ms. Programs that rely on few retries (five, in rdma-core's tests) expect
+/// a long timer; programs whose receive queue is often empty need a short one.
 pub const MIN_RNR_TIMER: u8 = 20;
 /// Default `timeout` (`struct ibv_qp_attr`) of an identifier's queue pair: 4.096 µs × 2^18, about a second.
 const TIMEOUT: u8 = 18;

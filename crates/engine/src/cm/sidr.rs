@@ -1,4 +1,5 @@
-//! Requests and replies of datagram identifiers on a UDP socket, after InfiniBand's SIDR protocol, with retries and limits.
+//! Requests and replies of datagram identifiers on a UDP socket, after InfiniBand's SIDR protocol, with retries and
+//! limits.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -68,8 +69,8 @@ impl Endpoint {
         }
     }
 
-    /// Sends the outstanding request if the listener's address is known. Returns the pause before the next try, or `None` after
-    /// [`TRIES`] tries.
+    /// Sends the outstanding request if the listener's address is known. Returns the pause before the next try, or
+    /// `None` after [`TRIES`] tries.
     pub(super) fn send_request(&mut self) -> Option<Duration> {
         let request = self.request.as_mut().filter(|r| r.tries < TRIES)?;
         request.tries += 1;
@@ -158,8 +159,8 @@ mod tests {
     use super::*;
     use anywarp_core::wire::dgram::CM_PRIVATE_DATA;
 
-    /// A reply without private data is sent at once, the longest reply with the third request. The total sent never exceeds
-    /// three times the total received.
+    /// A reply without private data is sent at once, the longest reply with the third request. The total sent never
+    /// exceeds three times the total received.
     #[test]
     fn a_requester_is_sent_at_most_three_times_the_bytes_that_it_sent() {
         let (request, shortest) = (12, 24);

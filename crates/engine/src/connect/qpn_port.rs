@@ -22,8 +22,8 @@ use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::reactor::{Source, Token};
 
-/// First bytes of the private data in the MPA Request from one queue pair to another. The numbers of the target and of the
-/// source queue pair follow.
+/// First bytes of the private data in the MPA Request from one queue pair to another. The numbers of the target and
+/// of the source queue pair follow.
 pub const HELLO: [u8; 4] = *b"aWQ1";
 /// Backlog passed to `listen(2)` for the TCP listener of a QPN port.
 const BACKLOG: i32 = 512;

@@ -183,7 +183,8 @@ impl DgramQp {
         (inner, now)
     }
 
-    /// Locks the state for operations that need no time, because reading the clock costs as much as posting a receive request.
+    /// Locks the state for operations that need no time, because reading the clock costs as much as posting a receive
+    /// request.
     fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock()
     }

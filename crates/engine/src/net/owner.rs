@@ -42,8 +42,8 @@ fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
     has_all_users || user != overflow.trim().parse().unwrap_or(DEFAULT_OVERFLOW)
 }
 
-/// Whether the unconnected UDP socket of this network namespace that is bound to `local` belongs to the effective user of this
-/// process, or to root. False also if there is no such socket or the kernel does not answer.
+/// Whether the unconnected UDP socket of this network namespace that is bound to `local` belongs to the effective
+/// user of this process, or to root. False also if there is no such socket or the kernel does not answer.
 pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
     let any: IpAddr = match local {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),

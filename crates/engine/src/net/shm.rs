@@ -799,7 +799,7 @@ mod tests {
         }
         // It has slept eleven times (once before the first poll), and the peer may wake it each time.
         assert!(one.count_wakeups(1) && !one.count_wakeups(1));
-        // A peer that has sent nothing, while this end slept often, may not send any number of bytes at once.
+        // Even if this end slept often without being woken, the peer may send only a limited number of bytes at once.
         let (mut one, _other) = pair();
         for _ in 0..100_000 {
             let _ = one.watch().prepare_sleep();

@@ -218,8 +218,8 @@ fn a_frame_is_not_held_back() {
     assert_eq!(no_delay, Some(1));
 }
 
-/// A peer that does not know revision 2 of MPA closes the connection instead of sending a Reply. The initiator then connects
-/// once more and sends its Request in revision 1.
+/// A peer that does not know revision 2 of MPA closes the connection instead of sending a Reply. The initiator then
+/// connects once more and sends its Request in revision 1.
 // RFC 6581 §6, §10 [mpa-rev-mirror]
 #[test]
 fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {

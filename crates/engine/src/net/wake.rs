@@ -1,8 +1,9 @@
 //! The flags of a shared ring: whether an end sleeps and has to be woken, and whether it waits for room.
 //!
-//! Each flag forms a store-load pair with a position of the ring. The receiver sets `asleep`, then loads the position of the
-//! sender; the sender stores its position, then loads `asleep`. The same holds for `blocked` and the position of the receiver.
-//! Because of the fences, at least one of the two processes sees the store of the other, so no wake-up is lost.
+//! Each flag forms a store-load pair with a position of the ring. The receiver sets `asleep`, then loads the position
+//! of the sender; the sender stores its position, then loads `asleep`. The same holds for `blocked` and the position
+//! of the receiver. Because of the fences, at least one of the two processes sees the store of the other, so no
+//! wake-up is lost.
 
 use std::sync::atomic::AtomicU32;
 

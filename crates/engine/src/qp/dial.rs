@@ -198,9 +198,9 @@ impl RcQp {
         );
     }
 
-    /// Called when the queue pair moves to RTS: limits the time for which this end dials the peer or waits for the peer to
-    /// dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and `retry_cnt`),
-    /// but at least [`DIAL_TIMEOUT_MIN`].
+    /// Called when the queue pair moves to RTS: limits the time for which this end dials the peer or waits for the
+    /// peer to dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and
+    /// `retry_cnt`), but at least [`DIAL_TIMEOUT_MIN`].
     pub(super) fn limit_dialing(&self, inner: &mut Inner, now: Instant) {
         let (ird, ord) = depths(inner.conn.attr());
         inner.conn.set_depths(ird, ord);

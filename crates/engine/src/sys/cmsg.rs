@@ -107,7 +107,8 @@ impl Control {
         self.len += space as usize;
     }
 
-    /// Control data for datagrams like `first`, sent from address `from`. `segment` is the length of the datagrams in a run.
+    /// Control data for datagrams like `first`, sent from address `from`. `segment` is the length of the datagrams in
+    /// a run.
     pub(super) fn new(from: Option<IpAddr>, first: &TxDatagram, segment: Option<u16>) -> Self {
         let mut control = Self {
             words: [0; CONTROL_WORDS],

@@ -33,8 +33,8 @@ pub struct Datagram {
 /// Largest number of datagrams, or runs, in one system call.
 pub const DATAGRAMS: usize = 16;
 
-/// Receives queued datagrams. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of `buffer` and is
-/// truncated to them.
+/// Receives queued datagrams. Each datagram, or run of datagrams if the socket coalesces, gets `slot` bytes of
+/// `buffer` and is truncated to them.
 pub fn receive_datagrams(
     fd: BorrowedFd<'_>,
     buffer: &mut [u8],
@@ -84,7 +84,8 @@ pub fn receive_datagrams(
             one.msg_len = u32::try_from(n).unwrap_or(0);
             if n < 0 { n } else { 1 }
         }
-        // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
+        // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its
+        // length.
         several => unsafe {
             libc::syscall(
                 libc::SYS_recvmmsg,
@@ -174,8 +175,8 @@ fn parts<'a>(run: &'a Run<'_>) -> impl Iterator<Item = libc::iovec> + 'a {
     })
 }
 
-/// Datagrams of a run up to this length, in bytes, are copied together: the kernel needs more time for one more vector than
-/// that copy takes.
+/// Datagrams of a run up to this length, in bytes, are copied together: the kernel needs more time for one more
+/// vector than that copy takes.
 const COPY_MAX: usize = 256;
 /// Bytes for a run of 64 datagrams that are copied together.
 const COPY_BUFFER: usize = 64 * COPY_MAX;

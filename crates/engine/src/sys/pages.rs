@@ -39,8 +39,8 @@ impl Pages {
         })
     }
 
-    /// Maps one piece of 2 MiB repeatedly until `len` bytes are covered. They can be written and use no more memory than one
-    /// piece.
+    /// Maps one piece of 2 MiB repeatedly until `len` bytes are covered. They can be written and use no more memory
+    /// than one piece.
     pub fn repeated(len: usize) -> Option<Self> {
         const PIECE: usize = 2 << 20;
         let file =
@@ -95,7 +95,8 @@ fn can_populate() -> bool {
     }
 }
 
-/// Applies `MADV_POPULATE_READ` or `_WRITE` to the pages of a range. It fails if one of them cannot be accessed in this way.
+/// Applies `MADV_POPULATE_READ` or `_WRITE` to the pages of a range. It fails if one of them cannot be accessed in
+/// this way.
 fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     const READ: libc::c_int = 22;
     const WRITE: libc::c_int = 23;
@@ -190,7 +191,8 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     let (Ok(at), Ok(bytes)) = (usize::try_from(first), usize::try_from(start - first + len)) else {
         return false;
     };
-    // MS_ASYNC writes nothing back and touches no page: the kernel walks its list of mappings and fails if there is a gap.
+    // MS_ASYNC writes nothing back and touches no page: the kernel walks its list of mappings and fails if there is a
+    // gap.
     // `mincore` would need two calls for the first and the last page alone.
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0

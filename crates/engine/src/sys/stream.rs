@@ -104,8 +104,8 @@ unsafe fn moved(iov: &[libc::iovec], bytes: usize) -> Vec<u8> {
     for part in iov {
         let n = part.iov_len.min(bytes - out.len());
         let from = part.iov_base.cast::<u8>();
-        // SAFETY: `part` is valid (the caller's promise), and there is room for `bytes`. The program may write there at the
-        // same time, as it may while the kernel reads: no byte is interpreted here.
+        // SAFETY: `part` is valid (the caller's promise), and there is room for `bytes`. The program may write there
+        // at the same time, as it may while the kernel reads: no byte is interpreted here.
         unsafe {
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(out.len()), n);
             out.set_len(out.len() + n);

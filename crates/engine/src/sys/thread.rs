@@ -15,8 +15,8 @@ unsafe extern "C" {
 /// Disables cancellation (`pthread_cancel(3)`) of the calling thread while it exists.
 ///
 /// A cancelled thread would unwind through frames that hold locks, into a `catch_unwind` that cannot handle this kind of
-/// unwinding, which ends the process. A guard is needed around calls of the C library that are cancellation points. Posting
-/// and polling need none, since their system calls bypass the C library, and save the cost of about 10 ns.
+/// unwinding, which ends the process. A guard is needed around calls of the C library that are cancellation points.
+/// Posting and polling need none, since their system calls bypass the C library, and save the cost of about 10 ns.
 #[derive(Debug)]
 pub struct Uncancelled(libc::c_int);
 
@@ -66,8 +66,8 @@ pub fn block_signals() {
 
 /// Whether the process has a signal handler that ends interrupted calls (installed without `SA_RESTART`).
 ///
-/// `poll` fails with EINTR for every handler, `read` (in which the distribution's library waits) only for these. Called after
-/// an EINTR, which is rare.
+/// `poll` fails with EINTR for every handler, `read` (in which the distribution's library waits) only for these.
+/// Called after an EINTR, which is rare.
 pub fn handlers_interrupt() -> bool {
     (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
         // SAFETY: all-zero is a valid sigaction to be overwritten.

@@ -78,8 +78,8 @@ impl DatagramQp {
         Taken::Done
     }
 
-    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving continues
-    /// on.
+    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving
+    /// continues.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     pub(super) fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
         self.base.observe(|| Step::Failed(why));

@@ -12,14 +12,14 @@ use crate::verbs::wc::Status;
 use crate::wire::dgram::{self, ATTR_FINAL_COPY, Shim};
 use crate::wire::rdmap::Opcode;
 
-/// The reason why a request fails whose memory was valid when its message was built, and is not any more.
+/// The reason of a failure if memory was deregistered after the message was built.
 const DEREGISTERED: &str = "memory of a posted request was deregistered";
 /// The largest number of final datagrams that are kept to be repeated.
 const TRAILERS: usize = 64;
 
 impl DatagramQp {
-    /// Cuts the next datagram of a message, and adds its length to `bytes`. Returns whether the message has more; otherwise
-    /// it has ended or failed.
+    /// Cuts the next datagram of a message, and adds its length to `bytes`. Returns whether the message has more;
+    /// otherwise it has ended or failed.
     pub(super) fn cut(
         &mut self,
         current: &mut Current,

@@ -1,10 +1,11 @@
 //! Transmit side: *take* the next request, *build* its message, *cut* datagrams from it.
 //!
-//! Requests are taken in order, and only while the queue pair is in RTS. The bytes of a datagram are copied and its checksum
-//! is computed when it is cut, so they match even if the application changes its buffer before the datagram is sent.
+//! Requests are taken in order, and only while the queue pair is in RTS. The bytes of a datagram are copied and its
+//! checksum is computed when it is cut, so they match even if the application changes its buffer before the datagram
+//! is sent.
 //!
-//! Unreliable services cut messages one after the other, in turn with answers to peers. In reliable services each peer has a
-//! lane, so that a peer which does not acknowledge does not delay others.
+//! Unreliable services cut messages one after the other, in turn with answers to peers. In reliable services each
+//! peer has a lane, so that a peer which does not acknowledge does not delay others.
 
 mod build;
 mod control;
@@ -23,9 +24,9 @@ use crate::verbs::wc::Status;
 impl DatagramQp {
     /// Adds the datagrams that can be sent now to `out`, up to one batch.
     ///
-    /// The caller sends them in this order, and reports each by [`Self::handle_written`] or [`Self::handle_send_error`]. It
-    /// keeps datagrams that the socket does not take yet (EAGAIN, ENOBUFS), and tries again. When the queue pair goes to
-    /// RESET or to the error state, it drops those that were not sent.
+    /// The caller sends them in this order, and reports each by [`Self::handle_written`] or
+    /// [`Self::handle_send_error`]. It keeps datagrams that the socket does not accept yet (EAGAIN, ENOBUFS), and
+    /// tries again. When the queue pair goes to RESET or to the error state, it drops those that were not sent.
     pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) {
         self.was_stalled = false;
         while out.len() < bounds::DATAGRAM_BATCH
@@ -61,7 +62,7 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ results of sending
 
-    /// The socket has taken the next `datagrams` datagrams of [`Self::poll_tx`].
+    /// Called when the socket has accepted the next `datagrams` datagrams of [`Self::poll_tx`].
     pub fn handle_written(&mut self, datagrams: usize) {
         for _ in 0..datagrams {
             let Some(given) = self.given_out.pop_front() else {
@@ -76,9 +77,9 @@ impl DatagramQp {
         self.after();
     }
 
-    /// The socket has refused the next datagram of [`Self::poll_tx`], and the caller has dropped it. In an unreliable
-    /// service its request fails and the queue pair continues, because an error of one destination does not concern others. In
-    /// a reliable service it counts as a lost packet.
+    /// Called when the socket has refused the next datagram of [`Self::poll_tx`], and the caller has dropped it. In
+    /// an unreliable service its request fails and the queue pair continues, because an error of one destination does
+    /// not concern others. In a reliable service it counts as a lost packet.
     pub fn handle_send_error(&mut self) {
         let Some(given) = self.given_out.pop_front() else {
             return;

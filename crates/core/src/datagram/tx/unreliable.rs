@@ -171,8 +171,8 @@ impl DatagramQp {
 
     /// Takes, builds and cuts the next request in one step, if it is a Send or a Write of one datagram, as is usual.
     ///
-    /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths send
-    /// the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
+    /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths
+    /// send the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_single(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
         if !self.shortcuts || self.base.state != State::Rts {
             return false;
@@ -293,8 +293,8 @@ impl DatagramQp {
         len <= most && !(sends && len > u64::from(self.options.max_send))
     }
 
-    /// A buffer for a datagram with `payload` bytes of payload. In reliable services it begins with room for the header of
-    /// the packet, which is written when its number is known.
+    /// A buffer for a datagram with `payload` bytes of payload. In reliable services it begins with room for the
+    /// header of the packet, which is written when its number is known.
     pub(super) fn buffer(&mut self, payload: usize) -> Vec<u8> {
         let Some(rd) = &mut self.rd else {
             return self.spare.take(HEAD_MAX + payload + dgram::CRC);

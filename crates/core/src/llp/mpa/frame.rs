@@ -228,8 +228,8 @@ fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
 }
 
 impl TxBatch {
-    /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the batch
-    /// stays as it was and this returns false.
+    /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the
+    /// batch stays as it was and this returns false.
     // If the length of the header is a constant, copying it takes two instructions.
     #[inline(always)]
     pub(crate) fn push_fpdu(
