@@ -116,7 +116,6 @@ fn sink() -> Option<&'static Sink> {
 /// The file contains payload of the program, so only its user may access it, even if others could read an existing
 /// file before. A file that belongs to another user, a symbolic link and a file with several names (hard links) are
 /// refused: another user could read the captured data, or could have chosen the file.
-/// chosen where it goes.
 fn open(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .append(true)

@@ -100,7 +100,6 @@ struct Made<T> {
 ///
 /// The parent's value stays allocated and unused in the child, because another thread may have held its locks during
 /// the fork.
-/// fork.
 #[derive(Debug)]
 pub struct PerProcess<T> {
     made: AtomicPtr<Made<T>>,

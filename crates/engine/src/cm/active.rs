@@ -22,7 +22,6 @@ use crate::qp::Manager;
 /// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). The
 /// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is
 /// refused after microseconds. See docs/decisions/004.
-/// after microseconds. See docs/decisions/004.
 const RETRY_REFUSED: Duration = Duration::from_millis(400);
 
 impl CmId {

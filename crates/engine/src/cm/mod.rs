@@ -205,7 +205,7 @@ impl State {
         }
     }
 
-    /// Ends the connection. Returns the phase before.
+    /// Ends the connection. Returns the previous phase.
     fn end(&mut self) -> Phase {
         std::mem::replace(&mut self.phase, Phase::Over)
     }

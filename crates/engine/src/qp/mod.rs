@@ -497,7 +497,7 @@ impl RcQp {
         });
     }
 
-    /// Whether it is connected to a peer that is not an anywarp and so does not acknowledge messages.
+    /// Whether it is connected to a standard peer, which does not acknowledge messages.
     pub fn has_standard_peer(&self) -> bool {
         let inner = self.lock();
         inner.conn.end() == End::Open && inner.conn.peer() == Some(Peer::Standard)

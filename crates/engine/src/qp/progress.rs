@@ -235,7 +235,7 @@ impl RcQp {
                     if !inner.conn.has_started() {
                         log!(
                             Info,
-                            "qp 0x{:06x}: the peer asked for a connection and sent no message",
+                            "qp 0x{:06x}: the peer requested a connection and sent no message",
                             self.common.number
                         );
                         inner.conn.leave("the peer sent no message");
@@ -259,7 +259,7 @@ impl RcQp {
         if inner.destroyed && what != AsyncEvent::SrqLimit {
             return;
         }
-        // If a connection breaks because the device does, it raises no event, since the device raises one.
+        // If connections end because the device is broken, only the device raises an event.
         let error = matches!(
             what,
             AsyncEvent::QpFatal | AsyncEvent::QpRequest | AsyncEvent::QpAccess

@@ -29,7 +29,6 @@ const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 /// How long a thread that waits for an event sleeps at a time. Its lease is twice as long, and the worker sleeps for
 /// that time if the thread does something else. Setting a timer costs little if it is not the next one of its
 /// processor to fire.
-/// does something else. A timer that is not the next one of its processor to fire costs little to set.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
 const fn nanos(duration: Duration) -> u64 {
