@@ -41,8 +41,8 @@ const fn nanos(duration: Duration) -> u64 {
 pub(super) struct Actions {
     /// Stop waking the worker for sockets, which it handled until now.
     pub(super) take_sockets: bool,
-    /// Set the timer that wakes the worker. This must be the last action: if the thread is preempted before it, the
-    /// sockets must not have been taken from a worker that no timer wakes.
+    /// Set the timer that wakes the worker. This must be the last action. If the timer were set first, it could fire
+    /// before the sockets are taken, and the worker would then sleep with neither a socket nor a timer to wake it.
     pub(super) set_timer: Option<Duration>,
 }
 
