@@ -156,7 +156,7 @@ impl Cq {
     /// Arming for any entry stays in force when the queue is armed again for solicited entries only. An entry that
     /// arrived between the last poll and the arming raises the event at once, as network cards do: UCX arms and
     /// sleeps without polling again. While an earlier event is pending no further one is raised: `ibv_rc_pingpong -e
-    /// -t` arms before it polls and takes an event without entries for an error.
+    /// -t` arms before it polls and regards an event without entries as an error.
     pub fn arm(&self, solicited_only: bool) {
         let mut state = self.state();
         let fires = match state.missed {

@@ -193,7 +193,9 @@ impl QpBase {
         ops: Ops,
     ) -> Result<(), Misuse> {
         if !matches!(self.state, State::Reset | State::Init) {
-            return Err(Misuse::WrongState("a counter is attached in RESET or INIT"));
+            return Err(Misuse::WrongState(
+                "a counter can be attached only in RESET or INIT",
+            ));
         }
         self.counters.get_or_insert_default().attach(counter, ops)
     }
