@@ -511,8 +511,7 @@ pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
     }
 }
 
-/// Largest private data in a connection manager message, bytes: what fits the verbs structure, whose length field has
-/// one byte.
+/// Largest private data in a connection manager message, bytes: `RDMA_MAX_PRIVATE_DATA` of the rdma_cm ABI.
 pub const CM_PRIVATE_DATA: usize = 256;
 
 /// Bytes behind the payload.
