@@ -134,7 +134,7 @@ unsafe fn known_attr(
     }
     let mut ours = anywarpdv_qp_init_attr::default();
     let known = size.min(size_of::<anywarpdv_qp_init_attr>());
-    // SAFETY: the program's structure has `size` octets (caller's promise), this library's at least `known`.
+    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), this library's at least `known`.
     let rest = unsafe {
         std::ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
         std::slice::from_raw_parts(attr.cast::<u8>().add(known), size - known)
@@ -149,7 +149,7 @@ entry! {
     /// `anywarpdv_create_qp_ex`: see the header.
     ///
     /// # Safety
-    /// `context` is open, the attributes are null or valid, and what they name lives.
+    /// `context` is open, the attributes are null or valid, and what they name is live.
     unsafe fn anywarpdv_create_qp_ex(
         context: *mut ibv_context,
         attr_ex: *mut ibv_qp_init_attr_ex,
@@ -160,7 +160,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let size = usize::try_from(inlen).unwrap_or(usize::MAX);
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (ex, ours) = unsafe { (arg_mut(attr_ex)?, known_attr(attr, size)?) };
         let kind = match (ex.qp_type, ours.driver_qp_type) {
             (IBV_QPT_UD, ANYWARPDV_QPT_UD) => Kind::Ud,
@@ -177,7 +177,7 @@ entry! {
         if ops.is_some_and(|ops| ops & !wr_ex::known_datagram_ops(kind) != 0) {
             return Err(libc::EOPNOTSUPP);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_datagram_qp(ex, ops, kind, options) }
     }
 }
@@ -185,9 +185,9 @@ entry! {
 /// Calls `f` with the datagram queue pair behind `qp`: `EOPNOTSUPP` if it is a connected one.
 ///
 /// # Safety
-/// `qp` is null or lives.
+/// `qp` is null or points to a live queue pair.
 unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Result<R, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     match &unsafe { live::<QpObject, _>(qp) }?.engine {
         QueuePair::Dgram(qp) => Ok(qp.with(f)),
         QueuePair::Rc(_) => Err(libc::EOPNOTSUPP),
@@ -279,7 +279,7 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
 /// `out` has `size` octets.
 unsafe fn write_sized<T: Copy>(out: *mut u8, size: usize, value: &T) {
     let known = size.min(size_of::<T>());
-    // SAFETY: `out` has `size` octets (caller's promise), of which the first `known` are copied.
+    // SAFETY: `out` has `size` octets (guaranteed by the caller), of which the first `known` are copied.
     unsafe {
         std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), out, known);
         out.add(known).write_bytes(0, size - known);
@@ -304,7 +304,7 @@ struct Items<T> {
 /// Takes up to `max` items out of a queue pair.
 ///
 /// # Safety
-/// `qp` is null or lives; `items.out` is null or has room for all items.
+/// `qp` is null or points to a live object; `items.out` is null or has room for all items.
 unsafe fn poll<T: Copy>(
     qp: *mut ibv_qp,
     items: Items<T>,
@@ -317,7 +317,7 @@ unsafe fn poll<T: Copy>(
         return Err(libc::EINVAL);
     }
     let out = items.out.cast::<u8>();
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     wait_for(timeout_ms, || unsafe {
         with(qp, |core| {
             let mut n = 0;
@@ -336,7 +336,7 @@ entry! {
     /// `anywarpdv_poll_records`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `records` is null or has room for `max` of `reclen` octets.
+    /// `qp` is null or points to a live object, `records` is null or has room for `max` of `reclen` octets.
     unsafe fn anywarpdv_poll_records(
         qp: *mut ibv_qp,
         max: c_int,
@@ -345,7 +345,7 @@ entry! {
         timeout_ms: c_int,
     ) -> c_int, minus_one, {
         let items = Items { out: records, max, size: reclen };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { poll(qp, items, timeout_ms, |core| core.poll_record().map(|r| record_of(&r))) }
     }
 }
@@ -354,11 +354,11 @@ entry! {
     /// `anywarpdv_create_ah_from_record`: see the header.
     ///
     /// # Safety
-    /// `pd` is null or lives, `record` is null or has `reclen` octets.
+    /// `pd` is null or points to a live object, `record` is null or has `reclen` octets.
     unsafe fn anywarpdv_create_ah_from_record(
         pd: *mut ibv_pd, record: *const anywarpdv_record, reclen: u32,
     ) -> *mut ibv_ah, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let record = unsafe { known_record(record, reclen) }?;
         // SAFETY: a structure of ours.
         let source = unsafe { address_of((&raw const record.source).cast()) }.ok_or(libc::EAFNOSUPPORT)?;
@@ -372,7 +372,7 @@ entry! {
             grh: ibv_global_route { dgid: c_gid(gid.octets()), hop_limit: 0xff, ..Default::default() },
             ..ibv_ah_attr::default()
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_ah(pd, &attr) }
     }
 }
@@ -399,7 +399,7 @@ entry! {
             max_parity: MAX_PARITY.into(),
             ..anywarpdv_device_attr::default()
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { write_sized(attr.cast(), struct_size(inlen)?, &ours) };
         Ok(0)
     }
@@ -409,7 +409,7 @@ entry! {
     /// `anywarpdv_poll_errors`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `errors` is null or has room for `max` of `errlen` octets.
+    /// `qp` is null or points to a live object, `errors` is null or has room for `max` of `errlen` octets.
     unsafe fn anywarpdv_poll_errors(
         qp: *mut ibv_qp,
         max: c_int,
@@ -418,7 +418,7 @@ entry! {
         timeout_ms: c_int,
     ) -> c_int, minus_one, {
         let items = Items { out: errors, max, size: errlen };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { poll(qp, items, timeout_ms, |core| core.poll_error().map(|e| error_of(&e))) }
     }
 }
@@ -427,7 +427,7 @@ entry! {
     /// `anywarpdv_poll_cq`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or lives, `wc` is null or has room for `max`.
+    /// `cq` is null or points to a live object, `wc` is null or has room for `max`.
     unsafe fn anywarpdv_poll_cq(
         cq: *mut ibv_cq,
         max: c_int,
@@ -438,7 +438,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         wait_for(timeout_ms, || {
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             let n = unsafe {
                 live::<CqObject, _>(cq)?;
                 poll_cq(cq, max, wc)
@@ -452,9 +452,9 @@ entry! {
     /// `anywarpdv_wc_read_message_id`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or lives, and only this thread polls it.
+    /// `cq` is null or points to a live object, and only this thread polls it.
     unsafe fn anywarpdv_wc_read_message_id(cq: *mut ibv_cq_ex) -> u32, value(0), {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { shown(cq) }.map_or(0, |completion| completion.message)
     }
 }
@@ -463,7 +463,7 @@ entry! {
     /// `anywarpdv_wc_read_record`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or lives, and only this thread polls it; `qp` is null or lives; `record` is null or has `reclen` octets.
+    /// `cq` is null or points to a live object, and only this thread polls it; `qp` is null or points to a live object; `record` is null or has `reclen` octets.
     unsafe fn anywarpdv_wc_read_record(
         cq: *mut ibv_cq_ex,
         qp: *mut ibv_qp,
@@ -471,19 +471,19 @@ entry! {
         reclen: u32,
     ) -> c_int, minus_one, {
         let size = struct_size(reclen)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let completion = unsafe { shown(cq) }.ok_or(libc::EINVAL)?;
         if record.is_null() || completion.op != WcOp::Record {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         if unsafe { live::<QpObject, _>(qp) }?.engine.number() != completion.qpn {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let found = unsafe { with(qp, |core| core.take_record(completion.src_qpn, completion.message)) }?;
         let found = found.ok_or(libc::ENOENT)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { write_sized(record.cast(), size, &record_of(&found)) };
         Ok(0)
     }
@@ -503,7 +503,7 @@ unsafe fn known_record(
     }
     let mut ours = anywarpdv_record::default();
     let known = size.min(size_of::<anywarpdv_record>());
-    // SAFETY: the program's structure has `size` octets (caller's promise), this library's at least `known`.
+    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), this library's at least `known`.
     unsafe {
         std::ptr::copy_nonoverlapping(record.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
     }
@@ -513,10 +513,10 @@ unsafe fn known_record(
 /// The ranges of a record's bytes that are there: `EINVAL` if its map was released.
 ///
 /// # Safety
-/// `qp` is null or lives.
+/// `qp` is null or points to a live queue pair.
 unsafe fn ranges_of(qp: *mut ibv_qp, record: &anywarpdv_record) -> Result<Vec<(u32, u32)>, Errno> {
     if record.map == 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { with(qp, |_| ()) }?;
         let whole = (record.offset, record.offset.saturating_add(record.valid));
         return Ok(if record.valid == 0 {
@@ -525,7 +525,7 @@ unsafe fn ranges_of(qp: *mut ibv_qp, record: &anywarpdv_record) -> Result<Vec<(u
             vec![whole]
         });
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let ranges = unsafe { with(qp, |core| core.records().map(record.map).map(<[_]>::to_vec)) }?;
     ranges.ok_or(libc::EINVAL)
 }
@@ -534,7 +534,7 @@ entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `record` is null or has `reclen` octets, `ranges` is null or has room for `max` of `rangelen`
+    /// `qp` is null or points to a live object, `record` is null or has `reclen` octets, `ranges` is null or has room for `max` of `rangelen`
     /// octets.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
@@ -549,11 +549,11 @@ entry! {
         if ranges.is_null() && max > 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let all = unsafe { ranges_of(qp, &known_record(record, reclen)?) }?;
         for (at, (from, to)) in all.iter().take(max).enumerate() {
             let range = anywarpdv_range { from: *from, to: *to };
-            // SAFETY: below `max`, for which there is room (caller's promise).
+            // SAFETY: below `max`, for which there is room (guaranteed by the caller).
             unsafe { write_sized(ranges.cast::<u8>().add(at * size), size, &range) };
         }
         Ok(c_int::try_from(all.len()).unwrap_or(c_int::MAX))
@@ -564,7 +564,7 @@ entry! {
     /// `anywarpdv_read_bitmap`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `record` is null or has `reclen` octets, `bits` is null or has `size` octets.
+    /// `qp` is null or points to a live object, `record` is null or has `reclen` octets, `bits` is null or has `size` octets.
     unsafe fn anywarpdv_read_bitmap(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,
@@ -576,7 +576,7 @@ entry! {
         if bits.is_null() || granularity == 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let record = unsafe { known_record(record, reclen) }?;
         let length = record.length;
         let blocks = length.div_ceil(granularity);
@@ -584,7 +584,7 @@ entry! {
         if size < octets {
             return Err(libc::ENOSPC);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let ranges = unsafe { ranges_of(qp, &record) }?;
         let mut bitmap = vec![0_u8; octets];
         for (from, to) in ranges {
@@ -607,9 +607,9 @@ entry! {
     /// `anywarpdv_release_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives.
+    /// `qp` is null or points to a live queue pair.
     unsafe fn anywarpdv_release_map(qp: *mut ibv_qp, map: u64) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let released = unsafe { with(qp, |core| map == 0 || core.release_map(map)) }?;
         if released { Ok(0) } else { Err(libc::EINVAL) }
     }
@@ -619,7 +619,7 @@ entry! {
     /// `anywarpdv_query_counters`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or lives, `counters` is null or has `inlen` octets.
+    /// `qp` is null or points to a live object, `counters` is null or has `inlen` octets.
     unsafe fn anywarpdv_query_counters(
         qp: *mut ibv_qp,
         counters: *mut u64,
@@ -628,12 +628,12 @@ entry! {
         if counters.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let named = unsafe { with(qp, |core| core.counters()) }?.named();
         let room = usize::try_from(inlen).unwrap_or(0) / size_of::<u64>();
         for at in 0..room {
             let value = named.get(at).map_or(0, |(_, n)| *n);
-            // SAFETY: inside of the program's structure (caller's promise).
+            // SAFETY: inside of the program's structure (guaranteed by the caller).
             unsafe { counters.add(at).write(value) };
         }
         Ok(0)
@@ -644,19 +644,19 @@ entry! {
     /// `anywarpdv_restrict_mr`: see the header.
     ///
     /// # Safety
-    /// `mr` is null or lives, `source` is null or has `source_len` octets.
+    /// `mr` is null or points to a live object, `source` is null or has `source_len` octets.
     unsafe fn anywarpdv_restrict_mr(
         mr: *mut ibv_mr,
         source: *const c_void,
         source_len: socklen_t,
         src_qp: u32,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let region = unsafe { live::<MrObject, _>(mr) }?;
         let only = if source.is_null() {
             None
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             let address = unsafe { sized_address(source.cast(), source_len) }?;
             Some((address.ip(), (src_qp != 0).then_some(src_qp)))
         };

@@ -129,18 +129,18 @@ pub(crate) fn os_errno(e: &std::io::Error) -> Errno {
 /// A structure that C passes by pointer: `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid for reads, and C does not write it while the reference lives.
+/// `place` is null or valid for reads, and C does not write it while the reference is live.
 pub(crate) unsafe fn arg<'a, T>(place: *const T) -> Result<&'a T, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { place.as_ref() }.ok_or(libc::EINVAL)
 }
 
 /// A structure that C passes by pointer and that the call changes: `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid, and C does not touch it while the reference lives.
+/// `place` is null or valid, and C does not touch it while the reference is live.
 pub(crate) unsafe fn arg_mut<'a, T>(place: *mut T) -> Result<&'a mut T, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { place.as_mut() }.ok_or(libc::EINVAL)
 }
 
@@ -152,7 +152,7 @@ pub(crate) unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Errno> {
     if place.is_null() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: not null, so valid (caller's promise).
+    // SAFETY: the caller passes null or a valid pointer, and null was excluded.
     unsafe { place.write(value) };
     Ok(())
 }

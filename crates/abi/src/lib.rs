@@ -78,7 +78,7 @@ mod tests {
         /// Panics.
         ///
         /// # Safety
-        /// None needed.
+        /// The function has no requirements.
         unsafe fn anywarp_test_panics(how: c_int) -> c_int, minus_one, {
             if how != 0 {
                 panic!("on purpose");
@@ -90,10 +90,10 @@ mod tests {
     /// A panic ends at the C border: the caller sees the failure value and `EIO`.
     #[test]
     fn a_panic_does_not_cross_into_c() {
-        // SAFETY: none needed.
+        // SAFETY: the function has no requirements.
         assert_eq!(unsafe { anywarp_test_panics(0) }, 0);
         super::ffi::set_errno(0);
-        // SAFETY: none needed.
+        // SAFETY: the function has no requirements.
         assert_eq!(unsafe { anywarp_test_panics(1) }, -1);
         let errno = std::io::Error::last_os_error().raw_os_error();
         assert_eq!(errno, Some(libc::EIO));

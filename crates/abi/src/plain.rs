@@ -116,7 +116,7 @@ fn with_room(
 /// Sets `SO_REUSEADDR`.
 fn share(fd: c_int, on: bool) {
     let on = c_int::from(on);
-    // SAFETY: `on` lives through the call, and its size is given.
+    // SAFETY: `on` is live through the call, and its size is given.
     unsafe {
         libc::setsockopt(
             fd,
@@ -152,7 +152,7 @@ entry! {
     /// other.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn anywarp_listen(fd: c_int, backlog: c_int) -> c_int, minus_one, {
         with_room(fd, || next_listen(fd, backlog), || {
             // SAFETY: all-zero is a valid sockaddr_storage.

@@ -145,7 +145,7 @@ unsafe fn give(to: *mut CBuffer, buffer: Buffer) {
         },
         opaque: Box::into_raw(Box::new(buffer)),
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: upheld by the caller.
     unsafe { to.write(filled) };
 }
 
@@ -220,7 +220,7 @@ unsafe extern "C" fn awbuf_get_send(
 ) -> c_int {
     // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_send`.
     let send = |manager: &Manager, life| unsafe { manager.send(addr.cast(), length, life) };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { get(manager, flags, to, send) }
 }
 
@@ -236,7 +236,7 @@ unsafe fn get(
     make: impl FnOnce(&Manager, Lifetime) -> Result<Buffer, c_int>,
 ) -> c_int {
     let get = || {
-        // SAFETY: NULL or made by `awbuf_open` (caller's promise).
+        // SAFETY: NULL or made by `awbuf_open` (guaranteed by the caller).
         let manager = some(unsafe { manager.as_ref() }.filter(|_| !to.is_null()))?;
         let buffer = make(manager, lifetime(flags)?)?;
         // SAFETY: not NULL.
@@ -256,7 +256,7 @@ unsafe extern "C" fn awbuf_get_recv(
 ) -> c_int {
     // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_recv`.
     let receive = |manager: &Manager, life| unsafe { manager.receive(addr.cast(), length, life) };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { get(manager, flags, to, receive) }
 }
 

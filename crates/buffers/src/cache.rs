@@ -188,7 +188,7 @@ pub(crate) unsafe fn keep(
         return Ok(None);
     };
     let (start, len) = (wanted.range.start as u64, wanted.range.len());
-    // SAFETY: as the caller promises.
+    // SAFETY: upheld by the caller.
     match unsafe { Region::new(pd, start, len, access) } {
         Ok(region) => {
             let (lkey, rkey) = (region.lkey(), region.rkey());

@@ -196,7 +196,7 @@ impl Manager {
         }
         let critical = match settings.critical {
             Some(critical) => critical,
-            // SAFETY: as the caller promises.
+            // SAFETY: upheld by the caller.
             None => unsafe { region::critical_size(pd, settings.send_access, pool::LARGEST) }?,
         };
         let pool = |access| Arc::new(Pool::new(pd, access, settings.pool_bytes));
@@ -231,7 +231,7 @@ impl Manager {
         lifetime: Lifetime,
     ) -> Result<Buffer, c_int> {
         let addr = addr.expose_provenance() as u64;
-        // SAFETY: as the caller promises.
+        // SAFETY: upheld by the caller.
         unsafe { Inner::get(&self.0, addr, len, Use::Send, lifetime) }
     }
 
@@ -251,7 +251,7 @@ impl Manager {
         lifetime: Lifetime,
     ) -> Result<Buffer, c_int> {
         let addr = addr.expose_provenance() as u64;
-        // SAFETY: as the caller promises.
+        // SAFETY: upheld by the caller.
         unsafe { Inner::get(&self.0, addr, len, Use::Receive, lifetime) }
     }
 
@@ -349,7 +349,7 @@ impl Inner {
                     access,
                     counters: &this.counters,
                 };
-                // SAFETY: as the caller promises.
+                // SAFETY: upheld by the caller.
                 unsafe { this.registered(&wanted, of, lifetime) }?
             }
         };
@@ -408,7 +408,7 @@ impl Inner {
         {
             return Ok(kind);
         }
-        // SAFETY: as the caller promises.
+        // SAFETY: upheld by the caller.
         let register = || unsafe { Region::new(self.pd.0, addr, len, wanted.access) };
         let region = match register() {
             // What is kept and not used may be what is too much.
@@ -432,7 +432,7 @@ impl Inner {
 ///
 /// Both are memory of this length, and do not overlap.
 unsafe fn copy(from: u64, to: u64, len: usize) {
-    // SAFETY: as the caller promises.
+    // SAFETY: upheld by the caller.
     unsafe {
         let from = std::ptr::with_exposed_provenance::<u8>(from as usize);
         let to = std::ptr::with_exposed_provenance_mut::<u8>(to as usize);

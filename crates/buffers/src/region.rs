@@ -107,7 +107,7 @@ pub unsafe fn critical_size(
         let mut copying = [Duration::MAX; TRIES];
         for (registering, copying) in registering.iter_mut().zip(&mut copying) {
             let begun = Instant::now();
-            // SAFETY: the block lives longer than the region, and no peer knows of it.
+            // SAFETY: the block is live longer than the region, and no peer knows of it.
             drop(unsafe { Region::new(pd, addr, size, access) }?);
             *registering = begun.elapsed();
             let begun = Instant::now();

@@ -55,7 +55,7 @@ impl Buffer {
     pub fn new(len: usize) -> io::Result<Self> {
         driver::get()?;
         let mut bytes = vec![0u8; len].into_boxed_slice();
-        // SAFETY: the memory lives until the handle ends in `drop`.
+        // SAFETY: the memory is live until the handle ends in `drop`.
         let handle = check(unsafe { ffi::exs_mregister(bytes.as_mut_ptr().cast(), len, 0) })?;
         Ok(Self { bytes, handle })
     }
@@ -120,7 +120,7 @@ impl Listener {
     pub fn bind(addr: SocketAddr) -> io::Result<Self> {
         let fd = Fd::new(&addr)?;
         let (raw, len) = raw(&addr);
-        // SAFETY: the address lives until the call returns.
+        // SAFETY: the address is live until the call returns.
         unsafe {
             check(ffi::exs_bind(fd.0, (&raw const raw).cast(), len))?;
             check(ffi::exs_listen(fd.0, BACKLOG))?;

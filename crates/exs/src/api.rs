@@ -137,7 +137,7 @@ fn require(holds: bool, errno: c_int) -> Answer {
 /// `wanted` is 0 or an `exs_acceptaddr_t` whose memory is the library's now.
 pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_storage) -> u32 {
     let wanted: *mut AcceptAddr = std::ptr::with_exposed_provenance_mut(wanted as usize);
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         if wanted.is_null() {
             return 0;
@@ -154,7 +154,7 @@ pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_stora
 
 /// The length of an address of a known family.
 unsafe fn address_length(from: *const libc::sockaddr_storage) -> u32 {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let family = c_int::from(unsafe { (*from).ss_family });
     let length = if family == libc::AF_INET6 {
         size_of::<libc::sockaddr_in6>()

@@ -69,7 +69,7 @@ pub(crate) fn init() -> Result<(), c_int> {
     if LIBRARY.get().is_some() {
         return Ok(());
     }
-    // SAFETY: no memory is passed, but a function that lives as long as the process; the descriptors are new.
+    // SAFETY: no memory is passed, but a function that is live as long as the process; the descriptors are new.
     let (channel, wakeup) = unsafe {
         let channel = ffi::rdma_create_event_channel();
         if channel.is_null() {
@@ -180,7 +180,7 @@ pub(crate) fn discard(fd: c_int) {
 pub(crate) unsafe fn destroy_qp(id: *mut ffi::rdma_cm_id) {
     if let Ok(library) = get() {
         let _alone = lock(&library.cm);
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { ffi::rdma_destroy_qp(id) };
     }
 }
@@ -220,7 +220,7 @@ impl Library {
     pub(crate) fn add_socket(&self, stream: bool, settings: Settings) -> Result<c_int, c_int> {
         let fd = self.number() + FIRST_FD;
         let mut id = std::ptr::null_mut();
-        // SAFETY: the channel lives as long as the process, and `id` is a place for the result.
+        // SAFETY: the channel is live as long as the process, and `id` is a place for the result.
         let made = unsafe {
             ffi::rdma_create_id(
                 self.channel.0,
@@ -392,7 +392,7 @@ impl Library {
 
     fn events_of_cm(&self) {
         let mut event = std::ptr::null_mut();
-        // SAFETY: the channel lives as long as the process; the event is copied before it is acknowledged, and the id of
+        // SAFETY: the channel is live as long as the process; the event is copied before it is acknowledged, and the id of
         // a request is this thread's until a socket takes it.
         let next = |event| {
             let _alone = lock(&self.cm);
@@ -441,7 +441,7 @@ impl Library {
     fn events_of_device(&self, device: &Device) {
         let mut cq = std::ptr::null_mut();
         let mut context = std::ptr::null_mut();
-        // SAFETY: the channel lives as long as the process; a queue is not destroyed before its events are acknowledged.
+        // SAFETY: the channel is live as long as the process; a queue is not destroyed before its events are acknowledged.
         while unsafe { ffi::ibv_get_cq_event(device.channel.0, &raw mut cq, &raw mut context) } == 0
         {
             // SAFETY: as above; once.

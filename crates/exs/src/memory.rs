@@ -65,7 +65,7 @@ impl Device {
             cache_bytes: 0,
             ..buffers::Settings::default()
         };
-        // SAFETY: the domain lives as long as the process.
+        // SAFETY: the domain is live as long as the process.
         unsafe { Manager::open(self.pd.0, settings) }.ok()
     }
 }
@@ -99,7 +99,7 @@ impl Use {
 /// Registers memory with a device.
 pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Result<Region, c_int> {
     let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
-    // SAFETY: the domain lives as long as the process; what may be done with the memory is the caller's contract.
+    // SAFETY: the domain is live as long as the process; what may be done with the memory is the caller's contract.
     unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
 }
 

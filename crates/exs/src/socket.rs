@@ -359,7 +359,7 @@ impl Socket {
         if inner.id.0.is_null() {
             return Err(libc::EBADF);
         }
-        // SAFETY: the id lives until `close`, which takes it under the lock. Both addresses have room for every family.
+        // SAFETY: the id is live until `close`, which takes it under the lock. Both addresses have room for every family.
         Ok(unsafe {
             let addr = &raw const (*inner.id.0).route.addr;
             if peer {
@@ -768,7 +768,7 @@ impl Socket {
             let Some(link) = &inner.link else {
                 return count;
             };
-            // SAFETY: the queue lives as long as the link, and there is room for 16 completions.
+            // SAFETY: the queue is live as long as the link, and there is room for 16 completions.
             let n = unsafe {
                 let cq = link.cq.0;
                 (*(*cq).context)
@@ -884,7 +884,7 @@ impl Socket {
         if let Some(link) = &mut inner.link
             && !link.qp.0.is_null()
         {
-            // SAFETY: the id lives until `close` has ended the connection, and its queue pair ends here, once.
+            // SAFETY: the id is live until `close` has ended the connection, and its queue pair ends here, once.
             unsafe {
                 ffi::rdma_disconnect(inner.id.0);
                 library::destroy_qp(inner.id.0);
@@ -967,7 +967,7 @@ impl Socket {
         }
         let failed = match event.kind {
             ffi::RDMA_CM_EVENT_ADDR_RESOLVED => {
-                // SAFETY: the id lives until `close`.
+                // SAFETY: the id is live until `close`.
                 check(unsafe { ffi::rdma_resolve_route(inner.id.0, CONNECT_MS) }).err()
             }
             ffi::RDMA_CM_EVENT_ROUTE_RESOLVED => inner.dial(self.fd, self.stream).err(),
@@ -1015,7 +1015,7 @@ impl Socket {
             return;
         }
         let ours = inner.hello(self.stream).write();
-        // SAFETY: the request belongs to no socket yet; the private data lives until the call returns.
+        // SAFETY: the request belongs to no socket yet; the private data is live until the call returns.
         unsafe {
             ffi::rdma_reject(event.id, ours.as_ptr().cast(), 16);
             ffi::rdma_destroy_id(event.id);
@@ -1055,7 +1055,7 @@ impl Socket {
             self.report(inner, id, 0, 0, 0);
         }
         if let Some((listener, op)) = inner.accept.take() {
-            // SAFETY: the id lives until `close`; the memory for the address is the program's until the event.
+            // SAFETY: the id is live until `close`; the memory for the address is the program's until the event.
             let length = unsafe {
                 let peer = &raw const (*inner.id.0).route.addr.dst.storage;
                 crate::api::give_address(op.user, peer)
@@ -1118,7 +1118,7 @@ impl Link {
             num_sge: 1,
         };
         let mut bad = std::ptr::null_mut();
-        // SAFETY: the queue pair lives until the link says null, and the request until the call returns.
+        // SAFETY: the queue pair is live until the link says null, and the request until the call returns.
         let result = unsafe {
             let qp = self.qp.0;
             if qp.is_null() {
@@ -1247,7 +1247,7 @@ impl Inner {
 
     fn arm(&self) {
         if let Some(link) = &self.link {
-            // SAFETY: the queue lives as long as the link.
+            // SAFETY: the queue is live as long as the link.
             unsafe {
                 (*(*link.cq.0).context)
                     .ops
@@ -1259,7 +1259,7 @@ impl Inner {
 
     /// Makes the queue pair and its message buffers, and posts the receives.
     fn equip(&mut self, fd: c_int, stream: bool, most_sends: u16) -> Result<(), c_int> {
-        // SAFETY: the id lives until `close`.
+        // SAFETY: the id is live until `close`.
         let device = library::device(unsafe { (*self.id.0).verbs })?;
         let ours = self.hello(stream);
         let controls = CONTROLS as usize;
@@ -1306,7 +1306,7 @@ impl Inner {
             qp_type: ffi::IBV_QPT_RC,
             ..Default::default()
         };
-        // SAFETY: the id lives until `close`, and all that the queue pair is made of at least as long as the link.
+        // SAFETY: the id is live until `close`, and all that the queue pair is made of at least as long as the link.
         unsafe {
             check(ffi::rdma_create_qp(
                 self.id.0,
@@ -1324,7 +1324,7 @@ impl Inner {
         self.equip(fd, stream, self.settings.credits)?;
         let ours = self.hello(stream).write();
         let mut param = conn_param(&ours);
-        // SAFETY: the id lives until `close`, the parameters until the call returns.
+        // SAFETY: the id is live until `close`, the parameters until the call returns.
         check(unsafe { ffi::rdma_connect(self.id.0, &raw mut param) })
     }
 

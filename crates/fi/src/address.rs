@@ -32,7 +32,7 @@ impl std::fmt::Display for Remote {
 }
 
 impl Remote {
-    /// Its name.
+    /// The name.
     pub fn name(&self) -> ([u8; LEN_V6], usize) {
         let mut out = [0; LEN_V6];
         let [_, high, low, index] = self.qpn.to_be_bytes();

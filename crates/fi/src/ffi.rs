@@ -68,7 +68,7 @@ functions! {
 /// The name under which the loader knows the library of a function.
 pub(crate) fn library_of(address: *const c_void) -> Option<&'static std::ffi::CStr> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `info` is a place for the result; the name lives as long as the library is loaded, which is never unloaded
+    // SAFETY: `info` is a place for the result; the name is live as long as the library is loaded, which is never unloaded
     // (`-z nodelete`, and the program's own libraries that have the device).
     unsafe {
         if libc::dladdr(address, info.as_mut_ptr()) == 0 {

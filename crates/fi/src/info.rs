@@ -80,7 +80,7 @@ unsafe fn string(text: *const c_char) -> Option<String> {
     if text.is_null() {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let text = unsafe { CStr::from_ptr(text) };
     Some(text.to_string_lossy().into_owned())
 }
@@ -91,7 +91,7 @@ unsafe fn bytes(at: *const c_void, len: usize) -> Option<Vec<u8>> {
     if at.is_null() || len == 0 || len > 128 {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     Some(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), len) }.to_vec())
 }
 
@@ -101,7 +101,7 @@ impl Hints {
     /// # Safety
     /// `info` is null, or valid with all that it names.
     pub unsafe fn read(info: *const fi_info) -> Self {
-        // SAFETY: the caller's promise, for this and all that it names.
+        // SAFETY: guaranteed by the caller, for this and all that it names.
         unsafe {
             let Some(info) = info.as_ref() else {
                 return Self::default();
@@ -507,7 +507,7 @@ pub unsafe fn answer(
     is_source: bool,
     hints: *const fi_info,
 ) -> Result<*mut fi_info, String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (hints, node, service) = unsafe { (Hints::read(hints), string(node), string(service)) };
     let answer = hints.answer(api).map_err(str::to_owned)?;
     let device = Device::get().map_err(|why| {

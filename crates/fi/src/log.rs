@@ -41,7 +41,7 @@ unsafe extern "C" fn each_library(
 /// The `fi_log` of the libfabric that is loaded.
 fn find() -> Option<(Log, Enabled)> {
     let mut library: Option<CString> = None;
-    // SAFETY: the callback gets the address of `library`, which lives meanwhile. The library is loaded already, and its
+    // SAFETY: the callback gets the address of `library`, which is live meanwhile. The library is loaded already, and its
     // functions have had these types since its first version.
     unsafe {
         libc::dl_iterate_phdr(Some(each_library), (&raw mut library).cast());

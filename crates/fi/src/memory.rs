@@ -40,7 +40,7 @@ impl UserMemory {
         }
         let mut parts = [(0, 0); limits::IOV];
         for (i, part) in parts.iter_mut().take(count).enumerate() {
-            // SAFETY: element `i` of `count` (caller's promise).
+            // SAFETY: element `i` of `count` (guaranteed by the caller).
             let iov = unsafe { &*list.add(i) };
             *part = (iov.iov_base.expose_provenance(), iov.iov_len);
         }
@@ -134,7 +134,7 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     macro_rules! at_once {
         ($atomic:ty, $int:ty) => {{
             let to = std::ptr::with_exposed_provenance_mut::<$int>(at);
-            // SAFETY: registered memory (caller's promise) that is aligned (checked below); peers and the program change it
+            // SAFETY: registered memory (guaranteed by the caller) that is aligned (checked below); peers and the program change it
             // by atomic operations or not at all meanwhile.
             let element = unsafe { <$atomic>::from_ptr(to) };
             let mut old = element.load(Ordering::Acquire);
@@ -215,25 +215,25 @@ impl Area {
     /// Bytes that the device has placed.
     ///
     /// # Safety
-    /// The device does not write to them while the result lives: they are of a receive that has completed and was not posted
+    /// The device does not write to them while the result is live: they are of a receive that has completed and was not posted
     /// again.
     pub unsafe fn received(&self, at: usize, len: usize) -> &[u8] {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return &[];
         }
-        // SAFETY: inside of the mapping (checked), initialized by the kernel, unchanged meanwhile (caller's promise).
+        // SAFETY: inside of the mapping (checked), initialized by the kernel, unchanged meanwhile (guaranteed by the caller).
         unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
     }
 
     /// Bytes to fill before the device reads them.
     ///
     /// # Safety
-    /// The device does not read them while the result lives: they are of a slot that no request uses.
+    /// The device does not read them while the result is live: they are of a slot that no request uses.
     pub unsafe fn to_send(&mut self, at: usize, len: usize) -> &mut [u8] {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return &mut [];
         }
-        // SAFETY: inside of the mapping (checked), initialized by the kernel, used by nothing else (caller's promise).
+        // SAFETY: inside of the mapping (checked), initialized by the kernel, used by nothing else (guaranteed by the caller).
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
 }

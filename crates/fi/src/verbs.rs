@@ -260,7 +260,7 @@ impl Region {
             }
         };
         let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
-        // SAFETY: the domain lives; the rest is the caller's promise.
+        // SAFETY: the domain is live; the rest is guaranteed by the caller.
         let mr = unsafe { (pd.device.f.reg_mr)(pd.pd, at, len, access.cast_signed()) };
         if mr.is_null() {
             return Err(errno());
@@ -273,7 +273,7 @@ impl Region {
 
     /// Its key for requests of this process.
     pub fn lkey(&self) -> u32 {
-        // SAFETY: the region lives.
+        // SAFETY: the region is live.
         unsafe { (*self.mr).lkey }
     }
 
@@ -292,7 +292,7 @@ impl Region {
         } else {
             name[7] = 0;
         }
-        // SAFETY: the region lives, and the name is a socket address of its family and of `len` bytes.
+        // SAFETY: the region is live, and the name is a socket address of its family and of `len` bytes.
         let rc = unsafe {
             (self.pd.device.f.dv_restrict_mr)(self.mr, name.as_ptr().cast(), len as u32, peer.qpn)
         };
@@ -333,7 +333,7 @@ impl Way {
             port_num: 1,
             ..Default::default()
         };
-        // SAFETY: the domain lives, the attributes are valid.
+        // SAFETY: the domain is live, the attributes are valid.
         let ah = unsafe { (pd.device.f.create_ah)(pd.pd, &raw mut attr) };
         if ah.is_null() {
             return Err(errno());
@@ -387,7 +387,7 @@ impl Channel {
 
     /// Its descriptor, readable while there are events.
     pub fn fd(&self) -> c_int {
-        // SAFETY: the channel lives.
+        // SAFETY: the channel is live.
         unsafe { (*self.channel).fd }
     }
 
@@ -433,7 +433,7 @@ impl Completions {
     ) -> Result<Self, i32> {
         let of_channel = channel.as_ref().map_or(std::ptr::null_mut(), |c| c.channel);
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
-        // SAFETY: the context is open, the channel is null or lives.
+        // SAFETY: the context is open, the channel is null or points to a live object.
         let cq = unsafe {
             (device.f.create_cq)(device.context, entries, std::ptr::null_mut(), of_channel, 0)
         };
@@ -450,7 +450,7 @@ impl Completions {
     /// Takes completions. Returns their number. The call also lets the device send and receive.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> usize {
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
-        // SAFETY: the queue lives, and there is room for `most`.
+        // SAFETY: the queue is live, and there is room for `most`.
         let n = unsafe {
             let ops = &(*(*self.cq).context).ops;
             ops.poll_cq
@@ -461,7 +461,7 @@ impl Completions {
 
     /// Requests an event for the next completion.
     pub fn arm(&self) {
-        // SAFETY: the queue lives.
+        // SAFETY: the queue is live.
         unsafe {
             let ops = &(*(*self.cq).context).ops;
             if let Some(arm) = ops.req_notify_cq {
@@ -593,7 +593,7 @@ impl QueuePair {
             ..Default::default()
         };
         let size = count(size_of::<ffi::anywarpdv_qp_init_attr>());
-        // SAFETY: the attributes are valid and name what lives.
+        // SAFETY: the attributes are valid and name what is live.
         let qp = unsafe { (f.dv_create_qp)(pd.device.context, &raw mut attr, &raw const dv, size) };
         if qp.is_null() {
             return Err(errno());
@@ -621,7 +621,7 @@ impl QueuePair {
         ];
         for (state, mask) in steps {
             attr.qp_state = state;
-            // SAFETY: the queue pair lives, the attributes are valid.
+            // SAFETY: the queue pair is live, the attributes are valid.
             let rc = unsafe { (f.modify_qp)(qp, &raw mut attr, mask) };
             if rc != 0 {
                 return Err(rc);
@@ -635,7 +635,7 @@ impl QueuePair {
 
     /// Its number.
     pub fn number(&self) -> u32 {
-        // SAFETY: the queue pair lives.
+        // SAFETY: the queue pair is live.
         unsafe { (*self.qp).qp_num }
     }
 
@@ -709,7 +709,7 @@ impl QueuePair {
             *to = sge_of(*piece);
         }
         let ex = self.ex;
-        // SAFETY: the queue pair lives, only the thread that holds the endpoint's lock is between start and complete, and the
+        // SAFETY: the queue pair is live, only the thread that holds the endpoint's lock is between start and complete, and the
         // library fills the functions of the operations that were asked for.
         let rc = unsafe {
             let (Some(start), Some(set_to), Some(set_list), Some(complete)) = (
@@ -765,7 +765,7 @@ impl QueuePair {
     pub fn record(&self) -> Option<Record> {
         let mut record = ffi::anywarpdv_record::default();
         let size = u32::try_from(size_of::<ffi::anywarpdv_record>()).unwrap_or(0);
-        // SAFETY: the queue pair lives, and there is a place for one record.
+        // SAFETY: the queue pair is live, and there is a place for one record.
         let n = unsafe { (self.pd.device.f.dv_poll_records)(self.qp, 1, &raw mut record, size, 0) };
         if n != 1 {
             return None;

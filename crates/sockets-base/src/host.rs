@@ -65,7 +65,7 @@ unsafe fn ip(addr: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: the family is at the beginning of each.
     match i32::from(unsafe { (*addr).sa_family }) {
         libc::AF_INET => {
-            // SAFETY: the caller's; it may be unaligned.
+            // SAFETY: upheld by the caller; it may be unaligned.
             let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)).into())
         }

@@ -1,9 +1,9 @@
-//! Which listeners of this network namespace understand a Request, and which UDP sockets understand messages.
+//! The directory of a network namespace: which listeners understand a Request, and which UDP sockets understand messages.
 //!
-//! A listener holds the abstract name `anywarp/tcp/ADDR/PORT`, a UDP socket `anywarp/udp/ADDR/PORT`, as a UNIX socket that
-//! listens: connecting to it succeeds as long as a process has it. A socket at `::` that takes nothing of IPv4 has the name with
-//! `/v6` behind it, and one that takes only what comes by one interface has none. Its owner must be the user of this process or root:
-//! another user's name is not believed.
+//! To register, a process binds a UNIX socket to an abstract name and listens on it: `anywarp/tcp/ADDR/PORT` for a listener,
+//! `anywarp/udp/ADDR/PORT` for a UDP socket. A query connects to the name, which succeeds while a process holds it. A socket bound
+//! to `::` that accepts no IPv4 uses the name with the suffix `/v6`. A socket that is bound to one interface is not registered.
+//! The owner of the name must be root or the user of the querying process; names of other users are ignored.
 
 use crate::limits;
 use crate::real;
@@ -16,15 +16,15 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::MutexGuard;
 
-/// The names that this process holds, by the number of the listener.
+/// The descriptors that hold the names of this process, by the descriptor of the listener.
 static HELD: Mutex<Option<HashMap<c_int, c_int>>> = Mutex::new(None);
 
 fn address(name: &Name) -> (sockaddr_un, socklen_t) {
     let name: &[u8] = name.as_ref();
-    // SAFETY: zeros are a valid address.
+    // SAFETY: an all-zero address is valid.
     let mut un: sockaddr_un = unsafe { std::mem::zeroed() };
     un.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    // The first byte is zero: the name is no file's.
+    // The first byte is zero, which makes the name an abstract one.
     for (place, byte) in un.sun_path.iter_mut().skip(1).zip(name) {
         *place = *byte as libc::c_char;
     }
@@ -34,16 +34,16 @@ fn address(name: &Name) -> (sockaddr_un, socklen_t) {
 
 fn unix() -> Option<c_int> {
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let fd = unsafe { real::socket(libc::AF_UNIX, kind, 0) };
     (fd >= 0).then_some(fd)
 }
 
-/// Takes a name: the descriptor that holds it. `None`: another socket has it.
+/// Binds the name. Returns the descriptor that holds it, or `None` if another socket holds the name.
 fn hold(name: &Name) -> Option<c_int> {
     let fd = unix()?;
     let (un, len) = address(name);
-    // SAFETY: address and length belong together.
+    // SAFETY: the length is that of the address.
     let ok =
         unsafe { real::bind(fd, (&raw const un).cast(), len) == 0 && real::listen(fd, 4096) == 0 };
     let high = if ok { sys::copy_high(fd) } else { None };
@@ -51,7 +51,7 @@ fn hold(name: &Name) -> Option<c_int> {
     high
 }
 
-/// The name of a socket that is bound to `addr`; `None`: it does not get all that is sent there.
+/// Returns the name for a socket that is bound to `addr`. `None`: the socket does not receive all traffic for this address.
 fn name_for(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<Name> {
     let (ip, port) = (addr.ip(), addr.port());
     let v6_only = ip == IpAddr::from([0u8; 16])
@@ -59,9 +59,9 @@ fn name_for(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<Name> {
     (!sys::has_device(fd)).then(|| name::of(protocol, ip, port, v6_only))
 }
 
-/// Enters a listener; returns the descriptor that holds its name.
+/// Registers a listener. Returns the descriptor that holds its name.
 pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
-    // Another listener of this address (SO_REUSEPORT, another process of the program) may hold the name.
+    // With SO_REUSEPORT, or in another process of the program, a listener with this address may hold the name already.
     let high = hold(&name_for(listener, Protocol::Tcp, addr)?)?;
     let mut held = HELD.lock();
     if let Some(old) = held.get_or_insert_default().insert(listener, high) {
@@ -70,10 +70,10 @@ pub fn enter(listener: c_int, addr: SocketAddr) -> Option<c_int> {
     Some(high)
 }
 
-/// The names of UDP sockets that this process holds. Several sockets of it may have one address.
+/// The names of UDP sockets that this process holds. Several of its sockets may have the same address.
 #[derive(Debug, Default)]
 struct Udp {
-    /// The descriptor that holds a name, and how many sockets have it.
+    /// By name: the descriptor that holds it, and the number of sockets that use it.
     by_addr: HashMap<Vec<u8>, (c_int, usize)>,
     by_name: HashMap<c_int, Vec<u8>>,
 }
@@ -81,11 +81,11 @@ struct Udp {
 static UDP: Mutex<Option<Udp>> = Mutex::new(None);
 
 thread_local! {
-    /// This thread has [`UDP`], or waits for it.
+    /// This thread holds the lock [`UDP`], or waits for it.
     static IS_HERE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The names of UDP sockets, locked by this thread.
+/// A guard of the lock [`UDP`].
 #[derive(Debug)]
 struct Held(Option<MutexGuard<'static, Option<Udp>>>);
 
@@ -96,7 +96,7 @@ impl Drop for Held {
     }
 }
 
-/// `None`: this is the handler of a signal that has interrupted this thread here.
+/// Locks [`UDP`]. Returns `None` in a signal handler that has interrupted this thread while it held the lock.
 fn udp() -> Option<Held> {
     if IS_HERE.try_with(|here| here.replace(true)) == Ok(true) {
         return None;
@@ -110,18 +110,18 @@ impl Held {
     }
 }
 
-/// A fork waits until no other thread has the names of UDP sockets: the child could not close its own.
+/// Called before a fork. Waits until no other thread holds the lock: the child could otherwise not close its inherited names.
 pub fn stop() -> Stop {
     Stop { _held: udp() }
 }
 
-/// The lock that stops them.
+/// The lock that is held during a fork.
 #[derive(Debug)]
 pub struct Stop {
     _held: Option<Held>,
 }
 
-/// Enters a UDP socket; returns the descriptor that holds its name, and whether it is new.
+/// Registers a UDP socket. Returns the descriptor that holds its name, and whether the descriptor is new.
 pub fn enter_udp(fd: c_int, addr: SocketAddr) -> Option<(c_int, bool)> {
     let text = name_for(fd, Protocol::Udp, addr)?;
     let mut held = udp()?;
@@ -130,7 +130,7 @@ pub fn enter_udp(fd: c_int, addr: SocketAddr) -> Option<(c_int, bool)> {
         *sockets += 1;
         return Some((*name, false));
     }
-    // The descriptors are the program's: without a name its socket works as well, and gets plain answers.
+    // Leaves most descriptors to the program. An unregistered socket works too, and gets plain datagrams.
     if udp.by_addr.len() >= sys::descriptors() / limits::NAMES_PART {
         return None;
     }
@@ -140,7 +140,7 @@ pub fn enter_udp(fd: c_int, addr: SocketAddr) -> Option<(c_int, bool)> {
     Some((name, true))
 }
 
-/// A UDP socket with this name was closed; whether it was the last, so that the caller closes the name.
+/// Called when a UDP socket with this name was closed. Returns whether it was the last, so that the caller closes the name.
 pub fn leave_udp(name: c_int) -> bool {
     let mut held = udp();
     let Some(udp) = held.as_mut().and_then(Held::get) else {
@@ -160,13 +160,13 @@ pub fn leave_udp(name: c_int) -> bool {
     true
 }
 
-/// The listener was closed: returns the descriptor that held its name, which the caller closes.
+/// Called when the listener was closed. Returns the descriptor that held its name, which the caller closes.
 pub fn leave(listener: c_int) -> Option<c_int> {
     let mut held = HELD.lock();
     held.as_mut().and_then(|h| h.remove(&listener))
 }
 
-/// The program puts another descriptor in this place: it is not ours any more.
+/// Called when the program replaces the descriptor `fd` of a name by another: it is no longer used here.
 pub fn lost(fd: c_int) {
     let mut held = HELD.lock();
     if let Some(held) = held.as_mut() {
@@ -180,7 +180,7 @@ pub fn lost(fd: c_int) {
     }
 }
 
-/// Whether the listener at `addr` of this namespace understands a Request.
+/// Returns whether the listener at `addr` in this namespace understands a Request.
 pub fn ask(addr: SocketAddr) -> bool {
     if !is_here(addr) {
         return false;
@@ -189,18 +189,18 @@ pub fn ask(addr: SocketAddr) -> bool {
     names.iter().any(|name| ask_name(name) == Answer::Yes)
 }
 
-/// What the directory says about a UDP socket.
+/// The result of a query about a UDP socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It understands messages.
+    /// The socket understands messages.
     Yes,
-    /// It does not, as far as is known.
+    /// The socket is not registered.
     No,
-    /// Too many ask at once.
+    /// The backlog of the name is full, so the answer is unknown.
     Busy,
 }
 
-/// Whether the UDP socket at `addr` of this namespace understands messages.
+/// Queries whether the UDP socket at `addr` in this namespace understands messages.
 pub fn ask_udp(addr: SocketAddr) -> Answer {
     if !is_here(addr) {
         return Answer::No;
@@ -215,9 +215,9 @@ pub fn ask_udp(addr: SocketAddr) -> Answer {
 fn ask_name(name: &Name) -> Answer {
     let Some(fd) = unix() else { return Answer::No };
     let (un, len) = address(name);
-    // SAFETY: address and length belong together.
+    // SAFETY: the length is that of the address.
     let r = unsafe { real::connect(fd, (&raw const un).cast(), len) };
-    // With a full backlog nothing is known.
+    // With a full backlog the owner of the name cannot be checked.
     let answer = match r {
         0 if is_trusted(fd) => Answer::Yes,
         0 => Answer::No,
@@ -235,7 +235,7 @@ fn is_trusted(fd: c_int) -> bool {
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as socklen_t;
-    // SAFETY: value and length belong together; the second call has no pointer.
+    // SAFETY: the length is that of the value; the second call takes no pointer.
     unsafe {
         real::getsockopt(
             fd,
@@ -248,17 +248,17 @@ fn is_trusted(fd: c_int) -> bool {
     }
 }
 
-/// Whether an address is one of this namespace: then packets to it come from it.
+/// Returns whether an address belongs to this namespace. The kernel then uses the same address as source of packets to it.
 fn is_here(addr: SocketAddr) -> bool {
     addr.ip().to_canonical().is_loopback() || source(addr) == Some(addr.ip())
 }
 
-/// The address from which the kernel would send to another.
+/// Returns the source address that the kernel chooses for packets to `addr`.
 pub fn source(addr: SocketAddr) -> Option<IpAddr> {
     sys::source(addr).map(|source| source.ip())
 }
 
-/// Ends the connections of those that have asked: they wait in the backlogs of the names.
+/// Accepts and closes the connections of queries, which are queued in the backlogs of the names.
 pub fn sweep() {
     let held = HELD.lock();
     for fd in held.iter().flat_map(HashMap::values) {
@@ -266,17 +266,17 @@ pub fn sweep() {
     }
 }
 
-/// The same for the name of a UDP socket, if the descriptor still holds it.
+/// Like [`sweep`], for the name of a UDP socket, if the descriptor still holds it.
 pub fn sweep_udp(name: c_int) {
     with_name(name, sweep_name);
 }
 
-/// The name of a UDP socket ends in all processes that have it.
+/// Ends the name of a UDP socket in all processes that share the descriptor.
 pub fn end_udp(name: c_int) {
     with_name(name, end_name);
 }
 
-/// The program may put a descriptor of its own in the place of a name.
+/// Calls `call` if the descriptor still is a name: the program may have replaced it by a descriptor of its own.
 fn with_name(name: c_int, call: impl FnOnce(c_int)) {
     if let Some(udp) = udp().as_mut().and_then(Held::get)
         && udp.by_name.contains_key(&name)
@@ -287,7 +287,7 @@ fn with_name(name: c_int, call: impl FnOnce(c_int)) {
 
 fn sweep_name(name: c_int) {
     for _ in 0..8192 {
-        // SAFETY: no address is asked for.
+        // SAFETY: null is passed for the address.
         let asked = unsafe {
             real::accept4(
                 name,
@@ -304,7 +304,7 @@ fn sweep_name(name: c_int) {
 }
 
 fn end_name(name: c_int) {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     unsafe {
         real::shutdown(name, libc::SHUT_RDWR);
     }

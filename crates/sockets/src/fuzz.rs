@@ -1,13 +1,13 @@
-//! What a fuzzer calls: it takes any bytes, and panics if a promise is broken.
+//! The entry point of the fuzzer. It accepts any bytes, and panics if an invariant is violated.
 //!
-//! The first byte chooses: bytes of a peer in any pieces, messages of a peer of which some are wrong, start-up frames, the text
-//! of rules, or datagrams. `scripts/fuzz 60 sockets` runs it; a test of this file replays what it found in `fuzz/corpus/sockets`.
+//! The first byte selects the target: the bytes of a peer in pieces, messages of a peer of which some are invalid, start-up frames,
+//! the text of rules, or datagrams. Run it by `scripts/fuzz 60 sockets`. A test replays the inputs in `fuzz/corpus/sockets`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
-    reason = "a broken promise is a panic"
+    reason = "a violated invariant is a panic"
 )]
 
 use crate::message;
@@ -15,7 +15,7 @@ use crate::stream;
 use crate::wire::{Broken, Kind, LONGEST, Private, Rx, Sink, Tx};
 use sockets_base::rules::Policy;
 
-/// Choices that the input makes; after its last byte all are 0.
+/// Choices derived from the input. After its last byte all choices are 0.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -34,7 +34,7 @@ impl Input<'_> {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Got {
     pub(crate) data: Vec<u8>,
-    /// Data whose checksum has not arrived.
+    /// Data whose checksum has not been checked yet.
     waiting: Vec<u8>,
     pub(crate) urgent: Vec<u8>,
 }
@@ -64,7 +64,7 @@ fn peer(window: u32) -> Private {
     }
 }
 
-/// The result of a stream that comes in pieces, whose lengths `piece` chooses.
+/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result.
 fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usize, Option<Broken>) {
     let (mut rx, mut tx) = (Rx::new(WINDOW, crc), Tx::new(&peer(100), crc));
     let mut got = Got::default();
@@ -75,11 +75,11 @@ fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usiz
         let before = tx.credit();
         let result = rx.feed(now, &mut tx, &mut got);
         let all = got.data.len() + got.waiting.len() + got.urgent.len();
-        // The window does not limit the bytes behind a Plain message.
+        // The window does not limit the bytes after a Plain message.
         let is_plain = rx.is_plain();
         assert!(
             is_plain || all <= WINDOW as usize,
-            "more than the window was taken"
+            "more bytes were accepted than the window allows"
         );
         assert!(tx.credit() >= before && tx.credit() <= i32::MAX as usize);
         if let Err(why) = result {
@@ -90,7 +90,7 @@ fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usiz
     (got, tx.credit(), None)
 }
 
-/// The pieces in which bytes come change nothing.
+/// Checks that the result does not depend on how the bytes are split into pieces.
 fn pieces(bytes: &[u8], crc: bool, seed: u32) {
     let whole = feed(bytes, crc, || usize::MAX);
     let mut state = seed;
@@ -98,11 +98,11 @@ fn pieces(bytes: &[u8], crc: bool, seed: u32) {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 24) as usize % 61
     });
-    // Where it breaks in the middle of a piece, the same was taken before.
+    // If the stream breaks in the middle of a piece, the same bytes were consumed before.
     assert_eq!(whole, parts);
 }
 
-/// Messages, of which the input may change any byte.
+/// Feeds valid messages, of which the input may change any byte.
 fn messages(input: &mut Input<'_>, crc: bool) {
     let mut tx = Tx::new(&peer(i32::MAX as u32), crc);
     let mut wire = Vec::new();
@@ -148,7 +148,7 @@ fn messages(input: &mut Input<'_>, crc: bool) {
     pieces(&wire, crc, input.number());
 }
 
-/// A datagram that is a message if the input changes nothing of it.
+/// Parses a datagram that is a valid message unless the input changes it.
 fn datagram(input: &mut Input<'_>) {
     let choice = input.byte();
     let kind = if choice & 1 == 0 {
@@ -170,7 +170,7 @@ fn datagram(input: &mut Input<'_>) {
     }
     let tail = message::tail(&all, std::iter::empty());
     all.extend_from_slice(&tail);
-    // The bytes alone, and with a checksum that is right.
+    // Parse the bytes as they are, and with a correct checksum.
     let raw = message::open(payload).map_or(0, |(_, inner)| inner.len());
     assert!(raw <= payload.len());
     let opened = message::open(&all);
@@ -185,7 +185,7 @@ fn datagram(input: &mut Input<'_>) {
     }
 }
 
-/// Calls what the first byte chooses.
+/// Runs the target that the first byte selects.
 pub fn run(data: &[u8]) {
     let mut input = Input(data);
     let what = input.byte();
@@ -212,7 +212,7 @@ pub fn run(data: &[u8]) {
                 let line = text
                     .lines()
                     .nth(mistake.line - 1)
-                    .expect("its line is there");
+                    .expect("the message names its line");
                 assert!(mistake.column >= 1 && mistake.column <= line.chars().count() + 2);
                 assert!(mistake.to_string().ends_with('^'));
             }

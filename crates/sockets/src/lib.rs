@@ -1,27 +1,27 @@
-//! Sockets of unmodified programs over RDMA: a library that is preloaded.
+//! A preloaded library that runs the sockets of unmodified programs over RDMA.
 //!
-//! The program's descriptor stays the kernel's socket, and that socket is the carrier of an iWARP stream: MPA start-up,
-//! then FPDUs with RDMAP Sends. Whether a connection is upgraded is decided at its first use; one that is not is the
-//! kernel's alone from then on.
+//! The program's descriptor remains a kernel socket, which becomes the carrier of an iWARP stream: MPA start-up, then FPDUs with
+//! RDMAP Sends. Whether a connection is upgraded is decided at its first use. A connection that is not upgraded (*plain*) is
+//! left to the kernel from then on.
 //!
 //! | file | what |
 //! | --- | --- |
 //! | `hooks/` | the functions that programs call in place of the C library's |
 //! | `conn/set.rs` | epoll sets with upgraded streams in them |
-//! | `conn/sock.rs` | a connection: its decision, its owner, the threads that wait for it |
-//! | `stream.rs` | an upgraded stream, without waiting |
-//! | `wire.rs` | what two ends say to each other |
-//! | `conn/dgram.rs` | a UDP socket: whether it understands messages, and to whom it sends some |
-//! | `message.rs` | datagrams as messages of datagram-iWARP |
-//! | `peers.rs` | what is known of the peers of datagrams |
-//! | `conn/show.rs` | what `anywarp sockets stat` reads |
+//! | `conn/sock.rs` | a connection: whether it is upgraded, its owner process, the threads that wait for it |
+//! | `stream.rs` | an upgraded stream, with non-blocking operations |
+//! | `wire.rs` | the protocol of two ends: private data and message headers |
+//! | `conn/dgram.rs` | a UDP socket: whether it understands messages, and which peers it sends messages to |
+//! | `message.rs` | the datagram-iWARP message in a datagram |
+//! | `peers.rs` | a cache of what is known about the peers of datagrams |
+//! | `conn/show.rs` | the table that `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
 
 pub mod conn;
 pub mod directory;
 #[cfg(any(test, fuzzing))]
 pub mod fuzz;
-// A fuzzer's own calls are not to be ours.
+// In a fuzzer the library must not intercept the fuzzer's own calls.
 #[cfg(not(fuzzing))]
 pub mod hooks;
 pub mod limits;

@@ -1,67 +1,68 @@
-//! Every limit: name, unit and reason.
+//! All limits, with unit and reason.
 
-/// Bytes taken from the carrier in a wait: what is more is read straight into the program's buffer.
+/// Bytes received from the carrier by a call that waits for events. The rest is read directly into the program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
-/// Bytes of one buffer that receives what does not go straight to the program.
+/// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
-/// Such buffers that are kept for the next call. More threads than these rarely receive at once.
+/// The number of such buffers that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
-/// Bytes that a program may write before the peer's MPA Reply is there: about what a kernel socket takes without a peer
-/// that reads.
+/// Bytes that a program may write before the peer's MPA Reply has arrived: about what a kernel socket accepts while the peer does
+/// not read.
 pub const HELD: usize = 64 * 1024;
-/// Payload bytes of a Send that are copied beside their headers: below, a copy costs less than two more iovec entries.
+/// Payloads of a Send up to this many bytes are copied next to their headers: a copy costs less than two more iovec entries.
 pub const COPIED: usize = 4096;
-/// Elements of a list of buffers in one Send; the rest goes with the next.
+/// The most buffers of a list in one Send. The following buffers are sent with the next one.
 pub const PARTS: usize = 64;
-/// Bytes of a file that `sendfile` reads at once.
+/// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
-/// How long a write of a socket that waits is held for the Reply of the peer, in milliseconds, before it returns and the
-/// worker goes on: longer than a peer needs that is in its `accept`.
+/// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
+/// `accept` answers sooner.
 pub const REPLY_WAIT: i32 = 10;
-/// Milliseconds after which the worker looks at streams with bytes that wait.
+/// Milliseconds between two passes of the worker over the streams with unsent bytes.
 pub const WORKER_TICK: i32 = 2;
-/// How long the rest of a closed stream is sent, and the peer's end of it awaited, in milliseconds, before it is given up.
+/// Milliseconds after which a closed stream is abandoned, even if bytes are unsent or the peer has not closed it.
 pub const DRAIN: u64 = 5000;
-/// Closed streams that are drained at once; one more is closed immediately. Each holds a descriptor.
+/// The most closed streams that are drained at the same time, since each holds a descriptor. Further ones are closed at once.
 pub const DRAINS: usize = 1024;
-/// Milliseconds between two questions, when the process ends, whether the peer has acknowledged what was sent.
+/// Milliseconds between two checks, when the process exits, of whether the peer has acknowledged the sent bytes.
 pub const EXIT_TICK: i32 = 1;
-/// How long a process that ends waits for its streams, in milliseconds.
+/// Milliseconds that an exiting process waits for its streams.
 pub const EXIT_WAIT: i32 = 1000;
-/// The first number for descriptors of the library: above those that programs use with select.
+/// The lowest descriptor number for the library's own descriptors. Programs that use `select` have lower ones.
 pub const OWN_FROM: i32 = 1000;
-/// Descriptors that the table has room for: Linux's usual limit for privileged processes. Others stay plain.
+/// The size of the descriptor table: Linux's usual limit for privileged processes. Higher descriptors stay plain.
 pub const DESCRIPTORS: usize = 1 << 20;
-/// Milliseconds between two looks of a writer that another thread is to wake.
+/// Milliseconds between two checks by a writer that waits for another thread.
 pub const FOLLOW: u64 = 20;
-/// Bytes looked at for a Request: the longest start-up frame.
+/// Bytes that are peeked at to find a Request: the length of the longest start-up frame.
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
-/// Bytes of memory that processes share to know which of them owns a stream: a word each.
+/// Bytes of the memory that forked processes share for the owner of each stream, one word each.
 pub const OWNERS: usize = 256 * 1024;
-/// Numbers of descriptors that a program is looked at for when it starts: what servers inherit is among the first.
+/// The number of descriptors that are checked at start for inherited sockets. Servers inherit low descriptors.
 pub const INHERITED: i32 = 32;
-/// How long a stream that is handed to another program waits until the peer sends plain TCP as well, in milliseconds. A peer that
-/// waits for the stream answers within a fraction of that.
+/// Milliseconds that passing a stream to another program waits until the peer sends plain TCP too. A peer that waits for the
+/// stream answers much sooner.
 pub const HAND_OVER: u64 = 100;
-/// Peers of datagrams of which something is known. One more takes the place of another, about which the directory is asked again.
+/// The size of the cache of datagram peers. A new entry replaces an old one, whose peer is looked up again when it is used.
 pub const PEERS: usize = 16 * 1024;
-/// How long it is known whether a peer of datagrams understands messages, in milliseconds: so long a program without the library
-/// that takes over a port may get messages. Asking takes some ten microseconds.
+/// Milliseconds for which the answer whether a datagram peer understands messages is cached. A program without the library that
+/// takes over the port may get messages for this time. A query takes some ten microseconds.
 pub const KNOWN: u64 = 250;
-/// Messages to a socket after which those that have asked for it are swept: each asks before it sends its first message.
+/// The number of received messages after which queries are removed from the backlog of the socket's name. Each peer queries once
+/// before its first message.
 pub const ASKED: u32 = 64;
-/// Payload bytes of a message that are copied beside their headers: below, a copy costs less than a list of buffers for the kernel, and
-/// the checksum of one piece less than that of several.
+/// Payloads of a message up to this many bytes are copied next to their headers: a copy costs less than a buffer list for the
+/// kernel, and the checksum of one piece costs less than that of several.
 pub const JOINED: usize = 4096;
-/// Buffers of a datagram: longer lists are refused by the kernel.
+/// The most buffers of a datagram that the kernel accepts.
 pub const BUFFERS: usize = 1024;
-/// Buffers of a message whose list is made on the stack, so that sending it allocates nothing.
+/// The most buffers of a message whose list is built on the stack. Sending it allocates no memory.
 pub const BUFFERS_HERE: usize = 30;
-/// Bytes for a datagram that is looked at: UDP has no longer ones.
+/// Size in bytes of a buffer for one received datagram. UDP datagrams are not longer.
 pub const DATAGRAM: usize = 64 * 1024;
-/// Bytes of messages that one call of sendmmsg copies: longer lists are sent one by one.
+/// The most message bytes that one `sendmmsg` call copies. The datagrams of longer lists are sent one by one.
 pub const BATCH: usize = 512 * 1024;
-/// Times that the peer of a UDP socket is tried to change while other threads read it.
+/// The number of attempts to change the peer of a UDP socket while other threads read it.
 pub const TRIES: usize = 100;
-/// Names of UDP sockets take at most this part of the descriptors that the process may have.
+/// The names of UDP sockets use at most one part in this many of the process's descriptor limit.
 pub const NAMES_PART: usize = 8;

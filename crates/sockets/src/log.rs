@@ -1,4 +1,4 @@
-//! Lines for people: to standard error, if `ANYWARP_LOG` asks for it.
+//! Log lines on standard error, enabled by `ANYWARP_LOG`.
 
 use crate::real;
 use crate::sys;
@@ -6,14 +6,14 @@ use std::sync::OnceLock;
 
 static ON: OnceLock<bool> = OnceLock::new();
 
-/// Writes a line if the log is on. It is not written through std: its locks may be held at a fork.
+/// Writes a line if the log is enabled. It bypasses `std::io`, whose locks may be held by another thread at a fork.
 pub fn line(text: &str) {
     if is_on() {
         always(text);
     }
 }
 
-/// Writes a line, which is made only if the log is on.
+/// Writes a line if the log is enabled. `text` is called only then.
 pub fn with(text: impl FnOnce() -> String) {
     if is_on() {
         always(&text());
@@ -27,7 +27,7 @@ fn is_on() -> bool {
     })
 }
 
-/// Writes a line, also without a log.
+/// Writes a line even if the log is disabled.
 pub fn always(text: &str) {
     let line = format!("anywarp sockets[{}]: {text}\n", std::process::id());
     // SAFETY: the bytes are readable.

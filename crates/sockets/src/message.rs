@@ -1,8 +1,8 @@
-//! Datagrams of the program as messages of datagram-iWARP: one message in one datagram.
+//! The datagram-iWARP messages that carry the program's datagrams: one message per datagram.
 //!
-//! A Send is for queue pair 0 of the port, with the Q_Key [`KEY`]. A Write-Record names the memory behind [`STAG`] from its
-//! beginning: the buffer that the program reads the datagram into. What is no such message, down to its CRC, is a datagram
-//! that the other program sent as it is.
+//! A Send goes to queue pair 0 of the port, with the Q_Key [`KEY`]. A Write-Record starts at offset 0 of the STag [`STAG`], which
+//! stands for the buffer that the program reads the datagram into. A datagram whose headers or CRC do not match was sent plain and
+//! is delivered unchanged.
 
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
@@ -12,15 +12,15 @@ use anywarp_core::wire::{Msn, QN_SEND, Stag, To};
 
 /// The Q_Key of sockets: "aSKu".
 pub const KEY: u32 = u32::from_be_bytes(*b"aSKu");
-/// The STag of the buffer that a program reads a datagram into.
+/// The STag that stands for the buffer that a program reads a datagram into.
 pub const STAG: Stag = Stag(KEY);
-/// Bytes before the payload, at most.
+/// The most bytes before the payload.
 pub const HEAD: usize = Shim::LEN + Untagged::LEN;
-/// Bytes behind it.
+/// Bytes after the payload.
 pub const TAIL: usize = dgram::CRC;
-/// Bytes of the longest datagram of UDP over IPv4.
+/// The longest payload of UDP over IPv4, in bytes.
 const UDP_MOST: usize = 65_507;
-/// Payload bytes of the longest message: with its headers it fills the longest datagram.
+/// The longest payload of a message, in bytes. With its headers it fills the longest datagram.
 pub const LONGEST: usize = UDP_MOST - HEAD - TAIL;
 
 /// Kinds of messages.
@@ -32,8 +32,8 @@ pub enum Kind {
     Record,
 }
 
-/// Writes the head of a message of `length` bytes, and returns how long it is. `epoch`: number of the socket, not 0; `id`: of the
-/// message.
+/// Writes the header of a message of `length` payload bytes, and returns the length of the header. `epoch`: the number of the
+/// sending socket, not 0. `id`: the number of the message.
 pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]) -> usize {
     let shim = Shim {
         epoch: epoch.max(1),
@@ -84,7 +84,7 @@ pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]
     }
 }
 
-/// What stands behind the payload.
+/// Returns the bytes after the payload: the CRC.
 pub fn tail<'a>(head: &[u8], payload: impl Iterator<Item = &'a [u8]>) -> [u8; TAIL] {
     let mut crc = Crc32c::new();
     crc.update(head);
@@ -92,7 +92,7 @@ pub fn tail<'a>(head: &[u8], payload: impl Iterator<Item = &'a [u8]>) -> [u8; TA
     crc.finish()
 }
 
-/// Whether a datagram begins as a message: this many bytes stand before its payload then.
+/// Returns the length of the header if a datagram begins with that of a message.
 pub fn begins(bytes: &[u8]) -> Option<usize> {
     let (head, rest) = bytes.split_first_chunk::<{ Shim::LEN }>()?;
     // Version 1 without flags; the Q_Key; offset 0; both queue pairs 0, no parity.
@@ -110,7 +110,7 @@ pub fn begins(bytes: &[u8]) -> Option<usize> {
     fits.then_some(Shim::LEN + len)
 }
 
-/// The payload of a message, and of which kind it is; `None`: the datagram is none.
+/// Returns the kind and the payload of a message, or `None` if the datagram is not a valid message.
 pub fn open(bytes: &[u8]) -> Option<(Kind, &[u8])> {
     begins(bytes)?;
     let datagram = dgram::parse(bytes).ok()?;
@@ -122,7 +122,7 @@ pub fn open(bytes: &[u8]) -> Option<(Kind, &[u8])> {
     Some((kind, datagram.payload))
 }
 
-/// The payload of a message that the kernel quotes in a report, which may be cut off anywhere.
+/// Returns the payload of a message that the kernel quotes in an error report. The quotation may be cut off at any byte.
 pub fn quoted(bytes: &[u8]) -> Option<&[u8]> {
     let rest = bytes.get(begins(bytes)?..)?;
     let length: [u8; 4] = bytes.get(12..16)?.try_into().ok()?;
@@ -151,7 +151,7 @@ mod tests {
                 let all = message(kind, payload);
                 assert!(all.len() <= UDP_MOST);
                 assert_eq!(open(&all), Some((kind, payload)));
-                // A message in a message is opened once.
+                // Of a message inside a message only the outer one is unwrapped.
                 let twice = message(kind, all.get(..LONGEST.min(all.len())).unwrap());
                 assert_eq!(open(&twice).unwrap().1.len(), all.len().min(LONGEST));
             }
@@ -183,8 +183,8 @@ mod tests {
                     let mut wrong = right.clone();
                     wrong[at] ^= 1 << bit;
                     assert_eq!(open(&wrong), None, "byte {at} bit {bit}");
-                    // Neither with a CRC that is right again, but for the number of the source and of the message, the
-                    // bits of the headers that nothing is said about, and the payload.
+                    // With a recomputed CRC the changed datagram is a message only if the bit is in the source number, the message number,
+                    // a header field that is not checked, or the payload.
                     wrong.truncate(right.len() - TAIL);
                     dgram::seal(&mut wrong);
                     let payload = right.len() - TAIL - 5..;

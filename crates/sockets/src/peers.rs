@@ -1,7 +1,7 @@
-//! What is known of the peers of datagrams: the rule that is about each, and whether it understands messages.
+//! A cache of datagram peers: the rule for each one, and whether it understands messages.
 //!
-//! A table of fixed size for all sockets of the process. Nobody waits for it: an entry that another thread writes is as one that
-//! is not there, and so is one that a thread wrote while the process forked.
+//! The table has a fixed size, is shared by all sockets of the process, and never blocks: an entry that another thread is writing,
+//! or was writing at a fork, counts as missing.
 
 use crate::limits;
 use crate::sys;
@@ -9,12 +9,12 @@ use sockets_base::rules::Mode;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// What is known of a peer.
+/// The cached facts about a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Known {
-    /// What the rule about sending to it says; `None`: there is none.
+    /// The rule for sending to the peer, if any.
     pub rule: Option<(Mode, bool)>,
-    /// Whether it understands messages; `None`: it was not asked, because the rules do not ask.
+    /// Whether the peer understands messages. `None`: the directory was not queried, because no rule requires that.
     pub understands: Option<bool>,
 }
 
@@ -52,11 +52,11 @@ impl Known {
 }
 
 struct Slot {
-    /// Odd while it is written.
+    /// A sequence number, odd while the entry is written.
     turn: AtomicU32,
-    /// The address, as one of IPv6.
+    /// The IPv6 (or mapped IPv4) address.
     addr: [AtomicU64; 2],
-    /// Port (16 bits), what is known (8), the millisecond from which on it is not known any more (40).
+    /// The port (16 bits), the facts (8 bits), and the millisecond at which the entry expires (40 bits).
     rest: AtomicU64,
 }
 
@@ -78,13 +78,13 @@ fn key(addr: SocketAddr) -> ([u64; 2], u64) {
 }
 
 fn slot(addr: [u64; 2], port: u64) -> Option<&'static Slot> {
-    // 2^64 divided by the golden ratio; peers of one host differ in the port.
+    // 2^64 divided by the golden ratio. It spreads the ports, in which peers of one host differ.
     let mix = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = mix(mix(addr[0] ^ addr[1].rotate_left(17)) ^ port);
     SLOTS.get((hash >> 32) as usize % limits::PEERS)
 }
 
-/// What is known of a peer, if it was found out not long ago.
+/// Returns the entry of a peer, if there is one that has not expired.
 pub fn get(addr: SocketAddr) -> Option<Known> {
     let (ip, port) = key(addr);
     let slot = slot(ip, port)?;
@@ -120,7 +120,7 @@ fn put(addr: SocketAddr, change: impl FnOnce(&Slot, bool, u64)) {
         .store(turn.wrapping_add(2).max(2), Ordering::Release);
 }
 
-/// Keeps what was found out.
+/// Stores the facts about a peer.
 pub fn set(addr: SocketAddr, known: Known) {
     let until = sys::now_ms() + limits::KNOWN;
     let (ip, _) = key(addr);
@@ -133,7 +133,7 @@ pub fn set(addr: SocketAddr, known: Known) {
     });
 }
 
-/// The next use finds it out again.
+/// Removes the entry of a peer, so that it is looked up again.
 pub fn forget(addr: SocketAddr) {
     put(addr, |slot, is_it, _| {
         if is_it {

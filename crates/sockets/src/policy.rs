@@ -15,7 +15,7 @@ struct Mine {
     policy: Policy,
     who: Who,
     settings: Settings,
-    /// All its connections stay plain, whatever the rules.
+    /// All sockets stay plain, whatever the rules say.
     left_alone: bool,
     datagrams: bool,
 }
@@ -26,22 +26,22 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// The rules of this process.
+/// Loads the rules of this process.
 ///
-/// A program with more rights than its caller has none, so that all its sockets stay plain: the caller's variables could name
-/// a file that the caller may not read, and a mistake in it is shown with its line.
+/// A program with more privileges than its caller (set-user-ID) loads no rules, so all its sockets stay plain. Otherwise the
+/// caller could name a file that it may not read in a variable, and the error message would show a line of the file.
 fn load(has_more_rights: bool) -> Policy {
     if has_more_rights {
         return Policy::default();
     }
     sources::read(&sources::all(variable)).unwrap_or_else(|mistake| {
-        // The program runs on plain sockets rather than by half of the rules.
+        // Rules with an error are not applied in part.
         log::always(&format!("{mistake}\nall sockets stay plain"));
         Policy::default()
     })
 }
 
-/// The names of this program: of its file, and of the link or script that it was started by.
+/// Returns the names of this program: of its executable, and of the link or script by which it was started.
 fn names() -> Vec<String> {
     let started = sys::started_as().map(PathBuf::from);
     let file = std::fs::read_link("/proc/self/exe").ok();
@@ -72,7 +72,8 @@ fn mine() -> &'static Mine {
     })
 }
 
-/// What this process does with a connection; `other` is asked for the other end's address if a rule needs it.
+/// Returns how this process handles a connection. `other` returns the address of the other end, and is called only if a rule
+/// needs it.
 pub fn decide(role: Role, addr: SocketAddr, other: impl Fn() -> Option<IpAddr>) -> Mode {
     let mine = mine();
     if mine.left_alone {
@@ -83,20 +84,20 @@ pub fn decide(role: Role, addr: SocketAddr, other: impl Fn() -> Option<IpAddr>) 
         .map_or(Mode::Tcp, |r| r.mode)
 }
 
-/// Whether a rule may make datagrams of this process messages.
+/// Returns whether a rule may turn datagrams of this process into messages.
 pub fn has_datagrams() -> bool {
     let mine = mine();
     mine.datagrams
 }
 
-/// What the rules say about datagrams; `None`: nothing. Also whether peers understand messages without being asked.
+/// Returns the rule for datagrams, and whether peers are assumed to understand messages without a query. `None`: there is no rule.
 pub fn datagrams(role: Role, addr: SocketAddr) -> Option<(Mode, bool)> {
     let mine = mine();
     let rule = mine.policy.rule(role, &mine.who, addr, || None, &Machine)?;
     Some((rule.mode, rule.unasked))
 }
 
-/// What this process does with the connections of a listener.
+/// Returns how this process handles the connections of a listener.
 pub fn listener(addr: SocketAddr) -> Listener {
     let mine = mine();
     if mine.left_alone {
@@ -105,12 +106,12 @@ pub fn listener(addr: SocketAddr) -> Listener {
     mine.policy.listener(&mine.who, addr, &Machine)
 }
 
-/// The settings of this process.
+/// Returns the settings of this process.
 pub fn settings() -> &'static Settings {
     &mine().settings
 }
 
-/// A connection that might have been upgraded stays plain.
+/// Logs that a connection that might have been upgraded stays plain.
 pub fn stays_plain(fd: i32, why: Why) {
     if settings().logs_fallback {
         log::always(&format!("connection {fd} stays plain: {}", why.text()));

@@ -1,8 +1,8 @@
-//! Bytes that have arrived and that the program has not read, and where bytes for the program go.
+//! The queue of received bytes that the program has not read, and the buffers of a call that reads.
 
 use std::io::IoSliceMut;
 
-/// Bytes in order. Of the last ones some may not be verified yet: these are not shown.
+/// A byte queue. Bytes at the end may be unverified (their CRC has not been checked yet); these cannot be read.
 #[derive(Debug, Default)]
 pub struct Queue {
     bytes: Vec<u8>,
@@ -10,31 +10,31 @@ pub struct Queue {
     unverified: usize,
 }
 
-/// Bytes of capacity that an empty queue keeps.
+/// The capacity in bytes that an empty queue keeps.
 const KEEP: usize = 32 * 1024;
 
 impl Queue {
-    /// Bytes that can be read.
+    /// Returns the number of readable bytes.
     pub fn len(&self) -> usize {
         self.bytes.len() - self.from - self.unverified
     }
 
-    /// Whether nothing can be read.
+    /// Returns whether no bytes are readable.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes that are held, also those that are not verified.
+    /// Returns the number of bytes in the queue, including unverified ones.
     pub fn held(&self) -> usize {
         self.bytes.len() - self.from
     }
 
-    /// Bytes of memory.
+    /// Returns the memory of the queue in bytes.
     pub fn room(&self) -> usize {
         self.bytes.capacity()
     }
 
-    /// Appends bytes.
+    /// Appends bytes. Unverified bytes become readable with [`Self::verify`].
     pub fn push(&mut self, bytes: &[u8], verified: bool) {
         if self.from > 0 && self.from >= self.bytes.len() / 2 {
             self.bytes.drain(..self.from);
@@ -46,19 +46,19 @@ impl Queue {
         }
     }
 
-    /// All bytes are right.
+    /// Marks all bytes as verified.
     pub fn verify(&mut self) {
         self.unverified = 0;
     }
 
-    /// The bytes that can be read.
+    /// Returns the readable bytes.
     pub fn peek(&self) -> &[u8] {
         self.bytes
             .get(self.from..self.bytes.len() - self.unverified)
             .unwrap_or(&[])
     }
 
-    /// Removes the first `n` of them.
+    /// Removes the first `n` readable bytes.
     pub fn consume(&mut self, n: usize) {
         self.from += n.min(self.len());
         if self.from == self.bytes.len() {
@@ -79,34 +79,34 @@ pub struct Dest<'a, 'b> {
 }
 
 impl<'a, 'b> Dest<'a, 'b> {
-    /// All of them are empty.
+    /// Wraps buffers that are all unfilled.
     pub fn new(parts: &'a mut [IoSliceMut<'b>]) -> Self {
         let mut dest = Self { parts, done: 0 };
         dest.advance(0);
         dest
     }
 
-    /// Bytes that were put.
+    /// Returns the number of bytes filled.
     pub fn done(&self) -> usize {
         self.done
     }
 
-    /// What is not filled.
+    /// Returns the unfilled part.
     pub fn rest(&mut self) -> &mut [IoSliceMut<'b>] {
         self.parts
     }
 
-    /// Whether nothing more fits.
+    /// Returns whether all buffers are filled.
     pub fn is_full(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// The buffer that is next.
+    /// Returns the unfilled part of the current buffer.
     pub fn place(&mut self) -> &mut [u8] {
         self.parts.first_mut().map_or(&mut [], |p| &mut *p)
     }
 
-    /// `n` bytes of [`Self::place`] were filled.
+    /// Records that the first `n` bytes of [`Self::place`] were filled.
     pub fn advance(&mut self, n: usize) {
         self.done += n;
         let mut parts = std::mem::take(&mut self.parts);
@@ -114,7 +114,7 @@ impl<'a, 'b> Dest<'a, 'b> {
         self.parts = parts;
     }
 
-    /// Copies as much as fits; returns how much that was.
+    /// Copies as many bytes as fit. Returns their number.
     pub fn put(&mut self, mut bytes: &[u8]) -> usize {
         let before = bytes.len();
         while !bytes.is_empty() && !self.is_full() {

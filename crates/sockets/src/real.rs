@@ -1,7 +1,7 @@
-//! The C library's functions behind our wrappers of the same names.
+//! The C library's functions that the hooks replace.
 //!
-//! Each is looked up at its first call, in the libraries behind this one; the lookup allocates nothing, because allocators
-//! call some of these before they work themselves.
+//! The first call of each looks the symbol up in the libraries loaded after this one. The lookup allocates no memory, because memory
+//! allocators call some of these functions while they initialize.
 
 use libc::{
     c_char, c_int, c_long, c_uint, c_ulong, c_void, epoll_event, fd_set, iovec, mmsghdr, msghdr,
@@ -13,7 +13,7 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
-/// What a function returns that this C library does not have: programs look for some by their names and find ours.
+/// The return value of a function that this C library does not have. Programs that look such a function up by name find the hook.
 trait Missing {
     fn missing() -> Self;
 }
@@ -22,7 +22,7 @@ macro_rules! missing {
     ($($type:ty: $value:expr;)*) => {$(
         impl Missing for $type {
             fn missing() -> Self {
-                // SAFETY: the C library's location of this thread.
+                // SAFETY: the C library returns the errno location of this thread.
                 unsafe { *libc::__errno_location() = libc::ENOSYS }
                 $value
             }
@@ -40,10 +40,10 @@ missing! {
 
 macro_rules! originals {
     ($($name:ident($($arg:ident: $type:ty),*) -> $ret:ty;)*) => {$(
-        /// The C library's function of this name.
+        /// Calls the C library's function of this name.
         ///
         /// # Safety
-        /// As that function.
+        /// The requirements of that function apply.
         #[inline]
         pub unsafe fn $name($($arg: $type),*) -> $ret {
             static AT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -60,7 +60,7 @@ macro_rules! originals {
             let call = unsafe {
                 std::mem::transmute::<*mut c_void, unsafe extern "C-unwind" fn($($type),*) -> $ret>(at)
             };
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             unsafe { call($($arg),*) }
         }
     )*};

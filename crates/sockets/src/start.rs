@@ -1,4 +1,4 @@
-//! Start and end of the process, and forks.
+//! Code that runs at the start and end of the process, and at forks.
 
 use crate::conn::show;
 use crate::conn::sock::LIVE;
@@ -13,18 +13,18 @@ use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Run by the loader before the program.
+/// The loader calls this before `main`.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static BEGIN: extern "C" fn() = begin;
 
-/// Run when the program ends by `exit`, or by returning from `main`.
+/// Called when the program calls `exit` or returns from `main`.
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static END: extern "C" fn() = end;
 
 extern "C" fn begin() {
-    // SAFETY: the functions live as long as the process: the library is not unloaded.
+    // SAFETY: the library is never unloaded, so the functions stay valid.
     unsafe {
         libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child));
     }
@@ -32,7 +32,7 @@ extern "C" fn begin() {
     inherited();
 }
 
-/// Descriptors of the program before it: listeners, bound UDP sockets, and accepted connections of which nothing was read.
+/// Adopts descriptors that were open before exec: listeners, bound UDP sockets, and accepted connections that were not read yet.
 fn inherited() {
     for fd in 0..limits::INHERITED {
         let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);

@@ -1,4 +1,4 @@
-//! One upgraded stream: what the program reads and writes, and the carrier below. Nothing here waits.
+//! One upgraded stream: the bytes that the program reads and writes, and the carrier below. No function here blocks.
 
 use crate::limits;
 use crate::log;
@@ -14,7 +14,7 @@ use libc::c_int;
 use std::io::{IoSlice, IoSliceMut};
 use std::time::Instant;
 
-/// Buffers for what does not go straight to the program.
+/// Buffers for data that is not received directly into the program's memory.
 static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
 
 fn scratch() -> Box<[u8]> {
@@ -29,10 +29,10 @@ fn keep(buffer: Box<[u8]>) {
     }
 }
 
-/// What a call did besides its result, for threads that wait for the stream.
+/// What a call changed for other threads that wait for the stream.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct News {
-    /// Bytes, an end or an error can be read that could not before.
+    /// Bytes, the end or an error became readable.
     pub readable: bool,
     /// More can be written than before.
     pub writable: bool,
@@ -46,62 +46,62 @@ pub struct Stream {
     tx: Option<Tx>,
     start: Option<Box<Start>>,
     queue: Queue,
-    /// Bytes that the program wrote and that no FPDU has taken yet.
+    /// Bytes that the program has written and that are not in an FPDU yet.
     held: Vec<u8>,
-    /// Bytes of FPDUs that the carrier did not take yet.
+    /// Bytes of FPDUs that the carrier has not accepted yet.
     out: Vec<u8>,
     out_from: usize,
-    /// Bytes that the peer may send, from what the program has read.
+    /// The receive window: how many bytes the peer may send beyond what the program has read.
     window: u32,
-    /// The peer sends no more data. Its limits still come.
+    /// The peer has sent its last data. Its Limit messages may still arrive.
     eof: bool,
     /// The carrier has ended: the peer has closed the connection.
     closed: bool,
-    /// An error that the program has not seen yet.
+    /// An errno that was not returned to the program yet, or 0.
     error: c_int,
-    /// The stream is broken: nothing is read or written any more.
+    /// The stream is broken: reads and writes fail.
     broken: bool,
     /// `shutdown(SHUT_RD)`, `shutdown(SHUT_WR)`.
     shut_rd: bool,
     shut_wr: bool,
-    /// The end is to be sent when all before it was.
+    /// An End message must be sent after all data.
     end_due: bool,
-    /// A Limit is to be sent when the carrier takes it.
+    /// A Limit message must be sent when the carrier accepts it.
     limit_due: bool,
-    /// The carrier is closed for sending: the program has closed the stream.
+    /// The program has closed the stream, and the carrier is shut down for sending.
     fin: bool,
-    /// The connection is plain: by the Reply, or by a message of both ends. What was written before it, and what came with it, is
-    /// still here.
+    /// The connection is plain TCP, because of the Reply or because both ends have sent Plain messages. Bytes written before that, and
+    /// bytes received with the last message, may still be buffered here.
     plain: bool,
-    /// This end has said that it sends plain TCP from now on.
+    /// This end has sent a Plain message.
     said_plain: bool,
-    /// The carrier did not take bytes of a plain connection.
+    /// The connection is plain, and the carrier's send buffer is full.
     full: bool,
-    /// The last look at the carrier found no more than it took.
+    /// The last receive returned fewer bytes than it asked for, so the carrier's receive buffer is empty.
     drained: bool,
     urgent: Option<u8>,
     news: News,
-    /// `TCP_NODELAY` and `TCP_CORK` as the program has set them: the carrier never delays.
+    /// The values of `TCP_NODELAY` and `TCP_CORK` that the program has set. They are not set on the carrier, which never delays.
     pub delays: [c_int; 2],
-    /// Payload bytes read and written by the program.
+    /// Payload bytes that the program has read.
     pub bytes_in: u64,
-    /// See `bytes_in`.
+    /// Payload bytes that the program has written.
     pub bytes_out: u64,
 }
 
-/// The start-up of the end that connects.
+/// The MPA start-up of the connecting end.
 #[derive(Debug)]
 struct Start {
     initiator: Initiator,
     got: Vec<u8>,
 }
 
-/// Payload bytes that a peer may send first.
+/// Returns the initial window in bytes.
 fn window_first() -> u32 {
     policy::settings().window.0
 }
 
-/// What this end says about itself.
+/// Returns the private data of this end.
 fn private() -> Private {
     Private {
         window: window_first(),
@@ -111,7 +111,7 @@ fn private() -> Private {
     }
 }
 
-/// The Request of an end that connects.
+/// Returns the initiator of the start-up, with its Request.
 pub fn initiator(crc: bool) -> Option<Initiator> {
     Initiator::new(InitiatorConfig {
         rev: 1,
@@ -123,7 +123,8 @@ pub fn initiator(crc: bool) -> Option<Initiator> {
     .ok()
 }
 
-/// The Reply to a Request that is refused: the connection is plain behind it. `None`: the bytes are no Request of this protocol.
+/// Returns the length of the Request in `bytes`, and a Reply that refuses the upgrade: plain TCP follows it. `None`: the bytes are
+/// not a Request of this protocol.
 pub fn refusal(bytes: &[u8]) -> Option<(usize, Vec<u8>)> {
     let mut responder = responder(false);
     let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
@@ -146,17 +147,17 @@ fn responder(crc: bool) -> Responder {
     })
 }
 
-/// What the first bytes of an accepted connection are.
+/// The first bytes of an accepted connection.
 #[derive(Debug)]
 pub enum First {
-    /// A Request of this protocol, with its length, the Reply, and the stream behind it.
+    /// A Request of this protocol: its length, the Reply, and the new stream.
     Request(usize, Vec<u8>, Box<Stream>),
     /// Something else.
     Other,
 }
 
-/// Reads the first bytes of an accepted connection. A Request comes in one segment, so that one of which a part is
-/// missing is another protocol's.
+/// Parses the first bytes of an accepted connection. A Request is sent in one segment, so an incomplete one belongs to another
+/// protocol.
 pub fn first(bytes: &[u8], crc: bool) -> First {
     let mut responder = responder(crc);
     let Ok(Incoming::Request(request)) = responder.handle_rx(bytes) else {
@@ -241,7 +242,7 @@ impl Stream {
         }
     }
 
-    /// The stream of an end whose Request was sent.
+    /// Returns the stream of a connecting end whose Request was sent.
     pub fn connecting(initiator: Initiator) -> Box<Self> {
         let mut stream = Self::new(false);
         stream.start = Some(Box::new(Start {
@@ -251,7 +252,7 @@ impl Stream {
         Box::new(stream)
     }
 
-    /// The connection is plain: the socket delays as the program wants it.
+    /// Sets the program's delay options on a connection that has become plain.
     pub fn delay(&self, fd: c_int) {
         let names = [libc::TCP_NODELAY, libc::TCP_CORK];
         for (value, name) in self.delays.iter().zip(names) {
@@ -259,7 +260,7 @@ impl Stream {
         }
     }
 
-    /// The socket becomes the carrier: it sends each message at once. What the program set is kept for it to read.
+    /// Makes the socket send each message at once, as a carrier must. The program's delay options are saved, and reported to it.
     pub fn undelay(&mut self, fd: c_int) {
         let names = [libc::TCP_NODELAY, libc::TCP_CORK];
         for ((place, name), own) in self.delays.iter_mut().zip(names).zip([1, 0]) {
@@ -270,20 +271,20 @@ impl Stream {
         }
     }
 
-    // ------------------------------------------------------------------ what can be done
+    // ------------------------------------------------------------------ readiness
 
-    /// Whether a read returns at once.
+    /// Returns whether a read returns at once.
     pub fn is_readable(&self) -> bool {
         !self.queue.is_empty() || self.eof || self.error != 0 || self.broken || self.shut_rd
     }
 
-    /// Whether a write takes a byte at once.
+    /// Returns whether a write accepts at least one byte, or fails, at once.
     pub fn is_writable(&self) -> bool {
         if self.error != 0 || self.broken || self.shut_wr {
             return true;
         }
         match &self.tx {
-            // No more limits come: what does not go any more is an error.
+            // No more credit arrives, so a write fails.
             Some(tx) if self.closed && !tx.has_room() => true,
             Some(tx) => self.held.is_empty() && self.out.is_empty() && tx.has_room(),
             None if self.plain => self.held.is_empty() && !self.full,
@@ -291,23 +292,23 @@ impl Stream {
         }
     }
 
-    /// Whether bytes wait for the carrier, or for the peer's Reply or credit.
+    /// Returns whether bytes wait for the carrier, the peer's Reply or credit.
     pub fn is_waiting(&self) -> bool {
         !self.broken
             && (!self.out.is_empty() || !self.held.is_empty() || self.end_due || self.limit_due)
     }
 
-    /// Whether the peer's Reply has not arrived.
+    /// Returns whether the peer's Reply has not arrived.
     pub fn is_starting(&self) -> bool {
         self.start.is_some() && !self.broken
     }
 
-    /// Whether bytes wait for the carrier alone.
+    /// Returns whether bytes wait for the carrier only.
     pub fn has_rest(&self) -> bool {
         !self.out.is_empty() || self.full
     }
 
-    /// Whether the connection is plain, and nothing of it is left here: the kernel's calls can take over.
+    /// Returns whether the connection is plain and no bytes are buffered here, so that calls can go to the kernel.
     pub fn is_over(&self) -> bool {
         self.plain
             && self.queue.held() == 0
@@ -316,12 +317,12 @@ impl Stream {
             && !self.broken
     }
 
-    /// Whether more can be sent.
+    /// Returns the number of payload bytes that may be sent.
     fn credit(&self) -> usize {
         self.tx.as_ref().map_or(0, Tx::credit)
     }
 
-    /// The events of `poll` that hold.
+    /// Returns the current `poll` events of the stream.
     pub fn readiness(&self) -> i16 {
         let mut events = 0;
         if self.is_readable() {
@@ -345,7 +346,7 @@ impl Stream {
         events
     }
 
-    /// What to wait for at the carrier for a program that waits for `wanted`.
+    /// Returns the events to wait for at the carrier when the program waits for `wanted`.
     pub fn carrier_events(&self, wanted: i16) -> i16 {
         let mut events = wanted & !(libc::POLLIN | libc::POLLOUT);
         let reads = libc::POLLIN | libc::POLLRDHUP | libc::POLLPRI | libc::POLLRDNORM;
@@ -362,39 +363,39 @@ impl Stream {
         events
     }
 
-    /// Takes what changed for others since the last call.
+    /// Returns and clears what has changed for other threads since the last call.
     pub fn news(&mut self) -> News {
         std::mem::take(&mut self.news)
     }
 
-    /// Takes the error, as `SO_ERROR` does.
+    /// Returns and clears the error, like `SO_ERROR`.
     pub fn take_error(&mut self) -> c_int {
         std::mem::take(&mut self.error)
     }
 
-    /// Bytes that can be read at once, as `FIONREAD`.
+    /// Returns the number of bytes that can be read at once, for `FIONREAD`.
     pub fn readable_bytes(&self) -> usize {
         self.queue.len()
     }
 
-    /// Bytes that the program wrote and the carrier has not, as part of `SIOCOUTQ`.
+    /// Returns the number of written bytes that the carrier has not accepted, which is a part of `SIOCOUTQ`.
     pub fn unsent_bytes(&self) -> usize {
         self.held.len() + self.out.len() - self.out_from
     }
 
-    /// The window in bytes.
+    /// Returns the window in bytes.
     pub fn window(&self) -> u32 {
         self.window
     }
 
-    /// Bytes of memory.
+    /// Returns the memory of the stream in bytes.
     pub fn memory(&self) -> usize {
         size_of::<Self>() + self.queue.room() + self.held.capacity() + self.out.capacity()
     }
 
     // ------------------------------------------------------------------ receiving
 
-    /// Breaks the stream.
+    /// Marks the stream as broken.
     fn fail(&mut self, error: c_int) {
         if !self.broken {
             self.broken = true;
@@ -417,7 +418,7 @@ impl Stream {
         self.fail(libc::ECONNRESET);
     }
 
-    /// Takes bytes from the carrier once, at most about `most`. Whether there were any.
+    /// Receives from the carrier once, about `most` bytes. Returns whether there were any.
     pub fn pull(&mut self, fd: c_int, dest: Option<&mut Dest<'_, '_>>, most: usize) -> bool {
         if self.closed || self.broken {
             return false;
@@ -450,7 +451,7 @@ impl Stream {
                 let place = dest.place();
                 there = straight.min(place.len());
                 let place = place.get_mut(..there).unwrap_or(&mut []);
-                // Behind the payload at most the next message is taken: it goes straight as well.
+                // At most one more message is received after the payload, so that its payload can be received directly too.
                 let own = own.get_mut(..limits::COPIED).unwrap_or(&mut []);
                 let asked = there + own.len();
                 sys::recv(fd, &mut [IoSliceMut::new(place), IoSliceMut::new(own)]).inspect(|n| {
@@ -461,7 +462,7 @@ impl Stream {
         };
         let n = match result {
             Ok(0) => {
-                // A FIN ends the stream in order only between two messages.
+                // A FIN ends the stream cleanly only between two messages.
                 if self.start.is_none() && (self.plain || self.rx.is_between()) {
                     self.eof = true;
                     self.closed = true;
@@ -579,7 +580,7 @@ impl Stream {
         }
     }
 
-    /// Says that this end sends plain TCP from here on.
+    /// Sends a Plain message: this end sends plain TCP afterwards.
     fn say_plain(&mut self, fd: c_int) {
         if !std::mem::replace(&mut self.said_plain, true) {
             self.limit_due = false;
@@ -587,8 +588,8 @@ impl Stream {
         }
     }
 
-    /// Makes the connection plain, both ways, for a program that the library does not reach. What the peer sends behind its answer
-    /// stays in the carrier. False: it cannot be done in time, or the peer has sent data; then the stream is of no use.
+    /// Makes the connection plain in both directions, for a program without the library. Bytes that the peer sends after its Plain
+    /// message stay in the carrier. Returns false if the peer did not answer in time or has sent data; the stream is unusable then.
     pub fn hand_over(&mut self, fd: c_int, until: Instant) -> bool {
         if self.broken || self.start.is_some() || self.plain || self.queue.held() > 0 {
             return false;
@@ -619,11 +620,11 @@ impl Stream {
         true
     }
 
-    /// Turns the stream into a plain TCP connection in both directions. `bytes` were received behind the peer's Plain message.
+    /// Turns the stream into a plain TCP connection in both directions. `bytes` were received after the peer's Plain message.
     fn go_plain(&mut self, fd: c_int, bytes: &[u8]) {
         self.plain = true;
         self.tx = None;
-        // The end of the data, which an End message announced so far, is a TCP FIN from now on.
+        // From now on a TCP FIN ends the data, instead of an End message.
         self.end_due |= self.shut_wr;
         self.queue.push(bytes, true);
         self.news.readable |= !bytes.is_empty();
@@ -631,13 +632,13 @@ impl Stream {
         self.flush(fd);
     }
 
-    /// The carrier has events: takes bytes until there is something to report, sends what waits.
+    /// Handles events of the carrier: receives until there is something to report, and sends queued bytes.
     pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
         if events & inward != 0 && may_pull {
             let before = self.queue.len();
             self.drained = false;
-            // Each turn takes what the peer was allowed to send, so that there are few.
+            // Each pass receives what the peer was allowed to send, so there are few passes.
             while self.queue.len() == before && self.pull(fd, None, limits::WAIT_READ) {
                 if self.drained {
                     break;
@@ -650,11 +651,11 @@ impl Stream {
         }
     }
 
-    /// Reads into `dest`: what is there, without waiting. `all`: more than one piece is read if it is there. Without
-    /// `may_pull` only what was taken from the carrier before.
+    /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull` nothing is
+    /// received from the carrier.
     ///
     /// # Errors
-    /// EAGAIN: nothing is there. Else the stream's error, once.
+    /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.
     pub fn read(
         &mut self,
         fd: c_int,
@@ -669,7 +670,7 @@ impl Stream {
         } else {
             let start = dest.done();
             self.take_queued(dest);
-            // What the kernel holds is read as well: a program that gets less than it asked for may take that for the end.
+            // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
             while may_pull && !dest.is_full() && (dest.done() == start || !self.drained || all) {
                 let more = self.pull(fd, Some(dest), limits::SCRATCH);
                 self.take_queued(dest);
@@ -705,7 +706,7 @@ impl Stream {
     /// Reads the urgent byte.
     ///
     /// # Errors
-    /// EINVAL: there is none.
+    /// EINVAL if there is none.
     pub fn read_urgent(
         &mut self,
         fd: c_int,
@@ -720,14 +721,14 @@ impl Stream {
         Ok(())
     }
 
-    /// Lets the peer send as much as the program has read, if that is worth a message.
+    /// Raises the peer's limit by what the program has read, if that is enough to be worth a message.
     fn open_window(&mut self, fd: c_int) {
         let ahead = self.rx.open() as usize + self.queue.held();
         let gone = (self.window as usize).saturating_sub(ahead);
         if gone < self.window as usize / 2 || self.rx.ended() || self.plain {
             return;
         }
-        // The reader keeps up: nothing waits for it.
+        // The queue is empty, so the program keeps up and a larger window may help.
         let most = policy::settings().window.1;
         if self.window < most && self.queue.is_empty() {
             self.window = self.window.saturating_mul(2).min(most);
@@ -740,7 +741,7 @@ impl Stream {
 
     // ------------------------------------------------------------------ sending
 
-    /// Sends what waits: the rest of an FPDU, then a limit, what was held, the end.
+    /// Sends what is pending, in this order: the rest of an FPDU, a Limit, held bytes, the End.
     pub fn flush(&mut self, fd: c_int) {
         if self.plain {
             self.flush_plain(fd);
@@ -774,7 +775,7 @@ impl Stream {
         }
     }
 
-    /// The same for a connection that the Reply made plain.
+    /// Like [`Self::flush`], for a connection that has become plain.
     fn flush_plain(&mut self, fd: c_int) {
         if !self.flush_out(fd) {
             return;
@@ -816,7 +817,7 @@ impl Stream {
         result
     }
 
-    /// Sends the rest of FPDUs; whether nothing of it is left.
+    /// Sends the rest of FPDUs. Returns whether all of it was sent.
     fn flush_out(&mut self, fd: c_int) -> bool {
         while self.out_from < self.out.len() {
             let rest = self.out.get(self.out_from..).unwrap_or(&[]);
@@ -837,7 +838,7 @@ impl Stream {
         !self.broken
     }
 
-    /// Sends a message without payload. It does not wait for the carrier.
+    /// Sends a message without payload. What the carrier does not accept at once is queued.
     fn control(&mut self, fd: c_int, kind: Kind) {
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else { return };
@@ -848,7 +849,7 @@ impl Stream {
         self.flush_out(fd);
     }
 
-    /// Sends one Send of a part of the payload; returns how much of it.
+    /// Sends a prefix of the payload in one Send. Returns the length of the prefix.
     fn data(&mut self, fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
         let total: usize = parts.iter().take(limits::PARTS).map(|p| p.len()).sum();
         let limit = self.rx.granted();
@@ -901,10 +902,10 @@ impl Stream {
         Ok(len)
     }
 
-    /// Writes as much as goes without waiting.
+    /// Writes as many bytes as possible without waiting.
     ///
     /// # Errors
-    /// EAGAIN: nothing goes. Else the stream's error.
+    /// EAGAIN if nothing can be written; otherwise the stream's error.
     pub fn write(
         &mut self,
         fd: c_int,
@@ -940,7 +941,7 @@ impl Stream {
         if !self.held.is_empty() || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        // What the program has read goes along as the new limit.
+        // The Send also carries the new limit, for what the program has read.
         let n = if self.plain {
             self.send_plain(fd, parts, flags)?
         } else {
@@ -950,10 +951,10 @@ impl Stream {
         Ok(n)
     }
 
-    /// Sends an urgent byte: the last one of what is written.
+    /// Sends an urgent byte: the last byte of a write.
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// The errors of [`Self::write`].
     pub fn write_urgent(&mut self, fd: c_int, byte: u8) -> Result<(), c_int> {
         if self.shut_wr || self.broken {
             return Err(libc::EPIPE);
@@ -975,7 +976,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Keeps bytes until the Reply is there.
+    /// Stores bytes until the Reply arrives.
     fn hold(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, c_int> {
         let before = self.held.len();
         for part in parts {
@@ -995,7 +996,7 @@ impl Stream {
     /// `shutdown(2)`.
     ///
     /// # Errors
-    /// ENOTCONN: the stream is broken.
+    /// ENOTCONN if the stream is broken.
     pub fn shutdown(&mut self, fd: c_int, how: c_int) -> Result<(), c_int> {
         if self.broken {
             return Err(libc::ENOTCONN);
@@ -1013,14 +1014,14 @@ impl Stream {
         Ok(())
     }
 
-    /// The program closes the stream. Whether bytes still wait to be sent; then [`Self::flush`] goes on.
+    /// Called when the program closes the stream. Returns whether bytes are left to send, which [`Self::flush`] does.
     pub fn close(&mut self, fd: c_int) -> bool {
         if self.broken {
             return false;
         }
         self.pull(fd, None, limits::WAIT_READ);
         if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
-            // What the program did not read is lost, and the peer is to know: its connection is reset.
+            // Unread data is lost, so the peer's connection is reset, as TCP does.
             sys::reset_on_close(fd);
             return false;
         }
@@ -1030,10 +1031,10 @@ impl Stream {
         self.is_waiting() || (limits_may_come && !self.broken)
     }
 
-    /// Goes on with a closed stream; whether it may be dropped. What is left is sent, then the FIN.
+    /// Continues a closed stream: sends the remaining bytes, then the FIN. Returns whether the stream may be dropped.
     ///
-    /// The carrier is read until the peer closes it as well. A kernel socket that is closed while the peer's limits are unread, or
-    /// arrive, answers with a reset, and the peer would lose what it has not read yet.
+    /// The carrier is read until the peer closes its end too. If a socket is closed while Limit messages of the peer are unread, or
+    /// arrive later, the kernel sends a reset, and the peer loses data that it has not read yet.
     pub fn drain(&mut self, fd: c_int) -> bool {
         self.limit_due = false;
         self.flush(fd);
@@ -1043,7 +1044,7 @@ impl Stream {
         }
         while !self.has_rest() && self.pull(fd, None, limits::WAIT_READ) {}
         if !self.queue.is_empty() {
-            // Data for a program that has closed: the peer is to know that it is lost.
+            // Data has arrived after the program closed the stream. The reset tells the peer that it is lost.
             sys::reset_on_close(fd);
             return true;
         }
@@ -1081,7 +1082,7 @@ impl<'a> Iterator for Cut<'a, '_> {
     }
 }
 
-/// Copies an FPDU into one buffer; returns its length.
+/// Copies an FPDU into one buffer. Returns its length.
 fn gather<'a>(into: &mut [u8], frame: &'a Frame, payload: impl Iterator<Item = &'a [u8]>) -> usize {
     let all = std::iter::once(&frame.head[..])
         .chain(payload)

@@ -1,4 +1,4 @@
-//! System calls on the carrier, as safe functions; errors are errno values.
+//! System calls on the carrier, as safe functions. Errors are errno values.
 
 use crate::limits;
 use crate::real;
@@ -6,9 +6,9 @@ use libc::{c_int, iovec, msghdr, pollfd, sockaddr, socklen_t};
 use std::io::{IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 
-/// The errno of the last call.
+/// Returns errno.
 pub fn errno() -> c_int {
-    // SAFETY: the C library's location of this thread.
+    // SAFETY: the C library returns the errno location of this thread.
     unsafe { *libc::__errno_location() }
 }
 
@@ -27,27 +27,27 @@ fn done(r: c_int) -> Result<c_int, c_int> {
 }
 
 fn message(iov: *mut iovec, n: usize) -> msghdr {
-    // SAFETY: zeros are a valid message header.
+    // SAFETY: an all-zero message header is valid.
     let mut m: msghdr = unsafe { std::mem::zeroed() };
     m.msg_iov = iov;
     m.msg_iovlen = n as _;
     m
 }
 
-/// Sends without waiting.
+/// Sends without blocking.
 pub fn send(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
     let flags = flags | libc::MSG_DONTWAIT;
     if let [one] = parts {
         // SAFETY: the slice is readable.
         return size(unsafe { real::send(fd, one.as_ptr().cast(), one.len(), flags) });
     }
-    // An IoSlice is laid out as an iovec, says its documentation; the kernel does not write to it.
+    // The documentation of IoSlice guarantees the layout of an iovec. The kernel does not write to it.
     let m = message(parts.as_ptr().cast_mut().cast(), parts.len());
     // SAFETY: the parts are readable.
     size(unsafe { real::sendmsg(fd, &raw const m, flags) })
 }
 
-/// Receives without waiting.
+/// Receives without blocking.
 pub fn recv(fd: c_int, parts: &mut [IoSliceMut<'_>]) -> Result<usize, c_int> {
     if let [one] = parts {
         // SAFETY: the slice is writable.
@@ -60,28 +60,28 @@ pub fn recv(fd: c_int, parts: &mut [IoSliceMut<'_>]) -> Result<usize, c_int> {
     size(unsafe { real::recvmsg(fd, &raw mut m, libc::MSG_DONTWAIT) })
 }
 
-/// Receives as the program's call would: it may wait.
+/// Receives with the program's flags, so it may block.
 pub fn receive(fd: c_int, parts: &mut [IoSliceMut<'_>], flags: c_int) -> isize {
     let mut m = message(parts.as_mut_ptr().cast(), parts.len());
     // SAFETY: the parts are writable.
     unsafe { real::recvmsg(fd, &raw mut m, flags) }
 }
 
-/// Sends as the program's call would: it may wait.
+/// Sends with the program's flags, so it may block.
 pub fn transmit(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> isize {
     let m = message(parts.as_ptr().cast_mut().cast(), parts.len());
     // SAFETY: the parts are readable.
     unsafe { real::sendmsg(fd, &raw const m, flags) }
 }
 
-/// Whether two descriptors are one socket.
+/// Returns whether two descriptors refer to the same socket.
 pub fn is_same(a: c_int, b: c_int) -> bool {
-    // The kernel's number of a socket.
+    // SO_COOKIE: a number that the kernel assigns to each socket.
     let cookie = |fd| {
         let mut value = 0u64;
         let mut len = size_of::<u64>() as socklen_t;
         let at = (&raw mut value).cast();
-        // SAFETY: value and length belong together.
+        // SAFETY: the length is that of the value.
         let r =
             unsafe { real::getsockopt(fd, libc::SOL_SOCKET, libc::SO_COOKIE, at, &raw mut len) };
         (r == 0).then_some(value)
@@ -89,39 +89,39 @@ pub fn is_same(a: c_int, b: c_int) -> bool {
     cookie(a).is_some() && cookie(a) == cookie(b)
 }
 
-/// Looks at what waits in the socket, without waiting.
+/// Peeks at the received bytes without blocking.
 pub fn peek(fd: c_int, into: &mut [u8]) -> Result<usize, c_int> {
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
     // SAFETY: the slice is writable.
     size(unsafe { real::recv(fd, into.as_mut_ptr().cast(), into.len(), flags) })
 }
 
-/// Waits for one descriptor; returns its events.
+/// Waits for one descriptor. Returns its events.
 pub fn poll_one(fd: c_int, events: i16, timeout: c_int) -> Result<i16, c_int> {
     let mut p = pollfd {
         fd,
         events,
         revents: 0,
     };
-    // SAFETY: one element.
+    // SAFETY: the list has one element.
     done(unsafe { real::poll(&raw mut p, 1, timeout) })?;
     Ok(p.revents)
 }
 
-/// How [`poll_kicked`] ended.
+/// The result of [`poll_kicked`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kicked {
     /// The descriptor has these events.
     Ready(i16),
-    /// Another thread ended the wait, or it is time to look again.
+    /// Another thread ended the wait, or the caller has no eventfd and must check again.
     Other,
-    /// Nothing happened in time.
+    /// The time-out has expired.
     TimeOut,
 }
 
-/// Makes an eventfd, whose number is one that programs do not expect to be free.
+/// Opens an eventfd, with a descriptor number above those that programs commonly use.
 pub fn eventfd() -> Option<c_int> {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
     if fd < 0 {
         return None;
@@ -133,7 +133,7 @@ pub fn eventfd() -> Option<c_int> {
     high.or(Some(fd))
 }
 
-/// Waits for events of a descriptor, or until a count is added to `kick`, an eventfd; without one the wait ends soon.
+/// Waits for events of a descriptor, or until `kick`, an eventfd, is written. Without `kick` the wait is short.
 pub fn poll_kicked(
     fd: c_int,
     events: i16,
@@ -149,12 +149,12 @@ pub fn poll_kicked(
     let soon = limits::FOLLOW as c_int;
     let is_soon = kick.is_none() && !(0..=soon).contains(&timeout);
     let ms = if is_soon { soon } else { timeout };
-    // SAFETY: two elements.
+    // SAFETY: the list has two elements.
     let found = done(unsafe { real::poll(list.as_mut_ptr(), 2, ms) })?;
     let [carrier, kick] = list;
     if kick.revents != 0 {
         let mut count = [0u8; 8];
-        // SAFETY: eight bytes.
+        // SAFETY: the buffer has eight bytes.
         let _ = unsafe { real::read(kick.fd, count.as_mut_ptr().cast(), count.len()) };
     }
     Ok(match (carrier.revents, found) {
@@ -164,31 +164,31 @@ pub fn poll_kicked(
     })
 }
 
-/// Reads an option that is a number.
+/// Returns an integer socket option.
 pub fn option(fd: c_int, level: c_int, name: c_int) -> Result<c_int, c_int> {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     done(unsafe { real::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len) })?;
     Ok(value)
 }
 
-/// Sets an option that is a number.
+/// Sets an integer socket option.
 pub fn set_option(fd: c_int, level: c_int, name: c_int, value: c_int) -> Result<(), c_int> {
     let len = size_of::<c_int>() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     done(unsafe { real::setsockopt(fd, level, name, (&raw const value).cast(), len) })?;
     Ok(())
 }
 
-/// Makes that closing resets the connection.
+/// Makes `close` reset the connection (`SO_LINGER` with 0 seconds).
 pub fn reset_on_close(fd: c_int) {
     let linger = libc::linger {
         l_onoff: 1,
         l_linger: 0,
     };
     let len = size_of::<libc::linger>() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     let _ = unsafe {
         real::setsockopt(
             fd,
@@ -200,14 +200,14 @@ pub fn reset_on_close(fd: c_int) {
     };
 }
 
-/// The time that closing may wait, in seconds, if the program has set one.
+/// Returns the `SO_LINGER` time in seconds, if the program has set one.
 pub fn linger(fd: c_int) -> Option<c_int> {
     let mut linger = libc::linger {
         l_onoff: 0,
         l_linger: 0,
     };
     let mut len = size_of::<libc::linger>() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     let r = unsafe {
         real::getsockopt(
             fd,
@@ -220,14 +220,14 @@ pub fn linger(fd: c_int) -> Option<c_int> {
     (r == 0 && linger.l_onoff != 0).then_some(linger.l_linger)
 }
 
-/// A time-out of the socket in milliseconds; -1: none.
+/// Returns a time-out option in milliseconds, or -1 if it is not set.
 pub fn timeout(fd: c_int, name: c_int) -> c_int {
     let mut t = libc::timeval {
         tv_sec: 0,
         tv_usec: 0,
     };
     let mut len = size_of::<libc::timeval>() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     let r = unsafe {
         real::getsockopt(
             fd,
@@ -244,18 +244,18 @@ pub fn timeout(fd: c_int, name: c_int) -> c_int {
     c_int::try_from(ms).unwrap_or(c_int::MAX)
 }
 
-/// Whether calls on the descriptor do not wait.
+/// Returns whether the descriptor is non-blocking.
 pub fn is_nonblocking(fd: c_int) -> bool {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let flags = unsafe { real::fcntl(fd, libc::F_GETFL, 0) };
     flags >= 0 && flags & libc::O_NONBLOCK != 0
 }
 
-/// Whether the TCP connection of a socket is established.
+/// Returns whether the TCP connection of a socket is established.
 pub fn is_established(fd: c_int) -> bool {
     let mut info = [0u8; 8];
     let mut len = info.len() as socklen_t;
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     let r = unsafe {
         real::getsockopt(
             fd,
@@ -265,52 +265,53 @@ pub fn is_established(fd: c_int) -> bool {
             &raw mut len,
         )
     };
-    // The first byte is the state: 1 established, 8 closed by the peer.
+    // The first byte is the TCP state: 1 is ESTABLISHED, 8 CLOSE_WAIT.
     r == 0 && matches!(info.first(), Some(1 | 8))
 }
 
-/// Raises SIGPIPE in this thread, as a write to a socket that is shut down does.
+/// Raises SIGPIPE in the calling thread, as a write after shutdown does.
 pub fn sigpipe() {
-    // SAFETY: no pointer. It goes to the calling thread.
+    // SAFETY: no pointer is passed.
     unsafe {
         libc::raise(libc::SIGPIPE);
     }
 }
 
-/// True for a set-user-ID or set-group-ID program and for one with file capabilities: no variable of its caller is read.
+/// Returns true for a set-user-ID or set-group-ID program and for one with file capabilities. Such a program must not trust the
+/// environment of its caller.
 pub fn has_more_rights_than_its_caller() -> bool {
-    // SAFETY: reads a number that the kernel passed at start.
+    // SAFETY: the call returns a number that the kernel passed at start.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
-/// The path by which the kernel was asked to execute this program.
+/// Returns the path that was passed to `execve` for this program.
 pub fn started_as() -> Option<std::ffi::OsString> {
     use std::os::unix::ffi::OsStringExt;
-    // SAFETY: reads a number that the kernel passed at start.
+    // SAFETY: the call returns a number that the kernel passed at start.
     let at = unsafe { libc::getauxval(libc::AT_EXECFN) } as usize;
     if at == 0 {
         return None;
     }
-    // SAFETY: it is the address of a C string, which lies above the program's stack as long as the process lives.
+    // SAFETY: this is the address of a C string above the program's stack, which is valid as long as the process.
     let path = unsafe { std::ffi::CStr::from_ptr(std::ptr::with_exposed_provenance(at)) };
     Some(std::ffi::OsString::from_vec(path.to_bytes().to_vec()))
 }
 
-/// Closes a connection for sending.
+/// Shuts a connection down for sending.
 pub fn shut_down_sending(fd: c_int) -> Result<c_int, c_int> {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     done(unsafe { real::shutdown(fd, libc::SHUT_WR) })
 }
 
-/// Whether the peer's kernel has acknowledged all that was sent.
+/// Returns whether the peer's kernel has acknowledged all sent bytes.
 pub fn is_delivered(fd: c_int) -> bool {
     let mut left: c_int = 0;
-    // SAFETY: the address of an integer, which this request writes.
+    // SAFETY: the argument is the address of an integer, which this request writes.
     let r = unsafe { real::ioctl(fd, libc::TIOCOUTQ, (&raw mut left).expose_provenance()) };
     r != 0 || left == 0
 }
 
-/// Closes a descriptor of our own.
+/// Closes a descriptor of the library.
 pub fn close(fd: c_int) {
     // SAFETY: the caller owns it.
     unsafe {
@@ -318,19 +319,19 @@ pub fn close(fd: c_int) {
     }
 }
 
-/// Reads a socket address of IPv4 or IPv6.
+/// Converts an IPv4 or IPv6 socket address.
 ///
 /// # Safety
-/// `addr` has `len` bytes.
+/// `addr` points to `len` readable bytes.
 pub unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAddr> {
     if addr.is_null() || (len as usize) < size_of::<libc::sa_family_t>() {
         return None;
     }
-    // SAFETY: the family is there.
+    // SAFETY: `len` covers the family.
     let family = unsafe { (*addr).sa_family };
     match c_int::from(family) {
         libc::AF_INET if len as usize >= size_of::<libc::sockaddr_in>() => {
-            // SAFETY: so long it is; it may be unaligned.
+            // SAFETY: `len` covers the structure, which may be unaligned.
             let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
             let ip = std::net::Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
             Some(SocketAddr::new(ip.into(), u16::from_be(a.sin_port)))
@@ -348,9 +349,9 @@ pub unsafe fn address(addr: *const sockaddr, len: socklen_t) -> Option<SocketAdd
 /// getsockname or getpeername.
 type NameOf = unsafe extern "C" fn(c_int, *mut sockaddr, *mut socklen_t) -> c_int;
 
-/// One of the two addresses of a socket: by getsockname or getpeername.
+/// Returns the local address (getsockname) or the peer's (getpeername).
 pub fn name_of(fd: c_int, call: NameOf) -> Option<SocketAddr> {
-    // SAFETY: zeros are a valid address; the length is its.
+    // SAFETY: an all-zero address is valid, and the length is its size.
     unsafe {
         let mut a: libc::sockaddr_storage = std::mem::zeroed();
         let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
@@ -361,15 +362,15 @@ pub fn name_of(fd: c_int, call: NameOf) -> Option<SocketAddr> {
     }
 }
 
-/// An address as the kernel takes it, and its length.
+/// Returns an address in the kernel's format, and its length.
 pub fn raw_address(addr: SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
-    // SAFETY: zeros are a valid address.
+    // SAFETY: an all-zero address is valid.
     let mut all: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let at = &raw mut all;
     let len = match addr {
         SocketAddr::V4(a) => {
             let at = at.cast::<libc::sockaddr_in>();
-            // SAFETY: an address of IPv4 fits in it, and is aligned there.
+            // SAFETY: the storage is large enough and aligned for an IPv4 address.
             unsafe {
                 (*at).sin_family = libc::AF_INET as libc::sa_family_t;
                 (*at).sin_port = a.port().to_be();
@@ -392,16 +393,16 @@ pub fn raw_address(addr: SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
     (all, len as socklen_t)
 }
 
-/// The address from which the kernel would send to another, asked of a socket that sends nothing.
+/// Returns the source address that the kernel chooses for packets to `to`. Connects a UDP socket, which sends nothing.
 pub fn source(to: SocketAddr) -> Option<SocketAddr> {
     let (addr, len) = raw_address(to);
     let family = c_int::from(addr.ss_family);
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let fd = unsafe { real::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return None;
     }
-    // SAFETY: address and length belong together.
+    // SAFETY: the length is that of the address.
     let is_connected = unsafe { real::connect(fd, (&raw const addr).cast(), len) } == 0;
     let own = is_connected
         .then(|| name_of(fd, libc::getsockname))
@@ -410,12 +411,12 @@ pub fn source(to: SocketAddr) -> Option<SocketAddr> {
     own
 }
 
-/// Whether a socket gets only what comes by one interface.
+/// Returns whether a socket is bound to one interface.
 pub fn has_device(fd: c_int) -> bool {
     let mut name = [0u8; libc::IFNAMSIZ];
     let mut len = name.len() as socklen_t;
     let at = name.as_mut_ptr().cast();
-    // SAFETY: value and length belong together.
+    // SAFETY: the length is that of the value.
     let r = unsafe {
         real::getsockopt(
             fd,
@@ -428,41 +429,41 @@ pub fn has_device(fd: c_int) -> bool {
     r == 0 && len > 0
 }
 
-/// Whether an address of IPv4 is that of all hosts of a network: the kernel refuses it to sockets that have not asked for it.
+/// Returns whether an IPv4 address is a broadcast address: the kernel refuses to connect a socket without `SO_BROADCAST` to it.
 pub fn is_broadcast(to: SocketAddr) -> bool {
     let to = SocketAddr::new(to.ip().to_canonical(), to.port());
     if !to.is_ipv4() {
         return false;
     }
     let (addr, len) = raw_address(to);
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let fd = unsafe { real::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return false;
     }
-    // SAFETY: address and length belong together.
+    // SAFETY: the length is that of the address.
     let r = unsafe { real::connect(fd, (&raw const addr).cast(), len) };
     let is_refused = r != 0 && errno() == libc::EACCES;
     close(fd);
     is_refused
 }
 
-/// Binds a socket to all addresses and a port that the kernel chooses, as its first datagram would.
+/// Binds a socket to the wildcard address and a port that the kernel chooses, as its first datagram would.
 pub fn bind_any(fd: c_int) {
     let Some(own) = name_of(fd, libc::getsockname) else {
         return;
     };
     let (addr, len) = raw_address(own);
-    // SAFETY: address and length belong together.
+    // SAFETY: the length is that of the address.
     unsafe {
         real::bind(fd, (&raw const addr).cast(), len);
     }
 }
 
-/// Random bits; without the kernel's, those of the time.
+/// Returns random bits from the kernel, or bits of the time if the kernel has none.
 pub fn random() -> u64 {
     let mut bits = now_ms();
-    // SAFETY: eight bytes.
+    // SAFETY: the buffer has eight bytes.
     unsafe {
         libc::getrandom(
             (&raw mut bits).cast(),
@@ -473,7 +474,7 @@ pub fn random() -> u64 {
     bits
 }
 
-/// How many descriptors the process may have.
+/// Returns the limit of open descriptors of the process.
 pub fn descriptors() -> usize {
     let mut limit = libc::rlimit {
         rlim_cur: 0,
@@ -486,7 +487,7 @@ pub fn descriptors() -> usize {
     usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX)
 }
 
-/// Milliseconds of a clock that only goes forward, as of the last tick of the kernel: read without a system call.
+/// Returns the milliseconds of the coarse monotonic clock, which is read without a system call.
 pub fn now_ms() -> u64 {
     let mut t = libc::timespec {
         tv_sec: 0,
@@ -499,9 +500,9 @@ pub fn now_ms() -> u64 {
     t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000
 }
 
-/// A copy of a descriptor, of a number that programs do not expect to be free.
+/// Duplicates a descriptor to a number above those that programs commonly use.
 pub fn copy_high(fd: c_int) -> Option<c_int> {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, limits::OWN_FROM as usize) };
     if copy >= 0 {
         return Some(copy);
@@ -511,25 +512,25 @@ pub fn copy_high(fd: c_int) -> Option<c_int> {
     (copy >= 0).then_some(copy)
 }
 
-/// Reads a part of a file.
+/// Reads a part of a file (`pread`).
 pub fn read_at(fd: c_int, into: &mut [u8], offset: i64) -> Result<usize, c_int> {
     // SAFETY: the slice is writable.
     size(unsafe { real::pread(fd, into.as_mut_ptr().cast(), into.len(), offset) })
 }
 
-/// Makes memory that others can open by the descriptor: its number, and where it is mapped. It begins with `first`.
+/// Creates a memory file that begins with `first`. Returns its descriptor and the address where it is mapped.
 pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int, *mut u8)> {
     let mut limit = libc::rlimit {
         rlim_cur: 0,
         rlim_max: 0,
     };
-    // Beyond this limit the kernel would send a signal.
+    // A file larger than RLIMIT_FSIZE would raise SIGXFSZ.
     // SAFETY: the structure is writable.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
     if !known || limit.rlim_cur < size as libc::rlim_t || first.len() > size {
         return None;
     }
-    // SAFETY: a C string.
+    // SAFETY: the name is a C string.
     let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {
         return None;
@@ -538,7 +539,7 @@ pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int
     close(fd);
     let fd = high?;
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: new memory, of a file that has this size.
+    // SAFETY: this is a new mapping of a file of this size.
     let at = unsafe {
         if libc::ftruncate(fd, size as libc::off_t) == 0 {
             libc::mmap(std::ptr::null_mut(), size, access, libc::MAP_SHARED, fd, 0)
@@ -551,14 +552,14 @@ pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int
         return None;
     }
     let at = at.cast::<u8>();
-    // SAFETY: it is shorter than the mapping, which nothing else has yet.
+    // SAFETY: `first` is shorter than the mapping, which no other code uses yet.
     unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), at, first.len()) };
     Some((fd, at))
 }
 
-/// Ends a mapping of [`shared`].
+/// Removes a mapping made by [`shared`].
 pub fn unmap(at: *mut u8, size: usize) {
-    // SAFETY: the caller made it, and does not use it any more.
+    // SAFETY: the caller got the mapping from `shared` and does not use it any more.
     unsafe {
         libc::munmap(at.cast(), size);
     }

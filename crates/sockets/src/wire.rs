@@ -1,14 +1,14 @@
-//! What two ends say to each other: private data of the MPA start-up, and the header of each Send.
+//! The protocol of an upgraded connection: private data of the MPA start-up, and the header of each Send.
 //!
 //! ```text
 //!  private data: "aSK2" | version | flags | 0 (2) | window (4) | longest (4) | namespace (8) | SRQ (4)
 //!  Send:         kind (1) | flags (1) | 0 (2) | limit (4) | payload
 //! ```
 //!
-//! Each Send is one segment, and each segment one FPDU; its payload is at most [`LONGEST`]. The *limit* is the number of
-//! payload bytes that the other end may have sent in all, modulo 2^32.
+//! Each Send is one DDP segment in one FPDU, with a payload of at most [`LONGEST`] bytes. The *limit* is the total number of payload
+//! bytes, modulo 2^32, up to which the receiver of the limit may send.
 //!
-//! Flag 1 of a Reply refuses the upgrade: what is behind it is plain TCP, both ways. The end that connects sends nothing
+//! Flag 1 of a Reply refuses the upgrade: plain TCP follows in both directions. The connecting end sends nothing after the Request
 //! before it has the Reply.
 
 use anywarp_core::error::PeerError;
@@ -18,30 +18,30 @@ use anywarp_core::wire::ddp::{Header, Untagged};
 use anywarp_core::wire::rdmap::Opcode;
 use anywarp_core::wire::{Msn, QN_SEND, Stag};
 
-/// Bytes of the private data.
+/// The length of the private data in bytes.
 pub const PRIVATE: usize = 28;
 const MAGIC: &[u8; 4] = b"aSK2";
 const VERSION: u8 = 1;
 
-/// Bytes of the header of a Send.
+/// The length of the header of a Send in bytes.
 const KIND_HEADER: usize = 8;
-/// Bytes of an FPDU before its payload.
+/// The bytes of an FPDU before its payload.
 pub const HEAD: usize = LENGTH + Untagged::LEN + KIND_HEADER;
-/// Bytes of an FPDU behind its payload, at most: padding and CRC.
+/// The most bytes of an FPDU after its payload: padding and CRC.
 pub const TAIL: usize = 3 + CRC;
-/// Payload bytes of one Send at most: with its headers it fills the longest ULPDU that anywarp sends.
+/// The longest payload of one Send in bytes. With its headers it fills the longest ULPDU that anywarp sends.
 pub const LONGEST: usize = anywarp_core::bounds::MULPDU_ANYWARP - Untagged::LEN - KIND_HEADER;
 
-/// What an end says about itself in the Request or Reply.
+/// The private data of a Request or Reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Private {
     /// Payload bytes that the peer may send before it gets a higher limit.
     pub window: u32,
-    /// Payload bytes of the longest Send that this end takes.
+    /// The longest payload of one Send that this end accepts, in bytes.
     pub longest: u32,
-    /// Number of the network namespace.
+    /// A number that identifies the network namespace.
     pub namespace: u64,
-    /// Of a Reply: the connection is plain TCP behind it.
+    /// In a Reply: the upgrade is refused, and plain TCP follows.
     pub plain: bool,
 }
 
@@ -49,7 +49,7 @@ pub struct Private {
 const PLAIN: u8 = 1;
 
 impl Private {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn emit(&self) -> [u8; PRIVATE] {
         let mut b = [0; PRIVATE];
         let fields: [&[u8]; 6] = [
@@ -66,7 +66,7 @@ impl Private {
         b
     }
 
-    /// Reads them; `None` if they are not of this protocol, or of a version that is not known.
+    /// Parses private data. Returns `None` if it is of another protocol or of an unknown version.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let (magic, rest) = bytes.split_first_chunk::<4>()?;
         let (kind, rest) = rest.split_first_chunk::<4>()?;
@@ -84,15 +84,15 @@ impl Private {
     }
 }
 
-/// The kinds of Sends.
+/// The kinds of Send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Bytes of the stream.
+    /// Payload of the stream.
     Data = 0,
-    /// Nothing but a new limit.
+    /// Only a new limit.
     Limit = 1,
-    /// No more data comes: `shutdown(SHUT_WR)`.
+    /// The end of the data: `shutdown(SHUT_WR)`.
     End = 2,
     /// The stream is broken.
     Reset = 3,
@@ -117,22 +117,22 @@ impl Kind {
     }
 }
 
-/// Builds FPDUs: numbers, credit.
+/// The sending side: builds FPDUs and keeps sequence numbers and credit.
 #[derive(Debug)]
 pub struct Tx {
     msn: Msn,
-    /// Payload bytes sent.
+    /// The number of payload bytes sent, modulo 2^32.
     sent: u32,
-    /// Payload bytes that may have been sent.
+    /// The number of payload bytes that may be sent in total, modulo 2^32.
     limit: u32,
-    /// Credit from which on the stream is said to be writable.
+    /// The least credit with which the stream is reported as writable.
     low: usize,
     crc: bool,
     longest: usize,
 }
 
 impl Tx {
-    /// A stream to a peer that said `peer` about itself.
+    /// Returns the state for a peer with the private data `peer`.
     pub fn new(peer: &Private, crc: bool) -> Self {
         Self {
             msn: Msn::FIRST,
@@ -144,28 +144,28 @@ impl Tx {
         }
     }
 
-    /// Whether payload was sent, for which the peer may send limits.
+    /// Returns whether payload was sent, so that the peer may send limits.
     pub fn has_sent(&self) -> bool {
         self.sent != 0
     }
 
-    /// Payload bytes that may be sent now.
+    /// Returns the number of payload bytes that may be sent now.
     pub fn credit(&self) -> usize {
         self.limit.wrapping_sub(self.sent) as usize
     }
 
-    /// Whether there is credit for a write of usual length: half of the peer's first window, which a peer that has read all
-    /// has always allowed. With less a socket that waits in its writes would be stuck after `poll` called it writable.
+    /// Returns whether there is credit for a write of usual length: half of the peer's initial window. A peer that has read everything
+    /// has always granted this much. With less, a blocking write could block after `poll` reported the socket as writable.
     pub fn has_room(&self) -> bool {
         self.credit() >= self.low
     }
 
-    /// Payload bytes of one Send at most.
+    /// Returns the longest payload of one Send in bytes.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// The peer allows more. A limit that is lower than the last, or allows more than 2^31 bytes, is an error.
+    /// Records a new limit from the peer. A limit that is lower than the last, or allows more than 2^31 bytes, is an error.
     fn raise(&mut self, limit: u32) -> Result<(), Broken> {
         if limit.wrapping_sub(self.sent) > i32::MAX as u32
             || limit.wrapping_sub(self.limit) > i32::MAX as u32
@@ -176,7 +176,7 @@ impl Tx {
         Ok(())
     }
 
-    /// What an FPDU of `kind` with this payload begins and ends with. Nothing changes until [`Self::went`].
+    /// Returns the bytes before and after the payload of an FPDU. The state changes only in [`Self::went`].
     pub fn frame<'a>(
         &self,
         kind: Kind,
@@ -224,7 +224,7 @@ impl Tx {
         }
     }
 
-    /// The FPDU was given to the carrier, or will be.
+    /// Records that the FPDU was given to the carrier or queued for it.
     pub fn went(&mut self, frame: &Frame) {
         self.msn = self.msn.next();
         self.sent = self.sent.wrapping_add(frame.payload as u32);
@@ -234,7 +234,7 @@ impl Tx {
 /// An FPDU around a payload.
 #[derive(Debug)]
 pub struct Frame {
-    /// All before the payload.
+    /// The bytes before the payload.
     pub head: [u8; HEAD],
     tail: [u8; TAIL],
     tail_len: usize,
@@ -242,12 +242,12 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// All behind the payload.
+    /// Returns the bytes after the payload.
     pub fn tail(&self) -> &[u8] {
         self.tail.get(..self.tail_len).unwrap_or(&[])
     }
 
-    /// Bytes in all.
+    /// Returns the length of the FPDU in bytes.
     pub fn total(&self) -> usize {
         HEAD + self.payload + self.tail_len
     }
@@ -256,19 +256,19 @@ impl Frame {
 /// Why a stream is broken.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Broken {
-    /// The peer broke a rule of MPA, DDP or RDMAP.
+    /// The peer violated MPA, DDP or RDMAP.
     Peer(PeerError),
     /// A message that is not one Send in one segment, in sequence.
     Message,
     /// A Send of a kind that does not exist.
     Kind,
-    /// A limit that goes back, or beyond what a window can be.
+    /// A limit that is lower than the last, or larger than a window can be.
     Limit,
-    /// More payload than was allowed.
+    /// More payload than the limit allows.
     Credit,
-    /// The peer said so.
+    /// The peer sent a Reset message.
     Reset,
-    /// Data behind the end.
+    /// Data after the End message.
     Behind,
 }
 
@@ -291,18 +291,18 @@ enum At {
     Head,
     Payload,
     Tail,
-    /// Behind [`Kind::Plain`].
+    /// After a [`Kind::Plain`] message.
     Plain,
 }
 
-/// Takes FPDUs apart, in any pieces.
+/// The receiving side: parses FPDUs that arrive in pieces of any length.
 #[derive(Debug)]
 pub struct Rx {
     at: At,
     head: [u8; HEAD],
-    /// Bytes of the head that are there.
+    /// The number of received bytes of the head.
     have: usize,
-    /// Bytes of the payload that are missing.
+    /// The number of missing bytes of the payload.
     left: usize,
     tail: [u8; TAIL],
     tail_len: usize,
@@ -310,25 +310,25 @@ pub struct Rx {
     msn: Msn,
     crc: Option<Crc32c>,
     with_crc: bool,
-    /// Payload bytes received.
+    /// The number of payload bytes received, modulo 2^32.
     received: u32,
-    /// Payload bytes that the peer may have sent.
+    /// The number of payload bytes that the peer may send in total, modulo 2^32.
     granted: u32,
     ended: bool,
 }
 
-/// What the bytes of a stream lead to.
+/// Receives the parsed contents of a stream.
 pub trait Sink {
-    /// Payload. With CRCs it counts only when [`Self::verified`] was called.
+    /// Called with payload. With CRCs enabled the payload is valid only after [`Self::verified`].
     fn data(&mut self, bytes: &[u8]);
-    /// All payload that was given is right.
+    /// Called when the CRC of all payload so far was correct.
     fn verified(&mut self);
-    /// An urgent byte.
+    /// Called with an urgent byte.
     fn urgent(&mut self, byte: u8);
 }
 
 impl Rx {
-    /// A stream of which the peer may send `window` bytes.
+    /// Returns the state for a peer that may send `window` bytes.
     pub fn new(window: u32, crc: bool) -> Self {
         Self {
             at: At::Head,
@@ -347,7 +347,8 @@ impl Rx {
         }
     }
 
-    /// Payload bytes that may go straight to the program: what is missing of the payload in progress, 0 with CRCs.
+    /// Returns the number of payload bytes that may be received directly into the program's memory: the missing bytes of the current
+    /// payload, or 0 with CRCs.
     pub fn straight(&self) -> usize {
         if self.at == At::Payload && self.kind == Kind::Data && !self.with_crc {
             self.left
@@ -356,7 +357,7 @@ impl Rx {
         }
     }
 
-    /// `n` bytes of payload went straight to the program; at most [`Self::straight`].
+    /// Records that `n` payload bytes were received directly into the program's memory; at most [`Self::straight`].
     pub fn went_straight(&mut self, n: usize) {
         self.left = self.left.saturating_sub(n);
         if self.left == 0 {
@@ -364,17 +365,17 @@ impl Rx {
         }
     }
 
-    /// Whether payload counts only when its CRC was compared.
+    /// Returns whether CRCs are enabled.
     pub fn has_crc(&self) -> bool {
         self.with_crc
     }
 
-    /// Whether the stream may end here: the peer said so, or no FPDU is in progress.
+    /// Returns whether the stream may end here: after an End message, or between two FPDUs.
     pub fn is_between(&self) -> bool {
         self.at == At::Head && self.have == 0
     }
 
-    /// Bytes that can be taken without any of what is behind the message in progress.
+    /// Returns the number of bytes that can be received without any beyond the current message.
     pub fn missing(&self) -> usize {
         match self.at {
             At::Head => HEAD - self.have,
@@ -384,36 +385,36 @@ impl Rx {
         }
     }
 
-    /// What the peer sends is plain TCP from here on.
+    /// Returns whether the peer sends plain TCP from here on.
     pub fn is_plain(&self) -> bool {
         self.at == At::Plain
     }
 
-    /// The peer has sent its last byte.
+    /// Returns whether the peer has sent its last byte.
     pub fn ended(&self) -> bool {
         self.ended
     }
 
-    /// Payload bytes that the peer may still send.
+    /// Returns the number of payload bytes that the peer may still send.
     pub fn open(&self) -> u32 {
         self.granted.wrapping_sub(self.received)
     }
 
-    /// Payload bytes that the peer may have sent in all.
+    /// Returns the number of payload bytes that the peer may send in total, modulo 2^32.
     pub fn granted(&self) -> u32 {
         self.granted
     }
 
-    /// Allows `n` more bytes; returns the new limit.
+    /// Grants `n` more bytes. Returns the new limit.
     pub fn grant(&mut self, n: u32) -> u32 {
         self.granted = self.granted.wrapping_add(n);
         self.granted
     }
 
-    /// Takes bytes of the stream.
+    /// Parses bytes of the stream.
     ///
     /// # Errors
-    /// The peer broke a rule. Nothing may be taken after that.
+    /// The peer violated the protocol. The state must not be used afterwards.
     pub fn feed(
         &mut self,
         mut bytes: &[u8],
@@ -430,7 +431,7 @@ impl Rx {
                     }
                     self.have += take;
                     bytes = rest;
-                    // Too short a frame is noticed before the missing bytes are waited for.
+                    // A frame that is too short is detected before the rest of its head has arrived.
                     let extent = self.head.get(..self.have).and_then(Extent::of);
                     if extent.is_some_and(|e| e.ulpdu < Untagged::LEN + KIND_HEADER) {
                         return Err(Broken::Message);
@@ -497,7 +498,7 @@ impl Rx {
         }
     }
 
-    /// The head is complete.
+    /// Handles a complete head.
     fn begin(&mut self, tx: &mut Tx) -> Result<(), Broken> {
         let extent = Extent::of(&self.head).ok_or(Broken::Message)?;
         let (header, _) =
@@ -505,7 +506,7 @@ impl Rx {
         let Header::Untagged(ddp) = header else {
             return Err(Broken::Message);
         };
-        // RFC 5041 §5.3: messages of a queue are numbered in the order in which they are sent.
+        // RFC 5041 §5.3: the messages of a queue are numbered in the order in which they are sent.
         let next = ddp.opcode == Opcode::Send && ddp.last && ddp.mo == 0 && ddp.msn == self.msn;
         if !next {
             return Err(Broken::Message);

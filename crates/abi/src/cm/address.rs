@@ -44,7 +44,7 @@ pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
 /// # Safety
 /// As for [`address_of`].
 pub(super) unsafe fn needed_address(addr: *const sockaddr) -> Result<SocketAddr, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { address_of(addr) }.ok_or(libc::EINVAL)
 }
 
@@ -139,6 +139,6 @@ pub(super) unsafe fn bytes_of(data: *const c_void, len: u8) -> Vec<u8> {
     if data.is_null() || len == 0 {
         return Vec::new();
     }
-    // SAFETY: the caller's promise; the slice lives for this statement.
+    // SAFETY: guaranteed by the caller; the slice is live for this statement.
     unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
 }

@@ -14,7 +14,7 @@ use anywarp_verbs_sys::verbs::*;
 /// Copies an address for the caller to free.
 ///
 /// # Safety
-/// `addr` is null or has `len` bytes.
+/// `addr` is null or points to `len` readable bytes.
 unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
     if addr.is_null() || len == 0 {
         return std::ptr::null_mut();
@@ -124,7 +124,7 @@ unsafe fn copy_text(text: *mut c_char) -> *mut c_char {
     if text.is_null() {
         return text;
     }
-    // SAFETY: a C string (caller's promise).
+    // SAFETY: a C string (guaranteed by the caller).
     unsafe { libc::strdup(text) }
 }
 
@@ -138,7 +138,7 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
     let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
     let mut at = list;
     while !at.is_null() {
-        // SAFETY: an element of the list (caller's promise).
+        // SAFETY: an element of the list (guaranteed by the caller).
         let from = unsafe { &*at };
         // SAFETY: its addresses are valid. The length of an address is in the field beside it; in hints that field may be 0,
         // and the length follows from the family.
@@ -218,7 +218,7 @@ entry! {
         if res.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: null or valid (caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let hints = unsafe { hints.as_ref() };
         let flags = hints.map_or(0, |h| h.ai_flags);
         if node.is_null() && service.is_null() {
@@ -226,7 +226,7 @@ entry! {
             if !given {
                 return Err(libc::EINVAL);
             }
-            // SAFETY: the addresses of the hints are valid (caller's promise).
+            // SAFETY: the addresses of the hints are valid (guaranteed by the caller).
             unsafe { put(res, answer(None, hints)) }?;
             return Ok(0);
         }
@@ -250,7 +250,7 @@ entry! {
             (libc::SOCK_STREAM, libc::IPPROTO_TCP)
         };
         let mut found: *mut addrinfo = std::ptr::null_mut();
-        // SAFETY: `node` and `service` are C strings or null (caller's promise); `ask` and `found` are locals.
+        // SAFETY: `node` and `service` are C strings or null (guaranteed by the caller); `ask` and `found` are locals.
         let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
         if code != 0 {
             return Ok(code);
@@ -272,7 +272,7 @@ entry! {
             last = made;
             at = entry.ai_next;
         }
-        // SAFETY: from getaddrinfo, freed once; the place is valid (caller's promise).
+        // SAFETY: from getaddrinfo, freed once; the place is valid (guaranteed by the caller).
         unsafe {
             libc::freeaddrinfo(found);
             put(res, first)?;

@@ -21,7 +21,7 @@ use anywarp_verbs_sys::verbs::*;
 /// # Safety
 /// `addr` is null or an address.
 pub(super) unsafe fn bind(id: &IdObject, addr: *const sockaddr) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let address = unsafe { needed_address(addr) }?;
     id.engine.bind(address).map_err(|e| os_errno(&e))?;
     if names_device(address.ip()) {
@@ -35,9 +35,9 @@ entry! {
     /// `rdma_bind_addr(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `addr` is null or an address.
+    /// `id` is null or points to a live identifier. `addr` is null or points to an address.
     unsafe fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { bind(live(id)?, addr) }?;
         Ok(0)
     }
@@ -52,7 +52,7 @@ pub(super) unsafe fn resolve(
     src: *const sockaddr,
     dst: *const sockaddr,
 ) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (src, dst) = unsafe { (address_of(src), needed_address(dst)?) };
     step(id, |engine| engine.resolve_addr(src, dst))
 }
@@ -61,11 +61,11 @@ entry! {
     /// `rdma_resolve_addr(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `src` and `dst` are null or addresses.
+    /// `id` is null or points to a live object, `src` and `dst` are null or addresses.
     unsafe fn rdma_resolve_addr(
         id: *mut rdma_cm_id, src: *mut sockaddr, dst: *mut sockaddr, _timeout_ms: c_int,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { resolve(live(id)?, src, dst) }?;
         Ok(0)
     }
@@ -75,9 +75,9 @@ entry! {
     /// `rdma_resolve_route(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_resolve_route(id: *mut rdma_cm_id, _timeout_ms: c_int) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         step(unsafe { live(id) }?, CmId::resolve_route)?;
         Ok(0)
     }
@@ -87,9 +87,9 @@ entry! {
     /// `rdma_listen(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         id.engine.listen(backlog).map_err(|e| os_errno(&e))?;
         id.show_addresses();
@@ -105,10 +105,10 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
     let qp_num = if id.qp().is_null() {
         0
     } else {
-        // SAFETY: the queue pair of an identifier lives until `rdma_destroy_qp`.
+        // SAFETY: the queue pair of an identifier is live until `rdma_destroy_qp`.
         unsafe { known::<QpObject, _>(id.qp()) }.base().qp_num
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let Ok(p) = (unsafe { arg(param) }) else {
         return ConnParam {
             private_data: id.connect_data(),
@@ -127,7 +127,7 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
         }
     };
     ConnParam {
-        // SAFETY: the private data has the length that stands beside it (caller's promise).
+        // SAFETY: the private data has the length that stands beside it (guaranteed by the caller).
         private_data: unsafe { bytes_of(p.private_data, p.private_data_len) },
         responder_resources: depth(p.responder_resources),
         initiator_depth: depth(p.initiator_depth),
@@ -141,9 +141,9 @@ entry! {
     /// `rdma_connect(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `param` is null or valid.
+    /// `id` is null or points to a live object, `param` is null or valid.
     unsafe fn rdma_connect(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
             (id, param_of(param, id))
@@ -157,9 +157,9 @@ entry! {
     /// `rdma_accept(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `param` is null or valid.
+    /// `id` is null or points to a live object, `param` is null or valid.
     unsafe fn rdma_accept(id: *mut rdma_cm_id, param: *mut rdma_conn_param) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (id, param) = unsafe {
             let id = live::<IdObject, _>(id)?;
             (id, param_of(param, id))
@@ -178,9 +178,9 @@ entry! {
 /// Rejects a connect request.
 ///
 /// # Safety
-/// `id` is null or lives, `data` is null or has `len` bytes.
+/// `id` is null or points to a live object, `data` is null or has `len` bytes.
 unsafe fn reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> Result<c_int, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (id, data) = unsafe { (live::<IdObject, _>(id)?, bytes_of(data, len)) };
     id.engine.reject(&data).map_err(|e| os_errno(&e))?;
     Ok(0)
@@ -190,9 +190,9 @@ entry! {
     /// `rdma_reject(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `data` is null or has `len` bytes.
+    /// `id` is null or points to a live object, `data` is null or has `len` bytes.
     unsafe fn rdma_reject(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { reject(id, data, len) }
     }
 }
@@ -201,9 +201,9 @@ entry! {
     /// `rdma_reject_ece`: a reject. The device has no options for enhanced connection establishment.
     ///
     /// # Safety
-    /// As for `rdma_reject`.
+    /// The requirements of `rdma_reject` apply.
     unsafe fn rdma_reject_ece(id: *mut rdma_cm_id, data: *const c_void, len: u8) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { reject(id, data, len) }
     }
 }
@@ -213,9 +213,9 @@ entry! {
     /// through its states itself was connected when the response came.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_establish(id: *mut rdma_cm_id) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         if !id.qp().is_null() {
             return Err(libc::EINVAL);
@@ -229,7 +229,7 @@ entry! {
     /// `rdma_notify(3)`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rdma_notify(_id: *mut rdma_cm_id, event: ibv_event_type) -> c_int, minus_one, {
         if event == IBV_EVENT_COMM_EST { Ok(0) } else { Err(libc::EINVAL) }
     }
@@ -239,9 +239,9 @@ entry! {
     /// `rdma_disconnect(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         let event_follows = id.engine.disconnect().map_err(|e| os_errno(&e))?;
         // No event follows if the connection is over and its event was taken.
@@ -257,13 +257,13 @@ entry! {
 /// Joins a group; the outcome is an event.
 ///
 /// # Safety
-/// `id` is null or lives, `addr` is null or an address.
+/// `id` is null or points to a live identifier. `addr` is null or points to an address.
 unsafe fn join(
     id: *mut rdma_cm_id,
     addr: *const sockaddr,
     context: *mut c_void,
 ) -> Result<c_int, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (group, id) = unsafe { (needed_address(addr)?, live::<IdObject, _>(id)?) };
     step(id, |engine| {
         engine.join(group.ip(), context.expose_provenance())
@@ -275,9 +275,9 @@ entry! {
     /// `rdma_join_multicast(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `addr` is null or an address.
+    /// `id` is null or points to a live identifier. `addr` is null or points to an address.
     unsafe fn rdma_join_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr, context: *mut c_void) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { join(id, addr, context) }
     }
 }
@@ -286,11 +286,11 @@ entry! {
     /// `rdma_join_multicast_ex(3)`: full members.
     ///
     /// # Safety
-    /// `id` is null or lives, `attr` is null or valid.
+    /// `id` is null or points to a live object, `attr` is null or valid.
     unsafe fn rdma_join_multicast_ex(
         id: *mut rdma_cm_id, attr: *mut rdma_cm_join_mc_attr_ex, context: *mut c_void,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { join(id, arg(attr)?.addr, context) }
     }
 }
@@ -299,9 +299,9 @@ entry! {
     /// `rdma_leave_multicast(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `addr` is null or an address.
+    /// `id` is null or points to a live identifier. `addr` is null or points to an address.
     unsafe fn rdma_leave_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (group, id) = unsafe { (needed_address(addr)?, live::<IdObject, _>(id)?) };
         id.engine.leave(group.ip()).map_err(|e| os_errno(&e))?;
         Ok(0)

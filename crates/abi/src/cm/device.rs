@@ -86,7 +86,7 @@ entry! {
     unsafe fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context, null, {
         let shared = shared()?;
         if !num.is_null() {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(num, 1) }?;
         }
         Ok(list_of_one(shared.context()))
@@ -99,7 +99,7 @@ entry! {
     /// # Safety
     /// `list` is null or came from `rdma_get_devices`, and is not used again.
     unsafe fn rdma_free_devices(list: *mut *mut ibv_context), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { free_list(list) };
         Ok(())
     }

@@ -19,17 +19,17 @@ use anywarp_verbs_sys::verbs::*;
 /// Prepares a new identifier with the arguments of `rdma_create_ep`.
 ///
 /// # Safety
-/// As for `rdma_create_ep`; `id` lives.
+/// As for `rdma_create_ep`; `id` is live.
 unsafe fn prepare(
     id: *mut rdma_cm_id,
     info: &rdma_addrinfo,
     pd: *mut ibv_pd,
     init: *mut ibv_qp_init_attr,
 ) -> Result<(), Errno> {
-    // SAFETY: lives; `init` is null or valid (caller's promise).
+    // SAFETY: is live; `init` is null or valid (guaranteed by the caller).
     let (object, init) = unsafe { (live::<IdObject, _>(id)?, init.as_mut()) };
     if info.ai_flags & RAI_PASSIVE != 0 {
-        // SAFETY: the addresses of `info` are valid (caller's promise).
+        // SAFETY: the addresses of `info` are valid (guaranteed by the caller).
         unsafe { bind(object, info.ai_src_addr) }?;
         let template = Template {
             pd: AtomicPtr::new(pd),
@@ -38,16 +38,16 @@ unsafe fn prepare(
         *object.template.lock() = Some(template);
         return Ok(());
     }
-    // SAFETY: the addresses of `info` are valid (caller's promise).
+    // SAFETY: the addresses of `info` are valid (guaranteed by the caller).
     unsafe { resolve(object, info.ai_src_addr, info.ai_dst_addr) }?;
     step(object, CmId::resolve_route)?;
     if let Some(init) = init {
         init.qp_type = info.ai_qp_type.cast_unsigned();
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_plain_qp(id, pd, init) }?;
     }
     let len = u8::try_from(info.ai_connect_len).unwrap_or(u8::MAX);
-    // SAFETY: null, or of the length beside it (caller's promise).
+    // SAFETY: null, or of the length beside it (guaranteed by the caller).
     let data = unsafe { bytes_of(info.ai_connect, len) };
     if !data.is_empty() {
         object.set_connect_data(data);
@@ -68,7 +68,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let none = std::ptr::null_mut();
-        // SAFETY: the caller's promise; the identifier was just made, and nothing else knows it.
+        // SAFETY: guaranteed by the caller; the identifier was just made, and nothing else knows it.
         unsafe {
             let info = arg(res)?;
             let (space, kind) = (info.ai_port_space.cast_unsigned(), info.ai_qp_type.cast_unsigned());
@@ -86,14 +86,14 @@ entry! {
 /// Destroys an identifier with its queues.
 ///
 /// # Safety
-/// `id` is null or lives, and is not used again.
+/// `id` is null or points to a live object, and is not used again.
 unsafe fn destroy_ep(id: *mut rdma_cm_id) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     if let Ok(object) = unsafe { live::<IdObject, _>(id) } {
         destroy_qp(object);
         destroy_srq(object);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { destroy_id(id) }
 }
 
@@ -103,7 +103,7 @@ entry! {
     /// # Safety
     /// `id` is null or came from `rdma_create_ep` or `rdma_get_request`, and is not used again.
     unsafe fn rdma_destroy_ep(id: *mut rdma_cm_id), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { destroy_ep(id) }
     }
 }
@@ -120,12 +120,12 @@ fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> 
 /// Makes a synchronous identifier of a connect request, with a queue pair if the listener has a template.
 ///
 /// # Safety
-/// `listen` lives, `event` is one of its channel and not acknowledged.
+/// `listen` is live, `event` is one of its channel and not acknowledged.
 unsafe fn take_request(
     listen: *mut rdma_cm_id,
     event: *mut rdma_cm_event,
 ) -> Result<*mut rdma_cm_id, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (parent, kind, status, made) = unsafe {
         let event = &*event;
         (
@@ -136,11 +136,11 @@ unsafe fn take_request(
         )
     };
     if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
-        // SAFETY: not acknowledged yet (caller's promise).
+        // SAFETY: not acknowledged yet (guaranteed by the caller).
         unsafe { acknowledge(event) }?;
         return Err(if status < 0 { -status } else { libc::EINVAL });
     }
-    // SAFETY: the identifier of the request lives.
+    // SAFETY: the identifier of the request is live.
     let child = unsafe { known::<IdObject, _>(made) };
     // SAFETY: no channel: it becomes synchronous.
     unsafe { migrate(child, std::ptr::null_mut()) }?;
@@ -151,7 +151,7 @@ unsafe fn take_request(
         .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
     if let Some((pd, mut init)) = template {
         init.qp_type = child.c.get(|c| c.qp_type);
-        // SAFETY: what the template names lives while the listener does (the program's promise).
+        // SAFETY: what the template names is live while the listener does (guaranteed by the program).
         if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
             // SAFETY: not acknowledged yet; nothing else knows the identifier.
             unsafe {
@@ -170,8 +170,8 @@ unsafe fn take_request(
 /// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`.
 ///
 /// # Safety
-/// `listen` is null or lives, `id` is null or a valid place.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
+/// `listen` is null or points to a live object, `id` is null or a valid place.
+// SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rdma_get_request(
     listen: *mut rdma_cm_id,
@@ -181,16 +181,16 @@ pub unsafe extern "C-unwind" fn rdma_get_request(
         if id.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         request_channel(unsafe { live(listen) }?)
     });
     let mut event = std::ptr::null_mut();
-    // SAFETY: the listener's channel lives as long as the listener.
+    // SAFETY: the listener's channel is live as long as the listener.
     if channel.is_null() || unsafe { rdma_get_cm_event(channel, &raw mut event) } != 0 {
         return -1;
     }
     minus_one("rdma_get_request", || {
-        // SAFETY: the event was just taken; `id` is not null, so valid (caller's promise).
+        // SAFETY: the event was just taken; `id` is not null, so valid (guaranteed by the caller).
         unsafe { put(id, take_request(listen, event)?) }?;
         Ok(0)
     })

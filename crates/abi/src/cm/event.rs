@@ -23,7 +23,7 @@ use anywarp_verbs_sys::cm::*;
 /// The identifiers of the event live.
 unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     let owner = c_id(event.listener.as_ref().unwrap_or(&event.id));
-    // SAFETY: an identifier lives while its events wait: destroying it takes them away.
+    // SAFETY: an identifier is live while its events wait: destroying it takes them away.
     let object = unsafe { known::<IdObject, _>(owner) };
     object.acks.delivered();
     if event.listener.is_none() {
@@ -43,7 +43,7 @@ unsafe fn c_event(
     id: *mut rdma_cm_id,
     listen_id: *mut rdma_cm_id,
 ) -> Result<*mut rdma_cm_event, Errno> {
-    // SAFETY: lives (caller's promise).
+    // SAFETY: is live (guaranteed by the caller).
     let object = unsafe { known::<IdObject, _>(id) };
     object.show_device()?;
     object.show_addresses();
@@ -113,7 +113,7 @@ unsafe fn try_event(
     // SAFETY: the identifiers of a waiting event live.
     let taken = events.pop_with(|event| unsafe { deliver(event) });
     match taken {
-        // SAFETY: the event counts as delivered; the place is valid (caller's promise).
+        // SAFETY: the event counts as delivered; the place is valid (guaranteed by the caller).
         Some((event, (id, listen_id))) => unsafe {
             out.write(c_event(event, id, listen_id)?);
             Ok(Some(0))
@@ -130,8 +130,8 @@ unsafe fn try_event(
 /// waits for ever, as it would in a `read` of the descriptor.
 ///
 /// # Safety
-/// `channel` is null or lives when this is called, `event` is null or a valid place.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
+/// `channel` is null or points to a live object when this is called, `event` is null or a valid place.
+// SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     channel: *mut rdma_event_channel,
@@ -140,14 +140,14 @@ pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     if event.is_null() {
         return fail(libc::EINVAL, -1);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let events = match unsafe { live::<ChannelObject, _>(channel) } {
         Ok(channel) => Held::new(&channel.engine),
         Err(e) => return fail(e, -1),
     };
     loop {
         let done = or("rdma_get_cm_event", Some(-1), || {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { try_event(events.get(), event) }
         });
         let done = match done {
@@ -166,7 +166,7 @@ entry! {
     /// # Safety
     /// `event` is null or came from `rdma_get_cm_event`, and is not used again.
     unsafe fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int, minus_one, {
-        // SAFETY: the caller's promise; identifiers live until their events are acknowledged.
+        // SAFETY: guaranteed by the caller; identifiers live until their events are acknowledged.
         unsafe { acknowledge(event) }.map(|()| 0)
     }
 }
@@ -185,7 +185,7 @@ pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
         return Err(crate::ffi::last_errno());
     }
     id.c.set(|c| c.event = event);
-    // SAFETY: just made.
+    // SAFETY: the object was created above.
     let (kind, status) = unsafe { ((*event).event, (*event).status) };
     match (kind, status) {
         (_, 0) => Ok(()),

@@ -102,7 +102,7 @@ impl IdObject {
         let _alone = self.lock_qp();
         let qp = self.qp();
         if !qp.is_null() {
-            // SAFETY: a queue pair lives until `take_qp`, which waits for the lock.
+            // SAFETY: a queue pair is live until `take_qp`, which waits for the lock.
             let qp = unsafe { known::<QpObject, _>(qp) };
             qp.show_state(qp.engine.query().0 as ibv_qp_state);
         }
@@ -161,7 +161,7 @@ entry! {
     /// `rdma_create_event_channel(3)`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rdma_create_event_channel() -> *mut rdma_event_channel, null, {
         create_channel()
     }
@@ -182,9 +182,9 @@ fn create_channel() -> Result<*mut rdma_event_channel, Errno> {
 /// Destroys a channel.
 ///
 /// # Safety
-/// `channel` is null or lives, and is not used again.
+/// `channel` is null or points to a live object, and is not used again.
 unsafe fn destroy_channel(channel: *mut rdma_event_channel) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let channel = unsafe { returned::<ChannelObject, _>(channel) }?;
     drop(channel.map(|channel| channel.take()));
     Ok(())
@@ -196,7 +196,7 @@ entry! {
     /// # Safety
     /// `channel` is null or came from `rdma_create_event_channel`, and is not used again.
     unsafe fn rdma_destroy_event_channel(channel: *mut rdma_event_channel), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { destroy_channel(channel) }
     }
 }
@@ -235,7 +235,7 @@ pub(super) fn make_id(
 /// Makes an identifier. Its type of queue pairs is the one of the port space, unless `qp_type` says otherwise.
 ///
 /// # Safety
-/// `channel` is null or lives.
+/// `channel` is null or points to a live object.
 pub(super) unsafe fn create_id(
     channel: *mut rdma_event_channel,
     context: *mut c_void,
@@ -251,7 +251,7 @@ pub(super) unsafe fn create_id(
     };
     let sync = channel.is_null();
     let channel = if sync { create_channel()? } else { channel };
-    // SAFETY: just made, or lives (caller's promise).
+    // SAFETY: just made, or is live (guaranteed by the caller).
     let events = unsafe { live::<ChannelObject, _>(channel) }?;
     let engine = CmId::new(&events.engine, space).map_err(|e| os_errno(&e))?;
     let qp_type = qp_type.unwrap_or(usual);
@@ -262,14 +262,14 @@ entry! {
     /// `rdma_create_id(3)`: without a channel the identifier is synchronous.
     ///
     /// # Safety
-    /// `channel` is null or lives, `id` is null or a valid place.
+    /// `channel` is null or points to a live object, `id` is null or a valid place.
     unsafe fn rdma_create_id(
         channel: *mut rdma_event_channel, id: *mut *mut rdma_cm_id, context: *mut c_void, ps: rdma_port_space,
     ) -> c_int, minus_one, {
         if id.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(id, create_id(channel, context, ps, None)?) }?;
         Ok(0)
     }
@@ -278,9 +278,9 @@ entry! {
 /// Destroys an identifier: waits until its events are acknowledged.
 ///
 /// # Safety
-/// `id` is null or lives, and is not used again.
+/// `id` is null or points to a live object, and is not used again.
 pub(super) unsafe fn destroy_id(id: *mut rdma_cm_id) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let Some(object) = unsafe { returned::<IdObject, _>(id) }? else {
         return Ok(());
     };
@@ -301,7 +301,7 @@ entry! {
     /// # Safety
     /// `id` came from `rdma_create_id` or an event, and is not used again.
     unsafe fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { destroy_id(id) }.map(|()| 0)
     }
 }
@@ -323,7 +323,7 @@ pub(super) unsafe fn acknowledge(event: *mut rdma_cm_event) -> Result<(), Errno>
     if event.is_null() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let event = unsafe { Box::from_raw(event.cast::<EventObject>()) };
     // A connect request belongs to the listener until it is acknowledged.
     let owner = if event.c.listen_id.is_null() {
@@ -331,7 +331,7 @@ pub(super) unsafe fn acknowledge(event: *mut rdma_cm_event) -> Result<(), Errno>
     } else {
         event.c.listen_id
     };
-    // SAFETY: an identifier lives until its events are acknowledged.
+    // SAFETY: an identifier is live until its events are acknowledged.
     if let Ok(owner) = unsafe { live::<IdObject, _>(owner) } {
         owner.acks.acknowledged(1, |_| ());
     }
@@ -352,7 +352,7 @@ impl IdObject {
 
     /// Whether events wait in its channel.
     pub(super) fn has_events(&self) -> bool {
-        // SAFETY: the channel of an identifier lives.
+        // SAFETY: the channel of an identifier is live.
         !unsafe { known::<ChannelObject, _>(self.channel()) }
             .engine
             .is_empty()
@@ -364,9 +364,9 @@ entry! {
     /// from the old channel are acknowledged.
     ///
     /// # Safety
-    /// `id` is null or lives, `channel` is null or lives.
+    /// `id` is null or points to a live object, `channel` is null or points to a live object.
     unsafe fn rdma_migrate_id(id: *mut rdma_cm_id, channel: *mut rdma_event_channel) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { migrate(live(id)?, channel) }.map(|()| 0)
     }
 }
@@ -374,14 +374,14 @@ entry! {
 /// Moves an identifier to another channel.
 ///
 /// # Safety
-/// `channel` is null or lives.
+/// `channel` is null or points to a live object.
 pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) -> Result<(), Errno> {
     let sync = channel.is_null();
     if sync && id.is_synchronous() {
         return Err(libc::EINVAL);
     }
     let channel = if sync { create_channel()? } else { channel };
-    // SAFETY: just made, or lives (caller's promise).
+    // SAFETY: just made, or is live (guaranteed by the caller).
     let to = unsafe { live::<ChannelObject, _>(channel) }?;
     id.engine.migrate(&to.engine);
     let was_sync = id.sync.swap(sync, Ordering::Relaxed);
@@ -401,14 +401,14 @@ entry! {
     /// `rdma_set_option(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives, `value` is null or has `len` bytes.
+    /// `id` is null or points to a live object, `value` is null or has `len` bytes.
     unsafe fn rdma_set_option(
         id: *mut rdma_cm_id, level: c_int, name: c_int, value: *mut c_void, len: usize,
     ) -> c_int, minus_one, {
         if value.is_null() || len == 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise; an int is read if `len` says that there is one.
+        // SAFETY: guaranteed by the caller; an int is read if `len` says that there is one.
         let (id, byte, int) = unsafe {
             let int = (len >= size_of::<c_int>()).then(|| value.cast::<c_int>().read_unaligned());
             (live::<IdObject, _>(id)?, value.cast::<u8>().read(), int)
@@ -432,9 +432,9 @@ entry! {
     /// `rdma_get_src_port(3)`, in network byte order.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_get_src_port(id: *mut rdma_cm_id) -> be16, or(0), {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         Ok(c_port(unsafe { live::<IdObject, _>(id) }?.engine.local()))
     }
 }
@@ -443,9 +443,9 @@ entry! {
     /// `rdma_get_dst_port(3)`, in network byte order.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_get_dst_port(id: *mut rdma_cm_id) -> be16, or(0), {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         Ok(c_port(unsafe { live::<IdObject, _>(id) }?.engine.remote()))
     }
 }
@@ -453,9 +453,9 @@ entry! {
 /// Whether an identifier has a queue pair: enhanced connection establishment is agreed before.
 ///
 /// # Safety
-/// `id` is null or lives.
+/// `id` is null or points to a live identifier.
 unsafe fn has_qp(id: *mut rdma_cm_id) -> Result<bool, Errno> {
-    // SAFETY: the caller's promise. A child of fork(2) may ask: only the structure is read.
+    // SAFETY: guaranteed by the caller. A child of fork(2) may ask: only the structure is read.
     Ok(!unsafe { arg(id) }?.qp.is_null())
 }
 
@@ -465,7 +465,7 @@ entry! {
     /// # Safety
     /// `id` and `ece` are null or valid.
     unsafe fn rdma_set_local_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (late, ece) = unsafe { (has_qp(id)?, arg(ece)?) };
         if late || ece.vendor_id == 0 || ece.comp_mask != 0 {
             return Err(libc::EINVAL);
@@ -478,13 +478,13 @@ entry! {
     /// `rdma_get_remote_ece(3)`: all zero, which means none.
     ///
     /// # Safety
-    /// `id` is null or lives, `ece` is null or a valid place.
+    /// `id` is null or points to a live object, `ece` is null or a valid place.
     unsafe fn rdma_get_remote_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         if unsafe { has_qp(id) }? {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(ece, ibv_ece::default()) }?;
         Ok(0)
     }

@@ -25,7 +25,7 @@ const RAI_DNS: c_int = 0x20;
 /// # Safety
 /// `text` is null or a C string.
 unsafe fn owned(text: *const c_char) -> Option<CString> {
-    // SAFETY: not null, so a C string (caller's promise).
+    // SAFETY: not null, so a C string (guaranteed by the caller).
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_owned())
 }
 
@@ -60,11 +60,11 @@ entry! {
     /// `rdma_resolve_addrinfo(3)`: RDMA_CM_EVENT_ADDRINFO_RESOLVED or _ERROR follows.
     ///
     /// # Safety
-    /// `id` lives; `node` and `service` are null or C strings, `hints` is null or valid.
+    /// `id` is live; `node` and `service` are null or C strings, `hints` is null or valid.
     unsafe fn rdma_resolve_addrinfo(
         id: *mut rdma_cm_id, node: *const c_char, service: *const c_char, hints: *const rdma_addrinfo,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (object, given) = unsafe { (live::<IdObject, _>(id)?, hints.as_ref()) };
         let flags = given.map_or(0, |h| h.ai_flags);
         if flags & RAI_SA != 0 {
@@ -73,7 +73,7 @@ entry! {
         if node.is_null() && service.is_null() && given.is_none() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let question = unsafe {
             Question {
                 node: owned(node),
@@ -104,15 +104,15 @@ entry! {
     /// `rdma_query_addrinfo(3)`: writes a copy of the list, which the program frees.
     ///
     /// # Safety
-    /// `id` lives, `info` is null or a valid place.
+    /// `id` is live, `info` is null or a valid place.
     unsafe fn rdma_query_addrinfo(id: *mut rdma_cm_id, info: *mut *mut rdma_addrinfo) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let object = unsafe { live::<IdObject, _>(id) }?;
         if info.is_null() {
             return Err(libc::EINVAL);
         }
         let list = object.resolved.duplicate().ok_or(libc::ENODATA)?;
-        // SAFETY: a valid place (caller's promise).
+        // SAFETY: a valid place (guaranteed by the caller).
         unsafe { put(info, list) }?;
         Ok(0)
     }
@@ -122,11 +122,11 @@ entry! {
     /// `rdma_write_cm_event(3)`: only events of type RDMA_CM_EVENT_USER are allowed.
     ///
     /// # Safety
-    /// `id` lives.
+    /// `id` is live.
     unsafe fn rdma_write_cm_event(
         id: *mut rdma_cm_id, event: rdma_cm_event_type, status: c_int, arg: u64,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let object = unsafe { live::<IdObject, _>(id) }?;
         if event != EventKind::User as rdma_cm_event_type {
             return Err(libc::EINVAL);

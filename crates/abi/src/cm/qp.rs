@@ -114,7 +114,7 @@ fn drop_queues(object: &IdObject) {
 /// # Safety
 /// `id` and what `init` names are null or live.
 unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let object = unsafe { live::<IdObject, _>(id) }?;
     let c = object.c.get(|c| *c);
     if c.verbs.is_null() || !c.qp.is_null() || init.qp_type != c.qp_type {
@@ -124,7 +124,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
         init.pd = c.pd;
         init.comp_mask |= IBV_QP_INIT_ATTR_PD;
     }
-    // SAFETY: null or live (caller's promise).
+    // SAFETY: the caller passes null or a live object.
     if unsafe { arg(init.pd) }?.context != c.verbs {
         return Err(libc::EINVAL);
     }
@@ -138,7 +138,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
         if init.srq.is_null() && init.qp_type != IBV_QPT_XRC_RECV {
             init.srq = c.srq;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         made(managed(|| unsafe { create_qp_ex(c.verbs, init) }))
     });
     let qp = created.inspect_err(|_e| drop_queues(object))?;
@@ -159,7 +159,7 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
         port_num: 1,
         ..ibv_qp_attr::default()
     };
-    // SAFETY: just made.
+    // SAFETY: the object was created above.
     let engine = unsafe { known::<QpObject, _>(qp) }.engine.clone();
     let steps: &[(ibv_qp_state, c_int)] = match engine {
         QueuePair::Rc(rc) => {
@@ -185,7 +185,7 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
     };
     for (state, mask) in steps {
         attr.qp_state = *state;
-        // SAFETY: just made.
+        // SAFETY: the object was created above.
         match unsafe { ibv_modify_qp(qp, &raw mut attr, *mask) } {
             0 => {}
             e => return Err(e),
@@ -215,7 +215,7 @@ pub(super) unsafe fn create_plain_qp(
         pd,
         ..ibv_qp_init_attr_ex::default()
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { create_qp(id, &mut ex) }?;
     (init.send_cq, init.recv_cq, init.srq) = (ex.send_cq, ex.recv_cq, ex.srq);
     init.cap = ex.cap;
@@ -230,7 +230,7 @@ entry! {
     unsafe fn rdma_create_qp(
         id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_plain_qp(id, pd, arg_mut(init)?) }?;
         Ok(0)
     }
@@ -240,9 +240,9 @@ entry! {
     /// `rdma_create_qp_ex`.
     ///
     /// # Safety
-    /// As for `rdma_create_qp`.
+    /// The requirements of `rdma_create_qp` apply.
     unsafe fn rdma_create_qp_ex(id: *mut rdma_cm_id, init: *mut ibv_qp_init_attr_ex) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_qp(id, arg_mut(init)?) }?;
         Ok(0)
     }
@@ -263,9 +263,9 @@ entry! {
     /// `rdma_destroy_qp(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_destroy_qp(id: *mut rdma_cm_id), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         destroy_qp(unsafe { live(id) }?);
         Ok(())
     }
@@ -278,7 +278,7 @@ entry! {
 /// # Safety
 /// `id` and what `init` names are null or live.
 unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let object = unsafe { live::<IdObject, _>(id) }?;
     let c = object.c.get(|c| *c);
     if c.verbs.is_null() || !c.srq.is_null() || init.comp_mask & IBV_SRQ_INIT_ATTR_TYPE == 0 {
@@ -301,7 +301,7 @@ unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Re
         }
         init.comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let srq = made(unsafe { create_srq_ex(c.verbs, init) })
         // Queues that a queue pair uses stay.
         .inspect_err(|_e| drop_queues(object))?;
@@ -313,9 +313,9 @@ entry! {
     /// `rdma_create_srq(3)`: one of an XRC domain for an identifier that receives XRC.
     ///
     /// # Safety
-    /// `id` is null or lives, `init` is null or valid.
+    /// `id` is null or points to a live object, `init` is null or valid.
     unsafe fn rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (qp_type, plain) = unsafe { (arg(id)?.qp_type, arg_mut(init)?) };
         let receives_xrc = qp_type == IBV_QPT_XRC_RECV;
         let mut ex = ibv_srq_init_attr_ex {
@@ -326,7 +326,7 @@ entry! {
             pd,
             ..ibv_srq_init_attr_ex::default()
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_srq(id, &mut ex) }?;
         plain.attr = ex.attr;
         Ok(0)
@@ -337,9 +337,9 @@ entry! {
     /// `rdma_create_srq_ex`: basic queues, and those of an XRC domain.
     ///
     /// # Safety
-    /// As for `rdma_create_srq`.
+    /// The requirements of `rdma_create_srq` apply.
     unsafe fn rdma_create_srq_ex(id: *mut rdma_cm_id, init: *mut ibv_srq_init_attr_ex) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_srq(id, arg_mut(init)?) }?;
         Ok(0)
     }
@@ -363,9 +363,9 @@ entry! {
     /// `rdma_destroy_srq(3)`.
     ///
     /// # Safety
-    /// `id` is null or lives.
+    /// `id` is null or points to a live identifier.
     unsafe fn rdma_destroy_srq(id: *mut rdma_cm_id), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         destroy_srq(unsafe { live(id) }?);
         Ok(())
     }
@@ -377,12 +377,12 @@ entry! {
     /// `rdma_init_qp_attr(3)`: attributes for a program that moves its queue pair through its states itself.
     ///
     /// # Safety
-    /// `id` is null or lives, the others are null or valid places.
+    /// `id` is null or points to a live object, the others are null or valid places.
     unsafe fn rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut c_int) -> c_int, minus_one, {
         if mask.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (object, attr) = unsafe { (live::<IdObject, _>(id)?, arg_mut(attr)?) };
         let (ird, ord, retry, rnr) = object.engine.agreed();
         let state = attr.qp_state;
@@ -420,7 +420,7 @@ entry! {
             (IBV_QPS_RTS, true) => IBV_QP_STATE | IBV_QP_SQ_PSN,
             _ => return Err(libc::EINVAL),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(mask, bits) }?;
         Ok(0)
     }
@@ -442,7 +442,7 @@ mod tests {
 
     impl Id {
         fn object(self) -> &'static IdObject {
-            // SAFETY: lives until the end of the test.
+            // SAFETY: is live until the end of the test.
             unsafe { live::<IdObject, _>(self.0) }.unwrap()
         }
     }

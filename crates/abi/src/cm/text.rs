@@ -29,7 +29,7 @@ entry! {
     /// `rdma_event_str(3)`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn rdma_event_str(event: rdma_cm_event_type) -> *const c_char, value(std::ptr::null()), {
         text(&EVENT, event, c"UNKNOWN EVENT")
     }

@@ -67,7 +67,7 @@ pub(super) unsafe fn write(
     if len.is_null() {
         return;
     }
-    // SAFETY: valid (caller's promise).
+    // SAFETY: the caller passes a valid pointer.
     let room = unsafe { len.read() } as usize;
     let ip = match address.ip() {
         IpAddr::V4(v4) if domain == libc::AF_INET6 => IpAddr::V6(v4.to_ipv6_mapped()),
@@ -96,7 +96,7 @@ pub(super) unsafe fn write(
             unsafe { copy(addr, room, &sin6) }
         }
     };
-    // SAFETY: valid (caller's promise).
+    // SAFETY: the caller passes a valid pointer.
     unsafe { len.write(whole) };
 }
 

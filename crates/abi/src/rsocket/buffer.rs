@@ -142,7 +142,7 @@ pub(super) unsafe fn register(
         Access::LOCAL_WRITE
     };
     let start = start as u64;
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let region = unsafe { MemoryRegion::register(engine, pd, start, len as u64, start, access.0) };
     region.map_err(|e| {
         let errno = e.map_or(libc::EFAULT, |e| misuse("rsocket", &e));
@@ -161,7 +161,7 @@ impl Caller {
     /// One part.
     ///
     /// # Safety
-    /// `[start, start + len)` is memory of the caller that may be read as long as the result lives, and written if data is
+    /// `[start, start + len)` is memory of the caller that may be read as long as the result is live, and written if data is
     /// received into it.
     pub(super) unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {

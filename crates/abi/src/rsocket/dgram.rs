@@ -695,14 +695,14 @@ mod tests {
     }
 
     fn send_to(socket: &Socket, bytes: &[u8], to: Option<SocketAddr>) {
-        // SAFETY: it lives until the call returns.
+        // SAFETY: the object is live until the call returns.
         let from = unsafe { Caller::new(bytes.as_ptr(), bytes.len()) };
         assert_eq!(send(socket, &from, to, 0), Ok(bytes.len()));
     }
 
     fn receive_from(socket: &Socket) -> Result<(Vec<u8>, SocketAddr), c_int> {
         let mut bytes = vec![0_u8; 100];
-        // SAFETY: it lives until the call returns.
+        // SAFETY: the object is live until the call returns.
         let to = unsafe { Caller::new(bytes.as_mut_ptr(), bytes.len()) };
         let got = receive(socket, &to, 0)?;
         bytes.truncate(got.copied);

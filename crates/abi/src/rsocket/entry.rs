@@ -33,14 +33,14 @@ fn count(result: Result<usize, c_int>) -> Result<ssize_t, c_int> {
 /// The caller's buffer: `EFAULT` if there is none.
 ///
 /// # Safety
-/// `buf` is null or has `len` bytes, for as long as the returned value lives.
+/// `buf` is null or has `len` bytes, for as long as the returned value is live.
 unsafe fn buffer(buf: *const c_void, len: usize) -> Result<Caller, c_int> {
     if buf.is_null() && len > 0 {
         return Err(libc::EFAULT);
     }
     // No buffer is longer.
     let len = len.min(isize::MAX as usize);
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     Ok(unsafe { Caller::new(buf.cast(), len) })
 }
 
@@ -60,7 +60,7 @@ unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
         let part = unsafe { iov.add(i).read_unaligned() };
         (part.iov_base.cast::<u8>().cast_const(), part.iov_len)
     });
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { Caller::gather(parts) }.ok_or(libc::EINVAL)
 }
 
@@ -131,7 +131,7 @@ entry! {
     /// `rsocket`: `AF_INET` or `AF_INET6`, `SOCK_STREAM` or `SOCK_DGRAM`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rsocket(domain: c_int, kind: c_int, protocol: c_int) -> c_int, minus_one, {
         make(domain, kind, protocol)
     }
@@ -140,14 +140,14 @@ entry! {
 /// A socket, and an address of its family.
 ///
 /// # Safety
-/// `addr` is null or has `len` bytes.
+/// `addr` is null or points to `len` readable bytes.
 unsafe fn with_address(
     socket: c_int,
     addr: *const sockaddr,
     len: socklen_t,
 ) -> Result<(Arc<Socket>, std::net::SocketAddr), c_int> {
     let socket = find(socket)?;
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let address = unsafe { address::read(addr, len, socket.domain) }?;
     Ok((socket, address))
 }
@@ -156,9 +156,9 @@ entry! {
     /// `rbind`.
     ///
     /// # Safety
-    /// `addr` is null or has `len` bytes.
+    /// `addr` is null or points to `len` readable bytes.
     unsafe fn rbind(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let given = unsafe { with_address(socket, addr, len) };
         done(given.and_then(|(socket, to)| match &socket.kind {
             Kind::Stream(_) => socket.stream()?.bind(to),
@@ -171,7 +171,7 @@ entry! {
     /// `rlisten`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rlisten(socket: c_int, backlog: c_int) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             let any = address::unspecified(socket.domain);
@@ -190,7 +190,7 @@ entry! {
         let made = stream::accept_next(&listener)?;
         if !addr.is_null() {
             let peer = made.remote().unwrap_or_else(|| address::unspecified(made.domain));
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             unsafe { address::write(addr, len, made.domain, peer) };
         }
         Ok(insert(made))
@@ -201,9 +201,9 @@ entry! {
     /// `rconnect`. A datagram socket with `AF_UNSPEC` is disconnected.
     ///
     /// # Safety
-    /// `addr` is null or has `len` bytes.
+    /// `addr` is null or points to `len` readable bytes.
     unsafe fn rconnect(socket: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let unspecified = len as usize >= size_of::<libc::sa_family_t>()
             && !addr.is_null()
             // SAFETY: as above.
@@ -212,7 +212,7 @@ entry! {
             if let (Kind::Datagrams(_), true) = (&found.kind, unspecified) {
                 return dgram::connect(&found, None);
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             let to = unsafe { address::read(addr, len, found.domain) }?;
             match found.kind {
                 Kind::Stream(_) => stream::connect(&found, to),
@@ -226,7 +226,7 @@ entry! {
     /// `rshutdown`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rshutdown(socket: c_int, how: c_int) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| match socket.kind {
             Kind::Stream(_) => stream::shutdown(&socket, how),
@@ -240,7 +240,7 @@ entry! {
     /// `rclose`: waits until the peer has what was sent, five seconds at most.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rclose(socket: c_int) -> c_int, minus_one, {
         done(match remove(socket) {
             Ok(socket) => {
@@ -256,9 +256,9 @@ entry! {
     /// `rrecv`.
     ///
     /// # Safety
-    /// `buf` has `len` bytes.
+    /// `buf` points to `len` bytes.
     unsafe fn rrecv(socket: c_int, buf: *mut c_void, len: usize, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(receive(socket, unsafe { buffer(buf, len) }, flags))
     }
 }
@@ -281,7 +281,7 @@ unsafe fn receive_from(
             let n = stream::receive(&socket, &to, flags)?;
             if !len.is_null() {
                 // A stream has no sender address; TCP sockets do not return one either.
-                // SAFETY: valid (caller's promise).
+                // SAFETY: the caller passes a valid pointer.
                 unsafe { len.write(0) };
             }
             Ok((n, false))
@@ -289,7 +289,7 @@ unsafe fn receive_from(
         Kind::Datagrams(_) => {
             let got = dgram::receive(&socket, &to, flags)?;
             if !addr.is_null() {
-                // SAFETY: the caller's promise.
+                // SAFETY: upheld by the caller.
                 unsafe { address::write(addr, len, socket.domain, got.from) };
             }
             Ok((shown(&got, flags), got.copied < got.len))
@@ -305,7 +305,7 @@ entry! {
     unsafe fn rrecvfrom(
         socket: c_int, buf: *mut c_void, n: usize, flags: c_int, addr: *mut sockaddr, len: *mut socklen_t,
     ) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let to = unsafe { buffer(buf, n) };
         // SAFETY: as above.
         count(unsafe { receive_from(socket, to, flags, addr, len) }.map(|(n, _)| n))
@@ -318,7 +318,7 @@ entry! {
     /// # Safety
     /// `msg` is valid, with all that it names.
     unsafe fn rrecvmsg(socket: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: null or valid, with all that it names (caller's promise).
+        // SAFETY: null or valid, with all that it names (guaranteed by the caller).
         unsafe {
             let msg = arg_mut(msg).map_err(|_null| libc::EFAULT)?;
             let to = buffers(msg.msg_iov, msg.msg_iovlen);
@@ -335,9 +335,9 @@ entry! {
     /// `rread`.
     ///
     /// # Safety
-    /// `buf` has `len` bytes.
+    /// `buf` points to `len` bytes.
     unsafe fn rread(socket: c_int, buf: *mut c_void, len: usize) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(receive(socket, unsafe { buffer(buf, len) }, 0))
     }
 }
@@ -348,7 +348,7 @@ entry! {
     /// # Safety
     /// `iov` has `n` elements, each of a buffer.
     unsafe fn rreadv(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(receive(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
     }
 }
@@ -357,9 +357,9 @@ entry! {
     /// `rsend`.
     ///
     /// # Safety
-    /// `buf` has `len` bytes.
+    /// `buf` points to `len` bytes.
     unsafe fn rsend(socket: c_int, buf: *const c_void, len: usize, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(send(socket, unsafe { buffer(buf, len) }, flags))
     }
 }
@@ -367,7 +367,7 @@ entry! {
 /// The common part of `rsendto` and `rsendmsg`.
 ///
 /// # Safety
-/// `addr` is null or has `len` bytes.
+/// `addr` is null or points to `len` readable bytes.
 unsafe fn send_to(
     socket: c_int,
     from: Result<Caller, c_int>,
@@ -383,7 +383,7 @@ unsafe fn send_to(
             let to = if addr.is_null() {
                 None
             } else {
-                // SAFETY: the caller's promise.
+                // SAFETY: upheld by the caller.
                 Some(unsafe { address::read(addr, len, found.domain) }?)
             };
             dgram::send(&found, &from, to, flags)
@@ -399,7 +399,7 @@ entry! {
     unsafe fn rsendto(
         socket: c_int, buf: *const c_void, n: usize, flags: c_int, addr: *const sockaddr, len: socklen_t,
     ) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let from = unsafe { buffer(buf, n) };
         // SAFETY: as above.
         count(unsafe { send_to(socket, from, flags, addr, len) })
@@ -412,7 +412,7 @@ entry! {
     /// # Safety
     /// `msg` is valid, with all that it names.
     unsafe fn rsendmsg(socket: c_int, msg: *const msghdr, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: null or valid, with all that it names (caller's promise).
+        // SAFETY: null or valid, with all that it names (guaranteed by the caller).
         unsafe {
             let msg = arg(msg).map_err(|_null| libc::EFAULT)?;
             if !msg.msg_control.is_null() && msg.msg_controllen > 0 {
@@ -428,9 +428,9 @@ entry! {
     /// `rwrite`.
     ///
     /// # Safety
-    /// `buf` has `len` bytes.
+    /// `buf` points to `len` bytes.
     unsafe fn rwrite(socket: c_int, buf: *const c_void, len: usize) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(send(socket, unsafe { buffer(buf, len) }, 0))
     }
 }
@@ -441,7 +441,7 @@ entry! {
     /// # Safety
     /// `iov` has `n` elements, each of a buffer.
     unsafe fn rwritev(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         count(send(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
     }
 }
@@ -461,7 +461,7 @@ entry! {
         let fds = if n == 0 {
             &mut []
         } else {
-            // SAFETY: `n` elements that are not used elsewhere during the call (caller's promise).
+            // SAFETY: `n` elements that are not used elsewhere during the call (guaranteed by the caller).
             unsafe { std::slice::from_raw_parts_mut(fds, n) }
         };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
@@ -474,7 +474,7 @@ entry! {
 /// # Safety
 /// `set` is null or valid.
 unsafe fn has(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: valid (caller's promise), and `fd` is below its size.
+    // SAFETY: valid (guaranteed by the caller), and `fd` is below its size.
     !set.is_null() && unsafe { libc::FD_ISSET(fd, set) }
 }
 
@@ -490,11 +490,11 @@ entry! {
             return Err(libc::EINVAL);
         }
         let asked: Vec<Asked> = (0..n)
-            // SAFETY: the caller's promise; each number is below `FD_SETSIZE`.
+            // SAFETY: guaranteed by the caller; each number is below `FD_SETSIZE`.
             .map(|fd| unsafe { Asked { fd, read: has(read, fd), write: has(write, fd), except: has(except, fd) } })
             .filter(|a| a.read || a.write || a.except)
             .collect();
-        // SAFETY: null or valid (caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let time = if let Some(t) = unsafe { timeout.as_ref() } {
             let (Ok(seconds), Ok(micros)) = (u64::try_from(t.tv_sec), u64::try_from(t.tv_usec)) else {
                 return Err(libc::EINVAL);
@@ -507,7 +507,7 @@ entry! {
         let mut bits = 0;
         for set in [read, write, except] {
             if !set.is_null() {
-                // SAFETY: valid (caller's promise).
+                // SAFETY: the caller passes a valid pointer.
                 unsafe { libc::FD_ZERO(set) };
             }
         }
@@ -534,7 +534,7 @@ entry! {
     unsafe fn rgetpeername(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             let peer = socket.remote().ok_or(libc::ENOTCONN)?;
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             unsafe { address::write(addr, len, socket.domain, peer) };
             Ok(())
         }))
@@ -549,7 +549,7 @@ entry! {
     unsafe fn rgetsockname(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).map(|socket| {
             let own = socket.local().unwrap_or_else(|| address::unspecified(socket.domain));
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             unsafe { address::write(addr, len, socket.domain, own) };
         }))
     }
@@ -570,7 +570,7 @@ entry! {
             // The kernel takes the length as an `int` and refuses negative ones.
             let len = c_int::try_from(len).ok().and_then(|n| usize::try_from(n).ok());
             let mut bytes = vec![0_u8; len.ok_or(libc::EINVAL)?.min(options::LONGEST)];
-            // SAFETY: of `len` bytes (caller's promise) into a vector of that length.
+            // SAFETY: of `len` bytes (guaranteed by the caller) into a vector of that length.
             unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), bytes.len()) };
             options::set(&socket, level, name, &Value(&bytes))
         }))
@@ -590,12 +590,12 @@ entry! {
                 return Err(libc::EFAULT);
             }
             let bytes = options::get(&socket, level, name)?;
-            // SAFETY: valid (caller's promise).
+            // SAFETY: the caller passes a valid pointer.
             let room = unsafe { len.read() } as usize;
             let n = bytes.len().min(room);
             // SAFETY: no more than there is on both sides.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), n) };
-            // SAFETY: valid (caller's promise).
+            // SAFETY: the caller passes a valid pointer.
             unsafe { len.write(socklen_t::try_from(n).unwrap_or(0)) };
             Ok(())
         }))
@@ -607,7 +607,7 @@ entry! {
     /// same register as this fixed one.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int, minus_one, {
         let socket = find(socket)?;
         // All of these take an `int`; the upper half is undefined.
@@ -641,7 +641,7 @@ entry! {
     ) -> off_t, minus_one, {
         let start = buf.expose_provenance();
         let socket = find(socket)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { iomap::map(&socket, start, len, prot, offset) }
     }
 }
@@ -650,7 +650,7 @@ entry! {
     /// `riounmap`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn riounmap(socket: c_int, buf: *mut c_void, len: usize) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| iomap::unmap(&socket, buf.addr(), len)))
     }
@@ -660,11 +660,11 @@ entry! {
     /// `riowrite`: fewer bytes than asked for if the peer's mapping ends before; -1, as a `size_t`, on error.
     ///
     /// # Safety
-    /// `buf` has `len` bytes.
+    /// `buf` points to `len` bytes.
     unsafe fn riowrite(
         socket: c_int, buf: *const c_void, len: usize, offset: off_t, flags: c_int,
     ) -> usize, or(usize::MAX), {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let from = unsafe { buffer(buf, len) };
         let socket = find(socket)?;
         iomap::write(&socket, &from?, offset, flags)
@@ -690,7 +690,7 @@ mod tests {
         assert_eq!(set(socklen_t::MAX), -1);
         let errno = std::io::Error::last_os_error().raw_os_error();
         assert_eq!(errno, Some(libc::EINVAL));
-        // SAFETY: none needed.
+        // SAFETY: the function has no requirements.
         assert_eq!(unsafe { rclose(socket) }, 0);
     }
 }

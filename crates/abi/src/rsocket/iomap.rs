@@ -87,7 +87,7 @@ pub(super) unsafe fn map(
         None
     };
     let device = socket.device;
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let region = unsafe { register(device.context.engine, &device.pd, start, len, remote) }
         .map_err(|e| os_errno(&e))?;
     end.maps.0.push(Map {

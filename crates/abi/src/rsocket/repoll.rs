@@ -196,7 +196,7 @@ entry! {
     /// `repoll_create`: returns a descriptor that `rclose` closes.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn repoll_create(flags: c_int) -> c_int, minus_one, {
         if flags & !(libc::O_CLOEXEC | libc::O_NONBLOCK) != 0 {
             return Err(libc::EINVAL);
@@ -211,7 +211,7 @@ entry! {
     /// # Safety
     /// `event` is null or valid.
     unsafe fn repoll_ctl(epfd: c_int, op: c_int, fd: c_int, event: *mut epoll_event) -> c_int, minus_one, {
-        // SAFETY: null or valid (caller's promise); the structure is packed, so it is copied.
+        // SAFETY: null or valid (guaranteed by the caller); the structure is packed, so it is copied.
         let event = unsafe { event.as_ref() }.copied();
         control(epfd, op, fd, event).map(|()| 0)
     }
@@ -227,7 +227,7 @@ entry! {
         if events.is_null() {
             return Err(libc::EFAULT);
         }
-        // SAFETY: `max` elements that are not used elsewhere during the call (caller's promise).
+        // SAFETY: `max` elements that are not used elsewhere during the call (guaranteed by the caller).
         let events = unsafe { std::slice::from_raw_parts_mut(events, max) };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
         wait(epfd, events, time).map(|n| c_int::try_from(n).unwrap_or(c_int::MAX))

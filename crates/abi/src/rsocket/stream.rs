@@ -1257,7 +1257,7 @@ mod tests {
 
         let half = far.options().recv_buffer / 2;
         let sent: Vec<u8> = (0..half).map(|i| (i % 251) as u8).collect();
-        // SAFETY: it lives until the call returns.
+        // SAFETY: the object is live until the call returns.
         let from = unsafe { Caller::new(sent.as_ptr(), sent.len()) };
         assert_eq!(send(&near, &from, 0), Ok(half));
         let until = Instant::now() + Duration::from_secs(10);
@@ -1274,7 +1274,7 @@ mod tests {
         let mut stream = far.stream().unwrap();
         stream.any_end().unwrap().qp.set_state(QpState::Reset);
         let mut got = vec![0_u8; half];
-        // SAFETY: it lives until the call returns.
+        // SAFETY: the object is live until the call returns.
         let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
         assert_eq!(stream.receive(&to, 0, false), Some(Ok(half)));
         assert!(got == sent);

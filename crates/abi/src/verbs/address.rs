@@ -18,9 +18,9 @@ use anywarp_verbs_sys::verbs::*;
 /// Makes an address handle.
 ///
 /// # Safety
-/// `pd` is null or lives.
+/// `pd` is null or points to a live protection domain.
 pub(crate) unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut ibv_ah, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     if reserve::is_scarce() {
         return Err(libc::ENOMEM);
@@ -49,9 +49,9 @@ entry! {
     /// `ibv_create_ah(3)`.
     ///
     /// # Safety
-    /// `pd` is null or lives, `attr` is null or valid.
+    /// `pd` is null or points to a live object, `attr` is null or valid.
     unsafe fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create(pd, arg(attr)?) }
     }
 }
@@ -62,7 +62,7 @@ entry! {
     /// # Safety
     /// `ah` came from `ibv_create_ah` and is not used again.
     unsafe fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(ah) = unsafe { returned::<AhObject, _>(ah) }? else { return Ok(()) };
         ah.take().pd.leave();
         Ok(())
@@ -109,7 +109,7 @@ fn route_of(grh: &[u8; 40]) -> Option<GlobalRoute> {
 /// # Safety
 /// `wc` is null or valid; `grh` is null, or has 40 bytes if the completion has a route header.
 unsafe fn answer(port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh) -> Result<ibv_ah_attr, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let wc = unsafe { arg(wc) }?;
     if port != 1 {
         return Err(libc::EINVAL);
@@ -122,7 +122,7 @@ unsafe fn answer(port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh) -> Result<ibv_ah_
         ..ibv_ah_attr::default()
     };
     if wc.wc_flags & IBV_WC_GRH != 0 {
-        // SAFETY: null or 40 bytes (caller's promise); an array of bytes may lie anywhere.
+        // SAFETY: null or 40 bytes (guaranteed by the caller); an array of bytes may lie anywhere.
         let bytes = unsafe { arg(grh.cast::<[u8; 40]>()) }?;
         let route = route_of(bytes).ok_or(libc::EINVAL)?;
         attr.is_global = 1;
@@ -146,7 +146,7 @@ entry! {
     unsafe fn ibv_init_ah_from_wc(
         _context: *mut ibv_context, port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh, attr: *mut ibv_ah_attr,
     ) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(attr, answer(port, wc, grh)?) }?;
         Ok(0)
     }
@@ -156,11 +156,11 @@ entry! {
     /// `ibv_create_ah_from_wc(3)`.
     ///
     /// # Safety
-    /// As for `ibv_init_ah_from_wc`; `pd` is null or lives.
+    /// As for `ibv_init_ah_from_wc`; `pd` is null or points to a live object.
     unsafe fn ibv_create_ah_from_wc(
         pd: *mut ibv_pd, wc: *mut ibv_wc, grh: *mut ibv_grh, port: u8,
     ) -> *mut ibv_ah, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create(pd, &answer(port, wc, grh)?) }
     }
 }

@@ -36,13 +36,13 @@ impl About {
 /// The event as the program sees it; the object counts it as delivered.
 ///
 /// # Safety
-/// The object of the event lives.
+/// The object of the event is live.
 unsafe fn deliver(item: &AsyncItem) -> ibv_async_event {
     let mut c = ibv_async_event {
         event_type: item.event,
         ..ibv_async_event::default()
     };
-    // SAFETY: the object lives (caller's promise).
+    // SAFETY: the object is live (guaranteed by the caller).
     let acks: &Acks = unsafe {
         match About::of(item.event) {
             About::Cq => {
@@ -75,12 +75,12 @@ unsafe fn try_event(
     events: &Channel<AsyncItem>,
     out: *mut ibv_async_event,
 ) -> Result<Option<c_int>, Errno> {
-    // SAFETY: destroying an object takes its events out of the queue, under the lock that is held here, so it lives; from
+    // SAFETY: destroying an object takes its events out of the queue, under the lock that is held here, so it is live; from
     // here on destroying it waits for the acknowledgement.
     let taken = events.pop_with(|item| unsafe { deliver(item) });
     match taken {
         Some((_, c)) => {
-            // SAFETY: valid (caller's promise).
+            // SAFETY: the caller passes a valid pointer.
             unsafe { out.write(c) };
             Ok(Some(0))
         }
@@ -96,7 +96,7 @@ unsafe fn try_event(
 ///
 /// # Safety
 /// `context` is null or open, `out` is null or a valid place.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
+// SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ibv_get_async_event(
     context: *mut ibv_context,
@@ -105,14 +105,14 @@ pub unsafe extern "C-unwind" fn ibv_get_async_event(
     if out.is_null() {
         return fail(libc::EINVAL, -1);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let events = match unsafe { ContextObject::live(context) } {
         Ok(context) => Held::new(&context.engine.events),
         Err(e) => return fail(e, -1),
     };
     loop {
         let done = or("ibv_get_async_event", Some(-1), || {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { try_event(events.get(), out) }
         });
         let done = match done {
@@ -129,11 +129,11 @@ entry! {
     /// `ibv_ack_async_event(3)`.
     ///
     /// # Safety
-    /// `event` is null or came from `ibv_get_async_event`, and its object lives.
+    /// `event` is null or came from `ibv_get_async_event`, and its object is live.
     unsafe fn ibv_ack_async_event(event: *mut ibv_async_event), nothing, {
-        // SAFETY: null or valid (caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let Some(event) = (unsafe { event.as_ref() }) else { return Ok(()) };
-        // SAFETY: the element that `ibv_get_async_event` wrote for this type; its object lives (caller's promise).
+        // SAFETY: the element that `ibv_get_async_event` wrote for this type; its object is live (guaranteed by the caller).
         unsafe {
             match About::of(event.event_type) {
                 About::Cq => {

@@ -60,7 +60,7 @@ entry! {
     /// # Safety
     /// `attr` is null or a valid place.
     unsafe fn ibv_query_device(_context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(attr, attributes()) }
     }
 }
@@ -73,7 +73,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     size: usize,
 ) -> c_int {
     errno("ibv_query_device_ex", || {
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         if unsafe { input.as_ref() }.is_some_and(|input| input.comp_mask != 0) {
             return Err(libc::EINVAL);
         }
@@ -113,7 +113,7 @@ pub(crate) unsafe extern "C" fn query_rt_values(
     values: *mut ibv_values_ex,
 ) -> c_int {
     errno("ibv_query_rt_values_ex", || {
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let values = unsafe { arg_mut(values) }?;
         if values.comp_mask & IBV_VALUES_MASK_RAW_CLOCK != 0 {
             let now = wall_clock();
@@ -163,7 +163,7 @@ unsafe fn put_port(port: u8, attr: *mut ibv_port_attr, len: usize) -> Result<(),
     if port != 1 {
         return Err(libc::EINVAL);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { put_prefix(attr, &port_attributes(), len) }
 }
 
@@ -199,7 +199,7 @@ entry! {
     /// # Safety
     /// `attr` is null or has the size of the old structure.
     unsafe fn ibv_query_port(_context: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put_port(port, attr, OLD_PORT_ATTR) }
     }
 }
@@ -217,7 +217,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let raw = gids::at(index).map_or([0; 16], |g| g.raw);
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(gid, c_gid(raw)) }?;
         Ok(0)
     }
@@ -235,7 +235,7 @@ entry! {
         let taken = gids::at(index as usize).is_some();
         // The private numbering: 0 InfiniBand or RoCE v1, 1 RoCE v2.
         let number = c_uint::from(taken && config().face != Face::Ib);
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(kind, number) }?;
         Ok(0)
     }
@@ -267,7 +267,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let gid = gids::at(index).ok_or(libc::ENODATA)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put_prefix(out, &c_gid_entry(index, &gid), size) }
     }
 }
@@ -288,7 +288,7 @@ entry! {
         }
         for (i, (index, gid)) in taken().enumerate() {
             let to = out.wrapping_byte_add(if out.is_null() { 0 } else { i * size });
-            // SAFETY: entry `i` is below `max`, and each has `size` bytes (caller's promise).
+            // SAFETY: entry `i` is below `max`, and each has `size` bytes (guaranteed by the caller).
             if unsafe { put_prefix(to, &c_gid_entry(index, gid), size) }.is_err() {
                 return Ok(-(libc::EINVAL as isize));
             }
@@ -309,7 +309,7 @@ entry! {
         if port != 1 || index != 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(pkey, PKEY) }?;
         Ok(0)
     }
@@ -319,7 +319,7 @@ entry! {
     /// `ibv_get_pkey_index(3)`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_get_pkey_index(_context: *mut ibv_context, port: u8, pkey: be16) -> c_int, minus_one, {
         if port == 1 && pkey == PKEY { Ok(0) } else { Err(libc::EINVAL) }
     }
@@ -333,10 +333,10 @@ entry! {
     unsafe fn ibv_resolve_eth_l2_from_gid(
         _context: *mut ibv_context, _attr: *mut ibv_ah_attr, mac: *mut u8, vid: *mut u16,
     ) -> c_int, errno, {
-        // SAFETY: six bytes or null (caller's promise).
+        // SAFETY: six bytes or null (guaranteed by the caller).
         unsafe { put(mac.cast::<[u8; 6]>(), [0; 6]) }?;
         if !vid.is_null() {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(vid, 0xffff) }?;
         }
         Ok(())
@@ -349,7 +349,7 @@ entry! {
     /// `ibv_query_ece(3)`: the device has no options for enhanced connection establishment.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_query_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, errno, {
         Err(libc::EOPNOTSUPP)
     }
@@ -359,7 +359,7 @@ entry! {
     /// `ibv_set_ece(3)`: the device has no options for enhanced connection establishment.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, errno, {
         // rdma_cm programs read errno too.
         set_errno(libc::EOPNOTSUPP);
@@ -371,7 +371,7 @@ entry! {
     /// `ibv_query_qp_data_in_order(3)`: the device promises nothing.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: ibv_wr_opcode, _flags: u32) -> c_int, or(0), {
         Ok(0)
     }

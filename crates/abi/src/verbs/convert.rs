@@ -97,7 +97,7 @@ pub(crate) fn attr_of(c: &ibv_qp_attr) -> Attr {
 pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
     let mut sges = Sges::new();
     for i in 0..usize::try_from(n).unwrap_or(0) {
-        // SAFETY: element `i` of `n` (caller's promise).
+        // SAFETY: the caller passes `n` elements, and `i` is less than `n`.
         let sge = unsafe { &*list.add(i) };
         sges.push(Sge {
             addr: sge.addr,
@@ -121,7 +121,7 @@ pub(crate) unsafe fn short_inline(from: *const u8, len: usize) -> Option<InlineD
     if len > bytes.len() {
         return None;
     }
-    // SAFETY: `len` readable bytes (caller's promise), and as many in `bytes`.
+    // SAFETY: `len` readable bytes (guaranteed by the caller), and as many in `bytes`.
     unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), len) };
     Some(InlineData::from_buf_and_len(bytes, len))
 }
@@ -147,7 +147,7 @@ pub(crate) unsafe fn append_inline(
         data.resize(end + len, 0);
     }
     if let Some(to) = data.get_mut(end..) {
-        // SAFETY: `len` readable bytes (caller's promise); `to` is this library's and as long.
+        // SAFETY: `len` readable bytes (guaranteed by the caller); `to` is this library's and as long.
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), len) };
     }
     Ok(())
@@ -156,7 +156,7 @@ pub(crate) unsafe fn append_inline(
 /// The destination of a datagram.
 ///
 /// # Safety
-/// `ah` is null or lives.
+/// `ah` is null or points to a live object.
 pub(crate) unsafe fn destination_of(
     ah: *mut ibv_ah,
     qpn: u32,
@@ -165,7 +165,7 @@ pub(crate) unsafe fn destination_of(
     if ah.is_null() {
         return Err(Misuse::InvalidArgument("no address handle"));
     }
-    // SAFETY: not null, so it lives (caller's promise).
+    // SAFETY: not null, so it is live (guaranteed by the caller).
     let ah = unsafe { known::<AhObject, _>(ah) };
     Ok(Destination {
         addr: SocketAddr::new(ah.ip, u16::try_from(qpn >> 8 & 0xffff).unwrap_or(0)),
@@ -186,7 +186,7 @@ pub(crate) unsafe fn bind_of(
     rkey: u32,
     info: &ibv_mw_bind_info,
 ) -> Result<Bind, Misuse> {
-    // SAFETY: null or live (caller's promise).
+    // SAFETY: the caller passes null or a live object.
     let (window, region) = unsafe { (arg(mw), info.mr.as_ref()) };
     let window = window.map_err(|_null| Misuse::InvalidArgument("no memory window"))?;
     if region.is_none() && info.length != 0 {

@@ -83,7 +83,7 @@ entry! {
     unsafe fn _ibv_query_comp_cntr_caps(
         context: *mut ibv_context, caps: *mut ibv_comp_cntr_caps, size: usize,
     ) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }?;
         if profile().max_counters == 0 {
             return Err(libc::EOPNOTSUPP);
@@ -93,7 +93,7 @@ entry! {
             max_counters: profile().max_counters,
             supported_qp_attach_ops: supported().0,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put_prefix(caps, &all, size) }
     }
 }
@@ -107,7 +107,7 @@ entry! {
         context: *mut ibv_context, attr: *mut ibv_comp_cntr_init_attr,
     ) -> *mut ibv_comp_cntr, null, {
         static NEXT: AtomicU32 = AtomicU32::new(1);
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (device, attr) = unsafe { (ContextObject::live(context)?, arg(attr)?) };
         if attr.comp_mask != 0 || attr.flags != 0 {
             return Err(libc::EOPNOTSUPP);
@@ -134,7 +134,7 @@ entry! {
     /// # Safety
     /// `counter` came from `ibv_create_comp_cntr` and is not used after this returns 0.
     unsafe fn ibv_destroy_comp_cntr(counter: *mut ibv_comp_cntr) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(counter) = unsafe { returned::<CounterObject, _>(counter) }? else { return Ok(()) };
         if counter.users.any() {
             return Err(libc::EBUSY);
@@ -152,7 +152,7 @@ entry! {
     unsafe fn ibv_qp_attach_comp_cntr(
         qp: *mut ibv_qp, counter: *mut ibv_comp_cntr, attr: *mut ibv_qp_attach_comp_cntr_attr,
     ) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (qp, counter, attr) =
             unsafe { (live::<QpObject, _>(qp)?, live::<CounterObject, _>(counter)?, arg(attr)?) };
         if attr.comp_mask != 0 || attr.op_mask & !supported().0 != 0 {
@@ -173,12 +173,12 @@ entry! {
 /// Calls `change` with a counter that lives.
 ///
 /// # Safety
-/// `counter` is null or lives.
+/// `counter` is null or points to a live counter.
 unsafe fn with(
     counter: *mut ibv_comp_cntr,
     change: impl FnOnce(&CompletionCounter),
 ) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     change(unsafe { &live::<CounterObject, _>(counter)?.engine });
     Ok(())
 }
@@ -187,9 +187,9 @@ entry! {
     /// `ibv_set_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives.
+    /// `counter` is null or points to a live counter.
     unsafe fn ibv_set_comp_cntr(counter: *mut ibv_comp_cntr, value: u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { with(counter, |c| c.core.set(Entry::Done, value)) }
     }
 }
@@ -198,9 +198,9 @@ entry! {
     /// `ibv_set_err_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives.
+    /// `counter` is null or points to a live counter.
     unsafe fn ibv_set_err_comp_cntr(counter: *mut ibv_comp_cntr, value: u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { with(counter, |c| c.core.set(Entry::Failed, value)) }
     }
 }
@@ -209,9 +209,9 @@ entry! {
     /// `ibv_inc_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives.
+    /// `counter` is null or points to a live counter.
     unsafe fn ibv_inc_comp_cntr(counter: *mut ibv_comp_cntr, amount: u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { with(counter, |c| c.core.add(Entry::Done, amount)) }
     }
 }
@@ -220,9 +220,9 @@ entry! {
     /// `ibv_inc_err_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives.
+    /// `counter` is null or points to a live counter.
     unsafe fn ibv_inc_err_comp_cntr(counter: *mut ibv_comp_cntr, amount: u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { with(counter, |c| c.core.add(Entry::Failed, amount)) }
     }
 }
@@ -231,9 +231,9 @@ entry! {
     /// `ibv_read_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives, `value` is null or a valid place.
+    /// `counter` is null or points to a live object, `value` is null or a valid place.
     unsafe fn ibv_read_comp_cntr(counter: *mut ibv_comp_cntr, value: *mut u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(value, live::<CounterObject, _>(counter)?.engine.read(Entry::Done)) }
     }
 }
@@ -242,9 +242,9 @@ entry! {
     /// `ibv_read_err_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or lives, `value` is null or a valid place.
+    /// `counter` is null or points to a live object, `value` is null or a valid place.
     unsafe fn ibv_read_err_comp_cntr(counter: *mut ibv_comp_cntr, value: *mut u64) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(value, live::<CounterObject, _>(counter)?.engine.read(Entry::Failed)) }
     }
 }

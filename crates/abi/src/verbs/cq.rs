@@ -21,9 +21,9 @@ entry! {
     /// `ibv_create_comp_channel(3)`.
     ///
     /// # Safety
-    /// `context` is null or open.
+    /// `context` is null or points to an open context.
     unsafe fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }?;
         let channel = Channel::new().map_err(|e| os_errno(&e))?;
         let c = ibv_comp_channel { context, fd: channel.raw_fd(), refcnt: 0 };
@@ -41,7 +41,7 @@ entry! {
     /// # Safety
     /// `channel` came from `ibv_create_comp_channel` and is not used after this returns 0.
     unsafe fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(channel) = unsafe { returned::<ChannelObject, _>(channel) }? else { return Ok(()) };
         if channel.users.any() {
             return Err(libc::EBUSY);
@@ -54,7 +54,7 @@ entry! {
 /// Makes a completion queue.
 ///
 /// # Safety
-/// `context` is null or open, `channel` is null or lives.
+/// `context` is null or open, `channel` is null or points to a live object.
 pub(crate) unsafe fn create_cq(
     context: *mut ibv_context,
     cqe: u32,
@@ -62,7 +62,7 @@ pub(crate) unsafe fn create_cq(
     channel: *mut ibv_comp_channel,
     vector: c_int,
 ) -> Result<*mut ibv_cq, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (device, events) = unsafe {
         (
             ContextObject::live(context)?,
@@ -100,11 +100,11 @@ entry! {
     /// `ibv_create_cq(3)`.
     ///
     /// # Safety
-    /// `context` is null or open, `channel` is null or lives.
+    /// `context` is null or open, `channel` is null or points to a live object.
     unsafe fn ibv_create_cq(
         context: *mut ibv_context, cqe: c_int, cq_context: *mut c_void, channel: *mut ibv_comp_channel, vector: c_int,
     ) -> *mut ibv_cq, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create_cq(context, u32::try_from(cqe).unwrap_or(0), cq_context, channel, vector) }
     }
 }
@@ -115,7 +115,7 @@ entry! {
     /// # Safety
     /// `cq` came from `ibv_create_cq` and is not used after this returns 0.
     unsafe fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(queue) = unsafe { returned::<CqObject, _>(cq) }? else { return Ok(()) };
         if queue.users.any() {
             return Err(libc::EBUSY);
@@ -135,7 +135,7 @@ entry! {
     /// `ibv_resize_cq(3)`.
     ///
     /// # Safety
-    /// `cq` is null or lives.
+    /// `cq` is null or points to a live object.
     unsafe fn ibv_resize_cq(cq: *mut ibv_cq, cqe: c_int) -> c_int, errno, {
         let size = u32::try_from(cqe).map_err(|_negative| libc::EINVAL)?;
         if cq.is_null() || size == 0 || size > profile().max_cqe {
@@ -144,7 +144,7 @@ entry! {
         if !profile().has.resize_cq {
             return Err(libc::EOPNOTSUPP);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let queue = unsafe { live::<CqObject, _>(cq) }?;
         queue.engine.core.resize(size as usize).map_err(|_too_small| libc::EINVAL)?;
         queue.c.set(|c| c.cqe = cqe);
@@ -163,7 +163,7 @@ unsafe fn try_event(
 ) -> Result<Option<c_int>, Errno> {
     let taken = events.pop_with(|object| {
         let found: *mut ibv_cq = c_object(*object);
-        // SAFETY: destroying a queue takes its events out of the channel, under the lock that is held here, so it lives;
+        // SAFETY: destroying a queue takes its events out of the channel, under the lock that is held here, so it is live;
         // from here on destroying it waits until this event is acknowledged.
         let queue = unsafe { known::<CqObject, _>(found) };
         queue.comp_acks.delivered();
@@ -176,7 +176,7 @@ unsafe fn try_event(
             Ok(None)
         };
     };
-    // SAFETY: valid places (caller's promise).
+    // SAFETY: valid places (guaranteed by the caller).
     unsafe {
         cq.write(found);
         cq_context.write(its_context);
@@ -190,8 +190,8 @@ unsafe fn try_event(
 /// thread holds the events: a program may destroy the channel while a thread waits in it.
 ///
 /// # Safety
-/// `channel` lives when this is called, the others are valid places.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
+/// `channel` is live when this is called, the others are valid places.
+// SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ibv_get_cq_event(
     channel: *mut ibv_comp_channel,
@@ -201,7 +201,7 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
     if cq.is_null() || cq_context.is_null() {
         return fail(libc::EINVAL, -1);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let events = match unsafe { live::<ChannelObject, _>(channel) } {
         Ok(channel) => Held::new(&channel.engine),
         Err(e) => return fail(e, -1),
@@ -209,7 +209,7 @@ pub unsafe extern "C-unwind" fn ibv_get_cq_event(
     let mut waited = false;
     loop {
         let done = or("ibv_get_cq_event", Some(-1), || {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { try_event(events.get(), cq, cq_context) }
         });
         let done = match done {
@@ -232,9 +232,9 @@ entry! {
     /// `ibv_ack_cq_events(3)`.
     ///
     /// # Safety
-    /// `cq` is null or lives.
+    /// `cq` is null or points to a live object.
     unsafe fn ibv_ack_cq_events(cq: *mut ibv_cq, n: c_uint), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let queue = unsafe { live_if_any::<CqObject, _>(cq) };
         if let Ok(Some(queue)) = queue {
             let show = |sum| queue.c.set(|c| c.comp_events_completed = sum);

@@ -15,9 +15,9 @@ use anywarp_verbs_sys::verbs::*;
 /// Polls one completion and makes it the current one, whose fields the reading functions return; ENOENT if there is none.
 ///
 /// # Safety
-/// `cq` is null or lives, and only this thread polls between start and end.
+/// `cq` is null or points to a live object, and only this thread polls between start and end.
 unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let queue = unsafe { live::<CqObject, _>(cq) }?;
     let mut found = None;
     if first {
@@ -36,24 +36,24 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
         completion,
         at: wall_clock(),
     };
-    // SAFETY: only the polling thread uses the slot (caller's promise).
+    // SAFETY: only the polling thread uses the slot (guaranteed by the caller).
     unsafe { *queue.current.get() = Some(shown) };
     Ok(())
 }
 
 unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int {
     errno_fast("ibv_start_poll", || {
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         if unsafe { attr.as_ref() }.is_some_and(|attr| attr.comp_mask != 0) {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the program's promise.
+        // SAFETY: upheld by the program.
         unsafe { show_next(cq, true) }
     })
 }
 
 unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
-    // SAFETY: the program's promise.
+    // SAFETY: upheld by the program.
     errno_fast("ibv_next_poll", || unsafe { show_next(cq, false) })
 }
 
@@ -64,7 +64,7 @@ macro_rules! readers {
     ($($name:ident: $type:ty = |$shown:ident| $value:expr;)*) => {$(
         unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $type {
             or_fast("ibv_wc_read", 0, || {
-                // SAFETY: the queue lives; between start and end only the polling thread uses the slot (the program's
+                // SAFETY: the queue is live; between start and end only the polling thread uses the slot (the program's
                 // promise).
                 let slot = unsafe { &*known::<CqObject, _>(cq).current.get() };
                 Ok(slot.as_ref().map_or(0, |$shown: &Shown| $value))
@@ -92,11 +92,11 @@ readers! {
 /// The current completion of the queue.
 ///
 /// # Safety
-/// `cq` is null or lives; only this thread polls it, and does not poll it while the result is used.
+/// `cq` is null or points to a live object; only this thread polls it, and does not poll it while the result is used.
 pub(crate) unsafe fn shown<'a>(cq: *mut ibv_cq_ex) -> Option<&'a Completion> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let queue = unsafe { live::<CqObject, _>(cq) }.ok()?;
-    // SAFETY: only the polling thread uses the slot (caller's promise).
+    // SAFETY: only the polling thread uses the slot (guaranteed by the caller).
     let slot = unsafe { &*queue.current.get() };
     slot.as_ref().map(|shown| &shown.completion)
 }
@@ -116,7 +116,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
             | IBV_WC_EX_WITH_DLID_PATH_BITS
             | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
             | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let init = unsafe { arg(init) }?;
         let flags = if init.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS != 0 {
             init.flags
@@ -131,9 +131,9 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
             return Err(libc::EOPNOTSUPP);
         }
         let vector = c_int::try_from(init.comp_vector).unwrap_or(-1);
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let cq = unsafe { create_cq(context, init.cqe, init.cq_context, init.channel, vector) }?;
-        // SAFETY: just made.
+        // SAFETY: the object was created above.
         let queue = unsafe { known::<CqObject, _>(cq) };
         if flags & IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN != 0 {
             queue.engine.core.allow_overrun();
@@ -164,7 +164,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
 /// `ibv_modify_cq(3)`: moderation is accepted and has no effect, since events are never delayed.
 pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     errno("ibv_modify_cq", || {
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let attr = unsafe { arg(attr) }?;
         if cq.is_null() {
             return Err(libc::EINVAL);

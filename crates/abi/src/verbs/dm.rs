@@ -56,7 +56,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
 ) -> *mut ibv_dm {
     null("ibv_alloc_dm", || {
         static NEXT: AtomicU32 = AtomicU32::new(1);
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let attr = unsafe { arg(attr) }?;
         if attr.comp_mask != 0 {
             return Err(libc::EOPNOTSUPP);
@@ -78,9 +78,9 @@ pub(crate) unsafe extern "C" fn alloc_dm(
 /// Frees what `ibv_alloc_dm` or `ibv_import_dm` gave: EBUSY while a region lies in it.
 ///
 /// # Safety
-/// `dm` is null or lives, and is not used again when this succeeds.
+/// `dm` is null or points to a live object, and is not used again when this succeeds.
 unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let Some(dm) = unsafe { returned::<DmObject, _>(dm) }? else {
         return Ok(());
     };
@@ -96,7 +96,7 @@ unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
 
 /// `ibv_free_dm(3)`: EBUSY while a region lies in it.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
-    // SAFETY: the program's promise.
+    // SAFETY: upheld by the program.
     errno("ibv_free_dm", || unsafe { free(dm, false) })
 }
 
@@ -104,9 +104,9 @@ entry! {
     /// `ibv_import_dm(3)`.
     ///
     /// # Safety
-    /// `context` is null or open.
+    /// `context` is null or points to an open context.
     unsafe fn ibv_import_dm(context: *mut ibv_context, handle: u32) -> *mut ibv_dm, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
         let memory = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
         Ok(make(context, handle, memory, true))
@@ -119,7 +119,7 @@ entry! {
     /// # Safety
     /// `dm` is null or came from `ibv_import_dm`, and is not used again.
     unsafe fn ibv_unimport_dm(dm: *mut ibv_dm), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { free(dm, true) }
     }
 }
@@ -136,9 +136,9 @@ fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
 /// [`at`] for the copying functions, which return an errno value and set `errno` too.
 ///
 /// # Safety
-/// `dm` lives.
+/// `dm` is live.
 unsafe fn window(dm: *mut ibv_dm, offset: u64, length: usize) -> Result<*mut u8, Errno> {
-    // SAFETY: lives (caller's promise). A child of fork(2) may copy: the memory is its own.
+    // SAFETY: is live (guaranteed by the caller). A child of fork(2) may copy: the memory is its own.
     let memory = unsafe { &known::<DmObject, _>(dm).memory };
     at(memory, offset, length).ok_or_else(|| {
         set_errno(libc::EINVAL);
@@ -153,7 +153,7 @@ unsafe extern "C" fn copy_to(
     length: usize,
 ) -> c_int {
     errno("ibv_memcpy_to_dm", || {
-        // SAFETY: `dm` lives, `from` has `length` readable bytes (the program's promise); the window is inside.
+        // SAFETY: `dm` is live, `from` has `length` readable bytes (guaranteed by the program); the window is inside.
         unsafe { std::ptr::copy(from.cast(), window(dm, offset, length)?, length) };
         Ok(())
     })
@@ -166,7 +166,7 @@ unsafe extern "C" fn copy_from(
     length: usize,
 ) -> c_int {
     errno("ibv_memcpy_from_dm", || {
-        // SAFETY: `dm` lives, `to` has `length` writable bytes (the program's promise); the window is inside.
+        // SAFETY: `dm` is live, `to` has `length` writable bytes (guaranteed by the program); the window is inside.
         unsafe { std::ptr::copy(window(dm, offset, length)?, to.cast(), length) };
         Ok(())
     })
@@ -184,17 +184,17 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         if pd.is_null() || !Access(access).has(Access::ZERO_BASED) {
             return Err(libc::EINVAL);
         }
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let dm = unsafe { live::<DmObject, _>(dm) }?;
         let addr = at(&dm.memory, offset, length).ok_or(libc::EINVAL)?;
         let held = Backing::Device {
             _memory: Arc::clone(&dm.memory),
             _use: dm.regions.enter(),
         };
-        // SAFETY: `pd` lives (the program's promise); the region keeps the memory.
+        // SAFETY: `pd` is live (guaranteed by the program); the region keeps the memory.
         let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) }?;
         // The memory has no address in the program.
-        // SAFETY: just made.
+        // SAFETY: the object was created above.
         unsafe { known::<MrObject, _>(mr) }
             .c
             .set(|c| c.addr = std::ptr::null_mut());

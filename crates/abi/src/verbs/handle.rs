@@ -78,7 +78,7 @@ pub(crate) fn into_c<T: Object<C>, C>(object: T) -> *mut C {
 /// pages allow, so that nothing else writes its C structure during the call.
 #[inline]
 pub(crate) unsafe fn live<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> Result<&'a T, Errno> {
-    // SAFETY: null or an object (caller's promise).
+    // SAFETY: null or an object (guaranteed by the caller).
     let made = unsafe { pointer.cast::<Made<T>>().as_ref() }.ok_or(libc::EINVAL)?;
     if made.generation != generation() {
         return Err(libc::ENODEV);
@@ -96,7 +96,7 @@ pub(crate) unsafe fn live_if_any<'a, T: Object<C> + 'a, C>(
     if pointer.is_null() {
         return Ok(None);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { live(pointer) }.map(Some)
 }
 
@@ -106,7 +106,7 @@ pub(crate) unsafe fn live_if_any<'a, T: Object<C> + 'a, C>(
 /// `pointer` came from [`into_c`] for this `T` in this process and was not given back.
 #[inline]
 pub(crate) unsafe fn known<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> &'a T {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { &(*pointer.cast::<Made<T>>()).object }
 }
 
@@ -124,7 +124,7 @@ impl<T> Returned<T> {
 impl<T> Deref for Returned<T> {
     type Target = T;
     fn deref(&self) -> &T {
-        // SAFETY: the object lives until `take` (promised to `returned`).
+        // SAFETY: the object is live until `take` (promised to `returned`).
         unsafe { &(*self.0).object }
     }
 }
@@ -136,7 +136,7 @@ impl<T> Deref for Returned<T> {
 pub(crate) unsafe fn returned<T: Object<C>, C>(
     pointer: *mut C,
 ) -> Result<Option<Returned<T>>, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     match unsafe { live::<T, C>(pointer) } {
         Ok(_) => Ok(Some(Returned(pointer.cast()))),
         Err(libc::ENODEV) => Ok(None),

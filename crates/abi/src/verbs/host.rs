@@ -29,7 +29,7 @@ entry! {
     /// `ibv_get_sysfs_path`: where sysfs is mounted. The string stays valid.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_get_sysfs_path() -> *const c_char, value(c"/sys".as_ptr()), {
         sysfs_path().as_ptr()
     }
@@ -49,14 +49,14 @@ entry! {
         if dir.is_null() || file.is_null() || buf.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: C strings (caller's promise).
+        // SAFETY: C strings (guaranteed by the caller).
         let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
         let path = Path::new(OsStr::from_bytes(dir.to_bytes())).join(OsStr::from_bytes(file.to_bytes()));
         let Some(room) = size.checked_sub(1) else {
             return Ok(0);
         };
         let text = read_line(&path, room).map_err(|e| os_errno(&e))?;
-        // SAFETY: `text` has at most `size - 1` octets, and `buf` has room for `size` (caller's promise).
+        // SAFETY: `text` has at most `size - 1` octets, and `buf` has room for `size` (guaranteed by the caller).
         unsafe {
             buf.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), text.len());
             buf.add(text.len()).write(0);
@@ -86,7 +86,7 @@ entry! {
     /// `ibv_fork_init(3)`: succeeds, there is nothing to prepare.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_fork_init() -> c_int, value(libc::EIO), { 0 }
 }
 
@@ -94,7 +94,7 @@ entry! {
     /// `ibv_is_fork_initialized(3)`: not needed, as with a kernel that copies pinned pages on fork.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_is_fork_initialized() -> ibv_fork_status, value(IBV_FORK_UNNEEDED), { IBV_FORK_UNNEEDED }
 }
 

@@ -121,9 +121,9 @@ entry! {
     /// # Safety
     /// `dst` is writable and `src` readable.
     unsafe fn ibv_copy_ah_attr_from_kern(dst: *mut ibv_ah_attr, src: *const ib_uverbs_ah_attr), value(()), {
-        // SAFETY: readable (caller's promise).
+        // SAFETY: the caller passes readable memory.
         let attr = unsafe { src.read() };
-        // SAFETY: writable (caller's promise).
+        // SAFETY: the caller passes writable memory.
         unsafe { dst.write(ah_attr_of(attr)) };
     }
 }
@@ -134,9 +134,9 @@ entry! {
     /// # Safety
     /// `dst` is writable and `src` readable.
     unsafe fn ibv_copy_qp_attr_from_kern(dst: *mut ibv_qp_attr, src: *const ib_uverbs_qp_attr), value(()), {
-        // SAFETY: readable (caller's promise).
+        // SAFETY: the caller passes readable memory.
         let attr = unsafe { src.read() };
-        // SAFETY: writable (caller's promise).
+        // SAFETY: the caller passes writable memory.
         unsafe { dst.write(qp_attr_of(attr)) };
     }
 }
@@ -147,9 +147,9 @@ entry! {
     /// # Safety
     /// `dst` is writable and `src` readable.
     unsafe fn ibv_copy_path_rec_from_kern(dst: *mut ibv_sa_path_rec, src: *const ib_user_path_rec), value(()), {
-        // SAFETY: readable (caller's promise).
+        // SAFETY: the caller passes readable memory.
         let path = unsafe { src.read() };
-        // SAFETY: writable (caller's promise).
+        // SAFETY: the caller passes writable memory.
         unsafe { dst.write(path_rec_of(path)) };
     }
 }
@@ -160,9 +160,9 @@ entry! {
     /// # Safety
     /// `dst` is writable and `src` readable.
     unsafe fn ibv_copy_path_rec_to_kern(dst: *mut ib_user_path_rec, src: *const ibv_sa_path_rec), value(()), {
-        // SAFETY: readable (caller's promise).
+        // SAFETY: the caller passes readable memory.
         let path = unsafe { src.read() };
-        // SAFETY: writable (caller's promise).
+        // SAFETY: the caller passes writable memory.
         unsafe { dst.write(kern_path_rec_of(path)) };
     }
 }

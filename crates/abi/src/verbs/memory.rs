@@ -49,14 +49,14 @@ pub(super) unsafe fn register(
     if length == 0 {
         return Err(misuse("ibv_reg_mr", &Misuse::InvalidArgument("length 0")));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { register_in(pd, addr, length, iova, access, Backing::Program) }
 }
 
 /// Registers memory of the program, of the device or of a buffer.
 ///
 /// # Safety
-/// `pd` is null or lives; the memory stays mapped while it is registered.
+/// `pd` is null or points to a live object; the memory stays mapped while it is registered.
 pub(super) unsafe fn register_in(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -65,14 +65,14 @@ pub(super) unsafe fn register_in(
     access: c_uint,
     backing: Backing,
 ) -> Result<*mut ibv_mr, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     let engine = domain.device().engine;
     let place = Place::take(Counted::Mr)?;
     let access = profile().rights_of(access)?;
     let start = addr.expose_provenance() as u64;
     let len = length as u64;
-    // SAFETY: the memory stays mapped (caller's promise); the program knows that peers may write it.
+    // SAFETY: the memory stays mapped (guaranteed by the caller); the program knows that peers may write it.
     let region =
         unsafe { MemoryRegion::register(engine, &domain.engine, start, len, iova, access) }
             .map_err(|e| refused("ibv_reg_mr", e))?;
@@ -93,9 +93,9 @@ entry! {
     /// `ibv_reg_mr(3)`.
     ///
     /// # Safety
-    /// `pd` lives; the memory stays mapped while it is registered.
+    /// `pd` is live; the memory stays mapped while it is registered.
     unsafe fn ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length: usize, access: c_int) -> *mut ibv_mr, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register(pd, addr, length, addr.addr() as u64, access.cast_unsigned()) }
     }
 }
@@ -104,9 +104,9 @@ entry! {
     /// `ibv_reg_mr_iova(3)`.
     ///
     /// # Safety
-    /// As for `ibv_reg_mr`.
+    /// The requirements of `ibv_reg_mr` apply.
     unsafe fn ibv_reg_mr_iova(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: c_int) -> *mut ibv_mr, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register(pd, addr, length, iova, access.cast_unsigned()) }
     }
 }
@@ -115,9 +115,9 @@ entry! {
     /// `ibv_reg_mr_iova2`: what the `ibv_reg_mr` macro calls when the access flags are not constant.
     ///
     /// # Safety
-    /// As for `ibv_reg_mr`.
+    /// The requirements of `ibv_reg_mr` apply.
     unsafe fn ibv_reg_mr_iova2(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: c_uint) -> *mut ibv_mr, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register(pd, addr, length, iova, access) }
     }
 }
@@ -128,7 +128,7 @@ entry! {
     /// # Safety
     /// `mr` came from a registration and is not used after this returns 0.
     unsafe fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(region) = unsafe { returned::<MrObject, _>(mr) }? else { return Ok(()) };
         region.engine.deregister().map_err(|e| misuse("ibv_dereg_mr", &e))?;
         drop(region.take());
@@ -140,7 +140,7 @@ entry! {
     /// `ibv_rereg_mr(3)`: 0, or one of `enum ibv_rereg_mr_err_code` with errno.
     ///
     /// # Safety
-    /// As for `ibv_reg_mr`.
+    /// The requirements of `ibv_reg_mr` apply.
     unsafe fn ibv_rereg_mr(
         mr: *mut ibv_mr, flags: c_int, pd: *mut ibv_pd, addr: *mut c_void, length: usize, access: c_int,
     ) -> c_int, or(IBV_REREG_MR_ERR_CMD), {
@@ -156,7 +156,7 @@ entry! {
         {
             return invalid();
         }
-        // SAFETY: the region lives, and so does the domain if it changes (caller's promise).
+        // SAFETY: the region is live, and so does the domain if it changes (guaranteed by the caller).
         let (region, domain) = unsafe {
             let domain = if new_domain { pd } else { std::ptr::null_mut() };
             (live::<MrObject, _>(mr)?, live_if_any::<PdObject, _>(domain)?)
@@ -169,7 +169,7 @@ entry! {
             pd: domain.map(|domain| Arc::clone(&domain.engine)),
             access: (flags & IBV_REREG_MR_CHANGE_ACCESS != 0).then_some(access.cast_unsigned()),
         };
-        // SAFETY: the new memory stays mapped (caller's promise).
+        // SAFETY: the new memory stays mapped (guaranteed by the caller).
         unsafe { region.engine.reregister(&change) }.map_err(|e| refused("ibv_rereg_mr", e))?;
         region.c.set(|c| {
             if translation {
@@ -204,7 +204,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
         // the pages in.
         let need = need | Access::ON_DEMAND;
         let n = c_int::try_from(n).unwrap_or(c_int::MAX);
-        // SAFETY: the domain lives, and the list has `n` elements (the program's promise).
+        // SAFETY: the domain is live, and the list has `n` elements (guaranteed by the program).
         let (domain, sges) = unsafe { (live::<PdObject, _>(pd)?, sges_of(list, n)) };
         let regions = &domain.device().engine.rnic.regions;
         for sge in sges {
@@ -220,7 +220,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
 /// `ibv_alloc_null_mr(3)`: writes to the region are discarded, reads give zeroes.
 pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
     null("ibv_alloc_null_mr", || {
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let domain = unsafe { live::<PdObject, _>(pd) }?;
         let place = Place::take(Counted::Mr)?;
         let region = MemoryRegion::null(domain.device().engine, &domain.engine)
@@ -243,9 +243,9 @@ entry! {
     /// `ibv_import_mr(3)`: its address is null, as the manual page says.
     ///
     /// # Safety
-    /// `pd` is null or lives.
+    /// `pd` is null or points to a live protection domain.
     unsafe fn ibv_import_mr(pd: *mut ibv_pd, handle: u32) -> *mut ibv_mr, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let domain = unsafe { live::<PdObject, _>(pd) }.map_err(|_any| libc::EINVAL)?;
         let place = Place::take(Counted::Mr)?;
         let region = MemoryRegion::import(domain.device().engine, &domain.engine, handle)
@@ -270,7 +270,7 @@ entry! {
     /// # Safety
     /// `mr` is null or came from `ibv_import_mr`, and is not used again.
     unsafe fn ibv_unimport_mr(mr: *mut ibv_mr), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let region = unsafe { returned::<MrObject, _>(mr) }?;
         drop(region.map(|region| region.take()));
         Ok(())

@@ -60,9 +60,9 @@ entry! {
     /// `ibv_alloc_buf(3)`: zeroed pages.
     ///
     /// # Safety
-    /// `pd` is null or lives, `buf` is null or a valid place.
+    /// `pd` is null or points to a live object, `buf` is null or a valid place.
     unsafe fn ibv_alloc_buf(pd: *mut ibv_pd, size: usize, buf: *mut *mut ibv_buf) -> *mut c_void, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let domain = unsafe { live::<PdObject, _>(pd) }?;
         if size == 0 || buf.is_null() {
             return Err(libc::EINVAL);
@@ -70,7 +70,7 @@ entry! {
         let pages = Arc::new(Pages::new(size).ok_or(libc::ENOMEM)?);
         let start = pages.start();
         let c = CStruct::new(ibv_buf { context: domain.context() });
-        // SAFETY: not null, so a valid place (caller's promise).
+        // SAFETY: not null, so a valid place (guaranteed by the caller).
         unsafe { put(buf, into_c(BufObject { c, pd, pages, len: size })) }?;
         Ok(std::ptr::with_exposed_provenance_mut(start))
     }
@@ -82,7 +82,7 @@ entry! {
     /// # Safety
     /// `buf` is null or came from `ibv_alloc_buf`, and is not used again.
     unsafe fn ibv_free_buf(buf: *mut ibv_buf), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let buffer = unsafe { returned::<BufObject, _>(buf) }?;
         drop(buffer.map(|buffer| buffer.take()));
         Ok(())
@@ -95,7 +95,7 @@ entry! {
     /// # Safety
     /// `buf` is null or came from `ibv_alloc_buf`.
     unsafe fn ibv_export_buf_dmabuf_fd(buf: *mut ibv_buf) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { live::<BufObject, _>(buf) }?;
         Err(libc::ENODATA)
     }
@@ -113,7 +113,7 @@ unsafe fn register_part(
     iova: Option<u64>,
     access: c_int,
 ) -> Result<*mut ibv_mr, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let buffer = unsafe { live::<BufObject, _>(buf) }?;
     let at = addr.addr().checked_sub(buffer.pages.start());
     let inside = at
@@ -124,7 +124,7 @@ unsafe fn register_part(
     }
     let iova = iova.unwrap_or_else(|| addr.addr() as u64);
     let held = Backing::Buffer(Arc::clone(&buffer.pages));
-    // SAFETY: the domain lives (caller's promise); the region holds the pages.
+    // SAFETY: the domain is live (guaranteed by the caller); the region holds the pages.
     unsafe { register_in(pd, addr, length, iova, access.cast_unsigned(), held) }
 }
 
@@ -136,7 +136,7 @@ entry! {
     unsafe fn ibv_reg_buf_mr(
         pd: *mut ibv_pd, buf: *mut ibv_buf, addr: *mut c_void, length: usize, access: c_int,
     ) -> *mut ibv_mr, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register_part(pd, buf, addr, length, None, access) }
     }
 }
@@ -145,11 +145,11 @@ entry! {
     /// `ibv_reg_mr_ex(3)`: EOPNOTSUPP for DMA-buf descriptors and DMA handles, which need hardware.
     ///
     /// # Safety
-    /// `pd` lives, `attr` is null or valid; the memory stays mapped while it is registered.
+    /// `pd` is live, `attr` is null or valid; the memory stays mapped while it is registered.
     unsafe fn ibv_reg_mr_ex(pd: *mut ibv_pd, attr: *mut ibv_mr_init_attr) -> *mut ibv_mr, null, {
         const HARDWARE: u64 = IBV_REG_MR_MASK_FD | IBV_REG_MR_MASK_FD_OFFSET | IBV_REG_MR_MASK_DMAH;
         const KNOWN: u64 = HARDWARE | IBV_REG_MR_MASK_IOVA | IBV_REG_MR_MASK_ADDR | IBV_REG_MR_MASK_BUF;
-        // SAFETY: null or valid (caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let attr = unsafe { arg(attr) }?;
         let has = |bit: u64| attr.comp_mask & bit != 0;
         if attr.comp_mask & !KNOWN != 0 {
@@ -163,7 +163,7 @@ entry! {
             if has(IBV_REG_MR_MASK_DMAH) {
                 return Err(libc::EOPNOTSUPP);
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             return unsafe { register_part(pd, attr.buf, attr.addr, attr.length, iova, attr.access) };
         }
         if has(HARDWARE) {
@@ -173,7 +173,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let iova = iova.unwrap_or_else(|| attr.addr.addr() as u64);
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register(pd, attr.addr, attr.length, iova, attr.access.cast_unsigned()) }
     }
 }
@@ -190,7 +190,7 @@ entry! {
         if port != 1 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(speed, PORT_SPEED) }
     }
 }

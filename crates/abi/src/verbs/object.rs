@@ -66,7 +66,7 @@ impl ContextObject {
         if context.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: not null, so open (caller's promise).
+        // SAFETY: not null, so open (guaranteed by the caller).
         let object = unsafe { &*Self::around(context) };
         if !object.engine.engine.is_current() {
             return Err(libc::ENODEV);

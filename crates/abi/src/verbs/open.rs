@@ -67,7 +67,7 @@ pub(crate) fn list_of_one<T>(one: *mut T) -> *mut *mut T {
 /// `list` is null or came from there, and is not used again.
 pub(crate) unsafe fn free_list<T>(list: *mut *mut T) {
     if !list.is_null() {
-        // SAFETY: made as a boxed slice of two (caller's promise).
+        // SAFETY: made as a boxed slice of two (guaranteed by the caller).
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, 2)) });
     }
 }
@@ -79,7 +79,7 @@ entry! {
     /// `num` is null or a valid place for an int.
     unsafe fn ibv_get_device_list(num: *mut c_int) -> *mut *mut ibv_device, null, {
         if !num.is_null() {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(num, 1) }?;
         }
         Ok(list_of_one(the_device()))
@@ -92,7 +92,7 @@ entry! {
     /// # Safety
     /// `list` is null or came from `ibv_get_device_list`, and is not used again.
     unsafe fn ibv_free_device_list(list: *mut *mut ibv_device), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { free_list(list) };
         Ok(())
     }
@@ -104,7 +104,7 @@ entry! {
     /// # Safety
     /// `device` is null or from the list.
     unsafe fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char, or(std::ptr::null()), {
-        // SAFETY: null or from the list, which is never freed (caller's promise).
+        // SAFETY: null or from the list, which is never freed (guaranteed by the caller).
         Ok(unsafe { device.as_ref() }.map_or(std::ptr::null(), |device| device.name.as_ptr()))
     }
 }
@@ -113,7 +113,7 @@ entry! {
     /// `ibv_get_device_guid(3)`, in network byte order.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_get_device_guid(_device: *mut ibv_device) -> be64, or(0), {
         Ok(gids::node_guid().to_be())
     }
@@ -123,7 +123,7 @@ entry! {
     /// `ibv_get_device_index(3)`.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(0) }
 }
 
@@ -234,9 +234,9 @@ entry! {
     /// # Safety
     /// `context` came from `ibv_open_device` and is not used again.
     unsafe fn ibv_close_device(context: *mut ibv_context) -> c_int, minus_one, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         match unsafe { ContextObject::live(context) } {
-            // SAFETY: made by `Box::into_raw` in `open`, not used again (caller's promise).
+            // SAFETY: made by `Box::into_raw` in `open`, not used again (guaranteed by the caller).
             Ok(_) => drop(unsafe { Box::from_raw(ContextObject::around(context)) }),
             // A child of fork(2): the object belongs to its parent.
             Err(libc::ENODEV) => {}
@@ -251,7 +251,7 @@ entry! {
     /// not reach the memory of another one, so a descriptor of another process is refused with EOPNOTSUPP.
     ///
     /// # Safety
-    /// None needed.
+    /// The function has no requirements.
     unsafe fn ibv_import_device(fd: c_int) -> *mut ibv_context, null, {
         if Context::is_own_descriptor(fd) { open() } else { Err(libc::EOPNOTSUPP) }
     }

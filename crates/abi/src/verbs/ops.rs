@@ -22,10 +22,10 @@ use anywarp_verbs_sys::verbs::*;
 /// `list` has `n` elements, and each names readable memory.
 unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Result<(), Misuse> {
     for i in 0..usize::try_from(n).unwrap_or(0) {
-        // SAFETY: element `i` of `n` (caller's promise).
+        // SAFETY: the caller passes `n` elements, and `i` is less than `n`.
         let sge = unsafe { &*list.add(i) };
         let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
-        // SAFETY: readable memory (caller's promise).
+        // SAFETY: readable memory (guaranteed by the caller).
         unsafe { append_inline(data, from, sge.length as usize) }?;
     }
     Ok(())
@@ -43,7 +43,7 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
     if wr.send_flags & IBV_SEND_INLINE == 0 || wr.send_flags & !SHORT != 0 || wr.num_sge != 1 {
         return false;
     }
-    // SAFETY: null or a list of one element (the caller's promise).
+    // SAFETY: null or a list of one element (guaranteed by the caller).
     let Some(sge) = (unsafe { wr.sg_list.as_ref() }) else {
         return false;
     };
@@ -66,7 +66,7 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
         _ => return false,
     };
     let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
-    // SAFETY: the program's memory, as long as it says (the caller's promise).
+    // SAFETY: the program's memory, as long as it says (guaranteed by the caller).
     let Some(data) = (unsafe { short_inline(from, sge.length as usize) }) else {
         return false;
     };
@@ -94,7 +94,7 @@ unsafe fn request_of(
         | IBV_SEND_INLINE
         | IBV_SEND_IP_CSUM;
     if !datagram && !xrc {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         if unsafe { short_of(wr, into) } {
             return Ok(());
         }
@@ -167,7 +167,7 @@ unsafe fn request_of(
         IBV_WR_BIND_MW => {
             // SAFETY: the opcode says that this member is meant.
             let bind = unsafe { wr.op.bind_mw };
-            // SAFETY: null or live (caller's promise).
+            // SAFETY: the caller passes null or a live object.
             Op::Bind(unsafe { bind_of(bind.mw, bind.rkey, &bind.bind_info) }?)
         }
         _ => return Err(Misuse::InvalidArgument("opcode")),
@@ -179,11 +179,11 @@ unsafe fn request_of(
     if wr.send_flags & IBV_SEND_INLINE != 0 && sendable {
         into.payload = Payload::Inline(InlineData::new());
         if let Payload::Inline(data) = &mut into.payload {
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             unsafe { inline_of(wr.sg_list, wr.num_sge, data) }?;
         }
     } else {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
     }
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
@@ -196,7 +196,7 @@ unsafe fn request_of(
     if datagram {
         // SAFETY: on a datagram queue pair this member is meant.
         let ud = unsafe { wr.wr.ud };
-        // SAFETY: the handle lives (caller's promise).
+        // SAFETY: the handle is live (guaranteed by the caller).
         into.destination = Some(unsafe { destination_of(ud.ah, ud.remote_qpn, ud.remote_qkey) }?);
     }
     profile().admits(&op, &into.payload)?;
@@ -244,7 +244,7 @@ unsafe fn posted<T>(
 ) -> Result<(), Errno> {
     result.map_err(|(n, e)| {
         let first = list.at;
-        // SAFETY: null or valid (caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         if let Some(bad) = unsafe { bad.as_mut() } {
             *bad = { list }.nth(n).unwrap_or(first);
         }
@@ -259,7 +259,7 @@ pub(crate) unsafe extern "C" fn post_send(
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
     errno_fast("ibv_post_send", || {
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let qp = unsafe { live::<QpObject, _>(qp) }?;
         let kind = qp.c.get(|c| c.qp_base.qp_type);
         let datagram = matches!(kind, IBV_QPT_UD | IBV_QPT_DRIVER);
@@ -269,11 +269,11 @@ pub(crate) unsafe extern "C" fn post_send(
             next: |w: &ibv_send_wr| w.next,
         };
         let requests = list().map(|w| {
-            // SAFETY: each element is valid with all it points to (the program's promise).
+            // SAFETY: each element is valid with all it points to (guaranteed by the program).
             move |into: &mut WorkRequest| unsafe { request_of(&*w, datagram, xrc, into) }
         });
         let result = qp.engine.post_sends(requests);
-        // SAFETY: valid (the program's promise).
+        // SAFETY: valid (guaranteed by the program).
         unsafe { posted("ibv_post_send", result, list(), bad) }
     })
 }
@@ -289,7 +289,7 @@ unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
     }
     Ok(RecvRequest {
         id: wr.wr_id,
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         sges: unsafe { sges_of(wr.sg_list, wr.num_sge) },
     })
 }
@@ -306,7 +306,7 @@ fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
 /// # Safety
 /// Each element is valid with its list.
 unsafe fn receives(wr: *mut ibv_recv_wr) -> impl Iterator<Item = Result<RecvRequest, Misuse>> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     receive_list(wr).map(|w| unsafe { recv_of(&*w) })
 }
 
@@ -316,7 +316,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: null or live, with a valid list (the program's promise).
+    // SAFETY: null or live, with a valid list (guaranteed by the program).
     errno_fast("ibv_post_recv", || unsafe {
         let result = live::<QpObject, _>(qp)?.engine.post_recv(receives(wr));
         posted("ibv_post_recv", result, receive_list(wr), bad)
@@ -329,7 +329,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: null or live, with a valid list (the program's promise).
+    // SAFETY: null or live, with a valid list (guaranteed by the program).
     errno_fast("ibv_post_srq_recv", || unsafe {
         let result = live::<SrqObject, _>(srq)?.engine.post(receives(wr));
         posted("ibv_post_srq_recv", result, receive_list(wr), bad)
@@ -340,7 +340,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_wc) -> c_int {
     or_fast("ibv_poll_cq", -1, || {
         let max = usize::try_from(n).map_err(|_negative| libc::EINVAL)?;
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let queue = unsafe { live::<CqObject, _>(cq) }?;
         let got = queue.engine.poll(max, |i, c| {
             let entry = ibv_wc {
@@ -371,7 +371,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
 /// `ibv_req_notify_cq(3)`.
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
     errno_fast("ibv_req_notify_cq", || {
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let queue = unsafe { live::<CqObject, _>(cq) }?;
         queue.engine.arm(solicited_only != 0);
         Ok(())

@@ -31,9 +31,9 @@ entry! {
     /// `ibv_alloc_pd(3)`.
     ///
     /// # Safety
-    /// `context` is null or open.
+    /// `context` is null or points to an open context.
     unsafe fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }?;
         if reserve::is_scarce() {
             return Err(libc::ENOMEM);
@@ -60,7 +60,7 @@ entry! {
     /// # Safety
     /// `pd` came from `ibv_alloc_pd` and is not used after this returns 0.
     unsafe fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(pd) = unsafe { returned::<PdObject, _>(pd) }? else { return Ok(()) };
         if pd.engine.in_use() {
             return Err(misuse("ibv_dealloc_pd", &Misuse::Busy));
@@ -74,9 +74,9 @@ entry! {
     /// `ibv_import_pd(3)`.
     ///
     /// # Safety
-    /// `context` is null or open.
+    /// `context` is null or points to an open context.
     unsafe fn ibv_import_pd(context: *mut ibv_context, handle: u32) -> *mut ibv_pd, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
         let place = Place::take(Counted::Pd)?;
         let pd = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
@@ -95,7 +95,7 @@ entry! {
     /// # Safety
     /// `pd` is null or came from `ibv_import_pd`, and is not used again.
     unsafe fn ibv_unimport_pd(pd: *mut ibv_pd), nothing, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let pd = unsafe { returned::<PdObject, _>(pd) }?;
         drop(pd.map(|pd| pd.take()));
         Ok(())
@@ -110,7 +110,7 @@ pub(crate) unsafe extern "C" fn alloc_td(
     init: *mut ibv_td_init_attr,
 ) -> *mut ibv_td {
     null("ibv_alloc_td", || {
-        // SAFETY: null, or open and valid (the program's promise).
+        // SAFETY: null, or open and valid (guaranteed by the program).
         let (_open, init) = unsafe { (ContextObject::live(context)?, arg(init)?) };
         if init.comp_mask != 0 {
             return Err(libc::EINVAL);
@@ -125,7 +125,7 @@ pub(crate) unsafe extern "C" fn alloc_td(
 /// `ibv_dealloc_td(3)`: EBUSY while a parent domain has it.
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     errno("ibv_dealloc_td", || {
-        // SAFETY: null or a thread domain that is not used again (the program's promise).
+        // SAFETY: null or a thread domain that is not used again (guaranteed by the program).
         let Some(td) = unsafe { returned::<TdObject, _>(td) }? else {
             return Ok(());
         };
@@ -145,14 +145,14 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     null("ibv_alloc_parent_domain", || {
         const KNOWN: u32 =
             IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let attr = unsafe { arg(attr) }?;
         let one_allocator = attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS != 0
             && (attr.alloc.is_none() || attr.free.is_none());
         if context.is_null() || attr.comp_mask & !KNOWN != 0 || one_allocator {
             return Err(libc::EINVAL);
         }
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let (domain, td) = unsafe {
             (
                 live::<PdObject, _>(attr.pd)?,

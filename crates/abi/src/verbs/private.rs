@@ -11,7 +11,7 @@ use libc::EOPNOTSUPP;
 ///
 /// The function is variadic in C. The x86-64 and AArch64 procedure call standards permit a variadic call of a function that
 /// reads none of its arguments.
-// SAFETY: the symbol is ours: link/symbols.txt names it once.
+// SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub extern "C" fn __verbs_log() {}
 

@@ -68,7 +68,7 @@ unsafe fn create(
         init.srq = std::ptr::null_mut();
         (init.cap.max_recv_wr, init.cap.max_recv_sge) = (0, 0);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (domain, send_cq, recv_cq, srq) = unsafe {
         (
             live::<PdObject, _>(pd)?,
@@ -239,7 +239,7 @@ fn connected() -> Options {
 /// Makes a datagram queue pair with the options of `anywarpdv_create_qp_ex`.
 ///
 /// # Safety
-/// What `ex` names is null or lives.
+/// What `ex` names is null or points to a live object.
 pub(crate) unsafe fn create_datagram_qp(
     ex: &mut ibv_qp_init_attr_ex,
     ops: Option<u64>,
@@ -247,7 +247,7 @@ pub(crate) unsafe fn create_datagram_qp(
     options: Options,
 ) -> Result<*mut ibv_qp, Errno> {
     let mut plain = plain_of(ex);
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let qp = unsafe { create(ex.pd, &mut plain, ops, Some((kind, options))) }?;
     ex.cap = plain.cap;
     Ok(qp)
@@ -261,13 +261,13 @@ fn no_cq() -> Arc<Cq> {
 /// Makes the receiving end of an XRC connection.
 ///
 /// # Safety
-/// `context` is null or open, `xrcd` is null or lives.
+/// `context` is null or open, `xrcd` is null or points to a live object.
 unsafe fn create_xrc_receiver(
     context: *mut ibv_context,
     xrcd: *mut ibv_xrcd,
     qp_context: *mut c_void,
 ) -> Result<*mut ibv_qp, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (open, xrcd) = unsafe { (ContextObject::live(context)?, live::<XrcdObject, _>(xrcd)?) };
     let place = Place::take(Counted::Qp)?;
     let parts = |qpn| Parts {
@@ -316,7 +316,7 @@ entry! {
     /// # Safety
     /// `pd` and the queues of `init` are null or live.
     unsafe fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { create(pd, arg_mut(init)?, None, None) }
     }
 }
@@ -331,7 +331,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             | IBV_QP_INIT_ATTR_XRCD
             | IBV_QP_INIT_ATTR_CREATE_FLAGS
             | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let ex = unsafe { arg_mut(init) }?;
         let has = |bit: u32| ex.comp_mask & bit != 0;
         if ex.comp_mask & !KNOWN != 0 {
@@ -341,7 +341,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             if !has(IBV_QP_INIT_ATTR_XRCD) {
                 return Err(libc::EINVAL);
             }
-            // SAFETY: the program's promise.
+            // SAFETY: upheld by the program.
             return unsafe { create_xrc_receiver(context, ex.xrcd, ex.qp_context) };
         }
         let flags = has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && ex.create_flags != 0;
@@ -353,7 +353,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             return Err(libc::EOPNOTSUPP);
         }
         let mut plain = plain_of(ex);
-        // SAFETY: the program's promise.
+        // SAFETY: upheld by the program.
         let qp = unsafe { create(ex.pd, &mut plain, ops, None) }?;
         ex.cap = plain.cap;
         Ok(qp)
@@ -364,9 +364,9 @@ entry! {
     /// `ibv_qp_to_qp_ex`: null unless it was created with send operation flags.
     ///
     /// # Safety
-    /// `qp` is null or lives.
+    /// `qp` is null or points to a live queue pair.
     unsafe fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let extended = unsafe { live_if_any::<QpObject, _>(qp) }?.is_some_and(|qp| qp.extended);
         Ok(if extended { qp.cast() } else { std::ptr::null_mut() })
     }
@@ -441,9 +441,9 @@ entry! {
     /// `ibv_modify_qp(3)`.
     ///
     /// # Safety
-    /// `qp` is null or lives, `attr` is null or valid.
+    /// `qp` is null or points to a live object, `attr` is null or valid.
     unsafe fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, attr_mask: c_int) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (qp, attr) = unsafe { (live::<QpObject, _>(qp)?, arg(attr)?) };
         modify(qp, attr, attr_mask.cast_unsigned()).map_err(|e| misuse("ibv_modify_qp", &e))
     }
@@ -453,11 +453,11 @@ entry! {
     /// `ibv_query_qp(3)`.
     ///
     /// # Safety
-    /// `qp` is null or lives, `attr` and `init` are null or valid places.
+    /// `qp` is null or points to a live object, `attr` and `init` are null or valid places.
     unsafe fn ibv_query_qp(
         qp: *mut ibv_qp, attr: *mut ibv_qp_attr, attr_mask: c_int, init: *mut ibv_qp_init_attr,
     ) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let object = unsafe { live::<QpObject, _>(qp) }?;
         let (state, a) = object.engine.query();
         // An iWARP queue pair is initialized from the start: the kernel's drivers have no state before that.
@@ -492,10 +492,10 @@ entry! {
             rnr_retry: a.rnr_retry,
             ..ibv_qp_attr::default()
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(attr, out) }?;
         if !init.is_null() {
-            // SAFETY: not null, so valid (caller's promise).
+            // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(init, made) }?;
         }
         // The mask is a hint for the attributes, which are all returned. The state that the structure shows changes only by it:
@@ -514,7 +514,7 @@ entry! {
     /// # Safety
     /// `qp` came from a create call and is not used after this returns 0.
     unsafe fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(object) = unsafe { returned::<QpObject, _>(qp) }? else { return Ok(()) };
         object.engine.destroy();
         forget_events(object.device(), qp.addr());
@@ -528,9 +528,9 @@ entry! {
 /// Joins or leaves a multicast group.
 ///
 /// # Safety
-/// `qp` is null or lives, `gid` is null or valid.
+/// `qp` is null or points to a live queue pair. `gid` is null or valid.
 unsafe fn multicast(qp: *mut ibv_qp, gid: *const ibv_gid, join: bool) -> Result<(), Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let (qp, gid) = unsafe { (live::<QpObject, _>(qp)?, arg(gid)?) };
     if profile().max_mcast_grp == 0 {
         return Err(libc::EOPNOTSUPP);
@@ -549,9 +549,9 @@ entry! {
     /// `ibv_attach_mcast(3)`.
     ///
     /// # Safety
-    /// `qp` is null or lives, `gid` is null or valid.
+    /// `qp` is null or points to a live queue pair. `gid` is null or valid.
     unsafe fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { multicast(qp, gid, true) }
     }
 }
@@ -560,9 +560,9 @@ entry! {
     /// `ibv_detach_mcast(3)`.
     ///
     /// # Safety
-    /// `qp` is null or lives, `gid` is null or valid.
+    /// `qp` is null or points to a live queue pair. `gid` is null or valid.
     unsafe fn ibv_detach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { multicast(qp, gid, false) }
     }
 }

@@ -44,7 +44,7 @@ entry! {
     /// `ibv_rate_to_mult(3)`: the rate as a multiple of 2.5 Gbit/s, or -1.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_rate_to_mult(rate: ibv_rate) -> c_int, value(-1), {
         RATES.iter().find(|r| r.0 == rate).and_then(|r| r.1).unwrap_or(-1)
     }
@@ -54,7 +54,7 @@ entry! {
     /// `mult_to_ibv_rate(3)`: the rate that is `mult` times 2.5 Gbit/s, or `IBV_RATE_MAX`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn mult_to_ibv_rate(mult: c_int) -> ibv_rate, value(IBV_RATE_MAX), {
         RATES.iter().find(|r| r.1 == Some(mult)).map_or(IBV_RATE_MAX, |r| r.0)
     }
@@ -64,7 +64,7 @@ entry! {
     /// `ibv_rate_to_mbps(3)`: the rate in Mbit/s, or -1.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_rate_to_mbps(rate: ibv_rate) -> c_int, value(-1), {
         RATES.iter().find(|r| r.0 == rate).map_or(-1, |r| r.2)
     }
@@ -74,7 +74,7 @@ entry! {
     /// `mbps_to_ibv_rate(3)`: the rate of exactly `mbps` Mbit/s, or `IBV_RATE_MAX`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn mbps_to_ibv_rate(mbps: c_int) -> ibv_rate, value(IBV_RATE_MAX), {
         RATES.iter().find(|r| r.2 == mbps).map_or(IBV_RATE_MAX, |r| r.0)
     }

@@ -27,14 +27,14 @@ use anywarp_verbs_sys::verbs::*;
 /// Makes a shared receive queue.
 ///
 /// # Safety
-/// `pd` is null or lives.
+/// `pd` is null or points to a live protection domain.
 unsafe fn create(
     pd: *mut ibv_pd,
     srq_context: *mut c_void,
     attr: &mut ibv_srq_attr,
     xrc: Option<(&XrcdObject, &CqObject)>,
 ) -> Result<*mut ibv_srq, Errno> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     profile().admits_srq(attr)?;
     let place = Place::take(Counted::Srq)?;
@@ -70,9 +70,9 @@ entry! {
     /// `ibv_create_srq(3)`.
     ///
     /// # Safety
-    /// `pd` is null or lives, `init` is null or valid.
+    /// `pd` is null or points to a live object, `init` is null or valid.
     unsafe fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> *mut ibv_srq, null, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe {
             let init = arg_mut(init)?;
             create(pd, init.srq_context, &mut init.attr, None)
@@ -86,7 +86,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     init: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
     null("ibv_create_srq_ex", || {
-        // SAFETY: null or valid (the program's promise).
+        // SAFETY: the program passes null or a valid pointer.
         let init = unsafe { arg_mut(init) }?;
         let has = |bit: u32| init.comp_mask & bit != 0;
         let xrc = match init.srq_type {
@@ -102,7 +102,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
             if !has(IBV_SRQ_INIT_ATTR_XRCD) || !has(IBV_SRQ_INIT_ATTR_CQ) {
                 return Err(libc::EINVAL);
             }
-            // SAFETY: null or live (the program's promise).
+            // SAFETY: the program passes null or a live object.
             Some(unsafe {
                 (
                     live::<XrcdObject, _>(init.xrcd)?,
@@ -112,7 +112,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
         } else {
             None
         };
-        // SAFETY: the domain is null or lives (the program's promise).
+        // SAFETY: the domain is null or points to a live object (guaranteed by the program).
         unsafe { create(init.pd, init.srq_context, &mut init.attr, of_domain) }
     })
 }
@@ -121,12 +121,12 @@ entry! {
     /// `ibv_modify_srq(3)`.
     ///
     /// # Safety
-    /// `srq` is null or lives, `attr` is null or valid.
+    /// `srq` is null or points to a live object, `attr` is null or valid.
     unsafe fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: c_int) -> c_int, errno, {
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (srq, attr) = unsafe { (live::<SrqObject, _>(srq)?, arg(attr)?) };
         let max_wr = (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr);
         if max_wr.is_some_and(|n| !profile().has.resize_srq || n > profile().max_srq_wr) {
@@ -141,12 +141,12 @@ entry! {
     /// `ibv_query_srq(3)`.
     ///
     /// # Safety
-    /// `srq` is null or lives, `attr` is null or a valid place.
+    /// `srq` is null or points to a live object, `attr` is null or a valid place.
     unsafe fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let srq = unsafe { live::<SrqObject, _>(srq) }?;
         let (max_wr, max_sge, srq_limit) = srq.engine.core.attributes();
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { put(attr, ibv_srq_attr { max_wr, max_sge, srq_limit }) }
     }
 }
@@ -157,7 +157,7 @@ entry! {
     /// # Safety
     /// `srq` came from a create call and is not used after this returns 0.
     unsafe fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int, errno, {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let Some(queue) = unsafe { returned::<SrqObject, _>(srq) }? else { return Ok(()) };
         if queue.users.any() {
             return Err(libc::EBUSY);
@@ -190,7 +190,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
 ) -> *mut ibv_xrcd {
     null("ibv_open_xrcd", || {
         const NEEDED: u32 = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
-        // SAFETY: null, or open and valid (the program's promise).
+        // SAFETY: null, or open and valid (guaranteed by the program).
         let (_open, init) = unsafe { (ContextObject::live(context)?, arg(init)?) };
         if init.comp_mask != NEEDED || init.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
             return Err(libc::EINVAL);
@@ -232,7 +232,7 @@ fn domain_of(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, Errno> {
 /// `ibv_close_xrcd(3)`: EBUSY while a queue belongs to it.
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     errno("ibv_close_xrcd", || {
-        // SAFETY: null or a domain that is not used again (the program's promise).
+        // SAFETY: null or a domain that is not used again (guaranteed by the program).
         let Some(xrcd) = unsafe { returned::<XrcdObject, _>(xrcd) }? else {
             return Ok(());
         };
@@ -269,7 +269,7 @@ fn enter(srq: &Arc<SharedReceive>, xrcd: &XrcdObject, cq: &CqObject) -> XrcPart 
 /// `ibv_get_srq_num(3)`: only queues of an XRC domain have a number.
 pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32) -> c_int {
     errno("ibv_get_srq_num", || {
-        // SAFETY: null, or live and a valid place (the program's promise).
+        // SAFETY: null, or live and a valid place (guaranteed by the program).
         let srq = unsafe { live::<SrqObject, _>(srq) }?;
         if number.is_null() {
             return Err(libc::EINVAL);

@@ -119,7 +119,7 @@ entry! {
     /// `ibv_wc_status_str(3)`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_wc_status_str(status: ibv_wc_status) -> *const c_char, value(std::ptr::null()), {
         text(&WC_STATUS, status, c"unknown")
     }
@@ -129,7 +129,7 @@ entry! {
     /// `ibv_node_type_str(3)`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_node_type_str(node_type: ibv_node_type) -> *const c_char, value(std::ptr::null()), {
         text(&NODE_TYPE, node_type.wrapping_sub(IBV_NODE_CA), c"unknown")
     }
@@ -139,7 +139,7 @@ entry! {
     /// `ibv_port_state_str(3)`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_port_state_str(port_state: ibv_port_state) -> *const c_char, value(std::ptr::null()), {
         text(&PORT_STATE, port_state, c"unknown")
     }
@@ -149,7 +149,7 @@ entry! {
     /// `ibv_event_type_str(3)`.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_event_type_str(event: ibv_event_type) -> *const c_char, value(std::ptr::null()), {
         text(&EVENT_TYPE, event, c"unknown")
     }
@@ -159,7 +159,7 @@ entry! {
     /// `ibv_wr_opcode_str(3)`: declared in the header since rdma-core 49, and exported under a private version node.
     ///
     /// # Safety
-    /// None needed: any number may be passed.
+    /// Any number may be passed.
     unsafe fn ibv_wr_opcode_str(opcode: ibv_wr_opcode) -> *const c_char, value(std::ptr::null()), {
         text(&WR_OPCODE, opcode, c"unknown")
     }

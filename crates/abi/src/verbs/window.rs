@@ -22,7 +22,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
         if kind != IBV_MW_TYPE_1 && kind != IBV_MW_TYPE_2 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let domain = unsafe { live::<PdObject, _>(pd) }?;
         if reserve::is_scarce() {
             return Err(libc::ENOMEM);
@@ -52,7 +52,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
 /// `ibv_dealloc_mw(3)`.
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     errno("ibv_dealloc_mw", || {
-        // SAFETY: null or a window that is not used again (the program's promise).
+        // SAFETY: null or a window that is not used again (guaranteed by the program).
         let Some(window) = unsafe { returned::<MwObject, _>(mw) }? else {
             return Ok(());
         };
@@ -71,7 +71,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
     bind: *mut ibv_mw_bind,
 ) -> c_int {
     errno("ibv_bind_mw", || {
-        // SAFETY: null, or live and valid (the program's promise).
+        // SAFETY: null, or live and valid (guaranteed by the program).
         let (qp, window, what) = unsafe {
             (
                 live::<QpObject, _>(qp)?,
@@ -83,7 +83,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
         if kind != IBV_MW_TYPE_1 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: null or live (the program's promise).
+        // SAFETY: the program passes null or a live object.
         let region = unsafe { live_if_any::<MrObject, _>(what.bind_info.mr) }?;
         let may_bind = region.is_none_or(|r| r.engine.region().access().has(Access::MW_BIND));
         if !may_bind && what.bind_info.length != 0 {
@@ -91,7 +91,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
         }
         // The low octet belongs to the consumer (RFC 5040 §5.1, "STag Key"): here it counts the binds.
         let next = key & !0xff | key.wrapping_add(1) & 0xff;
-        // SAFETY: both live (the program's promise).
+        // SAFETY: both live (guaranteed by the program).
         let bind =
             unsafe { bind_of(mw, next, &what.bind_info) }.map_err(|e| misuse("ibv_bind_mw", &e))?;
         let request = WorkRequest {

@@ -115,7 +115,7 @@ macro_rules! calls {
         $(#[$meta])*
         unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $type)*) {
             or_fast("ibv_wr", (), || {
-                // SAFETY: lives (the program's promise).
+                // SAFETY: is live (guaranteed by the program).
                 if let Ok($qp) = unsafe { live::<QpObject, _>(qp) } {
                     $body
                 }
@@ -177,7 +177,7 @@ calls! {
 
     fn wr_atomic_write(qp, rkey: u32, to: u64, word: *const c_void) {
         let mut data = InlineData::new();
-        // SAFETY: null or eight octets (the program's promise); an array of octets may lie anywhere.
+        // SAFETY: null or eight octets (guaranteed by the program); an array of octets may lie anywhere.
         if let Some(word) = unsafe { word.cast::<[u8; 8]>().as_ref() } {
             data.extend_from_slice(word);
         }
@@ -193,7 +193,7 @@ calls! {
     }
 
     fn wr_bind_mw(qp, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
-        // SAFETY: null, or live and valid (the program's promise).
+        // SAFETY: null, or live and valid (guaranteed by the program).
         match unsafe { arg(info).map(|info| bind_of(mw, rkey, info)) } {
             Ok(Ok(bind)) => qp.begin(Op::Bind(bind)),
             Ok(Err(e)) => qp.builder().error = Some(e),
@@ -210,7 +210,7 @@ calls! {
 
     fn wr_set_ud_addr(qp, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
         qp.amend(|request| {
-            // SAFETY: null or live (the program's promise).
+            // SAFETY: the program passes null or a live object.
             request.destination = Some(unsafe { destination_of(ah, qpn, qkey) }?);
             Ok(())
         });
@@ -227,7 +227,7 @@ calls! {
 
     fn wr_set_sge_list(qp, n: usize, list: *const ibv_sge) {
         qp.amend(|request| {
-            // SAFETY: the list has `n` elements (the program's promise).
+            // SAFETY: the list has `n` elements (guaranteed by the program).
             let sges = unsafe { sges_of(list, c_int::try_from(n).unwrap_or(c_int::MAX)) };
             request.payload = Payload::Sges(sges);
             Ok(())
@@ -237,7 +237,7 @@ calls! {
     fn wr_set_inline_data(qp, addr: *mut c_void, len: usize) {
         qp.amend(|request| {
             let mut data = InlineData::new();
-            // SAFETY: `addr` has `len` readable octets (the program's promise).
+            // SAFETY: `addr` has `len` readable octets (guaranteed by the program).
             unsafe { append_inline(&mut data, addr.cast(), len) }?;
             request.payload = Payload::Inline(data);
             Ok(())
@@ -248,7 +248,7 @@ calls! {
         qp.amend(|request| {
             let mut data = InlineData::new();
             for i in 0..n {
-                // SAFETY: element `i` of `n`, which names readable octets (the program's promise).
+                // SAFETY: element `i` of `n`, which names readable octets (guaranteed by the program).
                 unsafe {
                     let part = &*list.add(i);
                     append_inline(&mut data, part.addr.cast(), part.length)?;
@@ -279,6 +279,6 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
 }
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
-    // SAFETY: lives (the program's promise).
+    // SAFETY: is live (guaranteed by the program).
     errno_fast("ibv_wr_complete", || complete(unsafe { live(qp) }?))
 }

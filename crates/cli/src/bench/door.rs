@@ -148,7 +148,7 @@ impl Shared {
     /// The eight bytes at `at`.
     pub(crate) fn flag(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.len);
-        // SAFETY: inside the mapping and aligned (checked above; mappings begin with a page), which lives as long as
+        // SAFETY: inside the mapping and aligned (checked above; mappings begin with a page), which is live as long as
         // `self`; both processes use these bytes as an atomic number only.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }

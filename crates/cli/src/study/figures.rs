@@ -89,7 +89,7 @@ pub(crate) enum Runner {
 }
 
 impl Runner {
-    /// Its name.
+    /// The name.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Ping => "ping",

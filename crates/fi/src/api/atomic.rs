@@ -46,7 +46,7 @@ pub(crate) fn room_for(datatype: u32, op: u32, class: Class) -> Result<(usize, u
 unsafe fn valid(datatype: u32, op: u32, class: Class, count: *mut usize) -> c_int {
     ended_int(|| {
         let (most, _) = room_for(datatype, op, class)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         if let Some(count) = unsafe { count.as_mut() } {
             *count = most;
         }
@@ -70,7 +70,7 @@ unsafe fn elements(
     let mut buffers = Vec::with_capacity(n);
     let mut count = 0_usize;
     for i in 0..n {
-        // SAFETY: element `i` of `n` (caller's promise).
+        // SAFETY: the caller passes `n` elements, and `i` is less than `n`.
         let part = unsafe { &*list.add(i) };
         buffers.push(iovec {
             iov_base: part.addr,
@@ -78,7 +78,7 @@ unsafe fn elements(
         });
         count = count.saturating_add(part.count);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let memory = unsafe { UserMemory::list(buffers.as_ptr(), n) }.map_err(|_bad| FI_EINVAL)?;
     Ok((memory, count))
 }
@@ -89,7 +89,7 @@ unsafe fn elements(
 /// As for [`elements`].
 unsafe fn buffer(at: *const c_void, count: usize, datatype: u32) -> Result<UserMemory, c_int> {
     let size = Type::from_number(datatype).ok_or(FI_EOPNOTSUPP)?.size();
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     Ok(unsafe { UserMemory::one(at, count.saturating_mul(size)) })
 }
 
@@ -113,7 +113,7 @@ struct Here {
 }
 
 /// # Safety
-/// `ep` is null or was opened here. `end`: the program's context and the flags; `None` for an operation without a
+/// `ep` is null or was opened by this library. `end`: the program's context and the flags; `None` for an operation without a
 /// completion.
 unsafe fn operate(
     ep: *mut fid_ep,
@@ -121,7 +121,7 @@ unsafe fn operate(
     here: Here,
     end: Option<(*mut c_void, Option<u64>)>,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
             let usual = endpoint.binding.send_flags;
@@ -154,7 +154,7 @@ unsafe fn of_message(
     if flags & !FLAGS != 0 {
         return Err(FI_EBADFLAGS);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         let msg = msg.as_ref().ok_or(FI_EINVAL)?;
         if msg.rma_iov_count != 1 {
@@ -187,7 +187,7 @@ macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         #[allow(clippy::too_many_arguments, reason = "the signatures are libfabric's")]
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {
-            // SAFETY: the program's promise.
+            // SAFETY: upheld by the program.
             ended(|| unsafe { $body })
         }
     )*};
@@ -300,7 +300,7 @@ unsafe extern "C" fn writevalid(
     op: u32,
     count: *mut usize,
 ) -> c_int {
-    // SAFETY: null or a place (the caller's promise).
+    // SAFETY: the caller passes null or a writable location.
     unsafe { valid(datatype, op, Class::Write, count) }
 }
 

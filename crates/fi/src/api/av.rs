@@ -29,7 +29,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (domain, attr) = unsafe {
             let attr = attr.as_mut().ok_or(FI_EINVAL)?;
             (&known::<DomainObject, _>(domain)?.domain, attr)
@@ -52,14 +52,14 @@ pub(crate) unsafe extern "C" fn open(
             name: name.map_err(|_full| FI_ENOMEM)?,
             rest: (),
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, av) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<AvObject, _>(at) }?;
         let mut state = object.domain.lock();
         let used = state
@@ -108,7 +108,7 @@ unsafe extern "C" fn insert(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<AvObject, _>(av) }?;
         let wants_errors = flags & FI_SYNC_ERR != 0;
         if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
@@ -120,7 +120,7 @@ unsafe extern "C" fn insert(
         let mut at = addr.cast::<u8>();
         let mut peers = Vec::new();
         for _ in 0..count {
-            // SAFETY: a name begins with its family, which says how long it is (the caller's promise); one of another
+            // SAFETY: a name begins with its family, which says how long it is (guaranteed by the caller); one of another
             // family is no longer than an IPv4 name, as far as can be known.
             let name = unsafe {
                 let family = std::ptr::read_unaligned(at.cast::<u16>());
@@ -136,7 +136,7 @@ unsafe extern "C" fn insert(
             peers.push(Remote::from_name(name));
         }
         let added = add(object, &peers, |i, at| {
-            // SAFETY: lists of `count` elements, or null (the caller's promise).
+            // SAFETY: lists of `count` elements, or null (guaranteed by the caller).
             unsafe {
                 if !fi_addr.is_null() {
                     *fi_addr.add(i) = at;
@@ -163,7 +163,7 @@ unsafe extern "C" fn insertsvc(
         if flags & !(FI_SYNC_ERR | FI_MORE) != 0 {
             return Err(FI_EBADFLAGS);
         }
-        // SAFETY: it was opened here; null or C strings (the caller's promise).
+        // SAFETY: it was opened by this library; null or C strings (guaranteed by the caller).
         let (object, node, service) = unsafe {
             let object = known::<AvObject, _>(av)?;
             if node.is_null() || service.is_null() {
@@ -186,7 +186,7 @@ unsafe extern "C" fn insertsvc(
             qpn: u32::from(addr.port()) << 8,
         });
         let added = add(object, &[peer], |_, at| {
-            // SAFETY: null or a place (the caller's promise).
+            // SAFETY: the caller passes null or a writable location.
             if let Some(to) = unsafe { fi_addr.as_mut() } {
                 *to = at;
             }
@@ -202,7 +202,7 @@ unsafe extern "C" fn remove(
     _flags: u64,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<AvObject, _>(av) }?;
         if fi_addr.is_null() {
             return Err(FI_EINVAL);
@@ -212,7 +212,7 @@ unsafe extern "C" fn remove(
         let vector = state.shared.vectors.get_mut(object.name).ok_or(FI_EINVAL)?;
         let mut result = Ok(0);
         for i in 0..count {
-            // SAFETY: the list has `count` elements (the caller's promise).
+            // SAFETY: the list has `count` elements (guaranteed by the caller).
             if !vector.remove(unsafe { *fi_addr.add(i) }) {
                 result = Err(FI_EINVAL);
             }
@@ -231,12 +231,12 @@ unsafe extern "C" fn lookup(
     addrlen: *mut usize,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<AvObject, _>(av) }?;
         let state = object.domain.lock();
         let vector = state.shared.vectors.get(object.name).ok_or(FI_EINVAL)?;
         let peer = vector.get(fi_addr).ok_or(FI_EINVAL)?;
-        // SAFETY: `addr` has as many bytes as `addrlen` says (the caller's promise).
+        // SAFETY: `addr` has as many bytes as `addrlen` says (guaranteed by the caller).
         unsafe { copy_name(peer, addr, addrlen) }.map(|_whole| 0)
     })
 }
@@ -251,7 +251,7 @@ pub(crate) unsafe fn copy_name(
     len: *mut usize,
 ) -> Result<bool, c_int> {
     let (name, needed) = peer.name();
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         let len = len.as_mut().ok_or(FI_EINVAL)?;
         let room = if to.is_null() { 0 } else { *len };
@@ -267,7 +267,7 @@ unsafe extern "C" fn straddr(
     buf: *mut c_char,
     len: *mut usize,
 ) -> *const c_char {
-    // SAFETY: a name, which begins with its family, and a buffer of `len` bytes (the caller's promise).
+    // SAFETY: a name, which begins with its family, and a buffer of `len` bytes (guaranteed by the caller).
     unsafe {
         let (Some(len), false, false) = (len.as_mut(), addr.is_null(), buf.is_null()) else {
             return buf;

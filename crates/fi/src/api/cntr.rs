@@ -30,7 +30,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (domain, wait) = unsafe {
             let wait = attr.as_ref().map_or(FI_WAIT_NONE, |a| a.wait_obj);
             (&known::<DomainObject, _>(domain)?.domain, wait)
@@ -48,14 +48,14 @@ pub(crate) unsafe extern "C" fn open(
             name: name.map_err(|_full| FI_ENOMEM)?,
             rest: (),
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, cntr) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<CntrObject, _>(at) }?;
         let mut state = object.domain.lock();
         let used = state
@@ -82,20 +82,20 @@ fn value(object: &CntrObject) -> Counter {
 }
 
 unsafe extern "C" fn read(cntr: *mut fid_cntr) -> u64 {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { known::<CntrObject, _>(cntr) }.map_or(0, |object| value(object).value)
 }
 
 unsafe extern "C" fn readerr(cntr: *mut fid_cntr) -> u64 {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { known::<CntrObject, _>(cntr) }.map_or(0, |object| value(object).errors)
 }
 
 /// # Safety
-/// `cntr` is null or was opened here.
+/// `cntr` is null or was opened by this library.
 unsafe fn change(cntr: *mut fid_cntr, f: impl FnOnce(&mut Counter)) -> c_int {
     ended_int(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let object = unsafe { known::<CntrObject, _>(cntr) }?;
         let mut state = object.domain.lock();
         f(state
@@ -108,28 +108,28 @@ unsafe fn change(cntr: *mut fid_cntr, f: impl FnOnce(&mut Counter)) -> c_int {
 }
 
 unsafe extern "C" fn add(cntr: *mut fid_cntr, n: u64) -> c_int {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { change(cntr, |c| c.value = c.value.wrapping_add(n)) }
 }
 
 unsafe extern "C" fn set(cntr: *mut fid_cntr, n: u64) -> c_int {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { change(cntr, |c| c.value = n) }
 }
 
 unsafe extern "C" fn adderr(cntr: *mut fid_cntr, n: u64) -> c_int {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { change(cntr, |c| c.errors = c.errors.wrapping_add(n)) }
 }
 
 unsafe extern "C" fn seterr(cntr: *mut fid_cntr, n: u64) -> c_int {
-    // SAFETY: it was opened here.
+    // SAFETY: this process opened the object.
     unsafe { change(cntr, |c| c.errors = n) }
 }
 
 unsafe extern "C" fn wait(cntr: *mut fid_cntr, threshold: u64, timeout: c_int) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<CntrObject, _>(cntr) }?;
         let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
         let (begin, before) = (Instant::now(), value(object).errors);

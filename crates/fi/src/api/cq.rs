@@ -33,7 +33,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         let (domain, attr) = unsafe {
             let attr = attr.as_mut().ok_or(FI_EINVAL)?;
             (&known::<DomainObject, _>(domain)?.domain, attr)
@@ -64,14 +64,14 @@ pub(crate) unsafe extern "C" fn open(
                 signaled: AtomicBool::new(false),
             },
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, cq) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<CqObject, _>(at) }?;
         let mut state = object.domain.lock();
         let used = state.endpoints.iter().any(|(_, ep)| {
@@ -90,7 +90,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here; the argument is a place for a descriptor (the caller's promise).
+        // SAFETY: it was opened by this library; the argument is a place for a descriptor (guaranteed by the caller).
         unsafe {
             let object = known::<CqObject, _>(at)?;
             let (FI_GETWAIT, Some(wait)) = (command, &object.rest.wait) else {
@@ -110,7 +110,7 @@ unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
     let op_context = std::ptr::with_exposed_provenance_mut(entry.context);
     let (flags, len, data, tag) = (entry.flags, entry.len, entry.data, entry.tag);
     let at = std::ptr::with_exposed_provenance_mut(entry.buf);
-    // SAFETY: the caller's promise; each format begins with the fields of those before it.
+    // SAFETY: guaranteed by the caller; each format begins with the fields of those before it.
     unsafe {
         match format {
             FI_CQ_FORMAT_MSG => buf.cast::<fi_cq_msg_entry>().add(i).write(fi_cq_msg_entry {
@@ -176,7 +176,7 @@ unsafe fn take_entries(
     while n < count
         && let Some(entry) = queue.take()
     {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe {
             write(queue.format, buf, n, &entry);
             if !sources.is_null() {
@@ -196,7 +196,7 @@ unsafe fn take_entries(
 }
 
 unsafe extern "C" fn read(cq: *mut fid_cq, buf: *mut c_void, count: usize) -> isize {
-    // SAFETY: it was opened here; a list of `count` entries (the caller's promise).
+    // SAFETY: it was opened by this library; a list of `count` entries (guaranteed by the caller).
     ended(|| unsafe { take_entries(known(cq)?, buf, count, std::ptr::null_mut()) })
 }
 
@@ -212,7 +212,7 @@ unsafe extern "C" fn readfrom(
 
 unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: u64) -> isize {
     ended(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<CqObject, _>(cq) }?;
         if to.is_null() {
             return Err(FI_EINVAL);
@@ -245,9 +245,9 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
 /// Prepares a wait for the queue's descriptor. Fails with `FI_EAGAIN` if there are entries.
 ///
 /// # Safety
-/// `cq` is null or was opened here.
+/// `cq` is null or was opened by this library.
 pub(crate) unsafe fn trywait(cq: *mut fid_cq) -> Result<(), c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let object = unsafe { known::<CqObject, _>(cq) }?;
     let wait = object.rest.wait.as_ref().ok_or(FI_EINVAL)?;
     may_wait(object, wait)
@@ -283,7 +283,7 @@ unsafe fn wait_for_entries(
     sources: *mut FiAddr,
     timeout: c_int,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let object = unsafe { known::<CqObject, _>(cq) }?;
     let Some(wait) = &object.rest.wait else {
         return Err(FI_ENOSYS); // The program has said that it does not wait.
@@ -291,7 +291,7 @@ unsafe fn wait_for_entries(
     let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
     let begin = Instant::now();
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         match unsafe { take_entries(object, buf, count, sources) } {
             Err(FI_EAGAIN) => {}
             other => return other,
@@ -320,7 +320,7 @@ unsafe extern "C" fn sread(
     _cond: *const c_void,
     timeout: c_int,
 ) -> isize {
-    // SAFETY: a list of `count` entries (the caller's promise).
+    // SAFETY: a list of `count` entries (guaranteed by the caller).
     ended(|| unsafe { wait_for_entries(cq, buf, count, std::ptr::null_mut(), timeout) })
 }
 
@@ -338,7 +338,7 @@ unsafe extern "C" fn sreadfrom(
 
 unsafe extern "C" fn signal(cq: *mut fid_cq) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<CqObject, _>(cq) }?;
         let wait = object.rest.wait.as_ref().ok_or(FI_ENOSYS)?;
         object.rest.signaled.store(true, Ordering::Release);
@@ -354,7 +354,7 @@ unsafe extern "C" fn strerror(
     buf: *mut c_char,
     len: usize,
 ) -> *const c_char {
-    // SAFETY: any number has a text; the buffer has `len` bytes, or there is none (the caller's promise).
+    // SAFETY: any number has a text; the buffer has `len` bytes, or there is none (guaranteed by the caller).
     unsafe {
         let text = libc::strerror(errno);
         if !buf.is_null() && len > 0 {

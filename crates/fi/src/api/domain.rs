@@ -46,7 +46,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: opened here (the caller's promise).
+        // SAFETY: opened by this library (guaranteed by the caller).
         let api = unsafe { known::<FabricObject, _>(fabric) }?.fid.api_version;
         if info.is_null() {
             return Err(FI_EINVAL);
@@ -65,14 +65,14 @@ pub(crate) unsafe extern "C" fn open(
             name: 0,
             rest: (),
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, domain) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         let object = unsafe { known::<DomainObject, _>(at) }?;
         if Arc::strong_count(&object.domain) > 1 {
             return Err(FI_EBUSY);
@@ -85,7 +85,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
     ended_int(|| {
-        // SAFETY: null or an object (the caller's promise).
+        // SAFETY: null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
         // A domain has no events, so binding an event queue has no effect.
         if class == FI_CLASS_EQ as usize {
@@ -110,7 +110,7 @@ unsafe extern "C" fn query_atomic(
             FI_COMPARE_ATOMIC => Class::Compare,
             _ => return Err(FI_EBADFLAGS),
         };
-        // SAFETY: null or valid (the caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let attr = unsafe { attr.as_mut() }.ok_or(FI_EINVAL)?;
         let (count, size) = super::atomic::room_for(datatype, op, class)?;
         attr.count = count;
@@ -130,13 +130,13 @@ unsafe fn register(
     mr: *mut *mut fid_mr,
     context: *mut c_void,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let domain = &unsafe { known::<DomainObject, _>(at) }?.domain;
     let rights = Access::Remote {
         read: access & FI_REMOTE_READ != 0,
         write: access & FI_REMOTE_WRITE != 0,
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let region = unsafe { Region::new(&domain.pd, buf.expose_provenance(), len, rights) }?;
     let registered = Registered {
         at: buf.expose_provenance(),
@@ -157,7 +157,7 @@ unsafe fn register(
         name: 0,
         rest: region,
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { give(object, mr) }
 }
 
@@ -176,7 +176,7 @@ unsafe extern "C" fn reg(
         if flags != 0 {
             return Err(FI_EBADFLAGS);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { register(at, buf, len, access, mr, context) }
     })
 }
@@ -199,7 +199,7 @@ unsafe extern "C" fn regv(
         if count != 1 {
             return Err(FI_EINVAL);
         }
-        // SAFETY: the caller's promise: a list of one.
+        // SAFETY: guaranteed by the caller: a list of one.
         unsafe {
             let iov = iov.as_ref().ok_or(FI_EINVAL)?;
             register(at, iov.iov_base, iov.iov_len, access, mr, context)
@@ -217,7 +217,7 @@ unsafe extern "C" fn regattr(
         if flags != 0 {
             return Err(FI_EBADFLAGS);
         }
-        // SAFETY: null or valid, with a list (the caller's promise).
+        // SAFETY: null or valid, with a list (guaranteed by the caller).
         unsafe {
             let attr = attr.as_ref().ok_or(FI_EINVAL)?;
             if attr.iov_count != 1 {

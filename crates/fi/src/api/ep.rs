@@ -87,7 +87,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: the caller's promise, for the structures and what they name.
+        // SAFETY: guaranteed by the caller, for the structures and what they name.
         let (domain, info, source) = unsafe {
             let info = info.as_ref().ok_or(FI_EINVAL)?;
             let kind = info.ep_attr.as_ref().map_or(FI_EP_RDM, |ep| ep.r#type);
@@ -106,7 +106,7 @@ pub(crate) unsafe extern "C" fn open(
             Some(ip) if !ip.is_unspecified() => (ip, device.place_of(ip).ok_or(FI_EADDRNOTAVAIL)?),
             _ => device.address(None).ok_or(FI_EADDRNOTAVAIL)?,
         };
-        // SAFETY: null or valid (the caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let (send_flags, receive_flags) = unsafe {
             (
                 info.tx_attr.as_ref().map_or(0, |tx| tx.op_flags),
@@ -146,14 +146,14 @@ pub(crate) unsafe extern "C" fn open(
             name,
             rest: (),
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(object, ep) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here, and the program does not use it any more.
+        // SAFETY: this process opened the object, and the program does not use it any more.
         let object = unsafe { take::<EpObject, _>(at) }?;
         let mut guard = object.domain.lock();
         let state = &mut *guard;
@@ -166,7 +166,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
     ended_int(|| {
-        // SAFETY: null or an object (the caller's promise).
+        // SAFETY: null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
         // SAFETY: its class says what it is.
         let name = unsafe {
@@ -178,7 +178,7 @@ unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
                 _ => return Err(FI_EINVAL),
             }
         };
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         unsafe {
             with_endpoint(at, |endpoint, _| {
                 if endpoint.enabled {
@@ -231,7 +231,7 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) ->
         if command != FI_ENABLE {
             return Err(FI_ENOSYS);
         }
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         unsafe {
             with_endpoint(at, |endpoint, _| {
                 if endpoint.binding.vector.is_none() {
@@ -247,7 +247,7 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) ->
 unsafe extern "C" fn cancel(at: *mut fid, context: *mut c_void) -> isize {
     ended(|| {
         let context = context.expose_provenance();
-        // SAFETY: it was opened here.
+        // SAFETY: this process opened the object.
         unsafe {
             with_endpoint(at, |endpoint, shared| {
                 if endpoint.cancel(shared, context) {
@@ -271,7 +271,7 @@ unsafe extern "C" fn getopt(
         if level != FI_OPT_ENDPOINT || name != FI_OPT_MIN_MULTI_RECV {
             return Err(FI_ENOPROTOOPT);
         }
-        // SAFETY: it was opened here; a value of the length that is said (the caller's promise).
+        // SAFETY: it was opened by this library; a value of the length that is said (guaranteed by the caller).
         unsafe {
             let len = len.as_mut().ok_or(FI_EINVAL)?;
             if value.is_null() || *len < size_of::<usize>() {
@@ -300,7 +300,7 @@ unsafe extern "C" fn setopt(
         if value.is_null() || len != size_of::<usize>() {
             return Err(FI_EINVAL);
         }
-        // SAFETY: it was opened here; a value of the length that is said (the caller's promise).
+        // SAFETY: it was opened by this library; a value of the length that is said (guaranteed by the caller).
         unsafe {
             let bytes = value.cast::<usize>().read();
             with_endpoint(at, |endpoint, _| {
@@ -313,7 +313,7 @@ unsafe extern "C" fn setopt(
 
 unsafe extern "C" fn getname(at: *mut fid, addr: *mut c_void, len: *mut usize) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here; a buffer of the length that is said (the caller's promise).
+        // SAFETY: it was opened by this library; a buffer of the length that is said (guaranteed by the caller).
         unsafe {
             with_endpoint(at, |endpoint, _| {
                 if av::copy_name(endpoint.name(), addr, len)? {

@@ -31,7 +31,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: null or valid (the caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let wanted = unsafe { attr.as_ref() }.map_or(FI_WAIT_NONE, |a| a.wait_obj);
         let wait = match wanted {
             FI_WAIT_NONE | FI_WAIT_UNSPEC => None,
@@ -42,19 +42,19 @@ pub(crate) unsafe extern "C" fn open(
             fid: head(FI_CLASS_EQ, context, &OPS),
             ops: &raw const EQ_OPS.0,
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(EventQueue { c, wait }, eq) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
-    // SAFETY: it was opened here, and the program does not use it any more.
+    // SAFETY: this process opened the object, and the program does not use it any more.
     ended_int(|| unsafe { take::<EventQueue, _>(at).map(|_| 0) })
 }
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened here; the argument is a place for a descriptor (the caller's promise).
+        // SAFETY: it was opened by this library; the argument is a place for a descriptor (guaranteed by the caller).
         unsafe {
             let queue = known::<EventQueue, _>(at)?;
             let (FI_GETWAIT, Some(wait)) = (command, &queue.wait) else {

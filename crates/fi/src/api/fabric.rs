@@ -23,27 +23,27 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: null or valid (the caller's promise).
+        // SAFETY: the caller passes null or a valid pointer.
         let attr = unsafe { attr.as_ref() }.ok_or(FI_EINVAL)?;
         let fid = fid_fabric {
             fid: head(FI_CLASS_FABRIC, context, &OPS),
             ops: &raw const FABRIC_OPS.0,
             api_version: attr.api_version,
         };
-        // SAFETY: null or a place (the caller's promise).
+        // SAFETY: the caller passes null or a writable location.
         unsafe { give(FabricObject { fid }, fabric) }
     })
 }
 
 unsafe extern "C" fn close(at: *mut fid) -> c_int {
-    // SAFETY: it was opened here, and the program does not use it any more.
+    // SAFETY: this process opened the object, and the program does not use it any more.
     ended_int(|| unsafe { take::<FabricObject, _>(at).map(|_| 0) })
 }
 
 unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, count: c_int) -> c_int {
     ended_int(|| {
         for i in 0..usize::try_from(count).map_err(|_negative| FI_EINVAL)? {
-            // SAFETY: the list has `count` objects (the caller's promise).
+            // SAFETY: the list has `count` objects (guaranteed by the caller).
             let (at, class) = unsafe {
                 let at = *fids.add(i);
                 (at, at.as_ref().ok_or(FI_EINVAL)?.fclass)

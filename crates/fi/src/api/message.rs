@@ -57,7 +57,7 @@ fn memory(list: Result<UserMemory, crate::memory::BadList>) -> Result<UserMemory
 }
 
 /// # Safety
-/// `ep` is null or was opened here.
+/// `ep` is null or was opened by this provider.
 unsafe fn sends(
     ep: *mut fid_ep,
     memory: UserMemory,
@@ -65,7 +65,7 @@ unsafe fn sends(
     context: *mut c_void,
     flags: Option<u64>,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
             let message = Outgoing {
@@ -83,7 +83,7 @@ unsafe fn sends(
 }
 
 /// # Safety
-/// `ep` is null or was opened here.
+/// `ep` is null or was opened by this provider.
 unsafe fn receives(
     ep: *mut fid_ep,
     memory: UserMemory,
@@ -91,7 +91,7 @@ unsafe fn receives(
     context: *mut c_void,
     flags: Option<u64>,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
             let wanted = Wanted {
@@ -126,7 +126,7 @@ fn tagged(peer: FiAddr, tag: u64) -> What {
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {
-            // SAFETY: the program's promise.
+            // SAFETY: upheld by the program.
             ended(|| unsafe { $body })
         }
     )*};

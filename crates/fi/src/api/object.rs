@@ -62,9 +62,9 @@ pub(crate) struct Waiting {
 /// The object behind a pointer of C.
 ///
 /// # Safety
-/// `at` is null, or was made by [`give`] of a `T` that lives.
+/// `at` is null, or was made by [`give`] of a `T` that is live.
 pub(crate) unsafe fn known<'a, T, F>(at: *mut F) -> Result<&'a T, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe { at.cast::<T>().as_ref() }.ok_or(FI_EINVAL)
 }
 
@@ -73,7 +73,7 @@ pub(crate) unsafe fn known<'a, T, F>(at: *mut F) -> Result<&'a T, c_int> {
 /// # Safety
 /// `to` is null or a place for a pointer.
 pub(crate) unsafe fn give<T, F>(object: T, to: *mut *mut F) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let to = unsafe { to.as_mut() }.ok_or(FI_EINVAL)?;
     *to = Box::into_raw(Box::new(object)).cast();
     Ok(0)
@@ -87,7 +87,7 @@ pub(crate) unsafe fn take<T, F>(at: *mut F) -> Result<Box<T>, c_int> {
     if at.is_null() {
         return Err(FI_EINVAL);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     Ok(unsafe { Box::from_raw(at.cast::<T>()) })
 }
 
@@ -146,7 +146,7 @@ pub(crate) unsafe fn with_endpoint<F>(
     at: *mut F,
     f: impl FnOnce(&mut Endpoint, &mut Shared) -> Result<isize, c_int>,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let object = unsafe { known::<EpObject, _>(at) }?;
     let mut guard = object.domain.lock();
     let state = &mut *guard;

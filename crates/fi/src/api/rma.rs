@@ -47,7 +47,7 @@ enum End {
 }
 
 /// # Safety
-/// `ep` is null or was opened here.
+/// `ep` is null or was opened by this provider.
 unsafe fn access(
     ep: *mut fid_ep,
     memory: UserMemory,
@@ -55,7 +55,7 @@ unsafe fn access(
     read: bool,
     end: End,
 ) -> Result<isize, c_int> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
             let (context, flags, silent) = match end {
@@ -91,7 +91,7 @@ unsafe fn of_message(
     if flags & !FLAGS != 0 {
         return Err(FI_EBADFLAGS);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     unsafe {
         let msg = msg.as_ref().ok_or(FI_EINVAL)?;
         if msg.rma_iov_count != 1 {
@@ -117,7 +117,7 @@ unsafe fn of_message(
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {
-            // SAFETY: the program's promise.
+            // SAFETY: upheld by the program.
             ended(|| unsafe { $body })
         }
     )*};

@@ -511,7 +511,7 @@ impl Endpoint {
         })
     }
 
-    /// Its name.
+    /// The name.
     pub fn name(&self) -> Remote {
         self.name
     }

@@ -1,8 +1,8 @@
-//! A UDP socket of the program, where a rule lets its datagrams become messages.
+//! A UDP socket of the program whose datagrams a rule may turn into messages of datagram-iWARP.
 //!
-//! Each datagram that the kernel has for the socket is one of the program's: a message, whose payload it gets, or one that is
-//! delivered as it came. Nothing is kept here and nothing is sent that the program did not send, so that all waits are the
-//! kernel's. A datagram that cannot go as a message goes as it is: every receiver takes it.
+//! Each datagram in the kernel's socket is delivered to the program: a message as its payload, any other (*plain*) datagram
+//! unchanged. The library queues nothing and sends nothing of its own, so all waiting is done by the kernel. A datagram that
+//! cannot be sent as a message is sent plain, which every receiver accepts.
 
 use crate::conn::show;
 use crate::conn::table;
@@ -21,49 +21,49 @@ use std::net::SocketAddr;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
-/// The directory says that it understands messages.
+/// The socket is registered in the directory as one that understands messages.
 const ENTERED: u32 = 1;
-/// It stays plain.
+/// The socket stays plain.
 const PINNED: u32 = 2;
-/// The program has bound it.
+/// The program has called `bind` on the socket.
 const BOUND: u32 = 4;
-/// The program puts datagrams together from several calls: these are plain.
+/// `UDP_CORK` is set: a datagram is built by several calls and is sent plain.
 const CORKED: u32 = 8;
-/// The kernel holds bytes of a datagram back that the program has begun by MSG_MORE.
+/// The kernel holds the beginning of a datagram that the program sent with `MSG_MORE`.
 const MORE: u32 = 16;
-/// The kernel makes several datagrams of one call: these are plain.
+/// `UDP_SEGMENT` is set: the kernel makes several datagrams of one call. They are sent plain.
 const SEGMENTS: u32 = 32;
-/// It has entered at some time: messages may be under way to it, also when it has left.
+/// The socket was registered at some time, so messages may still arrive.
 const EXPECTS: u32 = 64;
-/// The program reads from the middle of datagrams: its calls are the kernel's.
+/// `SO_PEEK_OFF` is set: the program may read from the middle of a datagram, so its calls go to the kernel unchanged.
 const MIDDLE: u32 = 128;
-/// The program gets the kernel's reports of errors.
+/// `IP_RECVERR` is set: the kernel queues error reports for the program.
 const REPORTS: u32 = 256;
-/// Its datagrams are not fragmented: the kernel refuses those that are too long for the path.
+/// IP fragmentation is off: the kernel refuses datagrams that are longer than the path MTU.
 const WHOLE: u32 = 512;
-/// Another thread had the peer when it changed.
+/// `peer` is out of date: it could not be locked when the program changed it.
 const STALE: u32 = 1024;
 
-/// UDP sockets of this process that may have messages.
+/// The number of UDP sockets of this process that may have messages.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 /// A UDP socket.
 #[derive(Debug)]
 pub struct Dgram {
     state: AtomicU32,
-    /// What the rule about its own address says: 0 nothing, 1 Send, 2 Write-Record; 4: its peers understand messages.
+    /// The rule for the local address: 0 none, 1 Send, 2 Write-Record. Bit 4: peers are assumed to understand messages.
     own: AtomicU8,
-    /// 1: the table of sockets shows it as one that sends Write-Records.
+    /// 1: the table of sockets shows this socket as one that sends Write-Records.
     shown: AtomicU8,
     numbers: AtomicUsize,
-    /// The descriptor that holds its name in the directory; -1: there is none.
+    /// The descriptor that holds the socket's name in the directory, or -1.
     name: AtomicI32,
-    /// Random, as are the numbers of messages first.
+    /// The socket's number in the headers of its messages. Random, as is the first message number.
     epoch: AtomicU32,
     id: AtomicU32,
     received: AtomicU32,
-    /// The peer that it is connected to. It is only tried to lock it: a datagram is plain if another thread has it, or had it
-    /// when the process forked.
+    /// The peer of a connected socket. Only `try_lock` is used, so that no call blocks: a datagram is sent plain if another thread
+    /// holds the lock, or held it when the process forked.
     peer: RwLock<Option<SocketAddr>>,
 }
 
@@ -85,7 +85,8 @@ fn kind_of(bits: u8) -> Option<Kind> {
     }
 }
 
-/// A group, or all hosts of a network: their members need not understand the same.
+/// Returns whether the address is multicast or broadcast. Such datagrams stay plain, because not all receivers may understand
+/// messages.
 fn is_group(addr: SocketAddr) -> bool {
     match addr.ip().to_canonical() {
         std::net::IpAddr::V4(ip) => ip.is_multicast() || ip.is_broadcast(),
@@ -94,7 +95,7 @@ fn is_group(addr: SocketAddr) -> bool {
 }
 
 impl Dgram {
-    /// A socket that the program has made.
+    /// Returns the state for a new socket of the program.
     pub fn new() -> &'static Self {
         let free = FREE.try_lock().and_then(|mut free| free.pop());
         let it = free.unwrap_or_else(|| {
@@ -133,22 +134,22 @@ impl Dgram {
         }
     }
 
-    /// Whether messages to it are opened.
+    /// Returns whether received messages are unwrapped.
     pub fn opens(&self) -> bool {
         !self.has(MIDDLE)
     }
 
-    /// Whether messages may be under way to it.
+    /// Returns whether messages may still arrive.
     pub fn expects(&self) -> bool {
         self.has(EXPECTS)
     }
 
-    /// `SO_PEEK_OFF`: a look at a datagram goes on where the last one ended.
+    /// Records that the program sets `SO_PEEK_OFF`: each peek continues where the last one ended.
     pub fn reads_from_the_middle(&self, on: bool) {
         self.put(MIDDLE, on);
     }
 
-    /// The program has bound it.
+    /// Called after the program has bound the socket.
     pub fn bound(&self, fd: c_int) {
         self.put(BOUND, true);
         let Some(own) = sys::name_of(fd, libc::getsockname) else {
@@ -165,24 +166,24 @@ impl Dgram {
         }
     }
 
-    /// The program has connected it, or ended its connection.
+    /// Called after the program has connected the socket, or disconnected it (`None`).
     pub fn connected(&self, fd: c_int, peer: Option<SocketAddr>) {
         self.set_peer(peer);
         match peer {
             Some(peer) => {
-                // Answers may come before it sends anything.
+                // The peer may send before the program does, so the socket is registered now.
                 if let Some(kind) = self.kind_to(peer) {
                     self.enter(fd, kind);
                 }
             }
-            // The kernel has given up a port that it has chosen itself.
+            // The kernel has released the port, which the kernel had chosen.
             None if !self.has(BOUND) => self.leave(fd),
             None => {}
         }
     }
 
     fn set_peer(&self, peer: Option<SocketAddr>) {
-        // Those who read it have it for a few instructions, unless they were interrupted.
+        // Readers hold the lock for a few instructions, unless they were preempted.
         for _ in 0..limits::TRIES {
             if let Ok(mut place) = self.peer.try_write() {
                 *place = peer;
@@ -194,13 +195,13 @@ impl Dgram {
         }
     }
 
-    /// The peer that it is connected to.
+    /// Returns the peer of a connected socket.
     pub fn peer(&self) -> Option<SocketAddr> {
         let peer = self.peer.try_read().ok().and_then(|peer| *peer);
         peer.filter(|_| !self.has(STALE))
     }
 
-    /// Messages to it are understood from now on, and the directory says so. `kind`: of the messages that it sends.
+    /// Registers the socket in the directory. `kind`: the kind of the messages that it sends.
     fn enter(&self, fd: c_int, kind: Kind) {
         if self.has(ENTERED | PINNED) {
             return;
@@ -222,7 +223,7 @@ impl Dgram {
             }
             self.name.store(name, Ordering::Release);
             if !self.has(ENTERED) {
-                // Another thread has closed it meanwhile.
+                // Another thread has closed the socket meanwhile.
                 self.leave(fd);
                 return;
             }
@@ -240,7 +241,7 @@ impl Dgram {
         }
     }
 
-    /// The directory does not name it any more.
+    /// Removes the socket from the directory.
     fn leave(&self, fd: c_int) {
         if self.state.fetch_and(!ENTERED, Ordering::AcqRel) & ENTERED != 0 {
             show::forget(fd);
@@ -251,39 +252,39 @@ impl Dgram {
         }
     }
 
-    /// It is to be the kernel's alone from now on. Messages that are there already, or under way, are opened.
+    /// Makes the socket plain for good. Messages that have arrived or are on the way are still unwrapped.
     pub fn pin(&self, fd: c_int, why: Why) {
         self.put(PINNED, true);
         let name = self.name.load(Ordering::Acquire);
         if name >= 0 {
-            // Also for processes that were forked.
+            // This also ends the name for processes that inherited it by fork.
             directory::end_udp(name);
         }
         self.leave(fd);
         show::plain(fd, why);
     }
 
-    /// `UDP_CORK`.
+    /// Records `UDP_CORK`.
     pub fn cork(&self, on: bool) {
         self.put(CORKED, on);
     }
 
-    /// `UDP_SEGMENT`.
+    /// Records `UDP_SEGMENT`.
     pub fn segment(&self, on: bool) {
         self.put(SEGMENTS, on);
     }
 
-    /// `IP_RECVERR`.
+    /// Records `IP_RECVERR`.
     pub fn report(&self, on: bool) {
         self.put(REPORTS, on);
     }
 
-    /// `IP_MTU_DISCOVER`, with a value by which datagrams are not fragmented.
+    /// Records whether `IP_MTU_DISCOVER` has a value that turns IP fragmentation off.
     pub fn keep_whole(&self, on: bool) {
         self.put(WHOLE, on);
     }
 
-    /// Whether the kernel holds bytes back that the next call goes on with.
+    /// Returns whether the kernel holds the beginning of a datagram, which the next call continues.
     pub fn holds_back(&self) -> bool {
         self.has(MORE)
     }
@@ -293,18 +294,19 @@ impl Dgram {
         self.put(MORE, on);
     }
 
-    /// Whether datagrams may be messages. One that is too long with its headers alone would leave a report behind.
+    /// Returns whether datagrams may be sent as messages. Not with `IP_RECVERR` and fragmentation off: a datagram that exceeds the
+    /// path MTU only because of the added headers would leave an error report in the queue.
     pub fn may_send(&self) -> bool {
         let state = self.state.load(Ordering::Acquire);
         state & (PINNED | CORKED | MORE | SEGMENTS) == 0
             && state & (REPORTS | WHOLE) != REPORTS | WHOLE
     }
 
-    /// What messages to a peer are; `None`: datagrams to it are plain.
+    /// Returns the kind of the messages to `peer`, or `None` if datagrams to it are plain.
     pub fn kind_to(&self, peer: SocketAddr) -> Option<Kind> {
         let own = self.own.load(Ordering::Relaxed);
         let known = match peers::get(peer) {
-            // A socket without a rule of its own did not ask.
+            // The entry may have been made for a socket without a rule, which does not query the directory.
             Some(known) if known.understands.is_some() || known.rule.is_some() || own == 0 => known,
             _ => find_out(peer, own != 0),
         };
@@ -316,7 +318,8 @@ impl Dgram {
         kind_of(bits).filter(|_| may)
     }
 
-    /// The numbers of the next message: of the socket, and its own. Answers to it are understood.
+    /// Returns the numbers for the next message: that of the socket and that of the message. Registers the socket, because the peer
+    /// may answer with messages.
     pub fn next(&self, fd: c_int, kind: Kind) -> (u16, u32) {
         if !self.has(ENTERED) {
             self.enter(fd, kind);
@@ -325,12 +328,12 @@ impl Dgram {
         (self.epoch.load(Ordering::Relaxed) as u16, id)
     }
 
-    /// A message of so many bytes was sent.
+    /// Counts a sent message of `bytes` payload bytes.
     pub fn sent(&self, fd: c_int, bytes: usize) {
         show::message(fd, self.shown(), 0, bytes);
     }
 
-    /// A message has come, of which the program has read so many bytes.
+    /// Counts a received message, of which the program has read `bytes` payload bytes.
     pub fn received(&self, fd: c_int, bytes: usize) {
         if self.has(ENTERED) {
             show::message(fd, self.shown(), bytes, 0);
@@ -346,12 +349,12 @@ impl Dgram {
         }
     }
 
-    /// There is one more number of it.
+    /// Counts one more descriptor of the socket.
     pub fn add_number(&self) {
         self.numbers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The program closes a number of it, which the table has forgotten.
+    /// Called when the program closes a descriptor of the socket, after it was removed from the table.
     pub fn closing(&'static self, fd: c_int) {
         if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.leave(fd);
@@ -363,7 +366,7 @@ impl Dgram {
     }
 }
 
-/// Asks the rules and the directory about a peer.
+/// Looks a peer up in the rules and the directory, and caches the result.
 fn find_out(peer: SocketAddr, bound: bool) -> Known {
     let errno = sys::errno();
     let rule = policy::datagrams(Role::Send, peer);
@@ -372,7 +375,7 @@ fn find_out(peer: SocketAddr, bound: bool) -> Known {
         Some((mode, unasked)) => mode.upgrades() && !unasked,
     };
     let may = rule.map_or(bound, |(mode, _)| mode.upgrades()) && !is_group(peer);
-    // All hosts of a network, as a group.
+    // A broadcast address is treated as a group.
     let is_alone = may && !sys::is_broadcast(peer);
     let answer = (asks && is_alone).then(|| directory::ask_udp(peer));
     let known = if may && !is_alone {

@@ -1,7 +1,7 @@
 //! Connections and epoll sets of the program, and the table that finds them by descriptor.
 //!
-//! A connection has references to its sets and a set has references to its connections, so these files name each other. The
-//! lock of a connection may be acquired while that of a set is held, never the other way round.
+//! A connection refers to its sets and a set to its connections, so these modules depend on each other. Lock order: first the
+//! set, then the connection.
 
 pub mod dgram;
 pub mod number;

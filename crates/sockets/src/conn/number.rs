@@ -1,13 +1,13 @@
-//! Maps whose keys are chosen by the program itself: descriptors, and the data of its epoll events. No peer can choose them
-//! to collide, so the hash needs no secret and can be fast.
+//! Hash maps whose keys the program itself chooses: descriptors, and the data of its epoll events. Peers cannot choose keys that
+//! collide, so the hash needs no secret and can be fast.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map by numbers.
+/// A hash map with an integer key.
 pub type NumberMap<K, V> = HashMap<K, V, BuildHasherDefault<Mix>>;
 
-/// Mixes the bits of a number.
+/// A hasher for one integer.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Mix(u64);
 
@@ -23,8 +23,8 @@ impl Hasher for Mix {
     }
 
     fn write_u64(&mut self, n: u64) {
-        // 2^64 divided by the golden ratio: it spreads numbers that are close. Both halves are mixed, because the table uses
-        // the upper bits and the lower ones.
+        // 2^64 divided by the golden ratio. The multiplication spreads consecutive numbers. Both halves are mixed, because the table
+        // uses both the upper and the lower bits.
         let n = (self.0 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = n ^ (n >> 32);
     }

@@ -581,7 +581,7 @@ impl Inner {
             && let Some(bell) = self.bell
         {
             let one = 1u64.to_ne_bytes();
-            // SAFETY: eight bytes.
+            // SAFETY: the buffer has eight bytes.
             self.rung = unsafe { real::write(bell, one.as_ptr().cast(), one.len()) } == 8;
         }
     }
@@ -605,7 +605,7 @@ impl Inner {
     fn listen(&mut self) {
         if let Some(bell) = self.bell {
             let mut count = [0u8; 8];
-            // SAFETY: eight bytes.
+            // SAFETY: the buffer has eight bytes.
             let _ = unsafe { real::read(bell, count.as_mut_ptr().cast(), count.len()) };
             self.rung = false;
         }

@@ -1,6 +1,6 @@
 //! The table of sockets that `anywarp sockets stat` reads: see `sockets_base::stat`.
 //!
-//! It is made with the first socket that there is something to say about. A child of a fork makes one of its own.
+//! The table is created with the first socket that has something to show. A forked child creates a table of its own.
 
 use crate::conn::table;
 use crate::owner;
@@ -40,7 +40,7 @@ const _: () = assert!(size_of::<Table>() == SIZE && size_of::<Record>() == RECOR
 
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 static FD: AtomicI32 = AtomicI32::new(-1);
-/// Held while the table is made, so that there is one; true: it cannot be made.
+/// Held while the table is created, so that only one is. True: creating it failed, and is not tried again.
 static MAKING: Mutex<bool> = Mutex::new(false);
 
 fn table() -> Option<&'static Table> {
@@ -48,12 +48,12 @@ fn table() -> Option<&'static Table> {
     if at.is_null() {
         return make();
     }
-    // SAFETY: it is mapped as long as the pointer is there, and all of it may be written by others meanwhile.
+    // SAFETY: the table stays mapped while the pointer is set, and all its fields may be written concurrently.
     unsafe { at.as_ref() }
 }
 
 fn make() -> Option<&'static Table> {
-    // One that another thread makes is there for the next event; in a child that was forked meanwhile it is never made.
+    // If another thread is creating the table, this event is not shown. In a child that was forked meanwhile no table is created.
     let mut failed = MAKING.try_lock().ok()?;
     let there = TABLE.load(Ordering::Acquire);
     if there.is_null() && !*failed {
@@ -73,7 +73,7 @@ fn make() -> Option<&'static Table> {
     unsafe { TABLE.load(Ordering::Acquire).as_ref() }
 }
 
-/// In the child of a fork: the table is the parent's.
+/// Called in the child of a fork. The inherited table is the parent's and is no longer used.
 pub fn forked() {
     let fd = FD.swap(-1, Ordering::AcqRel);
     if fd >= 0 {
@@ -85,7 +85,7 @@ pub fn forked() {
     }
 }
 
-/// The program puts another descriptor in this place.
+/// Called when the program puts another descriptor on the number of the table's descriptor.
 pub fn lost(fd: c_int) {
     let _ = FD.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Relaxed);
 }
@@ -105,17 +105,17 @@ fn set(fd: c_int, state: State, why: Why) {
     }
 }
 
-/// A listener whose connections are looked at.
+/// Shows a listener whose connections may be upgraded.
 pub fn listener(fd: c_int) {
     set(fd, State::Listener, Why::NotSeen);
 }
 
-/// A connection that is not decided about.
+/// Shows a connection that is not decided yet.
 pub fn undecided(fd: c_int) {
     set(fd, State::Undecided, Why::NotSeen);
 }
 
-/// A connection is plain.
+/// Shows a plain connection and why it is plain.
 pub fn plain(fd: c_int, why: Why) {
     set(fd, State::Plain, why);
     if let Some(t) = table() {
@@ -123,7 +123,7 @@ pub fn plain(fd: c_int, why: Why) {
     }
 }
 
-/// A connection was upgraded.
+/// Shows an upgraded connection.
 pub fn upgraded(fd: c_int) {
     set(fd, State::Upgraded, Why::NotSeen);
     if let Some(t) = table() {
@@ -131,7 +131,7 @@ pub fn upgraded(fd: c_int) {
     }
 }
 
-/// The program has read or written.
+/// Counts bytes that the program has read or written.
 #[inline]
 pub fn moved(fd: c_int, stream: &Stream) {
     if let Some(r) = record(fd) {
@@ -140,12 +140,12 @@ pub fn moved(fd: c_int, stream: &Stream) {
         r.memory.store(memory, Ordering::Relaxed);
         r.bytes_in.store(stream.bytes_in, Ordering::Relaxed);
         r.bytes_out.store(stream.bytes_out, Ordering::Relaxed);
-        // A copy of the descriptor has no state of its own before it is used.
+        // A duplicated descriptor has no state in the table before its first use.
         r.state.store(State::Upgraded as u32, Ordering::Release);
     }
 }
 
-/// A UDP socket understands messages.
+/// Shows a UDP socket that understands messages.
 pub fn datagrams(fd: c_int, state: State) {
     set(fd, state, Why::NotSeen);
     if let Some(t) = table() {
@@ -153,18 +153,18 @@ pub fn datagrams(fd: c_int, state: State) {
     }
 }
 
-/// Payload bytes of messages that the program has read, or written.
+/// Counts payload bytes of messages that the program has read or written.
 #[inline]
 pub fn message(fd: c_int, state: State, bytes_in: usize, bytes_out: usize) {
     if let Some(r) = record(fd) {
         r.bytes_in.fetch_add(bytes_in as u64, Ordering::Relaxed);
         r.bytes_out.fetch_add(bytes_out as u64, Ordering::Relaxed);
-        // A copy of the descriptor, and a child of a fork, have no state of their own before it is used.
+        // A duplicated descriptor, and one in a forked child, have no state in the table before their first use.
         r.state.store(state as u32, Ordering::Release);
     }
 }
 
-/// The descriptor is closed. Without a table there is nothing to forget.
+/// Removes a closed descriptor from the table, if there is a table.
 pub fn forget(fd: c_int) {
     if !TABLE.load(Ordering::Acquire).is_null() {
         set(fd, State::Unknown, Why::NotSeen);

@@ -1,4 +1,4 @@
-//! A connection of the program: undecided, or upgraded. A plain one is not known here any more.
+//! A TCP connection of the program that is undecided or upgraded. Plain connections (TCP without RDMA) have no state here.
 
 use crate::conn::set::{Set, for_carrier};
 use crate::conn::show;
@@ -20,83 +20,83 @@ use std::sync::atomic::{
 };
 use std::time::{Duration, Instant};
 
-/// How far a connection is.
+/// The state of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
     /// Not in use, or plain.
     Plain = 0,
-    /// Accepted; its first bytes decide.
+    /// Accepted. The first bytes from the peer decide whether the connection is upgraded.
     Accepted = 1,
-    /// It will send a Request when TCP has connected.
+    /// The Request is sent when TCP has connected.
     Connecting = 2,
     /// Upgraded.
     Up = 3,
 }
 
-/// Connections that are not plain: as long as there are none, waits are the kernel's.
+/// The number of connections that are not plain. While it is 0, the waiting calls go to the kernel unchanged.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
-/// Connections that are neither plain nor upgraded yet.
+/// The number of undecided connections.
 pub static UNDECIDED: AtomicUsize = AtomicUsize::new(0);
 
 /// A connection.
 #[derive(Debug)]
 pub struct Sock {
     mode: AtomicU8,
-    /// The program closes a connection that is not upgraded.
+    /// A rule requires RDMA: the connection is shut down if it cannot be upgraded.
     strict: AtomicBool,
-    /// Numbers of it.
+    /// The number of descriptors of the connection.
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
-    /// Threads that sleep until the carrier has bytes. They are counted with `inner` locked, after they found nothing, and
-    /// while there are any no other thread takes bytes from the carrier: else one could take those that a sleeper is
-    /// about to sleep for.
+    /// The number of threads that sleep until the carrier has bytes. A thread is counted with `inner` locked, after it found
+    /// nothing to read. While the number is not 0, no other thread receives from the carrier: it could take the bytes that a thread
+    /// is about to sleep for.
     sleepers: AtomicI32,
-    /// A writer without credit sleeps until the carrier has bytes, and was counted as the sleepers are. Others may take these,
-    /// and then wake it by `kick`.
+    /// A writer without credit (the *leader*) sleeps until the carrier has bytes, and is counted in `sleepers`. Other threads may
+    /// receive these bytes if they then wake the leader by `kick`.
     leads: AtomicBool,
-    /// An eventfd for the writer that leads; -1: there is none yet.
+    /// The eventfd that wakes the leader, or -1.
     kick: AtomicI32,
-    /// Signalled when `turn` changes, if `followers` is not 0: a signal is a system call even if no thread waits.
+    /// Signalled when `turn` changes and `followers` is not 0, because a signal is a system call even without a waiting thread.
     taken: Condvar,
-    /// Threads that wait for `taken`.
+    /// The number of threads that wait for `taken`.
     followers: AtomicU32,
-    /// Counts what writers that follow another thread wait for.
+    /// Incremented by each event that writers other than the leader wait for.
     turn: AtomicU64,
-    /// The sets that it is in.
+    /// The epoll sets that contain the connection.
     sets: Mutex<Vec<&'static Set>>,
     in_sets: AtomicBool,
-    /// The number that it was added to a set with last.
+    /// The descriptor by which the connection was added to a set last.
     member: AtomicI32,
-    /// It has, or had, several numbers.
+    /// The connection has, or had, several descriptors.
     copied: AtomicBool,
-    /// The process that uses it; 0 after a fork: the first that uses it.
+    /// The id of the process that uses the connection. 0 after a fork: the first process that uses the connection sets it.
     owner: Mutex<Option<&'static AtomicU32>>,
     forked: AtomicBool,
-    /// The child cannot use it: a thread of the parent was in it at the fork.
+    /// The child cannot use the connection, because a thread of the parent held its lock at the fork.
     lost: AtomicBool,
 }
 
-/// In place of an errno: the connection has become plain, and the call is the kernel's.
+/// Returned in place of an errno: the connection has become plain, so the caller passes the call to the kernel.
 pub const GONE: c_int = -1;
 
-/// What a writer waits for that can send nothing now.
+/// What a writer that can send nothing now has to wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// Another thread waits for the carrier: see [`Sock::follow`].
+    /// Another thread, which waits for the carrier: see [`Sock::follow`].
     Other(u64),
-    /// Room in the carrier.
+    /// Room in the carrier's send buffer.
     Room,
-    /// Credit. The caller waits for the carrier and for this eventfd, if there is one, then calls [`Sock::led`].
+    /// Credit. The caller waits for bytes from the carrier or for this eventfd (if any), then calls [`Sock::led`].
     Credit(Option<c_int>),
 }
 
-/// What a stream needs of its carrier.
+/// The events that a stream needs from its carrier.
 #[derive(Debug, Clone, Copy)]
 pub struct Carrier {
-    /// Events of `poll` that lead to those which the program waits for.
+    /// The `poll` events of the carrier that can cause the events that the program waits for.
     pub events: i16,
-    /// Bytes of FPDUs wait for the carrier.
+    /// Bytes of FPDUs are queued until the carrier accepts them.
     pub has_rest: bool,
 }
 
@@ -111,7 +111,7 @@ impl Carrier {
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
 
-/// Takes bytes that were looked at; whether they were still there.
+/// Consumes bytes that were peeked before. Returns whether they were still there.
 fn take(fd: c_int, bytes: Option<&mut [u8]>) -> bool {
     bytes.is_some_and(|b| {
         let length = b.len();
@@ -146,7 +146,7 @@ impl Sock {
         }
     }
 
-    /// A connection with one number.
+    /// Returns a connection with one descriptor.
     pub fn new(mode: Mode, strict: bool) -> &'static Self {
         let sock = lock(&FREE).pop();
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
@@ -162,7 +162,7 @@ impl Sock {
         sock
     }
 
-    /// Changes the mode; whether it was another one than plain.
+    /// Changes the mode. Returns false if the connection was plain.
     fn becomes(&self, mode: Mode) -> bool {
         let old = self.mode.swap(mode as u8, Ordering::AcqRel);
         if old == Mode::Accepted as u8 || old == Mode::Connecting as u8 {
@@ -171,7 +171,7 @@ impl Sock {
         old != Mode::Plain as u8
     }
 
-    /// How far it is.
+    /// Returns the state.
     #[inline]
     pub fn mode(&self) -> Mode {
         match self.mode.load(Ordering::Acquire) {
@@ -182,30 +182,30 @@ impl Sock {
         }
     }
 
-    /// Whether it must not stay plain.
+    /// Returns whether a rule requires RDMA for the connection.
     pub fn is_strict(&self) -> bool {
         self.strict.load(Ordering::Relaxed)
     }
 
-    /// It got another number.
+    /// Counts one more descriptor.
     pub fn add_number(&self) {
         self.copied.store(true, Ordering::Release);
         self.numbers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether it has, or had, several numbers.
+    /// Returns whether the connection has, or had, several descriptors.
     pub fn has_copies(&self) -> bool {
         self.copied.load(Ordering::Acquire)
     }
 
-    /// Its state, if it is upgraded.
+    /// Locks and returns the stream; `None` inside if the connection is not upgraded.
     pub fn stream(&self) -> MutexGuard<'_, Option<Box<Stream>>> {
         lock(&self.inner)
     }
 
     // ------------------------------------------------------------------ decision
 
-    /// Leaves this number to the kernel from here on.
+    /// Makes the connection plain, and removes `fd` from the table.
     fn go_plain(&'static self, fd: c_int, why: Why) {
         if self.becomes(Mode::Plain) {
             LIVE.fetch_sub(1, Ordering::Relaxed);
@@ -216,7 +216,7 @@ impl Sock {
             }
             self.in_sets.store(false, Ordering::Relaxed);
         }
-        // Other numbers of it find the mode.
+        // Other descriptors of the connection see the new mode at their next use.
         if table::forget(fd, self) {
             self.drop_number();
         }
@@ -224,7 +224,7 @@ impl Sock {
             log::line(&format!(
                 "connection {fd} is plain, and a rule requires RDMA: it is shut down"
             ));
-            // SAFETY: no pointer.
+            // SAFETY: no pointer is passed.
             unsafe {
                 crate::real::shutdown(fd, libc::SHUT_RDWR);
             }
@@ -251,9 +251,10 @@ impl Sock {
         last
     }
 
-    /// Decides if it can be decided now. `writes`: the program writes first, so that nothing can be waited for.
+    /// Decides whether the connection is upgraded, if that is possible now. `writes`: the program writes before it reads, so the
+    /// decision cannot wait for bytes from the peer.
     ///
-    /// Returns what the connection is then.
+    /// Returns the resulting mode.
     pub fn decide(&'static self, fd: c_int, writes: bool) -> Mode {
         match self.mode() {
             Mode::Accepted => self.look(fd, writes),
@@ -270,7 +271,7 @@ impl Sock {
         self.mode()
     }
 
-    /// Looks at the first bytes of an accepted connection.
+    /// Peeks at the first bytes of an accepted connection, and decides.
     fn look(&'static self, fd: c_int, writes: bool) {
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Accepted {
@@ -294,14 +295,14 @@ impl Sock {
             return;
         };
         if !take(fd, bytes.get_mut(..length)) {
-            // Another process that inherited the connection was first.
+            // Another process that inherited the connection has consumed the Request.
             drop(inner);
             self.go_plain(fd, Why::Handed);
             return;
         }
         stream.undelay(fd);
         if sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL) != Ok(reply.len()) {
-            // The peer is gone; the next call of the program finds out.
+            // The connection is broken. The next call of the program returns the error.
             log::line(&format!("stream {fd}: the Reply could not be sent"));
         }
         *inner = Some(stream);
@@ -311,8 +312,8 @@ impl Sock {
         log::line(&format!("stream {fd}: accepted"));
     }
 
-    /// The connection is about to go to another program, which may not have the library: it becomes plain for both ends. A
-    /// Request is refused; of a stream the two ends agree. Whether it is plain.
+    /// Makes the connection plain at both ends, because it is passed to another program, which may not have the library. A pending
+    /// Request is refused; for a stream, both ends exchange Plain messages. Returns whether the connection is plain.
     pub fn hand_over(&'static self, fd: c_int) -> bool {
         let mut inner = lock(&self.inner);
         if self.mode() == Mode::Up {
@@ -332,7 +333,7 @@ impl Sock {
         if let Some((length, reply)) = stream::refusal(bytes.get(..n).unwrap_or(&[]))
             && take(fd, bytes.get_mut(..length))
         {
-            // A peer that is gone is found out by the other program.
+            // If this fails the connection is broken, and the other program gets the error.
             let _ = sys::send(fd, &[IoSlice::new(&reply)], libc::MSG_NOSIGNAL);
         }
         drop(inner);
@@ -340,7 +341,7 @@ impl Sock {
         true
     }
 
-    /// Leaves a connection to the kernel that has become plain, when nothing of it is left here.
+    /// Makes `fd` plain once the stream has become plain and has no more buffered bytes.
     fn settle(&'static self, fd: c_int, why: Why) {
         let mut inner = lock(&self.inner);
         if let Some(stream) = inner.as_ref().filter(|s| s.is_over()) {
@@ -352,7 +353,7 @@ impl Sock {
         }
     }
 
-    /// TCP has connected: sends the Request.
+    /// Sends the Request. Called when TCP has connected.
     pub fn start(&'static self, fd: c_int) {
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Connecting {
@@ -387,7 +388,7 @@ impl Sock {
         *lock(&self.owner) = word;
     }
 
-    /// The process is about to fork: the first of the two that uses the stream will own it.
+    /// Called before a fork. The first of the two processes that uses the stream becomes its owner.
     pub fn before_fork(&self) {
         if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
@@ -398,7 +399,7 @@ impl Sock {
         }
     }
 
-    /// In the child.
+    /// Called in the child of a fork.
     pub fn after_fork(&self) {
         if self.inner.try_lock().is_none()
             || self.sets.try_lock().is_none()
@@ -409,7 +410,7 @@ impl Sock {
         self.sleepers.store(0, Ordering::Relaxed);
     }
 
-    /// Whether this process may use the stream.
+    /// Returns whether this process may use the stream; makes it the owner if there is none.
     #[inline]
     pub fn is_ours(&self, fd: c_int) -> bool {
         if !self.forked.load(Ordering::Acquire) {
@@ -434,7 +435,7 @@ impl Sock {
         }
     }
 
-    /// Whether this process used the stream since it was forked, or made it.
+    /// Returns whether this process has used the stream since the last fork, or created it.
     fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
             || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
@@ -442,7 +443,7 @@ impl Sock {
 
     // ------------------------------------------------------------------ data
 
-    /// Wakes the threads that wait for the stream in a set, after a call that changed it.
+    /// Wakes the threads that wait for the stream in an epoll set, after a call that changed the stream.
     fn notify_sets(&self, news: News) {
         if news == News::default() {
             return;
@@ -456,8 +457,8 @@ impl Sock {
         }
     }
 
-    /// Reads without waiting; see [`Stream::read`]. With `sleeps`, the caller is counted as sleeper if there is less than
-    /// it needs; then the second value is true.
+    /// Reads without blocking; see [`Stream::read`]. With `sleeps`, the caller is counted in `sleepers` if less than it needs was
+    /// available; the second value is true then.
     pub fn read(
         &'static self,
         fd: c_int,
@@ -487,23 +488,23 @@ impl Sock {
         (result, sleeps && more)
     }
 
-    /// A sleeper is awake.
+    /// Called by a counted sleeper after it was woken.
     pub fn awake(&self) {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         self.wake_followers();
     }
 
-    /// A thread is about to look at the stream, and to sleep until the carrier has events.
+    /// Counts the caller as a sleeper, before it checks the stream and then sleeps until the carrier has events.
     pub fn asleep(&self) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Whether bytes may be taken from the carrier: no thread sleeps for them. The caller has locked the stream.
+    /// Returns whether the caller may receive from the carrier, because no thread sleeps for its bytes. The stream must be locked.
     pub fn may_pull(&self) -> bool {
         self.sleepers.load(Ordering::SeqCst) <= 0
     }
 
-    /// Wakes the threads that a change of the stream concerns.
+    /// Wakes the threads that wait for a change like `news`.
     fn wake(&self, news: News) {
         if news.readable || news.writable {
             self.wake_followers();
@@ -511,7 +512,7 @@ impl Sock {
         if news.writable && self.leads.load(Ordering::SeqCst) {
             let one = 1u64.to_ne_bytes();
             let kick = self.kick.load(Ordering::Acquire);
-            // SAFETY: eight bytes.
+            // SAFETY: the buffer has eight bytes.
             let _ = unsafe { crate::real::write(kick, one.as_ptr().cast(), one.len()) };
         }
     }
@@ -520,13 +521,13 @@ impl Sock {
     fn wake_followers(&self) {
         self.turn.fetch_add(1, Ordering::SeqCst);
         if self.followers.load(Ordering::SeqCst) > 0 {
-            // One that is counted and does not wait yet holds the lock.
+            // A follower that is counted but not waiting yet holds this lock.
             drop(lock(&self.inner));
             self.taken.notify_all();
         }
     }
 
-    /// The eventfd for the writer that leads. The caller has locked the stream.
+    /// Returns the eventfd for the leader, and creates it at the first call. The stream must be locked.
     fn kick(&self) -> Option<c_int> {
         let fd = self.kick.load(Ordering::Acquire);
         if fd >= 0 {
@@ -538,7 +539,8 @@ impl Sock {
         Some(fd)
     }
 
-    /// Writes without waiting; see [`Stream::write`]. If nothing goes and the program `waits`, also what for.
+    /// Writes without blocking; see [`Stream::write`]. If nothing was written and the program `waits`, also returns what to wait
+    /// for.
     pub fn write(
         &'static self,
         fd: c_int,
@@ -579,13 +581,13 @@ impl Sock {
         (result, wait)
     }
 
-    /// The writer that led does not sleep any more.
+    /// Called by the leader after it was woken.
     pub fn led(&self) {
         self.leads.store(false, Ordering::SeqCst);
         self.wake_followers();
     }
 
-    /// Does something with the stream, and tells others what changed. Also whether something waits to be sent.
+    /// Calls `f` with the stream, then wakes the threads that the change concerns. Also returns whether bytes are left to send.
     pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
         let mut inner = lock(&self.inner);
         let stream = inner.as_mut()?;
@@ -596,7 +598,7 @@ impl Sock {
         Some((result, waits))
     }
 
-    /// What a process that ends waits for, to send the rest.
+    /// Returns the `poll` events of the carrier after which more can be sent. Used when the process exits.
     pub fn blocked_on(&self) -> i16 {
         let inner = lock(&self.inner);
         match inner.as_ref() {
@@ -605,11 +607,11 @@ impl Sock {
         }
     }
 
-    /// Waits until another thread has changed something since `turn`, a bounded time: one that was cancelled while it slept
-    /// does not wake others.
+    /// Waits until `turn` has changed. The wait is bounded, because a leader that is cancelled while it sleeps does not wake
+    /// followers.
     pub fn follow(&self, turn: u64) {
         let inner = lock(&self.inner);
-        // Counted before the turn is looked at: what changes it in between sees the follower.
+        // Counted before `turn` is read, so that a thread that changes `turn` in between sees the follower.
         self.followers.fetch_add(1, Ordering::SeqCst);
         if self.turn.load(Ordering::SeqCst) == turn {
             let wait = Duration::from_millis(limits::FOLLOW);
@@ -618,18 +620,19 @@ impl Sock {
         self.followers.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Events of the carrier were found: processes them, and returns the events of the stream.
+    /// Processes events of the carrier. Returns the resulting events of the stream.
     pub fn process(&self, fd: c_int, events: i16) -> i16 {
         self.process_for(fd, events, 0).0
     }
 
-    /// As [`Self::process`], for a set of which the program wants to know `wanted`: also what to ask of the carrier next.
+    /// Like [`Self::process`], for an epoll set in which the program waits for `wanted`. Also returns the events to request from the
+    /// carrier next.
     pub fn process_for(&self, fd: c_int, events: i16, wanted: u32) -> (i16, Option<Carrier>) {
         let done = self.with(|stream| {
             if events != 0 {
                 stream.on_carrier(fd, events, self.may_pull());
             }
-            // The caller reports them; only threads that wait for the stream itself are woken.
+            // The caller reports the events. Only threads that wait for the stream outside the set are woken.
             (
                 stream.readiness(),
                 Carrier::of(stream, wanted),
@@ -643,7 +646,7 @@ impl Sock {
         (ready, Some(carrier))
     }
 
-    /// What to ask of the carrier of an upgraded stream.
+    /// Returns the events to request from the carrier, if the connection is upgraded.
     pub fn carrier(&self, wanted: u32) -> Option<Carrier> {
         if self.mode() != Mode::Up {
             return None;
@@ -654,7 +657,7 @@ impl Sock {
 
     // ------------------------------------------------------------------ sets
 
-    /// It was added to a set, with this number.
+    /// Records that the connection was added to a set by the descriptor `fd`.
     pub fn joined(&self, set: &'static Set, fd: c_int) {
         let before = self.member.swap(fd, Ordering::AcqRel);
         if before != fd && before >= 0 && self.in_sets.load(Ordering::Acquire) {
@@ -667,7 +670,7 @@ impl Sock {
         self.in_sets.store(true, Ordering::Release);
     }
 
-    /// It was removed from a set.
+    /// Records that the connection was removed from a set.
     pub fn left(&self, set: &Set) {
         let mut sets = lock(&self.sets);
         sets.retain(|s| !std::ptr::eq(*s, set));
@@ -676,7 +679,7 @@ impl Sock {
 
     // ------------------------------------------------------------------ the end
 
-    /// The program closes the number `fd`, which the table has forgotten; the kernel's close follows.
+    /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
     pub fn closing(&'static self, fd: c_int) {
         if self.has_copies() {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
@@ -699,15 +702,15 @@ impl Sock {
             }
         }
         if self.lost.load(Ordering::Relaxed) {
-            // Its locks are those of a thread that does not exist: it is not used again.
+            // A thread that does not exist in this process holds its locks, so the object is not reused.
             LIVE.fetch_sub(1, Ordering::Relaxed);
             return;
         }
         self.drop_number();
     }
 
-    /// Sends what waits, before the process ends, and waits until the peer's kernel has it: a socket that the kernel closes
-    /// with limits of the peer unread would drop it.
+    /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the
+    /// kernel could discard them: it resets a connection that is closed with unread bytes, such as a Limit message of the peer.
     pub fn finish(&self, fd: c_int, until: Instant) {
         if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
             return;

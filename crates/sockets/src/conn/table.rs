@@ -1,8 +1,7 @@
-//! What the library knows about each descriptor number.
+//! The table of descriptors: what the library knows about each one.
 //!
-//! A number leads to a word: 0 for descriptors that are not looked at (files, plain sockets), a tag, or the address of a
-//! socket or a set. Sockets and sets live as long as the process and are used again, so that a thread with an old address
-//! still finds a valid one.
+//! An entry is one machine word: 0 for a descriptor that the library ignores (a file, a plain socket), a tag, or the address of
+//! a socket or set. Sockets and sets are never freed but reused, so a thread with an old address still has a valid reference.
 
 use crate::conn::dgram::Dgram;
 use crate::conn::set::Set;
@@ -20,35 +19,35 @@ static FIRST: [AtomicPtr<Level>; limits::DESCRIPTORS / SECOND] =
 
 /// A TCP socket that is not connected and does not listen.
 const TCP: usize = 1;
-/// A listener whose connections are looked at.
+/// A listener whose connections are upgraded if the peer sends a Request.
 const LISTENER: usize = 3;
 /// A listener whose connections must be upgraded.
 const LISTENER_STRICT: usize = 4;
-/// A listener whose connections are decided about one by one.
+/// A listener for which the rules are checked with the addresses of each connection.
 const LISTENER_EACH: usize = 5;
-/// A descriptor of the library.
+/// A descriptor that the library has opened for itself.
 const OWN: usize = 6;
 const TAGS: usize = 16;
-/// In the address of a set; one of a connection has no such bit.
+/// Tag bit in the address of a set. The address of a connection has no tag bit.
 const SET: usize = 1;
-/// In the address of a UDP socket.
+/// Tag bit in the address of a UDP socket.
 const DGRAM: usize = 2;
 
-/// What is done with the connections of a listener.
+/// How connections of a listener are handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Listens {
-    /// They are looked at.
+    /// They are upgraded if the peer sends a Request.
     Prefers,
     /// They must be upgraded.
     Requires,
-    /// It depends on their addresses.
+    /// The rules are checked with the addresses of each connection.
     Each,
 }
 
-/// What is known about a descriptor.
+/// An entry of the table.
 #[derive(Debug, Clone, Copy)]
 pub enum Entry {
-    /// Nothing: its calls are the kernel's.
+    /// The library ignores the descriptor and passes its calls to the kernel.
     Other,
     /// A TCP socket that is not connected and does not listen.
     Tcp,
@@ -56,7 +55,7 @@ pub enum Entry {
     Dgram(&'static Dgram),
     /// A listener.
     Listener(Listens),
-    /// A descriptor of the library, which the program does not know of: it cannot close it.
+    /// A descriptor that the library has opened for itself. The program cannot close it.
     Own,
     /// A connection.
     Sock(&'static Sock),
@@ -90,7 +89,7 @@ impl Entry {
             0..TAGS => Self::Other,
             word if word & SET != 0 => {
                 let at = std::ptr::with_exposed_provenance::<Set>(word & !SET);
-                // SAFETY: only `word` makes such words, from references that live as long as the process.
+                // SAFETY: only `word` makes such words, from `'static` references.
                 Self::Set(unsafe { &*at })
             }
             word if word & DGRAM != 0 => {
@@ -107,7 +106,7 @@ impl Entry {
     }
 }
 
-/// The place of a number, if the table has its part.
+/// Returns the table slot of a descriptor, if the part of the table that contains it exists.
 #[inline]
 fn place(fd: c_int) -> Option<&'static AtomicUsize> {
     let fd = usize::try_from(fd).ok()?;
@@ -128,20 +127,20 @@ fn make(fd: c_int) -> Option<&'static AtomicUsize> {
         .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
         .is_err()
     {
-        // Another thread was first.
+        // Another thread has allocated this part first.
         // SAFETY: the box was made above, and nothing else has its address.
         drop(unsafe { Box::from_raw(new) });
     }
     place(fd)
 }
 
-/// What is known about `fd`.
+/// Returns the entry of `fd`.
 #[inline]
 pub fn get(fd: c_int) -> Entry {
     place(fd).map_or(Entry::Other, |p| Entry::of(p.load(Ordering::Acquire)))
 }
 
-/// The connection that `fd` is.
+/// Returns the connection of `fd`, if it is one.
 #[inline]
 pub fn sock(fd: c_int) -> Option<&'static Sock> {
     match get(fd) {
@@ -150,7 +149,7 @@ pub fn sock(fd: c_int) -> Option<&'static Sock> {
     }
 }
 
-/// The UDP socket that `fd` is.
+/// Returns the UDP socket of `fd`, if it is one.
 #[inline]
 pub fn dgram(fd: c_int) -> Option<&'static Dgram> {
     match get(fd) {
@@ -159,7 +158,7 @@ pub fn dgram(fd: c_int) -> Option<&'static Dgram> {
     }
 }
 
-/// The set that `fd` is.
+/// Returns the epoll set of `fd`, if it is one.
 #[inline]
 pub fn set(fd: c_int) -> Option<&'static Set> {
     match get(fd) {
@@ -168,25 +167,25 @@ pub fn set(fd: c_int) -> Option<&'static Set> {
     }
 }
 
-/// Sets what is known about `fd`, and returns what was. Without memory for it the descriptor stays plain.
+/// Sets the entry of `fd` and returns the previous one. If there is no memory for the entry, the descriptor stays plain.
 pub fn replace(fd: c_int, entry: Entry) -> Entry {
     let word = entry.word();
     let place = if word == 0 { place(fd) } else { make(fd) };
     place.map_or(Entry::Other, |p| Entry::of(p.swap(word, Ordering::AcqRel)))
 }
 
-/// The library has made `fd` for itself.
+/// Records that the library has opened `fd` for itself.
 pub fn own(fd: c_int) {
     replace(fd, Entry::Own);
 }
 
-/// Closes a descriptor that the library has made for itself.
+/// Closes a descriptor that the library has opened for itself.
 pub fn close_own(fd: c_int) {
     replace(fd, Entry::Other);
     sys::close(fd);
 }
 
-/// Removes what is known about `fd` if it is still that socket; whether it was.
+/// Removes the entry of `fd` if it is `sock`. Returns whether it was.
 pub fn forget(fd: c_int, sock: &'static Sock) -> bool {
     let word = Entry::Sock(sock).word();
     place(fd).is_some_and(|p| {
@@ -195,7 +194,7 @@ pub fn forget(fd: c_int, sock: &'static Sock) -> bool {
     })
 }
 
-/// Calls `each` for all numbers of which something is known.
+/// Calls `each` for all descriptors with an entry.
 pub fn for_each(mut each: impl FnMut(c_int, Entry)) {
     for (i, first) in FIRST.iter().enumerate() {
         // SAFETY: as in `place`.

@@ -1,6 +1,6 @@
-//! The thread that sends the bytes that a stream could not send at once. It starts with the first such stream and sleeps
-//! while there is none. It handles its streams only once per [`limits::WORKER_TICK`], because usually the program's next call
-//! sends the rest before.
+//! The thread that sends the bytes that a stream could not send at once. It starts with the first such stream and sleeps while
+//! there is none. Streams are handled only once per [`limits::WORKER_TICK`], because the next call of the program usually sends
+//! the bytes earlier.
 
 use crate::conn::sock::{Mode, Sock};
 use crate::conn::table;
@@ -64,7 +64,7 @@ fn start(work: &mut Work) {
     }
 }
 
-/// Makes the worker send the bytes that wait in the stream of `fd`, unless the program's next call sends them before.
+/// Makes the worker send the pending bytes of the stream of `fd`, unless the program's next call sends them first.
 pub fn watch(fd: c_int, sock: &'static Sock) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();
@@ -124,7 +124,7 @@ fn run() {
     }
 }
 
-/// Sends what can be sent of the stream of `fd`. Returns whether bytes still wait.
+/// Sends what can be sent of the stream of `fd`. Returns whether bytes are left.
 fn turn(fd: c_int, sock: &'static Sock) -> bool {
     // The program may have closed the socket, and `fd` may be another descriptor now.
     if !table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock))
@@ -136,7 +136,7 @@ fn turn(fd: c_int, sock: &'static Sock) -> bool {
     let done = sock.with(|stream| {
         stream.flush(fd);
         if stream.is_waiting() && !stream.has_rest() && sock.may_pull() {
-            // The bytes wait for the peer's Reply or for credit, which must be received.
+            // The bytes cannot be sent before the peer's Reply or credit was received.
             stream.pull(fd, None, limits::WAIT_READ);
         }
         stream.is_waiting()
@@ -170,13 +170,13 @@ pub fn hold() -> Held {
     Held(lock())
 }
 
-/// The lock that stops the worker.
+/// A lock that stops the worker while it is held.
 #[derive(Debug)]
 pub struct Held(MutexGuard<'static, Option<Work>>);
 
 impl Held {
-    /// Called in the child of fork. The child has no worker thread, and the parent sends the bytes that wait, so the child
-    /// discards the work.
+    /// Called in the child of a fork. The child has no worker thread and the parent sends the pending bytes, so the child discards
+    /// the list of streams.
     pub fn forked(mut self) {
         DRAINING.store(0, Ordering::Release);
         OPEN.store(0, Ordering::Release);

@@ -1,4 +1,4 @@
-//! Lists of datagrams: sendmmsg and recvmmsg with messages among them, in one call of the kernel.
+//! `sendmmsg` and `recvmmsg` for lists that contain messages of datagram-iWARP, with one system call for each list.
 
 use super::dgram::{self, is_sound, join, parts, plan, reader, receive, scatter};
 use super::fail;
@@ -10,11 +10,11 @@ use crate::real;
 use crate::sys;
 use libc::{c_int, c_uint, iovec, mmsghdr, timespec};
 
-/// Datagrams that the kernel takes in one call.
+/// The longest list that the kernel accepts in one call.
 const MOST: usize = 1024;
 
-/// Memory of one call: the kernel's list, a buffer for each datagram, and the bytes. It is used by address: a thread that is cancelled
-/// in the call keeps it.
+/// Memory of one call: the kernel's list, one buffer descriptor for each datagram, and the bytes. It holds raw pointers and is not
+/// freed on drop: a thread that is cancelled in the call leaks it.
 struct Memory {
     all: *mut libc::c_void,
     list: *mut mmsghdr,
@@ -22,10 +22,10 @@ struct Memory {
     bytes: *mut u8,
 }
 
-/// Null: there is none.
+/// Allocates the memory of a call. The pointer is null if there is none.
 fn memory(n: usize, bytes: usize) -> Memory {
     let (list, iov) = (n * size_of::<mmsghdr>(), n * size_of::<iovec>());
-    // SAFETY: no pointer; the parts follow each other, and their alignments do not grow.
+    // SAFETY: `malloc` has no requirements; the parts follow each other in order of decreasing alignment.
     unsafe {
         let all = libc::malloc(list + iov + bytes);
         let at = all.cast::<u8>();
@@ -45,10 +45,10 @@ fn free(memory: &Memory) {
     sys::set_errno(errno);
 }
 
-/// `sendmmsg`; `None`: it is the kernel's, because nothing of it is a message.
+/// Handles `sendmmsg`. Returns `None` if no datagram of the list is a message, so that the caller passes the list to the kernel.
 ///
 /// # Safety
-/// As `sendmmsg`.
+/// The requirements of `sendmmsg` apply.
 pub(super) unsafe fn sendmmsg(
     fd: c_int,
     msgs: *mut mmsghdr,
@@ -65,13 +65,13 @@ pub(super) unsafe fn sendmmsg(
         return None;
     }
     if dgram.holds_back() {
-        // The first belongs to what other calls have begun.
-        // SAFETY: the caller's.
+        // The first datagram continues one that an earlier call has begun with `MSG_MORE`.
+        // SAFETY: upheld by the caller.
         return Some(unsafe { send_each(fd, msgs, n, flags) });
     }
     let (mut total, mut messages) = (0usize, 0);
     for i in 0..n {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         if let Some(plan) = unsafe { plan(dgram, &raw const (*msgs.add(i)).msg_hdr, flags) } {
             total = total.saturating_add(plan.length + HEAD + TAIL);
             messages += 1;
@@ -81,19 +81,19 @@ pub(super) unsafe fn sendmmsg(
         return None;
     }
     let sent = if total <= limits::BATCH {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { send_list(fd, dgram, msgs, n, flags, total) }
     } else {
         None
     };
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     Some(sent.unwrap_or_else(|| unsafe { send_each(fd, msgs, n, flags) }))
 }
 
-/// Sends them in one call; `None`: each is to be sent alone.
+/// Sends the list in one call. Returns `None` if the datagrams must be sent one by one.
 ///
 /// # Safety
-/// As `sendmmsg`. `total`: bytes of all that are messages, with their headers.
+/// The requirements of `sendmmsg` apply. `total`: bytes of all datagrams that are messages, with their headers.
 unsafe fn send_list(
     fd: c_int,
     dgram: &Dgram,
@@ -108,8 +108,8 @@ unsafe fn send_list(
     }
     let mut used = 0;
     for i in 0..n {
-        // SAFETY: the caller's; the memory has so many elements, and room for each message that was planned before: a
-        // datagram that was not is sent as it is.
+        // SAFETY: upheld by the caller. The memory has `n` elements and room for each message that the caller counted; a datagram that
+        // the caller did not count is sent plain.
         unsafe {
             let given = msgs.add(i);
             let own = memory.list.add(i);
@@ -132,10 +132,10 @@ unsafe fn send_list(
             (*own).msg_hdr.msg_iovlen = 1;
         }
     }
-    // SAFETY: the list is that of the caller, but for its buffers.
+    // SAFETY: the list is a copy of the caller's with valid buffers.
     let sent = unsafe { real::sendmmsg(fd, memory.list, n as c_uint, flags) };
     for i in 0..usize::try_from(sent).unwrap_or(0) {
-        // SAFETY: so many were sent.
+        // SAFETY: the kernel has sent this many, at most `n`.
         unsafe {
             let (given, own) = (msgs.add(i), memory.list.add(i));
             let parts = parts(&raw const (*given).msg_hdr);
@@ -147,17 +147,18 @@ unsafe fn send_list(
         }
     }
     free(&memory);
-    // The first may be too long with its headers alone, and where the kernel ended the list it says why in the next call.
+    // The first datagram may be too long only because of the added headers. For a later one the kernel ends the list before it and
+    // returns the error in the next call.
     (sent >= 0 || sys::errno() != libc::EMSGSIZE).then_some(sent)
 }
 
-/// Sends them one by one.
+/// Sends the datagrams one by one.
 ///
 /// # Safety
-/// As `sendmmsg`.
+/// The requirements of `sendmmsg` apply.
 unsafe fn send_each(fd: c_int, msgs: *mut mmsghdr, n: usize, flags: c_int) -> c_int {
     for i in 0..n {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let sent = unsafe {
             let msg = &raw const (*msgs.add(i)).msg_hdr;
             dgram::sendmsg(fd, msg, flags).unwrap_or_else(|| real::sendmsg(fd, msg, flags))
@@ -165,16 +166,16 @@ unsafe fn send_each(fd: c_int, msgs: *mut mmsghdr, n: usize, flags: c_int) -> c_
         if sent < 0 {
             return if i > 0 { i as c_int } else { -1 };
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = sent as c_uint };
     }
     n as c_int
 }
 
-/// `recvmmsg`; `None`: it is the kernel's.
+/// Handles `recvmmsg`. Returns `None` if the caller should pass the call to the kernel.
 ///
 /// # Safety
-/// As `recvmmsg`.
+/// The requirements of `recvmmsg` apply.
 pub(super) unsafe fn recvmmsg(
     fd: c_int,
     msgs: *mut mmsghdr,
@@ -186,31 +187,31 @@ pub(super) unsafe fn recvmmsg(
     if msgs.is_null() {
         return None;
     }
-    // The kernel's call ends before the first that it refuses.
+    // The kernel ends the list before the first header that it refuses.
     let n = (0..(n as usize).min(MOST))
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         .take_while(|i| unsafe { is_sound(&raw const (*msgs.add(*i)).msg_hdr) })
         .count();
     if n == 0 {
         return None;
     }
     if flags & libc::MSG_ERRQUEUE != 0 {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return Some(unsafe { reports(fd, dgram, msgs, n, flags) });
     }
     let mut total = 0usize;
     for i in 0..n {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         total = total.saturating_add(unsafe { room(msgs, i) });
     }
-    // Pages that no datagram reaches are not there.
+    // The kernel maps only the pages that a datagram is written to, so large totals cost little.
     let memory = memory(n, total);
     if memory.all.is_null() {
         return Some(fail(libc::ENOMEM));
     }
     let mut used = 0;
     for i in 0..n {
-        // SAFETY: the caller's; the memory has so many elements, and bytes.
+        // SAFETY: upheld by the caller; the memory has `n` elements and `total` bytes.
         unsafe {
             let own = memory.list.add(i);
             own.write(*msgs.add(i));
@@ -225,60 +226,60 @@ pub(super) unsafe fn recvmmsg(
             (*own).msg_hdr.msg_iovlen = 1;
         }
     }
-    // SAFETY: the list is that of the caller, but for its buffers.
+    // SAFETY: the list is a copy of the caller's with valid buffers.
     let got = unsafe { real::recvmmsg(fd, memory.list, n as c_uint, flags, timeout) };
     for i in 0..usize::try_from(got).unwrap_or(0) {
-        // SAFETY: so many were received.
+        // SAFETY: the kernel has received this many, at most `n`.
         unsafe { give(fd, dgram, msgs.add(i), memory.list.add(i), flags) };
     }
     free(&memory);
     Some(got)
 }
 
-/// Receives reports of errors one by one: these calls never wait.
+/// Receives error reports (`MSG_ERRQUEUE`) one by one, which is possible because these calls never block.
 ///
 /// # Safety
-/// As `recvmmsg`.
+/// The requirements of `recvmmsg` apply.
 unsafe fn reports(fd: c_int, dgram: &Dgram, msgs: *mut mmsghdr, n: usize, flags: c_int) -> c_int {
     for i in 0..n {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let got = unsafe { receive(fd, dgram, &raw mut (*msgs.add(i)).msg_hdr, flags) };
         if got < 0 {
             return if i > 0 { i as c_int } else { -1 };
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
     }
     n as c_int
 }
 
-/// Bytes for a datagram, so that a message that fits the buffers of the program is whole.
+/// Returns the size of the buffer for a datagram: a message that fits the program's buffers fits with its headers too.
 ///
 /// # Safety
-/// As `recvmmsg`.
+/// The requirements of `recvmmsg` apply.
 unsafe fn room(msgs: *mut mmsghdr, i: usize) -> usize {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let parts = unsafe { parts(&raw const (*msgs.add(i)).msg_hdr) };
     let sum = |sum: usize, part: &iovec| sum.saturating_add(part.iov_len);
     parts.iter().fold(HEAD + TAIL, sum).min(limits::DATAGRAM)
 }
 
-/// Gives a datagram that was received to the program's buffers.
+/// Copies a received datagram to the program's buffers.
 ///
 /// # Safety
-/// The kernel has filled `own`, whose one buffer the caller has made.
+/// The kernel has filled `own`, whose only buffer was allocated by the caller.
 unsafe fn give(fd: c_int, dgram: &Dgram, given: *mut mmsghdr, own: *mut mmsghdr, flags: c_int) {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         let iov = *(*own).msg_hdr.msg_iov;
-        // With MSG_TRUNC it is the length of the datagram.
+        // With `MSG_TRUNC` this is the length of the whole datagram.
         let length = (*own).msg_len as usize;
         let there = length.min(iov.iov_len);
         let bytes = std::slice::from_raw_parts(iov.iov_base.cast::<u8>(), there);
         let is_cut = (*own).msg_hdr.msg_flags & libc::MSG_TRUNC != 0;
         let (payload, full, is_message) = match message::open(bytes) {
             Some((_, payload)) => (payload, payload.len(), true),
-            // Of one that is longer than the buffers the checksum is not there.
+            // A truncated message has no checksum, so only its header can be checked.
             None => match message::begins(bytes).filter(|_| is_cut) {
                 Some(head) => {
                     let payload = bytes.get(head..).unwrap_or(&[]);

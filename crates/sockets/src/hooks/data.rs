@@ -1,4 +1,4 @@
-//! Reading and writing.
+//! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
 use super::{batch, dgram, fail, fail_long};
 use crate::conn::dgram::LIVE as DGRAMS;
@@ -17,7 +17,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
 
-/// The stream that a call is about, decided if it can be. `None`: the call is the kernel's.
+/// Returns the stream of `fd`, and decides an undecided connection if possible. `None`: the call goes to the kernel.
 #[inline]
 fn stream(fd: c_int, writes: bool) -> Option<&'static Sock> {
     let sock = table::sock(fd)?;
@@ -28,7 +28,8 @@ fn stream(fd: c_int, writes: bool) -> Option<&'static Sock> {
     }
 }
 
-/// An accepted connection without bytes: waits as the kernel's call would, and decides then. `None`: it is plain.
+/// Waits for the first byte of an accepted connection as the kernel's call would, then decides whether to upgrade the
+/// connection. `None`: it is plain.
 fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
     let sock = table::sock(fd)?;
     while sock.mode() == Mode::Accepted {
@@ -36,7 +37,7 @@ fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
             return None;
         }
         let mut byte = 0u8;
-        // SAFETY: one byte.
+        // SAFETY: the buffer has one byte.
         let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
         if n < 0 {
             return None;
@@ -46,7 +47,7 @@ fn wait_undecided(fd: c_int, flags: c_int) -> Option<&'static Sock> {
     (sock.mode() == Mode::Up).then_some(sock)
 }
 
-/// The stream to read from; see [`stream`].
+/// Returns the stream to read from; see [`stream`].
 #[inline]
 fn reader(fd: c_int, flags: c_int) -> Option<&'static Sock> {
     match stream(fd, false) {
@@ -94,7 +95,7 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     }
 }
 
-/// Sleeps until the carrier has bytes; false: the call ends with errno. The caller was counted as sleeper.
+/// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. False: the call fails with errno.
 fn sleep(fd: c_int, sock: &'static Sock) -> bool {
     if sys::is_nonblocking(fd) {
         sock.awake();
@@ -102,12 +103,12 @@ fn sleep(fd: c_int, sock: &'static Sock) -> bool {
         return false;
     }
     let mut byte = 0u8;
-    // SAFETY: one byte.
+    // SAFETY: the buffer has one byte.
     let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
     let e = sys::errno();
     sock.awake();
     sys::set_errno(e);
-    // Other errors are found by the next turn, and kept.
+    // Other errors are returned and recorded by the next receive.
     n >= 0 || !matches!(e, libc::EINTR | libc::EAGAIN)
 }
 
@@ -177,7 +178,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
             }
         }
     }
-    // A program that waits in its writes gives the peer the time to answer the Request.
+    // A blocking write gives the peer time to answer the Request.
     if sock.stream().as_ref().is_some_and(|s| s.is_starting()) && waits {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
@@ -187,7 +188,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     done as isize
 }
 
-/// Waits until more may go; an errno, or 0.
+/// Waits until more can be written. Returns an errno, or 0.
 fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
     let timeout = sys::timeout(fd, libc::SO_SNDTIMEO);
     let result = match wait {
@@ -216,60 +217,60 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
     }
 }
 
-/// A buffer of the program, for reading.
+/// Returns a buffer of the program for reading, as a list of one.
 ///
 /// # Safety
-/// `buf` has `len` writable bytes.
+/// `buf` points to `len` writable bytes.
 unsafe fn one_mut<'a>(buf: *mut c_void, len: size_t) -> [IoSliceMut<'a>; 1] {
     if buf.is_null() {
         return [IoSliceMut::new(&mut [])];
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     [IoSliceMut::new(unsafe {
         std::slice::from_raw_parts_mut(buf.cast(), len)
     })]
 }
 
-/// A buffer of the program, for writing.
+/// Returns a buffer of the program for writing, as a list of one.
 ///
 /// # Safety
-/// `buf` has `len` readable bytes.
+/// `buf` points to `len` readable bytes.
 unsafe fn one<'a>(buf: *const c_void, len: size_t) -> [IoSlice<'a>; 1] {
     if buf.is_null() {
         return [IoSlice::new(&[])];
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     [IoSlice::new(unsafe {
         std::slice::from_raw_parts(buf.cast(), len)
     })]
 }
 
-/// A list of buffers, for reading.
+/// Returns a list of buffers for reading.
 ///
 /// # Safety
-/// As `readv`.
+/// The requirements of `readv` apply.
 unsafe fn list_mut<'a>(iov: *const iovec, n: usize) -> Vec<IoSliceMut<'a>> {
     (0..n)
         .map(|i| {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let v = unsafe { *iov.add(i) };
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let [one] = unsafe { one_mut(v.iov_base, v.iov_len) };
             one
         })
         .collect()
 }
 
-/// A list of buffers, for writing.
+/// Returns a list of buffers for writing.
 ///
 /// # Safety
-/// As `writev`.
+/// The requirements of `writev` apply.
 unsafe fn list<'a>(iov: *const iovec, n: usize) -> Vec<IoSlice<'a>> {
     (0..n)
         .map(|i| {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let v = unsafe { *iov.add(i) };
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let [one] = unsafe { one(v.iov_base, v.iov_len) };
             one
         })
@@ -279,13 +280,13 @@ unsafe fn list<'a>(iov: *const iovec, n: usize) -> Vec<IoSlice<'a>> {
 /// See `read(2)`.
 ///
 /// # Safety
-/// As `read`.
+/// The requirements of `read` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
     match reader(fd, 0) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, 0),
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { dgram::read(fd, buf, len).unwrap_or_else(|| real::read(fd, buf, len)) },
     }
 }
@@ -293,7 +294,7 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -
 /// See `read(2)`; with the size of the buffer.
 ///
 /// # Safety
-/// As `read`.
+/// The requirements of `read` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __read_chk(
     fd: c_int,
@@ -302,17 +303,17 @@ pub unsafe extern "C-unwind" fn __read_chk(
     room: size_t,
 ) -> ssize_t {
     if len > room {
-        // SAFETY: the caller's: the C library ends the program.
+        // SAFETY: upheld by the caller. The C library aborts the program.
         return unsafe { real::__read_chk(fd, buf, len, room) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { read(fd, buf, len) }
 }
 
 /// See `recv(2)`.
 ///
 /// # Safety
-/// As `recv`.
+/// The requirements of `recv` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recv(
     fd: c_int,
@@ -321,9 +322,9 @@ pub unsafe extern "C-unwind" fn recv(
     flags: c_int,
 ) -> ssize_t {
     match reader(fd, flags) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Some(sock) => receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags),
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::recvfrom(fd, buf, len, flags, null_mut(), null_mut())
                 .unwrap_or_else(|| real::recv(fd, buf, len, flags))
@@ -334,7 +335,7 @@ pub unsafe extern "C-unwind" fn recv(
 /// See `recv(2)`; with the size of the buffer.
 ///
 /// # Safety
-/// As `recv`.
+/// The requirements of `recv` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __recv_chk(
     fd: c_int,
@@ -344,17 +345,17 @@ pub unsafe extern "C-unwind" fn __recv_chk(
     flags: c_int,
 ) -> ssize_t {
     if len > room {
-        // SAFETY: the caller's: the C library ends the program.
+        // SAFETY: upheld by the caller. The C library aborts the program.
         return unsafe { real::__recv_chk(fd, buf, len, room, flags) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { recv(fd, buf, len, flags) }
 }
 
 /// See `recvfrom(2)`.
 ///
 /// # Safety
-/// As `recvfrom`.
+/// The requirements of `recvfrom` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recvfrom(
     fd: c_int,
@@ -367,14 +368,14 @@ pub unsafe extern "C-unwind" fn recvfrom(
     match reader(fd, flags) {
         Some(sock) => {
             if !alen.is_null() && !addr.is_null() {
-                // As TCP: there is no address.
-                // SAFETY: the caller's.
+                // TCP returns no address either.
+                // SAFETY: upheld by the caller.
                 unsafe { *alen = 0 };
             }
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             receive(fd, sock, &mut unsafe { one_mut(buf, len) }, flags)
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::recvfrom(fd, buf, len, flags, addr, alen)
                 .unwrap_or_else(|| real::recvfrom(fd, buf, len, flags, addr, alen))
@@ -385,7 +386,7 @@ pub unsafe extern "C-unwind" fn recvfrom(
 /// See `recvfrom(2)`; with the size of the buffer.
 ///
 /// # Safety
-/// As `recvfrom`.
+/// The requirements of `recvfrom` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __recvfrom_chk(
     fd: c_int,
@@ -397,27 +398,27 @@ pub unsafe extern "C-unwind" fn __recvfrom_chk(
     alen: *mut socklen_t,
 ) -> ssize_t {
     if len > room {
-        // SAFETY: the caller's: the C library ends the program.
+        // SAFETY: upheld by the caller. The C library aborts the program.
         return unsafe { real::__recvfrom_chk(fd, buf, len, room, flags, addr, alen) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { recvfrom(fd, buf, len, flags, addr, alen) }
 }
 
 /// See `readv(2)`.
 ///
 /// # Safety
-/// As `readv`.
+/// The requirements of `readv` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
     match reader(fd, 0) {
         Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
         Some(sock) => {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let mut parts = unsafe { list_mut(iov, n as usize) };
             receive(fd, sock, &mut parts, 0)
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { dgram::readv(fd, iov, n).unwrap_or_else(|| real::readv(fd, iov, n)) },
     }
 }
@@ -425,16 +426,16 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, iov: *const iovec, n: c_int) ->
 /// See `recvmsg(2)`.
 ///
 /// # Safety
-/// As `recvmsg`.
+/// The requirements of `recvmsg` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t {
     match reader(fd, flags) {
         Some(sock) if !msg.is_null() => {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let mut parts = unsafe { list_mut((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
             let n = receive(fd, sock, &mut parts, flags);
             if n >= 0 {
-                // SAFETY: the caller's.
+                // SAFETY: upheld by the caller.
                 unsafe {
                     (*msg).msg_namelen = 0;
                     (*msg).msg_controllen = 0;
@@ -443,7 +444,7 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_in
             }
             n
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         _ => unsafe {
             dgram::recvmsg(fd, msg, flags).unwrap_or_else(|| real::recvmsg(fd, msg, flags))
         },
@@ -453,7 +454,7 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_in
 /// See `recvmmsg(2)`.
 ///
 /// # Safety
-/// As `recvmmsg`.
+/// The requirements of `recvmmsg` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn recvmmsg(
     fd: c_int,
@@ -463,7 +464,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     timeout: *mut timespec,
 ) -> c_int {
     if reader(fd, flags).is_none() {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe {
             batch::recvmmsg(fd, msgs, n, flags, timeout)
                 .unwrap_or_else(|| real::recvmmsg(fd, msgs, n, flags, timeout))
@@ -475,12 +476,12 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         } else {
             flags
         };
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let got = unsafe { recvmsg(fd, &raw mut (*msgs.add(i)).msg_hdr, flags) };
         if got < 0 {
             return if i > 0 { i as c_int } else { -1 };
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
         if got == 0 {
             return i as c_int + 1;
@@ -492,13 +493,13 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 /// See `write(2)`.
 ///
 /// # Safety
-/// As `write`.
+/// The requirements of `write` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t {
     match stream(fd, true) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, 0),
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, 0, null(), 0).unwrap_or_else(|| real::write(fd, buf, len))
         },
@@ -508,7 +509,7 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: size_t
 /// See `send(2)`.
 ///
 /// # Safety
-/// As `send`.
+/// The requirements of `send` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn send(
     fd: c_int,
@@ -517,9 +518,9 @@ pub unsafe extern "C-unwind" fn send(
     flags: c_int,
 ) -> ssize_t {
     match stream(fd, true) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, flags, null(), 0)
                 .unwrap_or_else(|| real::send(fd, buf, len, flags))
@@ -530,7 +531,7 @@ pub unsafe extern "C-unwind" fn send(
 /// See `sendto(2)`.
 ///
 /// # Safety
-/// As `sendto`.
+/// The requirements of `sendto` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendto(
     fd: c_int,
@@ -541,9 +542,9 @@ pub unsafe extern "C-unwind" fn sendto(
     alen: socklen_t,
 ) -> ssize_t {
     match stream(fd, true) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Some(sock) => transmit(fd, sock, &mut unsafe { one(buf, len) }, flags),
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe {
             dgram::sendto(fd, buf, len, flags, addr, alen)
                 .unwrap_or_else(|| real::sendto(fd, buf, len, flags, addr, alen))
@@ -554,31 +555,31 @@ pub unsafe extern "C-unwind" fn sendto(
 /// See `writev(2)`.
 ///
 /// # Safety
-/// As `writev`.
+/// The requirements of `writev` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -> ssize_t {
     match stream(fd, true) {
         Some(_) if !(0..=1024).contains(&n) => fail_long(libc::EINVAL),
         Some(sock) => {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let mut parts = unsafe { list(iov, n as usize) };
             transmit(fd, sock, &mut parts, 0)
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { dgram::writev(fd, iov, n).unwrap_or_else(|| real::writev(fd, iov, n)) },
     }
 }
 
-/// Connections among the descriptors that a message passes to another process become plain.
+/// Makes connections plain whose descriptors the message passes to another process (`SCM_RIGHTS`).
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 unsafe fn hand_over(msg: *const msghdr) {
     let live = LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed);
     if live == 0 || msg.is_null() {
         return;
     }
-    // SAFETY: the caller's: the control part is as cmsg(3) describes it.
+    // SAFETY: upheld by the caller; the control part has the format of cmsg(3).
     unsafe {
         if (*msg).msg_control.is_null() {
             return;
@@ -610,18 +611,18 @@ unsafe fn hand_over(msg: *const msghdr) {
 /// See `sendmsg(2)`.
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { hand_over(msg) };
     match stream(fd, true) {
         Some(sock) if !msg.is_null() => {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let mut parts = unsafe { list((*msg).msg_iov, (*msg).msg_iovlen.min(1024)) };
             transmit(fd, sock, &mut parts, flags)
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         _ => unsafe {
             dgram::sendmsg(fd, msg, flags).unwrap_or_else(|| real::sendmsg(fd, msg, flags))
         },
@@ -631,7 +632,7 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_
 /// See `sendmmsg(2)`.
 ///
 /// # Safety
-/// As `sendmmsg`.
+/// The requirements of `sendmmsg` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendmmsg(
     fd: c_int,
@@ -642,22 +643,22 @@ pub unsafe extern "C-unwind" fn sendmmsg(
     if stream(fd, true).is_none() {
         let all = if msgs.is_null() { 0 } else { n.min(1024) };
         for i in 0..all as usize {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             unsafe { hand_over(&raw const (*msgs.add(i)).msg_hdr) };
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe {
             batch::sendmmsg(fd, msgs, n, flags)
                 .unwrap_or_else(|| real::sendmmsg(fd, msgs, n, flags))
         };
     }
     for i in 0..n as usize {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let sent = unsafe { sendmsg(fd, &raw const (*msgs.add(i)).msg_hdr, flags) };
         if sent < 0 {
             return if i > 0 { i as c_int } else { -1 };
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = sent as c_uint };
     }
     n as c_int
@@ -666,7 +667,7 @@ pub unsafe extern "C-unwind" fn sendmmsg(
 /// See `sendfile(2)`.
 ///
 /// # Safety
-/// As `sendfile`.
+/// The requirements of `sendfile` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendfile(
     out: c_int,
@@ -675,10 +676,10 @@ pub unsafe extern "C-unwind" fn sendfile(
     n: size_t,
 ) -> ssize_t {
     let Some(sock) = stream(out, true) else {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe { real::sendfile(out, from, offset, n) };
     };
-    // SAFETY: the caller's; no pointer.
+    // SAFETY: upheld by the caller; `lseek` takes no pointer.
     let at = unsafe {
         if offset.is_null() {
             libc::lseek(from, 0, libc::SEEK_CUR)
@@ -719,7 +720,7 @@ pub unsafe extern "C-unwind" fn sendfile(
             break;
         }
     }
-    // SAFETY: the caller's; no pointer.
+    // SAFETY: upheld by the caller; `lseek` takes no pointer.
     unsafe {
         if offset.is_null() {
             libc::lseek(from, at + done as off_t, libc::SEEK_SET);
@@ -733,7 +734,7 @@ pub unsafe extern "C-unwind" fn sendfile(
 /// See `sendfile(2)`.
 ///
 /// # Safety
-/// As `sendfile`.
+/// The requirements of `sendfile` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn sendfile64(
     out: c_int,
@@ -741,14 +742,14 @@ pub unsafe extern "C-unwind" fn sendfile64(
     offset: *mut off_t,
     n: size_t,
 ) -> ssize_t {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { sendfile(out, from, offset, n) }
 }
 
 /// See `splice(2)`: an upgraded stream cannot be spliced.
 ///
 /// # Safety
-/// As `splice`.
+/// The requirements of `splice` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn splice(
     from: c_int,
@@ -761,6 +762,6 @@ pub unsafe extern "C-unwind" fn splice(
     if stream(from, false).is_some() || stream(to, true).is_some() {
         return fail(libc::EINVAL) as ssize_t;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::splice(from, off_in, to, off_out, n, flags) }
 }

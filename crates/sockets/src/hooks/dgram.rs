@@ -1,7 +1,6 @@
-//! Datagrams: reading and writing UDP sockets that may have messages.
+//! The hooks that read and write UDP sockets whose datagrams may be messages of datagram-iWARP.
 //!
-//! The kernel's calls wait, report errors and fill in addresses and control data as they would for the program: only the
-//! buffers are others.
+//! The kernel's calls still wait, report errors, and fill in addresses and control data. The library only replaces the buffers.
 
 use crate::conn::dgram::Dgram;
 use crate::conn::table;
@@ -15,10 +14,11 @@ use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 
-/// A buffer of a thread, for a datagram. It is used by address: a thread that is cancelled in the kernel's call keeps nothing.
+/// A buffer of a thread for one datagram. Callers hold a raw pointer and no guard: when a thread is cancelled in the kernel's
+/// call, nothing has to be dropped.
 struct Buffer {
     at: Cell<*mut u8>,
-    /// In use: by the call that a signal has interrupted.
+    /// The buffer is in use, by a call that a signal handler has interrupted.
     busy: Cell<bool>,
 }
 
@@ -33,13 +33,13 @@ thread_local! {
 }
 
 fn free(at: *mut u8) {
-    // SAFETY: it was made by `malloc`, or is null.
+    // SAFETY: the pointer is null or was returned by `malloc`.
     unsafe { libc::free(at.cast()) }
 }
 
-/// A buffer of [`limits::DATAGRAM`] bytes, to be given back; null: there is no memory.
+/// Returns a buffer of [`limits::DATAGRAM`] bytes, which the caller must release. Null: there is no memory.
 fn take() -> *mut u8 {
-    // SAFETY: no pointer. It is not initialized: the kernel writes what is read.
+    // SAFETY: `malloc` has no requirements. Only bytes that the kernel has written are read.
     let make = || unsafe { libc::malloc(limits::DATAGRAM) }.cast::<u8>();
     let own = BUFFER.try_with(|b| {
         if b.busy.replace(true) {
@@ -60,12 +60,13 @@ fn give_back(at: *mut u8) {
     }
 }
 
-/// Whether the kernel would take the list of buffers of a message: what it refuses is not looked at here.
+/// Returns whether the kernel would accept the buffer list of the message. Other calls are passed to the kernel, which returns
+/// the error.
 ///
 /// # Safety
-/// `msg` is readable, and so is its list, unless it is longer than the kernel's lists.
+/// `msg` is readable, and so is its list, unless the list is longer than the kernel accepts.
 pub(super) unsafe fn is_sound(msg: *const msghdr) -> bool {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         (*msg).msg_iovlen <= limits::BUFFERS
             && ((*msg).msg_iovlen == 0 || !(*msg).msg_iov.is_null())
@@ -75,12 +76,12 @@ pub(super) unsafe fn is_sound(msg: *const msghdr) -> bool {
     }
 }
 
-/// The list of buffers of a message.
+/// Returns the buffer list of a message.
 ///
 /// # Safety
-/// The list of a valid message.
+/// The message is valid.
 pub(super) unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         if (*msg).msg_iov.is_null() {
             return &[];
@@ -89,7 +90,7 @@ pub(super) unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
     }
 }
 
-/// Copies to a list of buffers; returns how much.
+/// Copies bytes to a list of buffers. Returns the number of bytes copied.
 ///
 /// # Safety
 /// The buffers are writable.
@@ -98,7 +99,7 @@ pub(super) unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
     for part in parts {
         let n = part.iov_len.min(bytes.len() - done);
         if n > 0 {
-            // SAFETY: the caller's; so many bytes are left.
+            // SAFETY: upheld by the caller; at least `n` bytes are left in both.
             unsafe {
                 std::ptr::copy_nonoverlapping(bytes.as_ptr().add(done), part.iov_base.cast(), n);
             }
@@ -108,20 +109,21 @@ pub(super) unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
     done
 }
 
-/// Copies a list of buffers.
+/// Copies the bytes of a list of buffers to `at`.
 ///
 /// # Safety
 /// The buffers are readable, and `at` has room for all of them.
 unsafe fn gather(parts: &[iovec], at: *mut u8) {
     let mut done = 0;
     for part in parts.iter().filter(|part| part.iov_len > 0) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { std::ptr::copy_nonoverlapping(part.iov_base.cast(), at.add(done), part.iov_len) };
         done += part.iov_len;
     }
 }
 
-/// What the program gets of a datagram, or of the copy of a datagram in a report of an error, which may be cut off.
+/// Returns the bytes of a datagram that the program gets, and whether the datagram is a message. `is_report`: the bytes are the
+/// quoted datagram in an error report, which may be cut off.
 fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     if is_report {
         return message::quoted(bytes).map_or((bytes, false), |payload| (payload, true));
@@ -132,11 +134,11 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     }
 }
 
-/// A call that receives into a buffer of this thread has returned `n`: gives the payload to the program's buffers. Returns the bytes
-/// that they got, and how many there were.
+/// Copies the payload of a datagram that was received into the thread's buffer to the program's buffers. Returns the number of
+/// bytes copied and the full length of the payload.
 ///
 /// # Safety
-/// The kernel has written `n` bytes of the buffer; those of the program are writable.
+/// The kernel has written `n` bytes of the buffer. The buffers of the program are writable.
 unsafe fn deliver(
     fd: c_int,
     dgram: &Dgram,
@@ -156,10 +158,10 @@ unsafe fn deliver(
         sys::set_errno(errno);
         return None;
     };
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let bytes = unsafe { std::slice::from_raw_parts(buffer, length.min(limits::DATAGRAM)) };
     let (payload, is_message) = payload(bytes, flags & libc::MSG_ERRQUEUE != 0);
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let done = unsafe { scatter(payload, parts) };
     let length = payload.len();
     if is_message && flags & (libc::MSG_PEEK | libc::MSG_ERRQUEUE) == 0 {
@@ -169,9 +171,9 @@ unsafe fn deliver(
     Some((done, length))
 }
 
-/// What a call returns.
+/// Returns the value that the call returns to the program.
 fn result((done, length): (usize, usize), flags: c_int) -> isize {
-    // Of a report the kernel does not say how long it was.
+    // For an error report the kernel does not return the full length.
     if flags & libc::MSG_TRUNC != 0 && flags & libc::MSG_ERRQUEUE == 0 {
         length as isize
     } else {
@@ -179,16 +181,16 @@ fn result((done, length): (usize, usize), flags: c_int) -> isize {
     }
 }
 
-/// Receives a datagram as `recvmsg`.
+/// Receives a datagram like `recvmsg`.
 ///
 /// # Safety
-/// As `recvmsg`.
+/// The requirements of `recvmsg` apply.
 pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: c_int) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let (mut own, parts) = unsafe { (*msg, parts(msg)) };
     let buffer = take();
     if buffer.is_null() {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe { real::recvmsg(fd, msg, flags) };
     }
     let mut all = iovec {
@@ -197,13 +199,13 @@ pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: 
     };
     own.msg_iov = &raw mut all;
     own.msg_iovlen = 1;
-    // SAFETY: the buffer is writable; the rest is the caller's.
+    // SAFETY: the buffer is writable; the rest is upheld by the caller.
     let n = unsafe { real::recvmsg(fd, &raw mut own, flags) };
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let Some(found) = (unsafe { deliver(fd, dgram, buffer, n, parts, flags) }) else {
         return n;
     };
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         (*msg).msg_namelen = own.msg_namelen;
         (*msg).msg_controllen = own.msg_controllen;
@@ -216,24 +218,24 @@ pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: 
 }
 
 fn header(parts: *mut iovec, n: size_t) -> msghdr {
-    // SAFETY: zeros are a valid message header.
+    // SAFETY: an all-zero message header is valid.
     let mut m: msghdr = unsafe { std::mem::zeroed() };
     m.msg_iov = parts;
     m.msg_iovlen = n as _;
     m
 }
 
-/// The socket of a call that reads, if messages to it are opened. They are from its beginning: the call may wait until the
-/// socket has entered, by a message of another thread.
+/// Returns the socket of a read call if received messages must be unwrapped. This holds for sockets that are not registered
+/// yet too: another thread may send a message, which registers the socket, while this call waits.
 #[inline]
 pub(super) fn reader(fd: c_int, flags: c_int) -> Option<&'static Dgram> {
     table::dgram(fd).filter(|d| d.opens() && flags & libc::MSG_OOB == 0)
 }
 
-/// `recvfrom`; `None`: it is the kernel's.
+/// Handles `recvfrom`. Returns `None` if the call goes to the kernel.
 ///
 /// # Safety
-/// As `recvfrom`.
+/// The requirements of `recvfrom` apply.
 #[inline]
 pub(super) unsafe fn recvfrom(
     fd: c_int,
@@ -252,7 +254,7 @@ pub(super) unsafe fn recvfrom(
     if buffer.is_null() {
         return None;
     }
-    // SAFETY: the buffer is writable; the rest is the caller's.
+    // SAFETY: the buffer is writable; the rest is upheld by the caller.
     unsafe {
         let n = real::recvfrom(fd, buffer.cast(), limits::DATAGRAM, flags, addr, alen);
         let found = deliver(fd, dgram, buffer, n, &[part], flags);
@@ -260,45 +262,45 @@ pub(super) unsafe fn recvfrom(
     }
 }
 
-/// `read`; `None`: it is the kernel's. Reading nothing takes nothing from the socket.
+/// Handles `read`. Returns `None` if the call goes to the kernel. A read of 0 bytes consumes no datagram.
 ///
 /// # Safety
-/// As `read`.
+/// The requirements of `read` apply.
 #[inline]
 pub(super) unsafe fn read(fd: c_int, buf: *mut c_void, len: size_t) -> Option<isize> {
     if len == 0 {
         return None;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { recvfrom(fd, buf, len, 0, std::ptr::null_mut(), std::ptr::null_mut()) }
 }
 
-/// `readv`; `None`: it is the kernel's.
+/// Handles `readv`. Returns `None` if the call goes to the kernel.
 ///
 /// # Safety
-/// As `readv`.
+/// The requirements of `readv` apply.
 pub(super) unsafe fn readv(fd: c_int, iov: *const iovec, n: c_int) -> Option<isize> {
     let dgram = reader(fd, 0)?;
     let mut msg = header(iov.cast_mut(), usize::try_from(n).ok()?);
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         let msg = &raw const msg;
         if !is_sound(msg) || parts(msg).iter().all(|part| part.iov_len == 0) {
             return None;
         }
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { Some(receive(fd, dgram, &raw mut msg, 0)) }
 }
 
-/// `recvmsg`; `None`: it is the kernel's.
+/// Handles `recvmsg`. Returns `None` if the call goes to the kernel.
 ///
 /// # Safety
-/// As `recvmsg`.
+/// The requirements of `recvmsg` apply.
 #[inline]
 pub(super) unsafe fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> Option<isize> {
     let dgram = reader(fd, flags)?;
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         if msg.is_null() || !is_sound(msg) {
             return None;
@@ -307,13 +309,13 @@ pub(super) unsafe fn recvmsg(fd: c_int, msg: *mut msghdr, flags: c_int) -> Optio
     }
 }
 
-/// Whether the control part of a call has the kernel make several datagrams of it.
+/// Returns whether the control data makes the kernel split the payload into several datagrams (`UDP_SEGMENT`).
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 unsafe fn is_segmented(msg: *const msghdr) -> bool {
     const UDP_SEGMENT: c_int = 103;
-    // SAFETY: the caller's: the control part is as cmsg(3) describes it.
+    // SAFETY: upheld by the caller; the control part has the format of cmsg(3).
     unsafe {
         if (*msg).msg_control.is_null() {
             return false;
@@ -329,7 +331,7 @@ unsafe fn is_segmented(msg: *const msghdr) -> bool {
     }
 }
 
-/// How a datagram goes as a message.
+/// How to send a datagram as a message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Plan {
     peer: SocketAddr,
@@ -338,22 +340,22 @@ pub(super) struct Plan {
     pub(super) length: usize,
 }
 
-/// How a datagram goes as a message; `None`: it is to go as it is.
+/// Decides how to send a datagram as a message. `None`: it is sent plain.
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<Plan> {
     const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY | libc::MSG_MORE;
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     if !dgram.may_send() || flags & PLAIN != 0 || unsafe { !is_sound(msg) } {
         return None;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let (own, parts) = unsafe { (*msg, parts(msg)) };
     let peer = if own.msg_name.is_null() {
         dgram.peer()
     } else {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         unsafe { sys::address(own.msg_name.cast(), own.msg_namelen) }
     };
     let peer = peer?;
@@ -361,17 +363,17 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     let length = parts
         .iter()
         .fold(0usize, |sum, part| sum.saturating_add(part.iov_len));
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     if length > message::LONGEST || unsafe { is_segmented(msg) } {
         return None;
     }
     Some(Plan { peer, kind, length })
 }
 
-/// Writes a whole message; returns its length.
+/// Writes a whole message to `at`. Returns its length.
 ///
 /// # Safety
-/// `at` has room for the headers and the bytes of the list, whose buffers are readable.
+/// `at` has room for the headers and for the bytes of the list, whose buffers are readable.
 pub(super) unsafe fn join(
     fd: c_int,
     dgram: &Dgram,
@@ -383,7 +385,7 @@ pub(super) unsafe fn join(
     let mut head = [0u8; HEAD];
     let head_len = message::head(plan.kind, epoch, id, plan.length, &mut head);
     let end = head_len + plan.length;
-    // SAFETY: the caller's; what the checksum reads was written.
+    // SAFETY: upheld by the caller; the checksum reads only bytes that were written above.
     unsafe {
         std::ptr::copy_nonoverlapping(head.as_ptr(), at, head_len);
         gather(parts, at.add(head_len));
@@ -394,10 +396,10 @@ pub(super) unsafe fn join(
     end + TAIL
 }
 
-/// Sends a datagram that is put together from several calls; `None`: it is not.
+/// Sends a piece of a datagram that is built by several calls (`MSG_MORE`). Returns `None` if the datagram is not built so.
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 unsafe fn put_together(
     fd: c_int,
     dgram: &Dgram,
@@ -411,31 +413,31 @@ unsafe fn put_together(
     if more {
         dgram.hold_back(true);
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let n = unsafe { real::sendmsg(fd, msg, flags) };
-    // After some errors the kernel still has what there was before.
+    // After some errors the kernel keeps the pieces from earlier calls.
     if n >= 0 && !more {
         dgram.hold_back(false);
     }
     Some(n)
 }
 
-/// Sends a datagram as a message; `None`: it is to go as it is.
+/// Sends a datagram as a message. Returns `None` if it must be sent plain.
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<isize> {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     if let Some(n) = unsafe { put_together(fd, dgram, msg, flags) } {
         return Some(n);
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let (plan, mut own, parts) = unsafe { (plan(dgram, msg, flags)?, *msg, parts(msg)) };
     let length = plan.length;
     let n = if length <= limits::JOINED {
         let mut all = [const { MaybeUninit::<u8>::uninit() }; HEAD + limits::JOINED + TAIL];
         let at = all.as_mut_ptr().cast::<u8>();
-        // SAFETY: so long it is; the buffers are the caller's.
+        // SAFETY: the list has this length; the buffers are valid as upheld by the caller.
         unsafe {
             let size = join(fd, dgram, &plan, parts, at);
             if own.msg_control.is_null() {
@@ -457,7 +459,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         let head_len = message::head(plan.kind, epoch, id, length, &mut head);
         let head = head.get_mut(..head_len)?;
         let payload = parts.iter().filter(|part| part.iov_len > 0).map(|part| {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) }
         });
         let mut tail: [u8; TAIL] = message::tail(head, payload);
@@ -469,9 +471,9 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 2];
         let all = parts.len() + 2;
         let is_long = all > few.len();
-        // A thread that is cancelled in the call is unwound through this frame, and keeps a long list.
+        // Cancelling a thread in the call unwinds this frame without running destructors, so a long list leaks then.
         let list = if is_long {
-            // SAFETY: no pointer.
+            // SAFETY: no pointer is passed.
             unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()
         } else {
             few.as_mut_ptr().cast()
@@ -479,7 +481,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         if list.is_null() {
             return None;
         }
-        // SAFETY: the list has so many elements; the rest is the caller's; the kernel reads head and tail here.
+        // SAFETY: the list has `all` elements; the kernel only reads head and tail; the rest is upheld by the caller.
         unsafe {
             list.write(head);
             std::ptr::copy_nonoverlapping(parts.as_ptr(), list.add(1), parts.len());
@@ -500,7 +502,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         return Some(length as isize);
     }
     match sys::errno() {
-        // With the headers it is too long for the path, where the socket does not let IP fragment it: without them it may fit.
+        // The socket has fragmentation off, and with the headers the datagram exceeds the path MTU. It may fit without them.
         libc::EMSGSIZE => None,
         e => {
             if e == libc::ECONNREFUSED {
@@ -512,24 +514,24 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
     }
 }
 
-/// `sendmsg`; `None`: it is the kernel's.
+/// Handles `sendmsg`. Returns `None` if the call goes to the kernel.
 ///
 /// # Safety
-/// As `sendmsg`.
+/// The requirements of `sendmsg` apply.
 #[inline]
 pub(super) unsafe fn sendmsg(fd: c_int, msg: *const msghdr, flags: c_int) -> Option<isize> {
     let dgram = table::dgram(fd)?;
     if msg.is_null() {
         return None;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { transmit(fd, dgram, msg, flags) }
 }
 
-/// `sendto`, `send` and `write`; `None`: it is the kernel's.
+/// Handles `sendto`, `send` and `write`. Returns `None` if the call goes to the kernel.
 ///
 /// # Safety
-/// As `sendto`.
+/// The requirements of `sendto` apply.
 #[inline]
 pub(super) unsafe fn sendto(
     fd: c_int,
@@ -547,35 +549,35 @@ pub(super) unsafe fn sendto(
     let mut msg = header(&raw mut part, 1);
     msg.msg_name = addr.cast_mut().cast();
     msg.msg_namelen = if addr.is_null() { 0 } else { alen };
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { transmit(fd, dgram, &raw const msg, flags) }
 }
 
-/// `writev`; `None`: it is the kernel's. Writing nothing sends nothing.
+/// Handles `writev`. Returns `None` if the call goes to the kernel. An empty list sends nothing.
 ///
 /// # Safety
-/// As `writev`.
+/// The requirements of `writev` apply.
 pub(super) unsafe fn writev(fd: c_int, iov: *const iovec, n: c_int) -> Option<isize> {
     let dgram = table::dgram(fd)?;
     let msg = header(iov.cast_mut(), usize::try_from(n).ok()?);
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe {
         let msg = &raw const msg;
         if !is_sound(msg) || parts(msg).iter().all(|part| part.iov_len == 0) {
             return None;
         }
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { transmit(fd, dgram, &raw const msg, 0) }
 }
 
-/// The bytes of the next datagram, for FIONREAD; `None`: it is the kernel's.
+/// Returns the length of the next datagram for `FIONREAD`. Returns `None` if the call goes to the kernel.
 pub(super) fn readable(fd: c_int) -> Option<usize> {
     reader(fd, 0)?;
     let mut there: c_int = 0;
-    // SAFETY: the address of an integer, which this request writes.
+    // SAFETY: the argument is the address of an integer, which this request writes.
     let r = unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut there).expose_provenance()) };
-    // Looking at a datagram would take an error that waits. Then it is said how long the message is.
+    // Peeking would consume a pending error. In that case the length with the headers is returned.
     if r < 0 || there == 0 || !matches!(sys::poll_one(fd, 0, 0), Ok(e) if e & libc::POLLERR == 0) {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Life of descriptors: socket, connect, accept, dup, close, options.
+//! The hooks for the life of descriptors: socket, connect, accept, dup, close, exec, and socket options.
 
 use super::{dgram, fail};
 use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
@@ -17,7 +17,7 @@ use sockets_base::stat::Why;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What is known about a number becomes `entry`; what it was is closed.
+/// Sets the table entry of `fd`, and closes the object of the previous entry.
 fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
         Entry::Sock(sock) => sock.closing(fd),
@@ -40,7 +40,7 @@ fn own_address(fd: c_int) -> Option<SocketAddr> {
 /// See `socket(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let fd = unsafe { real::socket(domain, kind, protocol) };
     if fd < 0 {
         return fd;
@@ -58,7 +58,7 @@ pub extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     fd
 }
 
-/// Whether a UDP socket of this process may send and get messages.
+/// Returns whether UDP sockets of this process may send and receive messages.
 fn may_have_messages() -> bool {
     let errno = sys::errno();
     let may = policy::has_datagrams();
@@ -69,10 +69,10 @@ fn may_have_messages() -> bool {
 /// See `bind(2)`.
 ///
 /// # Safety
-/// As `bind`.
+/// The requirements of `bind` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let r = unsafe { real::bind(fd, addr, len) };
     if r == 0
         && let Some(dgram) = table::dgram(fd)
@@ -84,12 +84,12 @@ pub unsafe extern "C-unwind" fn bind(fd: c_int, addr: *const sockaddr, len: sock
     r
 }
 
-/// Connects a UDP socket, or ends its connection.
+/// Connects a UDP socket, or disconnects it.
 ///
 /// # Safety
-/// As `connect`.
+/// The requirements of `connect` apply.
 unsafe fn connect_dgram(fd: c_int, dgram: &Dgram, addr: *const sockaddr, len: socklen_t) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let r = unsafe { real::connect(fd, addr, len) };
     if r == 0 {
         let errno = sys::errno();
@@ -103,10 +103,10 @@ unsafe fn connect_dgram(fd: c_int, dgram: &Dgram, addr: *const sockaddr, len: so
 /// See `listen(2)`.
 ///
 /// # Safety
-/// None of the caller's.
+/// Any values may be passed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let r = unsafe { real::listen(fd, backlog) };
     if r == 0 && matches!(table::get(fd), Entry::Tcp) {
         adopt_listener(fd);
@@ -114,7 +114,7 @@ pub unsafe extern "C-unwind" fn listen(fd: c_int, backlog: c_int) -> c_int {
     r
 }
 
-/// A TCP socket listens: enters it, if a rule does not say otherwise.
+/// Called when a TCP socket listens. Registers it in the directory unless a rule makes its connections plain.
 pub(crate) fn adopt_listener(fd: c_int) {
     let errno = sys::errno();
     if let Some(addr) = own_address(fd) {
@@ -137,7 +137,7 @@ pub(crate) fn adopt_listener(fd: c_int) {
     sys::set_errno(errno);
 }
 
-/// Accepted connections since the names were swept.
+/// The number of accepted connections since the directory's backlogs were last emptied.
 static ACCEPTED: AtomicUsize = AtomicUsize::new(0);
 
 fn accepted(listener: c_int, fd: c_int) -> c_int {
@@ -167,8 +167,8 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
     fd
 }
 
-/// What the rules say about an accepted connection, whose addresses are known now: whether it must be upgraded, or `None`: it
-/// stays plain.
+/// Checks the rules with the addresses of an accepted connection. Returns whether the connection must be upgraded, or `None` if
+/// it stays plain.
 fn by_address(fd: c_int) -> Option<bool> {
     let errno = sys::errno();
     let peer = || sys::name_of(fd, libc::getpeername).map(|a| a.ip());
@@ -184,21 +184,21 @@ fn by_address(fd: c_int) -> Option<bool> {
 /// See `accept(2)`.
 ///
 /// # Safety
-/// As `accept`.
+/// The requirements of `accept` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn accept(
     fd: c_int,
     addr: *mut sockaddr,
     len: *mut socklen_t,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     accepted(fd, unsafe { real::accept(fd, addr, len) })
 }
 
 /// See `accept4(2)`.
 ///
 /// # Safety
-/// As `accept4`.
+/// The requirements of `accept4` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn accept4(
     fd: c_int,
@@ -206,13 +206,13 @@ pub unsafe extern "C-unwind" fn accept4(
     len: *mut socklen_t,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     accepted(fd, unsafe { real::accept4(fd, addr, len, flags) })
 }
 
-/// Why a connection that the program opens stays plain; `None`: it is to be upgraded.
+/// Returns why a connection that the program opens stays plain, or `None` if the library tries to upgrade it.
 fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
-    // The address that the program has bound, or that the kernel will choose.
+    // The local address: bound by the program, or the one that the kernel will choose.
     let own = || {
         let bound = own_address(fd).map(|own| own.ip().to_canonical());
         bound
@@ -224,7 +224,7 @@ fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
         Mode::Prefer | Mode::Require => {}
         _ => return Some(Why::Rule),
     }
-    // A socket that connects to itself has nothing to negotiate.
+    // A socket that connects to itself cannot negotiate.
     let own = own_address(fd).filter(|own| own.port() == addr.port() && own.port() != 0);
     own.map(|_| Why::Itself)
 }
@@ -232,16 +232,16 @@ fn obstacle(fd: c_int, addr: SocketAddr) -> Option<Why> {
 /// See `connect(2)`.
 ///
 /// # Safety
-/// As `connect`.
+/// The requirements of `connect` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int {
     let entry = table::get(fd);
     match entry {
         Entry::Tcp => {}
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         Entry::Dgram(dgram) => return unsafe { connect_dgram(fd, dgram, addr, len) },
         Entry::Sock(sock) if sock.mode() == State::Connecting || sock.mode() == State::Up => {
-            // SAFETY: the caller's. A second call says how the first went on.
+            // SAFETY: upheld by the caller. A second `connect` returns the result of the first.
             let r = unsafe { real::connect(fd, addr, len) };
             let errno = sys::errno();
             if r == 0 || errno == libc::EISCONN {
@@ -250,10 +250,10 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
             sys::set_errno(errno);
             return r;
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         _ => return unsafe { real::connect(fd, addr, len) },
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let Some(to) = (unsafe { sys::address(addr, len) }) else {
         // SAFETY: as above.
         return unsafe { real::connect(fd, addr, len) };
@@ -271,7 +271,8 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         sys::set_errno(errno);
         return r;
     }
-    // The acknowledgement of TCP's handshake goes with the Request, which is there when the peer's accept returns.
+    // With quick acknowledgements off, the last acknowledgement of the TCP handshake is sent with the Request, which has arrived
+    // when the peer's `accept` returns.
     let _ = sys::set_option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 0);
     // SAFETY: as above.
     let r = unsafe { real::connect(fd, addr, len) };
@@ -312,7 +313,7 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
         }
         return result.map_or_else(fail, |()| 0);
     }
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     unsafe { real::shutdown(fd, how) }
 }
 
@@ -325,12 +326,12 @@ pub extern "C-unwind" fn close(fd: c_int) -> c_int {
         Entry::Own => return fail(libc::EBADF),
         _ => set_entry(fd, Entry::Other),
     }
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     unsafe { real::close(fd) }
 }
 
-/// Forgets a range of numbers that are to be closed, and passes those parts of it to `call` that have no descriptor of the
-/// library.
+/// Removes the table entries of a range of descriptors that the program closes. Calls `call` for the subranges that contain no
+/// descriptor of the library.
 fn close_parts(
     first: c_uint,
     last: c_uint,
@@ -365,12 +366,12 @@ fn close_parts(
 /// See `close_range(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-    // 4: CLOSE_RANGE_CLOEXEC closes nothing now.
+    // 4 is CLOSE_RANGE_CLOEXEC, which closes nothing before the next exec.
     if flags & 4 != 0 || first > last || owner::is_visitor() {
-        // SAFETY: no pointer.
+        // SAFETY: no pointer is passed.
         return unsafe { real::close_range(first, last, flags) };
     }
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     close_parts(first, last, |a, b| unsafe {
         real::close_range(a, b, flags)
     })
@@ -381,16 +382,16 @@ pub extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
 pub extern "C-unwind" fn closefrom(first: c_int) {
     let from = first.max(0) as c_uint;
     let is_done = !owner::is_visitor()
-        // SAFETY: no pointer.
+        // SAFETY: no pointer is passed.
         && close_parts(from, c_uint::MAX, |a, b| unsafe { real::close_range(a, b, 0) }) == 0;
     if !is_done {
-        // A kernel without close_range.
-        // SAFETY: no pointer.
+        // The kernel has no close_range.
+        // SAFETY: no pointer is passed.
         unsafe { real::closefrom(first) }
     }
 }
 
-/// `to` is now another number of what `fd` is.
+/// Called when `to` has become a duplicate of `fd`.
 fn copied(fd: c_int, to: c_int) -> c_int {
     if to >= 0 && to != fd && is_known(fd, to) {
         match table::get(fd) {
@@ -402,7 +403,7 @@ fn copied(fd: c_int, to: c_int) -> c_int {
                 dgram.add_number();
                 set_entry(to, Entry::Dgram(dgram));
             }
-            // A second number of a set or a listener is the kernel's alone.
+            // The library ignores duplicates of sets and listeners.
             Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) | Entry::Own => {
                 set_entry(to, Entry::Other);
             }
@@ -415,22 +416,22 @@ fn copied(fd: c_int, to: c_int) -> c_int {
 /// See `dup(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn dup(fd: c_int) -> c_int {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     copied(fd, unsafe { real::dup(fd) })
 }
 
-/// Whether the table has something about one of the two, and this process may change it.
+/// Returns whether one of the two has a table entry that this process may change.
 fn is_known(fd: c_int, to: c_int) -> bool {
     let is_known = |fd| !matches!(table::get(fd), Entry::Other);
     (is_known(fd) || is_known(to)) && !owner::is_visitor()
 }
 
-/// What `to` is ends before the kernel closes it.
+/// Ends the object of `to` before the kernel closes the descriptor.
 fn overwrites(fd: c_int, to: c_int) {
     if !is_known(fd, to) {
         return;
     }
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     let open = unsafe { real::fcntl(fd, libc::F_GETFD, 0) } >= 0;
     if open && fd != to {
         if let Entry::Own = table::get(to) {
@@ -445,7 +446,7 @@ fn overwrites(fd: c_int, to: c_int) {
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
     overwrites(fd, to);
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     copied(fd, unsafe { real::dup2(fd, to) })
 }
 
@@ -453,17 +454,17 @@ pub extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
     overwrites(fd, to);
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     copied(fd, unsafe { real::dup3(fd, to, flags) })
 }
 
 /// See `fcntl(2)`.
 ///
 /// # Safety
-/// As `fcntl`.
+/// The requirements of `fcntl` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn fcntl(fd: c_int, cmd: c_int, arg: usize) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let r = unsafe { real::fcntl(fd, cmd, arg) };
     if cmd == libc::F_DUPFD || cmd == libc::F_DUPFD_CLOEXEC {
         copied(fd, r)
@@ -475,17 +476,17 @@ pub unsafe extern "C-unwind" fn fcntl(fd: c_int, cmd: c_int, arg: usize) -> c_in
 /// See `fcntl(2)`.
 ///
 /// # Safety
-/// As `fcntl`.
+/// The requirements of `fcntl` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn fcntl64(fd: c_int, cmd: c_int, arg: usize) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { fcntl(fd, cmd, arg) }
 }
 
 /// See `ioctl(2)`.
 ///
 /// # Safety
-/// As `ioctl`.
+/// The requirements of `ioctl` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let value = std::ptr::with_exposed_provenance_mut::<c_int>(arg);
@@ -494,7 +495,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         && sock.decide(fd, false) == State::Up
         && !value.is_null()
     {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         if request == libc::TIOCOUTQ && unsafe { real::ioctl(fd, request, arg) } < 0 {
             return -1;
         }
@@ -508,7 +509,7 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         }) else {
             return fail(libc::EBADF);
         };
-        // SAFETY: the caller's: it is an int.
+        // SAFETY: upheld by the caller; the argument points to an int.
         unsafe {
             let more = if request == libc::TIOCOUTQ { *value } else { 0 };
             *value = more.saturating_add(n as c_int);
@@ -519,18 +520,18 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         && !value.is_null()
         && let Some(length) = dgram::readable(fd)
     {
-        // SAFETY: the caller's: it is an int.
+        // SAFETY: upheld by the caller; the argument points to an int.
         unsafe { *value = length as c_int };
         return 0;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::ioctl(fd, request, arg) }
 }
 
 /// See `getsockopt(2)`.
 ///
 /// # Safety
-/// As `getsockopt`.
+/// The requirements of `getsockopt` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn getsockopt(
     fd: c_int,
@@ -539,14 +540,14 @@ pub unsafe extern "C-unwind" fn getsockopt(
     value: *mut c_void,
     len: *mut socklen_t,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let r = unsafe { real::getsockopt(fd, level, name, value, len) };
     if r == 0
         && level == libc::SOL_SOCKET
         && name == libc::SO_ERROR
         && let Some(sock) = table::sock(fd)
     {
-        // SAFETY: the kernel wrote it; it may be unaligned.
+        // SAFETY: the kernel has written the value, which may be unaligned.
         let error = unsafe { value.cast::<c_int>().read_unaligned() };
         if error == 0 && sock.decide(fd, false) == State::Up {
             let own = sock.with(|s| s.take_error()).map_or(0, |(e, _)| e);
@@ -559,7 +560,7 @@ pub unsafe extern "C-unwind" fn getsockopt(
         && let Some(sock) = table::sock(fd)
         && let Some((Some(own), _)) = sock.with(|s| s.delays.get(which).copied())
     {
-        // SAFETY: the kernel wrote a number there, of at most four bytes.
+        // SAFETY: the kernel has written an integer of at most four bytes there.
         unsafe {
             let n = (*len as usize).min(size_of::<c_int>());
             std::ptr::copy_nonoverlapping(own.to_ne_bytes().as_ptr(), value.cast(), n);
@@ -568,7 +569,7 @@ pub unsafe extern "C-unwind" fn getsockopt(
     r
 }
 
-/// Which of the options that delay data this is: the carrier of a stream does not get them.
+/// Returns the index of an option that delays data. Such options are not set on the carrier of a stream.
 fn delay(level: c_int, name: c_int) -> Option<usize> {
     match (level, name) {
         (libc::IPPROTO_TCP, libc::TCP_NODELAY) => Some(0),
@@ -580,7 +581,7 @@ fn delay(level: c_int, name: c_int) -> Option<usize> {
 /// See `setsockopt(2)`.
 ///
 /// # Safety
-/// As `setsockopt`.
+/// The requirements of `setsockopt` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn setsockopt(
     fd: c_int,
@@ -621,7 +622,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
         && !value.is_null()
         && len as usize >= size_of::<c_int>()
     {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let on = c_int::from(unsafe { value.cast::<c_int>().read_unaligned() } != 0);
         let set = sock.with(|s| {
             if let Some(place) = s.delays.get_mut(which) {
@@ -635,7 +636,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
     if let Some(dgram) = table::dgram(fd) {
         let has_number = !value.is_null() && len as usize >= size_of::<c_int>();
         let number = if has_number {
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             unsafe { value.cast::<c_int>().read_unaligned() }
         } else {
             0
@@ -651,11 +652,11 @@ pub unsafe extern "C-unwind" fn setsockopt(
             | (libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER) => {
                 dgram.keep_whole(is_whole(number));
             }
-            // The kernel would put messages together, which are known only one by one.
+            // With UDP_GRO the kernel joins datagrams, and joined messages cannot be told apart.
             (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.expects() => {
                 return fail(libc::ENOPROTOOPT);
             }
-            // What looks at the datagrams in the kernel does not know messages.
+            // Code in the kernel that parses the datagrams does not understand messages.
             (libc::IPPROTO_UDP, UDP_GRO | UDP_ENCAP)
             | (
                 libc::SOL_SOCKET,
@@ -668,18 +669,18 @@ pub unsafe extern "C-unwind" fn setsockopt(
             }
             (libc::SOL_SOCKET, libc::SO_PEEK_OFF) => {
                 dgram.pin(fd, Why::Option);
-                // A negative number ends it.
+                // A negative offset ends SO_PEEK_OFF.
                 let at = if has_number { number } else { -1 };
                 dgram.reads_from_the_middle(at >= 0);
             }
             _ => {}
         }
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::setsockopt(fd, level, name, value, len) }
 }
 
-/// Whether datagrams are not fragmented, by a value of `IP_MTU_DISCOVER`: all but DONT, WANT and OMIT.
+/// Returns whether a value of `IP_MTU_DISCOVER` turns fragmentation off: all values except DONT, WANT and OMIT.
 fn is_whole(discover: c_int) -> bool {
     (2..=4).contains(&discover)
 }
@@ -691,14 +692,14 @@ const UDP_GRO: c_int = 104;
 /// See `epoll_create(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn epoll_create(size: c_int) -> c_int {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     new_set(unsafe { real::epoll_create(size) })
 }
 
 /// See `epoll_create1(2)`.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn epoll_create1(flags: c_int) -> c_int {
-    // SAFETY: no pointer.
+    // SAFETY: no pointer is passed.
     new_set(unsafe { real::epoll_create1(flags) })
 }
 
@@ -710,13 +711,13 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// The descriptors that the next program gets: a connection that was not used is plain for it, and so is a stream that is its
-/// standard input or output. Other streams do not outlive their program, since the next one would read messages.
+/// Called before exec. Makes connections plain that were not used, and a stream that is standard input, output or error. Closes
+/// all other streams, because the next program would read FPDUs.
 fn before_exec() {
     if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // A child of vfork has its own descriptors, and the parent's memory.
+    // A child of vfork has a descriptor table of its own but shares the parent's memory.
     let is_visitor = owner::is_visitor();
     table::for_each(|fd, entry| {
         if let Entry::Dgram(dgram) = entry
@@ -726,7 +727,7 @@ fn before_exec() {
             dgram.pin(fd, Why::Handed);
         }
         let Entry::Sock(sock) = entry else { return };
-        // SAFETY: no pointer.
+        // SAFETY: no pointer is passed.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
         if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
             return;
@@ -735,11 +736,11 @@ fn before_exec() {
             State::Accepted => {
                 sock.hand_over(fd);
             }
-            // Others are inherited by chance, and their program goes on with them.
+            // Other descriptors are inherited unintentionally, and the parent continues to use them.
             State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
             State::Up => {
                 crate::log::line(&format!("stream {fd} is closed by exec"));
-                // SAFETY: no pointer.
+                // SAFETY: no pointer is passed.
                 unsafe {
                     real::fcntl(fd, libc::F_SETFD, (flags | libc::FD_CLOEXEC) as usize);
                 }
@@ -749,8 +750,8 @@ fn before_exec() {
     });
 }
 
-/// A connection that this program got as its standard input or output. If its rules say so, and nothing of it was used, it is
-/// looked at as an accepted one.
+/// Called at start for a connection that the program inherited as standard input or output. Unless a rule makes the connection
+/// plain, it is handled like an accepted one if nothing was received yet.
 pub(crate) fn adopt_connection(fd: c_int) {
     if sys::name_of(fd, libc::getpeername).is_none() {
         return;
@@ -765,7 +766,7 @@ pub(crate) fn adopt_connection(fd: c_int) {
     }
 }
 
-/// A UDP socket that this program got from the one before it, if it is bound and a rule is about its address.
+/// Called at start for an inherited UDP socket. It is used if it is bound and a rule applies to its address.
 pub(crate) fn adopt_dgram(fd: c_int) {
     let bound = own_address(fd).is_some_and(|own| own.port() != 0);
     if bound && may_have_messages() {
@@ -799,7 +800,7 @@ pub(crate) fn adopt_dgram(fd: c_int) {
 /// See `execve(2)`.
 ///
 /// # Safety
-/// As `execve`.
+/// The requirements of `execve` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execve(
     path: *const c_char,
@@ -807,36 +808,36 @@ pub unsafe extern "C-unwind" fn execve(
     envp: *const *const c_char,
 ) -> c_int {
     before_exec();
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::execve(path, argv, envp) }
 }
 
 /// See `execv(3)`.
 ///
 /// # Safety
-/// As `execv`.
+/// The requirements of `execv` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execv(path: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec();
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::execv(path, argv) }
 }
 
 /// See `execvp(3)`.
 ///
 /// # Safety
-/// As `execvp`.
+/// The requirements of `execvp` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execvp(path: *const c_char, argv: *const *const c_char) -> c_int {
     before_exec();
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::execvp(path, argv) }
 }
 
 /// See `execvpe(3)`.
 ///
 /// # Safety
-/// As `execvpe`.
+/// The requirements of `execvpe` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn execvpe(
     path: *const c_char,
@@ -844,14 +845,14 @@ pub unsafe extern "C-unwind" fn execvpe(
     envp: *const *const c_char,
 ) -> c_int {
     before_exec();
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::execvpe(path, argv, envp) }
 }
 
 /// See `fexecve(3)`.
 ///
 /// # Safety
-/// As `fexecve`.
+/// The requirements of `fexecve` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn fexecve(
     fd: c_int,
@@ -859,14 +860,14 @@ pub unsafe extern "C-unwind" fn fexecve(
     envp: *const *const c_char,
 ) -> c_int {
     before_exec();
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::fexecve(fd, argv, envp) }
 }
 
-/// See `fdopen(3)`. The C library's streams read and write by themselves: the connection stays plain.
+/// See `fdopen(3)`. The streams of the C library use system calls directly, so the connection becomes plain.
 ///
 /// # Safety
-/// As `fdopen`.
+/// The requirements of `fdopen` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c_void {
     match table::get(fd) {
@@ -884,14 +885,14 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
         Entry::Dgram(dgram) => dgram.pin(fd, Why::Stdio),
         _ => {}
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::fdopen(fd, mode) }
 }
 
 /// See `syscall(2)`: io_uring would read and write streams unseen.
 ///
 /// # Safety
-/// As `syscall`.
+/// The requirements of `syscall` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn syscall(
     number: c_long,
@@ -905,6 +906,6 @@ pub unsafe extern "C-unwind" fn syscall(
     if number == libc::SYS_io_uring_setup && policy::settings().hides_io_uring {
         return fail(libc::ENOSYS) as c_long;
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { real::syscall(number, a, b, c, d, e, f) }
 }

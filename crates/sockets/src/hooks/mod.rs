@@ -1,7 +1,7 @@
 //! The functions that programs call in place of the C library's.
 //!
-//! Each looks the number up and passes calls on that are not about a connection of ours. What may wait in the kernel is
-//! called from frames without destructors: a cancelled thread is unwound through them.
+//! Each function looks the descriptor up and passes calls that do not concern this library to the kernel. A thread may be
+//! cancelled while it waits in the kernel, which unwinds its stack: such calls are made from frames without destructors.
 
 mod batch;
 pub mod data;
@@ -12,13 +12,13 @@ pub mod wait;
 use crate::sys;
 use libc::c_int;
 
-/// Returns an error as the C library does.
+/// Sets errno and returns -1.
 pub(crate) fn fail(e: c_int) -> c_int {
     sys::set_errno(e);
     -1
 }
 
-/// The same for functions that return a length.
+/// Like [`fail`], for functions that return a length.
 pub(crate) fn fail_long(e: c_int) -> isize {
     sys::set_errno(e);
     -1

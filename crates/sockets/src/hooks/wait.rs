@@ -1,4 +1,4 @@
-//! Waiting: poll, select, epoll.
+//! The hooks that wait: `poll`, `select`, `epoll_wait` and their variants.
 
 use super::fail;
 use crate::conn::set::Call;
@@ -25,7 +25,7 @@ impl Until {
         if t.is_null() {
             return Self(None);
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let t = unsafe { *t };
         let d = Duration::new(
             t.tv_sec.max(0) as u64,
@@ -47,7 +47,7 @@ impl Until {
     }
 }
 
-/// Whether no number of the list is ours.
+/// Returns whether no descriptor of the list is one of a stream or a set with streams.
 fn is_plain(fds: &[pollfd]) -> bool {
     LIVE.load(Ordering::Relaxed) == 0
         || fds.iter().all(|p| match table::get(p.fd) {
@@ -57,11 +57,11 @@ fn is_plain(fds: &[pollfd]) -> bool {
         })
 }
 
-/// An element of a poll that is a stream.
+/// A stream in the list of a `poll` call.
 struct Member {
     at: usize,
     sock: &'static Sock,
-    /// It is counted as sleeper of the stream.
+    /// This thread is counted as a sleeper of the stream.
     sleeps: bool,
 }
 
@@ -86,12 +86,12 @@ fn members(fds: &[pollfd]) -> Vec<Member> {
 
 const WRITES: i16 = libc::POLLOUT | libc::POLLWRNORM;
 
-/// Polls with streams among the descriptors.
+/// Handles `poll` for a list that contains streams.
 fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
     let mut members = members(fds);
     let wanted: Vec<i16> = fds.iter().map(|p| p.events).collect();
     loop {
-        // What can be reported already.
+        // First check what can be reported without waiting.
         let mut ready = 0;
         for m in &mut members {
             let Some(p) = fds.get_mut(m.at) else { continue };
@@ -107,8 +107,7 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
                 ready += 1;
                 continue;
             }
-            // Other threads leave the bytes of the carrier to this one from here on: none is taken between the look and
-            // the wait.
+            // From here on other threads do not receive from the carrier, so no bytes are taken between the check and the wait.
             m.sock.asleep();
             m.sleeps = true;
             let now = m.sock.process(p.fd, 0);
@@ -126,7 +125,7 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
         };
         let left = if ready > 0 { Some(zero) } else { until.left() };
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: the list is the program's, the time is local.
+        // SAFETY: the list is the program's, and the time is a local variable.
         let r = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) };
         let e = sys::errno();
         for m in &mut members {
@@ -153,7 +152,7 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
                 _ => {}
             }
             if m.sock.mode() != Mode::Up || table::sock(p.fd).is_none() {
-                // The carrier of one that was a stream before the wait was asked for other events.
+                // The descriptor was a stream before the wait, so other events than those of the program were requested.
                 p.revents &= want | libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
                 continue;
             }
@@ -181,37 +180,37 @@ fn restore(fds: &mut [pollfd], wanted: &[i16]) {
     }
 }
 
-/// The list of a call.
+/// Returns the list of a call as a slice.
 ///
 /// # Safety
-/// As `poll`.
+/// The requirements of `poll` apply.
 unsafe fn list<'a>(fds: *mut pollfd, n: nfds_t) -> &'a mut [pollfd] {
     if fds.is_null() {
         return &mut [];
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { std::slice::from_raw_parts_mut(fds, n as usize) }
 }
 
 /// See `poll(2)`.
 ///
 /// # Safety
-/// As `poll`.
+/// The requirements of `poll` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn poll(fds: *mut pollfd, n: nfds_t, timeout: c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let all = unsafe { list(fds, n) };
     if is_plain(all) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe { real::poll(fds, n, timeout) };
     }
     wait(all, Until::ms(timeout), std::ptr::null())
 }
 
-/// See `poll(2)`; with the size of the list.
+/// See `poll(2)`. Called by programs that were compiled with `_FORTIFY_SOURCE`; `room` is the size of the list in bytes.
 ///
 /// # Safety
-/// As `poll`.
+/// The requirements of `poll` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __poll_chk(
     fds: *mut pollfd,
@@ -220,17 +219,17 @@ pub unsafe extern "C-unwind" fn __poll_chk(
     room: size_t,
 ) -> c_int {
     if (n as usize).saturating_mul(size_of::<pollfd>()) > room {
-        // SAFETY: the caller's: the C library ends the program.
+        // SAFETY: upheld by the caller. The C library aborts the program.
         return unsafe { real::__poll_chk(fds, n, timeout, room) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { poll(fds, n, timeout) }
 }
 
 /// See `ppoll(2)`.
 ///
 /// # Safety
-/// As `ppoll`.
+/// The requirements of `ppoll` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ppoll(
     fds: *mut pollfd,
@@ -238,20 +237,20 @@ pub unsafe extern "C-unwind" fn ppoll(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let all = unsafe { list(fds, n) };
     if is_plain(all) {
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         return unsafe { real::ppoll(fds, n, timeout, mask) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     wait(all, unsafe { Until::spec(timeout) }, mask)
 }
 
-/// See `ppoll(2)`; with the size of the list.
+/// See `ppoll(2)`. Called by programs that were compiled with `_FORTIFY_SOURCE`; `room` is the size of the list in bytes.
 ///
 /// # Safety
-/// As `ppoll`.
+/// The requirements of `ppoll` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __ppoll_chk(
     fds: *mut pollfd,
@@ -261,16 +260,16 @@ pub unsafe extern "C-unwind" fn __ppoll_chk(
     room: size_t,
 ) -> c_int {
     if (n as usize).saturating_mul(size_of::<pollfd>()) > room {
-        // SAFETY: the caller's: the C library ends the program.
+        // SAFETY: upheld by the caller. The C library aborts the program.
         return unsafe { real::__ppoll_chk(fds, n, timeout, mask, room) };
     }
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     unsafe { ppoll(fds, n, timeout, mask) }
 }
 
-/// Whether a bit of a set is there.
+/// Returns whether `fd` is in a set of `select`.
 fn has(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: the caller passed a set of so many bits, or null. The macro of the C library indexes beyond FD_SETSIZE as well.
+    // SAFETY: the caller passed null or a set with at least `fd` + 1 bits. Like the C library's macro, this indexes beyond FD_SETSIZE.
     !set.is_null() && unsafe { *set.cast::<u8>().add(fd as usize / 8) } & (1 << (fd % 8)) != 0
 }
 
@@ -288,7 +287,7 @@ fn put(set: *mut fd_set, fd: c_int, on: bool) {
     }
 }
 
-/// Selects by polling; `None`: no stream is among the descriptors.
+/// Handles `select` by polling. Returns `None` if no descriptor is a stream.
 fn select_with(
     n: c_int,
     r: *mut fd_set,
@@ -348,7 +347,7 @@ fn select_with(
 /// See `select(2)`.
 ///
 /// # Safety
-/// As `select`.
+/// The requirements of `select` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn select(
     n: c_int,
@@ -361,7 +360,7 @@ pub unsafe extern "C-unwind" fn select(
         if timeout.is_null() {
             return Until(None);
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         let t = unsafe { *timeout };
         let d = Duration::from_secs(t.tv_sec.max(0) as u64)
             + Duration::from_micros(t.tv_usec.max(0) as u64);
@@ -371,8 +370,8 @@ pub unsafe extern "C-unwind" fn select(
     match select_with(n, r, w, e, until, std::ptr::null()) {
         Some(result) => {
             if !timeout.is_null() && result >= 0 {
-                // As Linux: what is left of the time.
-                // SAFETY: the caller's.
+                // Linux writes the remaining time back.
+                // SAFETY: upheld by the caller.
                 unsafe {
                     let t = *timeout;
                     let d = Duration::from_secs(t.tv_sec.max(0) as u64)
@@ -384,7 +383,7 @@ pub unsafe extern "C-unwind" fn select(
             }
             result
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { real::select(n, r, w, e, timeout) },
     }
 }
@@ -392,7 +391,7 @@ pub unsafe extern "C-unwind" fn select(
 /// See `pselect(2)`.
 ///
 /// # Safety
-/// As `pselect`.
+/// The requirements of `pselect` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn pselect(
     n: c_int,
@@ -402,11 +401,11 @@ pub unsafe extern "C-unwind" fn pselect(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let until = || unsafe { Until::spec(timeout) };
     match select_with(n, r, w, e, until, mask) {
         Some(result) => result,
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { real::pselect(n, r, w, e, timeout, mask) },
     }
 }
@@ -414,7 +413,7 @@ pub unsafe extern "C-unwind" fn pselect(
 /// See `epoll_ctl(2)`.
 ///
 /// # Safety
-/// As `epoll_ctl`.
+/// The requirements of `epoll_ctl` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn epoll_ctl(
     epfd: c_int,
@@ -428,10 +427,10 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
                 sock.decide(fd, false);
             }
             if sock.mode() == Mode::Plain || table::sock(fd).is_none() {
-                // SAFETY: the caller's.
+                // SAFETY: upheld by the caller.
                 return unsafe { real::epoll_ctl(epfd, op, fd, event) };
             }
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
             set.control(op, fd, event, sock).map_or_else(fail, |()| 0)
         }
@@ -439,15 +438,15 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
             if op == libc::EPOLL_CTL_ADD {
                 inner.nest();
             }
-            // SAFETY: the caller's.
+            // SAFETY: upheld by the caller.
             unsafe { real::epoll_ctl(epfd, op, fd, event) }
         }
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         _ => unsafe { real::epoll_ctl(epfd, op, fd, event) },
     }
 }
 
-/// Waits for a set with streams; `None`: there are none in it.
+/// Waits for a set that contains streams. Returns `None` if it contains none.
 fn epoll(
     epfd: c_int,
     events: *mut epoll_event,
@@ -459,7 +458,7 @@ fn epoll(
     let most = usize::try_from(n)
         .ok()
         .filter(|n| *n > 0 && !events.is_null())?;
-    // SAFETY: the program's array has so many.
+    // SAFETY: the program's array has this many elements.
     let out = unsafe { std::slice::from_raw_parts_mut(events, most) };
     let mut until_known = None;
     let mut until = Some(until);
@@ -477,7 +476,7 @@ fn epoll(
                 *until_known.get_or_insert_with(|| until.take().map_or(Until(None), |f| f()));
             ms = match until.left() {
                 None => -1,
-                // Rounded up, so that the wait is not shorter than asked for.
+                // Rounded up, so that the wait is at least as long as requested.
                 Some(t) => c_int::try_from(t.tv_sec * 1000 + (t.tv_nsec + 999_999) / 1_000_000)
                     .unwrap_or(c_int::MAX),
             };
@@ -486,7 +485,7 @@ fn epoll(
                 continue;
             }
         }
-        // SAFETY: so many fit.
+        // SAFETY: the array has room for this many events.
         let r = unsafe {
             if mask.is_null() {
                 real::epoll_wait(epfd, rest.as_mut_ptr(), rest.len() as c_int, ms)
@@ -514,7 +513,7 @@ fn epoll(
 /// See `epoll_wait(2)`.
 ///
 /// # Safety
-/// As `epoll_wait`.
+/// The requirements of `epoll_wait` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn epoll_wait(
     epfd: c_int,
@@ -524,7 +523,7 @@ pub unsafe extern "C-unwind" fn epoll_wait(
 ) -> c_int {
     match epoll(epfd, events, n, || Until::ms(timeout), std::ptr::null()) {
         Some(r) => r,
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { real::epoll_wait(epfd, events, n, timeout) },
     }
 }
@@ -532,7 +531,7 @@ pub unsafe extern "C-unwind" fn epoll_wait(
 /// See `epoll_pwait(2)`.
 ///
 /// # Safety
-/// As `epoll_pwait`.
+/// The requirements of `epoll_pwait` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn epoll_pwait(
     epfd: c_int,
@@ -543,7 +542,7 @@ pub unsafe extern "C-unwind" fn epoll_pwait(
 ) -> c_int {
     match epoll(epfd, events, n, || Until::ms(timeout), mask) {
         Some(r) => r,
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { real::epoll_pwait(epfd, events, n, timeout, mask) },
     }
 }
@@ -551,7 +550,7 @@ pub unsafe extern "C-unwind" fn epoll_pwait(
 /// See `epoll_pwait2(2)`.
 ///
 /// # Safety
-/// As `epoll_pwait2`.
+/// The requirements of `epoll_pwait2` apply.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn epoll_pwait2(
     epfd: c_int,
@@ -560,11 +559,11 @@ pub unsafe extern "C-unwind" fn epoll_pwait2(
     timeout: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: upheld by the caller.
     let until = || unsafe { Until::spec(timeout) };
     match epoll(epfd, events, n, until, mask) {
         Some(r) => r,
-        // SAFETY: the caller's.
+        // SAFETY: upheld by the caller.
         None => unsafe { real::epoll_pwait2(epfd, events, n, timeout, mask) },
     }
 }
