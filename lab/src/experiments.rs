@@ -1026,7 +1026,7 @@ fn bars(lab: &mut Lab, note: &str, ppm: u32, robust: bool, network: &Row, inject
     }
 }
 
-/// Whether this build injects faults.
+/// Returns whether this build injects faults.
 fn faults(lab: &Lab) -> Result<bool> {
     Ok(sh::output(Command::new(&lab.anywarp).args(["run", "--help"]))?.contains("ANYWARP_FAULTS"))
 }

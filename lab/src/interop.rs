@@ -414,7 +414,7 @@ impl Stage {
     }
 }
 
-/// Whether this end is anywarp's.
+/// Returns whether this end is anywarp's.
 fn here(server: Server, host: Host) -> bool {
     (server == Server::Anywarp) == (host == Host::Server)
 }

@@ -540,7 +540,7 @@ pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
     Err("no free name for a folder".into())
 }
 
-/// Whether uid 0 here is uid 0 of the machine: only then are there other users to become.
+/// Returns whether uid 0 here is uid 0 of the machine: only then are there other users to become.
 pub(crate) fn is_initial_user_namespace() -> bool {
     fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
@@ -724,7 +724,7 @@ impl Player {
         self.process.poll()
     }
 
-    /// Whether its network has a bound port of this number, or the signpost of a datagram port of rdma_cm; connected sockets
+    /// Returns whether its network has a bound port of this number, or the signpost of a datagram port of rdma_cm; connected sockets
     /// do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
         let places = DATAGRAM_SPACES.map(|space| {

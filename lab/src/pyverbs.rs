@@ -205,7 +205,7 @@ fn outcome(line: &str) -> Option<(Word, &str, &str)> {
     Some((word, id.strip_prefix("tests.")?, rest))
 }
 
-/// Whether `text` is like `pattern`, in which * stands for anything.
+/// Returns whether `text` is like `pattern`, in which * stands for anything.
 fn matches(pattern: &str, text: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == text,

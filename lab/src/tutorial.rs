@@ -140,7 +140,7 @@ fn missing<'a>(output: &str, expected: &'a [String]) -> Option<&'a str> {
     None
 }
 
-/// Whether a line is as expected, where `…` stands for any text.
+/// Returns whether a line is as expected, where `…` stands for any text.
 fn matches(line: &str, expected: &str) -> bool {
     let mut parts = expected.split('…');
     let Some(mut rest) = parts.next().and_then(|first| line.strip_prefix(first)) else {

@@ -334,7 +334,7 @@ fn named<'a>(
     all.into_iter().collect()
 }
 
-/// Whether "PATH ITEM" is there, outside tests and comments.
+/// Returns whether "PATH ITEM" is there, outside tests and comments.
 fn check_code(entry: &str, tree: &Tree) -> Result {
     let (path, item) = entry.split_once(' ').ok_or("not of the form PATH ITEM")?;
     let text = tree.get(path).ok_or("no such file")?;
@@ -357,7 +357,7 @@ fn check_code(entry: &str, tree: &Tree) -> Result {
     Ok(())
 }
 
-/// Whether "PATH ITEM" is a test, or "PATH" a script.
+/// Returns whether "PATH ITEM" is a test, or "PATH" a script.
 fn check_test(entry: &str, tree: &Tree) -> Result {
     let (path, item) = entry.split_once(' ').unwrap_or((entry, ""));
     let text = tree.get(path).ok_or("no such file")?;

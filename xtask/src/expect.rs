@@ -76,7 +76,7 @@ pub struct Interop {
 }
 
 impl Interop {
-    /// Whether the case is about what crosses the wire.
+    /// Returns whether the case is about what crosses the wire.
     pub fn looks_at_the_wire(&self) -> bool {
         !self.wire.is_empty() || !self.never_wire.is_empty() || self.aligned.is_some()
     }

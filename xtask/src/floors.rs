@@ -228,13 +228,13 @@ fn scan(tokens: TokenStream, module: &Module, children: &BTreeSet<String>, file:
     }
 }
 
-/// Whether `::` stands here.
+/// Returns whether `::` stands here.
 fn is_path(tokens: &[TokenTree], at: usize) -> bool {
     let colon = |at| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
     colon(at) && colon(at + 1)
 }
 
-/// Whether an attribute is `cfg(test)` or contains it.
+/// Returns whether an attribute is `cfg(test)` or contains it.
 fn is_for_tests(brackets: Option<&TokenTree>) -> bool {
     let Some(TokenTree::Group(group)) = brackets else {
         return false;
@@ -309,7 +309,7 @@ fn resolve(
     files
 }
 
-/// Whether a module's path is `entry`, or one below it.
+/// Returns whether a module's path is `entry`, or one below it.
 fn is_below(path: &str, entry: &str) -> bool {
     path.strip_prefix(entry)
         .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))

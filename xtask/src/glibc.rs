@@ -71,7 +71,7 @@ pub fn check(folder: &Path) -> Result {
     .into())
 }
 
-/// Whether a version node of glibc is newer than the oldest glibc.
+/// Returns whether a version node of glibc is newer than the oldest glibc.
 fn is_newer(version: &str) -> bool {
     let Some(number) = version.strip_prefix("GLIBC_") else {
         return false;

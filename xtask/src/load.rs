@@ -142,7 +142,7 @@ pub(crate) fn run() -> Result {
     Err(failures.join("\n").into())
 }
 
-/// Whether a release has a node.
+/// Returns whether a release has a node.
 fn has(&(_, verbs, cm, private): &(&str, u32, u32, u32), node: &str) -> bool {
     let number = |prefix: &str| {
         node.strip_prefix(prefix)

@@ -70,7 +70,7 @@ fn compare(library: &str, ours: &BTreeSet<Export>, theirs: &BTreeSet<Export>) ->
     differences
 }
 
-/// Whether only libraries of rdma-core and of vendors are linked with the node.
+/// Returns whether only libraries of rdma-core and of vendors are linked with the node.
 fn private(node: &str) -> bool {
     node.starts_with("IBVERBS_PRIVATE_")
 }

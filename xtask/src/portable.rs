@@ -119,7 +119,7 @@ fn each_file(dir: &Path, then: &mut impl FnMut(&Path) -> Result) -> Result {
     Ok(())
 }
 
-/// Whether `folder`, or a path inside it, stands in `bytes`. In front of a folder such as `/src` there must be nothing that
+/// Returns whether `folder`, or a path inside it, stands in `bytes`. In front of a folder such as `/src` there must be nothing that
 /// would make it the end of another path.
 fn names(bytes: &[u8], folder: &Path) -> bool {
     let name = folder.as_os_str().as_bytes();

@@ -1,8 +1,8 @@
-//! References that a thread holds while it waits in the C library, where it may be cancelled.
+//! References that a thread holds while it waits in the C library, where the thread may be cancelled.
 //!
-//! A wait in which the thread is cancelled does not return, and the thread is unwound through our frames, which must
-//! have nothing with a destructor then. So the waiting function has only a pointer, and thread-local storage has the
-//! reference: the C library drops it when the thread ends, in whatever way.
+//! When a thread is cancelled, the wait does not return, and the stack is unwound through Rust frames, which must not contain a value
+//! with a destructor. So the waiting function has only a pointer, and the reference is in thread-local storage: the C library drops
+//! it when the thread ends for any reason.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -11,18 +11,18 @@ use std::sync::Arc;
 type Anything = Arc<dyn Any + Send + Sync>;
 
 thread_local! {
-    /// There is more than one only if a signal handler waits while its thread waits too.
+    /// Contains more than one reference only while a signal handler waits that has interrupted a wait of the thread.
     static HELD: RefCell<Vec<Anything>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A reference that the calling thread holds, without a destructor.
+/// A reference that the calling thread holds. The value has no destructor.
 #[derive(Debug)]
 pub(crate) struct Held<T> {
     what: *const T,
 }
 
 impl<T: Send + Sync + 'static> Held<T> {
-    /// Lets the calling thread hold `what`, until [`Self::release`] or its end.
+    /// Makes the calling thread hold a reference to `what` until [`Self::release`] or the end of the thread.
     pub(crate) fn new(what: &Arc<T>) -> Self {
         let held = Self {
             what: Arc::as_ptr(what),
@@ -33,8 +33,8 @@ impl<T: Send + Sync + 'static> Held<T> {
                 all.extend(one.take());
             }
         });
-        // The thread is ending, or this is a signal handler that interrupted this function: the reference is leaked,
-        // which is safe, and not dropped too early.
+        // Either the thread is ending, or a signal handler has interrupted this function. The reference is leaked, since dropping it could
+        // be too early.
         let _for_ever = std::mem::ManuallyDrop::new(one);
         held
     }

@@ -1,4 +1,4 @@
-//! The distribution's libraries, for tests that compare the results of our functions with those of the originals.
+//! Access to the distribution's libraries, for tests that compare their results with those of this library.
 
 use std::ffi::{CStr, c_void};
 
@@ -19,20 +19,20 @@ macro_rules! path {
     };
 }
 
-/// The distribution's libibverbs, by path: never the one that we build.
+/// The distribution's libibverbs, by its full path, so that the one of this project is not loaded.
 pub(crate) const IBVERBS: &CStr = path!("libibverbs.so.1");
 /// The distribution's librdmacm.
 pub(crate) const RDMACM: &CStr = path!("librdmacm.so.1");
 
-/// The address of `name` in `library`. If the library is not installed: a message on stderr, and `None`.
+/// Returns the address of `name` in `library`. If the library is not installed, prints a message and returns `None`.
 pub(crate) fn symbol(library: &CStr, name: &CStr) -> Option<*mut c_void> {
-    // SAFETY: a C string; the library's constructors only set up its own state.
+    // SAFETY: the path is a C string; the library's constructors only set up its own state.
     let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if handle.is_null() {
         eprintln!("{library:?} is not installed: nothing compared");
         return None;
     }
-    // SAFETY: a handle from `dlopen` that is never closed, and a C string.
+    // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
     let address = unsafe { libc::dlsym(handle, name.as_ptr()) };
     assert!(!address.is_null(), "{library:?} has no {name:?}");
     Some(address)

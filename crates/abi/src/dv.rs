@@ -35,11 +35,11 @@ const FLAGS: u32 = ANYWARPDV_QP_RECORD_COMPLETIONS
     | ANYWARPDV_QP_KEEP_GOING
     | ANYWARPDV_QP_PLAIN_WRITES;
 
-/// What `segment_size` may be.
+/// The valid values of `segment_size`.
 const SEGMENT_SIZES: RangeInclusive<u32> =
     bounds::DATAGRAM_PAYLOAD_MIN as u32..=(bounds::DATAGRAM_PAYLOAD as u32 & !7);
 
-/// The longest message, which a Write-Record or a Read may have.
+/// The length of the longest message, which applies to Write-Records and Reads too.
 const MAX_MESSAGE: u32 = bounds::MAX_MESSAGE as u32;
 
 fn or_default(value: u32, default: u32) -> u32 {
@@ -54,7 +54,7 @@ fn micros(value: u32, default: Duration) -> Duration {
     }
 }
 
-/// The options of a queue pair.
+/// Converts the options of a queue pair.
 fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
     if attr.comp_mask != 0 || attr.flags & !FLAGS != 0 || attr.reserved != 0 {
         return Err(libc::EOPNOTSUPP);
@@ -111,20 +111,20 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
 }
 
 entry! {
-    /// `anywarpdv_is_supported`: true for the device of this library, the only one that a program of it sees.
+    /// `anywarpdv_is_supported`: returns true for the device of this library, which is the only one that its programs see.
     ///
     /// # Safety
-    /// None: the pointer is only compared.
+    /// Any pointer may be passed, since it is only compared.
     unsafe fn anywarpdv_is_supported(device: *mut ibv_device) -> bool, value(false), {
         !device.is_null()
     }
 }
 
-/// The attributes of a program that may be older or newer than this library: `EOPNOTSUPP` if it sets a field that this
-/// library does not know.
+/// Copies the attributes of a program that may be older or newer than this library. `EOPNOTSUPP` if the program sets a field that
+/// this library does not know.
 ///
 /// # Safety
-/// `attr` has `size` octets.
+/// `attr` points to `size` octets.
 unsafe fn known_attr(
     attr: *const anywarpdv_qp_init_attr,
     size: usize,
@@ -134,7 +134,7 @@ unsafe fn known_attr(
     }
     let mut ours = anywarpdv_qp_init_attr::default();
     let known = size.min(size_of::<anywarpdv_qp_init_attr>());
-    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), this library's at least `known`.
+    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), and that of this library has at least `known`.
     let rest = unsafe {
         std::ptr::copy_nonoverlapping(attr.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
         std::slice::from_raw_parts(attr.cast::<u8>().add(known), size - known)
@@ -149,7 +149,7 @@ entry! {
     /// `anywarpdv_create_qp_ex`: see the header.
     ///
     /// # Safety
-    /// `context` is open, the attributes are null or valid, and what they name is live.
+    /// `context` is open. The attributes are null or valid, and the objects in them are live.
     unsafe fn anywarpdv_create_qp_ex(
         context: *mut ibv_context,
         attr_ex: *mut ibv_qp_init_attr_ex,
@@ -182,7 +182,7 @@ entry! {
     }
 }
 
-/// Calls `f` with the datagram queue pair behind `qp`: `EOPNOTSUPP` if it is a connected one.
+/// Calls `f` with the datagram queue pair of `qp`. `EOPNOTSUPP` if `qp` is a connected queue pair.
 ///
 /// # Safety
 /// `qp` is null or points to a live queue pair.
@@ -194,12 +194,12 @@ unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Resu
     }
 }
 
-/// How long a call polls without a pause.
+/// The time for which a call polls without pauses.
 const SPIN_FOR: Duration = Duration::from_millis(1);
-/// The pause between polls after that, in which the engine's thread moves bytes.
+/// The pause between two polls after that. The engine's thread does the transport work meanwhile.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Calls `take` until it returns more than 0 or `timeout_ms` is over (negative: no limit). Moves bytes while it waits.
+/// Calls `take` until it returns more than 0 or `timeout_ms` has expired (negative: no limit). Does transport work while it waits.
 fn wait_for(
     timeout_ms: c_int,
     mut take: impl FnMut() -> Result<c_int, Errno>,
@@ -272,11 +272,11 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
     }
 }
 
-/// Writes `value` to a structure of the program that has `size` octets: what it does not know is cut off, what this library
-/// does not know becomes zero.
+/// Writes `value` to a structure of the program that has `size` octets. A shorter structure gets a prefix; the rest of a longer one is
+/// set to zero.
 ///
 /// # Safety
-/// `out` has `size` octets.
+/// `out` points to `size` octets.
 unsafe fn write_sized<T: Copy>(out: *mut u8, size: usize, value: &T) {
     let known = size.min(size_of::<T>());
     // SAFETY: `out` has `size` octets (guaranteed by the caller), of which the first `known` are copied.
@@ -286,7 +286,7 @@ unsafe fn write_sized<T: Copy>(out: *mut u8, size: usize, value: &T) {
     }
 }
 
-/// The size of a structure of the program: `EINVAL` if it is none.
+/// Checks the size of a structure that the program passes: `EINVAL` if it is 0 or not plausible.
 fn struct_size(size: u32) -> Result<usize, Errno> {
     match usize::try_from(size) {
         Ok(size @ 1..=4096) => Ok(size),
@@ -294,7 +294,7 @@ fn struct_size(size: u32) -> Result<usize, Errno> {
     }
 }
 
-/// Where a call puts items: `max` structures of `size` octets each.
+/// The output array of a call: `max` structures of `size` octets each.
 struct Items<T> {
     out: *mut T,
     max: c_int,
@@ -304,7 +304,7 @@ struct Items<T> {
 /// Takes up to `max` items out of a queue pair.
 ///
 /// # Safety
-/// `qp` is null or points to a live object; `items.out` is null or has room for all items.
+/// `qp` is null or points to a live queue pair. `items.out` is null or has room for all items.
 unsafe fn poll<T: Copy>(
     qp: *mut ibv_qp,
     items: Items<T>,
@@ -336,7 +336,7 @@ entry! {
     /// `anywarpdv_poll_records`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `records` is null or has room for `max` of `reclen` octets.
+    /// `qp` is null or points to a live queue pair. `records` is null or has room for `max` structures of `reclen` octets.
     unsafe fn anywarpdv_poll_records(
         qp: *mut ibv_qp,
         max: c_int,
@@ -354,13 +354,13 @@ entry! {
     /// `anywarpdv_create_ah_from_record`: see the header.
     ///
     /// # Safety
-    /// `pd` is null or points to a live object, `record` is null or has `reclen` octets.
+    /// `pd` is null or points to a live protection domain. `record` is null or points to `reclen` octets.
     unsafe fn anywarpdv_create_ah_from_record(
         pd: *mut ibv_pd, record: *const anywarpdv_record, reclen: u32,
     ) -> *mut ibv_ah, null, {
         // SAFETY: upheld by the caller.
         let record = unsafe { known_record(record, reclen) }?;
-        // SAFETY: a structure of ours.
+        // SAFETY: `record` is a local copy of a complete structure.
         let source = unsafe { address_of((&raw const record.source).cast()) }.ok_or(libc::EAFNOSUPPORT)?;
         let gid = match source.ip() {
             IpAddr::V4(v4) => v4.to_ipv6_mapped(),
@@ -381,7 +381,7 @@ entry! {
     /// `anywarpdv_query_device`: see the header.
     ///
     /// # Safety
-    /// `context` is null or open, `attr` is null or has `inlen` octets.
+    /// `context` is null or open. `attr` is null or points to `inlen` octets.
     unsafe fn anywarpdv_query_device(
         context: *mut ibv_context, attr: *mut anywarpdv_device_attr, inlen: u32,
     ) -> c_int, minus_one, {
@@ -409,7 +409,7 @@ entry! {
     /// `anywarpdv_poll_errors`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `errors` is null or has room for `max` of `errlen` octets.
+    /// `qp` is null or points to a live queue pair. `errors` is null or has room for `max` structures of `errlen` octets.
     unsafe fn anywarpdv_poll_errors(
         qp: *mut ibv_qp,
         max: c_int,
@@ -427,7 +427,7 @@ entry! {
     /// `anywarpdv_poll_cq`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or points to a live object, `wc` is null or has room for `max`.
+    /// `cq` is null or points to a live queue. `wc` is null or has room for `max` structures.
     unsafe fn anywarpdv_poll_cq(
         cq: *mut ibv_cq,
         max: c_int,
@@ -452,7 +452,7 @@ entry! {
     /// `anywarpdv_wc_read_message_id`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or points to a live object, and only this thread polls it.
+    /// `cq` is null or points to a live queue, and only this thread polls it.
     unsafe fn anywarpdv_wc_read_message_id(cq: *mut ibv_cq_ex) -> u32, value(0), {
         // SAFETY: upheld by the caller.
         unsafe { shown(cq) }.map_or(0, |completion| completion.message)
@@ -463,7 +463,8 @@ entry! {
     /// `anywarpdv_wc_read_record`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or points to a live object, and only this thread polls it; `qp` is null or points to a live object; `record` is null or has `reclen` octets.
+    /// `cq` is null or points to a live queue, and only this thread polls it. `qp` is null or points to a live queue pair. `record` is null
+    /// or points to `reclen` octets.
     unsafe fn anywarpdv_wc_read_record(
         cq: *mut ibv_cq_ex,
         qp: *mut ibv_qp,
@@ -489,10 +490,10 @@ entry! {
     }
 }
 
-/// A record of a program that may have been compiled with a shorter structure.
+/// Copies a record from a program that may have been compiled with a shorter structure.
 ///
 /// # Safety
-/// `record` is null or has `size` octets.
+/// `record` is null or points to `size` octets.
 unsafe fn known_record(
     record: *const anywarpdv_record,
     size: u32,
@@ -503,14 +504,14 @@ unsafe fn known_record(
     }
     let mut ours = anywarpdv_record::default();
     let known = size.min(size_of::<anywarpdv_record>());
-    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), this library's at least `known`.
+    // SAFETY: the program's structure has `size` octets (guaranteed by the caller), and that of this library has at least `known`.
     unsafe {
         std::ptr::copy_nonoverlapping(record.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
     }
     Ok(ours)
 }
 
-/// The ranges of a record's bytes that are there: `EINVAL` if its map was released.
+/// Returns the ranges of a Write-Record that have arrived. `EINVAL` if its validity map was released.
 ///
 /// # Safety
 /// `qp` is null or points to a live queue pair.
@@ -534,8 +535,8 @@ entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `record` is null or has `reclen` octets, `ranges` is null or has room for `max` of `rangelen`
-    /// octets.
+    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `ranges` is null or has room for `max`
+    /// structures of `rangelen` octets.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,
@@ -553,7 +554,7 @@ entry! {
         let all = unsafe { ranges_of(qp, &known_record(record, reclen)?) }?;
         for (at, (from, to)) in all.iter().take(max).enumerate() {
             let range = anywarpdv_range { from: *from, to: *to };
-            // SAFETY: below `max`, for which there is room (guaranteed by the caller).
+            // SAFETY: `at` is below `max`, for which the caller's array has room.
             unsafe { write_sized(ranges.cast::<u8>().add(at * size), size, &range) };
         }
         Ok(c_int::try_from(all.len()).unwrap_or(c_int::MAX))
@@ -564,7 +565,7 @@ entry! {
     /// `anywarpdv_read_bitmap`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `record` is null or has `reclen` octets, `bits` is null or has `size` octets.
+    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `bits` is null or points to `size` octets.
     unsafe fn anywarpdv_read_bitmap(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,
@@ -588,7 +589,7 @@ entry! {
         let ranges = unsafe { ranges_of(qp, &record) }?;
         let mut bitmap = vec![0_u8; octets];
         for (from, to) in ranges {
-            // The blocks that lie in it whole; the last one of the message may be short.
+            // Only blocks that are completely inside the range count. The last block of the message may be short.
             let first = from.div_ceil(granularity);
             let end = if to >= length { blocks } else { to / granularity };
             for block in first..end {
@@ -597,7 +598,7 @@ entry! {
                 }
             }
         }
-        // SAFETY: there is room for `octets` (checked; caller's promise).
+        // SAFETY: the buffer has room for `octets` (checked above; guaranteed by the caller).
         unsafe { std::ptr::copy_nonoverlapping(bitmap.as_ptr(), bits, octets) };
         Ok(c_int::try_from(blocks).unwrap_or(c_int::MAX))
     }
@@ -619,7 +620,7 @@ entry! {
     /// `anywarpdv_query_counters`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `counters` is null or has `inlen` octets.
+    /// `qp` is null or points to a live queue pair. `counters` is null or points to `inlen` octets.
     unsafe fn anywarpdv_query_counters(
         qp: *mut ibv_qp,
         counters: *mut u64,
@@ -633,7 +634,7 @@ entry! {
         let room = usize::try_from(inlen).unwrap_or(0) / size_of::<u64>();
         for at in 0..room {
             let value = named.get(at).map_or(0, |(_, n)| *n);
-            // SAFETY: inside of the program's structure (guaranteed by the caller).
+            // SAFETY: the field is inside the program's structure (guaranteed by the caller).
             unsafe { counters.add(at).write(value) };
         }
         Ok(0)
@@ -644,7 +645,7 @@ entry! {
     /// `anywarpdv_restrict_mr`: see the header.
     ///
     /// # Safety
-    /// `mr` is null or points to a live object, `source` is null or has `source_len` octets.
+    /// `mr` is null or points to a live region. `source` is null or points to `source_len` octets.
     unsafe fn anywarpdv_restrict_mr(
         mr: *mut ibv_mr,
         source: *const c_void,

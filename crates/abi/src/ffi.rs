@@ -1,9 +1,9 @@
-//! How a function that C calls begins and ends.
+//! The entry and exit of functions that C calls: panics and error reporting.
 //!
-//! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. Their
-//! names say how the function reports a failure: [`errno`] returns the errno value; the others set `errno` and return the
-//! value that means failure. A panic stops here: it must not unwind into C. The device counts as broken from then on
-//! (`anywarp_engine::fatal`), and the call fails with `EIO`.
+//! The body of every such function runs inside [`errno`], [`minus_one`], [`null`], [`nothing`], [`or`] or [`value`]. The name tells how
+//! the function reports a failure: [`errno`] returns the errno value; the others set `errno` and return the value that means failure.
+//! A panic is caught here, because it must not unwind into C. The device is marked as broken (`anywarp_engine::fatal`), and the call
+//! fails with `EIO`.
 //!
 //! The `_fast` forms are for the data path. They make no system call that is a cancellation point, so they need not
 //! disable the cancellation of the thread.
@@ -22,8 +22,8 @@ pub type Errno = c_int;
 /// Runs a body; a panic becomes `EIO`.
 #[inline]
 fn catch<T>(name: &'static str, body: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
-    // This library treats the caller's memory as plain bytes, and keeps its own state behind locks that recover from
-    // poisoning. So no broken invariant is observed after a panic.
+    // Unwind safety: this library treats the caller's memory as plain bytes, and protects its own state by locks that recover from
+    // poisoning.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(result) => result,
         Err(payload) => {
@@ -85,7 +85,7 @@ pub fn or_fast<T>(name: &'static str, failed: T, body: impl FnOnce() -> Result<T
 
 /// Sets the caller's `errno`.
 pub fn set_errno(errno: Errno) {
-    // SAFETY: the C library gives every thread a valid place for its errno.
+    // SAFETY: the C library gives every thread a valid location for errno.
     unsafe { libc::__errno_location().write(errno) };
 }
 
@@ -95,24 +95,24 @@ pub fn fail<T>(errno: Errno, value: T) -> T {
     value
 }
 
-/// The `errno` that the last call of a C function has set.
+/// Returns the `errno` that the last call of a C function has set.
 pub(crate) fn last_errno() -> Errno {
     std::io::Error::last_os_error()
         .raw_os_error()
         .unwrap_or(libc::EIO)
 }
 
-/// Marks the device as broken after a panic and sets `errno` to `EIO`; the process goes on.
+/// Marks the device as broken after a panic and sets `errno` to `EIO`. The process continues.
 #[doc(hidden)]
 #[cold]
 pub fn panicked(name: &'static str, payload: Box<dyn Any + Send>) {
     anywarp_engine::engine::caught(name, &*payload);
-    // Dropping a foreign payload may panic again; a leak of a few bytes is the lesser evil.
+    // Dropping a foreign payload may panic again, so a few bytes are leaked instead.
     let _leaked = std::mem::ManuallyDrop::new(payload);
     set_errno(libc::EIO);
 }
 
-/// The errno of a call that broke a rule. The rule is logged, because the errno alone seldom says which rule was broken.
+/// Returns the errno of an invalid call, and logs the violated rule, which the errno alone rarely identifies.
 #[cold]
 pub(crate) fn misuse(call: &str, e: &Misuse) -> Errno {
     if log::wants(log::Level::Warn) {
@@ -121,12 +121,12 @@ pub(crate) fn misuse(call: &str, e: &Misuse) -> Errno {
     e.errno()
 }
 
-/// The errno of an I/O error.
+/// Returns the errno of an I/O error.
 pub(crate) fn os_errno(e: &std::io::Error) -> Errno {
     e.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// A structure that C passes by pointer: `EINVAL` for null.
+/// Returns a structure that C passes by pointer. `EINVAL` for null.
 ///
 /// # Safety
 /// `place` is null or valid for reads, and C does not write it while the reference is live.
@@ -135,16 +135,16 @@ pub(crate) unsafe fn arg<'a, T>(place: *const T) -> Result<&'a T, Errno> {
     unsafe { place.as_ref() }.ok_or(libc::EINVAL)
 }
 
-/// A structure that C passes by pointer and that the call changes: `EINVAL` for null.
+/// Returns a structure that C passes by pointer and that the call changes. `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid, and C does not touch it while the reference is live.
+/// `place` is null or valid, and C does not access the structure while the reference is live.
 pub(crate) unsafe fn arg_mut<'a, T>(place: *mut T) -> Result<&'a mut T, Errno> {
     // SAFETY: upheld by the caller.
     unsafe { place.as_mut() }.ok_or(libc::EINVAL)
 }
 
-/// Writes a result to a place that C passes by pointer: `EINVAL` for null.
+/// Writes a result through a pointer that C passes. `EINVAL` for null.
 ///
 /// # Safety
 /// `place` is null or valid for writes.
@@ -157,10 +157,10 @@ pub(crate) unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Writes the first `len` bytes of a structure, for a caller that was compiled with an older and shorter one.
+/// Writes the first `len` bytes of a structure, for a caller that was compiled with an older, shorter one.
 ///
 /// # Safety
-/// `place` is null or has `len` bytes.
+/// `place` is null or points to `len` bytes.
 pub(crate) unsafe fn put_prefix<T: Copy>(
     place: *mut T,
     value: &T,
@@ -170,7 +170,7 @@ pub(crate) unsafe fn put_prefix<T: Copy>(
         return Err(libc::EINVAL);
     }
     let len = len.min(size_of::<T>());
-    // SAFETY: the caller's structure has `len` bytes (its promise), and so has `value`.
+    // SAFETY: the caller's structure has `len` bytes (guaranteed by the caller), and so has `value`.
     unsafe {
         std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), place.cast(), len);
     }

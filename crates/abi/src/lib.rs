@@ -1,22 +1,20 @@
-//! The C ABI of libibverbs and librdmacm over the software card of `anywarp-engine`.
+//! The C ABI of libibverbs and librdmacm for the software RNIC of `anywarp-engine`.
 //!
-//! Every exported function is written with [`entry!`]: check the arguments, call the engine,
-//! translate the answer. Everything historical or odd about the C API lives in this crate and
-//! nothing of it below.
+//! Every exported function is defined by [`entry!`]: it checks the arguments, calls the engine and converts the result.
+//! Everything specific to the C API is in this crate; the crates below do not depend on it.
 //!
-//! - [`ffi`]: how a function that C calls begins and ends; `verbs/handle.rs`: objects behind C pointers.
+//! - [`ffi`]: entry and exit of functions that C calls; `verbs/handle.rs`: objects behind C pointers.
 //!
-//! - [`verbs`] and [`cm`]: one module for each of the two libraries; their `types` mirror the C
-//!   headers and are held against them by the test in `layout`.
+//! - [`verbs`] and [`cm`]: one module for each of the two libraries.
 //! - [`dv`]: extensions of verbs, `<infiniband/anywarpdv.h>`.
-//! - [`rsocket`]: sockets over RDMA, which librdmacm has too.
-//! - [`plain`]: two functions of the C library, for plain sockets that want the port of a listener.
-//! - `profile`: the limits of other devices.
+//! - [`rsocket`]: sockets over RDMA, which are a part of librdmacm.
+//! - [`plain`]: `bind` and `listen` of the C library, for plain sockets that need the port of a listener of rdma_cm.
+//! - `profile`: device profiles, which report and enforce the limits of other devices.
 //! - [`pending`]: public symbols of features that this device lacks; [`mod@refuse`]: functions that only fail.
-//! - `../link/`: which symbols are exported, under which version; `cargo xtask dist` links them,
-//!   `cargo xtask matrix` compares with the distribution's libraries.
+//! - `../link/`: the exported symbols and their versions. `cargo xtask dist` links them, and `cargo xtask matrix` compares them
+//!   with those of the distribution's libraries.
 
-// A panic ends at the C border, and can only end there if it unwinds.
+// Panics are caught at the C boundary, which requires unwinding.
 #[cfg(not(panic = "unwind"))]
 compile_error!(
     "build anywarp with panic = \"unwind\": with \"abort\" a panic takes the program down"
@@ -36,7 +34,7 @@ pub mod refuse;
 pub mod rsocket;
 pub mod verbs;
 
-/// The allocator of this library's own code: the libraries export none.
+/// The allocator of this library's own code. The libraries do not export an allocator.
 #[global_allocator]
 static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::Allocator;
 
@@ -52,7 +50,7 @@ static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::All
 /// }
 /// ```
 ///
-/// `errno` is a function of [`ffi`]: it says how C learns of a failure. The body returns a `Result` with an errno value.
+/// `errno` is a function of [`ffi`] that reports failures to C. The body returns a `Result` with an errno value.
 #[macro_export]
 macro_rules! entry {
     (
@@ -62,7 +60,7 @@ macro_rules! entry {
     ) => {
         $(#[$meta])*
         #[allow(unreachable_pub, reason = "reached from C by its name, whatever module it is in")]
-        // SAFETY: the symbol is ours: link/symbols.txt names it once, and the map exports nothing else.
+        // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once, and the map exports nothing else.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($arg: $type),*) $(-> $ret)? {
             $crate::ffi::$how(stringify!($name), $($failed,)? move || { $($body)* })
@@ -87,7 +85,7 @@ mod tests {
         }
     }
 
-    /// A panic ends at the C border: the caller sees the failure value and `EIO`.
+    /// A panic is caught at the C boundary: the caller gets the failure value and `EIO`.
     #[test]
     fn a_panic_does_not_cross_into_c() {
         // SAFETY: the function has no requirements.
@@ -99,7 +97,7 @@ mod tests {
         assert_eq!(errno, Some(libc::EIO));
     }
 
-    /// Every function that C calls, with or without `entry!`, begins with one that catches panics, or is a constant.
+    /// Every function that C calls, with or without `entry!`, first calls one that catches panics, or only returns a constant.
     #[test]
     fn no_panic_leaves_a_function_that_c_calls() {
         const CATCH: [&str; 7] = [
@@ -125,7 +123,7 @@ mod tests {
                     continue;
                 }
                 let text = std::fs::read_to_string(&path).unwrap();
-                // Functions with "C-unwind" are those in which a thread may be cancelled: see `cancel_safe`.
+                // In functions with "C-unwind" a thread may be cancelled: see `cancel_safe`.
                 for (at, _) in text.match_indices("unsafe extern \"C\" fn ") {
                     let Some((head, rest)) = text[at..].split_once('{') else {
                         continue;
@@ -135,7 +133,7 @@ mod tests {
                         continue;
                     }
                     seen += 1;
-                    // The first statement, behind comments.
+                    // The first statement after comments.
                     let code: String = rest
                         .lines()
                         .map(|line| line.split("//").next().unwrap_or_default().trim())

@@ -1,15 +1,14 @@
 //! Public functions for features that this device does not have.
 //!
-//! Every Debian binary is linked with BIND_NOW. So a program that refers to `ibv_reg_dmabuf_mr` does not start without the
-//! symbol, even if the program never calls it. Each function here fails with the errno that a device without the feature
-//! reports. Programs rely on the value: if `ibv_reg_dmabuf_mr` fails with another errno than `EOPNOTSUPP`, NCCL concludes that
-//! the device supports dma-buf.
+//! Debian's binaries are linked with BIND_NOW, so a program that refers to `ibv_reg_dmabuf_mr` does not start without the symbol, even
+//! if it never calls it. Each function here fails with the errno of a device without the feature. Programs rely on the value: if
+//! `ibv_reg_dmabuf_mr` fails with another errno than `EOPNOTSUPP`, NCCL concludes that the device supports dma-buf.
 
 use crate::refuse;
 use libc::EOPNOTSUPP;
 
 refuse! { EOPNOTSUPP;
-    // Return a pointer: null and errno.
+    // These return a pointer: null, with errno set.
     null {
         ibv_alloc_dmah, ibv_reg_dmabuf_mr,
     }

@@ -1,10 +1,9 @@
-//! `bind` and `listen` of the program's plain sockets.
+//! `bind` and `listen` for plain sockets of the program that need the TCP port of a listener of rdma_cm.
 //!
-//! A listener of rdma_cm must leave the TCP port of its number when a plain socket of a program needs that port. The kernel
-//! does not report this to the listener. So the libraries define these two functions of the C library. They have an old symbol
-//! version, which the loader resolves for programs and the linker does not choose. Each of them calls the next function of its
-//! name, which belongs to another preloaded library or to libc. If that call fails because the port is in use, the function
-//! asks the listeners to move to another port and repeats the call. See docs/decisions/026.
+//! Such a listener must release the port, but the kernel does not tell it. So the libraries define these two functions of the C
+//! library, with an old symbol version, which the loader resolves for programs and the linker does not choose. Each calls the next
+//! function of its name, which belongs to another preloaded library or to libc. If that call fails because the port is in use, the
+//! function requests that the listeners move to another port and repeats the call. See docs/decisions/026.
 
 use std::ffi::{CStr, c_int};
 use std::net::SocketAddr;
@@ -20,9 +19,9 @@ use crate::ffi::{Errno, last_errno};
 type Bind = unsafe extern "C" fn(c_int, *const sockaddr, socklen_t) -> c_int;
 type Listen = unsafe extern "C" fn(c_int, c_int) -> c_int;
 
-/// The address of the next function of this name: in the libraries that the loader searches after this one, otherwise in all
-/// libraries. (In a program that is linked with librdmacm alone, the loader searches libc before this library.) The result is
-/// never the function of this library, because that one has no default version.
+/// Returns the address of the next function of this name: in the libraries that the loader searches after this one, otherwise in all
+/// libraries. (In a program that is linked with librdmacm alone, the loader searches libc before this library.) This library's own
+/// function is not found, because it has no default version.
 fn next(name: &CStr, cache: &AtomicUsize) -> Result<usize, Errno> {
     let known = cache.load(Ordering::Relaxed);
     if known != 0 {
@@ -67,17 +66,17 @@ fn next_listen(fd: c_int, backlog: c_int) -> Result<c_int, Errno> {
     result(unsafe { next(fd, backlog) })
 }
 
-/// An integer option of a socket.
+/// Returns an integer option of a socket.
 fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
     let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as socklen_t;
-    // SAFETY: `value` and `len` live through the call, and `len` is the size of `value`.
+    // SAFETY: `value` and `len` are live during the call, and `len` is the size of `value`.
     let result =
         unsafe { libc::getsockopt(fd, level, name, (&raw mut value).cast(), &raw mut len) };
     (result == 0).then_some(value)
 }
 
-/// Makes the call. If the port is in use, asks the listeners of rdma_cm to leave it and makes the call again.
+/// Makes the call. If the port is in use, requests that the listeners of rdma_cm leave it, and makes the call again.
 fn with_room(
     fd: c_int,
     call: impl Fn() -> Result<c_int, Errno>,
@@ -103,8 +102,7 @@ fn with_room(
     if second != Err(libc::EADDRINUSE) || !is_stream || shares != Some(0) {
         return second;
     }
-    // Connections of the listener that has left the port still use it. The kernel lets a socket with `SO_REUSEADDR` share
-    // the port with them.
+    // Connections of the listener still use the port. The kernel lets a socket with `SO_REUSEADDR` share it with them.
     share(fd, true);
     let third = call();
     if third.is_err() {
@@ -116,7 +114,7 @@ fn with_room(
 /// Sets `SO_REUSEADDR`.
 fn share(fd: c_int, on: bool) {
     let on = c_int::from(on);
-    // SAFETY: `on` is live through the call, and its size is given.
+    // SAFETY: `on` is live during the call, and its size is passed.
     unsafe {
         libc::setsockopt(
             fd,
@@ -132,7 +130,7 @@ entry! {
     /// `bind(2)`.
     ///
     /// # Safety
-    /// `addr` has `len` bytes, or the kernel finds that it has not.
+    /// `addr` points to `len` bytes; the kernel checks this.
     unsafe fn anywarp_bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int, minus_one, {
         with_room(fd, || next_bind(fd, addr, len), || {
             // SAFETY: all-zero is a valid sockaddr_storage.
@@ -141,15 +139,14 @@ entry! {
             let at = (&raw mut name).cast::<u8>();
             // SAFETY: the kernel has read the `len` bytes at `addr` and refused only the port; `name` has room for `size`.
             unsafe { std::ptr::copy_nonoverlapping(addr.cast::<u8>(), at, size) };
-            // SAFETY: a sockaddr_storage has room for an address of each family.
+            // SAFETY: a sockaddr_storage is large enough for an address of each family.
             unsafe { address_of(at.cast::<sockaddr>()) }
         })
     }
 }
 
 entry! {
-    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to one port; once one of them listens, `listen` fails for the
-    /// other.
+    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to the same port. Once one of them listens, `listen` fails for the other.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -159,9 +156,9 @@ entry! {
             let mut name: sockaddr_storage = unsafe { std::mem::zeroed() };
             let mut len = size_of::<sockaddr_storage>() as socklen_t;
             let at = (&raw mut name).cast::<sockaddr>();
-            // SAFETY: `name` and `len` live through the call, and `len` is the size of `name`.
+            // SAFETY: `name` and `len` are live during the call, and `len` is the size of `name`.
             let result = unsafe { libc::getsockname(fd, at, &raw mut len) };
-            // SAFETY: the kernel wrote an address of its family.
+            // SAFETY: the kernel has written a complete address.
             if result == 0 { unsafe { address_of(at) } } else { None }
         })
     }

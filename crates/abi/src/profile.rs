@@ -1,8 +1,8 @@
-//! Device profiles: they report and enforce the limits and the missing features of other devices.
+//! Device profiles, which report and enforce the limits and the missing features of other devices.
 //!
-//! `ANYWARP_DEVICE_PROFILE` names one. A program that works with a profile uses nothing that the named device does not
-//! have. The device itself is not emulated: data is transferred as without a profile. The sources of all figures are in
-//! `docs/profiles.md`. Where a device leaves something open, or has more than this one, nothing changes.
+//! `ANYWARP_DEVICE_PROFILE` selects one. A program that works with a profile uses only features of that device. The device itself is not
+//! emulated: data is transferred as without a profile. The sources of all figures are in `docs/profiles.md`. If a device does not
+//! document a limit, or its limit is higher than that of anywarp, that of anywarp applies.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -34,7 +34,7 @@ pub(crate) struct Features {
     pub(crate) resize_cq: bool,
     pub(crate) resize_srq: bool,
     pub(crate) reregister: bool,
-    /// Reliable queue pairs are connected by `ibv_modify_qp`, too, and not only by rdma_cm.
+    /// Reliable queue pairs can be connected by `ibv_modify_qp`, not only by rdma_cm.
     pub(crate) connects_itself: bool,
 }
 
@@ -42,14 +42,14 @@ pub(crate) struct Features {
 #[derive(Clone, Copy)]
 pub(crate) struct Profile {
     pub(crate) name: &'static str,
-    /// Node type and transport type; `None`: as `ANYWARP_FACE` sets them.
+    /// The node type and transport type. `None`: set by `ANYWARP_FACE`.
     pub(crate) node: Option<(ibv_node_type, ibv_transport_type)>,
     pub(crate) vendor_id: u32,
     pub(crate) vendor_part_id: u32,
     pub(crate) max_qp: u32,
     pub(crate) max_qp_wr: u32,
     pub(crate) max_sge: u32,
-    /// Elements in the list of an RDMA Read, at most.
+    /// The most scatter/gather elements of an RDMA Read.
     pub(crate) max_sge_rd: u32,
     pub(crate) max_inline: u32,
     pub(crate) max_cq: u32,
@@ -74,7 +74,7 @@ pub(crate) struct Profile {
     pub(crate) max_dm_size: u64,
     /// The supported types of queue pairs.
     pub(crate) types: &'static [ibv_qp_type],
-    /// Access rights that a region may have, and the errno for a region with other rights.
+    /// The access rights that a region may have, and the errno for other rights.
     pub(crate) rights: (u32, i32),
     /// Access rights that are accepted and ignored.
     pub(crate) empty_rights: u32,
@@ -94,7 +94,7 @@ const NO_ODP: ibv_odp_caps = ibv_odp_caps {
     },
 };
 
-/// All access rights.
+/// Allows all access rights.
 const ALL: u32 = u32::MAX;
 
 /// The limits and features of anywarp itself, without a profile.
@@ -267,7 +267,7 @@ const MLX5: Profile = Profile {
     node: Some((IBV_NODE_CA, IBV_TRANSPORT_IB)),
     vendor_id: 0x02_c9,
     vendor_part_id: 4125,
-    // Where no limit is set here, that of the adapter is larger than anywarp's.
+    // Limits that are not set here are higher on the adapter than in anywarp.
     max_qp_wr: 32_768,
     max_sge: 30,
     max_sge_rd: 30,
@@ -308,7 +308,7 @@ const MLX5: Profile = Profile {
     ..ANYWARP
 };
 
-/// An Elastic Fabric Adapter, without its own kind of queue pairs (SRD), which this device does not have.
+/// An Elastic Fabric Adapter, without its SRD queue pairs, which this device does not support.
 const EFA: Profile = Profile {
     name: "efa",
     node: Some((IBV_NODE_UNSPECIFIED, IBV_TRANSPORT_UNSPECIFIED)),
@@ -361,7 +361,7 @@ fn by_name(name: Option<&str>) -> Option<&'static Profile> {
     PROFILES.into_iter().find(|p| p.name == name)
 }
 
-/// The profile of this process. An unknown name is logged, and opening the device then fails.
+/// Returns the profile of this process. An unknown name is logged, and opening the device then fails.
 pub(crate) fn profile() -> &'static Profile {
     chosen().unwrap_or(&ANYWARP)
 }
@@ -385,8 +385,7 @@ fn chosen() -> Option<&'static Profile> {
     })
 }
 
-/// Fails with `EINVAL` if the environment names an unknown profile: a test with a profile must not pass without it
-/// unnoticed.
+/// Fails with `EINVAL` if the environment names an unknown profile. Otherwise a test with a misspelled profile would pass without it.
 pub(crate) fn check() -> Result<(), i32> {
     chosen().map(|_| ()).ok_or(libc::EINVAL)
 }
@@ -418,7 +417,7 @@ impl Profile {
         Ok(())
     }
 
-    /// Checks the access rights of a region; returns those that are not ignored.
+    /// Checks the access rights of a region. Returns the rights without the ignored ones.
     pub(crate) fn rights_of(&self, access: u32) -> Result<u32, i32> {
         let (known, errno) = self.rights;
         if access & !known != 0 {
@@ -427,7 +426,7 @@ impl Profile {
         Ok(access & !self.empty_rights)
     }
 
-    /// Checks a request that is posted.
+    /// Checks a work request.
     #[inline]
     pub(crate) fn admits(&self, op: &Op, payload: &Payload) -> Result<(), Misuse> {
         let has = &self.has;
@@ -465,7 +464,7 @@ impl Profile {
         Ok(())
     }
 
-    /// Operations of `ibv_qp_ex`.
+    /// Returns the operations of `ibv_qp_ex`.
     pub(crate) fn send_ops(&self) -> u64 {
         let mut missing = 0;
         if !self.has.atomics {
@@ -484,9 +483,9 @@ impl Profile {
     }
 }
 
-// ---------------------------------------------------------------------- how many
+// ---------------------------------------------------------------------- numbers of objects
 
-/// Kinds of objects whose number is limited.
+/// The kinds of objects whose number is limited.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Counted {
     Qp,
@@ -514,19 +513,18 @@ impl Counted {
     }
 
     fn count(self) -> Option<&'static AtomicU32> {
-        // A forked child has none of the objects of its parent.
+        // A forked child has none of its parent's objects.
         static COUNTS: PerProcess<[AtomicU32; 8]> = PerProcess::new(Default::default);
         COUNTS.get().get(self as usize)
     }
 }
 
-/// Counts one object of a kind, until it is dropped.
+/// Counts one object of a kind until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Place(Counted);
 
 impl Place {
-    /// Counts one more object. `ENOMEM`: there are as many as the device can have. `EOPNOTSUPP`: the device has no
-    /// objects of this kind.
+    /// Counts one more object. `ENOMEM`: the limit is reached. `EOPNOTSUPP`: the device has no objects of this kind.
     pub(crate) fn take(kind: Counted) -> Result<Self, i32> {
         Self::take_of(kind, kind.most(profile()))
     }

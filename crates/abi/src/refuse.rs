@@ -1,12 +1,12 @@
 //! Exported functions that only fail.
 
-/// Exports functions under their C names that ignore their arguments and fail with one errno.
+/// Exports functions under their C names. They ignore their arguments and fail with one errno.
 ///
-/// The groups say how: `null` and `minus_one` set errno; `code` returns the errno value and
-/// `minus_code` its negative; `zero` returns 0 and sets errno; `void` does nothing.
+/// The group tells how: `null` and `minus_one` set errno, `code` returns the errno value, `minus_code` returns its negative, `zero`
+/// returns 0 and sets errno, and `void` does nothing.
 ///
-/// A caller passes arguments that the function does not declare; in the x86-64 and AArch64
-/// procedure call standards the caller owns them, so they may stay unread.
+/// The functions declare no arguments although callers pass some. In the x86-64 and AArch64 procedure call standards the caller owns
+/// the arguments, so this is permitted.
 #[macro_export]
 macro_rules! refuse {
     ($errno:expr; $( $how:ident { $($name:ident),* $(,)? } )*) => {
@@ -18,7 +18,7 @@ macro_rules! refuse {
     (@ code $errno:expr, $name:ident) => {
         $crate::refuse!(@fn $name, std::ffi::c_int, $errno);
     };
-    // Wide, so that the answer is -1 in `int`, `ssize_t` and `off_t` alike.
+    // A wide type, so that the result is -1 as an `int`, a `ssize_t` and an `off_t`.
     (@ minus_one $errno:expr, $name:ident) => {
         $crate::refuse!(@fn $name, isize, $crate::ffi::fail($errno, -1));
     };
@@ -33,7 +33,7 @@ macro_rules! refuse {
     };
     (@fn $name:ident, $ret:ty, $value:expr) => {
         #[doc = concat!("`", stringify!($name), "`: exported so that programs start; only fails.")]
-        // SAFETY: the symbol is ours: link/symbols.txt names it once, and the map exports nothing else.
+        // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once, and the map exports nothing else.
         #[unsafe(no_mangle)]
         pub extern "C" fn $name() -> $ret {
             $value
@@ -45,10 +45,10 @@ use crate::ffi::set_errno;
 use libc::ENOSYS;
 use std::ffi::{c_int, c_void};
 
-// What the pre-2007 versions of symbols jump to; `cargo xtask dist` makes the jumps.
+// The symbol versions from before 2007 jump to these functions; `cargo xtask dist` creates the jumps.
 
 /// Fails like a function that returns a pointer.
-// SAFETY: the name has our prefix.
+// SAFETY: the name has this library's prefix.
 #[unsafe(no_mangle)]
 pub extern "C" fn anywarp_legacy_null() -> *mut c_void {
     set_errno(ENOSYS);
@@ -56,7 +56,7 @@ pub extern "C" fn anywarp_legacy_null() -> *mut c_void {
 }
 
 /// Fails like a function that returns 0 or an errno value.
-// SAFETY: the name has our prefix.
+// SAFETY: the name has this library's prefix.
 #[unsafe(no_mangle)]
 pub extern "C" fn anywarp_legacy_code() -> c_int {
     set_errno(ENOSYS);
@@ -64,6 +64,6 @@ pub extern "C" fn anywarp_legacy_code() -> c_int {
 }
 
 /// Does nothing.
-// SAFETY: the name has our prefix.
+// SAFETY: the name has this library's prefix.
 #[unsafe(no_mangle)]
 pub extern "C" fn anywarp_legacy_void() {}

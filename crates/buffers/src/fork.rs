@@ -20,12 +20,12 @@ pub(crate) fn generation() -> u32 {
     GENERATION.load(Relaxed)
 }
 
-/// Whether something is of a parent of this process.
+/// Returns whether something is of a parent of this process.
 pub(crate) fn is_inherited(generation: u32) -> bool {
     GENERATION.load(Relaxed) != generation
 }
 
-/// Whether this process is a child of one that has used the library.
+/// Returns whether this process is a child of one that has used the library.
 pub(crate) fn is_child() -> bool {
     is_inherited(0)
 }

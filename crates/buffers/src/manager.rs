@@ -274,7 +274,7 @@ impl Manager {
         cache::invalidate(self.0.id, &range)
     }
 
-    /// Whether buffers or pieces of it are in use.
+    /// Returns whether buffers or pieces of it are in use.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         // A piece has only its pool.

@@ -182,7 +182,7 @@ impl Table {
         }
     }
 
-    /// Whether this memory has been used often enough for its registration to be kept; counts this use.
+    /// Returns whether this memory has been used often enough for its registration to be kept; counts this use.
     pub(crate) fn is_known(&mut self, wanted: &Wanted<'_>) -> bool {
         let key = key(wanted.owner, wanted.range.start, wanted.range.end);
         let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS) else {
@@ -337,7 +337,7 @@ impl Table {
         });
     }
 
-    /// Whether a registration is over that no thread ends yet.
+    /// Returns whether a registration is over that no thread ends yet.
     pub(crate) fn has_dead(&self) -> bool {
         self.dead.iter().any(|dead| !dead.begun)
     }
@@ -363,7 +363,7 @@ impl Table {
         }
     }
 
-    /// Whether one of them has not ended yet.
+    /// Returns whether one of them has not ended yet.
     pub(crate) fn is_ending(&self, until: Until) -> bool {
         let of = |dead: &Dead| dead.owner == until.owner && dead.number <= until.number;
         self.dead.iter().any(of)

@@ -167,7 +167,7 @@ impl Watch {
         let _gone_already = self.control(UFFDIO_UNREGISTER, &raw mut span);
     }
 
-    /// Whether every change that has begun has been read. The kernel counts changes from before they happen until their
+    /// Returns whether every change that has begun has been read. The kernel counts changes from before they happen until their
     /// event has been read, and refuses this request meanwhile.
     pub(crate) fn settled(&self) -> bool {
         let mut protect = Protect {
@@ -241,7 +241,7 @@ impl Watch {
     }
 }
 
-/// Whether these pages are private memory without a file. Only its changes are all reported: a file can be truncated by
+/// Returns whether these pages are private memory without a file. Only its changes are all reported: a file can be truncated by
 /// another process, and segments of `shmat(2)` go without an event.
 pub(crate) fn anonymous(pages: &Range<usize>) -> bool {
     // The names of files are any bytes.

@@ -293,7 +293,7 @@ impl LogLevel {
         }
     }
 
-    /// Whether connections and the variables of `anywarp run` are shown.
+    /// Returns whether connections and the variables of `anywarp run` are shown.
     pub(crate) fn shows_info(self) -> bool {
         !matches!(self, Self::Error | Self::Warn)
     }

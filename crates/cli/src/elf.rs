@@ -123,7 +123,7 @@ pub(crate) fn interpreter_of(program: &Path) -> PathBuf {
     path
 }
 
-/// Whether the file has capabilities (capabilities(7)), with which the loader ignores LD_PRELOAD as for set-user-ID.
+/// Returns whether the file has capabilities (capabilities(7)), with which the loader ignores LD_PRELOAD as for set-user-ID.
 pub(crate) fn has_capabilities(path: &Path) -> bool {
     let mut none: [u8; 0] = [];
     rustix::fs::getxattr(path, "security.capability", &mut none[..]).is_ok_and(|n| n > 0)
@@ -159,7 +159,7 @@ pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
     found
 }
 
-/// Whether executing the file changes the user or the group of this process.
+/// Returns whether executing the file changes the user or the group of this process.
 fn gains_privileges(path: &Path) -> bool {
     let (Ok(file), Ok(own)) = (path.metadata(), Path::new("/proc/self").metadata()) else {
         return false;

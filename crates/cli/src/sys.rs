@@ -25,19 +25,19 @@ fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether eventfd(2) works.
+/// Returns whether eventfd(2) works.
 pub(crate) fn eventfd() -> io::Result<()> {
     // SAFETY: takes two numbers and touches no memory of ours.
     owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }).map(drop)
 }
 
-/// Whether timerfd_create(2) works.
+/// Returns whether timerfd_create(2) works.
 pub(crate) fn timerfd() -> io::Result<()> {
     // SAFETY: takes two numbers and touches no memory of ours.
     owned(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) }).map(drop)
 }
 
-/// Whether the kernel has epoll_pwait2(2), which waits with nanoseconds.
+/// Returns whether the kernel has epoll_pwait2(2), which waits with nanoseconds.
 pub(crate) fn epoll_pwait2() -> io::Result<()> {
     // SAFETY: takes one number and touches no memory of ours.
     let epoll = owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -95,7 +95,7 @@ pub(crate) fn set_option(
     })
 }
 
-/// Whether UDP sockets segment large sends themselves.
+/// Returns whether UDP sockets segment large sends themselves.
 pub(crate) fn udp_gso() -> io::Result<()> {
     set_option(
         &UdpSocket::bind("127.0.0.1:0")?,
@@ -105,12 +105,12 @@ pub(crate) fn udp_gso() -> io::Result<()> {
     )
 }
 
-/// Whether UDP sockets hand over many datagrams as one.
+/// Returns whether UDP sockets hand over many datagrams as one.
 pub(crate) fn udp_gro() -> io::Result<()> {
     set_option(&UdpSocket::bind("127.0.0.1:0")?, libc::SOL_UDP, UDP_GRO, 1)
 }
 
-/// Whether TCP sockets support a time limit for unacknowledged data (`TCP_USER_TIMEOUT`).
+/// Returns whether TCP sockets support a time limit for unacknowledged data (`TCP_USER_TIMEOUT`).
 pub(crate) fn tcp_user_timeout() -> io::Result<()> {
     set_option(
         &TcpListener::bind("127.0.0.1:0")?,

@@ -250,7 +250,7 @@ impl Flow {
         }
     }
 
-    /// Whether a receive would get data at once, and whether a send would be advertised at once.
+    /// Returns whether a receive would get data at once, and whether a send would be advertised at once.
     pub(crate) fn ready(&self) -> (bool, bool) {
         let input = !self.adverts.is_empty()
             || self.persistent.is_some()
@@ -262,7 +262,7 @@ impl Flow {
         )
     }
 
-    /// Whether the peer has ended its direction, and all that is left of it is in the buffer.
+    /// Returns whether the peer has ended its direction, and all that is left of it is in the buffer.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_fin
             && self.adverts.is_empty()
@@ -275,7 +275,7 @@ impl Flow {
         self.immediate
     }
 
-    /// Whether the program has ended its direction.
+    /// Returns whether the program has ended its direction.
     pub(crate) fn is_shut(&self) -> bool {
         self.fin.is_some() || self.fin_sent
     }
@@ -317,7 +317,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Whether no transfer is under way and the peer has answered everything that was sent, up to and including the end of
+    /// Returns whether no transfer is under way and the peer has answered everything that was sent, up to and including the end of
     /// the direction.
     pub(crate) fn is_drained(&self) -> bool {
         self.fin_sent
@@ -327,7 +327,7 @@ impl Flow {
             && self.sent.is_empty()
     }
 
-    /// Whether no transfer is under way and the peer has answered everything that was sent.
+    /// Returns whether no transfer is under way and the peer has answered everything that was sent.
     pub(crate) fn is_idle(&self) -> bool {
         self.sends.is_empty()
             && self.writes.is_empty()

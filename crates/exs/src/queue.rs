@@ -183,7 +183,7 @@ impl Queue {
         unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
     }
 
-    /// Whether no call will make an event.
+    /// Returns whether no call will make an event.
     pub(crate) fn is_idle(&self) -> bool {
         self.lock().reserved == 0
     }

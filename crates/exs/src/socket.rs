@@ -460,7 +460,7 @@ impl Socket {
         inner.ready()
     }
 
-    /// Whether the program has closed it.
+    /// Returns whether the program has closed it.
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(SeqCst)
     }
@@ -726,7 +726,7 @@ impl Socket {
         }
     }
 
-    /// Whether a thread has polled since the last call. If none has, the completion queue is armed, so that completions wake
+    /// Returns whether a thread has polled since the last call. If none has, the completion queue is armed, so that completions wake
     /// the thread of the library.
     pub(crate) fn is_still_polled(&self) -> bool {
         if self.touched.swap(false, Relaxed) {
@@ -1201,7 +1201,7 @@ impl Inner {
         id
     }
 
-    /// Whether the peer has ended its data and closed the connection.
+    /// Returns whether the peer has ended its data and closed the connection.
     fn is_at_end(&self) -> bool {
         self.state == State::Ended(libc::ECONNRESET)
             && self.flow.as_ref().is_some_and(Flow::is_at_end)

@@ -54,7 +54,7 @@ pub enum Class {
     Compare,
 }
 
-/// Whether the operation exists for this type and class.
+/// Returns whether the operation exists for this type and class.
 pub fn is_valid(kind: Type, op: u32, class: Class) -> bool {
     let known = match class {
         Class::Write => op <= FI_BXOR || op == FI_ATOMIC_WRITE,

@@ -70,7 +70,7 @@ impl UserMemory {
             .fold(0, |sum, (_, len)| sum.saturating_add(len))
     }
 
-    /// Whether they have no bytes.
+    /// Returns whether they have no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -75,12 +75,12 @@ impl Queue {
         std::mem::take(&mut self.armed)
     }
 
-    /// Whether there is no entry.
+    /// Returns whether there is no entry.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether there are so many entries that operations are refused.
+    /// Returns whether there are so many entries that operations are refused.
     pub fn is_full(&self) -> bool {
         self.entries.len() >= crate::limits::ENTRIES
     }
@@ -103,7 +103,7 @@ impl Queue {
         }
     }
 
-    /// Whether the first entry is a failure.
+    /// Returns whether the first entry is a failure.
     pub fn error_is_first(&self) -> bool {
         self.entries.front().is_some_and(|entry| entry.err != 0)
     }

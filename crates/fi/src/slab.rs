@@ -89,7 +89,7 @@ impl<T> Slab<T> {
         self.places.iter_mut().filter_map(|p| p.value.as_mut())
     }
 
-    /// Whether there is no value.
+    /// Returns whether there is no value.
     pub fn is_empty(&self) -> bool {
         self.free.len() == self.places.len()
     }

@@ -1,28 +1,28 @@
-//! The addresses of this machine, as rules name them: `@same-host`, and the names of interfaces.
+//! The addresses of this machine, for rules that name `@same-host` or an interface.
 
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// What a rule wants to know about the machine. Rules that name only addresses ask nothing.
+/// Answers queries of rules about the machine. Rules that name only addresses make no query.
 pub trait Host {
-    /// Whether the address is one of this machine.
+    /// Returns whether the address belongs to this machine.
     fn is_here(&self, addr: IpAddr) -> bool;
-    /// Whether the address is one of this interface, or of a network that it is in.
+    /// Returns whether the address belongs to this interface or to a network that the interface is in.
     fn is_on(&self, interface: &str, addr: IpAddr) -> bool;
 }
 
-/// An address of an interface, with the bits of its network.
+/// An address of an interface, with the prefix length of its network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// The interface.
+    /// The name of the interface.
     pub interface: String,
     /// The address.
     pub addr: IpAddr,
-    /// The bits that all addresses of its network have in common.
+    /// The prefix length of the network in bits.
     pub bits: u8,
 }
 
-/// This machine, as far as this network namespace goes. It is asked each time: addresses come and go.
+/// The addresses of this network namespace. They are read for each query, because they can change.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Machine;
 
@@ -38,7 +38,7 @@ impl Host for Machine {
     }
 }
 
-/// Whether `addr` has the first `bits` of `prefix`.
+/// Returns whether `addr` begins with the first `bits` of `prefix`.
 pub fn in_prefix(prefix: IpAddr, bits: u8, addr: IpAddr) -> bool {
     let bits = u32::from(bits);
     match (prefix, addr) {
@@ -54,15 +54,15 @@ pub fn in_prefix(prefix: IpAddr, bits: u8, addr: IpAddr) -> bool {
     }
 }
 
-/// Reads an address of the C library's list.
+/// Converts an address of `getifaddrs(3)`.
 ///
 /// # Safety
-/// `addr` is null or an address of its family.
+/// `addr` is null or points to an address of the length of its family.
 unsafe fn ip(addr: *const libc::sockaddr) -> Option<IpAddr> {
     if addr.is_null() {
         return None;
     }
-    // SAFETY: the family is at the beginning of each.
+    // SAFETY: every socket address begins with the family.
     match i32::from(unsafe { (*addr).sa_family }) {
         libc::AF_INET => {
             // SAFETY: upheld by the caller; it may be unaligned.
@@ -78,10 +78,10 @@ unsafe fn ip(addr: *const libc::sockaddr) -> Option<IpAddr> {
     }
 }
 
-/// All addresses of this network namespace.
+/// Returns all addresses of this network namespace.
 pub fn addresses() -> Vec<Address> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
-    // SAFETY: the address of a pointer, which the call sets.
+    // SAFETY: the argument is the address of a pointer, which the call sets.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
         return Vec::new();
     }
@@ -90,7 +90,7 @@ pub fn addresses() -> Vec<Address> {
     // SAFETY: the list ends with null, and is freed below.
     while let Some(one) = unsafe { at.as_ref() } {
         at = one.ifa_next;
-        // SAFETY: both are of the list.
+        // SAFETY: both addresses are part of the list.
         let (addr, mask) = unsafe { (ip(one.ifa_addr), ip(one.ifa_netmask)) };
         let (Some(addr), Some(mask)) = (addr, mask) else {
             continue;
@@ -99,7 +99,7 @@ pub fn addresses() -> Vec<Address> {
             IpAddr::V4(m) => u32::from(m).leading_ones(),
             IpAddr::V6(m) => u128::from(m).leading_ones(),
         };
-        // SAFETY: each entry has a name, a C string.
+        // SAFETY: the name of each entry is a C string.
         let name = unsafe { CStr::from_ptr(one.ifa_name) };
         all.push(Address {
             interface: name.to_string_lossy().into_owned(),
@@ -107,7 +107,7 @@ pub fn addresses() -> Vec<Address> {
             bits: bits as u8,
         });
     }
-    // SAFETY: made above, and not used any more.
+    // SAFETY: the list was created above and is not used any more.
     unsafe { libc::freeifaddrs(list) };
     all
 }

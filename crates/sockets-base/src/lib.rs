@@ -1,5 +1,5 @@
-//! What `libanywarp-sockets.so` and `anywarp sockets` have in common. It is loaded into other people's programs, so that it
-//! depends on the C library alone.
+//! The code that `libanywarp-sockets.so` and `anywarp sockets` share. The library is preloaded into arbitrary programs, so this
+//! crate depends only on the C library.
 
 pub mod host;
 pub mod name;

@@ -1,9 +1,10 @@
-//! The abstract UNIX name that stands for a listener which understands a Request, or for a UDP socket that understands messages.
+//! The abstract UNIX socket name by which a process registers a listener that understands a Request, or a UDP socket that
+//! understands messages.
 
 use std::fmt::{self, Write};
 use std::net::{IpAddr, SocketAddr};
 
-/// What a name is for.
+/// The kind of socket that a name is registered for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Protocol {
     /// A listener.
@@ -12,10 +13,10 @@ pub enum Protocol {
     Udp,
 }
 
-/// Bytes of the longest name: of an address of IPv6 with all its digits.
+/// The length of the longest name: an IPv6 address with all its digits.
 const LONGEST: usize = "anywarp/udp/ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255/65535/v6".len();
 
-/// A name. Making one allocates nothing: handlers of signals may do it. Abstract: its first byte, zero, is not part of it.
+/// A name. Creating one allocates no memory, so signal handlers may do so. The zero byte before an abstract name is not included.
 #[derive(Clone, Copy)]
 pub struct Name {
     bytes: [u8; LONGEST],
@@ -28,7 +29,7 @@ impl Name {
             bytes: [0; LONGEST],
             length: 0,
         };
-        // It fits.
+        // The buffer has room for every name, so this cannot fail.
         let _ = name.write_fmt(text);
         name
     }
@@ -56,7 +57,7 @@ impl fmt::Debug for Name {
     }
 }
 
-/// The name of a socket at this address. `v6_only`: it is at all addresses of IPv6 and at none of IPv4.
+/// Returns the name of a socket that is bound to this address. `v6_only`: the socket is bound to `::` and accepts no IPv4.
 pub fn of(protocol: Protocol, addr: IpAddr, port: u16, v6_only: bool) -> Name {
     let protocol = match protocol {
         Protocol::Tcp => "tcp",
@@ -67,7 +68,7 @@ pub fn of(protocol: Protocol, addr: IpAddr, port: u16, v6_only: bool) -> Name {
     Name::new(format_args!("anywarp/{protocol}/{addr}/{port}{more}"))
 }
 
-/// The names of the sockets that get what is sent to `to`: at its address, or at all addresses.
+/// Returns the names of the sockets that can receive packets to `to`: those bound to the address, and to wildcard addresses.
 pub fn to_ask(protocol: Protocol, to: SocketAddr) -> [Name; 3] {
     let (ip, port) = (to.ip().to_canonical(), to.port());
     let all = IpAddr::from([0u8; 16]);

@@ -1,23 +1,23 @@
-//! Addresses and ports as rules name them.
+//! The addresses and ports in a rule.
 
 use crate::host::{Host, in_prefix};
 use std::net::IpAddr;
 
-/// A part of the address space.
+/// A set of IP addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Where {
-    /// Each address.
+    /// All addresses.
     Any,
     /// Addresses of this machine.
     SameHost,
-    /// Addresses with these first bits.
+    /// Addresses with this prefix and prefix length.
     Prefix(IpAddr, u8),
-    /// Addresses of an interface, and of the networks that it is in.
+    /// Addresses of an interface and of the networks that it is in.
     Interface(String),
 }
 
 impl Where {
-    /// Whether an address is in it.
+    /// Returns whether the set contains an address.
     pub fn has(&self, addr: IpAddr, host: &dyn Host) -> bool {
         let addr = addr.to_canonical();
         match self {
@@ -29,7 +29,7 @@ impl Where {
     }
 }
 
-/// Ports, from and to.
+/// A range of ports, both ends included.
 pub type Ports = (u16, u16);
 
 fn ports(text: &str) -> Result<Ports, String> {
@@ -42,7 +42,7 @@ fn ports(text: &str) -> Result<Ports, String> {
     }
 }
 
-/// Whether this is the name of a network interface: of at most 15 characters, a number behind a dot if there is one.
+/// Returns whether a text can be the name of a network interface: at most 15 characters, and after a dot (a VLAN) only digits.
 fn is_interface(text: &str) -> bool {
     let (name, vlan) = text.split_once('.').unwrap_or((text, "0"));
     text.len() <= 15
@@ -63,7 +63,7 @@ fn host(text: &str) -> Result<Where, String> {
     match text {
         "*" => return Ok(Where::Any),
         "@same-host" => return Ok(Where::SameHost),
-        // It would be taken for an interface, and never match.
+        // The name would be parsed as an interface, which never matches.
         "localhost" => return Err(wrong()),
         _ => {}
     }
@@ -84,10 +84,10 @@ fn host(text: &str) -> Result<Where, String> {
     Ok(Where::Prefix(addr, bits))
 }
 
-/// Reads `ADDR[:PORT[-PORT]]`. IPv6 addresses with a port stand in brackets.
+/// Parses `ADDR[:PORT[-PORT]]`. An IPv6 address with a port is enclosed in brackets.
 ///
 /// # Errors
-/// What is wrong.
+/// A description of the mistake.
 pub fn parse(word: &str) -> Result<(Where, Option<Ports>), String> {
     if let Some(rest) = word.strip_prefix('[') {
         let Some((addr, behind)) = rest.split_once(']') else {

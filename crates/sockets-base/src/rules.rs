@@ -1,21 +1,21 @@
-//! The language of the configuration.
+//! The language of the configuration of `anywarp sockets`.
 //!
 //! ```text
-//! program GLOB [tag TAG]                                  # until the next
+//! program GLOB [tag TAG]                                  # applies to the rules up to the next such line
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
 //! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | datagram [require] | record [require]
-//! all                                                     one of these
+//! all                                                     any of these modes
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent
 //! ```
 //!
-//! Sources are looked at from the last to the first, and in each the first rule that matches decides.
+//! The source that was read last has precedence. Within a source the first matching rule decides.
 
 use crate::host::Host;
 use crate::place::{self, Where};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-/// What is done with a connection, or with datagrams.
+/// How a connection or a datagram is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// Kernel TCP.
@@ -24,13 +24,13 @@ pub enum Mode {
     Prefer,
     /// RDMA, or an error.
     Require,
-    /// Not looked at.
+    /// The library ignores the socket.
     Off,
     /// Kernel UDP.
     Udp,
-    /// Datagrams are Sends of datagram-iWARP where the peer is known to understand them.
+    /// Datagrams are sent as Sends of datagram-iWARP to peers that are known to understand them.
     Datagram,
-    /// Datagrams are Write-Records of datagram-iWARP where the peer is known to understand them.
+    /// Datagrams are sent as Write-Records of datagram-iWARP to peers that are known to understand them.
     Record,
 }
 
@@ -38,7 +38,7 @@ impl Mode {
     const TCP: [Self; 4] = [Self::Tcp, Self::Prefer, Self::Require, Self::Off];
     const UDP: [Self; 4] = [Self::Udp, Self::Datagram, Self::Record, Self::Off];
 
-    /// The word of rules.
+    /// Returns the keyword of the mode.
     pub fn word(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
@@ -51,7 +51,7 @@ impl Mode {
         }
     }
 
-    /// Whether connections, or datagrams, may be upgraded.
+    /// Returns whether the mode allows an upgrade of connections or datagrams.
     pub fn upgrades(self) -> bool {
         match self {
             Self::Prefer | Self::Require | Self::Datagram | Self::Record => true,
@@ -60,7 +60,7 @@ impl Mode {
     }
 }
 
-/// Where a rule applies.
+/// The kind of operation that a rule applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Listeners.
@@ -74,7 +74,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Whether a rule about `all` with this mode is about it.
+    /// Returns whether an `all` rule with this mode applies to the role.
     fn is_for(self, mode: Mode) -> bool {
         match self {
             Self::Listen | Self::Connect => Mode::TCP.contains(&mode),
@@ -83,18 +83,18 @@ impl Role {
     }
 }
 
-/// The processes that rules are for.
+/// The processes that a rule applies to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct For {
-    /// Names of programs; `*` stands for any characters.
+    /// A pattern for names of programs, in which `*` matches any characters.
     program: String,
-    /// The tag that a process must have.
+    /// The tag that a process must have, if any.
     tag: Option<String>,
 }
 
 impl Who {
-    /// Whether its connections stay plain whatever the rules: sshd hands a connection from process to process, and ends a
-    /// child that makes a system call which it does not expect.
+    /// Returns whether all connections of the process stay plain whatever the rules say. This holds for sshd, which passes connections
+    /// between processes and kills a child process that makes an unexpected system call.
     pub fn is_left_alone(&self) -> bool {
         let alone = ["sshd", "sshd-session", "sshd-auth"];
         self.names.iter().any(|name| alone.contains(&name.as_str()))
@@ -108,12 +108,12 @@ impl For {
     }
 }
 
-/// A process, as rules know it.
+/// The properties of a process that rules refer to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Who {
-    /// The name of its file, and the name that it was started by where that is another (a link, a script), without folders.
+    /// The file name of the executable, and that of the link or script by which it was started, both without directories.
     pub names: Vec<String>,
-    /// Its tag.
+    /// The value of `ANYWARP_SOCKETS_TAG`.
     pub tag: Option<String>,
 }
 
@@ -121,22 +121,22 @@ pub struct Who {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     whom: For,
-    /// `None`: all roles that the mode is for.
+    /// `None`: all roles that the mode applies to.
     role: Option<Role>,
-    /// Addresses: of the listener's end, or of the peer to connect to.
+    /// The addresses that the rule matches: of a listener's end, or of the peer of `connect`.
     at: Where,
     ports: (u16, u16),
-    /// The other end's address: of `from`.
+    /// The addresses of `from`: those of the other end.
     other: Where,
-    /// What is done.
+    /// The mode of the matching connections or datagrams.
     pub mode: Mode,
-    /// Of datagrams: the peers understand messages, without being asked.
+    /// `require` for datagrams: peers are assumed to understand messages, without a query.
     pub unasked: bool,
-    /// Where it stands: source, and line of it.
+    /// The name of the source.
     pub source: String,
-    /// Its line, from 1.
+    /// The line number, from 1.
     pub line: usize,
-    /// Its text.
+    /// The text of the rule.
     pub text: String,
 }
 
@@ -146,38 +146,38 @@ impl fmt::Display for Rule {
     }
 }
 
-/// What rules say about a listener when it begins to listen.
+/// The result of checking the rules when a socket begins to listen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Listener {
-    /// The same for all its connections.
+    /// All connections have the same mode.
     All(Mode),
-    /// It depends on the addresses of each.
+    /// The mode depends on the addresses of each connection.
     Each,
 }
 
-/// Settings of a process.
+/// The settings of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// CRCs are asked for.
+    /// Request CRCs from the peer.
     pub crc: bool,
-    /// Payload bytes that a peer may have under way: first, and at most.
+    /// The receive window in payload bytes: initial and maximum.
     pub window: (u32, u32),
-    /// `io_uring_setup` is refused, because its I/O is not seen.
+    /// Refuse `io_uring_setup`, because the library cannot intercept I/O through a ring.
     pub hides_io_uring: bool,
-    /// A line is written for each connection that might have been upgraded and stays plain.
+    /// Log a line for each connection that might have been upgraded and stays plain.
     pub logs_fallback: bool,
 }
 
-/// The smallest window: one page, so that a request of usual length goes in one message.
+/// The smallest window in bytes: one page, so that a request of usual length fits one message.
 pub const WINDOW_LEAST: u32 = 4 << 10;
-/// The largest: a reader that stops leaves as much in its memory.
+/// The largest window in bytes. A reader that stalls may buffer this much.
 pub const WINDOW_MOST: u32 = 64 << 20;
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
             crc: false,
-            // A request and its answer fit in the first; beyond the second the throughput of one stream grows no more.
+            // The initial window has room for a usual request and its response. Larger maximums do not increase the throughput.
             window: (16 << 10, 1 << 20),
             hides_io_uring: true,
             logs_fallback: false,
@@ -196,15 +196,15 @@ enum Setting {
 /// A mistake in a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
-    /// The source.
+    /// The name of the source.
     pub source: String,
-    /// The line, from 1; 0: it is about the whole source.
+    /// The line number, from 1. 0: the mistake concerns the whole source.
     pub line: usize,
-    /// The column, from 1.
+    /// The column number, from 1.
     pub column: usize,
-    /// The line's text.
+    /// The text of the line.
     pub text: String,
-    /// What is wrong, and what would be right.
+    /// The description, with what was expected.
     pub what: String,
 }
 
@@ -232,24 +232,24 @@ impl std::error::Error for Mistake {}
 /// A configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// The first to look at is first.
+    /// In the order in which they are checked.
     rules: Vec<Rule>,
     settings: Vec<(For, Setting)>,
 }
 
-/// A line while it is read.
+/// A line that is being parsed.
 struct Line<'a> {
     source: &'a str,
     number: usize,
     text: &'a str,
-    /// The rule itself: a line may have several.
+    /// The current rule: a line may contain several, separated by `;`.
     part: &'a str,
     words: Vec<(usize, &'a str)>,
     at: usize,
 }
 
 impl<'a> Line<'a> {
-    /// The words of `part`, which begins at byte `from` of the line `text`.
+    /// Splits `part` into words. `part` begins at byte `from` of the line `text`.
     fn new(source: &'a str, number: usize, text: &'a str, from: usize, part: &'a str) -> Self {
         let mut words = Vec::new();
         let mut at = from;
@@ -269,7 +269,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// The next word with its column, and an empty one behind the last.
+    /// Returns the next word and its column. After the last word, returns an empty word.
     fn next(&mut self) -> (usize, &'a str) {
         let word = self.peek();
         self.at += 1;
@@ -278,7 +278,7 @@ impl<'a> Line<'a> {
 
     fn peek(&self) -> (usize, &'a str) {
         let end = self.words.last().map_or(1, |(column, word)| {
-            // The caret stands behind the last word and its blank.
+            // The caret is placed after the last word and a blank.
             column + word.chars().count() + 1
         });
         self.words.get(self.at).copied().unwrap_or((end, ""))
@@ -304,7 +304,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// One of these modes, which `expected` names.
+    /// Parses one of these modes. `expected` lists them for the error message.
     fn mode(&mut self, modes: &[Mode], expected: &str) -> Result<Mode, Mistake> {
         let (column, word) = self.next();
         let found = modes.iter().find(|mode| mode.word() == word);
@@ -317,7 +317,7 @@ impl<'a> Line<'a> {
         found.copied().ok_or_else(|| self.mistake(column, what))
     }
 
-    /// Whether `require` stands behind a mode of datagrams.
+    /// Parses an optional `require` after a mode of datagrams.
     fn unasked(&mut self, mode: Mode) -> bool {
         let is_there = self.peek().1 == "require" && matches!(mode, Mode::Datagram | Mode::Record);
         self.at += usize::from(is_there);
@@ -364,7 +364,7 @@ impl<'a> Line<'a> {
         Ok(whom)
     }
 
-    /// The rest of a rule about TCP.
+    /// Parses the rest of a TCP rule.
     fn tcp(&mut self, role: Role, whom: &For) -> Result<Rule, Mistake> {
         let (column, kind) = self.next();
         if kind != "tcp" {
@@ -392,7 +392,7 @@ impl<'a> Line<'a> {
         Ok(rule)
     }
 
-    /// The rest of a rule about UDP.
+    /// Parses the rest of a UDP rule.
     fn udp(&mut self, role: Role, whom: &For) -> Result<Rule, Mistake> {
         let (column, kind) = self.next();
         if kind != "udp" {
@@ -408,7 +408,7 @@ impl<'a> Line<'a> {
         Ok(rule)
     }
 
-    /// The rest of a rule about all.
+    /// Parses the rest of an `all` rule.
     fn all(&mut self, whom: &For) -> Result<Rule, Mistake> {
         let mut rule = self.rule(None, whom);
         let modes = [Mode::TCP, Mode::UDP].concat();
@@ -462,7 +462,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Bytes: a number, also with K or M.
+/// Parses a number of bytes, with an optional suffix K or M.
 fn size(text: &str) -> Option<u32> {
     let (digits, unit) = match text.strip_suffix('K') {
         Some(digits) => (digits, 1 << 10),
@@ -477,7 +477,7 @@ fn size(text: &str) -> Option<u32> {
 }
 
 impl Policy {
-    /// Puts the rules of `text` before those that are there. Lines end as usual, or with `;`.
+    /// Inserts the rules of `text` before the existing ones. A newline or `;` ends a rule.
     ///
     /// # Errors
     /// The first mistake.
@@ -489,7 +489,7 @@ impl Policy {
         let mut rules = Vec::new();
         let mut settings = Vec::new();
         for (i, whole) in text.lines().enumerate() {
-            // A comment has no rules, whatever it contains.
+            // Text after `#` is a comment, even if it contains `;`.
             let code = whole.split('#').next().unwrap_or("");
             let mut from = 0;
             for part in code.split(';') {
@@ -534,8 +534,8 @@ impl Policy {
         })
     }
 
-    /// The rule that decides about a connection. `addr` is the listening end's address as this process knows it, or the
-    /// peer's to connect to; `other` is the other end's, and only asked for if a rule needs it.
+    /// Returns the rule that decides about a connection. `addr` is the local address of a listener's connection, or the peer's address
+    /// of a connection that the program opens. `other` returns the address of the other end, and is called only if a rule needs it.
     pub fn rule(
         &self,
         role: Role,
@@ -550,14 +550,14 @@ impl Policy {
         })
     }
 
-    /// Whether a rule may make datagrams of this process messages.
+    /// Returns whether a rule may turn datagrams of this process into messages.
     pub fn has_datagrams(&self, who: &Who) -> bool {
         let may = |mode| matches!(mode, Mode::Datagram | Mode::Record);
         self.rules.iter().any(|r| may(r.mode) && r.whom.has(who))
     }
 
-    /// What the rules say about a listener. One at all addresses, and one for which a rule has `from`, is decided about with
-    /// each connection.
+    /// Returns what the rules say about a listener. If the listener is bound to a wildcard address, or a matching rule has `from`, the
+    /// rules are checked for each connection.
     pub fn listener(&self, who: &Who, addr: SocketAddr, host: &dyn Host) -> Listener {
         let everywhere = addr.ip().to_canonical().is_unspecified();
         let mut upgrades = false;
@@ -584,10 +584,10 @@ impl Policy {
         }
     }
 
-    /// The settings of a process.
+    /// Returns the settings of a process.
     pub fn settings(&self, who: &Who) -> Settings {
         let mut all = Settings::default();
-        // The first decides: it is set last.
+        // The first setting in the list has precedence, so it is applied last.
         for (_, setting) in self.settings.iter().rev().filter(|(whom, _)| whom.has(who)) {
             match *setting {
                 Setting::Crc(on) => all.crc = on,
@@ -600,7 +600,7 @@ impl Policy {
     }
 }
 
-/// Whether a name matches a pattern with `*`.
+/// Returns whether a name matches a pattern, in which `*` matches any characters.
 fn matches(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = name.strip_prefix(parts.next().unwrap_or("")) else {
@@ -612,7 +612,7 @@ fn matches(pattern: &str, name: &str) -> bool {
     else {
         return rest.is_empty();
     };
-    // The parts between two stars are found as early as they can be.
+    // Each part between two stars is matched at its first occurrence.
     for part in parts {
         let Some(at) = rest.find(part) else {
             return false;
@@ -726,7 +726,7 @@ mod tests {
         assert_eq!(listener(text, "127.0.0.1:80"), all(Mode::Tcp));
         let text = "listen tcp *:80 from 10.0.0.0/8 require; all prefer";
         assert_eq!(listener(text, "127.0.0.1:80"), Listener::Each);
-        // Whatever the connection: it stays plain.
+        // No rule upgrades a connection of this listener, so it is not checked for each connection.
         let text = "listen tcp eth0:80 tcp; all tcp";
         assert_eq!(listener(text, "0.0.0.0:80"), all(Mode::Tcp));
         assert_eq!(
@@ -774,7 +774,7 @@ mod tests {
         assert_eq!(sipp(Role::Send, "10.0.0.1:1"), Some((Mode::Record, true)));
         assert_eq!(udp(&p, Role::Send, "x", "10.0.0.1:1"), None);
         assert!(p.has_datagrams(&who("sipp")) && !p.has_datagrams(&who("x")));
-        // A rule about all is for the protocol of its mode; `off` is for both.
+        // An `all` rule applies to the protocol of its mode; `off` applies to both.
         let at = "10.0.0.1:1";
         let p = read("all datagram; all require");
         assert_eq!(udp(&p, Role::Send, "x", at), Some((Mode::Datagram, false)));
@@ -799,7 +799,7 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
         }
-        // No time that grows with a power of the stars.
+        // The run time must not grow exponentially with the number of stars.
         let (pattern, name) = ("*a".repeat(2000) + "b", "a".repeat(20_000));
         assert!(!matches(&pattern, &name));
     }

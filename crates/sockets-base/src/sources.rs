@@ -1,30 +1,30 @@
-//! Where rules come from.
+//! The sources of rules: files and environment variables.
 
 use crate::rules::{Mistake, Policy};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Rules that stand behind all others.
+/// The rules with the lowest precedence.
 pub const DEFAULT: &str = "all prefer";
-/// The file of the machine.
+/// The system-wide configuration file.
 pub const MACHINE: &str = "/etc/anywarp/sockets.conf";
-/// Rules, or a file with rules.
+/// An environment variable that contains rules or the path of a file with rules.
 pub const VARIABLE: &str = "ANYWARP_SOCKETS";
-/// The rules of `anywarp sockets run --rule`.
+/// The environment variable in which `anywarp sockets run --rule` passes its rules.
 pub const COMMAND: &str = "ANYWARP_SOCKETS_RULES";
-/// The tag by which rules select a process.
+/// The environment variable with the tag by which rules select a process.
 pub const TAG: &str = "ANYWARP_SOCKETS_TAG";
 
 /// A source of rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
-    /// What it is called in messages.
+    /// The name in messages.
     pub name: String,
-    /// Its rules, or why they cannot be read.
+    /// The text of the rules, or why it cannot be read.
     pub text: Result<String, String>,
 }
 
-/// A file that need not be there. One of another user is as one that is not there: programs change their user.
+/// Reads a file that may be missing. A file that may not be read counts as missing, because a program may change its user.
 fn file(path: &Path) -> Option<Source> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => Ok(text),
@@ -40,12 +40,12 @@ fn file(path: &Path) -> Option<Source> {
     })
 }
 
-/// Whether a value of [`VARIABLE`] names a file: it has a slash, and nothing that rules have.
+/// Returns whether a value of [`VARIABLE`] is a path: it contains a slash and no character that only rules contain.
 pub fn is_file(value: &str) -> bool {
     value.contains('/') && !value.contains([' ', '\t', ';', '\n'])
 }
 
-/// All sources, in the order in which they are read: the last is looked at first.
+/// Returns all sources in the order in which they are read. The last has the highest precedence.
 pub fn all(variable: impl Fn(&str) -> Option<String>) -> Vec<Source> {
     let given = |name: &str| variable(name).filter(|value| !value.is_empty());
     let mut all = vec![Source {
@@ -76,7 +76,7 @@ pub fn all(variable: impl Fn(&str) -> Option<String>) -> Vec<Source> {
     all
 }
 
-/// The rules of all sources.
+/// Parses the rules of all sources.
 ///
 /// # Errors
 /// The first mistake.
@@ -122,7 +122,7 @@ mod tests {
             names.iter().filter(|n| *n != MACHINE).collect::<Vec<_>>(),
             expected
         );
-        // A file that the variable names has to be there; one in its usual place has not.
+        // A file that the variable names must exist. A file with a fixed path may be missing.
         let missing = |name: &str| match name {
             VARIABLE => Some("/no/such/file".to_owned()),
             "HOME" => Some("/no/such/folder".to_owned()),

@@ -1,22 +1,22 @@
-//! The table of sockets that a process keeps in memory of its own for `anywarp sockets stat`.
+//! The table of sockets that a process keeps in its memory for `anywarp sockets stat`.
 //!
-//! It is a memfd with the name [`NAME`]: who may read the process's descriptors may read it, also when the process is
-//! stopped. A header, then a record for each number of a descriptor below [`RECORDS`], all in the byte order of the machine.
+//! The table is a memfd with the name [`NAME`]. It can be read, even while the process is stopped, by anyone who may open the
+//! process's descriptors. It consists of a header and a record for each descriptor number below [`RECORDS`], in native byte order.
 //!
 //! ```text
 //!  header: "aSKstat1" (8) | process (4) | 0 (4) | upgraded (8) | stayed plain (8)
 //!  record: state (4) | why (4) | window (4) | memory (4) | bytes read (8) | bytes written (8)
 //! ```
 
-/// What the memfd is called.
+/// The name of the memfd.
 pub const NAME: &str = "anywarp-sockets";
-/// The first bytes, with the version of the layout.
+/// The first bytes, which include the version of the layout.
 pub const MAGIC: [u8; 8] = *b"aSKstat1";
-/// Bytes of the header, and of a record.
+/// The size in bytes of the header and of a record.
 pub const RECORD: usize = 32;
-/// Numbers of descriptors that have a record. Those above are counted and not shown.
+/// The number of records. Higher descriptors are counted in the header only.
 pub const RECORDS: usize = 16_384;
-/// Bytes in all.
+/// The size of the table in bytes.
 pub const SIZE: usize = RECORD * (1 + RECORDS);
 
 macro_rules! states {
@@ -29,7 +29,7 @@ macro_rules! states {
         }
 
         impl $name {
-            /// The one with this number.
+            /// Returns the value with this number.
             pub fn of(number: u32) -> Option<Self> {
                 match number {
                     $($number => Some(Self::$variant),)*
@@ -37,7 +37,7 @@ macro_rules! states {
                 }
             }
 
-            /// What it is called.
+            /// Returns the text for users.
             pub fn text(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)*
@@ -48,21 +48,21 @@ macro_rules! states {
 }
 
 states! {
-    /// What is known of a descriptor.
+    /// The state of a descriptor.
     State {
-        /// Nothing.
+        /// The record is not in use.
         Unknown = 0 "unknown",
-        /// A listener whose connections are looked at.
+        /// A listener whose connections may be upgraded.
         Listener = 1 "listener",
-        /// A connection that is not decided about.
+        /// A connection of which it is not decided yet whether it is upgraded.
         Undecided = 2 "undecided",
         /// An iWARP stream.
         Upgraded = 3 "upgraded",
-        /// A connection that is the kernel's.
+        /// A connection that was left to the kernel.
         Plain = 4 "plain",
-        /// A UDP socket whose datagrams may be Sends.
+        /// A UDP socket whose datagrams may be sent as Sends.
         Datagram = 5 "datagram",
-        /// A UDP socket whose datagrams may be Write-Records.
+        /// A UDP socket whose datagrams may be sent as Write-Records.
         Record = 6 "record",
     }
 }
@@ -70,41 +70,41 @@ states! {
 states! {
     /// Why a connection is plain.
     Why {
-        /// It was not looked at.
+        /// The library did not see the connection being opened.
         NotSeen = 0 "not looked at",
-        /// A rule says tcp or off.
+        /// The mode of the matching rule is `tcp` or `off`.
         Rule = 1 "a rule says so",
-        /// The listener is not in the directory.
+        /// The listener is not registered in the directory.
         NotListed = 2 "the listener is not known to understand it",
-        /// The first bytes of the peer are not a Request.
+        /// The first bytes from the peer are not a Request.
         NoRequest = 3 "the peer sent no Request",
-        /// The program wrote before anything came.
+        /// The program wrote before the peer sent anything.
         WroteFirst = 4 "the program wrote before a Request came",
-        /// An option of the socket.
+        /// The program has set a socket option that streams do not support.
         Option = 5 "an option of the socket",
-        /// The C library reads and writes it by itself.
+        /// The program has called `fdopen`: the C library makes the system calls directly.
         Stdio = 6 "fdopen",
         /// TCP did not connect.
         NotConnected = 7 "TCP did not connect",
-        /// A socket that connects to itself.
+        /// The socket is connected to itself.
         Itself = 8 "it connects to itself",
-        /// It was handed to another program before it was used.
+        /// The connection was passed to another program before its first use.
         Handed = 9 "it was handed to another program",
-        /// The peer handed it to another program before it was used.
+        /// The peer passed the connection to another program before its first use.
         Refused = 10 "the peer handed it to another program",
     }
 }
 
-/// A record as it was read.
+/// A record of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
-    /// What it is.
+    /// The state of the descriptor.
     pub state: State,
-    /// Why it is plain.
+    /// Why the connection is plain.
     pub why: Why,
-    /// Payload bytes that the peer may have under way.
+    /// The receive window in payload bytes.
     pub window: u32,
-    /// Bytes of memory.
+    /// The memory of the stream in bytes.
     pub memory: u32,
     /// Payload bytes that the program has read.
     pub bytes_in: u64,
@@ -112,7 +112,7 @@ pub struct Record {
     pub bytes_out: u64,
 }
 
-/// A table as it was read.
+/// The bytes of a table.
 #[derive(Debug, Clone, Copy)]
 pub struct Table<'a> {
     bytes: &'a [u8],
@@ -129,23 +129,23 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
 }
 
 impl<'a> Table<'a> {
-    /// `None`: it is none, or of another layout.
+    /// Returns `None` if the bytes are not a table of this layout.
     pub fn new(bytes: &'a [u8]) -> Option<Self> {
         (bytes.starts_with(&MAGIC) && bytes.len() >= SIZE).then_some(Self { bytes })
     }
 
-    /// The process whose it is.
+    /// Returns the id of the process that wrote the table.
     pub fn process(&self) -> u32 {
         u32_at(self.bytes, 8).unwrap_or(0)
     }
 
-    /// Connections that were upgraded, and that were looked at and stayed plain.
+    /// Returns the number of upgraded connections, and of those that could have been upgraded but stayed plain.
     pub fn totals(&self) -> (u64, u64) {
         let at = |n| u64_at(self.bytes, n).unwrap_or(0);
         (at(16), at(24))
     }
 
-    /// What is known of a descriptor.
+    /// Returns the record of a descriptor.
     pub fn record(&self, fd: u32) -> Option<Record> {
         let from = RECORD.checked_mul(1 + usize::try_from(fd).ok()?)?;
         let b = self.bytes.get(from..from.checked_add(RECORD)?)?;

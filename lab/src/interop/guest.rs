@@ -224,7 +224,7 @@ impl Guest {
     }
 }
 
-/// Whether a kernel reports that it is in trouble.
+/// Returns whether a kernel reports that it is in trouble.
 fn complains(console: &str) -> bool {
     ["Call Trace:", "Kernel panic", "blocked for more than"]
         .iter()

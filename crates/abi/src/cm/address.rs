@@ -12,7 +12,7 @@ use crate::verbs::convert::c_gid;
 use anywarp_verbs_sys::cm::*;
 use anywarp_verbs_sys::verbs::*;
 
-/// A socket address of C; `None` for null and for a family other than IPv4 and IPv6.
+/// Converts a socket address of C. Returns `None` for null and for a family other than IPv4 and IPv6.
 ///
 /// # Safety
 /// `addr` is null or points to an address of its family.
@@ -20,7 +20,7 @@ pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
     if addr.is_null() {
         return None;
     }
-    // SAFETY: not null, so an address, of the size that its family says; it may lie anywhere.
+    // SAFETY: the pointer is not null, so it points to an address of the size of its family, at any alignment.
     unsafe {
         match c_int::from((&raw const (*addr).sa_family).read_unaligned()) {
             libc::AF_INET => {
@@ -39,7 +39,7 @@ pub(crate) unsafe fn address_of(addr: *const sockaddr) -> Option<SocketAddr> {
     }
 }
 
-/// [`address_of`] for a call that needs an address: `EINVAL` without.
+/// Like [`address_of`], for a call that requires an address: returns `EINVAL` without one.
 ///
 /// # Safety
 /// As for [`address_of`].
@@ -48,11 +48,11 @@ pub(super) unsafe fn needed_address(addr: *const sockaddr) -> Result<SocketAddr,
     unsafe { address_of(addr) }.ok_or(libc::EINVAL)
 }
 
-/// [`address_of`] for a call that also takes the length: `EINVAL` if the address is null or longer than `len`, `EAFNOSUPPORT`
-/// for another family.
+/// Like [`address_of`], for a call that also passes the length: returns `EINVAL` if the address is null or longer than `len`, and
+/// `EAFNOSUPPORT` for another family.
 ///
 /// # Safety
-/// `addr` is null or has `len` octets.
+/// `addr` is null or points to `len` octets.
 pub(crate) unsafe fn sized_address(
     addr: *const sockaddr,
     len: socklen_t,
@@ -61,7 +61,7 @@ pub(crate) unsafe fn sized_address(
     if addr.is_null() || len < size_of::<sa_family_t>() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: it has a family (checked; caller's promise); it may lie anywhere.
+    // SAFETY: `len` covers the family (checked above); the address may have any alignment.
     let needed = match c_int::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() }) {
         libc::AF_INET => size_of::<sockaddr_in>(),
         libc::AF_INET6 => size_of::<sockaddr_in6>(),
@@ -70,11 +70,11 @@ pub(crate) unsafe fn sized_address(
     if len < needed {
         return Err(libc::EINVAL);
     }
-    // SAFETY: as long as its family says (checked).
+    // SAFETY: `len` covers an address of this family (checked above).
     unsafe { needed_address(addr) }
 }
 
-/// A socket address for C.
+/// Converts a socket address to the format of C.
 pub(crate) fn c_address(address: SocketAddr) -> rdma_sockaddr {
     // SAFETY: all-zero is a valid address of no family.
     let mut out: rdma_sockaddr = unsafe { std::mem::zeroed() };
@@ -104,12 +104,12 @@ pub(crate) fn c_address(address: SocketAddr) -> rdma_sockaddr {
     out
 }
 
-/// The port of an address, in network byte order; 0 without address.
+/// Returns the port of an address in network byte order, or 0 without an address.
 pub(super) fn c_port(address: Option<SocketAddr>) -> be16 {
     address.map_or(0, |a| a.port().to_be())
 }
 
-/// An address vector to `remote`.
+/// Returns an address vector to `remote`.
 pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
     let own = local.and_then(|l| gids::place_of(l.ip())).unwrap_or(0);
     let mut attr = ibv_ah_attr {
@@ -123,8 +123,8 @@ pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah
     attr
 }
 
-/// Whether binding to an address binds to the device. A loopback address does not, as in the kernel's rdma_cm: libfabric
-/// resolves "localhost" to learn whether it may offer the device's other addresses. It does if it is the device's own.
+/// Returns whether binding to an address binds the identifier to the device. As in the kernel's rdma_cm a loopback address does not,
+/// unless it is an address of the device: libfabric resolves "localhost" to learn whether it may offer the other addresses.
 pub(super) fn names_device(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let own = || gids::at(0).is_some_and(|first| first.ip.is_loopback());

@@ -1,4 +1,4 @@
-//! `rdma_getaddrinfo(3)`: names, services and hints become addresses.
+//! `rdma_getaddrinfo(3)`: converts names, services and hints to addresses.
 
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
@@ -19,21 +19,21 @@ unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
     if addr.is_null() || len == 0 {
         return std::ptr::null_mut();
     }
-    // SAFETY: at least as large as any address, from the C allocator.
+    // SAFETY: `calloc` has no requirements.
     let to = unsafe { libc::calloc(1, size_of::<libc::sockaddr_storage>().max(len as usize)) };
     if !to.is_null() {
-        // SAFETY: `len` bytes there and room for them here.
+        // SAFETY: the source has `len` bytes, and the destination at least as many.
         unsafe { std::ptr::copy_nonoverlapping(addr.cast::<u8>(), to.cast::<u8>(), len as usize) };
     }
     to.cast()
 }
 
-/// Length of an address by its family.
+/// Returns the length of an address of this family.
 unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
     if addr.is_null() {
         return 0;
     }
-    // SAFETY: not null, so an address.
+    // SAFETY: the pointer is not null, so it points to an address.
     match c_int::from(unsafe { (*addr).sa_family }) {
         libc::AF_INET => size_of::<libc::sockaddr_in>() as socklen_t,
         libc::AF_INET6 => size_of::<libc::sockaddr_in6>() as socklen_t,
@@ -41,7 +41,7 @@ unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
     }
 }
 
-/// Makes one element of the result, from an address that `getaddrinfo(3)` has found and the hints.
+/// Creates one element of the result from the hints and an address of `getaddrinfo(3)`.
 ///
 /// # Safety
 /// Both are valid or null.
@@ -55,7 +55,7 @@ unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mu
     let passive = out.ai_flags & RAI_PASSIVE != 0;
     if let Some(found) = found {
         out.ai_family = found.ai_family;
-        // SAFETY: the resolver's address has the length beside it.
+        // SAFETY: `ai_addrlen` is the length of the resolver's address.
         let addr = unsafe { copy(found.ai_addr, found.ai_addrlen) };
         if passive {
             (out.ai_src_addr, out.ai_src_len) = (addr, found.ai_addrlen);
@@ -96,7 +96,7 @@ unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mu
             out.ai_family = if of.is_null() {
                 hints.ai_family
             } else {
-                // SAFETY: an address of our own copy.
+                // SAFETY: the address is a copy made above.
                 c_int::from(unsafe { (*of).sa_family })
             };
         }
@@ -116,7 +116,7 @@ unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mu
     Box::into_raw(Box::new(out))
 }
 
-/// A copy of a C string from the C allocator, or null.
+/// Returns a copy of a C string from the C allocator, or null.
 ///
 /// # Safety
 /// `text` is null or a C string.
@@ -140,8 +140,7 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
     while !at.is_null() {
         // SAFETY: an element of the list (guaranteed by the caller).
         let from = unsafe { &*at };
-        // SAFETY: its addresses are valid. The length of an address is in the field beside it; in hints that field may be 0,
-        // and the length follows from the family.
+        // SAFETY: the addresses are valid. `ai_src_len` and `ai_dst_len` may be 0 in hints; the length then follows from the family.
         let (src_len, dst_len) = unsafe {
             (
                 from.ai_src_len.max(len_of(from.ai_src_addr)),
@@ -167,7 +166,7 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
         if first.is_null() {
             first = made;
         } else {
-            // SAFETY: the last one made.
+            // SAFETY: `last` is the element created before.
             unsafe { (*last).ai_next = made };
         }
         last = made;
@@ -185,12 +184,12 @@ unsafe impl Send for List {}
 
 impl Drop for List {
     fn drop(&mut self) {
-        // SAFETY: made by `rdma_getaddrinfo` or `duplicate`, freed once.
+        // SAFETY: the list was created by `rdma_getaddrinfo` or `duplicate` and is freed once.
         unsafe { rdma_freeaddrinfo(self.0) };
     }
 }
 
-/// What the last resolution of an identifier found.
+/// The result of the last resolution of an identifier.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Resolved(Arc<Mutex<Option<List>>>);
 
@@ -199,10 +198,10 @@ impl Resolved {
         *self.0.lock() = list;
     }
 
-    /// A copy of the list, for `rdma_freeaddrinfo`.
+    /// Returns a copy of the list, which the caller frees by `rdma_freeaddrinfo`.
     pub(super) fn duplicate(&self) -> Option<*mut rdma_addrinfo> {
         let list = self.0.lock();
-        // SAFETY: a list of the resolver.
+        // SAFETY: the list was created by the resolver.
         list.as_ref().map(|list| unsafe { duplicate(list.0, true) })
     }
 }
@@ -211,7 +210,7 @@ entry! {
     /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno.
     ///
     /// # Safety
-    /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is a valid place.
+    /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is valid for writes.
     unsafe fn rdma_getaddrinfo(
         node: *const c_char, service: *const c_char, hints: *const rdma_addrinfo, res: *mut *mut rdma_addrinfo,
     ) -> c_int, minus_one, {
@@ -230,7 +229,7 @@ entry! {
             unsafe { put(res, answer(None, hints)) }?;
             return Ok(0);
         }
-        // SAFETY: all-zero is a valid addrinfo.
+        // SAFETY: an all-zero addrinfo is valid.
         let mut ask: addrinfo = unsafe { std::mem::zeroed() };
         ask.ai_flags = if flags & RAI_PASSIVE != 0 { libc::AI_PASSIVE } else { 0 }
             | if flags & RAI_NUMERICHOST != 0 { libc::AI_NUMERICHOST } else { 0 };
@@ -261,18 +260,18 @@ entry! {
         while !at.is_null() {
             // SAFETY: an element of the resolver's list.
             let entry = unsafe { &*at };
-            // SAFETY: both valid.
+            // SAFETY: both are valid.
             let made = unsafe { answer(Some(entry), hints) };
             if first.is_null() {
                 first = made;
             } else {
-                // SAFETY: the last one made.
+                // SAFETY: `last` is the element created before.
                 unsafe { (*last).ai_next = made };
             }
             last = made;
             at = entry.ai_next;
         }
-        // SAFETY: from getaddrinfo, freed once; the place is valid (guaranteed by the caller).
+        // SAFETY: the list came from getaddrinfo and is freed once; the caller passes a valid `res`.
         unsafe {
             libc::freeaddrinfo(found);
             put(res, first)?;
@@ -289,10 +288,10 @@ entry! {
     unsafe fn rdma_freeaddrinfo(res: *mut rdma_addrinfo), nothing, {
         let mut at = res;
         while !at.is_null() {
-            // SAFETY: made by `answer`.
+            // SAFETY: the element was created by `answer`.
             let entry = unsafe { Box::from_raw(at) };
             at = entry.ai_next;
-            // SAFETY: from the C allocator, or null.
+            // SAFETY: the pointers are null or from the C allocator.
             unsafe {
                 libc::free(entry.ai_src_addr.cast());
                 libc::free(entry.ai_dst_addr.cast());

@@ -1,4 +1,4 @@
-//! The steps of a connection: bind, resolve, listen, connect, accept, reject, disconnect; multicast.
+//! The steps of a connection (bind, resolve, listen, connect, accept, reject, disconnect), and multicast.
 
 use std::ffi::{c_int, c_void};
 
@@ -19,7 +19,7 @@ use anywarp_verbs_sys::verbs::*;
 /// Binds an identifier to an address.
 ///
 /// # Safety
-/// `addr` is null or an address.
+/// `addr` is null or points to an address.
 pub(super) unsafe fn bind(id: &IdObject, addr: *const sockaddr) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
     let address = unsafe { needed_address(addr) }?;
@@ -43,10 +43,10 @@ entry! {
     }
 }
 
-/// Resolves an address: binds the identifier to the device from which it is reached.
+/// Resolves an address: binds the identifier to the device that can reach the address.
 ///
 /// # Safety
-/// `src` is null or an address, and so is `dst`.
+/// `src` and `dst` are null or point to addresses.
 pub(super) unsafe fn resolve(
     id: &IdObject,
     src: *const sockaddr,
@@ -61,7 +61,7 @@ entry! {
     /// `rdma_resolve_addr(3)`.
     ///
     /// # Safety
-    /// `id` is null or points to a live object, `src` and `dst` are null or addresses.
+    /// `id` is null or points to a live identifier. `src` and `dst` are null or point to addresses.
     unsafe fn rdma_resolve_addr(
         id: *mut rdma_cm_id, src: *mut sockaddr, dst: *mut sockaddr, _timeout_ms: c_int,
     ) -> c_int, minus_one, {
@@ -97,7 +97,7 @@ entry! {
     }
 }
 
-/// Connection parameters; without them the largest that the device has.
+/// Converts connection parameters. Null stands for the largest values that the device supports.
 ///
 /// # Safety
 /// `param` is null or valid with its private data.
@@ -127,7 +127,7 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
         }
     };
     ConnParam {
-        // SAFETY: the private data has the length that stands beside it (guaranteed by the caller).
+        // SAFETY: `private_data_len` is the length of the private data (guaranteed by the caller).
         private_data: unsafe { bytes_of(p.private_data, p.private_data_len) },
         responder_resources: depth(p.responder_resources),
         initiator_depth: depth(p.initiator_depth),
@@ -165,7 +165,7 @@ entry! {
             (id, param_of(param, id))
         };
         if id.is_datagram() {
-            // The answer is a datagram: no event follows.
+            // Datagram queue pairs: the response is a datagram, and no event follows.
             id.engine.accept(param).map_err(|e| os_errno(&e))?;
             return Ok(0);
         }
@@ -198,7 +198,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_reject_ece`: a reject. The device has no options for enhanced connection establishment.
+    /// `rdma_reject_ece`: like `rdma_reject`. The device has no options for enhanced connection establishment.
     ///
     /// # Safety
     /// The requirements of `rdma_reject` apply.
@@ -209,8 +209,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: for a connection without a queue pair of the identifier. A queue pair that the program moves
-    /// through its states itself was connected when the response came.
+    /// `rdma_establish(3)`: for a connection whose identifier has no queue pair. A queue pair that the program moves through its states
+    /// was already connected when the response arrived.
     ///
     /// # Safety
     /// `id` is null or points to a live identifier.
@@ -244,7 +244,7 @@ entry! {
         // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         let event_follows = id.engine.disconnect().map_err(|e| os_errno(&e))?;
-        // No event follows if the connection is over and its event was taken.
+        // No event follows if the connection has ended and the program has taken the event of that.
         if event_follows || id.is_synchronous() && id.has_events() {
             complete(id)?;
         }
@@ -254,7 +254,7 @@ entry! {
 
 // ---------------------------------------------------------------------- multicast
 
-/// Joins a group; the outcome is an event.
+/// Joins a multicast group. An event reports the result.
 ///
 /// # Safety
 /// `id` is null or points to a live identifier. `addr` is null or points to an address.
@@ -283,7 +283,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_join_multicast_ex(3)`: full members.
+    /// `rdma_join_multicast_ex(3)`: supports full members only.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `attr` is null or valid.

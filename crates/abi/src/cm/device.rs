@@ -14,12 +14,12 @@ use crate::verbs::pd::ibv_alloc_pd;
 use crate::verbs::srq::open_xrcd;
 use anywarp_verbs_sys::verbs::*;
 
-/// The context of all identifiers, and its protection domain for programs that name none.
+/// The context that all identifiers share, and the default protection domain.
 #[derive(Debug)]
 pub(super) struct Shared {
     context: AtomicPtr<ibv_context>,
     pd: AtomicPtr<ibv_pd>,
-    /// Opened when it is needed first.
+    /// Opened at its first use.
     xrcd: OnceLock<AtomicPtr<ibv_xrcd>>,
 }
 
@@ -29,7 +29,7 @@ struct Home {
     making: Mutex<()>,
 }
 
-/// Opens the device when the first identifier needs it.
+/// Returns the shared context. Opens the device at the first call.
 pub(super) fn shared() -> Result<&'static Shared, Errno> {
     static HOME: PerProcess<Home> = PerProcess::new(Home::default);
     let home = HOME.get();
@@ -41,7 +41,7 @@ pub(super) fn shared() -> Result<&'static Shared, Errno> {
         return Ok(shared);
     }
     let context = open()?;
-    // SAFETY: just opened.
+    // SAFETY: the context was opened above.
     let pd = unsafe { ibv_alloc_pd(context) };
     Ok(home.shared.get_or_init(|| Shared {
         context: AtomicPtr::new(context),
@@ -59,7 +59,7 @@ impl Shared {
         self.pd.load(Ordering::Relaxed)
     }
 
-    /// The XRC domain for identifiers whose programs name none.
+    /// Returns the default XRC domain.
     pub(super) fn xrcd(&self) -> Result<*mut ibv_xrcd, Errno> {
         let xrcd = self.xrcd.get_or_init(|| {
             let mut init = ibv_xrcd_init_attr {
@@ -82,7 +82,7 @@ entry! {
     /// `rdma_get_devices(3)`.
     ///
     /// # Safety
-    /// `num` is null or a valid place.
+    /// `num` is null or valid for writes.
     unsafe fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context, null, {
         let shared = shared()?;
         if !num.is_null() {

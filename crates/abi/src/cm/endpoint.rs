@@ -1,4 +1,4 @@
-//! Endpoints: `rdma_create_ep(3)`, which does all steps before connecting, and `rdma_get_request(3)`.
+//! Endpoints: `rdma_create_ep(3)`, which performs all steps before connecting, and `rdma_get_request(3)`.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -19,14 +19,14 @@ use anywarp_verbs_sys::verbs::*;
 /// Prepares a new identifier with the arguments of `rdma_create_ep`.
 ///
 /// # Safety
-/// As for `rdma_create_ep`; `id` is live.
+/// The requirements of `rdma_create_ep` apply. `id` is live.
 unsafe fn prepare(
     id: *mut rdma_cm_id,
     info: &rdma_addrinfo,
     pd: *mut ibv_pd,
     init: *mut ibv_qp_init_attr,
 ) -> Result<(), Errno> {
-    // SAFETY: is live; `init` is null or valid (guaranteed by the caller).
+    // SAFETY: `id` is live and `init` is null or valid (guaranteed by the caller).
     let (object, init) = unsafe { (live::<IdObject, _>(id)?, init.as_mut()) };
     if info.ai_flags & RAI_PASSIVE != 0 {
         // SAFETY: the addresses of `info` are valid (guaranteed by the caller).
@@ -47,7 +47,7 @@ unsafe fn prepare(
         unsafe { create_plain_qp(id, pd, init) }?;
     }
     let len = u8::try_from(info.ai_connect_len).unwrap_or(u8::MAX);
-    // SAFETY: null, or of the length beside it (guaranteed by the caller).
+    // SAFETY: the data is null or has the length `len` (guaranteed by the caller).
     let data = unsafe { bytes_of(info.ai_connect, len) };
     if !data.is_empty() {
         object.set_connect_data(data);
@@ -59,8 +59,7 @@ entry! {
     /// `rdma_create_ep(3)`.
     ///
     /// # Safety
-    /// `id` is null or a valid place, `res` is null or came from `rdma_getaddrinfo`, `pd` and what `init` names are null or
-    /// live.
+    /// `id` is null or valid for writes. `res` is null or came from `rdma_getaddrinfo`. `pd` and the objects in `init` are null or live.
     unsafe fn rdma_create_ep(
         id: *mut *mut rdma_cm_id, res: *mut rdma_addrinfo, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
     ) -> c_int, minus_one, {
@@ -68,7 +67,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let none = std::ptr::null_mut();
-        // SAFETY: guaranteed by the caller; the identifier was just made, and nothing else knows it.
+        // SAFETY: upheld by the caller; the identifier was created above, and no other code refers to it.
         unsafe {
             let info = arg(res)?;
             let (space, kind) = (info.ai_port_space.cast_unsigned(), info.ai_qp_type.cast_unsigned());
@@ -108,7 +107,7 @@ entry! {
     }
 }
 
-/// The channel to which the connect requests of a synchronous listener come.
+/// Returns the channel that receives the connect requests of a synchronous listener.
 fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> {
     if !listen.is_synchronous() {
         return Err(libc::EINVAL);
@@ -117,10 +116,10 @@ fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> 
     Ok(listen.channel())
 }
 
-/// Makes a synchronous identifier of a connect request, with a queue pair if the listener has a template.
+/// Makes the identifier of a connect request synchronous, and creates a queue pair for it if the listener has a template.
 ///
 /// # Safety
-/// `listen` is live, `event` is one of its channel and not acknowledged.
+/// `listen` is live. `event` is an unacknowledged event of its channel.
 unsafe fn take_request(
     listen: *mut rdma_cm_id,
     event: *mut rdma_cm_event,
@@ -136,13 +135,13 @@ unsafe fn take_request(
         )
     };
     if status != 0 || kind != RDMA_CM_EVENT_CONNECT_REQUEST {
-        // SAFETY: not acknowledged yet (guaranteed by the caller).
+        // SAFETY: the event is not acknowledged yet (guaranteed by the caller).
         unsafe { acknowledge(event) }?;
         return Err(if status < 0 { -status } else { libc::EINVAL });
     }
     // SAFETY: the identifier of the request is live.
     let child = unsafe { known::<IdObject, _>(made) };
-    // SAFETY: no channel: it becomes synchronous.
+    // SAFETY: a null channel is valid and makes the identifier synchronous.
     unsafe { migrate(child, std::ptr::null_mut()) }?;
     let template = parent
         .template
@@ -151,9 +150,9 @@ unsafe fn take_request(
         .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
     if let Some((pd, mut init)) = template {
         init.qp_type = child.c.get(|c| c.qp_type);
-        // SAFETY: what the template names is live while the listener does (guaranteed by the program).
+        // SAFETY: the program keeps the objects of the template live as long as the listener.
         if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
-            // SAFETY: not acknowledged yet; nothing else knows the identifier.
+            // SAFETY: the event is not acknowledged yet, and no other code refers to the identifier.
             unsafe {
                 acknowledge(event)?;
                 destroy_ep(made)?;
@@ -165,12 +164,12 @@ unsafe fn take_request(
     Ok(made)
 }
 
-/// `rdma_get_request(3)`: the next connect request of a synchronous listener.
+/// `rdma_get_request(3)`: returns the next connect request of a synchronous listener.
 ///
-/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`.
+/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack.
 ///
 /// # Safety
-/// `listen` is null or points to a live object, `id` is null or a valid place.
+/// `listen` is null or points to a live identifier. `id` is null or valid for writes.
 // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rdma_get_request(
@@ -190,7 +189,7 @@ pub unsafe extern "C-unwind" fn rdma_get_request(
         return -1;
     }
     minus_one("rdma_get_request", || {
-        // SAFETY: the event was just taken; `id` is not null, so valid (guaranteed by the caller).
+        // SAFETY: the event was taken above; `id` is not null, so it is valid (guaranteed by the caller).
         unsafe { put(id, take_request(listen, event)?) }?;
         Ok(0)
     })

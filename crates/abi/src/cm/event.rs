@@ -1,4 +1,4 @@
-//! Events: from the engine's to the program's, and waiting for them.
+//! Events: converting the engine's events to those of the C interface, and waiting for them.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::verbs::handle::{known, live};
 use crate::verbs::wait::block_on;
 use anywarp_verbs_sys::cm::*;
 
-/// Finds the C identifiers of an event and counts it as delivered; a connect request gets its identifier here.
+/// Finds the C identifiers of an event and counts the event as delivered. For a connect request, creates the new identifier.
 ///
-/// Called while the event is taken out of its channel, so that destroying an identifier either takes the event away or
-/// waits for its acknowledgement.
+/// Called under the lock of the channel's queue, so a thread that destroys an identifier either removes the event or waits for its
+/// acknowledgement.
 ///
 /// # Safety
-/// The identifiers of the event live.
+/// The identifiers of the event are live.
 unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     let owner = c_id(event.listener.as_ref().unwrap_or(&event.id));
-    // SAFETY: an identifier is live while its events wait: destroying it takes them away.
+    // SAFETY: an identifier is live while its events are queued, because destroying it removes them.
     let object = unsafe { known::<IdObject, _>(owner) };
     object.acks.delivered();
     if event.listener.is_none() {
@@ -34,16 +34,16 @@ unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     (made, owner)
 }
 
-/// Makes the C event.
+/// Creates the C event.
 ///
 /// # Safety
-/// The identifiers live: the event counts as delivered.
+/// The identifiers are live, because the event was counted as delivered.
 unsafe fn c_event(
     event: Event,
     id: *mut rdma_cm_id,
     listen_id: *mut rdma_cm_id,
 ) -> Result<*mut rdma_cm_event, Errno> {
-    // SAFETY: is live (guaranteed by the caller).
+    // SAFETY: the identifier is live (guaranteed by the caller).
     let object = unsafe { known::<IdObject, _>(id) };
     object.show_device()?;
     object.show_addresses();
@@ -70,7 +70,7 @@ unsafe fn c_event(
     };
     let private_data_len = u8::try_from(made.data.len()).unwrap_or(u8::MAX);
     if event.kind == EventKind::User {
-        // The member `arg`, which older headers do not have, is the first 64 bits.
+        // The union member `arg`, which older headers do not have, occupies the first 64 bits.
         made.c.param.conn.private_data = std::ptr::with_exposed_provenance(event.context);
     } else if object.is_datagram() {
         let mut ud = rdma_ud_param {
@@ -84,7 +84,7 @@ unsafe fn c_event(
             ud.ah_attr = vector_to(peer.addr, event.id.local());
         }
         if event.context != 0 {
-            // The `context` argument of `rdma_join_multicast`.
+            // This is the `context` argument of `rdma_join_multicast`.
             ud.private_data = std::ptr::with_exposed_provenance(event.context);
         }
         made.c.param.ud = ud;
@@ -102,18 +102,18 @@ unsafe fn c_event(
     Ok(Box::into_raw(made).cast())
 }
 
-/// Takes the next event of a channel: `None` if there is none and the caller is to wait.
+/// Takes the next event of a channel. Returns `None` if there is none and the caller has to wait.
 ///
 /// # Safety
-/// `out` is a valid place.
+/// `out` is valid for writes.
 unsafe fn try_event(
     events: &EventChannel,
     out: *mut *mut rdma_cm_event,
 ) -> Result<Option<c_int>, Errno> {
-    // SAFETY: the identifiers of a waiting event live.
+    // SAFETY: the identifiers of a queued event are live.
     let taken = events.pop_with(|event| unsafe { deliver(event) });
     match taken {
-        // SAFETY: the event counts as delivered; the place is valid (guaranteed by the caller).
+        // SAFETY: the event was counted as delivered; `out` is valid (guaranteed by the caller).
         Some((event, (id, listen_id))) => unsafe {
             out.write(c_event(event, id, listen_id)?);
             Ok(Some(0))
@@ -123,14 +123,14 @@ unsafe fn try_event(
     }
 }
 
-/// `rdma_get_cm_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
+/// `rdma_get_cm_event(3)`: waits for an event, unless the program made the channel's descriptor non-blocking.
 ///
-/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`. The
-/// thread holds the events: a program may destroy the channel while a thread waits in it (rping does). That thread then
-/// waits for ever, as it would in a `read` of the descriptor.
+/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
+/// holds a reference to the event queue, because a program may destroy the channel while a thread waits in it (rping does). That
+/// thread then waits forever, as it would in a `read` of the descriptor.
 ///
 /// # Safety
-/// `channel` is null or points to a live object when this is called, `event` is null or a valid place.
+/// `channel` is null or points to an object that is live when this is called. `event` is null or valid for writes.
 // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn rdma_get_cm_event(
@@ -166,21 +166,21 @@ entry! {
     /// # Safety
     /// `event` is null or came from `rdma_get_cm_event`, and is not used again.
     unsafe fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int, minus_one, {
-        // SAFETY: guaranteed by the caller; identifiers live until their events are acknowledged.
+        // SAFETY: upheld by the caller; identifiers are live until their events are acknowledged.
         unsafe { acknowledge(event) }.map(|()| 0)
     }
 }
 
 // ---------------------------------------------------------------------- steps of synchronous identifiers
 
-/// Ends a step: a synchronous identifier waits for its event and keeps it.
+/// Ends a step. A synchronous identifier waits for the event of the step and stores it.
 pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
     if !id.is_synchronous() {
         return Ok(());
     }
     id.drop_event();
     let mut event = std::ptr::null_mut();
-    // SAFETY: a synchronous identifier has its own channel.
+    // SAFETY: a synchronous identifier has a channel of its own.
     if unsafe { rdma_get_cm_event(id.channel(), &raw mut event) } != 0 {
         return Err(crate::ffi::last_errno());
     }
@@ -194,7 +194,7 @@ pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
     }
 }
 
-/// Runs a step of the engine, then waits if the identifier is synchronous.
+/// Runs a step of the engine. A synchronous identifier then waits for the event.
 pub(super) fn step(
     id: &IdObject,
     step: impl FnOnce(&CmId) -> std::io::Result<()>,

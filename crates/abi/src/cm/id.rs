@@ -1,7 +1,7 @@
-//! Identifiers and event channels: the objects, and the calls that make, move and destroy them.
+//! Identifiers and event channels: the objects, and the calls that create, migrate and destroy them.
 //!
-//! An identifier without a channel of the program's is *synchronous*: it has a channel of its own, and each step waits for
-//! its event, which stays in `id->event` until the next step.
+//! An identifier that was created without a channel is *synchronous*: the library creates a private channel for it, each step waits
+//! for its event, and the event stays in `id->event` until the next step.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
@@ -35,7 +35,7 @@ pub(super) struct ChannelObject {
 // SAFETY: `repr(C)`; an `rdma_event_channel` comes first.
 unsafe impl Object<rdma_event_channel> for ChannelObject {}
 
-/// What `rdma_create_ep` keeps for the queue pairs of connect requests.
+/// The arguments of `rdma_create_ep` for the queue pairs of connect requests.
 pub(super) struct Template {
     pub(super) pd: AtomicPtr<ibv_pd>,
     pub(super) init: Option<ibv_qp_init_attr>,
@@ -51,19 +51,19 @@ pub(super) struct IdObject {
     pub(super) template: Mutex<Option<Template>>,
     connect_data: Mutex<Vec<u8>>,
     pub(super) resolved: Resolved,
-    /// Held while `c.qp` is taken away, and while a thread writes the state into what `c.qp` points to.
+    /// Held while `c.qp` is removed, and while a thread writes the state into the queue pair that `c.qp` points to.
     qp_in_use: Mutex<()>,
 }
 
 // SAFETY: `repr(C)`; an `rdma_cm_id` comes first.
 unsafe impl Object<rdma_cm_id> for IdObject {}
-// SAFETY: `template` holds pointers that are copied and never followed; everything else may be used from every thread.
+// SAFETY: the pointers in `template` are copied and never dereferenced; everything else may be used from every thread.
 unsafe impl Sync for IdObject {}
 // SAFETY: as above.
 unsafe impl Send for IdObject {}
 
 impl IdObject {
-    /// Whether each step waits for its event.
+    /// Returns whether each step waits for its event.
     pub(super) fn is_synchronous(&self) -> bool {
         self.sync.load(Ordering::Relaxed)
     }
@@ -72,12 +72,12 @@ impl IdObject {
         self.c.get(|c| c.qp_type) == IBV_QPT_UD
     }
 
-    /// The channel that its events come to.
+    /// Returns the channel that receives the identifier's events.
     pub(super) fn channel(&self) -> *mut rdma_event_channel {
         self.c.get(|c| c.channel)
     }
 
-    /// The queue pair that `rdma_create_qp` made, or null.
+    /// Returns the queue pair that `rdma_create_qp` created, or null.
     pub(super) fn qp(&self) -> *mut ibv_qp {
         self.c.get(|c| c.qp)
     }
@@ -87,17 +87,16 @@ impl IdObject {
         self.qp_in_use.lock()
     }
 
-    /// Takes the queue pair away from the identifier. [`IdObject::show_qp_state`] no longer uses it, so that it can be
-    /// destroyed.
+    /// Removes the queue pair from the identifier and returns it. [`IdObject::show_qp_state`] no longer uses it, so the caller may
+    /// destroy it.
     pub(super) fn take_qp(&self) -> *mut ibv_qp {
         let _alone = self.lock_qp();
         self.c
             .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()))
     }
 
-    /// Writes the state of the identifier's queue pair, if it has one, to the field that the program reads. The lock keeps
-    /// another thread from destroying the queue pair at the same time: it may call `rdma_destroy_qp` as soon as it has the
-    /// event that reports the connection.
+    /// Writes the state of the identifier's queue pair, if there is one, to the field that the program reads. The lock prevents another
+    /// thread from destroying the queue pair meanwhile: it may call `rdma_destroy_qp` once it has the event that reports the connection.
     pub(super) fn show_qp_state(&self) {
         let _alone = self.lock_qp();
         let qp = self.qp();
@@ -108,7 +107,7 @@ impl IdObject {
         }
     }
 
-    /// Data of the connect request, as `rdma_create_ep` was given it.
+    /// Returns the private data for the connect request that was passed to `rdma_create_ep`.
     pub(super) fn connect_data(&self) -> Vec<u8> {
         self.connect_data.lock().clone()
     }
@@ -117,7 +116,7 @@ impl IdObject {
         *self.connect_data.lock() = data;
     }
 
-    /// Writes the addresses that the engine knows into the C structure.
+    /// Writes the addresses of the engine's identifier into the C structure.
     pub(super) fn show_addresses(&self) {
         let (local, remote) = (self.engine.local(), self.engine.remote());
         self.c.set(|c| {
@@ -136,7 +135,7 @@ impl IdObject {
         });
     }
 
-    /// Writes the device into the C structure, if it has none yet.
+    /// Writes the device into the C structure, if it is not set yet.
     pub(super) fn show_device(&self) -> Result<(), Errno> {
         let shared = shared()?;
         self.c.set(|c| {
@@ -150,7 +149,7 @@ impl IdObject {
     }
 }
 
-/// The C identifier of an identifier of the engine.
+/// Returns the C identifier of an identifier of the engine.
 pub(super) fn c_id(engine: &CmId) -> *mut rdma_cm_id {
     c_object(engine.c_object.load(Ordering::Acquire))
 }
@@ -203,7 +202,7 @@ entry! {
 
 // ---------------------------------------------------------------------- identifiers
 
-/// Makes a C identifier around one of the engine.
+/// Creates a C identifier for one of the engine.
 pub(super) fn make_id(
     engine: Arc<CmId>,
     channel: *mut rdma_event_channel,
@@ -232,7 +231,7 @@ pub(super) fn make_id(
     id
 }
 
-/// Makes an identifier. Its type of queue pairs is the one of the port space, unless `qp_type` says otherwise.
+/// Creates an identifier. The type of its queue pairs follows from the port space, unless `qp_type` is given.
 ///
 /// # Safety
 /// `channel` is null or points to a live object.
@@ -251,7 +250,7 @@ pub(super) unsafe fn create_id(
     };
     let sync = channel.is_null();
     let channel = if sync { create_channel()? } else { channel };
-    // SAFETY: just made, or is live (guaranteed by the caller).
+    // SAFETY: the channel was created above, or is live (guaranteed by the caller).
     let events = unsafe { live::<ChannelObject, _>(channel) }?;
     let engine = CmId::new(&events.engine, space).map_err(|e| os_errno(&e))?;
     let qp_type = qp_type.unwrap_or(usual);
@@ -259,10 +258,10 @@ pub(super) unsafe fn create_id(
 }
 
 entry! {
-    /// `rdma_create_id(3)`: without a channel the identifier is synchronous.
+    /// `rdma_create_id(3)`: with a null channel the identifier is synchronous.
     ///
     /// # Safety
-    /// `channel` is null or points to a live object, `id` is null or a valid place.
+    /// `channel` is null or points to a live object, `id` is null or valid for writes.
     unsafe fn rdma_create_id(
         channel: *mut rdma_event_channel, id: *mut *mut rdma_cm_id, context: *mut c_void, ps: rdma_port_space,
     ) -> c_int, minus_one, {
@@ -275,7 +274,7 @@ entry! {
     }
 }
 
-/// Destroys an identifier: waits until its events are acknowledged.
+/// Destroys an identifier. Waits until its events are acknowledged.
 ///
 /// # Safety
 /// `id` is null or points to a live object, and is not used again.
@@ -289,7 +288,7 @@ pub(super) unsafe fn destroy_id(id: *mut rdma_cm_id) -> Result<(), Errno> {
     object.acks.wait();
     let object = object.take();
     if object.is_synchronous() {
-        // SAFETY: made for this identifier alone.
+        // SAFETY: the channel was created for this identifier alone.
         unsafe { destroy_channel(object.channel()) }?;
     }
     Ok(())
@@ -306,7 +305,7 @@ entry! {
     }
 }
 
-// ---------------------------------------------------------------------- events that the program took
+// ---------------------------------------------------------------------- events that were delivered to the program
 
 /// An event, with the private data that it points to.
 #[repr(C)]
@@ -318,7 +317,7 @@ pub(super) struct EventObject {
 /// Acknowledges an event.
 ///
 /// # Safety
-/// `event` came from `rdma_get_cm_event` and is not used again; its identifiers live.
+/// `event` came from `rdma_get_cm_event` and is not used again. Its identifiers are live.
 pub(super) unsafe fn acknowledge(event: *mut rdma_cm_event) -> Result<(), Errno> {
     if event.is_null() {
         return Err(libc::EINVAL);
@@ -345,12 +344,12 @@ impl IdObject {
             .c
             .set(|c| std::mem::replace(&mut c.event, std::ptr::null_mut()));
         if !event.is_null() {
-            // SAFETY: only this identifier holds it. The acknowledgement of an event cannot fail.
+            // SAFETY: only this identifier refers to the event. The acknowledgement cannot fail.
             let _done = unsafe { acknowledge(event) };
         }
     }
 
-    /// Whether events wait in its channel.
+    /// Returns whether events are queued in the identifier's channel.
     pub(super) fn has_events(&self) -> bool {
         // SAFETY: the channel of an identifier is live.
         !unsafe { known::<ChannelObject, _>(self.channel()) }
@@ -360,8 +359,8 @@ impl IdObject {
 }
 
 entry! {
-    /// `rdma_migrate_id(3)`: without a channel the identifier becomes synchronous. Waits until the events that were taken
-    /// from the old channel are acknowledged.
+    /// `rdma_migrate_id(3)`: with a null channel the identifier becomes synchronous. Waits until the events that were delivered from the
+    /// old channel are acknowledged.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `channel` is null or points to a live object.
@@ -381,14 +380,14 @@ pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) ->
         return Err(libc::EINVAL);
     }
     let channel = if sync { create_channel()? } else { channel };
-    // SAFETY: just made, or is live (guaranteed by the caller).
+    // SAFETY: the channel was created above, or is live (guaranteed by the caller).
     let to = unsafe { live::<ChannelObject, _>(channel) }?;
     id.engine.migrate(&to.engine);
     let was_sync = id.sync.swap(sync, Ordering::Relaxed);
     let old = id.c.set(|c| std::mem::replace(&mut c.channel, channel));
     if was_sync {
         id.drop_event();
-        // SAFETY: made for this identifier alone.
+        // SAFETY: the channel was created for this identifier alone.
         unsafe { destroy_channel(old) }?;
     }
     id.acks.wait_for_past();
@@ -401,14 +400,14 @@ entry! {
     /// `rdma_set_option(3)`.
     ///
     /// # Safety
-    /// `id` is null or points to a live object, `value` is null or has `len` bytes.
+    /// `id` is null or points to a live identifier. `value` is null or points to `len` bytes.
     unsafe fn rdma_set_option(
         id: *mut rdma_cm_id, level: c_int, name: c_int, value: *mut c_void, len: usize,
     ) -> c_int, minus_one, {
         if value.is_null() || len == 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: guaranteed by the caller; an int is read if `len` says that there is one.
+        // SAFETY: upheld by the caller; an int is read only if `len` is its size.
         let (id, byte, int) = unsafe {
             let int = (len >= size_of::<c_int>()).then(|| value.cast::<c_int>().read_unaligned());
             (live::<IdObject, _>(id)?, value.cast::<u8>().read(), int)
@@ -419,7 +418,7 @@ entry! {
             (RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, Some(on)) => options.set_options(Some(on != 0), None, None),
             (RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, Some(on)) => options.set_options(None, Some(on != 0), None),
             (RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, _) => options.set_options(None, None, Some(byte & 31)),
-            // The kernel routes.
+            // The kernel chooses the route, so the option has no effect.
             (RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, _) => Ok(()),
             _ => return Err(libc::ENOSYS),
         }
@@ -450,17 +449,17 @@ entry! {
     }
 }
 
-/// Whether an identifier has a queue pair: enhanced connection establishment is agreed before.
+/// Returns whether an identifier has a queue pair. Enhanced connection establishment is negotiated before one is created.
 ///
 /// # Safety
 /// `id` is null or points to a live identifier.
 unsafe fn has_qp(id: *mut rdma_cm_id) -> Result<bool, Errno> {
-    // SAFETY: guaranteed by the caller. A child of fork(2) may ask: only the structure is read.
+    // SAFETY: upheld by the caller. A child of fork(2) may call this, since only the C structure is read.
     Ok(!unsafe { arg(id) }?.qp.is_null())
 }
 
 entry! {
-    /// `rdma_set_local_ece(3)`: checked and not sent. MPA has no field for it, and iWARP peers do not know it.
+    /// `rdma_set_local_ece(3)`: checks the options and does not send them, because MPA has no field for them.
     ///
     /// # Safety
     /// `id` and `ece` are null or valid.
@@ -475,10 +474,10 @@ entry! {
 }
 
 entry! {
-    /// `rdma_get_remote_ece(3)`: all zero, which means none.
+    /// `rdma_get_remote_ece(3)`: returns all zeros, which means no options.
     ///
     /// # Safety
-    /// `id` is null or points to a live object, `ece` is null or a valid place.
+    /// `id` is null or points to a live object, `ece` is null or valid for writes.
     unsafe fn rdma_get_remote_ece(id: *mut rdma_cm_id, ece: *mut ibv_ece) -> c_int, minus_one, {
         // SAFETY: upheld by the caller.
         if unsafe { has_qp(id) }? {

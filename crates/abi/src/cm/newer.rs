@@ -1,4 +1,4 @@
-//! Functions that librdmacm got after rdma-core 44: resolution of addresses in the background, and events that the program
+//! Functions that were added to librdmacm after rdma-core 44: resolution of addresses in the background, and events that the program
 //! reports itself.
 
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -15,17 +15,17 @@ use crate::ffi::{Errno, last_errno, os_errno, put};
 use crate::verbs::handle::live;
 use anywarp_verbs_sys::cm::*;
 
-/// Resolve by the InfiniBand subnet administrator. This device has none.
+/// Resolution by the InfiniBand subnet administrator, which this device does not have.
 const RAI_SA: c_int = 0x10;
-/// Resolve by name, which is the default.
+/// Resolution by name, which is the default.
 const RAI_DNS: c_int = 0x20;
 
-/// A copy of a C string that may be missing.
+/// Copies a C string that may be null.
 ///
 /// # Safety
 /// `text` is null or a C string.
 unsafe fn owned(text: *const c_char) -> Option<CString> {
-    // SAFETY: not null, so a C string (guaranteed by the caller).
+    // SAFETY: the pointer is not null, so it is a C string (guaranteed by the caller).
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_owned())
 }
 
@@ -57,7 +57,7 @@ impl Question {
 }
 
 entry! {
-    /// `rdma_resolve_addrinfo(3)`: RDMA_CM_EVENT_ADDRINFO_RESOLVED or _ERROR follows.
+    /// `rdma_resolve_addrinfo(3)`: reports the result by RDMA_CM_EVENT_ADDRINFO_RESOLVED or RDMA_CM_EVENT_ADDRINFO_ERROR.
     ///
     /// # Safety
     /// `id` is live; `node` and `service` are null or C strings, `hints` is null or valid.
@@ -104,7 +104,7 @@ entry! {
     /// `rdma_query_addrinfo(3)`: writes a copy of the list, which the program frees.
     ///
     /// # Safety
-    /// `id` is live, `info` is null or a valid place.
+    /// `id` is live, `info` is null or valid for writes.
     unsafe fn rdma_query_addrinfo(id: *mut rdma_cm_id, info: *mut *mut rdma_addrinfo) -> c_int, minus_one, {
         // SAFETY: upheld by the caller.
         let object = unsafe { live::<IdObject, _>(id) }?;
@@ -112,14 +112,14 @@ entry! {
             return Err(libc::EINVAL);
         }
         let list = object.resolved.duplicate().ok_or(libc::ENODATA)?;
-        // SAFETY: a valid place (guaranteed by the caller).
+        // SAFETY: `info` is valid for writes (guaranteed by the caller).
         unsafe { put(info, list) }?;
         Ok(0)
     }
 }
 
 entry! {
-    /// `rdma_write_cm_event(3)`: only events of type RDMA_CM_EVENT_USER are allowed.
+    /// `rdma_write_cm_event(3)`: allows only events of type RDMA_CM_EVENT_USER.
     ///
     /// # Safety
     /// `id` is live.

@@ -1,4 +1,4 @@
-//! Queue pairs and shared receive queues of identifiers, with the completion queues that the program did not make.
+//! Queue pairs and shared receive queues of identifiers, and the completion queues that the library creates for them.
 
 use std::ffi::c_int;
 
@@ -20,10 +20,10 @@ use crate::verbs::srq::{create_srq_ex, ibv_destroy_srq};
 use anywarp_verbs_sys::cm::*;
 use anywarp_verbs_sys::verbs::*;
 
-/// Q_Key of the datagram queue pairs of rdma_cm, the same in every implementation.
+/// The Q_Key of datagram queue pairs of rdma_cm, the same in every implementation.
 const UDP_QKEY: u32 = 0x0123_4567;
 
-/// The pointer that a verb returned, or its errno if it is null.
+/// Returns the pointer that a verb returned, or the verb's errno if it is null.
 fn made<T>(pointer: *mut T) -> Result<*mut T, Errno> {
     if pointer.is_null() {
         return Err(last_errno());
@@ -36,10 +36,10 @@ fn made<T>(pointer: *mut T) -> Result<*mut T, Errno> {
 /// A completion queue and its channel.
 type Queue = (*mut ibv_comp_channel, *mut ibv_cq);
 
-/// Makes a completion queue of `n` entries with a channel, for an identifier.
+/// Creates a completion queue of `n` entries with a channel, for an identifier.
 fn make_queue(id: *mut rdma_cm_id, verbs: *mut ibv_context, n: u32) -> Result<Queue, Errno> {
     let cqe = c_int::try_from(n.max(1)).unwrap_or(c_int::MAX);
-    // SAFETY: the context of an identifier stays open, and the channel was just made.
+    // SAFETY: the context of an identifier stays open, and the channel was created above.
     unsafe {
         let channel = made(ibv_create_comp_channel(verbs))?;
         match made(ibv_create_cq(verbs, cqe, id.cast(), channel, 0)) {
@@ -52,7 +52,7 @@ fn make_queue(id: *mut rdma_cm_id, verbs: *mut ibv_context, n: u32) -> Result<Qu
     }
 }
 
-/// Makes the completion queues that the program did not name. An end of XRC has only those that it uses.
+/// Creates the completion queues that the program did not pass. An XRC end needs only one of them.
 fn make_queues(
     id: *mut rdma_cm_id,
     object: &IdObject,
@@ -78,9 +78,9 @@ fn make_queues(
     Ok(())
 }
 
-/// Destroys a completion queue and its channel, unless the queue is in use. Returns what is left.
+/// Destroys a completion queue and its channel, unless the queue is in use. Returns what was not destroyed.
 fn drop_queue((channel, cq): Queue) -> Queue {
-    // SAFETY: made by `make_queue` for this identifier, or null.
+    // SAFETY: the objects are null or were created by `make_queue` for this identifier.
     unsafe {
         if !cq.is_null() && ibv_destroy_cq(cq) != 0 {
             return (channel, cq);
@@ -92,7 +92,7 @@ fn drop_queue((channel, cq): Queue) -> Queue {
     (std::ptr::null_mut(), std::ptr::null_mut())
 }
 
-/// Destroys the completion queues that [`make_queues`] made and that nothing uses any more.
+/// Destroys the completion queues that [`make_queues`] created, unless they are in use.
 fn drop_queues(object: &IdObject) {
     let (send, recv) = object.c.get(|c| {
         (
@@ -109,10 +109,10 @@ fn drop_queues(object: &IdObject) {
 
 // ---------------------------------------------------------------------- queue pairs
 
-/// Makes the queue pair of an identifier and fills in what the program left out.
+/// Creates the queue pair of an identifier. Fills in the attributes that the program left out.
 ///
 /// # Safety
-/// `id` and what `init` names are null or live.
+/// `id` and the objects in `init` are null or live.
 unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
     let object = unsafe { live::<IdObject, _>(id) }?;
@@ -134,7 +134,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
         init.comp_mask |= IBV_QP_INIT_ATTR_XRCD;
     }
     let created = make_queues(id, object, init).and_then(|()| {
-        // rdma_create_srq(3): the shared receive queue of the identifier serves its queue pair.
+        // rdma_create_srq(3): queue pairs use the shared receive queue of the identifier.
         if init.srq.is_null() && init.qp_type != IBV_QPT_XRC_RECV {
             init.srq = c.srq;
         }
@@ -144,7 +144,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
     let qp = created.inspect_err(|_e| drop_queues(object))?;
     if let Err(e) = attach(object, qp) {
         object.engine.set_qp(None);
-        // SAFETY: just made, and nothing uses it.
+        // SAFETY: the queue pair was created above, and no other code uses it.
         unsafe { ibv_destroy_qp(qp) };
         drop_queues(object);
         return Err(e);
@@ -153,7 +153,7 @@ unsafe fn create_qp(id: *mut rdma_cm_id, init: &mut ibv_qp_init_attr_ex) -> Resu
     Ok(())
 }
 
-/// Gives a new queue pair to its identifier and moves it as far as it goes without a connection.
+/// Assigns a new queue pair to its identifier and moves it to the last state that it can reach without a connection.
 fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
     let mut attr = ibv_qp_attr {
         port_num: 1,
@@ -194,10 +194,10 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
     Ok(())
 }
 
-/// [`create_qp`] with attributes of the first form.
+/// Like [`create_qp`], with an `ibv_qp_init_attr`.
 ///
 /// # Safety
-/// `id`, `pd` and what `init` names are null or live.
+/// `id`, `pd` and the objects in `init` are null or live.
 pub(super) unsafe fn create_plain_qp(
     id: *mut rdma_cm_id,
     pd: *mut ibv_pd,
@@ -226,7 +226,7 @@ entry! {
     /// `rdma_create_qp(3)`.
     ///
     /// # Safety
-    /// `id`, `pd` and what `init` names are null or live.
+    /// `id`, `pd` and the objects in `init` are null or live.
     unsafe fn rdma_create_qp(
         id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
     ) -> c_int, minus_one, {
@@ -253,7 +253,7 @@ pub(super) fn destroy_qp(object: &IdObject) {
     object.engine.set_qp(None);
     let qp = object.take_qp();
     if !qp.is_null() {
-        // SAFETY: made by `create_qp`.
+        // SAFETY: the queue pair was created by `create_qp`.
         unsafe { ibv_destroy_qp(qp) };
     }
     drop_queues(object);
@@ -273,10 +273,10 @@ entry! {
 
 // ---------------------------------------------------------------------- shared receive queues
 
-/// Makes the shared receive queue of an identifier and fills in what the program left out.
+/// Creates the shared receive queue of an identifier. Fills in the attributes that the program left out.
 ///
 /// # Safety
-/// `id` and what `init` names are null or live.
+/// `id` and the objects in `init` are null or live.
 unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
     let object = unsafe { live::<IdObject, _>(id) }?;
@@ -303,14 +303,14 @@ unsafe fn create_srq(id: *mut rdma_cm_id, init: &mut ibv_srq_init_attr_ex) -> Re
     }
     // SAFETY: upheld by the caller.
     let srq = made(unsafe { create_srq_ex(c.verbs, init) })
-        // Queues that a queue pair uses stay.
+        // Queues that a queue pair uses are kept.
         .inspect_err(|_e| drop_queues(object))?;
     object.c.set(|c| (c.srq, c.pd) = (srq, init.pd));
     Ok(())
 }
 
 entry! {
-    /// `rdma_create_srq(3)`: one of an XRC domain for an identifier that receives XRC.
+    /// `rdma_create_srq(3)`: for an identifier of type IBV_QPT_XRC_RECV, creates a queue of an XRC domain.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `init` is null or valid.
@@ -334,7 +334,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_create_srq_ex`: basic queues, and those of an XRC domain.
+    /// `rdma_create_srq_ex`: creates a basic queue or a queue of an XRC domain.
     ///
     /// # Safety
     /// The requirements of `rdma_create_srq` apply.
@@ -351,7 +351,7 @@ pub(super) fn destroy_srq(object: &IdObject) {
         .c
         .set(|c| std::mem::replace(&mut c.srq, std::ptr::null_mut()));
     if !srq.is_null() {
-        // SAFETY: made by `create_srq`.
+        // SAFETY: the queue was created by `create_srq`.
         unsafe { ibv_destroy_srq(srq) };
     }
     if object.qp().is_null() {
@@ -374,10 +374,10 @@ entry! {
 // ---------------------------------------------------------------------- attributes
 
 entry! {
-    /// `rdma_init_qp_attr(3)`: attributes for a program that moves its queue pair through its states itself.
+    /// `rdma_init_qp_attr(3)`: returns attributes for a program that moves its queue pair through the states itself.
     ///
     /// # Safety
-    /// `id` is null or points to a live object, the others are null or valid places.
+    /// `id` is null or points to a live identifier. The others are null or valid for writes.
     unsafe fn rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut c_int) -> c_int, minus_one, {
         if mask.is_null() {
             return Err(libc::EINVAL);
@@ -401,7 +401,7 @@ entry! {
                     attr.ah_attr = vector_to(remote, object.engine.local());
                 }
                 attr.path_mtu = IBV_MTU_4096;
-                // 0: the connection of this identifier, whatever number the peer's queue pair has.
+                // 0 stands for the connection of this identifier, whatever the number of the peer's queue pair.
                 attr.dest_qp_num = 0;
                 attr.max_dest_rd_atomic = ird;
                 attr.min_rnr_timer = cm::MIN_RNR_TIMER;
@@ -434,7 +434,7 @@ mod tests {
     use super::*;
     use crate::cm::id::{create_id, destroy_id};
 
-    /// An identifier with a queue pair, for another thread.
+    /// An identifier with a queue pair, which is passed to another thread.
     #[derive(Clone, Copy)]
     struct Id(*mut rdma_cm_id);
     // SAFETY: functions of librdmacm may be called from every thread.
@@ -442,13 +442,13 @@ mod tests {
 
     impl Id {
         fn object(self) -> &'static IdObject {
-            // SAFETY: is live until the end of the test.
+            // SAFETY: the identifier is live until the end of the test.
             unsafe { live::<IdObject, _>(self.0) }.unwrap()
         }
     }
 
-    /// While a thread that took an event writes the state of the queue pair, `rdma_destroy_qp` of another thread waits; and
-    /// what comes after it finds no queue pair.
+    /// `rdma_destroy_qp` waits while another thread, which took an event, writes the state of the queue pair. A later write finds no
+    /// queue pair.
     #[test]
     fn a_queue_pair_is_not_destroyed_while_its_state_is_shown() {
         // SAFETY: the arguments are valid, and the identifier is destroyed once, at the end.

@@ -46,7 +46,7 @@ mod tests {
         let Some(address) = distribution::symbol(RDMACM, c"rdma_event_str") else {
             return;
         };
-        // SAFETY: takes an enum and returns a string.
+        // SAFETY: the function takes an enum and returns a string.
         let theirs: unsafe extern "C" fn(u32) -> *const c_char =
             unsafe { std::mem::transmute(address) };
         for n in 0..20 {

@@ -1,11 +1,11 @@
-//! Socket addresses of C: reading those of the program, and writing those that it asks for.
+//! Conversion of socket addresses from and to the C structures.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use libc::{sockaddr, sockaddr_in, sockaddr_in6, socklen_t};
 
-/// Reads an address: `EINVAL` if it is too short, `EAFNOSUPPORT` if it is of another family than the socket takes.
+/// Converts an address. `EINVAL` if it is too short, `EAFNOSUPPORT` if its family is not that of the socket.
 ///
 /// # Safety
 /// `addr` is null or points to `len` bytes.
@@ -18,14 +18,14 @@ pub(super) unsafe fn read(
     if addr.is_null() || len < size_of::<libc::sa_family_t>() {
         return Err(libc::EINVAL);
     }
-    // SAFETY: so many bytes are there.
+    // SAFETY: `len` covers the family (checked above).
     let family = c_int::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() });
     match family {
         libc::AF_INET if len >= size_of::<sockaddr_in>() => {
             if domain != libc::AF_INET {
                 return Err(libc::EINVAL);
             }
-            // SAFETY: an IPv4 address by its family and length.
+            // SAFETY: the family and the length are those of an IPv4 address.
             let a = unsafe { addr.cast::<sockaddr_in>().read_unaligned() };
             let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
             Ok((ip, u16::from_be(a.sin_port)).into())
@@ -34,7 +34,7 @@ pub(super) unsafe fn read(
             if domain != libc::AF_INET6 {
                 return Err(libc::EAFNOSUPPORT);
             }
-            // SAFETY: an IPv6 address by its family and length.
+            // SAFETY: the family and the length are those of an IPv6 address.
             let a = unsafe { addr.cast::<sockaddr_in6>().read_unaligned() };
             let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
             let port = u16::from_be(a.sin6_port);
@@ -45,7 +45,7 @@ pub(super) unsafe fn read(
     }
 }
 
-/// The address of a socket that is not bound: all zero.
+/// Returns the address of an unbound socket: all zero.
 pub(super) fn unspecified(domain: c_int) -> SocketAddr {
     if domain == libc::AF_INET6 {
         (Ipv6Addr::UNSPECIFIED, 0).into()
@@ -54,10 +54,10 @@ pub(super) fn unspecified(domain: c_int) -> SocketAddr {
     }
 }
 
-/// Writes an address as a socket of `domain` shows it, cut to the room that there is; `len` becomes its whole length.
+/// Writes an address in the family of `domain`, truncated to the caller's buffer. Sets `len` to the full length.
 ///
 /// # Safety
-/// `addr` is null or has `*len` bytes; `len` is null or valid.
+/// `addr` is null or points to `*len` bytes; `len` is null or valid.
 pub(super) unsafe fn write(
     addr: *mut sockaddr,
     len: *mut socklen_t,
@@ -80,7 +80,7 @@ pub(super) unsafe fn write(
             sin.sin_family = libc::AF_INET as libc::sa_family_t;
             sin.sin_port = address.port().to_be();
             sin.sin_addr.s_addr = u32::from(ip).to_be();
-            // SAFETY: room for as much as is copied, from a local that is at least as long.
+            // SAFETY: `addr` has `room` bytes, and `sin` is a local.
             unsafe { copy(addr, room, &sin) }
         }
         IpAddr::V6(ip) => {
@@ -100,15 +100,15 @@ pub(super) unsafe fn write(
     unsafe { len.write(whole) };
 }
 
-/// Copies as much of `from` as there is room for. Returns the whole length of `from`.
+/// Copies the part of `from` that fits. Returns the full length of `from`.
 ///
 /// # Safety
-/// `to` is null or has `room` bytes.
+/// `to` is null or points to `room` bytes.
 unsafe fn copy<T>(to: *mut sockaddr, room: usize, from: &T) -> socklen_t {
     let len = size_of::<T>();
     if !to.is_null() {
         let from: *const T = from;
-        // SAFETY: no more than there is on both sides.
+        // SAFETY: the length is at most that of both sides.
         unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len.min(room)) };
     }
     len as socklen_t
@@ -124,7 +124,7 @@ mod tests {
         let mut storage: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
         let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
         let at: *mut libc::sockaddr_storage = &raw mut storage;
-        // SAFETY: a local with its length.
+        // SAFETY: both point to locals, and the length is that of the storage.
         unsafe { write(at.cast(), &raw mut len, domain, address) };
         // SAFETY: as above.
         let back = unsafe { read(at.cast(), len, domain) }.unwrap();
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn too_little_room_cuts_and_tells_the_length() {
         let mut len: socklen_t = 0;
-        // SAFETY: no address is asked for.
+        // SAFETY: null is passed for the address.
         unsafe {
             write(
                 std::ptr::null_mut(),
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(len as usize, size_of::<sockaddr_in6>());
         let mut two = [0_u8; 2];
         let mut len: socklen_t = 2;
-        // SAFETY: two bytes are there.
+        // SAFETY: the address has two bytes, which `len` says.
         unsafe {
             write(
                 two.as_mut_ptr().cast(),

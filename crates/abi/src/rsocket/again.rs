@@ -1,15 +1,15 @@
-//! Receives that are posted again after their content was read.
+//! Receives that are posted again after their messages were read.
 
 use anywarp_core::error::Misuse;
 
-/// Slots whose receives could not be posted, because memory was short or the queue pair is in an error state. They are
-/// posted again later: a slot that is given up would be lost for ever, and the peer could finally send nothing.
+/// Slots whose receives could not be posted, because memory was short or the queue pair is in the error state. They are posted again
+/// later: if slots were lost, the peer could finally send nothing.
 #[derive(Debug, Default)]
 pub(super) struct Refused(Vec<u32>);
 
 impl Refused {
-    /// Posts the receives of `slots`, and those that were refused before. The error of `post` has the number of
-    /// receives that it posted before one was refused.
+    /// Posts the receives of `slots`, and those that could not be posted before. The error of `post` contains the number of receives that
+    /// were posted before the failure.
     pub(super) fn post(
         &mut self,
         slots: impl IntoIterator<Item = u32>,

@@ -1,7 +1,7 @@
-//! Memory that the device reads and writes for a socket, and memory of the caller.
+//! Registered memory of a socket, and memory of the caller.
 //!
-//! A peer may write to registered memory at any time, and other threads of the program to the caller's memory. So no
-//! Rust reference to either is ever made: bytes are copied by address, as in `engine/mem.rs`.
+//! A peer may write to registered memory at any time, and other threads of the program may write to the caller's memory. So no Rust
+//! reference to either is ever created: bytes are copied by address, as in `engine/mem.rs`.
 
 use std::io;
 use std::sync::Arc;
@@ -90,16 +90,16 @@ impl Buffer {
     /// Copies `bytes` to offset `at` of the buffer.
     pub(super) fn store(&self, at: usize, bytes: &[u8]) {
         if let Some(place) = self.place(at, bytes.len()) {
-            // SAFETY: `place` is that many bytes of pages that are ours; `bytes` is other memory.
+            // SAFETY: `place` has this many bytes in the buffer's pages; `bytes` is separate memory.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
         }
     }
 
-    /// Returns `N` bytes from offset `at`; zeroes if they are not inside the buffer.
+    /// Returns `N` bytes from offset `at`, or zeros if they are not inside the buffer.
     pub(super) fn load<const N: usize>(&self, at: usize) -> [u8; N] {
         let mut out = [0; N];
         if let Some(place) = self.place(at, N) {
-            // SAFETY: `place` is `N` bytes of pages that are ours; `out` is a local.
+            // SAFETY: `place` has `N` bytes in the buffer's pages; `out` is a local.
             unsafe { std::ptr::copy_nonoverlapping(place, out.as_mut_ptr(), N) };
         }
         out
@@ -109,7 +109,7 @@ impl Buffer {
     pub(super) fn word(&self, at: usize) -> u32 {
         match self.place(at, 4) {
             Some(place) if place.addr().is_multiple_of(4) => {
-                // SAFETY: four aligned bytes of pages that are ours.
+                // SAFETY: the pointer is to four aligned bytes of the buffer's pages.
                 let word = unsafe { std::sync::atomic::AtomicU32::from_ptr(place.cast()) };
                 u32::from_le(word.load(std::sync::atomic::Ordering::Acquire))
             }
@@ -125,10 +125,10 @@ impl Drop for Buffer {
     }
 }
 
-/// Registers memory; the peer may write it if `remote`.
+/// Registers memory. The peer may write it if `remote`.
 ///
 /// # Safety
-/// As for [`MemoryRegion::register`].
+/// The requirements of [`MemoryRegion::register`] apply.
 pub(super) unsafe fn register(
     engine: &'static Engine,
     pd: &Arc<Pd>,
@@ -158,11 +158,10 @@ pub(super) struct Caller {
 }
 
 impl Caller {
-    /// One part.
+    /// Wraps memory in one part.
     ///
     /// # Safety
-    /// `[start, start + len)` is memory of the caller that may be read as long as the result is live, and written if data is
-    /// received into it.
+    /// `[start, start + len)` is readable memory of the caller as long as the result is live, and writable if data is received into it.
     pub(super) unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {
             first: (start.expose_provenance(), len),
@@ -171,10 +170,10 @@ impl Caller {
         }
     }
 
-    /// Several parts; `None` if they are longer than an address space.
+    /// Wraps memory in several parts. `None` if their total length exceeds an address space.
     ///
     /// # Safety
-    /// Each of `parts` is as [`Self::new`] says.
+    /// The requirements of [`Self::new`] apply to each of `parts`.
     pub(super) unsafe fn gather(parts: impl Iterator<Item = (*const u8, usize)>) -> Option<Self> {
         let mut all = Self {
             first: (0, 0),
@@ -196,12 +195,12 @@ impl Caller {
         Some(all)
     }
 
-    /// Bytes of all parts.
+    /// Returns the total length in bytes.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Copies up to `len` bytes, from byte `skip` on, into a vector.
+    /// Copies up to `len` bytes from byte `skip` on into a vector.
     pub(super) fn copy(&self, skip: usize, len: usize) -> Vec<u8> {
         let len = len.min(self.len.saturating_sub(skip));
         let mut out = vec![0_u8; len];
@@ -209,7 +208,7 @@ impl Caller {
         out
     }
 
-    /// Address and length of each part of `[skip, skip + len)`.
+    /// Returns the address and the length of each part of `[skip, skip + len)`.
     fn parts(&self, mut skip: usize, mut len: usize) -> impl Iterator<Item = (usize, usize)> {
         std::iter::once(self.first)
             .chain(self.rest.iter().copied())
@@ -227,9 +226,8 @@ impl Caller {
         let mut at = 0;
         for (start, n) in self.parts(skip, len) {
             let from: *const u8 = std::ptr::with_exposed_provenance(start);
-            // SAFETY: `from` is a part of the caller's memory (the promise of `new`); `to` has room for `len` bytes, and the
-            // parts have no more than `len` bytes together. The ranges may overlap if the program passes memory of this
-            // library.
+            // SAFETY: `from` is a part of the caller's memory (guaranteed by the caller of `new`); `to` has room for `len` bytes, and the parts have
+            // at most `len` bytes in total. The ranges may overlap if the program passes memory of this library.
             unsafe { std::ptr::copy(from, to.wrapping_add(at), n) };
             at += n;
         }
@@ -240,7 +238,7 @@ impl Caller {
         let mut at = 0;
         for (start, n) in self.parts(skip, len) {
             let to: *mut u8 = std::ptr::with_exposed_provenance_mut(start);
-            // SAFETY: as in `read`, the other way round: `from` has `len` bytes.
+            // SAFETY: as in `read`, in the other direction: `from` has `len` bytes.
             unsafe { std::ptr::copy(from.wrapping_add(at), to, n) };
             at += n;
         }
@@ -267,7 +265,7 @@ mod tests {
     #[test]
     fn more_than_an_address_space_is_no_range() {
         let parts = [(std::ptr::null(), usize::MAX / 2), (std::ptr::null(), 2)];
-        // SAFETY: nothing is read.
+        // SAFETY: the memory is not accessed.
         assert!(unsafe { Caller::gather(parts.into_iter()) }.is_none());
     }
 }

@@ -1,10 +1,8 @@
-//! Datagram sockets: a UD queue pair, and requests of the connection manager (SIDR) that resolve a port to a queue
-//! pair.
+//! Datagram sockets: a UD queue pair, and requests of the connection manager (SIDR) that resolve a port to a queue pair.
 //!
-//! A socket with a port listens at that UDP port for such requests. The thread that handles the device's sockets
-//! answers them. A socket that sends to a port for the first time requests the queue pair of that port. Its
-//! datagrams wait for the answer, and are dropped if none comes. An answer is used for a while and then requested again, because
-//! another socket may get the port.
+//! A bound socket listens at its UDP port for such requests, and the thread that handles the device's sockets answers them. The first
+//! datagram to a port makes the socket request the queue pair of that port. Datagrams to the port are queued until the answer arrives,
+//! and dropped if none arrives. An answer expires after a while, because another socket may get the port.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -34,27 +32,27 @@ use super::{Kind, Socket};
 use crate::ffi::{misuse, os_errno};
 use anywarp_verbs_sys::cm::RDMA_UDP_QKEY;
 
-/// The largest payload of a datagram, bytes.
+/// The largest payload of a datagram in bytes.
 pub(super) const PAYLOAD_MAX: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
-/// Bytes of the route header (GRH) in front of a received datagram.
+/// The length in bytes of the route header (GRH) before a received datagram.
 const ROUTE: usize = bounds::GRH_LEN as usize;
-/// Bytes of the slot of a received datagram; `OUT` is that of a sent one.
+/// The size in bytes of a slot for a received datagram; `OUT` is that for a sent one.
 const IN: usize = 4160;
 const OUT: usize = 4096;
-/// Slots for datagrams that are being sent.
+/// The number of slots for datagrams that are being sent.
 const SENDS: u32 = 256;
-/// Bytes of `SO_RCVBUF` for each slot of a received datagram; `RECEIVES` limits the number of these slots.
+/// The bytes of `SO_RCVBUF` for each slot of a received datagram. `RECEIVES` limits the number of these slots.
 const PER_PLACE: usize = 1024;
 const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
-/// The largest number of peers whose queue pairs a socket remembers.
+/// The largest number of peers whose queue pairs a socket caches.
 const PEERS: usize = 1024;
-/// The largest number of datagrams to one peer that may wait for an answer.
+/// The largest number of datagrams to one peer that are queued until an answer arrives.
 const WAITING: usize = 32;
-/// How long an answer is used before it is requested again.
+/// The time after which an answer expires.
 const FRESH: Duration = Duration::from_secs(1);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The largest number of requests for the queue pair that may wait to be answered.
+/// The largest number of unanswered requests for the queue pair.
 const QUESTIONS: c_int = 1024;
 
 /// A peer that datagrams are sent to.
@@ -62,11 +60,11 @@ struct Peer {
     known: Option<Destination>,
     since: Instant,
     asking: Option<Arc<CmId>>,
-    /// Slots of the datagrams that wait for an answer, and their lengths.
+    /// The slots and lengths of the datagrams that are queued until an answer arrives.
     waiting: VecDeque<(u32, usize)>,
 }
 
-/// A datagram that arrived.
+/// A datagram that has arrived.
 #[derive(Debug, Clone, Copy)]
 struct Arrived {
     place: u32,
@@ -92,7 +90,7 @@ pub(super) struct Datagrams {
     id: Arc<CmId>,
     end: Option<End>,
     peers: HashMap<SocketAddr, Peer>,
-    /// The peer that `rconnect` named; `source` is the local address for it.
+    /// The peer set by `rconnect`; `source` is the local address for it.
     to: Option<SocketAddr>,
     source: Option<IpAddr>,
     error: c_int,
@@ -101,7 +99,7 @@ pub(super) struct Datagrams {
 /// A received datagram for the caller.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Got {
-    /// Bytes that were copied; `len` is the length of the datagram.
+    /// The number of copied bytes; `len` is the full length of the datagram.
     pub(super) copied: usize,
     pub(super) len: usize,
     pub(super) from: SocketAddr,
@@ -177,14 +175,14 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts the receives of slots again whose datagrams have been read.
+    /// Reposts the receives of slots whose datagrams have been read.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
         let mut refused = std::mem::take(&mut self.refused);
         refused.post(again, |all| self.post_receives(all.iter().copied()));
         self.refused = refused;
     }
 
-    /// Sends the datagram in a slot. The slot is free again when the request has completed.
+    /// Sends the datagram in a slot. The slot becomes free when the request has completed.
     fn post(&mut self, place: u32, len: usize, to: Destination) -> Result<(), c_int> {
         let sge = self.outgoing.sge(place as usize * OUT, len);
         let request = WorkRequest {
@@ -207,7 +205,7 @@ impl End {
         })
     }
 
-    /// Handles all completions. If `only` is given, datagrams of other senders are dropped.
+    /// Handles all completions. If `only` is given, datagrams from other senders are dropped.
     fn poll(&mut self, only: Option<SocketAddr>) {
         let mut done: Vec<Completion> = Vec::new();
         while self.cq.poll(64, |_, c| done.push(c)) > 0 {
@@ -231,7 +229,7 @@ impl End {
         self.repost([]);
     }
 
-    /// The datagram in a slot, if a datagram socket sent it.
+    /// Returns the datagram in a slot, if a datagram socket sent it.
     fn judge(&self, place: u32, c: &Completion) -> Option<Arrived> {
         if c.status != Status::Success {
             return None;
@@ -252,7 +250,7 @@ impl Drop for End {
     }
 }
 
-/// The source address in a route header; `kind` is the kind of the header ([`Completion::sl`]).
+/// Returns the source address in a route header. `kind` is the kind of the header ([`Completion::sl`]).
 fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
     let bytes = |at: usize| route.get(at..);
     if kind & 3 == 1 {
@@ -263,7 +261,7 @@ fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
     Some(Ipv4Addr::from(*ip).into())
 }
 
-/// The form of an address that is the key of a peer.
+/// Returns the canonical form of an address, which is the key of a peer.
 fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
@@ -282,7 +280,7 @@ impl Datagrams {
         })
     }
 
-    /// Binds to an address, and answers requests for the queue pair there from now on.
+    /// Binds to an address, and from now on answers requests for the queue pair there.
     pub(super) fn bind(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
         if self.closed {
             return Err(libc::EBADF);
@@ -298,7 +296,7 @@ impl Datagrams {
         self.id.listen(QUESTIONS).map_err(|e| os_errno(&e))
     }
 
-    /// Binds to any free port, unless the socket is bound.
+    /// Binds to any free port, unless the socket is bound already.
     fn start(&mut self, socket: &Socket) -> Result<(), c_int> {
         if self.end.is_none() {
             self.bind(socket, unspecified(socket.domain))?;
@@ -332,12 +330,12 @@ impl Datagrams {
         Ok(())
     }
 
-    /// The peer that `rconnect` named.
+    /// Returns the peer set by `rconnect`.
     pub(super) fn remote(&self) -> Option<SocketAddr> {
         self.to
     }
 
-    /// Our address.
+    /// Returns the local address.
     pub(super) fn local(&self) -> Option<SocketAddr> {
         let local = self.id.local()?;
         Some(match self.source {
@@ -346,7 +344,7 @@ impl Datagrams {
         })
     }
 
-    /// Takes the pending error: the next call returns 0.
+    /// Returns and clears the pending error.
     pub(super) fn take_error(&mut self) -> c_int {
         std::mem::take(&mut self.error)
     }
@@ -362,7 +360,7 @@ impl Datagrams {
         let id = identifier(&socket.channel)?;
         let failed = |e: std::io::Error| os_errno(&e);
         id.resolve_addr(None, to).map_err(failed)?;
-        // Resolving an address does not block: its outcome is in the channel at once.
+        // Resolving an address does not block: the result is in the channel at once.
         let mut unreachable = 0;
         let mut rest = Vec::new();
         while let Some(event) = socket.channel.pop() {
@@ -390,7 +388,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// Removes the peer whose entry is oldest, to make room for another one.
+    /// Removes the oldest entry of a peer, to make room for another one.
     fn forget_one(&mut self) {
         let oldest = self
             .peers
@@ -455,13 +453,13 @@ impl Datagrams {
         }
     }
 
-    /// The peer whose queue pair an identifier requests.
+    /// Returns the peer whose queue pair an identifier requests.
     fn asked(&self, id: &Arc<CmId>) -> Option<SocketAddr> {
         let is_it = |p: &Peer| p.asking.as_ref().is_some_and(|a| Arc::ptr_eq(a, id));
         self.peers.iter().find(|(_, p)| is_it(p)).map(|(to, _)| *to)
     }
 
-    /// Handles an answer: the datagrams that waited for it are sent.
+    /// Handles an answer: sends the datagrams that were queued for it.
     fn answered(&mut self, event: &Event) {
         let Some(to) = self.asked(&event.id) else {
             return;
@@ -469,8 +467,7 @@ impl Datagrams {
         let (Some(peer), Some(said)) = (self.peers.get_mut(&to), event.peer) else {
             return;
         };
-        // The datagrams have the source address that the socket is bound to: the peer may receive from that address
-        // alone.
+        // The datagrams get the source address that the socket is bound to, because the peer may be connected to that address.
         let bound = self.id.local().map(|a| a.ip().to_canonical());
         let destination = Destination {
             addr: said.addr,
@@ -493,7 +490,7 @@ impl Datagrams {
         }
     }
 
-    /// Sends a datagram; `None` if that must wait.
+    /// Sends a datagram. Returns `None` if the caller has to wait.
     fn send(
         &mut self,
         socket: &Socket,
@@ -542,7 +539,7 @@ impl Datagrams {
         Some(Ok(from.len()))
     }
 
-    /// Receives a datagram; `None` if there is none.
+    /// Receives a datagram. Returns `None` if there is none.
     fn receive(&mut self, to: &Caller, peek: bool) -> Option<Result<Got, c_int>> {
         if self.closed {
             return Some(Err(libc::EBADF));
@@ -566,7 +563,7 @@ impl Datagrams {
         }))
     }
 
-    /// The events that `poll(2)` would return for this socket.
+    /// Returns the events that `poll(2)` would return for this socket.
     pub(super) fn readiness(&self) -> i16 {
         if self.closed {
             return libc::POLLNVAL;
@@ -594,7 +591,7 @@ impl Datagrams {
         }
     }
 
-    /// Closes the socket at once.
+    /// Closes the socket without waiting.
     pub(super) fn abandon(&mut self) {
         self.closed = true;
         for (_, peer) in self.peers.drain() {
@@ -609,7 +606,7 @@ impl Datagrams {
 
 fn identifier(channel: &Arc<EventChannel>) -> Result<Arc<CmId>, c_int> {
     let id = CmId::new(channel, PortSpace::Udp).map_err(|e| os_errno(&e))?;
-    // An identifier with a C object that is not zero gets the event of a broken device.
+    // A nonzero `c_object` subscribes the identifier to the event of a broken device.
     id.c_object.store(1, Ordering::Release);
     Ok(id)
 }
@@ -628,12 +625,12 @@ pub(super) fn bind(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
     state(socket)?.bind(socket, to)
 }
 
-/// `rconnect`; without an address the socket is disconnected.
+/// `rconnect`. `None` disconnects the socket.
 pub(super) fn connect(socket: &Socket, to: Option<SocketAddr>) -> Result<(), c_int> {
     state(socket)?.connect(socket, to)
 }
 
-/// `rsendto`, or `rsend` to the peer that `rconnect` named.
+/// `rsendto`, or `rsend` to the peer set by `rconnect`.
 pub(super) fn send(
     socket: &Socket,
     from: &Caller,
@@ -709,7 +706,7 @@ mod tests {
         Ok((bytes, got.from))
     }
 
-    /// Loopback has more addresses than the one that the kernel chooses.
+    /// A socket on loopback uses the address that it is bound to, not the one that the kernel chooses.
     #[test]
     fn datagrams_come_from_the_address_that_their_socket_is_bound_to() {
         let (server, client) = (socket(), socket());
@@ -720,7 +717,7 @@ mod tests {
         let (bytes, from) = receive_from(&server).unwrap();
         assert_eq!(bytes, b"ask");
         send_to(&server, b"answer", Some(from));
-        // The client receives datagrams of the server's address only.
+        // The client accepts only datagrams from the server's address.
         assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
     }
 

@@ -17,7 +17,7 @@ use super::{Kind, Socket, address, find, insert, iomap, poll, remove, repoll};
 use crate::entry;
 use crate::ffi::{arg, arg_mut};
 
-/// The largest number of elements of an `iovec` list, as in the kernel (`UIO_MAXIOV`).
+/// The longest `iovec` list, as in the kernel (`UIO_MAXIOV`).
 const PARTS: usize = 1024;
 
 /// The result of a call that returns 0.
@@ -30,24 +30,24 @@ fn count(result: Result<usize, c_int>) -> Result<ssize_t, c_int> {
     result.map(|n| ssize_t::try_from(n).unwrap_or(ssize_t::MAX))
 }
 
-/// The caller's buffer: `EFAULT` if there is none.
+/// Wraps the caller's buffer. `EFAULT` for null.
 ///
 /// # Safety
-/// `buf` is null or has `len` bytes, for as long as the returned value is live.
+/// `buf` is null or points to `len` bytes as long as the returned value is live.
 unsafe fn buffer(buf: *const c_void, len: usize) -> Result<Caller, c_int> {
     if buf.is_null() && len > 0 {
         return Err(libc::EFAULT);
     }
-    // No buffer is longer.
+    // No buffer can be longer than this.
     let len = len.min(isize::MAX as usize);
     // SAFETY: upheld by the caller.
     Ok(unsafe { Caller::new(buf.cast(), len) })
 }
 
-/// The caller's list of buffers.
+/// Wraps the caller's list of buffers.
 ///
 /// # Safety
-/// `iov` is null or has `n` elements, each of them as [`buffer`] says.
+/// `iov` is null or has `n` elements, and the requirements of [`buffer`] apply to each.
 unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
     if n > PARTS {
         return Err(libc::EMSGSIZE);
@@ -56,7 +56,7 @@ unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
         return Err(libc::EFAULT);
     }
     let parts = (0..n).map(|i| {
-        // SAFETY: one of `n` elements.
+        // SAFETY: `i` is less than `n`, the number of elements.
         let part = unsafe { iov.add(i).read_unaligned() };
         (part.iov_base.cast::<u8>().cast_const(), part.iov_len)
     });
@@ -64,7 +64,7 @@ unsafe fn buffers(iov: *const iovec, n: usize) -> Result<Caller, c_int> {
     unsafe { Caller::gather(parts) }.ok_or(libc::EINVAL)
 }
 
-/// The length of a list that was passed as an `int`: `EINVAL` if it is negative or above [`PARTS`].
+/// Checks the length of a list that was passed as an `int`: `EINVAL` if it is negative or above [`PARTS`].
 fn parts(n: c_int) -> Result<usize, c_int> {
     match usize::try_from(n) {
         Ok(n) if n <= PARTS => Ok(n),
@@ -91,7 +91,7 @@ fn receive(socket: c_int, to: Result<Caller, c_int>, flags: c_int) -> Result<usi
     }
 }
 
-/// The result of receiving a datagram: the copied bytes, or the whole length if the flags have `MSG_TRUNC`.
+/// Returns the result of receiving a datagram: the number of copied bytes, or the full length if the flags contain `MSG_TRUNC`.
 fn shown(got: &dgram::Got, flags: c_int) -> usize {
     if flags & libc::MSG_TRUNC != 0 {
         got.len
@@ -137,7 +137,7 @@ entry! {
     }
 }
 
-/// A socket, and an address of its family.
+/// Returns a socket, and an address of the socket's family.
 ///
 /// # Safety
 /// `addr` is null or points to `len` readable bytes.
@@ -184,7 +184,7 @@ entry! {
     /// `raccept`.
     ///
     /// # Safety
-    /// `addr` is null or has `*len` bytes, `len` is null or valid.
+    /// `addr` is null or points to `*len` bytes; `len` is null or valid.
     unsafe fn raccept(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         let listener = find(socket)?;
         let made = stream::accept_next(&listener)?;
@@ -198,7 +198,7 @@ entry! {
 }
 
 entry! {
-    /// `rconnect`. A datagram socket with `AF_UNSPEC` is disconnected.
+    /// `rconnect`. `AF_UNSPEC` disconnects a datagram socket.
     ///
     /// # Safety
     /// `addr` is null or points to `len` readable bytes.
@@ -230,14 +230,14 @@ entry! {
     unsafe fn rshutdown(socket: c_int, how: c_int) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| match socket.kind {
             Kind::Stream(_) => stream::shutdown(&socket, how),
-            // UDP has no shutdown that a peer notices.
+            // UDP has no shutdown that the peer could notice.
             Kind::Datagrams(_) => Ok(()),
         }))
     }
 }
 
 entry! {
-    /// `rclose`: waits until the peer has what was sent, five seconds at most.
+    /// `rclose`: waits until the peer has received the sent data, at most five seconds.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -263,11 +263,11 @@ entry! {
     }
 }
 
-/// The common part of `rrecvfrom` and `rrecvmsg`. Returns the number of bytes and whether the datagram was cut off, and
-/// writes the sender to `addr`.
+/// The common part of `rrecvfrom` and `rrecvmsg`. Returns the number of bytes and whether the datagram was truncated, and writes the
+/// sender to `addr`.
 ///
 /// # Safety
-/// `addr` is null or has `*len` bytes, `len` is null or valid.
+/// `addr` is null or points to `*len` bytes; `len` is null or valid.
 unsafe fn receive_from(
     socket: c_int,
     to: Result<Caller, c_int>,
@@ -301,7 +301,7 @@ entry! {
     /// `rrecvfrom`.
     ///
     /// # Safety
-    /// `buf` has `n` bytes, `addr` is null or has `*len` bytes, `len` is null or valid.
+    /// `buf` points to `n` bytes. `addr` is null or points to `*len` bytes; `len` is null or valid.
     unsafe fn rrecvfrom(
         socket: c_int, buf: *mut c_void, n: usize, flags: c_int, addr: *mut sockaddr, len: *mut socklen_t,
     ) -> ssize_t, minus_one, {
@@ -316,9 +316,9 @@ entry! {
     /// `rrecvmsg`. There is never ancillary data.
     ///
     /// # Safety
-    /// `msg` is valid, with all that it names.
+    /// `msg` and everything that it points to are valid.
     unsafe fn rrecvmsg(socket: c_int, msg: *mut msghdr, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: null or valid, with all that it names (guaranteed by the caller).
+        // SAFETY: the pointer is null, or it and everything that it points to are valid (guaranteed by the caller).
         unsafe {
             let msg = arg_mut(msg).map_err(|_null| libc::EFAULT)?;
             let to = buffers(msg.msg_iov, msg.msg_iovlen);
@@ -346,7 +346,7 @@ entry! {
     /// `rreadv`.
     ///
     /// # Safety
-    /// `iov` has `n` elements, each of a buffer.
+    /// `iov` has `n` elements, each of which describes a buffer.
     unsafe fn rreadv(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
         // SAFETY: upheld by the caller.
         count(receive(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
@@ -377,7 +377,7 @@ unsafe fn send_to(
 ) -> Result<usize, c_int> {
     let (found, from) = (find(socket)?, from?);
     match found.kind {
-        // The address is ignored, as TCP sockets do.
+        // The address is ignored, as it is by TCP sockets.
         Kind::Stream(_) => stream::send(&found, &from, flags),
         Kind::Datagrams(_) => {
             let to = if addr.is_null() {
@@ -395,7 +395,7 @@ entry! {
     /// `rsendto`.
     ///
     /// # Safety
-    /// `buf` has `n` bytes, `addr` is null or has `len` bytes.
+    /// `buf` points to `n` bytes. `addr` is null or points to `len` bytes.
     unsafe fn rsendto(
         socket: c_int, buf: *const c_void, n: usize, flags: c_int, addr: *const sockaddr, len: socklen_t,
     ) -> ssize_t, minus_one, {
@@ -410,9 +410,9 @@ entry! {
     /// `rsendmsg`. No ancillary data can be sent.
     ///
     /// # Safety
-    /// `msg` is valid, with all that it names.
+    /// `msg` and everything that it points to are valid.
     unsafe fn rsendmsg(socket: c_int, msg: *const msghdr, flags: c_int) -> ssize_t, minus_one, {
-        // SAFETY: null or valid, with all that it names (guaranteed by the caller).
+        // SAFETY: the pointer is null, or it and everything that it points to are valid (guaranteed by the caller).
         unsafe {
             let msg = arg(msg).map_err(|_null| libc::EFAULT)?;
             if !msg.msg_control.is_null() && msg.msg_controllen > 0 {
@@ -439,7 +439,7 @@ entry! {
     /// `rwritev`.
     ///
     /// # Safety
-    /// `iov` has `n` elements, each of a buffer.
+    /// `iov` has `n` elements, each of which describes a buffer.
     unsafe fn rwritev(socket: c_int, iov: *const iovec, n: c_int) -> ssize_t, minus_one, {
         // SAFETY: upheld by the caller.
         count(send(socket, parts(n).and_then(|n| unsafe { buffers(iov, n) }), 0))
@@ -461,7 +461,7 @@ entry! {
         let fds = if n == 0 {
             &mut []
         } else {
-            // SAFETY: `n` elements that are not used elsewhere during the call (guaranteed by the caller).
+            // SAFETY: the list has `n` elements that are not used elsewhere during the call (guaranteed by the caller).
             unsafe { std::slice::from_raw_parts_mut(fds, n) }
         };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
@@ -469,12 +469,12 @@ entry! {
     }
 }
 
-/// Whether a set has a descriptor.
+/// Returns whether a set contains a descriptor.
 ///
 /// # Safety
 /// `set` is null or valid.
 unsafe fn has(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: valid (guaranteed by the caller), and `fd` is below its size.
+    // SAFETY: `set` is valid (guaranteed by the caller), and `fd` is below its size.
     !set.is_null() && unsafe { libc::FD_ISSET(fd, set) }
 }
 
@@ -514,7 +514,7 @@ entry! {
         for a in &ready {
             for (set, on) in [(read, a.read), (write, a.write), (except, a.except)] {
                 if on {
-                    // SAFETY: asked for, so the set is there and has this number.
+                    // SAFETY: the descriptor was in this set, so the set exists and is large enough.
                     unsafe { libc::FD_SET(a.fd, set) };
                     bits += 1;
                 }
@@ -530,7 +530,7 @@ entry! {
     /// `rgetpeername`.
     ///
     /// # Safety
-    /// `addr` is null or has `*len` bytes, `len` is valid.
+    /// `addr` is null or points to `*len` bytes; `len` is valid.
     unsafe fn rgetpeername(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).and_then(|socket| {
             let peer = socket.remote().ok_or(libc::ENOTCONN)?;
@@ -545,7 +545,7 @@ entry! {
     /// `rgetsockname`.
     ///
     /// # Safety
-    /// `addr` is null or has `*len` bytes, `len` is valid.
+    /// `addr` is null or points to `*len` bytes; `len` is valid.
     unsafe fn rgetsockname(socket: c_int, addr: *mut sockaddr, len: *mut socklen_t) -> c_int, minus_one, {
         done(find(socket).map(|socket| {
             let own = socket.local().unwrap_or_else(|| address::unspecified(socket.domain));
@@ -559,7 +559,7 @@ entry! {
     /// `rsetsockopt`.
     ///
     /// # Safety
-    /// `value` is null or has `len` bytes.
+    /// `value` is null or points to `len` bytes.
     unsafe fn rsetsockopt(
         socket: c_int, level: c_int, name: c_int, value: *const c_void, len: socklen_t,
     ) -> c_int, minus_one, {
@@ -570,7 +570,7 @@ entry! {
             // The kernel takes the length as an `int` and refuses negative ones.
             let len = c_int::try_from(len).ok().and_then(|n| usize::try_from(n).ok());
             let mut bytes = vec![0_u8; len.ok_or(libc::EINVAL)?.min(options::LONGEST)];
-            // SAFETY: of `len` bytes (guaranteed by the caller) into a vector of that length.
+            // SAFETY: `value` has `len` bytes (guaranteed by the caller), and the vector has that length.
             unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), bytes.len()) };
             options::set(&socket, level, name, &Value(&bytes))
         }))
@@ -581,7 +581,7 @@ entry! {
     /// `rgetsockopt`.
     ///
     /// # Safety
-    /// `value` has `*len` bytes, `len` is valid.
+    /// `value` points to `*len` bytes; `len` is valid.
     unsafe fn rgetsockopt(
         socket: c_int, level: c_int, name: c_int, value: *mut c_void, len: *mut socklen_t,
     ) -> c_int, minus_one, {
@@ -593,7 +593,7 @@ entry! {
             // SAFETY: the caller passes a valid pointer.
             let room = unsafe { len.read() } as usize;
             let n = bytes.len().min(room);
-            // SAFETY: no more than there is on both sides.
+            // SAFETY: `n` is at most the length of both sides.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), n) };
             // SAFETY: the caller passes a valid pointer.
             unsafe { len.write(socklen_t::try_from(n).unwrap_or(0)) };
@@ -603,14 +603,14 @@ entry! {
 }
 
 entry! {
-    /// `rfcntl`: the flags that `fcntl(2)` gets and sets. The function is variadic in C; its third argument is passed in the
-    /// same register as this fixed one.
+    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. Its third argument is passed in the same register as
+    /// this fixed one.
     ///
     /// # Safety
     /// The function has no requirements.
     unsafe fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int, minus_one, {
         let socket = find(socket)?;
-        // All of these take an `int`; the upper half is undefined.
+        // The argument of all these commands is an `int`, and the upper half of the register is undefined.
         let argument = argument as c_int;
         match command {
             libc::F_GETFL if socket.nonblocking.load(Ordering::Relaxed) => Ok(libc::O_RDWR | libc::O_NONBLOCK),
@@ -635,7 +635,7 @@ entry! {
     /// `riomap`.
     ///
     /// # Safety
-    /// `buf` has `len` bytes, and stays until `riounmap`.
+    /// `buf` points to `len` bytes, which stay mapped until `riounmap`.
     unsafe fn riomap(
         socket: c_int, buf: *mut c_void, len: usize, prot: c_int, _flags: c_int, offset: off_t,
     ) -> off_t, minus_one, {
@@ -657,7 +657,7 @@ entry! {
 }
 
 entry! {
-    /// `riowrite`: fewer bytes than asked for if the peer's mapping ends before; -1, as a `size_t`, on error.
+    /// `riowrite`: writes fewer bytes than requested if the peer's mapping ends before. Returns -1, as a `size_t`, on error.
     ///
     /// # Safety
     /// `buf` points to `len` bytes.
@@ -675,14 +675,14 @@ entry! {
 mod tests {
     use super::*;
 
-    /// Bytes of a value beyond those of the option are not read.
+    /// Only as many bytes of a value are read as the option has.
     #[test]
     fn the_length_of_an_option_is_believed_as_far_as_it_can_be() {
         let socket = make(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
         let value = [0x10_u8; options::LONGEST];
         let set = |len: socklen_t| {
             let (level, name) = (libc::SOL_SOCKET, libc::SO_SNDBUF);
-            // SAFETY: so many bytes are looked at as the value has.
+            // SAFETY: at most as many bytes are read as the value has.
             unsafe { rsetsockopt(socket, level, name, value.as_ptr().cast(), len) }
         };
         assert_eq!(set(4), 0);

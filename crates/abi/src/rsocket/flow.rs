@@ -1,25 +1,25 @@
 //! Flow control of a stream socket, without I/O: the sending and the receiving half.
 //!
-//! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and a further half
-//! whenever the program has read that many bytes. The number of messages that the peer may send is limited too, because
-//! each takes a posted receive. The receiver sets both limits ([`Receiver`]), and the sender keeps within them
-//! ([`Sender`]); the connection to a peer that exceeds them is closed.
+//! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and another half whenever the program
+//! has read that many bytes. The number of messages of the peer is limited by credits, because each message consumes a posted receive.
+//! The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them. The connection to a peer that exceeds a
+//! limit is closed.
 
 use std::collections::VecDeque;
 
 use super::wire::{AREAS, Area};
 
-/// Control messages (credits, and the end of the stream) that one end may have in flight.
+/// The number of control messages (credits, and the end of the stream) that one end may have in flight.
 pub(super) const CONTROL: u32 = 4;
 
-/// How a peer broke the rules of flow control.
+/// A violation of flow control by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Violation {
     /// The peer wrote more bytes than it was granted memory for.
     Bytes {
-        /// Bytes that the peer's message names.
+        /// The bytes that the peer's message announces.
         said: u32,
-        /// Bytes that the peer was granted.
+        /// The bytes that were granted to the peer.
         allowed: usize,
     },
     /// The peer sent more messages than it had credits for.
@@ -48,7 +48,7 @@ impl std::fmt::Display for Violation {
 /// A part of a ring, in up to two pieces: offset and length.
 pub(super) type Pieces = [(usize, usize); 2];
 
-/// The pieces of `len` bytes from `at` on, in a ring of `size` bytes.
+/// Returns the pieces of `len` bytes from `at` on in a ring of `size` bytes.
 fn pieces(size: usize, at: usize, len: usize) -> Pieces {
     let first = len.min(size - at.min(size));
     [(at, first), (0, len - first)]
@@ -57,26 +57,25 @@ fn pieces(size: usize, at: usize, len: usize) -> Pieces {
 /// The sending half of a stream.
 #[derive(Debug)]
 pub(super) struct Sender {
-    /// Number of messages sent; `limit` is the number of the first message that may not be sent.
+    /// The number of messages sent, modulo 2^16; `limit` is the number of the first message that may not be sent.
     sent: u16,
     limit: u16,
-    /// The part of the memory granted by the peer that is not used yet.
+    /// The unused part of the memory that the peer has granted.
     target: Area,
-    /// The peer writes its grants to a list of free memory. Index of the entry that it fills next.
+    /// The index of the next entry of the local list of free memory, into which the peer writes its grants.
     slot: usize,
-    /// Places in the send queue that are free for data.
+    /// The number of free send queue entries for data.
     requests: u32,
-    /// Places in the send queue that are free for control messages.
+    /// The number of free send queue entries for control messages.
     control: u32,
-    /// The ring with our copy of the bytes in flight: its size, the next position, and its free bytes.
+    /// The ring with copies of the bytes in flight: its size, the next position, and its free bytes.
     size: usize,
     at: usize,
     free: usize,
 }
 
 impl Sender {
-    /// A sender with `requests` places in the send queue and a ring of `size` bytes. Nothing may be sent before
-    /// [`Self::begin`].
+    /// Returns a sender with `requests` send queue entries and a ring of `size` bytes. Nothing may be sent before [`Self::begin`].
     pub(super) fn new(requests: u32, size: usize) -> Self {
         Self {
             sent: 0,
@@ -103,18 +102,18 @@ impl Sender {
         self.limit = limit;
     }
 
-    /// Whether a message may be sent that takes `requests` places in the send queue. [`CONTROL`] credits are left unused:
-    /// a control message takes a receive too, and the peer may have posted only as many receives as it gave credits.
+    /// Returns whether a message may be sent that uses `requests` send queue entries. [`CONTROL`] credits are kept in reserve: a control
+    /// message consumes a receive too, and the peer may have posted only as many receives as it granted credits.
     fn may_send(&self, requests: u32) -> bool {
         self.requests >= requests && u32::from(self.limit.wrapping_sub(self.sent)) > CONTROL
     }
 
-    /// Whether enough bytes of the ring are free to make a send worthwhile.
+    /// Returns whether enough bytes of the ring are free to make a send worthwhile.
     fn enough(&self) -> bool {
         self.free >= (self.size / 4).min(2048)
     }
 
-    /// Bytes of the stream that may be sent now. `next` takes an entry from the list of free memory, if the peer has
+    /// Returns the number of bytes of the stream that may be sent now. `next` takes an entry from the list of free memory if the peer has
     /// filled it.
     pub(super) fn room(&mut self, next: impl FnOnce(usize) -> Option<Area>) -> usize {
         if !self.may_send(2) || !self.enough() {
@@ -129,7 +128,7 @@ impl Sender {
         self.free.min(self.target.len as usize)
     }
 
-    /// Bytes that may be written to a mapping now.
+    /// Returns the number of bytes that may be written to a mapping now.
     pub(super) fn room_direct(&self) -> usize {
         if self.may_send(2) && self.enough() {
             self.free
@@ -138,11 +137,11 @@ impl Sender {
         }
     }
 
-    /// Takes `len` bytes of the peer's memory, at most as many as [`Self::room`] returned.
+    /// Consumes `len` bytes of the granted memory, at most as many as [`Self::room`] returned. Returns where to write them.
     pub(super) fn take_target(&mut self, len: usize) -> Area {
         let len = u32::try_from(len).unwrap_or(0).min(self.target.len);
         let area = Area { len, ..self.target };
-        // The sum may wrap: the peer chose the numbers, and they are addresses of its own process.
+        // The sum may wrap: the peer chooses the numbers, which are addresses of its process.
         self.target.addr = self.target.addr.wrapping_add(len.into());
         self.target.len -= len;
         self.sent = self.sent.wrapping_add(1);
@@ -150,12 +149,12 @@ impl Sender {
         area
     }
 
-    /// Takes a place in the send queue for a write to a mapping.
+    /// Uses a send queue entry for a write to a mapping.
     pub(super) fn take_direct(&mut self) {
         self.requests -= 1;
     }
 
-    /// Takes the credit and the places for a message that announces a mapping; false if that must wait.
+    /// Uses the credit and the send queue entries of a message that announces a mapping. Returns false if it must wait.
     pub(super) fn take_mapping(&mut self) -> bool {
         if !self.may_send(2) {
             return false;
@@ -165,7 +164,7 @@ impl Sender {
         true
     }
 
-    /// Takes `len` bytes of the ring for a copy.
+    /// Allocates `len` bytes of the ring for a copy.
     pub(super) fn take_ring(&mut self, len: usize) -> Pieces {
         let len = len.min(self.free);
         let taken = pieces(self.size, self.at, len);
@@ -174,7 +173,7 @@ impl Sender {
         taken
     }
 
-    /// Takes `n` places for control messages; false if they must wait.
+    /// Uses `n` send queue entries for control messages. Returns false if they must wait.
     pub(super) fn take_control(&mut self, n: u32) -> bool {
         if self.control < n {
             return false;
@@ -183,8 +182,7 @@ impl Sender {
         true
     }
 
-    /// Releases places for data, places for control messages, and bytes of the ring, after their requests have
-    /// completed.
+    /// Releases send queue entries for data and for control messages, and bytes of the ring, after their requests have completed.
     pub(super) fn done(&mut self, requests: u32, control: u32, ring: usize) {
         self.requests += requests;
         self.control += control;
@@ -192,12 +190,12 @@ impl Sender {
     }
 }
 
-/// A grant to the peer: how many messages it may send, and memory to which it may write.
+/// A grant to the peer: credits for messages, and memory to write to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grant {
     /// The number of the first message that the peer may not send.
     pub(super) limit: u16,
-    /// Granted memory of the ring (offset and length), and the entry of the peer's list that names it.
+    /// The granted part of the ring (offset and length), and the entry of the peer's list to write it to.
     pub(super) memory: Option<(usize, usize, u32)>,
 }
 
@@ -210,22 +208,22 @@ pub(super) struct Receiver {
     /// The unread bytes of each message.
     messages: VecDeque<u32>,
     credits: u16,
-    /// Number of messages read; when it is `tell_at`, the peer gets new credits.
+    /// The number of messages read, modulo 2^16. When it reaches `tell_at`, the peer gets new credits.
     read: u16,
     tell_at: u16,
-    /// Messages that the peer may still send; `granted` is the bytes that it may still write.
+    /// The number of messages that the peer may still send; `granted` is the number of bytes that it may still write.
     allowed: u32,
     granted: usize,
-    /// Bytes of the ring that are free and not granted; `grant_at` is where the next grant begins.
+    /// The number of bytes of the ring that are free and not granted; `grant_at` is where the next grant begins.
     free: usize,
     grant_at: usize,
-    /// Number of entries of the peer's list; `slot` is the one that is filled next.
+    /// The number of entries of the peer's list; `slot` is the next one to fill.
     slots: u32,
     slot: u32,
 }
 
 impl Receiver {
-    /// A receiver with a ring of `size` bytes and `credits` messages. Half of the ring is granted from the start.
+    /// Returns a receiver with a ring of `size` bytes and `credits` messages. Half of the ring is granted from the start.
     pub(super) fn new(credits: u16, size: usize) -> Self {
         let half = size / 2;
         Self {
@@ -251,23 +249,23 @@ impl Receiver {
         self.slot = 1 % self.slots;
     }
 
-    /// Bytes that the peer may write.
+    /// Returns the number of bytes that the peer may write.
     pub(super) fn granted(&self) -> usize {
         self.granted
     }
 
-    /// Bytes that can be read.
+    /// Returns the number of bytes that can be read.
     pub(super) fn readable(&self) -> usize {
         self.readable
     }
 
-    // A peer may send no more messages than it was allowed: [rsock-credits].
+    // A peer may not send more messages than it has credits for: [rsock-credits].
     fn count(&mut self) -> Result<(), Violation> {
         self.allowed = self.allowed.checked_sub(1).ok_or(Violation::Messages)?;
         Ok(())
     }
 
-    /// Records a message of the peer which says that it has written `len` bytes.
+    /// Records a message of the peer that announces `len` written bytes.
     // [rsock-bounds]: only bytes that were granted to the peer are read.
     pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
         self.count()?;
@@ -287,12 +285,12 @@ impl Receiver {
         Ok(())
     }
 
-    /// Records a message that takes a credit and has no bytes of the stream.
+    /// Records a message that uses a credit and announces no bytes of the stream.
     pub(super) fn mapped(&mut self) -> Result<(), Violation> {
         self.data(0)
     }
 
-    /// The pieces of the first `len` bytes that can be read.
+    /// Returns the pieces of the first `len` readable bytes.
     pub(super) fn front(&self, len: usize) -> Pieces {
         pieces(self.size, self.at, len.min(self.readable))
     }
@@ -315,7 +313,7 @@ impl Receiver {
         }
     }
 
-    /// Places for control messages that the next grant takes; 0 if no grant is due.
+    /// Returns the number of control messages that the next grant needs, or 0 if no grant is due.
     pub(super) fn wants(&self) -> u32 {
         let half = self.size / 2;
         if half > 0 && self.free >= half {
@@ -350,7 +348,7 @@ impl Receiver {
 mod tests {
     use super::*;
 
-    /// The sender of one end and the receiver of the other, with what is in flight between them.
+    /// The sender of one end, the receiver of the other, and the messages in flight between them.
     struct Pair {
         tx: Sender,
         rx: Receiver,
@@ -460,7 +458,7 @@ mod tests {
         (*state >> 20) as usize
     }
 
-    /// In any order of events, every byte arrives once and in its place, and the stream never stalls.
+    /// In any order of events, every byte arrives once and at the right position, and the stream never stalls.
     #[test]
     fn a_stream_arrives_as_it_was_sent() {
         for seed in 1..60_u64 {
@@ -518,7 +516,7 @@ mod tests {
         assert!(rx.data(u32::MAX).is_err());
     }
 
-    /// A receiver that has granted its whole ring: the first half at the start, the second half by a grant.
+    /// Returns a receiver that has granted its whole ring: the first half at the start, the second half by a grant.
     fn begun() -> Receiver {
         let mut rx = Receiver::new(16, 1000);
         assert_eq!(rx.wants(), 2);
@@ -550,7 +548,7 @@ mod tests {
         assert_eq!(rx.data(1), Err(Violation::Messages));
     }
 
-    /// A message without bytes takes a credit and does not end the stream.
+    /// A message without bytes uses a credit and does not end the stream.
     #[test]
     fn empty_messages_are_counted_and_not_read() {
         let mut rx = begun();

@@ -15,7 +15,7 @@ struct Map {
     len: usize,
     offset: u64,
     region: MemoryRegion,
-    /// Its index in the peer's table; `None` if it is not announced to the peer.
+    /// The index in the peer's table. `None`: not announced to the peer.
     index: Option<usize>,
     announced: bool,
 }
@@ -25,7 +25,7 @@ struct Map {
 pub(super) struct Maps(Vec<Map>);
 
 impl Maps {
-    /// The next mapping that has to be announced to the peer: its index in the peer's table, and the entry.
+    /// Returns the next mapping to announce to the peer: its index in the peer's table, and the entry.
     pub(super) fn next(&self) -> Option<(usize, Mapping)> {
         let map = self.0.iter().find(|m| !m.announced)?;
         let mapping = Mapping {
@@ -55,11 +55,11 @@ impl Drop for Maps {
     }
 }
 
-/// `riomap`: lets the peer write `[start, start + len)` if `prot` has `PROT_WRITE`. The peer names the memory by `offset`,
-/// or by its address if `offset` is -1. Returns the offset that the peer uses.
+/// `riomap`: lets the peer write `[start, start + len)` if `prot` contains `PROT_WRITE`. The peer addresses the memory by `offset`, or by
+/// its address if `offset` is -1. Returns the offset that the peer uses.
 ///
 /// # Safety
-/// `[start, start + len)` stays mapped until it is unmapped with [`unmap`] or the socket is closed.
+/// `[start, start + len)` stays mapped until [`unmap`] or the end of the socket.
 pub(super) unsafe fn map(
     socket: &Socket,
     start: usize,
@@ -113,7 +113,7 @@ pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_i
     map.region.deregister().map_err(|e| e.errno())
 }
 
-/// `riowrite`: writes to a mapping of the peer. Returns the bytes written, which are fewer if the mapping ends before.
+/// `riowrite`: writes to a mapping of the peer. Returns the number of bytes written, which is lower if the mapping ends before.
 pub(super) fn write(
     socket: &Socket,
     from: &Caller,
@@ -150,7 +150,7 @@ pub(super) fn write(
             }
         });
         match more {
-            // No mapping has that offset.
+            // No mapping contains that offset.
             Ok(0) => break,
             Ok(n) => {
                 written += n;

@@ -1,13 +1,13 @@
-//! Sockets over RDMA (`rsocket(7)`): stream and datagram sockets whose bytes travel through queue pairs.
+//! Sockets over RDMA (`rsocket(7)`): stream and datagram sockets that transfer their bytes through queue pairs.
 //!
-//! - `entry`: the functions of C; `address` and `buffer` have what they and the device do with memory.
-//! - `stream` over `flow` (flow control) and `wire` (formats); `iomap` writes to mapped memory.
+//! - `entry`: the C functions; `address` and `buffer`: conversion of addresses, and memory.
+//! - `stream`: stream sockets, over `flow` (flow control) and `wire` (formats); `iomap`: writes to mapped memory.
 //! - `dgram`: datagrams over UD.
 //! - `poll`, `repoll` and `wait`: waiting for one socket or many. `options`: socket options.
 //!
-//! The number of a socket is that of its event channel's descriptor, so no other file of the process has it.
+//! The number of a socket is the descriptor of its event channel, so no other file of the process has the same number.
 //!
-//! Locks: a socket's state is behind one mutex. The device's sockets are not handled while it is held, because that may
+//! Locking: one mutex protects the state of a socket. A thread that holds it must not handle the device's sockets, because that may
 //! call `Socket::ready` of the same socket.
 
 mod address;
@@ -71,14 +71,14 @@ fn device() -> Result<&'static Device, c_int> {
     }))
 }
 
-/// The sockets of a process by number.
+/// Returns the table of the process's sockets by number.
 fn table() -> &'static RwLock<HashMap<c_int, Arc<Socket>>> {
     static TABLE: PerProcess<RwLock<HashMap<c_int, Arc<Socket>>>> =
         PerProcess::new(|| RwLock::new(HashMap::new()));
     TABLE.get()
 }
 
-/// The socket with a number: `EBADF` if there is none.
+/// Returns the socket with a number. `EBADF` if there is none.
 fn find(number: c_int) -> Result<Arc<Socket>, c_int> {
     let table = table().read();
     table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
@@ -113,11 +113,11 @@ struct Socket {
     fd_flags: AtomicI32,
     options: Mutex<Options>,
     kind: Kind,
-    /// The token of its channel in the engine.
+    /// The token of the socket's channel in the engine.
     token: Mutex<Token>,
 }
 
-/// Rings the bells of a socket when a completion arrives.
+/// Notifies the waiting threads of a socket (see `wait`) when a completion arrives.
 struct OnCompletion(Arc<Bells>);
 
 impl Notify for OnCompletion {
@@ -130,7 +130,7 @@ impl Notify for OnCompletion {
     }
 }
 
-/// The engine's view of a socket: events of the connection manager wait in its channel.
+/// Called by the engine when events of the connection manager are in the socket's channel.
 struct Watch(Weak<Socket>);
 
 impl Source for Watch {
@@ -143,7 +143,7 @@ impl Source for Watch {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// A bell that is hung up at a socket, until this is dropped.
+/// A bell that is registered at a socket until this is dropped.
 struct Hung<'a>(&'a Bells, &'a Arc<Bell>);
 
 impl<'a> Hung<'a> {
@@ -169,7 +169,7 @@ enum Patience {
 }
 
 impl Socket {
-    /// Makes a socket of `domain`; `kind` is called with its channel.
+    /// Creates a socket of `domain`. `kind` is called with its channel.
     fn make(
         domain: c_int,
         options: Options,
@@ -211,12 +211,12 @@ impl Socket {
         self.options.lock()
     }
 
-    /// The notification for a completion queue of this socket.
+    /// Returns the notification for a completion queue of this socket.
     fn notify(&self) -> Arc<dyn Notify> {
         Arc::new(OnCompletion(Arc::clone(&self.bells)))
     }
 
-    /// A stream socket's state: `EOPNOTSUPP` for another.
+    /// Returns the state of a stream socket. `EOPNOTSUPP` for another socket.
     fn stream(&self) -> Result<MutexGuard<'_, Stream>, c_int> {
         match &self.kind {
             Kind::Stream(stream) => Ok(stream.lock()),
@@ -224,7 +224,7 @@ impl Socket {
         }
     }
 
-    /// Handles new events and completions, and rings the bells.
+    /// Handles new events and completions, and wakes the waiting threads.
     fn ready(&self) {
         match &self.kind {
             Kind::Stream(stream) => stream.lock().step(self),
@@ -233,7 +233,7 @@ impl Socket {
         self.bells.ring();
     }
 
-    /// Our address, if there is one.
+    /// Returns the local address, if the socket has one.
     fn local(&self) -> Option<SocketAddr> {
         match &self.kind {
             Kind::Stream(stream) => stream.lock().local(),
@@ -241,7 +241,7 @@ impl Socket {
         }
     }
 
-    /// The peer's address, if it is connected.
+    /// Returns the peer's address, if the socket is connected.
     fn remote(&self) -> Option<SocketAddr> {
         match &self.kind {
             Kind::Stream(stream) => stream.lock().remote(),
@@ -249,7 +249,7 @@ impl Socket {
         }
     }
 
-    /// Takes the pending error: the next call returns 0.
+    /// Returns and clears the pending error.
     fn take_error(&self) -> c_int {
         match &self.kind {
             Kind::Stream(stream) => {
@@ -265,7 +265,7 @@ impl Socket {
         }
     }
 
-    /// How long a call with these flags waits; `time` is the socket's time-out.
+    /// Returns how long a call with these flags waits. `time` is the socket's time-out.
     fn patience(&self, flags: c_int, time: Option<Duration>) -> Patience {
         if flags & libc::MSG_DONTWAIT != 0 || self.nonblocking.load(Ordering::Relaxed) {
             return Patience::None;
@@ -273,7 +273,7 @@ impl Socket {
         Patience::Until(time.and_then(|t| Instant::now().checked_add(t)))
     }
 
-    /// Calls `attempt` until it returns a result. Its argument is whether completions must ring from now on.
+    /// Calls `attempt` until it returns a result. Its argument tells whether to request notifications of completions.
     fn block<T>(
         &self,
         patience: Patience,
@@ -312,11 +312,11 @@ impl Socket {
             stream::finish(self);
         }
         self.abandon();
-        // Threads that wait for this socket return.
+        // Wakes the threads that wait for this socket, so that their calls return.
         self.bells.ring();
     }
 
-    /// Closes the socket at once, without waiting for the peer.
+    /// Closes the socket without waiting for the peer.
     fn abandon(&self) {
         let token = std::mem::replace(&mut *self.token(), Token::NONE);
         self.engine().remove(token, Some(self.channel.fd()));

@@ -15,13 +15,13 @@ use anywarp_verbs_sys::cm::{
 
 /// The smallest and the largest send or receive buffer, in bytes.
 const BUFFER: std::ops::RangeInclusive<usize> = 4096..=1 << 28;
-/// The smallest number of requests in a queue; the peer's control messages take some of them.
+/// The smallest number of requests in a queue. The peer's control messages use some of them.
 const QUEUE_MIN: u32 = 16;
 /// The largest number of requests in a queue.
 const QUEUE_MAX: u32 = 16_384;
-/// Bytes of an option's value that are read, at most.
+/// The most bytes of an option's value that are read.
 pub(super) const LONGEST: usize = 64;
-/// The folder where an administrator can set the defaults of new sockets.
+/// The directory in which an administrator can set the defaults of new sockets.
 const FOLDER: &str = "/etc/rdma/rsocket";
 
 /// Options of a socket.
@@ -32,9 +32,9 @@ pub(super) struct Options {
     pub(super) send_queue: u32,
     pub(super) recv_queue: u16,
     pub(super) inline: u32,
-    /// Mappings that the peer may announce to this end.
+    /// The number of mappings that the peer may announce.
     pub(super) mappings: u32,
-    /// The time that `SO_LINGER` sets; `None`: the default.
+    /// The time set by `SO_LINGER`. `None`: the default.
     pub(super) linger: Option<Duration>,
     pub(super) recv_timeout: Option<Duration>,
     pub(super) send_timeout: Option<Duration>,
@@ -49,7 +49,7 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// The options of a new socket.
+    /// Returns the options of a new socket.
     pub(super) fn fresh() -> Self {
         static FRESH: OnceLock<Options> = OnceLock::new();
         FRESH
@@ -82,7 +82,7 @@ impl Options {
             .clone()
     }
 
-    /// The options of a connection that this listener accepts: all but the timeouts.
+    /// Returns the options of a connection that this listener accepts: all except the time-outs.
     pub(super) fn inherited(&self) -> Self {
         Self {
             recv_timeout: None,
@@ -91,7 +91,7 @@ impl Options {
         }
     }
 
-    /// Reads the defaults that an administrator has set, from files with the names of rsocket(7).
+    /// Reads the defaults that an administrator has set, from files with the names given in rsocket(7).
     fn configure(&mut self, file: impl Fn(&str) -> Option<i64>) {
         let mut set = |name, option: c_int| {
             if let Some(n) = file(name).and_then(|n| c_int::try_from(n).ok()) {
@@ -110,7 +110,7 @@ impl Options {
         }
     }
 
-    /// Sets one of the sizes of `SOL_RDMA` to the nearest possible value.
+    /// Sets one of the sizes of `SOL_RDMA` to the nearest valid value.
     fn set_size(&mut self, option: c_int, n: c_int) {
         let n = u32::try_from(n).unwrap_or(0);
         match option {
@@ -124,7 +124,7 @@ impl Options {
     }
 }
 
-/// The possible size of a buffer that is nearest to `n`.
+/// Returns the valid size of a buffer that is nearest to `n`.
 fn buffer(n: i64) -> usize {
     usize::try_from(n)
         .unwrap_or(0)
@@ -135,7 +135,7 @@ fn buffer(n: i64) -> usize {
 pub(super) struct Value<'a>(pub(super) &'a [u8]);
 
 impl Value<'_> {
-    /// `EINVAL` if it is shorter than an `int`.
+    /// Returns the value as an `int`. `EINVAL` if it is shorter.
     fn int(&self) -> Result<c_int, c_int> {
         let bytes = self.0.first_chunk().ok_or(libc::EINVAL)?;
         Ok(c_int::from_ne_bytes(*bytes))
@@ -145,7 +145,7 @@ impl Value<'_> {
         Ok(self.int()? != 0)
     }
 
-    /// A `struct timeval`; none if it is zero.
+    /// Returns the value as a `struct timeval`; `None` if it is zero.
     fn time(&self) -> Result<Option<Duration>, c_int> {
         let seconds = self.0.first_chunk().ok_or(libc::EINVAL)?;
         let rest = self.0.get(8..).and_then(|r| r.first_chunk());
@@ -159,7 +159,7 @@ impl Value<'_> {
         Ok((!time.is_zero()).then_some(time))
     }
 
-    /// A `struct linger`: whether the option is on, and its seconds.
+    /// Returns the value as a `struct linger`: whether the option is on, and its seconds.
     fn linger(&self) -> Result<(bool, c_int), c_int> {
         let rest = self.0.get(4..).and_then(|r| r.first_chunk());
         let seconds = c_int::from_ne_bytes(*rest.ok_or(libc::EINVAL)?);
@@ -167,7 +167,7 @@ impl Value<'_> {
     }
 }
 
-/// `rsetsockopt`. Options that have no meaning here and do no harm are stored; unknown options fail with `ENOPROTOOPT`.
+/// `rsetsockopt`. Options without a meaning for these sockets are stored. Unknown options fail with `ENOPROTOOPT`.
 pub(super) fn set(
     socket: &Socket,
     level: c_int,
@@ -180,7 +180,7 @@ pub(super) fn set(
         (SOL_SOCKET, libc::SO_KEEPALIVE) => options.keep_alive = value.flag()?,
         (SOL_SOCKET, libc::SO_OOBINLINE) => options.out_of_band_inline = value.flag()?,
         (SOL_SOCKET, libc::SO_BROADCAST) => options.broadcast = value.flag()?,
-        // The buffer is twice as large as requested, as with the kernel's sockets and with librdmacm.
+        // The buffer is twice as large as requested, as in the kernel's sockets and in librdmacm.
         (SOL_SOCKET, libc::SO_RCVBUF) => options.recv_buffer = buffer(i64::from(value.int()?) * 2),
         (SOL_SOCKET, libc::SO_SNDBUF) => options.send_buffer = buffer(i64::from(value.int()?) * 2),
         (SOL_SOCKET, libc::SO_RCVTIMEO) => options.recv_timeout = value.time()?,
@@ -221,7 +221,7 @@ pub(super) fn set(
     Ok(())
 }
 
-/// `rgetsockopt`: the bytes of an option's value.
+/// `rgetsockopt`: returns the bytes of an option's value.
 pub(super) fn get(socket: &Socket, level: c_int, name: c_int) -> Result<Vec<u8>, c_int> {
     let int = |n: c_int| Ok(n.to_ne_bytes().to_vec());
     let size = |n: usize| int(c_int::try_from(n).unwrap_or(c_int::MAX));
@@ -282,11 +282,11 @@ pub(super) fn get(socket: &Socket, level: c_int, name: c_int) -> Result<Vec<u8>,
     }
 }
 
-/// A `struct tcp_info` in which only the state (connected or not) and the sizes are set.
+/// Returns a `struct tcp_info` in which only the state (connected or not) and the sizes are set.
 fn tcp_info(socket: &Socket, options: &Options) -> Vec<u8> {
     const ESTABLISHED: u8 = 1;
     const CLOSE: u8 = 7;
-    /// Offset of `tcpi_snd_mss`, `tcpi_rcv_mss`, and of `tcpi_snd_cwnd`.
+    /// The offsets of `tcpi_snd_mss` and `tcpi_rcv_mss`; `CWND` is that of `tcpi_snd_cwnd`.
     const MSS: [usize; 2] = [16, 20];
     const WINDOW: usize = 80;
     const LEN: usize = 104;

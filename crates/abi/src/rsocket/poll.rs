@@ -13,7 +13,7 @@ use crate::ffi::os_errno;
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
 
 impl Socket {
-    /// The events that are returned to a caller that requests `events`.
+    /// Returns the events for a caller that requests `events`.
     fn readiness(&self, events: i16, arm: bool) -> i16 {
         let ready = match &self.kind {
             Kind::Stream(stream) => {
@@ -41,7 +41,7 @@ impl Socket {
 struct Set<'a> {
     fds: &'a mut [libc::pollfd],
     sockets: Vec<(usize, Arc<Socket>)>,
-    /// Indexes of the other descriptors in `fds`; `others` has these descriptors.
+    /// The indexes of the other descriptors in `fds`; `others` contains the descriptors.
     places: Vec<usize>,
     others: Vec<libc::pollfd>,
 }
@@ -67,7 +67,7 @@ impl<'a> Set<'a> {
         set
     }
 
-    /// Updates the events of all descriptors; returns how many descriptors are ready.
+    /// Updates the events of all descriptors. Returns the number of ready descriptors.
     fn look(&mut self, arm: bool) -> Result<usize, c_int> {
         for (i, socket) in &self.sockets {
             if let Some(fd) = self.fds.get_mut(*i) {
@@ -94,7 +94,7 @@ impl<'a> Set<'a> {
     }
 }
 
-/// `rpoll`: waits until a descriptor is ready, but not longer than `time`; returns how many are ready.
+/// `rpoll`: waits until a descriptor is ready, at most for `time`. Returns the number of ready descriptors.
 pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<usize, c_int> {
     let mut set = Set::new(fds);
     if set.sockets.is_empty() {
@@ -143,7 +143,7 @@ pub(super) struct Asked {
     pub(super) except: bool,
 }
 
-/// `rselect`: returns the requested descriptors that are ready, with the sets in which they are.
+/// `rselect`: returns the requested descriptors that are ready, with the sets in which to report them.
 pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Asked>, c_int> {
     let bit = |on: bool, bits: i16| if on { bits } else { 0 };
     let mut fds: Vec<libc::pollfd> = asked
@@ -174,17 +174,17 @@ pub(super) fn select(asked: &[Asked], time: Option<Duration>) -> Result<Vec<Aske
 mod tests {
     use super::*;
 
-    /// Sets the limit of open files, which is also the limit of descriptors in one call of `poll`. Returns the old limit.
+    /// Sets the limit of open files, which also limits the number of descriptors in one `poll` call. Returns the old limit.
     fn limit(files: libc::rlim_t) -> libc::rlim_t {
         let mut limit = libc::rlimit {
             rlim_cur: 0,
             rlim_max: 0,
         };
-        // SAFETY: a local.
+        // SAFETY: `limit` is a local.
         let got = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
         assert_eq!(got, 0);
         let before = std::mem::replace(&mut limit.rlim_cur, files);
-        // SAFETY: a local.
+        // SAFETY: `limit` is a local.
         let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
         assert_eq!(set, 0);
         before
@@ -198,7 +198,7 @@ mod tests {
             revents: 0,
         };
         let mut fds = vec![ignored; 513];
-        // The limit holds for the whole process. The other tests have fewer open files.
+        // The limit applies to the whole process. The other tests have fewer open files.
         let before = limit(512);
         let refused = poll(&mut fds, None);
         limit(before);

@@ -1,7 +1,7 @@
-//! `repoll_create`, `repoll_ctl`, `repoll_wait`: a set of sockets and other descriptors that is kept between waits, since
+//! `repoll_create`, `repoll_ctl`, `repoll_wait`: a set of sockets and other descriptors that persists between waits. Added in
 //! rdma-core 65.
 //!
-//! Level-triggered, whatever flags a program adds: a ready descriptor is returned by each wait.
+//! Sets are level-triggered whatever flags a program passes: each wait returns all ready descriptors.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -17,13 +17,13 @@ use super::poll;
 use crate::entry;
 use crate::ffi::os_errno;
 
-/// The events of `epoll_ctl(2)` that `poll(2)` has too, with the same numbers.
+/// The events of `epoll_ctl(2)` that `poll(2)` has with the same numbers.
 const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPOLLRDHUP) as u32;
 
-/// Most descriptors of one set.
+/// The most descriptors in one set.
 const MEMBERS: usize = 1 << 20;
 
-/// A descriptor of a set: the requested events, and the data that the program gets back with them.
+/// A descriptor of a set: the requested events, and the program's data that is returned with them.
 #[derive(Debug, Clone, Copy)]
 struct Member {
     fd: c_int,
@@ -34,11 +34,10 @@ struct Member {
 #[derive(Debug)]
 struct State {
     members: Vec<Member>,
-    /// The descriptor with which the next search for events begins. It moves on, so that a busy descriptor does not hide
+    /// The descriptor at which the next search for events begins. It changes with each wait, so that a busy descriptor does not starve
     /// others.
     next: usize,
-    /// Becomes readable, and stays so, when the set changes, which wakes the waiting threads. The set then gets a new
-    /// channel.
+    /// Becomes readable when the set changes, which wakes all waiting threads. The set then gets a new channel.
     changed: Arc<Channel<()>>,
     waiting: usize,
 }
@@ -46,7 +45,7 @@ struct State {
 /// A set.
 #[derive(Debug)]
 struct Set {
-    /// Its descriptor is the set's number.
+    /// A channel whose descriptor is the number of the set.
     number: Channel<()>,
     state: Mutex<State>,
 }
@@ -62,7 +61,7 @@ fn find(number: c_int) -> Result<Arc<Set>, c_int> {
     table.get(&number).map(Arc::clone).ok_or(libc::EBADF)
 }
 
-/// `rclose` of a set. Threads that wait for it wake up, and their calls fail.
+/// `rclose` of a set. Wakes the threads that wait for the set; their calls fail.
 pub(super) fn close(number: c_int) -> Result<(), c_int> {
     let mut table = table().write();
     let set = table.remove(&number).ok_or(libc::EBADF)?;
@@ -131,7 +130,7 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
     Ok(())
 }
 
-/// Counts a waiting thread, until it is dropped.
+/// Counts a waiting thread until it is dropped.
 struct Waiting<'a>(&'a Set);
 
 impl Drop for Waiting<'_> {
@@ -183,7 +182,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
             set.state.lock().next = i + 1;
         }
         if is_changed {
-            // The events may be those of a descriptor that was removed from the set during the wait.
+            // The events may belong to a descriptor that was removed from the set during the wait.
             continue;
         }
         if found > 0 || until.is_some_and(|t| t <= Instant::now()) {
@@ -193,7 +192,7 @@ fn wait(number: c_int, events: &mut [epoll_event], time: Option<Duration>) -> Re
 }
 
 entry! {
-    /// `repoll_create`: returns a descriptor that `rclose` closes.
+    /// `repoll_create`: returns a descriptor, which the program closes by `rclose`.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -206,19 +205,19 @@ entry! {
 }
 
 entry! {
-    /// `repoll_ctl`: as `epoll_ctl(2)`.
+    /// `repoll_ctl`: like `epoll_ctl(2)`.
     ///
     /// # Safety
     /// `event` is null or valid.
     unsafe fn repoll_ctl(epfd: c_int, op: c_int, fd: c_int, event: *mut epoll_event) -> c_int, minus_one, {
-        // SAFETY: null or valid (guaranteed by the caller); the structure is packed, so it is copied.
+        // SAFETY: the pointer is null or valid (guaranteed by the caller); the structure is packed, so it is copied.
         let event = unsafe { event.as_ref() }.copied();
         control(epfd, op, fd, event).map(|()| 0)
     }
 }
 
 entry! {
-    /// `repoll_wait`: as `epoll_wait(2)`.
+    /// `repoll_wait`: like `epoll_wait(2)`.
     ///
     /// # Safety
     /// `events` has `max` elements.
@@ -227,7 +226,7 @@ entry! {
         if events.is_null() {
             return Err(libc::EFAULT);
         }
-        // SAFETY: `max` elements that are not used elsewhere during the call (guaranteed by the caller).
+        // SAFETY: the array has `max` elements that are not used elsewhere during the call (guaranteed by the caller).
         let events = unsafe { std::slice::from_raw_parts_mut(events, max) };
         let time = u64::try_from(timeout).ok().map(Duration::from_millis);
         wait(epfd, events, time).map(|n| c_int::try_from(n).unwrap_or(c_int::MAX))

@@ -1,4 +1,4 @@
-//! Stream sockets: a reliable queue pair, a ring that the peer writes into, and a message for each write.
+//! Stream sockets: a reliable queue pair, a ring that the peer writes into, and one message after each write.
 //!
 //! ```text
 //!  New --bind--> Bound --listen--> Listening --(request)--> a new socket: Open
@@ -6,8 +6,8 @@
 //!                                    +-------(refused)--------------------------------^
 //! ```
 //!
-//! The thread that handles the device's sockets accepts connection requests when they arrive. Accepted connections wait
-//! in the listener for `raccept`: as with other sockets, connecting does not wait for the program of the listener.
+//! The thread that handles the device's sockets accepts connection requests when they arrive, and queues the connections for `raccept`.
+//! As with TCP sockets, `connect` of the peer does not wait for the listening program.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -39,29 +39,29 @@ use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
 use super::{Kind, Patience, Socket};
 use crate::ffi::{misuse, os_errno};
 
-/// Bytes of the stream in one RDMA Write, at most: with its header it is one FPDU.
+/// The most bytes of the stream in one RDMA Write. With its header it is one FPDU.
 pub(super) const TRANSFER: usize = 64_000;
-/// Receives that are posted in addition to those that the peer has credits for: its control messages take no credits.
+/// The number of receives that are posted beyond the peer's credits, because its control messages use no credits.
 const BESIDE: u32 = 2 * CONTROL;
-/// How long `rclose` waits until the peer has received what was sent, unless `SO_LINGER` sets another time.
+/// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long of that `rclose` waits for a peer with librdmacm's rsockets to close too. What that peer still sends fails
-/// once this end has closed, and librdmacm then discards what it has received.
+/// The part of that time in which `rclose` waits until a peer with librdmacm's rsockets has closed too. Sends of such a peer fail once
+/// this end has closed, and librdmacm then discards data that it has received.
 const ANSWER: Duration = Duration::from_millis(100);
-/// The least and the largest number of accepted connections that may wait in a listener, whatever its backlog is.
+/// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
-// The `wr_id` of a request: its kind in the upper half, bytes of the ring in the lower half.
+// The `wr_id` of a request: its kind in the upper half, the number of bytes of the ring in the lower half.
 const RECEIVE: u64 = 1 << 63;
-/// An unsignaled write before a message. The completion of the message stands for both.
+/// An unsignaled write before a message. The completion of the message covers both.
 const BEFORE: u64 = 1 << 32;
-/// A message with bytes of the stream.
+/// A message that announces bytes of the stream.
 const DATA: u64 = 2 << 32;
 /// A write to a mapping of the peer.
 pub(super) const DIRECT: u64 = 3 << 32;
 /// A message that announces a mapping.
 const MAPPED: u64 = 4 << 32;
-/// A control message that takes one place; `CONTROL_TWO` takes two.
+/// A control message that uses one send queue entry; `CONTROL_TWO` uses two.
 const CONTROL_ONE: u64 = 5 << 32;
 const CONTROL_TWO: u64 = 6 << 32;
 
@@ -81,15 +81,15 @@ pub(super) struct Stream {
     phase: Phase,
     id: Arc<CmId>,
     end: Option<End>,
-    /// Accepted connections that wait for `raccept`.
+    /// The accepted connections that are queued for `raccept`.
     accepted: VecDeque<Arc<Socket>>,
     backlog: usize,
-    /// There is no room for more accepted connections: the channel is not watched.
+    /// The queue of accepted connections is full, so the channel is not watched.
     full: bool,
     /// The peer may still send; `sending`: this end may still send.
     receiving: bool,
     sending: bool,
-    /// The errno of a connection that did not end in order.
+    /// The errno of a connection that ended with an error.
     broken: Option<c_int>,
     /// The pending error, which `SO_ERROR` returns.
     error: c_int,
@@ -99,28 +99,28 @@ pub(super) struct Stream {
 pub(super) struct End {
     qp: Arc<RcQp>,
     cq: Arc<Cq>,
-    /// Memory that the peer writes to: the ring of the stream, and `list`, where the peer names its own free memory,
-    /// followed by its mappings.
+    /// Memory that the peer writes to: the ring of the stream, and `list`, which contains grants of the peer's memory followed by its
+    /// mappings.
     ring: Buffer,
     list: Buffer,
-    /// Copies of the bytes that are being sent; `notes` has the memory of the receives.
+    /// Copies of the bytes that are being sent; `notes` is the memory of the receives.
     copies: Buffer,
     notes: Buffer,
     pub(super) sender: Sender,
     receiver: Receiver,
     credits: u16,
-    /// Largest number of bytes that are sent inline.
+    /// The largest number of bytes that are sent inline.
     inline: usize,
     pub(super) peer: Option<Hello>,
     pub(super) mappings: u32,
     pub(super) maps: Maps,
     arrived: Vec<Completion>,
     refused: Refused,
-    /// Signaled sends that have not completed.
+    /// The number of signaled sends that have not completed.
     outstanding: usize,
 }
 
-/// What the polled completions brought.
+/// A summary of the polled completions.
 #[derive(Default)]
 struct News {
     disconnect: bool,
@@ -196,7 +196,7 @@ impl End {
         Ok(end)
     }
 
-    /// The private data for the peer.
+    /// Returns the private data for the peer.
     fn hello(&self) -> Hello {
         let area = |buffer: &Buffer, len: usize| Area {
             addr: buffer.addr(),
@@ -230,7 +230,7 @@ impl End {
         self.qp.post_recv(requests)
     }
 
-    /// Posts receives again whose messages have been handled.
+    /// Reposts receives whose messages have been handled.
     fn repost(&mut self, again: impl IntoIterator<Item = u32>) {
         let mut refused = std::mem::take(&mut self.refused);
         refused.post(again, |all| self.post_receives(all.iter().copied()));
@@ -247,7 +247,7 @@ impl End {
         })
     }
 
-    /// Posts a message, and before it the write that belongs to it.
+    /// Posts a message, preceded by the write that belongs to it.
     fn post_message(
         &mut self,
         id: u64,
@@ -272,8 +272,8 @@ impl End {
         }
     }
 
-    /// The payload of a request with bytes of the caller: inline, or copied to our ring. Also returns the bytes taken
-    /// of the ring.
+    /// Returns the payload of a request with bytes of the caller: inline, or copied to the local ring. Also returns the number of bytes
+    /// used in the ring.
     fn payload(&mut self, from: &Caller, skip: usize, len: usize) -> (Payload, usize) {
         if len <= self.inline {
             let bytes = from.copy(skip, len);
@@ -286,7 +286,7 @@ impl End {
         (Payload::Sges(sges.collect()), len)
     }
 
-    /// Sends as many bytes of `from` as there is room for, from byte `skip` on; 0 if there is no room.
+    /// Sends as many bytes of `from` as possible, from byte `skip` on. Returns 0 if there is no room.
     fn send(&mut self, from: &Caller, skip: usize) -> Result<usize, c_int> {
         if !self.tell_maps()? {
             return Ok(0);
@@ -304,7 +304,7 @@ impl End {
         Ok(len)
     }
 
-    /// Writes to a mapping of the peer; 0 if there is no room, `None` if there is no such mapping.
+    /// Writes to a mapping of the peer. Returns 0 if there is no room, `None` if there is no such mapping.
     pub(super) fn write(
         &mut self,
         from: &Caller,
@@ -330,7 +330,7 @@ impl End {
         Ok(Some(len))
     }
 
-    /// The peer's memory at `offset` of its mappings: address, key, and the bytes up to the end of the mapping.
+    /// Finds the peer's memory at `offset` of its mappings: address, key, and the number of bytes up to the end of the mapping.
     fn find_mapping(&self, offset: u64) -> Option<(u64, u32, u64)> {
         (0..self.mappings as usize).find_map(|i| {
             let at = AREA * AREAS as usize + MAPPING * i;
@@ -340,7 +340,7 @@ impl End {
         })
     }
 
-    /// Announces new mappings to the peer; false if some must wait.
+    /// Announces new mappings to the peer. Returns false if some must wait.
     fn tell_maps(&mut self) -> Result<bool, c_int> {
         let Some(peer) = self.peer else {
             return Ok(true);
@@ -508,10 +508,10 @@ fn write_to(key: u32, addr: u64) -> Op {
     }
 }
 
-/// Takes an entry from the list of the peer's free memory, if the peer has filled it.
+/// Takes an entry from the list of the peer's free memory if the peer has filled it.
 ///
-/// The peer's write places the length last, so a length that is not zero shows that the entry is filled. A taken entry
-/// is all zero until the peer fills it again.
+/// The peer's write places the length last, so a nonzero length shows that the entry is complete. A taken entry is set to zero until
+/// the peer fills it again.
 fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
     let (at, len_at) = (slot * AREA, slot * AREA + AREA - 4);
     if list.word(len_at) == 0 {
@@ -519,7 +519,7 @@ fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
     }
     let area = Area::parse(&list.load(at));
     if area.addr == 0 || area.key == 0 {
-        // The device may be placing the entry at this moment: the next call finds all of it.
+        // The device may be placing the entry at this moment. The next call finds it complete.
         return None;
     }
     list.store(at, &[0; AREA]);
@@ -527,10 +527,10 @@ fn take_area(list: &Buffer, slot: usize) -> Option<Area> {
 }
 
 impl Stream {
-    /// The state of a new socket, whose connection manager events go to `channel`.
+    /// Returns the state of a new socket, whose connection manager events go to `channel`.
     pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
         let id = CmId::new(channel, PortSpace::Tcp).map_err(|e| os_errno(&e))?;
-        // An identifier with a C object that is not zero gets the event of a broken device.
+        // A nonzero `c_object` subscribes the identifier to the event of a broken device.
         id.c_object.store(1, Ordering::Release);
         Ok(Self::around(id))
     }
@@ -550,54 +550,54 @@ impl Stream {
         }
     }
 
-    /// The connection manager's identifier.
+    /// Returns the connection manager's identifier.
     pub(super) fn id(&self) -> &CmId {
         &self.id
     }
 
-    /// The queue pair of a connection that may be over, with its memory.
+    /// Returns the queue pair with its memory, also after the end of the connection.
     pub(super) fn any_end(&mut self) -> Option<&mut End> {
         self.end.as_mut()
     }
 
-    /// Whether this end may still send: false after its own `rshutdown`.
+    /// Returns whether this end may still send: false after its own `rshutdown`.
     pub(super) fn may_send(&self) -> bool {
         self.phase != Phase::Open || self.sending
     }
 
-    /// Whether it has, or will have, a queue pair: its sizes cannot be changed any more.
+    /// Returns whether the socket has, or will have, a queue pair, so that its sizes cannot be changed any more.
     pub(super) fn is_sized(&self) -> bool {
         self.end.is_some()
     }
 
-    /// Whether it listens.
+    /// Returns whether the socket listens.
     pub(super) fn is_listening(&self) -> bool {
         self.phase == Phase::Listening
     }
 
-    /// Whether it is connected.
+    /// Returns whether the socket is connected.
     pub(super) fn is_open(&self) -> bool {
         self.phase == Phase::Open
     }
 
-    /// Takes the pending error: the next call returns 0.
+    /// Returns and clears the pending error.
     pub(super) fn take_error(&mut self) -> c_int {
         std::mem::take(&mut self.error)
     }
 
-    /// Our address, if there is one.
+    /// Returns the local address, if the socket has one.
     pub(super) fn local(&self) -> Option<SocketAddr> {
         self.id.local()
     }
 
-    /// The peer's address, if the socket is or was connected.
+    /// Returns the peer's address, if the socket is or was connected.
     pub(super) fn remote(&self) -> Option<SocketAddr> {
         matches!(self.phase, Phase::Open | Phase::Over)
             .then(|| self.id.remote())
             .flatten()
     }
 
-    /// The queue pair of an open connection with its memory, for [`super::iomap`].
+    /// Returns the queue pair of an open connection with its memory, for [`super::iomap`].
     pub(super) fn open_end(&mut self) -> Result<&mut End, c_int> {
         match (self.phase, self.end.as_mut()) {
             (Phase::Open, Some(end)) => Ok(end),
@@ -631,8 +631,7 @@ impl Stream {
         self.backlog = usize::try_from(backlog)
             .unwrap_or(0)
             .clamp(*BACKLOG.start(), *BACKLOG.end())
-            // Each connection holds two descriptors until it is accepted: unknown peers get only a part of the
-            // descriptors.
+            // Each connection holds two descriptors until it is accepted. Unauthenticated peers may use only a part of the descriptors.
             .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());
         self.id.listen(backlog).map_err(|e| os_errno(&e))?;
@@ -640,7 +639,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Begins to connect.
+    /// Starts to connect.
     pub(super) fn connect(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
         match self.phase {
             Phase::New | Phase::Bound => {}
@@ -652,7 +651,7 @@ impl Stream {
         }
         let failed = |e: std::io::Error| os_errno(&e);
         self.id.resolve_addr(None, to).map_err(failed)?;
-        // Resolving an address does not block: its outcome is in the channel at once.
+        // Resolving an address does not block: the result is in the channel at once.
         while let Some(event) = socket.channel.pop() {
             if event.kind == EventKind::AddrError {
                 return Err(-event.status);
@@ -694,7 +693,7 @@ impl Stream {
         if !matches!(self.phase, Phase::Open | Phase::Over) {
             return;
         }
-        // Receives before the end of the connection completed before that end was reported.
+        // Receives that preceded the end of the connection have completed before the end was reported.
         let Some(end) = &mut self.end else { return };
         let news = end.poll();
         if self.phase != Phase::Open {
@@ -721,8 +720,7 @@ impl Stream {
         }
     }
 
-    /// Handles an event of the connection manager. Returns an errno, or 0 for an end in order, if the connection is
-    /// over.
+    /// Handles an event of the connection manager. If the connection has ended, returns an errno, or 0 for a regular end.
     fn event(&mut self, event: &Event) -> Option<c_int> {
         match event.kind {
             EventKind::Established if self.phase == Phase::Connecting => {
@@ -768,7 +766,7 @@ impl Stream {
         self.sending = true;
     }
 
-    /// Records that the connection is over.
+    /// Records that the connection has ended.
     fn over(&mut self, broken: Option<c_int>) {
         self.phase = Phase::Over;
         self.receiving = false;
@@ -777,7 +775,7 @@ impl Stream {
         self.error = broken.unwrap_or(self.error);
     }
 
-    /// Closes the connection with an error: the peer broke the rules, or named memory that cannot exist.
+    /// Closes the connection with an error, because the peer violated the protocol or named memory that cannot exist.
     pub(super) fn cut_off(&mut self) {
         if let Some(end) = &self.end {
             end.qp.disconnect();
@@ -787,7 +785,7 @@ impl Stream {
 
     // ------------------------------------------------------------------ listening
 
-    /// Accepts waiting connection requests, as many as there is room for.
+    /// Accepts queued connection requests, as many as there is room for.
     fn accept_waiting(&mut self, socket: &Socket) {
         while self.accepted.len() < self.backlog {
             let Some(event) = socket.channel.pop() else {
@@ -821,7 +819,7 @@ impl Stream {
         }
     }
 
-    /// Takes the next accepted connection; `None` if there is none yet.
+    /// Takes the next accepted connection. Returns `None` if there is none yet.
     fn take_accepted(&mut self, socket: &Socket) -> Option<Result<Arc<Socket>, c_int>> {
         self.step(socket);
         if let Some(made) = self.accepted.pop_front() {
@@ -838,7 +836,7 @@ impl Stream {
 
     // ------------------------------------------------------------------ data
 
-    /// Sends bytes of `from`, from byte `skip` on; `None` if that must wait.
+    /// Sends bytes of `from`, from byte `skip` on. Returns `None` if the caller has to wait.
     fn send(&mut self, from: &Caller, skip: usize) -> Option<Result<usize, c_int>> {
         match self.phase {
             Phase::Connecting => return None,
@@ -861,7 +859,7 @@ impl Stream {
         }
     }
 
-    /// Receives into `to`, from byte `skip` on; `None` if nothing has arrived yet.
+    /// Receives into `to`, from byte `skip` on. Returns `None` if nothing has arrived yet.
     fn receive(&mut self, to: &Caller, skip: usize, peek: bool) -> Option<Result<usize, c_int>> {
         match self.phase {
             Phase::Connecting => return None,
@@ -873,15 +871,14 @@ impl Stream {
             && end.receiver.readable() > 0
         {
             let len = end.receive(to, skip, peek);
-            // The caller gets the bytes that were read even if no grant can be sent. The connection is over in that
-            // case.
+            // If a grant cannot be sent, the connection has ended. The caller still gets the bytes that were read.
             if self.phase == Phase::Open && end.give().is_err() {
                 self.cut_off();
             }
             return Some(Ok(len));
         }
         match self.broken {
-            // The error is returned once. Later calls return the end of the stream, as with other sockets.
+            // The error is returned once. Later calls return the end of the stream, as TCP sockets do.
             Some(e) if self.error == e => {
                 self.error = 0;
                 Some(Err(e))
@@ -891,7 +888,7 @@ impl Stream {
         }
     }
 
-    /// The events that `poll(2)` would return for this socket.
+    /// Returns the events that `poll(2)` would return for this socket.
     pub(super) fn readiness(&mut self) -> i16 {
         let (input, output) = (
             libc::POLLIN | libc::POLLRDNORM,
@@ -904,8 +901,7 @@ impl Stream {
             Phase::Connecting => 0,
             Phase::Closed => libc::POLLNVAL,
             Phase::Over => {
-                // Programs take POLLHUP for the end of the stream. So it is reported only when everything is read, as a
-                // TCP socket reports it late.
+                // Programs treat POLLHUP as the end of the stream. So it is reported only when everything has been read, as TCP sockets do.
                 let unread = self.end.as_ref().is_some_and(|e| e.receiver.readable() > 0);
                 let end = match (unread, self.broken) {
                     (true, _) => 0,
@@ -943,7 +939,7 @@ impl Stream {
         }
     }
 
-    /// Shuts down receiving, sending or both, and notifies the peer; `None` if that must wait.
+    /// Shuts down receiving, sending or both, and notifies the peer. Returns `None` if the caller has to wait.
     fn shut(&mut self, how: c_int) -> Option<Result<(), c_int>> {
         match self.phase {
             Phase::Open => {}
@@ -978,7 +974,7 @@ impl Stream {
         Some(said)
     }
 
-    /// Whether the peer has received everything that was sent.
+    /// Returns whether the peer has received everything that was sent.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {
@@ -989,14 +985,14 @@ impl Stream {
         }
     }
 
-    /// Whether the peer has closed too. True at once for a peer that acknowledges messages.
+    /// Returns whether the peer has closed too. For a peer that acknowledges messages, returns true without waiting.
     fn is_answered(&mut self) -> bool {
         self.end
             .as_mut()
             .is_none_or(|end| end.poll().disconnect || !end.qp.has_standard_peer())
     }
 
-    /// Closes the socket at once, without notifying the peer.
+    /// Closes the socket without notifying the peer.
     pub(super) fn abandon(&mut self) {
         self.phase = Phase::Closed;
         self.accepted.clear();
@@ -1031,11 +1027,11 @@ fn accept(listener: &Socket, event: &Event) -> Result<Arc<Socket>, c_int> {
     Ok(socket)
 }
 
-/// The parameters of a connection with the private data `hello`.
+/// Returns the parameters of a connection with the private data `hello`.
 fn param(hello: Hello) -> ConnParam {
     ConnParam {
         private_data: hello.emit().to_vec(),
-        // No RDMA Reads are posted, but a Read may be the first message of a connection.
+        // The sockets post no RDMA Reads, but a Read may be the first message of a connection (peer-to-peer start-up).
         responder_resources: 1,
         initiator_depth: 1,
         retry_count: 7,
@@ -1060,7 +1056,7 @@ pub(super) fn connect(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
             Phase::Connecting => None,
             Phase::Open => Some(Ok(())),
             Phase::Closed => Some(Err(libc::EBADF)),
-            // The error is returned here, so it is no longer pending.
+            // The error is returned here, so it is cleared.
             _ => Some(Err(match stream.take_error() {
                 0 => stream.broken.unwrap_or(libc::ENOTCONN),
                 e => e,
@@ -1085,7 +1081,7 @@ pub(super) fn accept_next(socket: &Socket) -> Result<Arc<Socket>, c_int> {
     })
 }
 
-/// Sends everything, or as much as goes at once if the socket does not block.
+/// Sends all bytes, or as many as possible without waiting if the socket is non-blocking.
 pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize, c_int> {
     let patience = socket.patience(flags, socket.options().send_timeout);
     let mut sent = 0;
@@ -1098,7 +1094,7 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
             if arm {
                 stream.arm();
             }
-            // Arrived messages are handled only when they matter: at the start, and when there is no room.
+            // Received messages matter only at the start, for errors, and when there is no room, for credits.
             if sent == 0 || arm {
                 stream.step(socket);
             }
@@ -1123,7 +1119,7 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
     }
 }
 
-/// Receives what has arrived, or as much as `to` has room for with `MSG_WAITALL`.
+/// Receives the available bytes, or fills `to` with `MSG_WAITALL`.
 pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<usize, c_int> {
     if flags & libc::MSG_OOB != 0 {
         return Err(libc::EOPNOTSUPP);
@@ -1186,8 +1182,7 @@ pub(super) fn shutdown(socket: &Socket, how: c_int) -> Result<(), c_int> {
     done
 }
 
-/// Finishes a stream before the socket is closed: waits until the peer has received what was sent and the end of the
-/// stream.
+/// Finishes a stream before the socket is closed: waits until the peer has received the sent data and the end of the stream.
 pub(super) fn finish(socket: &Socket) {
     let linger = socket.options().linger.unwrap_or(LINGER);
     let open = socket.stream().is_ok_and(|s| s.is_open());
@@ -1213,7 +1208,7 @@ pub(super) fn finish(socket: &Socket) {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }
-    // To a standard peer, sends complete when the kernel has their bytes. These arrive only while this process still
+    // To a standard iWARP peer, a send completes when the kernel has accepted its bytes. They are delivered only as long as this process
     // reads what the peer sends, and the process may be about to exit.
     let Kind::Stream(stream) = &socket.kind else {
         return;
@@ -1245,8 +1240,8 @@ mod tests {
         made.unwrap()
     }
 
-    /// After half of the ring is read, a grant is due. Here it cannot be sent: the read bytes are returned, and then
-    /// the error.
+    /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and the next call the
+    /// error.
     #[test]
     fn bytes_that_were_read_are_not_lost_when_the_acknowledgement_cannot_be_sent() {
         let (listener, near) = (socket(), socket());

@@ -1,8 +1,8 @@
-//! Waiting of threads for sockets.
+//! Waiting of threads for events of sockets.
 //!
-//! Each waiting thread has a [`Bell`]: a descriptor that it adds to the sockets that it waits for. Every event of a socket
-//! makes all bells of the socket readable. So several threads may wait for one socket, one thread may wait for many sockets,
-//! and no thread consumes the event of another.
+//! Each waiting thread has a [`Bell`], an event descriptor, which it registers at the sockets that it waits for. Every event of a socket
+//! makes all its registered bells readable. So several threads may wait for one socket, one thread may wait for many sockets, and no
+//! thread consumes the event of another.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
@@ -18,13 +18,13 @@ use anywarp_engine::reactor::{Interrupted, WAIT_WORKING};
 
 use crate::ffi::os_errno;
 
-/// A descriptor that is readable after an event: see the description of this file.
+/// An event descriptor that becomes readable at an event of a socket.
 pub(super) type Bell = Channel<()>;
 
-/// The bell of the calling thread.
+/// Returns the bell of the calling thread.
 pub(super) fn bell() -> io::Result<Arc<Bell>> {
     thread_local! {
-        /// The bell, with the generation of the process that made it: after `fork` the child needs one of its own.
+        /// The bell, with the generation of the process that created it: after `fork` the child creates a new one.
         static BELL: RefCell<Option<(u32, Arc<Bell>)>> = const { RefCell::new(None) };
     }
     let generation = process::generation();
@@ -37,7 +37,7 @@ pub(super) fn bell() -> io::Result<Arc<Bell>> {
         return Ok(bell);
     }
     let bell = Arc::new(Bell::new()?);
-    // A thread that is ending has no thread-local storage any more: its bell is used for this call only.
+    // A thread that is ending has no thread-local storage any more, so its bell is used for this call only.
     let _ended = BELL.try_with(|kept| {
         if let Ok(mut kept) = kept.try_borrow_mut() {
             *kept = Some((generation, Arc::clone(&bell)));
@@ -46,7 +46,7 @@ pub(super) fn bell() -> io::Result<Arc<Bell>> {
     Ok(bell)
 }
 
-/// The bells at a socket.
+/// The bells that are registered at a socket.
 #[derive(Default)]
 pub(super) struct Bells(Mutex<Vec<Arc<Bell>>>);
 
@@ -55,7 +55,7 @@ impl Bells {
         self.0.lock()
     }
 
-    /// Rings all bells.
+    /// Makes all bells readable.
     pub(super) fn ring(&self) {
         for bell in self.all().iter() {
             if bell.is_empty() {
@@ -64,7 +64,7 @@ impl Bells {
         }
     }
 
-    /// Adds a bell, until [`Self::take_down`].
+    /// Registers a bell until [`Self::take_down`].
     pub(super) fn hang_up(&self, bell: &Arc<Bell>) {
         self.all().push(Arc::clone(bell));
     }
@@ -78,9 +78,8 @@ impl Bells {
     }
 }
 
-/// Waits until the bell rings, one of `others` is ready, or the time `until` is reached. While it waits, the calling thread
-/// handles the device's sockets. The function may return early, so the caller checks its condition again. `EINTR`: a signal
-/// handler ran.
+/// Waits until the bell or one of `others` is ready, or the time `until` is reached. While it waits, the calling thread handles the
+/// device's sockets. The function may return early, so the caller checks its condition again. `EINTR`: a signal handler has run.
 pub(super) fn wait(
     engine: &Engine,
     bell: &Bell,

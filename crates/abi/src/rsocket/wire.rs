@@ -1,8 +1,7 @@
-//! Formats of the private data and the messages between stream sockets, as librdmacm has them over iWARP
-//! (docs/rsockets.md).
+//! The formats of private data and messages between stream sockets, which are those of librdmacm over iWARP (docs/rsockets.md).
 //!
-//! Numbers in private data are big-endian. All other numbers have the byte order of the sender's host, which a flag of
-//! the private data names; only little-endian is supported.
+//! Numbers in private data are big-endian. All other numbers have the byte order of the sender's host, which a flag in the private data
+//! tells. Only little-endian is supported.
 
 /// Version in the private data.
 const VERSION: u8 = 1;
@@ -11,15 +10,15 @@ const FLAG_BIG_ENDIAN: u8 = 1;
 /// Flag: the list of free memory is followed by a table of mappings.
 const FLAG_MAPPINGS: u8 = 2;
 
-/// Bytes of the private data.
+/// The length of the private data in bytes.
 pub(super) const HELLO: usize = 40;
-/// Bytes of an entry of the list of free memory.
+/// The length of an entry of the list of free memory in bytes.
 pub(super) const AREA: usize = 16;
-/// Bytes of an entry of the table of mappings.
+/// The length of an entry of the table of mappings in bytes.
 pub(super) const MAPPING: usize = 24;
-/// Bytes of a message.
+/// The length of a message in bytes.
 pub(super) const MESSAGE: usize = 4;
-/// Entries of the list of free memory.
+/// The number of entries of the list of free memory.
 pub(super) const AREAS: u32 = 2;
 
 /// Memory of the peer.
@@ -31,7 +30,7 @@ pub(super) struct Area {
 }
 
 impl Area {
-    /// As an entry of the list of free memory.
+    /// Returns the bytes of an entry of the list of free memory.
     pub(super) fn emit(&self) -> [u8; AREA] {
         let mut out = [0; AREA];
         fill(
@@ -77,14 +76,14 @@ impl Mapping {
         }
     }
 
-    /// The memory behind `offset`, if it is of this mapping: its address, and how much of it there is.
+    /// Returns the address at `offset` and the number of bytes from there on, if the mapping contains `offset`.
     pub(super) fn find(&self, offset: u64) -> Option<(u64, u64)> {
         let within = offset.checked_sub(self.offset)?;
         let left = u64::from(self.area.len).checked_sub(within)?;
         if left == 0 {
             return None;
         }
-        // The peer's numbers may contradict each other, so the sum is checked.
+        // The peer's numbers may be inconsistent, so the sum is checked.
         Some((self.area.addr.checked_add(within)?, left))
     }
 }
@@ -92,12 +91,11 @@ impl Mapping {
 /// The private data of a request and of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// Messages that the sender of this private data can receive.
+    /// The number of messages that the sender of this private data can receive.
     pub(super) credits: u16,
-    /// Mappings that the sender has room for.
+    /// The number of mappings that the sender has room for.
     pub(super) mappings: u32,
-    /// The sender's list of free memory, into which the receiver of this private data writes the addresses of its own
-    /// memory.
+    /// The sender's list of free memory. The receiver of this private data writes grants of its own memory into it.
     pub(super) list: Area,
     /// The sender's memory for the first bytes of the stream.
     pub(super) data: Area,
@@ -106,7 +104,7 @@ pub(super) struct Hello {
 /// Why the private data of a peer is not supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Strange {
-    /// The private data is too short for an rsocket.
+    /// The private data is shorter than that of an rsocket.
     Short,
     /// Another version.
     Version(u8),
@@ -157,7 +155,7 @@ impl Hello {
         out
     }
 
-    // All of a peer's private data is checked here: [rsock-hello].
+    // All fields of a peer's private data are checked here: [rsock-hello].
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, Strange> {
         let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(Strange::Short)?;
         let mut at = Reader(bytes);
@@ -193,13 +191,13 @@ impl Hello {
     }
 }
 
-/// A number of mappings in eight bits: up to 128 as it is, above in units of 256.
+/// Encodes a number of mappings in eight bits: up to 128 unchanged, above in units of 256.
 pub(super) fn scale(n: u32) -> u8 {
     let scaled = if n <= 128 { n } else { 128 | (n >> 8).min(127) };
     u8::try_from(scaled).unwrap_or(u8::MAX)
 }
 
-/// The number of mappings that [`scale`] has encoded as `n`.
+/// Decodes a number of mappings that [`scale`] has encoded.
 pub(super) fn unscale(n: u8) -> u32 {
     if n <= 128 {
         n.into()
@@ -208,22 +206,22 @@ pub(super) fn unscale(n: u8) -> u32 {
     }
 }
 
-/// A message: three bits of kind and 29 of value.
+/// A message: three bits for the kind and 29 for the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Bytes of the stream were written before this message.
+    /// The number of bytes of the stream that were written before this message.
     Data(u32),
-    /// The number of the first message that may not be sent; an entry of the list may have been written before it.
+    /// The number of the first message that may not be sent. An entry of the list may have been written before it.
     Credits(u16),
     /// An entry of the table of mappings was written before this message.
     Mapped,
     /// The sender closes the socket.
     Disconnect,
-    /// The sender shuts down its direction.
+    /// The sender shuts down its sending direction.
     Shutdown,
-    /// Has no content: shows that the connection is alive.
+    /// Has no content. It shows that the connection is alive.
     KeepAlive,
-    /// A kind that is not used between two ends, or no kind.
+    /// An unknown kind, or one that is not used between two ends.
     Unknown,
 }
 
@@ -231,7 +229,7 @@ const KIND_DATA: u32 = 0;
 const KIND_CREDITS: u32 = 4;
 const KIND_MAPPED: u32 = 6;
 const KIND_CONTROL: u32 = 7;
-/// Largest value of a message.
+/// The largest value of a message.
 const VALUE: u32 = (1 << 29) - 1;
 
 impl Message {
@@ -265,16 +263,16 @@ impl Message {
 
 // ---------------------------------------------------------------------- datagrams
 
-/// Bytes in front of each datagram: version, family, and the sender's port.
+/// The length in bytes of the header of each datagram: version, family, and the sender's port.
 pub(super) const DATAGRAM_HEADER: usize = 4;
 
-/// The header in front of a datagram.
+/// Returns the header of a datagram.
 pub(super) fn datagram_header(ipv6: bool, port: u16) -> [u8; DATAGRAM_HEADER] {
     let [high, low] = port.to_be_bytes();
     [VERSION, if ipv6 { 6 } else { 4 }, high, low]
 }
 
-/// The sender's port in the header of a datagram; `None` if the header is not valid.
+/// Returns the sender's port in the header of a datagram, or `None` if the header is not valid.
 pub(super) fn datagram_port(header: [u8; DATAGRAM_HEADER]) -> Option<u16> {
     let [version, family, high, low] = header;
     (version == VERSION && matches!(family, 4 | 6)).then(|| u16::from_be_bytes([high, low]))
@@ -333,7 +331,7 @@ mod tests {
         assert_eq!(bytes[20..24], 2_u32.to_be_bytes());
         assert_eq!(bytes[36..40], 65_536_u32.to_be_bytes());
         assert_eq!(Hello::parse(&bytes), Ok(hello()));
-        // Bytes behind the private data are ignored: the connection manager of InfiniBand adds padding.
+        // Bytes after the private data are ignored, because the connection manager of InfiniBand adds padding.
         assert_eq!(Hello::parse(&[&bytes[..], &[0; 16]].concat()), Ok(hello()));
     }
 
@@ -353,7 +351,7 @@ mod tests {
         assert_eq!(with(1, 3), Err(Strange::BigEndian));
         assert_eq!(with(23, 0), Err(Strange::List(0)));
         assert_eq!(with(20, 1), Err(Strange::List((1 << 24) + 2)));
-        // Without the flag there is no table.
+        // Without the flag there is no table of mappings.
         assert_eq!(with(1, 0).unwrap().mappings, 0);
     }
 

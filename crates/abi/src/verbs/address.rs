@@ -15,7 +15,7 @@ use crate::ffi::{Errno, arg, misuse, put};
 use crate::profile::{Counted, Place};
 use anywarp_verbs_sys::verbs::*;
 
-/// Makes an address handle.
+/// Creates an address handle.
 ///
 /// # Safety
 /// `pd` is null or points to a live protection domain.
@@ -69,7 +69,7 @@ entry! {
     }
 }
 
-/// What a route header (GRH) in front of a datagram says.
+/// The fields of the route header (GRH) of a datagram.
 struct GlobalRoute {
     source: [u8; 16],
     destination: [u8; 16],
@@ -77,7 +77,7 @@ struct GlobalRoute {
     hop_limit: u8,
 }
 
-/// Reads a route header: an IPv6 header, or an IPv4 header in the last 20 octets, as RoCE v2 has it.
+/// Parses a route header: an IPv6 header, or an IPv4 header in the last 20 octets, as in RoCE v2.
 fn route_of(grh: &[u8; 40]) -> Option<GlobalRoute> {
     if grh.first()? >> 4 == 6 {
         let gid = |from: usize| grh.get(from..from + 16)?.try_into().ok();
@@ -104,10 +104,10 @@ fn route_of(grh: &[u8; 40]) -> Option<GlobalRoute> {
     })
 }
 
-/// The address vector that answers a datagram.
+/// Returns the address vector for an answer to a datagram.
 ///
 /// # Safety
-/// `wc` is null or valid; `grh` is null, or has 40 bytes if the completion has a route header.
+/// `wc` is null or valid. `grh` is null, or points to 40 bytes if the completion has a route header.
 unsafe fn answer(port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh) -> Result<ibv_ah_attr, Errno> {
     // SAFETY: upheld by the caller.
     let wc = unsafe { arg(wc) }?;
@@ -122,7 +122,7 @@ unsafe fn answer(port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh) -> Result<ibv_ah_
         ..ibv_ah_attr::default()
     };
     if wc.wc_flags & IBV_WC_GRH != 0 {
-        // SAFETY: null or 40 bytes (guaranteed by the caller); an array of bytes may lie anywhere.
+        // SAFETY: the pointer is null or points to 40 bytes (guaranteed by the caller); a byte array needs no alignment.
         let bytes = unsafe { arg(grh.cast::<[u8; 40]>()) }?;
         let route = route_of(bytes).ok_or(libc::EINVAL)?;
         attr.is_global = 1;
@@ -142,7 +142,7 @@ entry! {
     /// `ibv_init_ah_from_wc(3)`.
     ///
     /// # Safety
-    /// The pointers are null or valid, `grh` if the completion has a route header.
+    /// The pointers are null or valid. `grh` need be valid only if the completion has a route header.
     unsafe fn ibv_init_ah_from_wc(
         _context: *mut ibv_context, port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh, attr: *mut ibv_ah_attr,
     ) -> c_int, minus_one, {
@@ -156,7 +156,7 @@ entry! {
     /// `ibv_create_ah_from_wc(3)`.
     ///
     /// # Safety
-    /// As for `ibv_init_ah_from_wc`; `pd` is null or points to a live object.
+    /// The requirements of `ibv_init_ah_from_wc` apply. `pd` is null or points to a live protection domain.
     unsafe fn ibv_create_ah_from_wc(
         pd: *mut ibv_pd, wc: *mut ibv_wc, grh: *mut ibv_grh, port: u8,
     ) -> *mut ibv_ah, null, {

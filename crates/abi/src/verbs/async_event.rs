@@ -14,7 +14,7 @@ use crate::entry;
 use crate::ffi::{Errno, fail, or};
 use anywarp_verbs_sys::verbs::*;
 
-/// Which object an event is about.
+/// The object of an event.
 enum About {
     Cq,
     Srq,
@@ -33,7 +33,7 @@ impl About {
     }
 }
 
-/// The event as the program sees it; the object counts it as delivered.
+/// Converts the event to the C format, and counts it as delivered for its object.
 ///
 /// # Safety
 /// The object of the event is live.
@@ -67,16 +67,16 @@ unsafe fn deliver(item: &AsyncItem) -> ibv_async_event {
     c
 }
 
-/// Takes the next asynchronous event: `None` if there is none and the caller is to wait.
+/// Takes the next asynchronous event. Returns `None` if there is none and the caller has to wait.
 ///
 /// # Safety
-/// `out` is a valid place.
+/// `out` is valid for writes.
 unsafe fn try_event(
     events: &Channel<AsyncItem>,
     out: *mut ibv_async_event,
 ) -> Result<Option<c_int>, Errno> {
-    // SAFETY: destroying an object takes its events out of the queue, under the lock that is held here, so it is live; from
-    // here on destroying it waits for the acknowledgement.
+    // SAFETY: destroying an object removes its events from the queue under the lock that is held here, so the object is live. From
+    // here on, destroying it waits for the acknowledgement.
     let taken = events.pop_with(|item| unsafe { deliver(item) });
     match taken {
         Some((_, c)) => {
@@ -89,13 +89,13 @@ unsafe fn try_event(
     }
 }
 
-/// `ibv_get_async_event(3)`: waits, unless the program made `async_fd` non-blocking.
+/// `ibv_get_async_event(3)`: waits for an event, unless the program made `async_fd` non-blocking.
 ///
-/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`. The
-/// thread holds the events: a program may close the device while a thread waits here.
+/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
+/// holds a reference to the event queue, because a program may close the device while a thread waits here.
 ///
 /// # Safety
-/// `context` is null or open, `out` is null or a valid place.
+/// `context` is null or open, `out` is null or valid for writes.
 // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ibv_get_async_event(
@@ -133,7 +133,7 @@ entry! {
     unsafe fn ibv_ack_async_event(event: *mut ibv_async_event), nothing, {
         // SAFETY: the caller passes null or a valid pointer.
         let Some(event) = (unsafe { event.as_ref() }) else { return Ok(()) };
-        // SAFETY: the element that `ibv_get_async_event` wrote for this type; its object is live (guaranteed by the caller).
+        // SAFETY: this is the member that `ibv_get_async_event` wrote for this type; its object is live (guaranteed by the caller).
         unsafe {
             match About::of(event.event_type) {
                 About::Cq => {
@@ -157,7 +157,7 @@ entry! {
     }
 }
 
-/// Takes the events of an object that is being destroyed out of the queue.
+/// Removes the events of an object that is being destroyed from the queue.
 pub(crate) fn forget_events(device: &Context, object: usize) {
     device.events.purge(|event| event.c_object == object);
 }

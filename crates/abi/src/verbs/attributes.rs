@@ -12,7 +12,7 @@ use crate::ffi::{Errno, arg_mut, errno, put, put_prefix, set_errno};
 use crate::profile::profile;
 use anywarp_verbs_sys::verbs::*;
 
-/// The attributes of the device.
+/// Returns the attributes of the device.
 fn attributes() -> ibv_device_attr {
     let p = profile();
     let number = |n: u32| c_int::try_from(n).unwrap_or(c_int::MAX);
@@ -58,14 +58,14 @@ entry! {
     /// `ibv_query_device(3)`.
     ///
     /// # Safety
-    /// `attr` is null or a valid place.
+    /// `attr` is null or valid for writes.
     unsafe fn ibv_query_device(_context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         unsafe { put(attr, attributes()) }
     }
 }
 
-/// `ibv_query_device_ex(3)`: fills what the caller's structure has room for.
+/// `ibv_query_device_ex(3)`: fills as many fields as the caller's structure has.
 pub(crate) unsafe extern "C" fn query_device_ex(
     _context: *mut ibv_context,
     input: *const ibv_query_device_ex_input,
@@ -100,7 +100,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     })
 }
 
-/// Nanoseconds of the real-time clock.
+/// Returns the nanoseconds of the real-time clock.
 pub(crate) fn wall_clock() -> u64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
@@ -127,7 +127,7 @@ pub(crate) unsafe extern "C" fn query_rt_values(
 
 // ---------------------------------------------------------------------- the port
 
-/// The attributes of the port.
+/// Returns the attributes of the port.
 fn port_attributes() -> ibv_port_attr {
     let lid = gids::gids().first().map_or(1, |g| lid_of(g.ip));
     let up = gids::is_up();
@@ -147,7 +147,7 @@ fn port_attributes() -> ibv_port_attr {
         max_vl_num: 1,
         active_width: 2,
         active_speed: 32,
-        // LinkUp or Disabled.
+        // 5 is LinkUp, 3 is Disabled.
         phys_state: if up { 5 } else { 3 },
         link_layer: link_layer as u8,
         flags: IBV_QPF_GRH_REQUIRED,
@@ -158,7 +158,7 @@ fn port_attributes() -> ibv_port_attr {
 /// Writes as many bytes of the port's attributes as the caller's structure has.
 ///
 /// # Safety
-/// `attr` is null or has `len` bytes.
+/// `attr` is null or points to `len` bytes.
 unsafe fn put_port(port: u8, attr: *mut ibv_port_attr, len: usize) -> Result<(), Errno> {
     if port != 1 {
         return Err(libc::EINVAL);
@@ -167,7 +167,7 @@ unsafe fn put_port(port: u8, attr: *mut ibv_port_attr, len: usize) -> Result<(),
     unsafe { put_prefix(attr, &port_attributes(), len) }
 }
 
-/// Size of `struct ibv_port_attr` in the headers before rdma-core 17, in bytes.
+/// The size of `struct ibv_port_attr` in headers before rdma-core 17, in bytes.
 const OLD_PORT_ATTR: usize = std::mem::offset_of!(ibv_port_attr, port_cap_flags2);
 
 /// `ibv_query_port(3)`, as the header's inline function calls it.
@@ -181,20 +181,20 @@ pub(crate) unsafe extern "C" fn query_port(
     errno("ibv_query_port", || unsafe { put_port(port, attr, len) })
 }
 
-/// `ibv_query_port(3)` through the slot of old headers.
+/// `ibv_query_port(3)` as programs built against old headers call it: through a function table.
 pub(crate) unsafe extern "C" fn query_port_compat(
     _context: *mut ibv_context,
     port: u8,
     attr: *mut ibv_port_attr,
 ) -> c_int {
-    // SAFETY: a caller of this slot has the structure of the old size.
+    // SAFETY: a caller of this function has the structure of the old size.
     errno("ibv_query_port", || unsafe {
         put_port(port, attr, OLD_PORT_ATTR)
     })
 }
 
 entry! {
-    /// `ibv_query_port(3)` as programs built against old headers call it, with the structure's old size.
+    /// `ibv_query_port(3)` as programs built against old headers call it: by the symbol, with the structure's old size.
     ///
     /// # Safety
     /// `attr` is null or has the size of the old structure.
@@ -210,7 +210,7 @@ entry! {
     /// `ibv_query_gid(3)`: an empty entry is all zero.
     ///
     /// # Safety
-    /// `gid` is null or a valid place.
+    /// `gid` is null or valid for writes.
     unsafe fn ibv_query_gid(_context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int, minus_one, {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         if port != 1 || index >= gids::PLACES {
@@ -227,13 +227,13 @@ entry! {
     /// `ibv_query_gid_type`: a private function that `ibv_devinfo` and pyverbs use.
     ///
     /// # Safety
-    /// `kind` is null or a valid place.
+    /// `kind` is null or valid for writes.
     unsafe fn ibv_query_gid_type(_context: *mut ibv_context, port: u8, index: c_uint, kind: *mut c_uint) -> c_int, minus_one, {
         if port != 1 || index as usize >= gids::PLACES {
             return Err(libc::EINVAL);
         }
         let taken = gids::at(index as usize).is_some();
-        // The private numbering: 0 InfiniBand or RoCE v1, 1 RoCE v2.
+        // The numbers of this private function: 0 is InfiniBand or RoCE v1, 1 is RoCE v2.
         let number = c_uint::from(taken && config().face != Face::Ib);
         // SAFETY: upheld by the caller.
         unsafe { put(kind, number) }?;
@@ -273,7 +273,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_query_gid_table(3)`: the number of entries, or a negative errno (`-EINVAL` when they do not fit).
+    /// `ibv_query_gid_table(3)`: returns the number of entries, or a negative errno (`-EINVAL` if the table is too small).
     ///
     /// # Safety
     /// `out` is null or has room for `max` entries of `size` bytes.
@@ -297,14 +297,14 @@ entry! {
     }
 }
 
-/// The default partition key, the only one.
+/// The default partition key, which is the only one.
 const PKEY: be16 = 0xffff;
 
 entry! {
     /// `ibv_query_pkey(3)`.
     ///
     /// # Safety
-    /// `pkey` is null or a valid place.
+    /// `pkey` is null or valid for writes.
     unsafe fn ibv_query_pkey(_context: *mut ibv_context, port: u8, index: c_int, pkey: *mut be16) -> c_int, minus_one, {
         if port != 1 || index != 0 {
             return Err(libc::EINVAL);
@@ -326,14 +326,14 @@ entry! {
 }
 
 entry! {
-    /// `ibv_resolve_eth_l2_from_gid`: the kernel makes the Ethernet header, so the address is zero and there is no VLAN.
+    /// `ibv_resolve_eth_l2_from_gid`: returns a zero address and no VLAN, because the kernel builds the Ethernet header.
     ///
     /// # Safety
-    /// `mac` is null or has 6 bytes, `vid` is null or a valid place.
+    /// `mac` is null or has 6 bytes, `vid` is null or valid for writes.
     unsafe fn ibv_resolve_eth_l2_from_gid(
         _context: *mut ibv_context, _attr: *mut ibv_ah_attr, mac: *mut u8, vid: *mut u16,
     ) -> c_int, errno, {
-        // SAFETY: six bytes or null (guaranteed by the caller).
+        // SAFETY: `mac` is null or points to six bytes (guaranteed by the caller).
         unsafe { put(mac.cast::<[u8; 6]>(), [0; 6]) }?;
         if !vid.is_null() {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
@@ -361,14 +361,14 @@ entry! {
     /// # Safety
     /// The function has no requirements.
     unsafe fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int, errno, {
-        // rdma_cm programs read errno too.
+        // Programs that use rdma_cm read errno too.
         set_errno(libc::EOPNOTSUPP);
         Err(libc::EOPNOTSUPP)
     }
 }
 
 entry! {
-    /// `ibv_query_qp_data_in_order(3)`: the device promises nothing.
+    /// `ibv_query_qp_data_in_order(3)`: returns 0, because the device does not guarantee an order.
     ///
     /// # Safety
     /// The function has no requirements.

@@ -1,4 +1,4 @@
-//! From the header's structures to the engine's values, and back.
+//! Conversions between the structures of the header and the engine's types.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::net::{IpAddr, SocketAddr};
@@ -19,30 +19,30 @@ use super::object::AhObject;
 use crate::ffi::arg;
 use anywarp_verbs_sys::verbs::*;
 
-/// Writes a text into a fixed array, with a zero behind it.
+/// Writes a text and a terminating zero into a fixed array.
 pub(crate) fn put_text<const N: usize>(into: &mut [c_char; N], text: &str) {
     for (to, from) in into.iter_mut().zip(text.bytes().take(N - 1)) {
         *to = c_char::from_ne_bytes([from]);
     }
 }
 
-/// A GID for C.
+/// Converts a GID to the C structure.
 pub(crate) fn c_gid(raw: [u8; 16]) -> ibv_gid {
     ibv_gid { raw }
 }
 
-/// The IP address in a GID of a C program.
+/// Returns the IP address in a GID.
 pub(crate) fn gid_ip(gid: &ibv_gid) -> IpAddr {
     // SAFETY: every byte pattern is a valid `raw`.
     ip_of(unsafe { gid.raw })
 }
 
-/// The IP address of an entry of the GID table.
+/// Returns the IP address of an entry of the GID table.
 pub(crate) fn own_ip(index: u8) -> Option<IpAddr> {
     gids::at(index.into()).map(|g| g.ip)
 }
 
-/// The peer's IP address in an address vector.
+/// Returns the peer's IP address in an address vector.
 pub(crate) fn remote_ip(attr: &ibv_ah_attr) -> Result<IpAddr, Misuse> {
     if attr.port_num != 1 {
         return Err(Misuse::InvalidArgument("port_num is not 1"));
@@ -61,15 +61,15 @@ pub(crate) fn remote_ip(attr: &ibv_ah_attr) -> Result<IpAddr, Misuse> {
     ip_of_lid(attr.dlid).ok_or(Misuse::InvalidArgument("no host has this LID"))
 }
 
-/// The source address of datagrams to `ip`: the GID that the address vector names. `None` leaves the choice to the kernel,
-/// as for a loopback source and a destination outside the host.
+/// Returns the source address of datagrams to `ip`: the GID that the address vector selects. `None` leaves the choice to the
+/// kernel, for example if the GID is a loopback address and the destination is another host.
 pub(crate) fn source_to(ip: IpAddr, attr: &ibv_ah_attr) -> Option<IpAddr> {
     let named = || gids::at(attr.grh.sgid_index.into());
     let source = (attr.is_global != 0).then(named).flatten()?.ip;
     (!source.is_loopback() || ip.is_loopback()).then_some(source)
 }
 
-/// Attributes of a queue pair.
+/// Converts the attributes of a queue pair.
 pub(crate) fn attr_of(c: &ibv_qp_attr) -> Attr {
     Attr {
         access: Access(c.qp_access_flags),
@@ -89,7 +89,7 @@ pub(crate) fn attr_of(c: &ibv_qp_attr) -> Attr {
     }
 }
 
-/// A scatter/gather list.
+/// Converts a scatter/gather list.
 ///
 /// # Safety
 /// `list` has `n` elements.
@@ -108,10 +108,10 @@ pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
     sges
 }
 
-/// Lengths up to which [`InlineData`] needs no allocation, in bytes.
+/// The number of bytes that [`InlineData`] stores without an allocation.
 const INLINE_WITHOUT_ALLOCATION: usize = 64;
 
-/// The bytes of a buffer of the program's as inline data, if they need no allocation.
+/// Copies a buffer of the program to inline data, if that needs no allocation.
 ///
 /// # Safety
 /// `from` has `len` readable bytes.
@@ -126,7 +126,7 @@ pub(crate) unsafe fn short_inline(from: *const u8, len: usize) -> Option<InlineD
     Some(InlineData::from_buf_and_len(bytes, len))
 }
 
-/// Appends the bytes of a buffer of the program's to inline data.
+/// Appends a buffer of the program to inline data.
 ///
 /// # Safety
 /// `from` has `len` readable bytes.
@@ -141,19 +141,19 @@ pub(crate) unsafe fn append_inline(
         return Err(Misuse::InlineTooLarge);
     }
     if end == 0 && len <= INLINE_WITHOUT_ALLOCATION {
-        // The usual case. `resize` would loop over single bytes.
+        // The common case, in which `resize` would loop over single bytes.
         *data = InlineData::from_buf_and_len([0; INLINE_WITHOUT_ALLOCATION], len);
     } else {
         data.resize(end + len, 0);
     }
     if let Some(to) = data.get_mut(end..) {
-        // SAFETY: `len` readable bytes (guaranteed by the caller); `to` is this library's and as long.
+        // SAFETY: `from` has `len` readable bytes (guaranteed by the caller), and `to` has the same length.
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), len) };
     }
     Ok(())
 }
 
-/// The destination of a datagram.
+/// Returns the destination of a datagram.
 ///
 /// # Safety
 /// `ah` is null or points to a live object.
@@ -165,7 +165,7 @@ pub(crate) unsafe fn destination_of(
     if ah.is_null() {
         return Err(Misuse::InvalidArgument("no address handle"));
     }
-    // SAFETY: not null, so it is live (guaranteed by the caller).
+    // SAFETY: the pointer is not null, so the handle is live (guaranteed by the caller).
     let ah = unsafe { known::<AhObject, _>(ah) };
     Ok(Destination {
         addr: SocketAddr::new(ah.ip, u16::try_from(qpn >> 8 & 0xffff).unwrap_or(0)),
@@ -177,7 +177,7 @@ pub(crate) unsafe fn destination_of(
     })
 }
 
-/// The operation that binds a memory window.
+/// Returns the operation that binds a memory window.
 ///
 /// # Safety
 /// `mw` and `info.mr` are null or live.
@@ -202,7 +202,7 @@ pub(crate) unsafe fn bind_of(
     })
 }
 
-/// The flags of a completion.
+/// Returns the flags of a completion.
 #[inline]
 pub(crate) fn flags_of(c: &Completion) -> c_uint {
     let mut flags = 0;
@@ -218,7 +218,7 @@ pub(crate) fn flags_of(c: &Completion) -> c_uint {
     flags
 }
 
-/// Immediate data or the invalidated key: one union in the header.
+/// Returns the immediate data or the invalidated key, which share a union in the header.
 #[inline]
 pub(crate) fn imm_of(c: &Completion) -> be32 {
     match (c.imm, c.invalidated) {

@@ -1,6 +1,6 @@
-//! Completion counters: how many requests, or bytes, have completed, without an entry in a completion queue for each.
+//! Completion counters count completed requests or bytes, without an entry in a completion queue for each request.
 //!
-//! They came with rdma-core 65, so their types are here.
+//! They were added in rdma-core 65. The distribution's headers may be older, so this file defines their types.
 
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,7 +16,7 @@ use crate::ffi::{Errno, arg, misuse, put, put_prefix};
 use crate::profile::{Counted, Place, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// A completion counter as a program sees it.
+/// The public part of a completion counter.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_comp_cntr {
@@ -24,7 +24,7 @@ pub struct ibv_comp_cntr {
     handle: u32,
 }
 
-/// What a counter is made from.
+/// The attributes of a new counter.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_comp_cntr_init_attr {
@@ -36,7 +36,7 @@ pub struct ibv_comp_cntr_init_attr {
 const IBV_COMP_CNTR_TYPE_WRS: c_uint = 0;
 const IBV_COMP_CNTR_TYPE_BYTES: c_uint = 1;
 
-/// What a counter that is attached counts.
+/// The operations that an attached counter counts.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_qp_attach_comp_cntr_attr {
@@ -44,7 +44,7 @@ pub struct ibv_qp_attach_comp_cntr_attr {
     op_mask: u32,
 }
 
-/// What the counters of the device can do.
+/// The capabilities of the device's counters.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ibv_comp_cntr_caps {
@@ -58,7 +58,7 @@ pub struct ibv_comp_cntr_caps {
 struct CounterObject {
     c: CStruct<ibv_comp_cntr>,
     engine: CompletionCounter,
-    /// Queue pairs that it is attached to.
+    /// The queue pairs that the counter is attached to.
     users: Users,
     _place: Place,
 }
@@ -66,7 +66,7 @@ struct CounterObject {
 // SAFETY: `repr(C)`; an `ibv_comp_cntr` comes first.
 unsafe impl Object<ibv_comp_cntr> for CounterObject {}
 
-/// The operations that some kind of queue pair counts. Connections over datagrams do not see what their peer does.
+/// Returns the operations that can be counted. Queue pairs over UDP cannot count the operations of the peer.
 fn supported() -> Ops {
     if config().rc_over_udp {
         Ops::LOCAL
@@ -145,7 +145,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_qp_attach_comp_cntr(3)`: until the queue pair is destroyed.
+    /// `ibv_qp_attach_comp_cntr(3)`: the counter stays attached until the queue pair is destroyed.
     ///
     /// # Safety
     /// `qp` and `counter` are null or live, `attr` is null or valid.
@@ -170,7 +170,7 @@ entry! {
     }
 }
 
-/// Calls `change` with a counter that lives.
+/// Calls `change` with a live counter.
 ///
 /// # Safety
 /// `counter` is null or points to a live counter.
@@ -231,7 +231,7 @@ entry! {
     /// `ibv_read_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or points to a live object, `value` is null or a valid place.
+    /// `counter` is null or points to a live object, `value` is null or valid for writes.
     unsafe fn ibv_read_comp_cntr(counter: *mut ibv_comp_cntr, value: *mut u64) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         unsafe { put(value, live::<CounterObject, _>(counter)?.engine.read(Entry::Done)) }
@@ -242,7 +242,7 @@ entry! {
     /// `ibv_read_err_comp_cntr(3)`.
     ///
     /// # Safety
-    /// `counter` is null or points to a live object, `value` is null or a valid place.
+    /// `counter` is null or points to a live object, `value` is null or valid for writes.
     unsafe fn ibv_read_err_comp_cntr(counter: *mut ibv_comp_cntr, value: *mut u64) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         unsafe { put(value, live::<CounterObject, _>(counter)?.engine.read(Entry::Failed)) }
@@ -254,7 +254,7 @@ mod tests {
     use super::*;
     use std::mem::offset_of;
 
-    /// The structures of rdma-core 65.
+    /// The layout is that of the structures of rdma-core 65.
     #[test]
     fn the_structures_have_their_offsets() {
         assert_eq!(size_of::<ibv_comp_cntr>(), 16);

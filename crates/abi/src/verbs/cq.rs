@@ -51,7 +51,7 @@ entry! {
     }
 }
 
-/// Makes a completion queue.
+/// Creates a completion queue.
 ///
 /// # Safety
 /// `context` is null or open, `channel` is null or points to a live object.
@@ -110,7 +110,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_destroy_cq(3)`: EBUSY while a queue pair uses it. Waits until the events that the program took are acknowledged.
+    /// `ibv_destroy_cq(3)`: EBUSY while a queue pair uses it. Waits until all events that were delivered to the program are
+    /// acknowledged.
     ///
     /// # Safety
     /// `cq` came from `ibv_create_cq` and is not used after this returns 0.
@@ -152,10 +153,10 @@ entry! {
     }
 }
 
-/// Takes the next event of a completion channel: `None` if there is none and the caller is to wait.
+/// Takes the next event of a completion channel. Returns `None` if there is none and the caller has to wait.
 ///
 /// # Safety
-/// `cq` and `cq_context` are valid places.
+/// `cq` and `cq_context` are valid for writes.
 unsafe fn try_event(
     events: &Channel<usize>,
     cq: *mut *mut ibv_cq,
@@ -163,8 +164,8 @@ unsafe fn try_event(
 ) -> Result<Option<c_int>, Errno> {
     let taken = events.pop_with(|object| {
         let found: *mut ibv_cq = c_object(*object);
-        // SAFETY: destroying a queue takes its events out of the channel, under the lock that is held here, so it is live;
-        // from here on destroying it waits until this event is acknowledged.
+        // SAFETY: destroying a queue removes its events from the channel under the lock that is held here, so the queue is live. From here
+        // on, destroying it waits until this event is acknowledged.
         let queue = unsafe { known::<CqObject, _>(found) };
         queue.comp_acks.delivered();
         (found, queue.c.get(|c| c.cq_context))
@@ -176,7 +177,7 @@ unsafe fn try_event(
             Ok(None)
         };
     };
-    // SAFETY: valid places (guaranteed by the caller).
+    // SAFETY: valid for writes (guaranteed by the caller).
     unsafe {
         cq.write(found);
         cq_context.write(its_context);
@@ -184,13 +185,13 @@ unsafe fn try_event(
     Ok(Some(0))
 }
 
-/// `ibv_get_cq_event(3)`: waits, unless the program made the channel's descriptor non-blocking.
+/// `ibv_get_cq_event(3)`: waits for an event, unless the program made the channel's descriptor non-blocking.
 ///
-/// Not an `entry!`: the wait is a cancellation point, and unwinding by a cancellation must not meet a `catch_unwind`. The
-/// thread holds the events: a program may destroy the channel while a thread waits in it.
+/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
+/// holds a reference to the event queue, because a program may destroy the channel while a thread waits in it.
 ///
 /// # Safety
-/// `channel` is live when this is called, the others are valid places.
+/// `channel` is live when this is called. The others are valid for writes.
 // SAFETY: the symbol is defined by this library: link/symbols.txt lists it once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn ibv_get_cq_event(

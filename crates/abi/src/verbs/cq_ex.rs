@@ -12,7 +12,7 @@ use super::object::{CqObject, Shown};
 use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
-/// Polls one completion and makes it the current one, whose fields the reading functions return; ENOENT if there is none.
+/// Polls one completion and makes it the current one, whose fields the reading functions return. ENOENT: there is none.
 ///
 /// # Safety
 /// `cq` is null or points to a live object, and only this thread polls between start and end.
@@ -23,8 +23,8 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
     if first {
         queue.engine.poll(1, |_, c| found = Some(c));
     } else {
-        // This call does not handle the sockets. Otherwise a completion that arrives while the program empties the queue
-        // would raise an event, and the program would find no completion when it handles that event.
+        // Only completions that are already queued are polled. If this call handled sockets, a completion that arrives while the program
+        // empties the queue would raise an event, and the program would find no completion when it handles that event.
         queue.engine.poll_waiting(1, |_, c| found = Some(c));
     }
     let completion = found.ok_or(libc::ENOENT)?;
@@ -64,8 +64,7 @@ macro_rules! readers {
     ($($name:ident: $type:ty = |$shown:ident| $value:expr;)*) => {$(
         unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $type {
             or_fast("ibv_wc_read", 0, || {
-                // SAFETY: the queue is live; between start and end only the polling thread uses the slot (the program's
-                // promise).
+                // SAFETY: the queue is live; between start and end only the polling thread uses the slot (guaranteed by the program).
                 let slot = unsafe { &*known::<CqObject, _>(cq).current.get() };
                 Ok(slot.as_ref().map_or(0, |$shown: &Shown| $value))
             })
@@ -83,16 +82,16 @@ readers! {
     read_wc_flags: c_uint = |s| flags_of(&s.completion);
     read_sl: u8 = |s| s.completion.sl;
     read_time: u64 = |s| s.at;
-    // Fields that this device does not have.
+    // These fields do not exist on this device.
     read_zero8: u8 = |_s| 0;
     read_zero16: u16 = |_s| 0;
     read_zero32: u32 = |_s| 0;
 }
 
-/// The current completion of the queue.
+/// Returns the current completion of the queue.
 ///
 /// # Safety
-/// `cq` is null or points to a live object; only this thread polls it, and does not poll it while the result is used.
+/// `cq` is null or points to a live queue. Only this thread polls it, and does not poll it while the result is used.
 pub(crate) unsafe fn shown<'a>(cq: *mut ibv_cq_ex) -> Option<&'a Completion> {
     // SAFETY: upheld by the caller.
     let queue = unsafe { live::<CqObject, _>(cq) }.ok()?;
@@ -161,7 +160,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
     })
 }
 
-/// `ibv_modify_cq(3)`: moderation is accepted and has no effect, since events are never delayed.
+/// `ibv_modify_cq(3)`: accepts moderation without effect, since events are never delayed.
 pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     errno("ibv_modify_cq", || {
         // SAFETY: the program passes null or a valid pointer.

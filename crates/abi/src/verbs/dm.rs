@@ -1,7 +1,7 @@
-//! Device memory: a few pages of the device's own, reached by copying functions and as a region.
+//! Device memory: a few pages that belong to the device. Programs access it by copying functions and through a region.
 //!
-//! Hardware accesses this memory in words of four octets. Programs are written for that, so an offset or a length that is
-//! not a multiple of four is refused here too.
+//! Hardware accesses device memory in words of four octets. For compatibility, an offset or a length that is not a multiple of four is
+//! refused here too.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
@@ -49,7 +49,7 @@ fn make(
     })
 }
 
-/// `ibv_alloc_dm(3)`. A child of fork(2) may call it with a context of its parent: it needs nothing of the engine.
+/// `ibv_alloc_dm(3)`. A child of fork(2) may call it with a context of its parent, because it does not use the engine.
 pub(crate) unsafe extern "C" fn alloc_dm(
     context: *mut ibv_context,
     attr: *mut ibv_alloc_dm_attr,
@@ -75,7 +75,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
     })
 }
 
-/// Frees what `ibv_alloc_dm` or `ibv_import_dm` gave: EBUSY while a region lies in it.
+/// Frees a handle of `ibv_alloc_dm` or `ibv_import_dm`. EBUSY while a region uses the memory.
 ///
 /// # Safety
 /// `dm` is null or points to a live object, and is not used again when this succeeds.
@@ -94,7 +94,7 @@ unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
     Ok(())
 }
 
-/// `ibv_free_dm(3)`: EBUSY while a region lies in it.
+/// `ibv_free_dm(3)`: EBUSY while a region uses the memory.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     // SAFETY: upheld by the program.
     errno("ibv_free_dm", || unsafe { free(dm, false) })
@@ -124,7 +124,7 @@ entry! {
     }
 }
 
-/// The address of `[offset, offset + length)`, if it lies inside and consists of words.
+/// Returns the address of `[offset, offset + length)` if the range is inside the memory and consists of whole words.
 fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
     const WORD: usize = 4;
     let offset = usize::try_from(offset).ok()?;
@@ -133,12 +133,12 @@ fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
     (words && inside).then(|| std::ptr::with_exposed_provenance_mut(memory.start() + offset))
 }
 
-/// [`at`] for the copying functions, which return an errno value and set `errno` too.
+/// Like [`at`], for the copying functions, which return an errno value and also set `errno`.
 ///
 /// # Safety
 /// `dm` is live.
 unsafe fn window(dm: *mut ibv_dm, offset: u64, length: usize) -> Result<*mut u8, Errno> {
-    // SAFETY: is live (guaranteed by the caller). A child of fork(2) may copy: the memory is its own.
+    // SAFETY: `dm` is live (guaranteed by the caller). A child of fork(2) may call this: the pages are copied on write.
     let memory = unsafe { &known::<DmObject, _>(dm).memory };
     at(memory, offset, length).ok_or_else(|| {
         set_errno(libc::EINVAL);
@@ -153,7 +153,7 @@ unsafe extern "C" fn copy_to(
     length: usize,
 ) -> c_int {
     errno("ibv_memcpy_to_dm", || {
-        // SAFETY: `dm` is live, `from` has `length` readable bytes (guaranteed by the program); the window is inside.
+        // SAFETY: `dm` is live and `from` has `length` readable bytes (guaranteed by the program); the window is inside the memory.
         unsafe { std::ptr::copy(from.cast(), window(dm, offset, length)?, length) };
         Ok(())
     })
@@ -166,13 +166,13 @@ unsafe extern "C" fn copy_from(
     length: usize,
 ) -> c_int {
     errno("ibv_memcpy_from_dm", || {
-        // SAFETY: `dm` is live, `to` has `length` writable bytes (guaranteed by the program); the window is inside.
+        // SAFETY: `dm` is live and `to` has `length` writable bytes (guaranteed by the program); the window is inside the memory.
         unsafe { std::ptr::copy(window(dm, offset, length)?, to.cast(), length) };
         Ok(())
     })
 }
 
-/// `ibv_reg_dm_mr(3)`: addresses of such a region begin at 0.
+/// `ibv_reg_dm_mr(3)`: the addresses of the region begin at 0.
 pub(crate) unsafe extern "C" fn reg_dm_mr(
     pd: *mut ibv_pd,
     dm: *mut ibv_dm,
@@ -191,9 +191,9 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
             _memory: Arc::clone(&dm.memory),
             _use: dm.regions.enter(),
         };
-        // SAFETY: `pd` is live (guaranteed by the program); the region keeps the memory.
+        // SAFETY: `pd` is live (guaranteed by the program); the region holds a reference to the memory.
         let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) }?;
-        // The memory has no address in the program.
+        // The memory is not mapped into the program's address space, so the region shows address 0.
         // SAFETY: the object was created above.
         unsafe { known::<MrObject, _>(mr) }
             .c

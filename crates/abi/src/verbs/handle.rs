@@ -1,10 +1,10 @@
-//! Objects whose address is a C pointer.
+//! Objects whose address is used as a C pointer.
 //!
-//! An object that a program holds begins with the structure of the header, so that its address serves as the C pointer;
-//! what belongs to this library follows. [`into_c`] makes one, [`live`] finds it again, [`returned`] takes it back.
+//! Each object begins with the structure of the header, so its address serves as the C pointer; private fields follow. [`into_c`]
+//! passes an object to the program, [`live`] finds it by its pointer, and [`returned`] takes it back when the program destroys it.
 //!
-//! A child of fork(2) inherits the memory of its parent's objects but not the device behind them. Each object records the
-//! process that made it: in a child, [`live`] fails with `ENODEV` and [`returned`] finds nothing to do.
+//! A child of fork(2) inherits the memory of its parent's objects but not the device behind them. Each object records the process
+//! that created it. In a child, [`live`] fails with `ENODEV`, and [`returned`] returns `None`.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -15,16 +15,16 @@ use anywarp_engine::process::generation;
 
 use crate::ffi::Errno;
 
-/// An object that C code sees as a `C`.
+/// An object whose C type is `C`.
 ///
 /// # Safety
 /// The type is `#[repr(C)]`, and its first field is a [`CStruct`] whose structure begins with a `C`.
 pub(crate) unsafe trait Object<C>: Sized {}
 
-/// A structure of the header that C code reads and writes too.
+/// A structure of the header, which C code also reads and writes.
 ///
-/// References to it exist only inside the closures of [`Self::get`] and [`Self::set`]. No other thread writes it while a
-/// closure runs: the manual pages demand this of programs, and it is part of what callers of [`live`] promise.
+/// References to it exist only inside the closures of [`Self::get`] and [`Self::set`]. No other thread writes it while a closure
+/// runs: the manual pages require this of programs, and the callers of [`live`] guarantee it.
 #[repr(transparent)]
 pub(crate) struct CStruct<C>(UnsafeCell<C>);
 
@@ -41,7 +41,7 @@ impl<C> CStruct<C> {
 
     /// Changes the structure.
     pub(crate) fn set<R>(&self, write: impl FnOnce(&mut C) -> R) -> R {
-        // SAFETY: no other thread uses it (see the type), the closures do not nest, and the reference ends with it.
+        // SAFETY: no other thread uses it (see the type), closures are not nested, and the reference ends with the closure.
         write(unsafe { &mut *self.0.get() })
     }
 }
@@ -52,33 +52,33 @@ impl<C> fmt::Debug for CStruct<C> {
     }
 }
 
-// SAFETY: the structures hold numbers, and pointers that the program shares between its threads by the rules of the
-// manual pages; `CStruct` only copies them.
+// SAFETY: the structures hold numbers, and pointers that the program may share between threads according to the manual pages;
+// `CStruct` only copies them.
 unsafe impl<C> Send for CStruct<C> {}
 // SAFETY: as for `Send`.
 unsafe impl<C> Sync for CStruct<C> {}
 
-/// An object and the process that made it.
+/// An object and the process that created it.
 #[repr(C)]
 struct Made<T> {
     object: T,
     generation: u32,
 }
 
-/// Gives an object to the program.
+/// Moves an object to the heap and returns the C pointer for the program.
 pub(crate) fn into_c<T: Object<C>, C>(object: T) -> *mut C {
     let generation = generation();
     Box::into_raw(Box::new(Made { object, generation })).cast()
 }
 
-/// The object behind a C pointer: `EINVAL` for null, `ENODEV` if a process made it that this one was forked from.
+/// Returns the object of a C pointer. `EINVAL` for null; `ENODEV` if the object was created by a process that forked this one.
 ///
 /// # Safety
-/// `pointer` is null or came from [`into_c`] for this `T` and was not given back; the program uses it as the manual
-/// pages allow, so that nothing else writes its C structure during the call.
+/// `pointer` is null or came from [`into_c`] for this `T` and the object was not destroyed. The program follows the manual pages, so
+/// no other code writes the C structure during the call.
 #[inline]
 pub(crate) unsafe fn live<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> Result<&'a T, Errno> {
-    // SAFETY: null or an object (guaranteed by the caller).
+    // SAFETY: the pointer is null or points to a live object (guaranteed by the caller).
     let made = unsafe { pointer.cast::<Made<T>>().as_ref() }.ok_or(libc::EINVAL)?;
     if made.generation != generation() {
         return Err(libc::ENODEV);
@@ -86,10 +86,10 @@ pub(crate) unsafe fn live<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> Result<&
     Ok(&made.object)
 }
 
-/// [`live`] for a pointer that may be null.
+/// Like [`live`], for a pointer that may be null.
 ///
 /// # Safety
-/// As for [`live`].
+/// The requirements of [`live`] apply.
 pub(crate) unsafe fn live_if_any<'a, T: Object<C> + 'a, C>(
     pointer: *mut C,
 ) -> Result<Option<&'a T>, Errno> {
@@ -100,23 +100,23 @@ pub(crate) unsafe fn live_if_any<'a, T: Object<C> + 'a, C>(
     unsafe { live(pointer) }.map(Some)
 }
 
-/// The object behind a pointer that this library keeps, for objects that live as long as others use them.
+/// Returns the object of a pointer that this library stores, for objects that are live as long as others use them.
 ///
 /// # Safety
-/// `pointer` came from [`into_c`] for this `T` in this process and was not given back.
+/// `pointer` came from [`into_c`] for this `T` in this process, and the object was not destroyed.
 #[inline]
 pub(crate) unsafe fn known<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> &'a T {
     // SAFETY: upheld by the caller.
     unsafe { &(*pointer.cast::<Made<T>>()).object }
 }
 
-/// An object that the program gives back. The call may still refuse it: nothing ends before [`Self::take`].
+/// An object that the program wants to destroy. The call may still fail: the object is unchanged before [`Self::take`].
 pub(crate) struct Returned<T>(*mut Made<T>);
 
 impl<T> Returned<T> {
-    /// Takes the object from the program.
+    /// Takes the ownership of the object.
     pub(crate) fn take(self) -> T {
-        // SAFETY: a pointer of `into_c`, which the program does not use again (promised to `returned`).
+        // SAFETY: the pointer came from `into_c`, and the program does not use it again (guaranteed by the caller of `returned`).
         unsafe { Box::from_raw(self.0) }.object
     }
 }
@@ -124,15 +124,16 @@ impl<T> Returned<T> {
 impl<T> Deref for Returned<T> {
     type Target = T;
     fn deref(&self) -> &T {
-        // SAFETY: the object is live until `take` (promised to `returned`).
+        // SAFETY: the object is live until `take` (guaranteed by the caller of `returned`).
         unsafe { &(*self.0).object }
     }
 }
 
-/// The object that a destroy call names: `EINVAL` for null, `None` if a process made it that this one was forked from.
+/// Returns the object that a destroy call names. `EINVAL` for null; `None` if the object was created by a process that forked this
+/// one, which leaves nothing to destroy.
 ///
 /// # Safety
-/// As for [`live`]; if the call succeeds, the program does not use `pointer` again.
+/// The requirements of [`live`] apply. If the call succeeds, the program does not use `pointer` again.
 pub(crate) unsafe fn returned<T: Object<C>, C>(
     pointer: *mut C,
 ) -> Result<Option<Returned<T>>, Errno> {
@@ -144,12 +145,12 @@ pub(crate) unsafe fn returned<T: Object<C>, C>(
     }
 }
 
-/// Stores the address of a C object in the engine's object behind it, so that events can name it.
+/// Stores the address of a C object in the engine's object, so that events can refer to it.
 pub(crate) fn set_c_object<C>(slot: &AtomicUsize, pointer: *mut C) {
     slot.store(pointer.expose_provenance(), Ordering::Release);
 }
 
-/// The C object whose address was stored by [`set_c_object`].
+/// Returns the C object whose address was stored by [`set_c_object`].
 pub(crate) fn c_object<C>(address: usize) -> *mut C {
     std::ptr::with_exposed_provenance_mut(address)
 }

@@ -11,7 +11,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Where sysfs is mounted, without a slash at the end: `SYSFS_PATH`, else `/sys`.
+/// Returns the mount point of sysfs without a trailing slash: `SYSFS_PATH`, or `/sys`.
 fn sysfs_path() -> &'static CStr {
     static PATH: OnceLock<CString> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -26,7 +26,7 @@ fn sysfs_path() -> &'static CStr {
 }
 
 entry! {
-    /// `ibv_get_sysfs_path`: where sysfs is mounted. The string stays valid.
+    /// `ibv_get_sysfs_path`: returns the mount point of sysfs. The string stays valid.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -36,10 +36,10 @@ entry! {
 }
 
 entry! {
-    /// `ibv_read_sysfs_file`: reads `dir/file` into `buf`, without the newline at its end.
+    /// `ibv_read_sysfs_file`: reads `dir/file` into `buf`, without a trailing newline.
     ///
-    /// Returns the length without the terminating NUL, or -1 with errno; what leaves no room for
-    /// the NUL in `size` octets is too long.
+    /// Returns the length without the terminating NUL, or -1 with errno. Text that does not fit into `size` octets with the NUL
+    /// is an error.
     ///
     /// # Safety
     /// `dir` and `file` are C strings, `buf` has room for `size` octets.
@@ -49,7 +49,7 @@ entry! {
         if dir.is_null() || file.is_null() || buf.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: C strings (guaranteed by the caller).
+        // SAFETY: both are C strings (guaranteed by the caller).
         let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
         let path = Path::new(OsStr::from_bytes(dir.to_bytes())).join(OsStr::from_bytes(file.to_bytes()));
         let Some(room) = size.checked_sub(1) else {
@@ -65,7 +65,7 @@ entry! {
     }
 }
 
-/// The content of the file at `path` without one newline at its end, if it is at most `room` long.
+/// Returns the content of the file at `path` without a trailing newline, if it is at most `room` long.
 fn read_line(path: &Path, room: usize) -> std::io::Result<Vec<u8>> {
     let mut text = Vec::new();
     let most = room.saturating_add(2) as u64;
@@ -79,11 +79,11 @@ fn read_line(path: &Path, room: usize) -> std::io::Result<Vec<u8>> {
     Ok(text)
 }
 
-// Fork. A hardware card reads pinned pages, which copy-on-write can take away from the parent.
-// Ours reads and writes through the parent's own address space, so nothing has to be marked.
+// Fork: a hardware card reads pinned pages, which the parent may lose to the child by copy-on-write. This device accesses memory
+// through the parent's address space, so no pages have to be marked.
 
 entry! {
-    /// `ibv_fork_init(3)`: succeeds, there is nothing to prepare.
+    /// `ibv_fork_init(3)`: succeeds without any effect.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -91,7 +91,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_is_fork_initialized(3)`: not needed, as with a kernel that copies pinned pages on fork.
+    /// `ibv_is_fork_initialized(3)`: returns that it is not needed, as with a kernel that copies pinned pages on fork.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -99,18 +99,18 @@ entry! {
 }
 
 entry! {
-    /// `ibv_dontfork_range`: succeeds, no page has to be kept from a child.
+    /// `ibv_dontfork_range`: succeeds without any effect.
     ///
     /// # Safety
-    /// None needed: the range is not looked at.
+    /// Any range may be passed.
     unsafe fn ibv_dontfork_range(_base: *mut c_void, _size: usize) -> c_int, value(-1), { 0 }
 }
 
 entry! {
-    /// `ibv_dofork_range`: undoes `ibv_dontfork_range`.
+    /// `ibv_dofork_range`: succeeds without any effect.
     ///
     /// # Safety
-    /// None needed: the range is not looked at.
+    /// Any range may be passed.
     unsafe fn ibv_dofork_range(_base: *mut c_void, _size: usize) -> c_int, value(-1), { 0 }
 }
 
@@ -129,7 +129,7 @@ mod tests {
         (n, buf)
     }
 
-    /// A newline goes, a NUL comes; what does not fit with its NUL is an error, one octet less is not.
+    /// A trailing newline is removed and a NUL is appended. A text that leaves no room for the NUL is an error.
     #[test]
     fn a_sysfs_file_is_read_whole_or_not_at_all() {
         let path = std::env::temp_dir().join(format!("anywarp-sysfs-{}", std::process::id()));

@@ -1,7 +1,7 @@
-//! `ibv_copy_*_from_kern` and `_to_kern`: between the kernel's structures and the library's.
+//! `ibv_copy_*_from_kern` and `_to_kern`: conversions between the kernel's structures and those of the library.
 //!
-//! Only programs that speak to the kernel's connection manager themselves need them. There is no
-//! kernel here to speak to, but the conversion is plain data and therefore works.
+//! Only programs that use the kernel's connection manager directly need them. This device has no kernel part, but the conversion does
+//! not need one.
 
 use anywarp_verbs_sys::kern::{ib_user_path_rec, ib_uverbs_ah_attr, ib_uverbs_qp_attr};
 use anywarp_verbs_sys::verbs::{
@@ -81,7 +81,7 @@ fn path_rec_of(k: ib_user_path_rec) -> ibv_sa_path_rec {
         pkey: k.pkey,
         sl: k.sl,
         mtu_selector: k.mtu_selector,
-        // Six bits on the wire; the kernel's field is only wider.
+        // The value has six bits on the wire. The kernel's field is wider.
         mtu: k.mtu.to_le_bytes()[0],
         rate_selector: k.rate_selector,
         rate: k.rate,
@@ -116,7 +116,7 @@ fn kern_path_rec_of(u: ibv_sa_path_rec) -> ib_user_path_rec {
 }
 
 entry! {
-    /// `ibv_copy_ah_attr_from_kern`: what the kernel says of an address, as the library says it.
+    /// `ibv_copy_ah_attr_from_kern`: converts an address vector of the kernel.
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
@@ -129,7 +129,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_copy_qp_attr_from_kern`: what the kernel says of a queue pair, as the library says it.
+    /// `ibv_copy_qp_attr_from_kern`: converts queue pair attributes of the kernel.
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
@@ -142,7 +142,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_copy_path_rec_from_kern`: a path record of the kernel's, as the library keeps it.
+    /// `ibv_copy_path_rec_from_kern`: converts a path record of the kernel.
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.
@@ -155,7 +155,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_copy_path_rec_to_kern`: a path record of the library's, as the kernel takes it.
+    /// `ibv_copy_path_rec_to_kern`: converts a path record to the kernel's format.
     ///
     /// # Safety
     /// `dst` is writable and `src` readable.

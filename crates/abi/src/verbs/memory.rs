@@ -17,7 +17,7 @@ use crate::ffi::{Errno, errno, misuse, null};
 use crate::profile::{Counted, Place, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// A region as the program sees it. Its handle is the part of the key that does not change with `ibv_bind_mw` and the like.
+/// Returns the public structure of a region. The handle is the part of the key that stays the same when the key octet changes.
 fn c_region(domain: &PdObject, pd: *mut ibv_pd, key: u32) -> ibv_mr {
     ibv_mr {
         context: domain.context(),
@@ -30,7 +30,7 @@ fn c_region(domain: &PdObject, pd: *mut ibv_pd, key: u32) -> ibv_mr {
     }
 }
 
-/// The errno of a registration that failed: a rule was broken, or the memory is not mapped as the access needs it.
+/// Returns the errno of a failed registration: of a misuse, or EFAULT if the memory is not mapped with the required access.
 fn refused(call: &str, e: Option<Misuse>) -> Errno {
     e.map_or(libc::EFAULT, |e| misuse(call, &e))
 }
@@ -38,7 +38,7 @@ fn refused(call: &str, e: Option<Misuse>) -> Errno {
 /// Registers memory of the program.
 ///
 /// # Safety
-/// As for [`register_in`].
+/// The requirements of [`register_in`] apply.
 pub(super) unsafe fn register(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -56,7 +56,7 @@ pub(super) unsafe fn register(
 /// Registers memory of the program, of the device or of a buffer.
 ///
 /// # Safety
-/// `pd` is null or points to a live object; the memory stays mapped while it is registered.
+/// `pd` is null or points to a live protection domain. The memory stays mapped while it is registered.
 pub(super) unsafe fn register_in(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -123,7 +123,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_dereg_mr(3)`: EBUSY while a window is bound to it. No access to the memory follows after it returns.
+    /// `ibv_dereg_mr(3)`: EBUSY while a window is bound to it. The memory is not accessed after it returns.
     ///
     /// # Safety
     /// `mr` came from a registration and is not used after this returns 0.
@@ -137,7 +137,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_rereg_mr(3)`: 0, or one of `enum ibv_rereg_mr_err_code` with errno.
+    /// `ibv_rereg_mr(3)`: returns 0, or one of `enum ibv_rereg_mr_err_code` with errno set.
     ///
     /// # Safety
     /// The requirements of `ibv_reg_mr` apply.
@@ -156,7 +156,7 @@ entry! {
         {
             return invalid();
         }
-        // SAFETY: the region is live, and so does the domain if it changes (guaranteed by the caller).
+        // SAFETY: the region is live, and the domain too if it changes (guaranteed by the caller).
         let (region, domain) = unsafe {
             let domain = if new_domain { pd } else { std::ptr::null_mut() };
             (live::<MrObject, _>(mr)?, live_if_any::<PdObject, _>(domain)?)
@@ -183,7 +183,7 @@ entry! {
     }
 }
 
-/// `ibv_advise_mr(3)`: brings in the pages of regions with paging on demand.
+/// `ibv_advise_mr(3)`: faults in the pages of regions with on-demand paging.
 pub(crate) unsafe extern "C" fn advise_mr(
     pd: *mut ibv_pd,
     advice: ibv_advise_mr_advice,
@@ -200,8 +200,8 @@ pub(crate) unsafe extern "C" fn advise_mr(
             IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => Access::LOCAL_WRITE,
             _ => return Err(libc::EOPNOTSUPP),
         };
-        // A region that is not paged on demand, unknown or of another domain fails the check. The check itself brings
-        // the pages in.
+        // The check fails for a region that does not exist, belongs to another domain or has no on-demand paging. The check also faults the
+        // pages in.
         let need = need | Access::ON_DEMAND;
         let n = c_int::try_from(n).unwrap_or(c_int::MAX);
         // SAFETY: the domain is live, and the list has `n` elements (guaranteed by the program).
@@ -217,7 +217,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
     })
 }
 
-/// `ibv_alloc_null_mr(3)`: writes to the region are discarded, reads give zeroes.
+/// `ibv_alloc_null_mr(3)`: writes to the region are discarded, and reads return zeros.
 pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
     null("ibv_alloc_null_mr", || {
         // SAFETY: the program passes null or a live object.
@@ -240,7 +240,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
 }
 
 entry! {
-    /// `ibv_import_mr(3)`: its address is null, as the manual page says.
+    /// `ibv_import_mr(3)`: the address of the region is null, as the manual page specifies.
     ///
     /// # Safety
     /// `pd` is null or points to a live protection domain.

@@ -1,4 +1,4 @@
-//! libibverbs: its functions, by the object that they are about.
+//! The functions of libibverbs, one module for each kind of object.
 
 pub mod address;
 pub mod async_event;

@@ -1,6 +1,5 @@
-//! Functions that libibverbs got after rdma-core 44: registration with attributes in a structure, buffers that the device
-//! allocates, and the speed of the port. The distribution's headers may be older, so this file defines the types of these
-//! functions.
+//! Functions that were added to libibverbs after rdma-core 44: registration with attributes in a structure, buffers that the device
+//! allocates, and the speed of the port. The distribution's headers may be older, so this file defines the types.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -48,7 +47,7 @@ const IBV_REG_MR_MASK_BUF: u64 = 1 << 5;
 struct BufObject {
     c: CStruct<ibv_buf>,
     pd: *mut ibv_pd,
-    /// The regions of the buffer hold the pages too, so the pages stay mapped if the program frees the handle too early.
+    /// The pages. Regions of the buffer hold a reference too, so the pages stay mapped if the program frees the handle too early.
     pages: Arc<Pages>,
     len: usize,
 }
@@ -57,10 +56,10 @@ struct BufObject {
 unsafe impl Object<ibv_buf> for BufObject {}
 
 entry! {
-    /// `ibv_alloc_buf(3)`: zeroed pages.
+    /// `ibv_alloc_buf(3)`: allocates zeroed pages.
     ///
     /// # Safety
-    /// `pd` is null or points to a live object, `buf` is null or a valid place.
+    /// `pd` is null or points to a live object, `buf` is null or valid for writes.
     unsafe fn ibv_alloc_buf(pd: *mut ibv_pd, size: usize, buf: *mut *mut ibv_buf) -> *mut c_void, null, {
         // SAFETY: upheld by the caller.
         let domain = unsafe { live::<PdObject, _>(pd) }?;
@@ -70,7 +69,7 @@ entry! {
         let pages = Arc::new(Pages::new(size).ok_or(libc::ENOMEM)?);
         let start = pages.start();
         let c = CStruct::new(ibv_buf { context: domain.context() });
-        // SAFETY: not null, so a valid place (guaranteed by the caller).
+        // SAFETY: `buf` is not null, so it is valid for writes (guaranteed by the caller).
         unsafe { put(buf, into_c(BufObject { c, pd, pages, len: size })) }?;
         Ok(std::ptr::with_exposed_provenance_mut(start))
     }
@@ -129,7 +128,7 @@ unsafe fn register_part(
 }
 
 entry! {
-    /// `ibv_reg_buf_mr(3)`: EINVAL for another protection domain than that of the buffer, and for a range beyond its end.
+    /// `ibv_reg_buf_mr(3)`: EINVAL if the protection domain is not that of the buffer, or the range exceeds the buffer.
     ///
     /// # Safety
     /// `pd` and `buf` are null or live.
@@ -178,14 +177,14 @@ entry! {
     }
 }
 
-/// The port's speed in units of 100 Mb/s: four lanes of 25 Gb/s, as `ibv_query_port` shows them.
+/// The speed of the port in units of 100 Mb/s: four lanes of 25 Gb/s, as in `ibv_query_port`.
 const PORT_SPEED: u64 = 4 * 250;
 
 entry! {
     /// `ibv_query_port_speed(3)`.
     ///
     /// # Safety
-    /// `speed` is null or a valid place.
+    /// `speed` is null or valid for writes.
     unsafe fn ibv_query_port_speed(_context: *mut ibv_context, port: c_uint, speed: *mut u64) -> c_int, errno, {
         if port != 1 {
             return Err(libc::EINVAL);

@@ -1,4 +1,4 @@
-//! The object behind each C pointer of the verbs: what the program sees, then what belongs to this library.
+//! The object behind each C pointer of the verbs interface: first the public structure, then private fields.
 
 use std::cell::UnsafeCell;
 use std::net::IpAddr;
@@ -23,17 +23,17 @@ use crate::ffi::Errno;
 use crate::profile::Place;
 use anywarp_verbs_sys::verbs::*;
 
-/// Counts the objects that use another one, which must not be destroyed before them.
+/// Counts the users of an object, which cannot be destroyed while there are any.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Users(Arc<AtomicUsize>);
 
 impl Users {
-    /// Whether anything uses the object.
+    /// Returns whether the object has users.
     pub(crate) fn any(&self) -> bool {
         self.0.load(Ordering::Acquire) > 0
     }
 
-    /// Counts one more user, until the value is dropped.
+    /// Adds a user until the returned value is dropped.
     pub(crate) fn enter(&self) -> Use {
         self.0.fetch_add(1, Ordering::AcqRel);
         Use(Arc::clone(&self.0))
@@ -50,7 +50,7 @@ impl Drop for Use {
     }
 }
 
-/// An opened device. The program's pointer is the `context` at the end of `c`.
+/// An opened device. The program's pointer is that of the field `context` at the end of `c`.
 #[repr(C)]
 pub(crate) struct ContextObject {
     pub(crate) c: verbs_context,
@@ -58,7 +58,7 @@ pub(crate) struct ContextObject {
 }
 
 impl ContextObject {
-    /// The object around a context: `EINVAL` for null, `ENODEV` if a process opened it that this one was forked from.
+    /// Returns the object of a context. `EINVAL` for null; `ENODEV` if the context was opened by a process that forked this one.
     ///
     /// # Safety
     /// `context` is null or came from `ibv_open_device` and was not closed.
@@ -66,7 +66,7 @@ impl ContextObject {
         if context.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: not null, so open (guaranteed by the caller).
+        // SAFETY: the pointer is not null, so the context is open (guaranteed by the caller).
         let object = unsafe { &*Self::around(context) };
         if !object.engine.engine.is_current() {
             return Err(libc::ENODEV);
@@ -74,28 +74,28 @@ impl ContextObject {
         Ok(object)
     }
 
-    /// The address of the object around a context.
+    /// Returns the address of the object that contains a context.
     pub(crate) fn around(context: *mut ibv_context) -> *mut Self {
         let at = std::mem::offset_of!(Self, c) + std::mem::offset_of!(verbs_context, context);
         context.cast::<u8>().wrapping_sub(at).cast()
     }
 }
 
-/// The device that the objects of an open context belong to.
+/// Returns the device of an open context.
 ///
-/// Objects keep the pointer of their context, as the header has it. `ibv_close_device(3)` forbids to close a context before
-/// its objects are destroyed.
+/// Objects store the pointer of their context in the public structure. `ibv_close_device(3)` forbids closing a context before its
+/// objects are destroyed.
 fn device_of<'a>(context: *mut ibv_context) -> &'a Arc<Context> {
     // SAFETY: the context of a live object is open (see above).
     unsafe { &(*ContextObject::around(context)).engine }
 }
 
-/// A protection domain, or a parent domain around one.
+/// A protection domain, or a parent domain of one.
 #[repr(C)]
 pub(crate) struct PdObject {
     pub(crate) c: CStruct<ibv_pd>,
     pub(crate) engine: Arc<Pd>,
-    /// Keeps a parent domain's thread domain.
+    /// The thread domain of a parent domain, which cannot be deallocated while this exists.
     pub(crate) _td: Option<Arc<()>>,
     pub(crate) _place: Place,
 }
@@ -108,7 +108,7 @@ impl PdObject {
         self.c.get(|c| c.context)
     }
 
-    /// The device that it belongs to.
+    /// Returns the device of the object.
     pub(crate) fn device(&self) -> &Arc<Context> {
         device_of(self.context())
     }
@@ -118,7 +118,7 @@ impl PdObject {
 #[repr(C)]
 pub(crate) struct TdObject {
     pub(crate) c: CStruct<ibv_td>,
-    /// Shared by the parent domains that have it.
+    /// Shared with the parent domains that use it.
     pub(crate) users: Arc<()>,
 }
 
@@ -130,7 +130,7 @@ unsafe impl Object<ibv_td> for TdObject {}
 pub(crate) struct DmObject {
     pub(crate) c: CStruct<ibv_dm>,
     pub(crate) memory: Arc<DeviceMemory>,
-    /// The regions that lie in it.
+    /// The regions in this memory.
     pub(crate) regions: Users,
     pub(crate) imported: bool,
 }
@@ -138,12 +138,12 @@ pub(crate) struct DmObject {
 // SAFETY: `repr(C)`; an `ibv_dm` comes first.
 unsafe impl Object<ibv_dm> for DmObject {}
 
-/// What keeps the memory of a region.
+/// The owner of a region's memory.
 #[derive(Debug)]
 pub(crate) enum Backing {
     /// The program.
     Program,
-    /// The device memory that it lies in.
+    /// A piece of device memory.
     Device {
         _memory: Arc<DeviceMemory>,
         _use: Use,
@@ -177,7 +177,7 @@ pub(crate) struct MwObject {
 unsafe impl Object<ibv_mw> for MwObject {}
 
 impl MwObject {
-    /// The device that it belongs to.
+    /// Returns the device of the object.
     pub(crate) fn device(&self) -> &Arc<Context> {
         device_of(self.c.get(|c| c.context))
     }
@@ -203,15 +203,14 @@ unsafe impl Object<ibv_ah> for AhObject {}
 pub(crate) struct ChannelObject {
     pub(crate) c: CStruct<ibv_comp_channel>,
     pub(crate) engine: Arc<Channel<usize>>,
-    /// Completion queues.
+    /// The completion queues that use the channel.
     pub(crate) users: Users,
 }
 
 // SAFETY: `repr(C)`; an `ibv_comp_channel` comes first.
 unsafe impl Object<ibv_comp_channel> for ChannelObject {}
 
-/// Counts the events of an object that the program took and those that it acknowledged. The object is destroyed only when
-/// both are equal.
+/// Counts the delivered and the acknowledged events of an object. The object is destroyed only when both numbers are equal.
 #[derive(Debug, Default)]
 pub(crate) struct Acks {
     counts: Mutex<AckCounts>,
@@ -222,7 +221,7 @@ pub(crate) struct Acks {
 struct AckCounts {
     delivered: u64,
     acknowledged: u64,
-    /// Threads in `wait`. Waking is a system call even if there are none.
+    /// The number of threads in `wait`. Waking is skipped if it is 0, because it is a system call.
     waiting: u32,
 }
 
@@ -231,18 +230,18 @@ impl Acks {
         self.counts.lock()
     }
 
-    /// The program takes an event.
+    /// Called when an event is delivered to the program.
     pub(crate) fn delivered(&self) {
         self.counts().delivered += 1;
     }
 
-    /// The program acknowledges `n` events. `show` writes the sum where the program sees it.
+    /// Called when the program acknowledges `n` events. `show` writes the total to the public structure.
     pub(crate) fn acknowledged(&self, n: u64, show: impl FnOnce(u32)) {
         let mut counts = self.counts();
         counts.acknowledged += n;
         show(counts.acknowledged as u32);
         if counts.waiting > 0 {
-            // While the lock is held: the waiting thread frees the object, and the lock, as soon as it gets it.
+            // Notified with the lock held: the waiting thread frees the object, including the lock, once it has acquired the lock.
             self.changed.notify_all();
         }
         drop(counts);
@@ -269,11 +268,11 @@ impl Acks {
     }
 }
 
-/// The completion that the reading functions of an `ibv_cq_ex` show.
+/// The current completion of an `ibv_cq_ex`.
 #[derive(Debug)]
 pub(crate) struct Shown {
     pub(crate) completion: Completion,
-    /// Nanoseconds of the real-time clock when it was polled.
+    /// The time of the poll in nanoseconds of the real-time clock.
     pub(crate) at: u64,
 }
 
@@ -284,10 +283,10 @@ pub(crate) struct CqObject {
     pub(crate) engine: Arc<CompletionQueue>,
     pub(crate) comp_acks: Acks,
     pub(crate) async_acks: Acks,
-    /// Queue pairs, and shared receive queues of XRC domains.
+    /// The queue pairs, and the shared receive queues of XRC domains, that use the queue.
     pub(crate) users: Users,
     pub(crate) _channel: Option<Use>,
-    /// The completion that the extended interface shows. Only the thread between `start_poll` and `end_poll` uses it.
+    /// The current completion of the extended interface. Only the thread between `start_poll` and `end_poll` accesses it.
     pub(crate) current: UnsafeCell<Option<Shown>>,
     pub(crate) _place: Place,
 }
@@ -298,35 +297,35 @@ unsafe impl Object<ibv_cq> for CqObject {}
 unsafe impl Object<ibv_cq_ex> for CqObject {}
 
 impl CqObject {
-    /// The device that it belongs to.
+    /// Returns the device of the object.
     pub(crate) fn device(&self) -> &Arc<Context> {
         device_of(self.c.get(|c| c.context))
     }
 }
 
-/// What a shared receive queue of an XRC domain has besides.
+/// The additional fields of a shared receive queue of an XRC domain.
 #[derive(Debug)]
 pub(crate) struct XrcPart {
     pub(crate) queue: Arc<XrcSrq>,
     pub(crate) domain: Arc<XrcDomain>,
-    /// Of the domain and of the completion queue.
+    /// The uses of the domain and of the completion queue.
     pub(crate) _uses: [Use; 2],
 }
 
 impl XrcPart {
-    /// Takes the shared receive queue out of its domain: no receive of it is used from now on.
+    /// Removes the shared receive queue from its domain. Its receives are not used from now on.
     pub(crate) fn leave(&self) {
         self.domain.leave(self.queue.number());
         self.queue.close();
     }
 }
 
-/// An XRC domain as one caller has it.
+/// One handle of an XRC domain.
 #[repr(C)]
 pub(crate) struct XrcdObject {
     pub(crate) c: CStruct<ibv_xrcd>,
     pub(crate) domain: Arc<XrcDomain>,
-    /// Queue pairs and shared receive queues that were made with it.
+    /// The queue pairs and shared receive queues that were created with this handle.
     pub(crate) users: Users,
 }
 
@@ -337,12 +336,12 @@ unsafe impl Object<ibv_xrcd> for XrcdObject {}
 #[repr(C)]
 pub(crate) struct SrqObject {
     pub(crate) c: CStruct<ibv_srq>,
-    /// Its place in an XRC domain, if it has one.
+    /// Set for a queue of an XRC domain.
     pub(crate) xrc: Option<XrcPart>,
     pub(crate) engine: Arc<SharedReceive>,
     pub(crate) pd: Arc<Pd>,
     pub(crate) acks: Acks,
-    /// Queue pairs.
+    /// The queue pairs that use the queue.
     pub(crate) users: Users,
     pub(crate) _place: Place,
 }
@@ -351,14 +350,14 @@ pub(crate) struct SrqObject {
 unsafe impl Object<ibv_srq> for SrqObject {}
 
 impl SrqObject {
-    /// The device that it belongs to.
+    /// Returns the device of the object.
     pub(crate) fn device(&self) -> &Arc<Context> {
         device_of(self.c.get(|c| c.context))
     }
 }
 
-/// Requests between `ibv_wr_start` and `ibv_wr_complete`. The bracket holds no lock that other verbs take, so they may be
-/// called in it.
+/// The requests between `ibv_wr_start` and `ibv_wr_complete`. No lock of another verb is held in between, so the program may call
+/// other verbs there.
 #[derive(Debug, Default)]
 pub(crate) struct Builder {
     pub(crate) requests: Vec<WorkRequest>,
@@ -375,11 +374,11 @@ pub(crate) struct QpObject {
     pub(crate) init: Mutex<ibv_qp_init_attr>,
     pub(crate) ah: Mutex<ibv_ah_attr>,
     pub(crate) builder: Mutex<Builder>,
-    /// Of its two completion queues, its shared receive queue and its XRC domain, as far as it has them.
+    /// The uses of the completion queues, the shared receive queue and the XRC domain.
     pub(crate) _uses: [Option<Use>; 4],
-    /// Of its completion counters.
+    /// The uses of completion counters.
     pub(crate) counters: Mutex<Vec<Use>>,
-    /// Has the functions of the extended interface: `ibv_qp_to_qp_ex` may be used.
+    /// The queue pair has the extended send interface: `ibv_qp_to_qp_ex` may be used.
     pub(crate) extended: bool,
     pub(crate) _place: Place,
 }
@@ -389,23 +388,23 @@ unsafe impl Object<ibv_qp> for QpObject {}
 // SAFETY: as above.
 unsafe impl Object<ibv_qp_ex> for QpObject {}
 
-// SAFETY: `init` holds pointers that are copied and never followed; everything else may be used from every thread.
+// SAFETY: the pointers in `init` are copied and never dereferenced; everything else may be used from every thread.
 unsafe impl Sync for QpObject {}
 // SAFETY: as above.
 unsafe impl Send for QpObject {}
 
 impl QpObject {
-    /// The device that it belongs to.
+    /// Returns the device of the object.
     pub(crate) fn device(&self) -> &Arc<Context> {
         device_of(self.base().context)
     }
 
-    /// A copy of the structure that the program sees.
+    /// Returns a copy of the public structure.
     pub(crate) fn base(&self) -> ibv_qp {
         self.c.get(|c| c.qp_base)
     }
 
-    /// Writes the state where the program sees it.
+    /// Writes the state to the public structure.
     pub(crate) fn show_state(&self, state: ibv_qp_state) {
         self.c.set(|c| c.qp_base.state = state);
     }

@@ -1,4 +1,4 @@
-//! Listing, opening and closing the device; the table of functions behind the inline functions of the header.
+//! Listing, opening and closing the device, and the function table that the inline functions of the header use.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::AsRawFd;
@@ -17,7 +17,7 @@ use crate::ffi::{Errno, fail, os_errno, put};
 use crate::profile::{self, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// The device as programs see it. libmlx5 and libefa look for a mark of theirs behind it: there are zeroes.
+/// The public device structure. libmlx5 and libefa check memory after it for a value of theirs, so zeros follow.
 #[repr(C)]
 struct DeviceObject {
     c: ibv_device,
@@ -30,7 +30,7 @@ unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
-/// The one device of the process.
+/// Returns the only device of the process.
 fn the_device() -> *mut ibv_device {
     static DEVICE: OnceLock<Shared> = OnceLock::new();
     DEVICE
@@ -56,7 +56,7 @@ fn the_device() -> *mut ibv_device {
         .0
 }
 
-/// A list of one, with null behind it, in memory that [`free_list`] frees.
+/// Returns a null-terminated list of one, which [`free_list`] frees.
 pub(crate) fn list_of_one<T>(one: *mut T) -> *mut *mut T {
     Box::into_raw(vec![one, std::ptr::null_mut()].into_boxed_slice()).cast()
 }
@@ -64,19 +64,19 @@ pub(crate) fn list_of_one<T>(one: *mut T) -> *mut *mut T {
 /// Frees a list of [`list_of_one`].
 ///
 /// # Safety
-/// `list` is null or came from there, and is not used again.
+/// `list` is null or came from [`list_of_one`], and is not used again.
 pub(crate) unsafe fn free_list<T>(list: *mut *mut T) {
     if !list.is_null() {
-        // SAFETY: made as a boxed slice of two (guaranteed by the caller).
+        // SAFETY: the list is a boxed slice of two (guaranteed by the caller).
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, 2)) });
     }
 }
 
 entry! {
-    /// `ibv_get_device_list(3)`: one device, then null.
+    /// `ibv_get_device_list(3)`: returns one device and a terminating null.
     ///
     /// # Safety
-    /// `num` is null or a valid place for an int.
+    /// `num` is null or valid for writes.
     unsafe fn ibv_get_device_list(num: *mut c_int) -> *mut *mut ibv_device, null, {
         if !num.is_null() {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
@@ -104,7 +104,7 @@ entry! {
     /// # Safety
     /// `device` is null or from the list.
     unsafe fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char, or(std::ptr::null()), {
-        // SAFETY: null or from the list, which is never freed (guaranteed by the caller).
+        // SAFETY: the pointer is null or from the list (guaranteed by the caller); devices are never freed.
         Ok(unsafe { device.as_ref() }.map_or(std::ptr::null(), |device| device.name.as_ptr()))
     }
 }
@@ -127,12 +127,12 @@ entry! {
     unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(0) }
 }
 
-/// Fills the slots of `ibv_context_ops` that only programs from before 2007 call.
+/// The entry of `ibv_context_ops` for functions that only programs from before 2007 call through it.
 unsafe extern "C" fn compat() -> *mut c_void {
     fail(libc::ENOSYS, std::ptr::null_mut())
 }
 
-/// The functions of the device, as far as the profile has them.
+/// Returns the function table of the device, with the functions that the profile includes.
 fn functions() -> verbs_context {
     let has = &profile().has;
     let xrc = profile().types.contains(&IBV_QPT_XRC_SEND);
@@ -212,7 +212,7 @@ pub(crate) fn open() -> Result<*mut ibv_context, Errno> {
         ..ibv_context::default()
     };
     let object = Box::into_raw(Box::new(ContextObject { c, engine }));
-    // SAFETY: just made; the field's address lies inside the object.
+    // SAFETY: the object was created above, and the field is inside the object.
     let (context, engine) = unsafe { (&raw mut (*object).c.context, &(*object).engine) };
     set_c_object(&engine.c_object, context);
     Ok(context)
@@ -236,9 +236,9 @@ entry! {
     unsafe fn ibv_close_device(context: *mut ibv_context) -> c_int, minus_one, {
         // SAFETY: upheld by the caller.
         match unsafe { ContextObject::live(context) } {
-            // SAFETY: made by `Box::into_raw` in `open`, not used again (guaranteed by the caller).
+            // SAFETY: the object was created by `Box::into_raw` in `open` and is not used again (guaranteed by the caller).
             Ok(_) => drop(unsafe { Box::from_raw(ContextObject::around(context)) }),
-            // A child of fork(2): the object belongs to its parent.
+            // In a child of fork(2) the object belongs to the parent.
             Err(libc::ENODEV) => {}
             Err(e) => return Err(e),
         }
@@ -247,8 +247,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_import_device(3)`. The descriptor stands for the device in one process: a device that lives inside a process does
-    /// not reach the memory of another one, so a descriptor of another process is refused with EOPNOTSUPP.
+    /// `ibv_import_device(3)`: works inside one process. The device is part of the process and cannot access the memory of another one,
+    /// so a descriptor of another process is refused with EOPNOTSUPP.
     ///
     /// # Safety
     /// The function has no requirements.

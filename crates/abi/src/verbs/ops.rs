@@ -1,5 +1,4 @@
-//! Entry points of the data path: the functions that the inline functions of the header (`ibv_post_send`, `ibv_poll_cq` and
-//! others) call.
+//! The entry points of the data path, which the inline functions of the header (`ibv_post_send`, `ibv_poll_cq` and others) call.
 
 use std::ffi::{c_int, c_uint};
 
@@ -16,7 +15,7 @@ use crate::ffi::{Errno, errno_fast, misuse, or_fast};
 use crate::profile::profile;
 use anywarp_verbs_sys::verbs::*;
 
-/// Appends the bytes that the scatter/gather list of an inline request names.
+/// Appends the bytes of the scatter/gather list of an inline request.
 ///
 /// # Safety
 /// `list` has `n` elements, and each names readable memory.
@@ -31,19 +30,18 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
     Ok(())
 }
 
-/// Fills `into`, a blank request, if the work request is a Send or a Write of one short inline element, as most of those are
-/// that a program waits for. False: it is another one, and `into` is still blank. The device of every profile has such
-/// requests.
+/// A fast path: fills the blank request `into` if the work request is a Send or a Write with at most one short inline element, as
+/// latency-bound requests usually are. Returns false for other requests, and leaves `into` blank. All profiles support such requests.
 ///
 /// # Safety
-/// As for [`request_of`], on a queue pair that is connected.
+/// The requirements of [`request_of`] apply. The queue pair is a connected one.
 #[inline]
 unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
     const SHORT: c_uint = IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE;
     if wr.send_flags & IBV_SEND_INLINE == 0 || wr.send_flags & !SHORT != 0 || wr.num_sge != 1 {
         return false;
     }
-    // SAFETY: null or a list of one element (guaranteed by the caller).
+    // SAFETY: the list is null or has one element (guaranteed by the caller).
     let Some(sge) = (unsafe { wr.sg_list.as_ref() }) else {
         return false;
     };
@@ -53,7 +51,7 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
             invalidate: None,
         },
         IBV_WR_RDMA_WRITE => {
-            // SAFETY: the opcode says that this member is meant; every byte pattern is valid.
+            // SAFETY: the opcode selects this union member; every byte pattern is valid.
             let r = unsafe { wr.wr.rdma };
             Op::Write {
                 remote: Remote {
@@ -66,7 +64,7 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
         _ => return false,
     };
     let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
-    // SAFETY: the program's memory, as long as it says (guaranteed by the caller).
+    // SAFETY: the program's buffer has this length (guaranteed by the caller).
     let Some(data) = (unsafe { short_inline(from, sge.length as usize) }) else {
         return false;
     };
@@ -78,10 +76,10 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
     true
 }
 
-/// Fills `into`, a blank request, from a work request in the format of C.
+/// Fills the blank request `into` from a C work request.
 ///
 /// # Safety
-/// `wr` and all that it points to are valid. `datagram` says which member of its union the program has set.
+/// `wr` and everything that it points to are valid. `datagram` tells which union member the program has set.
 unsafe fn request_of(
     wr: &ibv_send_wr,
     datagram: bool,
@@ -107,7 +105,7 @@ unsafe fn request_of(
     }
     let imm = Some(wr.imm_data.to_ne_bytes());
     let rdma = || {
-        // SAFETY: the opcode says that this member is meant; every byte pattern is valid.
+        // SAFETY: the opcode selects this union member; every byte pattern is valid.
         let r = unsafe { wr.wr.rdma };
         Remote {
             rkey: Stag(r.rkey),
@@ -165,7 +163,7 @@ unsafe fn request_of(
             stag: Stag(wr.imm_data),
         },
         IBV_WR_BIND_MW => {
-            // SAFETY: the opcode says that this member is meant.
+            // SAFETY: the opcode selects this union member.
             let bind = unsafe { wr.op.bind_mw };
             // SAFETY: the caller passes null or a live object.
             Op::Bind(unsafe { bind_of(bind.mw, bind.rkey, &bind.bind_info) }?)
@@ -187,14 +185,13 @@ unsafe fn request_of(
         into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
     }
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
-        // The destination (`ud`) and the address in the peer's memory (`rdma`) are members of one union, so a request
-        // cannot have both.
+        // The destination (`ud`) and the address in the peer's memory (`rdma`) share a union, so a request cannot have both.
         return Err(Misuse::InvalidArgument(
             "an operation that datagram queue pairs have in ibv_wr_* only",
         ));
     }
     if datagram {
-        // SAFETY: on a datagram queue pair this member is meant.
+        // SAFETY: this is the union member of a datagram queue pair.
         let ud = unsafe { wr.wr.ud };
         // SAFETY: the handle is live (guaranteed by the caller).
         into.destination = Some(unsafe { destination_of(ud.ah, ud.remote_qpn, ud.remote_qkey) }?);
@@ -206,13 +203,13 @@ unsafe fn request_of(
     into.solicited = wr.send_flags & IBV_SEND_SOLICITED != 0;
     into.fence = wr.send_flags & IBV_SEND_FENCE != 0;
     if xrc {
-        // SAFETY: on a queue pair of this type this member is meant; every byte pattern is a valid number.
+        // SAFETY: this is the union member of an XRC queue pair; every byte pattern is a valid number.
         into.srq = Some(unsafe { wr.qp_type.xrc }.remote_srqn);
     }
     Ok(())
 }
 
-/// Walks a linked list of C requests.
+/// Iterates over a linked list of C requests.
 struct List<T> {
     at: *mut T,
     next: fn(&T) -> *mut T,
@@ -225,17 +222,16 @@ impl<T> Iterator for List<T> {
         if this.is_null() {
             return None;
         }
-        // SAFETY: not null, so an element of the program's list.
+        // SAFETY: the pointer is not null, so it is an element of the program's list.
         self.at = (self.next)(unsafe { &*this });
         Some(this)
     }
 }
 
-/// Reports the outcome of posting a list. On failure, returns the errno and writes the first request that was not posted to
-/// `bad`.
+/// Returns the result of posting a list. On failure, writes the first request that was not posted to `bad`.
 ///
 /// # Safety
-/// The list is valid, `bad` is null or a valid place.
+/// The list is valid, `bad` is null or valid for writes.
 unsafe fn posted<T>(
     call: &str,
     result: Result<(), (usize, Misuse)>,
@@ -269,7 +265,7 @@ pub(crate) unsafe extern "C" fn post_send(
             next: |w: &ibv_send_wr| w.next,
         };
         let requests = list().map(|w| {
-            // SAFETY: each element is valid with all it points to (guaranteed by the program).
+            // SAFETY: each element and everything that it points to are valid (guaranteed by the program).
             move |into: &mut WorkRequest| unsafe { request_of(&*w, datagram, xrc, into) }
         });
         let result = qp.engine.post_sends(requests);
@@ -278,10 +274,10 @@ pub(crate) unsafe extern "C" fn post_send(
     })
 }
 
-/// Converts a receive request from the format of C.
+/// Converts a C receive request.
 ///
 /// # Safety
-/// `wr` is valid with its list.
+/// `wr` and its scatter/gather list are valid.
 #[inline(always)]
 unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
@@ -301,10 +297,10 @@ fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
     }
 }
 
-/// Converts the receive requests of a linked list in the format of C.
+/// Converts a linked list of C receive requests.
 ///
 /// # Safety
-/// Each element is valid with its list.
+/// Each element and its scatter/gather list are valid.
 unsafe fn receives(wr: *mut ibv_recv_wr) -> impl Iterator<Item = Result<RecvRequest, Misuse>> {
     // SAFETY: upheld by the caller.
     receive_list(wr).map(|w| unsafe { recv_of(&*w) })
@@ -316,7 +312,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: null or live, with a valid list (guaranteed by the program).
+    // SAFETY: the queue pair is null or live, and the list is valid (guaranteed by the program).
     errno_fast("ibv_post_recv", || unsafe {
         let result = live::<QpObject, _>(qp)?.engine.post_recv(receives(wr));
         posted("ibv_post_recv", result, receive_list(wr), bad)
@@ -329,7 +325,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: null or live, with a valid list (guaranteed by the program).
+    // SAFETY: the queue is null or live, and the list is valid (guaranteed by the program).
     errno_fast("ibv_post_srq_recv", || unsafe {
         let result = live::<SrqObject, _>(srq)?.engine.post(receives(wr));
         posted("ibv_post_srq_recv", result, receive_list(wr), bad)
@@ -358,7 +354,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
                 sl: c.sl,
                 dlid_path_bits: 0,
             };
-            // SAFETY: `i` is below `max`, for which the program has room.
+            // SAFETY: `i` is below `max`, and the program's array has that many elements.
             unsafe { wc.add(i).write(entry) };
         });
         if got == 0 && queue.engine.core.is_broken() {

@@ -1,8 +1,8 @@
 //! Protection domains, and the parent and thread domains of `ibv_alloc_parent_domain(3)`.
 //!
-//! Thread and parent domains tell a device which objects only one thread uses, and where the program wants their memory.
-//! This device allows all calls from every thread and keeps its queues in memory of its own. A parent domain is therefore
-//! its protection domain under another name, and its allocators are never called, which the manual page allows.
+//! Thread and parent domains tell a device which objects are used by a single thread, and where to allocate their memory. This device
+//! allows all calls from every thread and allocates its queues itself. A parent domain is therefore another handle of its protection
+//! domain, and its allocators are never called, which the manual page allows.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -44,7 +44,7 @@ entry! {
         let engine = Arc::new(pd);
         let mut domains = by_handle();
         if domains.len() >= domains.capacity() {
-            // Before the table grows: drop the entries of domains that are gone.
+            // Removes the entries of destroyed domains before the table grows.
             domains.retain(|_, pd| pd.strong_count() > 0);
         }
         domains.insert(handle, Arc::downgrade(&engine));
@@ -55,7 +55,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_dealloc_pd(3)`: EBUSY while something belongs to it.
+    /// `ibv_dealloc_pd(3)`: EBUSY while an object uses it.
     ///
     /// # Safety
     /// `pd` came from `ibv_alloc_pd` and is not used after this returns 0.
@@ -110,7 +110,7 @@ pub(crate) unsafe extern "C" fn alloc_td(
     init: *mut ibv_td_init_attr,
 ) -> *mut ibv_td {
     null("ibv_alloc_td", || {
-        // SAFETY: null, or open and valid (guaranteed by the program).
+        // SAFETY: the pointers are null, or open and valid (guaranteed by the program).
         let (_open, init) = unsafe { (ContextObject::live(context)?, arg(init)?) };
         if init.comp_mask != 0 {
             return Err(libc::EINVAL);
@@ -122,10 +122,10 @@ pub(crate) unsafe extern "C" fn alloc_td(
     })
 }
 
-/// `ibv_dealloc_td(3)`: EBUSY while a parent domain has it.
+/// `ibv_dealloc_td(3)`: EBUSY while a parent domain uses it.
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     errno("ibv_dealloc_td", || {
-        // SAFETY: null or a thread domain that is not used again (guaranteed by the program).
+        // SAFETY: the pointer is null or a thread domain that is not used again (guaranteed by the program).
         let Some(td) = unsafe { returned::<TdObject, _>(td) }? else {
             return Ok(());
         };

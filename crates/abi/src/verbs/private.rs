@@ -1,13 +1,13 @@
 //! Functions that libibverbs exports for its drivers, under the private version node.
 //!
-//! perftest, UCX and libfabric are linked with libmlx5 and libefa, which import these symbols; without the symbols the
-//! programs do not start. The names are those of rdma-core 22 to 65. No driver of another vendor can drive this device, so
-//! the registration of a driver has no effect, and every command to a kernel device fails with `EOPNOTSUPP`.
+//! perftest, UCX and libfabric are linked with libmlx5 and libefa, which import these symbols, so without them the programs do not
+//! start. The names are those of rdma-core 22 to 65. No driver of another vendor can drive this device: registering a driver has no
+//! effect, and every command to a kernel device fails with `EOPNOTSUPP`.
 
 use crate::refuse;
 use libc::EOPNOTSUPP;
 
-/// Drops a log line of a driver.
+/// Discards a log line of a driver.
 ///
 /// The function is variadic in C. The x86-64 and AArch64 procedure call standards permit a variadic call of a function that
 /// reads none of its arguments.

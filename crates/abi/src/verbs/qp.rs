@@ -31,7 +31,7 @@ use crate::ffi::{Errno, arg, arg_mut, misuse, null, os_errno, put};
 use crate::profile::{Counted, Place, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// Attributes of the first form, from those of the extended one.
+/// Converts extended attributes to an `ibv_qp_init_attr`.
 fn plain_of(ex: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     ibv_qp_init_attr {
         qp_context: ex.qp_context,
@@ -44,10 +44,10 @@ fn plain_of(ex: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     }
 }
 
-/// Makes a queue pair. `chosen` is the kind of datagram queue pair if the program chose one with `anywarpdv.h`.
+/// Creates a queue pair. `chosen` is the kind of datagram queue pair if the program selected one with `anywarpdv.h`.
 ///
 /// # Safety
-/// `pd` and the queues of `init` are null or live.
+/// `pd` and the objects in `init` are null or live.
 unsafe fn create(
     pd: *mut ibv_pd,
     init: &mut ibv_qp_init_attr,
@@ -55,13 +55,13 @@ unsafe fn create(
     chosen: Option<(Kind, Options)>,
 ) -> Result<*mut ibv_qp, Errno> {
     if init.qp_type != IBV_QPT_XRC_RECV {
-        // ibv_create_qp(3): the caller learns the actual size.
+        // ibv_create_qp(3): the actual size is returned to the caller.
         let least = bounds::MIN_INLINE.min(profile().max_inline);
         init.cap.max_inline_data = init.cap.max_inline_data.max(least);
     }
-    // The rest of the caller's structure stays as it is.
+    // Changes a copy, so that the other fields of the caller's structure stay as they are.
     let init = &mut init.clone();
-    // The sending end of an XRC connection receives nothing, and has no queue for it.
+    // The sending end of an XRC connection has no receive queue.
     let xrc_send = init.qp_type == IBV_QPT_XRC_SEND;
     if xrc_send {
         init.recv_cq = std::ptr::null_mut();
@@ -153,7 +153,7 @@ unsafe fn create(
     Ok(finish(base, *init, engine, send_ops, pd, uses, place))
 }
 
-/// How a queue pair of a type travels: `None` over a connection, else the kind of datagrams.
+/// Returns the kind of datagrams for a type of queue pair, or `None` for one over a connection.
 fn kind_of(
     qp_type: ibv_qp_type,
     chosen: Option<(Kind, Options)>,
@@ -172,7 +172,7 @@ fn kind_of(
     })
 }
 
-/// Makes the C object around a queue pair of the engine.
+/// Creates the C object for a queue pair of the engine.
 fn finish(
     base: ibv_qp,
     init: ibv_qp_init_attr,
@@ -213,11 +213,11 @@ fn finish(
 }
 
 thread_local! {
-    /// Whether the connection manager makes the queue pair: it connects over TCP.
+    /// The connection manager is creating a queue pair, which will connect over TCP.
     static MANAGED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `make`, which makes a queue pair for the connection manager.
+/// Runs `make`, which creates a queue pair for the connection manager.
 pub(crate) fn managed<R>(make: impl FnOnce() -> R) -> R {
     let before = MANAGED.replace(true);
     let result = make();
@@ -225,7 +225,7 @@ pub(crate) fn managed<R>(make: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Options of a reliable connection over datagrams.
+/// Returns the options of a reliable connection over datagrams.
 fn connected() -> Options {
     Options {
         one_sided: true,
@@ -236,10 +236,10 @@ fn connected() -> Options {
     }
 }
 
-/// Makes a datagram queue pair with the options of `anywarpdv_create_qp_ex`.
+/// Creates a datagram queue pair with the options of `anywarpdv_create_qp_ex`.
 ///
 /// # Safety
-/// What `ex` names is null or points to a live object.
+/// The objects in `ex` are null or live.
 pub(crate) unsafe fn create_datagram_qp(
     ex: &mut ibv_qp_init_attr_ex,
     ops: Option<u64>,
@@ -253,12 +253,12 @@ pub(crate) unsafe fn create_datagram_qp(
     Ok(qp)
 }
 
-/// The completion queue of an end that has none.
+/// Returns a placeholder for the completion queue of an end that has none.
 fn no_cq() -> Arc<Cq> {
     Arc::new(Cq::new(1, None))
 }
 
-/// Makes the receiving end of an XRC connection.
+/// Creates the receiving end of an XRC connection.
 ///
 /// # Safety
 /// `context` is null or open, `xrcd` is null or points to a live object.
@@ -314,7 +314,7 @@ entry! {
     /// `ibv_create_qp(3)`.
     ///
     /// # Safety
-    /// `pd` and the queues of `init` are null or live.
+    /// `pd` and the objects in `init` are null or live.
     unsafe fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp, null, {
         // SAFETY: upheld by the caller.
         unsafe { create(pd, arg_mut(init)?, None, None) }
@@ -361,7 +361,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
 }
 
 entry! {
-    /// `ibv_qp_to_qp_ex`: null unless it was created with send operation flags.
+    /// `ibv_qp_to_qp_ex`: returns null unless the queue pair was created with `send_ops_flags`.
     ///
     /// # Safety
     /// `qp` is null or points to a live queue pair.
@@ -372,7 +372,7 @@ entry! {
     }
 }
 
-/// The path that an address vector names; `None` if the GID table has no such entry.
+/// Returns the path of an address vector, or `None` if the GID table has no such entry.
 fn route_of(attr: &ibv_qp_attr) -> Result<Option<Route>, Misuse> {
     let remote = remote_ip(&attr.ah_attr)?;
     let grh = if attr.ah_attr.is_global != 0 {
@@ -406,7 +406,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
         state.map(Some).ok_or(Misuse::InvalidArgument("qp_state"))
     };
     let next = state(mask::STATE, attr.qp_state)?;
-    // A current state with an unknown number is ignored.
+    // An invalid number in the current state is ignored.
     let expected_state = state(mask::CUR_STATE, attr.cur_qp_state).unwrap_or(None);
     let route = if has(mask::AV) { route_of(attr)? } else { None };
     let p = profile();
@@ -453,20 +453,20 @@ entry! {
     /// `ibv_query_qp(3)`.
     ///
     /// # Safety
-    /// `qp` is null or points to a live object, `attr` and `init` are null or valid places.
+    /// `qp` is null or points to a live object, `attr` and `init` are null or valid for writes.
     unsafe fn ibv_query_qp(
         qp: *mut ibv_qp, attr: *mut ibv_qp_attr, attr_mask: c_int, init: *mut ibv_qp_init_attr,
     ) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         let object = unsafe { live::<QpObject, _>(qp) }?;
         let (state, a) = object.engine.query();
-        // An iWARP queue pair is initialized from the start: the kernel's drivers have no state before that.
+        // An iWARP queue pair is shown as INIT from the start, because the kernel's iWARP drivers have no RESET state.
         let fresh = config().face == Face::Iwarp && state == State::Reset;
         let state = if fresh { State::Init } else { state };
         let made = *object.init.lock();
         let draining = match &object.engine {
             QueuePair::Rc(rc) => rc.is_draining(),
-            // A datagram is done when UDP has taken it.
+            // A datagram is complete when UDP has accepted it.
             QueuePair::Dgram(_) => false,
         };
         let out = ibv_qp_attr {
@@ -498,8 +498,8 @@ entry! {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(init, made) }?;
         }
-        // The mask is a hint for the attributes, which are all returned. The state that the structure shows changes only by it:
-        // programs ask for other attributes of a queue pair that has failed, and go on with the state that they know.
+        // All attributes are returned whatever the mask. The state in the public structure is updated only if the mask contains STATE:
+        // programs query other attributes of a queue pair that has failed and continue with the state in the structure.
         if attr_mask.cast_unsigned() & mask::STATE != 0 {
             object.show_state(state as ibv_qp_state);
         }
@@ -508,8 +508,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_destroy_qp(3)`: waits until the events that the program took are acknowledged. Completions that were not polled
-    /// are dropped.
+    /// `ibv_destroy_qp(3)`: waits until all events that were delivered to the program are acknowledged. Completions that were not polled
+    /// are discarded.
     ///
     /// # Safety
     /// `qp` came from a create call and is not used after this returns 0.

@@ -10,10 +10,10 @@ use anywarp_verbs_sys::verbs::{
 };
 use std::ffi::c_int;
 
-/// Rate, multiple of 2.5 Gbit/s where it has one, Mbit/s.
+/// Each rate, its multiple of 2.5 Gbit/s if it has one, and its Mbit/s.
 ///
-/// The columns do not follow from the names: lanes of the FDR generation and later do not run at
-/// a round number of Gbit/s, and some of them count as whole multiples all the same.
+/// The numbers do not follow from the names: lanes of the FDR generation and later do not run at a round number of Gbit/s, and some of
+/// them have a whole multiple nevertheless.
 const RATES: [(ibv_rate, Option<c_int>, c_int); 23] = [
     (IBV_RATE_2_5_GBPS, Some(1), 2_500),
     (IBV_RATE_5_GBPS, Some(2), 5_000),
@@ -41,7 +41,7 @@ const RATES: [(ibv_rate, Option<c_int>, c_int); 23] = [
 ];
 
 entry! {
-    /// `ibv_rate_to_mult(3)`: the rate as a multiple of 2.5 Gbit/s, or -1.
+    /// `ibv_rate_to_mult(3)`: returns the rate as a multiple of 2.5 Gbit/s, or -1.
     ///
     /// # Safety
     /// Any number may be passed.
@@ -51,7 +51,7 @@ entry! {
 }
 
 entry! {
-    /// `mult_to_ibv_rate(3)`: the rate that is `mult` times 2.5 Gbit/s, or `IBV_RATE_MAX`.
+    /// `mult_to_ibv_rate(3)`: returns the rate that is `mult` times 2.5 Gbit/s, or `IBV_RATE_MAX`.
     ///
     /// # Safety
     /// Any number may be passed.
@@ -61,7 +61,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_rate_to_mbps(3)`: the rate in Mbit/s, or -1.
+    /// `ibv_rate_to_mbps(3)`: returns the rate in Mbit/s, or -1.
     ///
     /// # Safety
     /// Any number may be passed.
@@ -71,7 +71,7 @@ entry! {
 }
 
 entry! {
-    /// `mbps_to_ibv_rate(3)`: the rate of exactly `mbps` Mbit/s, or `IBV_RATE_MAX`.
+    /// `mbps_to_ibv_rate(3)`: returns the rate of exactly `mbps` Mbit/s, or `IBV_RATE_MAX`.
     ///
     /// # Safety
     /// Any number may be passed.

@@ -1,7 +1,7 @@
 //! Shared receive queues, and the XRC domains that some of them belong to.
 //!
-//! All callers that open an XRC domain with a descriptor of the same file get the same domain, within this process: receive
-//! buffers of another process are out of reach of a device that lives inside this one.
+//! All callers in a process that open an XRC domain with a descriptor of the same file get the same domain. Other processes get
+//! another one, because a device inside a process cannot access receive buffers of another process.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -24,7 +24,7 @@ use crate::ffi::{Errno, arg, arg_mut, errno, misuse, null, put};
 use crate::profile::{Counted, Place, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// Makes a shared receive queue.
+/// Creates a shared receive queue.
 ///
 /// # Safety
 /// `pd` is null or points to a live protection domain.
@@ -80,7 +80,7 @@ entry! {
     }
 }
 
-/// `ibv_create_srq_ex(3)`: basic queues, and those of an XRC domain.
+/// `ibv_create_srq_ex(3)`: creates a basic queue or a queue of an XRC domain.
 pub(crate) unsafe extern "C" fn create_srq_ex(
     _context: *mut ibv_context,
     init: *mut ibv_srq_init_attr_ex,
@@ -141,7 +141,7 @@ entry! {
     /// `ibv_query_srq(3)`.
     ///
     /// # Safety
-    /// `srq` is null or points to a live object, `attr` is null or a valid place.
+    /// `srq` is null or points to a live object, `attr` is null or valid for writes.
     unsafe fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int, errno, {
         // SAFETY: upheld by the caller.
         let srq = unsafe { live::<SrqObject, _>(srq) }?;
@@ -190,7 +190,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
 ) -> *mut ibv_xrcd {
     null("ibv_open_xrcd", || {
         const NEEDED: u32 = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
-        // SAFETY: null, or open and valid (guaranteed by the program).
+        // SAFETY: the pointers are null, or open and valid (guaranteed by the program).
         let (_open, init) = unsafe { (ContextObject::live(context)?, arg(init)?) };
         if init.comp_mask != NEEDED || init.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
             return Err(libc::EINVAL);
@@ -203,7 +203,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
     })
 }
 
-/// The domain of a file, opened or created as the flags say. Descriptor -1 stands for a domain that is not shared.
+/// Opens or creates the domain of a file, according to the flags. Descriptor -1 stands for a domain that is not shared.
 fn domain_of(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, Errno> {
     let creates = flags & libc::O_CREAT != 0;
     if fd == -1 {
@@ -232,7 +232,7 @@ fn domain_of(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, Errno> {
 /// `ibv_close_xrcd(3)`: EBUSY while a queue belongs to it.
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     errno("ibv_close_xrcd", || {
-        // SAFETY: null or a domain that is not used again (guaranteed by the program).
+        // SAFETY: the pointer is null or a domain that is not used again (guaranteed by the program).
         let Some(xrcd) = unsafe { returned::<XrcdObject, _>(xrcd) }? else {
             return Ok(());
         };
@@ -244,7 +244,7 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     })
 }
 
-/// Enters a shared receive queue into an XRC domain, where peers can name it.
+/// Adds a shared receive queue to an XRC domain, so that peers can address it by its number.
 fn enter(srq: &Arc<SharedReceive>, xrcd: &XrcdObject, cq: &CqObject) -> XrcPart {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let owner = Arc::downgrade(srq);
@@ -269,7 +269,7 @@ fn enter(srq: &Arc<SharedReceive>, xrcd: &XrcdObject, cq: &CqObject) -> XrcPart 
 /// `ibv_get_srq_num(3)`: only queues of an XRC domain have a number.
 pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32) -> c_int {
     errno("ibv_get_srq_num", || {
-        // SAFETY: null, or live and a valid place (guaranteed by the program).
+        // SAFETY: the queue is null or live, and `number` is null or valid for writes (guaranteed by the program).
         let srq = unsafe { live::<SrqObject, _>(srq) }?;
         if number.is_null() {
             return Err(libc::EINVAL);

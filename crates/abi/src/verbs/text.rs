@@ -101,7 +101,7 @@ const WR_OPCODE: [&CStr; 16] = [
     c"atomic-write",
 ];
 
-/// The entry at `index`, or `other` if there is none.
+/// Returns the entry at `index`, or `other` if there is none.
 pub(crate) fn text(
     table: &'static [&'static CStr],
     index: impl TryInto<usize>,
@@ -203,11 +203,11 @@ mod tests {
         }
     }
 
-    /// The test tries opcodes that the header names, and numbers between and above them.
+    /// Tests opcodes that the header names, and numbers between and above them.
     #[test]
     fn operations_have_names() {
         use anywarp_verbs_sys::verbs::*;
-        // SAFETY: any number may be passed; a static string comes back.
+        // SAFETY: any number may be passed; the function returns a static string.
         let name = |n| unsafe { CStr::from_ptr(ibv_wr_opcode_str(n)) };
         assert_eq!(name(IBV_WR_SEND), c"send");
         assert_eq!(name(IBV_WR_ATOMIC_FETCH_AND_ADD), c"atomic-fetch-and-add");

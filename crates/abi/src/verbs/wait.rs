@@ -1,14 +1,14 @@
-//! Waiting for an event descriptor: the calling thread moves bytes while it waits.
+//! Waiting for an event descriptor. The waiting thread also runs the engine's transport work.
 
 use std::ffi::c_int;
 use std::os::fd::BorrowedFd;
 
 use crate::ffi::or;
 
-/// Waits until a descriptor is readable. False if a signal handler ran that wants calls to be interrupted: the caller fails
-/// with EINTR.
+/// Waits until a descriptor is readable. Returns false if a signal handler ran that was installed without `SA_RESTART`: the caller
+/// fails with EINTR.
 ///
-/// A true result may be premature: the caller tries again. The second half waits in `poll(2)` of the C library, a
+/// A true result may be spurious, so the caller tries again. The second half waits in `poll(2)` of the C library, which is a
 /// cancellation point: no lock is held there, and nothing has to be undone.
 pub(crate) fn block_on(fd: c_int) -> bool {
     let Ok(engine) = anywarp_engine::engine::engine() else {
@@ -16,7 +16,7 @@ pub(crate) fn block_on(fd: c_int) -> bool {
     };
     // SAFETY: the descriptor belongs to a channel that the caller keeps alive.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    // This makes no system call that is a cancellation point.
+    // The closure makes no system call that is a cancellation point.
     let worked = or("waiting for an event", false, || {
         Ok(engine.work_until_readable(borrowed).is_ok())
     });
@@ -30,13 +30,13 @@ pub(crate) fn block_on(fd: c_int) -> bool {
     true
 }
 
-/// `poll(2)` for one descriptor.
+/// Calls `poll(2)` for one descriptor.
 fn poll(fd: c_int, timeout: c_int) -> c_int {
     let mut fds = libc::pollfd {
         fd,
         events: libc::POLLIN,
         revents: 0,
     };
-    // SAFETY: one valid pollfd.
+    // SAFETY: the list has one valid element.
     unsafe { libc::poll(&raw mut fds, 1, timeout) }
 }

@@ -52,7 +52,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
 /// `ibv_dealloc_mw(3)`.
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     errno("ibv_dealloc_mw", || {
-        // SAFETY: null or a window that is not used again (guaranteed by the program).
+        // SAFETY: the pointer is null or a window that is not used again (guaranteed by the program).
         let Some(window) = unsafe { returned::<MwObject, _>(mw) }? else {
             return Ok(());
         };
@@ -64,14 +64,14 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     })
 }
 
-/// `ibv_bind_mw(3)`: for windows of type 1. The key changes at once.
+/// `ibv_bind_mw(3)`: for windows of type 1. The key changes before the bind completes.
 pub(crate) unsafe extern "C" fn bind_mw(
     qp: *mut ibv_qp,
     mw: *mut ibv_mw,
     bind: *mut ibv_mw_bind,
 ) -> c_int {
     errno("ibv_bind_mw", || {
-        // SAFETY: null, or live and valid (guaranteed by the program).
+        // SAFETY: the pointers are null, or live and valid (guaranteed by the program).
         let (qp, window, what) = unsafe {
             (
                 live::<QpObject, _>(qp)?,
@@ -89,9 +89,9 @@ pub(crate) unsafe extern "C" fn bind_mw(
         if !may_bind && what.bind_info.length != 0 {
             return Err(libc::EPERM);
         }
-        // The low octet belongs to the consumer (RFC 5040 §5.1, "STag Key"): here it counts the binds.
+        // The consumer chooses the low octet (RFC 5040 §5.1, "STag Key"). Here it counts the binds.
         let next = key & !0xff | key.wrapping_add(1) & 0xff;
-        // SAFETY: both live (guaranteed by the program).
+        // SAFETY: both are live (guaranteed by the program).
         let bind =
             unsafe { bind_of(mw, next, &what.bind_info) }.map_err(|e| misuse("ibv_bind_mw", &e))?;
         let request = WorkRequest {

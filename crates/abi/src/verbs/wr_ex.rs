@@ -15,7 +15,7 @@ use crate::ffi::{Errno, arg, errno_fast, misuse, or_fast};
 use crate::profile::profile;
 use anywarp_verbs_sys::verbs::*;
 
-/// Operations that a queue pair of this type has.
+/// Returns the operations that a queue pair of this type supports.
 pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
     let send = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
     let write = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
@@ -35,7 +35,7 @@ pub(crate) fn known_ops(kind: ibv_qp_type) -> u64 {
     all & profile().send_ops()
 }
 
-/// Operations of a datagram queue pair with the extensions of `anywarpdv.h`.
+/// Returns the operations that a datagram queue pair with the extensions of `anywarpdv.h` supports.
 pub(crate) fn known_datagram_ops(kind: Kind) -> u64 {
     let sends = known_ops(IBV_QPT_UD);
     let one_sided =
@@ -46,7 +46,7 @@ pub(crate) fn known_datagram_ops(kind: Kind) -> u64 {
     }
 }
 
-/// Enters the functions of the operations `ops` into the structure.
+/// Writes the functions for the operations `ops` into the structure.
 pub(crate) fn fill(qp: &mut ibv_qp_ex, ops: u64) {
     let has = |bit: u64| ops & bit != 0;
     qp.wr_start = Some(wr_start);
@@ -78,7 +78,7 @@ impl QpObject {
         self.builder.lock()
     }
 
-    /// Begins a request, with the number and the flags that the program wrote into the structure.
+    /// Begins a request, with the `wr_id` and the flags that the program wrote into the structure.
     fn begin(&self, op: Op) {
         let (id, flags) = self.c.get(|c| (c.wr_id, c.wr_flags));
         self.builder().requests.push(WorkRequest {
@@ -93,7 +93,7 @@ impl QpObject {
         });
     }
 
-    /// Changes the request that was begun last. An error fails `ibv_wr_complete`, which has the only return value.
+    /// Changes the current request. `ibv_wr_complete`, the only function with a return value, returns an error of this.
     fn amend(&self, change: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>) {
         let mut builder = self.builder();
         let changed = match builder.requests.last_mut() {
@@ -115,7 +115,7 @@ macro_rules! calls {
         $(#[$meta])*
         unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $type)*) {
             or_fast("ibv_wr", (), || {
-                // SAFETY: is live (guaranteed by the program).
+                // SAFETY: the queue pair is live (guaranteed by the program).
                 if let Ok($qp) = unsafe { live::<QpObject, _>(qp) } {
                     $body
                 }
@@ -177,7 +177,7 @@ calls! {
 
     fn wr_atomic_write(qp, rkey: u32, to: u64, word: *const c_void) {
         let mut data = InlineData::new();
-        // SAFETY: null or eight octets (guaranteed by the program); an array of octets may lie anywhere.
+        // SAFETY: the pointer is null or points to eight octets (guaranteed by the program); an octet array needs no alignment.
         if let Some(word) = unsafe { word.cast::<[u8; 8]>().as_ref() } {
             data.extend_from_slice(word);
         }
@@ -193,7 +193,7 @@ calls! {
     }
 
     fn wr_bind_mw(qp, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
-        // SAFETY: null, or live and valid (guaranteed by the program).
+        // SAFETY: the pointers are null, or live and valid (guaranteed by the program).
         match unsafe { arg(info).map(|info| bind_of(mw, rkey, info)) } {
             Ok(Ok(bind)) => qp.begin(Op::Bind(bind)),
             Ok(Err(e)) => qp.builder().error = Some(e),
@@ -248,7 +248,7 @@ calls! {
         qp.amend(|request| {
             let mut data = InlineData::new();
             for i in 0..n {
-                // SAFETY: element `i` of `n`, which names readable octets (guaranteed by the program).
+                // SAFETY: `i` is less than `n`, and each element names readable octets (guaranteed by the program).
                 unsafe {
                     let part = &*list.add(i);
                     append_inline(&mut data, part.addr.cast(), part.length)?;
@@ -260,7 +260,7 @@ calls! {
     }
 }
 
-/// Posts the requests of a bracket.
+/// Posts the requests since `ibv_wr_start`.
 fn complete(qp: &QpObject) -> Result<(), Errno> {
     let mut builder = qp.builder();
     let (mut requests, error) = (std::mem::take(&mut builder.requests), builder.error.take());
@@ -269,7 +269,7 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
         return Err(misuse("ibv_wr_complete", &e));
     }
     let posted = qp.engine.post_send(requests.drain(..).map(Ok));
-    // Gives the allocation back, unless another thread has begun a bracket since.
+    // Keeps the allocation for the next `ibv_wr_start`, unless another thread has called it meanwhile.
     let mut builder = qp.builder();
     if builder.requests.is_empty() {
         builder.requests = requests;
@@ -279,6 +279,6 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
 }
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
-    // SAFETY: is live (guaranteed by the program).
+    // SAFETY: the queue pair is live (guaranteed by the program).
     errno_fast("ibv_wr_complete", || complete(unsafe { live(qp) }?))
 }

@@ -160,7 +160,7 @@ fn users_of(pid: u32) -> std::io::Result<Vec<u32>> {
     Ok(words.filter_map(|word| word.parse().ok()).collect())
 }
 
-/// Whether a socket that `user` bound may belong to a process of `users`. The superuser may have given up its rights since it bound
+/// Returns whether a socket that `user` bound may belong to a process of `users`. The superuser may have given up its rights since it bound
 /// the socket.
 fn may_answer_for(user: u32, users: &[u32]) -> bool {
     user == 0 || users.contains(&user)

@@ -599,7 +599,7 @@ fn session(
     }
 }
 
-/// Whether a client's wish is one that this end will do.
+/// Returns whether a client's wish is one that this end will do.
 fn checked(mut plan: Numbers) -> Result<Numbers, Lost> {
     let of = |name: &str| plan.get(name).copied().unwrap_or_default();
     let memory = (of("size").saturating_add(128)).saturating_mul(of("slots"));

@@ -263,7 +263,7 @@ impl Report {
         self.partial = partial;
     }
 
-    /// Whether every byte was right.
+    /// Returns whether every byte was right.
     pub(crate) fn good(&self) -> bool {
         self.points
             .iter()

@@ -173,7 +173,7 @@ pub(crate) type Select = BTreeMap<String, Values>;
 /// The values of all axes of a point.
 pub(crate) type Params = BTreeMap<String, String>;
 
-/// Whether a point is among those selected.
+/// Returns whether a point is among those selected.
 pub(crate) fn selects(select: &Select, params: &Params) -> bool {
     select
         .iter()

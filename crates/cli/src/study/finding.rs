@@ -117,7 +117,7 @@ pub(crate) fn judge(finding: &Finding, values: &Values, x: &str, places: &[Strin
     summary(finding, &numbers, &holds)
 }
 
-/// Whether two points differ in nothing but what the finding names of the other.
+/// Returns whether two points differ in nothing but what the finding names of the other.
 fn alike(finding: &Finding, one: &Params, other: &Params) -> bool {
     one.iter()
         .all(|(axis, value)| finding.b.contains_key(axis) || other.get(axis) == Some(value))

@@ -389,7 +389,7 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
     all.into_iter().collect()
 }
 
-/// Whether a finding is about a point.
+/// Returns whether a finding is about a point.
 fn needs(finding: &Finding, params: &Params) -> bool {
     figures::selects(&finding.a, params)
         || !finding.b.is_empty() && figures::selects(&finding.b, params)

@@ -628,7 +628,7 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// Whether a point of these figures failed.
+    /// Returns whether a point of these figures failed.
     pub(crate) fn failed(&self, ids: &BTreeSet<String>) -> bool {
         let of = self.seen.iter().filter(|seen| ids.contains(&seen.id));
         of.flat_map(|seen| seen.missing.keys())

@@ -532,7 +532,7 @@ impl Endpoint {
         self.cq.arm();
     }
 
-    /// Whether no operation waits for a peer.
+    /// Returns whether no operation waits for a peer.
     pub fn is_idle(&self) -> bool {
         self.outstanding == 0 && self.deferred.is_empty()
     }

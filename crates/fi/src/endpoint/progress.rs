@@ -292,7 +292,7 @@ impl Endpoint {
         let _posted = self.post_receive(at);
     }
 
-    /// Whether the messages that wait for receives of the program have reached their limit.
+    /// Returns whether the messages that wait for receives of the program have reached their limit.
     pub(super) fn is_crowded(&self) -> bool {
         self.tagged.bytes() + self.untagged.bytes() > limits::UNEXPECTED
     }
@@ -460,7 +460,7 @@ impl Endpoint {
     }
 }
 
-/// Whether a record is that of the write that was granted.
+/// Returns whether a record is that of the write that was granted.
 fn fits(incoming: &Incoming, record: &Record) -> bool {
     let same_memory = incoming
         .region

@@ -77,7 +77,7 @@ impl Endpoint {
         }
     }
 
-    /// Whether a receive that has got a message accepts no more.
+    /// Returns whether a receive that has got a message accepts no more.
     pub(super) fn is_over(&self, receive: &Receive) -> bool {
         let multi = receive.multi.and_then(|m| self.multis.get(m));
         multi.is_none_or(|m| m.over)

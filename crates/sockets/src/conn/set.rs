@@ -112,7 +112,7 @@ impl Set {
         self.inner.lock()
     }
 
-    /// Whether the set has connections that are not plain.
+    /// Returns whether the set has connections that are not plain.
     pub fn is_used(&self) -> bool {
         self.members.load(Ordering::Acquire) > 0
     }

@@ -101,7 +101,7 @@ fn private_nodes(path: &Path) -> Vec<String> {
     nodes
 }
 
-/// Whether the drop-in library offers what the distribution's programs are linked against.
+/// Returns whether the drop-in library offers what the distribution's programs are linked against.
 pub(super) fn library(library: &Library) -> Vec<Line> {
     let mut lines = vec![Line::ok("library", library.dir().display().to_string())];
     if let Some(theirs) = distribution_verbs() {

@@ -207,7 +207,7 @@ fn join(names: &BTreeSet<String>) -> String {
         .join(", ")
 }
 
-/// Whether a library's name is that of a copy that a wheel or a program brings, such as libibverbs-1de1263b.so.1.14.
+/// Returns whether a library's name is that of a copy that a wheel or a program brings, such as libibverbs-1de1263b.so.1.14.
 fn is_bundled(name: &str) -> bool {
     ["libibverbs-", "librdmacm-"]
         .iter()
