@@ -1,4 +1,4 @@
-//! What can be asked of `anywarp`: subcommands and options, from which help, man pages and completions are made.
+//! The subcommands and options of `anywarp`. Help, man pages and completions are generated from them.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -14,10 +14,10 @@ use crate::study::args::Study;
 
 /// RDMA on any machine: runs unmodified RDMA programs without RDMA hardware
 ///
-/// anywarp is an RDMA network card made of software. It lives inside the process that uses it, needs no
-/// kernel module, no device file and no privileges, and speaks iWARP over the machine's own TCP and UDP.
-/// Programs find it through the libraries they are linked with anyway, libibverbs and librdmacm; `anywarp
-/// run` puts anywarp's versions of the two in front of the distribution's.
+/// anywarp is a software RNIC (an RDMA network card). It is part of the process that uses it, needs no kernel
+/// module, no device file and no privileges, and uses iWARP over the machine's TCP and UDP. Programs access it
+/// through the libraries that they are linked with, libibverbs and librdmacm; `anywarp run` loads anywarp's
+/// versions of the two instead of the distribution's.
 #[derive(Debug, Parser)]
 #[command(
     name = "anywarp",
@@ -37,25 +37,25 @@ pub(crate) enum Command {
     /// Run a program with anywarp as its RDMA device
     ///
     /// Sets LD_PRELOAD and LD_LIBRARY_PATH so that the program and all its children load anywarp's
-    /// libibverbs.so.1 and librdmacm.so.1, and then becomes the program: no process of anywarp stays behind.
-    /// Both variables keep what was set before, behind anywarp's part. `--log info` shows what is set, and why. No
-    /// variable of other software is set: UCX, libfabric and others find the device as they find hardware.
+    /// libibverbs.so.1 and librdmacm.so.1, and then executes the program in the same process. Earlier values of both
+    /// variables are kept after anywarp's part. `--log info` shows what is set, and why. No variables of other software
+    /// are set: UCX, libfabric and others find the device as they find hardware.
     ///
-    /// FI_PROVIDER_PATH has the folder of anywarp's provider for libfabric in front, if it is installed: docs/mpi.md.
+    /// If anywarp's provider for libfabric is installed, its folder is put first in FI_PROVIDER_PATH: docs/mpi.md.
     ///
-    /// A statically linked program, a program of another architecture and a set-user-ID program that gains
-    /// privileges cannot be reached this way; for these a warning is printed.
+    /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
+    /// that gains privileges; for these a warning is printed.
     Run(Run),
 
-    /// Run a program as `anywarp run` does, and write what it sends and receives into a file
+    /// Run a program like `anywarp run`, and write its network traffic to a file
     ///
-    /// The file is pcapng, for Wireshark and tshark; no privileges are needed, for it is written by the
-    /// device inside the program. Addresses, ports and contents are the real ones, the headers of IP, TCP
-    /// and UDP are made up, and each connection begins with a handshake so that it can be followed. A
-    /// packet is as long as the piece that was sent or received at once. If both ends of a connection
-    /// write into the same file, everything is in it twice: give each a file.
+    /// The file has the format pcapng, for Wireshark and tshark. The device inside the program writes it, so no
+    /// privileges are needed. Addresses, ports and contents are the real ones. The headers of IP, TCP and UDP are
+    /// generated, and each connection begins with a generated handshake so that tools can follow it. A packet
+    /// contains the bytes of one system call. If both ends of a connection wrote to the same file, it would contain
+    /// everything twice: use a file for each.
     ///
-    /// Wireshark knows iWARP over TCP; share/anywarp/wireshark/anywarp.lua adds the datagrams.
+    /// Wireshark dissects iWARP over TCP; share/anywarp/wireshark/anywarp.lua adds the datagrams.
     Capture(Capture),
 
     /// Print the variables that `anywarp run` sets, for a shell, a Dockerfile or another tool
@@ -63,57 +63,57 @@ pub(crate) enum Command {
     /// With --shell the output is for `eval "$(anywarp env --shell)"`, with --docker for a Dockerfile.
     Env(Env),
 
-    /// Show what this machine has for software RDMA, and test that it works
+    /// Check this machine's support for software RDMA, and test that the device works
     ///
-    /// Each line is ok, warn or fail; a warn or fail names what to do. At the end a self-test moves real bytes
-    /// with every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
+    /// Each line is ok, warn or fail, and a warn or fail comes with advice. A self-test at the end transfers data with
+    /// every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
     ///
-    /// With the name of a program, of a Python package, or of a folder, it reads those files, runs none of them, and says whether
-    /// they will find the device and how to start them: static linking, set-user-ID, another C library, a libibverbs of
-    /// its own, programs that start others without LD_PRELOAD.
+    /// With the name of a program, of a Python package, or of a folder, it reads those files without running any, and
+    /// reports whether they will find the device and how to start them. It detects static linking, set-user-ID, another
+    /// C library, a bundled libibverbs, and programs that start others without LD_PRELOAD.
     Doctor(Doctor),
 
-    /// Measure latency: a message goes there, and one comes back
+    /// Measure latency: the two ends send messages to each other in turn
     ///
     /// Run `anywarp ping --server` on one machine and `anywarp ping HOST` on another, or both on this one. The
-    /// program uses verbs alone, and compares every payload. The exit status is 1 if something failed or was wrong.
+    /// program uses only verbs, and compares every payload. The exit status is 1 if a run failed or a payload was wrong.
     Ping(Perf),
 
-    /// Measure bandwidth: messages go one way, as many as the device takes
+    /// Measure bandwidth: one end sends messages as fast as the device accepts them
     ///
-    /// Run `anywarp blast --server` on one machine and `anywarp blast HOST` on another, or both on this one. What
-    /// arrives is compared, byte by byte; of a Write-Record, also that its validity map is right. Of plain
-    /// Writes the last one of each buffer is compared, because it overwrites the others.
+    /// Run `anywarp blast --server` on one machine and `anywarp blast HOST` on another, or both on this one. The
+    /// receiver compares every byte, and for a Write-Record also the validity map. Plain Writes overwrite each other,
+    /// so only the last one of each buffer is compared.
     Blast(Perf),
 
-    /// Measure this machine: plain sockets, the device, and what else is installed, side by side
+    /// Measure this machine: plain sockets, the device, and other installed software
     ///
     /// Without options it takes less than two minutes and starts both ends itself, on this machine. Each value is the
-    /// median of some runs, and all that is compared was measured in turn. Programs of perftest, libfabric and UCX take
-    /// part if they are installed; the plain sockets are part of this command. The exit status is 1 if something could
-    /// not be measured.
+    /// median of several runs, and compared values are measured in turn. Programs of perftest, libfabric and UCX are
+    /// included if they are installed; the plain sockets are part of this command. The exit status is 1 if a
+    /// measurement failed.
     Bench(Bench),
 
-    /// Repeat the experiments of papers about RDMA on this machine, and judge what they found
+    /// Repeat the experiments of papers about RDMA on this machine, and check their findings
     ///
-    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and becomes a drawing beside the paper's finding and
-    /// the verdict here. The report is one HTML file; values are in CSV and JSON files beside it.
+    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and drawn next to the paper's finding and the result here.
+    /// The report is one HTML file, with the values in CSV and JSON files beside it.
     Study(Study),
 
     /// Run unmodified socket programs over RDMA, and list which of their connections use it
     ///
-    /// A library is preloaded. TCP connections between two programs that have it become iWARP streams, on the programs' own
-    /// descriptors and the same ports; a connection to any other program is the kernel's. Rules decide which connections may be
-    /// upgraded: anywarp-sockets.conf(5). docs/sockets.md says what is not there yet.
+    /// Preloads a library. TCP connections between two programs with the library become iWARP streams, on the programs' own
+    /// descriptors and the same ports. A connection to any other program is left to the kernel. Rules decide which connections may be
+    /// upgraded: anywarp-sockets.conf(5). docs/sockets.md lists what is not supported yet.
     Sockets(Sockets),
 
     /// Show the counters of the queue pairs of a running program
     ///
-    /// For programs that were started with ANYWARP_STAT=1 (`anywarp run --stat`). For each queue pair: requests and
-    /// messages, bytes, system calls and what each of them moved, what was sent again, what was dropped and why.
+    /// The program must have been started with ANYWARP_STAT=1 (`anywarp run --stat`). Shows for each queue pair the requests and
+    /// messages, the bytes, the system calls and the bytes per call, what was retransmitted, and what was dropped and why.
     Stat(Stat),
 
-    /// One end of a plain socket's measurement
+    /// Run one end of a measurement of plain sockets
     #[command(hide = true)]
     BenchRaw(Raw),
 
@@ -125,27 +125,28 @@ pub(crate) enum Command {
 /// Arguments of `anywarp run`.
 #[derive(Debug, Args)]
 pub(crate) struct Run {
-    /// Address of this machine that becomes GID 0 of the device (sets ANYWARP_ADDR)
+    /// Address of this machine to use as GID 0 of the device (sets ANYWARP_ADDR)
     #[arg(long, value_name = "ADDR")]
     pub(crate) device_ip: Option<IpAddr>,
 
-    /// Log to stderr what the device does (sets ANYWARP_LOG)
+    /// Level of the device's log on stderr (sets ANYWARP_LOG)
     #[arg(long, value_name = "LEVEL", value_enum)]
     pub(crate) log: Option<LogLevel>,
 
-    /// Give the device the limits of another one, and nothing that it lacks (sets ANYWARP_DEVICE_PROFILE)
+    /// Report and enforce the limits and missing features of another device (sets ANYWARP_DEVICE_PROFILE)
     #[arg(long, value_name = "DEVICE", value_enum)]
     pub(crate) profile: Option<DeviceProfile>,
 
-    /// Let things go wrong: settings like loss=0.01,seed=7, rules, or @FILE with them (sets ANYWARP_FAULTS)
+    /// Inject faults: settings like loss=0.01,seed=7, rules, or @FILE with them (sets ANYWARP_FAULTS)
     ///
     /// Settings: loss, dup, reorder, corrupt, kill (probabilities), delay, jitter (5ms), rate (10MB/s), dir (tx, rx,
     /// both), seed, summary (on, off). A rule is MATCHES -> ACTION, such as 'op=send nth=3 -> error=remote-access';
+    /// rules and settings are separated by newlines or semicolons. docs/faults.md describes all of them.
     /// rules and settings stand in lines or between semicolons. docs/faults.md has all of them.
     #[arg(long, value_name = "SPEC")]
     pub(crate) faults: Option<OsString>,
 
-    /// Let `anywarp stat` ask the program for its counters (sets ANYWARP_STAT)
+    /// Let `anywarp stat` read the program's counters (sets ANYWARP_STAT)
     #[arg(long)]
     pub(crate) stat: bool,
 
@@ -153,12 +154,12 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) no_path_shim: bool,
 
-    /// What is started.
+    /// The program to start.
     #[command(flatten)]
     pub(crate) started: Started,
 }
 
-/// A program to start, behind all options.
+/// A program to start, after all options.
 #[derive(Debug, Args)]
 pub(crate) struct Started {
     /// The program and its arguments
@@ -173,7 +174,7 @@ pub(crate) struct Started {
 }
 
 impl Started {
-    /// The name of the program and its arguments.
+    /// Returns the name of the program and its arguments.
     pub(crate) fn parts(&self) -> Option<(&OsString, &[OsString])> {
         self.program.split_first()
     }
@@ -182,18 +183,18 @@ impl Started {
 /// Arguments of `anywarp stat`.
 #[derive(Debug, Args)]
 pub(crate) struct Stat {
-    /// The program
+    /// Process id of the program
     pub(crate) pid: u32,
 
-    /// Again every so many seconds, with what was added in the meantime
+    /// Repeat every SECONDS, and show what was added since
     #[arg(short, long, value_name = "SECONDS")]
     pub(crate) interval: Option<f64>,
 
-    /// Times to look, with --interval; without it until the program ends
+    /// Number of reports with --interval; by default until the program exits
     #[arg(short = 'n', long, requires = "interval")]
     pub(crate) count: Option<u64>,
 
-    /// One JSON object a look
+    /// Print one JSON object for each report
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -201,19 +202,19 @@ pub(crate) struct Stat {
 /// Arguments of `anywarp capture`.
 #[derive(Debug, Args)]
 pub(crate) struct Capture {
-    /// The file, which is replaced (sets ANYWARP_CAPTURE)
+    /// The file, which is overwritten (sets ANYWARP_CAPTURE)
     #[arg(short, long, value_name = "FILE", default_value = "anywarp.pcapng", value_hint = ValueHint::FilePath)]
     pub(crate) write: PathBuf,
 
-    /// Bytes of each packet that are kept, with its headers; all when not given
+    /// Bytes to keep of each packet, with its headers; by default all
     #[arg(long, value_name = "BYTES")]
     pub(crate) snaplen: Option<u64>,
 
-    /// Bytes that one process writes at most; 1 GiB when not given
+    /// Most bytes that one process writes; by default 1 GiB
     #[arg(long, value_name = "BYTES")]
     pub(crate) limit: Option<u64>,
 
-    /// What is run.
+    /// The program to run.
     #[command(flatten)]
     pub(crate) run: Run,
 }
@@ -221,19 +222,19 @@ pub(crate) struct Capture {
 /// Arguments of `anywarp env`.
 #[derive(Debug, Args)]
 pub(crate) struct Env {
-    /// Lines for a POSIX shell (the default)
+    /// Print lines for a POSIX shell (the default)
     #[arg(long, conflicts_with_all = ["docker", "json"])]
     pub(crate) shell: bool,
 
-    /// Lines for a Dockerfile
+    /// Print lines for a Dockerfile
     #[arg(long, conflicts_with = "json")]
     pub(crate) docker: bool,
 
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Leave the path shim out
+    /// Omit the path shim
     #[arg(long)]
     pub(crate) no_path_shim: bool,
 }
@@ -245,11 +246,11 @@ pub(crate) struct Doctor {
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Look only, do not run the self-test
+    /// Skip the self-test
     #[arg(long)]
     pub(crate) no_self_test: bool,
 
-    /// A program, a Python package or a folder to look at, instead of the machine
+    /// A program, a Python package or a folder to check, instead of the machine
     #[arg(value_name = "PROGRAM", value_hint = ValueHint::CommandName)]
     pub(crate) program: Option<OsString>,
 }
@@ -257,7 +258,7 @@ pub(crate) struct Doctor {
 /// Arguments of `anywarp generate`.
 #[derive(Debug, Args)]
 pub(crate) struct Generate {
-    /// Folder that gets man/, bash-completion/, zsh/ and fish/ (usually PREFIX/share)
+    /// Folder in which man/, bash-completion/, zsh/ and fish/ are created (usually PREFIX/share)
     #[arg(value_hint = ValueHint::DirPath)]
     pub(crate) dir: PathBuf,
 
@@ -266,14 +267,14 @@ pub(crate) struct Generate {
     pub(crate) tree: PathBuf,
 }
 
-/// How much the device logs, from failures only to every frame.
+/// Log levels of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LogLevel {
     /// Failures of the device itself
     Error,
-    /// Also misuse by the program and what peers did wrong
+    /// Also misuse by the program and protocol errors of peers
     Warn,
-    /// Also connections and their ends
+    /// Also the start and end of connections
     Info,
     /// Also each work request
     Debug,
@@ -282,7 +283,7 @@ pub(crate) enum LogLevel {
 }
 
 impl LogLevel {
-    /// The value that ANYWARP_LOG takes.
+    /// Returns the value for ANYWARP_LOG.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Error => "error",
@@ -299,10 +300,10 @@ impl LogLevel {
     }
 }
 
-/// Devices whose limits ours can have.
+/// The device profiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceProfile {
-    /// None: all that there is
+    /// No profile: all features of anywarp
     Anywarp,
     /// Linux's software iWARP: reliable connections by rdma_cm, no atomics, no immediate data
     Siw,
@@ -315,7 +316,7 @@ pub(crate) enum DeviceProfile {
 }
 
 impl DeviceProfile {
-    /// The value that ANYWARP_DEVICE_PROFILE takes.
+    /// Returns the value for ANYWARP_DEVICE_PROFILE.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Anywarp => "anywarp",

@@ -11,7 +11,7 @@ use object::elf::{FileHeader32, FileHeader64, PT_INTERP};
 use object::read::FileKind;
 use object::read::elf::{FileHeader, ProgramHeader};
 
-/// What stands at the start of a file.
+/// The type of a file, by its beginning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// An ELF file: its machine, its class (1: 32 bit, 2: 64 bit), and whether the dynamic loader starts it.
@@ -20,20 +20,20 @@ pub(crate) enum Kind {
         class: u8,
         dynamic: bool,
     },
-    /// A script and its interpreter.
+    /// A script, with its interpreter.
     Script(PathBuf),
-    /// Something else.
+    /// Another file.
     Other,
 }
 
-/// A reason why the program will not see the device.
+/// A reason why the program will not find the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Obstacle {
-    /// No dynamic loader, so nothing is preloaded.
+    /// The program is statically linked, so nothing is preloaded.
     Static(PathBuf),
     /// The loader ignores the variables for a program that gains privileges.
     Privileged(PathBuf),
-    /// The libraries are for another machine.
+    /// The libraries are for another architecture.
     OtherMachine(PathBuf),
 }
 
@@ -64,13 +64,13 @@ impl std::fmt::Display for Obstacle {
     }
 }
 
-/// Octets that are read of a file: the program headers lie behind the ELF header, at the beginning.
+/// The number of bytes that are read of a file. The program headers follow the ELF header at the beginning.
 const HEAD: u64 = 64 * 1024;
 
-/// Scripts whose interpreters are scripts again: the kernel stops at this depth.
+/// The deepest nesting of scripts whose interpreters are scripts, which is the kernel's limit.
 const MAX_SCRIPT_DEPTH: usize = 4;
 
-/// Reads what kind of file this is.
+/// Determines the type of a file.
 pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
     let mut head = Vec::new();
     File::open(path)?.take(HEAD).read_to_end(&mut head)?;
@@ -87,7 +87,7 @@ pub(crate) fn kind(path: &Path) -> io::Result<Kind> {
     Ok(elf(&head).unwrap_or(Kind::Other))
 }
 
-/// The header fields of an ELF file in the byte order of this machine; `None` for other files.
+/// Parses the header of an ELF file in the byte order of this machine. Returns `None` for other files.
 fn elf(data: &[u8]) -> Option<Kind> {
     let endian = object::NativeEndian;
     match FileKind::parse(data).ok()? {
@@ -111,7 +111,7 @@ fn header<H: FileHeader<Endian = object::NativeEndian>>(
     })
 }
 
-/// The program that the kernel starts for this file: itself, or the interpreter of a script.
+/// Returns the program that the kernel executes for this file: the file itself, or the interpreter of a script.
 pub(crate) fn interpreter_of(program: &Path) -> PathBuf {
     let mut path = program.to_path_buf();
     for _ in 0..MAX_SCRIPT_DEPTH {
@@ -123,13 +123,13 @@ pub(crate) fn interpreter_of(program: &Path) -> PathBuf {
     path
 }
 
-/// Returns whether the file has capabilities (capabilities(7)), with which the loader ignores LD_PRELOAD as for set-user-ID.
+/// Returns whether the file has capabilities (capabilities(7)): the loader then ignores LD_PRELOAD, as for set-user-ID.
 pub(crate) fn has_capabilities(path: &Path) -> bool {
     let mut none: [u8; 0] = [];
     rustix::fs::getxattr(path, "security.capability", &mut none[..]).is_ok_and(|n| n > 0)
 }
 
-/// Looks for reasons why `program`, or the interpreter that runs it, will not load `library`.
+/// Returns the reasons why `program`, or the interpreter that runs it, will not load `library`.
 pub(crate) fn obstacles(program: &Path, library: &Path) -> Vec<Obstacle> {
     let mut found = Vec::new();
     let mut path = program.to_path_buf();

@@ -1,24 +1,24 @@
-//! Where the drop-in libraries are, and which variables put them in front of the distribution's.
+//! Finds the drop-in libraries, and returns the variables that make programs load them instead of the distribution's.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::{env, fmt};
 
-/// The libraries to preload, in this order; a library whose name a program asks for *is* then the preloaded one.
+/// The libraries to preload, in this order. The loader uses a preloaded library for every reference to its name.
 const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 
-/// The preload that shows the device as files; a convenience, so a run goes on without it.
+/// The preloaded library that shows the device as files. It is optional.
 const PATH_SHIM: &str = "libanywarp-path.so";
 
-/// The provider for libfabric. Seen from the prefix.
+/// The provider for libfabric, relative to the prefix.
 const PROVIDER: &str = "lib/libanywarp-fi.so";
 
-/// What Wireshark needs to know of datagrams. Seen from the prefix.
+/// The Wireshark dissector for datagrams, relative to the prefix.
 const DISSECTOR: &str = "share/anywarp/wireshark/anywarp.lua";
 const STUDIES: &str = "share/anywarp/studies";
 
-/// The preload that carries sockets of unmodified programs.
+/// The preloaded library that runs sockets of unmodified programs over RDMA.
 const SOCKETS: &str = "libanywarp-sockets.so";
 
 /// The self-test program of `anywarp doctor`.
@@ -27,23 +27,23 @@ const SELF_TEST: &str = "anywarp-selftest";
 /// The verbs program of `anywarp ping` and `anywarp blast`.
 const PERF: &str = "anywarp-perf";
 
-/// The verbs program of `anywarp bench` and `anywarp study` for what is not messages.
+/// The verbs program of `anywarp bench` and `anywarp study` for costs other than those of messages.
 const COST: &str = "anywarp-cost";
 
-/// The folder with the drop-in libraries, known to hold them.
+/// The folder with the drop-in libraries, which has been checked.
 #[derive(Debug, Clone)]
 pub(crate) struct Library {
     dir: PathBuf,
 }
 
-/// Why there is no usable folder.
+/// Why the folder was not found.
 #[derive(Debug)]
 pub(crate) enum Missing {
     /// The path of this program is unknown, so nothing can be found relative to it.
     OwnPath(std::io::Error),
-    /// A library is not where it should be.
+    /// A library is missing.
     File { path: PathBuf, from_variable: bool },
-    /// LD_PRELOAD separates by space and colon and knows no quoting.
+    /// The path contains a space or a colon. LD_PRELOAD separates its entries by these and has no quoting.
     Unspeakable(PathBuf),
 }
 
@@ -83,7 +83,7 @@ impl fmt::Display for Missing {
 }
 
 impl Library {
-    /// Finds the folder: ANYWARP_LIB, or else `../lib/anywarp` seen from the folder of this program.
+    /// Finds the folder: ANYWARP_LIB, or `../lib/anywarp` relative to the folder of this program.
     pub(crate) fn find() -> Result<Self, Missing> {
         match env::var_os("ANYWARP_LIB").filter(|dir| !dir.is_empty()) {
             Some(dir) => Self::at(Path::new(&dir), true),
@@ -98,7 +98,7 @@ impl Library {
         }
     }
 
-    /// The folder `dir`, if it holds the libraries.
+    /// Checks that the folder `dir` contains the libraries.
     fn at(dir: &Path, from_variable: bool) -> Result<Self, Missing> {
         let dir = std::path::absolute(dir).map_err(Missing::OwnPath)?;
         for name in PRELOADED {
@@ -121,22 +121,22 @@ impl Library {
         Ok(Self { dir })
     }
 
-    /// The folder itself.
+    /// Returns the path of the folder.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The drop-in libibverbs.
+    /// Returns the path of the drop-in libibverbs.
     pub(crate) fn verbs(&self) -> PathBuf {
         self.dir.join("libibverbs.so.1")
     }
 
-    /// The path shim, if it is there.
+    /// Returns the path of the path shim, if it is installed.
     pub(crate) fn path_shim(&self) -> Option<PathBuf> {
         Some(self.dir.join(PATH_SHIM)).filter(|path| path.is_file())
     }
 
-    /// The preload that carries sockets of unmodified programs.
+    /// Returns the path of the preloaded library for sockets.
     pub(crate) fn sockets(&self) -> Result<PathBuf, Missing> {
         let path = self.dir.join(SOCKETS);
         if path.is_file() {
@@ -148,53 +148,53 @@ impl Library {
         })
     }
 
-    /// What is preloaded for sockets, in front of what was.
+    /// Returns the value of LD_PRELOAD for sockets: the library, followed by the earlier value.
     pub(crate) fn with_sockets(&self, preload: &Path, before: Option<OsString>) -> OsString {
         in_front([preload.as_os_str()].into_iter(), before, b" :\t\n")
     }
 
-    /// What Wireshark needs to know of datagrams, if it is there.
+    /// Returns the path of the Wireshark dissector, if it is installed.
     pub(crate) fn dissector(&self) -> Option<PathBuf> {
         let prefix = self.dir.parent()?.parent()?;
         Some(prefix.join(DISSECTOR)).filter(|path| path.is_file())
     }
 
-    /// The data files of `anywarp study`, if they are there.
+    /// Returns the folder with the data files of `anywarp study`, if it is installed.
     pub(crate) fn studies(&self) -> Option<PathBuf> {
         let prefix = self.dir.parent()?.parent()?;
         Some(prefix.join(STUDIES)).filter(|path| path.is_dir())
     }
 
-    /// The folder with the provider for libfabric, if it is there.
+    /// Returns the folder with the provider for libfabric, if it is installed.
     fn provider_dir(&self) -> Option<PathBuf> {
         let file = self.dir.parent()?.parent()?.join(PROVIDER);
         file.is_file().then_some(())?;
         file.parent().map(Path::to_owned)
     }
 
-    /// The self-test program, if it is there.
+    /// Returns the path of the self-test program, if it is installed.
     pub(crate) fn self_test(&self) -> Option<PathBuf> {
         Some(self.dir.join(SELF_TEST)).filter(|path| path.is_file())
     }
 
-    /// The verbs program of `anywarp ping` and `anywarp blast`, if it is there.
+    /// Returns the path of the verbs program of `anywarp ping` and `anywarp blast`, if it is installed.
     pub(crate) fn perf(&self) -> Option<PathBuf> {
         Some(self.dir.join(PERF)).filter(|path| path.is_file())
     }
 
-    /// The program that measures what verbs cost besides moving messages, if it is there.
+    /// Returns the path of `anywarp-cost`, if it is installed.
     pub(crate) fn cost(&self) -> Option<PathBuf> {
         Some(self.dir.join(COST)).filter(|path| path.is_file())
     }
 
-    /// The files to preload.
+    /// Returns the files to preload.
     pub(crate) fn preloads(&self, path_shim: bool) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = PRELOADED.iter().map(|name| self.dir.join(name)).collect();
         files.extend(self.path_shim().filter(|_| path_shim));
         files
     }
 
-    /// The variables for a process that inherits `inherited`.
+    /// Returns the variables for a process that inherits `inherited`.
     pub(crate) fn variables(
         &self,
         path_shim: bool,
@@ -225,7 +225,7 @@ impl Library {
     }
 }
 
-/// `ours`, then what was set before without our own entries (a run inside a run adds nothing twice).
+/// Returns `ours`, followed by the earlier value without these entries, so that a nested run adds nothing twice.
 fn in_front<'a>(
     ours: impl Iterator<Item = &'a OsStr>,
     before: Option<OsString>,

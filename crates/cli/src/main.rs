@@ -1,8 +1,7 @@
-//! The `anywarp` command: runs unmodified RDMA programs on any machine, and shows what this machine offers.
+//! The `anywarp` command: runs unmodified RDMA programs on any machine, and checks and measures the machine.
 //!
-//! Order to read in: [`cli`] (what can be asked), [`library`] (where the drop-in libraries are and which
-//! variables put them in front), then one file per subcommand in [`cmd`]. All `unsafe` is in [`sys`] and
-//! `bench/door.rs`.
+//! Modules: [`cli`] defines the options, [`library`] finds the drop-in libraries, and [`cmd`] has one file for each subcommand.
+//! All `unsafe` code is in [`sys`] and `bench/door.rs`.
 #![deny(unsafe_code)]
 
 mod bench;

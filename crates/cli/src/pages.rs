@@ -1,4 +1,4 @@
-//! Man pages: the sources in `docs/man`, with the parts that are generated put in (`docs/man/README.md`).
+//! Man pages: inserts the generated parts into the sources in `docs/man` (`docs/man/README.md`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use anywarp_core::env::VARIABLES;
 
 use crate::cli::Cli;
 
-/// Makes the pages of the source tree `tree`: the file name below `man/`, and the content.
+/// Generates the pages of the source tree `tree`: the file names below `man/`, and the contents.
 pub(crate) fn all(tree: &Path) -> io::Result<Vec<(String, String)>> {
     let mut sources = BTreeMap::new();
     for entry in fs::read_dir(tree.join("docs/man"))? {
@@ -42,13 +42,13 @@ pub(crate) fn all(tree: &Path) -> io::Result<Vec<(String, String)>> {
     Ok(pages)
 }
 
-/// What the NAME section of a page says about a function.
+/// A function in the NAME section of a page.
 struct Function {
     page: String,
     purpose: String,
 }
 
-/// The functions that the pages of section 3 name in `NAME[, NAME...] \- PURPOSE`.
+/// Returns the functions that the pages of section 3 name in `NAME[, NAME...] \- PURPOSE`.
 fn functions(sources: &BTreeMap<String, String>) -> BTreeMap<String, Function> {
     let mut functions = BTreeMap::new();
     for (page, source) in sources.iter().filter(|(page, _)| page.ends_with(".3")) {
@@ -73,7 +73,7 @@ fn section(page: &str) -> &str {
 
 /// Replaces the placeholders of the sources.
 struct Maker<'a> {
-    /// The folder with our own C headers.
+    /// The folder with the C headers of this project.
     include: &'a Path,
     /// The folder with the programs of EXAMPLE sections.
     examples: &'a Path,
@@ -108,7 +108,7 @@ impl Maker<'_> {
         Ok(page)
     }
 
-    /// A synopsis: the include line and the declarations of functions.
+    /// Returns a synopsis: the include line and the declarations of functions.
     fn declare(&self, header: &str, names: &[&str]) -> io::Result<String> {
         let text = self.header(header)?;
         let mut roff = Roff::new();
@@ -127,7 +127,7 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
-    /// The functions of a header, each of which must have a page.
+    /// Returns the list of functions of a header. Each must have a page.
     fn list(&self, header: &str) -> io::Result<String> {
         let mut roff = Roff::new();
         for (name, _) in declarations(&self.header(header)?) {
@@ -142,7 +142,7 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
-    /// The text of a program, without the line that names its licence.
+    /// Returns the text of a program, without the line that names its licence.
     fn example(&self, program: &str) -> io::Result<String> {
         let text = fs::read_to_string(self.examples.join(program))?;
         let mut roff = Roff::new();
@@ -158,7 +158,7 @@ impl Maker<'_> {
         Ok(roff.to_roff())
     }
 
-    /// One of our headers: of verbs, or of the libraries above.
+    /// Reads a header of this project: of verbs, or of the libraries based on it.
     fn header(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.include.join(name)).or_else(|error| {
             ["exs", "buffers"]
@@ -170,7 +170,7 @@ impl Maker<'_> {
     }
 }
 
-/// The functions that a header declares at the beginning of a line, with the lines of the declaration.
+/// Returns the functions that a header declares at the beginning of a line, with the lines of the declaration.
 fn declarations(header: &str) -> Vec<(&str, Vec<&str>)> {
     let mut found = Vec::new();
     let mut lines = header.lines();
@@ -194,7 +194,7 @@ fn declarations(header: &str) -> Vec<(&str, Vec<&str>)> {
     found
 }
 
-/// NAME to SUBCOMMANDS of the page of a command, `anywarp` or `anywarp-SUBCOMMAND`, from its help text.
+/// Returns the sections NAME to SUBCOMMANDS of a page, `anywarp` or `anywarp-SUBCOMMAND`, from the command's help text.
 fn command(page: &str) -> io::Result<String> {
     let mut root = Cli::command();
     root.build();
@@ -212,7 +212,7 @@ fn command(page: &str) -> io::Result<String> {
     if command.get_arguments().next().is_some() {
         man.render_options_section(&mut text)?;
     }
-    // The subcommands of a subcommand have no pages, but sections.
+    // A nested subcommand has no page of its own, but a section.
     let own_pages = command.get_name() == root.get_name();
     if own_pages && command.get_subcommands().any(|sub| !sub.is_hide_set()) {
         man.render_subcommands_section(&mut text)?;
@@ -220,7 +220,7 @@ fn command(page: &str) -> io::Result<String> {
     String::from_utf8(text).map_err(io::Error::other)
 }
 
-/// The section of a subcommand of the subcommand that the page is about: what it does, and its options.
+/// Returns the section of a nested subcommand: its description and its options.
 fn subcommand(page: &str, sub: &str) -> io::Result<String> {
     let mut root = Cli::command();
     root.build();
@@ -239,7 +239,7 @@ fn subcommand(page: &str, sub: &str) -> io::Result<String> {
         + &text(options)?.replacen(".SH OPTIONS", ".SS Options", 1))
 }
 
-/// The environment variables as a tagged list.
+/// Returns the environment variables as a tagged list.
 fn variables() -> Roff {
     let mut roff = Roff::new();
     for variable in VARIABLES {
@@ -282,7 +282,7 @@ mod tests {
             }
         }
         for (name, page) in &pages {
-            // A page that documents several functions has others that refer to it.
+            // A page may document several functions, and the pages of the others refer to it.
             let named = page.contains(".SH NAME") || page.starts_with(".so man3/");
             assert!(named && !page.contains("@version@"), "{name}");
         }

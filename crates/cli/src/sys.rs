@@ -1,5 +1,4 @@
-//! The kernel features that the device uses, tried one by one. Unsafe code of this crate is here and in
-//! `bench/door.rs`.
+//! Tries the kernel features that the device uses. All unsafe code of this crate is here and in `bench/door.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer; each is made once, with plain arguments"
@@ -16,30 +15,30 @@ const UDP_SEGMENT: libc::c_int = 103;
 /// `SOL_UDP` option of the kernel's datagram coalescing.
 const UDP_GRO: libc::c_int = 104;
 
-/// Takes ownership of what a system call returned, or its error.
+/// Takes ownership of the descriptor that a system call returned, or returns the error.
 fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the caller passes the result of a call that makes a new descriptor, and nothing else owns it.
+    // SAFETY: the caller passes the result of a call that creates a descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Returns whether eventfd(2) works.
 pub(crate) fn eventfd() -> io::Result<()> {
-    // SAFETY: takes two numbers and touches no memory of ours.
+    // SAFETY: the call takes only numbers.
     owned(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) }).map(drop)
 }
 
 /// Returns whether timerfd_create(2) works.
 pub(crate) fn timerfd() -> io::Result<()> {
-    // SAFETY: takes two numbers and touches no memory of ours.
+    // SAFETY: the call takes only numbers.
     owned(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) }).map(drop)
 }
 
-/// Returns whether the kernel has epoll_pwait2(2), which waits with nanoseconds.
+/// Returns whether the kernel has epoll_pwait2(2), which waits with a resolution of nanoseconds.
 pub(crate) fn epoll_pwait2() -> io::Result<()> {
-    // SAFETY: takes one number and touches no memory of ours.
+    // SAFETY: the call takes only a number.
     let epoll = owned(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
     let mut event = libc::epoll_event { events: 0, u64: 0 };
     let zero = libc::timespec {
@@ -66,7 +65,7 @@ pub(crate) fn epoll_pwait2() -> io::Result<()> {
     }
 }
 
-/// The error of a call that returned -1.
+/// Returns the error of a call that returned -1.
 pub(crate) fn result(rc: libc::c_int) -> io::Result<()> {
     if rc < 0 {
         Err(io::Error::last_os_error())
@@ -75,7 +74,7 @@ pub(crate) fn result(rc: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Sets a socket option that is a number.
+/// Sets an integer socket option.
 pub(crate) fn set_option(
     socket: &impl AsRawFd,
     level: libc::c_int,
@@ -95,7 +94,7 @@ pub(crate) fn set_option(
     })
 }
 
-/// Returns whether UDP sockets segment large sends themselves.
+/// Returns whether UDP sockets support segmentation (`UDP_SEGMENT`).
 pub(crate) fn udp_gso() -> io::Result<()> {
     set_option(
         &UdpSocket::bind("127.0.0.1:0")?,
@@ -105,7 +104,7 @@ pub(crate) fn udp_gso() -> io::Result<()> {
     )
 }
 
-/// Returns whether UDP sockets hand over many datagrams as one.
+/// Returns whether UDP sockets support coalescing (`UDP_GRO`).
 pub(crate) fn udp_gro() -> io::Result<()> {
     set_option(&UdpSocket::bind("127.0.0.1:0")?, libc::SOL_UDP, UDP_GRO, 1)
 }
@@ -120,13 +119,12 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
     )
 }
 
-/// A TCP port that no program listens on, for programs that take one as an argument.
+/// Returns a TCP port that no program listens on, for programs that take one as an argument.
 ///
-/// It is below the ports that the kernel assigns to sockets without one: a connection could take such a port before the
-/// program binds it.
+/// The port is below those that the kernel assigns to connections. Otherwise a connection could get it before the program binds it.
 ///
 /// # Errors
-/// No port of the 4,000 that are tried is free.
+/// None of the 4,000 tried ports is free.
 pub(crate) fn free_port() -> io::Result<u16> {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let start = 20_000 + (std::process::id() % 8_000) as u16;

@@ -253,7 +253,7 @@ mod tests {
     fn parts_of_the_caller_are_one_range() {
         let (a, b, c) = ([1_u8, 2, 3], [0_u8; 0], [4_u8, 5]);
         let parts = [&a[..], &b[..], &c[..]];
-        // SAFETY: locals that live.
+        // SAFETY: the parts are locals that are live during the call.
         let all = unsafe { Caller::gather(parts.iter().map(|p| (p.as_ptr(), p.len()))) }.unwrap();
         assert_eq!(all.len(), 5);
         assert_eq!(all.copy(0, 9), [1, 2, 3, 4, 5]);

@@ -7,47 +7,47 @@ use clap::{Args, ValueHint};
 /// Arguments of `anywarp bench`.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// Measure only these: a name from --list, or its beginning
+    /// Measure only the rows with these names from --list, or whose names begin so
     #[arg(long, value_name = "ROW", num_args = 1..)]
     pub(crate) only: Vec<String>,
 
-    /// Measure everything; without it, the most important rows, in two minutes
+    /// Measure all rows; by default only the most important ones, which takes two minutes
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// List what can be measured, and measure nothing
+    /// List the rows without measuring
     #[arg(long)]
     pub(crate) list: bool,
 
-    /// Times that each is measured, in turn with what it is compared with
+    /// Number of repetitions; each one measures all programs of a row in turn
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..1000))]
     pub(crate) repeat: Option<u64>,
 
-    /// A tenth of the time for each, for a look
+    /// Measure for a tenth of the time; the values are less exact
     #[arg(long)]
     pub(crate) short: bool,
 
-    /// Write everything into this file after each measurement; `partial` in it is true until all are done
+    /// Write all results to this file after each measurement; `partial` in it is true until the last one
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) json: Option<PathBuf>,
 
-    /// Draw what was measured into this file: .svg, .html (also with all commands), or .md (tables)
+    /// Draw the results into this file: .svg, .html (with all commands), or .md (tables)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) report: Option<PathBuf>,
 
-    /// Draw the --report from this file of --json, and measure nothing
+    /// Draw the --report from this file of --json without measuring
     #[arg(long, value_name = "FILE", requires = "report", value_hint = ValueHint::FilePath)]
     pub(crate) from: Option<PathBuf>,
 
-    /// Processors of the server and of the client; `none` leaves them where they are
+    /// Processors of the server and of the client; `none` does not pin them
     #[arg(long, default_value = "0,1", value_name = "SERVER,CLIENT")]
     pub(crate) cpus: String,
 
-    /// Let what is measured go before the other programs of the machine (nice -20); needs privileges
+    /// Raise the priority of the measured programs (nice -20); needs privileges
     #[arg(long)]
     pub(crate) first: bool,
 
-    /// Run the server with these words in front, such as `ip netns exec NAME`
+    /// Run the server through this command, such as `ip netns exec NAME`
     #[arg(long, value_name = "WORDS", default_value = "", hide = true)]
     pub(crate) server_prefix: String,
 
@@ -59,7 +59,7 @@ pub(crate) struct Bench {
     #[arg(long, default_value = "127.0.0.1", hide = true)]
     pub(crate) host: String,
 
-    /// MTU of the link to the server; without it that of the loopback
+    /// MTU of the link to the server; by default that of the loopback interface
     #[arg(long, hide = true)]
     pub(crate) mtu: Option<u32>,
 
@@ -67,7 +67,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "FILE", hide = true)]
     pub(crate) mpi: Option<PathBuf>,
 
-    /// Fail when a bar is not met
+    /// Fail if a required bound is not met
     #[arg(long, hide = true)]
     pub(crate) strict: bool,
 }

@@ -1,4 +1,4 @@
-//! System calls of the raw peers that std does not offer. Unsafe code of this crate is here and in [`crate::sys`].
+//! System calls of the raw peers that std does not provide. All unsafe code of this crate is here and in [`crate::sys`].
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer, and memory that two processes share"
@@ -18,17 +18,17 @@ const UDP_SEGMENT: libc::c_int = 103;
 /// `SOL_UDP` option of the kernel's datagram coalescing.
 const UDP_GRO: libc::c_int = 104;
 
-/// Lets the kernel cut what is sent into datagrams of `size`.
+/// Makes the kernel split the sent bytes into datagrams of `size`.
 pub(crate) fn segment(socket: &impl AsRawFd, size: u16) -> io::Result<()> {
     set_option(socket, libc::SOL_UDP, UDP_SEGMENT, size.into())
 }
 
-/// Lets the kernel hand over many datagrams as one.
+/// Makes the kernel deliver several datagrams as one.
 pub(crate) fn coalesce(socket: &impl AsRawFd) -> io::Result<()> {
     set_option(socket, libc::SOL_UDP, UDP_GRO, 1)
 }
 
-/// Asks for room to receive and to send, in bytes, beyond the host's limit if we may.
+/// Sets the sizes of the receive and send buffers in bytes, beyond the host's limit if the process is privileged.
 pub(crate) fn room(socket: &impl AsRawFd, (receive, send): (i32, i32)) -> io::Result<()> {
     for (forced, asked, bytes) in [
         (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, receive),
@@ -40,7 +40,7 @@ pub(crate) fn room(socket: &impl AsRawFd, (receive, send): (i32, i32)) -> io::Re
     Ok(())
 }
 
-/// Chooses how a TCP socket controls congestion.
+/// Sets the congestion control of a TCP socket.
 pub(crate) fn choose_congestion(socket: &impl AsRawFd, name: &str) -> io::Result<()> {
     let size = libc::socklen_t::try_from(name.len()).unwrap_or_default();
     // SAFETY: `name` outlives the call and `size` is its size.
@@ -55,7 +55,7 @@ pub(crate) fn choose_congestion(socket: &impl AsRawFd, name: &str) -> io::Result
     })
 }
 
-/// How a TCP socket controls congestion.
+/// Returns the congestion control of a TCP socket.
 pub(crate) fn congestion(socket: &impl AsRawFd) -> io::Result<String> {
     let mut name = [0u8; 16];
     let mut size = libc::socklen_t::try_from(name.len()).unwrap_or_default();
@@ -73,13 +73,13 @@ pub(crate) fn congestion(socket: &impl AsRawFd) -> io::Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Lets any process of this user write into this one.
+/// Lets any process of this user write to the memory of this one.
 pub(crate) fn allow_access() {
-    // SAFETY: takes numbers and touches no memory of ours. Kernels that do not restrict access do not know the option and return an error.
+    // SAFETY: the call takes only numbers. Kernels that do not restrict access do not know the option and return an error.
     let _not_restricted = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY) };
 }
 
-/// Writes `from` into another process, or fails.
+/// Writes `from` to the memory of another process.
 pub(crate) fn write_into(pid: i32, to: u64, from: &[u8]) -> io::Result<()> {
     let local = libc::iovec {
         iov_base: from.as_ptr().cast_mut().cast(),
@@ -89,12 +89,12 @@ pub(crate) fn write_into(pid: i32, to: u64, from: &[u8]) -> io::Result<()> {
         iov_base: std::ptr::with_exposed_provenance_mut(to as usize),
         iov_len: from.len(),
     };
-    // SAFETY: `local` is only read; the other address is looked up in the other process by the kernel.
+    // SAFETY: `local` is only read. The kernel looks the other address up in the other process.
     let n = unsafe { libc::process_vm_writev(pid, &raw const local, 1, &raw const remote, 1, 0) };
     whole(n, from.len())
 }
 
-/// Reads `to.len()` bytes out of another process, or fails.
+/// Reads `to.len()` bytes from the memory of another process.
 pub(crate) fn read_from(pid: i32, from: u64, to: &mut [u8]) -> io::Result<()> {
     let local = libc::iovec {
         iov_base: to.as_mut_ptr().cast(),
@@ -104,7 +104,7 @@ pub(crate) fn read_from(pid: i32, from: u64, to: &mut [u8]) -> io::Result<()> {
         iov_base: std::ptr::with_exposed_provenance_mut(from as usize),
         iov_len: to.len(),
     };
-    // SAFETY: `local` is `to`, which nothing else uses meanwhile; the other address is looked up in the other process.
+    // SAFETY: `local` is `to`, which is not used elsewhere. The kernel looks the other address up in the other process.
     let n = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
     whole(n, to.len())
 }
@@ -117,7 +117,7 @@ fn whole(n: isize, wanted: usize) -> io::Result<()> {
     }
 }
 
-/// Memory of a file that two processes have mapped.
+/// A file that two processes have mapped.
 #[derive(Debug)]
 pub(crate) struct Shared {
     start: NonNull<u8>,
@@ -125,9 +125,9 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Maps the first `len` bytes of `file`, which has them.
+    /// Maps the first `len` bytes of `file`, which is at least as long.
     pub(crate) fn map(file: &File, len: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping at an address that the kernel chooses.
+        // SAFETY: this is a new mapping at an address that the kernel chooses.
         let at = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -145,18 +145,18 @@ impl Shared {
         Ok(Self { start, len })
     }
 
-    /// The eight bytes at `at`.
+    /// Returns the eight bytes at `at` as an atomic.
     pub(crate) fn flag(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.len);
-        // SAFETY: inside the mapping and aligned (checked above; mappings begin with a page), which is live as long as
-        // `self`; both processes use these bytes as an atomic number only.
+        // SAFETY: the bytes are inside the mapping and aligned (checked above; mappings begin at a page). The mapping is valid as long as
+        // `self`. Both processes access these bytes only as an atomic.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
-    /// Copies `from` to `at`; the other process does not read before a flag is set.
+    /// Copies `from` to `at`. The other process must not read the bytes before a flag is set.
     pub(crate) fn put(&self, at: usize, from: &[u8]) {
         assert!(at + from.len() <= self.len);
-        // SAFETY: inside the mapping (checked above), and `from` is a slice, so it is elsewhere.
+        // SAFETY: the range is inside the mapping (checked above), and does not overlap `from`, which is a Rust slice.
         unsafe {
             self.start
                 .as_ptr()
@@ -165,17 +165,17 @@ impl Shared {
         }
     }
 
-    /// Copies from `at`; the other process does not write before a flag is set.
+    /// Copies bytes at `at` to `to`. The other process must not write the bytes before a flag is set.
     pub(crate) fn get(&self, at: usize, to: &mut [u8]) {
         assert!(at + to.len() <= self.len);
-        // SAFETY: inside the mapping (checked above), and `to` is a slice, so it is elsewhere.
+        // SAFETY: the range is inside the mapping (checked above), and does not overlap `to`, which is a Rust slice.
         unsafe {
             to.as_mut_ptr()
                 .copy_from_nonoverlapping(self.start.as_ptr().add(at), to.len());
         }
     }
 
-    /// Waits, without sleeping, until the flag at `at` is `wanted`; false when it took too long.
+    /// Polls the flag at `at` until it is `wanted`. Returns false after `turns` polls.
     pub(crate) fn spin(&self, at: usize, wanted: u64, turns: u64) -> bool {
         let flag = self.flag(at);
         for _ in 0..turns {

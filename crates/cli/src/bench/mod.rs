@@ -1,8 +1,8 @@
-//! `anywarp bench`: what this machine does with plain sockets, with our device and with what else is installed, in turn.
+//! `anywarp bench`: measures plain sockets, this device and other installed software on this machine in turn.
 //!
-//! `rows` lists what is measured and compared with what, `run` measures once, `raw` are the plain sockets (`door`
-//! has their system calls), `report` prints the results and `plot` draws them. Only values of one run are compared: each
-//! repetition measures all parties of a row one after the other, and medians are over repetitions.
+//! `rows` defines the measurements and comparisons, `run` measures once, `raw` implements the plain sockets (with system calls in
+//! `door`), `report` prints the results and `plot` draws them. Only values of one run are compared: each repetition measures all
+//! parties of a row one after the other, and medians are over repetitions.
 
 pub(crate) mod args;
 mod door;
@@ -26,13 +26,13 @@ use self::rows::Row;
 use self::run::{Lost, Stage};
 use crate::cmd::Failure;
 
-/// Repetitions when nothing else is asked for: of everything, and of the usual rows.
+/// The default number of repetitions: with --all, and otherwise.
 const REPEAT: (u64, u64) = (7, 3);
 
-/// Exit status when something could not be measured, or a bar that has to be met is not.
+/// Exit status if a measurement failed, or a required bound is not met.
 const FAILED: u8 = 1;
 
-/// Exit status of wrong use.
+/// Exit status for wrong usage.
 const MISUSE: u8 = 2;
 
 /// Exit status after an interrupt.
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     }
     let mut all = rows::all(args.mtu.unwrap_or_else(loopback_mtu));
     if args.server_prefix != args.client_prefix {
-        // The two ends are on two hosts.
+        // The two ends are on different hosts, which share no memory.
         all.retain(|row| !row.name.starts_with("shm-"));
     }
     if args.list {
@@ -131,7 +131,7 @@ pub(crate) fn run(args: &Bench) -> Result<ExitCode, Failure> {
     })
 }
 
-/// The rows that were asked for.
+/// Returns the rows that the options select.
 fn choose(args: &Bench, all: Vec<Row>) -> Result<Vec<Row>, String> {
     if args.only.is_empty() {
         return Ok(all
@@ -146,7 +146,7 @@ fn choose(args: &Bench, all: Vec<Row>) -> Result<Vec<Row>, String> {
             ));
         }
     }
-    // A whole name means that row alone.
+    // A complete name selects only that row.
     let exact = |name: &String| all.iter().any(|row| row.name == name);
     let exact: Vec<bool> = args.only.iter().map(exact).collect();
     Ok(all
@@ -176,7 +176,7 @@ fn measure(
     let terminal = io::stderr().is_terminal();
     for number in 1..=repeat {
         for (at, party) in row.parties.iter().enumerate() {
-            // What is not there, or has failed twice, is not tried again.
+            // A party that is not installed, or has failed twice, is not measured again.
             if !seen.goes_on(at) {
                 continue;
             }
@@ -208,7 +208,7 @@ fn measure(
     Ok(seen)
 }
 
-/// The MTU of the loopback.
+/// Returns the MTU of the loopback interface.
 fn loopback_mtu() -> u32 {
     fs::read_to_string("/sys/class/net/lo/mtu")
         .ok()

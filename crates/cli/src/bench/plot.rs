@@ -1,4 +1,4 @@
-//! Draws what was measured: one panel of bars for each row, as an SVG file or inside an HTML page; or writes tables.
+//! Draws the results: one bar chart for each row, as an SVG file or inside an HTML page; or writes tables.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -8,7 +8,7 @@ use anywarp_plot::{Bar, Panel};
 
 use super::report::{Report, Seen, digits};
 
-/// Writes the drawing; a name that ends with .html gets a page with the commands as well, one with .md tables.
+/// Writes the drawing. A file name with .html gets a page that includes the commands, one with .md gets tables.
 pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
     let kind = path.extension().unwrap_or_default().to_string_lossy();
     let text = match kind.as_ref() {
@@ -19,7 +19,7 @@ pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
     fs::write(path, text)
 }
 
-/// All values as tables.
+/// Returns all values as tables.
 fn tables(report: &Report) -> String {
     let mut text = format!(
         "<!-- made by `anywarp bench --report` -->\n# Measured\n\n{}\n",
@@ -69,7 +69,7 @@ fn escape(text: &str) -> String {
         .replace('>', "&gt;")
 }
 
-/// Colours: grey for plain sockets and memory, blue for the device, orange for others.
+/// Returns the colour of a party: grey for plain sockets and memory, blue for the device, orange for others.
 fn colour(name: &str, command: &str) -> (u8, u8, u8) {
     if name.starts_with("raw") || command.contains("bench-raw") {
         (0x8a, 0x8f, 0x98)

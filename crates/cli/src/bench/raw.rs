@@ -1,8 +1,8 @@
-//! The raw peers: what plain sockets and shared memory do on this machine, measured as the verbs programs are.
+//! The raw peers: measurements of plain sockets and shared memory on this machine, made in the same way as those of verbs programs.
 //!
-//! Each is two processes. The server prints `ready WORD` on standard output; the client is given the word, measures, and
-//! prints one line of JSON. A TCP connection between the two carries the end of a measurement; for the memory probes there
-//! is none, and the server ends when its standard input does.
+//! Each consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an argument,
+//! measures, and prints one line of JSON. A TCP connection between the two signals the end of a measurement. The memory probes have no
+//! connection, and their server ends when its standard input is closed.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
@@ -16,46 +16,46 @@ use serde_json::{Value, json};
 
 use super::door::{self, Shared};
 
-/// Longest wait for the other end.
+/// The longest wait for the other end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Empty looks at a socket between two looks at the clock.
+/// The number of polls of a socket between two reads of the clock.
 const LOOKS: u32 = 1 << 14;
 
-/// Turns of a loop that waits for a flag in memory: some tens of seconds.
+/// The most polls of a flag in memory: some tens of seconds.
 const TURNS: u64 = 1 << 34;
 
-/// Room that is asked for at UDP sockets to receive and to send; as much as the device asks for.
+/// The requested receive and send buffers of UDP sockets in bytes, which are those of the device.
 const UDP_ROOM: (i32, i32) = (16 << 20, 4 << 20);
 
-/// Longest datagram over IPv4.
+/// The longest UDP payload over IPv4 in bytes.
 const DATAGRAM: usize = 65507;
 
-/// Most datagrams that the kernel cuts from one call.
+/// The most datagrams that the kernel makes of one call.
 const SEGMENTS: usize = 64;
 
-/// First byte of a message that is one of many, and of the last one.
+/// The first byte of each message except the last one, which begins with `LAST`.
 const MORE: u8 = 0x5a;
 const LAST: u8 = 0xa5;
 
-/// What is measured.
+/// The kinds of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Probe {
-    /// TCP ping-pong, both ends looking all the time
+    /// TCP ping-pong, both ends polling
     TcpSpin,
     /// TCP ping-pong, both ends sleeping in read(2)
     TcpSleep,
-    /// TCP one way: --size bytes a write(2), or --list of them a writev(2)
+    /// TCP in one direction: --size bytes in a write(2), or --list times as many in a writev(2)
     TcpStream,
-    /// UDP ping-pong, both ends looking all the time
+    /// UDP ping-pong, both ends polling
     UdpSpin,
     /// UDP ping-pong, both ends sleeping in recv(2)
     UdpSleep,
-    /// UDP one way, a call for each datagram
+    /// UDP in one direction, a call for each datagram
     UdpMessages,
-    /// UDP one way, cut and put together by the kernel
+    /// UDP in one direction, with segmentation and coalescing by the kernel
     UdpGso,
-    /// A flag and a payload in memory that both ends have mapped
+    /// A flag and a payload in shared memory
     Shm,
     /// process_vm_writev(2) into the other process
     Cma,
@@ -64,15 +64,15 @@ pub(crate) enum Probe {
 /// Arguments of `anywarp bench-raw`.
 #[derive(Debug, Args)]
 pub(crate) struct Raw {
-    /// What is measured
+    /// What to measure
     #[arg(value_enum)]
     probe: Probe,
 
-    /// The server's machine and its word; without them this is the server
+    /// The server's host and the word that it printed; without them this is the server
     #[arg(long, num_args = 2, value_names = ["HOST", "WORD"])]
     connect: Vec<String>,
 
-    /// Bytes of a message
+    /// Length of a message in bytes
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=(64 << 20)))]
     size: u32,
 
@@ -80,7 +80,7 @@ pub(crate) struct Raw {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     list: u32,
 
-    /// How long to measure
+    /// Duration of the measurement
     #[arg(long, default_value_t = 500)]
     millis: u64,
 
@@ -140,7 +140,7 @@ fn client(raw: &Raw, host: &str, word: &str) -> io::Result<Value> {
     }
     let port: u16 = word
         .parse()
-        .map_err(|_| wrong("the word of the server is no port"))?;
+        .map_err(|_| wrong("the word of the server is not a port"))?;
     let mut control = Control(BufReader::new(connect(host, port)?));
     match raw.probe {
         Probe::TcpSpin | Probe::TcpSleep => {
@@ -176,7 +176,7 @@ fn ready(word: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// The congestion control that is configured for the device's sockets.
+/// Returns the congestion control that is configured for the device's sockets.
 fn wanted_congestion() -> Option<String> {
     std::env::var("ANYWARP_CC")
         .ok()
@@ -226,7 +226,7 @@ impl Control {
     fn hear(&mut self) -> io::Result<Vec<u64>> {
         let mut line = String::new();
         if self.0.read_line(&mut line)? == 0 {
-            return Err(wrong("the other end is gone"));
+            return Err(wrong("the other end has disconnected"));
         }
         line.split_whitespace()
             .map(|word| {
@@ -237,12 +237,12 @@ impl Control {
     }
 }
 
-/// What messages contain, but for their first byte and their last.
+/// Returns the content of a message of `len` bytes, except for its first and last byte.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8).collect()
 }
 
-/// True if all but the stamps is what `pattern` makes.
+/// Returns whether a message has the content of `pattern`, except for its first and last byte.
 fn intact(message: &[u8]) -> bool {
     let inner = |i: usize| i > 0 && i + 1 < message.len();
     message
@@ -251,13 +251,13 @@ fn intact(message: &[u8]) -> bool {
         .all(|(i, &b)| !inner(i) || b == (i % 251) as u8)
 }
 
-/// Something with two directions that messages of one size take.
+/// A socket that exchanges messages of one size in both directions.
 trait Exchange {
     fn put(&mut self, message: &[u8]) -> io::Result<()>;
     fn take(&mut self, message: &mut [u8]) -> io::Result<()>;
 }
 
-/// Repeats a call that may find nothing, without sleeping, until it finds something or `PATIENCE` is over.
+/// Repeats a non-blocking call until it succeeds or `PATIENCE` has expired.
 fn until<T>(mut look: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let mut began = None;
     let mut looks = 0;
@@ -297,7 +297,7 @@ impl Exchange for Tcp {
         while !message.is_empty() {
             let n = until(|| self.0.read(message))?;
             if n == 0 {
-                return Err(wrong("the other end is gone"));
+                return Err(wrong("the other end has disconnected"));
             }
             message = message.get_mut(n..).unwrap_or_default();
         }
@@ -327,7 +327,7 @@ impl Exchange for Udp {
     }
 }
 
-/// Stamps a message and looks at stamps: kind in front, number at the end.
+/// Writes the kind to the first byte of a message and the number to the last.
 fn stamp(message: &mut [u8], kind: u8, number: u8) {
     if let Some(last) = message.last_mut() {
         *last = number;
@@ -359,7 +359,7 @@ fn ping(end: &mut impl Exchange, raw: &Raw) -> io::Result<Value> {
         end.take(&mut back)?;
         let took = before.elapsed();
         if !is_number(&back, number) || over && !intact(&back) {
-            return Err(wrong("a message came back wrong"));
+            return Err(wrong("a message was returned with wrong content"));
         }
         if over {
             break;
@@ -388,7 +388,7 @@ fn pong(end: &mut impl Exchange, raw: &Raw) -> io::Result<()> {
         end.take(&mut got)?;
         let kind = got.first().copied().unwrap_or_default();
         if size > 1 && !is_number(&got, number) || kind == LAST && !intact(&got) {
-            return Err(wrong("a message came wrong"));
+            return Err(wrong("a message arrived with wrong content"));
         }
         stamp(&mut out, kind, number);
         end.put(&out)?;
@@ -399,7 +399,7 @@ fn pong(end: &mut impl Exchange, raw: &Raw) -> io::Result<()> {
     }
 }
 
-/// Sends as much as the time allows.
+/// Sends as much as possible in the given time.
 fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<Value> {
     let size = raw.size as usize;
     let congestion = door::congestion(&stream)?;
@@ -408,7 +408,7 @@ fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<V
     let limit = Duration::from_millis(raw.millis);
     let began = Instant::now();
     let mut messages: u64 = 0;
-    // Looking at the clock costs as much as the copy of a small message.
+    // Reading the clock costs as much as copying a small message.
     let stride = if size * (raw.list as usize) < 4096 {
         16
     } else {
@@ -438,7 +438,7 @@ fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<V
             "gb_s": bytes as f64 / took / 1e9, "m_s": messages as f64 / took / 1e6, "messages": messages,
             "congestion": congestion,
         })),
-        _ => Err(wrong("the other end has not got what was sent")),
+        _ => Err(wrong("the other end has not received everything")),
     }
 }
 
@@ -452,7 +452,7 @@ fn drain(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<
         if n == 0 {
             break;
         }
-        // One byte of each piece, wherever it ends, and all of the first ones.
+        // Checks all bytes of the first megabyte, and one byte of each later piece.
         let looked = if bytes < 1 << 20 { n } else { 1 };
         for (i, &byte) in got.iter().take(n).rev().take(looked).enumerate() {
             let place = (bytes + (n - 1 - i) as u64) % size as u64;
@@ -463,7 +463,7 @@ fn drain(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<
     control.send(&[bytes, bad])
 }
 
-/// The server's UDP socket, connected to the client's.
+/// Returns the server's UDP socket, connected to the client's.
 fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((raw.bind.as_str(), 0))?;
     door::room(&socket, UDP_ROOM)?;
@@ -498,7 +498,7 @@ fn port_of(numbers: &[u64]) -> io::Result<u16> {
         .ok_or_else(|| wrong("the other end sent no port"))
 }
 
-/// Sends datagrams as fast as the socket takes them.
+/// Sends datagrams as fast as the socket accepts them.
 fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<Value> {
     let size = (raw.size as usize).min(DATAGRAM);
     let each = match raw.probe {
@@ -521,14 +521,14 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         for _ in 0..8 {
             match socket.send(&out) {
                 Ok(_) => sent += each as u64,
-                // A datagram that the kernel has no room for is lost, as any other may be.
+                // The kernel had no buffer: the datagram counts as lost, like one dropped on the way.
                 Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => {}
                 Err(e) => return Err(e),
             }
         }
     }
     control.send(&[sent])?;
-    // Wakes the reader if all else is read.
+    // Wakes the reader after it has read everything else.
     let end = vec![LAST; size];
     for _ in 0..20 {
         let _the_reader_may_be_gone = socket.send(&end);
@@ -543,7 +543,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
                 "messages": messages, "sent": sent,
             }))
         }
-        [0, ..] => Err(wrong("nothing of what was sent arrived")),
+        [0, ..] => Err(wrong("none of the sent messages arrived")),
         _ => Err(wrong("datagrams came wrong")),
     }
 }
@@ -579,13 +579,13 @@ fn collect(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<(
     control.send(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
 }
 
-/// Where things are in shared memory: a flag and a payload each way, two cache lines apart.
+/// Offsets in the shared memory: a flag and a payload for each direction, two cache lines apart.
 const THERE: usize = 0;
 const BACK: usize = 128;
 const OVER: usize = 256;
 const PAYLOADS: usize = 512;
 
-/// What stands at [`OVER`] until the number of the last round does.
+/// The value at [`OVER`] until it becomes the number of the last round.
 const BEGUN: u64 = u64::MAX;
 
 fn shm_len(size: usize) -> usize {
@@ -611,11 +611,11 @@ fn shm_server(raw: &Raw) -> io::Result<()> {
     let (mut got, mut out) = (vec![0; size], pattern(size));
     for number in 1.. {
         if !shared.spin(THERE, number, TURNS) {
-            return Err(wrong("the other end is gone"));
+            return Err(wrong("the other end has disconnected"));
         }
         shared.get(PAYLOADS, &mut got);
         if !is_number(&got, number as u8) {
-            return Err(wrong("a message came wrong"));
+            return Err(wrong("a message arrived with wrong content"));
         }
         stamp(&mut out, MORE, number as u8);
         shared.put(PAYLOADS + size.next_multiple_of(128), &out);
@@ -635,7 +635,7 @@ fn shm_client(raw: &Raw, path: &str) -> io::Result<Value> {
     let (mut out, mut back) = (pattern(size), vec![0; size]);
     let limit = Duration::from_millis(raw.millis);
     let began = Instant::now();
-    // A clock costs a tenth of a round: whole runs of rounds are timed.
+    // Reading the clock takes a tenth of a round, so several rounds are timed together.
     const ROUNDS: u64 = 64;
     let mut samples: Vec<f64> = Vec::new();
     let mut number: u64 = 0;
@@ -652,11 +652,11 @@ fn shm_client(raw: &Raw, path: &str) -> io::Result<Value> {
             shared.put(PAYLOADS, &out);
             shared.flag(THERE).store(number, Ordering::Release);
             if !shared.spin(BACK, number, TURNS) {
-                return Err(wrong("the other end is gone"));
+                return Err(wrong("the other end has disconnected"));
             }
             shared.get(PAYLOADS + size.next_multiple_of(128), &mut back);
             if !is_number(&back, number as u8) {
-                return Err(wrong("a message came back wrong"));
+                return Err(wrong("a message was returned with wrong content"));
             }
         }
         if over {
@@ -677,7 +677,7 @@ fn cma_server(raw: &Raw) -> io::Result<()> {
         std::process::id(),
         target.as_ptr().expose_provenance()
     ))?;
-    // Ends with what started it.
+    // Ends when the parent process closes standard input.
     io::copy(&mut io::stdin().lock(), &mut io::sink())?;
     drop(target);
     Ok(())
@@ -700,7 +700,7 @@ fn cma_client(raw: &Raw, word: &str) -> io::Result<Value> {
     let mut back = vec![0; from.len()];
     door::read_from(pid, address, &mut back)?;
     if back != from {
-        return Err(wrong("what was written is not there"));
+        return Err(wrong("the written bytes are not there"));
     }
     Ok(json!({
         "gb_s": (messages * u64::from(raw.size)) as f64 / took / 1e9, "m_s": messages as f64 / took / 1e6,

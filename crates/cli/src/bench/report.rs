@@ -1,4 +1,4 @@
-//! What was seen: values, medians, ratios; as a table and as JSON, from which the same can be read again.
+//! The results (values, medians, ratios) as a table and as JSON, from which they can be read again.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use super::rows::{Bar, By, Row};
 use super::run::{Sample, Stage};
 
-/// Failures after which a party is not tried again.
+/// The number of failures after which a party is not measured again.
 const TRIES: usize = 2;
 
-/// Share of the time that others may have had the processor before a value is marked.
+/// A value is marked if other programs had the processor for more than this share of the time.
 const DISTURBED: f64 = 0.05;
 
 /// All rows of a run.
@@ -21,7 +21,7 @@ const DISTURBED: f64 = 0.05;
 pub(crate) struct Report {
     pub(crate) tool: String,
     pub(crate) version: String,
-    /// True until everything was measured.
+    /// True until all rows are measured.
     pub(crate) partial: bool,
     pub(crate) conditions: Conditions,
     pub(crate) rows: Vec<Seen>,
@@ -30,7 +30,7 @@ pub(crate) struct Report {
     pub(crate) now: Option<Seen>,
 }
 
-/// The machine and what was set.
+/// The machine and the settings.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Conditions {
     pub(crate) cpu: String,
@@ -51,32 +51,32 @@ pub(crate) struct Seen {
     pub(crate) name: String,
     pub(crate) what: String,
     pub(crate) unit: String,
-    /// True if more is worse.
+    /// True if lower values are better.
     pub(crate) costs: bool,
     pub(crate) parties: Vec<Values>,
     pub(crate) bars: Vec<Held>,
 }
 
-/// What one party did.
+/// The results of one party.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Values {
     pub(crate) name: String,
     pub(crate) command: String,
-    /// False if what it needs is not on this machine.
+    /// False if the party is not installed on this machine.
     pub(crate) there: bool,
     pub(crate) values: Vec<f64>,
     pub(crate) median: Option<f64>,
     pub(crate) least: Option<f64>,
     pub(crate) most: Option<f64>,
-    /// Median of the share of the time that others had the processor.
+    /// For each repetition, the share of the time that other programs had the processor.
     pub(crate) waited: Vec<f64>,
-    /// Medians of the other numbers that the program printed.
+    /// For each repetition, the other numbers that the program printed.
     pub(crate) said: Vec<std::collections::BTreeMap<String, f64>>,
     pub(crate) congestion: Option<String>,
     pub(crate) failures: Vec<String>,
 }
 
-/// A bar, and where the value is.
+/// A bound and the measured value.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) of: String,
@@ -90,7 +90,7 @@ pub(crate) struct Held {
     pub(crate) aim_met: Option<bool>,
 }
 
-/// The middle one of some values, or the mean of the two in the middle.
+/// Returns the median: the middle value, or the mean of the two in the middle.
 pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -99,7 +99,7 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
     Some(f64::midpoint(*lower, *upper))
 }
 
-/// A number with three digits that count.
+/// Formats a number with three significant digits.
 pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
@@ -148,12 +148,12 @@ impl Report {
         }
     }
 
-    /// Reads what [`Self::save`] wrote.
+    /// Parses a file that [`Self::save`] wrote.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         serde_json::from_str(text).map_err(|e| format!("not a file of `anywarp bench --json`: {e}"))
     }
 
-    /// Replaces the file at once, so that there is always a whole one.
+    /// Replaces the file atomically, so that it is always complete.
     pub(crate) fn save(&self, path: &Path) -> io::Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(io::Error::other)?;
         if !path.exists() || path.is_file() {
@@ -162,7 +162,7 @@ impl Report {
             fs::write(&new, text + "\n")?;
             fs::rename(&new, path)
         } else {
-            // Such as /dev/stdout: once, when it is whole.
+            // A file that cannot be replaced, such as /dev/stdout, is written once, at the end.
             if self.partial {
                 return Ok(());
             }
@@ -170,7 +170,7 @@ impl Report {
         }
     }
 
-    /// What stands above the tables.
+    /// Returns the lines above the tables.
     pub(crate) fn head(&self) -> String {
         let c = &self.conditions;
         let mut text = format!(
@@ -201,19 +201,19 @@ impl Report {
         text
     }
 
-    /// Parties that failed.
+    /// Returns the number of parties that failed.
     pub(crate) fn failures(&self) -> usize {
         let parties = self.rows.iter().flat_map(|row| &row.parties);
         parties.filter(|p| p.there && p.values.is_empty()).count()
     }
 
-    /// Bars that are not met.
+    /// Returns the number of bounds that are not met.
     pub(crate) fn missed(&self) -> usize {
         let bars = self.rows.iter().flat_map(|row| &row.bars);
         bars.filter(|bar| bar.met == Some(false)).count()
     }
 
-    /// What stands below the tables.
+    /// Returns the lines below the tables.
     pub(crate) fn summary(&self, took: Duration) -> String {
         let mut text = String::new();
         let bars: Vec<(&Seen, &Held)> = self
@@ -289,7 +289,7 @@ impl Seen {
         }
     }
 
-    /// True if this party is measured again.
+    /// Returns whether this party is measured again.
     pub(crate) fn goes_on(&self, at: usize) -> bool {
         self.parties
             .get(at)
@@ -343,7 +343,7 @@ impl Seen {
         self.bars = bars;
     }
 
-    /// The row as lines.
+    /// Returns the lines of the row's table.
     pub(crate) fn table(&self) -> String {
         let mut text = format!("{}: {}", self.name, self.what);
         if !self.unit.is_empty() {
@@ -406,7 +406,7 @@ impl Held {
         }
     }
 
-    /// The value, what it is of, and how that is.
+    /// Returns the value, the quantity, and whether the bound is met.
     pub(crate) fn text(&self, row: &Seen) -> String {
         let Some(value) = self.value else {
             return String::new();

@@ -1,17 +1,17 @@
-//! What is measured, in which way, and what it is held against.
+//! The definitions of all measurements: the commands, and the bounds for the values.
 
-/// What the values of a row are.
+/// The unit of the values of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unit {
-    /// Microseconds, one way; less is better.
+    /// Microseconds in one direction; lower is better.
     Us,
-    /// 10^9 bytes a second.
+    /// 10^9 bytes per second.
     Gbs,
-    /// Million messages a second.
+    /// Million messages per second.
     Ms,
-    /// A number of something that costs; less is better.
+    /// A number of events; lower is better.
     Count,
-    /// A share of 1; less is better.
+    /// A share between 0 and 1; lower is better.
     Share,
 }
 
@@ -26,76 +26,76 @@ impl Unit {
         }
     }
 
-    /// True if more is worse.
+    /// Returns whether lower values are better.
     pub(crate) fn costs(self) -> bool {
         matches!(self, Self::Us | Self::Count | Self::Share)
     }
 }
 
-/// How a value comes about. In the words of a command `{host}`, `{port}` and `{word}` are filled in, and `N:1000` is a
-/// count that --short makes smaller.
+/// How to measure a value. In the arguments, `{host}`, `{port}` and `{word}` are replaced, and `N:1000` is a count that --short
+/// reduces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum How {
     /// `anywarp bench-raw`
     Raw(String),
-    /// A program of perftest, unmodified, on our device.
+    /// An unmodified program of perftest, on this device.
     Perftest(&'static str, String),
     /// `anywarp ping` or `blast`
     Ours(&'static str, String),
-    /// Something else that is installed: the program, and the words of its server and its client.
+    /// Another installed program: its name, and the arguments of its server and its client.
     Peer(&'static str, &'static str, &'static str),
-    /// `anywarp-cost`, at two ends.
+    /// `anywarp-cost` with two processes.
     Verbs(String),
-    /// The same, alone.
+    /// `anywarp-cost` with one process.
     VerbsAlone(String),
-    /// The MPI program of the tests: two ranks that an MPI's own command starts, with the words in front of the program
-    /// and those behind it.
+    /// The MPI program of the tests, with two ranks: the launch command of an MPI that precedes the program, and the arguments that
+    /// follow it.
     Mpi(&'static str, &'static str),
 }
 
-/// One of those that are measured side by side.
+/// A program or setting that is compared with others in a row.
 #[derive(Debug, Clone)]
 pub(crate) struct Party {
     pub(crate) name: String,
     pub(crate) how: How,
     pub(crate) env: Vec<(&'static str, &'static str)>,
-    /// Which of the program's numbers, if it is not the one that the unit of the row implies.
+    /// The name of the program's number to use, if it does not follow from the unit of the row.
     pub(crate) value: Option<&'static str>,
-    /// What that is multiplied with.
+    /// The factor to multiply that number by.
     pub(crate) factor: f64,
 }
 
-/// What must hold.
+/// A bound for a value.
 #[derive(Debug, Clone)]
 pub(crate) struct Bar {
     /// The name of the party whose value is judged.
     pub(crate) of: &'static str,
-    /// The party whose value it is divided by; none for the value itself.
+    /// How the value is compared.
     pub(crate) by: By,
-    /// At most this for what costs, at least this for what is gained.
+    /// The bound: an upper one if lower values are better, else a lower one.
     pub(crate) limit: f64,
-    /// What one would like.
+    /// A desirable bound beyond the required one.
     pub(crate) aim: Option<f64>,
 }
 
-/// What a value is held against.
+/// What a bound applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum By {
-    /// Divided by another's.
+    /// The value divided by that of this party.
     Ratio(&'static str),
-    /// Another's taken away.
+    /// The value minus that of this party.
     Beyond(&'static str),
-    /// Nothing.
+    /// The value itself.
     Itself,
 }
 
-/// Values that belong together.
+/// A group of values that are measured in turn and compared.
 #[derive(Debug, Clone)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
     pub(crate) what: &'static str,
     pub(crate) unit: Unit,
-    /// True for those that are measured when nothing else is asked for.
+    /// True for the rows that are measured by default.
     pub(crate) usual: bool,
     pub(crate) parties: Vec<Party>,
     pub(crate) bars: Vec<Bar>,
@@ -117,14 +117,14 @@ impl Party {
         self
     }
 
-    /// Takes another number of the program, times a factor.
+    /// Uses another number of the program, multiplied by a factor.
     fn takes(mut self, value: &'static str, factor: f64) -> Self {
         self.value = Some(value);
         self.factor = factor;
         self
     }
 
-    /// Multiplies: there and back is twice one way.
+    /// Multiplies the value: a round trip takes twice the time of one direction.
     fn times(mut self, factor: f64) -> Self {
         self.factor *= factor;
         self
@@ -160,15 +160,15 @@ fn fi_pingpong(name: &str, server: &'static str, client: &'static str) -> Party 
 }
 
 fn ucx(name: &str, server: &'static str, client: &'static str) -> Party {
-    // UCX looks for devices; only the one that is named may be found.
+    // Restricts UCX to one device, since it uses all devices that it finds.
     party(name, How::Peer("ucx_perftest", server, client)).env("UCX_TLS", "tcp")
 }
 
-/// Open MPI over the kernel's TCP of this host.
+/// Returns a party: Open MPI over the kernel's TCP of this host.
 fn openmpi(words: &'static str) -> Party {
     const LAUNCH: &str = "mpiexec.openmpi -n 2 --use-hwthread-cpus --oversubscribe --bind-to hwthread:overload-allowed --mca pml ob1 --mca btl self,tcp \
          --mca btl_tcp_if_include lo";
-    // Containers have no other user.
+    // Containers often have no user besides root.
     party("Open MPI tcp", How::Mpi(LAUNCH, words))
         .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
         .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
@@ -183,13 +183,13 @@ fn bar(of: &'static str, by: By, limit: f64, aim: impl Into<Option<f64>>) -> Bar
     }
 }
 
-/// Keeps two processes on one host on the network.
+/// Makes two processes on one host use TCP instead of shared memory.
 const LOCAL: (&str, &str) = ("ANYWARP_CARRIER", "tcp");
 
 /// Turns the checksum off.
 const NO_CRC: (&str, &str) = ("ANYWARP_CRC", "0");
 
-/// Names of parties that bars refer to.
+/// The names of parties that bounds refer to.
 const RAW: &str = "raw TCP";
 const UDP: &str = "raw UDP";
 const SEND: &str = "Send";
@@ -198,7 +198,7 @@ const READ: &str = "Read";
 const FI: &str = "libfabric tcp";
 const UCX: &str = "UCX tcp";
 
-/// All rows. `mtu` is that of the link, for raw datagrams as long as those of the device.
+/// Returns all rows. `mtu` is that of the link; raw datagrams are as long as those of the device.
 pub(crate) fn all(mtu: u32) -> Vec<Row> {
     let datagram = mtu.saturating_sub(28).clamp(64, 65507);
     let latency = |name, what, size: u32, count: u32, usual, fi: [&'static str; 2]| {
@@ -647,7 +647,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
     rows
 }
 
-/// Lets two processes of one host use its memory.
+/// Makes two processes of one host use shared memory.
 fn near(mut party: Party) -> Party {
     party.env.retain(|(name, _)| *name != LOCAL.0);
     party.env.push((LOCAL.0, "auto"));

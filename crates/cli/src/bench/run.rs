@@ -1,4 +1,4 @@
-//! One measurement: a server and a client, started, waited for, understood, ended.
+//! One measurement: starts a server and a client, waits for them, and parses their output.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,16 +18,16 @@ use super::rows::{How, Party, Unit};
 use crate::library::Library;
 use crate::sys;
 
-/// Longest wait for a server to be ready.
+/// The longest wait until a server is ready.
 const READY: Duration = Duration::from_secs(15);
 
-/// Longest time of one measurement.
+/// The longest time of one measurement.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// How long a server may take to end when its client has.
+/// The time that a server has to exit after its client.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// Pause between two checks of the processes of a row.
+/// The pause between two checks of the processes of a row.
 const CHECK_EVERY: Duration = Duration::from_millis(5);
 
 /// The result of one measurement.
@@ -35,30 +35,30 @@ const CHECK_EVERY: Duration = Duration::from_millis(5);
 pub(crate) struct Sample {
     /// In the unit of the row.
     pub(crate) value: f64,
-    /// Share of the client's time that other programs had its processor, as far as it is known.
+    /// The share of the client's time that other programs had its processor, if known.
     pub(crate) waited: Option<f64>,
     /// All numbers that the program printed.
     pub(crate) said: BTreeMap<String, f64>,
-    /// The congestion control of its TCP, if the program reports it.
+    /// The congestion control of the program's TCP, if it reports it.
     pub(crate) congestion: Option<String>,
 }
 
-/// Where and how everything runs.
+/// The environment of all measurements.
 #[derive(Debug)]
 pub(crate) struct Stage {
-    /// This program.
+    /// The path of this program.
     pub(crate) anywarp: PathBuf,
-    /// The verbs program for what is not messages.
+    /// The path of `anywarp-cost`.
     pub(crate) verbs: Option<PathBuf>,
-    /// The MPI program of the tests, where both ends are on this host.
+    /// The path of the tests' MPI program, if both ends are on this host.
     mpi: Option<PathBuf>,
-    /// Words in front of all servers.
+    /// The command that precedes all servers.
     server: Vec<String>,
-    /// Words in front of all clients.
+    /// The command that precedes all clients.
     client: Vec<String>,
     /// The server's address.
     host: String,
-    /// A tenth of everything.
+    /// Divide all counts by ten.
     pub(crate) short: bool,
     /// Set by an interrupt.
     pub(crate) interrupted: Arc<AtomicBool>,
@@ -67,9 +67,9 @@ pub(crate) struct Stage {
 /// Why there is no value.
 #[derive(Debug)]
 pub(crate) enum Lost {
-    /// The user wants it to end.
+    /// The user has interrupted the command.
     Interrupted,
-    /// In words.
+    /// A description of the failure.
     Failed(String),
 }
 
@@ -118,7 +118,7 @@ impl Stage {
         })
     }
 
-    /// True if what `how` needs is on this machine.
+    /// Returns whether the program that `how` needs is installed.
     pub(crate) fn has(&self, how: &How) -> bool {
         match how {
             How::Raw(_) | How::Ours(..) => true,
@@ -130,7 +130,7 @@ impl Stage {
         }
     }
 
-    /// The commands of both ends; `{port}` and `{word}` are filled in later, `{host}` here.
+    /// Returns the commands of both ends. `{host}` is replaced here; `{port}` and `{word}` are replaced later.
     fn commands(&self, how: &How) -> (Option<Vec<String>>, Vec<String>) {
         let own = self.anywarp.display().to_string();
         let split = |text: &str| -> Vec<String> {
@@ -204,7 +204,7 @@ impl Stage {
         }
     }
 
-    /// A word of a command: `N:20000` is a count, which --short makes smaller.
+    /// Expands an argument: `N:20000` is a count, which --short reduces.
     fn scaled(&self, word: &str) -> String {
         let word = word.replace("{host}", &self.host);
         match word.strip_prefix("N:").and_then(|n| n.parse::<u64>().ok()) {
@@ -214,7 +214,7 @@ impl Stage {
         }
     }
 
-    /// The client's command as one would type it.
+    /// Returns the client's command as a user would type it.
     pub(crate) fn command_line(&self, party: &Party) -> String {
         let (_, client) = self.commands(&party.how);
         let variables: Vec<String> = party
@@ -244,7 +244,7 @@ impl Stage {
             .join(" ")
     }
 
-    /// Words in front of the client. An MPI has both ends, and gives each its processor.
+    /// Returns the command that precedes the client. An MPI launcher starts both ends and pins them itself.
     fn before_client(&self, how: &How) -> &[String] {
         match how {
             How::Mpi(..) => &[],
@@ -321,7 +321,7 @@ fn in_path(program: &str) -> bool {
         .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
 
-/// A free port, for programs that need one as an argument.
+/// Returns a free port, for programs that need one as an argument.
 fn free_port(how: &How) -> Result<u16, Lost> {
     if matches!(how, How::Raw(_) | How::VerbsAlone(_) | How::Mpi(..)) {
         return Ok(0);
@@ -329,7 +329,7 @@ fn free_port(how: &How) -> Result<u16, Lost> {
     sys::free_port().map_err(|e| Lost::Failed(e.to_string()))
 }
 
-/// One program. It ends with this value.
+/// A running program, which is killed when this is dropped.
 struct End {
     child: Child,
     what: String,
@@ -392,7 +392,7 @@ impl End {
             .map(|status| status.code().unwrap_or(-1)))
     }
 
-    /// The word that a raw server prints when it is ready.
+    /// Returns the word that a raw server prints when it is ready.
     fn word(&mut self, stage: &Stage) -> Result<String, Lost> {
         let end = Instant::now() + READY;
         loop {
@@ -410,7 +410,7 @@ impl End {
         let wanted = format!(":{port:04X}");
         loop {
             for table in ["tcp", "tcp6"] {
-                // In the network namespace of the program.
+                // The file shows the network namespace of the program.
                 let path = format!("/proc/{}/net/{table}", self.child.id());
                 let text = fs::read_to_string(path).unwrap_or_default();
                 let found = text.lines().any(|line| {
@@ -441,13 +441,13 @@ impl End {
         Ok(())
     }
 
-    /// Time that the first thread could have run and did not.
+    /// Returns the time that the first thread was runnable but not running.
     fn held_up(&self) -> Option<u64> {
         let text = fs::read_to_string(format!("/proc/{}/schedstat", self.child.id())).ok()?;
         text.split_whitespace().nth(1)?.parse().ok()
     }
 
-    /// Waits for the client to end; its output, and the share of its time that it was held up.
+    /// Waits for the client to exit. Returns its output, and the share of its time that it was runnable but not running.
     fn finish(
         &mut self,
         limit: Duration,
@@ -460,7 +460,7 @@ impl End {
             held_up = self.held_up().filter(|&ns| ns > 0).or(held_up);
             self.drain();
             if let Some(code) = self.gone()? {
-                // The reader is a thread: it ends at the end of the pipe.
+                // The lines come from a thread that ends at the end of the pipe.
                 while let Ok(line) = self.lines.recv_timeout(GRACE) {
                     self.output.push_str(&line);
                     self.output.push('\n');
@@ -492,7 +492,7 @@ impl End {
         }
     }
 
-    /// The output of a server that has ended, or is ended here.
+    /// Returns the output of a server, which is killed if it has not exited.
     fn last_words(&mut self) -> String {
         drop(self.child.stdin.take());
         let end = Instant::now() + GRACE;
@@ -516,7 +516,7 @@ impl Drop for End {
     }
 }
 
-/// Lines of a pipe, as they come.
+/// Returns a channel that receives the lines of a pipe.
 fn listen(pipe: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = mpsc::channel();
     thread::spawn(move || {
@@ -531,7 +531,7 @@ fn listen(pipe: impl Read + Send + 'static) -> Receiver<String> {
 
 type Understood = (BTreeMap<String, f64>, Option<String>);
 
-/// The numbers in what the programs print.
+/// Parses the output of the programs.
 fn understand(how: &How, client: &str, server: &str) -> Result<Understood, String> {
     match how {
         How::Raw(_) | How::Verbs(_) | How::VerbsAlone(_) | How::Mpi(..) => {
@@ -551,7 +551,7 @@ fn understand(how: &How, client: &str, server: &str) -> Result<Understood, Strin
         }
         How::Perftest(program, _) => {
             let mut numbers = perftest(program, client).ok_or("no line of results")?;
-            // Of datagrams, what arrived.
+            // For datagrams, counts those that arrived.
             if let Some(theirs) = perftest(program, server) {
                 for (name, value) in theirs {
                     numbers.insert(format!("server_{name}"), value);
@@ -566,7 +566,7 @@ fn understand(how: &How, client: &str, server: &str) -> Result<Understood, Strin
                 .rev()
                 .find(|line| line.starts_with(|c: char| c.is_ascii_digit()))
                 .ok_or("no line of results")?;
-            // bytes, sent, acknowledged, total, time, MB/sec, usec/xfer, Mxfers/sec
+            // Columns: bytes, sent, acknowledged, total, time, MB/sec, usec/xfer, Mxfers/sec
             let fields: Vec<&str> = line.split_whitespace().collect();
             let us = fields
                 .get(6)
@@ -575,7 +575,7 @@ fn understand(how: &How, client: &str, server: &str) -> Result<Understood, Strin
             Ok(([("us".to_owned(), us)].into(), None))
         }
         How::Peer("ucx_perftest", ..) => {
-            // iterations, latency (median, average, overall), MB/s (average, overall), messages/s (average, overall)
+            // Columns: iterations, latency (median, average, overall), MB/s (average, overall), messages/s (average, overall)
             let fields: Vec<f64> = client
                 .lines()
                 .rev()
@@ -608,7 +608,7 @@ fn understand(how: &How, client: &str, server: &str) -> Result<Understood, Strin
     }
 }
 
-/// The line of results of a perftest program.
+/// Parses the line of results of a perftest program.
 fn perftest(program: &str, text: &str) -> Option<BTreeMap<String, f64>> {
     let fields: Vec<f64> = text.lines().rev().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -617,7 +617,7 @@ fn perftest(program: &str, text: &str) -> Option<BTreeMap<String, f64>> {
     })?;
     let at = |i: usize| fields.get(i).copied();
     let named: Vec<(&str, Option<f64>)> = if program.ends_with("_lat") {
-        // bytes, iterations, least, most, typical, average, deviation, 99 %, 99.9 %
+        // Columns: bytes, iterations, least, most, typical, average, deviation, 99 %, 99.9 %
         vec![
             ("us_least", at(2)),
             ("us", at(4)),
@@ -625,7 +625,7 @@ fn perftest(program: &str, text: &str) -> Option<BTreeMap<String, f64>> {
             ("us_p99", at(7)),
         ]
     } else {
-        // bytes, iterations, peak, average in MiB/s, million messages a second
+        // Columns: bytes, iterations, peak, average in MiB/s, million messages per second
         vec![
             ("gb_s", at(3).map(|mib| mib * 1048576.0 / 1e9)),
             ("m_s", at(4)),
@@ -639,7 +639,7 @@ fn perftest(program: &str, text: &str) -> Option<BTreeMap<String, f64>> {
     )
 }
 
-/// What `anywarp ping` and `blast` write with --csv.
+/// Parses the output of `anywarp ping` and `blast` with --csv.
 fn ours(text: &str) -> Option<BTreeMap<String, f64>> {
     let mut lines = text.lines().skip_while(|line| !line.starts_with("test,"));
     let (names, values) = (lines.next()?, lines.next()?);

@@ -1,4 +1,4 @@
-//! `anywarp capture`: runs a program as `anywarp run` does, with its traffic written into a file.
+//! `anywarp capture`: runs a program like `anywarp run`, and writes its traffic to a file.
 
 use std::env;
 use std::fs;
@@ -10,10 +10,10 @@ use super::{Failure, run};
 use crate::cli::Capture;
 use crate::library::Library;
 
-/// Does not return when all is well: the program has taken the place of this process.
+/// Does not return on success, because this process executes the program.
 pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
     let mut command = run::command(&args.run)?;
-    // The program may change its folder.
+    // An absolute path, because the program may change its working directory.
     let file = env::current_dir()
         .map_err(|e| Failure::Write(args.write.clone(), e))?
         .join(&args.write);
@@ -22,8 +22,8 @@ pub(crate) fn run(args: &Capture) -> Result<ExitCode, Failure> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         Err(e) => return Err(Failure::Write(file, e)),
     }
-    // Made now and not at the first packet: whether it can be written is known before the program runs, and no other user
-    // can make it in between. It contains the program's payload, so it is for this user alone.
+    // The file is created before the program starts, not at the first packet: errors are reported early, and no other user can create
+    // it in between. It contains the program's payload, so only this user may read it.
     fs::OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -1,4 +1,4 @@
-//! `anywarp doctor`: what this machine has, whether the device works on it, and whether a program will find it.
+//! `anywarp doctor`: checks the machine and the device, and whether a program will find the device.
 
 mod checks;
 mod program;
@@ -12,12 +12,12 @@ use super::Failure;
 use crate::cli::Doctor;
 use crate::library::Library;
 
-/// How well a thing is.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
-    /// As it should be.
+    /// Works.
     Ok,
-    /// Works, and could be better.
+    /// Works, but could be improved.
     Warn,
     /// Does not work.
     Fail,
@@ -39,7 +39,7 @@ struct Line {
     level: Level,
     topic: &'static str,
     found: String,
-    /// What to do about it; every line that is not ok has one.
+    /// Advice, which every line that is not ok has.
     advice: Option<String>,
 }
 
@@ -92,7 +92,7 @@ impl Line {
     }
 }
 
-/// Takes the lines as they come: printed at once, or kept for the JSON object.
+/// Receives the lines of the report. Prints them at once, or collects them for the JSON object.
 struct Report {
     json: bool,
     lines: Vec<Line>,
@@ -126,7 +126,7 @@ impl Report {
     }
 }
 
-/// Looks at everything, then runs the self-test.
+/// Runs all checks, then the self-test.
 pub(crate) fn run(args: &Doctor) -> Result<ExitCode, Failure> {
     let mut report = Report {
         json: args.json,

@@ -1,4 +1,4 @@
-//! `anywarp env`: prints what `anywarp run` would set.
+//! `anywarp env`: prints the variables that `anywarp run` would set.
 
 use std::fmt::Write;
 use std::process::ExitCode;
@@ -9,10 +9,10 @@ use super::Failure;
 use crate::cli::Env;
 use crate::library::Library;
 
-/// Prints the variables in the form asked for.
+/// Prints the variables in the selected format.
 pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
-    // The lines for a shell append its own values, so nothing of this process's environment is inherited.
+    // The shell appends its own earlier values, so those of this process are not used.
     let variables: Vec<(&str, String)> = library
         .variables(!args.no_path_shim, |_| None)
         .into_iter()
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &Env) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lines for `eval`. Values that the shell has already stay, behind the new ones.
+/// Returns lines for `eval`. Earlier values of the shell's variables are kept after the new ones.
 fn shell(variables: &[(&str, String)]) -> String {
     let mut text = String::new();
     for (name, value) in variables {
@@ -43,7 +43,7 @@ fn shell(variables: &[(&str, String)]) -> String {
     text
 }
 
-/// `ENV` lines. A variable that the image sets elsewhere is overwritten.
+/// Returns `ENV` lines. They overwrite earlier values in the image.
 fn docker(variables: &[(&str, String)]) -> String {
     let mut text = String::new();
     for (name, value) in variables {

@@ -1,4 +1,4 @@
-//! `anywarp generate`: writes man pages and completions where a package has them.
+//! `anywarp generate`: writes man pages and completions to the folders where a package installs them.
 
 use std::fs;
 use std::path::Path;
@@ -11,14 +11,14 @@ use super::Failure;
 use crate::cli::{Cli, Generate};
 use crate::pages;
 
-/// Where each shell looks, below PREFIX/share.
+/// The folders in which the shells look for completions, below PREFIX/share.
 const COMPLETIONS: [(Shell, &str); 3] = [
     (Shell::Bash, "bash-completion/completions/anywarp"),
     (Shell::Zsh, "zsh/site-functions/_anywarp"),
     (Shell::Fish, "fish/vendor_completions.d/anywarp.fish"),
 ];
 
-/// Writes everything below the folder given.
+/// Writes all files below the given folder.
 pub(crate) fn run(args: &Generate) -> Result<ExitCode, Failure> {
     let pages = pages::all(&args.tree).map_err(|e| Failure::Write(args.tree.clone(), e))?;
     for (name, page) in pages {

@@ -18,7 +18,7 @@ use crate::{bench, perf, sockets, study};
 
 pub(crate) use run::{exec, find};
 
-/// Runs what was asked for.
+/// Runs the selected subcommand.
 pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
     match cli.command {
         Command::Run(args) => run::run(&args),
@@ -36,28 +36,28 @@ pub(crate) fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Why a subcommand could not do its work. Its text is for the person who typed the command.
+/// Why a subcommand failed. The text is shown to the user.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The drop-in libraries are not there.
+    /// The drop-in libraries are missing.
     Library(Missing),
-    /// There is no such program.
+    /// The program does not exist.
     NotFound(String),
-    /// The program is there, and cannot be executed.
+    /// The program exists but cannot be executed.
     NotExecutable(PathBuf, io::Error),
-    /// What is to go wrong cannot be understood, or not be read.
+    /// The value of --faults is invalid, or its file cannot be read.
     Faults(String),
-    /// Rules for sockets cannot be understood, or not be read.
+    /// The rules for sockets are invalid or cannot be read.
     Rules(String),
-    /// Counters of a process are not to be had.
+    /// The counters of a process cannot be read.
     Stat(String),
     /// Writing a file or the output failed.
     Write(PathBuf, io::Error),
 }
 
 impl Failure {
-    /// Exit codes as a shell has them: 127 and 126 about the program; 125 about anywarp itself, so that a
-    /// caller can tell it from the program's own status.
+    /// Returns the exit status. As in a shell, 127 and 126 concern the program; 125 concerns anywarp itself, so that a
+    /// caller can distinguish it from the program's own status.
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::NotFound(_) => 127,

@@ -1,4 +1,4 @@
-//! `anywarp run`: sets the variables and becomes the program.
+//! `anywarp run`: sets the variables and executes the program.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -16,18 +16,18 @@ use crate::cli::{LogLevel, Run};
 use crate::elf;
 use crate::library::Library;
 
-/// Does not return when all is well: the program has taken the place of this process.
+/// Does not return on success, because this process executes the program.
 pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
     Err(exec(command(args)?))
 }
 
-/// Becomes the program; what is returned is why not.
+/// Executes the program. Returns only if that fails.
 pub(crate) fn exec(mut command: Command) -> Failure {
     let why = command.exec();
     Failure::NotExecutable(command.get_program().into(), why)
 }
 
-/// The program with its variables.
+/// Returns the command with its variables.
 pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     let Some((name, rest)) = args.started.parts() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
@@ -75,7 +75,7 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// One line for each variable that the program gets, and why.
+/// Returns one line for each variable that is set, with the reason.
 fn explanations(command: &Command) -> Vec<String> {
     let why = |name: &str| match name {
         "LD_PRELOAD" => {
@@ -99,11 +99,11 @@ fn explanations(command: &Command) -> Vec<String> {
     lines.collect()
 }
 
-/// Reads what is to go wrong, as the device will; a file gets its full name, for programs may go elsewhere.
+/// Parses the value of --faults as the device does. The path of a file is made absolute, because programs may change their folder.
 fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
     let parse = |name: &str, text: &str| {
         Plan::parse(text).map_err(|e| {
-            // The line itself, and a mark under what is wrong with it.
+            // The line, and a mark under the invalid part.
             let line = text.lines().nth(e.line.saturating_sub(1) as usize);
             let column = e.column.saturating_sub(1) as usize;
             let shown = line.unwrap_or_default().replace('\t', " ");
@@ -126,7 +126,7 @@ fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
     Ok(full)
 }
 
-/// Looks a program up as a shell does: a name with a slash is a path, any other is searched for in PATH.
+/// Finds a program as a shell does: a name with a slash is a path, any other is searched for in PATH.
 pub(crate) fn find(name: &OsStr) -> Result<PathBuf, Failure> {
     let not_found = || Failure::NotFound(name.to_string_lossy().into_owned());
     if name.as_bytes().contains(&b'/') {

@@ -1,7 +1,7 @@
 //! `anywarp stat`: the counters of a running program's queue pairs.
 //!
-//! The device in that program hands over a descriptor with a line for each queue pair: a word for its kind, its number,
-//! then `NAME=VALUE`.
+//! The device in that program sends a descriptor of a text with a line for each queue pair: its type, its number, then
+//! `NAME=VALUE` fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,13 +20,13 @@ use serde_json::{Value, json};
 use super::Failure;
 use crate::cli::Stat;
 
-/// Longest wait for an answer.
+/// The longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Bytes of an answer at most: some 300 for each of 65,536 queue pairs, three times over.
+/// The most bytes of an answer: some 300 for each of 65,536 queue pairs, with a margin.
 const ANSWER_MAX: u64 = 64 << 20;
 
-/// First word of an answer, with the number of its format.
+/// The first word of an answer, with the version of its format.
 const HEAD: &str = "anywarp-stat 1";
 
 /// The line of the device's own thread.
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     for look in 1.. {
         let text = match ask(args.pid) {
             Ok(text) => text,
-            // A program that was there and has ended.
+            // The program has exited since the last report.
             Err(_) if before.is_some() => return Ok(ExitCode::SUCCESS),
             Err(why) => return Err(Failure::Stat(why)),
         };
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The counters of the device in a process.
+/// Requests the counters of the device in a process.
 fn ask(pid: u32) -> Result<String, String> {
     let text = |e: &dyn std::fmt::Display| format!("process {pid}: {e}");
     let name = format!("anywarp-stat-{pid}");
@@ -94,22 +94,22 @@ fn ask(pid: u32) -> Result<String, String> {
              have a queue pair, and the same network namespace)"
         )
     })?;
-    // Any process may have bound the name. The kernel knows which one did.
+    // Any process may have bound the name. The kernel reports which one did.
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| text(&e))?;
     if u32::try_from(peer.pid.as_raw_pid()) != Ok(pid) {
         return Err(format!(
-            "process {pid}: another process ({}, of user {}) answers in its place, and is not believed",
+            "process {pid}: another process ({}, of user {}) answers in its place, and its answer is ignored",
             peer.pid.as_raw_pid(),
             peer.uid.as_raw()
         ));
     }
-    // What the kernel knows is from the time when the name was bound. That process may have ended since, and its number may be
-    // that of another process now.
+    // The kernel's information is from the time when the name was bound. The process may have exited since, and its id may have been
+    // reused.
     let users = users_of(pid).map_err(|e| text(&e))?;
     let user = peer.uid.as_raw();
     if !may_answer_for(user, &users) {
         return Err(format!(
-            "process {pid}: an earlier process of this number, of user {user}, answers in its place, and is not believed"
+            "process {pid}: an earlier process with this id, of user {user}, has bound its name, and the answer is ignored"
         ));
     }
     stream
@@ -132,7 +132,7 @@ fn ask(pid: u32) -> Result<String, String> {
             _ => None,
         })
         .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
-    // A file of a FUSE file system could block the read for ever.
+    // A file of a FUSE file system could block the read forever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
         return Err(format!(
             "process {pid}: its answer is not memory of the kernel, and is not read"
@@ -144,7 +144,7 @@ fn ask(pid: u32) -> Result<String, String> {
     Ok(printable(&String::from_utf8_lossy(&answer)))
 }
 
-/// All bytes of an answer; `None` if there are more than [`ANSWER_MAX`].
+/// Reads an answer. Returns `None` if it is longer than [`ANSWER_MAX`].
 fn contents(mut memory: File) -> std::io::Result<Option<Vec<u8>>> {
     memory.seek(SeekFrom::Start(0))?;
     let mut answer = Vec::new();
@@ -152,7 +152,7 @@ fn contents(mut memory: File) -> std::io::Result<Option<Vec<u8>>> {
     Ok((answer.len() as u64 <= ANSWER_MAX).then_some(answer))
 }
 
-/// The real, effective, saved and file-system user of a process.
+/// Returns the real, effective, saved and file-system user of a process.
 fn users_of(pid: u32) -> std::io::Result<Vec<u32>> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|l| l.strip_prefix("Uid:"));
@@ -160,13 +160,13 @@ fn users_of(pid: u32) -> std::io::Result<Vec<u32>> {
     Ok(words.filter_map(|word| word.parse().ok()).collect())
 }
 
-/// Returns whether a socket that `user` bound may belong to a process of `users`. The superuser may have given up its rights since it bound
-/// the socket.
+/// Returns whether a socket that `user` bound may belong to a process of `users`. A process of the superuser may have dropped its
+/// privileges after it bound the socket.
 fn may_answer_for(user: u32, users: &[u32]) -> bool {
     user == 0 || users.contains(&user)
 }
 
-/// `text` with control characters other than the end of a line as escapes, so that they do not change the terminal.
+/// Escapes control characters in `text` except newlines, because they could change the terminal's state.
 fn printable(text: &str) -> String {
     text.chars()
         .fold(String::with_capacity(text.len()), |mut out, c| {
@@ -211,7 +211,7 @@ fn parse(text: &str) -> Result<(String, Vec<Line>), String> {
     Ok((head.trim().to_owned(), pairs))
 }
 
-/// What was added. A queue pair that connected anew begins at nothing.
+/// Returns the increase of all counters. A queue pair that was reconnected starts at zero.
 fn since(before: &[Line], now: &[Line]) -> Vec<Line> {
     let old: BTreeMap<&str, &Line> = before.iter().map(|l| (l.number.as_str(), l)).collect();
     now.iter()
@@ -228,7 +228,7 @@ fn since(before: &[Line], now: &[Line]) -> Vec<Line> {
         .collect()
 }
 
-/// `a` for each `b`.
+/// Returns the counter `a` divided by the counter `b`.
 fn each(line: &Line, a: &str, b: &str) -> String {
     let get = |name: &str| line.numbers.get(name).copied().unwrap_or_default() as f64;
     if get(b) > 0.0 {
@@ -361,7 +361,7 @@ mod tests {
 
     #[test]
     fn a_process_that_answers_for_another_is_not_believed() {
-        // A process that runs and has no counters of its own: the one that started this test.
+        // The parent of this test is a process that runs and serves no counters.
         let other = std::os::unix::process::parent_id();
         let name = SocketAddr::from_abstract_name(format!("anywarp-stat-{other}")).unwrap();
         let _listener = std::os::unix::net::UnixListener::bind_addr(&name).unwrap();
@@ -379,7 +379,7 @@ mod tests {
         assert!(!may_answer_for(1001, &[1000; 4]));
     }
 
-    /// A process that serves a file in the place of its counters, as this one does here.
+    /// Serves a file instead of counters, as another process could.
     #[test]
     fn an_answer_that_is_a_file_is_not_read() {
         use std::os::unix::net::UnixListener;
@@ -409,7 +409,7 @@ mod tests {
         memory.set_len(ANSWER_MAX).unwrap();
         let read = contents(memory.try_clone().unwrap()).unwrap();
         assert_eq!(read.map(|bytes| bytes.len() as u64), Some(ANSWER_MAX));
-        // Sparse: it takes no memory, and would take that of its reader.
+        // A sparse file uses no memory here, but reading it would.
         memory.set_len(1 << 40).unwrap();
         assert_eq!(contents(memory).unwrap(), None);
     }

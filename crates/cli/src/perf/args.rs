@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum, ValueHint};
 
 use super::sizes::Sizes;
 
-/// Where the server is reached when no port is given.
+/// The default port of a server.
 const PORT: u16 = 18516;
 
 /// Arguments of `anywarp ping` and `anywarp blast`.
@@ -20,23 +20,23 @@ pub(crate) struct Perf {
     )]
     pub(crate) host: Option<String>,
 
-    /// Be the server: it takes what the client asks for, and ends with it
+    /// Run as server: execute what the client requests, and exit when the client is done
     #[arg(long)]
     pub(crate) server: bool,
 
-    /// With --server: go on with the next client
+    /// With --server: wait for the next client afterwards
     #[arg(long, requires = "server")]
     pub(crate) forever: bool,
 
-    /// With --server: end when the program that started it ends
+    /// With --server: exit when the parent process exits
     #[arg(long, requires = "server", hide = true)]
     pub(crate) with_parent: bool,
 
-    /// TCP port on which the two ends agree on what to do; a server with 0 takes a free one and prints it
+    /// TCP port of the connection between the two ends; a server with 0 chooses a free port and prints it
     #[arg(short, long, default_value_t = PORT)]
     pub(crate) port: u16,
 
-    /// Kind of queue pair; ud and rd need anywarp at both ends
+    /// Type of queue pair; ud and rd need anywarp at both ends
     #[arg(short, long, value_enum, default_value_t = Transport::Rc)]
     pub(crate) transport: Transport,
 
@@ -44,95 +44,95 @@ pub(crate) struct Perf {
     #[arg(short, long, value_enum, default_value_t = Op::Send)]
     pub(crate) op: Op,
 
-    /// Bytes of a message: numbers with K or M, and ranges of powers of two: 64,1K..64K
+    /// Message lengths in bytes: numbers with K or M, and ranges of powers of two: 64,1K..64K
     #[arg(short, long, default_value = "64")]
     pub(crate) size: Sizes,
 
-    /// Messages of a run; 1000 when there is no --duration
+    /// Number of messages in a run; 1000 without --duration
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u64).range(1..1 << 35))]
     pub(crate) iters: Option<u64>,
 
-    /// Seconds of a run, which ends earlier after --iters
+    /// Duration of a run; the run ends earlier after --iters
     #[arg(short, long, value_name = "SECONDS")]
     pub(crate) duration: Option<f64>,
 
-    /// Messages before those that are measured
+    /// Number of messages before the measurement starts
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(..1 << 32))]
     pub(crate) warmup: u64,
 
-    /// Times that each size is run; medians are over these
+    /// Number of runs for each length; medians are over these
     #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..1000))]
     pub(crate) runs: u64,
 
-    /// Requests that may be outstanding
+    /// Largest number of outstanding requests
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..16384))]
     pub(crate) depth: u64,
 
-    /// Requests that are posted at once
+    /// Number of requests in one post
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=64))]
     pub(crate) list: u64,
 
-    /// Post as many requests at once as there is room for when completions have come
+    /// Post as many requests at once as there is room for after completions
     #[arg(long, conflicts_with = "list")]
     pub(crate) batch: bool,
 
-    /// Every how many requests one asks for a completion; in ping of write-read, 2 leaves out that of the Write
+    /// Signal one of every so many requests; in ping of write-read, 2 does not signal the Write
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..8192))]
     pub(crate) signal_every: u64,
 
-    /// Give the device the bytes with the request, not their address
+    /// Send inline: the device copies the data when the request is posted
     #[arg(long)]
     pub(crate) inline: bool,
 
-    /// Sleep until a completion comes
+    /// Sleep until a completion event arrives
     #[arg(long)]
     pub(crate) event: bool,
 
-    /// Ask for completions all the time (the default)
+    /// Poll for completions (the default)
     #[arg(long, conflicts_with = "event")]
     pub(crate) poll: bool,
 
-    /// Messages that have memory of their own at the receiver, in turn; by default as many as 32 MiB hold
+    /// Number of receive buffers, used in turn; by default as many as fit 32 MiB
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..1 << 20))]
     pub(crate) buffers: Option<u64>,
 
-    /// Pieces that a message is gathered from
+    /// Number of scatter/gather elements of a message
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=16))]
     pub(crate) gather: u64,
 
-    /// ud, rd: how long the datagrams of a message are
+    /// ud, rd: length of the datagrams of a message
     #[arg(long, value_enum, default_value_t = Segment::PathMtu)]
     pub(crate) segment: Segment,
 
-    /// ud: when the record of a Write-Record is made
+    /// ud: when the record of a Write-Record is created
     #[arg(long, value_enum, default_value_t = RecordMode::Robust)]
     pub(crate) record_mode: RecordMode,
 
-    /// ud: datagrams to one parity datagram; 0: none
+    /// ud: number of datagrams for each parity datagram; 0 sends none
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=15))]
     pub(crate) parity: u64,
 
-    /// ud: times that the end of a Write-Record is sent again
+    /// ud: number of times that the end of a Write-Record is repeated
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=255))]
     pub(crate) repeats: u64,
 
-    /// ud: how long a Write-Record may go without a datagram before it is recorded as it is; the usual is 100
+    /// ud: time without a datagram after which an incomplete Write-Record is recorded; 0 stands for the default, 100
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000), hide_default_value = true)]
     pub(crate) deadline: u64,
 
-    /// rd: deliver messages as they come
+    /// rd: deliver messages in the order of their arrival
     #[arg(long)]
     pub(crate) unordered: bool,
 
-    /// Prepare the receiver's memory before each Write-Record, so that each byte is known to be there or not; slower
+    /// Prepare the receiver's memory before each Write-Record, to determine for each byte whether it arrived; slower
     #[arg(long)]
     pub(crate) exact: bool,
 
-    /// GID of the device, by its index
+    /// Index of the device's GID
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..256))]
     pub(crate) gid_index: u64,
 
-    /// Use the system's libibverbs and its first device, not anywarp's
+    /// Use the system's libibverbs and its first device instead of anywarp
     #[arg(long)]
     pub(crate) system: bool,
 
@@ -140,11 +140,11 @@ pub(crate) struct Perf {
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..3600))]
     pub(crate) timeout: u64,
 
-    /// One line for each size into this file; the column `unfinished` is 1 if the command was ended before it had measured all
+    /// Write one line for each length to this file; the column `unfinished` is 1 if the command was interrupted
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) csv: Option<PathBuf>,
 
-    /// Conditions, what each run saw and every sample into this file
+    /// Write the conditions, the results of each run and every sample to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) json: Option<PathBuf>,
 
@@ -153,61 +153,61 @@ pub(crate) struct Perf {
     pub(crate) quiet: bool,
 }
 
-/// Kinds of queue pair, in the order that the verbs program counts them.
+/// Types of queue pair, in the order of the verbs program's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Transport {
     /// Reliable connection
     Rc,
     /// Unreliable connection
     Uc,
-    /// Unreliable datagrams, also one-sided
+    /// Unreliable datagrams, with one-sided operations
     Ud,
     /// Reliable datagrams
     Rd,
 }
 
-/// Operations, in the order that the verbs program counts them.
+/// Operations, in the order of the verbs program's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Op {
     /// Send and Receive
     Send,
     /// Send with immediate data
     SendImm,
-    /// RDMA Write; in ping the receiver looks at the last byte
+    /// RDMA Write; in ping the receiver polls the last byte
     Write,
     /// RDMA Write with immediate data
     WriteImm,
-    /// RDMA Write-Record: the receiver learns what of it is there
+    /// RDMA Write-Record: the receiver gets a record of the bytes that arrived
     WriteRecord,
     /// RDMA Read
     Read,
-    /// In ping: RDMA Write, and an RDMA Read of the same bytes back; the server's program takes no part
+    /// In ping: RDMA Write, and an RDMA Read of the same bytes; the server's program takes no part
     WriteRead,
 }
 
-/// Lengths of datagrams, as `<infiniband/anywarpdv.h>` counts them.
+/// Lengths of datagrams, in the order of the values in `<infiniband/anywarpdv.h>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Segment {
-    /// What the path carries whole
+    /// The path MTU
     PathMtu,
-    /// What jumbo frames carry
+    /// The length of a jumbo frame
     Jumbo,
-    /// What IP carries in fragments
+    /// The longest datagram, which IP fragments
     Max,
 }
 
-/// When records are made, as `<infiniband/anywarpdv.h>` counts them.
+/// When records are created, in the order of the values in `<infiniband/anywarpdv.h>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RecordMode {
-    /// When nothing more of the message will come
+    /// When no more datagrams of the message can arrive
     Robust,
-    /// When its final datagram comes
+    /// When the final datagram arrives
     Thesis,
     /// For each datagram
     Chunk,
 }
 
-/// The name that an option's value has on the command line.
+/// Returns the name of an option's value on the command line.
 pub(crate) fn word(value: impl ValueEnum) -> String {
     value
         .to_possible_value()
@@ -216,7 +216,7 @@ pub(crate) fn word(value: impl ValueEnum) -> String {
 }
 
 impl Perf {
-    /// Why this cannot be done, in the words of the command line.
+    /// Returns why the options contradict each other, if they do.
     pub(crate) fn contradiction(&self, ping: bool) -> Option<String> {
         let connected = matches!(self.transport, Transport::Rc | Transport::Uc);
         let transport = word(self.transport);

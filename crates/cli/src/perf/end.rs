@@ -1,4 +1,4 @@
-//! The verbs program of one run: starts it, sends its parameters, reads its output and ends it.
+//! The verbs program of one run: starts it, sends its parameters, reads its output and kills it.
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
@@ -11,7 +11,7 @@ use std::thread;
 use super::side::{Event, Numbers};
 use crate::library::Library;
 
-/// The running program. It ends with this value.
+/// The running program, which is killed when this is dropped.
 #[derive(Debug)]
 pub(crate) struct End {
     child: Child,
@@ -19,8 +19,8 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Starts it for run `of` with `numbers` as its arguments and `variables` in its environment; its device has `address` as its
-    /// first.
+    /// Starts the program for run `of` with `numbers` as its arguments and `variables` in its environment. `address` becomes GID 0 of its
+    /// device.
     pub(crate) fn start(
         library: &Library,
         system: bool,
@@ -49,7 +49,7 @@ impl End {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // An interrupt at the keyboard is for the command alone: it lets the program end in order.
+            // An interrupt by the keyboard must only reach the command, which ends the program cleanly.
             .process_group(0)
             .spawn()
             .map_err(|e| format!("{}: {e}", program.display()))?;
@@ -80,7 +80,7 @@ impl Drop for End {
     }
 }
 
-/// The numbers of a line `WORD name=number name=number …`.
+/// Parses the numbers of a line `WORD name=number name=number …`.
 pub(crate) fn numbers(line: &str) -> Numbers {
     line.split_whitespace()
         .filter_map(|word| {

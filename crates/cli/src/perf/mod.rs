@@ -1,7 +1,7 @@
 //! `anywarp ping` and `anywarp blast`: latency and bandwidth of a device, with every payload compared.
 //!
-//! Each end is a command and, for each run, a verbs program of its own ([`end`], `perf/perf.c`), which measures. The two
-//! commands agree over TCP ([`side`]) on what to do; what the runs saw becomes a table and files ([`report`]). Other commands run them by
+//! Each end is a command that starts a verbs program for each run ([`end`], `perf/perf.c`), which measures. The two commands negotiate
+//! the parameters over TCP ([`side`]) and print the results as a table and to files ([`report`]). Other commands use them through
 //! `session`.
 
 pub(crate) mod args;
@@ -30,40 +30,40 @@ use crate::library::Library;
 /// How often an end checks whether it was interrupted.
 const CHECK_EVERY: Duration = Duration::from_millis(100);
 
-/// How often an end sends a sign of life.
+/// The interval of keep-alive messages.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Connections of a server whose greeting is awaited at the same time, at most.
+/// The most connections of a server that may be waiting for a greeting.
 const GREETINGS_MAX: usize = 64;
 
-/// Memory of the receiver for messages, when nothing else is asked for.
+/// The default memory of the receive buffers in bytes.
 const MEMORY: u64 = 32 << 20;
 
-/// The most memory that a client may ask a server for.
+/// The most memory in bytes that a client may request of a server.
 const MOST: u64 = 4 << 30;
 
-/// Exit status when what was measured failed.
+/// Exit status if a run failed.
 const FAILED: u8 = 1;
 
-/// Exit status of wrong use.
+/// Exit status for wrong usage.
 const MISUSE: u8 = 2;
 
-/// Exit status of a client that was interrupted, as of a program that the signal ends.
+/// Exit status of an interrupted client, as of a program that the signal kills.
 const INTERRUPTED: u8 = 130;
 
 /// Set by SIGINT and SIGTERM.
 pub(crate) type Interrupted = Arc<AtomicBool>;
 
-/// Why a run came to nothing.
+/// Why a run failed.
 #[derive(Debug)]
 enum Lost {
-    /// This run failed; both ends are there.
+    /// The run failed; the connection between the ends still works.
     Run(String),
-    /// The other end is gone, or not one.
+    /// The other end has disconnected, or speaks another protocol.
     Peer(String),
 }
 
-/// From here on SIGINT and SIGTERM set `interrupted`; a second one ends the command at once.
+/// Makes SIGINT and SIGTERM set `interrupted`. A second signal kills the command.
 pub(crate) fn note_interrupts(interrupted: &Arc<AtomicBool>) {
     for signal in [libc::SIGINT, libc::SIGTERM] {
         let set =
@@ -102,12 +102,12 @@ pub(crate) fn run(args: &Perf, ping: bool) -> Result<ExitCode, Failure> {
     })
 }
 
-/// What happens to this end, with the clock that keeps the other one informed.
+/// Receives the events of this end, and sends keep-alive messages.
 struct Watch {
     events: Receiver<Event>,
     sender: Sender<Event>,
     ticked: Instant,
-    /// Number of the run; words of the programs of earlier ones are not for it.
+    /// The number of the run. Lines from programs of earlier runs are ignored.
     run: u64,
 }
 
@@ -122,7 +122,7 @@ impl Watch {
         }
     }
 
-    /// The next event; none when it is time to look at something else.
+    /// Returns the next event, or `None` when the caller should check other conditions.
     fn next(&mut self, side: &mut Side) -> Result<Option<Event>, Lost> {
         if self.ticked.elapsed() >= TICK {
             self.ticked = Instant::now();
@@ -143,7 +143,7 @@ impl Watch {
         }
     }
 
-    /// Waits for what `wanted` takes, at most `limit`.
+    /// Waits at most `limit` for an event that `wanted` accepts.
     fn until<T>(
         &mut self,
         side: &mut Side,
@@ -156,7 +156,7 @@ impl Watch {
             match self.next(side)? {
                 Some(Event::Ended { .. }) => {
                     return Err(Lost::Run(
-                        "the verbs program ended without a word".to_owned(),
+                        "the verbs program ended without an error message".to_owned(),
                     ));
                 }
                 Some(event) => {
@@ -195,7 +195,7 @@ impl Watch {
     }
 }
 
-/// The rest of a line of the verbs program that begins with `word`.
+/// Accepts a line of the verbs program that begins with `word`. Returns the rest of the line.
 fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
     move |event| match event {
         Event::Line { line, .. } if line.split(' ').next() == Some(word) => Some(line),
@@ -203,12 +203,12 @@ fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
     }
 }
 
-/// The parameters of the verbs program for messages of `size` bytes.
+/// Returns the parameters of the verbs program for messages of `size` bytes.
 fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
     let number = |flag: bool| u64::from(flag);
     let stride = (size + 127) / 64 * 64;
     let depth = if ping { args.depth.min(16) } else { args.depth };
-    // One-sided messages overwrite each other when the places are taken: never so few that those under way do.
+    // One-sided messages overwrite the buffers in turn. There must be enough buffers that outstanding messages do not overlap.
     let slots = args
         .buffers
         .unwrap_or_else(|| {
@@ -266,7 +266,7 @@ fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
 
 // ---------------------------------------------------------------- the client
 
-/// True when all went well and every byte was right.
+/// Runs the client. Returns true if all runs succeeded and all bytes were correct.
 fn client(
     args: &Perf,
     ping: bool,
@@ -393,7 +393,7 @@ fn one_run(
                 },
                 Some(Event::Ended { .. }) => {
                     return Err(Lost::Run(
-                        "the verbs program ended without a word".to_owned(),
+                        "the verbs program ended without an error message".to_owned(),
                     ));
                 }
                 _ => {}
@@ -434,7 +434,7 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
         .or_else(|_| TcpListener::bind(("0.0.0.0", args.port)))
         .map_err(|e| {
             format!(
-                "port {} is not to be had: {e}; choose another with --port",
+                "port {} is not available: {e}; choose another with --port",
                 args.port
             )
         })?;
@@ -475,21 +475,21 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     Ok(all_well)
 }
 
-/// Connections whose greeting is awaited, each by a thread of its own: a silent one does not delay the others.
+/// The connections that wait for a greeting. Each has a thread, so that a silent one does not delay the others.
 struct Greetings {
     sender: Sender<(IpAddr, Option<Client>)>,
-    /// The address of a connection whose greeting has ended, and the client if it was one.
+    /// Receives the address of each connection whose greeting has ended, and the client if the greeting was valid.
     ended: Receiver<(IpAddr, Option<Client>)>,
-    /// Connections whose greeting is awaited, with a number for each, the oldest first.
+    /// The connections that wait for a greeting, with a number for each, oldest first.
     waiting: Arc<Mutex<VecDeque<(u64, TcpStream)>>>,
     begun: Cell<u64>,
 }
 
-/// A connection that is a client's.
+/// A connection with a valid greeting.
 struct Client {
     watch: Watch,
     side: Side,
-    /// Our address on the connection.
+    /// The local address of the connection.
     address: IpAddr,
 }
 
@@ -518,8 +518,8 @@ impl Greetings {
         }
     }
 
-    /// Awaits the greeting of a connection. If too many are awaited, the oldest of them is closed: a client sends its greeting
-    /// at once.
+    /// Waits for the greeting of a connection. If too many connections are waiting, the oldest is closed: a client sends its greeting at
+    /// once.
     fn begin(&self, stream: TcpStream, from: IpAddr) {
         let Ok(copy) = stream.try_clone() else {
             return;
@@ -599,7 +599,7 @@ fn session(
     }
 }
 
-/// Returns whether a client's wish is one that this end will do.
+/// Checks whether this end can execute a client's request.
 fn checked(mut plan: Numbers) -> Result<Numbers, Lost> {
     let of = |name: &str| plan.get(name).copied().unwrap_or_default();
     let memory = (of("size").saturating_add(128)).saturating_mul(of("slots"));
@@ -646,7 +646,7 @@ fn serve_run(
     watch.until(side, "connection", patience, line("armed"))?;
     end.write_line("go").map_err(Lost::Run)?;
     side.send(&Word::Armed).map_err(Lost::Peer)?;
-    // From now on the client is at work, for as long as it likes while it is alive.
+    // From now on the client measures. There is no time limit while it sends keep-alive messages.
     loop {
         match watch.next(side)? {
             Some(Event::Word(Word::Stop { sent })) => {
@@ -660,7 +660,7 @@ fn serve_run(
             }
             Some(Event::Ended { .. }) => {
                 return Err(Lost::Run(
-                    "the verbs program ended without a word".to_owned(),
+                    "the verbs program ended without an error message".to_owned(),
                 ));
             }
             _ if interrupted.load(Ordering::Relaxed) => {

@@ -1,4 +1,4 @@
-//! What the runs saw: a table on standard output, CSV, JSON.
+//! The results of the runs, as a table on standard output, CSV and JSON.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -12,18 +12,18 @@ use super::args::{Op, Perf, Transport, word};
 use super::side::Numbers;
 use super::sizes;
 
-/// What both ends of one run saw.
+/// The results of both ends of one run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Run {
     /// The client's numbers.
     pub(crate) client: Numbers,
-    /// The server's.
+    /// The server's numbers.
     pub(crate) server: Numbers,
     /// Times of a ping, in nanoseconds.
     pub(crate) samples: Vec<u64>,
 }
 
-/// Shortest time between the first arrival and the last, in nanoseconds, that says how fast messages came.
+/// The shortest time in nanoseconds between the first and the last arrival from which a rate of arrival is computed.
 const SHORTEST: u64 = 1_000_000;
 
 /// The runs so far.
@@ -51,7 +51,7 @@ fn float(number: u64) -> f64 {
     number as f64
 }
 
-/// The value below which `share` of the sorted values lie.
+/// Returns the quantile `share` of sorted values.
 pub(crate) fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     #[expect(
@@ -75,7 +75,7 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 }
 
 impl Run {
-    /// The end that saw the messages arrive.
+    /// Returns the numbers of the end that received the messages.
     fn receiver(&self, op: Op) -> &Numbers {
         if matches!(op, Op::Read | Op::WriteRead) {
             &self.client
@@ -84,29 +84,29 @@ impl Run {
         }
     }
 
-    /// Messages of the measured part.
+    /// Returns the number of measured messages.
     fn messages(&self) -> u64 {
         of(&self.client, "posted").saturating_sub(of(&self.client, "warmup"))
     }
 
-    /// Megabytes (10^6 bytes) a second, as the sender saw it; of a Read, as it was read.
+    /// Returns the sender's rate in megabytes (10^6 bytes) per second; for Reads, that of the reader.
     fn sent_rate(&self, size: u64) -> Option<f64> {
         let time = of(&self.client, "elapsed_ns");
         (time > 0).then(|| float(self.messages() * size) * 1e3 / float(time))
     }
 
-    /// Bytes of the measured part that arrived, as far as it can be known.
+    /// Returns the number of measured bytes that arrived, if it is known.
     fn delivered(&self, op: Op, transport: Transport, size: u64) -> Option<u64> {
         match (op, transport) {
-            // The receiver does not see plain Writes arrive; on a reliable transport, those acknowledged have arrived.
+            // The receiver is not notified of plain Writes. On a reliable transport, the acknowledged ones have arrived.
             (Op::Write, Transport::Uc) => None,
             (Op::Write, _) => Some(self.messages() * size),
             _ => Some(of(self.receiver(op), "bytes")),
         }
     }
 
-    /// Megabytes a second as they arrived: from the first message to the last, the first one's bytes left out. Unknown of a run
-    /// that is over within [`SHORTEST`], when what waited in the socket is taken faster than it came.
+    /// Returns the rate of arrival in megabytes per second, from the first message to the last, without the bytes of the first. It is
+    /// unknown for a run shorter than [`SHORTEST`], in which buffered messages are received faster than they arrived.
     fn delivered_rate(&self, op: Op, transport: Transport, size: u64) -> Option<f64> {
         if op == Op::Write {
             return self.sent_rate(size).filter(|_| transport != Transport::Uc);
@@ -117,13 +117,13 @@ impl Run {
             .then(|| float(of(seen, "bytes") - of(seen, "first_bytes")) * 1e3 / float(time))
     }
 
-    /// Messages that came more than once.
+    /// Returns the number of duplicate messages.
     fn duplicates(&self) -> u64 {
         of(&self.client, "duplicate") + of(&self.server, "duplicate")
     }
 
-    /// Messages with a byte that is wrong, validity maps that are wrong, messages that came twice where they must not: the network
-    /// may copy a datagram, and a Send of one datagram is then delivered twice on an unreliable transport.
+    /// Returns the number of errors: messages with a wrong byte, wrong validity maps, and duplicates where they are not allowed. The network
+    /// may duplicate a datagram, and an unreliable transport then delivers a Send of one datagram twice.
     fn wrong(&self, op: Op, transport: Transport) -> u64 {
         let may_repeat = matches!(op, Op::Send | Op::SendImm)
             && matches!(transport, Transport::Ud | Transport::Uc);
@@ -136,8 +136,8 @@ impl Run {
 }
 
 impl Run {
-    /// What the run of one size measured, by name: times one way in microseconds, rates in 10^6 bits a second, processor time in
-    /// percent of one processor.
+    /// Returns the results for one size by name: one-way times in microseconds, rates in 10^6 bits per second, processor time in percent of
+    /// one processor.
     pub(crate) fn figures(
         &self,
         args: &Perf,
@@ -204,7 +204,7 @@ impl Report {
         }
     }
 
-    /// The line above the table.
+    /// Prints the lines above the table.
     pub(crate) fn head(&self) {
         println!(
             "# {} {}",
@@ -242,7 +242,7 @@ impl Report {
         }
     }
 
-    /// How far a long run is.
+    /// Prints the progress of a long run.
     pub(crate) fn progress(&self, what: &str, text: &str) {
         if !self.quiet && io::stderr().is_terminal() {
             eprint!("\r{what}: {text}\x1b[K\r");
@@ -258,7 +258,7 @@ impl Report {
         }
     }
 
-    /// Nothing more comes; whether something is missing.
+    /// Ends the report. `partial`: runs are missing.
     pub(crate) fn end(&mut self, partial: bool) {
         self.partial = partial;
     }
@@ -271,7 +271,7 @@ impl Report {
             .all(|run| run.wrong(self.op, self.transport) == 0)
     }
 
-    /// All values of a size.
+    /// Returns all values of a size.
     fn values(&self, size: u64, runs: &[Run]) -> Row {
         let sum = |name: &'static str| {
             float(runs.iter().map(|run| of(run.receiver(self.op), name)).sum())
@@ -358,7 +358,7 @@ impl Report {
         ]
     }
 
-    /// The line of the table for `size`.
+    /// Prints the line of the table for `size`.
     pub(crate) fn row(&self, size: u64) {
         let Some((_, runs)) = self.points.last() else {
             return;
@@ -404,7 +404,7 @@ impl Report {
         let _closed = io::stdout().flush();
     }
 
-    /// One line for each size. The last column is 1 if the command was ended before it had measured everything.
+    /// Returns the CSV file: one line for each size. The last column is 1 if the command was interrupted.
     pub(crate) fn csv(&self) -> String {
         let names = self.values(0, &[]);
         let names: Vec<&str> = names.iter().map(|(name, _)| *name).collect();
@@ -431,7 +431,7 @@ impl Report {
         text
     }
 
-    /// Everything.
+    /// Returns the JSON file.
     pub(crate) fn json(&self) -> String {
         let points: Vec<Value> = self
             .points
@@ -461,7 +461,7 @@ impl Report {
     }
 }
 
-/// The options that differ from run to run, as they were given.
+/// Returns the options of this measurement as they were given.
 fn options(args: &Perf) -> String {
     let mut said = vec![format!(
         "--transport {} --op {}",
@@ -506,7 +506,7 @@ fn options(args: &Perf) -> String {
     said.join(" ")
 }
 
-/// The machine, and what was set for the device.
+/// Returns the properties of the machine and the variables set for the device.
 pub(crate) fn conditions() -> Value {
     let read = |path: &str| {
         fs::read_to_string(path)

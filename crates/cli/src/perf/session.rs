@@ -1,4 +1,4 @@
-//! Runs of `anywarp ping` and `anywarp blast` for another command: one server, and runs with it one after the other.
+//! Runs `anywarp ping` and `anywarp blast` for another command: one server, and a sequence of runs with it.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use super::side::{Side, Word, connect};
 use super::{Interrupted, Lost, Watch, one_run, plan};
 use crate::library::Library;
 
-/// A client's connection to a server. After a run that failed it is of no more use.
+/// A client's connection to a server. It must not be used again after a failed run.
 pub(crate) struct Session {
     watch: Watch,
     side: Side,
@@ -39,7 +39,7 @@ impl Session {
         })
     }
 
-    /// One run with the first size of `args`, and `variables` in the environment of the verbs program at this end.
+    /// Does one run with the first size of `args`, and with `variables` in the environment of the local verbs program.
     pub(crate) fn run(
         &mut self,
         args: &Perf,

@@ -1,4 +1,4 @@
-//! The protocol between the two ends over TCP: JSON, one object a line.
+//! The protocol between the two ends over TCP: one JSON object per line.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -9,51 +9,51 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The first word on a side connection. It distinguishes an `anywarp ping` or `blast` server from another program on the port.
+/// The first word of both ends. It distinguishes an `anywarp ping` or `blast` server from another program on the port.
 const MAGIC: &str = "anywarp-perf-2";
 
-/// The longest line that is read.
+/// The longest line that is accepted, in bytes.
 const LONGEST: u64 = 1 << 16;
 
-/// Longest time until a connection is established, and until the greeting of its other end has come.
+/// The longest time until a connection is established, and until the greeting of the other end has arrived.
 const GREETING: Duration = Duration::from_secs(5);
 
-/// How long an end that runs may be silent; it sends something each second.
+/// The longest silence of a running end, which sends a message each second.
 pub(crate) const SILENCE: Duration = Duration::from_secs(10);
 
-/// Numbers that the verbs program is given or prints, by name.
+/// The parameters or results of the verbs program, by name.
 pub(crate) type Numbers = BTreeMap<String, u64>;
 
-/// One line.
+/// A message (one line).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Word {
-    /// The first word of both ends.
+    /// Both ends: the first message.
     Greeting { magic: String, version: String },
-    /// Client: do this.
+    /// Client: the parameters of the next run.
     Run(Numbers),
-    /// Both: this is my queue pair, in the verbs program's words.
+    /// Both ends: the queue pair, as a line of the verbs program.
     Pair(String),
-    /// Server: connected, receives are posted.
+    /// Server: the queue pair is connected and receives are posted.
     Armed,
-    /// Client: so many were sent.
+    /// Client: the number of messages sent.
     Stop { sent: u64 },
-    /// Server: this is what I saw.
+    /// Server: the results.
     Seen(Numbers),
-    /// Both: it cannot be done.
+    /// Both ends: the run failed, with the reason.
     Sorry(String),
-    /// Both: I am alive.
+    /// Both ends: a keep-alive message.
     Tick,
-    /// Client: that was all.
+    /// Client: there are no more runs.
     End,
 }
 
-/// What happens to an end.
+/// An event at an end.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// A word of the other end.
+    /// A message from the other end.
     Word(Word),
-    /// The other end is gone; why.
+    /// The other end has disconnected, with the reason.
     Gone(String),
     /// A line that the verbs program of run `of` printed.
     Line { of: u64, line: String },
@@ -61,14 +61,14 @@ pub(crate) enum Event {
     Ended { of: u64 },
 }
 
-/// The writing half; the reading half is a thread that sends events.
+/// The writing half of the connection. A thread reads from it and sends events.
 #[derive(Debug)]
 pub(crate) struct Side {
     stream: TcpStream,
 }
 
 impl Side {
-    /// Exchanges greetings with the other end of `stream`; lines that arrive after that become events.
+    /// Exchanges greetings with the other end of `stream`. Later messages become events.
     pub(crate) fn greet(stream: TcpStream, events: Sender<Event>) -> Result<Self, String> {
         let failed = |e: io::Error| format!("the side connection fails: {e}");
         stream.set_nodelay(true).map_err(failed)?;
@@ -97,7 +97,7 @@ impl Side {
             }
             Err(Unread::Closed) => {
                 return Err(
-                    "it closes the connection without a word: is the port right?".to_owned(),
+                    "it closes the connection without a greeting: is the port right?".to_owned(),
                 );
             }
             Err(Unread::Failed(e)) if is_timeout(&e) => {
@@ -122,7 +122,7 @@ impl Side {
                         continue;
                     }
                     Err(Unread::Closed) => "the other end has gone".to_owned(),
-                    Err(Unread::Foreign) => "the other end sent what is not understood".to_owned(),
+                    Err(Unread::Foreign) => "the other end sent an invalid message".to_owned(),
                     Err(Unread::Failed(e)) if is_timeout(&e) => {
                         format!("the other end has sent nothing for {} s", SILENCE.as_secs())
                     }
@@ -135,7 +135,7 @@ impl Side {
         Ok(side)
     }
 
-    /// Sends one word.
+    /// Sends one message.
     pub(crate) fn send(&mut self, word: &Word) -> Result<(), String> {
         let mut line = serde_json::to_string(word).map_err(|e| e.to_string())?;
         line.push('\n');
@@ -151,7 +151,7 @@ impl Drop for Side {
     }
 }
 
-/// Why no word was read.
+/// Why no message was read.
 enum Unread {
     Closed,
     Foreign,
@@ -229,7 +229,7 @@ mod tests {
         let cases: [(&[u8], &str); 5] = [
             (b"SSH-2.0-OpenSSH_9.2\r\n", "is not an end"),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not an end"),
-            (b"", "without a word"),
+            (b"", "without a greeting"),
             (b"\"tick\"\n", "is not an end"),
             (
                 b"{\"greeting\":{\"magic\":\"anywarp-perf-0\",\"version\":\"0\"}}\n",

@@ -5,7 +5,7 @@ use std::str::FromStr;
 /// The longest message.
 const LONGEST: u64 = 1 << 30;
 
-/// Sizes in the order in which they were asked for.
+/// Message sizes in the order in which they were given.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sizes(pub(crate) Vec<u64>);
 
@@ -45,7 +45,7 @@ fn number(text: &str) -> Result<u64, String> {
         .ok_or_else(bad)
 }
 
-/// A size in its largest whole unit.
+/// Formats a size in its largest whole unit.
 pub(crate) fn text(size: u64) -> String {
     match size {
         _ if size >= 1 << 20 && size.is_multiple_of(1 << 20) => format!("{} MiB", size >> 20),

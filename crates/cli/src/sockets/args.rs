@@ -18,26 +18,26 @@ pub(crate) struct Sockets {
 /// What `anywarp sockets` does.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Task {
-    /// Run a program whose TCP connections become iWARP streams, where the peer's are as well
+    /// Run a program; its TCP connections to programs that also have the library become iWARP streams
     ///
-    /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then becomes the program. A
-    /// connection to a program without the library is the kernel's. Datagrams become messages of datagram-iWARP where a rule says
-    /// so. The rules are checked first: with a mistake in them nothing runs.
+    /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then executes the program. A connection
+    /// to a program without the library is left to the kernel. Datagrams become messages of datagram-iWARP if a rule enables that. The
+    /// rules are checked first; the program is not started if they contain a mistake.
     Run(Run),
     /// Show the sockets of a running program: which are upgraded, and why the others are plain
     ///
-    /// For each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and written, the window
-    /// and the memory of an upgraded one. Of a program that has forked, the children are asked by their own numbers.
+    /// Shows for each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and written, and the
+    /// window and the memory of an upgraded one. Forked children have process ids of their own and are shown separately.
     Stat(Stat),
-    /// Check the rules, and show which of them decides about a connection
+    /// Check the rules, or show which rule decides about a connection
     ///
-    /// Without a question it reads all sources and says whether they are right. `anywarp sockets check tcp connect
-    /// 10.1.2.3:6379 nginx` shows the rule that decides when nginx connects to that address.
+    /// Without arguments it reads all sources and reports mistakes. `anywarp sockets check tcp connect 10.1.2.3:6379 nginx` shows the rule
+    /// that decides when nginx connects to that address.
     Check(Check),
-    /// Ask whether a listener, or a UDP socket, is known to understand RDMA
+    /// Query whether a listener, or a UDP socket, is known to understand RDMA
     ///
-    /// The exit status is 0 if it is, so that a program under the rule `prefer` would upgrade its connection, or one under the
-    /// rule `datagram` would send messages; otherwise 1.
+    /// The exit status is 0 if it is: a program with the rule `prefer` would then upgrade its connection, and one with the rule
+    /// `datagram` would send messages. Otherwise the exit status is 1.
     Ask(Ask),
     /// Print the variables that `anywarp sockets run` sets, for a shell, a Dockerfile or a service
     Env(Env),
@@ -46,9 +46,9 @@ pub(crate) enum Task {
 /// Rules of the command line.
 #[derive(Debug, Args)]
 pub(crate) struct Rules {
-    /// A rule, looked at before those of all other sources; may be given several times (sets ANYWARP_SOCKETS_RULES)
+    /// A rule with precedence over all other sources; may be given several times (sets ANYWARP_SOCKETS_RULES)
     ///
-    /// For example 'connect tcp 10.0.0.0/8:6379 require' or 'all tcp'. The manual page anywarp-sockets.conf(5) has the language.
+    /// For example 'connect tcp 10.0.0.0/8:6379 require' or 'all tcp'. The manual page anywarp-sockets.conf(5) describes the language.
     #[arg(long = "rule", value_name = "RULE")]
     pub(crate) rules: Vec<String>,
 
@@ -64,11 +64,11 @@ pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) rules: Rules,
 
-    /// Write to stderr what is decided about each connection (sets ANYWARP_LOG)
+    /// Log on stderr what is decided about each connection (sets ANYWARP_LOG)
     #[arg(long)]
     pub(crate) log: bool,
 
-    /// What is started.
+    /// The program to start.
     #[command(flatten)]
     pub(crate) started: Started,
 }
@@ -76,10 +76,10 @@ pub(crate) struct Run {
 /// Arguments of `anywarp sockets stat`.
 #[derive(Debug, Args)]
 pub(crate) struct Stat {
-    /// The program
+    /// Process id of the program
     pub(crate) pid: u32,
 
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -93,7 +93,7 @@ pub(crate) enum Protocol {
     Udp,
 }
 
-/// Ends of a connection.
+/// The roles of rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Role {
     /// The program connects to the address
@@ -113,11 +113,11 @@ pub(crate) struct Check {
     #[arg(value_enum, requires = "program")]
     pub(crate) protocol: Option<Protocol>,
 
-    /// What the program does
+    /// The operation of the program
     #[arg(value_enum)]
     pub(crate) role: Option<Role>,
 
-    /// The address that it connects to, or of its own end
+    /// The address that it connects or sends to, or that it is bound to
     #[arg(value_name = "ADDR:PORT")]
     pub(crate) address: Option<SocketAddr>,
 
@@ -141,7 +141,7 @@ pub(crate) struct Ask {
     #[arg(value_name = "ADDR:PORT")]
     pub(crate) address: SocketAddr,
 
-    /// Ask about a UDP socket
+    /// Query a UDP socket
     #[arg(long)]
     pub(crate) udp: bool,
 }
@@ -149,15 +149,15 @@ pub(crate) struct Ask {
 /// Arguments of `anywarp sockets env`.
 #[derive(Debug, Args)]
 pub(crate) struct Env {
-    /// Lines for a POSIX shell (the default)
+    /// Print lines for a POSIX shell (the default)
     #[arg(long, conflicts_with_all = ["docker", "systemd"])]
     pub(crate) shell: bool,
 
-    /// Lines for a Dockerfile
+    /// Print lines for a Dockerfile
     #[arg(long, conflicts_with = "systemd")]
     pub(crate) docker: bool,
 
-    /// A drop-in file for a systemd service
+    /// Print a drop-in file for a systemd service
     #[arg(long)]
     pub(crate) systemd: bool,
 

@@ -1,4 +1,4 @@
-//! `anywarp sockets ask`: the directory of listeners and UDP sockets.
+//! `anywarp sockets ask`: queries the directory of listeners and UDP sockets.
 
 use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt;
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         }
         Some((pid, uid)) => {
             println!(
-                "{address}: process {pid} of user {uid} says so, and is not believed: only this user's sockets and root's are"
+                "{address}: process {pid} of user {uid} is registered, and is ignored: only sockets of this user and of root are trusted"
             );
             Ok(ExitCode::FAILURE)
         }
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
     }
 }
 
-/// The process and the user that hold the name of a listener.
+/// Returns the process and the user that hold the name of a listener.
 fn find(protocol: Protocol, address: SocketAddr) -> Option<(i32, u32)> {
     name::to_ask(protocol, address).iter().find_map(|name| {
         let name = net::SocketAddr::from_abstract_name(name).ok()?;

@@ -1,4 +1,4 @@
-//! `anywarp sockets check`: the rules, and which of them decides.
+//! `anywarp sockets check`: checks the rules, and shows which one decides.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! `anywarp sockets env`: the variables, for others to set.
+//! `anywarp sockets env`: prints the variables, for use by other tools.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -30,7 +30,7 @@ fn quoted(value: &str) -> String {
     format!("'{}'", value.replace('\'', "'\\''"))
 }
 
-/// Lines for `eval`. What is preloaded already stays, behind the library.
+/// Returns lines for `eval`. Libraries that are preloaded already are kept after this one.
 fn shell(preload: &str, rest: &[(&str, String)]) -> String {
     let mut text = format!(
         "export LD_PRELOAD={}\"${{LD_PRELOAD:+:$LD_PRELOAD}}\"\n",
@@ -42,7 +42,7 @@ fn shell(preload: &str, rest: &[(&str, String)]) -> String {
     text
 }
 
-/// `ENV` lines. A dollar sign would be a variable of the file.
+/// Returns `ENV` lines. Dollar signs are escaped, because they would start a variable of the Dockerfile.
 fn docker(preload: &str, rest: &[(&str, String)]) -> String {
     let mut text = String::new();
     let all = [("LD_PRELOAD", preload)].into_iter();
@@ -53,7 +53,7 @@ fn docker(preload: &str, rest: &[(&str, String)]) -> String {
     text
 }
 
-/// A drop-in file. A percent sign would begin a specifier.
+/// Returns a drop-in file. Percent signs are escaped, because they would start a specifier.
 fn systemd(preload: &str, rest: &[(&str, String)]) -> String {
     let mut text = "# /etc/systemd/system/NAME.service.d/anywarp.conf, then: systemctl daemon-reload; systemctl restart NAME\n\
                     [Service]\n"

@@ -18,7 +18,7 @@ use crate::elf;
 use crate::library::Library;
 use args::{Rules, Run, Sockets, Task};
 
-/// Does what was asked for.
+/// Runs the selected subcommand.
 pub(crate) fn run(args: &Sockets) -> Result<ExitCode, Failure> {
     match &args.task {
         Task::Run(args) => start(args),
@@ -34,9 +34,9 @@ fn variable(name: &str) -> Option<String> {
 }
 
 impl Rules {
-    /// The value of the variable that hands the rules to the library: before those that this process got so.
+    /// Returns the value of the variable that passes the rules to the library: these rules, followed by the inherited ones.
     fn value(&self, inherited: Option<String>) -> Option<String> {
-        // A comment would end what stands behind it on the one line.
+        // The rules are joined in one line, in which a comment would hide the following ones.
         let own = self.rules.iter().map(|rule| {
             let lines = rule.lines().map(|l| l.split('#').next().unwrap_or(""));
             lines.collect::<Vec<_>>().join("; ")
@@ -45,12 +45,12 @@ impl Rules {
         match (own.is_empty(), inherited.filter(|text| !text.is_empty())) {
             (true, inherited) => inherited,
             (false, None) => Some(own),
-            // The others are not in the program section of ours.
+            // `program *` ends the program section of these rules before the inherited ones.
             (false, Some(before)) => Some(format!("{own}; program *; {before}")),
         }
     }
 
-    /// All rules that a program would have that is started with these.
+    /// Reads all rules that would apply to a program started with these.
     fn read(&self) -> Result<Policy, Failure> {
         let command = self.value(variable(COMMAND));
         let all = sources::all(|name| match name {
@@ -60,7 +60,7 @@ impl Rules {
         sources::read(&all).map_err(|mistake| Failure::Rules(mistake.to_string()))
     }
 
-    /// The variables for a program.
+    /// Returns the variables for a program.
     fn variables(&self, inherited: Option<String>) -> Vec<(&'static str, String)> {
         let rules = self.value(inherited).map(|value| (COMMAND, value));
         let tag = self.tag.clone().map(|tag| (TAG, tag));
@@ -68,7 +68,7 @@ impl Rules {
     }
 }
 
-/// Becomes the program.
+/// Executes the program.
 fn start(args: &Run) -> Result<ExitCode, Failure> {
     let Some((name, rest)) = args.started.parts() else {
         return Err(Failure::NotFound(String::new())); // clap asks for one
@@ -95,7 +95,7 @@ fn start(args: &Run) -> Result<ExitCode, Failure> {
     Err(exec(command))
 }
 
-/// The names by which rules know a program: of its file, and the one given where that is a link.
+/// Returns the names of a program in rules: the name of its file, and the given name if that is a link.
 fn names(program: &OsString) -> Vec<String> {
     let name = |path: &std::path::Path| Some(path.file_name()?.to_string_lossy().into_owned());
     let file = find(program).ok().and_then(|path| path.canonicalize().ok());

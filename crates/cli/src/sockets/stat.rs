@@ -1,6 +1,6 @@
 //! `anywarp sockets stat`: the sockets of a running program.
 //!
-//! What the library knows is in a table that the process holds as a memfd; the addresses are the kernel's.
+//! The process has a table of its sockets as a memfd. The addresses are read from /proc.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,7 +20,7 @@ use crate::cmd::Failure;
 struct Socket {
     fd: u32,
     local: SocketAddr,
-    /// `None`: it listens, or is a UDP socket that is not connected.
+    /// `None`: the socket listens, or is an unconnected UDP socket.
     peer: Option<SocketAddr>,
     udp: bool,
     record: Record,
@@ -104,7 +104,7 @@ fn read(pid: u32) -> Result<Found, String> {
         Some(Socket {
             fd,
             local,
-            // Of a UDP socket without peer the kernel shows an address without port.
+            // For a UDP socket without peer the kernel shows an address with port 0.
             peer: peer.filter(|peer| !udp || peer.port() != 0),
             udp,
             record: record.unwrap_or(unknown),
@@ -113,7 +113,7 @@ fn read(pid: u32) -> Result<Found, String> {
     Ok((name, sockets.collect(), table.totals()))
 }
 
-/// A line of `/proc/net/tcp`: the inode, the local address, and the peer's unless it listens.
+/// Parses a line of `/proc/net/tcp`: the inode, the local address, and the peer's address unless the socket listens.
 fn line(text: &str) -> Option<(String, (SocketAddr, Option<SocketAddr>))> {
     let words: Vec<&str> = text.split_ascii_whitespace().collect();
     let (local, peer) = (address(words.get(1)?)?, address(words.get(2)?)?);
@@ -122,7 +122,7 @@ fn line(text: &str) -> Option<(String, (SocketAddr, Option<SocketAddr>))> {
     Some((inode, (local, (!listens).then_some(peer))))
 }
 
-/// An address as the kernel writes it: words of 32 bits in the byte order of the machine, and the port.
+/// Parses an address in the kernel's format: 32-bit words in native byte order, and the port.
 fn address(text: &str) -> Option<SocketAddr> {
     let (hex, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -145,7 +145,7 @@ fn address(text: &str) -> Option<SocketAddr> {
 fn mode(socket: &Socket) -> &'static str {
     match (socket.peer, socket.record.state) {
         (_, State::Plain) if socket.udp => "udp",
-        // A listener of a program whose rules leave it alone.
+        // A listener that the rules exclude.
         (None, State::Plain) => "listener, plain",
         (_, state) => state.text(),
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
 
-/// Where a study keeps what it has measured when nothing else is asked for.
+/// The default folder of the report.
 const REPORT: &str = "anywarp-study";
 
 /// Arguments of `anywarp study`.
@@ -22,24 +22,24 @@ pub(crate) struct Study {
 /// What `anywarp study` does.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Task {
-    /// List the figures: the question, and how long the measurement takes on this machine
+    /// List the figures: the question, and the expected time of the measurement on this machine
     List(List),
     /// Measure figures, and write a report
     ///
-    /// Everything that is measured is kept in the folder of the report at once. A run that was interrupted goes on from there when
-    /// it is started again with the same options, and figures that are added later use what is there.
+    /// Every sample is stored in the folder of the report at once. An interrupted run continues from there when it is started again with the
+    /// same options, and figures that are added later use the stored samples.
     ///
-    /// The exit status is 0 if everything was measured, whatever the findings are; 1 if something could not be measured; 2 if there
-    /// is no such figure or the folder of the report cannot be written; 130 after an interrupt.
+    /// The exit status is 0 if everything was measured, whatever the findings are; 1 if a measurement failed; 2 if there is no such figure
+    /// or the folder of the report cannot be written; 130 after an interrupt.
     Run(Run),
-    /// Advice for programs on this machine, from what was measured
+    /// Print advice for programs on this machine, based on the measurements
     Hints(Hints),
 }
 
 /// Arguments of `anywarp study list`.
 #[derive(Debug, Args)]
 pub(crate) struct List {
-    /// Only these: pb:3a, pb:3 for all of its parts, pb for the paper
+    /// Only these figures: pb:3a, pb:3 for all of its parts, pb for the paper
     #[arg(value_name = "FIGURE")]
     pub(crate) figures: Vec<String>,
 }
@@ -51,23 +51,23 @@ pub(crate) struct Run {
     #[arg(required = true, value_name = "FIGURE")]
     pub(crate) figures: Vec<String>,
 
-    /// Fewer points, and a fraction of a second for each: all figures in less than 20 minutes
+    /// Measure fewer points, for a fraction of a second each: all figures in less than 20 minutes
     #[arg(long, conflicts_with = "smoke")]
     pub(crate) quick: bool,
 
-    /// Two points of each line, once and shortly: shows that everything works, not how fast it is
+    /// Measure two points of each line, once and briefly, to check that everything works
     #[arg(long)]
     pub(crate) smoke: bool,
 
-    /// Folder of the report: index.html, a CSV file for each figure, study.json, and what was measured so far
+    /// Folder of the report: index.html, a CSV file for each figure, study.json, and the samples
     #[arg(long, value_name = "DIR", default_value = REPORT, value_hint = ValueHint::DirPath)]
     pub(crate) report: PathBuf,
 
-    /// Measure this device of the system's libibverbs in place of anywarp's
+    /// Measure this device of the system's libibverbs instead of anywarp
     #[arg(long, value_name = "NAME")]
     pub(crate) device: Option<String>,
 
-    /// Machine on which `anywarp blast --server --forever` runs; without it both ends are on this one
+    /// Host on which `anywarp blast --server --forever` runs; by default both ends run on this one
     #[arg(long, value_name = "HOST", requires = "port")]
     pub(crate) host: Option<String>,
 
@@ -75,11 +75,11 @@ pub(crate) struct Run {
     #[arg(long, requires = "host")]
     pub(crate) port: Option<u16>,
 
-    /// Forget what the folder of the report has, and begin anew
+    /// Delete the stored samples and start again
     #[arg(long)]
     pub(crate) fresh: bool,
 
-    /// Let what is measured go before the other programs of the machine (nice -20); needs privileges
+    /// Raise the priority of the measured programs (nice -20); needs privileges
     #[arg(long)]
     pub(crate) first: bool,
 

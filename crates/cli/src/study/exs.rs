@@ -11,13 +11,13 @@ use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
-/// The program, beside the command.
+/// Returns the path of the program, which is installed beside the command.
 fn program(library: &Library) -> Option<PathBuf> {
     let prefix = library.dir().parent().and_then(Path::parent)?;
     Some(prefix.join("bin/exs-ttcp")).filter(|path| path.is_file())
 }
 
-/// The options that a point means.
+/// Returns the command line options for a point.
 fn words(point: &Point, extent: Extent) -> Vec<String> {
     let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
     let size: u64 = get("size").parse().unwrap_or(1);
@@ -25,7 +25,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "tcp-nagle" => ("tcp", true),
         mode => (mode, false),
     };
-    // About as long as a sample lasts, at 500 MB/s and 20 µs a message, or 200 µs a ping between threads that sleep.
+    // The count for the duration of a sample, at 500 MB/s and 20 µs per message, or 200 µs per ping between sleeping threads.
     let ping = get("test") == "ping";
     let each = if ping { 200e-6 } else { 20e-6 };
     let count = extent.seconds() / (size as f64 / 5e8 + each);
@@ -47,7 +47,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
     words
 }
 
-/// The command of a point as a person types it, and what it measures.
+/// Measures a point. Returns the command as a user would type it, and the outcome.
 pub(crate) fn measure(
     point: &Point,
     extent: Extent,
@@ -86,7 +86,7 @@ pub(crate) fn measure(
     (said, outcome.map_err(Miss::Failed))
 }
 
-/// The values in what `exs-ttcp` prints.
+/// Parses the output of `exs-ttcp`.
 fn understand(text: &str) -> Result<Sample, String> {
     let bad = || format!("not understood: {}", text.trim());
     let line = text.lines().find(|line| line.starts_with('{'));

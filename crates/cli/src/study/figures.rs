@@ -1,4 +1,4 @@
-//! The figures as data: `studies/*.toml`. One file is one experiment, of which each figure shows a part.
+//! The definitions of the figures, read from `studies/*.toml`. A file is one experiment, and each figure shows a part of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::args::Run;
 
-/// How much is measured.
+/// The extent of the measurements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Extent {
     /// Everything.
@@ -20,7 +20,7 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// That of the command line.
+    /// Returns the extent that the command line selects.
     pub(crate) fn of(run: &Run) -> Self {
         match (run.smoke, run.quick) {
             (true, _) => Self::Smoke,
@@ -29,7 +29,7 @@ impl Extent {
         }
     }
 
-    /// Its name in files.
+    /// Returns the name in files.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -38,7 +38,7 @@ impl Extent {
         }
     }
 
-    /// Seconds of one sample.
+    /// Returns the duration of one sample in seconds.
     pub(crate) fn seconds(self) -> f64 {
         match self {
             Self::Full => 1.0,
@@ -47,7 +47,7 @@ impl Extent {
         }
     }
 
-    /// Samples of a point.
+    /// Returns the number of samples of a point.
     pub(crate) fn samples(self) -> usize {
         match self {
             Self::Full => 5,
@@ -56,7 +56,7 @@ impl Extent {
         }
     }
 
-    /// Further samples of a point that is noisy, at most.
+    /// Returns the largest number of additional samples of a noisy point.
     pub(crate) fn more_samples(self) -> usize {
         match self {
             Self::Full => 5,
@@ -66,7 +66,7 @@ impl Extent {
     }
 }
 
-/// What measures the points of an experiment.
+/// The program that measures the points of an experiment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Runner {
@@ -78,18 +78,18 @@ pub(crate) enum Runner {
     Memory,
     /// `anywarp-cost first`: the time to the first byte.
     First,
-    /// `anywarp-cost buffers`: ways to make memory ready, and a Write of it.
+    /// `anywarp-cost buffers`: ways to prepare memory, and a Write of it.
     Buffers,
     /// `studies/mpi.c`, under Open MPI.
     Mpi,
     /// `exs-ttcp`
     Exs,
-    /// Nothing: all figures of the file are blank.
+    /// No program: all figures of the file are blank.
     None,
 }
 
 impl Runner {
-    /// The name.
+    /// Returns the name.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Ping => "ping",
@@ -103,7 +103,7 @@ impl Runner {
         }
     }
 
-    /// Seconds that a sample takes, with what starting its programs costs on a machine of usual speed.
+    /// Returns the expected duration of a sample in seconds, including the start of programs on a typical machine.
     pub(crate) fn seconds(self, extent: Extent) -> f64 {
         let start = match self {
             Self::Ping | Self::Blast | Self::None => 0.08,
@@ -114,7 +114,7 @@ impl Runner {
         extent.seconds() * 1.1 + start
     }
 
-    /// The value that says how good a sample of it is: that of the time.
+    /// Returns the name of the value by which the noise of samples is judged: a time.
     pub(crate) fn primary(self) -> &'static str {
         match self {
             Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
@@ -148,7 +148,7 @@ impl From<Scalar> for Value {
     }
 }
 
-/// One value, or several.
+/// One or several values.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Values {
@@ -167,10 +167,10 @@ impl Values {
     }
 }
 
-/// Which points: those with these values.
+/// Selects the points with these values.
 pub(crate) type Select = BTreeMap<String, Values>;
 
-/// The values of all axes of a point.
+/// The value of each axis for a point.
 pub(crate) type Params = BTreeMap<String, String>;
 
 /// Returns whether a point is among those selected.
@@ -185,14 +185,14 @@ pub(crate) fn selects(select: &Select, params: &Params) -> bool {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Axis {
     values: Vec<Value>,
-    /// Those of `--quick`, if they are fewer.
+    /// The values for `--quick`, if they are fewer.
     quick: Option<Vec<Value>>,
-    /// Those of `--smoke`, if they are not the first and the last of `quick`.
+    /// The values for `--smoke`, if they are not the first and the last of `quick`.
     smoke: Option<Vec<Value>>,
 }
 
 impl Axis {
-    /// The values that are measured.
+    /// Returns the values to measure.
     pub(crate) fn values(&self, extent: Extent) -> Vec<Value> {
         let quick = self.quick.as_ref().unwrap_or(&self.values);
         match extent {
@@ -206,81 +206,81 @@ impl Axis {
     }
 }
 
-/// Points that cannot be, and why.
+/// Points that cannot be measured, and why.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Blank {
-    /// Which.
+    /// The points.
     pub(crate) points: Select,
-    /// Why.
+    /// The reason.
     pub(crate) why: String,
 }
 
-/// What a finding says of the values.
+/// The assertion of a finding about the values a and b of two sets of points.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Shape {
     /// a < b × factor
     Less,
-    /// a and b differ by no more than the factor
+    /// a and b differ by at most the factor
     Same,
-    /// a at the last place ≥ a at the first place × factor
+    /// a at the last x ≥ a at the first x × factor
     Rises,
-    /// a at the last place × factor ≤ a at the first place
+    /// a at the last x × factor ≤ a at the first x
     Falls,
     /// a ≤ limit
     AtMost,
     /// a ≥ limit
     AtLeast,
-    /// a is above b at the first place and below at the last: where they cross
+    /// a is above b at the first x and below it at the last: the crossing is between the limits
     Crosses,
 }
 
-/// The same finding with one thing changed, which explains why it does not hold.
+/// A repetition of the finding with one setting changed, to explain why it does not hold.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Control {
-    /// What is changed.
+    /// The changed settings.
     pub(crate) set: BTreeMap<String, Value>,
-    /// What it shows if the finding then holds.
+    /// The explanation that applies if the finding then holds.
     pub(crate) text: String,
 }
 
-/// What the paper found, as an assertion on the shape.
+/// A finding of the paper, as an assertion about the values.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Finding {
     /// The paper's finding in a sentence.
     pub(crate) text: String,
     pub(crate) shape: Shape,
-    /// The value, if it is not that of the figure.
+    /// The value, if it differs from that of the figure.
     pub(crate) metric: Option<String>,
-    /// The points that are judged.
+    /// The points a.
     #[serde(default)]
     pub(crate) a: Select,
-    /// What they are compared with: points that are alike in all other axes.
+    /// The points b, each of which is compared with the a that is equal on all other axes.
     #[serde(default)]
     pub(crate) b: Select,
-    /// First and last place that count.
+    /// The first x that counts; `to` is the last.
     pub(crate) from: Option<f64>,
     pub(crate) to: Option<f64>,
-    /// The factor of the shape.
+    /// The factor of the assertion.
     #[serde(default = "one")]
     pub(crate) factor: f64,
-    /// The limit of the shape.
+    /// The limit of the assertion.
     pub(crate) limit: Option<f64>,
-    /// Share of the points for which it must hold.
+    /// The share of the points for which the assertion must hold.
     #[serde(default = "most")]
     pub(crate) share: f64,
-    /// The paper's number beside ours.
+    /// The paper's number, which is shown next to the measured one.
     pub(crate) paper: Option<String>,
-    /// Why it may not hold here.
+    /// Why the finding may not hold on this machine.
     pub(crate) because: Option<String>,
-    /// What is measured to show that.
+    /// A measurement that checks this reason.
     pub(crate) control: Option<Control>,
-    /// Advice if it holds, with `{}` for the number.
+    /// Advice if the finding holds, with `{}` for the number.
     pub(crate) hint: Option<String>,
-    /// Advice if it does not hold.
+    /// Advice if the finding does not hold.
     pub(crate) hint_not: Option<String>,
 }
 
@@ -292,21 +292,21 @@ fn most() -> f64 {
     0.8
 }
 
-/// A row of a table of what RDMA is suited for: judged by a finding of another figure.
+/// A row of a table that tells which programs RDMA is suited for. Findings of other figures decide it.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Row {
-    /// What matters to a program.
+    /// The property of a program.
     pub(crate) parameter: String,
-    /// A kind of program of which that is so.
+    /// A kind of program with this property.
     pub(crate) example: String,
-    /// Whether RDMA suits it, says the paper.
+    /// Whether RDMA is suited according to the paper.
     pub(crate) suits: bool,
-    /// The figure and the number of its finding that say the same of this machine, if they hold. Nothing if there are none.
+    /// The figure and the number of its finding that decide the row on this machine, if any.
     pub(crate) figure: Option<String>,
     #[serde(default = "first")]
     pub(crate) finding: usize,
-    /// What was measured, with `{}` for the number of the finding.
+    /// The text of the measurement, with `{}` for the number of the finding.
     #[serde(default)]
     pub(crate) here: String,
 }
@@ -319,29 +319,29 @@ fn first() -> usize {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Figure {
-    /// Its name in the paper.
+    /// The name of the figure in the paper.
     pub(crate) name: String,
     /// What it shows.
     pub(crate) title: String,
-    /// The question that it answers.
+    /// The question that the figure answers.
     pub(crate) asks: String,
     /// What the paper says.
     pub(crate) found: String,
-    /// Why there is nothing to measure.
+    /// Why the figure cannot be measured, if so.
     pub(crate) blank: Option<String>,
-    /// Which value of the samples.
+    /// The name of the value that the figure shows.
     #[serde(default)]
     pub(crate) metric: String,
-    /// The axis from left to right.
+    /// The horizontal axis.
     #[serde(default)]
     pub(crate) x: String,
-    /// Axes that make the lines.
+    /// The axes whose values select the line.
     #[serde(default)]
     pub(crate) lines: Vec<String>,
-    /// Axes that make the charts.
+    /// The axes whose values select the chart.
     #[serde(default)]
     pub(crate) charts: Vec<String>,
-    /// Which points of the experiment.
+    /// The points of the experiment that the figure shows.
     #[serde(default)]
     pub(crate) only: Select,
     /// Whether the scale of the values is logarithmic.
@@ -349,12 +349,12 @@ pub(crate) struct Figure {
     pub(crate) log: bool,
     #[serde(default)]
     pub(crate) finding: Vec<Finding>,
-    /// The rows, if it is a table.
+    /// The rows, if the figure is a table.
     #[serde(default)]
     pub(crate) row: Vec<Row>,
 }
 
-/// A file: one experiment.
+/// The contents of a file: one experiment.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -380,7 +380,7 @@ pub(crate) struct Experiment {
     pub(crate) figures: Vec<Figure>,
 }
 
-/// A point of an experiment: what is measured at once.
+/// A point of an experiment, which is measured by one program run.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Point {
     pub(crate) runner: Runner,
@@ -388,7 +388,7 @@ pub(crate) struct Point {
 }
 
 impl Point {
-    /// Its name in the file of what was measured.
+    /// Returns the name of the point in the file of samples.
     pub(crate) fn key(&self) -> String {
         let mut key = self.runner.as_str().to_owned();
         for (axis, value) in &self.params {
@@ -398,7 +398,7 @@ impl Point {
     }
 }
 
-/// The place of a figure among those of its paper: by its numbers, then by its letters; names without a number are last.
+/// Returns the sort key of a figure: by its numbers, then by its letters. Names without a number are last.
 pub(crate) fn order(name: &str) -> (u64, u64, String) {
     let number = |text: &str| {
         let end = text
@@ -416,7 +416,7 @@ pub(crate) fn order(name: &str) -> (u64, u64, String) {
     }
 }
 
-/// The papers, and what they are called.
+/// The abbreviations and titles of the papers.
 pub(crate) const PAPERS: [(&str, &str); 5] = [
     (
         "pb",
@@ -441,12 +441,12 @@ pub(crate) const PAPERS: [(&str, &str); 5] = [
 ];
 
 impl Experiment {
-    /// The name of a figure of it.
+    /// Returns the name of a figure of this experiment, including the paper.
     pub(crate) fn id(&self, figure: &Figure) -> String {
         format!("{}:{}", self.paper, figure.name)
     }
 
-    /// All points, with those that are blank.
+    /// Returns all points, including blank ones.
     pub(crate) fn points(&self, extent: Extent) -> Vec<Point> {
         let mut all: Vec<Params> = vec![
             self.fixed
@@ -475,7 +475,7 @@ impl Experiment {
             .collect()
     }
 
-    /// The values of an axis in the order of the file.
+    /// Returns the values of an axis in the order of the file.
     pub(crate) fn values(&self, axis: &str, extent: Extent) -> Vec<String> {
         match self.axes.get(axis) {
             Some(axis) => axis.values(extent).into_iter().map(|v| v.0).collect(),
@@ -488,7 +488,7 @@ impl Experiment {
         }
     }
 
-    /// Why a point is blank, if it is.
+    /// Returns why a point is blank, if it is.
     pub(crate) fn blank(&self, params: &Params) -> Option<&str> {
         self.blanks
             .iter()
@@ -496,7 +496,7 @@ impl Experiment {
             .map(|blank| blank.why.as_str())
     }
 
-    /// The points of a figure.
+    /// Returns the points of a figure.
     pub(crate) fn points_of(&self, figure: &Figure, extent: Extent) -> Vec<Point> {
         if figure.blank.is_some() {
             return Vec::new();
@@ -506,7 +506,7 @@ impl Experiment {
         points
     }
 
-    /// What is wrong with the file.
+    /// Returns a description of the first mistake in the file.
     fn fault(&self) -> Option<String> {
         let known = |axis: &String| self.axes.contains_key(axis) || self.fixed.contains_key(axis);
         if !PAPERS.iter().any(|(name, _)| *name == self.paper) {
@@ -556,7 +556,7 @@ impl Experiment {
     }
 }
 
-/// The experiments of one file.
+/// Parses the experiment of one file.
 pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
     let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
     let experiment = Experiment {
@@ -570,7 +570,7 @@ pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
     experiment.fault().map_or(Ok(experiment), Err)
 }
 
-/// All experiments of a folder, by the names of their files.
+/// Reads all experiments of a folder, by the names of their files.
 pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
     let entries = fs::read_dir(folder).map_err(|e| {
         format!(
@@ -595,7 +595,7 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
         for figure in &experiment.figures {
             let id = experiment.id(figure);
             if !names.insert(id.clone()) {
-                return Err(format!("{}: {id} is there twice", folder.display()));
+                return Err(format!("{}: {id} is defined twice", folder.display()));
             }
         }
     }
@@ -626,13 +626,13 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
     Ok(all)
 }
 
-/// The experiments with the figures that were asked for: `pb:3a`, `pb:3`, `pb`, `all`.
+/// Returns the experiments with the selected figures: `pb:3a`, `pb:3`, `pb`, `all`.
 pub(crate) fn choose(all: &[Experiment], names: &[String]) -> Result<Vec<Experiment>, String> {
     let matches = |name: &str, id: &str| {
         let Some(rest) = id.strip_prefix(name) else {
             return name == "all";
         };
-        // The parts of a figure are letters behind its number.
+        // The parts of a figure have letters after its number.
         rest.is_empty()
             || rest.starts_with(':') && !name.contains(':')
             || name.contains(':')

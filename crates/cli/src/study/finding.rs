@@ -1,4 +1,4 @@
-//! Judges the findings of a figure by what was measured.
+//! Checks the findings of a figure against the measured values.
 
 use std::collections::BTreeMap;
 
@@ -8,19 +8,19 @@ use super::store::Middle;
 /// The values of a figure's points.
 pub(crate) type Values = Vec<(Params, Middle)>;
 
-/// Whether a finding holds.
+/// The result of checking a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It does.
+    /// The finding holds.
     Met,
-    /// It does not.
+    /// The finding does not hold.
     NotMet,
-    /// There are too few points to say.
+    /// There are too few points.
     Unknown,
 }
 
 impl Verdict {
-    /// In words.
+    /// Returns the text for users.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Met => "met",
@@ -30,17 +30,17 @@ impl Verdict {
     }
 }
 
-/// A finding and the values here.
+/// The checked finding with the measured values.
 #[derive(Debug, Clone)]
 pub(crate) struct Judged {
     pub(crate) verdict: Verdict,
-    /// The median of what is judged: ratios, values, or the places of crossing.
+    /// The median of the compared quantity: a ratio, a value, or the x of a crossing.
     pub(crate) number: Option<f64>,
-    /// The same in words, with its spread.
+    /// The number with its spread, as text.
     pub(crate) text: String,
 }
 
-/// The number of a place: the value of its axis, or its position if that is not a number.
+/// Returns the x of a value: the value as a number, or its position if it is not a number.
 pub(crate) fn place(value: &str, places: &[String]) -> f64 {
     value.parse().unwrap_or_else(|_| {
         let at = places.iter().position(|place| place == value);
@@ -48,7 +48,7 @@ pub(crate) fn place(value: &str, places: &[String]) -> f64 {
     })
 }
 
-/// A number with three digits that count.
+/// Formats a number with three significant digits.
 pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
@@ -58,11 +58,11 @@ pub(crate) fn digits(value: f64) -> String {
     }
 }
 
-/// Judges one finding by `values`, whose places lie along `x`.
+/// Checks one finding with `values`, whose horizontal axis is `x`.
 pub(crate) fn judge(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Judged {
     let at = |params: &Params| place(params.get(x).map_or("", String::as_str), places);
     let counts = |params: &Params| {
-        // A finding about a crossing looks at all places.
+        // A finding about a crossing uses all x, not only those between the limits.
         let here = at(params);
         finding.shape == Shape::Crosses
             || finding.from.is_none_or(|from| here >= from)
@@ -117,13 +117,13 @@ pub(crate) fn judge(finding: &Finding, values: &Values, x: &str, places: &[Strin
     summary(finding, &numbers, &holds)
 }
 
-/// Returns whether two points differ in nothing but what the finding names of the other.
+/// Returns whether two points are equal on all axes that the finding does not set for b.
 fn alike(finding: &Finding, one: &Params, other: &Params) -> bool {
     one.iter()
         .all(|(axis, value)| finding.b.contains_key(axis) || other.get(axis) == Some(value))
 }
 
-/// Points that differ only in their place.
+/// Groups points that differ only in x.
 fn lines<'a>(
     points: Vec<&'a (Params, Middle)>,
     x: &str,
@@ -137,7 +137,7 @@ fn lines<'a>(
     lines
 }
 
-/// The values at the first and the last place of a line.
+/// Returns the values at the first and the last x of a line.
 fn ends(line: &[&(Params, Middle)], at: impl Fn(&Params) -> f64) -> Option<(f64, f64)> {
     let by_place =
         |one: &&&(Params, Middle), other: &&&(Params, Middle)| at(&one.0).total_cmp(&at(&other.0));
@@ -146,7 +146,7 @@ fn ends(line: &[&(Params, Middle)], at: impl Fn(&Params) -> f64) -> Option<(f64,
     (at(&first.0) < at(&last.0)).then_some((first.1.median, last.1.median))
 }
 
-/// The first places at which a is below b, of lines that begin with a above b.
+/// Returns for each line that begins with a above b the first x at which a is below b.
 fn crossings(
     finding: &Finding,
     values: &Values,
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
     use crate::study::figures::parse;
 
-    /// Judges a finding by times of polling and of events at 1, 2, 4 and 8.
+    /// Checks a finding with times of polling and of events at 1, 2, 4 and 8.
     fn judged(finding: &str, poll: [f64; 4], event: [f64; 4]) -> (Verdict, Option<f64>) {
         let file = format!(
             "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1, 2, 4, 8]\n[axis.mode]\nvalues = ['poll', 'event']\n\
@@ -263,7 +263,7 @@ mod tests {
         let two = [2.0; 4];
         assert_eq!(judged(LESS, [1.0; 4], two), (Verdict::Met, Some(0.5)));
         assert_eq!(judged(LESS, two, [1.0; 4]), (Verdict::NotMet, Some(2.0)));
-        // Three of four are fewer than 80 %; of the first three all.
+        // Three of four are less than the required 80 %. Of the first three all hold.
         let mostly = [1.0, 1.0, 1.0, 3.0];
         assert_eq!(judged(LESS, mostly, two).0, Verdict::NotMet);
         let some = |more: &str| judged(&format!("{LESS}\n{more}"), mostly, two).0;

@@ -1,8 +1,8 @@
-//! What the machine did while it was measured: time that it had nothing to do, and time that its host took.
+//! The processor time during a measurement: idle, and taken by the host of a virtual machine (steal).
 
 use std::fs;
 
-/// Times of all processors since the machine was started, in ticks.
+/// Times of all processors since boot, in ticks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Times {
     all: u64,
@@ -11,14 +11,14 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Those of now, if the kernel shows them.
+    /// Reads the current times from /proc/stat.
     pub(crate) fn now() -> Option<Self> {
         Self::parse(&fs::read_to_string("/proc/stat").ok()?)
     }
 
     fn parse(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
-        // user, nice, system, idle, iowait, irq, softirq, steal; what follows is part of user and nice
+        // Columns: user, nice, system, idle, iowait, irq, softirq, steal. The following ones are included in user and nice.
         let all: Vec<u64> = line
             .split_whitespace()
             .take(8)
@@ -32,7 +32,7 @@ impl Times {
         })
     }
 
-    /// Percent of the time since then that the processors were idle, and that the host of this virtual machine took.
+    /// Returns the percentage of time since `then` that the processors were idle, and that the host took.
     pub(crate) fn since(&self, then: &Self) -> Option<(f64, f64)> {
         let all = self.all.checked_sub(then.all).filter(|all| *all > 0)? as f64;
         let share = |now: u64, then: u64| now.saturating_sub(then) as f64 * 100.0 / all;

@@ -1,7 +1,7 @@
-//! `anywarp study`: figures of papers about RDMA, measured on this machine.
+//! `anywarp study`: measures figures of papers about RDMA on this machine.
 //!
-//! `figures` reads what the figures are from data files, `runner` measures their points, `store` keeps the samples, `finding` judges
-//! what the paper found by them, and `report` writes it all down.
+//! `figures` reads the definitions of the figures from data files, `runner` measures their points, `store` keeps the samples, `finding`
+//! checks the findings of the papers, and `report` writes the results.
 
 pub(crate) mod args;
 mod exs;
@@ -33,22 +33,22 @@ use crate::cmd::Failure;
 use crate::library::Library;
 use crate::perf::Interrupted;
 
-/// Exit status when something could not be measured.
+/// Exit status if a measurement failed.
 const FAILED: u8 = 1;
 
-/// Exit status of wrong use.
+/// Exit status for wrong usage.
 const MISUSE: u8 = 2;
 
 /// Exit status after an interrupt.
 const INTERRUPTED: u8 = 130;
 
-/// Attempts at a point that fails.
+/// The number of attempts for a point that fails.
 const ATTEMPTS: usize = 2;
 
-/// How often progress is printed where there is no terminal.
+/// The interval of progress messages if standard error is not a terminal.
 const PROGRESS: Duration = Duration::from_secs(10);
 
-/// The device that is measured when nothing else is asked for.
+/// The default device.
 const OURS: &str = "anywarp";
 
 /// Runs the command.
@@ -112,7 +112,7 @@ fn list(args: &List, all: &[Experiment]) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A time for people.
+/// Formats a duration.
 fn clock(seconds: f64) -> String {
     match seconds {
         s if s >= 5400.0 => format!("{:.1} h", s / 3600.0),
@@ -138,7 +138,7 @@ fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What one `anywarp study run` does.
+/// The state of one `anywarp study run`.
 struct Work<'a> {
     args: &'a Run,
     all: &'a [Experiment],
@@ -146,7 +146,7 @@ struct Work<'a> {
     store: Store,
     bench: Bench,
     interrupted: Interrupted,
-    /// Points with the number of samples that they shall have.
+    /// The points with the wanted number of samples.
     planned: Vec<(Point, usize)>,
     shown: Instant,
 }
@@ -161,7 +161,7 @@ impl<'a> Work<'a> {
         let chosen = figures::choose(all, &args.figures)?;
         let extent = Extent::of(args);
         if args.first {
-            // Programs that are started later have it too.
+            // Programs that are started later inherit the priority.
             rustix::process::nice(-20)
                 .map_err(|e| format!("--first: {e}: run it as root, or leave the option out"))?;
         }
@@ -243,7 +243,7 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Measures all points of an experiment in turns, then those that are noisy again, then what explains findings that are not met.
+    /// Measures all points of an experiment in turn, then noisy ones again, then the controls of findings that do not hold.
     fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
         let extent = self.store.extent();
         let all = points(experiment, extent);
@@ -272,7 +272,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Measures each point that has fewer than `wanted` samples once.
+    /// Measures each point with fewer than `wanted` samples once.
     fn round(
         &mut self,
         experiment: &Experiment,
@@ -340,7 +340,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// The points of all figures of an experiment that are not blank, each once.
+/// Returns the points of all figures of an experiment, without duplicates and blank points.
 fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     let of = experiment
         .figures
@@ -352,7 +352,7 @@ fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     all.into_iter().collect()
 }
 
-/// The point with what a control changes.
+/// Returns the point with the changes of a control.
 fn changed(point: &Point, control: &figures::Control) -> Point {
     let mut params: Params = point.params.clone();
     for (axis, value) in &control.set {
@@ -364,7 +364,7 @@ fn changed(point: &Point, control: &figures::Control) -> Point {
     }
 }
 
-/// The points that show why findings are not met.
+/// Returns the points of the controls of findings that do not hold.
 fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
     let extent = store.extent();
     let mut all = BTreeSet::new();
@@ -389,13 +389,13 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
     all.into_iter().collect()
 }
 
-/// Returns whether a finding is about a point.
+/// Returns whether a finding uses a point.
 fn needs(finding: &Finding, params: &Params) -> bool {
     figures::selects(&finding.a, params)
         || !finding.b.is_empty() && figures::selects(&finding.b, params)
 }
 
-/// Creates the folder of a file, and writes it.
+/// Writes a file and creates its folder.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;

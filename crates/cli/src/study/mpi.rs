@@ -1,4 +1,4 @@
-//! Measures MPI: compiles `studies/mpi.c` with Open MPI, and runs two ranks of it over a network.
+//! Measures MPI: compiles `studies/mpi.c` with Open MPI, and runs it with two ranks over a network.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -14,10 +14,10 @@ use crate::perf::Interrupted;
 const COMPILER: &str = "mpicc.openmpi";
 const LAUNCHER: &str = "mpiexec.openmpi";
 
-/// How to get them.
+/// The command that installs them.
 const INSTALL: &str = "apt install openmpi-bin libopenmpi-dev";
 
-/// The program, and where it is compiled to.
+/// The MPI program, and the folder that it is compiled to.
 #[derive(Debug)]
 pub(crate) struct Mpi {
     source: PathBuf,
@@ -27,7 +27,7 @@ pub(crate) struct Mpi {
 }
 
 impl Mpi {
-    /// The program of the folder with the figures, compiled to the folder of the report.
+    /// Returns the program in the folder of the figures, to be compiled to the folder of the report.
     pub(crate) fn new(studies: &Path, folder: &Path) -> Self {
         Self {
             source: studies.join("mpi.c"),
@@ -36,7 +36,7 @@ impl Mpi {
         }
     }
 
-    /// The command of a point as a person types it, and what it measures.
+    /// Measures a point. Returns the command as a user would type it, and the outcome.
     pub(crate) fn measure(
         &mut self,
         point: &Point,
@@ -54,7 +54,7 @@ impl Mpi {
         };
         let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
         let size: u64 = get("size").parse().unwrap_or(1);
-        // About as long as a sample lasts, at 1 GB/s and 10 µs a message.
+        // The count for the duration of a sample, at 1 GB/s and 10 µs per message.
         let times = extent.seconds() / (size as f64 / 1e9 + 10e-6);
         let words = [
             get("test").to_owned(),
@@ -91,7 +91,7 @@ impl Mpi {
         };
         command.args(network);
         said.push_str(&format!(" {}", network.join(" ")));
-        // A container has no user but root.
+        // Containers often have no user besides root.
         command
             .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
             .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");

@@ -1,4 +1,4 @@
-//! A program that measures: started, waited for, and ended with the value that stands for it.
+//! A child process that measures. It is killed when its value is dropped.
 
 use std::io::Read;
 use std::process::{Child, Command};
@@ -10,16 +10,16 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::perf::Interrupted;
 
-/// Longest time of one run.
+/// The longest duration of one run.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// Time to end in order, for programs that have started others.
+/// The time that a program has to exit after a signal, so that it can stop its children.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Pause between two checks whether a program has ended.
+/// The pause between two checks whether a program has exited.
 const CHECK_EVERY: Duration = Duration::from_millis(2);
 
-/// A process that ends with this value.
+/// A process that is killed when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Ended(Child);
 
@@ -47,7 +47,7 @@ impl Ended {
         Ok(Self(child))
     }
 
-    /// What it prints, when it has ended well; the last line of its complaint if not.
+    /// Returns the output of a program that has exited successfully, or the last line of its error messages.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
         let end = Instant::now() + LONGEST;
         let status = loop {

@@ -1,4 +1,4 @@
-//! Writes what was measured: one HTML page that needs nothing else, a CSV file for each figure, and study.json.
+//! Writes the results: a self-contained HTML page, a CSV file for each figure, and study.json.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ use super::{changed, needs, write};
 use crate::perf::report::conditions;
 use crate::perf::sizes;
 
-/// The columns of a CSV file that all figures have, in this order.
+/// The columns that the CSV files of all figures have, in this order.
 const COLUMNS: [&str; 12] = [
     "device",
     "carrier",
@@ -33,15 +33,15 @@ const COLUMNS: [&str; 12] = [
     "loss",
 ];
 
-/// A figure and what is known of it.
+/// A figure with its results.
 struct Seen<'a> {
     experiment: &'a Experiment,
     figure: &'a Figure,
     id: String,
     points: Vec<Point>,
-    /// For each finding: the verdict, and that of its control.
+    /// The result of each finding, and that of its control.
     findings: Vec<(Judged, Option<Judged>)>,
-    /// Points without a value, and why.
+    /// The points without a value, by reason.
     missing: BTreeMap<String, Vec<String>>,
     noisy: BTreeMap<String, Vec<String>>,
     measured: usize,
@@ -54,7 +54,7 @@ pub(crate) struct Report<'a> {
     seen: Vec<Seen<'a>>,
 }
 
-/// Judges a finding by what is known, with one thing changed if that is given.
+/// Checks a finding with the stored samples, optionally with the changes of a control.
 pub(crate) fn judged(
     experiment: &Experiment,
     figure: &Figure,
@@ -78,7 +78,7 @@ pub(crate) fn judged(
     finding::judge(finding, &values, &figure.x, &places)
 }
 
-/// What a value is, and its unit.
+/// Returns the description and the unit of a value.
 fn unit(metric: &str) -> (&'static str, &'static str) {
     match metric {
         "oneway_us" => ("time one way", "µs"),
@@ -95,7 +95,7 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
     }
 }
 
-/// The value of an axis for people.
+/// Formats the value of an axis for users.
 fn label(axis: &str, value: &str) -> String {
     let text = match (axis, value) {
         ("inline", "true") => "inline",
@@ -159,7 +159,7 @@ fn label(axis: &str, value: &str) -> String {
     text.to_owned()
 }
 
-/// The name of an axis for people.
+/// Returns the name of an axis for users.
 fn across(axis: &str) -> &str {
     match axis {
         "size" => "size",
@@ -253,7 +253,7 @@ impl<'a> Seen<'a> {
         self.id.replace(':', "-")
     }
 
-    /// Why it shows nothing, if it does.
+    /// Returns why the figure shows no values, if so.
     fn nothing(&self) -> Option<String> {
         match &self.figure.blank {
             Some(why) => Some(format!("blank: {why}")),
@@ -265,7 +265,7 @@ impl<'a> Seen<'a> {
         }
     }
 
-    /// The verdict of all of its findings.
+    /// Returns a summary of the results of all findings.
     fn verdict(&self) -> String {
         if let Some(nothing) = self.nothing() {
             return nothing;
@@ -288,7 +288,7 @@ impl<'a> Seen<'a> {
         text
     }
 
-    /// The drawing.
+    /// Returns the drawing as SVG.
     fn drawing(&self, store: &Store) -> io::Result<String> {
         let extent = store.extent();
         let figure = self.figure;
@@ -380,7 +380,7 @@ impl<'a> Seen<'a> {
         )
     }
 
-    /// One line for each sample.
+    /// Returns the CSV file, with one line for each sample.
     fn csv(&self, store: &Store) -> String {
         let samples = self.points.iter().flat_map(|point| {
             let samples = &store.known(point).samples;
@@ -477,7 +477,7 @@ impl<'a> Seen<'a> {
         })
     }
 
-    /// Its part of the page.
+    /// Returns the section of the HTML page.
     fn section(&self, store: &Store) -> io::Result<String> {
         let figure = self.figure;
         let mut text = format!(
@@ -535,7 +535,7 @@ impl<'a> Seen<'a> {
         Ok(text)
     }
 
-    /// All values and commands, folded.
+    /// Returns all values and commands in a folded element.
     fn details(&self, store: &Store) -> String {
         let figure = self.figure;
         let mut text = format!(
@@ -572,11 +572,11 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// A row of a table of suitability, with what was measured.
+/// A row of a table of suitability, with the measured result.
 #[derive(Debug)]
 struct Suited<'a> {
     row: &'a Row,
-    /// Whether RDMA suits on this machine, if that was measured.
+    /// Whether RDMA is suited on this machine, if that was measured.
     here: Option<bool>,
     why: String,
 }
@@ -585,7 +585,7 @@ fn yes(suits: bool) -> &'static str {
     if suits { "yes" } else { "no" }
 }
 
-/// Why a finding does not hold, as far as it is known.
+/// Returns why a finding does not hold, as far as it is known.
 fn why(finding: &Finding, control: Option<&Judged>) -> String {
     let shown = control.is_some_and(|control| control.verdict == Verdict::Met);
     let mut text = match &finding.because {
@@ -635,7 +635,7 @@ impl<'a> Report<'a> {
             .any(|why| why.starts_with("failed"))
     }
 
-    /// A line for each of these figures, and for each of their findings.
+    /// Returns a line for each of these figures and for each of their findings.
     pub(crate) fn summary(&self, ids: &BTreeSet<String>) -> String {
         let mut text = String::new();
         for seen in self.seen.iter().filter(|seen| ids.contains(&seen.id)) {
@@ -663,7 +663,7 @@ impl<'a> Report<'a> {
         text
     }
 
-    /// Advice from the findings.
+    /// Returns advice based on the findings.
     pub(crate) fn hints(&self) -> String {
         let mut text = String::new();
         for seen in &self.seen {
@@ -713,7 +713,7 @@ impl<'a> Report<'a> {
         text
     }
 
-    /// The rows of a table, by the findings that they name.
+    /// Returns the rows of a table, with the results of the findings that they name.
     fn rows(&self, table: &'a Figure) -> Vec<Suited<'a>> {
         let judge = |row: &'a Row| {
             let named = row.figure.as_ref().and_then(|id| {
@@ -739,7 +739,7 @@ impl<'a> Report<'a> {
         table.row.iter().map(judge).collect()
     }
 
-    /// Writes all files; the path of the page.
+    /// Writes all files. Returns the path of the page.
     pub(crate) fn write(&self) -> io::Result<PathBuf> {
         let folder = self.store.folder();
         for seen in self.seen.iter().filter(|seen| seen.measured > 0) {
@@ -764,7 +764,7 @@ impl<'a> Report<'a> {
         Ok(page)
     }
 
-    /// The part of the page of a table of suitability.
+    /// Returns the section of the page for a table of suitability.
     fn table(&self, seen: &Seen<'a>) -> String {
         let mut text = format!(
             "<section id=\"{}\"><h3>{}: {}</h3>\n<p><b>{}</b> The paper: {}</p>\n<table><tr><th>what matters</th><th>such as</th>\

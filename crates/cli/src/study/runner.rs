@@ -1,4 +1,4 @@
-//! Measures one point: `anywarp ping` or `blast`, or `anywarp-cost`, with the options that the values of its axes mean.
+//! Measures one point by `anywarp ping`, `blast` or `anywarp-cost`, with options that follow from the values of its axes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,43 +21,43 @@ use crate::perf::args::Perf;
 use crate::perf::session::Session;
 use crate::sys;
 
-/// Longest time until a server answers.
+/// The longest time until a server answers.
 const READY: Duration = Duration::from_secs(10);
 
-/// How long a session without a run is kept; its other end waits for twice as long.
+/// The time after which an unused session is closed. The server waits twice as long.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// Where the server is when it is on this machine.
+/// The address of a server on this machine.
 const HERE: &str = "127.0.0.1";
 
-/// Variables of the device.
+/// Environment variables of the device.
 type Variables = Vec<(String, String)>;
 
-/// What the points are measured on.
+/// The environment in which the points are measured.
 #[derive(Debug)]
 pub(crate) struct Bench {
     library: Library,
     extent: Extent,
     /// A device of the system's libibverbs.
     device: Option<String>,
-    /// A server elsewhere.
+    /// The host and the port of a remote server.
     elsewhere: Option<(String, u16)>,
-    /// Processors of the server and of the client.
+    /// The processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
-    /// By variables and number of the stream.
+    /// The servers by their variables and the number of the stream.
     servers: BTreeMap<(Variables, usize), Server>,
     mpi: Mpi,
     interrupted: Interrupted,
 }
 
-/// A server of ours, and the session with it. It ends with this value.
+/// A local server, and the session with it. It is killed when this is dropped.
 #[derive(Debug)]
 struct Server {
     child: Option<Child>,
     host: String,
     port: u16,
     session: Option<Session>,
-    /// When the session was used last.
+    /// When the session was last used.
     used: Instant,
 }
 
@@ -93,7 +93,7 @@ impl Bench {
         }
     }
 
-    /// The processors of the server and the client, in words.
+    /// Describes the processors of the server and the client.
     pub(crate) fn pinning(&self) -> String {
         match &self.processors {
             Some((server, client)) => format!("server on {server:?}, client on {client:?}"),
@@ -101,7 +101,7 @@ impl Bench {
         }
     }
 
-    /// The command of a point as a person types it, and what it measures.
+    /// Measures a point. Returns the command as a user would type it, and the outcome.
     pub(crate) fn measure(&mut self, point: &Point) -> (String, Outcome) {
         if let Some(why) = self.blank(point) {
             return (String::new(), Err(Miss::Blank(why.to_owned())));
@@ -173,7 +173,7 @@ impl Bench {
         (command, outcome.map_err(Miss::Failed))
     }
 
-    /// Why a point cannot be measured on this device and from this machine, if it cannot.
+    /// Returns why a point cannot be measured with this device and from this machine, if so.
     fn blank(&self, point: &Point) -> Option<&'static str> {
         let is = |axis: &str, values: &[&str]| {
             let value = point.params.get(axis).map(String::as_str);
@@ -216,14 +216,14 @@ impl Bench {
         None
     }
 
-    /// Lets what is started next run on the processors of both ends.
+    /// Lets programs that are started next run on the processors of both ends.
     fn pin_all(&self) {
         if let Some((server, client)) = &self.processors {
             pin(&[server.as_slice(), client.as_slice()].concat());
         }
     }
 
-    /// Runs as many streams at once as the point has, each between two processes of its own.
+    /// Runs all streams of the point at the same time, each with a pair of processes.
     fn run(
         &mut self,
         args: &Perf,
@@ -247,7 +247,7 @@ impl Bench {
                 _ => Session::connect(&server.host, server.port)?,
             };
             let run = session.run(args, ping, variables, library, interrupted)?;
-            // A session is kept only behind a run that ended as it should.
+            // A session is kept only after a successful run.
             server.session = Some(session);
             server.used = Instant::now();
             run.figures(args, ping, size)
@@ -324,7 +324,7 @@ impl Bench {
         }
     }
 
-    /// Runs `anywarp-cost`, at both ends if it needs two.
+    /// Runs `anywarp-cost`, with two processes if the point needs them.
     fn cost(&self, point: &Point, variables: &Variables) -> (String, Outcome) {
         let Some(program) = self.library.cost() else {
             let why = "the program anywarp-cost is missing: install anywarp anew";
@@ -416,7 +416,7 @@ impl Bench {
             Ok(sample)
         });
         let outcome = outcome.map_err(|why| {
-            // What a user may lock is a matter of rights, and not of the device.
+            // The limit of locked memory is a matter of privileges, not of the device, so the point is blank.
             if why.contains("ulimit -l") {
                 Miss::Blank(why)
             } else {
@@ -426,7 +426,7 @@ impl Bench {
         (command, outcome)
     }
 
-    /// The variables of the device that a point needs at both ends.
+    /// Returns the variables of the device that a point needs at both ends.
     fn variables(&self, params: &Params) -> Result<Variables, String> {
         let mut variables = Variables::new();
         let mut set = |name: &str, value: &str| variables.push((name.to_owned(), value.to_owned()));
@@ -470,14 +470,14 @@ impl Bench {
     }
 }
 
-/// The number of streams of a point.
+/// Returns the number of streams of a point.
 fn streams(point: &Point) -> Result<usize, String> {
     let given = point.params.get("streams").map_or("1", String::as_str);
     let streams = given.parse().ok().filter(|n| (1..=64).contains(n));
     streams.ok_or_else(|| format!("streams={given} is not a number from 1 to 64"))
 }
 
-/// What several streams measured at once: rates and processor time of all, times of one in the middle.
+/// Combines the samples of concurrent streams: sums of rates and processor times, medians of times.
 fn together(samples: &[Sample]) -> Sample {
     let mut all = Sample::new();
     for name in samples.iter().flat_map(BTreeMap::keys) {
@@ -486,7 +486,7 @@ fn together(samples: &[Sample]) -> Sample {
             .filter_map(|sample| sample.get(name).copied());
         let value = match name.as_str() {
             "mbps" | "arrived_mbps" | "messages" | "cpu_local" | "cpu_remote" => values.sum(),
-            // Streams that share a processor wait for it: that is what is measured, and no noise.
+            // Concurrent streams compete for the processors on purpose, so waiting does not count as noise.
             "waited" if samples.len() > 1 => continue,
             "elapsed_s" => values.fold(0.0, f64::max),
             _ => values.sum::<f64>() / samples.len() as f64,
@@ -496,7 +496,7 @@ fn together(samples: &[Sample]) -> Sample {
     all
 }
 
-/// Waits until a program listens on `port`; a connection would be taken for its client.
+/// Waits until a program listens on `port`, without connecting, because the connection would count as a client.
 fn listens(port: u16) -> Result<(), String> {
     let end = Instant::now() + READY;
     let wanted = format!(":{port:04X}");
@@ -515,7 +515,7 @@ fn listens(port: u16) -> Result<(), String> {
     Err("the server does not start".to_owned())
 }
 
-/// The options of `anywarp ping` and `blast` that a point means.
+/// Returns the options of `anywarp ping` and `blast` for a point.
 fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     let params = &point.params;
     let get = |axis: &str| params.get(axis).map(String::as_str);
@@ -526,7 +526,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
             .map_err(|_| format!("{axis}={text} is not a number")),
     };
     let (size, buffers) = (number("size", 64)?, number("buffers", 16)?);
-    // On datagrams a Write is a Write-Record.
+    // For datagrams a Write stands for a Write-Record.
     let op = match (get("op").unwrap_or("send"), get("qp")) {
         ("write", Some("ud")) => "write-record",
         (op, _) => op,
@@ -549,7 +549,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
             Some(other) => return Err(format!("there is no posting {other}")),
         }
         if op != "write-record" {
-            // As many messages have memory of their own at the receiver as are under way, twice.
+            // Twice as many buffers at the receiver as outstanding messages.
             add("--buffers", &(2 * buffers).max(8).to_string());
         }
         add(
@@ -575,7 +575,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     if let Some(segment) = get("segment") {
         add("--segment", segment);
     }
-    // Streams do not begin at the same moment: what they do alone shall count little.
+    // Streams do not start at the same moment. The warm-up reduces the effect of the time in which only some run.
     add(
         "-d",
         &(extent.seconds() * streams(point)? as f64).to_string(),
@@ -586,7 +586,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     Ok(words)
 }
 
-/// Two halves of the processors that this process may use.
+/// Splits the processors that this process may use into two halves.
 fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
     let set = rustix::thread::sched_getaffinity(None).ok()?;
     let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
@@ -596,7 +596,7 @@ fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
     (!server.is_empty()).then(|| (server.to_vec(), client.to_vec()))
 }
 
-/// Lets this thread and the processes that it starts run on these processors alone.
+/// Restricts this thread and the processes that it starts to these processors.
 fn pin(processors: &[usize]) {
     let mut set = rustix::thread::CpuSet::new();
     for &cpu in processors {

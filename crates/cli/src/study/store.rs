@@ -1,4 +1,4 @@
-//! What was measured, on disk: one line for each sample, so that a run that ends early goes on from there.
+//! The samples on disk, one line for each, so that an interrupted run can be continued.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -13,15 +13,15 @@ use crate::perf::report::{quantile, sorted};
 /// The file of samples, in the folder of the report.
 const SAMPLES: &str = "samples.jsonl";
 
-/// Values of one sample, by name.
+/// The values of one sample, by name.
 pub(crate) type Sample = BTreeMap<String, f64>;
 
 /// Why there is no sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Miss {
-    /// It went wrong.
+    /// The measurement failed.
     Failed(String),
-    /// It cannot be measured here: the point is blank.
+    /// The point is blank: it cannot be measured here.
     Blank(String),
 }
 
@@ -34,10 +34,10 @@ impl From<String> for Miss {
 /// The outcome of one attempt.
 pub(crate) type Outcome = Result<Sample, Miss>;
 
-/// Spread of the time, as a share of the median, above which a point is noisy.
+/// The spread of the time, as a share of the median, above which a point is noisy.
 const SPREAD: f64 = 0.25;
 
-/// Share of the time that an end waited for a processor above which a point is noisy.
+/// The share of the time that an end waited for a processor, above which a point is noisy.
 const WAITED: f64 = 0.10;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -56,15 +56,15 @@ struct Line {
     blank: Option<String>,
 }
 
-/// What is known of one point.
+/// The stored samples of one point.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Known {
     pub(crate) samples: Vec<Sample>,
-    /// The command that a person can type.
+    /// The command as a user would type it.
     pub(crate) command: Option<String>,
-    /// Why the last attempts failed. Those of earlier runs do not count.
+    /// Why the attempts of this run failed.
     pub(crate) failures: Vec<String>,
-    /// Why it cannot be measured here. That of earlier runs does not count.
+    /// Why the point is blank, according to this run.
     pub(crate) blank: Option<String>,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Middle {
 }
 
 impl Known {
-    /// The middle of a value over the samples.
+    /// Returns the median and the quartiles of a value over the samples.
     pub(crate) fn middle(&self, metric: &str) -> Option<Middle> {
         let all = sorted(self.samples.iter().filter_map(|s| s.get(metric).copied()));
         Some(Middle {
@@ -87,7 +87,7 @@ impl Known {
         })
     }
 
-    /// Why the values are doubtful, if they are.
+    /// Returns why the point is noisy, if it is.
     pub(crate) fn noise(&self, primary: &str) -> Option<String> {
         let middle = self.middle(primary)?;
         let spread = (middle.upper - middle.lower) / middle.median;
@@ -99,7 +99,7 @@ impl Known {
     }
 }
 
-/// All that is known.
+/// All stored samples.
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
@@ -107,12 +107,12 @@ pub(crate) struct Store {
     device: String,
     file: Option<File>,
     known: BTreeMap<String, Known>,
-    /// Seconds of all samples by runner, and how many these are.
+    /// The total duration in seconds and the number of samples, by runner.
     took: BTreeMap<String, (f64, usize)>,
 }
 
 impl Store {
-    /// What `folder` has of this extent and device.
+    /// Reads the samples of this extent and device in `folder`, and opens the file for writing.
     pub(crate) fn open(
         folder: &Path,
         extent: Extent,
@@ -126,7 +126,7 @@ impl Store {
         }
         let mut store = Self::read(folder, extent, device)?;
         let mut file = OpenOptions::new().append(true).create(true).open(&path)?;
-        // A run that was killed may have left half a line.
+        // A killed run may have left an incomplete line.
         let text = fs::read(&path)?;
         if text.last().is_some_and(|last| *last != b'\n') {
             file.write_all(b"\n")?;
@@ -135,7 +135,7 @@ impl Store {
         Ok(store)
     }
 
-    /// The same, to look at only.
+    /// Like [`Self::open`], for reading only.
     pub(crate) fn read(folder: &Path, extent: Extent, device: &str) -> io::Result<Self> {
         let mut store = Self {
             folder: folder.to_owned(),
@@ -162,7 +162,7 @@ impl Store {
         Ok(store)
     }
 
-    /// Extent and device of the last sample in `folder`.
+    /// Returns the extent and the device of the last sample in `folder`.
     pub(crate) fn last(folder: &Path) -> Option<(Extent, String)> {
         let text = fs::read_to_string(folder.join(SAMPLES)).ok()?;
         let mut lines = text.lines().rev();
@@ -187,7 +187,7 @@ impl Store {
         }
     }
 
-    /// Keeps the outcome of one attempt.
+    /// Stores the outcome of one attempt.
     pub(crate) fn add(
         &mut self,
         point: &Point,
@@ -220,7 +220,7 @@ impl Store {
         Ok(())
     }
 
-    /// What is known of a point.
+    /// Returns the stored samples of a point.
     pub(crate) fn known(&self, point: &Point) -> &Known {
         static NOTHING: Known = Known {
             samples: Vec::new(),
@@ -231,7 +231,7 @@ impl Store {
         self.known.get(&point.key()).unwrap_or(&NOTHING)
     }
 
-    /// Seconds that a sample of a point takes, by those of its runner so far.
+    /// Returns the expected duration of a sample in seconds, based on earlier samples of the same runner.
     pub(crate) fn expected(&self, point: &Point) -> f64 {
         match self.took.get(point.runner.as_str()) {
             Some((took, count)) if *count > 0 => took / *count as f64,
@@ -239,17 +239,17 @@ impl Store {
         }
     }
 
-    /// The folder of the report.
+    /// Returns the folder of the report.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// How much is measured.
+    /// Returns the extent of the measurements.
     pub(crate) fn extent(&self) -> Extent {
         self.extent
     }
 
-    /// What is measured.
+    /// Returns the name of the device.
     pub(crate) fn device(&self) -> &str {
         &self.device
     }

@@ -1,4 +1,4 @@
-//! What the machine has: read from /proc and /sys, or tried.
+//! Checks of the machine, made by reading /proc and /sys or by trying system calls.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,16 +12,16 @@ use crate::cli::DeviceProfile;
 use crate::library::Library;
 use crate::sys;
 
-/// Socket buffer below which a burst of datagrams is lost: 1 MiB holds some 700 datagrams of 1500 bytes.
+/// The least socket buffer in bytes that holds a burst of datagrams: 1 MiB holds some 700 datagrams of 1500 bytes.
 const ENOUGH_BUFFER: u64 = 1 << 20;
 
-/// Descriptors below which a program with a hundred connections runs out; a connection takes up to three.
+/// The least descriptor limit for a program with a hundred connections; a connection uses up to three.
 const ENOUGH_DESCRIPTORS: u64 = 1024;
 
-/// Largest automatic TCP buffer below which a long fat link is not filled.
+/// The least maximum of the automatic TCP buffer in bytes for a link with a high bandwidth-delay product.
 const ENOUGH_TCP_BUFFER: u64 = 4 << 20;
 
-/// Everything that does not depend on the library.
+/// Returns the results of all checks that do not depend on the library.
 pub(super) fn machine() -> Vec<Line> {
     let mut lines = vec![real_devices(), distribution()];
     lines.extend(features());
@@ -59,7 +59,7 @@ fn real_devices() -> Line {
     }
 }
 
-/// Folders in which distributions keep libraries.
+/// Returns the folders in which distributions keep libraries.
 fn library_folders() -> Vec<PathBuf> {
     let triplet = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     [triplet.as_str(), "/usr/lib64", "/usr/lib", "/lib64", "/lib"]
@@ -68,7 +68,7 @@ fn library_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// The distribution's libibverbs, without its symbolic links.
+/// Returns the path of the distribution's libibverbs, with symbolic links resolved.
 fn distribution_verbs() -> Option<PathBuf> {
     library_folders()
         .into_iter()
@@ -86,7 +86,7 @@ fn distribution() -> Line {
     }
 }
 
-/// Names of the private version nodes in a library file: the part of the interface that differs by release.
+/// Returns the names of the private version nodes in a library, which differ between releases.
 fn private_nodes(path: &Path) -> Vec<String> {
     const PREFIX: &[u8] = b"IBVERBS_PRIVATE_";
     let content = fs::read(path).unwrap_or_default();
@@ -101,7 +101,7 @@ fn private_nodes(path: &Path) -> Vec<String> {
     nodes
 }
 
-/// Returns whether the drop-in library offers what the distribution's programs are linked against.
+/// Checks whether the drop-in library has the version nodes that the distribution's programs are linked against.
 pub(super) fn library(library: &Library) -> Vec<Line> {
     let mut lines = vec![Line::ok("library", library.dir().display().to_string())];
     if let Some(theirs) = distribution_verbs() {
@@ -147,7 +147,7 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
     lines
 }
 
-/// What the environment asks the device to be like.
+/// Checks the device profile that the environment selects.
 fn device_profile(name: &str) -> Option<Line> {
     if name.is_empty() || name == DeviceProfile::Anywarp.as_str() {
         return None;
@@ -171,7 +171,7 @@ fn device_profile(name: &str) -> Option<Line> {
     })
 }
 
-/// A feature, whether it is there, and what is lost without it.
+/// Returns the line for a kernel feature: whether it works, and the effect if it is missing.
 fn feature(name: &'static str, tried: io::Result<()>, needed: bool, without: &str) -> Line {
     match tried {
         Ok(()) => Line::ok("kernel", name),
@@ -279,7 +279,7 @@ fn descriptors() -> Line {
     }
 }
 
-/// Soft and hard limit of open files in the text of /proc/self/limits.
+/// Parses the soft and the hard limit of open files from the text of /proc/self/limits.
 fn open_files(limits: &str) -> Option<(&str, &str)> {
     let mut words = limits
         .lines()

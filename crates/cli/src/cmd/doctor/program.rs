@@ -1,4 +1,4 @@
-//! Whether one program, or one Python package, will find the device: read from its files, without running it.
+//! Checks whether a program or a Python package will find the device, by reading its files without running it.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -18,13 +18,13 @@ use crate::cmd::run::find;
 use crate::elf::{Obstacle, has_capabilities, obstacles};
 use crate::library::Library;
 
-/// Bytes of a file that are read; a larger one is judged by its beginning.
+/// The most bytes that are read of a file. Only the beginning of a larger one is checked.
 const FILE_MAX: u64 = 512 << 20;
-/// Files of a package that are looked at.
+/// The most files of a package that are checked.
 const FILES_MAX: usize = 20_000;
-/// Folders inside folders of a package.
+/// The deepest nesting of folders in a package that is followed.
 const DEPTH_MAX: usize = 16;
-/// Programs that start others with an environment of their own.
+/// Programs that start others with a clean environment.
 const LAUNCHERS: [&str; 10] = [
     "sudo",
     "su",
@@ -37,27 +37,27 @@ const LAUNCHERS: [&str; 10] = [
     "systemd-run",
     "flatpak",
 ];
-/// What a program that opens the library itself names.
+/// Strings in a program that loads the libraries by dlopen.
 const OPENED: [&str; 2] = ["libibverbs.so", "librdmacm.so"];
-/// What names the kernel's netlink interface for RDMA, which has no device of anywarp.
+/// A string in programs that use the kernel's netlink interface for RDMA, which does not list anywarp's device.
 const NETLINK: &str = "NETLINK_RDMA";
 /// A function of libibverbs that every program calls.
 const VERBS: &[u8] = b"ibv_open_device";
 
-/// What an ELF file says about itself.
+/// The facts in an ELF file.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Facts {
     interpreter: Option<PathBuf>,
-    /// Libraries that it is linked with.
+    /// The libraries that the file is linked with.
     needed: Vec<String>,
-    /// It has the functions of libibverbs in it.
+    /// The file defines the functions of libibverbs.
     has_verbs: bool,
-    /// It has the name of libibverbs in its text.
+    /// The file contains the name of libibverbs as a string.
     opens_verbs: bool,
     uses_netlink: bool,
 }
 
-/// Looks at what `name` is: a program, a library, a folder of a package, or the name of a Python package.
+/// Checks `name`: a program, a library, a folder of a package, or the name of a Python package.
 pub(super) fn lines(name: &OsStr, library: &Library) -> Result<Vec<Line>, Failure> {
     let path = Path::new(name);
     if path.is_dir() {
@@ -72,7 +72,7 @@ pub(super) fn lines(name: &OsStr, library: &Library) -> Result<Vec<Line>, Failur
     }
 }
 
-/// A program, or a script by its interpreter.
+/// Checks a program. For a script, checks the interpreter.
 fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
     let mut lines = vec![Line::ok("program", path.display().to_string())];
     let base = path.file_name().unwrap_or_default().to_string_lossy();
@@ -80,7 +80,7 @@ fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
         lines.push(Line::warn(
             "environment",
             format!("{base} starts programs with an environment of its own, without LD_PRELOAD"),
-            format!("put anywarp behind it: {base} … anywarp run -- PROGRAM"),
+            format!("let it start anywarp: {base} … anywarp run -- PROGRAM"),
         ));
         return lines;
     }
@@ -142,7 +142,7 @@ fn loader_line(loader: &Path) -> Line {
     Line::ok("C library", format!("glibc ({})", loader.display()))
 }
 
-/// What the files say about verbs.
+/// Returns the lines about verbs for these files.
 fn verbs_lines(files: &[(PathBuf, Facts)], is_interpreter: bool) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut linked = BTreeSet::new();
@@ -207,7 +207,7 @@ fn join(names: &BTreeSet<String>) -> String {
         .join(", ")
 }
 
-/// Returns whether a library's name is that of a copy that a wheel or a program brings, such as libibverbs-1de1263b.so.1.14.
+/// Returns whether a library's name is that of a bundled copy, such as libibverbs-1de1263b.so.1.14 in a wheel.
 fn is_bundled(name: &str) -> bool {
     ["libibverbs-", "librdmacm-"]
         .iter()
@@ -215,7 +215,7 @@ fn is_bundled(name: &str) -> bool {
         && name.contains(".so")
 }
 
-/// A package: all its shared objects.
+/// Checks all shared objects of a package.
 fn package(name: &OsStr, folders: &[PathBuf]) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut objects = Vec::new();
@@ -272,7 +272,7 @@ fn starts_as_elf(path: &Path) -> bool {
     fs::File::open(path).is_ok_and(|mut f| f.read_exact(&mut magic).is_ok()) && magic == elf::ELFMAG
 }
 
-/// The folders of a Python package, which is found and not imported: its own, and those of the libraries that its wheel brings.
+/// Finds the folders of a Python package without importing it: its own, and those of the libraries bundled in its wheel.
 fn python_package(name: &OsStr) -> Option<Vec<PathBuf>> {
     let text = name.to_str()?;
     if text.is_empty() || !text.chars().all(|c| c.is_alphanumeric() || c == '_') {
@@ -309,7 +309,7 @@ fn python_package(name: &OsStr) -> Option<Vec<PathBuf>> {
     Some(folders)
 }
 
-/// Reads a file; `None` if it is no ELF file of this machine's byte order.
+/// Reads a file. Returns `None` if it is not an ELF file of this machine's byte order.
 fn read(path: &Path) -> Option<Facts> {
     let mut data = Vec::new();
     let file = fs::File::open(path).ok()?;

@@ -1,4 +1,4 @@
-//! The device itself: whether it opens, which addresses it has, and whether bytes arrive.
+//! Checks of the device: whether it opens, which addresses it has, and whether data arrives.
 
 use std::io::Read;
 use std::net::Ipv6Addr;
@@ -9,20 +9,20 @@ use std::{env, fs, io, thread};
 use super::Line;
 use crate::library::Library;
 
-/// Longest time for opening the device.
+/// The longest time for opening the device.
 const OPEN_TIME: Duration = Duration::from_secs(20);
 
-/// Longest time for the whole self-test; it takes seconds where all is well.
+/// The longest time for the whole self-test, which normally takes seconds.
 const TEST_TIME: Duration = Duration::from_secs(300);
 
-/// Pause between two checks whether a program has ended.
+/// The pause between two checks whether a program has exited.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
 
-/// What a program left behind.
+/// The result of a program.
 struct Outcome {
-    /// Its exit was 0.
+    /// The exit status was 0.
     good: bool,
-    /// Its standard output, and its standard error behind it.
+    /// The standard output, followed by the standard error.
     text: String,
 }
 
@@ -37,7 +37,7 @@ fn run_program(library: &Library, args: &[&str], time: Duration) -> io::Result<O
     let mut child = Command::new(program)
         .args(args)
         .envs(library.variables(false, |name| env::var_os(name)))
-        // All that there is, and not what another device has of it.
+        // The self-test needs all features of the device.
         .env_remove("ANYWARP_DEVICE_PROFILE")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -91,7 +91,7 @@ fn read_all(mut pipe: impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Opens the device and lists its addresses; the second value is whether it can be tested.
+/// Opens the device and lists its addresses. The second value tells whether the self-test can run.
 pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
     let advice = "set ANYWARP_LOG=debug and run `anywarp doctor` again to see why";
     match run_program(library, &["--device"], OPEN_TIME) {
@@ -100,7 +100,7 @@ pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
             let said = text
                 .lines()
                 .last()
-                .unwrap_or("it ended without a word")
+                .unwrap_or("it ended without a message")
                 .to_owned();
             (
                 vec![Line::fail(
@@ -146,7 +146,7 @@ fn gid(line: &str) -> Option<Line> {
     Some(Line::ok("address", found))
 }
 
-/// The name of the interface with this number.
+/// Returns the name of the interface with this index.
 fn interface(number: &str) -> Option<String> {
     let entries = fs::read_dir("/sys/class/net").ok()?;
     entries.flatten().find_map(|entry| {
@@ -155,9 +155,9 @@ fn interface(number: &str) -> Option<String> {
     })
 }
 
-/// Every opcode between two queue pairs on this machine.
+/// Runs the self-test: every opcode between two queue pairs on this machine.
 pub(super) fn run(library: &Library) -> Line {
-    let advice = "set ANYWARP_LOG=info and run `anywarp doctor` again; a failure without a word in the log is a bug";
+    let advice = "set ANYWARP_LOG=info and run `anywarp doctor` again; a failure without an explanation in the log is a bug";
     match run_program(library, &[], TEST_TIME) {
         Err(e) => Line::fail("self-test", e.to_string(), advice),
         Ok(Outcome { good, text }) => {
