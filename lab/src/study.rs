@@ -1,5 +1,5 @@
-//! `cargo lab study`: `anywarp study` with each of its runners, as shortly as can be; what it writes, that it goes on where it was, and
-//! what it refuses.
+//! `cargo lab study`: `anywarp study` with each of its runners, as shortly as can be; what it writes, that it goes on where
+//! it was, and what it refuses.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -272,8 +272,8 @@ fn error_of(e: &ErrorReport) -> anywarpdv_error {
     }
 }
 
-/// Writes `value` to a structure of the program that has `size` octets. A shorter structure gets a prefix; the rest of a longer one is
-/// set to zero.
+/// Writes `value` to a structure of the program that has `size` octets. A shorter structure gets a prefix; the rest of a
+/// longer one is set to zero.
 ///
 /// # Safety
 /// `out` points to `size` octets.
@@ -463,8 +463,8 @@ entry! {
     /// `anywarpdv_wc_read_record`: see the header.
     ///
     /// # Safety
-    /// `cq` is null or points to a live queue, and only this thread polls it. `qp` is null or points to a live queue pair. `record` is null
-    /// or points to `reclen` octets.
+    /// `cq` is null or points to a live queue, and only this thread polls it. `qp` is null or points to a live queue pair.
+    /// `record` is null or points to `reclen` octets.
     unsafe fn anywarpdv_wc_read_record(
         cq: *mut ibv_cq_ex,
         qp: *mut ibv_qp,
@@ -535,8 +535,8 @@ entry! {
     /// `anywarpdv_read_map`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `ranges` is null or has room for `max`
-    /// structures of `rangelen` octets.
+    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `ranges` is null or has
+    /// room for `max` structures of `rangelen` octets.
     unsafe fn anywarpdv_read_map(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,
@@ -565,7 +565,8 @@ entry! {
     /// `anywarpdv_read_bitmap`: see the header.
     ///
     /// # Safety
-    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `bits` is null or points to `size` octets.
+    /// `qp` is null or points to a live queue pair. `record` is null or points to `reclen` octets. `bits` is null or points
+    /// to `size` octets.
     unsafe fn anywarpdv_read_bitmap(
         qp: *mut ibv_qp,
         record: *const anywarpdv_record,

@@ -146,7 +146,8 @@ entry! {
 }
 
 entry! {
-    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to the same port. Once one of them listens, `listen` fails for the other.
+    /// `listen(2)`. Two sockets with `SO_REUSEADDR` can be bound to the same port. Once one of them listens, `listen` fails
+    /// for the other.
     ///
     /// # Safety
     /// The function has no requirements.

@@ -1,8 +1,8 @@
 //! Device profiles, which report and enforce the limits and the missing features of other devices.
 //!
-//! `ANYWARP_DEVICE_PROFILE` selects one. A program that works with a profile uses only features of that device. The device itself is not
-//! emulated: data is transferred as without a profile. The sources of all figures are in `docs/profiles.md`. If a device does not
-//! document a limit, or its limit is higher than that of anywarp, that of anywarp applies.
+//! `ANYWARP_DEVICE_PROFILE` selects one. A program that works with a profile uses only features of that device. The device
+//! itself is not emulated: data is transferred as without a profile. The sources of all figures are in `docs/profiles.md`. If
+//! a device does not document a limit, or its limit is higher than that of anywarp, that of anywarp applies.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};

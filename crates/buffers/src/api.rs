@@ -47,7 +47,7 @@ const NUMBERS: usize = 13;
 
 type Answer<T> = Result<T, c_int>;
 
-/// Runs the body of a function. A child of a process that has used the library may call none.
+/// Runs the body of a function. Fails in a child of a process that has used the library.
 fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     if fork::is_child() {
         return Err(libc::EPERM);
@@ -56,7 +56,7 @@ fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(libc::EIO))
 }
 
-/// Ends a function that returns 0 or -1 with errno.
+/// Runs the body of a function that returns 0, or -1 with errno.
 fn done<T>(body: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c_int {
     match run(body) {
         Ok(value) => good(value),
@@ -67,7 +67,7 @@ fn done<T>(body: impl FnOnce() -> Answer<T>, good: impl FnOnce(T) -> c_int) -> c
     }
 }
 
-/// Ends a function that returns an object, or NULL with errno.
+/// Runs the body of a function that returns an object, or NULL with errno.
 fn made<T>(body: impl FnOnce() -> Answer<T>) -> *mut T {
     match run(body) {
         Ok(value) => Box::into_raw(Box::new(value)),
@@ -79,7 +79,7 @@ fn made<T>(body: impl FnOnce() -> Answer<T>) -> *mut T {
 }
 
 fn set_errno(errno: c_int) {
-    // SAFETY: the thread's own variable.
+    // SAFETY: the C library returns the errno location of this thread.
     unsafe { *libc::__errno_location() = errno };
 }
 
@@ -131,7 +131,7 @@ fn settings(attr: Option<&Attr>) -> Answer<Settings> {
 
 /// # Safety
 ///
-/// `to` is a structure of the program.
+/// `to` points to a structure of the program.
 unsafe fn give(to: *mut CBuffer, buffer: Buffer) {
     let filled = CBuffer {
         addr: std::ptr::with_exposed_provenance_mut(buffer.addr() as usize),
@@ -155,7 +155,7 @@ unsafe extern "C" fn awbuf_open(pd: *mut ffi::ibv_pd, attr: *const Attr) -> *mut
         if pd.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: NULL or a structure of the program, whose first member says how long it is; the domain is the program's.
+        // SAFETY: the attributes are NULL or a structure whose first member is its size; the domain belongs to the program.
         unsafe {
             if !attr.is_null() && (*attr).size < size_of::<Attr>() {
                 return Err(libc::EINVAL);
@@ -168,7 +168,7 @@ unsafe extern "C" fn awbuf_open(pd: *mut ffi::ibv_pd, attr: *const Attr) -> *mut
 #[unsafe(no_mangle)]
 unsafe extern "C" fn awbuf_close(manager: *mut Manager) -> c_int {
     let close = || {
-        // SAFETY: NULL or made by `awbuf_open`.
+        // SAFETY: the pointer is NULL or was returned by `awbuf_open`.
         if some(unsafe { manager.as_ref() })?.is_busy() {
             return Err(libc::EBUSY);
         }
@@ -182,7 +182,7 @@ unsafe extern "C" fn awbuf_close(manager: *mut Manager) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn awbuf_query(manager: *mut Manager, to: *mut u64, size: usize) -> c_int {
     let query = || {
-        // SAFETY: NULL or made by `awbuf_open`.
+        // SAFETY: the pointer is NULL or was returned by `awbuf_open`.
         let s: Statistics = some(unsafe { manager.as_ref() })?.statistics();
         let numbers: [u64; NUMBERS] = [
             s.critical,
@@ -218,17 +218,17 @@ unsafe extern "C" fn awbuf_get_send(
     flags: c_uint,
     to: *mut CBuffer,
 ) -> c_int {
-    // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_send`.
+    // SAFETY: the memory belongs to the program, which fulfils the contract of `awbuf_get_send`.
     let send = |manager: &Manager, life| unsafe { manager.send(addr.cast(), length, life) };
     // SAFETY: upheld by the caller.
     unsafe { get(manager, flags, to, send) }
 }
 
-/// Fills `to` with the buffer that `make` makes.
+/// Fills `to` with the buffer that `make` returns.
 ///
 /// # Safety
 ///
-/// `manager` is NULL or made by `awbuf_open`, `to` is NULL or a structure of the program.
+/// `manager` is NULL or was returned by `awbuf_open`. `to` is NULL or points to a structure of the program.
 unsafe fn get(
     manager: *mut Manager,
     flags: c_uint,
@@ -236,10 +236,10 @@ unsafe fn get(
     make: impl FnOnce(&Manager, Lifetime) -> Result<Buffer, c_int>,
 ) -> c_int {
     let get = || {
-        // SAFETY: NULL or made by `awbuf_open` (guaranteed by the caller).
+        // SAFETY: the pointer is NULL or was returned by `awbuf_open` (guaranteed by the caller).
         let manager = some(unsafe { manager.as_ref() }.filter(|_| !to.is_null()))?;
         let buffer = make(manager, lifetime(flags)?)?;
-        // SAFETY: not NULL.
+        // SAFETY: the pointer is not NULL.
         unsafe { give(to, buffer) };
         Ok(())
     };
@@ -254,7 +254,7 @@ unsafe extern "C" fn awbuf_get_recv(
     flags: c_uint,
     to: *mut CBuffer,
 ) -> c_int {
-    // SAFETY: the memory is the program's, which keeps to the contract of `awbuf_get_recv`.
+    // SAFETY: the memory belongs to the program, which fulfils the contract of `awbuf_get_recv`.
     let receive = |manager: &Manager, life| unsafe { manager.receive(addr.cast(), length, life) };
     // SAFETY: upheld by the caller.
     unsafe { get(manager, flags, to, receive) }
@@ -263,13 +263,13 @@ unsafe extern "C" fn awbuf_get_recv(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn awbuf_release(buffer: *mut CBuffer, received: usize) -> c_int {
     let release = || {
-        // SAFETY: NULL or a structure of the program that a function of this file has filled.
+        // SAFETY: the pointer is NULL or a structure that a function of this file has filled.
         let buffer = some(unsafe { buffer.as_mut() })?;
         let opaque = std::mem::replace(&mut buffer.opaque, std::ptr::null_mut());
         if opaque.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: made by `give`, and taken out of the structure.
+        // SAFETY: the pointer was created by `give` and has been removed from the structure.
         unsafe { Box::from_raw(opaque) }.release(received);
         Ok(())
     };
@@ -283,7 +283,7 @@ unsafe extern "C" fn awbuf_invalidate(
     length: usize,
 ) -> c_int {
     let invalidate = || {
-        // SAFETY: NULL or made by `awbuf_open`.
+        // SAFETY: the pointer is NULL or was returned by `awbuf_open`.
         let manager = some(unsafe { manager.as_ref() })?;
         let start = addr.addr();
         let end = start.checked_add(length).ok_or(libc::EINVAL)?;
@@ -319,12 +319,12 @@ unsafe extern "C" fn awbuf_pieces_begin(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn awbuf_pieces_next(pieces: *mut Pieces, to: *mut CBuffer) -> c_int {
     let next = || {
-        // SAFETY: NULL or made by `awbuf_pieces_begin`, and used by one thread at a time.
+        // SAFETY: the pointer is NULL or was returned by `awbuf_pieces_begin`, and is used by one thread at a time.
         let pieces = some(unsafe { pieces.as_mut() }.filter(|_| !to.is_null()))?;
         let Some(buffer) = pieces.next() else {
             return Ok(0);
         };
-        // SAFETY: not NULL.
+        // SAFETY: the pointer is not NULL.
         unsafe { give(to, buffer?) };
         Ok(1)
     };
@@ -337,7 +337,7 @@ unsafe extern "C" fn awbuf_pieces_end(pieces: *mut Pieces) -> c_int {
         if pieces.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: made by `awbuf_pieces_begin`, and not ended before.
+        // SAFETY: the pointer was returned by `awbuf_pieces_begin` and was not ended before.
         drop(unsafe { Box::from_raw(pieces) });
         Ok(())
     };

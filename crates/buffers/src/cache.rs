@@ -1,7 +1,7 @@
-//! Registrations that are kept for memory that is used again, and how they end when the memory changes.
+//! The cache of registrations of memory that is used repeatedly, and the end of registrations when the memory changes.
 //!
-//! Two threads serve all managers of a process. One reads what the kernel reports and takes the registrations concerned out of
-//! the list; it must never unmap memory itself, so another ends them.
+//! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
+//! It must never unmap memory itself, so another thread ends the registrations.
 
 use std::sync::{Condvar, Mutex, OnceLock};
 
@@ -16,26 +16,26 @@ use crate::thread::spawn;
 use crate::watch::{self, Change, Watch, pages};
 
 static TABLE: Mutex<Table> = Mutex::new(Table::empty());
-/// There is something to end.
+/// Signalled when a registration must be ended.
 static DEAD: Condvar = Condvar::new();
-/// Something has ended.
+/// Signalled when a registration has ended.
 static ENDED: Condvar = Condvar::new();
 static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
-/// How often a lookup waits for the reader of changes.
+/// How many times a lookup waits for the thread that reads reports.
 const PATIENCE: usize = 64;
 
-/// The descriptor of changes, with its threads: made when it is first needed.
+/// Returns the descriptor of changes. The first call creates it and its threads.
 ///
 /// # Errors
 ///
-/// The errno of what the kernel refuses.
+/// The errno of the kernel.
 pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     let made = WATCH.get_or_init(|| {
         lock(&TABLE).make_room();
         let watch = Watch::open()?;
         spawn("awbuf-end", end_the_dead)?;
         spawn("awbuf-watch", || {
-            // The value is set when this function's caller is done.
+            // The caller of this function sets the value when it returns.
             while WATCH.get().is_none() {
                 std::thread::yield_now();
             }
@@ -48,8 +48,8 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     made.as_ref().map_err(|errno| *errno)
 }
 
-/// The table is locked while the kernel's reports are read and the entries of changed memory are removed: another thread finds
-/// only entries whose memory is unchanged. This thread allocates nothing and frees nothing.
+/// Reads the kernel's reports. The table is locked while a report is read and the entries of changed memory are removed, so
+/// other threads find only entries whose memory is unchanged. This thread neither allocates nor frees memory.
 fn read_changes(watch: &'static Watch) {
     while watch.wait() {
         let mut table = lock(&TABLE);
@@ -86,7 +86,7 @@ fn end_the_dead() {
     }
 }
 
-/// Ends what is over, except what other threads are ending.
+/// Ends the dead registrations, except those that other threads are ending.
 fn bury() {
     loop {
         let Some((number, region)) = lock(&TABLE).begin_end() else {
@@ -99,7 +99,7 @@ fn bury() {
     }
 }
 
-/// Ends what is over, and waits for other threads that are ending the registrations concerned.
+/// Ends the dead registrations, and waits for other threads that are ending those selected by `until`.
 fn bury_until(until: Until) {
     bury();
     let mut table = lock(&TABLE);
@@ -108,7 +108,7 @@ fn bury_until(until: Until) {
     }
 }
 
-/// A kept registration in use, until it is dropped.
+/// A cached registration that is in use until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Kept {
     id: u64,
@@ -128,18 +128,18 @@ impl Drop for Kept {
     }
 }
 
-/// What the list says of memory.
+/// The result of a lookup.
 #[derive(Debug)]
 pub(crate) enum Answer {
-    /// Its registration is kept.
+    /// The memory has a cached registration.
     Kept(Kept),
-    /// It is not, but it is used again and should be.
+    /// The memory has no cached registration, but is used repeatedly and should get one.
     Known,
-    /// Its registration is not kept, or a change of memory is under way and the answer is not known yet.
+    /// The memory has no cached registration, or a change of memory is in progress so that the state is unknown.
     Unknown,
 }
 
-/// Looks for a kept registration. With `learn`, memory that is used again becomes known.
+/// Looks up a cached registration. With `learn`, counts the use of memory without one.
 pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
     for _ in 0..PATIENCE {
         let mut table = lock(&TABLE);
@@ -150,7 +150,7 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
                 Answer::Unknown
             };
         };
-        // A thread may have unmapped the memory, and this one have got it from the kernel anew, before the change was read.
+        // The memory may have been unmapped and mapped again before the report of the change was read.
         if !found.watched || watch().is_ok_and(Watch::settled) {
             table.hold(&found);
             let Found { id, lkey, rkey, .. } = found;
@@ -162,7 +162,7 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
     Answer::Unknown
 }
 
-/// Registers memory and keeps the registration. `Ok(None)` if it cannot be kept.
+/// Registers memory and caches the registration. `Ok(None)` if it cannot be cached.
 ///
 /// # Errors
 ///
@@ -170,14 +170,14 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
 ///
 /// # Safety
 ///
-/// As for [`Region::new`]; the region ends at the latest with [`forget`] of its owner.
+/// The requirements of [`Region::new`] apply. The region ends at the latest with [`forget`] for its owner.
 pub(crate) unsafe fn keep(
     pd: *mut ibv_pd,
     wanted: &Wanted<'_>,
     watched: bool,
     limit: usize,
 ) -> Result<Option<Kept>, c_int> {
-    // Also for the room of the list, and to forget pages that were watched until now.
+    // This also allocates the table, and is needed to stop watching pages.
     let watch = watch().ok();
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
         return Ok(None);
@@ -204,7 +204,7 @@ pub(crate) unsafe fn keep(
     }
 }
 
-/// Ends the kept registrations of an owner in a range, and waits for those that end already. How many.
+/// Ends the cached registrations of an owner in a range, and waits for those that are already ending. Returns the number.
 pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (ended, until) = {
@@ -216,7 +216,7 @@ pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     ended
 }
 
-/// Ends all kept registrations of an owner that are not in use, and waits for those that end already.
+/// Ends all unused cached registrations of an owner, and waits for those that are already ending.
 pub(crate) fn forget(owner: u64) {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let until = {
@@ -227,7 +227,7 @@ pub(crate) fn forget(owner: u64) {
     bury_until(until);
 }
 
-/// Ends some of them, to give memory back. Whether there were any.
+/// Ends some cached registrations of an owner, to free resources. Returns whether there were any.
 pub(crate) fn shrink(owner: u64) -> bool {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (any, until) = {

@@ -1,26 +1,26 @@
-//! Children of `fork(2)`: what the parent has registered is not theirs to end, and locks of the parent may be held for ever.
+//! Children of `fork(2)`: a child must not end registrations of the parent, and locks that the parent held stay locked in the child.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-/// How many forks lie between this process and the one that used the library first.
+/// The number of forks between this process and the one that first used the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Relaxed);
 }
 
-/// The generation of this process, for [`is_inherited`]. From the first call on, forks are noticed.
+/// Returns the generation of this process, for [`is_inherited`]. The first call installs a fork handler.
 pub(crate) fn generation() -> u32 {
     static ONCE: Once = Once::new();
-    // SAFETY: a function without arguments that changes one value.
+    // SAFETY: the handler takes no arguments and changes one atomic.
     ONCE.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
     GENERATION.load(Relaxed)
 }
 
-/// Returns whether something is of a parent of this process.
+/// Returns whether an object was created by a parent of this process.
 pub(crate) fn is_inherited(generation: u32) -> bool {
     GENERATION.load(Relaxed) != generation
 }

@@ -1,22 +1,22 @@
 //! Buffers for RDMA over any libibverbs: `libanywarp-buffers.so.1`.
 //!
-//! Memory that a program sends from or receives into has to be registered, and that is not free. A [`Manager`] does for each
-//! buffer what costs least:
+//! Memory that a program sends from or receives into must be registered, which takes time. For each buffer a [`Manager`] chooses the
+//! cheapest way:
 //!
-//! - up to the *critical size*, which is measured, it copies through memory that is registered already;
-//! - above it, it registers the program's memory, and keeps the registration of memory that is used again;
-//! - long buffers are registered in [`Pieces`], by several threads, while the pieces before are under way.
+//! - A buffer up to the *critical size*, which is measured, is copied through memory that is registered already.
+//! - For a larger one, the program's memory is registered. The registration is cached if the memory is used repeatedly.
+//! - A long buffer is registered in [`Pieces`] by several threads, while earlier pieces are being sent.
 //!
-//! A registration that is kept must not outlive the memory behind it. The kernel reports ([`Statistics::watching`]) when any code
-//! of the process unmaps, moves or empties memory. Without these reports registrations are kept only of memory that the program
-//! promises to invalidate itself ([`Lifetime::Stable`]).
+//! A cached registration must end when its memory changes. The kernel reports ([`Statistics::watching`]) when any code of the
+//! process unmaps, moves or empties memory. Without these reports, registrations are cached only for memory that the program
+//! invalidates itself ([`Lifetime::Stable`]).
 //!
 //! ```text
 //! api      the C functions of <anywarp-buffers.h>
-//! pieces   long buffers, in parallel          manager  what is done with a buffer
-//! pool     memory to copy through             cache    which registrations are kept; when they end
-//! table    the list of what is kept           watch    what the kernel says of the program's memory
-//! region   one registration; the critical size         fork     what a child leaves alone
+//! pieces   long buffers, in parallel          manager  chooses how to provide a buffer
+//! pool     memory to copy through             cache    cached registrations and their end
+//! table    the table of cached registrations  watch    the kernel's reports about the program's memory
+//! region   one registration; critical size    fork     detection of forked children
 //! ffi      libibverbs
 //! ```
 //!
@@ -40,7 +40,7 @@ pub use pieces::Pieces;
 pub use pool::Piece;
 pub use region::{Region, critical_size};
 
-/// The error of the last call to libc or verbs.
+/// Returns the errno of the last call to libc or verbs.
 fn errno() -> libc::c_int {
     std::io::Error::last_os_error()
         .raw_os_error()

@@ -1,4 +1,4 @@
-//! Locks that ignore poisoning: a panic is caught at the border to C, and other threads go on.
+//! Locks that ignore poisoning: panics are caught at the C boundary, and other threads continue.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits for a change of what the lock protects.
+/// Waits for a change of the protected data.
 pub(crate) fn wait<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }

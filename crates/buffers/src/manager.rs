@@ -1,4 +1,4 @@
-//! What is done with a buffer: copied, registered, or found registered.
+//! The manager of buffers, which copies or registers memory, or uses a cached registration.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,56 +14,56 @@ use crate::pool::{self, Piece, Pool};
 use crate::region::{self, Region};
 use crate::table::{Counters, Wanted};
 
-/// Up to this length memory is always copied: to look whether it is registered takes as long.
+/// Memory up to this length is always copied, because a lookup in the cache takes as long.
 const SHORT: usize = 4 << 10;
 
-/// What memory is used for.
+/// How memory is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// It is sent, or read by the peer.
+    /// The memory is sent, or read by the peer.
     Send,
-    /// It is received into, or read into.
+    /// Data is received or read into the memory.
     Receive,
 }
 
-/// How long the program leaves memory as it is.
+/// How long the program keeps memory unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// Until the buffer is released. What the kernel cannot watch is registered for one use.
+    /// Until the buffer is released. Memory that the kernel cannot watch is registered for one use.
     Use,
-    /// Until the program calls [`Manager::invalidate`]. Its registration is kept from the first use on.
+    /// Until the program calls [`Manager::invalidate`]. The registration is cached from the first use on.
     Stable,
 }
 
-/// What has been done for a buffer.
+/// How a buffer is provided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
-    /// Its content is copied through memory of the manager.
+    /// The data is copied through memory of the manager.
     Copied,
-    /// It is registered for this use.
+    /// The memory is registered for this use.
     Registered,
-    /// Its registration is kept for other uses.
+    /// The memory has a cached registration.
     Kept,
 }
 
-/// How a manager works.
+/// The settings of a manager.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Rights of memory that is sent, and of memory that is received into (`enum ibv_access_flags`).
+    /// The access rights of memory for sending (`enum ibv_access_flags`).
     pub send_access: u32,
-    /// As above.
+    /// The access rights of memory for receiving.
     pub receive_access: u32,
-    /// Memory up to this size is copied. `None`: measured.
+    /// Memory up to this size is copied. `None`: the size is measured.
     pub critical: Option<usize>,
-    /// Bytes to copy through, at most, for each use.
+    /// The most bytes of memory to copy through, for each of sending and receiving.
     pub pool_bytes: usize,
-    /// Bytes whose registrations are kept, at most. 0: none are.
+    /// The most bytes with cached registrations. 0 disables the cache.
     pub cache_bytes: usize,
-    /// Whether registrations are kept of memory that the kernel watches.
+    /// Whether to cache registrations of memory that the kernel watches.
     pub watch: bool,
     /// The length of the pieces of long buffers.
     pub piece: usize,
-    /// Threads that register pieces, with that of the caller.
+    /// The number of threads that register pieces, including that of the caller.
     pub threads: usize,
 }
 
@@ -82,34 +82,34 @@ impl Default for Settings {
     }
 }
 
-/// Numbers of a manager since it was opened.
+/// Statistics of a manager since it was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Statistics {
-    /// The critical size, bytes.
+    /// The critical size in bytes.
     pub critical: u64,
-    /// Whether the kernel reports changes of memory: 1, or 0.
+    /// 1 if the kernel reports changes of memory, otherwise 0.
     pub watching: u64,
-    /// Buffers that were copied, and their bytes.
+    /// The number of buffers that were copied.
     pub copied: u64,
-    /// As above.
+    /// The total length of the copied buffers in bytes.
     pub copied_bytes: u64,
-    /// Buffers that were registered for one use.
+    /// The number of buffers that were registered for one use.
     pub registered: u64,
-    /// Buffers whose registration was there.
+    /// The number of buffers for which a cached registration was found.
     pub hits: u64,
-    /// Registrations that were made to be kept.
+    /// The number of registrations that were added to the cache.
     pub kept: u64,
-    /// Kept registrations that ended because their memory changed, or the program said so.
+    /// The number of cached registrations that ended because their memory changed or the program invalidated them.
     pub invalidated: u64,
-    /// Kept registrations that ended for others.
+    /// The number of cached registrations that were evicted to make room.
     pub evicted: u64,
-    /// Registrations that are kept now, and their bytes.
+    /// The current number of cached registrations.
     pub cached: u64,
-    /// As above.
+    /// The current number of bytes with cached registrations.
     pub cached_bytes: u64,
-    /// Bytes registered to copy through.
+    /// The bytes of registered memory to copy through.
     pub pool_bytes: u64,
-    /// Buffers that are in use now.
+    /// The number of buffers currently in use.
     pub in_use: u64,
 }
 
@@ -130,27 +130,27 @@ pub(crate) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // In a child the list is as another thread may have left it, and the registrations are the parent's.
+        // In a child the table may be inconsistent, and the registrations belong to the parent.
         if !fork::is_child() {
             cache::forget(self.id);
         }
     }
 }
 
-/// The buffers of one protection domain, and of all peers that may see what it registers.
+/// Provides buffers for one protection domain. All peers of the domain may access the memory that it registers.
 #[derive(Debug)]
 pub struct Manager(pub(crate) Arc<Inner>);
 
-/// Memory that is ready for a request, until it is dropped or [released](Self::release).
+/// Memory that is ready for a request until it is dropped or [released](Self::release).
 pub struct Buffer {
     addr: u64,
     len: usize,
     kind: Kind,
-    /// The last field to be dropped: when no buffer refers to the manager any more, their registrations have ended.
+    /// Dropped last, so that the registrations of all buffers have ended when no buffer refers to the manager any more.
     _in_use: InUse,
 }
 
-/// A buffer in the statistics of its manager, and one reason for which the manager is busy.
+/// Counts a buffer in the statistics of its manager, which is busy while there are any.
 struct InUse(Arc<Inner>);
 
 impl InUse {
@@ -167,7 +167,7 @@ impl Drop for InUse {
 }
 
 enum Kind {
-    /// With the place of the program that received data is copied to.
+    /// With the address in the program's memory to which received data is copied.
     Copied(Piece, Option<u64>),
     Registered(Region),
     Kept(Kept),
@@ -215,15 +215,15 @@ impl Manager {
         })))
     }
 
-    /// Makes `len` bytes at `addr` ready to be sent. Data that is copied is copied now.
+    /// Prepares `len` bytes at `addr` for sending. If the data is copied, it is copied now.
     ///
     /// # Errors
     ///
-    /// EINVAL for no bytes, or the errno of `ibv_reg_mr`.
+    /// EINVAL if `len` is 0; otherwise the errno of `ibv_reg_mr`.
     ///
     /// # Safety
     ///
-    /// The memory is the program's and stays as `lifetime` says.
+    /// The memory belongs to the program and stays unchanged as `lifetime` says.
     pub unsafe fn send(
         &self,
         addr: *const u8,
@@ -235,15 +235,15 @@ impl Manager {
         unsafe { Inner::get(&self.0, addr, len, Use::Send, lifetime) }
     }
 
-    /// Makes `len` bytes at `addr` ready to be received into. Data that is copied is copied by [`Buffer::release`].
+    /// Prepares `len` bytes at `addr` for receiving. If the data is copied, [`Buffer::release`] copies it.
     ///
     /// # Errors
     ///
-    /// As for [`Self::send`].
+    /// The errors of [`Self::send`].
     ///
     /// # Safety
     ///
-    /// As for [`Self::send`]; no other code reads or writes the memory until the buffer is released.
+    /// The requirements of [`Self::send`] apply. No other code reads or writes the memory until the buffer is released.
     pub unsafe fn receive(
         &self,
         addr: *mut u8,
@@ -255,8 +255,8 @@ impl Manager {
         unsafe { Inner::get(&self.0, addr, len, Use::Receive, lifetime) }
     }
 
-    /// Memory of the manager for `len` bytes that the caller copies himself. `None` if more are copied than registered, or
-    /// if all is in use.
+    /// Returns memory of the manager for `len` bytes, which the caller fills or reads itself. `None` if a buffer of this
+    /// length would be registered instead of copied, or if all memory is in use.
     #[must_use]
     pub fn piece(&self, of: Use, len: usize) -> Option<Piece> {
         if len > self.0.critical || fork::is_child() {
@@ -265,7 +265,7 @@ impl Manager {
         self.0.pool(of).take(len)
     }
 
-    /// Ends all kept registrations of memory in this range. Those in use end when they are released. How many ended.
+    /// Ends all cached registrations of memory in this range. Those in use end when they are released. Returns the number.
     #[must_use = "or assign to _"]
     pub fn invalidate(&self, range: Range<usize>) -> usize {
         if fork::is_child() {
@@ -277,12 +277,12 @@ impl Manager {
     /// Returns whether buffers or pieces of it are in use.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        // A piece has only its pool.
+        // A piece refers only to its pool, not to the manager.
         let pools = [&self.0.send, &self.0.receive];
         Arc::strong_count(&self.0) > 1 || pools.iter().any(|pool| Arc::strong_count(pool) > 1)
     }
 
-    /// What it has done.
+    /// Returns the statistics.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         let inner = &self.0;
@@ -319,7 +319,7 @@ impl Inner {
 
     /// # Safety
     ///
-    /// As for [`Manager::send`].
+    /// The requirements of [`Manager::send`] apply.
     pub(crate) unsafe fn get(
         this: &Arc<Self>,
         addr: u64,
@@ -365,11 +365,11 @@ impl Inner {
         })
     }
 
-    /// A buffer of the pool, with the data in it if it is sent.
+    /// Returns a buffer of the pool. For sending, it contains the data.
     fn copied(&self, addr: u64, len: usize, of: Use) -> Option<Kind> {
         let piece = self.pool(of).take(len)?;
         if of == Use::Send {
-            // SAFETY: the program passes this memory, and the piece is as long.
+            // SAFETY: the program passes this memory, and the piece has at least the same length.
             unsafe { copy(addr, piece.addr(), len) };
         }
         self.copied.fetch_add(1, Relaxed);
@@ -379,7 +379,7 @@ impl Inner {
 
     /// # Safety
     ///
-    /// As for [`Manager::send`].
+    /// The requirements of [`Manager::send`] apply.
     unsafe fn registered(
         &self,
         wanted: &Wanted<'_>,
@@ -396,7 +396,7 @@ impl Inner {
                 Answer::Unknown => stable,
             };
             if keep {
-                // SAFETY: the program leaves the memory as it is, or the kernel tells.
+                // SAFETY: the program keeps the memory unchanged, or the kernel reports the change.
                 let kept = unsafe { cache::keep(self.pd.0, wanted, !stable, limit) };
                 if let Ok(Some(kept)) = kept {
                     return Ok(Kind::Kept(kept));
@@ -411,7 +411,7 @@ impl Inner {
         // SAFETY: upheld by the caller.
         let register = || unsafe { Region::new(self.pd.0, addr, len, wanted.access) };
         let region = match register() {
-            // What is kept and not used may be what is too much.
+            // Unused cached registrations may be the reason for the failure.
             Err(libc::ENOMEM | libc::EAGAIN) if cache::shrink(self.id) => register(),
             other => other,
         };
@@ -426,7 +426,7 @@ impl Inner {
     }
 }
 
-/// Copies between memory of the program and of the pool.
+/// Copies between memory of the program and memory of the pool.
 ///
 /// # Safety
 ///
@@ -441,13 +441,13 @@ unsafe fn copy(from: u64, to: u64, len: usize) {
 }
 
 impl Buffer {
-    /// The address for requests.
+    /// Returns the address for requests.
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// Its length, bytes.
+    /// Returns the length in bytes.
     #[must_use]
     #[expect(
         clippy::len_without_is_empty,
@@ -457,7 +457,7 @@ impl Buffer {
         self.len
     }
 
-    /// The key for requests of this end.
+    /// Returns the key for local requests.
     #[must_use]
     pub fn lkey(&self) -> u32 {
         match &self.kind {
@@ -467,7 +467,7 @@ impl Buffer {
         }
     }
 
-    /// The key for requests of the peer.
+    /// Returns the key for the peer's requests.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         match &self.kind {
@@ -477,7 +477,7 @@ impl Buffer {
         }
     }
 
-    /// What was done.
+    /// Returns how the buffer is provided.
     #[must_use]
     pub fn how(&self) -> How {
         match &self.kind {
@@ -487,11 +487,11 @@ impl Buffer {
         }
     }
 
-    /// Ends the use, after the request has completed. The first `received` bytes that were received are put where the
-    /// program wants them, at most as many as the buffer has.
+    /// Releases the buffer after the request has completed. The first `received` bytes, at most the length of the buffer, are
+    /// copied to the program's memory if the buffer was copied.
     pub fn release(self, received: usize) {
         if let Kind::Copied(piece, Some(to)) = &self.kind {
-            // SAFETY: the program has left this memory to the buffer until now.
+            // SAFETY: the program did not access this memory until now.
             unsafe { copy(piece.addr(), *to, received.min(self.len)) };
         }
     }

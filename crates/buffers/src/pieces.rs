@@ -1,4 +1,4 @@
-//! Long buffers in pieces: while the first are sent, threads make the next ones ready.
+//! Long buffers in pieces: threads prepare the next pieces while earlier ones are being sent.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -10,13 +10,13 @@ use crate::lock::{lock, wait};
 use crate::manager::{Buffer, Inner, Lifetime, Manager, Use};
 use crate::thread::spawn;
 
-/// A buffer whose pieces become ready one after the other, in the order of their addresses.
+/// A buffer whose pieces become ready one after another, in order of their addresses.
 #[derive(Debug)]
 pub struct Pieces {
     shared: Arc<Shared>,
-    /// The next piece that is given.
+    /// The next piece to return.
     next: usize,
-    /// The next piece that helpers are asked for.
+    /// The next piece to request from a helper thread.
     asked: usize,
 }
 
@@ -34,15 +34,15 @@ struct Shared {
 #[derive(Debug)]
 enum Slot {
     Open,
-    /// A thread makes it ready.
+    /// A thread is preparing the piece.
     Begun,
     Ready(Result<Buffer, c_int>),
-    /// Given to the caller, or not wanted any more.
+    /// The piece was returned to the caller, or is not needed any more.
     Over,
 }
 
 impl Shared {
-    /// Makes a piece ready, unless another thread does.
+    /// Prepares a piece, unless another thread does.
     fn make(&self, index: usize) {
         {
             let mut slots = lock(&self.slots);
@@ -53,7 +53,7 @@ impl Shared {
         }
         let piece = self.inner.settings.piece;
         let at = index * piece;
-        // SAFETY: the caller of `Pieces::begin` leaves the memory as it is until the pieces end, and that waits for this.
+        // SAFETY: the caller of `Pieces::begin` keeps the memory unchanged until the pieces end, and that waits for this.
         let ready = unsafe {
             Inner::get(
                 &self.inner,
@@ -71,15 +71,15 @@ impl Shared {
 }
 
 impl Pieces {
-    /// Begins with `len` bytes at `addr`.
+    /// Starts to prepare `len` bytes at `addr`.
     ///
     /// # Errors
     ///
-    /// EINVAL for no bytes.
+    /// EINVAL if `len` is 0.
     ///
     /// # Safety
     ///
-    /// As for [`Manager::send`] or [`Manager::receive`], until the last of the pieces is released and this value is dropped.
+    /// The requirements of [`Manager::send`] or [`Manager::receive`] apply until all pieces are released and this value is dropped.
     pub unsafe fn begin(
         manager: &Manager,
         addr: *mut u8,
@@ -111,17 +111,17 @@ impl Pieces {
         })
     }
 
-    /// The number of pieces.
+    /// Returns the number of pieces.
     #[must_use]
     pub fn count(&self) -> usize {
         lock(&self.shared.slots).len()
     }
 
-    /// The next piece; `None` behind the last.
+    /// Returns the next piece, or `None` after the last.
     ///
     /// # Errors
     ///
-    /// As for [`Manager::send`], of this piece.
+    /// The errors of [`Manager::send`], for this piece.
     #[expect(
         clippy::should_implement_trait,
         reason = "the pieces borrow nothing, and an iterator cannot fail"
@@ -162,7 +162,7 @@ impl Pieces {
 impl Drop for Pieces {
     fn drop(&mut self) {
         if fork::is_child() {
-            // The threads that would finish what is begun are not there.
+            // In a forked child the threads that would finish the pieces do not exist.
             return;
         }
         let mut slots = lock(&self.shared.slots);
@@ -171,14 +171,14 @@ impl Drop for Pieces {
                 *slot = Slot::Over;
             }
         }
-        // What is begun still uses the memory.
+        // Pieces in preparation still use the memory.
         while slots.iter().any(|slot| matches!(slot, Slot::Begun)) {
             slots = wait(&self.shared.changed, slots);
         }
         let unused = std::mem::take(&mut *slots);
         drop(slots);
         drop(unused);
-        // The last reference to the manager may be the caller's: it ends in his thread.
+        // Removes queued requests and waits for running ones, so that this thread drops the last reference to the manager.
         if let Some(helpers) = HELPERS.get() {
             let mut work = lock(&helpers.work);
             work.jobs
@@ -192,7 +192,7 @@ impl Drop for Pieces {
 
 static HELPERS: OnceLock<Helpers> = OnceLock::new();
 
-/// Threads that make pieces ready, of all managers. They wait for work as long as the process lives.
+/// Threads that prepare pieces for all managers. They wait for work until the process exits.
 #[derive(Debug, Default)]
 struct Helpers {
     work: Mutex<Work>,
@@ -205,7 +205,7 @@ struct Work {
     threads: usize,
 }
 
-/// Asks a helper for a piece; without helpers the caller makes it when he wants it.
+/// Requests a piece from a helper. Without helpers, the caller prepares the piece when it needs it.
 fn ask(threads: usize, shared: &Arc<Shared>, index: usize) {
     let helpers = HELPERS.get_or_init(Helpers::default);
     let mut work = lock(&helpers.work);

@@ -1,4 +1,4 @@
-//! Memory that is registered already, to copy the program's memory through.
+//! Memory that is registered in advance, to copy the program's data through.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,10 +11,11 @@ use crate::region::Region;
 const CLASSES: [usize; 6] = [1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 /// The largest buffer of a pool.
 pub(crate) const LARGEST: usize = 1 << 20;
-/// Memory that is registered at once, for buffers of one size, unless one buffer is larger.
+/// The bytes that are registered together for buffers of one size, unless a single buffer is larger.
 const SLAB: usize = 256 << 10;
 
-/// Registered buffers of one use. What is released last is taken first, because it is still in the processor's cache.
+/// Registered buffers for one kind of use. The buffer that was released last is used first, because it is still in the processor's
+/// cache.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pd: Ptr<ffi::ibv_pd>,
@@ -27,13 +28,13 @@ pub(crate) struct Pool {
 struct State {
     slabs: Vec<Slab>,
     bytes: usize,
-    /// For each size, the buffers that are free.
+    /// The free buffers of each size.
     free: [Vec<Place>; CLASSES.len()],
 }
 
 #[derive(Debug)]
 struct Slab {
-    /// Dropped before the memory that it covers: fields are dropped in order.
+    /// Dropped before the memory that it covers, because fields are dropped in order of declaration.
     _region: Region,
     _bytes: Box<[u8]>,
 }
@@ -45,7 +46,7 @@ struct Place {
     rkey: u32,
 }
 
-/// A buffer of a pool, until it is dropped.
+/// A buffer of a pool, which is released when this is dropped.
 #[derive(Debug)]
 pub struct Piece {
     pool: Arc<Pool>,
@@ -54,7 +55,7 @@ pub struct Piece {
 }
 
 impl Pool {
-    /// An empty pool that takes at most `most` bytes.
+    /// Returns an empty pool that registers at most `most` bytes.
     pub(crate) fn new(pd: *mut ffi::ibv_pd, access: u32, most: usize) -> Self {
         Self {
             pd: Ptr(pd),
@@ -64,12 +65,12 @@ impl Pool {
         }
     }
 
-    /// Bytes that it has registered.
+    /// Returns the number of registered bytes.
     pub(crate) fn bytes(&self) -> usize {
         lock(&self.state).bytes
     }
 
-    /// A buffer for `len` bytes. `None` if there is none so large, or if all are in use and there may be no more.
+    /// Returns a buffer for `len` bytes. `None` if `len` is too large, or if all buffers are in use and the limit is reached.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Option<Piece> {
         let class = CLASSES.iter().position(|c| *c >= len)?;
         let size = *CLASSES.get(class)?;
@@ -78,7 +79,7 @@ impl Pool {
         let free = state.free.get_mut(class)?;
         let slab = SLAB.max(size);
         if free.is_empty() && state.bytes + slab <= self.most {
-            // Written, so that its pages are resident.
+            // Zeroing makes the pages resident.
             let mut bytes = vec![0u8; slab].into_boxed_slice();
             for page in bytes.chunks_mut(4096) {
                 if let Some(first) = page.first_mut() {
@@ -87,7 +88,7 @@ impl Pool {
                 }
             }
             let addr = bytes.as_mut_ptr().expose_provenance() as u64;
-            // SAFETY: the pool's owner keeps the domain, and the bytes are dropped after the region.
+            // SAFETY: the pool's owner keeps the domain live, and the bytes are dropped after the region.
             let region = unsafe { Region::new(self.pd.0, addr, slab, self.access) }.ok()?;
             let (lkey, rkey) = (region.lkey(), region.rkey());
             free.extend((0..slab / size).rev().map(|i| Place {
@@ -112,7 +113,7 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         if fork::is_child() {
-            // Registered memory may not be there at all in a child (`ibv_fork_init(3)`), so that it cannot be freed.
+            // In a child, registered memory may be unmapped (`ibv_fork_init(3)`), so it cannot be freed.
             let state = self.state.get_mut();
             let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
             let _leaked = std::mem::ManuallyDrop::new(std::mem::take(&mut state.slabs));
@@ -121,13 +122,13 @@ impl Drop for Pool {
 }
 
 impl Piece {
-    /// Its address.
+    /// Returns the address.
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.place.addr
     }
 
-    /// The keys for requests of this end and of the peer.
+    /// Returns the keys for local requests and for those of the peer.
     #[must_use]
     pub fn keys(&self) -> (u32, u32) {
         (self.place.lkey, self.place.rkey)

@@ -1,4 +1,4 @@
-//! One registration, and the size at which a registration costs as much as a copy.
+//! One registration, and the size at which registering costs as much as copying.
 
 use std::time::{Duration, Instant};
 
@@ -7,13 +7,13 @@ use libc::{c_int, c_void};
 use crate::ffi::{self, Ptr};
 use crate::fork;
 
-/// A registration of memory with a device, until it is dropped.
+/// A registration of memory with a device, which ends when this is dropped.
 #[derive(Debug)]
 pub struct Region {
     mr: Ptr<ffi::ibv_mr>,
     lkey: u32,
     rkey: u32,
-    /// Of the process that has made it. A child of it drops the value alone.
+    /// The generation of the process that created it. In a forked child, dropping the value does not deregister.
     generation: u32,
 }
 
@@ -26,8 +26,8 @@ impl Region {
     ///
     /// # Safety
     ///
-    /// `pd` is a protection domain that outlives the region. The memory stays what it is until then; the device, and peers
-    /// as far as `access` lets them, read and write it.
+    /// `pd` is a protection domain that outlives the region. The memory stays mapped until then. The device accesses the
+    /// memory, and so do peers as far as `access` permits.
     pub unsafe fn new(
         pd: *mut ffi::ibv_pd,
         addr: u64,
@@ -36,7 +36,7 @@ impl Region {
     ) -> Result<Self, c_int> {
         let at = usize::try_from(addr).map_err(|_| libc::EFAULT)?;
         let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
-        // SAFETY: as the caller promises; the library checks the range.
+        // SAFETY: upheld by the caller; the library checks the range.
         let mr = unsafe { ffi::ibv_reg_mr(pd, at, len, access.cast_signed()) };
         if mr.is_null() {
             return Err(match crate::errno() {
@@ -44,7 +44,7 @@ impl Region {
                 errno => errno,
             });
         }
-        // SAFETY: a registration that was just made.
+        // SAFETY: the registration was created above.
         let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
         Ok(Self {
             mr: Ptr(mr),
@@ -54,13 +54,13 @@ impl Region {
         })
     }
 
-    /// The key for requests of this end.
+    /// Returns the key for local requests.
     #[must_use]
     pub fn lkey(&self) -> u32 {
         self.lkey
     }
 
-    /// The key for requests of the peer.
+    /// Returns the key for the peer's requests.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         self.rkey
@@ -72,18 +72,18 @@ impl Drop for Region {
         if fork::is_inherited(self.generation) {
             return;
         }
-        // SAFETY: made by `new`, and nothing else ends it.
+        // SAFETY: the registration was created by `new`, and nothing else ends it.
         unsafe { ffi::ibv_dereg_mr(self.mr.0) };
     }
 }
 
 /// The smallest size that is measured.
 const LEAST: usize = 4 << 10;
-/// How often registering and copying are measured. The median counts.
+/// The number of measurements of registering and of copying, of which the median is used.
 const TRIES: usize = 7;
 
-/// The largest size for which copying costs no more than registering and deregistering, up to `most` bytes: measured on
-/// memory that is resident, in a few milliseconds.
+/// Measures the largest size, up to `most` bytes, for which copying takes no longer than registering and deregistering. This
+/// takes a few milliseconds and uses resident memory.
 ///
 /// # Errors
 ///
@@ -107,7 +107,7 @@ pub unsafe fn critical_size(
         let mut copying = [Duration::MAX; TRIES];
         for (registering, copying) in registering.iter_mut().zip(&mut copying) {
             let begun = Instant::now();
-            // SAFETY: the block is live longer than the region, and no peer knows of it.
+            // SAFETY: the block is live longer than the region, and no peer has its key.
             drop(unsafe { Region::new(pd, addr, size, access) }?);
             *registering = begun.elapsed();
             let begun = Instant::now();
@@ -122,7 +122,7 @@ pub unsafe fn critical_size(
             times.get(TRIES / 2).map_or(1, Duration::as_nanos).max(1)
         });
         if registering < copying {
-            // A copy takes a time in proportion to the size.
+            // The time of a copy is proportional to the size.
             let size = size as u128 * registering / copying;
             return Ok(usize::try_from(size).unwrap_or(most).min(most));
         }

@@ -1,8 +1,8 @@
-//! The list of registrations that are kept, by owner and address, and of those that are to end.
+//! The table of cached registrations, by owner and address, and of those that must be ended.
 //!
-//! The thread that reads what the kernel reports takes the lock of this list, and a thread that unmaps memory waits for that
-//! thread. So nothing here allocates or frees while the lock is held: that might unmap memory. All lists have their room from
-//! the beginning.
+//! The thread that reads the kernel's reports locks this table, and a thread that unmaps memory waits for that thread. So no
+//! code here allocates or frees memory while it holds the lock, since that might unmap memory. All lists are allocated at the
+//! beginning.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use crate::region::Region;
 use crate::watch::{Watch, pages};
 
-/// The largest number of registrations that a process keeps.
+/// The most registrations that a process caches.
 pub(crate) const MOST: usize = 1024;
-/// Places for memory that was seen once.
+/// The number of slots for memory that was used but has no cached registration.
 const MARKS: usize = 256;
-/// How often memory is used before its registration is kept.
+/// The number of uses of memory after which its registration is cached.
 const USES: u8 = 2;
-/// The same for memory whose kept registrations are never used again, at most.
+/// The highest such number. It grows for memory whose cached registrations are never used again.
 const MOST_USES: u8 = 128;
 
-/// Numbers of one owner.
+/// Statistics of one owner.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// Registrations that are kept, and their bytes.
+    /// The number of cached registrations; `bytes` is their total length.
     pub(crate) entries: AtomicUsize,
     pub(crate) bytes: AtomicUsize,
     pub(crate) hits: AtomicU64,
@@ -39,29 +39,29 @@ struct Entry {
     start: usize,
     end: usize,
     access: u32,
-    /// None until it is registered.
+    /// `None` until the memory is registered.
     region: Option<Region>,
     uses: u32,
     hit: bool,
     watched: bool,
-    /// When it was used last.
+    /// The time of the last use.
     tick: u64,
     counters: Arc<Counters>,
 }
 
-/// A registration that no buffer uses any more. It stays in its list until it has ended, so that other threads can wait for that.
+/// A registration that no buffer uses any more. It stays in the list until it has ended, so that other threads can wait for that.
 #[derive(Debug)]
 pub(crate) struct Dead {
-    /// The how-many-th it is.
+    /// A sequence number.
     number: u64,
     owner: u64,
-    /// None once a thread ends it, which is not done under the lock.
+    /// `None` while a thread ends the registration, which is done without the lock.
     region: Option<Region>,
     begun: bool,
     _counters: Arc<Counters>,
 }
 
-/// Which registrations to wait for: those of one owner that were over at some moment.
+/// The registrations to wait for: those of one owner that were dead at some moment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Until {
     owner: u64,
@@ -75,7 +75,7 @@ struct Mark {
     need: u8,
 }
 
-/// A kept registration that was found.
+/// A cached registration that was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Found {
     pub(crate) id: u64,
@@ -84,7 +84,7 @@ pub(crate) struct Found {
     pub(crate) watched: bool,
 }
 
-/// What is asked for.
+/// The memory and the rights that a lookup needs.
 #[derive(Debug)]
 pub(crate) struct Wanted<'a> {
     pub(crate) owner: u64,
@@ -96,9 +96,9 @@ pub(crate) struct Wanted<'a> {
 /// The lists.
 #[derive(Debug)]
 pub(crate) struct Table {
-    /// In the order of owner and address. Those of one owner do not overlap.
+    /// The cached registrations, ordered by owner and address. Those of one owner do not overlap.
     entries: Vec<Entry>,
-    /// In use, but not for new uses.
+    /// Registrations in use that are not available for new uses.
     detached: Vec<Entry>,
     dead: Vec<Dead>,
     deaths: u64,
@@ -107,7 +107,7 @@ pub(crate) struct Table {
     next: u64,
 }
 
-/// A number for memory of an owner.
+/// Returns a hash of an owner's memory.
 fn key(owner: u64, start: usize, end: usize) -> u64 {
     let mut hash = owner ^ 0x9e37_79b9_7f4a_7c15;
     for word in [start as u64, end as u64] {
@@ -134,7 +134,7 @@ impl Table {
         }
     }
 
-    /// Takes the room that it will ever need: called once, before anything is watched.
+    /// Allocates all lists. Called once, before any memory is watched.
     pub(crate) fn make_room(&mut self) {
         self.entries.reserve_exact(MOST);
         self.detached.reserve_exact(MOST);
@@ -146,13 +146,13 @@ impl Table {
         all >= MOST || self.entries.capacity() < MOST
     }
 
-    /// Where the entries that end behind `address` begin.
+    /// Returns the index of the first entry that ends after `address`.
     fn place(&self, owner: u64, address: usize) -> usize {
         self.entries
             .partition_point(|e| (e.owner, e.end) <= (owner, address))
     }
 
-    /// A kept registration of this memory with these rights, which is not used yet.
+    /// Looks up a cached registration of this memory with these rights. The caller then calls [`Self::hold`].
     pub(crate) fn find(&self, wanted: &Wanted<'_>) -> Option<Found> {
         let entry = self
             .entries
@@ -170,7 +170,7 @@ impl Table {
         })
     }
 
-    /// Uses what was found under the same lock.
+    /// Marks an entry as in use that was found with the same lock held.
     pub(crate) fn hold(&mut self, found: &Found) {
         self.clock += 1;
         let clock = self.clock;
@@ -182,7 +182,7 @@ impl Table {
         }
     }
 
-    /// Returns whether this memory has been used often enough for its registration to be kept; counts this use.
+    /// Counts a use of this memory. Returns whether it has been used often enough for its registration to be cached.
     pub(crate) fn is_known(&mut self, wanted: &Wanted<'_>) -> bool {
         let key = key(wanted.owner, wanted.range.start, wanted.range.end);
         let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS) else {
@@ -203,9 +203,9 @@ impl Table {
         true
     }
 
-    /// Puts an entry in place for memory that is about to be registered, so that its pages are watched from now on if they are
-    /// to be. `watch` is there if anything is watched. The entry, and the rights to register with; `None` if there is no room,
-    /// or another thread is registering the same memory.
+    /// Adds an entry for memory that is about to be registered, and starts watching its pages if required. `watch` is set if
+    /// any memory is watched. Returns the entry and the rights to register with, or `None` if there is no room or another
+    /// thread is registering the same memory.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
@@ -225,8 +225,8 @@ impl Table {
         }
         let mut access = wanted.access;
         while let Some(at) = self.entries.iter().position(overlap) {
-            // Memory that is used in two ways would otherwise be registered anew at each use. Bytes that had fewer rights
-            // until now get no more.
+            // Combines the rights with those of the old entry, because memory that is used in two ways would otherwise be
+            // registered at each use. The old entry must cover the whole range, so that no byte gets rights that it did not have.
             if let Some(old) = self.entries.get(at)
                 && old.start <= start
                 && end <= old.end
@@ -240,12 +240,12 @@ impl Table {
             if !full && wanted.counters.bytes.load(Relaxed) + wanted.range.len() <= limit {
                 break;
             }
-            // The room of the list is for all owners.
+            // All owners share the capacity of the list.
             let idle = |e: &&Entry| (full || e.owner == wanted.owner) && e.uses == 0;
             let oldest = self.entries.iter().filter(idle).min_by_key(|e| e.tick)?.id;
             let before = self.entries.len() + self.detached.len() + self.dead.len();
             self.evict(oldest, watch);
-            // What is dead still has its place until its registration has ended.
+            // A dead entry uses its slot until its registration has ended.
             if before >= MOST {
                 return None;
             }
@@ -276,7 +276,7 @@ impl Table {
         Some((id, access))
     }
 
-    /// Gives a reserved entry its registration. `Err` returns it if the memory has changed meanwhile.
+    /// Sets the registration of a reserved entry. `Err` returns it if the memory has changed meanwhile.
     pub(crate) fn fill(&mut self, id: u64, region: Region) -> Result<(), Region> {
         match self.entries.iter_mut().find(|e| e.id == id) {
             Some(entry) => {
@@ -294,7 +294,7 @@ impl Table {
         }
     }
 
-    /// Removes an entry that could not be registered.
+    /// Removes an entry whose memory could not be registered.
     pub(crate) fn cancel(&mut self, id: u64, watch: Option<&Watch>) {
         if let Some(at) = self.entries.iter().position(|e| e.id == id) {
             if let Some(entry) = self.entries.get_mut(at) {
@@ -307,7 +307,7 @@ impl Table {
         }
     }
 
-    /// Ends one use. What to wait for, if it was the last of a registration that is over.
+    /// Ends one use. If it was the last use of a registration that must be ended, returns what to wait for.
     pub(crate) fn release(&mut self, id: u64) -> Option<Until> {
         if let Some(entry) = self.entries.iter_mut().find(|e| e.id == id) {
             entry.uses = entry.uses.saturating_sub(1);
@@ -337,25 +337,25 @@ impl Table {
         });
     }
 
-    /// Returns whether a registration is over that no thread ends yet.
+    /// Returns whether there is a dead registration that no thread is ending.
     pub(crate) fn has_dead(&self) -> bool {
         self.dead.iter().any(|dead| !dead.begun)
     }
 
-    /// Takes one of them, for the caller to end without the lock and to report with [`Self::ended`].
+    /// Takes a dead registration. The caller ends it without the lock, and then calls [`Self::ended`].
     pub(crate) fn begin_end(&mut self) -> Option<(u64, Option<Region>)> {
         let dead = self.dead.iter_mut().find(|dead| !dead.begun)?;
         dead.begun = true;
         Some((dead.number, dead.region.take()))
     }
 
-    /// It has ended. The rest of it, to be dropped without the lock.
+    /// Removes a registration that has ended. The caller drops the returned value without the lock.
     pub(crate) fn ended(&mut self, number: u64) -> Option<Dead> {
         let at = self.dead.iter().position(|dead| dead.number == number)?;
         Some(self.dead.swap_remove(at))
     }
 
-    /// Those of an owner that are over now.
+    /// Returns the registrations of an owner that are dead now.
     pub(crate) fn until(&self, owner: u64) -> Until {
         Until {
             owner,
@@ -363,13 +363,13 @@ impl Table {
         }
     }
 
-    /// Returns whether one of them has not ended yet.
+    /// Returns whether one of the registrations has not ended yet.
     pub(crate) fn is_ending(&self, until: Until) -> bool {
         let of = |dead: &Dead| dead.owner == until.owner && dead.number <= until.number;
         self.dead.iter().any(of)
     }
 
-    /// Takes an entry out of the list. It is not found any more, and ends when no buffer uses it.
+    /// Removes an entry from the list, so that it is not found any more. It ends when no buffer uses it.
     fn take_out(&mut self, at: usize, watch: Option<&Watch>, mapped: bool) {
         let entry = self.entries.remove(at);
         entry.counters.entries.fetch_sub(1, Relaxed);
@@ -403,8 +403,8 @@ impl Table {
         }
     }
 
-    /// The memory of a range is no longer what it was, for one owner or for all. `mapped`: its mapping is still there. The
-    /// number of registrations that end.
+    /// Removes the entries of changed memory, for one owner or for all. `mapped`: the memory is still mapped. Returns the number of
+    /// registrations that end.
     pub(crate) fn invalidate(
         &mut self,
         range: &Range<usize>,
@@ -412,7 +412,7 @@ impl Table {
         watch: Option<&Watch>,
         mapped: bool,
     ) -> usize {
-        // A change of a page concerns all that is on it.
+        // A change of a page affects all entries on the page.
         let of = |e: &Entry| {
             let own = if owner.is_some() {
                 e.start..e.end
@@ -433,7 +433,7 @@ impl Table {
                 if let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS)
                     && mark.key == key
                 {
-                    // Memory that is gone before it is used again is not worth keeping.
+                    // Memory that changes before it is used again is not worth caching.
                     mark.need = if hit {
                         USES
                     } else {
@@ -447,14 +447,14 @@ impl Table {
         ended
     }
 
-    /// Ends all that an owner has kept and does not use.
+    /// Ends all unused cached registrations of an owner.
     pub(crate) fn drop_owner(&mut self, owner: u64, watch: Option<&Watch>) {
         while let Some(at) = self.entries.iter().position(|e| e.owner == owner) {
             self.take_out(at, watch, true);
         }
     }
 
-    /// Ends the oldest half of what an owner has kept and does not use, to give memory back. Whether there was any.
+    /// Ends the older half of an owner's unused cached registrations. Returns whether there were any.
     pub(crate) fn shrink(&mut self, owner: u64, watch: Option<&Watch>) -> bool {
         let idle = |e: &&Entry| e.owner == owner && e.uses == 0;
         let count = self.entries.iter().filter(idle).count();

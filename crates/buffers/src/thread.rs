@@ -1,4 +1,4 @@
-//! Threads of the library, and the cancellation of those of the program.
+//! The library's threads, and cancellation of the program's threads.
 
 use libc::c_int;
 
@@ -24,14 +24,14 @@ impl Uncancelled {
 impl Drop for Uncancelled {
     fn drop(&mut self) {
         let mut ours = 0;
-        // SAFETY: a state that the C library gave, and a local.
+        // SAFETY: the first argument was returned by the C library, and the second is a local.
         unsafe { pthread_setcancelstate(self.0, &raw mut ours) };
     }
 }
 
-/// Starts a thread that no signal of the program interrupts.
+/// Starts a thread that blocks all signals, so that threads of the program handle them.
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), c_int> {
-    // SAFETY: sets of signals on the stack; the mask is put back.
+    // SAFETY: the signal sets are locals; the mask is restored below.
     unsafe {
         let mut all = std::mem::zeroed();
         let mut before = std::mem::zeroed();

@@ -1,7 +1,7 @@
-//! What the kernel says of the program's memory: `userfaultfd(2)` reports when memory is unmapped, moved or emptied.
+//! The kernel's reports about the program's memory: `userfaultfd(2)` reports when memory is unmapped, moved or emptied.
 //!
-//! Only these events are used. Memory is registered with the descriptor for write protection, but never protected, so that no
-//! access of the program is ever stopped. The thread that unmaps memory goes on when its event has been read.
+//! Only these events are used. Memory is registered with the descriptor for write protection but never protected, so accesses of the
+//! program are never stopped. A thread that unmaps memory continues when its event has been read.
 
 use std::ops::Range;
 use std::os::fd::RawFd;
@@ -12,18 +12,18 @@ use libc::{c_int, c_ulong, c_void};
 
 use crate::errno;
 
-/// What has happened to memory.
+/// A change of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// It is not there any more, or something else is.
+    /// The memory was unmapped, or replaced by another mapping.
     Gone { start: usize, end: usize },
-    /// The mapping stays and its pages go.
+    /// The pages were discarded (`madvise(2)`); the mapping remains.
     Emptied { start: usize, end: usize },
-    /// It is elsewhere.
+    /// The memory was moved (`mremap(2)`).
     Moved { start: usize, end: usize, to: usize },
 }
 
-/// The descriptor, and a page that is registered with it and never changes.
+/// The descriptor, and a page that is registered with it and never changes (see [`Watch::settled`]).
 #[derive(Debug)]
 pub(crate) struct Watch {
     fd: RawFd,
@@ -38,8 +38,8 @@ const UFFDIO_REGISTER: c_ulong = 0xc020_aa00;
 const UFFDIO_UNREGISTER: c_ulong = 0x8010_aa01;
 const UFFDIO_WRITEPROTECT: c_ulong = 0xc018_aa06;
 const MODE_WP: u64 = 2;
-/// Write protection; events of moved, emptied and unmapped memory. The last, exact addresses, is there since Linux 5.18:
-/// earlier kernels lose count of several changes at once, so that [`Watch::settled`] would not be reliable.
+/// Write protection, and events of moved, emptied and unmapped memory. The last bit, exact addresses, exists since Linux
+/// 5.18. Earlier kernels miscount simultaneous changes, so that [`Watch::settled`] would not be reliable.
 const FEATURES: u64 = 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 11;
 const EVENT_REMAP: u8 = 0x14;
 const EVENT_REMOVE: u8 = 0x15;
@@ -85,7 +85,7 @@ struct Message {
 pub(crate) fn page() -> usize {
     static PAGE: OnceLock<usize> = OnceLock::new();
     *PAGE.get_or_init(|| {
-        // SAFETY: a question without arguments in memory.
+        // SAFETY: the call takes only a number.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         usize::try_from(page).unwrap_or(4096)
     })
@@ -106,7 +106,7 @@ impl Watch {
     /// The errno of the kernel: EPERM (seccomp), ENOSYS, or EINVAL before Linux 5.18.
     pub(crate) fn open() -> Result<Self, c_int> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
-        // SAFETY: a new descriptor.
+        // SAFETY: the call only creates a descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
         let fd = c_int::try_from(fd).unwrap_or(-1);
         if fd < 0 {
@@ -123,7 +123,7 @@ impl Watch {
             ioctls: 0,
         };
         watch.control(UFFDIO_API, &raw mut api)?;
-        // SAFETY: a new mapping.
+        // SAFETY: this is a new mapping.
         let page = unsafe {
             let protection = libc::PROT_READ | libc::PROT_WRITE;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -142,12 +142,12 @@ impl Watch {
     }
 
     fn control<T>(&self, request: c_ulong, argument: *mut T) -> Result<(), c_int> {
-        // SAFETY: each request comes with the structure that it is about.
+        // SAFETY: each request is passed with its structure.
         let done = unsafe { libc::ioctl(self.fd, request as _, argument) };
         if done < 0 { Err(errno()) } else { Ok(()) }
     }
 
-    /// From now on changes of these pages are reported.
+    /// Starts reporting changes of these pages.
     pub(crate) fn add(&self, pages: &Range<usize>) -> Result<(), c_int> {
         let mut register = Register {
             start: pages.start as u64,
@@ -158,7 +158,7 @@ impl Watch {
         self.control(UFFDIO_REGISTER, &raw mut register)
     }
 
-    /// They are not reported any more. Pages that are gone are none to forget.
+    /// Stops reporting changes of these pages, some of which may be unmapped.
     pub(crate) fn forget(&self, pages: &Range<usize>) {
         let mut span = Span {
             start: pages.start as u64,
@@ -167,8 +167,8 @@ impl Watch {
         let _gone_already = self.control(UFFDIO_UNREGISTER, &raw mut span);
     }
 
-    /// Returns whether every change that has begun has been read. The kernel counts changes from before they happen until their
-    /// event has been read, and refuses this request meanwhile.
+    /// Returns whether all changes that have begun have been read. The kernel counts a change from before it happens until
+    /// its event has been read, and refuses this request meanwhile.
     pub(crate) fn settled(&self) -> bool {
         let mut protect = Protect {
             start: self.page as u64,
@@ -179,7 +179,7 @@ impl Watch {
             && self.control(UFFDIO_WRITEPROTECT, &raw mut protect).is_ok()
     }
 
-    /// Waits for changes. `false` if there will be none.
+    /// Waits for changes. Returns `false` if there will be none.
     pub(crate) fn wait(&self) -> bool {
         let mut poll = libc::pollfd {
             fd: self.fd,
@@ -187,22 +187,22 @@ impl Watch {
             revents: 0,
         };
         loop {
-            // SAFETY: one structure.
+            // SAFETY: the list has one element.
             let ready = unsafe { libc::poll(&raw mut poll, 1, -1) };
             if ready > 0 && poll.revents & libc::POLLIN != 0 {
                 return true;
             }
             if ready >= 0 || errno() != libc::EINTR {
-                // Nobody may wait for a reader that is gone.
+                // Closing the descriptor releases threads that wait for their events to be read.
                 self.broken.store(true, Ordering::SeqCst);
-                // SAFETY: the descriptor is this object's own, and is not used any more.
+                // SAFETY: the descriptor belongs to this object and is not used any more.
                 unsafe { libc::close(self.fd) };
                 return false;
             }
         }
     }
 
-    /// The next change, if there is one.
+    /// Returns the next change, if there is one.
     pub(crate) fn next(&self) -> Option<Change> {
         loop {
             let mut message = Message {
@@ -211,7 +211,7 @@ impl Watch {
                 arg: [0; 3],
             };
             let to = (&raw mut message).cast::<c_void>();
-            // SAFETY: one structure.
+            // SAFETY: the buffer has the size of one structure.
             let n = unsafe { libc::read(self.fd, to, size_of::<Message>()) };
             if n < 0 && errno() == libc::EINTR {
                 continue;
@@ -234,17 +234,17 @@ impl Watch {
                     end: first + third,
                     to: second,
                 },
-                // Nothing else was asked for.
+                // No other events were requested.
                 _ => continue,
             });
         }
     }
 }
 
-/// Returns whether these pages are private memory without a file. Only its changes are all reported: a file can be truncated by
-/// another process, and segments of `shmat(2)` go without an event.
+/// Returns whether these pages are private anonymous memory. Only changes of such memory are all reported: another process
+/// can truncate a file, and segments of `shmat(2)` are detached without an event.
 pub(crate) fn anonymous(pages: &Range<usize>) -> bool {
-    // The names of files are any bytes.
+    // Names of files may contain any bytes.
     std::fs::read("/proc/self/maps")
         .is_ok_and(|maps| anonymous_in(&String::from_utf8_lossy(&maps), pages))
 }
@@ -307,7 +307,7 @@ mod tests {
         let path = std::env::temp_dir().join(name);
         std::fs::write(&path, [1u8; 8]).unwrap();
         let file = std::fs::File::open(&path).unwrap();
-        // SAFETY: a new mapping.
+        // SAFETY: this is a new mapping.
         let mapped = unsafe {
             let null = std::ptr::null_mut();
             libc::mmap(
@@ -325,7 +325,7 @@ mod tests {
         let here = vec![1u8; page()];
         let at = here.as_ptr().addr();
         assert!(anonymous(&pages(&(at..at + here.len()))));
-        // SAFETY: mapped above.
+        // SAFETY: the memory was mapped above.
         unsafe { libc::munmap(mapped, 8) };
     }
 }

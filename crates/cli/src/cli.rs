@@ -96,8 +96,8 @@ pub(crate) enum Command {
 
     /// Repeat the experiments of papers about RDMA on this machine, and check their findings
     ///
-    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and drawn next to the paper's finding and the result here.
-    /// The report is one HTML file, with the values in CSV and JSON files beside it.
+    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and drawn next to the paper's finding and
+    /// the result here. The report is one HTML file, with the values in CSV and JSON files beside it.
     Study(Study),
 
     /// Run unmodified socket programs over RDMA, and list which of their connections use it

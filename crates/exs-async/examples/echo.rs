@@ -1,5 +1,5 @@
-//! An echo server and its client, as two tasks: `anywarp run -- cargo run --package anywarp-exs-async --example echo`. Besides the
-//! echo it tests what a program must not be able to break.
+//! An echo server and its client, as two tasks: `anywarp run -- cargo run --package anywarp-exs-async --example echo`. The
+//! program also tests error cases.
 
 use exs_async::{Buffer, Listener, Socket};
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-/// Any executor will do; this one runs a task on its thread.
+/// Runs a future on its thread. Any other executor works too.
 fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
@@ -26,7 +26,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Sends back all that comes, until the end.
+/// Sends back all data until its end.
 async fn serve(listener: Listener) -> io::Result<usize> {
     let socket = listener.accept().await?;
     let mut buffer = Buffer::new(1 << 20)?;
@@ -51,7 +51,7 @@ async fn call(addr: std::net::SocketAddr) -> io::Result<()> {
         for (i, byte) in out.iter_mut().enumerate() {
             *byte = (i % 251) as u8;
         }
-        // The receive is there before its message is asked for.
+        // The receive is posted before the message that it receives is sent.
         let answer = socket.recv(Buffer::new(length)?);
         let (sent, out) = socket.send(out, length).await;
         assert_eq!(sent?, length);
@@ -60,19 +60,19 @@ async fn call(addr: std::net::SocketAddr) -> io::Result<()> {
         assert_eq!(*answer, *out);
         println!("{length} bytes came back");
     }
-    // More than the buffer has is refused, and the buffer comes back.
+    // A length larger than the buffer is refused, and the buffer is returned.
     let (refused, small) = socket.send(Buffer::new(10)?, 11).await;
     let kind = refused.err().map(|error| error.kind());
     assert_eq!(kind, Some(io::ErrorKind::PermissionDenied));
     assert_eq!(small.len(), 10);
-    // A future that is dropped cancels: the next receive has the next message, and the buffer of the first is not written to.
+    // Dropping a future cancels its operation: the next receive gets the next message, and the buffer of the first is not written to.
     drop(socket.recv(small));
     let (sent, out) = socket.send(Buffer::new(7)?, 7).await;
     assert_eq!(sent?, 7);
     let (received, _) = socket.recv(out).await;
     assert_eq!(received?, 7);
     socket.shutdown().await?;
-    // Nothing listens here any more, and that is an error, not a wait.
+    // Without a listener, connecting fails and does not wait.
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! The event queue of the process, the thread that takes events from it, and the operations that wait for their events.
+//! The event queue of the process, the thread that dequeues events, and the operations that wait for their events.
 
 use crate::Buffer;
 use crate::ffi;
@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// The largest number of operations under way in the process. It is the length of the event queue.
+/// The length of the event queue, which limits the number of operations in progress in the process.
 const DEPTH: c_int = 1 << 20;
-/// Events that one call takes from the queue.
+/// The number of events that one call dequeues.
 const BATCH: usize = 64;
 
 #[derive(Debug)]
@@ -26,23 +26,23 @@ struct Operations {
     all: HashMap<isize, Entry>,
 }
 
-/// An operation, from its call until its event has arrived and its future has taken it.
+/// An operation, from its call until its event has arrived and its future has returned the result.
 #[derive(Debug, Default)]
 struct Entry {
     waker: Option<Waker>,
     event: Option<ffi::Event>,
-    /// The buffer of the operation, which belongs to the library until the event.
+    /// The buffer of the operation, which the library uses until the event.
     buffer: Option<Buffer>,
     /// The future was dropped.
     abandoned: bool,
 }
 
-/// Acquires a lock. One that is poisoned counts as any other: another thread's panic must not end the futures of this one.
+/// Acquires a lock. Poisoning is ignored, because a panic of another thread must not end the futures of this one.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The driver, started when it is first used.
+/// Returns the driver. The first call starts it.
 pub(crate) fn get() -> io::Result<&'static Driver> {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     static STARTING: Mutex<()> = Mutex::new(());
@@ -73,7 +73,7 @@ impl Driver {
     fn run(&self) {
         let mut events = [ffi::Event::default(); BATCH];
         loop {
-            // SAFETY: there is room for as many events.
+            // SAFETY: the array has room for `BATCH` events.
             let n = unsafe {
                 let room = c_int::try_from(BATCH).unwrap_or(1);
                 ffi::exs_qdequeue(self.queue, events.as_mut_ptr(), room, std::ptr::null_mut())
@@ -82,7 +82,7 @@ impl Driver {
                 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
                     continue;
                 }
-                // The library refuses calls in a child of `fork`, which has no such thread.
+                // In a child of `fork`, which has no such thread, the library refuses calls.
                 return;
             };
             for event in events.iter().take(n) {
@@ -108,14 +108,14 @@ impl Driver {
         }
         let entry = operations.all.remove(&event.ahandle);
         drop(operations);
-        // Dropping the buffer of an abandoned operation deregisters it, which is not done under the lock.
+        // The buffer of an abandoned operation is dropped without the lock, because that deregisters memory.
         drop(entry);
         if event.kind == ffi::EVT_ACCEPT && event.errno == 0 {
             close(accepted(event));
         }
     }
 
-    /// Starts an operation of a socket: `call` passes its number and the memory of the buffer to the library.
+    /// Starts an operation of a socket. `call` passes its number and the memory of the buffer to the library.
     pub(crate) fn start(
         &'static self,
         fd: c_int,
@@ -125,8 +125,7 @@ impl Driver {
         let mut operations = self.lock();
         operations.next = operations.next.wrapping_add(1);
         let id = operations.next;
-        // The lock is held during the call: an event that comes before the call returns waits for the lock, and finds the
-        // entry.
+        // The lock is held during the call, so an event that arrives before the call returns waits for the lock and finds the entry.
         let refused = crate::check(call(id, buffer.as_mut())).err();
         if let Some(error) = refused {
             return Operation {
@@ -152,7 +151,7 @@ impl Driver {
     }
 }
 
-/// The descriptor in the event of an accept.
+/// Returns the descriptor in the event of an accept.
 pub(crate) fn accepted(event: &ffi::Event) -> c_int {
     let [fd, ..] = event.body;
     c_int::try_from(fd).unwrap_or(-1)
@@ -160,11 +159,11 @@ pub(crate) fn accepted(event: &ffi::Event) -> c_int {
 
 /// Closes a descriptor.
 pub(crate) fn close(fd: c_int) {
-    // SAFETY: no memory is passed; memory of operations under way is kept until their events.
+    // SAFETY: no memory is passed; the memory of operations in progress is kept until their events.
     unsafe { ffi::exs_close(fd) };
 }
 
-/// The future of an operation. Dropping it cancels the operation; its buffer is kept until the library is done with it.
+/// The future of an operation. Dropping it cancels the operation. The buffer is kept until the library does not use it any more.
 #[derive(Debug)]
 pub(crate) struct Operation {
     driver: &'static Driver,
@@ -217,7 +216,7 @@ impl Drop for Operation {
                 close(accepted(&event));
             }
         } else {
-            // SAFETY: no memory is passed. That there is no such operation any more is no error.
+            // SAFETY: no memory is passed. An operation that has ended already is not an error.
             unsafe { ffi::exs_cancel(self.fd, ffi::CANCEL_AHANDLE, self.id) };
         }
     }

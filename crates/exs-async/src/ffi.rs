@@ -1,8 +1,8 @@
-//! The functions of `<exs.h>` that this crate calls. They are defined by the crate `exs`, which is linked in.
+//! The functions of `<exs.h>` that this crate calls. They are defined by the crate `exs`.
 
 use libc::{c_int, c_void, sockaddr, socklen_t, timeval};
 
-// Without this the crate would not be linked, since nothing names its items: the functions are found by the names of C.
+// The functions are referenced by their C names only, so without this the crate would not be linked.
 use exs as _;
 
 pub(crate) const VERSION: c_int = 1;
@@ -18,7 +18,7 @@ pub(crate) struct Event {
     pub(crate) errno: c_int,
     pub(crate) fd: c_int,
     pub(crate) ahandle: isize,
-    /// The union. For a transfer the second word is the length; for an accept the first word has the descriptor.
+    /// The union. For a transfer the second word is the length; for an accept the first word contains the descriptor.
     pub(crate) body: [u64; 6],
 }
 

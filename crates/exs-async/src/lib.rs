@@ -1,8 +1,8 @@
-//! Extended sockets as futures: what `<exs.h>` is to C, for Rust, over any RDMA device.
+//! Extended sockets as futures: a Rust interface to `<exs.h>`, over any RDMA device.
 //!
-//! An operation owns its [`Buffer`] and returns it at its end, because the peer's device reads the memory of the sender
-//! itself. An operation starts when the function is called, and not when its future is first awaited. Dropping the future
-//! cancels it. The crate works with any executor: a thread of its own takes the events and wakes the tasks.
+//! An operation owns its [`Buffer`] and returns it at the end, because the peer's device reads the memory of the sender. An operation
+//! starts when the function is called, not when its future is first awaited. Dropping the future cancels it. The crate works with any
+//! executor: a thread of the crate dequeues the events and wakes the tasks.
 //!
 //! ```no_run
 //! # async fn example() -> std::io::Result<()> {
@@ -28,7 +28,7 @@ use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::ops::{Deref, DerefMut};
 
-/// The longest queue of connections that wait to be accepted.
+/// The longest queue of connections that are not accepted yet.
 const BACKLOG: c_int = 128;
 
 fn check(result: c_int) -> io::Result<c_int> {
@@ -39,7 +39,7 @@ fn check(result: c_int) -> io::Result<c_int> {
     }
 }
 
-/// Registered memory. A peer may read all of it while a send of it is under way.
+/// Registered memory. A peer may read all of it while a send of it is in progress.
 #[derive(Debug)]
 pub struct Buffer {
     bytes: Box<[u8]>,
@@ -47,7 +47,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Makes a buffer of zeros; `len` is at least 1.
+    /// Returns a buffer of zeros. `len` is at least 1.
     ///
     /// # Errors
     ///
@@ -55,7 +55,7 @@ impl Buffer {
     pub fn new(len: usize) -> io::Result<Self> {
         driver::get()?;
         let mut bytes = vec![0u8; len].into_boxed_slice();
-        // SAFETY: the memory is live until the handle ends in `drop`.
+        // SAFETY: the memory is live until `drop` deregisters the handle.
         let handle = check(unsafe { ffi::exs_mregister(bytes.as_mut_ptr().cast(), len, 0) })?;
         Ok(Self { bytes, handle })
     }
@@ -77,7 +77,7 @@ impl DerefMut for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: no operation has the buffer: it would own it.
+        // SAFETY: an operation would own the buffer, so none uses it.
         unsafe { ffi::exs_mderegister(self.handle, 0) };
     }
 }
@@ -128,13 +128,13 @@ impl Listener {
         Ok(Self { fd })
     }
 
-    /// The address that it listens at.
+    /// Returns the address at which it listens.
     ///
     /// # Errors
     ///
-    /// The device is gone.
+    /// The device has failed.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        // SAFETY: zeros are an address; it has room for all families.
+        // SAFETY: an all-zero address is valid, and has room for all families.
         unsafe {
             let mut raw: libc::sockaddr_storage = std::mem::zeroed();
             let mut len = socklen_t::try_from(size_of_val(&raw)).unwrap_or(0);
@@ -151,11 +151,11 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// The peer left while the connection was made.
+    /// The peer disconnected before the connection was established.
     pub async fn accept(&self) -> io::Result<Socket> {
         let driver = driver::get()?;
         let fd = self.fd.0;
-        // SAFETY: no address is asked for.
+        // SAFETY: null is passed for the address.
         let call = |id, _: Option<&mut Buffer>| unsafe {
             ffi::exs_accept(fd, std::ptr::null_mut(), 0, driver.queue, id)
         };
@@ -165,7 +165,7 @@ impl Listener {
     }
 }
 
-/// A connection that keeps messages apart.
+/// A connection that preserves message boundaries.
 #[derive(Debug)]
 pub struct Socket {
     fd: Fd,
@@ -190,15 +190,15 @@ impl Socket {
         Ok(Self { fd })
     }
 
-    /// Sends the first `len` bytes of a buffer, from which the peer reads them. The future returns the number of bytes that
-    /// the peer read, and the buffer.
+    /// Sends the first `len` bytes of a buffer, which the peer reads from the buffer. The future returns the number of bytes
+    /// that the peer read, and the buffer.
     pub fn send(
         &self,
         buffer: Buffer,
         len: usize,
     ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
         let fd = self.fd.0;
-        // SAFETY: the driver keeps the buffer until the event, also when the future is dropped.
+        // SAFETY: the driver keeps the buffer until the event, even if the future is dropped.
         self.transfer(buffer, move |queue, id, b| unsafe {
             let from: *const c_void = b.bytes.as_ptr().cast();
             // The library refuses a length that is larger than the buffer.
@@ -206,8 +206,8 @@ impl Socket {
         })
     }
 
-    /// Receives a message into a buffer. A message that is longer than the buffer is cut. The future returns the length of
-    /// the message, which is 0 at the end of the data, and the buffer.
+    /// Receives a message into a buffer. A message that is longer than the buffer is truncated. The future returns the length
+    /// of the message, which is 0 at the end of the data, and the buffer.
     pub fn recv(
         &self,
         buffer: Buffer,
@@ -220,11 +220,11 @@ impl Socket {
         })
     }
 
-    /// Ends the direction to the peer, whose receives then return 0 bytes.
+    /// Ends the sending direction. Receives of the peer then return 0 bytes.
     ///
     /// # Errors
     ///
-    /// The connection has ended, or the direction was ended before.
+    /// The connection has ended, or the direction was already ended.
     pub async fn shutdown(&self) -> io::Result<()> {
         let driver = driver::get()?;
         let fd = self.fd.0;
@@ -269,9 +269,9 @@ impl Socket {
     }
 }
 
-/// The C form of an address.
+/// Converts an address to the C structure.
 fn raw(addr: &SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
-    // SAFETY: zeros are an address, and the two families fit into it.
+    // SAFETY: an all-zero address is valid, and both families fit.
     unsafe {
         let mut raw: libc::sockaddr_storage = std::mem::zeroed();
         let len = match addr {
@@ -295,10 +295,10 @@ fn raw(addr: &SocketAddr) -> (libc::sockaddr_storage, socklen_t) {
     }
 }
 
-/// The address in the structure of C.
+/// Converts an address from the C structure.
 fn address(raw: &libc::sockaddr_storage) -> io::Result<SocketAddr> {
     let from: *const sockaddr = (&raw const *raw).cast();
-    // SAFETY: the family says which structure it is, and there is room for either.
+    // SAFETY: the family determines the structure, and the storage has room for either.
     unsafe {
         match c_int::from(raw.ss_family) {
             libc::AF_INET => {

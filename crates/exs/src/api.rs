@@ -1,4 +1,4 @@
-//! The C functions of `<exs.h>`. They check their arguments, and start operations of the sockets.
+//! The C functions of `<exs.h>`. They check their arguments and start operations of the sockets.
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
@@ -42,7 +42,7 @@ const TIMEOUT_ONCE: c_int = 1 << 30;
 const MEMORY: c_int = 1;
 const FILE: c_int = 2;
 
-/// The largest number of sockets of one exs_poll.
+/// The most sockets of one exs_poll.
 const MAX_POLLED: usize = 1024;
 const EVTVEC_MAX: usize = 1024;
 const MAX_DEPTH: usize = 1 << 20;
@@ -116,7 +116,7 @@ pub(crate) struct Signal {
 
 fn result(answer: Answer<c_int>) -> c_int {
     answer.unwrap_or_else(|errno| {
-        // SAFETY: the place of errno is the thread's own.
+        // SAFETY: the C library returns the errno location of this thread.
         unsafe { *libc::__errno_location() = errno };
         -1
     })
@@ -130,11 +130,11 @@ fn require(holds: bool, errno: c_int) -> Answer {
     if holds { Ok(()) } else { Err(errno) }
 }
 
-/// Writes an address to the memory that the program named. Returns its length.
+/// Writes an address to memory of the program. Returns its length.
 ///
 /// # Safety
 ///
-/// `wanted` is 0 or an `exs_acceptaddr_t` whose memory is the library's now.
+/// `wanted` is 0 or the address of an `exs_acceptaddr_t` whose memory the library may write.
 pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_storage) -> u32 {
     let wanted: *mut AcceptAddr = std::ptr::with_exposed_provenance_mut(wanted as usize);
     // SAFETY: upheld by the caller.
@@ -152,7 +152,7 @@ pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_stora
     }
 }
 
-/// The length of an address of a known family.
+/// Returns the length of an address by its family, or 0 for an unknown one.
 unsafe fn address_length(from: *const libc::sockaddr_storage) -> u32 {
     // SAFETY: upheld by the caller.
     let family = c_int::from(unsafe { (*from).ss_family });
@@ -167,7 +167,7 @@ unsafe fn address_length(from: *const libc::sockaddr_storage) -> u32 {
 unsafe fn check_address(addr: *const sockaddr, len: socklen_t) -> Answer {
     require(!addr.is_null(), libc::EFAULT)?;
     require(len as usize >= size_of::<libc::sa_family_t>(), libc::EINVAL)?;
-    // SAFETY: the family is within the length that the program says.
+    // SAFETY: the length that the program passes covers the family.
     let family = c_int::from(unsafe { (*addr).sa_family });
     let need = match family {
         libc::AF_INET => size_of::<libc::sockaddr_in>(),
@@ -177,7 +177,7 @@ unsafe fn check_address(addr: *const sockaddr, len: socklen_t) -> Answer {
     require(len as usize >= need, libc::EINVAL)
 }
 
-/// Finds the socket and the queue of a call, and reserves places in the queue for its events.
+/// Finds the socket and the queue of a call, and reserves entries in the queue for its events.
 fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)> {
     let library = library::get()?;
     let socket = library.socket(fd)?;
@@ -261,7 +261,7 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
             let seconds = Duration::from_secs(time.tv_sec.min(1 << 30).unsigned_abs());
             Some(Instant::now() + seconds + Duration::from_micros(time.tv_usec.unsigned_abs()))
         };
-        // SAFETY: the program passes room for as many events.
+        // SAFETY: the program's array has room for this many events.
         let events = unsafe { std::slice::from_raw_parts_mut(vec.cast::<Event>(), room) };
         let count = queue.dequeue(events, least, until)?;
         for event in events
@@ -276,12 +276,12 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
     result(take())
 }
 
-/// Writes the events that are ready to the array of the program, whose address and length are in the event.
+/// Writes the ready events to the program's array, whose address and length are in the event.
 fn finish_poll(event: &mut Event) {
     let [fds, count, index, ready, ..] = event.body;
     let polled: *mut PollFd = std::ptr::with_exposed_provenance_mut(fds as usize);
     let count = usize::try_from(count).unwrap_or(0);
-    // SAFETY: the array is the library's until the program has this event.
+    // SAFETY: the program does not access the array until it has this event.
     let polled = unsafe { std::slice::from_raw_parts_mut(polled, count) };
     for (at, polled) in polled.iter_mut().enumerate() {
         let found = library::get().and_then(|library| library.socket(polled.fd));
@@ -371,7 +371,7 @@ pub(crate) unsafe extern "C" fn exs_qstatus(
             }
             _ => return Err(libc::EINVAL),
         };
-        // SAFETY: the program passes `*len` bytes.
+        // SAFETY: the program's buffer has `*len` bytes.
         unsafe {
             require(*len >= bytes.len(), libc::EINVAL)?;
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), bytes.len());
@@ -409,14 +409,14 @@ pub(crate) unsafe extern "C" fn exs_mderegister(handle: c_int, flags: c_int) -> 
     done(deregister())
 }
 
-/// A part of a file that stands for memory in a transfer.
+/// A part of a file that is used as memory in a transfer.
 #[derive(Debug, Clone, Copy)]
 struct FilePart {
     fd: c_int,
     offset: i64,
 }
 
-/// Finds the keys of the memory of a transfer. Memory without a key is registered, or copied if that takes less time.
+/// Finds the keys of the memory of a transfer. Memory without a key is registered, or copied if that is faster.
 fn resolve(
     library: &Library,
     socket: &Socket,
@@ -473,7 +473,7 @@ fn resolve(
                 // The data of a short send is copied into the message.
             } else if let Some(piece) = pooled() {
                 if what == Use::Source {
-                    // SAFETY: the program passes this memory, and the buffer is as long.
+                    // SAFETY: the program passes this memory, and the buffer has at least the same length.
                     unsafe {
                         let from = v.base.cast::<u8>().cast_const();
                         let to = std::ptr::with_exposed_provenance_mut(piece.addr() as usize);
@@ -506,7 +506,7 @@ fn resolve(
     Ok(())
 }
 
-/// The kind of transfer that a call starts.
+/// The kind of a transfer.
 struct Transfer {
     kind: c_int,
     flags: c_int,
@@ -676,7 +676,7 @@ fn message(
     let count = usize::try_from(count).map_err(|_| libc::EINVAL)?;
     require((1..=MAX_SEGMENTS).contains(&count), libc::EMSGSIZE)?;
     require(!iov.is_null(), libc::EFAULT)?;
-    // SAFETY: the program says how many there are.
+    // SAFETY: the program passes the number of elements.
     let vec = unsafe { std::slice::from_raw_parts(iov, count) };
     let vec: Vec<_> = vec.iter().map(|v| (*v, None)).collect();
     let user = msg.expose_provenance() as u64;
@@ -722,7 +722,7 @@ pub(crate) unsafe extern "C" fn exs_sendfile(
 ) -> c_int {
     let start = || {
         require(!xf.is_null(), libc::EFAULT)?;
-        // SAFETY: the program passes this structure, and says how many vectors it has.
+        // SAFETY: the program passes this structure, with the number of its vectors.
         let (vec, count) = unsafe { ((*xf).vec, (*xf).len) };
         require(!vec.is_null(), libc::EFAULT)?;
         let count = usize::try_from(count).map_err(|_| libc::EINVAL)?;
@@ -793,7 +793,7 @@ pub(crate) unsafe extern "C" fn exs_connect(
 ) -> c_int {
     let start = || {
         require(flags == 0, libc::EINVAL)?;
-        // SAFETY: the program says how long its address is.
+        // SAFETY: the program passes the length of its address.
         unsafe { check_address(addr, len) }?;
         let (socket, queue) = begin(fd, q, 1)?;
         refused(
@@ -829,7 +829,7 @@ pub(crate) unsafe extern "C" fn exs_poll(
         let mut sockets = Vec::with_capacity(count);
         let mut first = None;
         for (fd, _) in &polled {
-            // The place in the queue for the event is reserved with the first socket.
+            // The entry in the queue for the event is reserved with the first socket.
             match begin(*fd, q, usize::from(first.is_none())) {
                 Ok((socket, queue)) => {
                     first.get_or_insert(queue);
@@ -944,7 +944,7 @@ pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -
                 }
             }
             ASYNC_RECV_ORDERED => {
-                // The events of one direction are always in order: the option has no effect.
+                // The events of one direction are always in order, so the option has no effect.
                 within(0..=1)?;
                 &|_| {}
             }
@@ -990,7 +990,7 @@ pub(crate) unsafe extern "C" fn exs_bind(
 ) -> c_int {
     let bind = || {
         let socket = library::get()?.socket(fd)?;
-        // SAFETY: the program says how long its address is.
+        // SAFETY: the program passes the length of its address.
         unsafe { check_address(addr, len) }?;
         socket.bind(addr)
     };
@@ -1011,7 +1011,7 @@ pub(crate) unsafe extern "C" fn exs_close(fd: c_int) -> c_int {
     done(library::get().and_then(|library| library.close(fd)))
 }
 
-/// Closes the socket, and reports it, when the peer has answered everything that was sent.
+/// Closes the socket when the peer has answered all messages, and then reports the event.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn exs_close_async(fd: c_int, q: c_int, ahandle: isize) -> c_int {
     let start = || {
@@ -1042,7 +1042,7 @@ pub(crate) unsafe extern "C" fn exs_getsockname(
     addr: *mut sockaddr,
     len: *mut socklen_t,
 ) -> c_int {
-    // SAFETY: the program's pointers.
+    // SAFETY: the program passes valid pointers.
     done(unsafe { name(fd, addr, len, false) })
 }
 
@@ -1052,6 +1052,6 @@ pub(crate) unsafe extern "C" fn exs_getpeername(
     addr: *mut sockaddr,
     len: *mut socklen_t,
 ) -> c_int {
-    // SAFETY: the program's pointers.
+    // SAFETY: the program passes valid pointers.
     done(unsafe { name(fd, addr, len, true) })
 }

@@ -1,42 +1,42 @@
-//! A connection as a state machine without I/O: it matches sends with receives, and decides what is transferred when.
+//! A connection as a state machine without I/O. It matches sends with receives and schedules the transfers.
 //!
 //! ```text
 //! send() recv() cancel() shutdown()  ─┐
 //! arrived() moved() written()        ─┴─> Flow ──> Action: send a message, read, write, copy, complete
 //! ```
 //!
-//! The receiver of data reads it from the sender's memory. So an advertisement of the sender waits in `adverts` for a
-//! receive, or a receive waits in `recvs` for an advertisement. The transfer of a matched pair is a *move*. Moves end in the
+//! The receiver of data reads it from the sender's memory. An advertisement of the sender waits in `adverts` for a receive,
+//! and a receive waits in `recvs` for an advertisement. The transfer of a matched pair is called a *move*. Moves end in the
 //! order in which they began.
 
 use crate::wire::{Bad, Hello, Message, Segment, Status};
 use std::collections::VecDeque;
 
-/// The largest number of control messages (cancels, notifications) under way. They have credits of their own, because they
-/// are answered as soon as they arrive.
+/// The most control messages (cancels, notifications) in flight. They have separate credits, because they are answered as
+/// soon as they arrive.
 pub(crate) const CONTROLS: u32 = 4;
 
 /// The number of an operation of the program.
 pub(crate) type OpId = u64;
 
-/// Stands for the buffer of a stream where a receive is named. An offset in it is a position in the stream.
+/// Used in place of the number of a receive for the buffer of a stream. An offset in it is a position in the stream.
 pub(crate) const BUFFER: OpId = 0;
 
-/// A message buffer that holds immediate data.
+/// The index of a message buffer that contains immediate data.
 pub(crate) type Slot = usize;
 
-/// A send as the program started it.
+/// A send of the program.
 #[derive(Debug, Clone)]
 pub(crate) struct Send {
     pub(crate) id: OpId,
     pub(crate) segments: Vec<Segment>,
     pub(crate) persistent: bool,
     pub(crate) notify: bool,
-    /// The offset in the memory of the peer's persistent receive, for a send into such memory.
+    /// The offset in the peer's persistent receive, for a send into its memory.
     pub(crate) offset: Option<u64>,
 }
 
-/// A receive as the program started it.
+/// A receive of the program.
 #[derive(Debug, Clone)]
 pub(crate) struct Recv {
     pub(crate) id: OpId,
@@ -51,19 +51,19 @@ pub(crate) struct Recv {
 pub(crate) enum Outcome {
     Done,
     Truncated,
-    /// The peer has read a persistent send, which remains.
+    /// The peer has read a persistent send, which stays active.
     WasRead,
     Cancelled,
     Invalid,
     BothPersistent,
 }
 
-/// An effect that the caller carries out. The order of the list counts.
+/// An action for the caller. Actions must be performed in the order of the list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Sends a message, followed by the data of a send if there is one.
     Message(Message, Option<OpId>),
-    /// Reads the peer's memory into that of a receive, from `at` on. [`Flow::moved`] is called when all bytes are there.
+    /// Reads the peer's memory into that of a receive, from `at` on. [`Flow::moved`] is called when all bytes have arrived.
     Read {
         number: u64,
         to: OpId,
@@ -85,9 +85,9 @@ pub(crate) enum Action {
         from: u64,
         len: u64,
     },
-    /// Writes the data of a send to the peer's memory. [`Flow::written`] is called when that is done.
+    /// Writes the data of a send to the peer's memory. [`Flow::written`] is called when the write has completed.
     Write { send: OpId, to: Segment },
-    /// The message buffer is free: a receive is posted with it again.
+    /// Releases the message buffer: a receive is posted with it again.
     Release(Slot),
     /// Reports an operation.
     Complete {
@@ -150,8 +150,8 @@ enum Kind {
 #[derive(Debug)]
 struct Buffer {
     size: u64,
-    /// Positions in the stream: of the first byte that no receive has taken, behind the last one in the buffer, and behind
-    /// the last one that is being read into it.
+    /// Positions in the stream: of the first byte that no receive has taken, of the end of the received bytes in the buffer,
+    /// and of the end of the bytes that are being read into it.
     taken: u64,
     landed: u64,
     asked: u64,
@@ -164,7 +164,7 @@ pub(crate) struct Flow {
     /// Advertisements that may still be sent.
     credits: u32,
     controls: u32,
-    /// The longest immediate data that the peer takes.
+    /// The longest immediate data that the peer accepts.
     immediate: u64,
     next_seq: u32,
     sends: VecDeque<Send>,
@@ -176,10 +176,10 @@ pub(crate) struct Flow {
     /// The peer's persistent receive: sequence number and memory.
     place: Option<(u32, Segment)>,
     writes: VecDeque<(OpId, u64)>,
-    /// Answers to the end of a persistent receive of the peer, which wait until our writes into its memory are done.
+    /// Answers to the end of a persistent receive of the peer, which wait for the completion of local writes into its memory.
     place_ends: VecDeque<(u32, usize, Status)>,
 
-    /// The largest number of messages of the peer without an answer.
+    /// The most unanswered messages that the peer may have.
     granted: u32,
     our_immediate: u64,
     peer_unanswered: u32,
@@ -193,9 +193,9 @@ pub(crate) struct Flow {
     /// Persistent advertisements of the peer that have ended. Each is answered when the moves before the given number have
     /// ended.
     persistent_ends: VecDeque<(u32, u64, Status)>,
-    /// Our persistent receive, with its sequence number once it is sent.
+    /// The local persistent receive, with its sequence number once it is sent.
     standing: Option<(Recv, Option<u32>)>,
-    /// Persistent receives that have ended, into whose memory reads are still under way.
+    /// Persistent receives that have ended while reads into their memory are still in progress.
     standing_ends: Vec<(OpId, Outcome, u64)>,
     peer_fin: bool,
 }
@@ -206,13 +206,14 @@ enum ControlKind {
     Cancel,
 }
 
-/// The largest number of moves under way: each takes up to 15 requests of the send queue.
+/// The most moves in progress. Each uses up to 15 send queue entries.
 const MAX_MOVES: usize = 16;
-/// The largest number of writes under way, for the same reason.
+/// The most writes in progress, for the same reason.
 const MAX_WRITES: usize = 16;
 
 impl Flow {
-    /// `buffer`: how many bytes of a stream may be read before there is a receive for them.
+    /// Returns the state of a new connection. `buffer`: the number of bytes of a stream that may be read before there is a
+    /// receive for them.
     pub(crate) fn new(ours: Hello, theirs: Hello, buffer: u64) -> Self {
         Self {
             stream: ours.stream,
@@ -262,7 +263,7 @@ impl Flow {
         )
     }
 
-    /// Returns whether the peer has ended its direction, and all that is left of it is in the buffer.
+    /// Returns whether the peer has ended its direction, and all remaining data is in the buffer.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_fin
             && self.adverts.is_empty()
@@ -270,7 +271,7 @@ impl Flow {
             && self.persistent.is_none()
     }
 
-    /// The longest send whose data is sent as immediate data.
+    /// Returns the longest send that is sent as immediate data.
     pub(crate) fn immediate(&self) -> u64 {
         self.immediate
     }
@@ -317,8 +318,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Returns whether no transfer is under way and the peer has answered everything that was sent, up to and including the end of
-    /// the direction.
+    /// Returns whether no transfer is in progress and the peer has answered all messages, including the end of the direction.
     pub(crate) fn is_drained(&self) -> bool {
         self.fin_sent
             && self.moves.is_empty()
@@ -327,7 +327,7 @@ impl Flow {
             && self.sent.is_empty()
     }
 
-    /// Returns whether no transfer is under way and the peer has answered everything that was sent.
+    /// Returns whether no transfer is in progress and the peer has answered all messages.
     pub(crate) fn is_idle(&self) -> bool {
         self.sends.is_empty()
             && self.writes.is_empty()
@@ -341,7 +341,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Requests the end of an operation. The operation is reported as any other, and may still succeed.
+    /// Requests the end of an operation. The operation is reported in any case, and may still succeed.
     pub(crate) fn cancel(&mut self, op: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.sends.iter().position(|s| s.id == op) {
             self.sends.remove(at);
@@ -435,7 +435,7 @@ impl Flow {
                 if len > self.our_immediate {
                     return Err(Bad::Field);
                 }
-                // An empty message of a stream would look like its end to the receiving program.
+                // The receiving program would take an empty message of a stream for its end.
                 if self.stream && len == 0 {
                     self.answer(seq, 0, Status::Done, out);
                 } else {
@@ -497,7 +497,7 @@ impl Flow {
             Message::Ack { .. } => {}
         }
         if !held {
-            // The receive is posted before the answer is sent, which allows the peer to send another message.
+            // The receive is posted before the answer is sent, because the answer permits the peer to send another message.
             out.insert(0, Action::Release(slot));
         }
         self.progress(out);
@@ -512,7 +512,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Records that the oldest write is done.
+    /// Records that the oldest write has completed.
     pub(crate) fn written(&mut self, send: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.writes.iter().position(|(op, _)| *op == send)
             && let Some((op, len)) = self.writes.remove(at)
@@ -548,7 +548,7 @@ impl Flow {
             self.controls += 1;
         } else {
             self.credits += 1;
-            // The operation has ended, so its cancel need not be sent any more.
+            // The operation has ended, so its queued cancel is removed.
             self.waiting_controls
                 .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
         }
@@ -572,7 +572,7 @@ impl Flow {
         Ok(())
     }
 
-    /// Reports the end of a persistent receive as soon as no read into its memory is under way.
+    /// Reports the end of a persistent receive once no read into its memory is in progress.
     fn end_standing(&mut self, op: OpId, outcome: Outcome, len: u64, out: &mut Vec<Action>) {
         if self.moves.iter().any(|m| m.recv == op) {
             self.standing_ends.push((op, outcome, len));
@@ -641,8 +641,8 @@ impl Flow {
             return;
         }
         if let Some((recv, _)) = &self.standing {
-            // The peer made these advertisements before it knew of the persistent receive. Their data goes to the beginning
-            // of its memory.
+            // The peer sent these advertisements before it knew of the persistent receive. Their data is read to the
+            // beginning of its memory.
             let (id, len) = (recv.id, total(&recv.segments));
             if self.buffer.asked > self.buffer.taken {
                 self.take_buffered(id, 0, len, out);
@@ -674,14 +674,14 @@ impl Flow {
         let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
         let room = waiting.len - asked;
         if self.buffer.asked > self.buffer.taken && offset.is_none_or(|o| o == 0) {
-            // The bytes in the buffer precede those of all advertisements.
+            // The bytes in the buffer precede those of all advertisements in the stream.
             let wait_all = waiting.recv.wait_all;
             let len = self.take_buffered(id, asked, room, out);
             if let Some(waiting) = self.recvs.get_mut(at) {
                 waiting.asked += len;
                 waiting.got += len;
-                // No move of this receive is under way: earlier ones have ended, and later bytes of the stream go to the
-                // buffer.
+                // No move of this receive is in progress: earlier ones have ended, and later bytes of the stream are read
+                // into the buffer.
                 if (len > 0 && !wait_all) || len == room {
                     out.push(complete(id, Outcome::Done, waiting.got));
                     self.recvs.remove(at);
@@ -702,7 +702,7 @@ impl Flow {
             let from = cut(&persistent.segments, skip, len);
             let notify = persistent.notify.then_some(persistent.seq);
             let number = self.begin(id, len, false, true, None, notify);
-            // The advertisement ends the receive, also if its data is shorter, so that it is not read twice.
+            // The advertisement ends the receive even if its data is shorter, so that it is not read twice.
             self.asked(at, room);
             self.read(number, id, asked, from, out);
         } else if !self.adverts.is_empty() {
@@ -721,7 +721,7 @@ impl Flow {
         }
     }
 
-    /// Reads the first advertisement into the buffer of the stream, if no receive waits and there is room for all of it.
+    /// Reads the first advertisement into the buffer of the stream if no receive waits and the buffer has room for all of it.
     fn fill_buffer(&mut self, out: &mut Vec<Action>) {
         let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
         let left = self.adverts.front().map(|a| a.len - a.taken);
@@ -731,7 +731,7 @@ impl Flow {
         }
     }
 
-    /// Copies bytes from the buffer of the stream to a receive, those that have arrived. Returns their number.
+    /// Copies received bytes from the buffer of the stream to a receive. Returns their number.
     fn take_buffered(&mut self, to: OpId, at: u64, room: u64, out: &mut Vec<Action>) -> u64 {
         let from = self.buffer.taken;
         let len = room.min(self.buffer.landed - from);
@@ -748,7 +748,7 @@ impl Flow {
         }
     }
 
-    /// Starts moves of the first advertisement, up to `room` bytes. Returns their number.
+    /// Starts moves of the first advertisement for up to `room` bytes. Returns the number of bytes.
     fn take_advert(
         &mut self,
         recv: OpId,
@@ -867,7 +867,7 @@ impl Flow {
         }
     }
 
-    /// Answers persistent advertisements that have ended, if their last move is done and its notification is sent.
+    /// Answers persistent advertisements that have ended, after their last move has ended and its notification was sent.
     fn answer_persistent(&mut self, out: &mut Vec<Action>) {
         let oldest = self.moves.front().map_or(self.next_move, |m| m.number);
         while let Some((seq, before, status)) = self.persistent_ends.front().copied()
@@ -921,7 +921,7 @@ impl Flow {
                     };
                     out.push(complete(send.id, outcome, 0));
                 } else if self.sent.iter().any(|s| s.kind == Kind::Once) {
-                    // The answer to an earlier send is outstanding, and sends end in the order in which they began.
+                    // An earlier send is unanswered, and sends end in the order in which they began.
                     return;
                 } else if self.writes.len() < MAX_WRITES {
                     let Ok(len) = u32::try_from(len) else { return };
@@ -1025,7 +1025,7 @@ pub(crate) fn total(segments: &[Segment]) -> u64 {
     segments.iter().map(|s| u64::from(s.len)).sum()
 }
 
-/// The part of a list of memory that begins after `skip` bytes and has `len` bytes.
+/// Returns the part of a list of memory that begins after `skip` bytes and has `len` bytes.
 pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Vec<Segment> {
     let mut part = Vec::new();
     for segment in segments {
@@ -1219,7 +1219,7 @@ mod tests {
             at,
             from: memory(100),
         };
-        // No receive is posted: two advertisements fit into the buffer, and the third waits.
+        // No receive is posted. Two advertisements fit into the buffer, and the third has to wait.
         for (seq, at) in [(1, 0), (2, 100)] {
             assert_eq!(flow.arrived(advert(seq), 0, &mut out), Ok(()));
             let expected = [Action::Release(0), read(u64::from(seq) - 1, BUFFER, at)];
@@ -1237,7 +1237,7 @@ mod tests {
         };
         assert_eq!(out, [Action::Message(answer, None)]);
         out.clear();
-        // A receive takes what has arrived, and the next one waits for the rest.
+        // A receive gets the bytes that have arrived, and the next one waits for the rest.
         let take = |to, at, from, len| Action::Take { to, at, from, len };
         flow.recv(recv(5), &mut out);
         let done = complete(5, Outcome::Done, 100);
@@ -1260,7 +1260,7 @@ mod tests {
         assert_eq!(out, [Action::Release(0), read(3, 8, 0)]);
     }
 
-    /// A stream with a buffer of 250 bytes.
+    /// Returns a stream with a buffer of 250 bytes.
     fn stream() -> Flow {
         let hello = Hello {
             stream: true,
@@ -1321,7 +1321,7 @@ mod tests {
         assert_eq!(out, [complete(5, Outcome::Invalid, 0)]);
     }
 
-    /// A peer advertises, and then ends the persistent receive into which this is read.
+    /// The peer sends an advertisement, and then ends the persistent receive that it is read into.
     #[test]
     fn a_persistent_receive_ends_after_the_reads_into_it() {
         let mut flow = flow();

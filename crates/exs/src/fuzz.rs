@@ -1,20 +1,20 @@
-//! What a fuzzer calls: it takes any bytes, and panics if the state machine breaks a promise.
+//! The entry point of the fuzzer. It accepts any bytes, and panics if the state machine violates an invariant.
 //!
-//! The first byte chooses: one end whose peer says anything, or two ends that keep to the protocol and whose programs do
-//! anything. `scripts/fuzz 60 exs` runs it; a test of this file replays what it found in `fuzz/corpus/exs`.
+//! The first byte selects the scenario: one end with a peer that sends arbitrary messages, or two ends that follow the protocol with
+//! programs that make arbitrary calls. Run it by `scripts/fuzz 60 exs`. A test replays the inputs in `fuzz/corpus/exs`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
-    reason = "a broken promise is a panic"
+    reason = "a violated invariant is a panic"
 )]
 
 use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Status};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Choices that the input makes; after its last byte all are 0.
+/// Choices derived from the input. After its last byte all choices are 0.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -28,7 +28,7 @@ impl Input<'_> {
         u32::from_be_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 
-    /// A number that is `right` most times, and else near it or any.
+    /// Returns `right` most of the time, otherwise a near or an arbitrary number.
     fn near(&mut self, right: u32) -> u32 {
         match self.byte() {
             0..200 => right,
@@ -38,7 +38,7 @@ impl Input<'_> {
     }
 }
 
-/// A program's call.
+/// A call of a program.
 #[derive(Debug)]
 struct Call {
     receives: bool,
@@ -47,7 +47,7 @@ struct Call {
     bytes: Vec<u8>,
 }
 
-/// One end, with what is promised of it.
+/// One end, with the state that is needed to check the invariants.
 #[derive(Debug)]
 struct End {
     flow: Flow,
@@ -55,7 +55,7 @@ struct End {
     calls: BTreeMap<OpId, Call>,
     next: OpId,
     ring: Vec<u8>,
-    /// Messages of the peer that are in a buffer, with their immediate data.
+    /// The peer's messages in buffers, with their immediate data.
     slots: BTreeMap<Slot, Vec<u8>>,
     next_slot: Slot,
     reads: VecDeque<(u64, OpId, u64, Vec<Segment>)>,
@@ -63,17 +63,17 @@ struct End {
     out: VecDeque<(Message, Vec<u8>)>,
     next_seq: u32,
     unanswered: BTreeMap<u32, bool>,
-    /// Numbers of the peer that are to be answered.
+    /// The sequence numbers of the peer that must be answered.
     due: BTreeSet<u32>,
-    /// What the peer has ever offered.
+    /// All memory that the peer has advertised.
     offered: Vec<Segment>,
     places: Vec<Segment>,
-    /// Receives in the order in which they ended.
+    /// The receives in the order in which they ended.
     order: Vec<OpId>,
     shut: bool,
 }
 
-/// A call's memory is at this address, and its STag is the call's number.
+/// Returns the address of a call's memory. The STag is the number of the call.
 fn address(call: OpId) -> u64 {
     call << 32
 }
@@ -120,7 +120,7 @@ impl End {
             stag: id as u32,
             len,
         };
-        // In two pieces if there are several bytes, which share an STag.
+        // If there are several bytes, they are in two segments with the same STag.
         let first = len / 3;
         let pieces = if first == 0 {
             vec![memory]
@@ -193,7 +193,7 @@ impl End {
         }
     }
 
-    /// A message of the peer; whether the connection goes on.
+    /// Handles a message of the peer. Returns whether the connection continues.
     fn arrives(&mut self, message: Message, data: Vec<u8>) -> bool {
         let slot = self.next_slot;
         self.next_slot += 1;
@@ -263,7 +263,7 @@ impl End {
         }
     }
 
-    /// Does what the state machine asks for, and checks that it may.
+    /// Performs the actions of the state machine, and checks that each is permitted.
     fn perform(&mut self, actions: Vec<Action>) {
         for action in actions {
             match action {
@@ -375,14 +375,14 @@ impl End {
             assert!(used <= most as usize, "{used} unanswered, {most} allowed");
         }
         let bytes = data.map_or_else(Vec::new, |id| self.calls[&id].bytes.clone());
-        // What is written is what is read.
+        // Encoding and parsing a message must give the same message.
         let raw = [message.write(), bytes.clone()].concat();
         assert_eq!(Message::read(&raw), Ok(message.clone()));
         self.out.push_back((message, bytes));
     }
 }
 
-/// Any bytes: a peer that says anything, or two programs that do anything.
+/// Runs a scenario with any bytes: arbitrary messages of a peer, or arbitrary calls of two programs.
 pub fn run(bytes: &[u8]) {
     let mut input = Input(bytes);
     let choice = input.byte();
@@ -393,7 +393,7 @@ pub fn run(bytes: &[u8]) {
     };
     let (ours, theirs) = (hello(&mut input), hello(&mut input));
     let buffer = u64::from(input.byte()) * u64::from(choice >> 3 & 1) * 8;
-    // As the socket does: no more than there are buffers for.
+    // Like the socket, limits the values to the number of buffers.
     let limit = |a: Hello, b: Hello| Hello {
         credits: a.credits.min(b.credits),
         ..a
@@ -425,7 +425,7 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
                 end.write_done();
             }
             8 => {
-                // Any bytes, which may be a message.
+                // Arbitrary bytes, which may form a valid message.
                 let count = usize::from(input.byte() % 80).min(input.0.len());
                 let (raw, rest) = input.0.split_at(count);
                 input.0 = rest;
@@ -493,7 +493,7 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
     }
 }
 
-/// The messages on their way, and the reads and writes under way, of both ends.
+/// Delivers a message, or completes a read or write, of one of the ends.
 fn step(from: &mut End, to: &mut End, what: u8) -> bool {
     match what % 3 {
         0 => from.out.pop_front().is_some_and(|(message, data)| {
@@ -530,7 +530,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
             }
         }
     }
-    // All that is under way comes to an end.
+    // Completes everything that is in progress.
     for round in 0.. {
         let [first, second] = &mut ends;
         let mut any = false;
@@ -543,7 +543,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         }
         first.shutdown();
         second.shutdown();
-        // Receives until the end of the data, which looks like a message of no bytes: there are only so many of these.
+        // Receives until the end of the data. An empty message looks like the end, so the number of receives is limited.
         let open = |e: &End| e.calls.values().any(|c| c.ended.is_none());
         let empty = |e: &End, receives: bool| {
             let calls = e.order.iter().map(|id| &e.calls[id]);
@@ -582,7 +582,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
                 .map(|(c, _, len)| c.bytes[..usize::try_from(len).unwrap()].to_vec())
                 .collect()
         };
-        // The bytes, in order; messages of no bytes look like the end of the data.
+        // Compares the bytes in order. Empty messages look like the end of the data.
         let (sent, received) = (taken(from, false).concat(), taken(to, true).concat());
         let all = |end: &End| -> Vec<_> {
             let ended = end.order.iter().map(|id| (*id, &end.calls[id]));
@@ -611,7 +611,7 @@ mod tests {
         files.sort();
         assert!(files.len() >= 20, "{} files", files.len());
         for file in files {
-            // The last line before a panic names the input.
+            // Prints the name of each input, so that the last line before a panic names the one that failed.
             println!("{}", file.display());
             super::run(&std::fs::read(&file).unwrap());
         }

@@ -4,11 +4,11 @@
 //! api      the C functions of <exs.h>
 //! library  tables of sockets, queues and memory; the thread that waits for devices
 //! socket   a connection with its buffers   queue  events   memory  registrations (by anywarp-buffers)
-//! flow     what goes when: a state machine without I/O
+//! flow     decides what to transfer when: a state machine without I/O
 //! wire     messages and private data       ffi    libibverbs and librdmacm
 //! ```
 //!
-//! `docs/exs.md` describes the protocol, `man 7 exs` the interface.
+//! `docs/exs.md` describes the protocol, and `man 7 exs` the interface.
 
 mod api;
 mod ffi;
@@ -22,7 +22,7 @@ mod queue;
 mod socket;
 mod wire;
 
-/// The error of the last call to libc or verbs.
+/// Returns the errno of the last call to libc or verbs.
 fn errno() -> libc::c_int {
     std::io::Error::last_os_error()
         .raw_os_error()

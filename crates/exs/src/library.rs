@@ -14,15 +14,15 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-/// The first descriptor of a socket or a queue. It is far above those of the kernel, so that the two cannot be mixed up.
+/// The lowest descriptor of a socket or queue. It is far above those of the kernel, so that the two cannot be confused.
 const FIRST_FD: c_int = 1 << 28;
-/// How often the thread checks the sockets that other threads poll, milliseconds.
+/// The interval in milliseconds at which the thread checks the sockets that other threads poll.
 const TICK_MS: c_int = 1;
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Everything that is shared by all threads.
+/// The state that all threads share.
 #[derive(Debug)]
 pub(crate) struct Library {
     channel: Ptr<ffi::rdma_event_channel>,
@@ -32,16 +32,15 @@ pub(crate) struct Library {
     queues: Mutex<HashMap<c_int, Arc<Queue>>>,
     memory: Mutex<HashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
-    /// The list that keeps the devices of librdmacm open.
+    /// The device list of librdmacm, which keeps its devices open.
     list: OnceLock<Ptr<*mut ffi::ibv_context>>,
-    /// Held while an event of the connection manager is taken and while a queue pair is destroyed: librdmacm reads the queue
-    /// pair of an id when it delivers an event.
+    /// Held while an event of the connection manager is taken and while a queue pair is destroyed, because librdmacm accesses
+    /// the queue pair of an id when it delivers an event.
     cm: Mutex<()>,
     hot: Mutex<Vec<Arc<Socket>>>,
-    /// Sockets that the program cannot close, because it never got the descriptor or has given it up. The thread of the
-    /// library closes them.
+    /// Sockets that the program cannot close, because it never got the descriptor or has closed it. The library's thread closes them.
     failed: Mutex<Vec<c_int>>,
-    /// Deadlines of sockets, the earliest first.
+    /// The deadlines of sockets, earliest first.
     alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
 }
 
@@ -59,7 +58,7 @@ extern "C" fn in_child() {
     FORKED.store(true, SeqCst);
 }
 
-/// Starts the library, once.
+/// Initializes the library at the first call.
 pub(crate) fn init() -> Result<(), c_int> {
     static STARTING: Mutex<()> = Mutex::new(());
     let _one = lock(&STARTING);
@@ -69,7 +68,7 @@ pub(crate) fn init() -> Result<(), c_int> {
     if LIBRARY.get().is_some() {
         return Ok(());
     }
-    // SAFETY: no memory is passed, but a function that is live as long as the process; the descriptors are new.
+    // SAFETY: only a function is passed, which is valid as long as the process; the descriptors are new.
     let (channel, wakeup) = unsafe {
         let channel = ffi::rdma_create_event_channel();
         if channel.is_null() {
@@ -103,7 +102,7 @@ pub(crate) fn init() -> Result<(), c_int> {
     Ok(())
 }
 
-/// The library, if it was started by this process.
+/// Returns the library, if this process has initialized it.
 pub(crate) fn get() -> Result<&'static Library, c_int> {
     match LIBRARY.get() {
         Some(_) if FORKED.load(SeqCst) => Err(libc::EPERM),
@@ -112,7 +111,7 @@ pub(crate) fn get() -> Result<&'static Library, c_int> {
     }
 }
 
-/// The device behind a context, opened for the library when it is first used.
+/// Returns the device of a context. It is opened at the first call.
 pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_int> {
     let library = get()?;
     let mut devices = lock(&library.devices);
@@ -125,7 +124,7 @@ pub(crate) fn device(context: *mut ffi::ibv_context) -> Result<Arc<Device>, c_in
     Ok(device)
 }
 
-/// Makes the socket that accepts a connection request.
+/// Creates the socket that accepts a connection request.
 pub(crate) fn accept(
     id: Ptr<ffi::rdma_cm_id>,
     theirs: Hello,
@@ -136,15 +135,14 @@ pub(crate) fn accept(
 ) {
     let Ok(library) = get() else { return };
     let fd = library.number() + FIRST_FD;
-    // SAFETY: the request is the new socket's; its events name this descriptor from now on.
+    // SAFETY: the new socket owns the request; from now on the events of the request refer to this descriptor.
     unsafe { (*id.0).context = number_as_context(fd) };
     let socket = Arc::new(Socket::new(fd, stream, id.0, settings));
     lock(&library.sockets).insert(fd, Arc::clone(&socket));
     socket.admit(theirs, listener, op);
 }
 
-/// Records that a thread of the program polls for the events of a socket. The thread of the library takes the socket over
-/// when that polling ends.
+/// Records that a thread of the program polls for the events of a socket. The library's thread takes over when that polling stops.
 pub(crate) fn watch_polled(socket: Arc<Socket>) {
     if let Ok(library) = get() {
         lock(&library.hot).push(socket);
@@ -152,7 +150,7 @@ pub(crate) fn watch_polled(socket: Arc<Socket>) {
     }
 }
 
-/// Has the thread of the library check the deadlines of a socket at the time `at`.
+/// Makes the library's thread check the deadlines of a socket at the time `at`.
 pub(crate) fn alarm(at: Instant, fd: c_int) {
     if let Ok(library) = get() {
         let mut alarms = lock(&library.alarms);
@@ -164,7 +162,7 @@ pub(crate) fn alarm(at: Instant, fd: c_int) {
     }
 }
 
-/// Has the thread of the library close a socket whose descriptor the program does not have.
+/// Makes the library's thread close a socket whose descriptor the program does not have.
 pub(crate) fn discard(fd: c_int) {
     if let Ok(library) = get() {
         lock(&library.failed).push(fd);
@@ -176,7 +174,7 @@ pub(crate) fn discard(fd: c_int) {
 ///
 /// # Safety
 ///
-/// The id is not destroyed, and has a queue pair, which nothing uses any more.
+/// The id is live and has a queue pair, which is not used any more.
 pub(crate) unsafe fn destroy_qp(id: *mut ffi::rdma_cm_id) {
     if let Ok(library) = get() {
         let _alone = lock(&library.cm);
@@ -200,7 +198,7 @@ impl Library {
         unsafe { libc::write(self.wakeup, (&raw const one).cast(), 8) };
     }
 
-    /// A socket that the program has not closed.
+    /// Returns a socket that the program has not closed.
     pub(crate) fn socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
         self.any_socket(fd)
             .and_then(|s| if s.is_gone() { Err(libc::EBADF) } else { Ok(s) })
@@ -220,7 +218,7 @@ impl Library {
     pub(crate) fn add_socket(&self, stream: bool, settings: Settings) -> Result<c_int, c_int> {
         let fd = self.number() + FIRST_FD;
         let mut id = std::ptr::null_mut();
-        // SAFETY: the channel is live as long as the process, and `id` is a place for the result.
+        // SAFETY: the channel is live as long as the process, and `id` is valid for writes.
         let made = unsafe {
             ffi::rdma_create_id(
                 self.channel.0,
@@ -277,15 +275,14 @@ impl Library {
     }
 
     pub(crate) fn add_memory(&self, memory: Memory) -> Result<c_int, c_int> {
-        // The registration with the first device checks the address. Registrations with other devices are made when they are
-        // needed.
+        // Registering with the first device checks the address. Registrations with other devices are made when they are needed.
         if lock(&self.devices).is_empty() {
             let mut count = 0;
-            // SAFETY: the list stays allocated, and so its devices stay open.
+            // SAFETY: the list is never freed, so its devices stay open.
             let first = unsafe {
                 let get = || Ptr(ffi::rdma_get_devices(&raw mut count));
                 let list = self.list.get_or_init(get).0;
-                // It ends with a null pointer.
+                // The list ends with a null pointer.
                 if list.is_null() {
                     std::ptr::null_mut()
                 } else {
@@ -313,9 +310,9 @@ impl Library {
         Ok(())
     }
 
-    /// The thread of the library.
+    /// Runs the library's thread.
     fn run(&self) {
-        // SAFETY: a set of signals that is filled before it is used; signals go to threads of the program.
+        // SAFETY: the signal set is initialized before it is used. Blocked signals are delivered to threads of the program.
         unsafe {
             let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
             libc::sigfillset(all.as_mut_ptr());
@@ -323,7 +320,7 @@ impl Library {
         }
         loop {
             let devices = lock(&self.devices).clone();
-            // SAFETY: channels live as long as the process.
+            // SAFETY: the channels are live as long as the process.
             let fds = unsafe { [self.wakeup, (*self.channel.0).fd] };
             let channels = devices.iter().map(|d| {
                 // SAFETY: as above.
@@ -343,7 +340,7 @@ impl Library {
             } else {
                 TICK_MS
             };
-            // SAFETY: the set has as many entries as the call is given.
+            // SAFETY: the passed length is that of the set.
             unsafe { libc::poll(set.as_mut_ptr(), set.len() as libc::nfds_t, timeout) };
             let mut counter = 0u64;
             // SAFETY: eight bytes are written to a variable of that size.
@@ -366,7 +363,7 @@ impl Library {
         }
     }
 
-    /// Milliseconds until the first alarm, for poll(2).
+    /// Returns the milliseconds until the first alarm, for poll(2).
     fn until_alarm(&self) -> c_int {
         let alarms = lock(&self.alarms);
         alarms.peek().map_or(-1, |Reverse((at, _))| {
@@ -392,8 +389,8 @@ impl Library {
 
     fn events_of_cm(&self) {
         let mut event = std::ptr::null_mut();
-        // SAFETY: the channel is live as long as the process; the event is copied before it is acknowledged, and the id of
-        // a request is this thread's until a socket takes it.
+        // SAFETY: the channel is live as long as the process. The event is copied before it is acknowledged, and this thread
+        // owns the id of a request until a socket takes it.
         let next = |event| {
             let _alone = lock(&self.cm);
             // SAFETY: as above.
@@ -427,7 +424,7 @@ impl Library {
             match self.any_socket(copy.fd) {
                 Ok(socket) => socket.event_of_cm(&copy),
                 Err(_) if copy.kind == ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
-                    // SAFETY: the request of a socket that has closed belongs to no other.
+                    // SAFETY: the socket of the request is closed, so nothing else owns the request.
                     unsafe {
                         ffi::rdma_reject(copy.id, std::ptr::null(), 0);
                         ffi::rdma_destroy_id(copy.id);

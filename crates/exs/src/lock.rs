@@ -1,6 +1,6 @@
 //! Locks that ignore poisoning.
 //!
-//! A panic is caught at the border to C, and the other threads of the program go on: a lock that panics because another
+//! A panic is caught at the C boundary, and the other threads of the program continue. A lock that panics because another
 //! thread did would only spread the failure.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,4 +1,4 @@
-//! Registered memory, and the devices that it is registered with.
+//! Registered memory, and the devices that memory is registered with.
 
 use crate::ffi;
 use crate::lock::lock;
@@ -7,20 +7,21 @@ use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use std::sync::{Arc, Mutex};
 
-/// An open device, and the protection domain and completion channel of all its sockets. It lives as long as the process.
+/// An open device, with the protection domain and the completion channel of all its sockets. It exists until the process exits.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) context: Ptr<ffi::ibv_context>,
     pub(crate) pd: Ptr<ffi::ibv_pd>,
     pub(crate) channel: Ptr<ffi::ibv_comp_channel>,
     pub(crate) iwarp: bool,
-    /// Memory that the program has not registered is copied up to this length, bytes: registering it would take longer.
+    /// The length in bytes up to which memory that the program has not registered is copied, because registering it would
+    /// take longer.
     critical: usize,
 }
 
-/// The limit of [`Device::critical`], for devices on which registering takes very long.
+/// The upper limit of [`Device::critical`], for devices on which registering takes very long.
 const MAX_CRITICAL: usize = 64 << 10;
-/// Bytes of registered buffers of one connection, at most, for each direction. When all are in use, memory of the program is
+/// The most bytes of registered buffers of one connection, for each direction. When all are in use, the program's memory is
 /// registered for the call.
 const MAX_POOL: usize = 2 << 20;
 
@@ -54,8 +55,9 @@ impl Device {
         }
     }
 
-    /// Registered buffers, to copy memory that the program has not registered. Each connection has its own, because its peer
-    /// may read everything that a registration covers; for the same reason no registration is kept.
+    /// Creates the registered buffers for copying memory that the program has not registered. Each connection has separate
+    /// ones, because its peer may read everything that a registration covers. For the same reason registrations are not
+    /// cached.
     pub(crate) fn pool(&self) -> Option<Manager> {
         let settings = buffers::Settings {
             send_access: Use::Source.access(self.iwarp),
@@ -70,25 +72,25 @@ impl Device {
     }
 }
 
-/// What memory is used for. This decides the access rights of its registration.
+/// How memory is used, which determines the access rights of its registration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
-    /// Message buffers: no peer names them.
+    /// Message buffers: no peer accesses them by key.
     Local,
-    /// Sends: the peer reads it.
+    /// Sends: the peer reads the memory.
     Source,
-    /// Receives: this end's Reads write it.
+    /// Receives: local RDMA Reads write the memory.
     Sink,
-    /// Persistent receives: the peer writes it.
+    /// Persistent receives: the peer writes the memory.
     Target,
 }
 
 impl Use {
-    /// The rights of memory that is used so.
+    /// Returns the access rights for this use.
     fn access(self, iwarp: bool) -> u32 {
         match self {
             Self::Source => ffi::IBV_ACCESS_REMOTE_READ,
-            // In iWARP the Read Request carries the key of the sink, which must allow remote writes.
+            // In iWARP an RDMA Read Request contains the key of the sink, which must permit remote writes.
             Self::Sink if iwarp => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
             Self::Local | Self::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
             Self::Target => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
@@ -99,12 +101,11 @@ impl Use {
 /// Registers memory with a device.
 pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Result<Region, c_int> {
     let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
-    // SAFETY: the domain is live as long as the process; what may be done with the memory is the caller's contract.
+    // SAFETY: the domain is live as long as the process; the caller guarantees how the memory may be used.
     unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
 }
 
-/// Memory that the program has registered. It is registered with a device, with the rights of a use, when it is first used
-/// so.
+/// Memory that the program has registered. It is registered with a device, with the access rights of a use, at the first such use.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) addr: u64,
@@ -165,7 +166,7 @@ pub(crate) fn read_file(fd: c_int, offset: i64, into: u64, len: u64) -> Result<(
 pub(crate) struct FileMap {
     base: Ptr<c_void>,
     len: usize,
-    /// The address of the first requested byte; the mapping begins at a page border before it.
+    /// The address of the first requested byte. The mapping begins at the page that contains it.
     pub(crate) addr: u64,
 }
 
@@ -174,7 +175,7 @@ impl FileMap {
         if fd < 0 {
             return Err(libc::EBADF);
         }
-        // SAFETY: not the invalid descriptor -1; the call duplicates it, or fails if the program has none of this number.
+        // SAFETY: the descriptor is not -1, which is invalid. The call duplicates it, or fails if the program has no such descriptor.
         let file = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) }.try_clone_to_owned();
         let metadata = file.and_then(|file| std::fs::File::from(file).metadata());
         let size = metadata
@@ -188,8 +189,8 @@ impl FileMap {
         let before = offset & 4095;
         let len =
             usize::try_from(len).map_err(|_| libc::EINVAL)? + usize::try_from(before).unwrap_or(0);
-        // SAFETY: a new mapping; a file that others make shorter costs this process a SIGBUS only if it reads there,
-        // and it does not: the device does.
+        // SAFETY: this is a new mapping. If another process truncates the file, accesses by this process would raise SIGBUS,
+        // but only the device accesses the mapping.
         let base = unsafe {
             let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
             libc::mmap(
@@ -215,7 +216,7 @@ impl FileMap {
 
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this object's own.
+        // SAFETY: this object owns the mapping.
         unsafe { libc::munmap(self.base.0, self.len) };
     }
 }

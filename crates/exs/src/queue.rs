@@ -1,4 +1,4 @@
-//! Event queues: what `exs_qdequeue` takes from, and how threads wait for it.
+//! Event queues, from which `exs_qdequeue` takes events, and how threads wait for events.
 
 use crate::lock::lock;
 use crate::socket::Socket;
@@ -20,13 +20,13 @@ pub(crate) struct Event {
     pub(crate) body: [u64; 6],
 }
 
-/// Flag of a transfer's event: more events of the same call follow.
+/// A flag in the event of a transfer: more events of the same call follow.
 pub(crate) const MORE: u64 = 0x200;
-/// How long a thread polls before it sleeps, in the adaptive mode, when events take longer than [`SHORT_WAIT`].
+/// The time that a thread polls before it sleeps, in the adaptive mode, if events take longer than [`SHORT_WAIT`].
 const SPIN: Duration = Duration::from_micros(50);
-/// How long a thread polls if the last wait was no longer than this. Waking a peer that sleeps involves four threads and
-/// takes some 400 µs each way. Two ends that give up sooner would both sleep in every exchange, although it takes 30 µs when
-/// both poll.
+/// The time that a thread polls if the last wait was not longer than this. Waking a sleeping peer involves four threads and
+/// takes some 400 µs in each direction. If both ends stopped polling earlier, both would sleep in every exchange, although an
+/// exchange takes 30 µs if both poll.
 const SHORT_WAIT: Duration = Duration::from_millis(1);
 
 /// How threads wait in `exs_qdequeue`.
@@ -40,17 +40,16 @@ pub(crate) enum Wait {
 #[derive(Debug)]
 pub(crate) struct State {
     events: VecDeque<Event>,
-    /// Places in the queue that are reserved for the events of calls under way.
+    /// The number of entries that are reserved for the events of calls in progress.
     reserved: usize,
     pub(crate) depth: usize,
     pub(crate) wait: Wait,
-    /// How long the next wait polls, in the adaptive mode.
+    /// The time that the next wait polls, in the adaptive mode.
     spin: Duration,
-    /// The signal that is sent when an event comes into the empty queue.
+    /// The signal to send when an event is added to the empty queue.
     pub(crate) signal: Option<c_int>,
     members: HashMap<c_int, Arc<Socket>>,
-    /// Whether the program has asked for the descriptor. Only then is it kept up to date, which costs two system calls for
-    /// each event.
+    /// Whether the program has requested the descriptor. Otherwise it is not updated, which saves two system calls for each event.
     has_fd: bool,
 }
 
@@ -58,10 +57,10 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// The number of events, modulo 2^32: the futex that waiting threads sleep on.
+    /// The number of events added so far, modulo 2^32. Waiting threads use it as a futex.
     pushed: AtomicU32,
     sleepers: AtomicU32,
-    /// The descriptor for the program. It is readable while there are events, if `has_fd`.
+    /// The descriptor for the program. If `has_fd`, it is readable while there are events.
     eventfd: c_int,
 }
 
@@ -93,7 +92,7 @@ impl Queue {
         lock(&self.state)
     }
 
-    /// Reserves places for the events of a call on `socket`.
+    /// Reserves entries for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
         let mut state = self.lock();
         if state.reserved + state.events.len() + events > state.depth {
@@ -107,14 +106,14 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns reserved places that no event will use.
+    /// Releases reserved entries that no event will use.
     pub(crate) fn release(&self, events: usize) {
         let mut state = self.lock();
         state.reserved = state.reserved.saturating_sub(events);
     }
 
     pub(crate) fn forget(&self, fd: c_int) {
-        // If this is the last reference, the socket is dropped after the lock was released: dropping it may take long.
+        // If this is the last reference, the socket is dropped after the lock was released, because dropping it may take long.
         let socket = self.lock().members.remove(&fd);
         drop(socket);
     }
@@ -126,8 +125,8 @@ impl Queue {
         self.add(&mut state, event);
     }
 
-    /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, its counter
-    /// is increased instead.
+    /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, increments its counter
+    /// instead.
     pub(crate) fn note(&self, event: Event) {
         let mut state = self.lock();
         let same = state.events.iter_mut().find(|e| {
@@ -165,7 +164,7 @@ impl Queue {
         }
     }
 
-    /// The descriptor, for the program.
+    /// Returns the descriptor for the program.
     pub(crate) fn fd(&self) -> c_int {
         let mut state = self.lock();
         if !state.has_fd {
@@ -183,7 +182,7 @@ impl Queue {
         unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
     }
 
-    /// Returns whether no call will make an event.
+    /// Returns whether no call in progress will add an event.
     pub(crate) fn is_idle(&self) -> bool {
         self.lock().reserved == 0
     }
@@ -192,8 +191,7 @@ impl Queue {
         self.lock().events.len()
     }
 
-    /// Waits until there are `least` events or the deadline is reached, and takes up to `into.len()` of those that are
-    /// there.
+    /// Waits until there are `least` events or the deadline is reached. Removes and returns up to `into.len()` events.
     pub(crate) fn dequeue(
         &self,
         into: &mut [Event],
@@ -291,7 +289,7 @@ impl Queue {
         });
         let timeout = timeout.as_ref().map_or(std::ptr::null(), |t| &raw const *t);
         let operation = operation | libc::FUTEX_PRIVATE_FLAG;
-        // SAFETY: the word and the time live until the call returns.
+        // SAFETY: the word and the time are live until the call returns.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_futex,
@@ -309,7 +307,7 @@ impl Queue {
     }
 }
 
-/// How long the next wait polls before it sleeps, if the last one took `waited`.
+/// Returns how long the next wait polls before it sleeps, if the last one took `waited`.
 fn spin_after(waited: Duration) -> Duration {
     if waited <= SHORT_WAIT {
         SHORT_WAIT
@@ -320,7 +318,7 @@ fn spin_after(waited: Duration) -> Duration {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is the queue's own.
+        // SAFETY: the queue owns the descriptor.
         unsafe { libc::close(self.eventfd) };
     }
 }
@@ -351,7 +349,7 @@ mod tests {
         };
         assert_eq!(wait(SHORT_WAIT * 20), SPIN);
         assert_eq!(spin_after(SHORT_WAIT / 2), SHORT_WAIT);
-        // A call that finds an event at once does not change the spin time.
+        // A call that finds an event at once does not change the polling time.
         queue.push(event);
         queue.dequeue(&mut [event], 1, None).unwrap();
         assert_eq!(queue.lock().spin, SPIN);

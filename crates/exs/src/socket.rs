@@ -1,4 +1,4 @@
-//! A socket: its connection, its message buffers, and the program's operations on it.
+//! A socket: the connection, its message buffers, and the program's operations.
 
 use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Numbers of the events, as `<exs.h>` has them.
+/// The types of events, with the numbers of `<exs.h>`.
 pub(crate) const EVT_POLL: c_int = 1;
 pub(crate) const EVT_CONNECT: c_int = 2;
 pub(crate) const EVT_ACCEPT: c_int = 3;
@@ -31,27 +31,27 @@ const EVT_RECVTIMEOUT: c_int = 10;
 pub(crate) const EVT_SHUTDOWN: c_int = 11;
 pub(crate) const EVT_CLOSE: c_int = 12;
 
-/// Flag of a transfer's event: the message was longer than the receive, and was cut.
+/// A flag in the event of a transfer: the message was longer than the receive and was truncated.
 const TRUNCATED: u64 = 0x100;
-/// The largest number of operations under way on one socket.
+/// The most operations in progress on one socket.
 const MAX_OPS: usize = 4096;
-/// The limit of each step of connecting (address, route, connection), milliseconds.
+/// The time limit in milliseconds for each step of connecting (address, route, connection).
 const CONNECT_MS: c_int = 5000;
-/// How long a close waits until its last messages are sent.
+/// The time that a close waits until its last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
 /// The pause between two checks of that wait.
 const CLOSE_PAUSE: Duration = Duration::from_micros(100);
-/// Requests in the send queue for Reads and Writes: 16 transfers from the peer in up to 15 pieces each, and 16 to the peer
-/// in up to 8.
+/// The number of send queue entries for RDMA Reads and Writes: 16 transfers from the peer with up to 15 pieces each, and 16
+/// to the peer with up to 8.
 const TRANSFERS: u32 = 16 * 15 + 16 * 8;
 
-/// The size of a stream's buffer unless the program sets another, bytes. It has room for several messages of the lengths at
-/// which copying costs less than waiting for a receive.
+/// The default size of a stream's buffer in bytes. It has room for several messages of the lengths for which copying costs
+/// less than waiting for a receive.
 pub(crate) const STREAM_BUFFER: u32 = 256 << 10;
 
-/// Bytes that the library has copied, of all sockets.
+/// The number of bytes that the library has copied, for all sockets.
 pub(crate) static COPIED: AtomicU64 = AtomicU64::new(0);
-/// Bytes that devices have transferred without a copy by the library.
+/// The number of bytes that devices have transferred without a copy by the library.
 pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 
 /// The options that a program sets before it connects.
@@ -59,27 +59,27 @@ pub(crate) static DIRECT: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Settings {
     pub(crate) credits: u16,
     pub(crate) immediate: u32,
-    /// The largest number of bytes of a stream that are read from the peer before there is a receive for them.
+    /// The most bytes of a stream that are read from the peer before there is a receive for them.
     pub(crate) buffer: u32,
-    /// How long sends and receives may take. `None`: without a limit.
+    /// The time limits of sends and receives. `None`: no limit.
     pub(crate) send_timeout: Timeout,
     pub(crate) recv_timeout: Timeout,
-    /// How long a connection may take to be established.
+    /// The time limit for establishing a connection.
     pub(crate) connect_timeout: Duration,
-    /// How long a close waits until the peer has answered all that was sent.
+    /// The time that a close waits until the peer has answered all messages.
     pub(crate) linger: Duration,
 }
 
-/// A limit for operations of one direction.
+/// A time limit for operations of one direction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Timeout {
     pub(crate) after: Option<Duration>,
-    /// The limit applies to the next operation only.
+    /// The limit applies only to the next operation.
     pub(crate) once: bool,
 }
 
 impl Timeout {
-    /// The deadline of an operation that starts now.
+    /// Returns the deadline of an operation that starts now.
     fn take(&mut self) -> Option<Instant> {
         let after = self.after;
         if self.once {
@@ -107,7 +107,7 @@ impl Settings {
     };
 }
 
-/// Keeps memory registered, or mapped, until its operation has ended.
+/// Keeps memory registered or mapped until its operation has ended.
 #[derive(Debug)]
 pub(crate) enum Keep {
     /// Registered by the program.
@@ -117,7 +117,7 @@ pub(crate) enum Keep {
     },
     /// Registered for this operation.
     Own { _region: Region },
-    /// A mapped file. Its registration is the element before this one, and is dropped first.
+    /// A mapped file. Its registration is the preceding element, which is dropped first.
     Map { _map: FileMap },
     /// A buffer of the connection's pool.
     Pooled(Piece),
@@ -128,26 +128,26 @@ pub(crate) enum Keep {
 pub(crate) struct Op {
     pub(crate) kind: c_int,
     pub(crate) queue: Arc<Queue>,
-    /// Places in the event queue that are reserved for the operation.
+    /// The number of event queue entries that are reserved for the operation.
     pub(crate) places: usize,
     pub(crate) ahandle: isize,
-    /// The address in the event: that of the buffer, or of the structure that was passed to the call.
+    /// The address in the event: that of the buffer, or of the structure passed to the call.
     pub(crate) user: u64,
     pub(crate) flags: u64,
     pub(crate) offset: u64,
-    /// The memory, with local keys.
+    /// The memory with local keys.
     pub(crate) segments: Vec<Segment>,
-    /// The memory, with the keys that the peer uses.
+    /// The memory with the keys for the peer.
     pub(crate) remote: Vec<Segment>,
     pub(crate) keep: Vec<Keep>,
     /// The memory of the program into which a pooled buffer is copied after the receive.
     pub(crate) bounce: Option<u64>,
-    /// The deadline, and whether it was missed.
+    /// The deadline, and whether it has passed.
     pub(crate) deadline: Option<Instant>,
     pub(crate) late: bool,
 }
 
-/// A call of exs_poll, shared by all of its sockets. The first socket that is ready reports it.
+/// A call of exs_poll, which all its sockets share. The first ready socket reports it.
 #[derive(Debug)]
 pub(crate) struct PollCall {
     pub(crate) op: Mutex<Option<Op>>,
@@ -163,7 +163,7 @@ impl PollCall {
         self.lock().is_none()
     }
 
-    /// Reports the call, if no other socket has: the socket at `index` is ready for `events`.
+    /// Reports the call unless another socket has done so: the socket at `index` is ready for `events`.
     fn fire(&self, fd: c_int, index: usize, events: i16, errno: c_int) {
         if let Some(op) = self.lock().take() {
             let ready = u64::from(events.cast_unsigned());
@@ -178,7 +178,7 @@ impl PollCall {
     }
 }
 
-/// A socket's part in a call of exs_poll.
+/// The entry of a socket in a call of exs_poll.
 #[derive(Debug)]
 struct Poll {
     call: Arc<PollCall>,
@@ -196,7 +196,7 @@ enum State {
     Ended(c_int),
 }
 
-/// Message buffers of a connection: receives first, then sends.
+/// The message buffers of a connection: first those of receives, then those of sends.
 #[derive(Debug)]
 struct Link {
     device: Arc<Device>,
@@ -208,11 +208,11 @@ struct Link {
     sends: usize,
     backlog: VecDeque<(Message, Option<OpId>)>,
     _region: Region,
-    /// The buffer of a stream for bytes that arrive before their receive. It is made when it is first needed.
+    /// The buffer of a stream for bytes that arrive before their receive. It is created when it is first needed.
     early: Option<Early>,
 }
 
-/// The buffer of a stream, as a ring.
+/// The buffer of a stream, which is a ring.
 #[derive(Debug)]
 struct Early {
     region: Region,
@@ -227,7 +227,7 @@ impl Early {
         Ok(Self { region, bytes })
     }
 
-    /// The memory of up to `len` bytes from offset `at` of the stream on.
+    /// Returns the memory of up to `len` bytes from position `at` of the stream on.
     fn segments(&self, at: u64, len: u64) -> Vec<Segment> {
         let size = self.bytes.len() as u64;
         let base = self.bytes.as_ptr().addr() as u64;
@@ -250,21 +250,21 @@ struct Inner {
     flow: Option<Flow>,
     ops: BTreeMap<OpId, Op>,
     next_op: OpId,
-    /// The number of pieces that are outstanding, of each transfer from the peer (`moves`) and to it (`writes`).
+    /// The number of outstanding pieces of each transfer from the peer (`moves`) and to it (`writes`).
     moves: HashMap<u64, usize>,
     writes: HashMap<OpId, usize>,
     connect: Option<OpId>,
-    /// Of a socket that is being accepted: the listener, and the operation of the accept.
+    /// For a socket that is being accepted: the listener, and the operation of the accept.
     accept: Option<(c_int, Op)>,
     accepts: VecDeque<OpId>,
     requests: VecDeque<(Ptr<ffi::rdma_cm_id>, Hello)>,
     backlog: usize,
     polls: Vec<Poll>,
-    /// The earliest deadline that was passed to the thread of the library.
+    /// The earliest deadline that was passed to the library's thread.
     alarm: Option<Instant>,
-    /// Of a socket that is being accepted: the time at which it fails unless it is connected.
+    /// For a socket that is being accepted: the time at which the accept fails unless it is connected.
     establish_by: Option<Instant>,
-    /// The close that waits until everything sent is answered, and then its result.
+    /// A close that waits until all messages are answered, and afterwards its result.
     closing: Option<Op>,
     closed: Option<(Op, c_int)>,
 }
@@ -275,15 +275,15 @@ pub(crate) struct Socket {
     pub(crate) fd: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
-    /// Registered buffers, to copy memory that the program has not registered.
+    /// Registered buffers for copying memory that the program has not registered.
     pool: OnceLock<Option<Manager>>,
-    /// The program has closed the socket, and its last messages are not sent yet.
+    /// The program has closed the socket, but its last messages are not sent yet.
     gone: AtomicBool,
     /// Threads of the program poll the completion queue, so it is not armed.
     hot: AtomicBool,
-    /// A thread of the program has polled since the last check by the thread of the library.
+    /// A thread of the program has polled since the last check by the library's thread.
     touched: AtomicBool,
-    /// The socket is in the list that the thread of the library checks.
+    /// The socket is in the list that the library's thread checks.
     watched: AtomicBool,
 }
 
@@ -350,7 +350,7 @@ impl Socket {
         Ok(inner.settings)
     }
 
-    /// The address of this end, or of the peer.
+    /// Returns the local address, or that of the peer.
     pub(crate) fn address(&self, peer: bool) -> Result<libc::sockaddr_storage, c_int> {
         let inner = self.lock();
         if peer && inner.state != State::Connected {
@@ -375,14 +375,14 @@ impl Socket {
         if inner.state != State::New {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the id is not closed, and the caller has checked the length of the address.
+        // SAFETY: the id is live, and the caller has checked the length of the address.
         check(unsafe { ffi::rdma_bind_addr(inner.id.0, addr.cast_mut()) })
     }
 
     pub(crate) fn listen(&self, backlog: c_int) -> Result<(), c_int> {
         let mut inner = self.lock();
         if inner.state == State::New {
-            // SAFETY: the id is not closed.
+            // SAFETY: the id is live.
             check(unsafe { ffi::rdma_listen(inner.id.0, backlog.clamp(1, 4096)) })?;
             inner.state = State::Listening;
         } else if inner.state != State::Listening {
@@ -396,7 +396,7 @@ impl Socket {
         let mut inner = self.lock();
         let refused = match inner.state {
             State::New => {
-                // SAFETY: the id is not closed, and the caller has checked the length of the address.
+                // SAFETY: the id is live, and the caller has checked the length of the address.
                 let r = unsafe {
                     ffi::rdma_resolve_addr(
                         inner.id.0,
@@ -437,7 +437,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Adds the socket to a call of exs_poll, in which it has the position `index`.
+    /// Adds the socket to a call of exs_poll at position `index`.
     pub(crate) fn poll(&self, call: &Arc<PollCall>, index: usize, events: i16) {
         let mut inner = self.lock();
         inner.polls.retain(|p| !p.call.is_over());
@@ -453,19 +453,19 @@ impl Socket {
         }
     }
 
-    /// The events of exs_poll that the socket is ready for.
+    /// Returns the events of exs_poll for which the socket is ready.
     pub(crate) fn ready(&self) -> i16 {
         let mut inner = self.lock();
         self.drain(&mut inner);
         inner.ready()
     }
 
-    /// Returns whether the program has closed it.
+    /// Returns whether the program has closed the socket.
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(SeqCst)
     }
 
-    /// A registered buffer for `len` bytes of memory that is not registered, if copying it costs less.
+    /// Returns a registered buffer for `len` bytes of unregistered memory, if copying costs less.
     pub(crate) fn buffer(&self, device: &Device, len: u64, what: Use) -> Option<Piece> {
         let of = match what {
             Use::Source => buffers::Use::Send,
@@ -476,7 +476,7 @@ impl Socket {
         pool.piece(of, usize::try_from(len).ok()?)
     }
 
-    /// Has the thread of the library call [`Socket::expire`] at the deadline.
+    /// Makes the library's thread call [`Socket::expire`] at the deadline.
     fn set_alarm(&self, inner: &mut Inner, deadline: Option<Instant>) {
         if let Some(at) = deadline
             && inner.alarm.is_none_or(|alarm| at < alarm)
@@ -520,7 +520,7 @@ impl Socket {
         self.set_alarm(&mut inner, first);
     }
 
-    /// The device of the connection, with which memory is registered, and the longest immediate data.
+    /// Returns the device of the connection, with which memory is registered, and the longest immediate data.
     pub(crate) fn device(&self) -> Result<(Arc<Device>, u64), c_int> {
         let inner = self.lock();
         match (&inner.state, &inner.link, &inner.flow) {
@@ -542,7 +542,7 @@ impl Socket {
         begin: impl FnOnce(&mut Flow, OpId, &Op, &mut Vec<Action>) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
-        // After the end of the connection a receive still gets what is in the buffer, and then the end of the data.
+        // After the end of the connection a receive still gets the buffered data, and then the end of the data.
         let reads_end = matches!(op.kind, EVT_RECV | EVT_RECVMSG) && inner.is_at_end();
         let refused = match inner.state {
             State::Connected if inner.ops.len() >= MAX_OPS => Some(libc::EAGAIN),
@@ -572,7 +572,7 @@ impl Socket {
         inner.add(op);
         self.perform(&mut inner, actions);
         if inner.state != State::Connected {
-            // A receive that waits for more bytes than there are ends now, because nothing follows.
+            // A receive that waits for more bytes than there are ends now, because no more arrive.
             self.report(&mut inner, id, libc::ECONNRESET, 0, 0);
         }
         self.set_alarm(&mut inner, deadline);
@@ -623,7 +623,7 @@ impl Socket {
         chosen.len() + ended.len()
     }
 
-    /// Starts a close, which is reported once the peer has answered everything that was sent.
+    /// Starts a close, which is reported when the peer has answered all messages.
     pub(crate) fn begin_close(&self, mut op: Op) -> Result<(), c_int> {
         let mut inner = self.lock();
         if self.gone.swap(true, SeqCst) {
@@ -652,7 +652,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Records the result of the close. The thread of the library closes the socket and reports it.
+    /// Records the result of the close. The library's thread closes the socket and reports it.
     fn closed(&self, inner: &mut Inner, errno: c_int) {
         if let Some(op) = inner.closing.take() {
             inner.closed = Some((op, errno));
@@ -672,7 +672,7 @@ impl Socket {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
-        // If the peer has everything that was sent, it is to see the end of the data, and not a broken connection.
+        // If the peer has received everything, it should see the end of the data instead of a broken connection.
         if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
             inner.end_direction(self);
         }
@@ -681,7 +681,7 @@ impl Socket {
             && Instant::now() < until
         {
             if self.drain(&mut inner) == 0 {
-                // The lock is released during the wait: the thread of the library, which serves all sockets, may need it.
+                // The lock is released during the wait, because the library's thread, which serves all sockets, may need it.
                 drop(inner);
                 std::thread::sleep(CLOSE_PAUSE);
                 inner = self.lock();
@@ -693,7 +693,7 @@ impl Socket {
         let requests = std::mem::take(&mut inner.requests);
         let closed = inner.closed.take();
         drop(inner);
-        // SAFETY: these ids are nowhere else now; the thread of the library acknowledges their events without a lock.
+        // SAFETY: nothing else has these ids; the library's thread acknowledges their events without the lock.
         unsafe {
             for (request, _) in requests {
                 ffi::rdma_reject(request.0, std::ptr::null(), 0);
@@ -726,8 +726,8 @@ impl Socket {
         }
     }
 
-    /// Returns whether a thread has polled since the last call. If none has, the completion queue is armed, so that completions wake
-    /// the thread of the library.
+    /// Returns whether a thread has polled since the last call. Otherwise arms the completion queue, so that completions wake
+    /// the library's thread.
     pub(crate) fn is_still_polled(&self) -> bool {
         if self.touched.swap(false, Relaxed) {
             return true;
@@ -737,15 +737,14 @@ impl Socket {
         false
     }
 
-    /// Called when a thread that has polled goes to sleep: arms the completion queue, so that completions wake the thread of
-    /// the library.
+    /// Called when a thread that has polled goes to sleep. Arms the completion queue, so that completions wake the library's thread.
     pub(crate) fn stop_polling(&self) {
         if self.hot.swap(false, SeqCst) {
             self.wake();
         }
     }
 
-    /// Handles completions, in the thread of the library.
+    /// Handles completions in the library's thread.
     pub(crate) fn wake(&self) {
         let mut inner = self.lock();
         loop {
@@ -788,7 +787,7 @@ impl Socket {
             for completion in done {
                 let handled = match completion.status {
                     ffi::IBV_WC_SUCCESS => inner.completed(completion, &mut actions),
-                    // The peer sent a message that is longer than any may be, or advertised memory that it does not have.
+                    // The peer sent a message longer than permitted, or advertised memory that it does not have.
                     ffi::IBV_WC_LOC_LEN_ERR
                     | ffi::IBV_WC_REM_INV_REQ_ERR
                     | ffi::IBV_WC_REM_ACCESS_ERR => Err(libc::EPROTO),
@@ -844,7 +843,7 @@ impl Socket {
             return;
         };
         if let (Some(to), Some(Keep::Pooled(piece))) = (op.bounce, op.keep.first()) {
-            // SAFETY: the program gave this memory to the library until the event, and the buffer is as long.
+            // SAFETY: the program does not access this memory until the event, and the buffer has at least the same length.
             unsafe {
                 let len = usize::try_from(len).unwrap_or(0);
                 std::ptr::copy_nonoverlapping(program(piece.addr()), program(to), len);
@@ -875,7 +874,7 @@ impl Socket {
         }
     }
 
-    /// Ends the connection: destroys the queue pair, after which the device accesses no memory, and reports all operations.
+    /// Ends the connection: destroys the queue pair, so that the device accesses no more memory, and reports all operations.
     fn end(&self, inner: &mut Inner, errno: c_int) {
         if matches!(inner.state, State::Ended(_)) {
             return;
@@ -884,7 +883,7 @@ impl Socket {
         if let Some(link) = &mut inner.link
             && !link.qp.0.is_null()
         {
-            // SAFETY: the id is live until `close` has ended the connection, and its queue pair ends here, once.
+            // SAFETY: the id is live until `close` has ended the connection, and its queue pair is destroyed only here.
             unsafe {
                 ffi::rdma_disconnect(inner.id.0);
                 library::destroy_qp(inner.id.0);
@@ -925,7 +924,7 @@ impl Socket {
         });
     }
 
-    /// Gives waiting connection requests to waiting accepts.
+    /// Matches queued connection requests with waiting accepts.
     fn pair(&self, inner: &mut Inner) {
         while let (Some(op), Some(_)) = (inner.accepts.front().copied(), inner.requests.front()) {
             let Some((id, hello)) = inner.requests.pop_front() else {
@@ -939,7 +938,7 @@ impl Socket {
         }
     }
 
-    /// Accepts a connection request. The socket is the one that was made for it.
+    /// Accepts a connection request. The socket was created for it.
     pub(crate) fn admit(&self, theirs: Hello, listener: c_int, op: Op) {
         let mut inner = self.lock();
         inner.accept = Some((listener, op));
@@ -956,7 +955,7 @@ impl Socket {
     pub(crate) fn event_of_cm(&self, event: &CmEvent) {
         let mut inner = self.lock();
         if event.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST && event.id != inner.id.0 {
-            // The event may be about a request that is not accepted yet.
+            // The event may belong to a request that is not accepted yet.
             if let Some(at) = inner.requests.iter().position(|(id, _)| id.0 == event.id) {
                 inner.requests.remove(at);
                 drop(inner);
@@ -1015,7 +1014,7 @@ impl Socket {
             return;
         }
         let ours = inner.hello(self.stream).write();
-        // SAFETY: the request belongs to no socket yet; the private data is live until the call returns.
+        // SAFETY: the request is not owned by a socket yet; the private data is live until the call returns.
         unsafe {
             ffi::rdma_reject(event.id, ours.as_ptr().cast(), 16);
             ffi::rdma_destroy_id(event.id);
@@ -1031,8 +1030,7 @@ impl Socket {
             if theirs.stream != self.stream {
                 return Err(libc::EPROTOTYPE);
             }
-            // The number of messages without an answer is limited to that of this end's own credits: it has no buffers for
-            // more answers.
+            // The number of unanswered messages is limited to this end's own credits, because it has no buffers for more answers.
             let theirs = Hello {
                 credits: theirs.credits.min(inner.settings.credits),
                 ..theirs
@@ -1043,9 +1041,8 @@ impl Socket {
         if inner.state == State::Connecting
             && let Some(link) = inner.link.as_ref().filter(|link| link.device.iwarp)
         {
-            // The end that accepts may send nothing before the first message of the end that connects (RFC 5044 section 7).
-            // A program that connects may start with a receive, so an empty Write, which needs no memory of the peer, is
-            // that first message.
+            // The accepting end may send nothing before the first message of the connecting end (RFC 5044 §7). The connecting
+            // program may start with a receive, so the library sends an empty Write first, which needs no memory of the peer.
             link.post_send(OPENED, ffi::IBV_WR_RDMA_WRITE, &mut [], (0, 0))?;
         }
         inner.state = State::Connected;
@@ -1055,7 +1052,7 @@ impl Socket {
             self.report(inner, id, 0, 0, 0);
         }
         if let Some((listener, op)) = inner.accept.take() {
-            // SAFETY: the id is live until `close`; the memory for the address is the program's until the event.
+            // SAFETY: the id is live until `close`; the program does not access the memory for the address until the event.
             let length = unsafe {
                 let peer = &raw const (*inner.id.0).route.addr.dst.storage;
                 crate::api::give_address(op.user, peer)
@@ -1067,7 +1064,7 @@ impl Socket {
     }
 }
 
-/// Ends the calls of exs_poll that the socket is in, because the program has closed it.
+/// Ends the calls of exs_poll that include the socket, because the program has closed it.
 fn end_polls(inner: &mut Inner, fd: c_int) {
     for poll in std::mem::take(&mut inner.polls) {
         poll.call.fire(fd, poll.index, 0, libc::ECANCELED);
@@ -1118,7 +1115,7 @@ impl Link {
             num_sge: 1,
         };
         let mut bad = std::ptr::null_mut();
-        // SAFETY: the queue pair is live until the link says null, and the request until the call returns.
+        // SAFETY: the queue pair is live until the link is set to null, and the request until the call returns.
         let result = unsafe {
             let qp = self.qp.0;
             if qp.is_null() {
@@ -1180,7 +1177,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // SAFETY: the queue pair that used the queue has ended before: `Socket::end`, or it was never made.
+        // SAFETY: the queue pair that used the queue was destroyed by `Socket::end`, or was never created.
         unsafe { ffi::ibv_destroy_cq(self.cq.0) };
     }
 }
@@ -1207,7 +1204,7 @@ impl Inner {
             && self.flow.as_ref().is_some_and(Flow::is_at_end)
     }
 
-    /// What the socket is ready for, in the bits of exs_poll.
+    /// Returns the readiness of the socket in the bits of exs_poll.
     fn ready(&self) -> i16 {
         let (input, output) = match self.state {
             State::Connected => self.flow.as_ref().map_or((false, false), Flow::ready),
@@ -1257,14 +1254,14 @@ impl Inner {
         }
     }
 
-    /// Makes the queue pair and its message buffers, and posts the receives.
+    /// Creates the queue pair and its message buffers, and posts the receives.
     fn equip(&mut self, fd: c_int, stream: bool, most_sends: u16) -> Result<(), c_int> {
         // SAFETY: the id is live until `close`.
         let device = library::device(unsafe { (*self.id.0).verbs })?;
         let ours = self.hello(stream);
         let controls = CONTROLS as usize;
-        // Receives: the peer's messages, and its answers to ours. Sends: our messages, and our answers, twice, because the
-        // peer may send its next message before this end has handled the completion of an answer.
+        // Receives: for the peer's messages, and for its answers to local messages. Sends: for local messages, and twice for
+        // local answers, because the peer may send its next message before this end has handled the completion of an answer.
         let receives = usize::from(ours.credits) + usize::from(most_sends) + 2 * controls;
         let sends = 2 * usize::from(most_sends) + usize::from(ours.credits) + 4 * controls;
         let size = (HEADER_LENGTH + (MAX_SEGMENTS * SEGMENT_LENGTH).max(ours.immediate as usize))
@@ -1275,7 +1272,7 @@ impl Inner {
         let depth = u32::try_from(receives + sends).map_err(|_| libc::EINVAL)? + TRANSFERS;
         let context = std::ptr::without_provenance_mut::<c_void>(usize::try_from(fd).unwrap_or(0));
         let entries = c_int::try_from(depth).map_err(|_| libc::EINVAL)?;
-        // SAFETY: the device and its channel live as long as the process.
+        // SAFETY: the device and its channel are live as long as the process.
         let cq =
             unsafe { ffi::ibv_create_cq(device.context.0, entries, context, device.channel.0, 0) };
         if cq.is_null() {
@@ -1306,7 +1303,7 @@ impl Inner {
             qp_type: ffi::IBV_QPT_RC,
             ..Default::default()
         };
-        // SAFETY: the id is live until `close`, and all that the queue pair is made of at least as long as the link.
+        // SAFETY: the id is live until `close`, and the objects in the attributes at least as long as the link.
         unsafe {
             check(ffi::rdma_create_qp(
                 self.id.0,
@@ -1430,7 +1427,7 @@ impl Inner {
                 let Some(room) = buffer.get_mut(length..length + count) else {
                     return Err(libc::EMSGSIZE);
                 };
-                // SAFETY: the program gave this memory to the library until the event; the room is the buffer's own.
+                // SAFETY: the program does not access this memory until the event; the message buffer has the room.
                 unsafe {
                     std::ptr::copy_nonoverlapping(program(segment.addr), room.as_mut_ptr(), count);
                 };
@@ -1564,7 +1561,7 @@ impl Inner {
                 for local in sink {
                     let (part, rest) =
                         from.split_at_checked(local.len as usize).ok_or(libc::EIO)?;
-                    // SAFETY: the program gave this memory to the library until the event.
+                    // SAFETY: the program does not access this memory until the event.
                     unsafe {
                         std::ptr::copy_nonoverlapping(
                             part.as_ptr(),
@@ -1588,7 +1585,7 @@ impl Inner {
         }
     }
 
-    /// Makes the buffer of the stream when it is first used.
+    /// Creates the buffer of the stream at its first use.
     fn need_early(&mut self) -> Result<(), c_int> {
         let size = self.settings.buffer as usize;
         let link = self.link.as_mut().ok_or(libc::EIO)?;
@@ -1598,7 +1595,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The memory of bytes `[at, at + len)` of a receive, or of the stream's buffer.
+    /// Returns the memory of bytes `[at, at + len)` of a receive, or of the stream's buffer.
     fn sink(&self, of: OpId, at: u64, len: u64) -> Result<Vec<Segment>, c_int> {
         if of == flow::BUFFER {
             let early = self.link.as_ref().and_then(|l| l.early.as_ref());
@@ -1609,7 +1606,7 @@ impl Inner {
     }
 }
 
-/// Copies bytes between two lists of memory that are equally long.
+/// Copies bytes between two lists of memory of the same total length.
 fn copy(from: &[Segment], to: &[Segment]) {
     let total = |all: &[Segment]| all.iter().map(|s| u64::from(s.len)).sum::<u64>();
     let mut at = 0;
@@ -1618,7 +1615,7 @@ fn copy(from: &[Segment], to: &[Segment]) {
         let rest = [from, to].map(|all| flow::cut(all, at, len - at).first().copied());
         let [Some(from), Some(to)] = rest else { return };
         let count = from.len.min(to.len);
-        // SAFETY: both are memory of the library or of an operation, which the program gave to the library until its event.
+        // SAFETY: both are memory of the library, or of an operation, whose memory the program does not access until its event.
         unsafe {
             std::ptr::copy_nonoverlapping(program(from.addr), program(to.addr), count as usize);
         };
@@ -1626,7 +1623,7 @@ fn copy(from: &[Segment], to: &[Segment]) {
     }
 }
 
-/// A pointer to memory of the program.
+/// Returns a pointer to memory of the program.
 fn program(addr: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(addr as usize)
 }

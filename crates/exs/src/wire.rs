@@ -1,30 +1,30 @@
-//! The bytes that two ends exchange: the private data of the connection, and the header of each message.
+//! The format of the bytes that two ends exchange: the private data of the connection, and the header of each message.
 //!
-//! `docs/exs.md` describes them; its vectors are read by the tests of this file.
+//! `docs/exs.md` describes them, and the tests of this file read its vectors.
 
-/// The version of the protocol that this library speaks.
+/// The version of the protocol.
 pub(crate) const VERSION: u8 = 1;
 /// The length of the private data.
 pub(crate) const HELLO_LENGTH: usize = 16;
 /// The length of a header without segments.
 pub(crate) const HEADER_LENGTH: usize = 32;
-/// The length of one segment behind a header.
+/// The length of one segment after a header.
 pub(crate) const SEGMENT_LENGTH: usize = 16;
 /// The most segments of an advertisement.
 pub(crate) const MAX_SEGMENTS: usize = 8;
-/// The longest transfer: the longest message of most devices.
+/// The longest transfer in bytes, which is the longest message of most devices.
 pub(crate) const MAX_LENGTH: u64 = 1 << 30;
 
 const MAGIC: [u8; 4] = *b"EXSP";
 
-/// The private data with which each end describes itself while the connection is made.
+/// The private data with which each end describes itself when the connection is established.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Whether the socket is a byte stream; otherwise it has messages.
+    /// Whether the socket is a byte stream. Otherwise it preserves message boundaries.
     pub(crate) stream: bool,
-    /// Advertisements that this end can store before it has acknowledged one.
+    /// The number of advertisements that this end can store before it has acknowledged one.
     pub(crate) credits: u16,
-    /// The longest immediate data that this end accepts, bytes.
+    /// The longest immediate data in bytes that this end accepts.
     pub(crate) immediate: u32,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Hello {
 pub(crate) enum Bad {
     /// The peer speaks another protocol.
     NotExs,
-    /// The peer speaks another version of this one.
+    /// The peer uses another version of this protocol.
     Version,
     /// A field has a value that the protocol does not define.
     Field,
@@ -54,7 +54,7 @@ impl Hello {
         out.0.try_into().unwrap_or([0; HELLO_LENGTH])
     }
 
-    /// Reads private data. Some transports pad it, so bytes may follow.
+    /// Parses private data. Additional bytes are ignored, because some transports add padding.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, Bad> {
         let mut from = Reader(bytes);
         if from.array::<4>().ok() != Some(MAGIC) {
@@ -85,14 +85,14 @@ pub(crate) struct Segment {
     pub(crate) len: u32,
 }
 
-/// How a transfer ended, in an acknowledgement.
+/// The result of a transfer, in an acknowledgement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
-    /// All is transferred, or as much as the receive had room for.
+    /// All data was transferred, or as much as the receive had room for.
     Done,
-    /// The sender cancelled it before anything was transferred.
+    /// The sender cancelled the transfer before anything was transferred.
     Cancelled,
-    /// The receiver does not accept it.
+    /// The receiver refused the transfer.
     Refused,
 }
 
@@ -106,7 +106,7 @@ pub(crate) enum Message {
         persistent: bool,
         notify: bool,
     },
-    /// Data that is in the message itself: its length.
+    /// Data of this length follows in the message itself.
     Immediate { seq: u32, len: u32 },
     /// Memory that the receiver of the message may write: a persistent receive.
     Place { seq: u32, segment: Segment },
@@ -116,7 +116,7 @@ pub(crate) enum Message {
     Notify { seq: u32, of: u32, len: u64 },
     /// Cancels the advertisement `of` of the sender.
     Cancel { seq: u32, of: u32 },
-    /// The sender's direction ends: no advertisement follows.
+    /// Ends the sender's direction: no advertisement follows.
     Fin { seq: u32 },
 }
 
@@ -372,7 +372,7 @@ mod tests {
             .collect()
     }
 
-    /// The meaning of a vector of `docs/exs.md`, by its name.
+    /// Returns the message for a vector of `docs/exs.md`, by its name.
     fn meant(name: &str) -> Message {
         let segment = |addr, stag, len| Segment { addr, stag, len };
         match name {

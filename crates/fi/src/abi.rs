@@ -1,18 +1,18 @@
 //! The structures and constants of libfabric's headers that a provider uses.
 //!
-//! They have the members of libfabric 1.17. Later versions add members at the ends of some, which is why what this library
-//! allocates for the core of libfabric is longer (`info.rs`). A test compiles the same names against the installed headers.
+//! The structures are those of libfabric 1.17. Later versions append members to some of them, so structures that this library
+//! allocates for the core of libfabric get additional space (`info.rs`). A test compares all names with the installed headers.
 
 use libc::{c_char, c_int, c_void, iovec};
 
-/// A function of a table. The tables are filled with functions of the signatures that the headers give; `no_function` of
-/// `api/mod.rs` stands for those that this provider does not have.
+/// An entry of a function table. The tables contain functions with the signatures given in the headers. `no_function` of
+/// `api/mod.rs` is used for functions that this provider does not have.
 pub type Call = *const ();
 
 /// A peer, as the program names it: an index of an address vector.
 pub type FiAddr = u64;
 
-/// Declares structures that a C compiler lays out the same way, and describes them for the test.
+/// Declares structures with the layout of C, and describes them for the test.
 macro_rules! c_types {
     ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $type:ty,)* })*) => {
         $(
@@ -23,7 +23,7 @@ macro_rules! c_types {
             pub struct $name { $(pub $field: $type,)* }
         )*
 
-        /// Of each structure: name, size, and of each member name, offset and size.
+        /// For each structure: its name and size, and the name, offset and size of each member.
         #[cfg(test)]
         fn layout() -> Vec<(&'static str, usize, Vec<(&'static str, usize, usize)>)> {
             vec![$((
@@ -676,7 +676,7 @@ c_consts! {
     FI_ENORX: c_int = 269;
 }
 
-/// A version of libfabric's interface, as `FI_VERSION` makes it.
+/// Returns a version of libfabric's interface, like the macro `FI_VERSION`.
 pub const fn fi_version(major: u32, minor: u32) -> u32 {
     major << 16 | minor
 }
@@ -697,7 +697,7 @@ mod tests {
         );
         let newer = "FI_MAJOR_VERSION * 100 + FI_MINOR_VERSION > 117";
         for (name, size, fields) in super::layout() {
-            // What a later version adds stands at the end.
+            // Later versions append members.
             writeln!(
                 c,
                 "_Static_assert(sizeof(struct {name}) == {size} || (({newer}) && sizeof(struct {name}) > {size}), \"{name}\");"

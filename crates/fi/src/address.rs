@@ -1,7 +1,7 @@
 //! Names of peers, which `fi_getname` returns and `fi_av_insert` expects.
 //!
-//! A name is a socket address with the UDP port of an endpoint, of 16 or 28 bytes. The endpoint's index on its port is in a
-//! byte that a socket address leaves free: the first of `sin_zero`, the last of `sin6_flowinfo`.
+//! A name is a socket address of 16 or 28 bytes with the UDP port of an endpoint. The endpoint's index on its port is in a byte that
+//! socket addresses do not use: the first of `sin_zero`, the last of `sin6_flowinfo`.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -17,9 +17,9 @@ pub const LEN_V6: usize = 28;
 /// The address of a queue pair, on any host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Remote {
-    /// Its host.
+    /// The IP address of the host.
     pub ip: IpAddr,
-    /// Its number: UDP port and index.
+    /// The number of the queue pair: UDP port and index.
     pub qpn: u32,
 }
 
@@ -32,7 +32,7 @@ impl std::fmt::Display for Remote {
 }
 
 impl Remote {
-    /// The name.
+    /// Returns the name and its length.
     pub fn name(&self) -> ([u8; LEN_V6], usize) {
         let mut out = [0; LEN_V6];
         let [_, high, low, index] = self.qpn.to_be_bytes();
@@ -58,7 +58,7 @@ impl Remote {
         (out, len)
     }
 
-    /// The queue pair of a name. `None` if the bytes are not a valid name.
+    /// Returns the queue pair of a name, or `None` if the bytes are not a valid name.
     pub fn from_name(name: &[u8]) -> Option<Self> {
         let (ip, port, index) = parts_of(name)?;
         let cannot_be = port == 0 || ip.is_unspecified() || ip.is_multicast();
@@ -69,7 +69,7 @@ impl Remote {
     }
 }
 
-/// Address, port and index of a name. `None` if the bytes are no socket address.
+/// Returns the address, the port and the index of a name, or `None` if the bytes are not a socket address.
 pub fn parts_of(name: &[u8]) -> Option<(IpAddr, u16, u8)> {
     let (family, rest) = name.split_first_chunk::<2>()?;
     let (port, rest) = rest.split_first_chunk::<2>()?;
@@ -94,7 +94,7 @@ fn copy(to: &mut [u8], at: usize, from: &[u8]) {
     }
 }
 
-/// Bytes of a name of an address format.
+/// Returns the length of a name in an address format.
 pub fn name_len(format: u32) -> usize {
     match format {
         FI_SOCKADDR_IN6 => LEN_V6,
@@ -102,7 +102,7 @@ pub fn name_len(format: u32) -> usize {
     }
 }
 
-/// The address format of a host.
+/// Returns the address format of an IP address.
 pub fn format_of(ip: IpAddr) -> u32 {
     if ip.is_ipv4() {
         FI_SOCKADDR_IN
@@ -122,7 +122,7 @@ pub struct Vector {
 }
 
 impl Vector {
-    /// Adds a peer; `None` if there are too many.
+    /// Adds a peer. Returns its index, or `None` if there are too many.
     pub fn insert(&mut self, peer: Remote) -> Option<FiAddr> {
         let at = match self.free.pop() {
             Some(at) => at,
@@ -137,7 +137,7 @@ impl Vector {
         Some(at)
     }
 
-    /// Removes a peer. Returns whether it was there.
+    /// Removes a peer. Returns whether there was one at this index.
     pub fn remove(&mut self, at: FiAddr) -> bool {
         let Some(peer) = self.slot(at).and_then(Option::take) else {
             return false;
@@ -145,7 +145,7 @@ impl Vector {
         self.free.push(at);
         if self.first.get(&peer) == Some(&at) {
             self.first.remove(&peer);
-            // If the peer has another index, that one is its lowest now.
+            // If the peer has another index, that is the lowest one now.
             let other = self.peers.iter().position(|p| *p == Some(peer));
             if let Some(other) = other {
                 self.first.insert(peer, other as FiAddr);

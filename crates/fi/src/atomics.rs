@@ -5,9 +5,9 @@ use crate::abi::*;
 /// The type of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
-    /// An integer with a sign, of so many bytes.
+    /// A signed integer of this many bytes.
     Signed(usize),
-    /// One without.
+    /// An unsigned integer of this many bytes.
     Unsigned(usize),
     /// `float`.
     Float,
@@ -16,7 +16,7 @@ pub enum Type {
 }
 
 impl Type {
-    /// The type with a number of `enum fi_datatype`. `None` if there are no operations on it.
+    /// Returns the type with a number of `enum fi_datatype`, or `None` if no operations are supported on it.
     pub fn from_number(number: u32) -> Option<Self> {
         Some(match number {
             FI_INT8 => Self::Signed(1),
@@ -33,7 +33,7 @@ impl Type {
         })
     }
 
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::Signed(size) | Self::Unsigned(size) => size,
@@ -43,7 +43,7 @@ impl Type {
     }
 }
 
-/// The three classes of operations: by their operands and results.
+/// The three classes of operations, which differ in operands and results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// Changes the target.
@@ -65,8 +65,7 @@ pub fn is_valid(kind: Type, op: u32, class: Class) -> bool {
     known && !(bits && matches!(kind, Type::Float | Type::Double))
 }
 
-/// The operations that all types have. `old`: the value of the target; `with`: the operand; `than`: the value that the
-/// target is compared with.
+/// The operations that all types support. `old` is the value of the target, `with` the operand, and `than` the value to compare with.
 trait Element: Copy + PartialOrd {
     fn from_bits(bits: u64) -> Self;
     fn bits(self) -> u64;
@@ -169,7 +168,7 @@ fn with_type<T: Element>(op: u32, old: u64, with: u64, than: u64) -> u64 {
     }
 }
 
-/// The bits of the target after an operation. They do not change if the operation does not exist.
+/// Returns the bits of the target after an operation. They are unchanged if the operation does not exist.
 pub fn compute(kind: Type, op: u32, old: u64, with: u64, than: u64) -> u64 {
     let f = match kind {
         Type::Signed(1) => with_type::<i8>,
@@ -186,7 +185,7 @@ pub fn compute(kind: Type, op: u32, old: u64, with: u64, than: u64) -> u64 {
     f(op, old, with, than)
 }
 
-/// The bits of an element in memory.
+/// Returns an element in memory as bits.
 pub fn bits_of(bytes: &[u8]) -> u64 {
     let mut all = [0; 8];
     for (to, from) in all.iter_mut().zip(bytes) {

@@ -1,4 +1,4 @@
-//! A domain: the device, and everything that is opened on it, behind one lock.
+//! A domain: the device and the objects opened on it, protected by one lock.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,7 +16,7 @@ pub struct State {
 }
 
 impl State {
-    /// Handles the completions of the device, for all endpoints.
+    /// Handles the completions of the device for all endpoints.
     pub fn progress(&mut self) {
         for endpoint in self.endpoints.values_mut() {
             endpoint.progress(&mut self.shared);
@@ -30,16 +30,16 @@ pub struct Domain {
     state: Mutex<State>,
     /// The device.
     pub device: &'static Device,
-    /// Its protection domain.
+    /// The protection domain.
     pub pd: Arc<Pd>,
-    /// Events of the device.
+    /// The completion channel for events of the device.
     pub channel: Arc<Channel>,
     /// The version of the interface that the program was compiled for.
     pub api: u32,
 }
 
 impl Domain {
-    /// A new domain of the device.
+    /// Returns a new domain of the device.
     pub fn new(device: &'static Device, api: u32) -> Result<Arc<Self>, i32> {
         let pd = Pd::new(device)?;
         let channel = Channel::new(device)?;
@@ -56,7 +56,7 @@ impl Domain {
         }))
     }
 
-    /// Locks it.
+    /// Locks the domain.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

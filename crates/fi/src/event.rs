@@ -1,9 +1,9 @@
-//! Descriptors for which a program waits.
+//! Descriptors that a program can wait for.
 
 use std::time::Duration;
 
-/// The descriptors of a completion queue: an epoll set for which the program waits, and in it an eventfd that this library
-/// makes readable itself.
+/// The descriptors of a completion queue: an epoll set that the program waits for, and in it an eventfd that this library makes
+/// readable.
 #[derive(Debug)]
 pub struct Wait {
     set: i32,
@@ -11,18 +11,18 @@ pub struct Wait {
 }
 
 impl Wait {
-    /// Descriptors of which the first is readable when the second or `device` is.
+    /// Returns descriptors of which the first is readable when the second or `device` is readable.
     pub fn new(device: i32) -> Option<Self> {
         Self::of(Some(device))
     }
 
-    /// Descriptors of which the first is readable when the second is.
+    /// Returns descriptors of which the first is readable when the second is readable.
     pub fn alone() -> Option<Self> {
         Self::of(None)
     }
 
     fn of(device: Option<i32>) -> Option<Self> {
-        // SAFETY: no memory is passed but the entries of the set, which are copied; the descriptors are new.
+        // SAFETY: only the entries of the set are passed, which are copied; the descriptors are new.
         unsafe {
             let event = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
             let set = libc::epoll_create1(libc::EPOLL_CLOEXEC);
@@ -43,24 +43,24 @@ impl Wait {
         }
     }
 
-    /// The descriptor to wait for.
+    /// Returns the descriptor to wait for.
     pub fn fd(&self) -> i32 {
         self.set
     }
 
-    /// The descriptor that [`raise`] makes readable.
+    /// Returns the descriptor that [`raise`] makes readable.
     pub fn event(&self) -> i32 {
         self.event
     }
 
-    /// Makes it unreadable.
+    /// Makes the descriptor unreadable.
     pub fn clear(&self) {
         let mut count = 0_u64;
         // SAFETY: eight bytes are written to a variable of that size.
         unsafe { libc::read(self.event, (&raw mut count).cast(), 8) };
     }
 
-    /// Waits until the descriptor is readable. `None`: without a limit.
+    /// Waits until the descriptor is readable. `None` waits without a limit.
     pub fn wait(&self, limit: Option<Duration>) {
         let mut fd = libc::pollfd {
             fd: self.set,
@@ -70,7 +70,7 @@ impl Wait {
         let ms = limit.map_or(-1, |limit| {
             i32::try_from(limit.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
         });
-        // SAFETY: one entry.
+        // SAFETY: the list has one entry.
         unsafe { libc::poll(&raw mut fd, 1, ms) };
     }
 }
@@ -79,7 +79,7 @@ impl Drop for Wait {
     fn drop(&mut self) {
         for fd in [self.set, self.event] {
             if fd >= 0 {
-                // SAFETY: the descriptor is this value's.
+                // SAFETY: the descriptor belongs to this value.
                 unsafe { libc::close(fd) };
             }
         }
@@ -103,7 +103,7 @@ mod tests {
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one entry.
+        // SAFETY: the list has one entry.
         unsafe { libc::poll(&raw mut fd, 1, 0) == 1 }
     }
 

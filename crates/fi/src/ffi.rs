@@ -1,10 +1,10 @@
-//! The functions of libibverbs and of `<infiniband/anywarpdv.h>` that the provider calls, which it looks up by name
-//! (`verbs.rs`), and their types.
+//! The functions of libibverbs and of `<infiniband/anywarpdv.h>` that the provider calls, and their types. The functions are
+//! looked up by name (`verbs.rs`).
 
 pub(crate) use anywarp_verbs_sys::{dv::*, verbs::*};
 use libc::{c_char, c_int, c_void, sockaddr, socklen_t};
 
-/// Bytes of the route header in front of a received datagram.
+/// The length in bytes of the route header before a received datagram.
 pub(crate) const ROUTE_HEADER: usize = size_of::<ibv_grh>();
 
 /// Declares the functions: their types, and their names for the look-up.
@@ -20,7 +20,7 @@ macro_rules! functions {
             /// Looks all functions up by `find`. If one is missing, the error is its name.
             ///
             /// # Safety
-            /// `find` gives null, or the address of the function of that name.
+            /// `find` returns null, or the address of the function of that name.
             pub(crate) unsafe fn find(find: impl Fn(&std::ffi::CStr) -> *mut c_void) -> Result<Self, &'static str> {
                 Ok(Self {
                     $($name: {
@@ -28,7 +28,7 @@ macro_rules! functions {
                         if symbol.is_null() {
                             return Err($symbol.to_str().unwrap_or_default());
                         }
-                        // SAFETY: the function has this type in the header (caller's promise about its address).
+                        // SAFETY: the function has this type in the header (guaranteed by the caller).
                         unsafe {
                             std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> $result>(symbol)
                         }
@@ -65,11 +65,11 @@ functions! {
     dv_restrict_mr: c"anywarpdv_restrict_mr" = fn(*mut ibv_mr, *const sockaddr, socklen_t, u32) -> c_int;
 }
 
-/// The name under which the loader knows the library of a function.
+/// Returns the file name of the library that contains a function.
 pub(crate) fn library_of(address: *const c_void) -> Option<&'static std::ffi::CStr> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `info` is a place for the result; the name is live as long as the library is loaded, which is never unloaded
-    // (`-z nodelete`, and the program's own libraries that have the device).
+    // SAFETY: `info` is valid for writes. The name is valid as long as the library is loaded, and the library is never
+    // unloaded (it is linked with `-z nodelete`, or it is one of the program's own libraries).
     unsafe {
         if libc::dladdr(address, info.as_mut_ptr()) == 0 {
             return None;

@@ -1,9 +1,9 @@
-//! The entry of the fuzzer: messages of a peer, as far as they are handled without a device.
+//! The entry point of the fuzzer: messages of a peer, as far as they can be handled without a device.
 
 #![allow(
     clippy::panic,
     clippy::indexing_slicing,
-    reason = "a broken promise is to end the fuzzer"
+    reason = "a violated invariant must end the fuzzer"
 )]
 
 use std::collections::HashMap;
@@ -14,15 +14,15 @@ use crate::endpoint::atomic::operation;
 use crate::matching::{Content, Envelope, Matching, Message, Pattern};
 use crate::wire::{HEADER, Header, Kind};
 
-/// Bytes of the memory that peers may change, and of what lies around it.
+/// The size in bytes of the memory that peers may change, and of the memory before and after it.
 const MEMORY: usize = 512;
 const GUARD: usize = 64;
 /// The key of the registered memory.
 const KEY: u32 = 0x0101;
 
-/// Handles messages of a peer, each with a byte of length in front: atomic operations on registered memory, and messages
-/// that are matched with receives. Panics if other memory than the registered one changes, if an answer has a wrong length,
-/// or if the recorded size of the stored messages is wrong.
+/// Handles messages of a peer, each preceded by a length byte: atomic operations on registered memory, and messages that are
+/// matched with receives. Panics if memory outside the registered one changes, if an answer has a wrong length, or if the
+/// recorded size of the stored messages is wrong.
 pub fn messages(mut data: &[u8]) {
     let mut memory = vec![0x5a_u64; (MEMORY + 2 * GUARD) / 8];
     let start = memory.as_mut_ptr().expose_provenance();
@@ -50,15 +50,15 @@ pub fn messages(mut data: &[u8]) {
         assert_eq!(
             message.get(..HEADER),
             Some(&again[..]),
-            "not as it was written"
+            "a parsed header does not encode to the same bytes"
         );
         match header.kind {
             Kind::Atomic => {
-                // The fuzzer cannot know the address of the memory, so its input has an offset.
+                // The fuzzer cannot know the address of the memory, so its input contains an offset.
                 header.tag = header.tag.wrapping_add(registered.at as u64);
                 if let Ok(former) = operation(&table, &header, content) {
                     assert!(former.len() <= crate::limits::ATOMIC);
-                    assert!(former.len() <= MEMORY, "more than there is");
+                    assert!(former.len() <= MEMORY, "more bytes than the memory has");
                 }
             }
             Kind::Eager | Kind::Announce => {
@@ -86,7 +86,7 @@ pub fn messages(mut data: &[u8]) {
                     content,
                 });
             }
-            // A receive of the program.
+            // Post a receive of the program.
             Kind::Grant => {
                 let pattern = Pattern {
                     source: if header.data & 4 == 0 {
@@ -135,7 +135,7 @@ mod tests {
         }
     }
 
-    /// A message that is well formed more often than random bytes are.
+    /// Returns a message that is valid more often than random bytes are.
     fn message(random: &mut Random) -> Vec<u8> {
         let mut header = Header::new(match random.below(4) {
             0 => Kind::Eager,

@@ -1,7 +1,7 @@
-//! `fi_getinfo`: compares what a program asks for with what the provider has.
+//! `fi_getinfo`: compares the hints of a program with what the provider supports.
 //!
-//! The core of libfabric copies and frees the structures that are made here. It may be of a version whose structures are
-//! longer, so each structure is allocated by `calloc`, with room behind it.
+//! The core of libfabric copies and frees the structures that are allocated here. Its version may have longer structures, so
+//! each one is allocated by `calloc` with additional space.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -19,14 +19,13 @@ const DOMAIN: &CStr = c"anywarp0";
 /// The version of the provider.
 pub const VERSION: u32 = fi_version(1, 0);
 
-/// The number of the protocol, from the range for protocols of providers. The version of the protocol is that of its
-/// messages.
+/// The protocol number, from the range for protocols of providers. The version of the protocol is in its messages.
 const PROTOCOL: u32 = 1 << 31 | 0x0a11;
 
 const MODIFIERS: u64 = FI_READ | FI_WRITE | FI_RECV | FI_SEND | FI_REMOTE_READ | FI_REMOTE_WRITE;
 const MESSAGES: u64 = FI_MSG | FI_TAGGED | FI_RECV | FI_SEND | FI_DIRECTED_RECV;
 const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-/// Capabilities that a program gets even if it does not ask for them.
+/// Capabilities that a program gets without requesting them.
 const SECONDARY: u64 = FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
 const ALL: u64 = MESSAGES | MEMORY | FI_ATOMIC | SECONDARY;
 const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -35,7 +34,7 @@ const ORDER: u64 = FI_ORDER_SAS
     | FI_ORDER_ATOMIC_RAW
     | FI_ORDER_ATOMIC_WAR
     | FI_ORDER_ATOMIC_WAW;
-/// Flags of operations that a program may make the default.
+/// Flags of operations that a program may set as defaults.
 const OP_FLAGS: u64 = FI_COMPLETION
     | FI_INJECT
     | FI_INJECT_COMPLETE
@@ -44,7 +43,7 @@ const OP_FLAGS: u64 = FI_COMPLETION
     | FI_MULTI_RECV;
 const TAG_FORMAT: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 
-/// The hints of a program. Zero and `None` mean that anything will do.
+/// The hints of a program. Zero and `None` mean any value.
 #[derive(Debug, Clone, Default)]
 pub struct Hints {
     given: bool,
@@ -61,7 +60,7 @@ pub struct Hints {
     destination: Option<Vec<u8>>,
 }
 
-/// The parts of the answer that depend on the hints.
+/// The part of the result that depends on the hints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     caps: u64,
@@ -86,7 +85,7 @@ unsafe fn string(text: *const c_char) -> Option<String> {
 }
 
 /// # Safety
-/// `at` is null or has `len` bytes.
+/// `at` is null or points to `len` bytes.
 unsafe fn bytes(at: *const c_void, len: usize) -> Option<Vec<u8>> {
     if at.is_null() || len == 0 || len > 128 {
         return None;
@@ -96,12 +95,12 @@ unsafe fn bytes(at: *const c_void, len: usize) -> Option<Vec<u8>> {
 }
 
 impl Hints {
-    /// Reads them.
+    /// Converts the hints.
     ///
     /// # Safety
-    /// `info` is null, or valid with all that it names.
+    /// `info` is null, or it and everything that it points to are valid.
     pub unsafe fn read(info: *const fi_info) -> Self {
-        // SAFETY: guaranteed by the caller, for this and all that it names.
+        // SAFETY: upheld by the caller, for this and everything that it points to.
         unsafe {
             let Some(info) = info.as_ref() else {
                 return Self::default();
@@ -125,7 +124,7 @@ impl Hints {
         }
     }
 
-    /// The answer to the hints, or the reason why there is none.
+    /// Returns the answer to the hints, or the reason why there is none.
     fn answer(&self, api: u32) -> Result<Answer, &'static str> {
         let same = |wanted: &Option<String>, ours: &CStr| {
             wanted
@@ -195,8 +194,8 @@ impl Hints {
         }
         let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
-        // Before version 1.5 a memory registration mode was a number. Since then it consists of bits, which a program
-        // without hints gets.
+        // Before version 1.5 a memory registration mode was a number. Since then it consists of bits, which are returned to a
+        // program without hints.
         let old = api < fi_version(1, 5);
         let mr_mode = if mode == FI_MR_BASIC || (old && mode == FI_MR_UNSPEC) {
             Some(FI_MR_BASIC)
@@ -210,7 +209,7 @@ impl Hints {
                 "memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
             );
         }
-        // Hints that name a kind of operation but no direction ask for all directions.
+        // Hints that name a kind of operation but no direction request all directions.
         let kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
         let mut caps = wanted & (kinds | FI_DIRECTED_RECV) | SECONDARY;
         if wanted & kinds == 0 {
@@ -284,30 +283,30 @@ impl Hints {
     }
 }
 
-/// Zeroed memory of the C library for a `T`, with room behind it.
+/// Allocates zeroed memory of the C library for a `T`, with additional space.
 fn zeroed<T>() -> Option<*mut T> {
-    // SAFETY: `calloc` takes any size.
+    // SAFETY: `calloc` has no requirements.
     let at = unsafe { libc::calloc(1, size_of::<T>() + limits::SLACK) };
     (!at.is_null()).then_some(at.cast())
 }
 
-/// Memory of the C library with a value.
+/// Allocates memory of the C library for a value.
 fn made<T>(value: T) -> Option<*mut T> {
     let at = zeroed::<T>()?;
-    // SAFETY: `calloc` aligns for any structure, and this one has room.
+    // SAFETY: memory of `calloc` is aligned for any structure, and large enough for this one.
     unsafe { at.write(value) };
     Some(at)
 }
 
 fn text(from: &CStr) -> Option<*mut c_char> {
-    // SAFETY: a C string.
+    // SAFETY: the argument is a C string.
     let at = unsafe { libc::strdup(from.as_ptr()) };
     (!at.is_null()).then_some(at)
 }
 
 fn name_copy(name: &[u8]) -> Option<*mut c_void> {
     let at = zeroed::<[u8; 128]>()?;
-    // SAFETY: 128 bytes, and names are shorter.
+    // SAFETY: the buffer has 128 bytes, and names are shorter.
     unsafe { std::ptr::copy_nonoverlapping(name.as_ptr(), at.cast(), name.len().min(128)) };
     Some(at.cast())
 }
@@ -320,7 +319,7 @@ struct Ends {
     destination: Option<Vec<u8>>,
 }
 
-/// A name without an index.
+/// Returns the name of a socket address, without an index.
 fn plain_name(addr: SocketAddr) -> Vec<u8> {
     let remote = Remote {
         ip: addr.ip(),
@@ -395,8 +394,7 @@ fn ends(
     })
 }
 
-/// Makes the structure for an answer. If memory is exhausted, the parts that were allocated before are leaked: such a
-/// process does not go on for long.
+/// Creates the structure for an answer. If memory is exhausted, parts that were allocated before are leaked.
 fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     let tx = fi_tx_attr {
         caps: answer.caps
@@ -496,10 +494,10 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     })
 }
 
-/// Answers hints: returns the structure, or the reason why there is none.
+/// Answers hints. Returns the structure, or the reason why there is no answer.
 ///
 /// # Safety
-/// `node` and `service` are null or C strings; `hints` is null or valid with all that it names.
+/// `node` and `service` are null or C strings. `hints` is null, or it and everything that it points to are valid.
 pub unsafe fn answer(
     api: u32,
     node: *const c_char,
@@ -531,7 +529,7 @@ mod tests {
     const NOW: u32 = fi_version(1, 17);
 
     fn domain() -> fi_domain_attr {
-        // SAFETY: zeroes are valid for all members.
+        // SAFETY: zeros are valid for all members.
         unsafe { std::mem::zeroed() }
     }
 

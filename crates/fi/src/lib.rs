@@ -3,14 +3,14 @@
 //! ```text
 //! api       the functions that libfabric calls, by object
 //! info      fi_getinfo
-//! domain    what is open, behind one lock
+//! domain    the device and the objects opened on it, protected by one lock
 //! endpoint  messages, rendezvous, one-sided operations
 //! matching  receives and messages   queue  completions   address  names of peers
 //! verbs     the device, through the public libibverbs and <infiniband/anywarpdv.h>
 //! ```
 //!
-//! The library imports nothing from libfabric, whose core finds it by `FI_PROVIDER_PATH` and calls [`fi_prov_ini`].
-//! `docs/mpi.md` describes the protocol and how MPI programs run on it.
+//! The library imports no symbols from libfabric. The core of libfabric finds it by `FI_PROVIDER_PATH` and calls [`fi_prov_ini`].
+//! `docs/mpi.md` describes the protocol and how MPI programs use the provider.
 
 #![allow(
     private_interfaces,
@@ -43,15 +43,15 @@ use abi::{FI_EINVAL, FI_ENODATA, fi_info, fi_provider, fi_version};
 
 const FI_SOURCE_NAME: u64 = abi::FI_SOURCE;
 
-/// The structure of the provider. The core keeps its address, and writes to it.
+/// The structure of the provider. The core stores its address and writes to it.
 struct Provider(UnsafeCell<fi_provider>);
 
-// SAFETY: only the core of libfabric touches it, under its own lock.
+// SAFETY: only the core of libfabric accesses it, under its own lock.
 unsafe impl Sync for Provider {}
 
 static PROVIDER: Provider = Provider(UnsafeCell::new(fi_provider {
     version: info::VERSION,
-    // A version that is newer than any: the core skips a provider if a program asks for a later one.
+    // Higher than any version, because the core skips a provider if a program requests a later version.
     fi_version: fi_version(2, 99),
     context: abi::fi_context {
         internal: [std::ptr::null_mut(); 4],
@@ -62,10 +62,10 @@ static PROVIDER: Provider = Provider(UnsafeCell::new(fi_provider {
     cleanup: cleanup as *const (),
 }));
 
-/// The function that the core of libfabric looks for. `FI_PROVIDER_PATH` makes it find this library.
+/// The entry point that the core of libfabric looks up in libraries of `FI_PROVIDER_PATH`.
 ///
 /// # Safety
-/// The core calls it once for each libfabric in the process.
+/// The core calls this once for each libfabric in the process.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fi_prov_ini() -> *mut fi_provider {
     log::init(PROVIDER.0.get().cast());
@@ -83,10 +83,10 @@ unsafe extern "C" fn getinfo(
     info: *mut *mut fi_info,
 ) -> c_int {
     api::object::ended_int(|| {
-        // SAFETY: null or a place (the core's promise).
+        // SAFETY: the core passes null or a valid pointer.
         let to = unsafe { info.as_mut() }.ok_or(FI_EINVAL)?;
         let is_source = flags & FI_SOURCE_NAME != 0;
-        // SAFETY: null or valid (the core's promise).
+        // SAFETY: the core passes null or valid pointers.
         match unsafe { info::answer(version, node, service, is_source, hints) } {
             Ok(made) => {
                 *to = made;

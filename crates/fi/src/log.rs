@@ -12,9 +12,9 @@ type Enabled = unsafe extern "C" fn(*const c_void, c_int, c_int) -> c_int;
 
 static LOG: OnceLock<Option<(Log, Enabled)>> = OnceLock::new();
 
-/// Level of a problem that the user has to solve.
+/// The level for problems that the user has to solve.
 const WARNING: c_int = 0;
-/// Level of information that explains a decision of the provider.
+/// The level for explanations of the provider's decisions.
 const INFO: c_int = 2;
 const CORE: c_int = 0;
 
@@ -23,7 +23,7 @@ unsafe extern "C" fn each_library(
     _size: usize,
     found: *mut c_void,
 ) -> c_int {
-    // SAFETY: the loader gives a structure with the name of a library, and back what `find` gave.
+    // SAFETY: the loader passes a structure with the name of a library, and the pointer that `find` passed.
     unsafe {
         let name = (*info).dlpi_name;
         if name.is_null() {
@@ -38,11 +38,11 @@ unsafe extern "C" fn each_library(
     }
 }
 
-/// The `fi_log` of the libfabric that is loaded.
+/// Returns the `fi_log` of the loaded libfabric.
 fn find() -> Option<(Log, Enabled)> {
     let mut library: Option<CString> = None;
-    // SAFETY: the callback gets the address of `library`, which is live meanwhile. The library is loaded already, and its
-    // functions have had these types since its first version.
+    // SAFETY: the callback gets the address of `library`, which is live during the call. The library is loaded already, and
+    // its functions have had these types since its first version.
     unsafe {
         libc::dl_iterate_phdr(Some(each_library), (&raw mut library).cast());
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
@@ -61,9 +61,9 @@ fn find() -> Option<(Log, Enabled)> {
     }
 }
 
-/// The value of an environment variable; `None` in a program that runs with more rights than the process that started it.
+/// Returns the value of an environment variable, or `None` in a set-user-ID program, which must not trust its environment.
 pub(crate) fn variable(name: &str) -> Option<String> {
-    // SAFETY: reads a number that the kernel passed at start.
+    // SAFETY: the call returns a number that the kernel passed at start.
     let has_more_rights = unsafe { libc::getauxval(libc::AT_SECURE) != 0 };
     if has_more_rights {
         return None;
@@ -71,7 +71,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Sets the provider of the log lines, which the core knows by its address.
+/// Sets the provider of the log lines, which the core identifies by its address.
 pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);
 }

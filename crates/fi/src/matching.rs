@@ -1,4 +1,4 @@
-//! Which message goes to which receive: receives that wait for messages, and messages that wait for receives.
+//! Matching of messages and receives: posted receives without a message, and unexpected messages without a receive.
 
 use std::collections::VecDeque;
 
@@ -9,9 +9,9 @@ use crate::limits;
 /// The parts of a message that are matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
-    /// Its source, as an index of the address vector.
+    /// The source, as an index of the address vector.
     pub source: FiAddr,
-    /// Its tag; 0 for one without.
+    /// The tag; 0 for an untagged message.
     pub tag: u64,
 }
 
@@ -22,7 +22,7 @@ pub struct Pattern {
     pub source: FiAddr,
     /// The tag.
     pub tag: u64,
-    /// Bits of the tag that are not compared.
+    /// The bits of the tag that are ignored.
     pub ignore: u64,
 }
 
@@ -33,7 +33,7 @@ impl Pattern {
     }
 }
 
-/// The place of the bytes of a message.
+/// Where the content of a message is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// In this process.
@@ -42,18 +42,18 @@ pub enum Content {
     Announced(u32),
 }
 
-/// A message that waits for a receive.
+/// An unexpected message, which has no receive yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
     /// The parts that are matched.
     pub envelope: Envelope,
-    /// Its sender.
+    /// The sender.
     pub from: Remote,
-    /// Its length.
+    /// The length in bytes.
     pub length: u64,
     /// The immediate data of the sender's program (`FI_REMOTE_CQ_DATA`).
     pub data: Option<u64>,
-    /// Its bytes.
+    /// The content.
     pub content: Content,
 }
 
@@ -67,12 +67,12 @@ impl Message {
     }
 }
 
-/// Receives of one kind (tagged or not), and messages of that kind.
+/// The receives and the unexpected messages of one kind (tagged or untagged).
 #[derive(Debug)]
 pub struct Matching<R> {
     receives: VecDeque<(Pattern, R)>,
     messages: VecDeque<Message>,
-    /// Messages that the program has claimed (`FI_CLAIM`) and not received yet, with its context for each.
+    /// Messages that the program has claimed (`FI_CLAIM`) and not received yet, each with the program's context.
     claimed: Vec<(usize, Message)>,
     bytes: usize,
 }
@@ -89,19 +89,19 @@ impl<R> Default for Matching<R> {
 }
 
 impl<R> Matching<R> {
-    /// The receive that was posted first of those that accept a message. It is not removed.
+    /// Returns the oldest receive that accepts a message, without removing it.
     pub fn receive_for(&mut self, message: &Envelope) -> Option<(usize, &mut R)> {
         let mut all = self.receives.iter_mut().enumerate();
         let (at, (_, receive)) = all.find(|(_, (pattern, _))| pattern.takes(message))?;
         Some((at, receive))
     }
 
-    /// Removes a receive by its place.
+    /// Removes a receive by its position.
     pub fn remove_receive(&mut self, at: usize) -> Option<R> {
         self.receives.remove(at).map(|(_, receive)| receive)
     }
 
-    /// Adds a receive behind the others.
+    /// Adds a receive after the others.
     pub fn post(&mut self, pattern: Pattern, receive: R) {
         self.receives.push_back((pattern, receive));
     }
@@ -117,18 +117,18 @@ impl<R> Matching<R> {
         self.receives.drain(..).map(|(_, receive)| receive)
     }
 
-    /// Adds a message for which there is no receive.
+    /// Stores an unexpected message.
     pub fn keep(&mut self, message: Message) {
         self.bytes += message.cost();
         self.messages.push_back(message);
     }
 
-    /// Bytes of memory that the stored messages take.
+    /// Returns the memory of the stored messages in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The first message that a pattern accepts.
+    /// Returns the first message that a pattern accepts.
     pub fn message_for(&self, pattern: &Pattern) -> Option<&Message> {
         self.messages.iter().find(|m| pattern.takes(&m.envelope))
     }
@@ -160,7 +160,7 @@ impl<R> Matching<R> {
         Some(message)
     }
 
-    /// Looks up the sources of all stored messages again, claimed ones included, after the address vector has changed.
+    /// Looks up the sources of all stored messages again, including claimed ones, after a change of the address vector.
     pub fn renew_sources(&mut self, find: impl Fn(Remote) -> FiAddr) {
         let claimed = self.claimed.iter_mut().map(|(_, message)| message);
         for message in self.messages.iter_mut().chain(claimed) {
@@ -168,8 +168,8 @@ impl<R> Matching<R> {
         }
     }
 
-    /// Removes the messages that a peer has announced and will never write. A claimed one stays: the program still receives it,
-    /// and gets the error then.
+    /// Removes the announced messages of a peer that will never write them. A claimed one stays: the program still receives
+    /// it and gets the error then.
     pub fn forget_announced(&mut self, from: Remote) {
         self.messages.retain(|m| {
             let gone = m.from == from && matches!(m.content, Content::Announced(_));

@@ -1,4 +1,4 @@
-//! Memory of the program, and memory that the device reads and writes for this library.
+//! Memory of the program, and memory that the device accesses for this library.
 //!
 //! The program's memory is accessed by address, and only copied. No Rust reference to it exists.
 
@@ -15,44 +15,44 @@ pub struct UserMemory {
     count: usize,
 }
 
-/// A list has more buffers than [`limits::IOV`], or its array is missing.
+/// The error for a list that has more buffers than [`limits::IOV`], or whose array is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadList;
 
 impl UserMemory {
-    /// One buffer.
+    /// Wraps one buffer.
     ///
     /// # Safety
-    /// The memory stays mapped, and the program leaves it to the device, until the operation has completed.
+    /// The memory stays mapped, and the program does not access it, until the operation has completed.
     pub unsafe fn one(at: *const c_void, len: usize) -> Self {
         let mut parts = [(0, 0); limits::IOV];
         parts[0] = (at.expose_provenance(), len);
         Self { parts, count: 1 }
     }
 
-    /// A list of buffers.
+    /// Wraps a list of buffers.
     ///
     /// # Safety
-    /// `list` is null or has `count` elements; for each the promise of [`Self::one`] holds.
+    /// `list` is null or has `count` elements. The requirements of [`Self::one`] apply to each.
     pub unsafe fn list(list: *const iovec, count: usize) -> Result<Self, BadList> {
         if count > limits::IOV || (count > 0 && list.is_null()) {
             return Err(BadList);
         }
         let mut parts = [(0, 0); limits::IOV];
         for (i, part) in parts.iter_mut().take(count).enumerate() {
-            // SAFETY: element `i` of `count` (guaranteed by the caller).
+            // SAFETY: `i` is less than `count`, the number of elements (guaranteed by the caller).
             let iov = unsafe { &*list.add(i) };
             *part = (iov.iov_base.expose_provenance(), iov.iov_len);
         }
         Ok(Self { parts, count })
     }
 
-    /// The buffers: address and length.
+    /// Returns the address and the length of each buffer.
     pub fn parts(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         self.parts.iter().take(self.count).copied()
     }
 
-    /// The buffers without their first `skip` bytes.
+    /// Returns the buffers without their first `skip` bytes.
     pub fn behind(&self, mut skip: usize) -> Self {
         let mut rest = *self;
         for (at, len) in rest.parts.iter_mut().take(self.count) {
@@ -64,25 +64,25 @@ impl UserMemory {
         rest
     }
 
-    /// Bytes of all buffers.
+    /// Returns the total length in bytes.
     pub fn len(&self) -> usize {
         self.parts()
             .fold(0, |sum, (_, len)| sum.saturating_add(len))
     }
 
-    /// Returns whether they have no bytes.
+    /// Returns whether the total length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The only buffer that has bytes, if there is exactly one.
+    /// Returns the only nonempty buffer, if there is exactly one.
     pub fn single(&self) -> Option<(usize, usize)> {
         let mut parts = self.parts().filter(|(_, len)| *len > 0);
         let first = parts.next().or_else(|| self.parts().next());
         if parts.next().is_some() { None } else { first }
     }
 
-    /// Copies `from` to the byte `at` of the buffers and those behind it; returns how many bytes fitted.
+    /// Copies `from` to the buffers from byte `at` on. Returns the number of bytes that fitted.
     pub fn write(&self, mut at: usize, mut from: &[u8]) -> usize {
         let mut written = 0;
         for (start, len) in self.parts() {
@@ -92,8 +92,8 @@ impl UserMemory {
             }
             let (now, rest) = from.split_at(from.len().min(len - at));
             let to = std::ptr::with_exposed_provenance_mut::<u8>(start.wrapping_add(at));
-            // SAFETY: `at + now.len()` is inside of a buffer that the program gave for this operation (promise of the
-            // constructors), and no reference to that memory exists.
+            // SAFETY: `at + now.len()` is inside a buffer that the program passed for this operation (guaranteed by the
+            // callers of the constructors), and no reference to that memory exists.
             unsafe { std::ptr::copy(now.as_ptr(), to, now.len()) };
             written += now.len();
             from = rest;
@@ -105,7 +105,7 @@ impl UserMemory {
         written
     }
 
-    /// Copies the bytes from `at` on into `to`; returns how many there were.
+    /// Copies the bytes from `at` on to `to`. Returns their number.
     pub fn read(&self, mut at: usize, to: &mut [u8]) -> usize {
         let mut read = 0;
         for (start, len) in self.parts() {
@@ -125,8 +125,8 @@ impl UserMemory {
     }
 }
 
-/// Changes an element of `size` bytes in memory of the program by `f`, which may be called more than once. Returns the
-/// former value. An element that is aligned to its size is changed atomically.
+/// Changes an element of `size` bytes in the program's memory by `f`, which may be called more than once. Returns the former
+/// value. The change is atomic if the element is aligned to its size.
 ///
 /// # Safety
 /// The element is in memory that the program has registered for peers to write.
@@ -134,8 +134,8 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     macro_rules! at_once {
         ($atomic:ty, $int:ty) => {{
             let to = std::ptr::with_exposed_provenance_mut::<$int>(at);
-            // SAFETY: registered memory (guaranteed by the caller) that is aligned (checked below); peers and the program change it
-            // by atomic operations or not at all meanwhile.
+            // SAFETY: the memory is registered (guaranteed by the caller) and aligned (checked below). Peers and the program
+            // change it only by atomic operations meanwhile.
             let element = unsafe { <$atomic>::from_ptr(to) };
             let mut old = element.load(Ordering::Acquire);
             loop {
@@ -172,20 +172,20 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     }
 }
 
-/// Pages of this library that the device reads and writes. Pages that were never used take no memory.
+/// Pages of this library that the device reads and writes. Pages that were never used need no memory.
 #[derive(Debug)]
 pub struct Area {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: the pages belong to the value, whatever thread has it.
+// SAFETY: the value owns the pages and may be used by any thread.
 unsafe impl Send for Area {}
 
 impl Area {
-    /// Pages for `len` bytes; `None` if there is no memory.
+    /// Allocates pages for `len` bytes. Returns `None` if there is no memory.
     pub fn new(len: usize) -> Option<Self> {
-        // SAFETY: a new mapping, which overlaps nothing.
+        // SAFETY: this is a new mapping, which overlaps no other one.
         let at = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -202,46 +202,47 @@ impl Area {
         })
     }
 
-    /// Address of the byte `at`.
+    /// Returns the address of byte `at`.
     pub fn address(&self, at: usize) -> usize {
         self.start.expose_provenance().wrapping_add(at)
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn size(&self) -> usize {
         self.len
     }
 
-    /// Bytes that the device has placed.
+    /// Returns bytes that the device has placed.
     ///
     /// # Safety
-    /// The device does not write to them while the result is live: they are of a receive that has completed and was not posted
-    /// again.
+    /// The device does not write to the bytes while the result is live: they belong to a receive that has completed and was
+    /// not posted again.
     pub unsafe fn received(&self, at: usize, len: usize) -> &[u8] {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return &[];
         }
-        // SAFETY: inside of the mapping (checked), initialized by the kernel, unchanged meanwhile (guaranteed by the caller).
+        // SAFETY: the range is inside the mapping (checked above), initialized by the kernel, and not changed meanwhile
+        // (guaranteed by the caller).
         unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
     }
 
-    /// Bytes to fill before the device reads them.
+    /// Returns bytes to fill before the device reads them.
     ///
     /// # Safety
-    /// The device does not read them while the result is live: they are of a slot that no request uses.
+    /// The device does not read the bytes while the result is live: they belong to a slot that no request uses.
     pub unsafe fn to_send(&mut self, at: usize, len: usize) -> &mut [u8] {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return &mut [];
         }
-        // SAFETY: inside of the mapping (checked), initialized by the kernel, used by nothing else (guaranteed by the caller).
+        // SAFETY: the range is inside the mapping (checked above), initialized by the kernel, and not used elsewhere
+        // (guaranteed by the caller).
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
 }
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's, and its registration ended before (fields of the owners are
-        // dropped in that order).
+        // SAFETY: the mapping belongs to this value, and its registration has ended, because owners drop their fields in that order.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }
@@ -258,7 +259,7 @@ mod tests {
                 iov_len: p.len(),
             })
             .collect();
-        // SAFETY: the buffers of the test live longer than what uses them.
+        // SAFETY: the buffers of the test are live longer than the result.
         unsafe { UserMemory::list(list.as_ptr(), list.len()) }.unwrap()
     }
 
@@ -291,7 +292,7 @@ mod tests {
             iov_base: std::ptr::null_mut(),
             iov_len: 0,
         }; limits::IOV + 1];
-        // SAFETY: the list has as many elements as it says.
+        // SAFETY: the list has `len()` elements.
         assert!(unsafe { UserMemory::list(too_many.as_ptr(), too_many.len()) }.is_err());
     }
 
@@ -302,7 +303,7 @@ mod tests {
         for size in [1, 2, 4, 8] {
             for at in 0..9 {
                 let bits = u64::MAX >> (64 - 8 * size);
-                // SAFETY: inside of `memory`.
+                // SAFETY: the element is inside `memory`.
                 let (before, old) = unsafe {
                     change(start + at, size, |_| 0x0807_0605_0403_0201 & bits);
                     let before = change(start + at, size, |old| old + 1);
@@ -317,7 +318,7 @@ mod tests {
     #[test]
     fn an_area_ends_where_it_ends() {
         let mut area = Area::new(8192).unwrap();
-        // SAFETY: no device knows of it.
+        // SAFETY: no device uses the area.
         unsafe {
             area.to_send(8190, 2).copy_from_slice(b"ab");
             assert_eq!(area.received(8190, 2), b"ab");

@@ -1,4 +1,4 @@
-//! Completion queues and counters: the data that waits for the program.
+//! Completion queues and counters of the program.
 
 use crate::abi::FiAddr;
 use std::collections::VecDeque;
@@ -6,13 +6,13 @@ use std::collections::VecDeque;
 /// A completion, with the fields of all formats of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// The context that the program passed to the operation, an address.
+    /// The context that the program passed to the operation, as an address.
     pub context: usize,
     /// `FI_SEND`, `FI_RECV` and so on.
     pub flags: u64,
-    /// Bytes received.
+    /// The number of bytes received.
     pub len: usize,
-    /// The address of the message, in a buffer for many messages.
+    /// The address of the message in a multi-receive buffer.
     pub buf: usize,
     /// The immediate data of the peer's program.
     pub data: u64,
@@ -22,12 +22,12 @@ pub struct Entry {
     pub source: FiAddr,
     /// The error of libfabric, or 0.
     pub err: i32,
-    /// The number of bytes that had no room in the buffer.
+    /// The number of bytes that did not fit in the buffer.
     pub olen: usize,
 }
 
 impl Entry {
-    /// A success that has only a context and flags.
+    /// Returns a success that has only a context and flags.
     pub fn new(context: usize, flags: u64) -> Self {
         Self {
             context,
@@ -42,7 +42,7 @@ impl Entry {
         }
     }
 
-    /// This completion, as a failure.
+    /// Returns this completion as a failure.
     pub fn failed(self, err: i32) -> Self {
         Self { err, ..self }
     }
@@ -54,14 +54,14 @@ pub struct Queue {
     entries: VecDeque<Entry>,
     /// `FI_CQ_FORMAT_...`.
     pub format: u32,
-    /// A descriptor that becomes readable when there is an entry, if the program asked for one.
+    /// A descriptor that becomes readable when there is an entry, if the program requested one.
     pub event: Option<i32>,
     /// The program waits for that descriptor.
     pub armed: bool,
 }
 
 impl Queue {
-    /// An empty queue of a format.
+    /// Returns an empty queue with a format.
     pub fn new(format: u32) -> Self {
         Self {
             format,
@@ -80,17 +80,17 @@ impl Queue {
         self.entries.is_empty()
     }
 
-    /// Returns whether there are so many entries that operations are refused.
+    /// Returns whether the queue has reached its limit, so that operations are refused.
     pub fn is_full(&self) -> bool {
         self.entries.len() >= crate::limits::ENTRIES
     }
 
-    /// Takes the first entry if it is a success.
+    /// Removes and returns the first entry if it is a success.
     pub fn take(&mut self) -> Option<Entry> {
         self.first(|entry| entry.err == 0)
     }
 
-    /// Takes the first entry if it is a failure.
+    /// Removes and returns the first entry if it is a failure.
     pub fn take_error(&mut self) -> Option<Entry> {
         self.first(|entry| entry.err != 0)
     }
@@ -112,9 +112,9 @@ impl Queue {
 /// A counter.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counter {
-    /// Operations that succeeded.
+    /// The number of operations that succeeded.
     pub value: u64,
-    /// Operations that failed.
+    /// The number of operations that failed.
     pub errors: u64,
 }
 

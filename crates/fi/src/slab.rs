@@ -1,5 +1,5 @@
-//! A table of values with 32-bit names. A name consists of a place in the table and of a count of earlier uses of that
-//! place, so that an old name does not find a new value.
+//! A table of values with 32-bit names. A name consists of an index and of a count of earlier uses of that index, so that an old name
+//! does not find a new value.
 
 const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
@@ -56,12 +56,12 @@ impl<T> Slab<T> {
         (place.uses == name >> INDEX_BITS).then_some(place)
     }
 
-    /// The value of a name.
+    /// Returns the value of a name.
     pub fn get_mut(&mut self, name: u32) -> Option<&mut T> {
         self.place(name)?.value.as_mut()
     }
 
-    /// The value of a name.
+    /// Returns the value of a name.
     pub fn get(&self, name: u32) -> Option<&T> {
         let place = self.places.get((name & INDEX) as usize)?;
         (place.uses == name >> INDEX_BITS).then_some(place.value.as_ref()?)
@@ -76,7 +76,7 @@ impl<T> Slab<T> {
         Some(value)
     }
 
-    /// All values with their names.
+    /// Returns all values with their names.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         let named = |(index, place): (u32, &Place<T>)| place.uses << INDEX_BITS | index;
         (0..)
@@ -84,7 +84,7 @@ impl<T> Slab<T> {
             .filter_map(move |(index, place)| Some((named((index, place)), place.value.as_ref()?)))
     }
 
-    /// All values.
+    /// Returns all values.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.places.iter_mut().filter_map(|p| p.value.as_mut())
     }

@@ -1,4 +1,4 @@
-//! The device: the objects of libibverbs that the provider uses, as values that destroy them when they are dropped.
+//! The objects of libibverbs that the provider uses, as values that destroy them on drop.
 
 use std::ffi::CString;
 use std::net::{IpAddr, Ipv6Addr};
@@ -11,14 +11,14 @@ use crate::address::Remote;
 use crate::ffi::{self, Functions};
 use crate::limits;
 
-/// Why there is no device.
+/// Why no device is available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {
-    /// The process has no libibverbs of anywarp.
+    /// The process has not loaded anywarp's libibverbs.
     Library,
-    /// The libibverbs of anywarp that was found lacks this function.
+    /// Anywarp's libibverbs lacks this function.
     Function(&'static str),
-    /// It lists no device, or the device cannot be opened.
+    /// The library lists no device, or the device cannot be opened.
     Device(i32),
     /// The device has no address.
     Address,
@@ -64,11 +64,11 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// The functions of anywarp's libibverbs. If the process has loaded one already, it is used, so that there is one device.
-/// Otherwise the one that lies beside this library is loaded.
+/// Returns the functions of anywarp's libibverbs. If the process has loaded one already, that is used, so that there is one device.
+/// Otherwise the one installed beside this library is loaded.
 fn functions() -> Result<Functions, Missing> {
     const MARK: &std::ffi::CStr = c"anywarpdv_is_supported";
-    // SAFETY: a name is looked up.
+    // SAFETY: the call only looks a name up.
     let present = unsafe { libc::dlsym(libc::RTLD_DEFAULT, MARK.as_ptr()) };
     let names: Vec<CString> = if present.is_null() {
         let own = ffi::library_of(functions as *const c_void).ok_or(Missing::Library)?;
@@ -85,7 +85,7 @@ fn functions() -> Result<Functions, Missing> {
             .collect()
     };
     for name in names {
-        // SAFETY: the library is one that this one is installed with, or that is loaded already.
+        // SAFETY: the library is loaded already, or it is installed together with this one.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             continue;
@@ -135,7 +135,7 @@ impl Device {
         let mut addresses = Vec::new();
         for index in 0..=u8::MAX {
             let mut gid = ffi::ibv_gid::default();
-            // SAFETY: `gid` is a place for the result.
+            // SAFETY: `gid` is valid for writes.
             if unsafe { (f.query_gid)(context, 1, index.into(), &raw mut gid) } != 0 {
                 break;
             }
@@ -155,7 +155,7 @@ impl Device {
         })
     }
 
-    /// The device. It is opened by the first call, and stays open.
+    /// Returns the device. The first call opens it, and it stays open.
     pub fn get() -> Result<&'static Self, Missing> {
         static DEVICE: OnceLock<Result<Device, Missing>> = OnceLock::new();
         let device = DEVICE.get_or_init(Self::open).as_ref().map_err(|e| *e)?;
@@ -165,14 +165,14 @@ impl Device {
         Ok(device)
     }
 
-    /// The first address of the device, and its index in the GID table. `v4` selects IPv4 or IPv6.
+    /// Returns the first address of the device, and its index in the GID table. `v4` selects IPv4 or IPv6.
     pub fn address(&self, v4: Option<bool>) -> Option<(IpAddr, u8)> {
         let mut all = self.addresses.iter();
         all.find(|(ip, _)| v4.is_none_or(|v4| ip.is_ipv4() == v4))
             .copied()
     }
 
-    /// The index of an address in the GID table of the device.
+    /// Returns the index of an address in the GID table of the device.
     pub fn place_of(&self, wanted: IpAddr) -> Option<u8> {
         let found = self.addresses.iter().find(|(ip, _)| *ip == wanted);
         found.map(|(_, index)| *index)
@@ -205,7 +205,7 @@ impl Pd {
 
 impl Drop for Pd {
     fn drop(&mut self) {
-        // SAFETY: what is in it holds a reference to this value.
+        // SAFETY: the objects of the domain hold references to this value, so they have been destroyed.
         unsafe { (self.device.f.dealloc_pd)(self.pd) };
     }
 }
@@ -213,13 +213,13 @@ impl Drop for Pd {
 /// The access rights of a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// The memory is only sent from.
+    /// Data is sent from the memory.
     Source,
-    /// The memory is received into.
+    /// Data is received into the memory.
     Sink,
-    /// A peer writes to the memory.
+    /// One peer writes to the memory.
     RemoteSink,
-    /// Peers have the rights that are named here.
+    /// Peers have these rights.
     Remote {
         /// They may read the memory.
         read: bool,
@@ -242,8 +242,7 @@ impl Region {
     /// Registers `len` bytes at `at`.
     ///
     /// # Safety
-    /// The memory stays mapped until the region is dropped. If `access` allows writes, no code relies on the memory being
-    /// unchanged.
+    /// The memory stays mapped until the region is dropped. If `access` allows writes, no code relies on the memory being unchanged.
     pub unsafe fn new(pd: &Arc<Pd>, at: usize, len: usize, access: Access) -> Result<Self, i32> {
         let access = match access {
             Access::Source => 0,
@@ -271,13 +270,13 @@ impl Region {
         })
     }
 
-    /// Its key for requests of this process.
+    /// Returns the key for local requests.
     pub fn lkey(&self) -> u32 {
         // SAFETY: the region is live.
         unsafe { (*self.mr).lkey }
     }
 
-    /// Its key for peers.
+    /// Returns the key for peers.
     pub fn rkey(&self) -> u32 {
         // SAFETY: as above.
         unsafe { (*self.mr).rkey }
@@ -286,7 +285,7 @@ impl Region {
     /// Limits the access by peers to one queue pair, `peer`.
     pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
         let (mut name, len) = peer.name();
-        // The byte that has the index in a name must be zero in a socket address.
+        // The byte of a name that contains the index must be zero in a socket address.
         if peer.ip.is_ipv4() {
             name[8] = 0;
         } else {
@@ -302,7 +301,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: once; nothing of this library uses its keys any more.
+        // SAFETY: the region is deregistered once, and its keys are not used any more.
         unsafe { (self.pd.device.f.dereg_mr)(self.mr) };
     }
 }
@@ -320,7 +319,7 @@ unsafe impl Send for Way {}
 unsafe impl Sync for Way {}
 
 impl Way {
-    /// The route to `to`, from the address with the index `from` in the GID table.
+    /// Creates the route to `to`, from the address with the index `from` in the GID table.
     pub fn new(pd: &Arc<Pd>, to: IpAddr, from: u8) -> Result<Self, i32> {
         let mut attr = ffi::ibv_ah_attr {
             grh: ffi::ibv_global_route {
@@ -347,7 +346,7 @@ impl Way {
 
 impl Drop for Way {
     fn drop(&mut self) {
-        // SAFETY: once; requests copy what they need of it.
+        // SAFETY: the handle is destroyed once; requests have copied its contents.
         unsafe { (self.pd.device.f.destroy_ah)(self.ah) };
     }
 }
@@ -365,9 +364,9 @@ unsafe impl Send for Channel {}
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    /// A channel whose descriptor does not block.
+    /// Creates a channel with a non-blocking descriptor.
     pub fn new(device: &'static Device) -> Result<Arc<Self>, i32> {
-        // SAFETY: the context is open; the descriptor is the channel's.
+        // SAFETY: the context is open; the descriptor belongs to the channel.
         let channel = unsafe {
             let channel = (device.f.create_channel)(device.context);
             if channel.is_null() {
@@ -385,7 +384,7 @@ impl Channel {
         Ok(Arc::new(Self { device, channel }))
     }
 
-    /// Its descriptor, readable while there are events.
+    /// Returns the descriptor, which is readable while there are events.
     pub fn fd(&self) -> c_int {
         // SAFETY: the channel is live.
         unsafe { (*self.channel).fd }
@@ -394,7 +393,7 @@ impl Channel {
     /// Takes all events.
     pub fn drain(&self) {
         let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: places for the results; an event is acknowledged before its queue can be destroyed, since that waits.
+        // SAFETY: the arguments are valid for writes. An event is acknowledged before its queue can be destroyed, because that waits.
         unsafe {
             while (self.device.f.get_cq_event)(self.channel, &raw mut cq, &raw mut context) == 0 {
                 (self.device.f.ack_cq_events)(cq, 1);
@@ -405,7 +404,7 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: once; queues with this channel hold a reference to this value.
+        // SAFETY: the channel is destroyed once; its queues held references to this value.
         unsafe { (self.device.f.destroy_channel)(self.channel) };
     }
 }
@@ -425,7 +424,7 @@ pub struct Completions {
 unsafe impl Send for Completions {}
 
 impl Completions {
-    /// A queue for `entries` completions.
+    /// Creates a queue for `entries` completions.
     pub fn new(
         device: &'static Device,
         entries: usize,
@@ -447,7 +446,7 @@ impl Completions {
         })
     }
 
-    /// Takes completions. Returns their number. The call also lets the device send and receive.
+    /// Polls completions. Returns their number. The call also lets the device send and receive.
     pub(crate) fn poll(&self, into: &mut [Wc]) -> usize {
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue is live, and there is room for `most`.
@@ -473,7 +472,7 @@ impl Completions {
 
 impl Drop for Completions {
     fn drop(&mut self) {
-        // SAFETY: once; its queue pairs are gone (fields of the endpoint are dropped in that order).
+        // SAFETY: the queue is destroyed once; its queue pairs have been destroyed (an endpoint drops its fields in that order).
         unsafe { (self.device.f.destroy_cq)(self.cq) };
     }
 }
@@ -483,7 +482,7 @@ impl Drop for Completions {
 pub struct To<'a> {
     /// The route to the host.
     pub way: &'a Way,
-    /// The queue pair there.
+    /// The number of the queue pair there.
     pub qpn: u32,
     /// The Q_Key of the queue pair.
     pub qkey: u32,
@@ -507,31 +506,31 @@ pub enum OneSided {
     Read,
     /// Writes the peer's memory.
     Write,
-    /// Writes the peer's memory, and leaves a record there with this word (Write-Record with immediate data).
+    /// Writes the peer's memory and creates a record with this immediate data (Write-Record with immediate data).
     Record(u32),
 }
 
-/// A record of a write.
+/// A record of a complete write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
     /// Number of the writer's queue pair.
     pub qpn: u32,
-    /// The immediate data of the writer, if there is any.
+    /// The immediate data, if there is any.
     pub word: Option<u32>,
-    /// The key of the written memory. All of the message has arrived.
+    /// The key of the written memory.
     pub rkey: u32,
-    /// See above.
+    /// The address of the written memory.
     pub base: u64,
-    /// See above.
+    /// The length of the written memory in bytes.
     pub length: u32,
 }
 
 /// The settings that all endpoints of a job share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Job {
-    /// The key of all queue pairs, which keeps datagrams of other programs away.
+    /// The Q_Key of all queue pairs. Datagrams of other programs do not have it and are dropped.
     pub qkey: u32,
-    /// How long a peer may be silent, in milliseconds.
+    /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
 }
 
@@ -547,8 +546,8 @@ pub struct QueuePair {
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {
-    /// A queue pair. `plain`: its writes leave no records, and it receives no messages. `port`: its UDP port; 0 lets the
-    /// device choose one.
+    /// Creates a queue pair. `plain`: its writes create no records, and it receives no messages. `port`: the UDP port, or 0
+    /// to let the device choose one.
     pub fn new(
         pd: &Arc<Pd>,
         cq: &Completions,
@@ -593,12 +592,12 @@ impl QueuePair {
             ..Default::default()
         };
         let size = count(size_of::<ffi::anywarpdv_qp_init_attr>());
-        // SAFETY: the attributes are valid and name what is live.
+        // SAFETY: the attributes are valid, and their objects are live.
         let qp = unsafe { (f.dv_create_qp)(pd.device.context, &raw mut attr, &raw const dv, size) };
         if qp.is_null() {
             return Err(errno());
         }
-        // SAFETY: it was just made.
+        // SAFETY: the queue pair was created above.
         let ex = unsafe { (f.qp_to_qp_ex)(qp) };
         let made = Self {
             pd: Arc::clone(pd),
@@ -633,7 +632,7 @@ impl QueuePair {
         Ok(made)
     }
 
-    /// Its number.
+    /// Returns the number of the queue pair.
     pub fn number(&self) -> u32 {
         // SAFETY: the queue pair is live.
         unsafe { (*self.qp).qp_num }
@@ -657,7 +656,7 @@ impl QueuePair {
             ..Default::default()
         };
         let mut bad = std::ptr::null_mut();
-        // SAFETY: the request is valid with all that it names; the memory of its element is the caller's.
+        // SAFETY: the request and everything that it points to are valid; the caller guarantees this for the memory of its element.
         let rc = unsafe {
             let ops = &(*(*self.qp).context).ops;
             ops.post_send.map_or(libc::ENOSYS, |post| {
@@ -667,7 +666,7 @@ impl QueuePair {
         if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
-    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: a success has a completion too.
+    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: report success too.
     pub fn send_copy(
         &self,
         to: To<'_>,
@@ -687,7 +686,7 @@ impl QueuePair {
     /// Sends registered memory, with a completion.
     ///
     /// # Safety
-    /// The memory is registered with this key, and stays so until the completion.
+    /// The memory is registered with this key until the completion.
     pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece) -> Result<(), i32> {
         self.post(to, id, sge_of(piece), ffi::IBV_SEND_SIGNALED)
     }
@@ -695,7 +694,7 @@ impl QueuePair {
     /// Reads or writes memory of a peer, with a completion.
     ///
     /// # Safety
-    /// As for [`Self::send`]; for a Read the memory may be written.
+    /// The requirements of [`Self::send`] apply. For a Read the memory is writable.
     pub unsafe fn one_sided(
         &self,
         to: To<'_>,
@@ -709,8 +708,8 @@ impl QueuePair {
             *to = sge_of(*piece);
         }
         let ex = self.ex;
-        // SAFETY: the queue pair is live, only the thread that holds the endpoint's lock is between start and complete, and the
-        // library fills the functions of the operations that were asked for.
+        // SAFETY: the queue pair is live. Only the thread that holds the endpoint's lock is between start and complete. The
+        // library provides the functions of the operations that were requested at creation.
         let rc = unsafe {
             let (Some(start), Some(set_to), Some(set_list), Some(complete)) = (
                 (*ex).wr_start,
@@ -741,7 +740,7 @@ impl QueuePair {
     /// Posts a receive.
     ///
     /// # Safety
-    /// The memory is registered for it, and is used by nothing else until the completion.
+    /// The memory is registered, and is not used elsewhere until the completion.
     pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
         let mut sge = sge_of(piece);
         let mut wr = ffi::ibv_recv_wr {
@@ -761,11 +760,11 @@ impl QueuePair {
         if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
-    /// Takes the record of a completion.
+    /// Takes the record that belongs to a completion.
     pub fn record(&self) -> Option<Record> {
         let mut record = ffi::anywarpdv_record::default();
         let size = u32::try_from(size_of::<ffi::anywarpdv_record>()).unwrap_or(0);
-        // SAFETY: the queue pair is live, and there is a place for one record.
+        // SAFETY: the queue pair is live, and there is room for one record.
         let n = unsafe { (self.pd.device.f.dv_poll_records)(self.qp, 1, &raw mut record, size, 0) };
         if n != 1 {
             return None;
@@ -793,12 +792,12 @@ fn sge_of(piece: Piece) -> ffi::ibv_sge {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: once.
+        // SAFETY: the queue pair is destroyed once.
         unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
     }
 }
 
-/// The host that sent a datagram, from its route header.
+/// Returns the host that sent a datagram, from the route header.
 pub fn source_of(route: &[u8]) -> Option<IpAddr> {
     if route.first()? >> 4 == 6 {
         let octets: [u8; 16] = route.get(8..24)?.try_into().ok()?;
@@ -819,8 +818,8 @@ pub(crate) enum Of {
     Request,
 }
 
-/// The kind of operation that a successful completion belongs to. A failed completion has no valid opcode: the caller tells
-/// its kind by its number.
+/// Returns the kind of operation of a successful completion. A failed completion has no valid opcode, so the caller derives
+/// the kind from the `wr_id`.
 pub(crate) fn kind_of(wc: &Wc) -> Of {
     match wc.opcode {
         ffi::IBV_WC_RECV => Of::Receive,
@@ -829,7 +828,7 @@ pub(crate) fn kind_of(wc: &Wc) -> Of {
     }
 }
 
-/// The error of libfabric for the status of a completion; 0 for success.
+/// Returns the error of libfabric for the status of a completion, or 0 for success.
 pub(crate) fn error_of(wc: &Wc) -> i32 {
     use crate::abi::{
         FI_EACCES, FI_ECANCELED, FI_ECONNRESET, FI_EHOSTUNREACH, FI_EIO, FI_EREMOTEIO,

@@ -17,22 +17,22 @@ pub const HEADER: usize = 32;
 /// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A message of the program, with its content behind the header.
+    /// A message of the program, with its content after the header.
     Eager,
-    /// A message of `length` bytes waits at the sender, under the name `id`.
+    /// An announced message of `length` bytes, which the sender keeps under the name `id`.
     Announce,
-    /// The answer to an announcement: `length` bytes may be written to the address `data`. `tag` has the key (high half) and
-    /// the name that the receiver gives the message (low half), which is the immediate data of the write.
+    /// The answer to an announcement: `length` bytes may be written to the address `data`. `tag` contains the key (high half)
+    /// and the name that the receiver has assigned to the message (low half), which is the immediate data of the write.
     Grant,
-    /// A write of `length` bytes is done. `data` is the immediate data for the program of the target.
+    /// A write of `length` bytes has completed. `data` is the immediate data for the target's program.
     Written,
-    /// An atomic operation: `id` names it, `tag` is the address, `data` the key (high half), the operation and the type (16
-    /// bits each), `length` the number of elements; the operands follow, then what they are compared with.
+    /// An atomic operation. `id` is its name, `tag` the address, `data` the key (high half), the operation and the type (16
+    /// bits each), and `length` the number of elements. The operands follow, then the values to compare with.
     Atomic,
-    /// The answer to an atomic operation: `id` is that of the request, `tag` is 0 or an error, `length` the number of bytes
-    /// that follow.
+    /// The answer to an atomic operation. `id` is that of the request, `tag` is 0 or an error, and `length` is the number of
+    /// bytes that follow.
     AtomicDone,
-    /// Has no content. Whether it arrives shows whether the peer is there.
+    /// A message without content. Its delivery shows that the peer responds.
     Probe,
 }
 
@@ -62,9 +62,9 @@ impl Kind {
 
 /// The message has a tag.
 pub const TAGGED: u8 = 1;
-/// `data` is immediate data for the program of the receiver.
+/// `data` is immediate data for the receiver's program.
 pub const DATA: u8 = 2;
-/// An atomic operation whose answer has the former values.
+/// An atomic operation whose answer contains the former values.
 pub const FETCH: u8 = 4;
 /// An atomic operation with values to compare with.
 pub const COMPARE: u8 = 8;
@@ -78,7 +78,7 @@ pub struct Header {
     pub kind: Kind,
     /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`].
     pub flags: u8,
-    /// Name of the operation at its sender.
+    /// The name of the operation at its sender.
     pub id: u32,
     /// The meaning of this field depends on [`Self::kind`].
     pub length: u64,
@@ -89,7 +89,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// A header of a kind, with all fields zero.
+    /// Returns a header of a kind, with all fields zero.
     pub fn new(kind: Kind) -> Self {
         Self {
             kind,
@@ -106,7 +106,7 @@ impl Header {
         self.flags & flag != 0
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the header.
     pub fn encode(&self) -> [u8; HEADER] {
         let mut out = [0; HEADER];
         let id = self.id.to_be_bytes();
@@ -128,8 +128,8 @@ impl Header {
         out
     }
 
-    /// Parses the header of a message. Returns it with the bytes that follow. `None`: the message is too short, of another
-    /// version, or its fields contradict each other.
+    /// Parses the header of a message. Returns it with the bytes that follow, or `None` if the message is too short, of
+    /// another version, or has inconsistent fields.
     pub fn decode(message: &[u8]) -> Option<(Self, &[u8])> {
         let (head, rest) = message.split_first_chunk::<HEADER>()?;
         let [version, code, flags, zero, rest_of_head @ ..] = head;
@@ -152,8 +152,8 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            // Shorter messages are sent with their content. An announced message without bytes would also take no room in a
-            // buffer for many messages, which could then be matched with any number of them.
+            // Shorter messages are sent with their content. Also, an announced message without bytes would use no space of a
+            // multi-receive buffer, which could then be matched with any number of them.
             Kind::Announce => {
                 follows == 0
                     && header.length > crate::limits::EAGER as u64

@@ -1,7 +1,7 @@
-//! The figures of the `anywarp` command and of the lab, as SVG: [`bars`] side by side, [`lines`] over sizes or rates, and a [`grid`] of
-//! small charts.
+//! Draws the figures of the `anywarp` command and of the lab as SVG: [`bars`], [`lines`] over sizes or rates, and a [`grid`] of small
+//! charts.
 //!
-//! The libraries that other programs load do not depend on this crate.
+//! The libraries that are loaded into other programs do not depend on this crate.
 
 use std::io;
 
@@ -13,23 +13,23 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Pixels: the width of all figures, and the height of one with lines.
+/// The width of all figures, and the height of a line chart, in pixels.
 const WIDTH: u32 = 860;
 const HEIGHT: u32 = 430;
 
-/// Pixels of a figure of bars: the names on the left, the values on the right, a line of text, the space between panels.
+/// Dimensions of a bar chart in pixels: the names on the left, the values on the right, a line of text, the space between panels.
 const NAMES: i32 = 200;
 const VALUES: i32 = 190;
 const LINE: i32 = 22;
 const GAP: i32 = 26;
 
-/// Pixels on the right of a figure of lines, where the names of the lines are.
+/// The width of the legend on the right of a line chart, in pixels.
 const LEGEND: u32 = 200;
 
 const TEXT: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const NOTE: RGBColor = RGBColor(0x77, 0x77, 0x77);
 
-/// Colours of lines. From the seventh line on they come again, with markers.
+/// The colours of lines. They repeat from the seventh line on, with markers.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(0x1b, 0x6c, 0xa8),
     RGBColor(0xc0, 0x39, 0x2b),
@@ -39,35 +39,35 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(0x44, 0x44, 0x44),
 ];
 
-/// A median with its spread.
+/// A bar, which shows a median with its spread.
 #[derive(Debug, Clone)]
 pub struct Bar {
-    /// What was measured.
+    /// The name on the left of the bar.
     pub name: String,
     /// Red, green and blue.
     pub colour: (u8, u8, u8),
     /// The length of the bar.
     pub median: f64,
-    /// Where the line of the spread begins.
+    /// The lower end of the spread.
     pub least: f64,
-    /// Where the line of the spread ends.
+    /// The upper end of the spread.
     pub most: f64,
-    /// The text behind the bar.
+    /// The text on the right of the bar.
     pub value: String,
 }
 
-/// Bars of one scale.
+/// A group of bars with a common scale.
 #[derive(Debug, Clone)]
 pub struct Panel {
-    /// Above the bars, on the left.
+    /// The text above the bars on the left.
     pub title: String,
-    /// Above the bars, on the right.
+    /// The text above the bars on the right.
     pub note: String,
     /// The bars from top to bottom.
     pub bars: Vec<Bar>,
 }
 
-/// Draws panels below each other, under lines of text.
+/// Draws panels one below the other, after lines of text.
 pub fn bars(head: &[String], panels: &[Panel]) -> io::Result<String> {
     let lines = |panel: &Panel| LINE * (1 + panel.bars.len() as i32) + GAP;
     let top = 16 * head.len() as i32 + 12;
@@ -112,25 +112,25 @@ fn draw_panel(area: &Area<'_>, panel: &Panel, top: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// A name, and a value for each place; values that are not numbers are left out.
+/// The name of a line, and its value for each x. Values that are not finite are not drawn.
 pub type Line<'a> = (&'a str, Vec<f64>);
 
-/// What a figure of lines shows.
+/// The title and the axes of a line chart.
 #[derive(Debug, Clone, Copy)]
 pub struct Chart<'a> {
-    /// Above the figure.
+    /// The text above the chart.
     pub title: &'a str,
     /// The unit of the values.
     pub unit: &'a str,
-    /// The names of the places, from left to right.
+    /// The labels of the x axis.
     pub places: &'a [String],
-    /// Whether the scale of the values is logarithmic. Values that are not positive are then left out.
+    /// Whether the scale of the values is logarithmic. Values that are not positive are then not drawn.
     pub log: bool,
-    /// How a value of the scale is written.
+    /// Formats a value of the scale.
     pub digits: fn(f64) -> String,
 }
 
-/// Draws lines; without any value to draw the text is empty.
+/// Draws a line chart. Returns an empty text if there is no value to draw.
 pub fn lines(chart: &Chart<'_>, lines: &[Line<'_>]) -> io::Result<String> {
     let shown = |v: f64| v.is_finite() && (!chart.log || v > 0.0);
     let all = lines.iter().flat_map(|(_, values)| values.iter().copied());
@@ -210,55 +210,55 @@ where
 /// A value with its spread.
 #[derive(Debug, Clone, Copy)]
 pub struct Spread {
-    /// Where the mark is.
+    /// The position of the mark.
     pub median: f64,
-    /// Where the line of the spread begins.
+    /// The lower end of the spread.
     pub least: f64,
-    /// Where the line of the spread ends.
+    /// The upper end of the spread.
     pub most: f64,
-    /// Whether the mark is empty.
+    /// Whether the mark is empty, which shows that the value is not reliable.
     pub doubtful: bool,
 }
 
 /// One line of a small chart.
 #[derive(Debug, Clone)]
 pub struct Series {
-    /// The place of its name in the legend.
+    /// The index of the line's name in the legend.
     pub style: usize,
-    /// A value for each place, or none.
+    /// The value for each x, if there is one.
     pub values: Vec<Option<Spread>>,
 }
 
-/// One of several charts with common scales.
+/// One of several small charts with common scales.
 #[derive(Debug, Clone)]
 pub struct Small {
-    /// Above the chart.
+    /// The text above the chart.
     pub title: String,
-    /// Its lines.
+    /// The lines of the chart.
     pub series: Vec<Series>,
 }
 
-/// What all charts of a grid have in common.
+/// The axes and the legend of all charts of a grid.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid<'a> {
     /// The unit of the values.
     pub unit: &'a str,
-    /// What the places are.
+    /// The name of the x axis.
     pub across: &'a str,
-    /// The names of the places, from left to right.
+    /// The labels of the x axis.
     pub places: &'a [String],
     /// The names of the lines.
     pub legend: &'a [String],
-    /// Whether the scale of the values is logarithmic. Values that are not positive are then left out.
+    /// Whether the scale of the values is logarithmic. Values that are not positive are then not drawn.
     pub log: bool,
-    /// How a value of the scale is written.
+    /// Formats a value of the scale.
     pub digits: fn(f64) -> String,
 }
 
-/// The most lines that can be told apart, by colour and by mark.
+/// The most lines that can be distinguished by colour and mark.
 pub const STYLES: usize = 7;
 
-/// Colours that most people can tell apart (those of Okabe and Ito, without the yellow).
+/// Colours that most people can distinguish (those of Okabe and Ito, without yellow).
 const SAFE: [RGBColor; STYLES] = [
     RGBColor(0x00, 0x72, 0xb2),
     RGBColor(0xd5, 0x5e, 0x00),
@@ -269,11 +269,11 @@ const SAFE: [RGBColor; STYLES] = [
     RGBColor(0xe6, 0x9f, 0x00),
 ];
 
-/// Pixels: a small chart, and one that stands alone.
+/// The size in pixels of a small chart; `ALONE` is the height of the only chart of a grid.
 const SMALL: (u32, u32) = (WIDTH / 2, 270);
 const ALONE: u32 = 340;
 
-/// Draws charts with common scales in two columns, under one legend; without any value to draw the text is empty.
+/// Draws charts with common scales in two columns, with one legend. Returns an empty text if there is no value to draw.
 pub fn grid(grid: &Grid<'_>, charts: &[Small]) -> io::Result<String> {
     let shown = |v: f64| v.is_finite() && (!grid.log || v > 0.0);
     let all = charts
@@ -320,7 +320,7 @@ pub fn grid(grid: &Grid<'_>, charts: &[Small]) -> io::Result<String> {
     })
 }
 
-/// Where the names of the legend begin, in as many rows as they need.
+/// Returns the positions of the names in the legend, in as many rows as needed.
 fn legend_places(legend: &[String]) -> Vec<(i32, i32)> {
     let (mut x, mut y) = (10, 12);
     legend
@@ -403,7 +403,7 @@ fn safe(line: usize) -> RGBColor {
     *SAFE.get(line % STYLES).unwrap_or(&BLACK)
 }
 
-/// The mark of a line at a point, which tells the lines apart without their colours.
+/// Draws the mark of a line at a point. Its shape distinguishes lines without colours.
 fn mark(area: &Area<'_>, (x, y): (i32, i32), line: usize, empty: bool) -> io::Result<()> {
     let colour = safe(line);
     let style = if empty {
@@ -432,7 +432,7 @@ fn colour(line: usize) -> RGBColor {
     *COLOURS.get(line % COLOURS.len()).unwrap_or(&BLACK)
 }
 
-/// The mark at a point of a line whose colour another line has too.
+/// Returns the marker for a point of a line whose colour is used by an earlier line too.
 fn marker<C>(at: C, line: usize) -> Option<Circle<C, i32>> {
     let repeated = line / COLOURS.len();
     let style = match repeated {
@@ -443,7 +443,7 @@ fn marker<C>(at: C, line: usize) -> Option<Circle<C, i32>> {
     Some(Circle::new(at, 3, style))
 }
 
-/// Draws on a white area.
+/// Draws the content on a white area.
 fn draw(height: u32, content: impl FnOnce(&Area<'_>) -> io::Result<()>) -> io::Result<String> {
     let mut svg = String::new();
     let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
@@ -559,7 +559,7 @@ mod tests {
             for text in ["first", "second", "poll", "a&lt;b", "buffers", "µs"] {
                 assert!(svg.contains(text), "{text}: {svg}");
             }
-            // One in the legend and two in each chart; of the second line one and one in each.
+            // One circle in the legend and two in each chart, and for the second line one and one in each.
             assert_eq!(svg.matches("<circle").count(), 5);
             assert_eq!(svg.matches("<polygon").count(), 3);
             assert_eq!(super::grid(&grid, &[]).unwrap(), "");

@@ -93,8 +93,8 @@ struct For {
 }
 
 impl Who {
-    /// Returns whether all connections of the process stay plain whatever the rules say. This holds for sshd, which passes connections
-    /// between processes and kills a child process that makes an unexpected system call.
+    /// Returns whether all connections of the process stay plain whatever the rules say. This holds for sshd, which passes
+    /// connections between processes and kills a child process that makes an unexpected system call.
     pub fn is_left_alone(&self) -> bool {
         let alone = ["sshd", "sshd-session", "sshd-auth"];
         self.names.iter().any(|name| alone.contains(&name.as_str()))
@@ -534,8 +534,9 @@ impl Policy {
         })
     }
 
-    /// Returns the rule that decides about a connection. `addr` is the local address of a listener's connection, or the peer's address
-    /// of a connection that the program opens. `other` returns the address of the other end, and is called only if a rule needs it.
+    /// Returns the rule that decides about a connection. `addr` is the local address of a listener's connection, or the
+    /// peer's address of a connection that the program opens. `other` returns the address of the other end, and is called
+    /// only if a rule needs it.
     pub fn rule(
         &self,
         role: Role,
@@ -556,8 +557,8 @@ impl Policy {
         self.rules.iter().any(|r| may(r.mode) && r.whom.has(who))
     }
 
-    /// Returns what the rules say about a listener. If the listener is bound to a wildcard address, or a matching rule has `from`, the
-    /// rules are checked for each connection.
+    /// Returns what the rules say about a listener. If the listener is bound to a wildcard address, or a matching rule has
+    /// `from`, the rules are checked for each connection.
     pub fn listener(&self, who: &Who, addr: SocketAddr, host: &dyn Host) -> Listener {
         let everywhere = addr.ip().to_canonical().is_unspecified();
         let mut upgrades = false;

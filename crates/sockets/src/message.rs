@@ -183,8 +183,8 @@ mod tests {
                     let mut wrong = right.clone();
                     wrong[at] ^= 1 << bit;
                     assert_eq!(open(&wrong), None, "byte {at} bit {bit}");
-                    // With a recomputed CRC the changed datagram is a message only if the bit is in the source number, the message number,
-                    // a header field that is not checked, or the payload.
+                    // With a recomputed CRC the changed datagram is a message only if the bit is in the source number, the
+                    // message number, a header field that is not checked, or the payload.
                     wrong.truncate(right.len() - TAIL);
                     dgram::seal(&mut wrong);
                     let payload = right.len() - TAIL - 5..;

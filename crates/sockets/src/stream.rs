@@ -70,8 +70,8 @@ pub struct Stream {
     limit_due: bool,
     /// The program has closed the stream, and the carrier is shut down for sending.
     fin: bool,
-    /// The connection is plain TCP, because of the Reply or because both ends have sent Plain messages. Bytes written before that, and
-    /// bytes received with the last message, may still be buffered here.
+    /// The connection is plain TCP, because of the Reply or because both ends have sent Plain messages. Bytes written before
+    /// that, and bytes received with the last message, may still be buffered here.
     plain: bool,
     /// This end has sent a Plain message.
     said_plain: bool,
@@ -651,8 +651,8 @@ impl Stream {
         }
     }
 
-    /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull` nothing is
-    /// received from the carrier.
+    /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
+    /// nothing is received from the carrier.
     ///
     /// # Errors
     /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.

@@ -154,8 +154,9 @@ impl Tx {
         self.limit.wrapping_sub(self.sent) as usize
     }
 
-    /// Returns whether there is credit for a write of usual length: half of the peer's initial window. A peer that has read everything
-    /// has always granted this much. With less, a blocking write could block after `poll` reported the socket as writable.
+    /// Returns whether there is credit for a write of usual length: half of the peer's initial window. A peer that has read
+    /// everything has always granted this much. With less, a blocking write could block after `poll` reported the socket as
+    /// writable.
     pub fn has_room(&self) -> bool {
         self.credit() >= self.low
     }

@@ -1,6 +1,6 @@
 //! The types and constants of `rdma/rdma_cma.h` and `rdma/rsocket.h`, as laid out by rdma-core 44.
 //!
-//! The conventions are those of [`crate::verbs`]; the test in `layout.rs` holds every line against the headers.
+//! The conventions are those of [`crate::verbs`]. The test in `layout.rs` compares every line with the headers.
 #![allow(
     missing_docs,
     reason = "the manual pages of librdmacm document these names; repeating them here would only age"

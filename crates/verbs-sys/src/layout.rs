@@ -1,14 +1,13 @@
 //! Macros that declare C types and constants, so that a test can compare them with the C header.
 //!
-//! [`c_types!`] declares `#[repr(C)]` types and [`c_consts!`] constants. In test builds both
-//! also leave a table of what they declared; the test at the bottom prints the same table from
-//! the distribution's headers with a C compiler and compares the two. Nothing is listed twice.
+//! [`c_types!`] declares `#[repr(C)]` types and [`c_consts!`] constants. In test builds both also generate a table of their
+//! declarations. The test at the end of this file prints the same table from the distribution's headers with a C compiler and
+//! compares the two, so nothing has to be listed twice.
 
 /// Declares `#[repr(C)]` structs and unions with the names of the C header.
 ///
-/// All fields are public. Every type is plain data for which all-zero bytes are a value, which is
-/// what [`Default`] returns. `= "type"` gives the C spelling of a type that has no tag in C, and
-/// `=> "field"` the C name of a field that is anonymous there.
+/// All fields are public. All-zero bytes are valid for every type, and [`Default`] returns them. `= "type"` gives the C spelling of a
+/// type that has no tag in C, and `=> "field"` the C name of a field that is anonymous there.
 macro_rules! c_types {
     ($(
         $(#[$meta:meta])*
@@ -28,8 +27,8 @@ macro_rules! c_types {
                 /// All bytes zero: null pointers, no functions, zero numbers.
                 #[inline]
                 fn default() -> Self {
-                    // SAFETY: only integers, raw pointers, optional function pointers, pthread objects
-                    // and arrays or structs of these are declared here; zero bytes are a value of each.
+                    // SAFETY: only integers, raw pointers, optional function pointers, pthread objects, and arrays or structs
+                    // of these are declared here; zero bytes are valid for each.
                     unsafe { std::mem::zeroed() }
                 }
             }
@@ -37,7 +36,7 @@ macro_rules! c_types {
 
         #[cfg(test)]
         pub(crate) fn layout() -> Vec<crate::layout::CType> {
-            /// Size of what `project` points to.
+            /// The size of the field that `project` returns.
             fn size<T, F>(_project: fn(*const T) -> *const F) -> usize {
                 size_of::<F>()
             }
@@ -96,7 +95,7 @@ pub(crate) struct CField {
     pub(crate) size: usize,
 }
 
-/// The C spelling: the one given, else the Rust one without `r#`.
+/// Returns the C spelling: the given one, otherwise the Rust one without `r#`.
 #[cfg(test)]
 pub(crate) fn c_name(rust: &str, given: &[&str]) -> String {
     given
@@ -110,13 +109,13 @@ mod tests {
     use std::fmt::Write as _;
     use std::process::Command;
 
-    /// What one line of the C program prints, and the number that is expected there.
+    /// A line that the C program prints, and the expected number.
     struct Question {
         what: String,
         ours: i128,
     }
 
-    /// The C program that prints all sizes, offsets and values, and the output that is expected.
+    /// Returns the C program that prints all sizes, offsets and values, and the expected output.
     fn program(types: &[CType], constants: &[(&str, i128)]) -> (String, Vec<Question>) {
         let mut source = String::from(
             "#include <stdio.h>\n\
@@ -156,7 +155,7 @@ mod tests {
         (source, questions)
     }
 
-    /// Every size, alignment, offset and constant equals that in the distribution's headers and in our own.
+    /// Every size, alignment, offset and constant equals that in the headers of the distribution and of this project.
     #[test]
     fn layout_and_constants_equal_the_headers() {
         let mut types = crate::verbs::layout();

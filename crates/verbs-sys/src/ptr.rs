@@ -1,6 +1,6 @@
 //! A pointer to an object of libibverbs or librdmacm, which any thread may use.
 
-/// The pointer.
+/// A raw pointer that is `Send` and `Sync`.
 pub struct Ptr<T>(pub *mut T);
 
 impl<T> std::fmt::Debug for Ptr<T> {
@@ -16,7 +16,7 @@ impl<T> Clone for Ptr<T> {
 }
 impl<T> Copy for Ptr<T> {}
 
-// SAFETY: the objects of verbs and rdma_cm may be used by any thread; who destroys them is settled by their owners.
+// SAFETY: the objects of verbs and rdma_cm may be used by any thread; their owners make sure that they are destroyed once.
 unsafe impl<T> Send for Ptr<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Ptr<T> {}

@@ -1,11 +1,11 @@
 //! The types and constants of `infiniband/verbs.h` and `infiniband/sa.h`, as laid out by rdma-core 44.
 //!
-//! Names are the C names, so that an entry point reads like its manual page. C enums are integers
-//! here: a program may pass any number, and a Rust enum with an unlisted value would be undefined
-//! behaviour. The test in `layout.rs` holds every line against the distribution's headers.
+//! The names are those of C, so that an entry point can be compared with its manual page. C enums are integers here, because
+//! a program may pass any number, and a Rust enum with an unlisted value would be undefined behaviour. The test in
+//! `layout.rs` compares every line with the distribution's headers.
 //!
-//! Constants of C enums have the type of the field that they go into, where that is a plain
-//! `unsigned int` or `int` (access flags, masks), and the enum's alias otherwise.
+//! A constant of a C enum has the type of the field in which it is used if that is a plain `unsigned int` or `int` (access
+//! flags, masks), and otherwise the enum's alias.
 #![allow(
     missing_docs,
     reason = "the manual pages of libibverbs document these names; repeating them here would only age"
@@ -58,19 +58,19 @@ pub const IBV_SYSFS_PATH_MAX: usize = 256;
 /// `IBV_ALLOCATOR_USE_DEFAULT`: what a parent domain's allocator returns to decline.
 pub const IBV_ALLOCATOR_USE_DEFAULT: *mut c_void = std::ptr::without_provenance_mut(usize::MAX);
 
-/// `ibv_context.abi_compat` of a context that lies inside a [`verbs_context`].
+/// The value of `ibv_context.abi_compat` in a context that is part of a [`verbs_context`].
 pub const VERBS_ABI_IS_EXTENDED: *mut c_void = std::ptr::without_provenance_mut(usize::MAX);
 
-/// What stands in slots of [`ibv_context_ops`] that only pre-2007 programs called.
+/// The type of entries of [`ibv_context_ops`] that only programs from before 2007 called.
 pub type compat_op = Option<unsafe extern "C" fn() -> *mut c_void>;
 
-/// State of a library of another vendor; never looked into.
+/// State of a library of another vendor, which is never accessed.
 #[repr(C)]
 pub struct verbs_ex_private {
     _opaque: [u8; 0],
 }
 
-/// How IPsec is offloaded for raw packet queue pairs, which the software card has not; never looked into.
+/// Attributes of IPsec offload for raw packet queue pairs, which the software RNIC does not support. It is never accessed.
 #[repr(C)]
 pub struct ibv_flow_action_esp_attr {
     _opaque: [u8; 0],
@@ -264,7 +264,7 @@ c_types! {
         phys_state: u8,
         link_layer: u8,
         flags: u8,
-        /// The exported `ibv_query_port` may write only what stands before this field.
+        /// The exported `ibv_query_port` may write only the fields before this one.
         port_cap_flags2: u16,
     }
 
@@ -288,7 +288,7 @@ c_types! {
         opcode: ibv_wc_opcode,
         vendor_err: u32,
         byte_len: u32,
-        /// Immediate data in network byte order, or (in the same place) `invalidated_rkey`.
+        /// Immediate data in network byte order, or `invalidated_rkey`, which shares a union with it.
         imm_data: be32,
         qp_num: u32,
         src_qp: u32,
@@ -600,7 +600,7 @@ c_types! {
         num_sge: c_int,
         opcode: ibv_wr_opcode,
         send_flags: c_uint,
-        /// Immediate data in network byte order, or (in the same place) `invalidate_rkey`.
+        /// Immediate data in network byte order, or `invalidate_rkey`, which shares a union with it.
         imm_data: be32,
         wr: ibv_send_wr_wr,
         qp_type: ibv_send_wr_qp_type,
@@ -608,7 +608,7 @@ c_types! {
         op: ibv_send_wr_op => "bind_mw",
     }
 
-    // Objects: what the header's inline functions read and call.
+    // Objects that the header's inline functions access.
 
     struct ibv_recv_wr {
         wr_id: u64,
@@ -765,7 +765,7 @@ c_types! {
         r#priv: u32,
     }
 
-    /// Begins with the same fields as [`ibv_cq`]: one pointer serves as either.
+    /// Begins with the same fields as [`ibv_cq`], so a pointer to one is also a pointer to the other.
     struct ibv_cq_ex {
         context: *mut ibv_context,
         channel: *mut ibv_comp_channel,
@@ -842,7 +842,7 @@ c_types! {
         _dummy2: Option<unsafe extern "C" fn(context: *mut ibv_context)>,
     }
 
-    /// Allocate more than this, zeroed: libmlx5 and libefa look behind it for their own mark.
+    /// Allocate additional zeroed memory after it: libmlx5 and libefa check the memory after it for a value of theirs.
     struct ibv_device {
         _ops: _ibv_device_ops,
         node_type: ibv_node_type,
@@ -957,7 +957,7 @@ c_types! {
         raw_clock: timespec,
     }
 
-    /// Grows at its beginning; a field counts only if `sz` says that it is there.
+    /// New fields are added at the beginning. A field is valid only if `sz` covers it.
     struct verbs_context {
         query_port: Option<
             unsafe extern "C" fn(
@@ -1065,7 +1065,7 @@ c_types! {
         context: ibv_context,
     }
 
-    // `infiniband/sa.h`: what rdma_cm routes and options carry.
+    // `infiniband/sa.h`: routes and options of rdma_cm.
 
     struct ibv_sa_path_rec {
         dgid: ibv_gid,
@@ -1121,7 +1121,7 @@ impl std::fmt::Debug for ibv_gid {
 }
 
 impl ibv_gid {
-    /// The sixteen octets, in wire order.
+    /// Returns the sixteen octets in wire order.
     #[must_use]
     pub const fn bytes(&self) -> [u8; 16] {
         // SAFETY: both variants are sixteen initialised octets without padding.
@@ -1129,7 +1129,7 @@ impl ibv_gid {
     }
 }
 
-// Constants, in the header's order.
+// Constants, in the order of the header.
 c_consts! {
     ibv_gid_type {
         IBV_GID_TYPE_IB = 0,

@@ -209,8 +209,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: for a connection whose identifier has no queue pair. A queue pair that the program moves through its states
-    /// was already connected when the response arrived.
+    /// `rdma_establish(3)`: for a connection whose identifier has no queue pair. A queue pair that the program moves through
+    /// its states was already connected when the response arrived.
     ///
     /// # Safety
     /// `id` is null or points to a live identifier.

@@ -59,7 +59,8 @@ entry! {
     /// `rdma_create_ep(3)`.
     ///
     /// # Safety
-    /// `id` is null or valid for writes. `res` is null or came from `rdma_getaddrinfo`. `pd` and the objects in `init` are null or live.
+    /// `id` is null or valid for writes. `res` is null or came from `rdma_getaddrinfo`. `pd` and the objects in `init` are
+    /// null or live.
     unsafe fn rdma_create_ep(
         id: *mut *mut rdma_cm_id, res: *mut rdma_addrinfo, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr,
     ) -> c_int, minus_one, {

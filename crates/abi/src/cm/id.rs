@@ -95,8 +95,9 @@ impl IdObject {
             .set(|c| std::mem::replace(&mut c.qp, std::ptr::null_mut()))
     }
 
-    /// Writes the state of the identifier's queue pair, if there is one, to the field that the program reads. The lock prevents another
-    /// thread from destroying the queue pair meanwhile: it may call `rdma_destroy_qp` once it has the event that reports the connection.
+    /// Writes the state of the identifier's queue pair, if there is one, to the field that the program reads. The lock
+    /// prevents another thread from destroying the queue pair meanwhile: it may call `rdma_destroy_qp` once it has the event
+    /// that reports the connection.
     pub(super) fn show_qp_state(&self) {
         let _alone = self.lock_qp();
         let qp = self.qp();
@@ -359,8 +360,8 @@ impl IdObject {
 }
 
 entry! {
-    /// `rdma_migrate_id(3)`: with a null channel the identifier becomes synchronous. Waits until the events that were delivered from the
-    /// old channel are acknowledged.
+    /// `rdma_migrate_id(3)`: with a null channel the identifier becomes synchronous. Waits until the events that were
+    /// delivered from the old channel are acknowledged.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `channel` is null or points to a live object.

@@ -8,8 +8,8 @@ use anywarp_core::error::Misuse;
 pub(super) struct Refused(Vec<u32>);
 
 impl Refused {
-    /// Posts the receives of `slots`, and those that could not be posted before. The error of `post` contains the number of receives that
-    /// were posted before the failure.
+    /// Posts the receives of `slots`, and those that could not be posted before. The error of `post` contains the number of
+    /// receives that were posted before the failure.
     pub(super) fn post(
         &mut self,
         slots: impl IntoIterator<Item = u32>,

@@ -161,7 +161,8 @@ impl Caller {
     /// Wraps memory in one part.
     ///
     /// # Safety
-    /// `[start, start + len)` is readable memory of the caller as long as the result is live, and writable if data is received into it.
+    /// `[start, start + len)` is readable memory of the caller as long as the result is live, and writable if data is
+    /// received into it.
     pub(super) unsafe fn new(start: *const u8, len: usize) -> Self {
         Self {
             first: (start.expose_provenance(), len),
@@ -226,8 +227,9 @@ impl Caller {
         let mut at = 0;
         for (start, n) in self.parts(skip, len) {
             let from: *const u8 = std::ptr::with_exposed_provenance(start);
-            // SAFETY: `from` is a part of the caller's memory (guaranteed by the caller of `new`); `to` has room for `len` bytes, and the parts have
-            // at most `len` bytes in total. The ranges may overlap if the program passes memory of this library.
+            // SAFETY: `from` is a part of the caller's memory (guaranteed by the caller of `new`); `to` has room for `len`
+            // bytes, and the parts have at most `len` bytes in total. The ranges may overlap if the program passes memory of
+            // this library.
             unsafe { std::ptr::copy(from, to.wrapping_add(at), n) };
             at += n;
         }

@@ -1,8 +1,8 @@
 //! Datagram sockets: a UD queue pair, and requests of the connection manager (SIDR) that resolve a port to a queue pair.
 //!
-//! A bound socket listens at its UDP port for such requests, and the thread that handles the device's sockets answers them. The first
-//! datagram to a port makes the socket request the queue pair of that port. Datagrams to the port are queued until the answer arrives,
-//! and dropped if none arrives. An answer expires after a while, because another socket may get the port.
+//! A bound socket listens at its UDP port for such requests, and the thread that handles the device's sockets answers them.
+//! The first datagram to a port makes the socket request the queue pair of that port. Datagrams to the port are queued until
+//! the answer arrives, and dropped if none arrives. An answer expires after a while, because another socket may get the port.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;

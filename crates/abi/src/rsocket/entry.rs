@@ -603,8 +603,8 @@ entry! {
 }
 
 entry! {
-    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. Its third argument is passed in the same register as
-    /// this fixed one.
+    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. Its third argument is passed in the
+    /// same register as this fixed one.
     ///
     /// # Safety
     /// The function has no requirements.

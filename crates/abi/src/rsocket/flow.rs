@@ -1,9 +1,9 @@
 //! Flow control of a stream socket, without I/O: the sending and the receiving half.
 //!
-//! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and another half whenever the program
-//! has read that many bytes. The number of messages of the peer is limited by credits, because each message consumes a posted receive.
-//! The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them. The connection to a peer that exceeds a
-//! limit is closed.
+//! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and another half whenever
+//! the program has read that many bytes. The number of messages of the peer is limited by credits, because each message
+//! consumes a posted receive. The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them.
+//! The connection to a peer that exceeds a limit is closed.
 
 use std::collections::VecDeque;
 
@@ -102,8 +102,9 @@ impl Sender {
         self.limit = limit;
     }
 
-    /// Returns whether a message may be sent that uses `requests` send queue entries. [`CONTROL`] credits are kept in reserve: a control
-    /// message consumes a receive too, and the peer may have posted only as many receives as it granted credits.
+    /// Returns whether a message may be sent that uses `requests` send queue entries. [`CONTROL`] credits are kept in
+    /// reserve: a control message consumes a receive too, and the peer may have posted only as many receives as it granted
+    /// credits.
     fn may_send(&self, requests: u32) -> bool {
         self.requests >= requests && u32::from(self.limit.wrapping_sub(self.sent)) > CONTROL
     }
@@ -113,8 +114,8 @@ impl Sender {
         self.free >= (self.size / 4).min(2048)
     }
 
-    /// Returns the number of bytes of the stream that may be sent now. `next` takes an entry from the list of free memory if the peer has
-    /// filled it.
+    /// Returns the number of bytes of the stream that may be sent now. `next` takes an entry from the list of free memory if
+    /// the peer has filled it.
     pub(super) fn room(&mut self, next: impl FnOnce(usize) -> Option<Area>) -> usize {
         if !self.may_send(2) || !self.enough() {
             return 0;

@@ -55,8 +55,8 @@ impl Drop for Maps {
     }
 }
 
-/// `riomap`: lets the peer write `[start, start + len)` if `prot` contains `PROT_WRITE`. The peer addresses the memory by `offset`, or by
-/// its address if `offset` is -1. Returns the offset that the peer uses.
+/// `riomap`: lets the peer write `[start, start + len)` if `prot` contains `PROT_WRITE`. The peer addresses the memory by
+/// `offset`, or by its address if `offset` is -1. Returns the offset that the peer uses.
 ///
 /// # Safety
 /// `[start, start + len)` stays mapped until [`unmap`] or the end of the socket.

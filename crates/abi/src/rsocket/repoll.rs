@@ -34,8 +34,8 @@ struct Member {
 #[derive(Debug)]
 struct State {
     members: Vec<Member>,
-    /// The descriptor at which the next search for events begins. It changes with each wait, so that a busy descriptor does not starve
-    /// others.
+    /// The descriptor at which the next search for events begins. It changes with each wait, so that a busy descriptor does
+    /// not starve others.
     next: usize,
     /// Becomes readable when the set changes, which wakes all waiting threads. The set then gets a new channel.
     changed: Arc<Channel<()>>,

@@ -6,8 +6,8 @@
 //!                                    +-------(refused)--------------------------------^
 //! ```
 //!
-//! The thread that handles the device's sockets accepts connection requests when they arrive, and queues the connections for `raccept`.
-//! As with TCP sockets, `connect` of the peer does not wait for the listening program.
+//! The thread that handles the device's sockets accepts connection requests when they arrive, and queues the connections for
+//! `raccept`. As with TCP sockets, `connect` of the peer does not wait for the listening program.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -45,8 +45,8 @@ pub(super) const TRANSFER: usize = 64_000;
 const BESIDE: u32 = 2 * CONTROL;
 /// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);
-/// The part of that time in which `rclose` waits until a peer with librdmacm's rsockets has closed too. Sends of such a peer fail once
-/// this end has closed, and librdmacm then discards data that it has received.
+/// The part of that time in which `rclose` waits until a peer with librdmacm's rsockets has closed too. Sends of such a peer
+/// fail once this end has closed, and librdmacm then discards data that it has received.
 const ANSWER: Duration = Duration::from_millis(100);
 /// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
@@ -272,8 +272,8 @@ impl End {
         }
     }
 
-    /// Returns the payload of a request with bytes of the caller: inline, or copied to the local ring. Also returns the number of bytes
-    /// used in the ring.
+    /// Returns the payload of a request with bytes of the caller: inline, or copied to the local ring. Also returns the
+    /// number of bytes used in the ring.
     fn payload(&mut self, from: &Caller, skip: usize, len: usize) -> (Payload, usize) {
         if len <= self.inline {
             let bytes = from.copy(skip, len);
@@ -631,7 +631,8 @@ impl Stream {
         self.backlog = usize::try_from(backlog)
             .unwrap_or(0)
             .clamp(*BACKLOG.start(), *BACKLOG.end())
-            // Each connection holds two descriptors until it is accepted. Unauthenticated peers may use only a part of the descriptors.
+            // Each connection holds two descriptors until it is accepted. Unauthenticated peers may use only a part of the
+            // descriptors.
             .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());
         self.id.listen(backlog).map_err(|e| os_errno(&e))?;
@@ -901,7 +902,8 @@ impl Stream {
             Phase::Connecting => 0,
             Phase::Closed => libc::POLLNVAL,
             Phase::Over => {
-                // Programs treat POLLHUP as the end of the stream. So it is reported only when everything has been read, as TCP sockets do.
+                // Programs treat POLLHUP as the end of the stream. So it is reported only when everything has been read, as
+                // TCP sockets do.
                 let unread = self.end.as_ref().is_some_and(|e| e.receiver.readable() > 0);
                 let end = match (unread, self.broken) {
                     (true, _) => 0,
@@ -1208,8 +1210,8 @@ pub(super) fn finish(socket: &Socket) {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }
-    // To a standard iWARP peer, a send completes when the kernel has accepted its bytes. They are delivered only as long as this process
-    // reads what the peer sends, and the process may be about to exit.
+    // To a standard iWARP peer, a send completes when the kernel has accepted its bytes. They are delivered only as long as
+    // this process reads what the peer sends, and the process may be about to exit.
     let Kind::Stream(stream) = &socket.kind else {
         return;
     };
@@ -1240,8 +1242,8 @@ mod tests {
         made.unwrap()
     }
 
-    /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and the next call the
-    /// error.
+    /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and
+    /// the next call the error.
     #[test]
     fn bytes_that_were_read_are_not_lost_when_the_acknowledgement_cannot_be_sent() {
         let (listener, near) = (socket(), socket());

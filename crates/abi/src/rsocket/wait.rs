@@ -1,8 +1,8 @@
 //! Waiting of threads for events of sockets.
 //!
-//! Each waiting thread has a [`Bell`], an event descriptor, which it registers at the sockets that it waits for. Every event of a socket
-//! makes all its registered bells readable. So several threads may wait for one socket, one thread may wait for many sockets, and no
-//! thread consumes the event of another.
+//! Each waiting thread has a [`Bell`], an event descriptor, which it registers at the sockets that it waits for. Every event
+//! of a socket makes all its registered bells readable. So several threads may wait for one socket, one thread may wait for
+//! many sockets, and no thread consumes the event of another.
 
 use std::cell::RefCell;
 use std::ffi::c_int;

@@ -164,8 +164,8 @@ unsafe fn try_event(
 ) -> Result<Option<c_int>, Errno> {
     let taken = events.pop_with(|object| {
         let found: *mut ibv_cq = c_object(*object);
-        // SAFETY: destroying a queue removes its events from the channel under the lock that is held here, so the queue is live. From here
-        // on, destroying it waits until this event is acknowledged.
+        // SAFETY: destroying a queue removes its events from the channel under the lock that is held here, so the queue is
+        // live. From here on, destroying it waits until this event is acknowledged.
         let queue = unsafe { known::<CqObject, _>(found) };
         queue.comp_acks.delivered();
         (found, queue.c.get(|c| c.cq_context))

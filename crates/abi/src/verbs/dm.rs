@@ -1,7 +1,7 @@
 //! Device memory: a few pages that belong to the device. Programs access it by copying functions and through a region.
 //!
-//! Hardware accesses device memory in words of four octets. For compatibility, an offset or a length that is not a multiple of four is
-//! refused here too.
+//! Hardware accesses device memory in words of four octets. For compatibility, an offset or a length that is not a multiple
+//! of four is refused here too.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};

@@ -200,8 +200,8 @@ pub(crate) unsafe extern "C" fn advise_mr(
             IBV_ADVISE_MR_ADVICE_PREFETCH_WRITE => Access::LOCAL_WRITE,
             _ => return Err(libc::EOPNOTSUPP),
         };
-        // The check fails for a region that does not exist, belongs to another domain or has no on-demand paging. The check also faults the
-        // pages in.
+        // The check fails for a region that does not exist, belongs to another domain or has no on-demand paging. The check
+        // also faults the pages in.
         let need = need | Access::ON_DEMAND;
         let n = c_int::try_from(n).unwrap_or(c_int::MAX);
         // SAFETY: the domain is live, and the list has `n` elements (guaranteed by the program).

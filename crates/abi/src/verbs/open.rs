@@ -247,8 +247,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_import_device(3)`: works inside one process. The device is part of the process and cannot access the memory of another one,
-    /// so a descriptor of another process is refused with EOPNOTSUPP.
+    /// `ibv_import_device(3)`: works inside one process. The device is part of the process and cannot access the memory of
+    /// another one, so a descriptor of another process is refused with EOPNOTSUPP.
     ///
     /// # Safety
     /// The function has no requirements.

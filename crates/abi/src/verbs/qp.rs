@@ -498,8 +498,9 @@ entry! {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(init, made) }?;
         }
-        // All attributes are returned whatever the mask. The state in the public structure is updated only if the mask contains STATE:
-        // programs query other attributes of a queue pair that has failed and continue with the state in the structure.
+        // All attributes are returned whatever the mask. The state in the public structure is updated only if the mask
+        // contains STATE: programs query other attributes of a queue pair that has failed and continue with the state in the
+        // structure.
         if attr_mask.cast_unsigned() & mask::STATE != 0 {
             object.show_state(state as ibv_qp_state);
         }
@@ -508,8 +509,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_destroy_qp(3)`: waits until all events that were delivered to the program are acknowledged. Completions that were not polled
-    /// are discarded.
+    /// `ibv_destroy_qp(3)`: waits until all events that were delivered to the program are acknowledged. Completions that were
+    /// not polled are discarded.
     ///
     /// # Safety
     /// `qp` came from a create call and is not used after this returns 0.

@@ -148,8 +148,8 @@ impl Shared {
     /// Returns the eight bytes at `at` as an atomic.
     pub(crate) fn flag(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(8) && at + 8 <= self.len);
-        // SAFETY: the bytes are inside the mapping and aligned (checked above; mappings begin at a page). The mapping is valid as long as
-        // `self`. Both processes access these bytes only as an atomic.
+        // SAFETY: the bytes are inside the mapping and aligned (checked above; mappings begin at a page). The mapping is
+        // valid as long as `self`. Both processes access these bytes only as an atomic.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 

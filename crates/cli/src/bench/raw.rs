@@ -1,8 +1,8 @@
 //! The raw peers: measurements of plain sockets and shared memory on this machine, made in the same way as those of verbs programs.
 //!
-//! Each consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an argument,
-//! measures, and prints one line of JSON. A TCP connection between the two signals the end of a measurement. The memory probes have no
-//! connection, and their server ends when its standard input is closed.
+//! Each consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an
+//! argument, measures, and prints one line of JSON. A TCP connection between the two signals the end of a measurement. The
+//! memory probes have no connection, and their server ends when its standard input is closed.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
@@ -212,7 +212,7 @@ fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// Lines of numbers, beside what is measured.
+/// The TCP connection over which the two ends exchange lines of numbers.
 struct Control(BufReader<TcpStream>);
 
 impl Control {

@@ -19,8 +19,8 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Starts the program for run `of` with `numbers` as its arguments and `variables` in its environment. `address` becomes GID 0 of its
-    /// device.
+    /// Starts the program for run `of` with `numbers` as its arguments and `variables` in its environment. `address` becomes
+    /// GID 0 of its device.
     pub(crate) fn start(
         library: &Library,
         system: bool,

@@ -1,8 +1,8 @@
 //! `anywarp ping` and `anywarp blast`: latency and bandwidth of a device, with every payload compared.
 //!
-//! Each end is a command that starts a verbs program for each run ([`end`], `perf/perf.c`), which measures. The two commands negotiate
-//! the parameters over TCP ([`side`]) and print the results as a table and to files ([`report`]). Other commands use them through
-//! `session`.
+//! Each end is a command that starts a verbs program for each run ([`end`], `perf/perf.c`), which measures. The two commands
+//! negotiate the parameters over TCP ([`side`]) and print the results as a table and to files ([`report`]). Other commands
+//! use them through `session`.
 
 pub(crate) mod args;
 mod end;
@@ -518,8 +518,8 @@ impl Greetings {
         }
     }
 
-    /// Waits for the greeting of a connection. If too many connections are waiting, the oldest is closed: a client sends its greeting at
-    /// once.
+    /// Waits for the greeting of a connection. If too many connections are waiting, the oldest is closed: a client sends its
+    /// greeting at once.
     fn begin(&self, stream: TcpStream, from: IpAddr) {
         let Ok(copy) = stream.try_clone() else {
             return;

@@ -122,8 +122,8 @@ impl Run {
         of(&self.client, "duplicate") + of(&self.server, "duplicate")
     }
 
-    /// Returns the number of errors: messages with a wrong byte, wrong validity maps, and duplicates where they are not allowed. The network
-    /// may duplicate a datagram, and an unreliable transport then delivers a Send of one datagram twice.
+    /// Returns the number of errors: messages with a wrong byte, wrong validity maps, and duplicates where they are not
+    /// allowed. The network may duplicate a datagram, and an unreliable transport then delivers a Send of one datagram twice.
     fn wrong(&self, op: Op, transport: Transport) -> u64 {
         let may_repeat = matches!(op, Op::Send | Op::SendImm)
             && matches!(transport, Transport::Ud | Transport::Uc);
@@ -136,8 +136,8 @@ impl Run {
 }
 
 impl Run {
-    /// Returns the results for one size by name: one-way times in microseconds, rates in 10^6 bits per second, processor time in percent of
-    /// one processor.
+    /// Returns the results for one size by name: one-way times in microseconds, rates in 10^6 bits per second, processor time
+    /// in percent of one processor.
     pub(crate) fn figures(
         &self,
         args: &Perf,

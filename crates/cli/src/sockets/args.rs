@@ -20,19 +20,20 @@ pub(crate) struct Sockets {
 pub(crate) enum Task {
     /// Run a program; its TCP connections to programs that also have the library become iWARP streams
     ///
-    /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then executes the program. A connection
-    /// to a program without the library is left to the kernel. Datagrams become messages of datagram-iWARP if a rule enables that. The
-    /// rules are checked first; the program is not started if they contain a mistake.
+    /// Sets LD_PRELOAD so that the program and all its children load libanywarp-sockets.so, and then executes the program. A
+    /// connection to a program without the library is left to the kernel. Datagrams become messages of datagram-iWARP if a
+    /// rule enables that. The rules are checked first; the program is not started if they contain a mistake.
     Run(Run),
     /// Show the sockets of a running program: which are upgraded, and why the others are plain
     ///
-    /// Shows for each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and written, and the
-    /// window and the memory of an upgraded one. Forked children have process ids of their own and are shown separately.
+    /// Shows for each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and
+    /// written, and the window and the memory of an upgraded one. Forked children have process ids of their own and are shown
+    /// separately.
     Stat(Stat),
     /// Check the rules, or show which rule decides about a connection
     ///
-    /// Without arguments it reads all sources and reports mistakes. `anywarp sockets check tcp connect 10.1.2.3:6379 nginx` shows the rule
-    /// that decides when nginx connects to that address.
+    /// Without arguments it reads all sources and reports mistakes. `anywarp sockets check tcp connect 10.1.2.3:6379 nginx`
+    /// shows the rule that decides when nginx connects to that address.
     Check(Check),
     /// Query whether a listener, or a UDP socket, is known to understand RDMA
     ///
@@ -48,7 +49,8 @@ pub(crate) enum Task {
 pub(crate) struct Rules {
     /// A rule with precedence over all other sources; may be given several times (sets ANYWARP_SOCKETS_RULES)
     ///
-    /// For example 'connect tcp 10.0.0.0/8:6379 require' or 'all tcp'. The manual page anywarp-sockets.conf(5) describes the language.
+    /// For example 'connect tcp 10.0.0.0/8:6379 require' or 'all tcp'. The manual page anywarp-sockets.conf(5) describes the
+    /// language.
     #[arg(long = "rule", value_name = "RULE")]
     pub(crate) rules: Vec<String>,
 

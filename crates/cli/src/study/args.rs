@@ -26,11 +26,11 @@ pub(crate) enum Task {
     List(List),
     /// Measure figures, and write a report
     ///
-    /// Every sample is stored in the folder of the report at once. An interrupted run continues from there when it is started again with the
-    /// same options, and figures that are added later use the stored samples.
+    /// Every sample is stored in the folder of the report at once. An interrupted run continues from there when it is started
+    /// again with the same options, and figures that are added later use the stored samples.
     ///
-    /// The exit status is 0 if everything was measured, whatever the findings are; 1 if a measurement failed; 2 if there is no such figure
-    /// or the folder of the report cannot be written; 130 after an interrupt.
+    /// The exit status is 0 if everything was measured, whatever the findings are; 1 if a measurement failed; 2 if there is
+    /// no such figure or the folder of the report cannot be written; 130 after an interrupt.
     Run(Run),
     /// Print advice for programs on this machine, based on the measurements
     Hints(Hints),

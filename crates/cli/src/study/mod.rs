@@ -1,7 +1,7 @@
 //! `anywarp study`: measures figures of papers about RDMA on this machine.
 //!
-//! `figures` reads the definitions of the figures from data files, `runner` measures their points, `store` keeps the samples, `finding`
-//! checks the findings of the papers, and `report` writes the results.
+//! `figures` reads the definitions of the figures from data files, `runner` measures their points, `store` keeps the samples,
+//! `finding` checks the findings of the papers, and `report` writes the results.
 
 pub(crate) mod args;
 mod exs;

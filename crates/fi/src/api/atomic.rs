@@ -33,7 +33,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_DELIVERY_COMPLETE
     | FI_MORE;
 
-/// The largest number of elements of an operation, and the bytes of an element.
+/// Returns the largest number of elements of an operation, and the size of an element in bytes.
 pub(crate) fn room_for(datatype: u32, op: u32, class: Class) -> Result<(usize, usize), c_int> {
     let kind = Type::from_number(datatype)
         .filter(|kind| is_valid(*kind, op, class))
@@ -42,7 +42,7 @@ pub(crate) fn room_for(datatype: u32, op: u32, class: Class) -> Result<(usize, u
 }
 
 /// # Safety
-/// `count` is null or a place.
+/// `count` is null or valid for writes.
 unsafe fn valid(datatype: u32, op: u32, class: Class, count: *mut usize) -> c_int {
     ended_int(|| {
         let (most, _) = room_for(datatype, op, class)?;
@@ -54,10 +54,10 @@ unsafe fn valid(datatype: u32, op: u32, class: Class, count: *mut usize) -> c_in
     })
 }
 
-/// The memory of a list of elements, and the number of elements.
+/// Returns the memory of a list of elements, and the number of elements.
 ///
 /// # Safety
-/// `list` is null or has `n` elements, whose memory the program does not access until the operation is over.
+/// `list` is null or has `n` elements. The program does not access their memory until the operation has completed.
 unsafe fn elements(
     list: *const fi_ioc,
     n: usize,
@@ -83,17 +83,17 @@ unsafe fn elements(
     Ok((memory, count))
 }
 
-/// One buffer of elements.
+/// Returns the memory of one buffer of elements.
 ///
 /// # Safety
-/// As for [`elements`].
+/// The requirements of [`elements`] apply.
 unsafe fn buffer(at: *const c_void, count: usize, datatype: u32) -> Result<UserMemory, c_int> {
     let size = Type::from_number(datatype).ok_or(FI_EOPNOTSUPP)?.size();
     // SAFETY: upheld by the caller.
     Ok(unsafe { UserMemory::one(at, count.saturating_mul(size)) })
 }
 
-/// An operation, without the memory of this process.
+/// The parameters of an operation, without the memory of this process.
 struct What {
     peer: FiAddr,
     addr: u64,
@@ -104,7 +104,7 @@ struct What {
     class: Class,
 }
 
-/// The memory of this process.
+/// The memory of this process for an operation.
 #[derive(Default)]
 struct Here {
     operand: UserMemory,
@@ -145,7 +145,7 @@ unsafe fn operate(
 }
 
 /// # Safety
-/// `msg` is null, or valid with all that it names.
+/// `msg` is null, or it and everything that it points to are valid.
 unsafe fn of_message(
     msg: *const fi_msg_atomic,
     flags: u64,
@@ -182,7 +182,7 @@ unsafe fn of_message(
     }
 }
 
-/// As in `message.rs`.
+/// Like the macro of the same name in `message.rs`.
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         #[allow(clippy::too_many_arguments, reason = "the signatures are libfabric's")]

@@ -71,7 +71,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         }
         state.shared.vectors.remove(object.name);
         drop(state);
-        // SAFETY: the program does not use it any more.
+        // SAFETY: the program does not use the object any more.
         unsafe { take::<AvObject, _>(at) }?;
         Ok(0)
     })
@@ -120,8 +120,8 @@ unsafe extern "C" fn insert(
         let mut at = addr.cast::<u8>();
         let mut peers = Vec::new();
         for _ in 0..count {
-            // SAFETY: a name begins with its family, which says how long it is (guaranteed by the caller); one of another
-            // family is no longer than an IPv4 name, as far as can be known.
+            // SAFETY: a name begins with its family, which determines its length (guaranteed by the caller). Names of unknown
+            // families are assumed to have at least the length of an IPv4 name.
             let name = unsafe {
                 let family = std::ptr::read_unaligned(at.cast::<u16>());
                 let len = if i32::from(family) == libc::AF_INET6 {
@@ -136,7 +136,7 @@ unsafe extern "C" fn insert(
             peers.push(Remote::from_name(name));
         }
         let added = add(object, &peers, |i, at| {
-            // SAFETY: lists of `count` elements, or null (guaranteed by the caller).
+            // SAFETY: the lists are null or have `count` elements (guaranteed by the caller).
             unsafe {
                 if !fi_addr.is_null() {
                     *fi_addr.add(i) = at;
@@ -163,7 +163,7 @@ unsafe extern "C" fn insertsvc(
         if flags & !(FI_SYNC_ERR | FI_MORE) != 0 {
             return Err(FI_EBADFLAGS);
         }
-        // SAFETY: it was opened by this library; null or C strings (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the strings are null or C strings (guaranteed by the caller).
         let (object, node, service) = unsafe {
             let object = known::<AvObject, _>(av)?;
             if node.is_null() || service.is_null() {
@@ -236,15 +236,15 @@ unsafe extern "C" fn lookup(
         let state = object.domain.lock();
         let vector = state.shared.vectors.get(object.name).ok_or(FI_EINVAL)?;
         let peer = vector.get(fi_addr).ok_or(FI_EINVAL)?;
-        // SAFETY: `addr` has as many bytes as `addrlen` says (guaranteed by the caller).
+        // SAFETY: `addr` has `addrlen` bytes (guaranteed by the caller).
         unsafe { copy_name(peer, addr, addrlen) }.map(|_whole| 0)
     })
 }
 
-/// Copies as much of a name as there is room for, and sets `len` to its whole length. Returns whether all of it was copied.
+/// Copies as much of a name as fits, and sets `len` to its full length. Returns whether all of it was copied.
 ///
 /// # Safety
-/// `len` is null or valid, and `to` has that many bytes, or there are none.
+/// `len` is null or valid, and `to` has that many bytes or is null.
 pub(crate) unsafe fn copy_name(
     peer: Remote,
     to: *mut c_void,
@@ -267,7 +267,7 @@ unsafe extern "C" fn straddr(
     buf: *mut c_char,
     len: *mut usize,
 ) -> *const c_char {
-    // SAFETY: a name, which begins with its family, and a buffer of `len` bytes (guaranteed by the caller).
+    // SAFETY: the bytes are a name, which begins with its family, and the buffer has `len` bytes (guaranteed by the caller).
     unsafe {
         let (Some(len), false, false) = (len.as_mut(), addr.is_null(), buf.is_null()) else {
             return buf;

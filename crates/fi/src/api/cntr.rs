@@ -67,13 +67,13 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         }
         state.shared.counters.remove(object.name);
         drop(state);
-        // SAFETY: the program does not use it any more.
+        // SAFETY: the program does not use the object any more.
         unsafe { take::<CntrObject, _>(at) }?;
         Ok(0)
     })
 }
 
-/// The value of the counter, after the completions of the device were handled.
+/// Returns the value of the counter, after handling the completions of the device.
 fn value(object: &CntrObject) -> Counter {
     let mut state = object.domain.lock();
     state.progress();

@@ -82,7 +82,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         }
         state.shared.queues.remove(object.name);
         drop(state);
-        // SAFETY: the program does not use it any more.
+        // SAFETY: the program does not use the object any more.
         unsafe { take::<CqObject, _>(at) }?;
         Ok(0)
     })
@@ -90,7 +90,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened by this library; the argument is a place for a descriptor (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor (guaranteed by the caller).
         unsafe {
             let object = known::<CqObject, _>(at)?;
             let (FI_GETWAIT, Some(wait)) = (command, &object.rest.wait) else {
@@ -102,15 +102,15 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> 
     })
 }
 
-/// Writes entry `i` of a program's list.
+/// Writes entry `i` of the program's list.
 ///
 /// # Safety
-/// `buf` has room for it.
+/// `buf` has room for the entry.
 unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
     let op_context = std::ptr::with_exposed_provenance_mut(entry.context);
     let (flags, len, data, tag) = (entry.flags, entry.len, entry.data, entry.tag);
     let at = std::ptr::with_exposed_provenance_mut(entry.buf);
-    // SAFETY: guaranteed by the caller; each format begins with the fields of those before it.
+    // SAFETY: upheld by the caller; each format begins with the fields of the formats before it.
     unsafe {
         match format {
             FI_CQ_FORMAT_MSG => buf.cast::<fi_cq_msg_entry>().add(i).write(fi_cq_msg_entry {
@@ -162,7 +162,7 @@ unsafe fn take_entries(
         return Err(FI_EINVAL);
     }
     let mut state = object.domain.lock();
-    // A program that requests no entries only wants the device's completions to be handled.
+    // With `count` 0 the program only wants the device's completions to be handled.
     let empty = state
         .shared
         .queues
@@ -196,7 +196,7 @@ unsafe fn take_entries(
 }
 
 unsafe extern "C" fn read(cq: *mut fid_cq, buf: *mut c_void, count: usize) -> isize {
-    // SAFETY: it was opened by this library; a list of `count` entries (guaranteed by the caller).
+    // SAFETY: the object was opened by this library; the list has `count` entries (guaranteed by the caller).
     ended(|| unsafe { take_entries(known(cq)?, buf, count, std::ptr::null_mut()) })
 }
 
@@ -220,7 +220,7 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
         let mut state = object.domain.lock();
         let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
         let entry = queue.take_error().ok_or(FI_EAGAIN)?;
-        // SAFETY: a structure of the program's version of the header, which has one member less before 1.5.
+        // SAFETY: the structure is that of the program's version of the header, which has one member less before 1.5.
         unsafe {
             let at = |a: usize| std::ptr::with_exposed_provenance_mut(a);
             (*to).op_context = at(entry.context);
@@ -242,7 +242,7 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
     })
 }
 
-/// Prepares a wait for the queue's descriptor. Fails with `FI_EAGAIN` if there are entries.
+/// Prepares a wait for the queue's descriptor. `FI_EAGAIN` if there are entries.
 ///
 /// # Safety
 /// `cq` is null or was opened by this library.
@@ -261,7 +261,7 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     for endpoint in state.endpoints.values_mut() {
         endpoint.arm();
     }
-    // Completions that came before the completion queue was armed have no event.
+    // Completions that arrived before the completion queue was armed have no event.
     state.progress();
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
     if !queue.is_empty() {
@@ -271,11 +271,11 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     Ok(())
 }
 
-/// How often a waiting thread asks whether the peers of unanswered requests are still there.
+/// The interval at which a waiting thread checks whether the peers of unanswered requests still respond.
 const ASK_PEERS_EVERY: Duration = Duration::from_millis(500);
 
 /// # Safety
-/// As for [`take_entries`].
+/// The requirements of [`take_entries`] apply.
 unsafe fn wait_for_entries(
     cq: *mut fid_cq,
     buf: *mut c_void,
@@ -320,7 +320,7 @@ unsafe extern "C" fn sread(
     _cond: *const c_void,
     timeout: c_int,
 ) -> isize {
-    // SAFETY: a list of `count` entries (guaranteed by the caller).
+    // SAFETY: the list has `count` entries (guaranteed by the caller).
     ended(|| unsafe { wait_for_entries(cq, buf, count, std::ptr::null_mut(), timeout) })
 }
 
@@ -354,7 +354,7 @@ unsafe extern "C" fn strerror(
     buf: *mut c_char,
     len: usize,
 ) -> *const c_char {
-    // SAFETY: any number has a text; the buffer has `len` bytes, or there is none (guaranteed by the caller).
+    // SAFETY: every number has a text; the buffer is null or has `len` bytes (guaranteed by the caller).
     unsafe {
         let text = libc::strerror(errno);
         if !buf.is_null() && len > 0 {

@@ -1,4 +1,4 @@
-//! Domains, and memory registered on them.
+//! Domains, and memory regions registered with them.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: opened by this library (guaranteed by the caller).
+        // SAFETY: the fabric was opened by this library (guaranteed by the caller).
         let api = unsafe { known::<FabricObject, _>(fabric) }?.fid.api_version;
         if info.is_null() {
             return Err(FI_EINVAL);
@@ -77,7 +77,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
         if Arc::strong_count(&object.domain) > 1 {
             return Err(FI_EBUSY);
         }
-        // SAFETY: the program does not use it any more.
+        // SAFETY: the program does not use the object any more.
         unsafe { take::<DomainObject, _>(at) }?;
         Ok(0)
     })
@@ -85,7 +85,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn bind(_at: *mut fid, other: *mut fid, _flags: u64) -> c_int {
     ended_int(|| {
-        // SAFETY: null or an object (guaranteed by the caller).
+        // SAFETY: the pointer is null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
         // A domain has no events, so binding an event queue has no effect.
         if class == FI_CLASS_EQ as usize {
@@ -120,8 +120,8 @@ unsafe extern "C" fn query_atomic(
 }
 
 /// # Safety
-/// `at` is null or a domain of the program. Until the region is closed, the program leaves the memory to the device as far
-/// as `access` requires. `mr` is null or has room for a pointer.
+/// `at` is null or a domain of the program. Until the region is closed, the program does not access the memory in a way that
+/// conflicts with `access`. `mr` is null or has room for a pointer.
 unsafe fn register(
     at: *mut fid,
     buf: *const c_void,
@@ -199,7 +199,7 @@ unsafe extern "C" fn regv(
         if count != 1 {
             return Err(FI_EINVAL);
         }
-        // SAFETY: guaranteed by the caller: a list of one.
+        // SAFETY: upheld by the caller; the list has one element.
         unsafe {
             let iov = iov.as_ref().ok_or(FI_EINVAL)?;
             register(at, iov.iov_base, iov.iov_len, access, mr, context)
@@ -217,7 +217,7 @@ unsafe extern "C" fn regattr(
         if flags != 0 {
             return Err(FI_EBADFLAGS);
         }
-        // SAFETY: null or valid, with a list (guaranteed by the caller).
+        // SAFETY: the attributes are null, or they and their list are valid (guaranteed by the caller).
         unsafe {
             let attr = attr.as_ref().ok_or(FI_EINVAL)?;
             if attr.iov_count != 1 {
@@ -231,7 +231,7 @@ unsafe extern "C" fn regattr(
 
 unsafe extern "C" fn close_region(at: *mut fid) -> c_int {
     ended_int(|| {
-        // SAFETY: it was made here, and the program does not use it any more.
+        // SAFETY: the object was created by this library, and the program does not use it any more.
         let object = unsafe { take::<MrObject, _>(at) }?;
         let mut state = object.domain.lock();
         state.shared.registered.remove(&object.rest.rkey());
@@ -239,7 +239,7 @@ unsafe extern "C" fn close_region(at: *mut fid) -> c_int {
     })
 }
 
-/// `fi_mr_enable` has nothing to do.
+/// `fi_mr_enable` has no effect, because regions are enabled from the start.
 unsafe extern "C" fn control_region(_at: *mut fid, command: c_int, _arg: *mut c_void) -> c_int {
     if command == FI_ENABLE { 0 } else { -FI_ENOSYS }
 }

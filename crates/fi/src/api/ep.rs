@@ -54,7 +54,7 @@ static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
     barrier2: NONE,
 });
 
-/// The number in an environment variable, decimal or hexadecimal with 0x in front.
+/// Returns the number in an environment variable, decimal or hexadecimal with the prefix 0x.
 fn number(name: &str, usual: u32) -> u32 {
     let Some(text) = crate::log::variable(name) else {
         return usual;
@@ -87,7 +87,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: guaranteed by the caller, for the structures and what they name.
+        // SAFETY: upheld by the caller, for the structures and everything that they point to.
         let (domain, info, source) = unsafe {
             let info = info.as_ref().ok_or(FI_EINVAL)?;
             let kind = info.ep_attr.as_ref().map_or(FI_EP_RDM, |ep| ep.r#type);
@@ -166,9 +166,9 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn bind(at: *mut fid, other: *mut fid, flags: u64) -> c_int {
     ended_int(|| {
-        // SAFETY: null or an object (guaranteed by the caller).
+        // SAFETY: the pointer is null or an object (guaranteed by the caller).
         let class = unsafe { other.as_ref() }.ok_or(FI_EINVAL)?.fclass;
-        // SAFETY: its class says what it is.
+        // SAFETY: the class tells the type of the object.
         let name = unsafe {
             match u32::try_from(class).unwrap_or(0) {
                 FI_CLASS_CQ => known::<CqObject, _>(other)?.name,
@@ -271,7 +271,7 @@ unsafe extern "C" fn getopt(
         if level != FI_OPT_ENDPOINT || name != FI_OPT_MIN_MULTI_RECV {
             return Err(FI_ENOPROTOOPT);
         }
-        // SAFETY: it was opened by this library; a value of the length that is said (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the value has the passed length (guaranteed by the caller).
         unsafe {
             let len = len.as_mut().ok_or(FI_EINVAL)?;
             if value.is_null() || *len < size_of::<usize>() {
@@ -300,7 +300,7 @@ unsafe extern "C" fn setopt(
         if value.is_null() || len != size_of::<usize>() {
             return Err(FI_EINVAL);
         }
-        // SAFETY: it was opened by this library; a value of the length that is said (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the value has the passed length (guaranteed by the caller).
         unsafe {
             let bytes = value.cast::<usize>().read();
             with_endpoint(at, |endpoint, _| {
@@ -313,7 +313,7 @@ unsafe extern "C" fn setopt(
 
 unsafe extern "C" fn getname(at: *mut fid, addr: *mut c_void, len: *mut usize) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened by this library; a buffer of the length that is said (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the buffer has the passed length (guaranteed by the caller).
         unsafe {
             with_endpoint(at, |endpoint, _| {
                 if av::copy_name(endpoint.name(), addr, len)? {

@@ -1,4 +1,4 @@
-//! Event queues. They are always empty: this provider fills address vectors at once, and has no connections.
+//! Event queues, which are always empty: address vectors are filled synchronously, and there are no connections.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ unsafe extern "C" fn close(at: *mut fid) -> c_int {
 
 unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> c_int {
     ended_int(|| {
-        // SAFETY: it was opened by this library; the argument is a place for a descriptor (guaranteed by the caller).
+        // SAFETY: the object was opened by this library; the argument is valid for writing a descriptor (guaranteed by the caller).
         unsafe {
             let queue = known::<EventQueue, _>(at)?;
             let (FI_GETWAIT, Some(wait)) = (command, &queue.wait) else {
@@ -79,7 +79,7 @@ unsafe extern "C" fn sread(
     _flags: u64,
 ) -> isize {
     ended(|| {
-        // A negative timeout means for ever, as no event will come.
+        // A negative time-out waits forever, since no event arrives.
         let ms = u64::try_from(timeout).unwrap_or(u64::MAX);
         std::thread::sleep(Duration::from_millis(ms));
         Err(FI_EAGAIN)
@@ -93,6 +93,6 @@ unsafe extern "C" fn strerror(
     _buf: *mut c_char,
     _len: usize,
 ) -> *const c_char {
-    // SAFETY: any number has a text.
+    // SAFETY: every number has a text.
     unsafe { libc::strerror(errno) }
 }

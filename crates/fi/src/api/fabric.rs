@@ -49,9 +49,9 @@ unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, coun
                 (at, at.as_ref().ok_or(FI_EINVAL)?.fclass)
             };
             match u32::try_from(class).unwrap_or(0) {
-                // SAFETY: its class says what it is.
+                // SAFETY: the class tells the type of the object.
                 FI_CLASS_CQ => unsafe { super::cq::trywait(at.cast()) }?,
-                // The event queue stays empty.
+                // The event queue is always empty.
                 FI_CLASS_EQ => {}
                 _ => return Err(FI_ENOSYS),
             }

@@ -121,8 +121,8 @@ fn tagged(peer: FiAddr, tag: u64) -> What {
     }
 }
 
-/// Declares functions of C. The program promises that the endpoint was opened here, that buffers have the given lengths, and
-/// that it does not access them until the operation is over.
+/// Declares C functions. The program guarantees that the endpoint was opened by this provider, that buffers have the given
+/// lengths, and that it does not access them until the operation has completed.
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {

@@ -1,4 +1,4 @@
-//! The functions that libfabric's inline functions call, by object.
+//! The functions that libfabric's inline functions call, one module for each kind of object.
 
 pub(crate) mod atomic;
 pub(crate) mod av;

@@ -1,4 +1,4 @@
-//! Objects that C names by address, and the beginning and the end of each function that C calls.
+//! Objects whose address is a C pointer, and the entry and exit of functions that C calls.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::event::Wait;
 #[repr(transparent)]
 pub(crate) struct Table<T>(pub(crate) T);
 
-// SAFETY: the addresses in it are those of functions.
+// SAFETY: the table contains only addresses of functions.
 unsafe impl<T> Sync for Table<T> {}
 
 /// An object of a domain: first the structure of the C header, then the fields of this library.
@@ -28,9 +28,9 @@ pub(crate) struct Object<F, R = ()> {
     pub(crate) fid: F,
     /// The domain.
     pub(crate) domain: Arc<Domain>,
-    /// The name of the object in the domain.
+    /// The name of the object in the domain's tables.
     pub(crate) name: u32,
-    /// Further fields, which depend on the type.
+    /// More fields, which depend on the type.
     pub(crate) rest: R,
 }
 
@@ -51,27 +51,27 @@ pub(crate) type EpObject = Object<fid_ep>;
 /// A completion queue of the program.
 pub(crate) type CqObject = Object<fid_cq, Waiting>;
 
-/// The further fields of a completion queue.
+/// The additional fields of a completion queue.
 pub(crate) struct Waiting {
     /// The descriptors, if the program waits for them.
     pub(crate) wait: Option<Wait>,
-    /// `fi_cq_signal` was called: a waiting thread has to return.
+    /// `fi_cq_signal` was called: a waiting thread must return.
     pub(crate) signaled: AtomicBool,
 }
 
-/// The object behind a pointer of C.
+/// Returns the object of a C pointer. `FI_EINVAL` for null.
 ///
 /// # Safety
-/// `at` is null, or was made by [`give`] of a `T` that is live.
+/// `at` is null, or was returned by [`give`] for a `T` that is live.
 pub(crate) unsafe fn known<'a, T, F>(at: *mut F) -> Result<&'a T, c_int> {
     // SAFETY: upheld by the caller.
     unsafe { at.cast::<T>().as_ref() }.ok_or(FI_EINVAL)
 }
 
-/// Writes the address of an object to `to`. From then on it belongs to the program.
+/// Moves an object to the heap and writes its address to `to`. The program owns it from then on.
 ///
 /// # Safety
-/// `to` is null or a place for a pointer.
+/// `to` is null or valid for writing a pointer.
 pub(crate) unsafe fn give<T, F>(object: T, to: *mut *mut F) -> Result<isize, c_int> {
     // SAFETY: upheld by the caller.
     let to = unsafe { to.as_mut() }.ok_or(FI_EINVAL)?;
@@ -79,10 +79,10 @@ pub(crate) unsafe fn give<T, F>(object: T, to: *mut *mut F) -> Result<isize, c_i
     Ok(0)
 }
 
-/// Takes an object back from the program, which closes it.
+/// Takes back the ownership of an object that the program closes.
 ///
 /// # Safety
-/// As for [`known`], and C does not use it any more.
+/// The requirements of [`known`] apply, and C does not use the object any more.
 pub(crate) unsafe fn take<T, F>(at: *mut F) -> Result<Box<T>, c_int> {
     if at.is_null() {
         return Err(FI_EINVAL);
@@ -91,8 +91,8 @@ pub(crate) unsafe fn take<T, F>(at: *mut F) -> Result<Box<T>, c_int> {
     Ok(unsafe { Box::from_raw(at.cast::<T>()) })
 }
 
-/// Returns the result of a C function: a count, 0, or a negated error. A panic, which is a bug of this library, is caught
-/// here and does not reach the program.
+/// Returns the result of a C function: a count, 0, or a negated error. A panic is a bug of this library; it is caught here
+/// and does not reach the program.
 pub(crate) fn ended(f: impl FnOnce() -> Result<isize, c_int>) -> isize {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(Ok(n)) => n,
@@ -101,14 +101,13 @@ pub(crate) fn ended(f: impl FnOnce() -> Result<isize, c_int>) -> isize {
     }
 }
 
-/// [`ended`] for functions that return an `int`.
+/// Like [`ended`], for functions that return an `int`.
 pub(crate) fn ended_int(f: impl FnOnce() -> Result<isize, c_int>) -> c_int {
     c_int::try_from(ended(f)).unwrap_or(c_int::MAX)
 }
 
-/// Stands in the tables for functions that this provider does not have. It has no parameters: on the platforms of this
-/// library a caller may pass more arguments than a function has, and the result is returned in the same register for an
-/// `int` and an `ssize_t`.
+/// The table entry for functions that this provider does not have. It has no parameters: on the supported platforms a caller may pass
+/// more arguments than a function has, and an `int` and an `ssize_t` are returned in the same register.
 pub(crate) extern "C" fn no_function() -> isize {
     -(FI_ENOSYS as isize)
 }
@@ -116,7 +115,7 @@ pub(crate) extern "C" fn no_function() -> isize {
 /// The address of [`no_function`].
 pub(crate) const NONE: Call = no_function as *const ();
 
-/// The general functions of an object.
+/// Returns the table of an object's general functions.
 pub(crate) const fn ops(close: Call, bind: Call, control: Call) -> Table<fi_ops> {
     Table(fi_ops {
         size: size_of::<fi_ops>(),
@@ -129,7 +128,7 @@ pub(crate) const fn ops(close: Call, bind: Call, control: Call) -> Table<fi_ops>
     })
 }
 
-/// The beginning of an object.
+/// Returns the common first member of an object.
 pub(crate) fn head(class: u32, context: *mut libc::c_void, ops: &'static Table<fi_ops>) -> fid {
     fid {
         fclass: class as usize,
@@ -138,7 +137,7 @@ pub(crate) fn head(class: u32, context: *mut libc::c_void, ops: &'static Table<f
     }
 }
 
-/// Calls a function with an endpoint and the shared state, under the lock of the domain.
+/// Calls a function with an endpoint and the shared state, with the domain locked.
 ///
 /// # Safety
 /// `at` is null or an endpoint of the program.

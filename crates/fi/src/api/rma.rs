@@ -1,4 +1,4 @@
-//! Reads and writes of a peer's memory.
+//! RMA: reads and writes of a peer's memory.
 
 use libc::{c_int, c_void, iovec};
 
@@ -28,7 +28,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_REMOTE_CQ_DATA
     | FI_MORE;
 
-/// Memory of a peer, and the immediate data for its program.
+/// The memory of the peer, and the immediate data for its program.
 struct There {
     peer: FiAddr,
     addr: u64,
@@ -36,7 +36,7 @@ struct There {
     data: Option<u64>,
 }
 
-/// The completion of an operation.
+/// How an operation is completed.
 enum End {
     /// With this context, and the flags of the endpoint.
     Usual(usize),
@@ -83,7 +83,7 @@ fn memory(list: Result<UserMemory, crate::memory::BadList>) -> Result<UserMemory
 }
 
 /// # Safety
-/// `msg` is null, or valid with all that it names.
+/// `msg` is null, or it and everything that it points to are valid.
 unsafe fn of_message(
     msg: *const fi_msg_rma,
     flags: u64,
@@ -113,7 +113,7 @@ unsafe fn of_message(
     }
 }
 
-/// As in `message.rs`.
+/// Like the macro of the same name in `message.rs`.
 macro_rules! calls {
     ($(fn $name:ident($ep:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {$(
         unsafe extern "C" fn $name($ep: *mut fid_ep $(, $arg: $type)*) -> isize {

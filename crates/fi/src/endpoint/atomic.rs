@@ -3,7 +3,7 @@
 use super::*;
 
 impl Endpoint {
-    /// Requests an atomic operation on memory of a peer, which the provider in the peer's process executes.
+    /// Requests an atomic operation on a peer's memory. The provider in the peer's process executes it.
     pub fn atomic(&mut self, cx: &mut Shared, what: &AtomicRequest) -> Result<(), i32> {
         self.ready(cx)?;
         let kind = Type::from_number(what.datatype)
@@ -124,7 +124,7 @@ impl Endpoint {
                     len: total,
                     lkey: self.slot_region.lkey(),
                 };
-                // SAFETY: the slots are registered, and this one is not free until the completion.
+                // SAFETY: the slots are registered, and this one is not reused before the completion.
                 unsafe { self.qp.send(to_whom, id, piece) }
             }
         };
@@ -137,7 +137,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Sends an answer. Returns false if it has to be tried again.
+    /// Sends an answer. Returns false if the caller has to try again.
     pub(super) fn try_reply(
         &mut self,
         cx: &mut Shared,
@@ -273,8 +273,8 @@ pub(crate) fn operation(
             than.next().map_or(0, atomics::bits_of),
         );
         let f = |old| atomics::compute(kind, op, old, w, t);
-        // SAFETY: inside of registered memory that peers may change (checked), which stays registered while the domain is
-        // locked.
+        // SAFETY: the element is inside registered memory that peers may change (checked above), which stays registered while
+        // the domain is locked.
         let old = unsafe { memory::change(at + i * size, size, f) };
         if class != Class::Write {
             former.extend(old.to_le_bytes().iter().take(size));

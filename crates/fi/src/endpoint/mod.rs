@@ -1,9 +1,9 @@
 //! An endpoint: messages and one-sided operations on a reliable-datagram queue pair.
 //!
-//! Messages of at most [`limits::EAGER`] bytes are sent with their content. A longer message is announced. When it has been
-//! matched with a receive, the receiver registers the memory for this one peer and sends it the key (a grant); the sender
-//! writes the message with RDMA Write-Record, whose record shows the receiver that it is complete. Plain reads and writes of
-//! the program use a second queue pair, whose writes leave no records.
+//! Messages of at most [`limits::EAGER`] bytes are sent with their content. A longer message is announced. When the
+//! announcement has been matched with a receive, the receiver registers the memory for this one peer and sends it the key (a
+//! *grant*). The sender writes the message with RDMA Write-Record, whose record shows the receiver that the message is
+//! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
 
 pub(crate) mod atomic;
 mod one_sided;
@@ -57,12 +57,12 @@ pub struct Shared {
     pub vectors: Slab<Vector>,
     /// Registered memory by its key, for atomic operations of peers.
     pub registered: HashMap<u32, Registered>,
-    /// The routes to the hosts to which something was sent.
+    /// The routes to the hosts that a message was sent to.
     ways: HashMap<IpAddr, Arc<Way>>,
 }
 
 impl Shared {
-    /// The state of a new domain.
+    /// Returns the state of a new domain.
     pub fn new(pd: Arc<Pd>) -> Self {
         Self {
             pd,
@@ -78,7 +78,7 @@ impl Shared {
         if let Some(way) = self.ways.get(&to) {
             return Ok(Arc::clone(way));
         }
-        // Peers that the program does not know can have any number of addresses, so the table is limited.
+        // Unknown peers can have any number of addresses, so the size of the table is limited.
         if self.ways.len() >= limits::PEERS {
             self.ways.clear();
         }
@@ -129,7 +129,7 @@ pub enum Counts {
 }
 
 impl Counts {
-    /// Each with the flag by which a counter is bound.
+    /// All events, each with the flag for binding a counter to it.
     pub const ALL: [(Self, u64); 6] = [
         (Self::Send, FI_SEND),
         (Self::Receive, FI_RECV),
@@ -140,20 +140,20 @@ impl Counts {
     ];
 }
 
-/// The report of an operation when it is over.
+/// How an operation is reported when it has completed.
 #[derive(Debug, Clone, Copy)]
 struct Done {
     context: usize,
     flags: u64,
-    /// A success is reported too, and not only a failure.
+    /// Report success too, not only failure.
     reported: bool,
     counts: Counts,
 }
 
-/// An operation: a request that the device executes, or one that waits for a peer.
+/// An operation: a request that the device executes, or one that a peer has to answer.
 #[derive(Debug)]
 enum Op {
-    /// A message with its content, which may be in a slot. `done` is `None` if the program has its completion already.
+    /// A message with its content, which may be in a slot. `done` is `None` if the completion was already reported.
     Sent {
         done: Option<Done>,
         slot: Option<u16>,
@@ -173,26 +173,26 @@ enum Op {
         done: Done,
         slot: Option<u16>,
         _regions: Vec<Region>,
-        /// The message to the target's program that is sent when the write is done.
+        /// The message to the target's program that is sent after the write.
         notice: Option<(Remote, Header)>,
     },
-    /// The message to the target's program that a write is done.
+    /// The message to the target's program that reports a completed write.
     Notified { done: Done },
-    /// A message that shows whether a peer is there.
+    /// A message that checks whether a peer responds.
     Probe { to: Remote },
-    /// An atomic operation, which waits for its answer.
+    /// An atomic operation that waits for its answer.
     Atomic {
         done: Done,
         to: Remote,
         result: UserMemory,
-        /// Bytes of the answer.
+        /// The length of the answer in bytes.
         expects: usize,
         /// The device has delivered the request.
         known: bool,
     },
     /// The message that requests the operation `of`.
     Request { slot: Option<u16>, of: u32 },
-    /// An answer to a peer, with content.
+    /// An answer to a peer, with its content.
     Answer { slot: Option<u16> },
 }
 
@@ -211,15 +211,15 @@ struct Receive {
     context: usize,
     memory: UserMemory,
     reported: bool,
-    /// A buffer for many messages.
+    /// The multi-receive buffer that the receive uses, if any.
     multi: Option<u32>,
 }
 
-/// A buffer for many messages.
+/// A multi-receive buffer (`FI_MULTI_RECV`), which holds several messages.
 #[derive(Debug)]
 struct Multi {
     used: usize,
-    /// Messages that are being written to it.
+    /// The number of messages that are being written to it.
     underway: usize,
     /// The buffer accepts no more messages.
     over: bool,
@@ -234,7 +234,7 @@ struct Target {
     multi: Option<u32>,
 }
 
-/// A message that is being written to memory of the program.
+/// A message that is being written to the program's memory.
 #[derive(Debug)]
 struct Incoming {
     target: Target,
@@ -242,7 +242,7 @@ struct Incoming {
     granted: usize,
     base: u64,
     region: Option<Region>,
-    /// The memory that the peer writes, if that of the program is in several pieces.
+    /// The memory that the peer writes, if the program's memory consists of several pieces.
     aside: Option<Area>,
 }
 
@@ -257,7 +257,7 @@ struct Arrived {
     length: u64,
 }
 
-/// A message that waits because the send queue is full.
+/// A message that is queued because the send queue is full.
 #[derive(Debug)]
 enum Deferred {
     Answer(Remote, Header, Vec<u8>),
@@ -265,7 +265,7 @@ enum Deferred {
     Notice(Remote, Header, Done),
 }
 
-/// A message that stays in a receive of the device, because too many messages wait for the program already.
+/// A message that stays in a receive of the device, because too many unexpected messages are stored.
 #[derive(Debug)]
 struct Held {
     receive: usize,
@@ -278,17 +278,17 @@ struct Held {
 pub struct Outgoing {
     /// The peer.
     pub to: FiAddr,
-    /// The memory with its content.
+    /// The memory with the content.
     pub memory: UserMemory,
-    /// Its tag, if it has one.
+    /// The tag of a tagged message.
     pub tag: Option<u64>,
     /// The immediate data, if there is any.
     pub data: Option<u64>,
     /// The context of the program.
     pub context: usize,
-    /// `FI_COMPLETION`, `FI_INJECT`, and levels of completion.
+    /// `FI_COMPLETION`, `FI_INJECT`, and completion levels.
     pub flags: u64,
-    /// There is no completion at all: `fi_inject` and its variants.
+    /// Report no completion: `fi_inject` and its variants.
     pub silent: bool,
 }
 
@@ -299,7 +299,7 @@ pub struct Wanted {
     pub source: FiAddr,
     /// The memory that it is received into.
     pub memory: UserMemory,
-    /// The tag, and the bits of it that are not compared, if the receive is for tagged messages.
+    /// For tagged messages: the tag, and the bits of it that are ignored.
     pub tag: Option<(u64, u64)>,
     /// The context of the program.
     pub context: usize,
@@ -312,15 +312,15 @@ pub struct Wanted {
 pub struct AtomicRequest {
     /// The peer.
     pub to: FiAddr,
-    /// Address and key of the elements in the peer's memory.
+    /// The address and the key of the elements in the peer's memory.
     pub at: (u64, u64),
-    /// The type of the elements, a number of libfabric.
+    /// The type of the elements, as a number of libfabric.
     pub datatype: u32,
-    /// See above.
+    /// The number of elements.
     pub count: usize,
-    /// See above.
+    /// The operation, as a number of libfabric.
     pub op: u32,
-    /// Whether there is a result, and a comparison.
+    /// Whether the operation returns a result, and whether it compares.
     pub class: Class,
     /// The operands.
     pub operand: UserMemory,
@@ -330,41 +330,41 @@ pub struct AtomicRequest {
     pub result: UserMemory,
     /// The context of the program.
     pub context: usize,
-    /// As in [`Outgoing`].
+    /// The same flags as in [`Outgoing`].
     pub flags: u64,
-    /// As in [`Outgoing`].
+    /// Report no completion.
     pub silent: bool,
 }
 
-/// A read or a write.
+/// A read or a write of a peer's memory.
 #[derive(Debug, Clone, Copy)]
 pub struct OneSidedRequest {
     /// The peer.
     pub to: FiAddr,
     /// The memory of this process.
     pub memory: UserMemory,
-    /// Address and key of the peer's memory.
+    /// The address and the key of the peer's memory.
     pub at: (u64, u64),
     /// Whether the peer's memory is read; otherwise it is written.
     pub read: bool,
-    /// The immediate data for the program of the target.
+    /// The immediate data for the target's program.
     pub data: Option<u64>,
     /// The context of the program.
     pub context: usize,
-    /// As in [`Outgoing`].
+    /// The same flags as in [`Outgoing`].
     pub flags: u64,
-    /// As in [`Outgoing`].
+    /// Report no completion.
     pub silent: bool,
 }
 
 const KIND: u32 = 56;
-/// A posted receive.
+/// `wr_id` of a posted receive.
 const RECEIVE: u64 = 0;
-/// A request that belongs to an operation.
+/// `wr_id` of a request that belongs to an operation.
 const OP: u64 = 1;
-/// The announcement of an operation's message.
+/// `wr_id` of the announcement of an operation's message.
 const ANNOUNCE: u64 = 2;
-/// An answer to a peer, which belongs to no operation of this end.
+/// `wr_id` of an answer to a peer, which belongs to no operation of this end.
 const ANSWER: u64 = 3;
 
 const STRIDE: usize = (ROUTE_HEADER + HEADER + limits::EAGER).next_multiple_of(64);
@@ -373,14 +373,13 @@ const SLOT: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 /// The objects that an endpoint is bound to, and its options.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Binding {
-    /// The completion queue for outgoing operations. `send_selective`: only operations with `FI_COMPLETION` have
-    /// completions.
+    /// The completion queue for outgoing operations. `send_selective`: only operations with `FI_COMPLETION` are reported.
     pub send_queue: Option<u32>,
-    /// See above.
+    /// See `send_queue`.
     pub send_selective: bool,
-    /// The completion queue for receives, likewise.
+    /// The completion queue for receives. `receive_selective`: only receives with `FI_COMPLETION` are reported.
     pub receive_queue: Option<u32>,
-    /// See above.
+    /// See `receive_queue`.
     pub receive_selective: bool,
     /// The address vector.
     pub vector: Option<u32>,
@@ -388,20 +387,20 @@ pub struct Binding {
     pub counters: [Option<u32>; 6],
     /// Receives are matched by source (`FI_DIRECTED_RECV`).
     pub directed: bool,
-    /// The flags of operations that are called without flags.
+    /// The default flags of outgoing operations.
     pub send_flags: u64,
-    /// See above.
+    /// The default flags of receives.
     pub receive_flags: u64,
-    /// A buffer for many messages is returned when fewer bytes than this remain in it.
+    /// A multi-receive buffer is returned to the program when fewer bytes than this remain in it.
     pub multi_min: usize,
 }
 
-/// An endpoint. Fields are dropped in order, so the queue pairs are declared before the memory that the device accesses for
+/// An endpoint. Fields are dropped in order of declaration, so the queue pairs come before the memory that the device accesses for
 /// them.
 #[derive(Debug)]
 pub struct Endpoint {
     qp: QueuePair,
-    /// The queue pair for plain reads and writes. It is made with the first of them.
+    /// The queue pair for reads and writes of the program. It is created for the first of them.
     plain: Option<QueuePair>,
     cq: Completions,
     _receive_region: Region,
@@ -410,9 +409,9 @@ pub struct Endpoint {
     slot_region: Region,
     slots: Area,
     free_slots: Vec<u16>,
-    /// The objects that it is bound to.
+    /// The objects that the endpoint is bound to.
     pub binding: Binding,
-    /// Whether it was enabled.
+    /// Whether the endpoint was enabled.
     pub enabled: bool,
     name: Remote,
     place: u8,
@@ -427,9 +426,9 @@ pub struct Endpoint {
     /// The number of requests that have not completed.
     outstanding: usize,
     asked: Instant,
-    /// The number of messages that were dropped because they are not valid.
+    /// The number of invalid messages that were dropped.
     bad: u64,
-    /// Whether a peer has refused a message, which was logged.
+    /// Whether a peer has refused a message. The first one is logged.
     refused: bool,
     /// The queue pair has failed.
     failed: bool,
@@ -447,8 +446,8 @@ fn index_of(counts: Counts) -> usize {
 }
 
 impl Endpoint {
-    /// An endpoint at an address of the device, which has the given index in its GID table. `port`: its UDP port; 0 lets the
-    /// device choose one.
+    /// Returns an endpoint at an address of the device, which has the given index in the GID table. `port`: the UDP port, or
+    /// 0 to let the device choose one.
     pub fn new(
         shared: &Shared,
         device: &'static Device,
@@ -462,8 +461,8 @@ impl Endpoint {
         let cq = Completions::new(device, entries, Some(Arc::clone(channel)))?;
         let receives = Area::new(limits::RECEIVES * STRIDE).ok_or(FI_ENOMEM)?;
         let slots = Area::new(limits::SLOTS * SLOT).ok_or(FI_ENOMEM)?;
-        // SAFETY: the areas live as long as their regions, and are read and written as the device allows: a receive or a
-        // slot is either the device's or this endpoint's.
+        // SAFETY: the areas are live as long as their regions. Each receive and each slot is used either by the device or by
+        // this endpoint, never by both.
         let (receive_region, slot_region) = unsafe {
             (
                 Region::new(
@@ -511,7 +510,7 @@ impl Endpoint {
         })
     }
 
-    /// The name.
+    /// Returns the name of the endpoint.
     pub fn name(&self) -> Remote {
         self.name
     }
@@ -543,7 +542,7 @@ impl Endpoint {
             len: ROUTE_HEADER + HEADER + limits::EAGER,
             lkey: self.receive_key,
         };
-        // SAFETY: the area is registered; nothing uses this part of it until the completion.
+        // SAFETY: the area is registered, and this part of it is not used before the completion.
         unsafe { self.qp.receive(RECEIVE << KIND | at as u64, piece) }
     }
 
@@ -573,7 +572,7 @@ fn kind_flag(tagged: bool) -> u64 {
     if tagged { FI_TAGGED } else { FI_MSG }
 }
 
-/// The error for a request that could not be posted.
+/// Returns the error for a request that could not be posted.
 fn full(why: i32) -> i32 {
     if why == libc::ENOMEM { FI_EAGAIN } else { why }
 }

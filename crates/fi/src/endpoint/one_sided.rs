@@ -62,7 +62,7 @@ impl Endpoint {
                 Access::Source
             };
             for (at, len) in what.memory.parts().filter(|(_, len)| *len > 0) {
-                // SAFETY: memory of the program, which is the device's until the operation is over.
+                // SAFETY: the program does not access this memory until the operation has completed.
                 let region = unsafe { Region::new(&cx.pd, at, len, access) }?;
                 let lkey = region.lkey();
                 pieces.push(Piece { at, len, lkey });
@@ -104,7 +104,7 @@ impl Endpoint {
             OneSided::Write
         };
         let id = OP << KIND | u64::from(op);
-        // SAFETY: the regions and the slot are the operation's until it is over.
+        // SAFETY: the operation owns the regions and the slot until it has completed.
         let posted = unsafe { qp.one_sided(to_whom, id, kind, (rkey, what.at.0), &pieces) };
         if let Err(why) = posted {
             self.ops.remove(op);
@@ -115,14 +115,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Notifies the program of the target that a write is done: now, or when the send queue has room.
+    /// Notifies the target's program of a completed write, at once or when the send queue has room.
     pub(super) fn notify(&mut self, cx: &mut Shared, to: Remote, header: Header, done: Done) {
         if !self.deferred.is_empty() || !self.try_notify(cx, to, &header, done) {
             self.deferred.push_back(Deferred::Notice(to, header, done));
         }
     }
 
-    /// Returns false if it has to be tried again.
+    /// Like [`Self::notify`]. Returns false if the caller has to try again.
     pub(super) fn try_notify(
         &mut self,
         cx: &mut Shared,

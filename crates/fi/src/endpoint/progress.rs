@@ -1,9 +1,9 @@
-//! Handles completions of the device, messages of peers, and peers that do not answer.
+//! Handling of completions of the device, of messages from peers, and of peers that do not respond.
 
 use super::*;
 
 impl Endpoint {
-    /// Calls `post`. If there is no room, handles completions of the device, which may make room, and tries once more.
+    /// Calls `post`. If the send queue is full, handles completions of the device, which may free entries, and tries once more.
     pub(super) fn post_or_progress(
         &mut self,
         cx: &mut Shared,
@@ -26,7 +26,7 @@ impl Endpoint {
         self.send_deferred(cx);
         self.take_held(cx);
         let mut batch = [Wc::default(); limits::BATCH];
-        // If the program does not read its completions, no more messages are received, and their senders wait.
+        // If the program does not read its completions, no more messages are received, and their senders have to wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
         if !queue.is_some_and(Queue::is_full) {
             let n = self.cq.poll(&mut batch);
@@ -125,7 +125,7 @@ impl Endpoint {
         }
     }
 
-    /// Reports the end of an operation. A failure is reported even if the program has had a completion.
+    /// Reports the end of an operation. A failure is reported even if a completion was reported before.
     pub(super) fn finish_or_report(&self, cx: &mut Shared, done: Option<Done>, err: i32) {
         match done {
             Some(done) => self.finish(cx, &done, err),
@@ -154,7 +154,7 @@ impl Endpoint {
         }
     }
 
-    /// Ends the operations that wait for a peer which does not answer.
+    /// Ends the operations that wait for a peer that does not respond.
     pub(super) fn lost(&mut self, cx: &mut Shared, peer: Remote, err: i32) {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
             return;
@@ -164,8 +164,8 @@ impl Endpoint {
         self.untagged.forget_announced(peer);
     }
 
-    /// The queue pair has failed, and receives nothing more: ends what waits for something to arrive. The device ends the
-    /// requests that it has, and new operations are refused.
+    /// Called when the queue pair has failed and receives nothing more. Ends the operations that wait for messages. The
+    /// device completes its requests, and new operations are refused.
     fn end_all(&mut self, cx: &mut Shared) {
         self.end_waiting(cx, |_| true, FI_EIO);
         for tagged in [true, false] {
@@ -176,9 +176,9 @@ impl Endpoint {
         }
     }
 
-    /// Ends the operations that wait for messages of some peers.
+    /// Ends the operations that wait for messages from the selected peers.
     fn end_waiting(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
-        // Operations with a request in the device are ended by the completion of that request.
+        // An operation with a request in the device ends with the completion of that request.
         let waiting = self.ops.iter().filter(|(_, op)| {
             matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
                 if which(*to))
@@ -196,15 +196,15 @@ impl Endpoint {
         let incoming: Vec<u32> = incoming.map(|(name, _)| name).collect();
         for name in incoming {
             if let Some(mut incoming) = self.incoming.remove(name) {
-                // The memory is deregistered first: nothing is written to it after the program has its completion.
+                // The memory is deregistered first, so that it is not written after the completion was reported.
                 incoming.region = None;
                 self.received(cx, &incoming.target, &incoming.message, 0, err);
             }
         }
     }
 
-    /// From time to time, sends a message to the peers for which operations wait. The device finds out that a peer is gone
-    /// only if something is sent to it.
+    /// Periodically sends a message to the peers that operations wait for. The device detects the loss of a peer only when it
+    /// sends to it.
     pub(super) fn ask(&mut self, cx: &mut Shared) {
         if self.asked.elapsed() < limits::ASK_AFTER {
             return;
@@ -288,16 +288,16 @@ impl Endpoint {
     }
 
     pub(super) fn again(&self, at: usize) {
-        // This fails only if the queue pair has failed, which receives nothing more.
+        // This fails only if the queue pair has failed, in which case nothing more is received.
         let _posted = self.post_receive(at);
     }
 
-    /// Returns whether the messages that wait for receives of the program have reached their limit.
+    /// Returns whether the stored unexpected messages have reached their limit.
     pub(super) fn is_crowded(&self) -> bool {
         self.tagged.bytes() + self.untagged.bytes() > limits::UNEXPECTED
     }
 
-    /// Handles the messages that stay in receives of the device, in order.
+    /// Handles the messages that were kept in receives of the device, in order.
     pub(super) fn take_held(&mut self, cx: &mut Shared) {
         for _ in 0..self.held.len() {
             let Some(held) = self.held.pop_front() else {
@@ -311,8 +311,8 @@ impl Endpoint {
         }
     }
 
-    /// Handles a message: matches it with a receive, stores it, or executes its request. Returns whether the receive of the
-    /// device can be posted again.
+    /// Handles a message: matches it with a receive, stores it, or executes its request. Returns whether the device's receive can be
+    /// posted again.
     pub(super) fn take(&mut self, cx: &mut Shared, held: &Held) -> bool {
         let (at, length, from) = (held.receive, held.length, held.from);
         let source = self.source(cx, from);
@@ -391,7 +391,7 @@ impl Endpoint {
         true
     }
 
-    /// Handles a grant: the peer allows an announced message to be written.
+    /// Handles a grant: the peer allows writing an announced message.
     pub(super) fn granted(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
         let Some(Op::Announced {
             to,
@@ -438,10 +438,10 @@ impl Endpoint {
         let Some(mut incoming) = self.incoming.remove(name) else {
             return;
         };
-        // The memory is deregistered before the program gets its completion.
+        // The memory is deregistered before the completion is reported.
         incoming.region = None;
         if let Some(aside) = &incoming.aside {
-            // SAFETY: the region is gone, so the device does not write to it any more.
+            // SAFETY: the region was deregistered, so the device does not write to the memory any more.
             let bytes = unsafe { aside.received(0, incoming.granted) };
             incoming.target.memory.write(0, bytes);
         }
@@ -460,7 +460,7 @@ impl Endpoint {
     }
 }
 
-/// Returns whether a record is that of the write that was granted.
+/// Returns whether a record belongs to the granted write.
 fn fits(incoming: &Incoming, record: &Record) -> bool {
     let same_memory = incoming
         .region

@@ -1,11 +1,11 @@
-//! Receives: matching, buffers for many messages, rendezvous.
+//! Receives: matching, multi-receive buffers, and the rendezvous of announced messages.
 
 use super::*;
 
 impl Endpoint {
     /// Posts a receive, or searches for a message (`FI_PEEK`).
     pub fn receive(&mut self, cx: &mut Shared, wanted: &Wanted) -> Result<(), i32> {
-        // A queue pair that has failed receives nothing, but what arrived before can still be taken.
+        // A queue pair that has failed receives nothing, but the program can still get messages that arrived before.
         if !self.enabled || (self.failed && wanted.flags & (FI_PEEK | FI_CLAIM) == 0) {
             return Err(FI_EOPBADSTATE);
         }
@@ -149,7 +149,7 @@ impl Endpoint {
         }
     }
 
-    /// The memory for a message of `length` bytes. The rest of a buffer for many messages remains for others.
+    /// Returns the memory for a message of `length` bytes. The rest of a multi-receive buffer remains for other messages.
     pub(super) fn target(&mut self, receive: &Receive, length: u64) -> Target {
         let mut memory = receive.memory;
         if let Some(multi) = receive.multi.and_then(|m| self.multis.get_mut(m)) {
@@ -285,7 +285,7 @@ impl Endpoint {
                 (area.address(0), Some(area))
             }
         };
-        // SAFETY: memory of the program, which is the device's until the receive is over, or of this library alone.
+        // SAFETY: the memory belongs to this library, or to the program, which does not access it until the receive has completed.
         let region = unsafe { Region::new(&cx.pd, at, granted, Access::RemoteSink) }?;
         region.restrict_to(from)?;
         Ok((Some(region), aside, at as u64))
@@ -303,14 +303,14 @@ impl Endpoint {
         false
     }
 
-    /// Reports a posted receive that gets no message.
+    /// Reports a posted receive that will get no message.
     pub(super) fn ended(&mut self, cx: &mut Shared, receive: &Receive, tagged: bool, err: i32) {
         if let Some(name) = receive.multi
             && let Some(multi) = self.multis.get_mut(name)
         {
             multi.over = true;
             if multi.underway > 0 {
-                // The completion of the last message in the buffer also shows that the buffer is released.
+                // The completion of the last message in the buffer also reports the release of the buffer.
                 return;
             }
             self.multis.remove(name);

@@ -1,4 +1,4 @@
-//! Sends messages: with their content, or announced.
+//! Sending of messages, with their content or announced.
 
 use super::*;
 
@@ -87,7 +87,7 @@ impl Endpoint {
                     len: total,
                     lkey: self.slot_region.lkey(),
                 };
-                // SAFETY: the slots are registered, and this one is not free until the completion.
+                // SAFETY: the slots are registered, and this one is not reused before the completion.
                 unsafe { self.qp.send(to_whom, id, piece) }
             }
         };
@@ -114,7 +114,7 @@ impl Endpoint {
     ) -> Result<(), i32> {
         let mut regions = Vec::new();
         for (at, len) in memory.parts().filter(|(_, len)| *len > 0) {
-            // SAFETY: memory of the program, which leaves it as it is until the operation is over.
+            // SAFETY: the program does not change this memory until the operation has completed.
             regions.push(unsafe { Region::new(&cx.pd, at, len, Access::Source) }?);
         }
         let announced = Op::Announced {
@@ -154,7 +154,7 @@ impl Endpoint {
             .flatten()
     }
 
-    /// Sends a header to a peer: now, or when the send queue has room.
+    /// Sends a header to a peer, at once or when the send queue has room.
     pub(super) fn answer(&mut self, cx: &mut Shared, to: Remote, header: Header) {
         if self.deferred.is_empty() && self.try_answer(cx, to, &header) {
             return;
@@ -163,7 +163,7 @@ impl Endpoint {
             .push_back(Deferred::Answer(to, header, Vec::new()));
     }
 
-    /// Sends a header. Returns false if it has to be tried again.
+    /// Sends a header. Returns false if the caller has to try again.
     pub(super) fn try_answer(&mut self, cx: &mut Shared, to: Remote, header: &Header) -> bool {
         match self.post_header(cx, to, ANSWER << KIND, header) {
             Ok(()) => true,
@@ -189,7 +189,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Writes an announced message to the memory that was granted for it. Returns false if it has to be tried again.
+    /// Writes an announced message to the granted memory. Returns false if the caller has to try again.
     pub(super) fn write_granted(&mut self, cx: &mut Shared, op: u32) -> bool {
         let Some(Op::Announced {
             to,
@@ -228,7 +228,7 @@ impl Endpoint {
         }
         let id = OP << KIND | u64::from(op);
         let what = OneSided::Record(grant.word);
-        // SAFETY: the regions live until the operation is over.
+        // SAFETY: the regions are live until the operation has completed.
         let posted = unsafe {
             self.qp
                 .one_sided(to_whom, id, what, (grant.rkey, grant.base), &pieces)

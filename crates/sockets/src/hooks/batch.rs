@@ -108,8 +108,8 @@ unsafe fn send_list(
     }
     let mut used = 0;
     for i in 0..n {
-        // SAFETY: upheld by the caller. The memory has `n` elements and room for each message that the caller counted; a datagram that
-        // the caller did not count is sent plain.
+        // SAFETY: upheld by the caller. The memory has `n` elements and room for each message that the caller counted; a
+        // datagram that the caller did not count is sent plain.
         unsafe {
             let given = msgs.add(i);
             let own = memory.list.add(i);

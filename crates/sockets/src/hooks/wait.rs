@@ -269,7 +269,8 @@ pub unsafe extern "C-unwind" fn __ppoll_chk(
 
 /// Returns whether `fd` is in a set of `select`.
 fn has(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: the caller passed null or a set with at least `fd` + 1 bits. Like the C library's macro, this indexes beyond FD_SETSIZE.
+    // SAFETY: the caller passed null or a set with at least `fd` + 1 bits. Like the C library's macro, this indexes beyond
+    // FD_SETSIZE.
     !set.is_null() && unsafe { *set.cast::<u8>().add(fd as usize / 8) } & (1 << (fd % 8)) != 0
 }
 
