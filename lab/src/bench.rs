@@ -1,7 +1,7 @@
-//! `cargo lab bench`: all that `anywarp bench` measures, and what needs an MPI program (`studies/mpi.c`).
+//! `cargo lab bench`: runs all measurements of `anywarp bench`, including those that need an MPI program (`studies/mpi.c`).
 //!
-//! With `--netns` the two ends are in network namespaces joined by a veth pair, which vanish with the run. What is measured
-//! in a virtual machine is in `interop/bench.rs`.
+//! With `--netns` the two ends are in network namespaces joined by a veth pair, which are removed after the run. Measurements
+//! in a virtual machine are in `interop/bench.rs`.
 
 use crate::programs::{self, INSIDE};
 use std::path::{Path, PathBuf};
@@ -9,16 +9,16 @@ use std::process::Command;
 use std::{env, fs};
 use xtask::{Result, sh};
 
-/// Address of the server's end of the link.
+/// The address of the server's end of the link.
 const FAR: &str = "10.79.0.2";
 
-/// MTUs of the link.
+/// The MTUs of the link.
 const MTUS: [u32; 2] = [1500, 9000];
 
 /// Options of `cargo lab bench`.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Between two network namespaces, with an MTU of 1500, then of 9000.
+    /// Measure between two network namespaces, with an MTU of 1500, then of 9000.
     #[arg(long)]
     netns: bool,
     /// Write the results to docs/results.
@@ -29,7 +29,7 @@ pub(crate) struct Options {
     rest: Vec<String>,
 }
 
-/// Measures everything that `rest` selects, against the bars.
+/// Measures the rows that `rest` selects, and checks the bounds.
 pub(crate) fn run(options: &Options) -> Result {
     let anywarp = sh::dist().join("bin/anywarp");
     if !anywarp.exists() {
@@ -65,7 +65,7 @@ pub(crate) fn run(options: &Options) -> Result {
     Ok(())
 }
 
-/// Measures, and writes the results into the tree.
+/// Measures, and writes the results to docs/results.
 fn write(anywarp: &Path, rest: &[&str]) -> Result {
     let json = sh::target().join("bench.json");
     let file = json.display().to_string();
@@ -87,7 +87,7 @@ fn write(anywarp: &Path, rest: &[&str]) -> Result {
     Ok(())
 }
 
-/// Two hosts, client and server, with a link between them.
+/// Creates two hosts, client and server, with a link between them.
 fn link() -> Result {
     const SCRIPT: &str = "set -e
 mount -t tmpfs tmpfs /run
@@ -101,12 +101,12 @@ ip -n server link set wire up";
     sh::run(Command::new("sh").args(["-c", SCRIPT]))
 }
 
-/// Builds the MPI program, where there is an MPI for it.
+/// Builds the MPI program, if an MPI is installed.
 fn build_mpi() -> Result<Option<PathBuf>> {
     const COMPILER: &str = "mpicc.openmpi";
     let program = sh::target().join("bench-mpi");
     let mut cc = Command::new(COMPILER);
-    // The constant for "no statuses" looks like an array that is too short.
+    // The compiler would warn, because the constant for "no statuses" looks like an array that is too short.
     cc.args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
         .arg(&program)
         .arg(sh::root().join("studies/mpi.c"));
@@ -135,7 +135,7 @@ fn bench(anywarp: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
             .args(["--server-prefix", "ip netns exec server"])
             .args(["--client-prefix", "ip netns exec client"]);
     }
-    // One file for each MTU.
+    // Each MTU has its own file.
     let mut words = rest.iter();
     while let Some(word) = words.next() {
         command.arg(word);

@@ -1,11 +1,11 @@
-//! `cargo lab capture`: captures of real programs, as tshark understands them.
+//! `cargo lab capture`: checks captures of real programs with tshark.
 //!
-//! Each pair of programs runs with `anywarp capture`; then tshark must find what the programs did, and nothing that is
-//! malformed, damaged or unknown. The one thing that it does not know by itself, control messages, must be explained by
-//! the dissector. With `ANYWARP_PROFILE=standard` there are none: tshark then knows everything without it.
+//! Each pair of programs runs with `anywarp capture`. tshark must then find the packets that the programs caused, and no
+//! malformed, damaged or unknown ones. tshark does not know anywarp's control messages, which the dissector must explain.
+//! With `ANYWARP_PROFILE=standard` there are none, and tshark must know everything without the dissector.
 //!
-//! Of datagrams the dissector alone knows what they are. It is held against our own decoder as well, datagram by datagram: on
-//! the conversations of `docs/datagram-iwarp-vectors.md`, whose bytes stand there together with their decoded form.
+//! Only the dissector understands the datagrams. It is also compared with anywarp's decoder, datagram by datagram, for the
+//! conversations in `docs/datagram-iwarp-vectors.md`, which contain the bytes and their decoded form.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -15,12 +15,12 @@ use crate::c_tests;
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// Two programs, and what must be found of them how often at least: a display filter of Wireshark's.
+/// Two programs, and display filters of Wireshark with the least number of packets that must match.
 struct Case {
     name: &'static str,
     server: &'static str,
     client: &'static str,
-    /// Both ends speak plain iWARP.
+    /// Both ends use standard iWARP, without anywarp's control messages.
     standard: bool,
     finds: &'static [(&'static str, usize)],
 }
@@ -80,7 +80,7 @@ const CASES: &[Case] = &[
             ("anywarp.report.room", 1),
         ],
     },
-    // Write-Record and Read without a connection; and reliable ones with atomics.
+    // Write-Record and Read without a connection, and reliable ones with atomics.
     Case {
         name: "records",
         server: "{dv} record_path_mtu reads restricted",
@@ -163,7 +163,7 @@ const CASES: &[Case] = &[
             ("iwarp_rdma.opcode == 11", 5),
         ],
     },
-    // Every opcode but Terminate.
+    // All opcodes except Terminate.
     Case {
         name: "standard-rest",
         server: "{peer} server 127.0.0.1 7813 rest=1",
@@ -193,22 +193,22 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// What must not be found: with checksums of IP, TCP and UDP looked at.
+/// A filter that must match no packet. Checksums of IP, TCP and UDP are verified.
 const NEVER: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || anywarp.crc.bad \
     || (iwarp_rdma.opcode > 11 && !anywarp_control) \
     || (udp && !anywarp)";
 
-/// What besides must not be found of plain iWARP, which tshark decodes without our dissector.
+/// A filter that must match no packet of standard iWARP, which tshark decodes without the dissector.
 const NEVER_STANDARD: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || iwarp_rdma.opcode > 11 \
     || _ws.unreassembled || !tcp || (tcp.len > 0 && !iwarp_mpa)";
 
-/// It takes any Send for RPC, and stumbles.
+/// Disables a dissector of tshark that takes any Send for RPC and reports errors.
 const WITHOUT: [&str; 2] = ["--disable-protocol", "rpcordma"];
 
-/// Immediate Data, without and with solicited event (RFC 7306 §6): the only opcodes that tshark 4.0 has no name for.
+/// Immediate Data, without and with solicited event (RFC 7306 §6): the only opcodes that tshark 4.0 does not know.
 const NAMELESS: [&str; 2] = ["OpCode: Unknown (0x8)", "OpCode: Unknown (0x9)"];
 
-/// How long a program may take.
+/// The time limit of a program.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn run() -> Result {
@@ -292,7 +292,7 @@ impl Case {
         Process::start(&mut command)
     }
 
-    /// Runs the client; again for as long as the server does not listen yet.
+    /// Runs the client. Repeats it while the server does not listen yet.
     fn clients(&self, anywarp: &Path, file: &Path, server: &mut Process) -> Result {
         let begin = Instant::now();
         loop {
@@ -306,12 +306,12 @@ impl Case {
     }
 }
 
-// ---------------------------------------------------------------- conversations that are kept
+// ---------------------------------------------------------------- stored conversations
 
-/// Blocks of `docs/datagram-iwarp-vectors.md`.
+/// The blocks of `docs/datagram-iwarp-vectors.md`.
 const CONVERSATIONS: [&str; 2] = ["ud", "rd"];
 
-/// What the dissector is asked for, of each datagram.
+/// The fields that the dissector prints for each datagram.
 const FIELDS: [&str; 22] = [
     "anywarp.kind",
     "anywarp.id",
@@ -340,12 +340,12 @@ const FIELDS: [&str; 22] = [
 /// A datagram of a conversation.
 struct Said {
     from_a: bool,
-    /// The output of our decoder.
+    /// The output of anywarp's decoder.
     line: String,
     bytes: Vec<u8>,
 }
 
-/// The dissector understands each datagram of a conversation as our decoder does.
+/// Checks that the dissector and anywarp's decoder agree on each datagram of a conversation.
 fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     let page = std::fs::read_to_string(sh::root().join("docs/datagram-iwarp-vectors.md"))?;
     let block = page.split_once(&format!("<!-- {name} -->\n```text\n"));
@@ -406,7 +406,7 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     Ok(())
 }
 
-/// The words that our decoder must print for a datagram that the dissector shows like this.
+/// Returns the words that anywarp's decoder must print for a datagram with these fields of the dissector.
 fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
     let mut all = Vec::new();
     let first = |name| get(name).split(',').next().unwrap_or("");
@@ -430,7 +430,7 @@ fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
     if !get(".kind").contains("segment") {
         return all;
     }
-    // In brackets behind a packet.
+    // These are in brackets, after a packet.
     let (id, offset, length) = (get("anywarp.id"), get(".offset"), get("anywarp.length"));
     all.push(format!(" id {id} offset {offset} of {length} index "));
     let tagged = set(".tagged");
@@ -463,7 +463,7 @@ fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
     all
 }
 
-/// Datagrams between two hosts as a file of libpcap's: IPv4 packets, a millisecond apart.
+/// Returns datagrams between two hosts as a pcap file: IPv4 packets, a millisecond apart.
 fn pcap(all: &[Said]) -> Vec<u8> {
     let mut file = Vec::new();
     // Version 2.4, no time zone, whole packets, IP without a link layer.
@@ -483,7 +483,7 @@ fn pcap(all: &[Said]) -> Vec<u8> {
         packet.extend_from_slice(&udp.to_be_bytes());
         packet.extend_from_slice(&[0, 0]);
         packet.extend_from_slice(&decoded.bytes);
-        // Over addresses, protocol and length as well.
+        // The checksum of UDP also covers addresses, protocol and length.
         let covered: Vec<u8> = packet.iter().skip(12).copied().collect();
         let sum = checksum(&covered, u32::from(udp) + 17).to_be_bytes();
         packet.splice(head + 6..head + 8, sum);
@@ -496,7 +496,7 @@ fn pcap(all: &[Said]) -> Vec<u8> {
     file
 }
 
-/// The checksum of IP (RFC 1071), with `more` added.
+/// Returns the IP checksum (RFC 1071), with `more` added.
 fn checksum(bytes: &[u8], more: u32) -> u16 {
     let words = bytes.chunks(2).map(|pair| {
         let [high, low] = [pair.first(), pair.get(1)].map(|b| u32::from(b.copied().unwrap_or(0)));
@@ -515,7 +515,7 @@ fn wait(process: &mut Process, line: &str) -> Result {
     }
 }
 
-/// The packets that a display filter lets through, a line each.
+/// Returns the packets that match a display filter, one line each.
 fn tshark(script: Option<&Path>, file: &Path, filter: &str) -> Result<String> {
     let mut command = Command::new("tshark");
     match script {
@@ -530,7 +530,7 @@ fn tshark(script: Option<&Path>, file: &Path, filter: &str) -> Result<String> {
     output(command.arg("-r").arg(file).args(["-Y", filter]))
 }
 
-/// The lines of iWARP in the whole decoding that call something unknown.
+/// Returns the lines about iWARP in the full decoding that contain "unknown".
 fn unknown(file: &Path) -> Result<String> {
     let mut command = Command::new("tshark");
     command

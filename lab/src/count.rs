@@ -1,7 +1,7 @@
-//! `cargo lab count`: instructions of posting and of receiving, counted by callgrind and held against the figures in
-//! `tests/c/count.expect`. A count does not depend on what else the machine does, as times do.
+//! `cargo lab count`: counts the instructions of posting and receiving with callgrind, and compares them with
+//! `tests/c/count.expect`. Unlike times, the counts do not depend on the load of the machine.
 //!
-//! `cargo lab count --write` takes what was counted as the new figures.
+//! `cargo lab count --write` stores the new counts.
 
 use crate::c_tests;
 use std::fs;
@@ -16,7 +16,7 @@ pub(crate) fn run(write: bool) -> Result {
         fs::remove_dir_all(&work)?;
     }
     fs::create_dir_all(&work)?;
-    // By sockets, and by memory from the first request on.
+    // Over sockets, and over shared memory from the first request on.
     let mut counted = count(&work, "tcp", "")?;
     let near = count(&work, "eager", "near/")?;
     counted.extend(near.into_iter().filter(|(n, _)| n.starts_with("near/rc")));
@@ -58,11 +58,11 @@ pub(crate) fn run(write: bool) -> Result {
 
 const HEAD: &str = "# Instructions of library and libc to post 64 bytes, and of the core to receive an FPDU and for the ways of a datagram, without\n\
 # the kernel's: what, how many, percent that may come on top. Written by `cargo lab count --write`.\n";
-/// For a figure that is new, percent.
+/// The tolerance of a new count in percent.
 const SLACK: u64 = 15;
 
-/// Runs the program with this carrier; gives each phase, its name behind `prefix`, and its instructions for one time, the
-/// least of several rounds.
+/// Runs the program with this carrier. Returns each phase, its name with `prefix`, and the least number of instructions per
+/// operation over several rounds.
 fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>> {
     let binary = c_tests::build("count", &work.join("count"))?;
     let out = work.join(format!("callgrind.{carrier}"));
@@ -94,7 +94,7 @@ fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>>
     Ok(counted)
 }
 
-/// What of `crates/sim/examples` is counted: the name, the example and its arguments, and the function.
+/// The counted examples of `crates/sim/examples`: the name, the example and its arguments, and the counted function.
 const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
     ("rx/send/64", "receive", &["send/64"], "counted"),
     ("rx/write/64", "receive", &["write/64"], "counted"),
@@ -109,7 +109,7 @@ const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
     ("rd/ack/64", "datagram", &["rd", "64"], "told"),
 ];
 
-/// The ways of one message through the core alone: no thread and no socket has a part in it.
+/// Counts the operations of one message in the core alone, without threads and sockets.
 fn core(work: &Path) -> Result<Vec<(String, u64)>> {
     sh::run(portable::cargo()?.args([
         "build",
@@ -141,7 +141,7 @@ fn core(work: &Path) -> Result<Vec<(String, u64)>> {
     Ok(counted)
 }
 
-/// Instructions in a dump of callgrind.
+/// Returns the total number of instructions in a dump of callgrind.
 fn total(dump: &Path) -> Result<u64> {
     let text = fs::read_to_string(dump)?;
     let total = text

@@ -1,7 +1,8 @@
-//! `cargo lab distros`: the programs of other releases of Debian, each in a tree of its own, on the one build.
+//! `cargo lab distros`: runs the programs of other releases of Debian, each in a directory tree, with the same build of anywarp.
 //!
-//! A tree has the packages of a release and what they depend on, unpacked and not set up: a minute to make, kept in
-//! `target/trees`. Programs run in it as `cargo lab programs` runs them, in namespaces that end with the run.
+//! A tree contains packages of a release and their dependencies, unpacked but not configured. Creating one takes a minute,
+//! and trees are kept in `target/trees`. Programs run in it as in `cargo lab programs`, in namespaces that are removed after
+//! the run.
 
 use crate::process::Process;
 use std::fs;
@@ -10,7 +11,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use xtask::{Result, sh};
 
-/// A release, oldest first: its name, and what it has.
+/// The releases, oldest first: the name, and a description.
 const RELEASES: [(&str, &str); 4] = [
     ("bullseye", "Debian 11: rdma-core 33, glibc 2.31"),
     ("bookworm", "Debian 12: rdma-core 44, glibc 2.36"),
@@ -18,32 +19,32 @@ const RELEASES: [(&str, &str); 4] = [
     ("sid", "Debian unstable: rdma-core 65, glibc 2.43"),
 ];
 
-/// Those whose programs run every time: the oldest and the newest.
+/// The releases that run by default: the oldest and the newest.
 const SHORT: [&str; 2] = ["bullseye", "sid"];
 
-/// The packages whose programs run.
+/// The packages whose programs are run.
 const PACKAGES: [&str; 3] = ["rdmacm-utils", "ibverbs-utils", "perftest"];
 
-/// What else is in a tree: `env`, `cmp`, and the links of the root folder.
+/// Other packages in a tree: for `env`, `cmp`, and the links in the root folder.
 const BESIDE: [&str; 3] = ["coreutils", "diffutils", "base-files"];
 
-/// Longest time to make a tree, and to run the doctor in it.
+/// The time limit for creating a tree and running the doctor in it.
 const MAKE: Duration = Duration::from_secs(300);
 
 /// Options of `cargo lab distros`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Only these; without: the oldest and the newest.
+    /// Only these releases; by default the oldest and the newest.
     releases: Vec<String>,
-    /// All releases and all cases, instead of one of each program.
+    /// All releases and all cases, instead of one case of each program.
     #[arg(long)]
     nightly: bool,
-    /// Only cases with this in their name, as `PROGRAM/CASE`.
+    /// Only cases with this in their name, which is `PROGRAM/CASE`.
     #[arg(long, value_name = "PART")]
     filter: Option<String>,
 }
 
-/// Makes the trees that are missing, and runs the programs in each.
+/// Creates missing trees, and runs the programs in each.
 pub(crate) fn run(options: &Options) -> Result {
     for name in &options.releases {
         if !RELEASES.iter().any(|(known, _)| known == name) {
@@ -82,7 +83,7 @@ pub(crate) fn run(options: &Options) -> Result {
     }
 }
 
-/// The tree of a release, made unless it is there.
+/// Returns the tree of a release. Creates it if it does not exist.
 fn tree(name: &str) -> Result<PathBuf> {
     let tree = sh::target().join("trees").join(name);
     if tree.exists() {
@@ -98,7 +99,7 @@ fn tree(name: &str) -> Result<PathBuf> {
     let mut make = Command::new("mmdebstrap");
     make.args(["--variant=extract", "--skip=check/qemu", "--quiet"])
         .arg(format!("--include={packages}"))
-        // Snapshots of a registry keep the dates of their releases.
+        // Snapshots of an archive have the dates of their releases, which may have expired.
         .arg("--aptopt=Acquire::Check-Valid-Until \"false\"")
         .arg("--aptopt=Acquire::Languages \"none\"")
         .arg(name)
@@ -114,7 +115,7 @@ fn tree(name: &str) -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// The registry that this machine installs Debian's packages from, or else Debian's own.
+/// Returns the archive from which this machine installs Debian packages, or that of Debian.
 fn mirror() -> String {
     let lists = [
         "/etc/apt/sources.list",
@@ -129,7 +130,7 @@ fn mirror() -> String {
         .unwrap_or_else(|| "http://deb.debian.org/debian".to_owned())
 }
 
-/// The first address of Debian's archive in a list of apt's.
+/// Returns the first address of a Debian archive in a sources list of apt.
 fn mirror_in(text: &str) -> Option<String> {
     let lines = text
         .lines()

@@ -1,16 +1,16 @@
-//! `cargo lab experiments [--short] [--only PART]`: latency, bandwidth, loss and reliability of datagrams beside
-//! connections, as chapter 6 of the thesis on datagram-iWARP has them (figures 6.4 to 6.7), on this machine.
+//! `cargo lab experiments [--short] [--only PART]`: measures latency, bandwidth, loss and reliability of datagrams in comparison with
+//! connections, as in chapter 6 of the thesis on datagram-iWARP (figures 6.4 to 6.7), on this machine.
 //!
-//! All in namespaces that end with this process. Loss and delay are those of `tests/netlab/relay.c`, which decides for
-//! each packet; it is checked against faults that the device itself injects. What must hold is an error if it does not:
-//! no wrong byte, exact validity maps, nothing twice, the share that arrives at 1 % loss, and what reliable
-//! datagrams reach of the kernel's TCP and of unreliable ones. The last two are ratios of runs that follow each other,
-//! the median of several, and of three times as many when they fall short. Other values depend on the machine; they are
-//! printed. The long form writes `docs/results`.
+//! All processes run in namespaces that end with this process. `tests/netlab/relay.c` causes loss and delay, with a decision
+//! for each packet; it is compared with faults that the device itself injects. These are errors: a wrong byte, an inexact
+//! validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that are too slow in
+//! comparison with the kernel's TCP or with unreliable datagrams. The last two are medians of ratios of consecutive runs, of
+//! three times as many runs if the bound is not met at first. Other values depend on the machine and are only printed. The
+//! long form writes `docs/results`.
 //!
-//! The short form is for machines that do something else as well. What it holds to does not depend on that: no wrong
-//! byte, exact maps, each reliable message once, and the share that arrives when the device loses 1 %. The relay loses
-//! more when it gets no processor, so its values and the ratios of speeds are printed but not checked.
+//! The short form is for machines with other load. It checks only what does not depend on that: no wrong byte, exact validity
+//! maps, each reliable message once, and the share of data that arrives when the device injects 1 % loss. The relay loses
+//! more packets when it gets no processor time, so its values and the ratios of rates are printed but not checked.
 
 use crate::perf::waiting_port;
 use crate::process::Process;
@@ -27,31 +27,31 @@ use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 use xtask::{Result, sh};
 
-/// Longest time of one measurement.
+/// The time limit of one measurement.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Least share that has to arrive of 1 MiB Write-Records in path-MTU datagrams at 1 % loss.
+/// The least share of 1 MiB Write-Records in path-MTU datagrams that must arrive at 1 % loss.
 const ARRIVES: f64 = 0.985;
 
-/// How far the shares with loss in the network and with injected loss may be apart.
+/// The largest difference between the shares with loss in the network and with injected loss.
 const AGREE: f64 = 0.005;
 
-/// Least share of what the kernel's TCP carries at 1 % loss and 10 ms that reliable datagrams carry.
+/// The least rate of reliable datagrams at 1 % loss and 10 ms, relative to the kernel's TCP.
 const OF_TCP: f64 = 0.70;
 
-/// Least share of what unreliable datagrams carry on a clean path that reliable ones carry.
+/// The least rate of reliable datagrams without loss, relative to unreliable datagrams.
 const OF_UD: f64 = 0.90;
 
-/// Place of the robust mode among those that are measured under loss.
+/// The index of the robust mode among those that are measured under loss.
 const ROBUST: usize = 1;
 
 /// The sizes of figures 6.4 and 6.5.
 const SIZES: &str = "1,2,4,8,16,32,64,128,256,512,1K,2K,4K,8K,16K,32K,64K,128K,256K,512K,1M,2M,4M";
 
-/// Runs of each line of a figure, in turns.
+/// The number of runs of each line of a figure; the lines are measured in turn.
 const ROUNDS: usize = 5;
 
-/// One line of the figures: what it is called, the options, whether RC travels over UDP.
+/// The lines of the figures: the name, the options, and whether RC uses UDP.
 const LINES: [(&str, &str, bool); 12] = [
     ("RC Send", "-t rc -o send", false),
     ("RC Write", "-t rc -o write", false),
@@ -81,33 +81,33 @@ pub(crate) enum Part {
 /// Options of `cargo lab experiments`.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Few sizes and short runs; writes nothing.
+    /// Measure few sizes briefly, and write nothing.
     #[arg(long)]
     short: bool,
-    /// Only one part.
+    /// Measure only one part.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
 }
 
-/// Values of one size by the name of their column.
+/// The values of one size by the names of their columns.
 type Row = BTreeMap<String, f64>;
 
-/// Where the two ends are.
+/// Where the two ends run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Loopback,
     Net,
 }
 
-/// The anywarp command, and what it has printed.
+/// The anywarp command, and the results so far.
 struct Lab {
     anywarp: PathBuf,
     work: PathBuf,
-    /// All values, for the file.
+    /// All values, in the format of the CSV file.
     csv: String,
-    /// Drawings, by name.
+    /// The drawings by name.
     drawings: Vec<(&'static str, String)>,
-    /// What must not be.
+    /// The violations that were found.
     failures: Vec<String>,
     short: bool,
 }
@@ -134,7 +134,7 @@ pub(crate) fn run(options: &Options) -> Result {
         (Part::Fresh, "fresh", fresh),
         (Part::Reliable, "reliable", reliable),
     ] {
-        // What differs from the thesis, and why, takes many runs.
+        // The part that explains differences from the thesis needs many runs.
         let long_alone = part == Part::Reasons && options.short && options.only.is_none();
         if wanted(part) && !long_alone {
             let text = make(&mut lab, options.short)?;
@@ -167,7 +167,7 @@ pub(crate) fn run(options: &Options) -> Result {
     Err(lab.failures.join("\n").into())
 }
 
-/// The machine, in a line.
+/// Describes the machine in a line.
 fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");
@@ -212,7 +212,7 @@ done";
         })
     }
 
-    /// A command on one of the two hosts, which stand for two machines: connections are TCP on one host too.
+    /// Returns a command that runs on one of two hosts, which stand for two machines. On one host, connections use TCP too.
     fn on(place: Place, host: &str, program: &std::path::Path) -> Command {
         let mut command = match place {
             Place::Loopback => Command::new(program),
@@ -226,7 +226,7 @@ done";
         command
     }
 
-    /// Runs `anywarp TEST` at both ends with `words`; the rows of its table.
+    /// Runs `anywarp TEST` at both ends with `words`. Returns the rows of its table.
     fn measure(
         &mut self,
         place: Place,
@@ -255,7 +255,7 @@ done";
         client
             .args([test, host, "-q", "-p", &port])
             .args(words.split(' '))
-            // On a busy machine an end may wait long for a processor.
+            // On a loaded machine an end may wait long for a processor.
             .args(["--timeout", if self.short { "60" } else { "10" }])
             .arg("--csv")
             .arg(&csv)
@@ -292,10 +292,10 @@ done";
     }
 }
 
-/// The address of the server behind the relay.
+/// The address of the server on the other side of the relay.
 const FAR: &str = "10.78.0.2";
 
-/// The link between the two hosts, for as long as this value lives.
+/// The link between the two hosts, which is removed when this is dropped.
 struct Link {
     relay: Process,
     stdin: Option<ChildStdin>,
@@ -339,7 +339,7 @@ done";
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // Its devices go with it.
+        // The relay's network devices are removed with it.
         drop(self.stdin.take());
         let _ended = self.relay.wait(Duration::from_secs(5));
     }
@@ -349,7 +349,7 @@ fn get(row: &Row, name: &str) -> f64 {
     row.get(name).copied().unwrap_or(f64::NAN)
 }
 
-/// A number with about three digits.
+/// Formats a number with about three digits.
 fn digits(value: f64) -> String {
     match value {
         v if v.is_nan() => "–".to_owned(),
@@ -367,7 +367,7 @@ fn size_text(size: f64) -> String {
     }
 }
 
-/// A table of one value: sizes down, lines across.
+/// Returns a table of one value: a row for each size, a column for each line.
 fn table(columns: &[(&str, Vec<Row>)], value: &str) -> String {
     let mut text = String::from("| size |");
     for (name, _) in columns {
@@ -395,7 +395,7 @@ fn table(columns: &[(&str, Vec<Row>)], value: &str) -> String {
     text
 }
 
-/// By how much two lines differ, in percent, at the sizes that the thesis names.
+/// Returns the difference between two lines in percent, at the sizes that the thesis names.
 fn ratios(columns: &[(&str, Vec<Row>)], value: &str, named: &[(&str, &str, f64, &str)]) -> String {
     let mut text = String::from("| | here | thesis |\n|---|---:|---:|\n");
     for (new, old, size, thesis) in named {
@@ -420,7 +420,7 @@ fn ratios(columns: &[(&str, Vec<Row>)], value: &str, named: &[(&str, &str, f64, 
     text
 }
 
-/// All lines of a figure, each with the median of the rounds.
+/// Measures all lines of a figure. Returns the median of the rounds for each.
 fn figure(
     lab: &mut Lab,
     test: &str,
@@ -442,7 +442,7 @@ fn figure(
     Ok(columns)
 }
 
-/// A row for each size: the medians of all that were measured.
+/// Returns a row for each size, with the medians of all rows of that size.
 fn medians(rows: &[Row]) -> Vec<Row> {
     let mut sizes: Vec<f64> = rows.iter().map(|row| get(row, "size")).collect();
     sizes.sort_by(f64::total_cmp);
@@ -486,7 +486,7 @@ fn drawing(title: &str, unit: &str, columns: &[(&str, Vec<Row>)], value: &str) -
     Ok(anywarp_plot::lines(&chart, &lines)?)
 }
 
-/// Figure 6.4.
+/// Measures figure 6.4.
 fn latency(lab: &mut Lab, short: bool) -> Result<String> {
     let (words, rounds) = if short {
         ("-s 1,2K,64K,1M -n 100".to_owned(), 1)
@@ -517,7 +517,7 @@ fn latency(lab: &mut Lab, short: bool) -> Result<String> {
     ))
 }
 
-/// Figure 6.5.
+/// Measures figure 6.5.
 fn bandwidth(lab: &mut Lab, short: bool) -> Result<String> {
     let (words, rounds) = if short {
         ("-s 1K,64K,1M -d 0.1".to_owned(), 1)
@@ -555,12 +555,12 @@ fn bandwidth(lab: &mut Lab, short: bool) -> Result<String> {
     ))
 }
 
-/// A pair of Ethernet devices between the two hosts, with frames of 1,500 bytes, for as long as this value lives.
+/// A pair of Ethernet devices between the two hosts, with frames of 1,500 bytes, which is removed when this is dropped.
 struct Pair;
 
 impl Pair {
-    /// `whole`: the kernel hands packets of up to 64 KiB from one host to the other, as it does of itself; else each
-    /// frame travels alone, as on a wire.
+    /// `whole`: the kernel passes packets of up to 64 KiB from one host to the other (segmentation offload), which is its
+    /// default. Otherwise each frame is sent separately, as on a wire.
     fn new(whole: bool) -> Result<Self> {
         const SCRIPT: &str = "set -e
 ip -n client link add wire type veth peer name wire netns server
@@ -585,14 +585,14 @@ impl Drop for Pair {
     }
 }
 
-/// One thing that may make our ratios others than those of the thesis.
+/// A setting that may explain why ratios differ from those of the thesis.
 struct Cause {
     name: &'static str,
-    /// Between two hosts: whether 64 KiB travel at once, or each frame alone.
+    /// For two hosts: whether the kernel passes 64 KiB at once, or each frame separately.
     pair: Option<bool>,
-    /// Options of both transports.
+    /// Options for both transports.
     words: &'static str,
-    /// Whether connections have a CRC.
+    /// Whether connections use a CRC.
     crc: bool,
 }
 
@@ -635,7 +635,7 @@ const CAUSES: [Cause; 7] = [
     ),
 ];
 
-/// The points that the thesis names: what is measured of both, and by how much UD is ahead there.
+/// The points that the thesis names: the measurements of both transports, and the advantage of UD in the thesis.
 const POINTS: [(&str, &str, &str, &str, &str); 6] = [
     ("ping", "median_us", "send 64", "rc -o send", "-15 %"),
     ("ping", "median_us", "send 2K", "rc -o send", "-18.1 %"),
@@ -663,7 +663,7 @@ const POINTS: [(&str, &str, &str, &str, &str); 6] = [
     ),
 ];
 
-/// Where our ratios come from.
+/// Measures how the ratios depend on each setting.
 fn reasons(lab: &mut Lab, short: bool) -> Result<String> {
     let rounds = if short { 1 } else { ROUNDS };
     let mut text = format!(
@@ -701,7 +701,7 @@ fn reasons(lab: &mut Lab, short: bool) -> Result<String> {
         let _ = write!(text, "| {name} |");
         for (test, value, what, rc, _) in POINTS {
             if test == "ping" && words.contains("--list") {
-                // There is one request at a time.
+                // Latency has only one outstanding request.
                 text.push_str(" – |");
                 continue;
             }
@@ -729,7 +729,7 @@ fn reasons(lab: &mut Lab, short: bool) -> Result<String> {
     Ok(text)
 }
 
-/// Figures 6.6 and 6.7.
+/// Measures figures 6.6 and 6.7.
 fn loss(lab: &mut Lab, short: bool) -> Result<String> {
     const MODES: [(&str, &str); 4] = [
         ("Send", "-t ud -o send"),
@@ -767,7 +767,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         &["path-mtu", "jumbo", "max"]
     };
     let words = if short {
-        // A sender that gets no processor has not lost anything.
+        // A long deadline: a sender that gets no processor time has not lost anything.
         "-s 64K,1M -n 60 --warmup 5 -r 1 --deadline 5000"
     } else {
         "-s 1K,64K,1M -d 0.5 --warmup 5 -r 1"
@@ -794,8 +794,8 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         for &ppm in losses {
             let share = format!("{}", f64::from(ppm) / 1e6);
             let spec = format!("loss={share},seed=7");
-            // What the thesis did not have is of interest where datagrams are lost one by one; and only there do the
-            // network and the device lose the same.
+            // Modes that the thesis does not have matter if datagrams are lost one by one. Only in that case do the network
+            // and the device lose the same share.
             let single = *segment == "path-mtu";
             let modes: Vec<(usize, &(&str, &str))> = MODES
                 .iter()
@@ -905,9 +905,10 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
     Ok(text)
 }
 
-/// Pairs that nothing has warmed up: what of its first four messages of 1 MiB arrives, when reports of pace are lost too.
+/// Measures new pairs of queue pairs without warm-up: the share of their first four messages of 1 MiB that arrives, when
+/// feedback about the sending rate is lost too.
 fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
-    /// Share of the messages beyond the loss itself that a pair may lose.
+    /// The share of the messages that may be lost in addition to the loss itself.
     const MORE: f64 = 0.02;
     let words = "-t ud -o write-record --record-mode robust --exact -s 1M -n 4 --warmup 0 -r 1";
     let pairs = if short { 3 } else { 15 };
@@ -929,7 +930,7 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
     for mtu in [Some(1500), Some(9000), None] {
         for segment in ["path-mtu", "jumbo", "max"] {
             if mtu.is_none() && segment == "max" {
-                // The path carries the longest datagram whole: as path-mtu.
+                // The path carries the longest datagram without fragmentation, so the result is that of path-mtu.
                 continue;
             }
             let place = mtu.map_or_else(|| "loopback".to_owned(), |mtu| format!("MTU {mtu}"));
@@ -959,7 +960,7 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
                 drop(link);
                 let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
                 let middle = median(shares);
-                // A datagram that IP cuts is lost with any of its fragments, and one that the device loses at both ends with either.
+                // A fragmented datagram is lost with any of its fragments. The device injects loss at both ends.
                 let pieces = match (mtu, segment) {
                     (Some(1500), "jumbo") => 7,
                     (Some(1500), "max") => 42,
@@ -975,7 +976,7 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
                     least * 100.0,
                     expected * 100.0
                 );
-                // Three pairs send some 200 datagrams of the longest kind: too few to tell.
+                // Three pairs send some 200 datagrams of the longest kind, which is too few for a reliable share.
                 let tells = !(short && segment == "max");
                 if middle.is_nan() || (tells && middle < expected - MORE) {
                     lab.failures.push(format!(
@@ -991,7 +992,7 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
     Ok(text)
 }
 
-/// What must hold on a path that loses: of large robust Write-Records in datagrams that the path carries whole.
+/// Checks the bounds under loss, for large robust Write-Records in datagrams that are not fragmented.
 fn bars(lab: &mut Lab, note: &str, ppm: u32, robust: bool, network: &Row, injected: Option<&Row>) {
     let size = get(network, "size");
     if ppm != 10_000 || !robust || size < 65536.0 {
@@ -1031,7 +1032,7 @@ fn faults(lab: &Lab) -> Result<bool> {
     Ok(sh::output(Command::new(&lab.anywarp).args(["run", "--help"]))?.contains("ANYWARP_FAULTS"))
 }
 
-/// Reliable datagrams beside the kernel's TCP and beside unreliable ones.
+/// Measures reliable datagrams in comparison with the kernel's TCP and with unreliable datagrams.
 fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
     let seconds = if short { 1 } else { 3 };
     let mut text = String::from(
@@ -1074,7 +1075,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
             let seen = versus(lab, &what, bar, |lab| {
                 let rows = lab.measure(Place::Net, "blast", &words, &[], &note)?;
                 let row = rows.first().cloned().unwrap_or_default();
-                // The command reports messages that are lost or doubled; here, that all of them came.
+                // The command itself reports duplicates. This checks that all messages arrived.
                 let share = get(&row, "delivered_share");
                 if share.is_nan() || (share - 1.0).abs() > 1e-9 {
                     lab.failures
@@ -1146,7 +1147,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
     Ok(text)
 }
 
-/// Two that were measured in turns.
+/// Two values that were measured in turn.
 struct Versus {
     ours: f64,
     theirs: f64,
@@ -1154,9 +1155,9 @@ struct Versus {
     runs: usize,
 }
 
-/// Measures ours and theirs in turns, [`ROUNDS`] times, and three times as often if the ratio is below `bar`: its median is
-/// that of all runs, so that more runs make it more certain and not better. A failure if it stays below. In the short form
-/// once, and told.
+/// Measures both in turn, [`ROUNDS`] times, and three times as often if the ratio is below `bar`. The median is over all
+/// runs, so more runs make it more certain, not higher. A ratio that stays below is a failure. In the short form both are
+/// measured once, and the ratio is only printed.
 fn versus(
     lab: &mut Lab,
     what: &str,
@@ -1194,7 +1195,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// What the kernel's TCP carries over the link, MB/s.
+/// Returns the rate of the kernel's TCP over the link in MB/s.
 fn tcp_rate(seconds: u64) -> Result<f64> {
     let own = env::current_exe()?;
     let port = programs::free_port()?.to_string();
@@ -1210,7 +1211,7 @@ fn tcp_rate(seconds: u64) -> Result<f64> {
     Ok(rate.parse()?)
 }
 
-/// An end of the kernel's TCP: `take PORT` or `give PORT SECONDS`.
+/// Runs one end of the kernel's TCP: `take PORT` or `give PORT SECONDS`.
 pub(crate) fn tcp(arguments: &[&str]) -> Result {
     let mut buffer = vec![0_u8; 1 << 18];
     match *arguments {

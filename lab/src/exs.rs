@@ -1,7 +1,7 @@
-//! `cargo lab exs`: extended sockets beside verbs, rsockets and plain TCP, in one table, against their bars.
+//! `cargo lab exs`: measures extended sockets, verbs, rsockets and plain TCP, and checks the ratios.
 //!
-//! Each round runs every program once, so that what the machine does besides concerns all of them alike. A ratio is of two
-//! figures of one round, and its median counts.
+//! Each round runs every program once, so that other load on the machine affects all of them. A ratio is computed from two
+//! values of one round, and the median over the rounds is checked.
 
 use crate::process::Process;
 use crate::programs::{self, INSIDE};
@@ -18,10 +18,10 @@ use xtask::{Result, sh};
 /// Options of `cargo lab exs`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// One round of few messages, all bytes compared; no bars.
+    /// Run one round with few messages, compare all bytes, and check no ratios.
     #[arg(long)]
     short: bool,
-    /// Rounds.
+    /// Number of rounds.
     #[arg(long, value_name = "N", default_value_t = 7)]
     rounds: usize,
     /// Write the table to docs/results/exs.md.
@@ -29,16 +29,16 @@ pub(crate) struct Options {
     write: bool,
 }
 
-/// Longest time of a program.
+/// The time limit of a program.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A program of the table.
 struct Row {
     name: &'static str,
-    /// What follows `exs-ttcp --self --json`, or the command with `{port}` and `{client}`.
+    /// The arguments after `exs-ttcp --self --json`, or a command with `{port}` and `{client}`.
     command: &'static str,
     kind: Kind,
-    /// Messages of one run.
+    /// The number of messages in one run.
     count: u32,
 }
 
@@ -143,7 +143,7 @@ const fn exs(name: &'static str, command: &'static str, count: u32) -> Row {
     }
 }
 
-/// What a row is held to, as a ratio to another one.
+/// A bound for the ratio of a row to another one.
 struct Bar {
     row: &'static str,
     to: &'static str,
@@ -153,7 +153,7 @@ struct Bar {
 enum Limit {
     AtLeast(f64),
     AtMost(f64),
-    /// Figures that are shown, and held to nothing.
+    /// The ratio is shown and not checked.
     Shown,
 }
 
@@ -208,23 +208,23 @@ const fn bar(row: &'static str, to: &'static str, limit: Limit) -> Bar {
     Bar { row, to, limit }
 }
 
-/// The most that a sender of persistent memory may cost beside the device, in percent of a processor.
+/// The most processor time, in percent, that a sender of persistent memory may use in addition to the device.
 const SENDER: f64 = 1.0;
 
-/// What runs measured.
+/// The results of all runs.
 #[derive(Default)]
 struct Figures {
-    /// MiB/s or µs, by row, one of each round.
+    /// MiB/s or µs by row, one value for each round.
     values: BTreeMap<&'static str, Vec<f64>>,
-    /// Processor time of client and server in percent, the device's included.
+    /// The processor time of client and server in percent, including that of the device.
     cpu: BTreeMap<&'static str, Vec<(f64, f64)>>,
-    /// That of the sender of persistent memory without the device.
+    /// The processor time of the sender of persistent memory without the device.
     sender: Vec<f64>,
-    /// Bytes that the library copied in modes that copy nothing.
+    /// The number of bytes that the library copied in modes that should not copy.
     copied: u64,
 }
 
-/// Measures, prints the table, and compares with the bars.
+/// Measures, prints the table, and checks the bounds.
 pub(crate) fn run(options: &Options) -> Result {
     if env::var_os(INSIDE).is_none() {
         return programs::in_namespaces();
@@ -284,7 +284,7 @@ const HEAD: &str = "# Extended sockets beside verbs, rsockets and TCP\n\n\
     `cargo lab exs --write` made this page. Both ends are on one machine, and the device is as a user gets it. Ratios are of \
     two figures of one round; medians count. Processor time is of both processes, client / server, with the device in them.\n\n";
 
-/// The table, and the bars that are not met.
+/// Returns the table, and the bounds that are not met.
 fn table(figures: &Figures, rounds: usize) -> (String, Vec<String>) {
     let mut text = format!("Rounds: {rounds}.\n\n| what | median | CPU |\n| --- | ---: | ---: |\n");
     for row in ROWS {
@@ -350,7 +350,7 @@ fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Builds and runs the example of the Rust crate, which tests what it shows.
+/// Builds and runs the example of the Rust crate, which tests itself.
 fn rust_example() -> Result {
     let example = ["--package=anywarp-exs-async", "--example=echo"];
     sh::run(sh::cargo().args(["build", "--quiet"]).args(example))?;
@@ -362,7 +362,7 @@ fn rust_example() -> Result {
     Err(format!("the example echo prints {output}").into())
 }
 
-/// A command on the device.
+/// Returns a command that runs a program with the device.
 fn on_device(program: &str) -> Command {
     let mut command = Command::new(sh::dist().join("bin/anywarp"));
     command
@@ -375,7 +375,7 @@ fn on_device(program: &str) -> Command {
     command
 }
 
-/// Runs a row once: MiB/s or µs.
+/// Runs a row once. Returns MiB/s or µs.
 fn measure(row: &Row, port: u16, count: u32, verify: bool, figures: &mut Figures) -> Result<f64> {
     if row.kind == Kind::Exs {
         let ttcp = sh::dist().join("bin/exs-ttcp");
@@ -411,7 +411,7 @@ fn measure(row: &Row, port: u16, count: u32, verify: bool, figures: &mut Figures
     figure(row.kind, &text).ok_or_else(|| format!("not understood: {text}").into())
 }
 
-/// The output of a program, which must succeed.
+/// Returns the output of a program, which must succeed.
 fn finish(process: Process) -> Result<String> {
     let output = process.output(LIMIT)?;
     if !output.status.success() {
@@ -421,7 +421,7 @@ fn finish(process: Process) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Waits until something listens on a port: of the system, or of the device.
+/// Waits until a program listens on a port, of the system or of the device.
 fn await_listener(port: u16) -> Result {
     let until = Instant::now() + Duration::from_secs(10);
     let wanted = format!(":{port:04X} ");
@@ -465,10 +465,10 @@ fn exs_figures(row: &Row, text: &str, figures: &mut Figures) -> Result<f64> {
     figure.ok_or_else(|| format!("not understood: {text}").into())
 }
 
-/// The figure that a program of the distribution prints.
+/// Parses the value in the output of a program of the distribution.
 fn figure(kind: Kind, text: &str) -> Option<f64> {
     if kind == Kind::Rstream {
-        // name bytes xfers iters total time Gb/sec usec/xfer
+        // Columns: name bytes xfers iters total time Gb/sec usec/xfer
         let line = text
             .lines()
             .rev()

@@ -1,8 +1,8 @@
-//! `cargo lab interop`: anywarp and the kernel's siw talk to each other, and both have to be content.
+//! `cargo lab interop`: tests that anywarp and the kernel's siw interoperate.
 //!
-//! siw runs in a QEMU guest that `tests/interop/make-guest` makes out of Debian's packages. It is booted once; an agent
-//! in it runs what a case wants there. All of it, with the wire between guest and host, is in namespaces that end with
-//! this process.
+//! siw runs in a QEMU guest that `tests/interop/make-guest` builds from Debian packages. It is booted once, and an agent in
+//! it runs the programs of each case. The guest, and the network between guest and host, are in namespaces that end with this
+//! process.
 
 pub(crate) mod bench;
 mod guest;
@@ -22,16 +22,16 @@ use wire::Capture;
 use xtask::expect::{self, Case, Exit, Program, Server};
 use xtask::{Result, sh};
 
-/// Longest time until a server listens.
+/// The longest time until a server listens.
 const READY: Duration = Duration::from_secs(10);
 
-/// Longest time for all cases: some 2 minutes where little else runs, and each has a limit of its own.
+/// The time limit for all cases, which take some 2 minutes on an idle machine. Each case has a limit of its own too.
 const RUN: Duration = Duration::from_secs(15 * 60);
 
-/// The program of extended sockets, in target/dist and in the guest.
+/// The program for extended sockets, in target/dist and in the guest.
 const EXS_TTCP: &str = "bin/exs-ttcp";
 
-/// How often a guest that is lost is replaced in one run.
+/// How often a failed guest is replaced in one run.
 const REBOOTS: u32 = 4;
 
 /// Options of `cargo lab interop`.
@@ -40,25 +40,25 @@ pub(crate) struct Options {
     /// Only cases with this in their name.
     #[arg(long, value_name = "PART")]
     filter: Option<String>,
-    /// Log level of the device; shown when a case fails.
+    /// Log level of the device; the log is shown when a case fails.
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
     /// Keep the captures in this folder.
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
-    /// List the cases and run none.
+    /// List the cases without running them.
     #[arg(long)]
     list: bool,
 }
 
-/// A case in one direction.
+/// A case with the roles of the two stacks.
 struct Scene<'a> {
     name: String,
     case: &'a Case,
     server: Server,
 }
 
-/// Cases and directions, those for the driver as it is before those that change its parameters.
+/// Returns the cases and their roles. Those with the default parameters of the driver come before those that change them.
 fn scenes<'a>(programs: &'a [Program], options: &Options) -> Vec<Scene<'a>> {
     let mut scenes: Vec<Scene<'_>> = Vec::new();
     for (program, case) in programs::all(programs) {
@@ -91,7 +91,7 @@ pub(crate) fn run(options: &Options) -> Result {
         return Err("no case has such a name".into());
     }
     if env::var_os(INSIDE).is_none() {
-        // Before the namespaces: packages come from the network.
+        // Before entering the namespaces, because packages are downloaded.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }
@@ -140,15 +140,15 @@ pub(crate) fn run(options: &Options) -> Result {
     Ok(())
 }
 
-/// What cases need.
+/// The environment of the cases.
 struct Stage {
     work: PathBuf,
     guest: Guest,
     log: Option<String>,
     keep: Option<PathBuf>,
-    /// Gives each case a port of its own.
+    /// The port of the last case. Each case gets a new one.
     port: u16,
-    /// Guests that may still be booted.
+    /// The number of guests that may still be booted.
     reboots: u32,
 }
 
@@ -158,7 +158,7 @@ impl Drop for Stage {
     }
 }
 
-/// A program of a case, wherever it runs.
+/// A program of a case, on the host or in the guest.
 enum Actor {
     Here(Player),
     There(Remote),
@@ -179,7 +179,7 @@ impl Actor {
         }
     }
 
-    /// What it printed, without the log.
+    /// Returns the output, without the log.
     fn printed(&self, logs: bool) -> String {
         match self {
             Self::Here(player) if logs => player.output("out"),
@@ -205,7 +205,7 @@ impl Stage {
         let peer = work.join("root/bin/peer");
         fs::create_dir_all(work.join("root/bin"))?;
         c_tests::build_from(&sh::root().join("tests/interop/peer.c"), &peer)?;
-        // Extended sockets, above the guest's own libraries of verbs.
+        // Extended sockets, which use the guest's verbs libraries.
         fs::create_dir_all(work.join("root/lib"))?;
         for file in [EXS_TTCP, "lib/libexs.so.1"] {
             fs::copy(sh::dist().join(file), work.join("root").join(file))?;
@@ -222,8 +222,8 @@ impl Stage {
         })
     }
 
-    /// Plays a case, and if it fails `again`; if the guest does not survive it in a new one. Once may be chance, twice it
-    /// is the case.
+    /// Runs a case, and a second time if it fails. If the guest has failed, the second run is in a new one. A case counts as
+    /// failed if it fails twice.
     fn play_in_health(
         &mut self,
         scene: &Scene<'_>,
@@ -233,8 +233,7 @@ impl Stage {
         let well = matches!(outcome, Ok(Ok(())));
         let Some(reason) = self.guest.illness(well) else {
             if let (true, Ok(Err(failed))) = (again, &outcome) {
-                // The guest's processors are emulated, and now and then siw loses a race against itself that it wins
-                // on others. What is ours fails twice.
+                // The guest's processors are emulated, which occasionally exposes a race in siw. A bug of anywarp fails twice.
                 println!("again {}: {}\n{}", scene.name, failed.reason, failed.output);
                 return self.play_in_health(scene, false);
             }
@@ -254,7 +253,7 @@ impl Stage {
         Ok(Err(Failed { reason, output }))
     }
 
-    /// Plays a case; the outer error is ours, the inner one the programs'.
+    /// Runs a case. The outer error is one of the test environment, the inner one a failure of the case.
     fn play(&mut self, scene: &Scene<'_>) -> Result<std::result::Result<(), Failed>> {
         let case = scene.case;
         self.port += 1;
@@ -334,7 +333,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Starts a program of a case where it belongs.
+    /// Starts a program of a case on its host.
     fn actor(&self, scene: &Scene<'_>, host: Host, line: &str, port: u16) -> Result<Actor> {
         let address = |host: Host| {
             if here(scene.server, host) {
@@ -378,7 +377,7 @@ impl Stage {
         Ok(Actor::Here(Player::start(command, line, host, &self.work)?))
     }
 
-    /// Looks at what was printed; `None` when all of it is as expected.
+    /// Checks the output. Returns `None` if it is as expected.
     fn verdict(&self, case: &Case, cast: &[(Host, Actor)]) -> Option<String> {
         let logs = self.log.is_some() || !case.interop.log.is_empty();
         let printed = |host: Option<Host>| -> String {
@@ -414,12 +413,12 @@ impl Stage {
     }
 }
 
-/// Returns whether this end is anywarp's.
+/// Returns whether this end runs on anywarp.
 fn here(server: Server, host: Host) -> bool {
     (server == Server::Anywarp) == (host == Host::Server)
 }
 
-/// A file's name, for a message.
+/// Returns a file's name for a message.
 pub(crate) fn shown(path: &Path) -> String {
     path.display().to_string()
 }

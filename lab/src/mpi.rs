@@ -1,16 +1,16 @@
-//! `cargo lab mpi`: the program of tests/mpi under the distribution's MPIs, over the device alone.
+//! `cargo lab mpi`: runs the program of tests/mpi with the distribution's MPIs over the device.
 //!
-//! Shared memory and plain TCP are switched off, so that all messages between ranks go through verbs.
+//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs.
 
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use xtask::{Result, sh};
 
-/// Seconds that one run may take.
+/// The time limit of one run in seconds.
 const PATIENCE: &str = "120";
 
-/// Least number of bytes that the ranks exchange: much less than they do.
+/// The least number of bytes that the ranks must exchange, which is much less than they do.
 const LEAST: u64 = 4 << 20;
 
 struct Way {
@@ -97,7 +97,7 @@ pub(crate) fn run() -> Result {
         let program = work.join(way.compiler);
         sh::run(
             Command::new(way.compiler)
-                // MPICH's constant for "no statuses" looks like an array that is too short.
+                // The compiler would warn, because MPICH's constant for "no statuses" looks like an array that is too short.
                 .args(["-O1", "-Wall", "-Wno-stringop-overflow", "-o"])
                 .arg(&program)
                 .arg(sh::root().join("tests/mpi/ranks.c")),
@@ -106,7 +106,7 @@ pub(crate) fn run() -> Result {
             let begin = Instant::now();
             let mut command = Command::new("timeout");
             command.arg(PATIENCE).args(way.launcher).args(["-n", ranks]);
-            // Without UCX's choice among all devices and without its handlers of signals.
+            // Disables the selection among all devices and the signal handlers of UCX.
             let common = [
                 ("UCX_NET_DEVICES", "anywarp0:1"),
                 ("UCX_HANDLE_ERRORS", "none"),
@@ -115,7 +115,7 @@ pub(crate) fn run() -> Result {
                 ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
             ];
             command.envs(common).envs(way.env.iter().copied());
-            // What went through the device is in here: nothing, if the MPI found another way.
+            // The capture contains all traffic of the device. It is empty if the MPI used another network.
             let capture = work.join("capture.pcapng");
             let _none_yet = std::fs::remove_file(&capture);
             command

@@ -1,6 +1,6 @@
-//! `cargo lab perf`: `anywarp ping` and `anywarp blast` with every kind of queue pair, operation and way to ask, shortly;
-//! what an interrupt leaves, and ports of other programs. What they measure is for
-//! `cargo lab experiments`; here it is only held against floors.
+//! `cargo lab perf`: runs `anywarp ping` and `anywarp blast` briefly with every type of queue pair, operation and way to post
+//! and poll. Also tests interrupts, and ports of other programs. The results are only compared with lower bounds; `cargo lab
+//! experiments` measures.
 
 use std::io::{BufRead, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// What each kind of queue pair does.
+/// The operations of each type of queue pair.
 const OPERATIONS: [(&str, &[&str]); 4] = [
     ("rc", &["send", "send-imm", "write", "write-imm", "read"]),
     ("uc", &["send", "send-imm", "write", "write-imm"]),
@@ -30,7 +30,7 @@ const OPERATIONS: [(&str, &[&str]); 4] = [
     ),
 ];
 
-/// Ways to ask: whether for blast alone, whether for what is sent alone, and how.
+/// Options: whether they are for blast only, whether they are only for operations that send, and the options.
 const WAYS: [(bool, bool, &str); 5] = [
     (false, false, "-s 64,5000"),
     (false, false, "-s 64,5000 --event"),
@@ -43,8 +43,8 @@ const WAYS: [(bool, bool, &str); 5] = [
     ),
 ];
 
-/// What blast reaches at least where the scheduler places both ends, MB/s, the best of a few runs: a tenth or less of what two slow
-/// processors do. A lower value means that one end waits for a processor, or for a timer.
+/// Lower bounds for the rate of blast in MB/s, for the best of a few runs: a tenth or less of what two slow processors
+/// achieve. A lower value means that one end waits for a processor or for a timer.
 const FLOORS: [(&str, &str, u32); 9] = [
     ("tcp", "-t rc -o write -s 1K --list 16", 80),
     ("tcp", "-t rc -o send -s 64", 4),
@@ -57,7 +57,7 @@ const FLOORS: [(&str, &str, u32); 9] = [
     ("auto", "-t rc -o write -s 64K", 500),
 ];
 
-/// How long a short run may take, and both ends after an interrupt or at a wrong port.
+/// The time limit of a short run, and of both ends after an interrupt or with a wrong port.
 const PATIENCE: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(8);
 
@@ -91,7 +91,7 @@ pub(crate) fn run() -> Result {
     tally.end("of ping and blast")
 }
 
-/// A server, which ends with this.
+/// A running server, which is killed when this is dropped.
 struct Server {
     process: Process,
     port: u16,
@@ -116,7 +116,7 @@ impl Server {
     }
 }
 
-/// The port in the line that a server prints when it is ready.
+/// Parses the port in the line that a server prints when it is ready.
 pub(crate) fn waiting_port(line: &str) -> Result<u16> {
     let port = line.rsplit_once("waiting on port ");
     let port = port.and_then(|(_, port)| port.parse().ok());
@@ -157,7 +157,7 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
             let table = String::from_utf8_lossy(&output.stdout).into_owned();
             let sizes = if way.contains(',') { 2 } else { 1 };
             let rows = table.lines().filter(|line| line.starts_with(' '));
-            // One line names the columns.
+            // The first line contains the names of the columns.
             if rows.count() != sizes + 1 {
                 return Err(format!("{words}: not a line for each size:\n{table}").into());
             }
@@ -166,7 +166,7 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
     Ok(())
 }
 
-/// A rate is above its floor.
+/// Checks that a rate is above its lower bound.
 fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
     let server = Server::start_over(carrier, "blast")?;
     let csv = sh::target().join("perf-floor.csv");
@@ -197,7 +197,7 @@ fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
     Ok(())
 }
 
-/// On a link that repeats and reorders datagrams each message counts once, whatever is too short to hold its number.
+/// On a link that duplicates and reorders datagrams each message must count once, even messages that are too short for a number.
 fn duplicates(sizes: &str) -> Result {
     let server = Server::start("blast")?;
     let csv = sh::target().join("perf-duplicates.csv");
@@ -227,7 +227,7 @@ fn duplicates(sizes: &str) -> Result {
                 .parse()?)
         };
         let (share, duplicates) = (value("delivered_share")?, value("duplicates")?);
-        // The receiver may be too slow for some; none may count twice.
+        // A slow receiver may miss some messages, but none may count twice.
         let sound = (0.5..=1.0).contains(&share) && value("wrong")? == 0.0 && duplicates > 1000.0;
         if !sound {
             return Err(format!("not each message once: {line}").into());
@@ -240,7 +240,7 @@ fn duplicates(sizes: &str) -> Result {
     Ok(())
 }
 
-/// One end is interrupted in the middle: both end soon, and what was measured is marked.
+/// Interrupts one end during a run: both must exit soon, and the results must be marked as incomplete.
 fn interrupted(the_client: bool) -> Result {
     let mut server = Server::start("blast")?;
     let json = sh::target().join("perf-interrupted.json");
@@ -251,7 +251,7 @@ fn interrupted(the_client: bool) -> Result {
         csv.to_str().ok_or("a path that is no text")?
     );
     let mut client = client("blast", server.port, &words)?;
-    // It prints its progress once it is under way.
+    // The client prints its progress once the run has started.
     let mut stderr = client.stderr()?;
     let mut line = String::new();
     stderr.read_line(&mut line)?;
@@ -274,12 +274,12 @@ fn interrupted(the_client: bool) -> Result {
     let mut lines = table.lines();
     let marked = lines.next().is_some_and(|l| l.ends_with(",unfinished"))
         && lines.clone().all(|l| l.ends_with(",1"));
-    // A server that has ended cannot report what it received.
+    // A server that has exited cannot report what it received.
     if !marked || lines.count() != usize::from(the_client) {
         return Err(format!("not marked as unfinished: {table}").into());
     }
     if the_client {
-        // The server goes on with the next one.
+        // The server must serve the next client.
         let next = "-t rd -o send -n 10 -r 1 -q";
         let output = self::client("blast", server.port, next)?.output(PATIENCE)?;
         if !output.status.success() {
@@ -291,33 +291,33 @@ fn interrupted(the_client: bool) -> Result {
     Ok(())
 }
 
-/// No program listens on the port.
+/// Runs a client with a port on which no program listens.
 fn closed_port() -> Result {
     let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
     fails_with(port, "does not answer")
 }
 
-/// Runs against a port of another program, which sends `greeting`.
+/// Runs a client with a port of another program, which sends `greeting`.
 fn foreign_port(greeting: &'static [u8]) -> Result {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port();
     let other = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
         stream.write_all(greeting)?;
-        // Until the client has gone.
+        // Reads until the client has disconnected.
         std::io::copy(&mut stream, &mut std::io::sink())?;
         Ok(())
     });
     let done = fails_with(port, "is the port right?");
-    // It ends with the client's connection, however that ended.
+    // The thread ends with the client's connection, in whatever way that ended.
     let _reset_or_not = other.join();
     done
 }
 
-/// Connections of others that send nothing do not delay a client.
+/// Silent connections of other programs must not delay a client.
 fn silent_strangers() -> Result {
     let server = Server::start("blast")?;
-    // More than the server awaits greetings of.
+    // More connections than the server's limit of pending greetings.
     let strangers = (0..100).map(|_| TcpStream::connect(("127.0.0.1", server.port)));
     let _strangers = strangers.collect::<std::io::Result<Vec<_>>>()?;
     let begin = Instant::now();

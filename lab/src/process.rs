@@ -1,7 +1,7 @@
-//! A program that runs beside this one, and that ends with its value.
+//! A child process that is killed when its value is dropped.
 //!
-//! A type of our own and not the crate `duct`: both ends of a test are spoken to while they run (lines of standard error
-//! are awaited, standard input is written, signals are sent), and programs that start others are ended as a group.
+//! The crate `duct` is not used, because tests interact with both ends while they run (they wait for lines of standard error,
+//! write standard input and send signals), and programs that start others must be killed as a process group.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt as _;
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use xtask::Result;
 
-/// How often the end of a program is looked for.
+/// The interval at which the exit of a program is checked.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long a program may take to end after SIGTERM, and its pipes to end after it.
+/// The time that a program has to exit after SIGTERM, and that its pipes have to close after its exit.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A child process. Dropping it kills and reaps it.
@@ -41,7 +41,7 @@ impl Process {
         })
     }
 
-    /// Starts a program in a process group of its own: it is ended with all that it started.
+    /// Starts a program in a new process group, which is killed with all its processes.
     pub(crate) fn start_group(command: &mut Command) -> Result<Self> {
         let mut process = Self::start(command.process_group(0))?;
         process.group = true;
@@ -66,7 +66,7 @@ impl Process {
         Ok(BufReader::new(stderr))
     }
 
-    /// The first line on standard error; later ones are copied to ours, if `show`.
+    /// Returns the first line on standard error. If `show`, later lines are copied to this process's standard error.
     pub(crate) fn first_line(&mut self, limit: Duration, show: bool) -> Result<String> {
         let stderr = self.stderr()?;
         let (sender, receiver) = mpsc::channel();
@@ -83,7 +83,7 @@ impl Process {
         Ok(line.map_err(|_| format!("{}: no line on stderr", self.name))?)
     }
 
-    /// The exit status, if it has ended.
+    /// Returns the exit status if the program has exited.
     pub(crate) fn poll(&mut self) -> Result<Option<ExitStatus>> {
         if self.status.is_none() {
             self.status = self.child.try_wait()?;
@@ -91,12 +91,12 @@ impl Process {
         Ok(self.status)
     }
 
-    /// The exit status that [`Self::poll`] or another function has found.
+    /// Returns the exit status that [`Self::poll`] or another function has found.
     pub(crate) fn ended(&self) -> Option<ExitStatus> {
         self.status
     }
 
-    /// The exit status, if it ends within `limit`.
+    /// Returns the exit status if the program exits within `limit`.
     pub(crate) fn wait(&mut self, limit: Duration) -> Result<Option<ExitStatus>> {
         let end = Instant::now() + limit;
         loop {
@@ -108,7 +108,7 @@ impl Process {
         }
     }
 
-    /// The exit status; a program that does not end within `limit` is killed, which is an error.
+    /// Returns the exit status. A program that does not exit within `limit` is killed, which is an error.
     pub(crate) fn status(&mut self, limit: Duration) -> Result<ExitStatus> {
         if let Some(status) = self.wait(limit)? {
             return Ok(status);
@@ -117,13 +117,13 @@ impl Process {
         Err(format!("{}: not over after {limit:?}", self.name).into())
     }
 
-    /// The exit status and what was printed into pipes; a program that does not end within `limit` is killed, which is an
-    /// error that shows its standard error.
+    /// Returns the exit status and the output of pipes. A program that does not exit within `limit` is killed, which is an
+    /// error that contains its standard error.
     pub(crate) fn output(mut self, limit: Duration) -> Result<Output> {
         let stdout = drain(self.child.stdout.take());
         let stderr = drain(self.child.stderr.take());
         let status = self.status(limit);
-        // A process that it left behind may hold the pipes open.
+        // Another process that it started may keep the pipes open.
         let [stdout, stderr] = [stdout, stderr].map(|t| t.recv_timeout(GRACE).unwrap_or_default());
         let status = status.map_err(|e| format!("{e}: {}", String::from_utf8_lossy(&stderr)))?;
         Ok(Output {
@@ -133,12 +133,12 @@ impl Process {
         })
     }
 
-    /// Sends a signal, to the group if it has one.
+    /// Sends a signal to the program, or to its group if it has one.
     pub(crate) fn signal(&self, signal: Signal) {
         let Some(pid) = i32::try_from(self.id()).ok().and_then(Pid::from_raw) else {
             return;
         };
-        // That it has ended already is no error.
+        // It is not an error if the program has exited already.
         if self.group {
             let _ended = kill_process_group(pid, signal);
         } else if self.status.is_none() {
@@ -146,7 +146,7 @@ impl Process {
         }
     }
 
-    /// Ends it with SIGTERM, or SIGKILL when it does not end soon.
+    /// Stops the program by SIGTERM, or by SIGKILL if it does not exit soon.
     pub(crate) fn end(&mut self) -> Result {
         if self.poll()?.is_none() {
             self.signal(Signal::TERM);
@@ -156,10 +156,10 @@ impl Process {
         Ok(())
     }
 
-    /// Kills and reaps it, and the rest of its group.
+    /// Kills and reaps the program, and the rest of its group.
     pub(crate) fn kill(&mut self) {
         self.signal(Signal::KILL);
-        // The number of a group without processes may be given to another one.
+        // The number of an empty group may be reused.
         self.group = false;
         if self.status.is_none() {
             self.status = self.child.wait().ok();
@@ -173,7 +173,7 @@ impl Drop for Process {
     }
 }
 
-/// Reads a pipe to its end in a thread, so that the program never waits for room in it.
+/// Reads a pipe to its end in a thread, so that the program never blocks on a full pipe.
 fn drain(pipe: Option<impl Read + Send + 'static>) -> mpsc::Receiver<Vec<u8>> {
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
@@ -230,7 +230,7 @@ mod tests {
         assert!(test_kill_process(child).is_ok());
         drop(process);
         let end = Instant::now() + LONG;
-        // Until init has reaped it, a killed process is a zombie.
+        // A killed process is a zombie until init has reaped it.
         let ended = || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.as_raw_nonzero()));
             stat.map_or(true, |stat| stat.contains(") Z "))

@@ -1,7 +1,7 @@
-//! `cargo lab programs`: runs programs that no one here wrote, as an ordinary user, and judges what they do.
+//! `cargo lab programs`: runs unmodified programs of other projects as an ordinary user, and checks their output.
 //!
-//! A case that is skipped with a reason is run as well: if it passes, the reason is stale and the run fails.
-//! With `--netns` everything happens in namespaces that end with this process, so nothing stays behind.
+//! A case that is skipped with a reason runs too. If it passes, the reason is out of date and the run fails. With `--netns`
+//! all processes run in namespaces that end with this process, so that nothing remains.
 
 use crate::process::Process;
 use anywarp_core::wire::signpost::Port;
@@ -19,67 +19,67 @@ use std::time::{Duration, Instant};
 use xtask::expect::{self, Case, Exit, Place, Program};
 use xtask::{Result, dist, sh};
 
-/// Ports handed to cases: below the range from which the kernel takes its own.
+/// The ports for cases, which are below the range from which the kernel assigns ports.
 const PORTS: std::ops::Range<u16> = 20_000..30_000;
-/// Port spaces of rdma_cm whose listeners do not have the kernel's port of their number: UDP and IPoIB.
+/// The port spaces of rdma_cm whose listeners do not bind the kernel's port with the same number: UDP and IPoIB.
 const DATAGRAM_SPACES: [u16; 2] = [0x0111, 0x0002];
 
-/// Pause between two checks of a running program: its end, its output.
+/// The pause between two checks of a running program.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_millis(10);
 
-/// Longest time until a server has bound its port.
+/// The longest time until a server has bound its port.
 const READY: Duration = Duration::from_secs(10);
 
-/// How long a program that is expected to stay is watched.
+/// The time for which a program that should not exit is watched.
 const STAY: Duration = Duration::from_millis(1500);
 
-/// Longest time for a skipped case: it is only run to see that it still fails.
+/// The time limit of a skipped case, which runs only to check that it still fails.
 const SKIPPED: Duration = Duration::from_secs(8);
 
-/// Longest time for `anywarp doctor`.
+/// The time limit of `anywarp doctor`.
 const DOCTOR: Duration = Duration::from_secs(60);
 
-/// Lines of a program's output that are shown when its case fails.
+/// The number of lines of a program's output that are shown when its case fails.
 const TAIL: usize = 12;
 
-/// Most cases of one run that may fail once and pass when they are repeated at once. Programs of others have races of their
-/// own, which a loaded machine shows; the run names each such case, so that one that returns is looked into.
+/// The most cases of one run that may fail once and pass when they are repeated. Programs of other projects have races, which
+/// a loaded machine exposes. The run names each such case, so that repeated failures can be investigated.
 const UNSTEADY: usize = 1;
 
-/// The variable that is set in the process that was executed again inside its namespaces.
+/// The variable that is set when this program runs again inside its namespaces.
 pub(crate) const INSIDE: &str = "ANYWARP_LAB_INSIDE";
 
 /// Options of `cargo lab programs`.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Only cases with this in their name, as `PROGRAM/CASE`.
+    /// Only cases with this in their name, which is `PROGRAM/CASE`.
     #[arg(long, value_name = "PART")]
     filter: Option<String>,
-    /// Log level of the device; shown when a case fails.
+    /// Log level of the device; the log is shown when a case fails.
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
-    /// Between two network namespaces instead of on loopback.
+    /// Run between two network namespaces instead of on loopback.
     #[arg(long)]
     netns: bool,
-    /// Also the cases that are marked `nightly`.
+    /// Include the cases that are marked `nightly`.
     #[arg(long)]
     nightly: bool,
-    /// List the cases and run none.
+    /// List the cases without running them.
     #[arg(long)]
     list: bool,
-    /// The programs of the system below this folder (`cargo lab distros` makes it), on its loopback.
+    /// Run the programs of the system in this folder (see `cargo lab distros`), on its loopback interface.
     #[arg(long, value_name = "DIR")]
     tree: Option<PathBuf>,
-    /// Only programs of these packages.
+    /// Only programs of these Debian packages.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     packages: Vec<String>,
-    /// One case of each program.
+    /// Only one case of each program.
     #[arg(long)]
     first: bool,
-    /// Run `anywarp doctor` before.
+    /// Run `anywarp doctor` first.
     #[arg(long)]
     doctor: bool,
-    /// A file with further cases that are known not to pass: `PROGRAM/CASE REASON`, or `PROGRAM REASON` for all of one.
+    /// A file with additional cases that do not pass: `PROGRAM/CASE REASON`, or `PROGRAM REASON` for all cases of a program.
     #[arg(long, value_name = "FILE")]
     skips: Option<PathBuf>,
 }
@@ -91,7 +91,7 @@ impl Options {
             .is_none_or(|part| name.contains(part.as_str()))
     }
 
-    /// The cases in turn.
+    /// Returns the selected cases.
     fn cases<'a>(&self, programs: &'a [Program]) -> Vec<(&'a Program, &'a Case)> {
         let mut chosen: Vec<(&Program, &Case)> = Vec::new();
         for (program, case) in all(programs) {
@@ -143,8 +143,8 @@ pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case
         .flat_map(|p| p.cases.iter().map(move |c| (p, c)))
 }
 
-/// Runs this task again in network, mount and process namespaces of its own. They vanish with their first
-/// process, however it ends, and take every process in them along.
+/// Runs this task again in new network, mount and process namespaces. They are removed with their first process, and the
+/// kernel then kills all other processes in them.
 pub(crate) fn in_namespaces() -> Result {
     let mut command = Command::new("unshare");
     if !geteuid().is_root() {
@@ -165,15 +165,15 @@ pub(crate) fn in_namespaces() -> Result {
     sh::run(&mut command)
 }
 
-/// Counts the cases by result, and reports each.
+/// Counts the cases by result, and prints each.
 #[derive(Debug, Default)]
 struct Tally {
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// Failed, and passed when they were repeated.
+    /// The number of cases that failed and then passed when they were repeated.
     unsteady: usize,
-    /// The cases that did not pass at once, with the reason. Repeated at the end, where a reader of the log looks first.
+    /// The cases that did not pass at first, with the reason. They are printed again at the end.
     reasons: Vec<String>,
 }
 
@@ -229,7 +229,7 @@ impl Tally {
         Ok(())
     }
 
-    /// Reports a failure with what the programs printed.
+    /// Prints a failure with the output of the programs.
     fn show(&mut self, verdict: &str, name: &str, why: &Failed, seconds: f64) {
         let line = format!("{verdict:5} {name}  {}  ({seconds:.1} s)", why.reason);
         println!("{line}");
@@ -240,24 +240,24 @@ impl Tally {
     }
 }
 
-/// Why a case failed, and the ends of what its programs printed.
+/// Why a case failed, and the last lines of its programs' output.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) reason: String,
     pub(crate) output: String,
 }
 
-/// Everything that cases need: the installed product, a folder for output, and two hosts.
+/// The environment of the cases: the installed files, a folder for output, and two hosts.
 struct Stage {
     place: Place,
     work: PathBuf,
     anywarp: PathBuf,
     log: Option<String>,
-    /// The system whose programs run, if not this one's. It has `work` in it.
+    /// The root folder of the system whose programs run, if it is another one. It contains `work`.
     tree: Option<PathBuf>,
-    /// Cases that are known not to pass there, and why.
+    /// The cases that do not pass in that system, with the reason.
     skips: BTreeMap<String, String>,
-    /// Programs are started as an ordinary user, which takes a change of user when we are root.
+    /// Start programs as an ordinary user, because this process is root.
     drop_root: bool,
 }
 
@@ -267,7 +267,7 @@ impl Drop for Stage {
     }
 }
 
-/// Which of the two hosts.
+/// One of the two hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Host {
     Server,
@@ -304,7 +304,7 @@ impl Stage {
             None => new_folder(&env::temp_dir())?,
         };
         fs::set_permissions(&work, fs::Permissions::from_mode(0o755))?;
-        // What programs keep for their user goes there too, and with it at the end.
+        // The runtime directory of the programs' user, which is removed at the end.
         fs::create_dir(work.join("run"))?;
         fs::set_permissions(work.join("run"), fs::Permissions::from_mode(0o1777))?;
         let stage = Self {
@@ -328,7 +328,7 @@ impl Stage {
         if !sh::dist().join("bin/anywarp").exists() {
             return Err("target/dist is not there: run `cargo xtask dist` first".into());
         }
-        // A copy in a place that an ordinary user can read, wherever this tree lies.
+        // A copy in a folder that an ordinary user can read.
         let mut copy = Command::new("cp");
         copy.arg("-rL").arg(sh::dist()).arg(stage.work.join("dist"));
         sh::run(&mut copy)?;
@@ -341,7 +341,7 @@ impl Stage {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
             }
         }
-        // What commands name as files/NAME: they run in this folder.
+        // The files that commands name as files/NAME. Commands run in this folder.
         dist::copy_tree(
             &sh::root().join("tests/programs/files"),
             &stage.work.join("files"),
@@ -355,7 +355,7 @@ impl Stage {
         Ok(stage)
     }
 
-    /// Why a case is known not to pass.
+    /// Returns why a case is known not to pass, if so.
     fn skipped<'a>(&'a self, program: &Program, case: &'a Case) -> Option<&'a str> {
         let name = format!("{}/{}", program.name, case.name);
         let here = self
@@ -366,7 +366,7 @@ impl Stage {
             .or_else(|| case.skipped(self.place))
     }
 
-    /// Runs `anywarp doctor` as the programs are run.
+    /// Runs `anywarp doctor` in the environment of the programs.
     fn doctor(&self) -> Result {
         let words = [
             self.prefix(Host::Client)?,
@@ -385,13 +385,13 @@ impl Stage {
         Ok(())
     }
 
-    /// A path as programs see it.
+    /// Returns a path as programs in the tree see it.
     fn inside(&self, path: &Path) -> Result<String> {
         let tree = self.tree.as_deref().unwrap_or_else(|| Path::new("/"));
         Ok(format!("/{}", path.strip_prefix(tree)?.display()))
     }
 
-    /// What comes before a command: the host, the tree and the user.
+    /// Returns the command prefix for the host, the tree and the user.
     fn prefix(&self, host: Host) -> Result<Vec<String>> {
         let mut words: Vec<String> = Vec::new();
         let mut add = |text: &[&str]| words.extend(text.iter().map(|w| (*w).to_owned()));
@@ -417,7 +417,7 @@ impl Stage {
         Ok(words)
     }
 
-    /// Plays a case; the outer error is ours, the inner one the program's.
+    /// Runs a case. The outer error is one of the test environment, the inner one a failure of the case.
     fn play(&self, case: &Case, skipped: bool) -> Result<std::result::Result<(), Failed>> {
         let mut cast = Cast::default();
         let played = self.act(case, skipped, &mut cast);
@@ -437,7 +437,7 @@ impl Stage {
         })
     }
 
-    /// Starts the server, waits for it, runs the clients, lets the server end.
+    /// Starts the server, waits for it, runs the clients, and waits for the server's exit.
     fn act(&self, case: &Case, skipped: bool, cast: &mut Cast) -> Result {
         let limit = if skipped {
             case.timeout.min(SKIPPED)
@@ -474,7 +474,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Makes a program of a case ready to start.
+    /// Prepares a program of a case.
     fn player(&self, host: Host, line: &str, case: &Case, port: u16) -> Result<Player> {
         let address = |host: Host| host.address(self.place, case.ipv6).to_string();
         let line = line
@@ -513,7 +513,7 @@ impl Stage {
             .env("HOME", self.inside(&self.work)?)
             .env("XDG_RUNTIME_DIR", self.inside(&self.work.join("run"))?);
         match self.place {
-            // The client's address is one that the interface takes and does not list, so it is no GID.
+            // The client's address is one that the loopback interface accepts but does not list, so it is not a GID.
             Place::Loopback => command.env("ANYWARP_ADDR", address(Host::Server)),
             Place::Namespaces if case.ipv6 => command.env("ANYWARP_ADDR", address(host)),
             Place::Namespaces => &mut command,
@@ -526,7 +526,7 @@ impl Stage {
     }
 }
 
-/// A new folder for one run. The process id alone would do, but in a namespace it is always the same.
+/// Creates a new folder for one run. The process id is not enough for a unique name, because in a namespace it is always the same.
 pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
     for attempt in 0..1000_u32 {
         let name = format!("anywarp-programs-{}-{attempt}", std::process::id());
@@ -540,13 +540,13 @@ pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
     Err("no free name for a folder".into())
 }
 
-/// Returns whether uid 0 here is uid 0 of the machine: only then are there other users to become.
+/// Returns whether uid 0 is that of the machine. Only then can this process change to another user.
 pub(crate) fn is_initial_user_namespace() -> bool {
     fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
 }
 
-/// Reads a file of `--skips`; `#` begins a remark.
+/// Parses a file of `--skips`; `#` starts a comment.
 fn skips(text: &str) -> Result<BTreeMap<String, String>> {
     let lines = text
         .lines()
@@ -560,7 +560,7 @@ fn skips(text: &str) -> Result<BTreeMap<String, String>> {
     lines.filter(|line| !line.is_empty()).map(pair).collect()
 }
 
-/// Makes what every system has appear in a tree, in the namespaces that this process has for itself; its canonical path.
+/// Mounts the usual system folders in a tree, in this process's mount namespace. Returns the canonical path of the tree.
 fn enter(tree: &Path) -> Result<PathBuf> {
     const SCRIPT: &str = "set -e
 ip link set lo up
@@ -579,7 +579,7 @@ mount --rbind /dev dev
     Ok(tree)
 }
 
-/// Two hosts and a wire between them, in the namespaces that this process has for itself.
+/// Creates two hosts with a link between them, in this process's namespaces.
 fn make_hosts() -> Result {
     const SCRIPT: &str = "set -e
 mount -t tmpfs tmpfs /run
@@ -605,9 +605,9 @@ exit 1
     sh::run(Command::new("sh").args(["-c", SCRIPT]))
 }
 
-/// A port that is free for TCP and for UDP.
+/// Returns a port that is free for TCP and for UDP.
 pub(crate) fn free_port() -> Result<u16> {
-    // Start somewhere else in each process and each case, so that runs side by side seldom meet.
+    // The start depends on the process and the case, so that concurrent runs rarely choose the same port.
     static NEXT: std::sync::atomic::AtomicU16 = std::sync::atomic::AtomicU16::new(0);
     let span = PORTS.end - PORTS.start;
     let first = u16::try_from(std::process::id() % u32::from(span)).unwrap_or_default();
@@ -640,8 +640,7 @@ impl Cast {
         self.all().filter(move |p| p.host == host)
     }
 
-    /// Looks at what was printed; `None` when all of it is as expected. With a log on stderr, stderr is not the
-    /// program's own and is left out.
+    /// Checks the output. Returns `None` if it is as expected. If standard error contains a log, it is ignored.
     fn verdict(&self, case: &Case, logs: bool) -> Option<String> {
         let printed = |host| {
             self.of(host)
@@ -683,18 +682,18 @@ impl Cast {
     }
 }
 
-/// A pattern as it stands in the file.
+/// Returns a pattern as written in the file.
 pub(crate) fn plain(pattern: &str) -> &str {
     pattern.strip_prefix("(?m)").unwrap_or(pattern)
 }
 
-/// One running or ended program.
+/// A program that is running or has exited.
 #[derive(Debug)]
 pub(crate) struct Player {
     host: Host,
     line: String,
     process: Process,
-    /// Where its output goes, without `.out` and `.err`.
+    /// The path of its output files, without `.out` and `.err`.
     files: PathBuf,
 }
 
@@ -724,8 +723,8 @@ impl Player {
         self.process.poll()
     }
 
-    /// Returns whether its network has a bound port of this number, or the signpost of a datagram port of rdma_cm; connected sockets
-    /// do not count.
+    /// Returns whether the program's network has a bound port of this number, or the signpost of a datagram port of rdma_cm
+    /// (see the glossary). Connected sockets do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
         let places = DATAGRAM_SPACES.map(|space| {
             Port {
@@ -744,7 +743,7 @@ impl Player {
         })
     }
 
-    /// Waits for the end that is expected.
+    /// Waits for the expected exit.
     pub(crate) fn finish(&mut self, expected: Option<Exit>, end: Instant) -> Result {
         let side = self.host.namespace();
         let Some(expected) = expected else {
@@ -764,7 +763,7 @@ impl Player {
         }
     }
 
-    /// Ends the program and what it started.
+    /// Kills the program and the processes that it has started.
     pub(crate) fn end(&mut self) -> Result {
         self.process.end()
     }
@@ -817,7 +816,7 @@ mod tests {
 
         assert!(has_bound_port(&table, "tcp", port));
         drop(listener);
-        // A process that another test starts has the socket too, until it executes its program.
+        // A process that another test starts inherits the socket until it calls exec.
         let end = Instant::now() + Duration::from_secs(5);
         let bound = || {
             let table = fs::read_to_string("/proc/self/net/tcp").unwrap();

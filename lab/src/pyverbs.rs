@@ -1,8 +1,8 @@
-//! `cargo lab pyverbs`: rdma-core's own tests, as the distribution ships them, on our libraries.
+//! `cargo lab pyverbs`: runs rdma-core's own tests, as packaged by the distribution, with anywarp's libraries.
 //!
-//! Three times: as they are, with the GID of an IPv6 address, and with the face of an iWARP RNIC. `tests/pyverbs/expect`
-//! lists which tests do not pass and why; anything else that does not pass fails the run, and so does a line there that
-//! is not needed.
+//! They run three times: with the defaults, with the GID of an IPv6 address, and with the device shown as an iWARP RNIC.
+//! `tests/pyverbs/expect` lists the tests that do not pass, with the reason. Any other failure is an error, and so is a line
+//! of that file that is not needed.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,16 +11,16 @@ use std::process::{Command, Stdio};
 
 use xtask::{Result, sh};
 
-/// Where Debian's python3-pyverbs has them.
+/// The folder in which Debian's python3-pyverbs installs them.
 const SOURCE: &str = "/usr/share/doc/rdma-core/tests";
 
-/// Tests of other vendors' devices.
+/// The tests of other vendors' devices, which are skipped.
 const VENDORS: [&str; 3] = ["test_mlx5_", "test_efa", "test_cuda_"];
 
-/// Seconds that one module may take.
+/// The time limit of one module in seconds.
 const PATIENCE: &str = "120";
 
-/// How the device looks in one pass.
+/// The settings of the device in one pass.
 struct Pass {
     name: &'static str,
     device_ip: &'static str,
@@ -53,11 +53,11 @@ enum Word {
     Maybe,
 }
 
-/// A line of the expectations.
+/// A line of the file of expectations.
 #[derive(Debug)]
 struct Line {
     word: Word,
-    /// The pass that it is about; all if none.
+    /// The pass that the line applies to. `None`: all.
     pass: Option<String>,
     pattern: String,
     number: usize,
@@ -139,7 +139,7 @@ pub(crate) fn run(only: Option<&str>) -> Result {
     Err(format!("{} tests of rdma-core do not end as expected", wrong.len()).into())
 }
 
-/// Why an outcome is not the expected one.
+/// Returns why an outcome is not the expected one, if so.
 fn judge(lines: &mut [Line], pass: &str, word: Word, id: &str) -> Option<&'static str> {
     let mut expected = Word::Ok;
     for line in lines {
@@ -192,7 +192,7 @@ fn parse(text: &str) -> Result<Vec<Line>> {
     Ok(lines)
 }
 
-/// `ok ID`, `skip ID reason`, `fail ID`: a line of tests/pyverbs/run.py.
+/// Parses a line of tests/pyverbs/run.py: `ok ID`, `skip ID reason`, `fail ID`.
 fn outcome(line: &str) -> Option<(Word, &str, &str)> {
     let (word, rest) = line.split_once(' ')?;
     let word = match word {
@@ -205,7 +205,7 @@ fn outcome(line: &str) -> Option<(Word, &str, &str)> {
     Some((word, id.strip_prefix("tests.")?, rest))
 }
 
-/// Returns whether `text` is like `pattern`, in which * stands for anything.
+/// Returns whether `text` matches `pattern`, in which * matches any characters.
 fn matches(pattern: &str, text: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == text,
@@ -215,7 +215,7 @@ fn matches(pattern: &str, text: &str) -> bool {
     }
 }
 
-/// The tests as they were installed, or out of the package where documentation is not (as in small containers).
+/// Returns the folder with the tests. If documentation is not installed (as in small containers), extracts it from the package.
 fn source(folder: &Path) -> Result<PathBuf> {
     let installed = Path::new(SOURCE);
     if installed.is_dir() {
@@ -237,7 +237,7 @@ fn source(folder: &Path) -> Result<PathBuf> {
     Ok(package.join(SOURCE.trim_start_matches('/')))
 }
 
-/// Copies the tests and unpacks them: the distribution compresses what is large.
+/// Copies the tests and unpacks them, because the distribution compresses large files.
 fn unpack(folder: &Path) -> Result {
     let tests = folder.join("tests");
     if tests.exists() {
@@ -261,7 +261,7 @@ fn unpack(folder: &Path) -> Result {
     sh::run(Command::new("gunzip").args(packed))
 }
 
-/// Reserves huge pages for the tests that need them. Without the privilege to do so the tests run without.
+/// Reserves huge pages for the tests that need them. Without the privilege to do so, those tests run without huge pages.
 fn huge_pages() {
     const FILE: &str = "/proc/sys/vm/nr_hugepages";
     let few = fs::read_to_string(FILE).is_ok_and(|t| t.trim().parse().is_ok_and(|n: u32| n < 8));

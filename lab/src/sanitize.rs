@@ -1,18 +1,18 @@
-//! `cargo lab sanitize`: unit tests, the simulation and our C programs under AddressSanitizer or ThreadSanitizer.
+//! `cargo lab sanitize`: runs unit tests, the simulation and the C programs with AddressSanitizer or ThreadSanitizer.
 //!
 //! ```text
 //!   C program, compiled with the sanitizer by cc  ──┐
 //!   the sanitizer's runtime of the Rust toolchain ──┴─> the program
-//!   our crates, compiled with it by nightly rustc ────> libibverbs.so.1
+//!   Rust crates, compiled with it by nightly rustc ───> libibverbs.so.1
 //! ```
 //!
-//! One runtime serves both compilers. The standard library comes as it is, without the sanitizer in it: nothing to
-//! AddressSanitizer, which sees its allocations all the same; for ThreadSanitizer `lab/sanitize/sync.rs` says what
-//! its locks do. System calls are made as in earnest, not through libc: there a thread could be cancelled in the middle
-//! of a verb, and would be by our tests.
+//! One runtime serves both compilers. The standard library is not compiled with the sanitizer. AddressSanitizer sees its
+//! allocations nevertheless; for ThreadSanitizer `lab/sanitize/sync.rs` reports what its locks do. System calls are made
+//! directly, as in production, not through libc: libc's functions are cancellation points, so a thread could be cancelled in
+//! the middle of a verb.
 //!
-//! Reports go to files, one for each process: that a child process reported something is found also when its parent
-//! has killed it, or when its exit status is ignored.
+//! Each process writes its reports to a file, so that a report of a child process is found even if its parent has killed it
+//! or ignores its exit status.
 
 use crate::beside::{self, Done};
 use crate::c_tests;
@@ -21,13 +21,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use xtask::{Result, link, sh, symbols};
 
-/// A run of the unit tests, among the names of programs.
+/// The name that stands for the unit tests in a list of programs.
 const UNIT: &str = "unit";
 
-/// What runs when nothing is named, with arguments that make it short. The longest come first.
+/// The default programs, with arguments that limit their duration. The longest come first.
 ///
-/// Crowds at the door are measured against the clock, which means nothing when all is ten times slower: of `strangers`
-/// those tests run that send one at a time.
+/// Some tests of `strangers` measure the effect of many requests against the clock. With a sanitizer everything is ten times
+/// slower, so only the tests that send one request at a time run.
 const SHORT: &[(&str, &[&str])] = &[
     (UNIT, &[]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
@@ -64,12 +64,13 @@ const SHORT: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// What the thread sanitizer cannot judge: a peer that is a bare socket of the same process. The device's thread writes the memory
-/// that it names, the test reads it when the datagram that answers has come, and the sanitizer sees no order in that. And plain
-/// sockets beside listeners: the runtime has `bind` and `listen` of its own, which go to those of libc and not to ours.
+/// Programs that ThreadSanitizer cannot check. In `foreign` a peer is a plain socket of the same process: the device's thread
+/// writes memory, and the test reads it after the answering datagram has arrived, an order that the sanitizer does not see.
+/// In `ports` plain sockets are used beside listeners: the runtime intercepts `bind` and `listen` and calls those of libc
+/// instead of anywarp's.
 const NOT_BY_THREAD: &[&str] = &["foreign", "ports"];
 
-/// Which sanitizer.
+/// The sanitizers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Kind {
     Address,
@@ -77,7 +78,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// As the compilers call it.
+    /// Returns the name in options of compilers.
     const fn name(self) -> &'static str {
         match self {
             Self::Address => "address",
@@ -85,7 +86,7 @@ impl Kind {
         }
     }
 
-    /// The variables that the runtime reads, and their values.
+    /// Returns the environment variables for the runtime.
     fn options(self, name: &str, reports: &Path) -> Vec<(&'static str, String)> {
         let folder = sh::root().join("lab/sanitize");
         let supp = |name: &str| {
@@ -98,8 +99,8 @@ impl Kind {
         );
         match self {
             Self::Address => {
-                // A child that was forked off has none of its parent's threads: what only their stacks and locals held
-                // is lost in it, and LeakSanitizer waits for threads that are not there.
+                // A forked child has none of its parent's threads. Memory that only their stacks refer to is leaked in it,
+                // and LeakSanitizer would wait for these threads.
                 let leaks = u8::from(name != "fork");
                 vec![
                     (
@@ -124,17 +125,17 @@ impl Kind {
 #[derive(Debug)]
 struct Build {
     kind: Kind,
-    /// Where all goes.
+    /// The folder for all files.
     work: PathBuf,
-    /// What rustc builds for. It is named, so that build scripts stay without the sanitizer.
+    /// The target of rustc. It is passed explicitly, so that build scripts are compiled without the sanitizer.
     target: String,
     /// The sanitizer's runtime.
     runtime: PathBuf,
-    /// What is linked to all that has Rust code in it.
+    /// The arguments for linking anything that contains Rust code.
     link: Vec<String>,
 }
 
-/// Builds and runs what `arguments` name: programs, and for one program its arguments.
+/// Builds and runs the programs that `arguments` name. After a single name, the arguments of that program may follow.
 pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
     let known = |name: &str| SHORT.iter().any(|(program, _)| *program == name);
     let names: Vec<&str> = arguments.iter().copied().take_while(|a| known(a)).collect();
@@ -221,13 +222,13 @@ impl Build {
         })
     }
 
-    /// A cargo command with the sanitizer.
+    /// Returns a cargo command that uses the sanitizer.
     fn cargo(&self) -> Command {
         let mut flags = vec![
             format!("-Zsanitizer={}", self.kind.name()),
-            // The standard library is without it.
+            // The standard library is compiled without the sanitizer.
             "-Cunsafe-allow-abi-mismatch=sanitizer".to_owned(),
-            // For tests of what memory is taken: a sanitizer takes some of its own for each allocation.
+            // For tests of memory consumption: a sanitizer adds memory to each allocation.
             "--cfg=sanitized".to_owned(),
         ];
         flags.extend(
@@ -245,7 +246,7 @@ impl Build {
         command
     }
 
-    /// The libraries, in a folder.
+    /// Builds the libraries into a folder.
     fn libraries(&self) -> Result<PathBuf> {
         sh::run(
             self.cargo()
@@ -266,7 +267,7 @@ impl Build {
             &out,
             Some(&self.link),
         )?;
-        // Libraries above these.
+        // Libraries that use these.
         for name in ["exs", "anywarp-buffers"] {
             let mut cc = sh::cc();
             cc.args(["-shared", "-fPIC"])
@@ -286,8 +287,8 @@ impl Build {
         Ok(out)
     }
 
-    /// The tests of the crates and the simulation. The simulation has one thread: by the thread sanitizer it runs only if
-    /// `long`.
+    /// Returns the command for the tests of the crates and the simulation. The simulation has only one thread, so
+    /// ThreadSanitizer checks it only if `long`.
     fn unit_tests(&self, arguments: &[&str], long: bool) -> Command {
         let mut packages = vec!["anywarp-core", "anywarp-engine"];
         if long || self.kind == Kind::Address {
@@ -296,12 +297,12 @@ impl Build {
         let mut command = self.cargo();
         command.args(["test", "--quiet", "--target", &self.target]);
         command.args(packages.iter().map(|name| format!("--package={name}")));
-        // Documentation tests are compiled one by one, and are no subject of their own.
+        // Documentation tests are skipped, because each is compiled separately.
         command.args(["--lib", "--tests", "--"]).args(arguments);
         command
     }
 
-    /// An error that is there on purpose has to be found; else nothing is.
+    /// Checks that the sanitizer finds a deliberate error. Otherwise the other results would be meaningless.
     fn finds_errors(&self, libraries: &Path) -> Result {
         let (test, report) = match self.kind {
             Kind::Address => ("overflow", "heap-buffer-overflow"),
@@ -319,7 +320,7 @@ impl Build {
         .into())
     }
 
-    /// One of our C programs.
+    /// Builds one of the C programs, and returns the command that runs it.
     fn program(&self, name: &str, arguments: &[&str], libraries: &Path) -> Result<Command> {
         let object = self.work.join(name).with_extension("o");
         let mut cc = sh::cc();
@@ -353,14 +354,14 @@ impl Build {
         command
             .args(arguments)
             .env("LD_LIBRARY_PATH", libraries)
-            // On the loopback interface, whatever other addresses this machine has.
+            // Uses the loopback interface, whatever other addresses this machine has.
             .env("ANYWARP_ADDR", "127.0.0.1")
-            // Of the panics on purpose one line is enough.
+            // One line is enough for deliberate panics.
             .env("RUST_BACKTRACE", "0");
         Ok(command)
     }
 
-    /// Runs a command and reads what its processes reported.
+    /// Runs a command and reads the reports of its processes.
     fn reports(&self, name: &str, mut command: Command) -> Result<(Output, Vec<String>)> {
         let folder = self.work.join("reports").join(name);
         if folder.exists() {
@@ -379,19 +380,18 @@ impl Build {
     }
 }
 
-/// A tool of the nightly toolchain.
+/// Returns a command for a tool of the nightly toolchain.
 fn nightly(tool: &str) -> Command {
     let mut command = Command::new("rustup");
     command.args(["run", "nightly", tool]);
-    // We were started by another toolchain, which left its mark.
+    // Another toolchain has started this process and set these variables.
     for variable in ["RUSTUP_TOOLCHAIN", "CARGO", "RUSTC", "RUSTFLAGS"] {
         command.env_remove(variable);
     }
     command
 }
 
-/// The functions of the standard library that `sync.rs` stands before: its name for them, and the parts of their
-/// mangled names.
+/// The functions of the standard library that `sync.rs` wraps: the name there, and the parts of the mangled name.
 const WRAPPED: [(&str, &str, &str); 6] = [
     ("lock_contended", "5mutex5futex", "5Mutex14lock_contended"),
     ("read_contended", "6rwlock5futex", "6RwLock14read_contended"),
@@ -405,7 +405,7 @@ const WRAPPED: [(&str, &str, &str); 6] = [
     ("call", "4once5futex", "4Once4call"),
 ];
 
-/// Compiles `sync.rs` and returns what is to be linked.
+/// Compiles `sync.rs`. Returns the arguments for linking it.
 fn sync(rustlib: &Path, work: &Path) -> Result<Vec<String>> {
     let std = fs::read_dir(rustlib)?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -414,7 +414,7 @@ fn sync(rustlib: &Path, work: &Path) -> Result<Vec<String>> {
             name.starts_with("libstd-") && name.ends_with(".rlib")
         })
         .ok_or("the toolchain has no libstd")?;
-    // Not nm: it would hand the objects to a plugin for other compilers' bitcode.
+    // Not nm, which would pass the objects to a plugin for the bitcode of other compilers.
     let listing = sh::output(Command::new("readelf").arg("-sW").arg(std))?;
     let object = work.join("sync.o");
     sh::run(

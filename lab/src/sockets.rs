@@ -1,17 +1,17 @@
-//! `cargo lab sockets`: the semantics programs `tests/c/sockets.c` and `tests/c/datagrams.c` on the kernel's sockets and on
-//! those of `libanywarp-sockets.so`, then `anywarp sockets` and programs on these, as
-//! tests/sockets has them.
+//! `cargo lab sockets`: runs the test programs `tests/c/sockets.c` and `tests/c/datagrams.c` with the kernel's sockets and
+//! with those of `libanywarp-sockets.so`, and then the tests of tests/sockets for `anywarp sockets` and for other programs.
 
 use rustix::process::geteuid;
 use std::path::PathBuf;
 use std::process::Command;
 use xtask::{Result, sh};
 
-/// Seconds after which the run is ended.
+/// The time limit of the run in seconds.
 const LIMIT: &str = "420";
 
-/// In a network namespace of its own: the library, the semantics program, the check, the command, what tries it, hostile peers, the
-/// semantics program of datagrams. That runs with two MTUs: of the loopback interface, and of Ethernet.
+/// The script that runs in a new network namespace: the test program for streams, the checks, the command, its tests, hostile
+/// peers, and the test program for datagrams. The latter runs with two MTUs: that of the loopback interface, and that of
+/// Ethernet.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'
@@ -39,7 +39,7 @@ echo '== tests/sockets/datagrams'
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
-/// Runs all of it.
+/// Runs the whole script.
 pub(crate) fn run() -> Result {
     let library = sh::dist().join("lib/anywarp/libanywarp-sockets.so");
     if !library.exists() {
@@ -51,7 +51,7 @@ pub(crate) fn run() -> Result {
     check
         .arg(LIMIT)
         .arg("unshare")
-        // Root keeps all users: sshd changes to one of its own.
+        // For root all users stay mapped, because sshd changes to its own user.
         .args((!geteuid().is_root()).then_some("--map-root-user"))
         .args(["--net", "sh", "-c", SCRIPT])
         .arg("sh")
@@ -66,7 +66,7 @@ pub(crate) fn run() -> Result {
     sh::run(&mut check)
 }
 
-/// Builds a semantics program of tests/c.
+/// Builds a test program of tests/c.
 fn compiled(source: &str, name: &str) -> Result<PathBuf> {
     let program = sh::target().join(name);
     let mut cc = sh::cc();

@@ -1,5 +1,5 @@
-//! `cargo lab study`: `anywarp study` with each of its runners, as shortly as can be; what it writes, that it goes on where
-//! it was, and what it refuses.
+//! `cargo lab study`: tests `anywarp study` with each of its runners, as briefly as possible: the files that it writes, continuing an
+//! interrupted run, and error cases.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,7 +13,7 @@ use crate::perf::waiting_port;
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// Longest time of one command.
+/// The time limit of one command.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A figure of each runner.
@@ -30,7 +30,7 @@ const FIGURES: [&str; 10] = [
     "thesis:3.8",
 ];
 
-/// Reads a page as XML, and its drawings with it: nothing is left open, and every figure is there.
+/// A script that parses a page and its drawings as XML, and checks that every figure is in it.
 const PAGE: &str = r#"
 import sys, xml.etree.ElementTree as tree
 text = open(sys.argv[1], encoding="utf-8").read()
@@ -148,7 +148,7 @@ fn nothing_new(folder: &Path) -> Result {
     Ok(())
 }
 
-/// Interrupted in the middle, the same command measures what is missing and nothing else.
+/// Interrupts a run. The same command must then measure only the missing samples.
 fn goes_on(folder: &Path) -> Result {
     const FIGURE: [&str; 4] = ["run", "--smoke", "--quiet", "pb:8a"];
     let process = Process::start(&mut anywarp(&FIGURE, folder))?;
@@ -189,7 +189,7 @@ fn goes_on(folder: &Path) -> Result {
     Ok(())
 }
 
-/// Processes with this parent.
+/// Returns the child processes of a process.
 fn children(parent: u32) -> Result<Vec<u32>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc")? {
@@ -198,7 +198,7 @@ fn children(parent: u32) -> Result<Vec<u32>> {
             continue;
         };
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // PID (NAME) STATE PARENT
+        // Fields: PID (NAME) STATE PARENT
         let after = stat.rsplit(") ").next().unwrap_or_default();
         if after.split(' ').nth(1) == Some(parent.to_string().as_str()) {
             found.push(pid);
@@ -207,7 +207,7 @@ fn children(parent: u32) -> Result<Vec<u32>> {
     Ok(found)
 }
 
-/// A run that is killed leaves no server behind.
+/// A killed run must leave no server running.
 fn killed(folder: &Path) -> Result {
     let process = Process::start(&mut anywarp(
         &["run", "--quick", "--quiet", "pb:8a"],
@@ -228,7 +228,7 @@ fn killed(folder: &Path) -> Result {
     process.output(PATIENCE)?;
     let end = Instant::now() + Duration::from_secs(5);
     for pid in servers {
-        // One that waits for its new parent to look at it has ended.
+        // A zombie that its new parent has not reaped yet counts as exited.
         while fs::read_to_string(format!("/proc/{pid}/stat"))
             .is_ok_and(|stat| !stat.contains(") Z "))
         {
@@ -241,7 +241,7 @@ fn killed(folder: &Path) -> Result {
     Ok(())
 }
 
-/// With a server that is somewhere else, what needs both ends is blank.
+/// With a remote server, points that need control of both ends are blank.
 fn elsewhere(folder: &Path) -> Result {
     let mut server = Process::start(
         Command::new(sh::dist().join("bin/anywarp"))
@@ -291,7 +291,7 @@ fn hints(folder: &Path) -> Result {
     {
         return Err(format!("no advice from pb:1b:\n{advice}").into());
     }
-    // The table of suitability, with what was measured and what was not.
+    // The table of suitability contains measured and unmeasured rows.
     for (parameter, measured, why) in [
         ("short connections", true, "[hc:ttfb]"),
         ("buffers that are used again", true, "[hc:rules]"),

@@ -12,9 +12,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xtask::{Result, sh};
 
-/// Longest time until the output of a command is there.
+/// The longest time until the output of a command is complete.
 const LIMIT: Duration = Duration::from_secs(20);
-/// Pause between two looks at the output.
+/// The pause between two checks of the output.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// A command and the lines that it prints.
@@ -49,7 +49,7 @@ pub(crate) fn run() -> Result {
     Ok(())
 }
 
-/// The blocks of a page that are files or commands.
+/// Returns the blocks of a page that are files or commands.
 fn blocks(page: &str) -> Result<Vec<Block>> {
     let mut blocks = Vec::new();
     let mut lines = page.lines();
@@ -97,7 +97,7 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
                 "PATH",
                 format!("{}:{path}", sh::dist().join("bin").display()),
             )
-            // What is left running ends with the shell.
+            // Background processes are killed when the shell exits.
             .env("BASH_ENV", "")
             .stdin(Stdio::piped())
             .stdout(out.try_clone()?)
@@ -121,14 +121,14 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
             sleep(PAUSE);
         }
     }
-    // An example may end with an error on purpose: what counts is what was printed.
+    // An example may fail on purpose, so only the output is checked.
     writeln!(input, "wait")?;
     drop(input);
     shell.status(LIMIT)?;
     Ok(())
 }
 
-/// The first of the expected lines without a line of its own in the output. The order is free: two ends print into it.
+/// Returns the first expected line without a matching line in the output. The order is not checked, because two ends print into it.
 fn missing<'a>(output: &str, expected: &'a [String]) -> Option<&'a str> {
     let mut lines: Vec<&str> = output.lines().collect();
     for line in expected {
@@ -140,7 +140,7 @@ fn missing<'a>(output: &str, expected: &'a [String]) -> Option<&'a str> {
     None
 }
 
-/// Returns whether a line is as expected, where `…` stands for any text.
+/// Returns whether a line matches the expected one, in which `…` matches any text.
 fn matches(line: &str, expected: &str) -> bool {
     let mut parts = expected.split('…');
     let Some(mut rest) = parts.next().and_then(|first| line.strip_prefix(first)) else {

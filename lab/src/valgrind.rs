@@ -1,18 +1,18 @@
-//! `cargo lab valgrind`: our C programs on the libraries as they are installed, under valgrind's memcheck.
+//! `cargo lab valgrind`: runs the C programs with the installed libraries under valgrind's memcheck.
 //!
-//! What memcheck sees and AddressSanitizer does not: bytes that were never written, in what we hand to system calls and in
-//! what programs get from us, also in the standard library and in assembler.
+//! Unlike AddressSanitizer, memcheck detects uninitialized bytes in arguments of system calls and in data for programs, even
+//! in the standard library and in assembler code.
 
 use crate::c_tests;
 use std::fs;
 use std::process::Command;
 use xtask::{Result, sh};
 
-/// The programs when none is named: those of one process. In a child of fork(2) all that the threads of the parent
-/// held counts as lost.
+/// The default programs, which use a single process. In a child of fork(2), memcheck reports all memory of the parent's
+/// threads as lost.
 const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "exs", "exs_hostile"];
 
-/// Runs what `arguments` name: nothing, or a program and parts of test names.
+/// Runs the default programs, or the program and the tests that `arguments` name.
 pub(crate) fn run(arguments: &[&str]) -> Result {
     let (programs, tests) = match arguments.split_first() {
         Some((first, tests)) => (vec![*first], tests),
@@ -21,7 +21,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     let work = sh::target().join("valgrind");
     fs::create_dir_all(&work)?;
 
-    // An error that is there on purpose: if it is not found, nothing is.
+    // memcheck must find a deliberate error; otherwise the other results would be meaningless.
     if memcheck("planted", &["uninit"])?.is_empty() {
         return Err("valgrind does not find the error in tests/c/planted.c".into());
     }
@@ -40,7 +40,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     Err(format!("under valgrind fail: {}", failed.join(", ")).into())
 }
 
-/// Runs a program and returns what there is to complain about.
+/// Runs a program and returns the errors that memcheck reports.
 fn memcheck(name: &str, tests: &[&str]) -> Result<String> {
     let work = sh::target().join("valgrind");
     let binary = c_tests::build(name, &work.join(name))?;
@@ -48,7 +48,7 @@ fn memcheck(name: &str, tests: &[&str]) -> Result<String> {
     let status = Command::new("valgrind")
         .args(["--quiet", "--error-exitcode=99", "--fair-sched=yes"])
         .args(["--num-callers=30", "--leak-check=full"])
-        // Only "possibly" lost is what a pointer into its middle holds, as hash tables have it.
+        // "Possibly lost" memory is referenced by a pointer into its middle, which hash tables use, so it is not an error.
         .args([
             "--show-leak-kinds=definite",
             "--errors-for-leak-kinds=definite",

@@ -1,9 +1,9 @@
-//! `cargo xtask check`: what every change must pass before its tests are worth running.
+//! `cargo xtask check`: the static checks, to run before the tests.
 
 use crate::floors;
 use xtask::{Result, sh};
 
-/// Formatting, floors, lints and documentation of the whole workspace; warnings are errors.
+/// Checks formatting, floors, lints and documentation of the whole workspace. Warnings are errors.
 pub(crate) fn run() -> Result {
     sh::run(sh::cargo().args(["fmt", "--all", "--check"]))?;
     floors::run(true)?;

@@ -1,7 +1,7 @@
-//! `cargo xtask conformance`: every rule of the RFCs has code and a test, or a reason why not.
+//! `cargo xtask conformance`: checks that every rule of the RFCs has code and a test, or a reason why not.
 //!
-//! The rules are in `conformance/*.toml`; the code and the tests of each are named there, or name the rule in a
-//! comment with the rule's id in brackets. `conformance/README.md` is made from both.
+//! The rules are in `conformance/*.toml`. The code and the tests of a rule are named there, or have a comment with the rule's id in
+//! brackets. `conformance/README.md` is generated from both.
 
 use regex_lite::Regex;
 use serde::Deserialize;
@@ -11,12 +11,12 @@ use std::fs;
 use std::path::Path;
 use xtask::{Result, sh};
 
-/// Where what keeps and what tries the rules is looked for.
+/// The folders in which comments with ids are searched.
 const FOLDERS: [&str; 4] = ["crates", "tests", "fuzz", "lab/src"];
-/// How an id begins.
+/// The prefixes of ids.
 const PREFIXES: &str = "mpa|ddp|rdmap|mr|read|stag|term|atomic|imm|sec";
 
-/// One file: the rules of an RFC.
+/// The contents of one file: the rules of an RFC.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Catalogue {
@@ -51,10 +51,10 @@ enum Level {
     Requirement,
 }
 
-/// The files of the tree by their path.
+/// The contents of the files by path.
 type Tree = BTreeMap<String, String>;
 
-/// Checks the catalogue and writes the summary, or with `check` fails if it is out of date.
+/// Checks the catalogue and writes the summary. With `check`, fails if the summary is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let mut tree = Tree::new();
     for folder in FOLDERS {
@@ -89,7 +89,7 @@ pub(crate) fn run(check: bool) -> Result {
     }
 }
 
-/// Reads every text below `folder`, if there is such a folder.
+/// Reads all text files below `folder`, if the folder exists.
 fn read(root: &Path, folder: &str, tree: &mut Tree) -> Result {
     let path = root.join(folder);
     if !path.is_dir() {
@@ -110,18 +110,18 @@ fn read(root: &Path, folder: &str, tree: &mut Tree) -> Result {
     Ok(())
 }
 
-/// Where rules are named in comments: "PATH ITEM" by id.
+/// The comments that name rules, as "PATH ITEM" by id.
 #[derive(Debug, Default)]
 struct Marks {
     code: BTreeMap<String, BTreeSet<String>>,
     tests: BTreeMap<String, BTreeSet<String>>,
-    /// In the simulator, which neither is the product nor tries it: only listed they must be.
+    /// Comments in the simulator, which is neither part of the product nor a test. Their ids must exist.
     other: BTreeMap<String, BTreeSet<String>>,
 }
 
 impl Marks {
     fn of(tree: &Tree) -> Result<Self> {
-        // After "RFC 5041 §7.1" any word in brackets is meant as an id, elsewhere those that look like one.
+        // After "RFC 5041 §7.1" any word in brackets is an id; elsewhere only words with one of the prefixes are.
         let id = Regex::new(&format!(
             r"\[((?:{PREFIXES})-[a-z0-9-]+)\]|RFC \d+ §[^\[\]]*\[([a-z0-9]+(?:-[a-z0-9]+)+)\]"
         ))?;
@@ -159,7 +159,7 @@ impl Marks {
     }
 }
 
-/// The lines that are tests.
+/// Returns the numbers of the lines that belong to tests.
 fn test_lines(path: &str, lines: &[&str]) -> Result<BTreeSet<usize>> {
     let crates_tests = Regex::new(r"^crates/[^/]+/(tests/|scripts/|src/(.*/)?tests(\.rs$|/))")?;
     if !path.starts_with("crates/") || crates_tests.is_match(path) {
@@ -185,7 +185,7 @@ fn test_lines(path: &str, lines: &[&str]) -> Result<BTreeSet<usize>> {
     Ok(all)
 }
 
-/// The part of a line that is a comment.
+/// Returns the comment in a line.
 fn comment<'a>(path: &str, line: &'a str) -> Option<&'a str> {
     let begin = match path.rsplit_once('.').map(|(_, kind)| kind) {
         Some("rs" | "pkt") => line.find("//"),
@@ -198,7 +198,7 @@ fn comment<'a>(path: &str, line: &'a str) -> Option<&'a str> {
     begin.and_then(|at| line.get(at..))
 }
 
-/// The item that the comment in line `n` is in, or stands over.
+/// Returns the item that contains the comment in line `n`, or that follows the comment.
 fn item(path: &str, lines: &[&str], n: usize) -> Result<Option<String>> {
     if !path.ends_with(".rs") {
         return Ok(None);
@@ -239,7 +239,7 @@ fn item(path: &str, lines: &[&str], n: usize) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Everything that is wrong.
+/// Returns all mistakes.
 fn faults(catalogues: &[Catalogue], marks: &Marks, tree: &Tree) -> Result<Vec<String>> {
     let mut faults = Vec::new();
     let mut listed = BTreeSet::new();
@@ -334,7 +334,7 @@ fn named<'a>(
     all.into_iter().collect()
 }
 
-/// Returns whether "PATH ITEM" is there, outside tests and comments.
+/// Checks that "PATH ITEM" exists outside tests and comments.
 fn check_code(entry: &str, tree: &Tree) -> Result {
     let (path, item) = entry.split_once(' ').ok_or("not of the form PATH ITEM")?;
     let text = tree.get(path).ok_or("no such file")?;
@@ -347,7 +347,7 @@ fn check_code(entry: &str, tree: &Tree) -> Result {
             line.get(..line.len() - rest).unwrap_or_default()
         })
         .collect();
-    // `Type::method` is two words.
+    // In `Type::method` both words must exist.
     for part in item.split("::") {
         let word = word(part)?;
         if !code.iter().any(|line| word.is_match(line)) {
@@ -357,7 +357,7 @@ fn check_code(entry: &str, tree: &Tree) -> Result {
     Ok(())
 }
 
-/// Returns whether "PATH ITEM" is a test, or "PATH" a script.
+/// Checks that "PATH ITEM" is a test, or "PATH" a script.
 fn check_test(entry: &str, tree: &Tree) -> Result {
     let (path, item) = entry.split_once(' ').unwrap_or((entry, ""));
     let text = tree.get(path).ok_or("no such file")?;
@@ -391,7 +391,7 @@ fn word(word: &str) -> Result<Regex> {
     Ok(Regex::new(&format!(r"\b{word}\b"))?)
 }
 
-/// The functions marked as tests, also those that a macro makes from `name: …,` or `name => …`.
+/// Returns the functions marked as tests, including those that a macro generates from `name: …,` or `name => …`.
 fn rust_tests(text: &str) -> Result<BTreeSet<String>> {
     let function = Regex::new(r"^\s*fn ([a-z0-9_]+|\$[a-z]+)\(")?;
     let by_macro = Regex::new(r"^    ([a-z0-9_]+)(?::| =>|,|\()")?;
@@ -414,7 +414,7 @@ fn rust_tests(text: &str) -> Result<BTreeSet<String>> {
     Ok(all)
 }
 
-/// The text of `conformance/README.md`.
+/// Returns the text of `conformance/README.md`.
 fn summary(catalogues: &[Catalogue], marks: &Marks) -> String {
     let mut text = String::from(INTRODUCTION);
     text += "\n## Summary\n\n| RFC | | MUST | SHOULD | kept | tested | excepted |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |\n";
@@ -511,7 +511,7 @@ fn cell(text: &str) -> String {
     words.join(" ").replace('|', "\\|")
 }
 
-/// The first few places, without the folders that all share.
+/// Formats the first few "PATH ITEM", without the folders that all have in common.
 fn places(all: &[&str]) -> String {
     const SHOWN: usize = 3;
     let short = |place: &&str| {
@@ -557,7 +557,7 @@ mod tests {
         files.iter().map(own).collect()
     }
 
-    /// The faults of these rules in a tree with `CODE` and these files.
+    /// Returns the mistakes for these rules in a tree with `CODE` and these files.
     fn check(rules: &str, more: &[(&str, &str)]) -> Vec<String> {
         let rules = format!("rfc = 5041\ntitle = \"x\"\n{rules}");
         let catalogue = toml::from_str(&rules).unwrap();
@@ -608,7 +608,7 @@ mod tests {
             assert!(only.starts_with("read-new: not in the catalogue, but in "));
             assert!(only.contains(path), "{only}");
         }
-        // Another prefix, but meant as an id.
+        // A word without a known prefix is an id after a section.
         let other = [("crates/core/src/a.rs", "// RFC 5040 §4 [one-segment]: x")];
         assert_eq!(check(&door(), &other).len(), 1);
         let index = [
@@ -695,7 +695,7 @@ mod tests {
         ] {
             assert_eq!(check_test(test, &tree).is_ok(), fine, "{test}");
         }
-        // And the whole report names it.
+        // The whole report contains it too.
         let gone = "code = [\"crates/core/src/door.rs gone\"]\ntests = [\"tests/c/a.c gone\"]";
         assert_eq!(check(&(door() + &rule("ddp-x", gone)), &[]).len(), 2);
     }

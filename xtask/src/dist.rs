@@ -1,20 +1,20 @@
-//! `cargo xtask dist`: what is installed, in `target/dist`.
+//! `cargo xtask dist`: builds the files to install, in `target/dist`.
 //!
 //! ```text
 //! bin/anywarp
 //! bin/exs-ttcp                 throughput and latency of extended sockets: crates/exs/ttcp/exs-ttcp.c
 //! lib/anywarp/libibverbs.so.1  librdmacm.so.1  and their .so links
-//! lib/anywarp/anywarp-selftest what `anywarp doctor` runs: tests/c/selftest.c
-//! lib/anywarp/anywarp-perf     what `anywarp ping` and `anywarp blast` run: crates/cli/perf/perf.c
-//! lib/anywarp/anywarp-cost     what `anywarp bench` and `anywarp study` run besides: crates/cli/perf/cost.c
-//! lib/anywarp/libanywarp-path.so  what shows the device as files: crates/cli/shim/path-shim.c
-//! lib/anywarp/libanywarp-sockets.so  sockets of unmodified programs, to preload: crates/sockets
+//! lib/anywarp/anywarp-selftest the program of `anywarp doctor`: tests/c/selftest.c
+//! lib/anywarp/anywarp-perf     the program of `anywarp ping` and `anywarp blast`: crates/cli/perf/perf.c
+//! lib/anywarp/anywarp-cost     another program of `anywarp bench` and `anywarp study`: crates/cli/perf/cost.c
+//! lib/anywarp/libanywarp-path.so  shows the device as files when preloaded: crates/cli/shim/path-shim.c
+//! lib/anywarp/libanywarp-sockets.so  runs sockets of unmodified programs over RDMA when preloaded: crates/sockets
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link
 //! lib/libanywarp-buffers.so.1  buffers that are copied, registered or kept registered, with its .so link: crates/buffers
 //! lib/pkgconfig/               exs.pc, anywarp-buffers.pc and anywarpdv.pc
 //! lib/cmake/anywarp/           the same for find_package of CMake: xtask/cmake
-//! include/                     our own headers
+//! include/                     the C headers
 //! share/                       manual pages (from docs/man) and completions
 //! share/anywarp/wireshark/     the dissector of datagrams
 //! share/anywarp/studies/       the figures of `anywarp study`
@@ -25,7 +25,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Builds everything and puts it in place at once.
+/// Builds all files and replaces the result atomically.
 pub fn run() -> Result {
     let symbols = symbols::read()?;
     sh::run(portable::cargo()?.args([
@@ -41,8 +41,8 @@ pub fn run() -> Result {
     let built = sh::target().join("release");
     let work = sh::target().join("dist-link");
 
-    // Built in a folder beside the result, which is renamed at the end: a running program keeps its old files, and no
-    // program finds half of the new ones.
+    // Built in a temporary folder, which is renamed at the end: a running program keeps its old files, and no program finds
+    // an incomplete result.
     let dist = sh::dist();
     let new = dist.with_extension("new");
     remove(&new)?;
@@ -98,11 +98,11 @@ pub fn run() -> Result {
     Ok(())
 }
 
-/// A library above verbs like any program, and so not among the libraries that stand in for verbs.
+/// A library that uses verbs like a program does, so it is not among the libraries that replace those of the distribution.
 struct Above {
-    /// Of the file, without `lib`.
+    /// The name of the file without `lib`.
     name: &'static str,
-    /// What it exports.
+    /// The exported symbols.
     exports: &'static str,
     description: &'static str,
     /// The libraries that it calls.
@@ -124,7 +124,7 @@ const ABOVE: [Above; 2] = [
     },
 ];
 
-/// Puts a library above verbs in place.
+/// Links and installs a library that uses verbs.
 fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
     let Above { name, exports, .. } = library;
@@ -134,7 +134,7 @@ fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Resu
     cc.args(["-shared", "-fPIC"])
         .arg(format!("-Wl,-soname,lib{name}.so.1"))
         .arg(format!("-Wl,--version-script={}", map.display()))
-        // Its threads run its code: dlclose must not take it away.
+        // The library's threads run its code, so dlclose must not unmap it.
         .args([
             "-Wl,-z,nodelete,-z,now,-z,relro",
             "-Wl,--gc-sections,--strip-debug",
@@ -164,8 +164,8 @@ fn library_above(library: &Above, built: &Path, new: &Path, work: &Path) -> Resu
     Ok(())
 }
 
-/// What pkg-config says of `<infiniband/anywarpdv.h>`: a program that needs it is linked with our libibverbs, and finds that
-/// one when it runs.
+/// Writes the pkg-config file of `<infiniband/anywarpdv.h>`. A program that uses the header is linked with anywarp's
+/// libibverbs and finds it at run time.
 fn direct_verbs_pc(lib: &Path) -> Result {
     fs::create_dir_all(lib.join("pkgconfig"))?;
     let pc = format!(
@@ -177,7 +177,7 @@ fn direct_verbs_pc(lib: &Path) -> Result {
     Ok(fs::write(lib.join("pkgconfig/anywarpdv.pc"), pc)?)
 }
 
-/// The files that `find_package(anywarp)` of CMake reads.
+/// Writes the files for `find_package(anywarp)` of CMake.
 fn cmake_package(lib: &Path) -> Result {
     let to = lib.join("cmake/anywarp");
     fs::create_dir_all(&to)?;
@@ -191,7 +191,7 @@ fn cmake_package(lib: &Path) -> Result {
     Ok(())
 }
 
-/// Links the library that is preloaded for sockets. It exports its wrappers, and the list of them is their source text.
+/// Links the preloaded library for sockets. It exports its wrappers, whose names are taken from their source text.
 fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
     const NAME: &str = "libanywarp-sockets.so";
     let mut names = Vec::new();
@@ -205,20 +205,20 @@ fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
     if names.is_empty() {
         return Err("crates/sockets/src/hooks: no wrappers".into());
     }
-    // Its own calls of functions that it wraps are its wrappers.
+    // Calls inside the library reach its own wrappers.
     let options = ["-Wl,-Bsymbolic-functions"];
     loadable(NAME, &names, &options, built, lib, work)
 }
 
-/// Links the provider for libfabric. It exports one function, and is not linked with libfabric nor with verbs: it looks up
-/// both in the process that it is loaded into.
+/// Links the provider for libfabric. It exports one function, and is linked neither with libfabric nor with verbs: both are
+/// looked up in the process at run time.
 fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
     const NAME: &str = "libanywarp-fi.so";
     loadable(NAME, &["fi_prov_ini;".to_owned()], &[], built, lib, work)
 }
 
-/// Links a library that other libraries or the loader load by name, from the static library of the same name. `exports`: its
-/// symbols, each with a semicolon. It is never unloaded: threads run its code, or the device stays open.
+/// Links a library that is loaded by name from the static library of the same name. `exports`: its symbols, each with a
+/// semicolon. The library is never unloaded, because its threads run its code or the device stays open.
 fn loadable(
     name: &str,
     exports: &[String],
@@ -258,7 +258,7 @@ fn loadable(
     sh::run(&mut cc)
 }
 
-/// Builds the program that measures extended sockets. It finds libexs beside itself, and that any verbs libraries.
+/// Builds the program that measures extended sockets. It finds libexs in its own folder, and libexs uses any verbs libraries.
 fn exs_ttcp(new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
     let mut cc = portable::cc();
@@ -288,7 +288,7 @@ fn exs_ttcp(new: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Builds a verbs program against the libraries in `lib`, and what `more` names.
+/// Builds a verbs program against the libraries in `lib` and the additional arguments `more`.
 fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path, more: &[String]) -> Result {
     let mut cc = portable::cc();
     cc.args(["-O2", "-o"])
@@ -302,10 +302,10 @@ fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path, more: &[Stri
     sh::run(&mut cc)
 }
 
-/// Builds the path shim, which needs nothing but libc.
+/// Builds the path shim, which depends only on libc.
 fn path_shim(lib: &Path, work: &Path) -> Result {
     let mut cc = portable::cc();
-    // The checking macros of libc would turn the functions that are replaced into others.
+    // No `_FORTIFY_SOURCE`, which would rename the functions that the shim replaces.
     cc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"])
         .args(["-Wno-nonnull-compare", "-U_FORTIFY_SOURCE"])
         .arg(concat!(
@@ -326,14 +326,14 @@ fn path_shim(lib: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Lets the command write its manual pages and completions.
+/// Runs the command that writes manual pages and completions.
 fn generate(anywarp: &Path, share: &Path) -> Result {
     fs::create_dir_all(share)?;
     let mut generate = Command::new(anywarp);
     sh::run(generate.arg("generate").arg(share).arg(sh::root()))
 }
 
-/// Copies `from`, if it exists, to `to`.
+/// Copies `from` to `to`, if `from` exists.
 pub fn copy_tree(from: &Path, to: &Path) -> Result {
     if !from.exists() {
         return Ok(());
@@ -351,7 +351,7 @@ pub fn copy_tree(from: &Path, to: &Path) -> Result {
     Ok(())
 }
 
-/// Removes a folder with all that is in it, if it exists.
+/// Removes a folder with its contents, if it exists.
 fn remove(path: &Path) -> Result {
     if path.exists() {
         fs::remove_dir_all(path)?;

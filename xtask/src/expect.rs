@@ -1,6 +1,6 @@
-//! The expectation files in `tests/programs`: what unmodified programs must do.
+//! The expectation files in `tests/programs`, which define how unmodified programs are run and what they must print.
 //!
-//! The form is described in `tests/programs/README.md`; this file turns it into [`Program`]s.
+//! `tests/programs/README.md` describes the format. This file parses it into [`Program`]s.
 
 use crate::{Result, sh};
 use regex_lite::Regex;
@@ -9,16 +9,16 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-/// One file: a program and its cases.
+/// The contents of one file: a program and its cases.
 #[derive(Debug, Clone, Default)]
 pub struct Program {
-    /// Its name, as it is typed.
+    /// The name of the command.
     pub name: String,
-    /// The Debian package that has it.
+    /// The Debian package that contains the program.
     pub package: String,
-    /// What it shows, in a few words.
+    /// A short description of what the program tests.
     pub shows: String,
-    /// What is run, in order.
+    /// The cases, in the order in which they run.
     pub cases: Vec<Case>,
 }
 
@@ -27,56 +27,56 @@ pub struct Program {
 pub struct Case {
     /// Unique in its file.
     pub name: String,
-    /// Started first, and awaited until it listens; none: the clients need no server.
+    /// The command that is started first; the clients start when it listens. `None`: the clients need no server.
     pub server: Option<String>,
-    /// Run one after the other; each must exit with 0.
+    /// The commands that run one after the other.
     pub clients: Vec<String>,
-    /// What the server must have exited with, or `None`: it does not end by itself, and is ended.
+    /// The expected exit status of the server. `None`: the server does not exit by itself and is killed.
     pub server_exit: Option<Exit>,
-    /// What each client must exit with, or `None`: as with the server.
+    /// The expected exit status of each client. `None`: as for the server.
     pub client_exit: Option<Exit>,
-    /// Must match what the clients print, and the server.
+    /// Patterns that must match the output of the clients; `server_stdout` is for the server.
     pub stdout: Vec<Regex>,
     pub server_stdout: Vec<Regex>,
-    /// Must match nothing that either side prints.
+    /// Patterns that must not match the output of either side.
     pub never: Vec<Regex>,
-    /// Variables for both sides.
+    /// Environment variables of both sides.
     pub env: Vec<(String, String)>,
-    /// Longest time for the whole case.
+    /// The time limit of the whole case.
     pub timeout: Duration,
-    /// How to know that the server is ready: this long after its start, or else when its port is bound.
+    /// The time after its start at which the server is assumed to be ready. `None`: when its port is bound.
     pub settle: Option<Duration>,
-    /// The port, of a program that has it built in.
+    /// The port of a program with a fixed port.
     pub port: Option<u16>,
-    /// Over IPv6.
+    /// Whether to use IPv6.
     pub ipv6: bool,
-    /// Takes so long that it runs only when it is asked for.
+    /// The case takes so long that it runs only when requested.
     pub nightly: bool,
-    /// Why it cannot pass, by place.
+    /// Why the case cannot pass, for each [`Place`].
     pub skip: [Option<String>; 2],
-    /// What only `tests/interop` has.
+    /// The keys of cases in `tests/interop`.
     pub interop: Interop,
 }
 
-/// Further keys of a case with siw at the other end.
+/// Additional keys of a case whose other end is siw.
 #[derive(Debug, Clone, Default)]
 pub struct Interop {
-    /// The stack that is always the server. When unset, each of both is the server in turn.
+    /// The stack that is always the server. `None`: the case runs twice, with each of them as the server.
     pub only: Option<Server>,
-    /// Parameters of siw.
+    /// Module parameters of siw.
     pub siw: Vec<(String, String)>,
-    /// Must match what anywarp writes to its log.
+    /// Patterns that must match anywarp's log.
     pub log: Vec<Regex>,
-    /// Filters of tshark, each of which some packet of the connection must pass.
+    /// Display filters of tshark, each of which must match a packet of the connection.
     pub wire: Vec<String>,
-    /// And those that no packet may pass.
+    /// Display filters that must match no packet.
     pub never_wire: Vec<String>,
-    /// How many of anywarp's large FPDUs, in percent, must begin with a TCP segment.
+    /// The least percentage of anywarp's large FPDUs that must begin at the start of a TCP segment.
     pub aligned: Option<usize>,
 }
 
 impl Interop {
-    /// Returns whether the case is about what crosses the wire.
+    /// Returns whether the case checks the packets on the wire.
     pub fn looks_at_the_wire(&self) -> bool {
         !self.wire.is_empty() || !self.never_wire.is_empty() || self.aligned.is_some()
     }
@@ -85,9 +85,9 @@ impl Interop {
 /// The side whose program is the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Server {
-    /// The guest's, which the kernel's siw serves.
+    /// The guest, with the kernel's siw.
     Siw,
-    /// The host's, on anywarp.
+    /// The host, with anywarp.
     Anywarp,
 }
 
@@ -100,12 +100,12 @@ impl fmt::Display for Server {
     }
 }
 
-/// An exit status that is accepted.
+/// An accepted exit status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// Exactly this one.
     Code(i32),
-    /// Any, as long as it ends.
+    /// Any status.
     Any,
 }
 
@@ -114,7 +114,7 @@ pub enum Exit {
 pub enum Place {
     /// Both ends on the loopback interface.
     Loopback,
-    /// Each end in a network namespace of its own.
+    /// The two ends in different network namespaces.
     Namespaces,
 }
 
@@ -128,7 +128,7 @@ impl fmt::Display for Place {
 }
 
 impl Case {
-    /// The values of keys that a case does not set.
+    /// Returns a case with the default values of all keys.
     fn new() -> Self {
         Self {
             name: String::new(),
@@ -150,7 +150,7 @@ impl Case {
         }
     }
 
-    /// Why it is not expected to pass at `place`.
+    /// Returns why the case is not expected to pass at `place`.
     pub fn skipped(&self, place: Place) -> Option<&str> {
         let [loopback, namespaces] = &self.skip;
         match place {
@@ -181,9 +181,9 @@ fn read_file(path: &Path) -> Result<Program> {
     parse(&text).map_err(|e| format!("{}: {e}", path.display()).into())
 }
 
-/// A case as it is written, before `each` makes several of it.
+/// A case as written, before `each` expands it.
 struct Draft {
-    /// Key and value of each line, and the line's number.
+    /// The number, the key and the value of each line.
     lines: Vec<(usize, String, String)>,
 }
 
@@ -226,7 +226,7 @@ fn parse(text: &str) -> Result<Program> {
     Ok(program)
 }
 
-/// Makes one case for each value of its `each` line, or one.
+/// Returns one case for each value of the `each` line, or a single case without such a line.
 fn expand(lines: &[(usize, String, String)]) -> Result<Vec<Case>> {
     let Some((_, _, each)) = lines.iter().find(|(_, key, _)| key == "each") else {
         return Ok(vec![one_case(lines)?]);
@@ -309,7 +309,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
     Ok(())
 }
 
-/// A status, `any`, or `stays` for what does not end by itself.
+/// Parses a status, `any`, or `stays` for a program that does not exit by itself.
 fn exit(value: &str) -> Result<Option<Exit>> {
     Ok(match value {
         "stays" => None,

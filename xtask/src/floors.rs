@@ -1,11 +1,11 @@
-//! `cargo xtask floors`: files are on floors, and know only what is below them.
+//! `cargo xtask floors`: checks the layers ("floors") of modules. A file may use only modules of its own and of lower floors.
 //!
-//! `xtask/floors.toml` lists the modules of each crate from the ground up. Two things are errors: a file that names a
-//! module of a higher floor, and files of one floor that name each other in a circle. A file names a module by a path that
-//! begins with `crate`, `super`, `self` or one of its submodules; tests may name anything. The root of a crate (`lib.rs`)
-//! is left out: it lists the modules and defines macros.
+//! `xtask/floors.toml` lists the modules of each crate, lowest floor first. Errors are a file that names a module of a higher
+//! floor, and files of one floor that depend on each other in a cycle. A file names a module by a path that begins with
+//! `crate`, `super`, `self` or one of its submodules. Tests may name any module. The root of a crate (`lib.rs`) is not
+//! checked: it lists the modules and defines macros.
 //!
-//! The table of files in ARCHITECTURE.md is made from the same list, with the first sentence of each file.
+//! The table of files in ARCHITECTURE.md is generated from the same list, with the first sentence of each file.
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use serde::Deserialize;
@@ -15,7 +15,7 @@ use std::fs;
 use std::path::Path;
 use xtask::{Result, sh};
 
-/// Between these lines stands the table in ARCHITECTURE.md.
+/// The markers around the table in ARCHITECTURE.md.
 const BEGIN: &str = "<!-- floors: made by `cargo xtask floors` -->\n";
 const END: &str = "<!-- end of floors -->";
 
@@ -30,10 +30,10 @@ struct List {
 #[serde(deny_unknown_fields)]
 struct Crate {
     name: String,
-    /// Modules whose files are not looked at one by one: circles between them are not errors.
+    /// Modules in which cycles between files are not errors.
     #[serde(default)]
     whole: Vec<String>,
-    /// From the ground up.
+    /// The floors, lowest first.
     floor: Vec<Floor>,
 }
 
@@ -41,7 +41,7 @@ struct Crate {
 #[serde(deny_unknown_fields)]
 struct Floor {
     name: String,
-    /// Module paths, such as `verbs::qp`; a module stands for those below it that no other entry names.
+    /// Module paths, such as `verbs::qp`. A module includes its submodules that no other entry names.
     modules: Vec<String>,
 }
 
@@ -51,24 +51,24 @@ impl Crate {
     }
 }
 
-/// A module's path: its names, outermost first.
+/// The path of a module: its names, outermost first.
 type Module = Vec<String>;
 
 /// One file of a crate.
 #[derive(Debug, Default)]
 struct File {
-    /// Relative to the crate's `src`.
+    /// The path relative to the crate's `src`.
     path: String,
     lines: usize,
-    /// First sentence of its documentation.
+    /// The first sentence of the documentation.
     summary: String,
-    /// The modules that it names, each with the first line where it does.
+    /// The modules that the file names, each with the first line that does.
     names: BTreeMap<Module, usize>,
-    /// Modules declared for tests only.
+    /// The modules declared for tests only.
     tests: BTreeSet<String>,
 }
 
-/// Checks every crate of the list and writes the table of ARCHITECTURE.md, or with `check` fails if it is out of date.
+/// Checks every crate in the list and writes the table of ARCHITECTURE.md. With `check`, fails if the table is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let list: List = toml::from_str(&fs::read_to_string(sh::root().join("xtask/floors.toml"))?)?;
     let mut errors = Vec::new();
@@ -87,7 +87,7 @@ pub(crate) fn run(check: bool) -> Result {
     }
 }
 
-/// All files below `src` but the crate's root and those of tests.
+/// Reads all files below `src` except the crate's root and test modules.
 fn read_crate(src: &Path) -> Result<BTreeMap<Module, File>> {
     let mut files = BTreeMap::new();
     read_folder(src, &mut Vec::new(), &mut files)?;
@@ -161,7 +161,7 @@ fn read_file(module: &Module, text: &str) -> Result<File> {
     Ok(file)
 }
 
-/// The first sentence of the file's documentation, without links.
+/// Returns the first sentence of the file's documentation, without links.
 fn summary_of(text: &str) -> String {
     let paragraph: Vec<&str> = text
         .lines()
@@ -174,7 +174,7 @@ fn summary_of(text: &str) -> String {
     paragraph[..end].replace('|', "\\|")
 }
 
-/// Notes every path in `tokens` that begins with `crate`, `super`, `self` or a submodule. What is for tests is left out.
+/// Records every path in `tokens` that begins with `crate`, `super`, `self` or a submodule. Test code is skipped.
 fn scan(tokens: TokenStream, module: &Module, children: &BTreeSet<String>, file: &mut File) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let mut at = 0;
@@ -228,7 +228,7 @@ fn scan(tokens: TokenStream, module: &Module, children: &BTreeSet<String>, file:
     }
 }
 
-/// Returns whether `::` stands here.
+/// Returns whether the next token is `::`.
 fn is_path(tokens: &[TokenTree], at: usize) -> bool {
     let colon = |at| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
     colon(at) && colon(at + 1)
@@ -243,7 +243,7 @@ fn is_for_tests(brackets: Option<&TokenTree>) -> bool {
     text.starts_with("cfg(") && text.contains("test") && !text.contains("not(test")
 }
 
-/// Behind the item that begins at `at`: its braces or its semicolon.
+/// Returns the index after the item that begins at `at`: after its braces or its semicolon.
 fn end_of_item(tokens: &[TokenTree], at: usize) -> usize {
     let ends = |token: &TokenTree| match token {
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
@@ -256,7 +256,7 @@ fn end_of_item(tokens: &[TokenTree], at: usize) -> usize {
         .map_or(tokens.len(), |n| at + n + 1)
 }
 
-/// Notes the paths that go on from `path` at these tokens: one, or those of a group of `use`.
+/// Records the paths that continue `path` at these tokens: one path, or those of a group of `use`.
 fn note(tokens: &[TokenTree], path: Module, line: usize, names: &mut BTreeMap<Module, usize>) {
     match tokens.first() {
         Some(TokenTree::Ident(ident)) if ident == "self" => {
@@ -288,7 +288,7 @@ fn note(tokens: &[TokenTree], path: Module, line: usize, names: &mut BTreeMap<Mo
     }
 }
 
-/// The files that paths lead to: the innermost module on each path, if it is another one.
+/// Returns the files that paths refer to: the innermost module on each path, unless it is the file itself.
 fn resolve(
     own: &Module,
     names: BTreeMap<Module, usize>,
@@ -309,13 +309,13 @@ fn resolve(
     files
 }
 
-/// Returns whether a module's path is `entry`, or one below it.
+/// Returns whether a module is `entry` or a submodule of it.
 fn is_below(path: &str, entry: &str) -> bool {
     path.strip_prefix(entry)
         .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
 }
 
-/// The floor of a module: that of the longest entry that it is, or is below.
+/// Returns the floor of a module: that of the longest entry that contains it.
 fn floor_of(crate_: &Crate, module: &Module) -> Option<usize> {
     let path = module.join("::");
     let entries = crate_.floor.iter().enumerate();
@@ -326,7 +326,7 @@ fn floor_of(crate_: &Crate, module: &Module) -> Option<usize> {
         .map(|(floor, _)| floor)
 }
 
-/// Finds arrows that point up, circles, and entries of the list that name nothing.
+/// Finds references to higher floors, cycles, and entries of the list that match no module.
 fn judge(crate_: &Crate, files: &BTreeMap<Module, File>, errors: &mut Vec<String>) {
     for entry in crate_.floor.iter().flat_map(|floor| &floor.modules) {
         if !files
@@ -371,7 +371,7 @@ fn judge(crate_: &Crate, files: &BTreeMap<Module, File>, errors: &mut Vec<String
     }
 }
 
-/// For each set of files that all reach each other, its shortest circle.
+/// Returns the shortest cycle of each strongly connected set of files.
 fn circles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
     let mut found: Vec<Vec<Module>> = Vec::new();
     let mut seen = BTreeSet::new();
@@ -389,7 +389,7 @@ fn circles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
     found
 }
 
-/// The shortest way from a file back to it, over the files that it names.
+/// Returns the shortest cycle through a file, along the files that are named.
 fn shortest_circle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec<Module>> {
     let mut ways: Vec<Vec<Module>> = vec![vec![start.clone()]];
     let mut seen = BTreeSet::new();
@@ -412,7 +412,7 @@ fn shortest_circle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec
     None
 }
 
-/// The table of one crate, its highest floor first.
+/// Writes the table of one crate, its highest floor first.
 fn describe(crate_: &Crate, files: &BTreeMap<Module, File>, table: &mut String) -> Result {
     writeln!(
         table,
@@ -443,7 +443,7 @@ fn describe(crate_: &Crate, files: &BTreeMap<Module, File>, table: &mut String) 
     Ok(())
 }
 
-/// Puts the table into ARCHITECTURE.md, or with `check` fails if the one there differs.
+/// Writes the table into ARCHITECTURE.md. With `check`, fails if it differs.
 fn write_table(table: &str, check: bool) -> Result {
     let path = sh::root().join("ARCHITECTURE.md");
     let text = fs::read_to_string(&path)?;
@@ -467,7 +467,7 @@ fn write_table(table: &str, check: bool) -> Result {
 mod tests {
     use super::*;
 
-    /// The modules that a file `a::b` with this text names.
+    /// Returns the modules that a file `a::b` with this text names.
     fn names(text: &str) -> Vec<String> {
         let module = vec!["a".to_owned(), "b".to_owned()];
         let file = read_file(&module, text).unwrap();
@@ -509,7 +509,7 @@ mod tests {
         }
     }
 
-    /// What is wrong with the files, where `low` is below `high`.
+    /// Returns the errors for these files, where `low` is the lower floor.
     fn judged(files: &[(&str, &[&str])]) -> Vec<String> {
         let files = files
             .iter()

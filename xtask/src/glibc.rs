@@ -1,4 +1,4 @@
-//! The oldest glibc that what we build starts on, and the check that it does.
+//! The oldest supported glibc, and the check that the built files run with it.
 
 use crate::{Result, sh};
 use object::Endianness;
@@ -7,10 +7,10 @@ use object::read::elf::{FileHeader, SectionHeader};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The second number of glibc's version: that of EL 8 and Debian 10, and of wheels with the tag `manylinux_2_28`.
+/// The minor version of the oldest supported glibc 2, which is that of EL 8, Debian 10, and wheels with the tag `manylinux_2_28`.
 pub const OLDEST: u32 = 28;
 
-/// What `crates/abi/link/glibc.c` is linked into.
+/// The kind of file that `crates/abi/link/glibc.c` is linked into.
 #[derive(Debug, Clone, Copy)]
 pub enum Into {
     Library,
@@ -19,7 +19,7 @@ pub enum Into {
     Replacement,
 }
 
-/// Compiles `crates/abi/link/glibc.c` into the folder `work` and returns what is given to the linker.
+/// Compiles `crates/abi/link/glibc.c` into the folder `work`. Returns the arguments for the linker.
 pub fn arguments(work: &Path, into: Into) -> Result<Vec<String>> {
     fs::create_dir_all(work)?;
     let (name, define) = match into {
@@ -77,11 +77,11 @@ fn is_newer(version: &str) -> bool {
         return false;
     };
     let numbers: Option<Vec<u32>> = number.split('.').map(|n| n.parse().ok()).collect();
-    // Nodes without a number are of new features of the loader, such as GLIBC_ABI_DT_RELR.
+    // Nodes without a number belong to new features of the loader, such as GLIBC_ABI_DT_RELR.
     numbers.is_none_or(|n| n > vec![2, OLDEST])
 }
 
-/// The version nodes that an ELF file needs; `None` if it is another kind of file.
+/// Returns the version nodes that an ELF file needs, or `None` for another kind of file.
 fn needed(path: &PathBuf) -> Result<Option<Vec<String>>> {
     let data = fs::read(path)?;
     if !data.starts_with(b"\x7fELF") {
@@ -138,7 +138,7 @@ mod tests {
         }
     }
 
-    /// A program that needs a newer version is found; with the object that binds to old ones it passes, and works.
+    /// The check finds a program that needs a newer version. Linked with the object, the program passes the check and runs.
     #[test]
     fn a_program_is_bound_to_old_versions() {
         let dir = std::env::temp_dir().join(format!("anywarp-glibc-{}", std::process::id()));
@@ -162,7 +162,7 @@ mod tests {
                 .code()
         };
         assert_eq!(build(&[]), Some(0));
-        // Where the build machine is as old, nothing is too new without it.
+        // If the build machine's glibc is old enough, the check passes without the object too.
         let plain = check(&dir.join("bin"));
         let newer = needed(&program)
             .unwrap()

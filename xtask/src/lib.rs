@@ -1,4 +1,4 @@
-//! What the tasks of `cargo xtask` and `cargo lab` share: where things are, running programs, linking, expectations.
+//! Code shared by `cargo xtask` and `cargo lab`: paths, running programs, linking, expectation files.
 
 #![expect(
     missing_docs,
@@ -13,10 +13,10 @@ pub mod portable;
 pub mod sh;
 pub mod symbols;
 
-/// What every task returns; the error is printed as it is.
+/// The result of a task. The error is printed unchanged.
 pub type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Ends a task: prints its error, if it has one.
+/// Converts the result of a task to an exit status, and prints its error.
 #[must_use]
 pub fn finish(done: Result) -> std::process::ExitCode {
     match done {

@@ -1,4 +1,4 @@
-//! How the two libraries are linked.
+//! Links the two libraries, libibverbs and librdmacm.
 //!
 //! ```text
 //!   program ──> libibverbs.so.1   everything: entry points, engine, all state
@@ -6,15 +6,14 @@
 //!      └──────> librdmacm.so.1    68 jumps, no state
 //! ```
 //!
-//! rustc cannot give symbols of a `cdylib` version nodes, so the Rust side is a static library and
-//! the C compiler links it with a version script.
+//! rustc cannot assign version nodes to the symbols of a `cdylib`, so the Rust code is a static library, which the C compiler
+//! links with a version script.
 //!
-//! A process must have one engine, so only one of the two libraries can contain it. The other
-//! library consists of jumps into the first. Both define the same symbols as the distribution's
-//! libraries: `dlsym`, `dlvsym`, `nm` and the linker find them, and a program that is linked with
-//! these libraries also runs with the distribution's. The targets of the jumps have private names
-//! under a version node that contains the version of anywarp. So a `librdmacm.so.1` does not load
-//! with a `libibverbs.so.1` of the distribution or of another version, whose objects differ.
+//! A process must have one engine, so only one of the two libraries can contain it. The other one consists of jumps into the
+//! first. Both define the same symbols as the distribution's libraries, so `dlsym`, `dlvsym`, `nm` and the linker find them,
+//! and a program linked with these libraries also runs with those of the distribution. The targets of the jumps have private
+//! names, with a version node that contains the version of anywarp. So a `librdmacm.so.1` does not load together with a
+//! `libibverbs.so.1` of the distribution or of another version, whose objects differ.
 
 use crate::symbols::{IBVERBS, Legacy, RDMACM, Symbol, Version, nodes};
 use crate::{Result, glibc, sh};
@@ -25,14 +24,14 @@ use std::path::Path;
 /// The version node of the symbols that librdmacm imports from libibverbs.
 const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
 
-/// Functions of the C library that both libraries define too, each with the name of its implementation in libibverbs. If a
-/// program is linked with librdmacm alone, the loader searches the C library before libibverbs, so librdmacm has them as well.
+/// Functions of the C library that both libraries define, each with the name of its implementation in libibverbs. librdmacm
+/// needs them too, because in a program linked only with librdmacm the loader searches the C library before libibverbs.
 ///
-/// Programs import these functions with a version of the C library, so they have that version here. It is not their default
-/// version, so the linker does not use it: a program that is linked with this library still imports them from the C library.
+/// Programs import these functions with a version of the C library, so they are defined with that version. It is not their default
+/// version, so the linker does not use it: a program linked with this library still imports them from the C library.
 const OF_LIBC: [(&str, &str); 2] = [("bind", "anywarp_bind"), ("listen", "anywarp_listen")];
 
-/// The version of those functions.
+/// Returns the version node of those functions.
 fn libc_node() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "GLIBC_2.2.5",
@@ -40,28 +39,28 @@ fn libc_node() -> &'static str {
     }
 }
 
-/// The jumps to these functions: a local name, which [`libc_versions`] gives the version, and the target.
+/// Returns the jumps for these functions: a local name, to which [`libc_versions`] assigns the version, and the target.
 fn of_libc() -> impl Iterator<Item = (String, String)> {
     let jump = |(name, ours): (&str, &str)| (format!("anywarp_libc_{name}"), ours.to_owned());
     OF_LIBC.into_iter().map(jump)
 }
 
-/// Assembler text that gives the jumps of [`of_libc`] their versions.
+/// Returns assembler text that assigns the versions to the jumps of [`of_libc`].
 fn libc_versions() -> String {
     let node = libc_node();
     let line = |(name, _)| format!(".symver anywarp_libc_{name}, {name}@{node}\n");
     OF_LIBC.map(line).concat()
 }
 
-/// The name under which libibverbs exports the target of a jump in librdmacm.
+/// Returns the name under which libibverbs exports the target of a jump in librdmacm.
 fn inner(name: &str) -> String {
     format!("anywarp_{name}")
 }
 
-/// Links `archive` into the two libraries, in `out`; intermediate files go to `work`.
+/// Links `archive` into the two libraries in `out`. Intermediate files are written to `work`.
 ///
-/// `sanitizer`: the arguments that a sanitizer adds. Undefined symbols are then allowed, because the program contains the
-/// runtime of the sanitizer; debug information is kept, because its reports contain line numbers.
+/// `sanitizer`: the arguments for a sanitizer. Undefined symbols are then allowed, because the program contains the
+/// sanitizer's runtime. Debug information is kept, because the reports contain line numbers.
 pub fn run(
     symbols: &[Symbol],
     archive: &Path,
@@ -125,15 +124,15 @@ pub fn run(
     Ok(())
 }
 
-/// Options for a library with `soname` that exports what `map` names.
+/// Adds the options for a library with `soname` that exports the names in `map`.
 fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
     cc.args(["-shared", "-fPIC"])
         .arg(format!("-Wl,-soname,{soname}"))
         .arg(format!("-Wl,--version-script={}", map.display()))
-        // A name in the map that nothing defines is an error.
+        // An undefined name in the map is an error.
         .arg("-Wl,--no-undefined-version")
         .arg("-Wl,--gc-sections")
-        // Calls inside the library reach its own functions, even if another library defines the same names.
+        // Calls inside the library use its own functions, even if another library defines the same names.
         .arg("-Wl,-Bsymbolic-functions")
         // The engine's threads run code of the library: dlclose must not unmap it.
         .arg("-Wl,-z,nodelete")
@@ -144,7 +143,7 @@ fn shared(cc: &mut std::process::Command, soname: &str, map: &Path) {
         .arg("-Wl,--enable-new-dtags,-rpath,$ORIGIN");
 }
 
-/// The version script of libibverbs: its own nodes, and the private one for librdmacm.
+/// Returns the version script of libibverbs: its public nodes, and the private one for librdmacm.
 fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
     let mut map = version_script(symbols, IBVERBS);
     let _ = writeln!(map, "{PRIVATE_NODE} {{\n    global:");
@@ -159,13 +158,12 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
     map
 }
 
-/// The version script of a library: its nodes, the newest first. Symbols that no node names are hidden.
+/// Returns the version script of a library: its nodes, newest first. Symbols that no node names are hidden.
 ///
-/// A name with an old version that is another function stands in two nodes. The linker assigns the
-/// function of that name to the first of the two, so the newer node must come first. The old version
-/// is assigned by its `.symver`. If the old versions of a name are the same function as the default
-/// version, the name stands only in the node of the default version. No node names a predecessor:
-/// that would require the opposite order, and the loader ignores it.
+/// A name whose old version is another function appears in two nodes. The linker assigns the function of that name to the
+/// first of the two, so the newer node must come first. The old version is assigned by its `.symver`. If the old versions of
+/// a name are the same function as the default version, the name appears only in the node of the default version. No node
+/// names a predecessor: that would require the opposite order, and the loader ignores it.
 fn version_script(symbols: &[Symbol], library: &str) -> String {
     let mut map = String::new();
     let nodes = nodes(symbols, library);
@@ -191,7 +189,7 @@ fn version_script(symbols: &[Symbol], library: &str) -> String {
     map
 }
 
-/// Assembler text for the versions of symbols that are not the function of that name: jumps to other functions, and data.
+/// Returns assembler text for versions of symbols that differ from the function of that name: jumps to other functions, and data.
 fn other_versions(symbols: &[Symbol]) -> Result<String> {
     let jumps = symbols.iter().filter_map(|s| {
         let target = match s.version {
@@ -223,12 +221,12 @@ fn other_versions(symbols: &[Symbol]) -> Result<String> {
     Ok(text)
 }
 
-/// The name that the definition of a version of a symbol has in the assembler text.
+/// Returns the name of the definition of a symbol's version in the assembler text.
 fn local_name(s: &Symbol) -> String {
     format!("anywarp_{}_{}", s.name, s.node.replace('.', "_"))
 }
 
-/// Assembler text that defines each first name as a jump to the second.
+/// Returns assembler text that defines each first name as a jump to the second.
 fn trampolines(jumps: impl Iterator<Item = (String, String)>) -> Result<String> {
     let mut text = String::from(".text\n");
     for (name, target) in jumps {

@@ -1,5 +1,5 @@
-//! Whether the loader finds the built libraries: `tests/c/load.c` in many environments, and the
-//! programs of the distribution.
+//! Checks that the loader finds the built libraries, with `tests/c/load.c` in many environments and with programs of the
+//! distribution.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use xtask::symbols::{IBVERBS, RDMACM, Version};
 use xtask::{Result, sh};
 
-/// Installed programs and drivers whose every reference must resolve; those not installed are left out.
+/// Installed programs and drivers for which all references must resolve. Those that are not installed are skipped.
 const PROGRAMS: [&str; 24] = [
     "/usr/bin/ibv_devices",
     "/usr/bin/ibv_devinfo",
@@ -36,8 +36,7 @@ const PROGRAMS: [&str; 24] = [
     "/usr/lib/x86_64-linux-gnu/libefa.so.1",
 ];
 
-/// Releases of rdma-core that other distributions have: the newest public node of each library (the second number), and the
-/// private node.
+/// Releases of rdma-core in other distributions: the newest public node of each library (the second number), and the private node.
 const RELEASES: [(&str, u32, u32, u32); 5] = [
     ("EL 8.2 (rdma-core 26)", 7, 2, 25),
     ("Ubuntu 20.04 (rdma-core 28)", 8, 2, 25),
@@ -46,20 +45,20 @@ const RELEASES: [(&str, u32, u32, u32); 5] = [
     ("rdma-core 58", 14, 3, 57),
 ];
 
-/// How our libraries come into a process.
+/// How the libraries are loaded into a process.
 #[derive(Debug, Clone, Copy)]
 enum Way {
-    /// `LD_LIBRARY_PATH` has our folder.
+    /// `LD_LIBRARY_PATH` contains their folder.
     Path,
-    /// `LD_PRELOAD` has both files.
+    /// `LD_PRELOAD` contains both files.
     Preload,
-    /// Both, as `anywarp run` does.
+    /// Both variables, as in `anywarp run`.
     Both,
-    /// Not at all.
+    /// No variable is set.
     None,
 }
 
-/// Loads the libraries in every way that programs do.
+/// Loads the libraries in all ways that programs use.
 pub(crate) fn run() -> Result {
     let lib = sh::dist().join("lib/anywarp");
     let work = sh::target().join("dist-load");
@@ -79,7 +78,7 @@ pub(crate) fn run() -> Result {
         "load-ours",
         &[&linked[..], &[&ours], &libraries[..]].concat(),
     )?;
-    // librdmacm alone: libibverbs comes in behind it.
+    // Only librdmacm is linked; libibverbs is loaded as its dependency.
     let only_cm = build(
         &work,
         "load-rpath",
@@ -114,12 +113,11 @@ pub(crate) fn run() -> Result {
         case(&against_theirs, "linked", way)?;
         case(&against_ours, "linked", way)?;
     }
-    // With the preload alone, the development link of the distribution would be found.
+    // With only the preload, the development link of the distribution would be found.
     for way in [Way::Path, Way::Both] {
         case(&plain, "link", way)?;
     }
-    // By path alone; through the program's own run path; and with what we built against ours
-    // running on the distribution's libraries.
+    // By path only; by the program's run path; and programs built against these libraries that run with those of the distribution.
     case(&plain, &folder, Way::None)?;
     case(&only_cm, "rdmacm", Way::None)?;
     case(&against_ours, "linked", Way::None)?;
@@ -153,9 +151,9 @@ fn has(&(_, verbs, cm, private): &(&str, u32, u32, u32), node: &str) -> bool {
         || number("IBVERBS_PRIVATE_") == Some(private)
 }
 
-/// A library that names every function of a release, with its versions: as drivers and programs of that release do, it was
-/// linked to libraries that have these nodes and no others. A symbol that two nodes have is asked for in the newer one, and
-/// those of the private node as a driver would.
+/// Builds a library that references every function of a release with its versions. Like drivers and programs of that release,
+/// it is linked to libraries that have exactly these nodes. A symbol in two nodes is referenced in the newer one, and those
+/// of the private node as a driver would reference them.
 fn of_release(work: &Path, release: &(&str, u32, u32, u32)) -> Result<PathBuf> {
     let symbols = xtask::symbols::read()?;
     let dir = work.join(format!("release-{}-{}", release.1, release.3));
@@ -222,7 +220,7 @@ fn build(work: &Path, name: &str, arguments: &[&str]) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Brings our libraries in, without the variables of the caller's environment.
+/// Sets the variables for loading the libraries, and clears those of the caller's environment.
 fn environment(command: &mut Command, way: Way, lib: &Path) {
     command
         .env_remove("LD_LIBRARY_PATH")
@@ -236,12 +234,12 @@ fn environment(command: &mut Command, way: Way, lib: &Path) {
     }
 }
 
-/// What the loader does not find for `program` when it resolves every reference at once.
+/// Returns the references of `program` that the loader cannot resolve when it resolves all of them.
 fn unresolved(program: &Path, lib: &Path) -> Result<Vec<String>> {
     let mut ldd = Command::new("ldd");
     ldd.arg("-r").arg(program).stdin(Stdio::null());
     environment(&mut ldd, Way::Path, lib);
-    // Complaints come on either stream; that ldd fails is one more.
+    // ldd prints errors to either stream. A failed exit status counts as an error too.
     let output = ldd.output()?;
     let text = [output.stdout, output.stderr].concat();
     let text = String::from_utf8_lossy(&text);

@@ -1,4 +1,4 @@
-//! Build and check tasks: `cargo xtask TASK`. What runs programs and measures is `cargo lab`.
+//! Build and check tasks: `cargo xtask TASK`. Tasks that run programs and measure are in `cargo lab`.
 
 mod check;
 mod conformance;
@@ -16,37 +16,37 @@ use xtask::{dist, finish};
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
-    /// Formatting, lints, documentation and floors; warnings are errors.
+    /// Check formatting, lints, documentation and floors; warnings are errors.
     Check,
-    /// Checks that files name only modules of lower floors, as xtask/floors.toml lists them, and none in a circle; writes
+    /// Check that files use only modules of their own and lower floors, as listed in xtask/floors.toml, without cycles; write
     /// the table of files in ARCHITECTURE.md.
     Floors {
         /// Write nothing; fail if the table is out of date.
         #[arg(long)]
         check: bool,
     },
-    /// Builds the libraries and the tool into target/dist.
+    /// Build the libraries and the command into target/dist.
     Dist,
-    /// Copies what `dist` built below a folder.
+    /// Copy the result of `dist` to a prefix.
     Install {
-        /// Such as /usr/local or ~/.local.
+        /// The prefix, such as /usr/local or ~/.local.
         #[arg(long)]
         prefix: String,
     },
-    /// Makes two Debian packages of it: one with the tool, one that makes the device visible to every program.
+    /// Create Debian packages from the result of `dist`.
     Deb,
-    /// Makes a Python wheel of it, with a pytest plugin.
+    /// Create a Python wheel from the result of `dist`, with a pytest plugin.
     Wheel,
-    /// Compares the built libraries' symbols with the distribution's, writes crates/abi/MATRIX.md, and loads the libraries in
-    /// every way that programs do.
+    /// Compare the symbols of the built libraries with those of the distribution, write crates/abi/MATRIX.md, and load the
+    /// libraries in all ways that programs use.
     Matrix,
-    /// Writes the table of programs in README.md.
+    /// Write the table of programs in README.md.
     Table {
         /// Write nothing; fail if it is out of date.
         #[arg(long)]
         check: bool,
     },
-    /// Checks that each rule of the RFCs has code and test; writes conformance/README.md.
+    /// Check that each rule of the RFCs has code and a test; write conformance/README.md.
     Conformance {
         /// Write nothing; fail if it is out of date.
         #[arg(long)]

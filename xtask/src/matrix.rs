@@ -1,4 +1,4 @@
-//! `cargo xtask matrix`: our symbols against the distribution's, and `crates/abi/MATRIX.md`.
+//! `cargo xtask matrix`: compares the exported symbols with those of the distribution, and writes `crates/abi/MATRIX.md`.
 
 use crate::load;
 use object::Endianness;
@@ -19,7 +19,7 @@ struct Export {
     default: bool,
 }
 
-/// Compares, writes the table, and fails on a difference.
+/// Compares the symbols, writes the table, and fails if there is a difference.
 pub(crate) fn run() -> Result {
     let symbols = symbols::read()?;
     let refused = refused()?;
@@ -45,10 +45,10 @@ pub(crate) fn run() -> Result {
     load::run()
 }
 
-/// What programs of the distribution lack in our library, and what is in it under a wrong name.
+/// Returns the symbols that this library lacks or has with a wrong version.
 fn compare(library: &str, ours: &BTreeSet<Export>, theirs: &BTreeSet<Export>) -> Vec<String> {
     let mut differences = Vec::new();
-    // Which version of a private name is the default one, only the linker of rdma-core asks.
+    // Which version of a private name is the default matters only to the linker of rdma-core.
     let key = |e: &Export| {
         (
             e.name.clone(),
@@ -60,8 +60,8 @@ fn compare(library: &str, ours: &BTreeSet<Export>, theirs: &BTreeSet<Export>) ->
     for e in theirs.iter().filter(|e| !mine.contains(&key(e))) {
         differences.push(format!("{library}: missing {}", show(e)));
     }
-    // Other releases of rdma-core have other nodes, and more names in the private ones. What is ours alone has a node
-    // of its own. The nodes that both have are alike.
+    // Other releases of rdma-core have other nodes, and more names in the private ones. Additional symbols of this library
+    // have a separate node. The nodes that both libraries have must be equal.
     let known: BTreeSet<&str> = theirs.iter().map(|e| e.node.as_str()).collect();
     let shared = |e: &&Export| known.contains(e.node.as_str()) && !private(&e.node);
     for e in ours.difference(theirs).filter(shared) {
@@ -75,7 +75,7 @@ fn private(node: &str) -> bool {
     node.starts_with("IBVERBS_PRIVATE_")
 }
 
-/// The table of one library.
+/// Writes the table of one library.
 fn section(table: &mut String, library: &str, symbols: &[Symbol], refused: &BTreeSet<String>) {
     let mut count = BTreeMap::<&str, usize>::new();
     let mut rows = String::new();
@@ -106,7 +106,7 @@ fn section(table: &mut String, library: &str, symbols: &[Symbol], refused: &BTre
     );
 }
 
-/// The names in `refuse!` lists.
+/// Returns the names in `refuse!` lists.
 fn refused() -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     for file in ["pending.rs", "verbs/private.rs"] {
@@ -123,7 +123,7 @@ fn refused() -> Result<BTreeSet<String>> {
     Ok(names)
 }
 
-/// Where the distribution keeps `library`.
+/// Returns the path of the distribution's `library`.
 fn distribution(library: &str) -> Result<PathBuf> {
     let arch = std::env::consts::ARCH;
     let folders = [
@@ -140,7 +140,7 @@ fn distribution(library: &str) -> Result<PathBuf> {
     Err(format!("the distribution's {library} is not installed: nothing to compare with").into())
 }
 
-/// What `library` exports, except the nodes themselves and our private node.
+/// Returns the exports of `library`, except the nodes themselves and anywarp's private node.
 fn exports(library: &Path) -> Result<BTreeSet<Export>> {
     let data = fs::read(library)?;
     let exports = parse(&data).map_err(|e| format!("{}: {e}", library.display()))?;
@@ -150,7 +150,7 @@ fn exports(library: &Path) -> Result<BTreeSet<Export>> {
     Ok(exports)
 }
 
-/// The defined symbols of the dynamic symbol table of an ELF file.
+/// Parses the defined symbols in the dynamic symbol table of an ELF file.
 fn parse(data: &[u8]) -> object::Result<BTreeSet<Export>> {
     let header = FileHeader64::<Endianness>::parse(data)?;
     let endian = header.endian()?;
@@ -160,7 +160,7 @@ fn parse(data: &[u8]) -> object::Result<BTreeSet<Export>> {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let mut exports = BTreeSet::new();
     for (index, symbol) in symbols.enumerate() {
-        // The nodes are absolute symbols.
+        // Version nodes are absolute symbols.
         if symbol.is_undefined(endian) || symbol.is_absolute(endian) || symbol.is_local() {
             continue;
         }
@@ -187,7 +187,7 @@ fn show(e: &Export) -> String {
 mod tests {
     use super::*;
 
-    /// A missing name and one in the wrong node are found; nodes of other releases and private extras are not.
+    /// A missing name and one in the wrong node are reported. Nodes of other releases and additional private names are not.
     #[test]
     fn libraries_are_compared_node_by_node() {
         let set = |exports: &[(&str, &str, bool)]| -> BTreeSet<Export> {

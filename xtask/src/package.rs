@@ -1,8 +1,10 @@
-//! `cargo xtask install --prefix DIR`, `cargo xtask deb` and `cargo xtask wheel`: what `cargo xtask dist` made, put where it is used.
+//! `cargo xtask install --prefix DIR`, `cargo xtask deb` and `cargo xtask wheel`: install or package the result of `cargo
+//! xtask dist`.
 //!
-//! Three Debian packages: `anywarp` has the tool and the libraries in a folder of their own, and changes nothing else;
-//! `anywarp-dev` has what programs are built with; `anywarp-system` puts the libraries in front of the loader's path, so
-//! that every program finds the device without a launcher. Packages of the same commit and compiler have the same bytes.
+//! There are three Debian packages: `anywarp` contains the command and the libraries in a private folder, and changes nothing
+//! else; `anywarp-dev` contains the files for building programs; `anywarp-system` adds the libraries to the start of the
+//! loader's path, so that every program finds the device without a launcher. Packages of the same commit and compiler have
+//! the same bytes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +12,7 @@ use std::process::Command;
 
 use xtask::{Result, dist, glibc, sh};
 
-/// What programs are built with, and `anywarp-dev` has: folders below the prefix, and links of the linker.
+/// The files of `anywarp-dev`, for building programs: folders below the prefix, and links for the linker.
 const DEVELOPMENT: [&str; 8] = [
     "include",
     "lib/pkgconfig",
@@ -22,7 +24,7 @@ const DEVELOPMENT: [&str; 8] = [
     "lib/anywarp/librdmacm.so",
 ];
 
-/// Copies the result of `dist` below a prefix.
+/// Copies the result of `dist` to a prefix.
 pub(crate) fn install(prefix: &str) -> Result {
     let prefix = PathBuf::from(prefix);
     if !prefix.is_absolute() {
@@ -42,7 +44,7 @@ pub(crate) fn install(prefix: &str) -> Result {
     Ok(())
 }
 
-/// Makes the packages.
+/// Creates the Debian packages.
 pub(crate) fn deb() -> Result {
     let from = built()?;
     let work = sh::target().join("deb");
@@ -141,7 +143,7 @@ pub(crate) fn deb() -> Result {
             ),
         ],
     )?;
-    // The loader's cache is made anew by a trigger of libc's, after this and after removal.
+    // A trigger of libc updates the loader's cache, after this and after removal.
     fs::write(
         system.join("DEBIAN/triggers"),
         "activate-noawait ldconfig\n",
@@ -156,14 +158,14 @@ pub(crate) fn deb() -> Result {
     Ok(())
 }
 
-/// Makes the Python wheel.
+/// Creates the Python wheel.
 pub(crate) fn wheel() -> Result {
     let from = built()?;
     let work = sh::target().join("wheel");
     if work.exists() {
         fs::remove_dir_all(&work)?;
     }
-    // The tag of the wheel promises it.
+    // The tag of the wheel states the oldest supported glibc.
     glibc::check(&from)?;
     let mut python = Command::new("python3");
     python
@@ -191,7 +193,7 @@ fn control(package: &Path, fields: &[(&str, &str)]) -> Result {
     Ok(fs::write(folder.join("control"), text)?)
 }
 
-/// The time that files of a package have: that of the commit, so that a package made again has the same bytes.
+/// Returns the modification time for files in a package: that of the commit, so that rebuilding a package gives the same bytes.
 fn source_date() -> Result<String> {
     const NAME: &str = "SOURCE_DATE_EPOCH";
     if let Ok(given) = std::env::var(NAME) {

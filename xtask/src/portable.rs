@@ -1,7 +1,7 @@
-//! Builds that do not depend on where they are made: the same sources give the same bytes in every folder.
+//! Reproducible builds: the same sources give the same bytes in every folder.
 //!
-//! Compilers put the paths of sources into what they make, for backtraces and assertions. Here each folder of the machine has a
-//! fixed name in its place, and [`check`] looks through the result for those that are left.
+//! Compilers embed the paths of sources in their output, for backtraces and assertions. Here each folder of the machine is
+//! replaced by a fixed name, and [`check`] searches the result for remaining paths.
 
 use crate::{Result, sh};
 use std::ffi::OsString;
@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The folders of this machine that compilers see, and what stands for each. Where two match, the last one counts.
+/// Returns the folders of this machine that compilers see, and their replacements. If several match, the last one is used.
 fn folders() -> Vec<(PathBuf, &'static str)> {
     let home = std::env::var_os("HOME").map(PathBuf::from);
     let cargo = std::env::var_os("CARGO_HOME")
@@ -25,7 +25,7 @@ fn folders() -> Vec<(PathBuf, &'static str)> {
     folders
 }
 
-/// Where the component rust-src has the sources of the standard library, and their name without it.
+/// Returns the folder in which the component rust-src has the sources of the standard library, and the name for it without rust-src.
 fn standard_library() -> Result<Option<(PathBuf, String)>> {
     let rustc = || Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
     let root = sh::output(rustc().args(["--print", "sysroot"]))?;
@@ -40,7 +40,7 @@ fn standard_library() -> Result<Option<(PathBuf, String)>> {
     Ok(commit.map(|commit| (sources, format!("/rustc/{commit}"))))
 }
 
-/// Cargo, for a build that is installed. The caller's own flags for rustc stay.
+/// Returns a cargo command for a build that is installed. The caller's flags for rustc are kept.
 pub fn cargo() -> Result<Command> {
     let mut flags: Vec<OsString> = Vec::new();
     if let Some(encoded) = std::env::var_os("CARGO_ENCODED_RUSTFLAGS") {
@@ -62,7 +62,7 @@ pub fn cargo() -> Result<Command> {
         remap(&from, &to);
     }
     let mut command = sh::cargo();
-    // Flags in this variable are separated by a character that no path has.
+    // Flags in this variable are separated by a character that paths do not contain.
     command.env(
         "CARGO_ENCODED_RUSTFLAGS",
         flags.join(std::ffi::OsStr::new("\x1f")),
@@ -70,7 +70,7 @@ pub fn cargo() -> Result<Command> {
     Ok(command)
 }
 
-/// The C compiler, the same way.
+/// Returns a C compiler command with the same replacements.
 pub fn cc() -> Command {
     let mut cc = sh::cc();
     for (from, to) in folders() {
@@ -83,7 +83,7 @@ pub fn cc() -> Command {
     cc
 }
 
-/// Fails if a file in `dir` has a path of this machine.
+/// Fails if a file in `dir` contains a path of this machine.
 pub fn check(dir: &Path) -> Result {
     let mut found = Vec::new();
     let folders = folders();
@@ -119,8 +119,8 @@ fn each_file(dir: &Path, then: &mut impl FnMut(&Path) -> Result) -> Result {
     Ok(())
 }
 
-/// Returns whether `folder`, or a path inside it, stands in `bytes`. In front of a folder such as `/src` there must be nothing that
-/// would make it the end of another path.
+/// Returns whether `bytes` contain `folder` or a path inside it. A match of a folder such as `/src` does not count if it is
+/// the end of another path.
 fn names(bytes: &[u8], folder: &Path) -> bool {
     let name = folder.as_os_str().as_bytes();
     let is_short = folder.components().count() <= 2;

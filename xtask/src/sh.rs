@@ -1,30 +1,30 @@
-//! Running programs, and where things are.
+//! Running of programs, and paths of the workspace.
 
 use crate::Result;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// The workspace's folder.
+/// Returns the folder of the workspace.
 pub fn root() -> PathBuf {
-    // The value of this run, not that of the build: a shared build folder serves copies.
+    // Read at run time, not at build time, because copies of the workspace may share a build folder.
     let mut path = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     path.pop();
     path
 }
 
-/// Where cargo builds: `CARGO_TARGET_DIR`, else `target`.
+/// Returns the build folder of cargo: `CARGO_TARGET_DIR`, or `target`.
 pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
-/// Where `cargo xtask dist` puts its result.
+/// Returns the folder for the result of `cargo xtask dist`.
 pub fn dist() -> PathBuf {
     target().join("dist")
 }
 
-/// The cargo that runs us.
+/// Returns the cargo that runs this program.
 pub fn cargo() -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
@@ -32,12 +32,12 @@ pub fn cargo() -> Command {
     command
 }
 
-/// The C compiler: `CC`, else `cc`.
+/// Returns the C compiler: `CC`, or `cc`.
 pub fn cc() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
 }
 
-/// Runs a program; that it fails is an error that names it.
+/// Runs a program. If it fails, the error names it.
 pub fn run(command: &mut Command) -> Result {
     let status = command
         .status()
@@ -48,7 +48,7 @@ pub fn run(command: &mut Command) -> Result {
     Ok(())
 }
 
-/// Runs a program and returns what it prints.
+/// Runs a program and returns its output.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stderr(Stdio::inherit())
@@ -66,7 +66,7 @@ fn name(command: &Command) -> String {
     words.join(" ")
 }
 
-/// Prints the result of each of several checks, and at the end the number of failures.
+/// Prints the result of each of several checks, and finally the number of failures.
 #[derive(Debug, Default)]
 pub struct Tally {
     passed: usize,
@@ -88,7 +88,7 @@ impl Tally {
         }
     }
 
-    /// Prints the totals; that a check failed is an error.
+    /// Prints the totals. Fails if a check failed.
     pub fn end(self, things: &str) -> Result {
         println!("{} passed, {} failed", self.passed, self.failed);
         match self.failed {

@@ -1,4 +1,4 @@
-//! `crates/abi/link/symbols.txt`: which symbol is exported by which library under which version.
+//! Parses `crates/abi/link/symbols.txt`, which lists the exported symbols with their library and version.
 
 use crate::{Result, sh};
 use std::collections::BTreeSet;
@@ -15,18 +15,18 @@ pub struct Symbol {
     pub version: Version,
 }
 
-/// What stands behind a name in its node.
+/// The definition of a symbol in its version node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Version {
-    /// The function of this name, and programs link with this version.
+    /// The function of this name, as the default version, which programs link with.
     Default,
     /// The same function as the default version.
     Same,
-    /// The default version; a function that does nothing.
+    /// The default version, which is a function that does nothing.
     Void,
-    /// A byte that is zero; whether this is the default version.
+    /// A zero byte. The flag tells whether this is the default version.
     Data(bool),
-    /// An old version, and how it fails.
+    /// An old version that only fails.
     Legacy(Legacy),
 }
 
@@ -41,7 +41,7 @@ pub enum Legacy {
     Void,
 }
 
-/// All exported symbols, in the file's order.
+/// Reads all exported symbols in the order of the file.
 pub fn read() -> Result<Vec<Symbol>> {
     let path = sh::root().join("crates/abi/link/symbols.txt");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -55,7 +55,7 @@ pub fn read() -> Result<Vec<Symbol>> {
     Ok(symbols)
 }
 
-/// What a section's names are.
+/// The kind of names in a section.
 enum Section {
     Default,
     Legacy,
@@ -63,7 +63,7 @@ enum Section {
     Private(Vec<u32>),
 }
 
-/// The node whose version of a private name is the default one, where it has the name.
+/// The node that has the default version of a private name, if the name is in that node.
 const USUAL_PRIVATE: u32 = 34;
 
 fn parse(text: &str) -> Result<Vec<Symbol>> {
@@ -132,7 +132,7 @@ fn parse(text: &str) -> Result<Vec<Symbol>> {
     Ok(symbols)
 }
 
-/// The numbers in a range `FIRST-LAST`, of which either may be missing.
+/// Returns the numbers in a range `FIRST-LAST`, where either may be omitted.
 fn within(range: &str, numbers: &[u32]) -> Option<Vec<u32>> {
     let (first, last) = range.split_once('-')?;
     let end = |text: &str, open| {
@@ -151,7 +151,7 @@ fn within(range: &str, numbers: &[u32]) -> Option<Vec<u32>> {
     (!inside.is_empty()).then_some(inside)
 }
 
-/// The version nodes of `library`, in the file's order.
+/// Returns the version nodes of `library` in the order of the file.
 pub fn nodes<'a>(symbols: &'a [Symbol], library: &str) -> Vec<&'a str> {
     let mut nodes = Vec::new();
     for s in symbols.iter().filter(|s| s.library == library) {
@@ -187,7 +187,7 @@ mod tests {
         assert!(parse("f\n").is_err());
     }
 
-    /// A private name stands in the nodes of its range; one of them has the default version.
+    /// A private name is in all nodes of its range, and one of them has the default version.
     #[test]
     fn a_private_symbol_is_in_the_nodes_of_its_range() {
         let text = "[a.so P private 25 34 65]\nall\nold -25\nnew 65-\nhook_* void\nflag data\n";

@@ -1,4 +1,4 @@
-//! `cargo xtask table`: the table of programs in the README, made from the expectation files.
+//! `cargo xtask table`: generates the table of programs in the README from the expectation files.
 
 use std::fmt::Write;
 use std::fs;
@@ -8,7 +8,7 @@ use xtask::{Result, sh};
 const BEGIN: &str = "<!-- programs: made by `cargo xtask table` -->";
 const END: &str = "<!-- end of programs -->";
 
-/// Writes the table, or with `check` fails if it is out of date.
+/// Writes the table. With `check`, fails if it is out of date.
 pub(crate) fn run(check: bool) -> Result {
     let path = sh::root().join("README.md");
     let text = fs::read_to_string(&path)?;
@@ -22,7 +22,7 @@ pub(crate) fn run(check: bool) -> Result {
     }
 }
 
-/// Puts `table` between the two markers.
+/// Replaces the text between the two markers by `table`.
 fn replace(text: &str, table: &str) -> Result<String> {
     let (before, rest) = text
         .split_once(BEGIN)

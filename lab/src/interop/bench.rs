@@ -1,5 +1,5 @@
-//! `cargo lab bench-guest`: anywarp, the kernel's siw and its rxe in one guest, by the same programs of perftest, in
-//! turn. Without hardware support its processors are emulated: what is compared are these stacks on this slow machine.
+//! `cargo lab bench-guest`: measures anywarp and the kernel's siw and rxe in one guest with the same programs of perftest, in
+//! turn. Without KVM its processors are emulated, so the results compare the stacks on a slow machine.
 
 use super::guest::{self, GUEST, Guest, Remote};
 use crate::programs::{self, INSIDE};
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use xtask::expect::Exit;
 use xtask::{Result, sh};
 
-/// Longest time of one program.
+/// The time limit of one program.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Repetitions if nothing else is asked for.
+/// The default number of repetitions.
 const REPEAT: usize = 5;
 
-/// What is measured: its name, the program and its words, and whether more is worse.
+/// The measurements: the name, the program and its arguments, and whether lower values are better.
 const ROWS: [(&str, &str, &str, bool); 6] = [
     ("Send 64 B, µs", "ib_send_lat", "-s 64 -n 1000", true),
     ("Write 64 B, µs", "ib_write_lat", "-s 64 -n 1000", true),
@@ -32,7 +32,7 @@ const ROWS: [(&str, &str, &str, bool); 6] = [
     ("Read 64 KiB, MiB/s", "ib_read_bw", "-s 65536 -n 300", false),
 ];
 
-/// The stacks: a name, what makes its device the only one, what stands before its programs, and their words.
+/// The stacks: the name, a command that makes its device the only one, the prefix of its programs, and their arguments.
 const STACKS: [(&str, &str, &str, &str); 4] = [
     ("anywarp", "true", ANYWARP, ""),
     (
@@ -60,7 +60,7 @@ const STACKS: [(&str, &str, &str, &str); 4] = [
 const ANYWARP: &str =
     "LD_PRELOAD=/anywarp/libibverbs.so.1:/anywarp/librdmacm.so.1 ANYWARP_ADDR=10.88.0.2";
 
-/// Measures the rows with `filter` in their name, `repeat` times each.
+/// Measures the rows whose names contain `filter`, `repeat` times each.
 pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
     let (repeat, filter) = (repeat.unwrap_or(REPEAT), filter.unwrap_or(""));
     let rows: Vec<_> = ROWS
@@ -71,7 +71,7 @@ pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
         return Err(format!("no row and no program has {filter} in its name").into());
     }
     if env::var_os(INSIDE).is_none() {
-        // Before the namespaces: packages come from the network.
+        // Before entering the namespaces, because packages are downloaded.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }
@@ -85,7 +85,7 @@ pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
     Err(failures.join("\n").into())
 }
 
-/// Measures; what failed.
+/// Measures. Returns the failures.
 fn measure(
     work: &std::path::Path,
     rows: &[&(&str, &str, &str, bool)],
@@ -160,17 +160,17 @@ fn measure(
     Ok(failures)
 }
 
-/// The middle value; they are in order afterwards.
+/// Sorts the values and returns the median.
 fn median(values: &mut [f64]) -> Option<f64> {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
 }
 
-/// Runs both ends of a program and takes its result: typical latency, or average bandwidth.
+/// Runs both ends of a program. Returns the typical latency, or the average bandwidth.
 fn one(guest: &Guest, line: &str, port: u16, latency: bool) -> Result<f64> {
     let end = Instant::now() + LIMIT;
     let mut server = guest.start(line)?;
-    // anywarp listens on a TCP port, the kernel's stacks in its connection manager.
+    // anywarp listens on a TCP port, and the kernel's stacks in the kernel's connection manager.
     guest.ask(&format!(
         "until rdma resource show cm_id 2>/dev/null | grep -q 'LISTEN.*:{port}' || \
          grep -q ':{port:04X} [0-9A-F]*:0000 0A' /proc/net/tcp /proc/net/tcp6; do usleep 20000; done"
@@ -189,7 +189,7 @@ fn one(guest: &Guest, line: &str, port: u16, latency: bool) -> Result<f64> {
                 .map(|word| word.parse().ok())
                 .collect();
             let numbers = numbers.filter(|n| n.len() >= 5)?;
-            // Latency: bytes, iterations, least, most, typical; bandwidth: bytes, iterations, peak, average.
+            // Columns for latency: bytes, iterations, least, most, typical; for bandwidth: bytes, iterations, peak, average.
             numbers
                 .get(if latency { 4 } else { 3 })
                 .copied()

@@ -1,4 +1,4 @@
-//! The guest: QEMU, a wire to it, and the agent in it.
+//! The guest: QEMU, a network link to it, and the agent in it.
 
 use super::shown;
 use crate::process::Process;
@@ -13,21 +13,21 @@ use std::time::{Duration, Instant};
 use xtask::expect::Exit;
 use xtask::{Result, sh};
 
-/// Addresses of the two ends of the wire.
+/// The address of the host's end of the link; `GUEST` is that of the guest's end.
 pub(super) const HOST: &str = "10.88.0.1";
 pub(super) const GUEST: &str = "10.88.0.2";
 const AGENT: ([u8; 4], u16) = ([10, 88, 0, 2], 1);
 
-/// Longest time for booting: some 6 s without KVM where nothing else runs.
+/// The time limit for booting, which takes some 6 s without KVM on an idle machine.
 const BOOT: Duration = Duration::from_secs(120);
 
-/// Longest time for what the suite itself asks of the guest.
+/// The time limit for commands of the test suite in the guest.
 const ASK: Duration = Duration::from_secs(20);
 
-/// How long a program that is expected to stay is watched.
+/// The time for which a program that should not exit is watched.
 const STAY: Duration = Duration::from_millis(500);
 
-/// Parameters of siw and their values unless a case sets them.
+/// The parameters of siw and their default values.
 const PARAMETERS: [(&str, &str); 5] = [
     ("mpa_crc_required", "N"),
     ("mpa_crc_strict", "N"),
@@ -36,19 +36,19 @@ const PARAMETERS: [(&str, &str); 5] = [
     ("zcopy_tx", "Y"),
 ];
 
-/// Lines of a program's output that are shown when its case fails.
+/// The number of lines of a program's output that are shown when its case fails.
 const TAIL: usize = 14;
 
 /// A running guest.
 pub(super) struct Guest {
     qemu: Process,
     console: PathBuf,
-    /// What siw is set to; before the first change it is the unchanged driver.
+    /// The current parameters of siw. Before the first change the driver is the unmodified one.
     set: std::cell::RefCell<Vec<(String, String)>>,
 }
 
 impl Guest {
-    /// Boots it, with what is in `work/root` added to its files.
+    /// Boots the guest with the files in `work/root` added.
     pub(super) fn boot(work: &Path) -> Result<Self> {
         let start = Instant::now();
         let cache = sh::output(&mut Command::new(
@@ -57,7 +57,7 @@ impl Guest {
         let cache = Path::new(cache.trim());
         let initramfs = with_our_files(cache, work)?;
         let console = work.join("console");
-        // Hardware support only where the processor has it itself: nested in software it is slower than none.
+        // KVM is used only if the processor supports virtualization natively: nested in software it is slower than emulation.
         let kvm = File::options()
             .read(true)
             .write(true)
@@ -71,7 +71,7 @@ impl Guest {
         } else {
             ("tcg,thread=multi", "Nehalem,+rdrand")
         };
-        // No offloads: what crosses the wire are segments as a network card would send them.
+        // Offloads are off, so that packets on the link are segments as a network card would send them.
         let card = "virtio-net-pci,netdev=wire,romfile=,csum=off,gso=off,host_tso4=off,host_tso6=off,\
                     host_ecn=off,host_ufo=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,\
                     guest_ufo=off";
@@ -127,15 +127,14 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Ends it and boots another one in its place.
+    /// Stops the guest and boots another one.
     pub(super) fn reboot(&mut self, work: &Path) -> Result {
         self.qemu.kill();
         *self = Self::boot(work)?;
         Ok(())
     }
 
-    /// What is wrong with it, if what happens in it later means nothing. After a case that went `well` its agent is not
-    /// asked.
+    /// Returns why the guest must be replaced, if so. After a case that went `well`, the agent is not queried.
     pub(super) fn illness(&mut self, well: bool) -> Option<String> {
         if let Ok(Some(status)) = self.qemu.poll() {
             return Some(format!("QEMU ends with {status}"));
@@ -150,7 +149,7 @@ impl Guest {
         None
     }
 
-    /// The end of what its console shows.
+    /// Returns the last lines of the console.
     pub(super) fn console_text(&self) -> String {
         let text = fs::read(&self.console).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -161,7 +160,7 @@ impl Guest {
             .join("\n")
     }
 
-    /// Starts a program in it.
+    /// Starts a program in the guest.
     pub(super) fn start(&self, line: &str) -> Result<Remote> {
         let mut stream = TcpStream::connect_timeout(&AGENT.into(), ASK)
             .map_err(|e| format!("the guest's agent: {e}\n{}", self.console_text()))?;
@@ -175,7 +174,7 @@ impl Guest {
         })
     }
 
-    /// Runs a command of the suite itself, which must succeed.
+    /// Runs a command of the test suite, which must succeed.
     pub(super) fn ask(&self, line: &str) -> Result {
         let mut remote = self.start(line)?;
         remote
@@ -183,8 +182,7 @@ impl Guest {
             .map_err(|e| format!("{line}: {e}\n{}\n{}", remote.tail(), self.console_text()).into())
     }
 
-    /// Sets siw's parameters; without any it stays what it is, and that is the unchanged driver until the first case
-    /// with some.
+    /// Sets siw's parameters. Without parameters nothing changes, so the driver is the unmodified one until the first case with some.
     pub(super) fn set_up(&self, parameters: &[(String, String)]) -> Result {
         if *self.set.borrow() == parameters {
             return Ok(());
@@ -205,7 +203,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Waits until a server in it listens on a TCP port.
+    /// Waits until a server in the guest listens on a TCP port.
     pub(super) fn await_listener(&self, port: u16, server: &mut Remote, latest: Instant) -> Result {
         let mut look = self.start(&format!(
             "until grep -q ':{port:04X} [0-9A-F]*:0000 0A' /proc/net/tcp /proc/net/tcp6; do usleep 20000; done"
@@ -224,14 +222,14 @@ impl Guest {
     }
 }
 
-/// Returns whether a kernel reports that it is in trouble.
+/// Returns whether a kernel's console reports an error.
 fn complains(console: &str) -> bool {
     ["Call Trace:", "Kernel panic", "blocked for more than"]
         .iter()
         .any(|complaint| console.contains(complaint))
 }
 
-/// The guest's files with ours behind them.
+/// Returns the guest's file system with the files of the test suite appended.
 fn with_our_files(cache: &Path, work: &Path) -> Result<PathBuf> {
     let root = work.join("root");
     fs::copy(sh::root().join("tests/interop/init"), root.join("init"))?;
@@ -248,7 +246,7 @@ fn with_our_files(cache: &Path, work: &Path) -> Result<PathBuf> {
     Ok(all)
 }
 
-/// Makes our end of the wire, which stays when the guest goes.
+/// Creates the host's end of the link, which remains when the guest stops.
 pub(super) fn wire() -> Result {
     const SCRIPT: &str = "set -e
 ip link set lo up
@@ -270,7 +268,7 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    /// Its status, when it has ended. Waits a little.
+    /// Returns the exit status if the program has exited. Waits briefly.
     fn poll(&mut self) -> Result<Option<i32>> {
         let mut buffer = [0; 4096];
         while !self.over {
@@ -293,14 +291,14 @@ impl Remote {
         }
     }
 
-    /// The status, which the agent writes last.
+    /// Returns the status, which the agent writes last.
     fn status(&self) -> Option<i32> {
         let text = String::from_utf8_lossy(&self.received);
         let (_, last) = text.strip_suffix('\n')?.rsplit_once("\nstatus ")?;
         last.parse().ok()
     }
 
-    /// Waits for the end that is expected.
+    /// Waits for the expected exit.
     pub(super) fn finish(&mut self, side: &str, expected: Option<Exit>, end: Instant) -> Result {
         let end = if expected.is_none() {
             Instant::now() + STAY
@@ -326,7 +324,7 @@ impl Remote {
         }
     }
 
-    /// Ends the program, if it runs.
+    /// Kills the program if it is running.
     pub(super) fn end(&mut self) -> Result {
         let _over_already = self.stream.shutdown(Shutdown::Write);
         let latest = Instant::now() + Duration::from_secs(5);
@@ -341,7 +339,7 @@ impl Remote {
         Ok(())
     }
 
-    /// What it printed.
+    /// Returns the output.
     pub(super) fn output(&self) -> String {
         let text = String::from_utf8_lossy(&self.received);
         match text.rsplit_once("\nstatus ") {

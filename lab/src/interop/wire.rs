@@ -1,4 +1,4 @@
-//! What crosses the wire, as tshark sees it: an independent decoder of MPA, DDP and RDMAP.
+//! Checks packets on the link with tshark, an independent decoder of MPA, DDP and RDMAP.
 
 use super::{guest, shown};
 use crate::process::Process;
@@ -14,33 +14,33 @@ use std::time::{Duration, Instant};
 use xtask::Result;
 use xtask::expect::Interop;
 
-/// What tshark prints for packets that it cannot decode.
+/// A filter for packets that tshark cannot decode.
 const UNDECODED: &str = "_ws.malformed || _ws.unreassembled || _ws.expert.severity == \"Error\" || iwarp_mpa.bad_length";
 
-/// Longest time until tcpdump runs, or has ended.
+/// The longest time until tcpdump runs, or has exited.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Room for packets that tcpdump has not read yet: those of a long case, wherever it stands in the queue for a processor.
+/// The size of the capture buffer. It holds all packets of a long case, even if tcpdump gets no processor time.
 const BUFFER_KIB: &str = "65536";
 
-/// The payload of the packet that ends a capture, and its destination, a port without a listener.
+/// The payload and the destination port, which has no listener, of the packet that ends a capture.
 const LAST: &[u8] = b"this is the last packet of the capture";
 const AFTER: (&str, u16) = (guest::GUEST, 9);
 
-/// ULPDUs from this length on are large: a single TCP segment holds no two of them.
+/// The least length of a large ULPDU. A TCP segment cannot contain two of them.
 const LARGE: usize = 1000;
 
-/// As many of them make a sample.
+/// The least number of large FPDUs for a percentage.
 const BULK: usize = 100;
 
-/// tcpdump on the wire to the guest.
+/// A running tcpdump on the link to the guest.
 pub(super) struct Capture {
     tcpdump: Process,
     file: PathBuf,
 }
 
 impl Capture {
-    /// Begins to write what goes to and from a port into `file`.
+    /// Starts to capture packets to and from a port into `file`.
     pub(super) fn start(file: &Path, port: u16) -> Result<Self> {
         let errors = file.with_extension("err");
         let mut tcpdump = Command::new("tcpdump");
@@ -78,8 +78,8 @@ impl Capture {
         })
     }
 
-    /// Ends it and returns the file. tcpdump would leave what it has not read yet; so the end of the capture is a packet
-    /// of our own, and awaited.
+    /// Ends the capture and returns the file. When killed, tcpdump would discard packets that it has not read. So this sends
+    /// a last packet and waits until tcpdump has captured it.
     pub(super) fn finish(mut self) -> Result<PathBuf> {
         UdpSocket::bind((guest::HOST, 0))?.send_to(LAST, AFTER)?;
         let latest = Instant::now() + LIMIT;
@@ -99,9 +99,9 @@ impl Capture {
     }
 }
 
-/// Lines that tshark prints of the packets that pass `filter`.
+/// Returns the lines that tshark prints for the packets that match `filter`.
 fn matching(file: &Path, filter: &str) -> Result<String> {
-    // It takes any Send for RPC, and stumbles: without that.
+    // Disables a dissector that takes any Send for RPC and reports errors.
     let output = Command::new("tshark")
         .args(["-r", &shown(file), "-2", "-n", "-Y", filter])
         .args(["--disable-protocol", "rpcordma"])
@@ -113,7 +113,7 @@ fn matching(file: &Path, filter: &str) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Judges a capture; `None` when it is as expected.
+/// Checks a capture. Returns `None` if it is as expected.
 pub(super) fn judge(file: &Path, interop: &Interop) -> Option<String> {
     let look = |filter: &str| matching(file, filter).map_err(|e| e.to_string());
     let first = |text: &str| text.lines().next().unwrap_or_default().trim().to_owned();
@@ -146,7 +146,7 @@ pub(super) fn judge(file: &Path, interop: &Interop) -> Option<String> {
     }
 }
 
-/// What anywarp sent on the one connection of a capture: segments by their sequence number.
+/// Returns the segments that anywarp sent on the connection of a capture, by sequence number.
 fn sent_by_anywarp(file: &Path) -> Result<BTreeMap<usize, Vec<u8>>> {
     let filter = format!("ip.src == {} && tcp.len > 0", guest::HOST);
     let output = Command::new("tshark")
@@ -169,8 +169,8 @@ fn sent_by_anywarp(file: &Path) -> Result<BTreeMap<usize, Vec<u8>>> {
     Ok(sent)
 }
 
-/// How many large FPDUs of a stream begin with a segment, and how many there are. In front of them is an MPA Request
-/// or Reply: 20 bytes, of which the last two are the length of what follows.
+/// Returns how many large FPDUs of a stream begin at the start of a segment, and how many there are. The stream begins with
+/// an MPA Request or Reply: 20 bytes, whose last two are the length of the private data.
 fn alignment(sent: &BTreeMap<usize, Vec<u8>>) -> Result<(usize, usize)> {
     let (first, _) = sent.first_key_value().ok_or("nothing was sent")?;
     let mut stream: Vec<u8> = Vec::new();
@@ -190,7 +190,7 @@ fn alignment(sent: &BTreeMap<usize, Vec<u8>>) -> Result<(usize, usize)> {
             all += 1;
             begin += usize::from(sent.contains_key(&(first + at)));
         }
-        // Length, ULPDU, padding, CRC.
+        // An FPDU consists of length, ULPDU, padding and CRC.
         at += (2 + ulpdu).next_multiple_of(4) + 4;
     }
     if at != stream.len() {
@@ -203,7 +203,7 @@ fn alignment(sent: &BTreeMap<usize, Vec<u8>>) -> Result<(usize, usize)> {
 mod tests {
     use super::*;
 
-    /// An MPA Request with private data, three FPDUs, and a small one, cut at `cuts`.
+    /// Returns an MPA Request with private data, three large FPDUs, and a small one, split into segments at `cuts`.
     fn sent(cuts: &[usize]) -> BTreeMap<usize, Vec<u8>> {
         let mut stream = vec![0; 19];
         stream.extend([4, 1, 2, 3, 4]);
