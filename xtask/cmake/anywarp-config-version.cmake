@@ -1,4 +1,4 @@
-# A version serves programs that ask for it or for an older one.
+# A version is compatible with requests for the same or an older version.
 set(PACKAGE_VERSION "@VERSION@")
 if(PACKAGE_FIND_VERSION VERSION_GREATER PACKAGE_VERSION)
   set(PACKAGE_VERSION_COMPATIBLE FALSE)

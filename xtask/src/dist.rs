@@ -11,7 +11,7 @@
 //! lib/anywarp/libanywarp-sockets.so  runs sockets of unmodified programs over RDMA when preloaded: crates/sockets
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link
-//! lib/libanywarp-buffers.so.1  buffers that are copied, registered or kept registered, with its .so link: crates/buffers
+//! lib/libanywarp-buffers.so.1  buffers that are copied, registered, or have a cached registration, with its .so link: crates/buffers
 //! lib/pkgconfig/               exs.pc, anywarp-buffers.pc and anywarpdv.pc
 //! lib/cmake/anywarp/           the same for find_package of CMake: xtask/cmake
 //! include/                     the C headers

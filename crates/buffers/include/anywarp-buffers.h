@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Buffers for RDMA over any libibverbs: copied, registered, or kept registered, whichever costs least. man 7 anywarp-buffers
+ * Buffers for RDMA over any libibverbs: copied, registered, or with a cached registration. See anywarp-buffers(7).
  */
 #ifndef ANYWARP_BUFFERS_H
 #define ANYWARP_BUFFERS_H
@@ -16,22 +16,22 @@ extern "C" {
 /* The buffers of one protection domain. */
 struct awbuf;
 
-/* How a manager works. What is 0 has its default. */
+/* The settings of a manager. 0 stands for the default. */
 struct awbuf_attr {
 	size_t size;           /* sizeof(struct awbuf_attr) */
-	int send_access;       /* enum ibv_access_flags of memory that is sent; 0 by default */
-	int recv_access;       /* of memory that is received into; IBV_ACCESS_LOCAL_WRITE by default */
-	size_t critical_size;  /* memory up to this size is copied; measured by default */
-	size_t pool_bytes;     /* to copy through, at most, for each direction; 16 MiB by default */
-	size_t cache_bytes;    /* whose registrations are kept, at most; 256 MiB by default */
-	size_t piece_size;     /* of awbuf_pieces_next; 1 MiB by default */
-	unsigned int threads;  /* that register pieces; up to 4 by default */
+	int send_access;       /* enum ibv_access_flags for sending; default 0 */
+	int recv_access;       /* the same for receiving; default IBV_ACCESS_LOCAL_WRITE */
+	size_t critical_size;  /* memory up to this size is copied; default: measured */
+	size_t pool_bytes;     /* most memory to copy through, for each direction; default 16 MiB */
+	size_t cache_bytes;    /* most bytes with cached registrations; default 256 MiB */
+	size_t piece_size;     /* length of a piece; default 1 MiB */
+	unsigned int threads;  /* number of threads that register pieces; default up to 4 */
 	unsigned int flags;    /* AWBUF_NO_CACHE, AWBUF_NO_WATCH */
 };
 
 enum {
-	AWBUF_NO_CACHE = 1 << 0, /* no registration is kept */
-	AWBUF_NO_WATCH = 1 << 1, /* none but those of AWBUF_STABLE memory */
+	AWBUF_NO_CACHE = 1 << 0, /* cache no registrations */
+	AWBUF_NO_WATCH = 1 << 1, /* cache only registrations of AWBUF_STABLE memory */
 };
 
 /* Flags of a use of memory. */
@@ -40,9 +40,9 @@ enum {
 };
 
 enum awbuf_how {
-	AWBUF_COPIED = 1,     /* through memory of the manager */
-	AWBUF_REGISTERED = 2, /* for this use */
-	AWBUF_KEPT = 3,       /* for other uses as well */
+	AWBUF_COPIED = 1,     /* copied through memory of the manager */
+	AWBUF_REGISTERED = 2, /* registered for this use */
+	AWBUF_KEPT = 3,       /* with a cached registration */
 };
 
 enum awbuf_use {
@@ -52,7 +52,7 @@ enum awbuf_use {
 
 /* Memory that is ready for a request. */
 struct awbuf_buffer {
-	void *addr; /* for the request; not the program's if how is AWBUF_COPIED */
+	void *addr; /* address for the request; not that of the program if how is AWBUF_COPIED */
 	size_t length;
 	uint32_t lkey;
 	uint32_t rkey;
@@ -62,15 +62,15 @@ struct awbuf_buffer {
 
 struct awbuf_stats {
 	uint64_t critical_size;
-	uint64_t watching;     /* 1: the kernel tells when memory changes */
+	uint64_t watching;     /* 1: the kernel reports changes of memory */
 	uint64_t copied;       /* buffers */
 	uint64_t copied_bytes;
-	uint64_t registered;   /* buffers, for one use */
-	uint64_t hits;         /* buffers whose registration was there */
-	uint64_t kept;         /* registrations that were made to be kept */
-	uint64_t invalidated;  /* of these, because the memory changed */
-	uint64_t evicted;      /* of these, for others */
-	uint64_t cached;       /* that are kept now */
+	uint64_t registered;   /* buffers registered for one use */
+	uint64_t hits;         /* buffers with a cached registration */
+	uint64_t kept;         /* registrations added to the cache */
+	uint64_t invalidated;  /* ended because the memory changed */
+	uint64_t evicted;      /* evicted for other registrations */
+	uint64_t cached;       /* registrations in the cache */
 	uint64_t cached_bytes;
 	uint64_t pool_bytes;
 	uint64_t in_use;       /* buffers */

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What verbs cost besides moving messages, over the public verbs alone: `anywarp bench` and `anywarp study` run it.
+ * Measures costs of verbs other than those of messages, using only public verbs. `anywarp bench` and `anywarp study` run it.
  *
- *   ping    latency of a 64-byte Send, beside --idle queue pairs that are connected and do nothing
- *   read    a 64-byte RDMA Read, while the target polls
- *   spread  4 KiB Writes on --qps queue pairs, each refilled as it completes: rate, and how even
- *   passive what one-sided traffic costs the target's thread: system calls while it looks at its memory, wake-ups while
- *           it sleeps
- *   idle    what --qps queue pairs that do nothing cost a process
+ *   ping    latency of a 64-byte Send, with --idle more queue pairs that are connected and idle
+ *   read    latency of a 64-byte RDMA Read while the target polls
+ *   spread  4 KiB Writes on --qps queue pairs, each refilled as it completes: the rate, and how evenly it is distributed
+ *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
+ *           sleeps
+ *   idle    costs of --qps idle queue pairs for a process
  *   reg     ibv_reg_mr and ibv_dereg_mr; one process
- *   memory  the same of fresh memory, beside copying it; one process
- *   first   time to the first byte: from nothing to a byte there and back, with rdma_cm and with TCP
- *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered before, or left
- *           to libanywarp-buffers, whole or in pieces
+ *   memory  the same with newly mapped memory, compared with copying it; one process
+ *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
+ *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
+ *           provided by libanywarp-buffers, whole or in pieces
  *
- * Without a host it is the server. The client prints one line of JSON. Every payload is compared.
+ * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
  */
 #define _GNU_SOURCE
 #include <anywarp-buffers.h>
@@ -45,8 +45,8 @@
 
 #define MESSAGE 64u
 #define BLOCK 4096u
-#define WAIT_NS 20000000000ull /* longest wait for anything */
-#define MOST 4096u             /* queue pairs */
+#define WAIT_NS 20000000000ull /* time limit of all waits */
+#define MOST 4096u             /* most queue pairs */
 
 #ifndef PR_SET_SYSCALL_USER_DISPATCH
 #define PR_SET_SYSCALL_USER_DISPATCH 59
@@ -143,10 +143,10 @@ static void receive_all(void *to, size_t len)
 	if (poll(&p, 1, (int)(WAIT_NS / 1000000)) != 1)
 		die("the other end sends nothing");
 	if (recv(control, to, len, MSG_WAITALL) != (ssize_t)len)
-		die("the other end is gone");
+		die("the other end has disconnected");
 }
 
-/* Both are here. */
+/* Waits until both ends have reached this point. */
 static void barrier(void)
 {
 	char byte = '.';
@@ -259,7 +259,7 @@ static void receive(unsigned long which, void *at, uint32_t len)
 		die("ibv_post_recv: %s", strerror(rc));
 }
 
-/* The next completions; dies when there are none for too long. */
+/* Polls the next completions. Fails when there are none for too long. */
 static int completions(struct ibv_wc *wc, int most)
 {
 	uint64_t began = 0;
@@ -336,7 +336,7 @@ static void ping(void)
 			}
 		}
 		if (in[0] != (uint8_t)m || memcmp(in, in + 1, MESSAGE - 1))
-			die("message %lu came wrong", m);
+			die("message %lu arrived with wrong content", m);
 		if (host && m >= warmup)
 			samples[m - warmup] = now_ns() - began;
 		receive(0, in, MESSAGE);
@@ -344,7 +344,7 @@ static void ping(void)
 			post(0, IBV_WR_SEND, 1, out, MESSAGE, 0, IBV_SEND_INLINE);
 			sends++;
 		}
-		/* Room for the next. */
+		/* Wait until there is room for the next Write. */
 		while (sends - done > 32)
 			done += (unsigned long)completions(wc, 1);
 	}
@@ -369,7 +369,7 @@ static void reads(void)
 			memory[i] = pattern(i);
 	join();
 	if (!host) {
-		/* Polls, as a target does that has other things to wait for. */
+		/* Polls while the target also waits for a control message. */
 		for (unsigned long looks = 0;; looks++) {
 			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
 			if (looks % 4096 == 0 && recv(control, &byte, 1, MSG_DONTWAIT) >= 0)
@@ -441,7 +441,7 @@ static void spread(void)
 	send_all(&verdict, 1);
 	receive_all(&verdict, 1);
 	if (verdict != 'y')
-		die("what was written is not there");
+		die("the written bytes are not there");
 	printf("{\"m_s\": %.6f, \"unfairness\": %.4f}\n", (double)done * 1000 / (double)took,
 	       (double)(most - least) / (double)most);
 }
@@ -452,7 +452,7 @@ static volatile unsigned long calls;
 static void called(int signal)
 {
 	(void)signal;
-	/* The first is enough; the call itself is not made, and fails. */
+	/* The first system call is enough. The call itself is not made, and fails. */
 	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
 	calls++;
 }
@@ -500,7 +500,7 @@ static void passive(void)
 		printf("{\"calls\": %ld, \"wakeups\": %ld}\n", results[0], results[1]);
 		return;
 	}
-	/* A thread that computes. Each system call of it would be a signal. */
+	/* A computing thread. Each of its system calls would raise a signal. */
 	struct sigaction action = { .sa_handler = called };
 	volatile uint64_t *flag = (volatile uint64_t *)(void *)memory;
 	uint64_t began = now_ns();
@@ -521,11 +521,11 @@ static void passive(void)
 	if (*flag != 1)
 		die("nothing was written");
 	results[0] = (long)calls;
-	/* A thread that sleeps: it wakes once, for the byte. */
+	/* A sleeping thread, which wakes once, for the byte. */
 	send_all("", 1);
 	results[1] = wakeups();
 	if (recv(control, &byte, 1, MSG_WAITALL) != 1)
-		die("the other end is gone");
+		die("the other end has disconnected");
 	results[1] = wakeups() - results[1] - 1;
 	if (results[1] < 0)
 		results[1] = 0;
@@ -534,7 +534,7 @@ static void passive(void)
 	send_all(results, sizeof(results));
 }
 
-/* Times that threads other than this one have waited for something. */
+/* Returns how often threads other than this one have waited. */
 static long others_waits(void)
 {
 	DIR *tasks = opendir("/proc/self/task");
@@ -569,8 +569,8 @@ static double cpu_s(void)
 	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
 }
 
-/* Counts while the other threads go on: the engine's thread takes over soon after a thread stops polling, which would
- * count as a wake-up. */
+/* Counts while the other threads continue: the engine's thread takes over soon after a thread stops polling, which would
+* count as a wake-up. */
 static void *watch(void *waits)
 {
 	long before = others_waits();
@@ -590,12 +590,12 @@ static void idle(void)
 
 	make(qps, 4, 4096);
 	join();
-	/* Whatever connecting left to do is done. */
+	/* Wait until the work after connecting is done. */
 	usleep(300000);
 	began = now_ns();
 	cpu = cpu_s();
 	if (polls) {
-		/* It watches the middle of the time. */
+		/* The thread counts in the middle of the time. */
 		uint64_t until = began + millis * 1000000 + 200000000;
 		bool watched = false;
 
@@ -642,11 +642,11 @@ static void reg(void)
 /* ---------------------------------------------------------------- memory */
 
 #define HUGE (2ul << 20)
-#define LEAST_TIMES 5u   /* of each action, however long it takes */
+#define LEAST_TIMES 5u   /* for each action, whatever its duration */
 #define MOST_TIMES 20000u
 #define MOST_THREADS 16u
 
-/* A mapping that nothing has used: touched page by page if it is to be resident, and not at all if not. */
+/* Returns a new mapping, whose pages are touched if they should be resident. */
 static uint8_t *fresh(void **mapping, size_t *length)
 {
 	uint8_t *at;
@@ -681,14 +681,14 @@ static struct ibv_mr *register_at(void *at)
 
 static pthread_barrier_t start;
 
-/* Registers what it is given, together with others. */
+/* A thread that registers memory at the same time as others. */
 static void *register_too(void *at)
 {
 	pthread_barrier_wait(&start);
 	return register_at(at);
 }
 
-/* Registers --threads mappings, at once or one after the other; the time from the first to the last. */
+/* Registers --threads mappings, in parallel or one after the other. Returns the time from the first to the last. */
 static uint64_t several(void)
 {
 	void *mapping[MOST_THREADS], *at[MOST_THREADS], *mr_of[MOST_THREADS];
@@ -822,7 +822,7 @@ static void write_out(const void *at, size_t len, uint32_t lkey, uint64_t to)
 		die("ibv_post_send: %s", strerror(rc));
 }
 
-/* Asks for the next pieces while those before are sent; the time that the calls of the library take. */
+/* Gets the next pieces while earlier ones are sent. Returns the time of the library's calls. */
 static uint64_t write_pieces(struct awbuf *buffers, uint8_t *at)
 {
 	uint64_t to = 0, before = now_ns(), took;
@@ -940,7 +940,7 @@ static void buffers_cost(void)
 			after = now_ns();
 		}
 		ns[n] = now_ns() - before;
-		/* All but the transfer. */
+		/* The time of everything except the transfer. */
 		ready[n] = middle - before + (before + ns[n] - after);
 		n++;
 		busy += process_ns() - cpu;
@@ -951,7 +951,7 @@ static void buffers_cost(void)
 	send_all(&seed, sizeof(seed));
 	receive_all(&verdict, 1);
 	if (verdict != 'y')
-		die("what was written is not there");
+		die("the written bytes are not there");
 	if (buffers) {
 		struct awbuf_stats stats;
 
@@ -1079,7 +1079,7 @@ static void first(void)
 		rdma_once(host, service, byte);
 		rdma_ns[i] = now_ns() - began;
 		if (byte[1] != (uint8_t)i)
-			die("the byte came wrong");
+			die("the byte arrived with a wrong value");
 		barrier();
 		snprintf(service, sizeof(service), "%u", ports[1]);
 		began = now_ns();

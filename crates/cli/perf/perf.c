@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * One end of one run of `anywarp ping` or `anywarp blast`: a plain verbs program that the command starts, controls, and
- * kills if it does not answer. Arguments are NAME=NUMBER; standard input and output carry lines:
+ * One end of one run of `anywarp ping` or `anywarp blast`: a verbs program that the command starts, controls, and kills
+ * if it does not respond. Arguments are NAME=NUMBER. Standard input and output consist of lines:
  *
- *   out  hello qpn=… gid=… …      the queue pair is there
- *   in   peer qpn=… gid=… …       the other end's hello
+ *   out  hello qpn=… gid=… …      the queue pair was created
+ *   in   peer qpn=… gid=… …       the hello of the other end
  *   out  armed                    connected, receives posted
  *   in   go
  *   out  progress msgs=… bytes=…  each second
- *   in   stop sent=…              to a client: end now; to a server: this many were sent, end when they are here
+ *   in   stop sent=…              to a client: end now; to a server: the number of sent messages, end when they have arrived
  *   out  samples …                one-way times in nanoseconds
- *   out  done …                   what was seen
+ *   out  done …                   the results
  *
- * Message m is what the reference has from word m % WINDOW on, so a sender sends from where it is and a receiver compares.
- * No two words of the reference are the same: the first one of a message names it, and no word of an older message looks
- * like one of a newer.
+ * Message m consists of the bytes of the reference from word m % WINDOW on, so a sender sends from the reference and a
+ * receiver compares with it. All words of the reference differ: the first word of a message identifies it, and no word of an
+ * older message equals one of a newer message.
  */
 #define _GNU_SOURCE
 #include <infiniband/verbs.h>
@@ -42,8 +42,8 @@
 #define PORT 1
 #define BATCH 128
 #define MAX_SGE 16
-#define LATE 8192u  /* messages by which one may be behind the newest */
-#define SWEEP 64u /* messages that may still be under way behind the newest one */
+#define LATE 8192u  /* most messages by which one may arrive after the newest */
+#define SWEEP 64u /* older messages that may arrive after the newest one */
 
 enum transport { RC, UC, UD, RD };
 enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };
@@ -105,7 +105,7 @@ static uint64_t now(void)
 
 /* ---------------------------------------------------------------- the reference */
 
-/* Every number has another image, and none is lost. */
+/* A bijective mixing function. */
 static uint64_t mix(uint64_t x)
 {
 	x ^= x >> 32;
@@ -146,7 +146,7 @@ static const uint8_t *content(uint64_t m)
 	return ref[0] + m % WINDOW * 8;
 }
 
-/* Where message m lies at the receiver. */
+/* Returns the address of message m at the receiver. */
 static uint8_t *slot_of(uint64_t m)
 {
 	return slots + m % o.slots * stride;
@@ -163,7 +163,7 @@ static void *memory(size_t size)
 	return at;
 }
 
-/* What a slot has before message m comes: no byte as m has it. */
+/* Fills a slot before message m arrives. Each byte differs from that of m. */
 static void prepare(uint64_t m)
 {
 	const uint8_t *from = content(m);
@@ -173,7 +173,7 @@ static void prepare(uint64_t m)
 		to[i] = (uint8_t)~from[i];
 }
 
-/* Whether bytes [from, to) of the slot are as they were prepared for m. */
+/* Returns whether bytes [from, to) of the slot are still those of prepare(). */
 static bool is_ready(uint64_t m, uint64_t from, uint64_t to)
 {
 	const uint8_t *good = content(m), *is = slot_of(m);
@@ -184,7 +184,7 @@ static bool is_ready(uint64_t m, uint64_t from, uint64_t to)
 	return true;
 }
 
-/* ---------------------------------------------------------------- what is seen */
+/* ---------------------------------------------------------------- results */
 
 static struct {
 	uint64_t messages, bytes, complete, partial, duplicate, bad, overwritten, map_bad, map_checked, failed, first_at, last_at,
@@ -207,7 +207,8 @@ static void note(uint64_t m, uint64_t bytes)
 	seen.bytes += bytes;
 }
 
-/* Some have been noted. Once for all that one poll brings: a clock takes a tenth of the time of a short message. */
+/* Records the time of arrivals. Called once for each poll, because reading the clock takes a tenth of the time of a short
+ * message. */
 static bool noted(bool some)
 {
 	if (some && seen.first_at)
@@ -215,7 +216,7 @@ static bool noted(bool some)
 	return some;
 }
 
-/* Whether message m came for the first time. */
+/* Records message m. Returns whether it arrived for the first time. */
 static bool first_time(uint64_t m)
 {
 	uint64_t word = m / 64;
@@ -244,19 +245,19 @@ static bool lossy(void)
 	return o.transport == UC || o.transport == UD;
 }
 
-/* Whether the client sees messages arrive at itself. */
+/* Returns whether the client itself receives the messages (RDMA Read). */
 static bool pulls(void)
 {
 	return o.op == READ || o.op == WRITE_READ;
 }
 
-/* Whether Sends carry their number as immediate data: where order says nothing and the payload is too short for a number. */
+/* Returns whether Sends carry their number as immediate data: without order, if the payload is too short for a number. */
 static bool numbered(void)
 {
 	return o.op == SEND && o.size < 8 && (lossy() || o.unordered);
 }
 
-/* The message that begins with what is at `data`. */
+/* Returns the number of the message that begins with the word at `data`. */
 static uint64_t name(const uint8_t *data, uint64_t len)
 {
 	uint64_t word, guess;
@@ -268,7 +269,7 @@ static uint64_t name(const uint8_t *data, uint64_t len)
 	if (word >= WINDOW)
 		return expected;
 	guess = expected - expected % WINDOW + word;
-	/* Many may be missing in a row; few come late. */
+	/* Many consecutive messages may be missing, but few arrive late. */
 	if (guess >= expected + WINDOW - LATE && guess >= WINDOW)
 		guess -= WINDOW;
 	else if (guess + LATE < expected)
@@ -276,7 +277,7 @@ static uint64_t name(const uint8_t *data, uint64_t len)
 	return guess;
 }
 
-/* A whole message m at `data`. */
+/* Compares a complete message m at `data`. */
 static void arrived(uint64_t m, const uint8_t *data, uint64_t len)
 {
 	if (!first_time(m))
@@ -292,7 +293,7 @@ static void arrived(uint64_t m, const uint8_t *data, uint64_t len)
 
 static uint64_t posted, completed;
 
-/* The pieces of message m, from both copies in turn. */
+/* Returns the scatter/gather elements of message m, alternating between the two copies of the reference. */
 static int pieces(uint64_t m, struct ibv_sge *sge)
 {
 	uint64_t piece = (o.size + o.gather - 1) / o.gather, at = 0;
@@ -389,7 +390,7 @@ static void post_datagram(uint64_t first, uint64_t count, bool last)
 		die("ibv_wr_complete: %s", strerror(rc));
 }
 
-/* One half of WRITE_READ: message m goes to the peer's memory, or comes back from there. */
+/* Posts one half of WRITE_READ: the Write of message m to the peer's memory, or the Read of it. */
 static void post_half(uint64_t m, bool back)
 {
 	struct ibv_sge sge = { (uintptr_t)content(m), (uint32_t)o.size, ref_mr[0]->lkey };
@@ -412,7 +413,7 @@ static void post_half(uint64_t m, bool back)
 		die("ibv_post_send: %s", strerror(rc));
 }
 
-/* A Write with a completion is waited for before its bytes are read back; one without is followed by the Read at once. */
+/* Posts both. If the Write is signaled, its completion is awaited before the Read; otherwise the Read follows at once. */
 static void post_there_and_back(uint64_t m)
 {
 	post_half(m, false);
@@ -433,7 +434,7 @@ static void post(uint64_t count, bool last)
 	posted += count;
 }
 
-/* Receive number i; its buffer has room for a route header in front of a page or line of its own. */
+/* Posts receives. Each buffer has room for a route header before the payload, which begins at a page or cache line. */
 static void post_receives(uint64_t from, uint64_t count)
 {
 	static struct ibv_recv_wr wr[BATCH];
@@ -460,7 +461,7 @@ static void post_receives(uint64_t from, uint64_t count)
 	}
 }
 
-/* Completions of requests, into `completed`. Reads are compared. */
+/* Polls completions of requests and counts them in `completed`. The data of Reads is compared. */
 static bool poll_sends(void)
 {
 	struct ibv_wc wc[BATCH];
@@ -485,7 +486,7 @@ static bool poll_sends(void)
 			arrived(m, slot_of(m), o.size);
 		}
 		if (o.op == READ) {
-			/* Those before it without a completion of their own are done too, and well. */
+			/* Unsignaled requests before this one have completed successfully too. */
 			for (; completed <= m; completed++)
 				if (good || completed < m)
 					arrived(completed, slot_of(completed), o.size);
@@ -509,7 +510,7 @@ static uint64_t id_of_zero, swept;
 static uint64_t *prepared, *spoilt, processed;
 static bool id_known;
 
-/* Records that wait to be looked at, that of this message not counted. */
+/* Returns the number of unread records, without that of this message. */
 static uint64_t behind(void)
 {
 	struct anywarpdv_counters c;
@@ -521,10 +522,10 @@ static uint64_t behind(void)
 }
 
 /*
- * Compares bytes [from, to) of message m, which a peer may overwrite by a later message of the same place before they
- * are looked at, for nothing holds it back. Then each word is of one or the other. The device's own thread takes what comes
- * while this one has no processor, so it may be many rounds of the places: as many as records wait for, and one or two that
- * have begun.
+ * Compares bytes [from, to) of message m. The peer may overwrite them by a later message for the same slot before they are
+ * compared, because there is no flow control. Each word then belongs to either message. The device's own thread receives
+ * while this one has no processor time, so the later message may be many rounds ahead: as many as there are unread records,
+ * plus one or two that have begun.
  */
 static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64_t to)
 {
@@ -537,7 +538,7 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at, word;
 		bool known = !memcmp(data + at, content(m) + at, len);
 
-		/* Not seen as a later one: either it is wrong, or there are more rounds by now. */
+		/* The word belongs to no later message: it is wrong, or more messages have arrived meanwhile. */
 		for (int look = 0; !known && look < 3; look++) {
 			memcpy(&word, data + at, len);
 			if (look || !most)
@@ -555,15 +556,15 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 }
 
 /*
- * Whether later messages may have been written to the slots of those that are looked at: nearly as many records wait then as
- * there are slots.
+ * Returns whether later messages may have been written to the slots that are being compared, because nearly as many records
+ * are unread as there are slots.
  */
 static bool lapped(void)
 {
 	return behind() > o.slots / 2;
 }
 
-/* Makes the slot of message m ready for it. What of m is there already is spoilt. */
+/* Prepares the slot of message m. Bytes of m that have arrived already are overwritten. */
 static void make_ready(uint64_t m)
 {
 	prepare(m);
@@ -595,7 +596,7 @@ static void one_record(const struct anywarpdv_record *r)
 		id_of_zero = r->message_id - in_region / stride;
 		id_known = true;
 	}
-	/* Ids are 32 bits; messages are counted on. Answers leave numbers out: of them the slot says enough. */
+	/* Ids have 32 bits, while messages are counted without limit. Answers skip numbers, and are identified by their slot. */
 	ahead = (int32_t)(r->message_id - (uint32_t)id_of_zero - (uint32_t)expected);
 	if (!o.blast) {
 		ahead = (int64_t)((in_region / stride + o.slots - expected % o.slots) % o.slots);
@@ -629,7 +630,7 @@ static void one_record(const struct anywarpdv_record *r)
 	}
 	written |= gaps && !is_ready(m, at, o.size);
 	if ((written || seen.bad > bad) && o.exact && !chunk && lapped()) {
-		/* What differs may be of a later message. */
+		/* Differences may be bytes of a later message. */
 		seen.bad = bad;
 		seen.overwritten++;
 	} else {
@@ -645,7 +646,7 @@ static void one_record(const struct anywarpdv_record *r)
 		if (spoilt[m % o.slots] == m)
 			seen.overwritten++;
 		make_ready(m + o.slots);
-		/* Those of which no record will come: their slots, too, are made ready for the next record. */
+		/* Messages that will have no record: their slots are prepared for the next record too. */
 		for (; swept + SWEEP < m; swept++)
 			if (prepared[swept % o.slots] == swept)
 				make_ready(swept + o.slots);
@@ -680,7 +681,7 @@ static bool take_arrivals(uint64_t *newest)
 		if (o.blast || *last != content(expected)[o.size - 1])
 			return false;
 		end = now() + 100000000;
-		/* The last byte may be there before others of its line. */
+		/* The last byte may arrive before other bytes of the cache line. */
 		while (memcmp(slot_of(expected), content(expected), o.size) && now() < end)
 			;
 		*newest = expected;
@@ -749,7 +750,7 @@ static uint64_t member(const char *text, const char *key)
 	return strtoull(at + strlen(with), NULL, 0);
 }
 
-/* Reads a word of the command, if there is one, and reports progress. */
+/* Reads a line of the command, if there is one, and reports progress. */
 static void listen_now(uint64_t at)
 {
 	static uint64_t told;
@@ -781,8 +782,8 @@ static void on_alarm(int signal)
 	(void)signal;
 }
 
-/* Waits for an event, at most 50 ms: an alarm interrupts it, and nothing else, since it is blocked everywhere else. To wait
- * in poll(2), which could look at more than this channel, costs a library that brings its own packets a switch of threads. */
+/* Waits at most 50 ms for an event: an alarm interrupts the wait, and nothing else, because the signal is blocked elsewhere.
+* poll(2) is not used, because a library with its own transport would need a thread switch for it. */
 static void event_comes(struct ibv_comp_channel *channel)
 {
 	static bool ticks;
@@ -794,7 +795,7 @@ static void event_comes(struct ibv_comp_channel *channel)
 	sigemptyset(&alarm);
 	sigaddset(&alarm, SIGALRM);
 	if (!ticks) {
-		struct sigaction act = { .sa_handler = on_alarm }; /* no SA_RESTART */
+		struct sigaction act = { .sa_handler = on_alarm }; /* without SA_RESTART */
 		struct itimerval every = { { 0, 50000 }, { 0, 50000 } };
 
 		sigprocmask(SIG_BLOCK, &alarm, NULL);
@@ -812,7 +813,7 @@ static void event_comes(struct ibv_comp_channel *channel)
 		die("ibv_get_cq_event: %s", strerror(why));
 }
 
-/* Waits until something may have happened: with events asleep, else not at all. */
+/* Waits until something may have happened. With events it sleeps, otherwise it returns at once. */
 static void rest(struct ibv_cq *cq, struct ibv_comp_channel *channel, bool (*again)(void))
 {
 	if (!o.event)
@@ -864,7 +865,7 @@ static bool wait_arrivals(void)
 
 static uint64_t begin_at, end_at, begin_cpu, end_cpu, begin_waited, end_waited;
 
-/* Processor time of this process, microseconds. */
+/* Returns the processor time of this process in microseconds. */
 static uint64_t cpu_time(void)
 {
 	struct rusage use;
@@ -873,7 +874,7 @@ static uint64_t cpu_time(void)
 	return (uint64_t)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) * 1000000 + (uint64_t)(use.ru_utime.tv_usec + use.ru_stime.tv_usec);
 }
 
-/* How long this thread could have run and had no processor, nanoseconds; 0 where the kernel does not say. */
+/* Returns how long this thread was runnable without a processor, in nanoseconds; 0 if the kernel does not report it. */
 static uint64_t waited_time(void)
 {
 	FILE *f = fopen("/proc/thread-self/schedstat", "re");
@@ -887,7 +888,7 @@ static uint64_t waited_time(void)
 	return waited;
 }
 
-/* The measured part begins, or is over. */
+/* Called at the start and at the end of the measurement. */
 static uint64_t begin(void)
 {
 	begin_waited = waited_time();
@@ -920,14 +921,14 @@ static void blast_client(void)
 			if (o.duration_ms)
 				limit = at + o.duration_ms * 1000000;
 		}
-		/* Nothing of the measured part is posted before the warm-up has ended. */
+		/* No request of the measurement is posted before the warm-up has ended. */
 		count = (begin_at ? total : o.warmup) - posted;
 		if (o.fill)
 			most = room < BATCH ? room : BATCH;
 		if (count > most)
 			count = most;
 		if (!ended && count && count <= room) {
-			/* The last one has a completion, so that those before it are known to be done. */
+			/* The last request is signaled, so that the completion of all earlier ones is known. */
 			ended = at >= limit || stopped || posted + count == total;
 			post(count, ended || posted + count == o.warmup);
 			moved = at;
@@ -941,7 +942,7 @@ static void blast_client(void)
 			rest(scq, schan, sends_again);
 			busy = false;
 		}
-		/* Not for each short message: a clock takes a tenth of its time. */
+		/* Not for each short message, because reading the clock takes a tenth of its time. */
 		if (!busy || o.list * o.size >= 16384 || ++turns % 16 == 0)
 			at = now();
 		if (completed < posted && at - moved > o.idle_ms * 1000000)
@@ -950,7 +951,7 @@ static void blast_client(void)
 	end();
 }
 
-/* Until all that was sent is here, or nothing more comes. */
+/* Receives until all sent messages have arrived, or no more arrive. */
 static void blast_server(void)
 {
 	uint64_t quiet_after = now();
@@ -984,7 +985,7 @@ static void blast_server(void)
 	end();
 }
 
-/* Of plain Writes only the last one of each slot is there to be compared. */
+/* Compares the last plain Write of each slot, the only one that is still there. */
 static void compare_slots(void)
 {
 	for (uint64_t s = 0; s < o.slots && s < sent; s++) {
@@ -1059,7 +1060,7 @@ static void ping_client(void)
 			if (expected <= m && !pulls())
 				expected = m + 1;
 		}
-		/* A place in the send queue for the next one. */
+		/* Wait for a free send queue entry for the next message. */
 		while (posted - completed >= o.depth) {
 			if (!poll_sends() && now() - at > o.idle_ms * 1000000)
 				die("no request has ended for %" PRIu64 " ms", o.idle_ms);
@@ -1083,7 +1084,7 @@ static void ping_server(void)
 			continue;
 		}
 		if (wait_arrivals() && seen.all > before) {
-			/* Its number is that of the message it answers. */
+			/* An answer has the number of the message that it answers. */
 			posted = newest;
 			post(1, true);
 			poll_sends();
@@ -1153,7 +1154,7 @@ static void make_queue_pair(void)
 		if (!schan || !rchan)
 			die("ibv_create_comp_channel: %s", strerror(errno));
 	}
-	/* Receives only where they are needed; twice the places of one-sided messages that need one. */
+	/* Receives are posted only if needed; for one-sided messages that need some, twice the number of slots. */
 	receives = 0;
 	if (answers && (o.op == SEND || o.op == SEND_IMM))
 		receives = o.slots;
@@ -1404,7 +1405,7 @@ int main(int argc, char **argv)
 	if (o.server && o.blast && o.op == WRITE && !records() && sent != UINT64_MAX && sent)
 		compare_slots();
 	tell();
-	/* The other end may still need answers of this one. */
+	/* The other end may still wait for acknowledgements of this one. */
 	line(text, sizeof(text));
 	return 0;
 }

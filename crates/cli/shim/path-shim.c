@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Shows the device as files, to programs that look for a device there and not in libibverbs.
+ * Shows the device as files, for programs that look for device files instead of using libibverbs.
  *
- *   /dev/infiniband/anywarp0    is what /dev/null is: a character device that all may read and write
- *   /sys/class/infiniband/...   is a small tree with anywarp0 in it, and nothing else; so is infiniband_verbs beside it
+ *   /dev/infiniband/anywarp0    behaves like /dev/null: a character device that everyone may read and write
+ *   /sys/class/infiniband/...   is a small tree that contains only anywarp0; so is infiniband_verbs next to it
  *
- * A preload library that replaces the functions that take a path. A path that begins otherwise goes to the
- * next library as it is. The tree consists of real files, so that a folder opened here can be read, walked
- * and handed on with functions that were not replaced. It is made on first use, in a
- * folder of the user's own, and stays for the next one. There is no constructor, no thread and no state
- * but what is cached here; where a tree cannot be made, the paths are those of the machine.
+ * This preload library replaces the functions that take a path. Other paths are passed to the next library unchanged. The
+ * tree consists of real files, so a folder that is opened here can be read, traversed and passed on by functions that are
+ * not replaced. The tree is created on first use, in a folder of the user, and is kept. There is no constructor, no thread
+ * and no state except cached values. If the tree cannot be created, the paths are those of the machine.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -33,14 +32,14 @@
 #include <unistd.h>
 
 #define DEVICE "anywarp0"
-/* Which files the tree has; another text when it gets other ones. */
+/* The version of the tree's layout, to be changed when its files change. */
 #define LAYOUT "2"
 #define EXPORT __attribute__((visibility("default")))
 
-/* Entries of the port's GID table. */
+/* The number of entries of the port's GID table. */
 #define GIDS 64
 
-/* The function of this name in the libraries behind this one. */
+/* The function of this name in the libraries after this one. */
 #define NEXT(name)                                                                             \
 	({                                                                                     \
 		static void *next_;                                                            \
@@ -54,13 +53,13 @@
 
 /* ---------------------------------------------------------------- the tree */
 
-/* System calls of our own: the tree is made without passing through the functions below. */
+/* Direct system calls: creating the tree must not use the replaced functions below. */
 static int raw_open(const char *path, int flags)
 {
 	return (int)syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0644);
 }
 
-/* A folder that is ours alone to write. */
+/* Returns whether `path` is a folder that only this user may write. */
 static bool own_folder(const char *path)
 {
 	struct statx s;
@@ -72,7 +71,7 @@ static bool own_folder(const char *path)
 	return S_ISDIR(s.stx_mode) && s.stx_uid == geteuid() && !(s.stx_mode & 022);
 }
 
-/* Writes `dir/name`, at once and whole, unless it is there. */
+/* Writes `dir/name` atomically, unless it exists. */
 static bool put_file(const char *dir, const char *name, const char *text)
 {
 	char path[PATH_MAX], fresh[PATH_MAX];
@@ -115,7 +114,7 @@ static bool put_link(const char *dir, const char *name, const char *target)
 	       (!symlink(target, path) || errno == EEXIST);
 }
 
-/* An interface address as a GID. */
+/* Converts an interface address to a GID. */
 static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 {
 	memset(gid, 0, 16);
@@ -132,8 +131,8 @@ static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 }
 
 /*
- * How well an address serves as GID 0; the first of the best is taken. The order is the device's own: the one
- * that ANYWARP_ADDR names, then IPv4 before IPv6, and the loopback interface behind all others.
+ * Returns the priority of an address as GID 0; among equal ones the first is used. As in the device, the order is: the address
+ * in ANYWARP_ADDR, then IPv4 before IPv6, and the loopback interface last.
  */
 #define BEST 5
 static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)
@@ -154,7 +153,7 @@ struct gid {
 	char interface[IF_NAMESIZE];
 };
 
-/* The GID table, as the device makes it when it is opened: the best addresses first, each once; its length. */
+/* Creates the GID table as the device does: the best addresses first, without duplicates. Returns its length. */
 static int gid_table(struct gid table[GIDS])
 {
 	const char *variable = secure_getenv("ANYWARP_ADDR");
@@ -189,7 +188,7 @@ static void gid_text(char text[40], const uint8_t gid[16])
 		snprintf(text + (i / 2) * 5 + (i % 2) * 2, 4, "%02x%s", gid[i], i % 2 && i < 15 ? ":" : "");
 }
 
-/* The node GUID, as the device makes it: from the hardware address of the interface, or else from the end of the GID. */
+/* Creates the node GUID as the device does: from the hardware address of the interface, or else from the end of the GID. */
 static void guid_text(char text[20], const uint8_t gid[16], const char *interface)
 {
 	char path[64 + IF_NAMESIZE], line[32] = "";
@@ -207,7 +206,7 @@ static void guid_text(char text[20], const uint8_t gid[16], const char *interfac
 	}
 	if (sscanf(line, "%2x:%2x:%2x:%2x:%2x:%2x", mac, mac + 1, mac + 2, mac + 3, mac + 4, mac + 5) == 6 &&
 	    (mac[0] | mac[1] | mac[2] | mac[3] | mac[4] | mac[5])) {
-		/* EUI-64 from EUI-48. */
+		/* Convert EUI-48 to EUI-64. */
 		guid[0] = (uint8_t)(mac[0] ^ 2);
 		guid[1] = (uint8_t)mac[1];
 		guid[2] = (uint8_t)mac[2];
@@ -224,7 +223,7 @@ static void guid_text(char text[20], const uint8_t gid[16], const char *interfac
 		 guid[7]);
 }
 
-/* The LID, as the device makes it. */
+/* Creates the LID as the device does. */
 static unsigned int lid_of(const uint8_t gid[16])
 {
 	unsigned int low = ((unsigned int)gid[14] << 8 | gid[15]) & 0xbfff;
@@ -232,7 +231,7 @@ static unsigned int lid_of(const uint8_t gid[16])
 	return low ? low : 1;
 }
 
-/* Makes, or finds made, everything below `top`. */
+/* Creates the files below `top` that do not exist. */
 static bool fill_tree(const char *top, const struct gid *table, int n)
 {
 	static const uint8_t none[16];
@@ -279,11 +278,11 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 	return true;
 }
 
-/* The folder that stands for /sys/class, for infiniband and infiniband_verbs; NULL where none can be made. */
+/* Returns the folder that replaces /sys/class for infiniband and infiniband_verbs, or NULL if it cannot be created. */
 static const char *tree(void)
 {
 	static char made[PATH_MAX / 2];
-	static int state; /* 0: not asked yet, 1: another thread is at it, 2: made, 3: cannot be */
+	static int state; /* 0: not tried yet, 1: being created, 2: created, 3: cannot be created */
 	char top[PATH_MAX / 2];
 	const char *base = secure_getenv("XDG_RUNTIME_DIR");
 	struct gid table[GIDS];
@@ -295,14 +294,14 @@ static const char *tree(void)
 		return known == 2 ? made : NULL;
 	n = gid_table(table);
 	good = n > 0;
-	/* A host with other addresses has another tree. */
+	/* A host with other addresses uses another tree. */
 	for (int g = 0; g < n; g++) {
 		for (size_t i = 0; i < 16; i++)
 			sum = (sum ^ table[g].raw[i]) * 16777619u;
 		for (const char *c = table[g].interface; *c; c++)
 			sum = (sum ^ (uint8_t)*c) * 16777619u;
 	}
-	/* And so has another version. */
+	/* Another version uses another tree too. */
 	for (const char *c = ANYWARP_VERSION " " LAYOUT; *c; c++)
 		sum = (sum ^ (uint8_t)*c) * 16777619u;
 	if (good && (!base || base[0] != '/' || access(base, W_OK)))
@@ -324,7 +323,7 @@ static const char *tree(void)
 
 /* ---------------------------------------------------------------- the paths */
 
-/* What follows `prefix` in `path`, if `path` is that or lies below it. */
+/* Returns what follows `prefix` in `path`, if `path` is equal to it or below it. */
 static const char *below(const char *path, const char *prefix, size_t len)
 {
 	if (strncmp(path, prefix, len) || (path[len] && path[len] != '/'))
@@ -334,7 +333,7 @@ static const char *below(const char *path, const char *prefix, size_t len)
 
 #define BELOW(path, prefix) below(path, prefix, sizeof prefix - 1)
 
-/* The path to use for `path`: itself, or a replacement that may stand in `room`. */
+/* Returns the path to use for `path`: itself, or a replacement in `room`. */
 static const char *shown(const char *path, char room[PATH_MAX])
 {
 	const char *rest, *top;
@@ -362,7 +361,7 @@ static const char *shown(const char *path, char room[PATH_MAX])
 
 /* ---------------------------------------------------------------- opening */
 
-/* The mode argument is there only if a file may be made. */
+/* The mode argument exists only if the call may create a file. */
 #define MODE(flags, last)                                           \
 	({                                                          \
 		mode_t mode_ = 0;                                   \
@@ -407,7 +406,7 @@ EXPORT int openat64(int dir, const char *path, int flags, ...)
 	return NEXT(openat64)(dir, path, flags, mode);
 }
 
-/* What a program calls that was compiled with checks of its arguments. */
+/* Variants that programs call if they were compiled with _FORTIFY_SOURCE. */
 int __open_2(const char *path, int flags);
 int __open64_2(const char *path, int flags);
 int __openat_2(int dir, const char *path, int flags);
@@ -469,7 +468,7 @@ EXPORT int scandir64(const char *path, struct dirent64 ***list, int (*filter)(co
 	return NEXT(scandir64)(path, list, filter, compare);
 }
 
-/* From there, relative paths lead into the tree. */
+/* Relative paths are resolved from the tree afterwards. */
 EXPORT int chdir(const char *path)
 {
 	SHOWN(path);
@@ -479,8 +478,8 @@ EXPORT int chdir(const char *path)
 /* ---------------------------------------------------------------- looking */
 
 /*
- * Before glibc 2.33 there was no function stat, only __xstat with a version; since then __xstat is there for
- * old programs only. Each is answered with the one that is there.
+ * Before glibc 2.33 there was no function stat, only __xstat with a version. Since then __xstat exists for old programs only.
+ * Each is implemented with the one that exists.
  */
 int __xstat(int version, const char *path, struct stat *s);
 int __lxstat(int version, const char *path, struct stat *s);

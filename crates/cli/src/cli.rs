@@ -142,7 +142,6 @@ pub(crate) struct Run {
     /// Settings: loss, dup, reorder, corrupt, kill (probabilities), delay, jitter (5ms), rate (10MB/s), dir (tx, rx,
     /// both), seed, summary (on, off). A rule is MATCHES -> ACTION, such as 'op=send nth=3 -> error=remote-access';
     /// rules and settings are separated by newlines or semicolons. docs/faults.md describes all of them.
-    /// rules and settings stand in lines or between semicolons. docs/faults.md has all of them.
     #[arg(long, value_name = "SPEC")]
     pub(crate) faults: Option<OsString>,
 

@@ -18,7 +18,7 @@ local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immed
 
 -- ------------------------------------------------------------------ control messages
 
--- One control message, from its DDP header: 18 bytes, nothing behind it on a stream.
+-- One control message, from its DDP header on: 18 bytes. On a stream no payload follows.
 local function control_text(header)
     local kind, arg = header(2, 1):uint(), header(5, 1):uint()
     local seq, extra = header(10, 4):uint(), header(14, 4):uint()
@@ -111,7 +111,7 @@ local malformed = ProtoExpert.new("anywarp.malformed", "Shorter than its headers
     expert.severity.ERROR)
 dg.experts = { bad_crc, malformed }
 
--- CRC32C (RFC 3720 appendix B.4), byte by byte; Lua 5.1 to 5.4 have no operators for it in common.
+-- CRC32C (RFC 3720 appendix B.4), byte by byte, because Lua 5.1 to 5.4 have no common bit operators.
 local xor, shift, band = bit.bxor, bit.rshift, bit.band
 local TABLE = {}
 for n = 0, 255 do
@@ -209,7 +209,7 @@ local function dissect_segment(tvb, tree)
         tvb(16, 4):uint() + len, tvb(12, 4):uint())
 end
 
--- A packet of reliable datagrams: its header, and the datagram in it, which has no CRC of its own.
+-- A packet of reliable datagrams: its header, and the datagram in it, which has no separate CRC.
 local function dissect_packet(tvb, tree)
     tree:add(f.kind, tvb(0, 1), "packet")
     local flags = tvb(1, 1)
@@ -247,7 +247,7 @@ local function dissect_packet(tvb, tree)
     if band(tvb(20, 1):uint(), 0x01) ~= 0 then text = text .. string.format(", ack %d", tvb(24, 4):uint()) end
     if refused ~= 0 then text = text .. string.format(", refused with %d", refused) end
     if band(flags:uint(), 0x01) ~= 0 then
-        -- Up to the end of the packet, whose CRC stands where its own would.
+        -- Up to the end of the packet, whose CRC is at the position of the datagram's.
         if tvb:len() < at + 44 then return nil end
         local inner = dissect_segment(tvb(at):tvb(), tree:add(dg, tvb(at, tvb:len() - 4 - at), "datagram"))
         if inner == nil then return nil end
@@ -280,7 +280,7 @@ function dg.dissector(tvb, pinfo, root)
     pinfo.cols.info = text
 end
 
--- Ours are known by their first two bytes: a kind and version 1.
+-- anywarp's datagrams are recognized by their first two bytes: a kind, and version 1.
 local function is_ours(tvb, pinfo, root)
     if tvb:len() < 12 then return false end
     local kind, version = tvb(0, 1):uint(), tvb(1, 1):uint()
@@ -292,7 +292,7 @@ dg:register_heuristic("udp", is_ours)
 
 -- ------------------------------------------------------------------ control messages on a stream
 
--- Wireshark has iWARP over TCP itself and shows these as opcode 15; their content is shown here.
+-- Wireshark dissects iWARP over TCP itself and shows these messages as opcode 15. This shows their content.
 local control = Proto("anywarp_control", "anywarp control message")
 local control_field = ProtoField.string("anywarp_control.message", "Message")
 control.fields = { control_field }

@@ -35,13 +35,13 @@ typedef intptr_t exs_ahandle_t;
 #define EXS_MSG_TRUNC 0x100
 #define EXS_MSG_MORE 0x200
 
-/* exs_cancel: all of the socket, or those with the application handle */
+/* exs_cancel: all operations of the socket, or those with the application handle */
 #define EXS_CAF_FILDES 1
 #define EXS_CAF_AHANDLE 2
 
 #define EXS_SHUT_WR 1
 
-/* Commands of exs_fcntl, with an int. Those of 1 to 6 are set before the connection. */
+/* Commands of exs_fcntl, with an int argument. Commands 1 to 6 must be used before the socket is connected. */
 #define EXS_F_SETCREDITS 1
 #define EXS_F_GETCREDITS 2
 #define EXS_F_SETSMALLPACKET 3
@@ -57,15 +57,15 @@ typedef intptr_t exs_ahandle_t;
 #define SO_ASYNC_RECV_ORDERED 100
 #define SO_ASYNC_SEND_TIMEOUT 101 /* milliseconds; 0: no limit */
 #define SO_ASYNC_RECV_TIMEOUT 102
-#define EXS_TIMEOUT_ONCE (1 << 30) /* or'd to a time: only for the next call */
+#define EXS_TIMEOUT_ONCE (1 << 30) /* combined with a time: only for the next call */
 
 /* Attributes of queues */
 #define EXS_QATTR_DEPTH 1      /* int */
 #define EXS_QATTR_SIGNAL 2     /* exs_signal_t */
-#define EXS_QATTR_EVENTS 3     /* int: events that wait; only to read */
+#define EXS_QATTR_EVENTS 3     /* int: number of queued events; read-only */
 #define EXS_QATTR_WAIT 4       /* int */
-#define EXS_QATTR_FD 100       /* int: a descriptor, readable while events wait; only to read */
-#define EXS_QATTR_COUNTERS 101 /* exs_counters_t, of the process; only to read */
+#define EXS_QATTR_FD 100       /* int: a descriptor that is readable while there are events; read-only */
+#define EXS_QATTR_COUNTERS 101 /* exs_counters_t of the process; read-only */
 
 #define EXS_WAIT_ADAPTIVE 1
 #define EXS_WAIT_NOTIFY 2
@@ -81,7 +81,7 @@ typedef struct exs_signal {
 
 typedef struct exs_counters {
 	uint64_t exs_copied; /* bytes that the library copied */
-	uint64_t exs_direct; /* bytes that a device moved by this end's order */
+	uint64_t exs_direct; /* bytes that a device transferred for requests of this end */
 } exs_counters_t;
 
 typedef struct exs_iovec {

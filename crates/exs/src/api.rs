@@ -820,7 +820,7 @@ pub(crate) unsafe extern "C" fn exs_poll(
             flags == 0 && (1..=MAX_POLLED).contains(&count),
             libc::EINVAL,
         )?;
-        // SAFETY: the program passes an array with so many elements.
+        // SAFETY: the program passes an array with this many elements.
         let polled = unsafe { std::slice::from_raw_parts(fds, count) };
         let polled: Vec<_> = polled.iter().map(|p| (p.fd, p.events)).collect();
         for (_, events) in &polled {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * exs-ttcp: throughput and latency of extended sockets, and of TCP beside them.
+ * exs-ttcp: measures throughput and latency of extended sockets, and of TCP for comparison.
  *
- * A server waits, a client runs rows: one row is one size in one mode. Both ends agree over a TCP connection, the control
- * connection, in lines of text; the data goes over a connection of its own, which the client makes to a port that the
- * server names.
+ * The client runs rows with a server. A row is one size in one mode. Both ends negotiate over a TCP connection, the control
+ * connection, with lines of text. The data is sent over another connection, which the client establishes to a port that the
+ * server announces.
  *
  *   client                                     server
  *   row MODE STREAM PING SIZE ...       ->
@@ -15,9 +15,10 @@
  *   sent                                ->
  *                                       <-     done CPU DEVICE COPIED LATENCIES
  *
- * The steps from "ready" on run twice: the first time to warm up. The clock runs from "ready" to "done".
+ * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done".
  *
- * Each message has its number in its first and last bytes, which the receiver compares; --verify fills and compares all.
+ * Each message has its number in its first and last bytes, which the receiver compares. With --verify all bytes are filled and
+ * compared.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -44,7 +45,7 @@
 #define MAX_PINGS 10000000u
 #define STAMP sizeof(uint64_t)
 #define LINE 256
-/* How long to wait for an event, or for a line of the other end. */
+/* The time limit for an event, or for a line of the other end. */
 #define TIMEOUT_S 60
 #define WARM_UP 16u
 #define PORT "18516"
@@ -55,12 +56,12 @@ static const char *const mode_names[MODES] = {
 };
 static const char *const wait_names[] = { "", "adaptive", "notify", "busy" };
 
-/* One row, as the client asks for it. */
+/* The parameters of one row. */
 struct row {
 	unsigned int mode, stream, ping, size, in_flight, count, wait, nagle, verify;
 };
 
-/* Microseconds one way. */
+/* One-way latencies in microseconds. */
 struct latencies {
 	double least, median, p99, most;
 };
@@ -70,7 +71,7 @@ struct end {
 	struct row row;
 	int control;
 	int data; /* a descriptor of libexs, or of the system in TCP mode */
-	int back; /* of a transaction: where the server's memory is read */
+	int back; /* of a transaction: the connection over which the client reads the server's memory */
 	exs_qhandle_t queue;
 	exs_mhandle_t memory, memory_in;
 	char *block, *block_in;
@@ -88,7 +89,7 @@ static double seconds(void)
 	return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Processor time of this process: of the program, the library and a device that is software. */
+/* Returns the processor time of this process, including the library and a software device. */
 static double cpu_seconds(void)
 {
 	struct rusage u;
@@ -97,7 +98,7 @@ static double cpu_seconds(void)
 	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
 }
 
-/* Processor time of the threads that are the device, when that is software in this process. */
+/* Returns the processor time of the threads of a software device in this process. */
 static double device_seconds(void)
 {
 	DIR *tasks = opendir("/proc/self/task");
@@ -194,7 +195,7 @@ __attribute__((format(printf, 2, 3))) static bool write_line(int control, const 
 	return n > 0 && (size_t)n < sizeof line && write_all(control, line, (size_t)n);
 }
 
-/* Reads a line without its end; 0 when the connection has ended before it, -1 when it failed. */
+/* Reads a line without its newline. Returns 0 if the connection has ended before it, -1 if it failed. */
 static int read_line(int control, char line[LINE])
 {
 	for (size_t n = 0; n < LINE; n++) {
@@ -254,7 +255,7 @@ static size_t least(size_t a, size_t b)
 	return a < b ? a : b;
 }
 
-/* Writes the message, or its first and last bytes. */
+/* Fills the message, or its first and last bytes. */
 static void fill(const struct row *row, char *to, uint64_t number)
 {
 	size_t size = row->size;
@@ -271,7 +272,7 @@ static void fill(const struct row *row, char *to, uint64_t number)
 		memcpy(to + size - STAMP, &w, STAMP);
 }
 
-/* Makes a buffer such that a message that does not arrive is noticed. */
+/* Clears a buffer, so that a message that does not arrive is detected. */
 static void wipe(const struct row *row, char *at)
 {
 	size_t size = row->size;
@@ -288,7 +289,7 @@ static void wipe(const struct row *row, char *at)
 static bool is_message(const struct row *row, const char *is, uint64_t number)
 {
 	size_t size = row->size, end = size > STAMP ? size - STAMP : 0;
-	/* In a message of less than two stamps the last one is written over the end of the first. */
+	/* If the message is shorter than two stamps, the last one overwrites the end of the first. */
 	size_t first = size > STAMP ? least(STAMP, end) : size;
 	uint64_t w = word(number, size);
 
@@ -305,7 +306,7 @@ static bool is_message(const struct row *row, const char *is, uint64_t number)
 
 /* ---- events ---- */
 
-/* Takes an event, and sets which buffer it is about. */
+/* Dequeues an event, and sets the buffer that it belongs to. */
 static bool take(struct end *e, int *type, size_t *slot)
 {
 	struct timeval limit = { TIMEOUT_S, 0 };
@@ -329,7 +330,7 @@ static bool take(struct end *e, int *type, size_t *slot)
 	return true;
 }
 
-/* Bytes that the library has copied in this process. */
+/* Returns the number of bytes that the library has copied in this process. */
 static unsigned long long copied(const struct end *e)
 {
 	exs_counters_t counters = { 0 };
@@ -361,7 +362,7 @@ static bool post_send(struct end *e, size_t slot)
 	return true;
 }
 
-/* Starts a persistent send or receive, whose handle is `handle`. */
+/* Starts a persistent send or receive with the handle `handle`. */
 #define PERSISTENT_HANDLE 1000
 
 static bool offer(struct end *e, bool memory_to_write)
@@ -376,7 +377,7 @@ static bool offer(struct end *e, bool memory_to_write)
 	return failed ? fail_errno("a persistent operation") : true;
 }
 
-/* Ends it. All that the peer had written before is in the memory then. */
+/* Ends a persistent operation. Everything that the peer wrote before is in the memory afterwards. */
 static bool withdraw(struct end *e, int fd)
 {
 	struct timeval limit = { TIMEOUT_S, 0 };
@@ -415,7 +416,7 @@ static bool send_all(struct end *e, unsigned int count)
 	return true;
 }
 
-/* The receives of the first messages. */
+/* Posts the receives of the first messages. */
 static bool begin_receiving(struct end *e, unsigned int count)
 {
 	for (size_t slot = 0; slot < least(count, e->row.in_flight); slot++)
@@ -447,7 +448,7 @@ static bool receive_all(struct end *e, unsigned int count)
 
 /* ---- ping ---- */
 
-/* Waits for the message `e->in`; counts sends that are done meanwhile. */
+/* Waits for the message `e->in`. Counts sends that complete meanwhile. */
 static bool await_message(struct end *e, unsigned int *sent)
 {
 	const char *tail = e->block_in + (e->row.size > STAMP ? e->row.size - STAMP : 0);
@@ -464,7 +465,7 @@ static bool await_message(struct end *e, unsigned int *sent)
 		} while (type != EXS_EVT_RECV);
 		return is_message(&e->row, e->block_in + slot * e->stride, e->in++);
 	}
-	/* A write into persistent memory makes no event here: the memory itself is watched, as with RDMA Write. */
+	/* A write into persistent memory causes no event at the receiver, so the memory is polled, as with RDMA Write. */
 	for (;;) {
 		for (int look = 0; look < 16; look++) {
 			__asm__ volatile("" ::: "memory");
@@ -485,7 +486,7 @@ static bool await_message(struct end *e, unsigned int *sent)
 	}
 }
 
-/* The peer's persistent memory, read `count` times; a read's time is that of a round. */
+/* Reads the peer's persistent memory `count` times. The time of a read counts as that of a round trip. */
 static bool fetch(struct end *e, unsigned int count)
 {
 	size_t slot;
@@ -504,7 +505,7 @@ static bool fetch(struct end *e, unsigned int count)
 	return true;
 }
 
-/* One message there and one back, `count` times; the client begins. */
+/* Sends a message and waits for one, `count` times. The client starts. */
 static bool ping(struct end *e, unsigned int count, bool client)
 {
 	unsigned int sent = 0;
@@ -522,12 +523,12 @@ static bool ping(struct end *e, unsigned int count, bool client)
 			return false;
 		if (client && e->pings)
 			e->pings[i] = (seconds() - begun) * 0.5e6;
-		/* The receive of the next message is there before this one is answered. */
+		/* The receive of the next message is posted before this one is answered. */
 		if (i + 1 < count && e->row.mode != PERSISTENT_RECV && !post_recv(e, 0))
 			return false;
 		if (!client && !post_send(e, i & 1))
 			return false;
-		/* Of two buffers to send from, the next one is free. */
+		/* There are two send buffers. Wait until the next one is free. */
 		for (; sent + 1 < i + 1; sent++)
 			if (!take(e, &type, &slot))
 				return false;
@@ -541,9 +542,9 @@ static bool ping(struct end *e, unsigned int count, bool client)
 /* ---- transactions ---- */
 
 /*
- * Each end has memory that it sends persistently with notify, on a socket of its own, and reads the other's. That the
- * request was read says that the next one may take its place, and that the answer before it is there; that the answer was
- * read says the same to the server.
+ * Each end has memory that it sends persistently with notify, on a separate socket, and reads that of the other end. The
+ * notification that the request was read shows the client that it may write the next one, and that the previous answer is
+ * complete. The notification that the answer was read shows the server the same.
  */
 static bool transact(struct end *e, unsigned int count, bool client)
 {
@@ -579,13 +580,13 @@ static bool transact(struct end *e, unsigned int count, bool client)
 	return true;
 }
 
-/* The memory of this end: the client's is read on the first connection, the server's on the second. */
+/* Starts the persistent send of this end: the client's on the first connection, the server's on the second. */
 static bool offer_with_notify(struct end *e, bool client)
 {
 	e->in = e->out = 1;
 	fill(&e->row, e->block, e->out);
 	if (client)
-		e->out++; /* the first request is there; the server fills in its answer before each read */
+		e->out++; /* the first request is complete; the server writes its answer before each read */
 	if (exs_send(client ? e->data : e->back, e->block, e->row.size, EXS_PERSISTENT_NOTIFY, e->queue, PERSISTENT_HANDLE,
 		     e->memory))
 		return fail_errno("a persistent send");
@@ -634,7 +635,7 @@ static struct latencies summary(double *pings, unsigned int count)
 	return (struct latencies){ pings[0], pings[count / 2], pings[(size_t)count * 99 / 100], pings[count - 1] };
 }
 
-/* Sends end in order, and so a buffer has each message that is `in_flight` after the one before. */
+/* Sends end in order, so consecutive messages of a buffer are `in_flight` messages apart. */
 static bool has_last_messages(const struct end *e, unsigned int count)
 {
 	unsigned int buffers = (unsigned int)least(count, e->row.in_flight);
@@ -750,12 +751,12 @@ static bool is_row(const struct row *r)
 	       (r->mode != IMMEDIATE || r->size <= 1u << 20) && (r->mode != TRANSACTION || !r->ping);
 }
 
-/* Allocates what a row needs; a socket for it follows. */
+/* Allocates what a row needs. The socket is created later. */
 static bool prepare(struct end *e)
 {
 	size_t all;
 
-	/* Two buffers at least: a ping sends from them in turn. */
+	/* At least two buffers, because a ping alternates between them. */
 	e->stride = ((size_t)e->row.size + 63) / 64 * 64;
 	all = e->stride * (e->row.in_flight < 2 ? 2 : e->row.in_flight);
 	e->queue = EXS_QHANDLE_INVALID;
@@ -766,7 +767,7 @@ static bool prepare(struct end *e)
 	e->pings = e->row.ping ? calloc(e->row.count, sizeof *e->pings) : NULL;
 	if (!e->block || !e->block_in || (e->row.ping && !e->pings))
 		return fail("no memory for %zu bytes", all);
-	/* Pages are there before the clock runs. */
+	/* Make the pages resident before the measurement. */
 	memset(e->block, 1, all);
 	memset(e->block_in, 1, all);
 	if (e->row.mode == TCP)
@@ -854,7 +855,7 @@ static in_port_t port_of(const struct sockaddr_storage *addr)
 					     ((const struct sockaddr_in *)addr)->sin_port;
 }
 
-/* Waits for the client of this row at the address that its control connection has. */
+/* Waits for the client of this row at the address of its control connection. */
 static bool admit(struct end *e)
 {
 	struct sockaddr_storage addr;
@@ -1090,7 +1091,7 @@ static bool number(const char *text, unsigned int most, unsigned int *value)
 	return *end == 0 && errno == 0 && n >= 1 && n <= most;
 }
 
-/* Finds a name in a list; the list's length if it is not there. */
+/* Returns the index of a name in a list, or the length of the list if it is not found. */
 static unsigned int find(const char *name, const char *const *names, unsigned int count)
 {
 	unsigned int i = 0;
@@ -1202,7 +1203,7 @@ static int parse(int argc, char **argv, struct options *o)
 	return 0;
 }
 
-/* A socket of the control connection, listening or connected. */
+/* Returns a socket for the control connection, listening or connected. */
 static int control_socket(const char *host, const char *port, bool listening)
 {
 	struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = listening ? AI_PASSIVE : 0 }, *list = NULL;
@@ -1302,7 +1303,7 @@ int main(int argc, char **argv)
 		fflush(stdout);
 		return run_server(listener, o.keep);
 	}
-	/* The library is started after this, in each process. */
+	/* The library is initialized after the fork, in each process. */
 	server = fork();
 	if (server < 0) {
 		fail_errno("fork");

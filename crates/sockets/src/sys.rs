@@ -313,7 +313,7 @@ pub fn is_delivered(fd: c_int) -> bool {
 
 /// Closes a descriptor of the library.
 pub fn close(fd: c_int) {
-    // SAFETY: the caller owns it.
+    // SAFETY: the caller owns the descriptor.
     unsafe {
         real::close(fd);
     }

@@ -1,4 +1,4 @@
-//! librdmacm: its functions, by subject.
+//! The functions of librdmacm, one module for each subject.
 
 pub(crate) mod address;
 pub mod addrinfo;

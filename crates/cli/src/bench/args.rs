@@ -51,7 +51,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "WORDS", default_value = "", hide = true)]
     pub(crate) server_prefix: String,
 
-    /// The same for the client
+    /// Run the client through this command
     #[arg(long, value_name = "WORDS", default_value = "", hide = true)]
     pub(crate) client_prefix: String,
 

@@ -544,7 +544,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
             }))
         }
         [0, ..] => Err(wrong("none of the sent messages arrived")),
-        _ => Err(wrong("datagrams came wrong")),
+        _ => Err(wrong("datagrams arrived with wrong content")),
     }
 }
 

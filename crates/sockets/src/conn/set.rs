@@ -1,13 +1,14 @@
 //! An epoll set of the program that contains upgraded streams.
 //!
-//! The kernel's set contains the carriers (the TCP sockets) of the streams, with the program's data. An event of a carrier
-//! is processed, and the program gets the events of the stream instead. A stream can be ready without an event of the
-//! kernel: bytes that were taken from the carrier already, or credit. Such streams are in a list, which is checked first.
+//! The kernel's set contains the carriers (the TCP sockets) of the streams, with the program's data. When the kernel reports an
+//! event of a carrier, the library handles it and returns the events of the stream to the program instead. A stream can be
+//! ready without an event of the kernel, because of bytes that were received from the carrier earlier, or because of credit.
+//! Such streams are in a list, which is checked first.
 //!
 //! Programs change the events that they wait for several times for each request: redis-benchmark calls `epoll_ctl` five
 //! times. Here such a call becomes a system call only if the kernel has to report more events than before. The kernel's set
 //! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
-//! removed stays in the kernel's set until the kernel reports an event of it or the program closes it.
+//! removed stays in the kernel's set until the kernel reports an event of the stream or the program closes it.
 
 use crate::conn::number::NumberMap;
 use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
@@ -28,17 +29,17 @@ const ERR: u32 = libc::EPOLLERR as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
 const ET: u32 = libc::EPOLLET as u32;
 const ONESHOT: u32 = libc::EPOLLONESHOT as u32;
-/// With one of these flags each call has to become a system call, because the time of the call decides what the kernel
+/// With one of these flags each call must become a system call, because the time of the call determines which events the kernel
 /// reports.
 const EXACT: u32 = ET | ONESHOT | libc::EPOLLEXCLUSIVE as u32;
-/// The data of the events of a set's bell.
+/// The epoll data of a set's bell (see `bell`).
 const BELL: u64 = 0x616e_7977_6172_7021;
 
 /// A set.
 #[derive(Debug)]
 pub struct Set {
     inner: Mutex<Inner>,
-    /// The number of its connections that are not plain.
+    /// The number of connections in the set that are not plain.
     members: AtomicUsize,
     /// The number of threads that wait in the kernel.
     waiters: AtomicUsize,
@@ -52,11 +53,11 @@ struct Inner {
     by_data: NumberMap<u64, c_int>,
     shared: Vec<(u64, c_int)>,
     ready: VecDeque<c_int>,
-    /// An eventfd in the kernel's set, written when a stream becomes ready by another way than the kernel's report.
+    /// An eventfd in the kernel's set. It is written when a stream becomes ready without an event of the kernel.
     bell: Option<c_int>,
     rung: bool,
-    /// The set is in another set, or is polled. Its bell has to ring while streams are in the list, so that the set itself
-    /// is reported as readable.
+    /// The program has added the set to another set, or polls it. The bell must then be readable while streams are in the list, so
+    /// that the kernel reports this set as readable.
     nested: bool,
 }
 
@@ -66,9 +67,9 @@ struct Member {
     /// The events that the program waits for.
     events: u32,
     data: u64,
-    /// The events that the kernel's set has for the carrier.
+    /// The events of the carrier in the kernel's set.
     asked: u32,
-    /// The member is in the list.
+    /// The member is in the list of ready streams.
     listed: bool,
     /// The member is one-shot, and an event of it was reported.
     disarmed: bool,
@@ -79,12 +80,12 @@ struct Member {
     reported: (Call, usize),
 }
 
-/// The number of a call that waits.
+/// The number of a waiting call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call(u64);
 
 impl Call {
-    /// The number of the next call.
+    /// Returns the number of the next call.
     pub fn next() -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         Self(LAST.fetch_add(1, Ordering::Relaxed) + 1)
@@ -94,7 +95,7 @@ impl Call {
 static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
 
 impl Set {
-    /// The set of a new epoll descriptor.
+    /// Returns the state for a new epoll descriptor.
     pub fn new(epfd: c_int) -> &'static Self {
         let free = FREE.lock().pop();
         let set = free.unwrap_or_else(|| {
@@ -138,7 +139,7 @@ impl Set {
         self.inner.try_lock().is_some()
     }
 
-    /// Records that the set is in another set, or is polled.
+    /// Records that the program has added the set to another set, or polls it.
     pub fn nest(&self) {
         let mut inner = self.lock();
         inner.nested = true;
@@ -146,10 +147,10 @@ impl Set {
         inner.ring_if_due(true);
     }
 
-    /// `epoll_ctl` for a connection that is not plain.
+    /// Handles `epoll_ctl` for a connection that is not plain.
     ///
     /// # Errors
-    /// errno of the kernel.
+    /// The errno of the kernel.
     pub fn control(
         &'static self,
         op: c_int,
@@ -268,14 +269,14 @@ impl Set {
         }
     }
 
-    /// Puts a connection that has changed into the list. `number`: the descriptor with which it was added last.
+    /// Adds a connection that has changed to the list. `number`: the descriptor by which the connection was added to the set.
     pub fn mark(&self, sock: &Sock, number: c_int) {
         let mut inner = self.lock();
         inner.for_each_of(sock, number, Inner::list);
         inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
     }
 
-    /// Has the kernel report when the carrier has room, because it did not take everything that the program wrote.
+    /// Makes the kernel report when the carrier has room again, because the carrier did not accept all bytes of a write.
     pub fn renew(&self, sock: &Sock, number: c_int) {
         let mut inner = self.lock();
         inner.for_each_of(sock, number, |inner, fd| {
@@ -347,8 +348,8 @@ impl Set {
         }
     }
 
-    /// Replaces the events of the kernel by those of the streams. `events` has `listed` events of listed streams, and behind
-    /// them `found` events of the kernel. Returns the number of events for the program.
+    /// Replaces the events of the kernel by those of the streams. `events` contains `listed` events of listed streams, followed by
+    /// `found` events of the kernel. Returns the number of events for the program.
     pub fn report(
         &self,
         call: Call,
@@ -392,13 +393,13 @@ impl Set {
                 put(events, &mut n, event);
             }
         }
-        // The bytes of a reported stream have been taken from the kernel, which therefore no longer reports a nested set as
-        // readable. The bell does.
+        // The bytes of the reported streams have been received, so the kernel no longer reports a nested set as readable because of
+        // them. The bell makes it readable.
         inner.ring_if_due(false);
         n
     }
 
-    /// As [`Self::event_of`]. If this call has reported an event of `fd` already, the new events are added to that one, and
+    /// Like [`Self::event_of`]. If this call has reported an event of `fd` already, the new events are added to that one, and
     /// nothing is returned.
     fn event_or_earlier(
         &self,
@@ -418,8 +419,8 @@ impl Set {
         None
     }
 
-    /// The event to report for `fd`, whose carrier has the events `found` (0: none). Also changes the events in the kernel's
-    /// set, if that is needed.
+    /// Returns the event to report for `fd`, whose carrier has the events `found` (0: none). Also updates the events in the kernel's
+    /// set.
     fn event_of(&self, inner: &mut Inner, fd: c_int, found: u32) -> Option<epoll_event> {
         let epfd = inner.epfd;
         let m = inner.members.get(&fd)?;
@@ -485,7 +486,7 @@ impl Set {
         })
     }
 
-    /// Called before a thread waits in the kernel. Returns false if there are events already.
+    /// Called before a thread waits in the kernel. Returns false if there are events to report already.
     pub fn enter(&self) -> bool {
         self.waiters.fetch_add(1, Ordering::AcqRel);
         if self.lock().ready.is_empty() {
@@ -495,7 +496,7 @@ impl Set {
         false
     }
 
-    /// Called after that wait.
+    /// Called after a wait in the kernel.
     pub fn leave(&self) {
         self.waiters.fetch_sub(1, Ordering::AcqRel);
     }
@@ -524,7 +525,7 @@ impl Inner {
         }
     }
 
-    /// The members with this data, except the one in `by_data`.
+    /// Returns the members with this data, except the one in `by_data`.
     fn further(&self, data: u64) -> impl Iterator<Item = c_int> + '_ {
         self.shared
             .iter()
@@ -532,8 +533,8 @@ impl Inner {
             .map(|(_, fd)| *fd)
     }
 
-    /// Calls `each` for the descriptors with which the connection is a member. `number` comes first; most connections have
-    /// no other.
+    /// Calls `each` for the descriptors by which the connection is a member. `number` is called first; most connections have no
+    /// other descriptor.
     fn for_each_of(&mut self, sock: &Sock, number: c_int, mut each: impl FnMut(&mut Self, c_int)) {
         let is_it = |m: &Member| std::ptr::eq(m.sock, sock);
         if !sock.has_copies() {
@@ -586,8 +587,8 @@ impl Inner {
         }
     }
 
-    /// Removes streams without events from the list. This is needed for sets that are waited for by another set or by poll:
-    /// a set with a listed stream would be reported as readable.
+    /// Removes streams without events from the list. This is needed for a set that another set or poll waits for, because the
+    /// set would be reported as readable.
     fn prune(&mut self) {
         let (members, ready) = (&mut self.members, &mut self.ready);
         ready.retain(|fd| {
@@ -637,8 +638,8 @@ fn to_epoll(events: i16) -> u32 {
 }
 
 impl Carrier {
-    /// The events for the kernel's set when the program waits for `wanted`. `before`: events that the kernel's set has
-    /// already, or that are useful later. Of these `IN` and `RDHUP` are kept, which saves system calls.
+    /// Returns the events for the kernel's set when the program waits for `wanted`. `before` contains events that the kernel's set
+    /// has already, or that will be needed. `IN` and `RDHUP` of these are kept, which saves system calls.
     fn asked(self, wanted: u32, before: Option<u32>) -> u32 {
         let mut exact = wanted & !(IN | OUT) | to_epoll(self.events) & (IN | OUT);
         if wanted & OUT != 0 {
@@ -659,7 +660,7 @@ impl Carrier {
     }
 }
 
-/// The events of the carrier that can lead to those of the stream.
+/// Returns the events of the carrier that can cause the events `wanted` of the stream.
 pub fn for_carrier(wanted: u32) -> i16 {
     to_poll(wanted & (IN | OUT | RDHUP | PRI | 0x3c0))
 }

@@ -40,7 +40,7 @@ fn memory(n: usize, bytes: usize) -> Memory {
 
 fn free(memory: &Memory) {
     let errno = sys::errno();
-    // SAFETY: `memory` made it.
+    // SAFETY: the pointer was allocated by `memory`.
     unsafe { libc::free(memory.all) }
     sys::set_errno(errno);
 }

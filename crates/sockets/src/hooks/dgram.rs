@@ -597,7 +597,7 @@ pub(super) fn readable(fd: c_int) -> Option<usize> {
     // SAFETY: the buffer is writable.
     let n = unsafe { real::recvmsg(fd, &raw mut msg, flags) };
     let length = usize::try_from(n).ok().map(|n| {
-        // SAFETY: the kernel has written so many bytes of the buffer.
+        // SAFETY: the kernel has written `n` bytes of the buffer.
         let bytes = unsafe { std::slice::from_raw_parts(buffer, n.min(limits::DATAGRAM)) };
         payload(bytes, false).0.len()
     });
