@@ -148,7 +148,7 @@ pub(crate) fn run(args: &Doctor) -> Result<ExitCode, Failure> {
         Err(missing) => report.add(Line::fail(
             "library",
             missing.to_string(),
-            "install anywarp anew",
+            "reinstall anywarp",
         )),
         Ok(library) => {
             for line in checks::library(&library) {

@@ -30,9 +30,9 @@ impl End {
         of: u64,
         events: Sender<Event>,
     ) -> Result<Self, String> {
-        let program = library.perf().ok_or_else(|| {
-            "the program anywarp-perf is missing: install anywarp anew".to_owned()
-        })?;
+        let program = library
+            .perf()
+            .ok_or_else(|| "the program anywarp-perf is missing: reinstall anywarp".to_owned())?;
         let mut command = Command::new(&program);
         command.args(
             numbers

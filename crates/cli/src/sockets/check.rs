@@ -22,7 +22,7 @@ pub(crate) fn run(args: &Check) -> Result<ExitCode, Failure> {
         });
         let names: Vec<String> = all.into_iter().rev().map(|source| source.name).collect();
         println!(
-            "the rules are right; looked at in this order: {}",
+            "the rules are valid; sources in order of precedence: {}",
             names.join(", ")
         );
         return Ok(ExitCode::SUCCESS);

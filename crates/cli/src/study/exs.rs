@@ -57,7 +57,7 @@ pub(crate) fn measure(
     interrupted: &Interrupted,
 ) -> (String, Outcome) {
     let Some(program) = program(library) else {
-        let why = "the program exs-ttcp is missing: install anywarp anew";
+        let why = "the program exs-ttcp is missing: reinstall anywarp";
         return (String::new(), Err(Miss::Failed(why.to_owned())));
     };
     let words = words(point, extent);

@@ -574,7 +574,7 @@ pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
 pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
     let entries = fs::read_dir(folder).map_err(|e| {
         format!(
-            "{}: {e}: install anywarp anew, with share/anywarp/studies",
+            "{}: {e}: reinstall anywarp, with share/anywarp/studies",
             folder.display()
         )
     })?;

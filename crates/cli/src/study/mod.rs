@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
     let folder = args.studies.clone().or_else(|| library.studies());
     let Some(folder) = folder else {
-        eprintln!("anywarp: there is no folder with the figures: install anywarp anew");
+        eprintln!("anywarp: there is no folder with the figures: reinstall anywarp");
         return Ok(ExitCode::from(MISUSE));
     };
     let all = figures::read(&folder);

@@ -327,7 +327,7 @@ impl Bench {
     /// Runs `anywarp-cost`, with two processes if the point needs them.
     fn cost(&self, point: &Point, variables: &Variables) -> (String, Outcome) {
         let Some(program) = self.library.cost() else {
-            let why = "the program anywarp-cost is missing: install anywarp anew";
+            let why = "the program anywarp-cost is missing: reinstall anywarp";
             return (String::new(), Err(Miss::Failed(why.to_owned())));
         };
         let mut words = vec![point.runner.as_str().to_owned()];

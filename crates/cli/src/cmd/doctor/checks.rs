@@ -81,7 +81,7 @@ fn distribution() -> Line {
         None => Line::warn(
             "libibverbs of the distribution",
             "not installed",
-            "nothing, if your programs run; packages named rdma-core, ibverbs-utils and perftest hold programs to try",
+            "not needed if your programs run; the packages rdma-core, ibverbs-utils and perftest contain programs to try",
         ),
     }
 }
@@ -128,7 +128,7 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
             lines.push(Line::warn(
                 "library versions",
                 format!(
-                    "the distribution's libibverbs has {}, which anywarp's has not",
+                    "the distribution's libibverbs has {}, which anywarp's lacks",
                     missing.join(", ")
                 ),
                 "a program that ends with \"version not found\" needs a newer anywarp",
@@ -141,7 +141,7 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
         lines.push(Line::warn(
             "path shim",
             "libanywarp-path.so is missing",
-            "install anywarp anew, if UCX or another program that looks for device files does not see the device",
+            "reinstall anywarp, if UCX or another program that looks for device files does not see the device",
         ));
     }
     lines
@@ -159,8 +159,8 @@ fn device_profile(name: &str) -> Option<Line> {
     Some(if known.contains(&name) {
         Line::warn(
             "device profile",
-            format!("{name}: programs find that device's limits, and not what it lacks"),
-            "unset ANYWARP_DEVICE_PROFILE for all that there is; the self-test goes without it",
+            format!("{name}: programs get that device's limits, without its missing features"),
+            "unset ANYWARP_DEVICE_PROFILE to get all features; the self-test runs without it",
         )
     } else {
         Line::fail(
@@ -197,25 +197,25 @@ fn features() -> Vec<Line> {
             "epoll_pwait2",
             sys::epoll_pwait2(),
             false,
-            "waits are rounded to milliseconds; Linux 5.11 has it",
+            "waits are rounded to milliseconds; needs Linux 5.11",
         ),
         feature(
             "TCP_USER_TIMEOUT",
             sys::tcp_user_timeout(),
             false,
-            "a peer that vanished is noticed later",
+            "the loss of a peer is detected later",
         ),
         feature(
             "UDP segmentation (GSO)",
             sys::udp_gso(),
             false,
-            "datagrams are sent one by one; Linux 4.18 has it",
+            "datagrams are sent one by one; needs Linux 4.18",
         ),
         feature(
             "UDP coalescing (GRO)",
             sys::udp_gro(),
             false,
-            "datagrams are received one by one; Linux 5.0 has it",
+            "datagrams are received one by one; needs Linux 5.0",
         ),
     ]
 }
@@ -231,7 +231,7 @@ fn datagram_buffer(name: &'static str) -> Line {
                 4 * ENOUGH_BUFFER
             ),
         ),
-        None => Line::ok(name, "not readable here (the host decides)"),
+        None => Line::ok(name, "not readable here (set by the host)"),
     }
 }
 
@@ -243,10 +243,10 @@ fn tcp_buffer(name: &'static str) -> Line {
         Some(bytes) if bytes >= ENOUGH_TCP_BUFFER => Line::ok(name, format!("up to {bytes} bytes")),
         Some(bytes) => Line::warn(
             name,
-            format!("up to {bytes} bytes: a fast link with a long way is not filled"),
+            format!("up to {bytes} bytes: a fast link with a long delay is not fully used"),
             format!("raise its third number to {ENOUGH_TCP_BUFFER} or more with sysctl, as root"),
         ),
-        None => Line::ok(name, "not readable here (the host decides)"),
+        None => Line::ok(name, "not readable here (set by the host)"),
     }
 }
 
