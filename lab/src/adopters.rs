@@ -1,9 +1,9 @@
 //! `cargo lab adopters`: installs programs of other projects from PyPI, unchanged, and runs them on the device.
 //!
-//! Each program has a Python environment of its own in `target/adopters`. The environment is made again if its versions are
-//! not those that are named here. The programs are started as users start them: by `anywarp run`, without further environment
-//! variables, each in a network namespace of its own. Each program compares the data that it has received with the data that
-//! was sent. The log of the device shows whether the device carried the data.
+//! Each program has a separate Python environment in `target/adopters`, which is created again if its versions differ from
+//! those listed here. The programs are started as users start them: by `anywarp run`, without other environment variables,
+//! each in a new network namespace. Each program compares the data that it received with the data that was sent. The log of
+//! the device shows whether the device transferred the data.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// Longest time to install a program, and longest time to run it.
+/// The time limit for installing a program; `RUN` is that for running it.
 const INSTALL: Duration = Duration::from_secs(280);
 const RUN: Duration = Duration::from_secs(120);
 
@@ -23,9 +23,9 @@ const EQUAL: &str = "equal ";
 const CONNECTED: &str = ": connected to ";
 
 struct Adopter {
-    /// Name of the script in `tests/adopters`, and of its environment.
+    /// The name of the script in `tests/adopters`, and of the environment.
     name: &'static str,
-    /// The packages that the program needs, with versions. Dependencies that it does not use here, such as torch, are left out.
+    /// The required packages with their versions. Dependencies that are not used here, such as torch, are omitted.
     packages: &'static [&'static str],
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn run(filter: Option<&str>) -> Result {
     tally.end("adopters")
 }
 
-/// Makes the environment of a program, if it is not up to date. Returns the path of its Python.
+/// Creates the environment of a program if it is not up to date. Returns the path of its Python.
 fn environment(adopter: &Adopter) -> Result<PathBuf> {
     let dir = sh::target().join("adopters").join(adopter.name);
     let python = dir.join("bin/python");

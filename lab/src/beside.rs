@@ -1,4 +1,4 @@
-//! Test programs beside one another: most of them wait most of the time.
+//! Runs several test programs at the same time, because most of them wait most of the time.
 
 use std::io::Write as _;
 use std::process::{Command, Output};
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use xtask::Result;
 
-/// What became of a job: whether it passed, and its output.
+/// The result of a job: whether it passed, and its output.
 #[derive(Debug)]
 pub(crate) struct Done {
     pub(crate) passed: bool,
@@ -25,11 +25,10 @@ impl From<Output> for Done {
     }
 }
 
-/// Runs `job` for each name, one per processor at a time, and returns the names for which it failed. Where network namespaces
-/// are refused the jobs run one after the other.
+/// Runs `job` for each name, at most one per processor at a time. Returns the names for which it failed. If network
+/// namespaces are not permitted, the jobs run one after the other.
 ///
-/// The output of a job is printed when the job ends, so that the lines of two jobs do not mix. The longest jobs should come
-/// first.
+/// The output of a job is printed when the job ends, so that the lines of two jobs are not mixed. The longest jobs should come first.
 pub(crate) fn run<'a>(
     names: &[&'a str],
     job: impl Fn(&str) -> Result<Done> + Sync,
@@ -51,7 +50,7 @@ pub(crate) fn run<'a>(
             }
             let seconds = begin.elapsed().as_secs();
             let mut stdout = std::io::stdout().lock();
-            // Nobody reads: the exit status tells.
+            // A closed standard output is not an error, because the exit status reports the result.
             let _closed = stdout
                 .write_all(&done.output)
                 .and_then(|()| writeln!(stdout, "   {name}: {seconds} s"));
@@ -70,7 +69,7 @@ pub(crate) fn run<'a>(
     Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Whether this machine allows network namespaces.
+/// Whether this machine permits network namespaces.
 static NAMESPACES: LazyLock<bool> = LazyLock::new(|| {
     Command::new("unshare")
         .args(["--net", "ip", "link", "set", "lo", "up"])
@@ -78,8 +77,8 @@ static NAMESPACES: LazyLock<bool> = LazyLock::new(|| {
         .is_ok_and(|output| output.status.success())
 });
 
-/// The command in a network namespace of its own, where its ports cannot collide with those of others. Where namespaces are
-/// refused, the command as it is.
+/// Returns the command in a new network namespace, where its ports cannot conflict with those of others. If namespaces are not
+/// permitted, returns the command unchanged.
 pub(crate) fn in_namespace(command: Command) -> Command {
     if !*NAMESPACES {
         return command;

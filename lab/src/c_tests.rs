@@ -1,5 +1,5 @@
-//! `cargo lab c-tests`: our own C programs, compiled against the distribution's headers and libraries and run
-//! on ours.
+//! `cargo lab c-tests`: compiles the C programs of tests/c against the distribution's headers and libraries, and runs them
+//! with anywarp's libraries.
 
 use crate::beside;
 use rustix::process::geteuid;
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Instant;
 use xtask::{Result, link, sh, symbols};
 
-/// The programs; each is one file in `tests/c`. The longest come first.
+/// The programs, each of which is one file in `tests/c`. The longest come first.
 const PROGRAMS: &[&str] = &[
     "chaos",
     "cm",
@@ -49,35 +49,36 @@ const PROGRAMS: &[&str] = &[
     PANIC,
 ];
 
-/// The one that is linked to our libraries by their path: the dynamic linker ignores variables in a set-group-ID program.
+/// The program that is linked to anywarp's libraries by path, because the loader ignores environment variables in a
+/// set-group-ID program.
 const ELEVATED: &str = "elevated";
 
-/// The one that is linked to libfabric.
+/// The program that is linked to libfabric.
 const FI: &str = "fi";
 
-/// The one that is linked to libanywarp-buffers.
+/// The program that is linked to libanywarp-buffers.
 pub(crate) const BUFFERS: &str = "buffers";
 
-/// The one that is linked to extended sockets, whose header and library are ours; and so are those whose names begin with it.
+/// The prefix of programs that are linked to libexs, whose header and library belong to this project.
 pub(crate) const EXS: &str = "exs";
 
-/// A peer of extended sockets that breaks their protocol.
+/// A peer of extended sockets that violates their protocol.
 const EXS_HOSTILE: &str = "exs_hostile";
 
 /// Many sockets, threads and queues of extended sockets, and peers that are killed.
 const EXS_MANY: &str = "exs_many";
 
-/// A program in the style of those that were written for ES-API elsewhere.
+/// A program in the style of existing programs for the ES-API.
 const EXS_NETPERF: &str = "exs_netperf";
 
-/// The programs of the man pages in `docs/man/examples`; each ends with 0 if it did what it shows.
+/// The programs of the man pages in `docs/man/examples`. Each exits with 0 on success.
 const EXAMPLES: &str = "examples";
 
-/// The one that needs a library which panics when it is asked to: a build with debug assertions.
+/// The program that needs a build with debug assertions, in which a function of the library panics on request.
 const PANIC: &str = "panic";
 
-/// Programs that run once more, and what carries their connections then. In most tests `auto`, as it is when nothing is
-/// said, is TCP: they end before it changes over.
+/// Programs that run a second time, with this carrier for their connections. In most tests the default, `auto`, uses TCP, because the
+/// tests end before the carrier changes.
 const CARRIERS: &[(&str, &str)] = &[
     ("selftest", "eager"),
     ("selftest", "tcp"),
@@ -91,16 +92,16 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fork", "eager"),
 ];
 
-/// Tests of `chaos` with connections that datagrams carry, whatever `ANYWARP_CARRIER` says.
+/// Tests of `chaos` whose connections use datagrams, whatever `ANYWARP_CARRIER` is.
 const OF_DATAGRAMS: [&str; 2] = [
     "--without=killed_peer_over_datagrams",
     "--without=killed_peer_on_a_bad_network",
 ];
 
-/// Programs of peers that break the rules, which run once more with IPv6.
+/// Programs with peers that violate protocols. They run a second time with IPv6.
 const IPV6: &[&str] = &["foreign", "flood", "strangers"];
 
-/// The program on the loopback interface, whatever other addresses this machine has.
+/// Returns a command that runs the program on the loopback interface, whatever other addresses this machine has.
 fn on_loopback(binary: &Path, address: &str) -> Command {
     let mut command = Command::new(sh::dist().join("bin/anywarp"));
     command
@@ -109,7 +110,7 @@ fn on_loopback(binary: &Path, address: &str) -> Command {
     command
 }
 
-/// Programs that measure time or memory, or that fill the machine: they run one after the other, with nothing beside them.
+/// Programs that measure time or memory, or that load the whole machine. They run alone, one after the other.
 const ALONE: &[&str] = &[
     "carrier",
     "fair",
@@ -124,7 +125,7 @@ const ALONE: &[&str] = &[
     PANIC,
 ];
 
-/// Builds and runs the programs; `arguments` are names of programs, and for one program parts of test names.
+/// Builds and runs the programs. `arguments` are names of programs, or one program and parts of test names.
 pub(crate) fn run(arguments: &[&str]) -> Result {
     let work = sh::target().join("c-tests");
     fs::create_dir_all(&work)?;
@@ -146,7 +147,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     Err(format!("C tests fail: {}", failed.join(", ")).into())
 }
 
-/// Runs all programs; the names of those that failed.
+/// Runs all programs. Returns the names of those that failed.
 fn run_all(work: &Path, skips: &Skips) -> Result<Vec<String>> {
     let (alone, beside): (Vec<&str>, Vec<&str>) =
         PROGRAMS.iter().partition(|name| ALONE.contains(name));
@@ -165,7 +166,7 @@ fn run_all(work: &Path, skips: &Skips) -> Result<Vec<String>> {
     Ok(failed)
 }
 
-/// Builds and runs one program in each way that it runs; the ways that failed.
+/// Builds one program and runs it in all its variants. Returns the variants that failed.
 fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result<Vec<String>> {
     let mut failed = Vec::new();
     println!("== {name}");
@@ -213,10 +214,10 @@ fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result
     Ok(failed)
 }
 
-/// Those of them that recover from lost datagrams: they run with faults as well.
+/// Examples that recover from lost datagrams. They run with injected faults too.
 const EXAMPLES_WITH_LOSS: &[&str] = &["repair_record", "record_completions"];
 
-/// Compiles the programs of the man pages as anywarpdv(7) says, and runs them; whether all pass.
+/// Compiles the programs of the man pages as anywarpdv(7) describes, and runs them. Returns whether all passed.
 fn run_examples(work: &Path) -> Result<bool> {
     let lib = sh::dist().join("lib/anywarp");
     let mut linked = vec![
@@ -234,7 +235,7 @@ fn run_examples(work: &Path) -> Result<bool> {
         let loss = EXAMPLES_WITH_LOSS.contains(&&*name).then_some("loss=10%");
         for faults in std::iter::once("").chain(loss) {
             let mut command = Command::new(&binary);
-            // libexs has no path of its own to the libraries below it.
+            // libexs has no run path for the verbs libraries that it needs.
             command.env("LD_LIBRARY_PATH", &lib);
             if !faults.is_empty() {
                 command.env("ANYWARP_FAULTS", faults);
@@ -255,7 +256,7 @@ fn run_examples(work: &Path) -> Result<bool> {
     Ok(all)
 }
 
-/// Runs each mode of exs-ttcp shortly, with all bytes compared; whether all pass.
+/// Runs each mode of exs-ttcp briefly and compares all bytes. Returns whether all passed.
 fn run_ttcp() -> Result<bool> {
     let bin = sh::dist().join("bin");
     let mut all = true;
@@ -293,7 +294,7 @@ fn run_ttcp() -> Result<bool> {
     Ok(all)
 }
 
-/// Runs a program; whether it passed, and skipped nothing that it should not have.
+/// Runs a program. Returns whether it passed and skipped only tests that it may skip.
 fn run_one(command: &mut Command, program: &str, work: &Path, skips: &Skips) -> Result<bool> {
     let skipped = work.join(format!("{program}.skipped"));
     fs::write(&skipped, "")?;
@@ -317,7 +318,7 @@ impl Skips {
         Self::parse(&text, holds)
     }
 
-    /// The entries whose condition `holds`.
+    /// Parses the entries whose condition `holds`.
     fn parse(text: &str, holds: impl Fn(&str) -> Option<bool>) -> Result<Self> {
         let mut allowed = Vec::new();
         for line in text
@@ -349,7 +350,7 @@ impl Skips {
     }
 }
 
-/// Whether a condition of `skips.expect` holds on this machine; `None` if there is no such condition.
+/// Returns whether a condition of `skips.expect` holds on this machine, or `None` if there is no such condition.
 fn holds(when: &str) -> Option<bool> {
     let fails = |program: &str, arguments: &[&str]| {
         let made = Command::new(program).args(arguments).output();
@@ -368,7 +369,7 @@ fn holds(when: &str) -> Option<bool> {
     })
 }
 
-/// Runs a program on libraries with debug assertions, which are built for it.
+/// Returns a command that runs a program with libraries with debug assertions, which are built here.
 fn on_debug_build(binary: &Path) -> Result<Command> {
     sh::run(sh::cargo().args(["build", "--quiet", "--package=anywarp-abi"]))?;
     let lib = sh::target().join("debug-lib");
@@ -391,7 +392,7 @@ fn on_debug_build(binary: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Compiles `tests/c/NAME.c`, as a program of the distribution would be, to `to`.
+/// Compiles `tests/c/NAME.c` to `to`, like a program of the distribution.
 pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
     let source = sh::root().join("tests/c").join(name);
     let mut by_path = Vec::new();
@@ -410,7 +411,7 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
     compile(&source.with_extension("c"), to, &by_path)
 }
 
-/// The library above verbs that a program is linked with.
+/// Returns the name of the library based on verbs that a program is linked with, if any.
 pub(crate) fn above(name: &str) -> Option<&'static str> {
     if name == BUFFERS {
         Some("anywarp-buffers")
@@ -419,7 +420,7 @@ pub(crate) fn above(name: &str) -> Option<&'static str> {
     }
 }
 
-/// What a program of a library above verbs is compiled with.
+/// Returns the compiler arguments for programs that use a library based on verbs.
 fn linked_above(library: &str) -> Vec<String> {
     let dist = sh::dist();
     vec![
@@ -430,7 +431,7 @@ fn linked_above(library: &str) -> Vec<String> {
     ]
 }
 
-/// As [`build`], for any source.
+/// Like [`build`], for any source file.
 pub(crate) fn build_from(source: &Path, to: &Path) -> Result<PathBuf> {
     compile(source, to, &[])
 }

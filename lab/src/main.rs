@@ -1,4 +1,4 @@
-//! Runs the programs that judge the libraries, and measures: `cargo lab TASK`. What builds and checks is `cargo xtask`.
+//! Runs tests and measurements of the built libraries: `cargo lab TASK`. Build and check tasks are in `cargo xtask`.
 
 mod adopters;
 mod bench;
@@ -25,83 +25,83 @@ use clap::Parser;
 use std::process::ExitCode;
 use xtask::finish;
 
-/// Runs programs on the libraries of target/dist (`cargo xtask dist`), and measures them.
+/// Runs programs with the libraries of target/dist (`cargo xtask dist`), and measures them.
 #[derive(Debug, Parser)]
 #[command(name = "cargo lab", bin_name = "cargo lab")]
 enum Task {
-    /// The C programs of tests/c.
+    /// Run the C programs of tests/c.
     CTests {
-        /// One program, then parts of test names; without: all of all programs.
+        /// A program, followed by parts of test names; by default all tests of all programs.
         arguments: Vec<String>,
     },
-    /// Programs of the distribution, as tests/programs expects them.
+    /// Run programs of the distribution, with the expectations in tests/programs.
     Programs(programs::Options),
-    /// Programs of other releases of Debian, in trees that are made for it, as tests/programs and tests/distros expect them.
+    /// Run programs of other releases of Debian, in directory trees, with the expectations in tests/programs and tests/distros.
     Distros(distros::Options),
-    /// Software of other people from PyPI, as tests/adopters uses it.
+    /// Run programs of other projects from PyPI, with the scripts in tests/adopters.
     Adopters {
-        /// Only those with this in their name.
+        /// Only programs with this in their name.
         #[arg(long, value_name = "PART")]
         filter: Option<String>,
     },
-    /// Programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, as tests/interop expects them.
+    /// Run programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, with the expectations in tests/interop.
     Interop(interop::Options),
-    /// tests/mpi under the distribution's MPIs.
+    /// Run tests/mpi with the distribution's MPIs.
     Mpi,
-    /// Instructions of posting and of receiving, against tests/c/count.expect.
+    /// Count the instructions of posting and receiving, and compare them with tests/c/count.expect.
     Count {
-        /// Write the figures to tests/c/count.expect.
+        /// Write the counts to tests/c/count.expect.
         #[arg(long)]
         write: bool,
     },
-    /// rdma-core's own tests, as tests/pyverbs expects them.
+    /// Run rdma-core's own tests, with the expectations in tests/pyverbs.
     Pyverbs {
         /// Only modules with this in their name.
         #[arg(long, value_name = "PART")]
         filter: Option<String>,
     },
-    /// Unit tests and C programs under AddressSanitizer or ThreadSanitizer; needs a nightly Rust.
+    /// Run unit tests and C programs with AddressSanitizer or ThreadSanitizer; needs a nightly Rust.
     Sanitize {
         kind: sanitize::Kind,
-        /// All of the programs that are cut short otherwise.
+        /// Run all tests of programs for which only some run by default.
         #[arg(long)]
         long: bool,
-        /// `unit`, or one program and parts of test names; without: everything.
+        /// `unit`, or a program followed by parts of test names; by default everything.
         arguments: Vec<String>,
     },
-    /// C programs on the built libraries under memcheck.
+    /// Run C programs with the built libraries under valgrind's memcheck.
     Valgrind {
-        /// One program, then parts of test names; without: those that are chosen for it.
+        /// A program, followed by parts of test names; by default a selection of programs.
         arguments: Vec<String>,
     },
-    /// `anywarp ping` and `blast` in the modes of the thesis on datagram-iWARP, with loss and delay; writes docs/results
-    /// unless it is short.
+    /// Measure `anywarp ping` and `blast` in the modes of the thesis on datagram-iWARP, with loss and delay; write
+    /// docs/results unless --short is given.
     Experiments(experiments::Options),
-    /// The kernel's TCP as `experiments` needs it: `take PORT`, or `give PORT SECONDS`.
+    /// Run one end of the kernel's TCP for `experiments`: `take PORT`, or `give PORT SECONDS`.
     #[command(hide = true)]
     ExperimentsTcp { arguments: Vec<String> },
-    /// What `anywarp bench` measures, and an MPI program besides, against the bars.
+    /// Run `anywarp bench` and an MPI program, and check the bounds.
     Bench(bench::Options),
-    /// anywarp, siw and rxe side by side in a QEMU guest.
+    /// Compare anywarp, siw and rxe in a QEMU guest.
     BenchGuest {
-        /// Runs of each row.
+        /// Number of runs of each row.
         #[arg(long, value_name = "N")]
         repeat: Option<usize>,
         /// Only rows or programs with this in their name.
         #[arg(long, value_name = "PART")]
         filter: Option<String>,
     },
-    /// `anywarp ping` and `blast` with every option, shortly; interrupts and wrong ports.
+    /// Run `anywarp ping` and `blast` briefly with every option; test interrupts and wrong ports.
     Perf,
-    /// Programs with their traffic captured, as tshark and the dissector of the distribution decode it.
+    /// Capture the traffic of programs, and decode it with tshark and anywarp's dissector.
     Capture,
-    /// Programs of the distribution with the library for sockets preloaded at both ends, the server, the client.
+    /// Run programs of the distribution with the preloaded library for sockets at both ends, at the server, and at the client.
     Sockets,
-    /// Extended sockets beside verbs, rsockets and plain TCP, against their bars.
+    /// Compare extended sockets with verbs, rsockets and plain TCP, and check the bounds.
     Exs(exs::Options),
-    /// `anywarp study` with each of its runners, shortly: what it writes, goes on with, and refuses.
+    /// Test `anywarp study` briefly with each of its runners.
     Study,
-    /// The commands of docs/tutorial.md.
+    /// Run the commands of docs/tutorial.md.
     Tutorial,
 }
 
