@@ -286,7 +286,7 @@ unsafe fn write_sized<T: Copy>(out: *mut u8, size: usize, value: &T) {
     }
 }
 
-/// Checks the size of a structure that the program passes: `EINVAL` if it is 0 or not plausible.
+/// Checks the size of a structure that the program passes: `EINVAL` unless it is 1 to 4096.
 fn struct_size(size: u32) -> Result<usize, Errno> {
     match usize::try_from(size) {
         Ok(size @ 1..=4096) => Ok(size),

@@ -51,7 +51,8 @@ pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 #[derive(Debug)]
 pub struct Dgram {
     state: AtomicU32,
-    /// The rule for the local address: 0 none, 1 Send, 2 Write-Record. Bit 4: peers are assumed to understand messages.
+    /// The rule for the local address: 0 none, 1 Send, 2 Write-Record. The flag 4 is added if
+    /// peers are assumed to understand messages.
     own: AtomicU8,
     /// 1: the table of sockets shows this socket as one that sends Write-Records.
     shown: AtomicU8,
