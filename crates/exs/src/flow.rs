@@ -11,6 +11,7 @@
 
 use crate::wire::{Bad, Hello, Message, Segment, Status};
 use std::collections::VecDeque;
+use std::num::NonZeroU32;
 
 /// The most control messages (cancels, notifications) in flight. They have separate credits, because they are answered as
 /// soon as they arrive.
@@ -186,6 +187,9 @@ pub(crate) struct Flow {
     peer_seq: u32,
     adverts: VecDeque<Advert>,
     persistent: Option<Advert>,
+    /// Whether the acknowledgement of a received message may wait, and the one that does: done, and all bytes taken.
+    may_defer: bool,
+    deferred: Option<(u32, u64)>,
     recvs: VecDeque<Waiting>,
     buffer: Buffer,
     moves: VecDeque<Move>,
@@ -235,6 +239,8 @@ impl Flow {
             peer_seq: 0,
             adverts: VecDeque::new(),
             persistent: None,
+            may_defer: false,
+            deferred: None,
             recvs: VecDeque::new(),
             buffer: Buffer {
                 size: if ours.stream { buffer } else { 0 },
@@ -279,6 +285,24 @@ impl Flow {
     /// Returns whether the program has ended its direction.
     pub(crate) fn is_shut(&self) -> bool {
         self.fin.is_some() || self.fin_sent
+    }
+
+    /// Sets whether the acknowledgement of a received message may wait for a message that carries it. The caller calls
+    /// [`Flow::flush`] soon in that case, also if the program sends nothing.
+    pub(crate) fn set_may_defer(&mut self, may: bool) {
+        self.may_defer = may;
+    }
+
+    /// Whether an acknowledgement waits.
+    pub(crate) fn has_deferred(&self) -> bool {
+        self.deferred.is_some()
+    }
+
+    /// Sends the acknowledgement that waits.
+    pub(crate) fn flush(&mut self, out: &mut Vec<Action>) {
+        if let Some((seq, len)) = self.deferred.take() {
+            out.push(ack(seq, len, Status::Done));
+        }
     }
 
     pub(crate) fn send(&mut self, send: Send, out: &mut Vec<Action>) {
@@ -337,6 +361,7 @@ impl Flow {
 
     /// Ends the direction to the peer once all sends are advertised.
     pub(crate) fn shutdown(&mut self, op: OpId, out: &mut Vec<Action>) {
+        self.flush(out);
         self.fin = Some(op);
         self.progress(out);
     }
@@ -392,6 +417,13 @@ impl Flow {
             return Err(Bad::Order);
         }
         self.peer_seq = seq;
+        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
+            && let Some(acked) = acks
+        {
+            let sent = self.sent.iter().find(|s| s.seq == acked.get());
+            let len = sent.filter(|s| s.kind == Kind::Once).map(|s| s.len);
+            self.answered(acked.get(), len.ok_or(Bad::Order)?, Status::Done, out)?;
+        }
         if matches!(
             message,
             Message::Advert { .. } | Message::Immediate { .. } | Message::Place { .. }
@@ -584,21 +616,32 @@ impl Flow {
     /// Answers a message that used a credit.
     fn answer(&mut self, seq: u32, len: u64, status: Status, out: &mut Vec<Action>) {
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
-        out.push(Action::Message(Message::Ack { seq, len, status }, None));
+        self.flush(out);
+        out.push(ack(seq, len, status));
+    }
+
+    /// Answers an advertisement all of whose bytes were taken, now or with the next advertisement of this end.
+    fn answer_taken(&mut self, seq: u32, len: u64, out: &mut Vec<Action>) {
+        if !self.may_defer || seq == 0 {
+            return self.answer(seq, len, Status::Done, out);
+        }
+        self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
+        // Sends of the peer end in the order in which they began.
+        self.flush(out);
+        self.deferred = Some((seq, len));
+    }
+
+    /// The acknowledgement that an advertisement carries.
+    fn carried(&mut self) -> Option<NonZeroU32> {
+        self.deferred
+            .take()
+            .and_then(|(seq, _)| NonZeroU32::new(seq))
     }
 
     /// Answers a control message.
     #[expect(clippy::unused_self, reason = "the counterpart of `answer`")]
     fn acknowledge(&self, seq: u32, out: &mut Vec<Action>) {
-        let status = Status::Done;
-        out.push(Action::Message(
-            Message::Ack {
-                seq,
-                len: 0,
-                status,
-            },
-            None,
-        ));
+        out.push(ack(seq, 0, Status::Done));
     }
 
     fn end_persistent(&mut self, old: Option<Advert>, status: Status, out: &mut Vec<Action>) {
@@ -858,7 +901,11 @@ impl Flow {
             }
             if let Some((seq, taken, slot)) = ended.ends_advert {
                 out.extend(slot.map(Action::Release));
-                self.answer(seq, taken, Status::Done, out);
+                if ended.truncated {
+                    self.answer(seq, taken, Status::Done, out);
+                } else {
+                    self.answer_taken(seq, taken, out);
+                }
             }
             if let Some(of) = ended.notify {
                 self.waiting_controls
@@ -961,8 +1008,9 @@ impl Flow {
             });
             if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
                 let len = u32::try_from(len).unwrap_or(0);
+                let acks = self.carried();
                 out.push(Action::Message(
-                    Message::Immediate { seq, len },
+                    Message::Immediate { seq, len, acks },
                     Some(send.id),
                 ));
             } else {
@@ -971,6 +1019,7 @@ impl Flow {
                     segments: send.segments,
                     persistent: send.persistent,
                     notify: send.notify,
+                    acks: self.carried(),
                 };
                 out.push(Action::Message(message, None));
             }
@@ -1015,6 +1064,10 @@ impl Flow {
             out.push(Action::Message(Message::Fin { seq }, None));
         }
     }
+}
+
+fn ack(seq: u32, len: u64, status: Status) -> Action {
+    Action::Message(Message::Ack { seq, len, status }, None)
 }
 
 fn complete(op: OpId, outcome: Outcome, len: u64) -> Action {
@@ -1072,6 +1125,7 @@ mod tests {
             segments: memory(100),
             persistent: false,
             notify: false,
+            acks: None,
         }
     }
 
@@ -1102,7 +1156,7 @@ mod tests {
             len,
             status: Status::Done,
         };
-        let cases: [(&str, Vec<Message>, Bad); 7] = [
+        let cases: [(&str, Vec<Message>, Bad); 9] = [
             (
                 "more adverts than credits",
                 vec![advert(1), advert(2), advert(3)],
@@ -1130,8 +1184,30 @@ mod tests {
                 Bad::Order,
             ),
             (
+                "an acknowledgement of nothing in an advertisement",
+                vec![Message::Immediate {
+                    seq: 1,
+                    len: 1,
+                    acks: NonZeroU32::new(2),
+                }],
+                Bad::Order,
+            ),
+            (
+                "an acknowledgement of a persistent send in an advertisement",
+                vec![Message::Immediate {
+                    seq: 1,
+                    len: 1,
+                    acks: NonZeroU32::new(1),
+                }],
+                Bad::Order,
+            ),
+            (
                 "too much immediate data",
-                vec![Message::Immediate { seq: 1, len: 65 }],
+                vec![Message::Immediate {
+                    seq: 1,
+                    len: 65,
+                    acks: None,
+                }],
                 Bad::Field,
             ),
         ];
@@ -1271,6 +1347,45 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_carries_the_acknowledgement() {
+        let mut flow = flow();
+        flow.set_may_defer(true);
+        let mut out = Vec::new();
+        let first = Message::Immediate {
+            seq: 1,
+            len: 10,
+            acks: None,
+        };
+        flow.recv(recv(5), &mut out);
+        flow.recv(recv(6), &mut out);
+        assert_eq!(flow.arrived(first, 0, &mut out), Ok(()));
+        assert!(!out.iter().any(|a| matches!(a, Action::Message(..))));
+        assert!(flow.has_deferred());
+        out.clear();
+        flow.send(send(7, false), &mut out);
+        assert!(
+            matches!(
+                out.as_slice(),
+                [Action::Message(Message::Advert { acks, .. }, None)] if *acks == NonZeroU32::new(1)
+            ),
+            "{out:?}"
+        );
+        assert!(!flow.has_deferred());
+        // Without an answer of the program the acknowledgement is a message of its own, and it keeps its place.
+        out.clear();
+        let second = Message::Immediate {
+            seq: 2,
+            len: 10,
+            acks: NonZeroU32::new(1),
+        };
+        assert_eq!(flow.arrived(second, 1, &mut out), Ok(()));
+        assert!(out.contains(&complete(7, Outcome::Done, 100)), "{out:?}");
+        out.clear();
+        flow.flush(&mut out);
+        assert_eq!(out, [ack(2, 10, Status::Done)]);
+    }
+
+    #[test]
     fn an_empty_message_waits_for_its_receive() {
         let mut flow = flow();
         let mut out = Vec::new();
@@ -1279,6 +1394,7 @@ mod tests {
             segments: memory(0),
             persistent: false,
             notify: false,
+            acks: None,
         };
         assert_eq!(flow.arrived(empty, 0, &mut out), Ok(()));
         assert_eq!(out, [Action::Release(0)]);
@@ -1355,6 +1471,7 @@ mod tests {
             segments: memory(100),
             persistent: true,
             notify: false,
+            acks: None,
         };
         flow.arrived(block, 0, &mut out).unwrap();
         let all = Recv {

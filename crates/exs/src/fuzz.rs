@@ -13,6 +13,7 @@
 use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Status};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::num::NonZeroU32;
 
 /// Choices derived from the input. After its last byte all choices are 0.
 struct Input<'a>(&'a [u8]);
@@ -217,6 +218,11 @@ impl End {
             | Message::Fin { seq } => Some(*seq),
         };
         self.due.extend(answered);
+        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
+            && let Some(acked) = acks
+        {
+            self.unanswered.remove(&acked.get());
+        }
         let mut out = Vec::new();
         let good = self.flow.arrived(message, slot, &mut out).is_ok();
         if good {
@@ -353,7 +359,21 @@ impl End {
         }
     }
 
+    fn flush(&mut self) -> bool {
+        let any = self.flow.has_deferred();
+        let mut out = Vec::new();
+        self.flow.flush(&mut out);
+        assert_eq!(out.is_empty(), !any);
+        self.perform(out);
+        any
+    }
+
     fn say(&mut self, message: Message, data: Option<OpId>) {
+        if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
+            && let Some(acked) = acks
+        {
+            assert!(self.due.remove(&acked.get()), "{acked} is answered twice");
+        }
         let number = match &message {
             Message::Ack { seq, .. } => {
                 assert!(self.due.remove(seq), "{seq} is answered twice, or unasked");
@@ -398,15 +418,14 @@ pub fn run(bytes: &[u8]) {
         credits: a.credits.min(b.credits),
         ..a
     };
-    let end = End::new(ours, limit(theirs, ours), buffer);
+    let mut end = End::new(ours, limit(theirs, ours), buffer);
+    end.flow.set_may_defer(choice & 16 != 0);
     if choice & 1 == 0 {
         hostile(&mut input, end);
     } else {
-        friends(
-            &mut input,
-            end,
-            End::new(theirs, limit(ours, theirs), buffer / 2),
-        );
+        let mut peer = End::new(theirs, limit(ours, theirs), buffer / 2);
+        peer.flow.set_may_defer(choice & 32 != 0);
+        friends(&mut input, end, peer);
     }
 }
 
@@ -449,14 +468,21 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
                     stag: input.number(),
                     len,
                 };
+                let acks = (input.byte() & 3 == 0).then(|| input.near(sent));
+                let acks = acks.and_then(NonZeroU32::new);
                 let message = match kind {
                     9 | 10 => Message::Advert {
                         seq: number,
                         segments: vec![segment; usize::from(input.byte() % 8) + 1],
                         persistent: offset.is_some(),
                         notify: offset.is_some() && input.byte() & 1 != 0,
+                        acks,
                     },
-                    11 => Message::Immediate { seq: number, len },
+                    11 => Message::Immediate {
+                        seq: number,
+                        len,
+                        acks,
+                    },
                     12 => Message::Place {
                         seq: number,
                         segment,
@@ -525,6 +551,9 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
             1 => end.recv(len, input.byte() & 2, None),
             2 if what & 0x30 == 0 => end.cancel(u64::from(input.byte()) % end.next + 1),
             3 if what & 0x30 == 0 => end.shutdown(),
+            7 if what & 0x30 == 0 => {
+                end.flush();
+            }
             n => {
                 step(end, other, n);
             }
@@ -538,6 +567,8 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
             any |= step(first, second, what);
             any |= step(second, first, what);
         }
+        any |= first.flush();
+        any |= second.flush();
         if any {
             continue;
         }

@@ -17,6 +17,7 @@ mod flow;
 pub mod fuzz;
 mod library;
 mod lock;
+mod map;
 mod memory;
 mod queue;
 mod socket;

@@ -2,6 +2,7 @@
 
 use crate::ffi;
 use crate::lock::lock;
+use crate::map::NumberMap;
 use crate::memory::{Device, Memory};
 use crate::queue::Queue;
 use crate::socket::{Op, Settings, Socket};
@@ -9,7 +10,7 @@ use crate::wire::Hello;
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -28,9 +29,9 @@ pub(crate) struct Library {
     channel: Ptr<ffi::rdma_event_channel>,
     wakeup: c_int,
     next: AtomicI32,
-    sockets: Mutex<HashMap<c_int, Arc<Socket>>>,
-    queues: Mutex<HashMap<c_int, Arc<Queue>>>,
-    memory: Mutex<HashMap<c_int, Arc<Memory>>>,
+    sockets: Mutex<NumberMap<c_int, Arc<Socket>>>,
+    queues: Mutex<NumberMap<c_int, Arc<Queue>>>,
+    memory: Mutex<NumberMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
     /// The device list of librdmacm, which keeps its devices open.
     list: OnceLock<Ptr<*mut ffi::ibv_context>>,

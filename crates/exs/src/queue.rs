@@ -1,9 +1,10 @@
 //! Event queues, from which `exs_qdequeue` takes events, and how threads wait for events.
 
 use crate::lock::lock;
+use crate::map::NumberMap;
 use crate::socket::Socket;
 use libc::{c_int, c_void};
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -48,7 +49,7 @@ pub(crate) struct State {
     spin: Duration,
     /// The signal to send when an event is added to the empty queue.
     pub(crate) signal: Option<c_int>,
-    members: HashMap<c_int, Arc<Socket>>,
+    members: NumberMap<c_int, Arc<Socket>>,
     /// Whether the program has requested the descriptor. Otherwise it is not updated, which saves two system calls for each event.
     has_fd: bool,
 }
@@ -79,7 +80,7 @@ impl Queue {
                 wait: Wait::Adaptive,
                 spin: SHORT_WAIT,
                 signal: None,
-                members: HashMap::new(),
+                members: NumberMap::default(),
                 has_fd: false,
             }),
             pushed: AtomicU32::new(0),
@@ -255,17 +256,20 @@ impl Queue {
         until: Option<Instant>,
     ) {
         loop {
-            for member in members {
-                member.spin();
+            // Reading the clock takes as long as polling.
+            for _ in 0..8 {
+                for member in members {
+                    member.spin();
+                }
+                if self.pushed.load(SeqCst) != seen {
+                    return;
+                }
+                std::hint::spin_loop();
             }
             let now = Instant::now();
-            if self.pushed.load(SeqCst) != seen
-                || now >= spin_until
-                || until.is_some_and(|until| now >= until)
-            {
+            if now >= spin_until || until.is_some_and(|until| now >= until) {
                 return;
             }
-            std::hint::spin_loop();
         }
     }
 

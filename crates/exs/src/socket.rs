@@ -4,6 +4,7 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
+use crate::map::NumberMap;
 use crate::memory::{Device, FileMap, Memory, Use, register};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
@@ -12,7 +13,7 @@ use crate::wire::{
 use anywarp_buffers::{self as buffers, Manager, Piece, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -210,6 +211,8 @@ struct Link {
     _region: Region,
     /// The buffer of a stream for bytes that arrive before their receive. It is created when it is first needed.
     early: Option<Early>,
+    /// The completions of the last poll.
+    done: [ffi::ibv_wc; COMPLETIONS as usize],
 }
 
 /// The buffer of a stream, which is a ring.
@@ -251,8 +254,8 @@ struct Inner {
     ops: BTreeMap<OpId, Op>,
     next_op: OpId,
     /// The number of outstanding pieces of each transfer from the peer (`moves`) and to it (`writes`).
-    moves: HashMap<u64, usize>,
-    writes: HashMap<OpId, usize>,
+    moves: NumberMap<u64, usize>,
+    writes: NumberMap<OpId, usize>,
     connect: Option<OpId>,
     /// For a socket that is being accepted: the listener, and the operation of the accept.
     accept: Option<(c_int, Op)>,
@@ -287,6 +290,9 @@ pub(crate) struct Socket {
     watched: AtomicBool,
 }
 
+/// How many completions one poll takes.
+const COMPLETIONS: c_int = 8;
+
 const RECEIVED: u64 = 1 << 56;
 const SENT: u64 = 2 << 56;
 const READ: u64 = 3 << 56;
@@ -312,8 +318,8 @@ impl Socket {
                 flow: None,
                 ops: BTreeMap::new(),
                 next_op: 1,
-                moves: HashMap::new(),
-                writes: HashMap::new(),
+                moves: NumberMap::default(),
+                writes: NumberMap::default(),
                 connect: None,
                 accept: None,
                 accepts: VecDeque::new(),
@@ -672,6 +678,7 @@ impl Socket {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
+        self.flush(&mut inner);
         // If the peer has received everything, it should see the end of the data instead of a broken connection.
         if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
             inner.end_direction(self);
@@ -717,12 +724,28 @@ impl Socket {
     /// Handles completions, in a thread of the program that polls for events.
     pub(crate) fn spin(self: &Arc<Self>) {
         self.touched.store(true, Relaxed);
-        self.hot.store(true, SeqCst);
-        if !self.watched.swap(true, SeqCst) {
+        if !self.hot.load(SeqCst) {
+            self.hot.store(true, SeqCst);
+        }
+        if !self.watched.load(SeqCst) && !self.watched.swap(true, SeqCst) {
             library::watch_polled(Arc::clone(self));
         }
         if let Ok(mut inner) = self.inner.try_lock() {
+            // The program has seen the last event and sends nothing now.
+            self.flush(&mut inner);
+            if let Some(flow) = &mut inner.flow {
+                flow.set_may_defer(true);
+            }
             self.drain(&mut inner);
+        }
+    }
+
+    /// Sends the acknowledgement that was held back for the program's next send.
+    fn flush(&self, inner: &mut Inner) {
+        if let Some(flow) = inner.flow.as_mut().filter(|flow| flow.has_deferred()) {
+            let mut actions = Vec::new();
+            flow.flush(&mut actions);
+            self.perform(inner, actions);
         }
     }
 
@@ -747,7 +770,11 @@ impl Socket {
     /// Handles completions in the library's thread.
     pub(crate) fn wake(&self) {
         let mut inner = self.lock();
+        if let Some(flow) = &mut inner.flow {
+            flow.set_may_defer(false);
+        }
         loop {
+            self.flush(&mut inner);
             self.drain(&mut inner);
             if self.hot.load(SeqCst) {
                 return;
@@ -763,25 +790,25 @@ impl Socket {
     fn drain(&self, inner: &mut Inner) -> usize {
         let mut count = 0;
         while inner.state == State::Connected {
-            let mut done = [ffi::ibv_wc::default(); 16];
-            let Some(link) = &inner.link else {
+            let Some(link) = &mut inner.link else {
                 return count;
             };
-            // SAFETY: the queue is live as long as the link, and there is room for 16 completions.
+            // SAFETY: the queue is live as long as the link, and there is room for the completions.
             let n = unsafe {
                 let cq = link.cq.0;
                 (*(*cq).context)
                     .ops
                     .poll_cq
-                    .map_or(0, |poll| poll(cq, 16, done.as_mut_ptr()))
+                    .map_or(0, |poll| poll(cq, COMPLETIONS, link.done.as_mut_ptr()))
             };
+            if n == 0 {
+                break;
+            }
+            let done = link.done;
             let Some(done) = usize::try_from(n).ok().and_then(|n| done.get(..n)) else {
                 self.end(inner, libc::EIO);
                 return count;
             };
-            if done.is_empty() {
-                break;
-            }
             count += done.len();
             let mut actions = Vec::new();
             for completion in done {
@@ -1289,6 +1316,7 @@ impl Inner {
             backlog: VecDeque::new(),
             _region: region,
             early: None,
+            done: [ffi::ibv_wc::default(); COMPLETIONS as usize],
         };
         let mut init = ffi::ibv_qp_init_attr {
             send_cq: cq,

@@ -2,6 +2,8 @@
 //!
 //! `docs/exs.md` describes them, and the tests of this file read its vectors.
 
+use std::num::NonZeroU32;
+
 /// The version of the protocol.
 pub(crate) const VERSION: u8 = 1;
 /// The length of the private data.
@@ -105,9 +107,15 @@ pub(crate) enum Message {
         segments: Vec<Segment>,
         persistent: bool,
         notify: bool,
+        /// The message of the other end that is acknowledged by this one: done, and all bytes taken.
+        acks: Option<NonZeroU32>,
     },
     /// Data of this length follows in the message itself.
-    Immediate { seq: u32, len: u32 },
+    Immediate {
+        seq: u32,
+        len: u32,
+        acks: Option<NonZeroU32>,
+    },
     /// Memory that the receiver of the message may write: a persistent receive.
     Place { seq: u32, segment: Segment },
     /// The answer to any message that is not an answer.
@@ -130,6 +138,7 @@ const FIN: u8 = 6;
 const IMMEDIATE_FLAG: u8 = 1;
 const PERSISTENT_FLAG: u8 = 2;
 const NOTIFY_FLAG: u8 = 4;
+const ACKS_FLAG: u8 = 8;
 
 /// The fields of a header. Each kind of message uses some of them, and the others are zero.
 #[derive(Default)]
@@ -152,12 +161,15 @@ impl Message {
                 segments,
                 persistent,
                 notify,
+                acks,
             } => {
                 let mut header = Header {
                     kind: ADVERT,
                     flags: u8::from(*persistent) * PERSISTENT_FLAG
-                        + u8::from(*notify) * NOTIFY_FLAG,
+                        + u8::from(*notify) * NOTIFY_FLAG
+                        + u8::from(acks.is_some()) * ACKS_FLAG,
                     seq: *seq,
+                    of: acks.map_or(0, NonZeroU32::get),
                     length: segments.iter().map(|s| u64::from(s.len)).sum(),
                     ..Header::default()
                 };
@@ -167,10 +179,11 @@ impl Message {
                 }
                 header
             }
-            Self::Immediate { seq, len } => Header {
+            Self::Immediate { seq, len, acks } => Header {
                 kind: ADVERT,
-                flags: IMMEDIATE_FLAG,
+                flags: IMMEDIATE_FLAG + u8::from(acks.is_some()) * ACKS_FLAG,
                 seq: *seq,
+                of: acks.map_or(0, NonZeroU32::get),
                 length: u64::from(*len),
                 ..Header::default()
             },
@@ -239,6 +252,12 @@ impl Message {
         let addr = from.u64()?;
         let stag = from.u32()?;
         let of = from.u32()?;
+        let (flags, acks) = if kind == ADVERT && flags & ACKS_FLAG != 0 {
+            let acked = NonZeroU32::new(of).ok_or(Bad::Field)?;
+            (flags & !ACKS_FLAG, Some(acked))
+        } else {
+            (flags, None)
+        };
         let immediate = kind == ADVERT && flags == IMMEDIATE_FLAG;
         let behind = if immediate { length } else { 0 };
         let whole = u64::try_from(header_length)
@@ -260,7 +279,7 @@ impl Message {
             _ => flags == 0,
         };
         let fields_known = (one || (addr == 0 && stag == 0))
-            && (of == 0 || kind == NOTIFY || kind == CANCEL)
+            && (of == 0 || kind == NOTIFY || kind == CANCEL || acks.is_some())
             && (length == 0 || (kind != CANCEL && kind != FIN))
             && length <= MAX_LENGTH;
         if !flags_known || !fields_known {
@@ -268,7 +287,7 @@ impl Message {
         }
         let len = u32::try_from(length).map_err(|_| Bad::Field)?;
         Ok(match kind {
-            ADVERT if immediate => Self::Immediate { seq, len },
+            ADVERT if immediate => Self::Immediate { seq, len, acks },
             ADVERT => Self::Advert {
                 seq,
                 segments: if one {
@@ -278,6 +297,7 @@ impl Message {
                 },
                 persistent: flags & PERSISTENT_FLAG != 0,
                 notify: flags & NOTIFY_FLAG != 0,
+                acks,
             },
             PLACE => Self::Place {
                 seq,
@@ -381,20 +401,39 @@ mod tests {
                 segments: vec![segment(0x7f00_1122_3000, 0x0a0b_0c0d, 65536)],
                 persistent: false,
                 notify: false,
+                acks: None,
             },
             "advert of two segments" => Message::Advert {
                 seq: 2,
                 segments: vec![segment(0x1000, 0x11, 16), segment(0x2000, 0x22, 32)],
                 persistent: false,
                 notify: false,
+                acks: None,
             },
             "persistent advert with notify" => Message::Advert {
                 seq: 3,
                 segments: vec![segment(0x4000, 0x44, 4096)],
                 persistent: true,
                 notify: true,
+                acks: None,
             },
-            "immediate" => Message::Immediate { seq: 4, len: 5 },
+            "immediate" => Message::Immediate {
+                seq: 4,
+                len: 5,
+                acks: None,
+            },
+            "immediate that acknowledges" => Message::Immediate {
+                seq: 5,
+                len: 5,
+                acks: NonZeroU32::new(3),
+            },
+            "advert that acknowledges" => Message::Advert {
+                seq: 6,
+                segments: vec![segment(0x9000, 0x99, 4096)],
+                persistent: false,
+                notify: false,
+                acks: NonZeroU32::new(4),
+            },
             "place" => Message::Place {
                 seq: 5,
                 segment: segment(0x8000, 0x88, 8192),
@@ -439,7 +478,7 @@ mod tests {
             let written = message.write();
             assert_eq!(raw.get(..written.len()), Some(&*written), "{name}");
         }
-        assert_eq!(seen, 10);
+        assert_eq!(seen, 12);
     }
 
     #[test]
@@ -467,6 +506,7 @@ mod tests {
             segments,
             persistent: false,
             notify: false,
+            acks: None,
         };
         assert_eq!(Message::read(&advert.write()), Err(Bad::Length));
         assert_eq!(Hello::read(b"GET / HTTP/1.1\r\n"), Err(Bad::NotExs));
