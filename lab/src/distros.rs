@@ -22,6 +22,9 @@ const RELEASES: [(&str, &str); 4] = [
 /// The releases that run by default: the oldest and the newest.
 const SHORT: [&str; 2] = ["bullseye", "sid"];
 
+/// The release whose arm64 programs run under qemu.
+const ARM64: [&str; 1] = ["bookworm"];
+
 /// The packages whose programs are run.
 const PACKAGES: [&str; 3] = ["rdmacm-utils", "ibverbs-utils", "perftest"];
 
@@ -39,6 +42,10 @@ pub(crate) struct Options {
     /// All releases and all cases, instead of one case of each program.
     #[arg(long)]
     nightly: bool,
+    /// The programs of arm64 under qemu-user, on the result of `cargo xtask dist --target aarch64-unknown-linux-gnu`; by default
+    /// of Debian 12.
+    #[arg(long)]
+    arm64: bool,
     /// Only cases with this in their name, which is `PROGRAM/CASE`.
     #[arg(long, value_name = "PART")]
     filter: Option<String>,
@@ -51,21 +58,30 @@ pub(crate) fn run(options: &Options) -> Result {
             return Err(format!("{name}: no such release").into());
         }
     }
+    let short: &[&str] = if options.arm64 { &ARM64 } else { &SHORT };
     let mut failed = Vec::new();
     for (name, what) in RELEASES {
         let asked = options.releases.iter().any(|r| r == name);
-        if !(asked || options.releases.is_empty() && (options.nightly || SHORT.contains(&name))) {
+        let all = options.nightly && !options.arm64;
+        if !(asked || options.releases.is_empty() && (all || short.contains(&name))) {
             continue;
         }
         let begin = Instant::now();
         println!("== {name} ({what})");
-        let tree = tree(name)?;
+        let tree = tree(name, options.arm64)?;
         let mut lab = Command::new(std::env::current_exe()?);
         lab.args(["programs", "--doctor", "--packages", &PACKAGES.join(",")])
             .arg("--skips")
-            .arg(sh::root().join("tests/distros").join(name))
+            .arg(
+                sh::root()
+                    .join("tests/distros")
+                    .join(folder(name, options.arm64)),
+            )
             .arg("--tree")
             .arg(&tree);
+        if options.arm64 {
+            lab.env("CARGO_BUILD_TARGET", "aarch64-unknown-linux-gnu");
+        }
         if !options.nightly && options.filter.is_none() {
             lab.arg("--first");
         }
@@ -83,9 +99,15 @@ pub(crate) fn run(options: &Options) -> Result {
     }
 }
 
+/// Returns the name of a release's tree, which is also that of its file in `tests/distros`.
+fn folder(name: &str, arm64: bool) -> String {
+    let suffix = if arm64 { "-arm64" } else { "" };
+    format!("{name}{suffix}")
+}
+
 /// Returns the tree of a release. Creates it if it does not exist.
-fn tree(name: &str) -> Result<PathBuf> {
-    let tree = sh::target().join("trees").join(name);
+fn tree(name: &str, arm64: bool) -> Result<PathBuf> {
+    let tree = sh::target().join("trees").join(folder(name, arm64));
     if tree.exists() {
         return Ok(tree);
     }
@@ -98,6 +120,7 @@ fn tree(name: &str) -> Result<PathBuf> {
     let packages = [&PACKAGES[..], &BESIDE].concat().join(",");
     let mut make = Command::new("mmdebstrap");
     make.args(["--variant=extract", "--skip=check/qemu", "--quiet"])
+        .args(arm64.then_some("--architectures=arm64"))
         .arg(format!("--include={packages}"))
         // Snapshots of an archive have the dates of their releases, which may have expired.
         .arg("--aptopt=Acquire::Check-Valid-Until \"false\"")

@@ -147,7 +147,8 @@ pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case
 /// kernel then kills all other processes in them.
 pub(crate) fn in_namespaces() -> Result {
     let mut command = Command::new("unshare");
-    if !geteuid().is_root() {
+    // The kernel keeps the registered binary formats for each user namespace.
+    if !geteuid().is_root() || sh::cross_target().is_some() {
         command.args(["--user", "--map-root-user"]);
     }
     command
@@ -576,7 +577,30 @@ mount --rbind /dev dev
         .canonicalize()
         .map_err(|e| format!("{}: {e}", tree.display()))?;
     sh::run(Command::new("sh").args(["-c", SCRIPT, "enter"]).arg(&tree))?;
+    if sh::cross_target().is_some() {
+        emulate(&sh::arch())?;
+    }
     Ok(tree)
+}
+
+/// Registers qemu-user for programs of another architecture, in the user namespace of this process.
+fn emulate(arch: &str) -> Result {
+    const DIR: &str = "/proc/sys/fs/binfmt_misc";
+    // The ELF header before the machine, with the mask of each byte: 64 bits, little endian, an executable or a library.
+    const HEAD: &str = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00";
+    const MASK: &str =
+        r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff";
+    let machine = match arch {
+        "aarch64" => r"\xb7\x00",
+        other => return Err(format!("programs of {other} are not emulated").into()),
+    };
+    let mut mount = Command::new("mount");
+    sh::run(mount.args(["-t", "binfmt_misc", "binfmt_misc", DIR]))
+        .map_err(|e| format!("{e} (formats of a user namespace need Linux 6.7)"))?;
+    // P: the program gets its original argv[0]. F: the kernel opens the interpreter now, so the tree needs none.
+    let entry = format!(":{arch}:M::{HEAD}{machine}:{MASK}:/usr/bin/qemu-{arch}-static:PF");
+    fs::write(format!("{DIR}/register"), entry)
+        .map_err(|e| format!("qemu-user-static is needed: {e}").into())
 }
 
 /// Creates two hosts with a link between them, in this process's namespaces.

@@ -38,12 +38,15 @@ pub fn run() -> Result {
         "--package=anywarp-fi",
         "--package=anywarp-sockets",
     ]))?;
-    let built = sh::target().join("release");
-    let work = sh::target().join("dist-link");
+    let built = sh::release();
+    let dist = sh::dist();
+    let work = dist.with_file_name(match sh::cross_target() {
+        Some(_) => format!("dist-link-{}", sh::arch()),
+        None => "dist-link".to_owned(),
+    });
 
     // Built in a temporary folder, which is renamed at the end: a running program keeps its old files, and no program finds
     // an incomplete result.
-    let dist = sh::dist();
     let new = dist.with_extension("new");
     remove(&new)?;
     let lib = new.join("lib/anywarp");
@@ -326,10 +329,24 @@ fn path_shim(lib: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Runs the command that writes manual pages and completions.
+/// Runs the command that writes manual pages and completions. A command for another architecture cannot run here, so this
+/// machine's writes them: they are the same.
 fn generate(anywarp: &Path, share: &Path) -> Result {
     fs::create_dir_all(share)?;
-    let mut generate = Command::new(anywarp);
+    let mut generate = match sh::cross_target() {
+        None => Command::new(anywarp),
+        Some(_) => {
+            let mut cargo = portable::cargo()?;
+            sh::natively(&mut cargo).args([
+                "run",
+                "--release",
+                "--quiet",
+                "--package=anywarp-cli",
+                "--",
+            ]);
+            cargo
+        }
+    };
     sh::run(generate.arg("generate").arg(share).arg(sh::root()))
 }
 

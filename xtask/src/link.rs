@@ -33,7 +33,7 @@ const OF_LIBC: [(&str, &str); 2] = [("bind", "anywarp_bind"), ("listen", "anywar
 
 /// Returns the version node of those functions.
 fn libc_node() -> &'static str {
-    match std::env::consts::ARCH {
+    match sh::arch().as_str() {
         "x86_64" => "GLIBC_2.2.5",
         _ => "GLIBC_2.17",
     }
@@ -230,7 +230,7 @@ fn local_name(s: &Symbol) -> String {
 fn trampolines(jumps: impl Iterator<Item = (String, String)>) -> Result<String> {
     let mut text = String::from(".text\n");
     for (name, target) in jumps {
-        let jump = match std::env::consts::ARCH {
+        let jump = match sh::arch().as_str() {
             "x86_64" => format!("endbr64\njmp *{target}@GOTPCREL(%rip)"),
             "aarch64" => format!(
                 "hint #34\nadrp x16, :got:{target}\nldr x16, [x16, :got_lo12:{target}]\nbr x16"

@@ -10,7 +10,7 @@ mod table;
 
 use clap::Parser;
 use std::process::ExitCode;
-use xtask::{dist, finish};
+use xtask::{dist, finish, sh};
 
 /// Builds and checks the workspace.
 #[derive(Debug, Parser)]
@@ -26,7 +26,10 @@ enum Task {
         check: bool,
     },
     /// Build the libraries and the command into target/dist.
-    Dist,
+    Dist {
+        #[command(flatten)]
+        other: Other,
+    },
     /// Copy the result of `dist` to a prefix.
     Install {
         /// The prefix, such as /usr/local or ~/.local.
@@ -54,11 +57,22 @@ enum Task {
     },
 }
 
+/// A build for another architecture.
+#[derive(Debug, clap::Args)]
+struct Other {
+    /// Build for this Rust target, such as aarch64-unknown-linux-gnu, into target/dist-ARCHITECTURE.
+    #[arg(long, value_name = "TARGET")]
+    target: Option<String>,
+}
+
 fn main() -> ExitCode {
     finish(match Task::parse() {
         Task::Check => check::run(),
         Task::Floors { check } => floors::run(check),
-        Task::Dist => dist::run(),
+        Task::Dist { other } => match other.target.as_deref().filter(|t| !sh::builds_for(t)) {
+            Some(target) => sh::build_for(target),
+            None => dist::run(),
+        },
         Task::Install { prefix } => package::install(&prefix),
         Task::Deb => package::deb(),
         Task::Wheel => package::wheel(),

@@ -19,9 +19,71 @@ pub fn target() -> PathBuf {
         .map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
-/// Returns the folder for the result of `cargo xtask dist`.
+/// The variable in which cargo reads the target to build for. [`build_for`] sets it.
+const BUILD_TARGET: &str = "CARGO_BUILD_TARGET";
+
+/// Returns the target of this build if it is of another architecture than this machine.
+pub fn cross_target() -> Option<String> {
+    let target = std::env::var(BUILD_TARGET).ok()?;
+    (first_part(&target) != std::env::consts::ARCH).then_some(target)
+}
+
+/// Returns the architecture of the target, with its name in Rust.
+pub fn arch() -> String {
+    cross_target().map_or_else(
+        || std::env::consts::ARCH.to_owned(),
+        |target| first_part(&target).to_owned(),
+    )
+}
+
+fn first_part(target: &str) -> &str {
+    target.split('-').next().unwrap_or_default()
+}
+
+/// Runs this program again with the same arguments, to build for `target`. The compiler and linker are those of Debian's
+/// package for that architecture, unless `CC` and cargo's variable for the linker name others.
+pub fn build_for(target: &str) -> Result {
+    let gcc = format!("{}-gcc", target.replace("-unknown", ""));
+    let cc = std::env::var_os("CC").unwrap_or_else(|| gcc.into());
+    let linker = format!(
+        "CARGO_TARGET_{}_LINKER",
+        target.replace('-', "_").to_uppercase()
+    );
+    let mut again = Command::new(std::env::current_exe()?);
+    again
+        .args(std::env::args_os().skip(1))
+        .env(BUILD_TARGET, target)
+        .env("CC", &cc);
+    if std::env::var_os(&linker).is_none() {
+        again.env(linker, &cc);
+    }
+    run(&mut again)
+}
+
+/// Returns whether [`build_for`] started this process for the target.
+pub fn builds_for(target: &str) -> bool {
+    std::env::var(BUILD_TARGET).is_ok_and(|set| set == target)
+}
+
+/// Makes a cargo command build for this machine.
+pub fn natively(cargo: &mut Command) -> &mut Command {
+    cargo.env_remove(BUILD_TARGET).env_remove("CC")
+}
+
+/// Returns the folder for the results of `cargo build --release`.
+pub fn release() -> PathBuf {
+    match std::env::var_os(BUILD_TARGET) {
+        Some(named) => target().join(named).join("release"),
+        None => target().join("release"),
+    }
+}
+
+/// Returns the folder for the result of `cargo xtask dist`: `dist`, or `dist-ARCHITECTURE` for another architecture.
 pub fn dist() -> PathBuf {
-    target().join("dist")
+    match cross_target() {
+        Some(_) => target().join(format!("dist-{}", arch())),
+        None => target().join("dist"),
+    }
 }
 
 /// Returns the cargo that runs this program.
