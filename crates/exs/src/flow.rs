@@ -190,6 +190,9 @@ pub(crate) struct Flow {
     /// Whether the acknowledgement of a received message may wait, and the one that does: done, and all bytes taken.
     may_defer: bool,
     deferred: Option<(u32, u64)>,
+    /// Whether this end has sent an advertisement since an acknowledgement was held back in vain. A program that only receives
+    /// acknowledges at once.
+    answers: bool,
     recvs: VecDeque<Waiting>,
     buffer: Buffer,
     moves: VecDeque<Move>,
@@ -241,6 +244,7 @@ impl Flow {
             persistent: None,
             may_defer: false,
             deferred: None,
+            answers: true,
             recvs: VecDeque::new(),
             buffer: Buffer {
                 size: if ours.stream { buffer } else { 0 },
@@ -301,6 +305,7 @@ impl Flow {
     /// Sends the acknowledgement that waits.
     pub(crate) fn flush(&mut self, out: &mut Vec<Action>) {
         if let Some((seq, len)) = self.deferred.take() {
+            self.answers = false;
             out.push(ack(seq, len, Status::Done));
         }
     }
@@ -622,7 +627,8 @@ impl Flow {
 
     /// Answers an advertisement all of whose bytes were taken, now or with the next advertisement of this end.
     fn answer_taken(&mut self, seq: u32, len: u64, out: &mut Vec<Action>) {
-        if !self.may_defer || seq == 0 {
+        let may_follow = self.credits > 0 && self.place.is_none() && !self.is_shut();
+        if !self.may_defer || !self.answers || !may_follow || seq == 0 {
             return self.answer(seq, len, Status::Done, out);
         }
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
@@ -633,6 +639,7 @@ impl Flow {
 
     /// The acknowledgement that an advertisement carries.
     fn carried(&mut self) -> Option<NonZeroU32> {
+        self.answers = true;
         self.deferred
             .take()
             .and_then(|(seq, _)| NonZeroU32::new(seq))
@@ -953,6 +960,8 @@ impl Flow {
             if let Some((_, sent)) = &mut self.standing {
                 *sent = Some(seq);
             }
+            // The peer's next sends are Writes, which wait for the acknowledgement of earlier ones.
+            self.flush(out);
             out.push(Action::Message(Message::Place { seq, segment }, None));
         }
         while let Some(send) = self.sends.front() {
@@ -1039,6 +1048,10 @@ impl Flow {
                 len: 0,
                 kind: Kind::Control,
             });
+            if kind == ControlKind::Notify {
+                // The peer reports it as an event of its sending direction, after those of earlier sends.
+                self.flush(out);
+            }
             let message = match kind {
                 ControlKind::Notify => Message::Notify { seq, of, len },
                 ControlKind::Cancel => Message::Cancel { seq, of },
@@ -1383,6 +1396,68 @@ mod tests {
         out.clear();
         flow.flush(&mut out);
         assert_eq!(out, [ack(2, 10, Status::Done)]);
+    }
+
+    #[test]
+    fn a_program_that_only_receives_acknowledges_at_once() {
+        let mut flow = flow();
+        flow.set_may_defer(true);
+        let mut out = Vec::new();
+        for seq in 1..=3 {
+            flow.recv(recv(4 + OpId::from(seq)), &mut out);
+            out.clear();
+            let message = Message::Immediate {
+                seq,
+                len: 10,
+                acks: None,
+            };
+            assert_eq!(flow.arrived(message, 0, &mut out), Ok(()));
+            let at_once = out.contains(&ack(seq, 10, Status::Done));
+            assert_eq!(at_once, seq > 1, "message {seq}: {out:?}");
+            flow.flush(&mut out);
+        }
+    }
+
+    #[test]
+    fn a_notification_follows_the_acknowledgement_of_an_earlier_send() {
+        let mut flow = flow();
+        flow.set_may_defer(true);
+        let mut out = Vec::new();
+        flow.recv(recv(5), &mut out);
+        flow.recv(recv(6), &mut out);
+        let first = Message::Immediate {
+            seq: 1,
+            len: 10,
+            acks: None,
+        };
+        let second = Message::Advert {
+            seq: 2,
+            segments: memory(100),
+            persistent: true,
+            notify: true,
+            acks: None,
+        };
+        assert_eq!(flow.arrived(first, 0, &mut out), Ok(()));
+        assert_eq!(flow.arrived(second, 1, &mut out), Ok(()));
+        let moved = out.iter().find_map(|a| match a {
+            Action::Read { number, .. } => Some(*number),
+            _ => None,
+        });
+        flow.moved(moved.unwrap(), &mut out);
+        let messages: Vec<_> = out
+            .iter()
+            .filter(|a| matches!(a, Action::Message(..)))
+            .collect();
+        assert!(
+            matches!(
+                messages.as_slice(),
+                [
+                    Action::Message(Message::Ack { seq: 1, .. }, None),
+                    Action::Message(Message::Notify { of: 2, .. }, None)
+                ]
+            ),
+            "{messages:?}"
+        );
     }
 
     #[test]

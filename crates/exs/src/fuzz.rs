@@ -439,9 +439,13 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
             2 | 3 => end.recv(len, input.byte(), offset),
             4 => end.cancel(u64::from(input.byte()) % end.next + 1),
             5 => end.shutdown(),
-            6 => end.read_done(&BTreeMap::new()),
+            6 => {
+                end.read_done(&BTreeMap::new());
+                end.flow.set_may_defer(input.byte() & 1 != 0);
+            }
             7 => {
                 end.write_done();
+                end.flush();
             }
             8 => {
                 // Arbitrary bytes, which may form a valid message.
@@ -552,6 +556,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
             2 if what & 0x30 == 0 => end.cancel(u64::from(input.byte()) % end.next + 1),
             3 if what & 0x30 == 0 => end.shutdown(),
             7 if what & 0x30 == 0 => {
+                end.flow.set_may_defer(len & 1 == 0);
                 end.flush();
             }
             n => {

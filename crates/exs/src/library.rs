@@ -13,12 +13,13 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The lowest descriptor of a socket or queue. It is far above those of the kernel, so that the two cannot be confused.
 const FIRST_FD: c_int = 1 << 28;
 /// The interval in milliseconds at which the thread checks the sockets that other threads poll.
 const TICK_MS: c_int = 1;
+const TICK: Duration = Duration::from_millis(TICK_MS as u64);
 
 static LIBRARY: OnceLock<Library> = OnceLock::new();
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -319,6 +320,7 @@ impl Library {
             libc::sigfillset(all.as_mut_ptr());
             libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
         }
+        let mut tick = Instant::now();
         loop {
             let devices = lock(&self.devices).clone();
             // SAFETY: the channels are live as long as the process.
@@ -351,15 +353,17 @@ impl Library {
                 self.events_of_device(&device);
             }
             self.expire();
+            // Before sockets are closed, which may take long.
+            if tick.elapsed() >= TICK {
+                tick = Instant::now();
+                let hot = std::mem::take(&mut *lock(&self.hot));
+                let still: Vec<_> = hot.into_iter().filter(|s| s.is_still_polled()).collect();
+                lock(&self.hot).extend(still);
+            }
             let failed = std::mem::take(&mut *lock(&self.failed));
             for fd in failed {
                 // This fails only if the program has closed the socket already.
                 let _ = self.remove(fd);
-            }
-            if counter == 0 {
-                let hot = std::mem::take(&mut *lock(&self.hot));
-                let still: Vec<_> = hot.into_iter().filter(|s| s.is_still_polled()).collect();
-                lock(&self.hot).extend(still);
             }
         }
     }

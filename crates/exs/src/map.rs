@@ -1,9 +1,11 @@
-//! Maps whose keys are numbers that this library counts up itself, so that no peer and no program chooses them.
+//! Maps whose keys are numbers that this library assigns. Peers and programs do not choose them, so the hash
+//! function need not resist chosen keys.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map with a hash function of one multiplication: each call of the program looks up several numbers.
+/// A map with a fast hash function (one multiplication), because each call of the program looks up several
+/// numbers.
 pub(crate) type NumberMap<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
 
 /// Multiplies by 2^64 / φ, which spreads consecutive numbers over the high bits, and exchanges the halves, because the map

@@ -652,6 +652,7 @@ impl Socket {
         for id in waiting {
             inner.cancel(self, id);
         }
+        self.stop_deferring(&mut inner);
         inner.end_direction(self);
         self.drain(&mut inner);
         self.check_drained(&mut inner);
@@ -678,7 +679,7 @@ impl Socket {
         let until = Instant::now() + CLOSE_WAIT;
         let mut inner = self.lock();
         self.gone.store(true, SeqCst);
-        self.flush(&mut inner);
+        self.stop_deferring(&mut inner);
         // If the peer has received everything, it should see the end of the data instead of a broken connection.
         if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
             inner.end_direction(self);
@@ -733,7 +734,11 @@ impl Socket {
         if let Ok(mut inner) = self.inner.try_lock() {
             // The program has seen the last event and sends nothing now.
             self.flush(&mut inner);
-            if let Some(flow) = &mut inner.flow {
+            // Decided with the lock held: `wake` follows each change of `hot` to false, and flushes.
+            if let Some(flow) = &mut inner.flow
+                && self.hot.load(SeqCst)
+                && !self.is_gone()
+            {
                 flow.set_may_defer(true);
             }
             self.drain(&mut inner);
@@ -747,6 +752,14 @@ impl Socket {
             flow.flush(&mut actions);
             self.perform(inner, actions);
         }
+    }
+
+    /// Sends the acknowledgement that was held back, and holds back none until a thread polls again.
+    fn stop_deferring(&self, inner: &mut Inner) {
+        if let Some(flow) = &mut inner.flow {
+            flow.set_may_defer(false);
+        }
+        self.flush(inner);
     }
 
     /// Returns whether a thread has polled since the last call. Otherwise arms the completion queue, so that completions wake
@@ -770,11 +783,8 @@ impl Socket {
     /// Handles completions in the library's thread.
     pub(crate) fn wake(&self) {
         let mut inner = self.lock();
-        if let Some(flow) = &mut inner.flow {
-            flow.set_may_defer(false);
-        }
+        self.stop_deferring(&mut inner);
         loop {
-            self.flush(&mut inner);
             self.drain(&mut inner);
             if self.hot.load(SeqCst) {
                 return;
