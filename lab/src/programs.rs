@@ -1,7 +1,8 @@
 //! `cargo lab programs`: runs unmodified programs of other projects as an ordinary user, and checks their output.
 //!
-//! A case that is skipped with a reason runs too. If it passes, the reason is out of date and the run fails. With `--netns`
-//! all processes run in namespaces that end with this process, so that nothing remains.
+//! Cases that are known to fail, with a reason, run too. If one of them passes, its reason is out of date and
+//! the run fails. With `--netns` all processes run in namespaces that end with this process, so that nothing
+//! remains.
 
 use crate::process::Process;
 use anywarp_core::wire::signpost::Port;
@@ -514,7 +515,8 @@ impl Stage {
             .env("HOME", self.inside(&self.work)?)
             .env("XDG_RUNTIME_DIR", self.inside(&self.work.join("run"))?);
         match self.place {
-            // The client's address is one that the loopback interface accepts but does not list, so it is not a GID.
+            // The client uses the server's address too: its own, 127.0.0.2, is not listed at the loopback
+            // interface, so it is not a GID.
             Place::Loopback => command.env("ANYWARP_ADDR", address(Host::Server)),
             Place::Namespaces if case.ipv6 => command.env("ANYWARP_ADDR", address(host)),
             Place::Namespaces => &mut command,
@@ -541,7 +543,7 @@ pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
     Err("no free name for a folder".into())
 }
 
-/// Returns whether uid 0 is that of the machine. Only then can this process change to another user.
+/// Returns whether this process is in the initial user namespace, where root can change to any other user.
 pub(crate) fn is_initial_user_namespace() -> bool {
     fs::read_to_string("/proc/self/uid_map")
         .is_ok_and(|map| map.split_whitespace().last() == Some("4294967295"))
@@ -664,7 +666,8 @@ impl Cast {
         self.all().filter(move |p| p.host == host)
     }
 
-    /// Checks the output. Returns `None` if it is as expected. If standard error contains a log, it is ignored.
+    /// Checks the output. Returns `None` if it is as expected. With `logs`, standard error contains logs and
+    /// is not checked.
     fn verdict(&self, case: &Case, logs: bool) -> Option<String> {
         let printed = |host| {
             self.of(host)

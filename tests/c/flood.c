@@ -822,9 +822,13 @@ static const char *unpaced(size_t arg)
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
 	ENSURE(grown <= HOLDS_UNPACED, "%ld KiB more", grown);
 #endif
-	TRY(turn(READS, QUIET, &rate));
-	ENSURE(rate > 0, "the good peer does nothing after the flood");
-	return NULL;
+	/* On a machine with other work the good peer may not run in one turn. */
+	for (int tries = 0; tries < 20; tries++) {
+		TRY(turn(READS, QUIET, &rate));
+		if (rate > 0)
+			return NULL;
+	}
+	return "the good peer does nothing after the flood";
 }
 
 /* The UDP ports of this network namespace that are bound, as bits. */

@@ -172,7 +172,8 @@ const SIW: Profile = Profile {
     node: Some((IBV_NODE_RNIC, IBV_TRANSPORT_IWARP)),
     vendor_id: 0x62_6d_74,
     vendor_part_id: 0,
-    // The limits of siw are larger: 102,400 queue pairs, and as many completion queues and domains.
+    // siw allows 102,400 queue pairs, completion queues and protection domains each. These limits are higher
+    // than those of anywarp, so they are not set here.
     max_sge: 6,
     max_sge_rd: 1,
     max_inline: 80,
@@ -385,7 +386,8 @@ fn chosen() -> Option<&'static Profile> {
     })
 }
 
-/// Fails with `EINVAL` if the environment names an unknown profile. Otherwise a test with a misspelled profile would pass without it.
+/// Fails with `EINVAL` if the environment names an unknown profile. Without this check, a test with a
+/// misspelled profile would run without any profile and could pass.
 pub(crate) fn check() -> Result<(), i32> {
     chosen().map(|_| ()).ok_or(libc::EINVAL)
 }

@@ -76,7 +76,7 @@ impl Rarely {
 #[derive(Debug)]
 pub(crate) struct Throttle(Mutex<(Option<Instant>, u32, u32)>);
 
-/// Lines per second of one kind that a peer can cause without limit.
+/// The most lines of one kind per second, for lines that a peer can cause at any rate.
 const LINES_PER_SECOND: u32 = 20;
 
 impl Throttle {
@@ -84,7 +84,8 @@ impl Throttle {
         Self(Mutex::new(Rank::LogThrottle, (None, 0, 0)))
     }
 
-    /// Whether a line may be written now; the number is that of suppressed lines since the last one.
+    /// Returns `None` if no line may be written now, otherwise the number of lines suppressed since the last
+    /// line.
     pub(crate) fn line(&self, now: Instant) -> Option<u32> {
         let mut state = self.0.lock();
         let (since, said, left_out) = &mut *state;
@@ -112,7 +113,7 @@ mod tests {
         let begin = clock::now();
         let said = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
         assert_eq!(said, LINES_PER_SECOND as usize);
-        // A second later lines pass again, and the first one contains how many were dropped.
+        // One second later, lines are written again. The first result is the number of suppressed lines.
         let later = begin + Duration::from_secs(1);
         assert_eq!(throttle.line(later), Some(1000 - LINES_PER_SECOND));
         assert_eq!(throttle.line(later), Some(0));

@@ -77,7 +77,7 @@ impl DerefMut for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: an operation would own the buffer, so none uses it.
+        // SAFETY: an operation owns its buffer until it has completed, so no operation uses this one.
         unsafe { ffi::exs_mderegister(self.handle, 0) };
     }
 }

@@ -89,7 +89,7 @@ impl World {
     /// An empty world.
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        // Consecutive seeds give unrelated numbers.
+        // Discards the first number.
         rng.next();
         // This is the only use of a real clock. Only differences to its value matter.
         let start = Instant::now();
@@ -292,7 +292,7 @@ impl World {
             }
             let closing = end.conn.end();
             if closing == StreamEnd::Dead {
-                // The stream breaks without a message.
+                // The stream is closed or broken. Nothing more is sent, not even a Terminate.
                 end.over = true;
                 let pipe = &mut self.links[link].pipes[side];
                 return busy | pipe.close(now, &mut self.rng);

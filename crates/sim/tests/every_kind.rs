@@ -33,7 +33,7 @@ struct Qp {
     machine: Machine,
     kind: QpType,
     cq: Arc<Cq>,
-    /// Datagrams that were polled and not reported as written.
+    /// Datagrams that `poll_tx` returned and that were not reported as written.
     unwritten: usize,
 }
 
@@ -160,7 +160,7 @@ impl Qp {
         }
     }
 
-    /// Posts a Send and polls its bytes.
+    /// Posts a Send, and calls `poll_tx` for its bytes.
     fn send(&mut self, id: u64) {
         let connected = matches!(self.kind, QpType::Rc | QpType::Uc);
         let request = WorkRequest {
@@ -258,7 +258,7 @@ fn a_change_of_attributes_in_sqd_does_not_cancel_sq_drained() {
         qp.written();
         assert_eq!(qp.completions(), [(1, Status::Success)], "{kind:?}");
         assert_eq!(qp.events(), [AsyncEvent::SqDrained], "{kind:?}");
-        // The event belongs to that change only.
+        // The event is raised once: a later change of attributes does not raise it again.
         qp.modify(mask::PKEY_INDEX, State::Sqd).unwrap();
         assert_eq!(qp.events(), [], "{kind:?}");
     }

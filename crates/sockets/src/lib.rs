@@ -11,7 +11,7 @@
 //! | `conn/sock.rs` | a connection: whether it is upgraded, its owner process, the threads that wait for it |
 //! | `stream.rs` | an upgraded stream, with non-blocking operations |
 //! | `wire.rs` | the protocol of two ends: private data and message headers |
-//! | `conn/dgram.rs` | a UDP socket: whether it understands messages, and which peers it sends messages to |
+//! | `conn/dgram.rs` | a UDP socket: whether it receives iWARP messages, and which peers it sends them to |
 //! | `message.rs` | the datagram-iWARP message in a datagram |
 //! | `peers.rs` | a cache of what is known about the peers of datagrams |
 //! | `conn/show.rs` | the table that `anywarp sockets stat` reads |

@@ -11,7 +11,8 @@ pub const SCRATCH_KEPT: usize = 4;
 pub const HELD: usize = 64 * 1024;
 /// Payloads of a Send up to this many bytes are copied next to their headers: a copy costs less than two more iovec entries.
 pub const COPIED: usize = 4096;
-/// The most buffers of a list in one Send. The following buffers are sent with the next one.
+/// The most iovec entries of a program's buffer list that one Send carries. The next Send carries further
+/// entries.
 pub const PARTS: usize = 64;
 /// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
@@ -28,11 +29,13 @@ pub const DRAINS: usize = 1024;
 pub const EXIT_TICK: i32 = 1;
 /// Milliseconds that an exiting process waits for its streams.
 pub const EXIT_WAIT: i32 = 1000;
-/// The lowest descriptor number for the library's own descriptors. Programs that use `select` have lower ones.
+/// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
+/// `select`.
 pub const OWN_FROM: i32 = 1000;
 /// The size of the descriptor table: Linux's usual limit for privileged processes. Higher descriptors stay plain.
 pub const DESCRIPTORS: usize = 1 << 20;
-/// Milliseconds between two checks by a writer that waits for another thread.
+/// Milliseconds after which a waiting thread checks again: a writer that waits for another thread, or a
+/// thread that has no eventfd.
 pub const FOLLOW: u64 = 20;
 /// Bytes that are peeked at to find a Request: the length of the longest start-up frame.
 pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
@@ -40,29 +43,33 @@ pub const REQUEST: usize = anywarp_core::bounds::STARTUP_FRAME_MAX;
 pub const OWNERS: usize = 256 * 1024;
 /// The number of descriptors that are checked at start for inherited sockets. Servers inherit low descriptors.
 pub const INHERITED: i32 = 32;
-/// Milliseconds that passing a stream to another program waits until the peer sends plain TCP too. A peer that waits for the
-/// stream answers much sooner.
+/// The longest wait, in milliseconds, for the peer to return to plain TCP when a stream is passed to another
+/// program. A peer that is blocked in a call on the stream answers much sooner.
 pub const HAND_OVER: u64 = 100;
 /// The size of the cache of datagram peers. A new entry replaces an old one, whose peer is looked up again when it is used.
 pub const PEERS: usize = 16 * 1024;
-/// Milliseconds for which the answer whether a datagram peer understands messages is cached. A program without the library that
-/// takes over the port may get messages for this time. A query takes some ten microseconds.
+/// Milliseconds for which the result of a query is cached: whether the UDP socket at an address accepts
+/// messages. If a program without the library then binds the port, it may receive messages until the entry
+/// expires. A query takes some ten microseconds.
 pub const KNOWN: u64 = 250;
-/// The number of received messages after which queries are removed from the backlog of the socket's name. Each peer queries once
-/// before its first message.
+/// The number of received messages after which the queries in the backlog of the socket's name (see
+/// `directory.rs`) are accepted and closed. Each peer queries once before its first message.
 pub const ASKED: u32 = 64;
 /// Payloads of a message up to this many bytes are copied next to their headers: a copy costs less than a buffer list for the
 /// kernel, and the checksum of one piece costs less than that of several.
 pub const JOINED: usize = 4096;
-/// The most buffers of a datagram that the kernel accepts.
+/// The most iovec entries that the kernel accepts for one datagram (`UIO_MAXIOV`).
 pub const BUFFERS: usize = 1024;
-/// The most buffers of a message whose list is built on the stack. Sending it allocates no memory.
+/// The most buffers for which the iovec list of a message is built on the stack, so that sending allocates no
+/// memory.
 pub const BUFFERS_HERE: usize = 30;
 /// Size in bytes of a buffer for one received datagram. UDP datagrams are not longer.
 pub const DATAGRAM: usize = 64 * 1024;
 /// The most message bytes that one `sendmmsg` call copies. The datagrams of longer lists are sent one by one.
 pub const BATCH: usize = 512 * 1024;
-/// The number of attempts to change the peer of a UDP socket while other threads read it.
+/// The number of attempts to lock the stored peer address of a UDP socket for a change, while other threads
+/// read it.
 pub const TRIES: usize = 100;
-/// The names of UDP sockets use at most one part in this many of the process's descriptor limit.
+/// At most one in this many of the descriptors that the process may open holds the directory name of a UDP
+/// socket.
 pub const NAMES_PART: usize = 8;

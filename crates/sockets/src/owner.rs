@@ -40,8 +40,9 @@ pub fn me() -> u32 {
     }
 }
 
-/// Returns whether this process runs in the memory of another one until it calls exec, as a child of vfork does. Such a child has
-/// its own descriptors, so the table must not follow its calls.
+/// Returns whether this process runs in the memory of another one until it calls exec, as a child of vfork
+/// does. Such a child has its own descriptors, so its calls must not change the library's table of
+/// descriptors.
 pub fn is_visitor() -> bool {
     me() != std::process::id()
 }

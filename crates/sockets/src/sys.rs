@@ -552,7 +552,7 @@ pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int
         return None;
     }
     let at = at.cast::<u8>();
-    // SAFETY: `first` is shorter than the mapping, which no other code uses yet.
+    // SAFETY: `first` is not longer than the mapping, which no other code uses yet.
     unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), at, first.len()) };
     Some((fd, at))
 }

@@ -7,8 +7,8 @@
 //!
 //! The number of a socket is the descriptor of its event channel, so no other file of the process has the same number.
 //!
-//! Locking: one mutex protects the state of a socket. A thread that holds it must not handle the device's sockets, because that may
-//! call `Socket::ready` of the same socket.
+//! Locking: one mutex protects the state of a socket. A thread that holds it must not process events of the
+//! engine (as `on_idle_poll` does), because that may call `Socket::ready` of the same socket.
 
 mod address;
 mod again;

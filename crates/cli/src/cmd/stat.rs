@@ -1,7 +1,7 @@
 //! `anywarp stat`: the counters of a running program's queue pairs.
 //!
-//! The device in that program sends a descriptor of a text with a line for each queue pair: its type, its number, then
-//! `NAME=VALUE` fields.
+//! The device in that program sends the descriptor of a memory file. Its text has a line for each queue pair:
+//! the type, the number, then `NAME=VALUE` fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -94,7 +94,7 @@ fn ask(pid: u32) -> Result<String, String> {
              have a queue pair, and the same network namespace)"
         )
     })?;
-    // Any process may have bound the name. The kernel reports which one did.
+    // Any process may have bound this socket name. The kernel reports which process did.
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| text(&e))?;
     if u32::try_from(peer.pid.as_raw_pid()) != Ok(pid) {
         return Err(format!(
@@ -103,8 +103,8 @@ fn ask(pid: u32) -> Result<String, String> {
             peer.uid.as_raw()
         ));
     }
-    // The kernel's information is from the time when the name was bound. The process may have exited since, and its id may have been
-    // reused.
+    // The kernel recorded process and user when the process called `listen`. The process may have exited
+    // since, and its id may have been reused.
     let users = users_of(pid).map_err(|e| text(&e))?;
     let user = peer.uid.as_raw();
     if !may_answer_for(user, &users) {

@@ -77,7 +77,8 @@ impl Connection {
             return false;
         }
         s.started = true;
-        // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before this.
+        // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends no FPDU before it has received the first
+        // one.
         s.may_send = true;
         if s.peer == Peer::Unknown {
             s.peer = if header.opcode() == Opcode::Control {
@@ -210,7 +211,7 @@ impl Connection {
         self.complete_recv(entry);
     }
 
-    /// Reports the steps of a segment that a shortcut has received.
+    /// Reports the [`Step`]s of a segment that [`Self::receive_short`] has received.
     #[inline]
     fn observe_received(&self, opcode: Opcode, len: u64, last: bool) {
         if self.base.is_observed() {
@@ -224,11 +225,12 @@ impl Connection {
         }
     }
 
-    /// Admits, places and delivers a segment in one step, if it belongs to a Write, or is a whole Send and the next
-    /// receive is one range of memory that is long enough, as is usual.
+    /// The fast path for usual segments: admits, places and delivers a segment of a Write, or a Send of one
+    /// segment whose receive is one range of memory that is long enough.
     ///
-    /// Returns false, and has changed nothing, if the segment has to take the general path ([`Self::admit`]). Memory,
-    /// completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
+    /// Returns false, and has changed nothing, if the segment has to take the general path ([`Self::admit`]).
+    /// Both paths have the same effect on memory and completions, and report the same [`Step`]s:
+    /// `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn receive_short(&mut self, header: &Header, payload: &[u8]) -> bool {
         match header {
             Header::Tagged(h) => self.receive_short_write(h, payload),
@@ -331,7 +333,7 @@ impl Connection {
                 Status::RemoteInvalidRequest,
             ));
         };
-        // While a Send is arriving, its number is in use, and no message with the next number may begin.
+        // Sends and immediate data share one sequence of MSNs, so this fails while a Send is incomplete.
         s.responder.check_first(h)?;
         let Some(request) = self.base.take_receive() else {
             return self.no_receive(h);
@@ -516,8 +518,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The request that a Terminate reports as the cause. `Some(None)` is the oldest one; `None` is none of the
-    /// requests that are not done.
+    /// Returns the request that caused a Terminate: `Some(Some(number))` is the number of a send request,
+    /// `Some(None)` the oldest outstanding one. `None`: no outstanding request is the cause.
     fn blamed_by(&mut self, terminate: &Terminate) -> Option<Option<u64>> {
         let raw = terminate.ddp_header.as_ref();
         let Some(Ok((header, _))) = raw.map(|raw| Header::parse(raw.as_slice())) else {
@@ -526,7 +528,8 @@ impl Connection {
         match header {
             Header::Untagged(h) if h.qn == QN_READ || h.qn == QN_SEND => {
                 let of_reads = h.qn == QN_READ;
-                // The number belongs to the last request that began with it or with a smaller one.
+                // A request may use several MSNs. The cause is the last request whose first MSN is not after
+                // that of the Terminate.
                 let found = self.base.sq.taken_mut().filter(|(_, p)| {
                     let first = if of_reads {
                         p.msn_before.1
@@ -617,7 +620,7 @@ impl Connection {
                 }
             }
             Control::SendImmediate { value } => s.responder.set_immediate(value),
-            // The peer sends a SelectSrq that is dropped here again after its Restart.
+            // Dropped like all requests until the Restart, after which the peer sends the SelectSrq again.
             Control::SelectSrq { .. } if s.responder.is_discarding() => {}
             Control::SelectSrq { number } => {
                 if s.responder.is_receiving_send() {

@@ -162,7 +162,8 @@ impl Incoming {
         }
     }
 
-    /// Ends the incomplete message and returns its receive.
+    /// Ends the incomplete message and returns its receive. `None`: no message was incomplete. `Some(None)`:
+    /// the message has no receive.
     pub(crate) fn abandon(&mut self) -> Option<Option<RecvRequest>> {
         match self.state.take() {
             Some(MessageState::Open(open)) => Some(open.receive),

@@ -1,11 +1,13 @@
 //! Receive side: checks arriving datagrams, places their payload, and completes messages.
 //!
-//! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. It is not answered and
-//! changes no state, so all checks come before the payload is placed or a receive is consumed.
+//! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. All checks come
+//! before the payload is placed or a receive is consumed. An unreliable queue pair answers such a datagram
+//! only if its options demand error reports.
 //!
-//! A message may also fail because of this end: no receive is posted, the receive is too short, or its memory is not
-//! writable. An unreliable service then drops the message and keeps the receive for the next message. IBA 9.9.3 lists
-//! these as class D errors, and the kernel's rxe driver does the same.
+//! A message may also fail because of this end. If no receive is posted, or the receive is too short, an
+//! unreliable service drops the message and keeps the receive for the next message. IBA 9.9.3 lists these as
+//! class D errors, and the kernel's rxe driver does the same. If the memory of the receive is not writable,
+//! the receive completes with a protection error and the queue pair fails.
 
 use smallvec::smallvec;
 
@@ -266,7 +268,8 @@ impl DatagramQp {
         };
         let peer = source(arrival, &d.shim);
         if let Some(report) = Report::parse(h, d.payload) {
-            // A forged report only changes the amount of data that may be under way to its address.
+            // A forged report only changes how much data may be under way to the source address of the
+            // report.
             self.flow.handle_report(&peer, &report);
             return Ok(());
         }
@@ -461,7 +464,7 @@ impl DatagramQp {
         }
     }
 
-    // ------------------------------------------------------------------ both
+    // ------------------------------------------------------------------ all services
 
     /// Takes the oldest posted receive for a message of `len` bytes. A receive that is too short stays posted.
     pub(super) fn take_receive(&mut self, len: u64) -> Result<(RecvRequest, Places), Dropped> {
@@ -489,7 +492,8 @@ impl DatagramQp {
         Ok((request, places))
     }
 
-    /// Completes a receive whose memory is not writable with a protection error, and fails the queue pair.
+    /// Completes a receive with a protection error, because its memory is not writable, and fails the queue
+    /// pair.
     pub(super) fn broken_receive(&mut self, id: u64) -> Dropped {
         self.base.complete_recv(Completion::new(
             id,
@@ -501,7 +505,8 @@ impl DatagramQp {
         Dropped::Local
     }
 
-    /// Copies `bytes` to `places`, beginning at byte `from` of them. Returns false if the memory was deregistered.
+    /// Copies `bytes` to the memory of `places`, starting at offset `from`. Returns false if the memory was
+    /// deregistered.
     pub(super) fn place(&self, places: &Places, from: u64, bytes: &[u8]) -> bool {
         let mut rest = bytes;
         let whole = for_each_part(places, from, bytes.len() as u64, |place, at, len| {

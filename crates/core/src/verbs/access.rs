@@ -31,7 +31,8 @@ impl Access {
     /// Relaxed ordering: no effect here.
     pub const RELAXED_ORDERING: Self = Self(1 << 20);
 
-    /// Every bit that this device knows. Optional access flags (bits 20 to 29) are allowed to be unknown.
+    /// The bits that are accepted: bits 0 to 7, and bits 20 to 29. The latter are the optional access flags,
+    /// which a device may ignore.
     const KNOWN: u32 = 0xff | 0x3ff0_0000;
 
     /// Whether all rights of `other` are contained.

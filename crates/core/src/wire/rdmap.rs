@@ -563,10 +563,11 @@ impl Terminate {
     }
 }
 
-/// Whether the first bytes of a Terminate follow the RFC (otherwise: siw).
+/// Whether the first bytes of a Terminate have the layout of the RFC. Otherwise they have that of siw.
 ///
-/// If both layouts give a valid error, the RFC's is used: 0x10 code 0 is "DDP, local", 0x20 code 6 is "MPA, not
-/// enough IRD". siw sends these bytes with flags set, so they are still recognized.
+/// If the flags do not decide and the bytes are a valid error in both layouts, that of the RFC is used: 0x10
+/// code 0 is read as "DDP, local", and 0x20 code 6 as "MPA, not enough IRD". When siw sends these bytes it
+/// sets flags, which show its layout.
 fn is_rfc_layout(code: TermCode, flags: u8) -> bool {
     if flags & (FLAG_M | FLAG_D | FLAG_R) != 0 {
         return true;
@@ -626,7 +627,7 @@ mod tests {
 
     #[test]
     fn a_read_request_survives_the_wire() {
-        // Vector C, from byte 18 of its ULPDU.
+        // A Read Request of length 0, without its DDP header.
         let bytes = array("00000000 0000000000000000 00000000 00000001 0000000000000000");
         let zero = ReadRequest {
             sink_stag: Stag(0),
@@ -645,7 +646,7 @@ mod tests {
 
     #[test]
     fn atomics_survive_the_wire() {
-        // Vectors K and L.
+        // A fetch-and-add.
         let bytes = array(
             "00000000 00000007 00abcd01 0000000000002000 0000000000000005 0000000000000000
              0000000000000000 ffffffffffffffff",
@@ -751,10 +752,10 @@ mod tests {
 
     #[test]
     fn terminates_of_the_sheet() {
-        // Vector F.
+        // MPA, CRC error, without the optional parts.
         assert_eq!(bare(2, 0, 2).emit(), hex("20020000"));
         assert_eq!(Terminate::parse(&hex("20020000")), bare(2, 0, 2));
-        // Vector H.
+        // DDP, tagged buffer, invalid STag, with the length and the DDP header of the segment.
         let bytes = hex("1100c000 0016 c140 00abcd01 0000000000001000");
         let t = Terminate::parse(&bytes);
         assert_eq!((t.layer, t.etype, t.code, t.ddp_len), (1, 1, 0, Some(0x16)));

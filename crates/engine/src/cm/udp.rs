@@ -1,7 +1,8 @@
 //! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side asks the signpost of the port for the listener's UDP port, and sends its request to that port
-//! until a reply arrives. The reply contains a queue pair number and its Q_Key. Multicast groups are joined here too.
+//! The active side asks the signpost of the port (see the glossary) for the listener's UDP port, and sends
+//! its request to that port until a reply arrives. The reply contains a queue pair number and its Q_Key.
+//! Multicast groups are joined here too.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

@@ -11,7 +11,8 @@ use crate::capture::{self, Way};
 use crate::mem::{PinnedPart, Unfilled, UserSlice};
 
 /// Sends the bytes of `batch` from `skip` on.
-// RFC 5044 §5.1 [mpa-align]: MSG_EOR ends the TCP segment behind an aligned batch, so that the next FPDU begins one.
+// RFC 5044 §5.1 [mpa-align]: MSG_EOR ends the TCP segment after an aligned batch, so that the next FPDU
+// begins a new segment.
 pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     let record = if batch.is_aligned() { libc::MSG_EOR } else { 0 };
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record;

@@ -1,8 +1,8 @@
 //! The unacknowledged packets to one peer.
 //!
-//! A packet keeps its number when it is sent again, and its datagram is kept until it is acknowledged. Losses are
-//! detected as in RFC 8985 (RACK): a packet is lost if a packet that was sent later has arrived. If no
-//! acknowledgement arrives at all, a probe is sent.
+//! A packet keeps its number when it is sent again, and its datagram is kept until it is acknowledged. Losses
+//! are detected as in RFC 8985 (RACK): a packet is lost if a packet has arrived that was sent sufficiently
+//! later (by time, or by `OVERTAKEN` transmissions). If no acknowledgement arrives at all, a probe is sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -40,8 +40,8 @@ struct Sent {
     at: Duration,
     /// When the packet was first sent.
     first_at: Duration,
-    /// The bytes that had been delivered when the packet was sent, when that was, and when the newest delivered
-    /// packet had been sent.
+    /// The state of the sender at this transmission: its count of delivered bytes, when that count was
+    /// reached, and the transmission time of the newest delivered packet.
     delivered: u64,
     delivered_at: Duration,
     before: Duration,
@@ -60,7 +60,7 @@ impl Sent {
     }
 }
 
-/// When a packet that arrived had been sent, and what had been delivered then.
+/// The values of a packet's transmission from which rate and losses are computed when the packet has arrived.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     order: u64,
@@ -84,7 +84,7 @@ pub(super) struct Sender {
     sent: VecDeque<Sent>,
     /// Number of the front packet.
     first: u64,
-    /// Bytes under way, and their charge for the peer's socket.
+    /// Bytes under way, and the part of the peer's socket buffer that they use (see [`charge`]).
     flying: u64,
     charge: u64,
     lost: usize,
@@ -92,11 +92,11 @@ pub(super) struct Sender {
     lost_from: u64,
     /// The runs of packets that the peer has reported beyond the first gap.
     reported: SmallVec<[(u64, u64); 16]>,
-    /// The size of the peer's socket buffer, as charge.
+    /// The size of the peer's socket buffer, in the unit of [`charge`].
     room: u64,
     order: u64,
-    /// All transmissions, by their sequence numbers. The front entry is the oldest one that is not acknowledged, lost
-    /// or repeated.
+    /// Transmissions in the order of sending: number of the transmission, and number of its packet. Those of
+    /// lost and acknowledged packets are removed when they reach the front.
     transmissions: VecDeque<(u64, u64)>,
     delivered: u64,
     delivered_at: Duration,
@@ -110,7 +110,7 @@ pub(super) struct Sender {
     pub(super) deadline: Option<Duration>,
     /// When the peer's last datagram arrived, or the first probe was sent.
     pub(super) heard: Duration,
-    /// Since when the peer has had no receive.
+    /// Since when the peer reports that it lacks a receive, or another resource for the next packet.
     pub(super) blocked_on: Option<Duration>,
     /// Packets since the last one that requested an acknowledgement.
     unasked: u32,
@@ -202,7 +202,7 @@ impl Sender {
         ask
     }
 
-    /// The number of packets under way divided by `part`, if all are as long as this one.
+    /// Returns the number of packets under way divided by `part`. Assumes that each packet has `len` bytes.
     fn under_way(&self, len: usize, part: u32) -> u32 {
         let bytes = u32::try_from(self.flying).unwrap_or(u32::MAX);
         let len = u32::try_from(len).unwrap_or(u32::MAX).max(1);
@@ -337,8 +337,8 @@ impl Sender {
             if !runs.is_empty() {
                 acked.lost = self.find_lost(newest.order, newest.at, cc.reordering());
             }
-            // Acknowledgements may arrive in bursts, and packets may be sent in bursts. The longer of both times is
-            // that of the path.
+            // Acknowledgements may arrive in bursts, and packets may be sent in bursts. Either makes its
+            // interval too short, so the rate is computed from the longer one.
             let arriving = now.saturating_sub(newest.delivered_at);
             let took = arriving.max(newest.at.saturating_sub(newest.before));
             self.newest_at = newest.at;
@@ -533,7 +533,8 @@ impl Sender {
     }
 }
 
-/// A packet counts as lost if this many later packets have arrived, at any time.
+/// A packet counts as lost if a packet that was sent this many transmissions later has arrived, even if both
+/// were sent at nearly the same time.
 const OVERTAKEN: u64 = 16;
 /// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
