@@ -187,11 +187,12 @@ pub(crate) struct Flow {
     peer_seq: u32,
     adverts: VecDeque<Advert>,
     persistent: Option<Advert>,
-    /// Whether the acknowledgement of a received message may wait, and the one that does: done, and all bytes taken.
+    /// Whether an acknowledgement may be held back for the next advertisement of this end. `deferred` is the one that is:
+    /// sequence number and length. Its status is done, and all bytes were taken.
     may_defer: bool,
     deferred: Option<(u32, u64)>,
-    /// Whether this end has sent an advertisement since an acknowledgement was held back in vain. A program that only receives
-    /// acknowledges at once.
+    /// Set when an advertisement is sent, and cleared when a held acknowledgement had to be sent as a message of its own. While it
+    /// is clear, no acknowledgement is held back: the program only receives.
     answers: bool,
     recvs: VecDeque<Waiting>,
     buffer: Buffer,
@@ -291,18 +292,17 @@ impl Flow {
         self.fin.is_some() || self.fin_sent
     }
 
-    /// Sets whether the acknowledgement of a received message may wait for a message that carries it. The caller calls
-    /// [`Flow::flush`] soon in that case, also if the program sends nothing.
+    /// Sets whether acknowledgements may be held back. The caller then has to call [`Flow::flush`] within a short time.
     pub(crate) fn set_may_defer(&mut self, may: bool) {
         self.may_defer = may;
     }
 
-    /// Whether an acknowledgement waits.
+    /// Returns whether an acknowledgement is held back.
     pub(crate) fn has_deferred(&self) -> bool {
         self.deferred.is_some()
     }
 
-    /// Sends the acknowledgement that waits.
+    /// Sends the acknowledgement that is held back, if there is one.
     pub(crate) fn flush(&mut self, out: &mut Vec<Action>) {
         if let Some((seq, len)) = self.deferred.take() {
             self.answers = false;
@@ -625,19 +625,20 @@ impl Flow {
         out.push(ack(seq, len, status));
     }
 
-    /// Answers an advertisement all of whose bytes were taken, now or with the next advertisement of this end.
+    /// Acknowledges an advertisement whose bytes were all taken, or holds the acknowledgement back for the next advertisement of
+    /// this end.
     fn answer_taken(&mut self, seq: u32, len: u64, out: &mut Vec<Action>) {
         let may_follow = self.credits > 0 && self.place.is_none() && !self.is_shut();
         if !self.may_defer || !self.answers || !may_follow || seq == 0 {
             return self.answer(seq, len, Status::Done, out);
         }
         self.peer_unanswered = self.peer_unanswered.saturating_sub(1);
-        // Sends of the peer end in the order in which they began.
+        // Sends of the peer complete in the order in which they began.
         self.flush(out);
         self.deferred = Some((seq, len));
     }
 
-    /// The acknowledgement that an advertisement carries.
+    /// Takes the held acknowledgement, for an advertisement that is sent now.
     fn carried(&mut self) -> Option<NonZeroU32> {
         self.answers = true;
         self.deferred
@@ -1049,7 +1050,7 @@ impl Flow {
                 kind: Kind::Control,
             });
             if kind == ControlKind::Notify {
-                // The peer reports it as an event of its sending direction, after those of earlier sends.
+                // The peer reports a notification as an event of a send, after the events of earlier sends.
                 self.flush(out);
             }
             let message = match kind {

@@ -17,7 +17,6 @@ mod flow;
 pub mod fuzz;
 mod library;
 mod lock;
-mod map;
 mod memory;
 mod queue;
 mod socket;

@@ -2,13 +2,13 @@
 
 use crate::ffi;
 use crate::lock::lock;
-use crate::map::NumberMap;
 use crate::memory::{Device, Memory};
 use crate::queue::Queue;
 use crate::socket::{Op, Settings, Socket};
 use crate::wire::Hello;
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
+use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
@@ -30,9 +30,9 @@ pub(crate) struct Library {
     channel: Ptr<ffi::rdma_event_channel>,
     wakeup: c_int,
     next: AtomicI32,
-    sockets: Mutex<NumberMap<c_int, Arc<Socket>>>,
-    queues: Mutex<NumberMap<c_int, Arc<Queue>>>,
-    memory: Mutex<NumberMap<c_int, Arc<Memory>>>,
+    sockets: Mutex<FxHashMap<c_int, Arc<Socket>>>,
+    queues: Mutex<FxHashMap<c_int, Arc<Queue>>>,
+    memory: Mutex<FxHashMap<c_int, Arc<Memory>>>,
     devices: Mutex<Vec<Arc<Device>>>,
     /// The device list of librdmacm, which keeps its devices open.
     list: OnceLock<Ptr<*mut ffi::ibv_context>>,

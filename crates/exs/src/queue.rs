@@ -1,9 +1,9 @@
 //! Event queues, from which `exs_qdequeue` takes events, and how threads wait for events.
 
 use crate::lock::lock;
-use crate::map::NumberMap;
 use crate::socket::Socket;
 use libc::{c_int, c_void};
+use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -49,7 +49,7 @@ pub(crate) struct State {
     spin: Duration,
     /// The signal to send when an event is added to the empty queue.
     pub(crate) signal: Option<c_int>,
-    members: NumberMap<c_int, Arc<Socket>>,
+    members: FxHashMap<c_int, Arc<Socket>>,
     /// Whether the program has requested the descriptor. Otherwise it is not updated, which saves two system calls for each event.
     has_fd: bool,
 }
@@ -80,7 +80,7 @@ impl Queue {
                 wait: Wait::Adaptive,
                 spin: SHORT_WAIT,
                 signal: None,
-                members: NumberMap::default(),
+                members: FxHashMap::default(),
                 has_fd: false,
             }),
             pushed: AtomicU32::new(0),

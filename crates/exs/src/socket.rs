@@ -4,7 +4,6 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
-use crate::map::NumberMap;
 use crate::memory::{Device, FileMap, Memory, Use, register};
 use crate::queue::{Event, MORE, Queue};
 use crate::wire::{
@@ -13,6 +12,7 @@ use crate::wire::{
 use anywarp_buffers::{self as buffers, Manager, Piece, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -254,8 +254,8 @@ struct Inner {
     ops: BTreeMap<OpId, Op>,
     next_op: OpId,
     /// The number of outstanding pieces of each transfer from the peer (`moves`) and to it (`writes`).
-    moves: NumberMap<u64, usize>,
-    writes: NumberMap<OpId, usize>,
+    moves: FxHashMap<u64, usize>,
+    writes: FxHashMap<OpId, usize>,
     connect: Option<OpId>,
     /// For a socket that is being accepted: the listener, and the operation of the accept.
     accept: Option<(c_int, Op)>,
@@ -318,8 +318,8 @@ impl Socket {
                 flow: None,
                 ops: BTreeMap::new(),
                 next_op: 1,
-                moves: NumberMap::default(),
-                writes: NumberMap::default(),
+                moves: FxHashMap::default(),
+                writes: FxHashMap::default(),
                 connect: None,
                 accept: None,
                 accepts: VecDeque::new(),
@@ -732,7 +732,7 @@ impl Socket {
             library::watch_polled(Arc::clone(self));
         }
         if let Ok(mut inner) = self.inner.try_lock() {
-            // The program has seen the last event and sends nothing now.
+            // The program polls again without having answered the last message.
             self.flush(&mut inner);
             // Decided with the lock held: `wake` follows each change of `hot` to false, and flushes.
             if let Some(flow) = &mut inner.flow

@@ -107,7 +107,7 @@ pub(crate) enum Message {
         segments: Vec<Segment>,
         persistent: bool,
         notify: bool,
-        /// The message of the other end that is acknowledged by this one: done, and all bytes taken.
+        /// The peer's message that this one also acknowledges. The status is done, and all bytes were taken.
         acks: Option<NonZeroU32>,
     },
     /// Data of this length follows in the message itself.

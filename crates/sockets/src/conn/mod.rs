@@ -4,7 +4,6 @@
 //! set, then the connection.
 
 pub mod dgram;
-pub mod number;
 pub mod set;
 pub mod show;
 pub mod sock;

@@ -10,13 +10,13 @@
 //! may contain more events than the program waits for, until one of them is reported. So a stream that the program has
 //! removed stays in the kernel's set until the kernel reports an event of the stream or the program closes it.
 
-use crate::conn::number::NumberMap;
 use crate::conn::sock::{Carrier, Mode, Sock, UNDECIDED};
 use crate::conn::table;
 use crate::real;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_int, epoll_event};
+use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -48,9 +48,9 @@ pub struct Set {
 #[derive(Debug, Default)]
 struct Inner {
     epfd: c_int,
-    members: NumberMap<c_int, Member>,
+    members: FxHashMap<c_int, Member>,
     /// The member by the data of its events. Further members with the same data are in `shared`.
-    by_data: NumberMap<u64, c_int>,
+    by_data: FxHashMap<u64, c_int>,
     shared: Vec<(u64, c_int)>,
     ready: VecDeque<c_int>,
     /// An eventfd in the kernel's set. It is written when a stream becomes ready without an event of the kernel.
