@@ -38,6 +38,7 @@ pub(crate) fn run<'a>(
     let work = || {
         while let Some(name) = names.get(next.fetch_add(1, Relaxed)) {
             let begin = Instant::now();
+            println!("   {name} begins");
             let done = job(name).unwrap_or_else(|e| Done {
                 passed: false,
                 output: format!("FAIL {name}: {e}\n").into_bytes(),

@@ -121,7 +121,6 @@ const ALONE: &[&str] = &[
     "scarce",
     "stat",
     "strangers",
-    ELEVATED,
     PANIC,
 ];
 
