@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <sys/exs.h>
+#include <sys/wait.h>
 
 #define MIB (1u << 20)
 
@@ -194,8 +195,8 @@ static const char *moved(const exs_counters_t *before, uint64_t copied, uint64_t
 }
 
 /*
- * Messages of many lengths, first the send or first the receive. Those that are sent as immediate data are copied once,
- * others never.
+ * Messages of many lengths, first the send or first the receive. Those that are sent as immediate data are copied once, short
+ * ones also by the sender, and others never.
  */
 static const char *messages(size_t immediate)
 {
@@ -222,7 +223,7 @@ static const char *messages(size_t immediate)
 		ENSURE(LENGTH(e) == len, "sent %zu of %zu", LENGTH(e), len);
 		TRY(compare(block[1], (uint32_t)i, len));
 		if (len <= immediate)
-			copied += len;
+			copied += len <= 256 ? 2 * len : len;
 		else
 			direct += len;
 	}
@@ -1184,6 +1185,104 @@ static const char *sleeper_is_woken(size_t arg)
 	return finish();
 }
 
+/* What a thread has used, and what the calls return to it after another thread has ended that. */
+struct user {
+	exs_qhandle_t q;
+	_Atomic int step;
+	int errnos[4];
+	bool failed;
+};
+
+static void wait_for(struct user *u, int step)
+{
+	for (int i = 0; i < 10000 && u->step != step; i++)
+		sleep_ms(1);
+}
+
+static void *use(void *arg)
+{
+	struct timeval now = { 0, 0 };
+	struct user *u = arg;
+	exs_event_t e;
+
+	u->failed = SEND(10, 0, 7) || exs_qdequeue(u->q, &e, 1, &now) != 0;
+	u->step = 1;
+	wait_for(u, 2);
+	u->errnos[0] = exs_send(ends[0], block[0], 10, 0, u->q, 7, handle[0]) ? errno : 0;
+	u->errnos[1] = exs_qdequeue(u->q, &e, 1, &now) < 0 ? errno : 0;
+	u->step = 3;
+	wait_for(u, 4);
+	u->errnos[2] = SEND(10, 0, 7) ? errno : 0;
+	u->errnos[3] = exs_qdequeue(u->q, &e, 1, &now) < 0 ? errno : 0;
+	return NULL;
+}
+
+/* Memory, a queue and a socket that another thread has used a moment ago. */
+static const char *ended_by_another_thread(size_t arg)
+{
+	static struct user u;
+	pthread_t thread;
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	memset(&u, 0, sizeof u);
+	u.q = exs_qcreate(8);
+	ENSURE(u.q >= 0 && pthread_create(&thread, NULL, use, &u) == 0, "%s", strerror(errno));
+	wait_for(&u, 1);
+	REFUSED(exs_mderegister(handle[0], 0), EBUSY);
+	ENSURE(RECV(10, 0, 8) == 0, "recv: %s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 8, 0));
+	TRY(event(&e, EXS_EVT_SEND, 7, 0));
+	ENSURE(exs_mderegister(handle[0], 0) == 0, "mderegister: %s", strerror(errno));
+	u.step = 2;
+	wait_for(&u, 3);
+	ENSURE(exs_qdelete(u.q) == 0, "qdelete: %s", strerror(errno));
+	ENSURE(close_now((void *)(intptr_t)ends[0]) == 0, "close: %s", strerror(errno));
+	u.step = 4;
+	ENSURE(pthread_join(thread, NULL) == 0 && !u.failed, "the thread has failed");
+	ENSURE(u.errnos[0] == EINVAL, "a send of deregistered memory: %s", strerror(u.errnos[0]));
+	ENSURE(u.errnos[1] == 0, "a queue that still exists: %s", strerror(u.errnos[1]));
+	ENSURE(u.errnos[2] == EBADF, "a send on a closed socket: %s", strerror(u.errnos[2]));
+	ENSURE(u.errnos[3] == EBADF, "a queue that is deleted: %s", strerror(u.errnos[3]));
+	handle[0] = exs_mregister(block[0], 4 * MIB, 0);
+	return finish();
+}
+
+/* A child of fork(2) may use nothing of its parent, and is told so. The parent goes on. */
+static const char *fork_is_refused(size_t arg)
+{
+	struct timeval now = { 0, 0 };
+	exs_event_t e;
+	int status = 0;
+	pid_t child;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	child = fork();
+	if (child == 0) {
+		int right = 0;
+#define TOLD(call) (right += (call) < 0 && errno == EPERM)
+		TOLD(exs_init(EXS_VERSION));
+		TOLD(exs_socket(AF_INET, SOCK_SEQPACKET, 0));
+		TOLD(exs_qcreate(4));
+		TOLD(exs_mregister(block[0], 1, 0));
+		TOLD(SEND(1, 0, 1));
+		TOLD(RECV(1, 0, 1));
+		TOLD(exs_qdequeue(queue, &e, 1, &now));
+		TOLD(exs_close(ends[0]));
+		TOLD(exs_qdelete(queue));
+		_exit(right);
+	}
+	ENSURE(child > 0 && waitpid(child, &status, 0) == child, "fork: %s", strerror(errno));
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 9, "%d of 9 calls are refused with EPERM (status %#x)",
+	       WEXITSTATUS(status), status);
+	ENSURE(RECV(100, 0, 1) == 0 && SEND(100, 0, 2) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_RECV, 1, 0));
+	TRY(event(&e, EXS_EVT_SEND, 2, 0));
+	return finish();
+}
+
 static const struct test tests[] = {
 	{ "messages", messages, 0, 0, false },
 	{ "messages_immediate", messages, 4096, 0, false },
@@ -1215,6 +1314,8 @@ static const struct test tests[] = {
 	{ "given_up", given_up, 0, 0, false },
 	{ "queues", queues, 0, 0, false },
 	{ "sleeper_is_woken", sleeper_is_woken, 0, 0, false },
+	{ "ended_by_another_thread", ended_by_another_thread, 0, 0, false },
+	{ "fork_is_refused", fork_is_refused, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -221,13 +221,12 @@ static const char *race(size_t arg)
 }
 
 #define PEERS 4
-#define CALLS 12
 
 /* The process that is killed: calls on each of its sockets without end. */
 static int peer(const char *role, const char *port)
 {
 	struct sockaddr_in addr;
-	static char block[PEERS][100000];
+	static char out[100000], in[PEERS][100000];
 	exs_event_t e;
 	int fd;
 	exs_qhandle_t q;
@@ -259,9 +258,9 @@ static int peer(const char *role, const char *port)
 		if (e.exs_evt_errno)
 			continue;
 		if (e.exs_evt_type != EXS_EVT_SEND)
-			exs_recv(fd, block[e.exs_evt_ahandle], 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
+			exs_recv(fd, in[e.exs_evt_ahandle], 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
 		if (e.exs_evt_type != EXS_EVT_RECV)
-			exs_send(fd, block[e.exs_evt_ahandle], 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
+			exs_send(fd, out, 100000, 0, q, e.exs_evt_ahandle, EXS_MHANDLE_UNREGISTERED);
 	}
 	return 0;
 }
@@ -269,7 +268,8 @@ static int peer(const char *role, const char *port)
 /* Kills the peer after some time, which is another one in each round; all calls under way end then. */
 static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *connected)
 {
-	static char block[CALLS][100000];
+	/* What all connections send, and what each receives. */
+	static char out[100000], in[2 * PEERS + 1][100000];
 	bool listens = round & 1;
 	unsigned int pending = 0;
 	struct sockaddr_in addr;
@@ -334,12 +334,17 @@ static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *co
 		}
 		if (e.exs_evt_type == EXS_EVT_ACCEPT || e.exs_evt_type == EXS_EVT_CONNECT) {
 			++*connected;
-			pending += !exs_send(fd, block[0], 100000, EXS_PERSISTENT, q, 0, EXS_MHANDLE_UNREGISTERED);
+			pending += !exs_send(fd, out, sizeof out, EXS_PERSISTENT, q, 0, EXS_MHANDLE_UNREGISTERED);
 		}
-		if (e.exs_evt_type != EXS_EVT_SEND)
-			pending += !exs_recv(fd, block[e.exs_evt_ahandle], 100000, 0, q, 1 + round % 4, EXS_MHANDLE_UNREGISTERED);
+		if (e.exs_evt_type != EXS_EVT_SEND) {
+			int at = 0;
+
+			while (at < count - 1 && open[at] != fd)
+				at++;
+			pending += !exs_recv(fd, in[at], sizeof in[at], 0, q, 1, EXS_MHANDLE_UNREGISTERED);
+		}
 		if (e.exs_evt_type != EXS_EVT_RECV)
-			pending += !exs_send(fd, block[5], 50000, 0, q, 0, EXS_MHANDLE_UNREGISTERED);
+			pending += !exs_send(fd, out, 50000, 0, q, 0, EXS_MHANDLE_UNREGISTERED);
 	}
 	ENSURE(pending == 0 && killed, "round %u: %u calls have no event", round, pending);
 	for (int i = 0; i < count; i++)

@@ -2,14 +2,16 @@
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
-use crate::memory::{self, FileMap, Memory, Use};
+use crate::memory::{self, FileMap, Keys, Memory, Use, Used};
+use crate::op::{Keep, Op};
 use crate::queue::{Event, Queue, Wait};
-use crate::socket::{self, Keep, Op, PollCall, Settings, Socket, Timeout};
-use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment};
+use crate::socket::{self, PollCall, Settings, Socket, Timeout};
+use crate::wire::{MAX_LENGTH, MAX_SEGMENTS, Segment, Segments};
 use libc::{c_int, c_void, sockaddr, socklen_t};
+use smallvec::SmallVec;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const UNREGISTERED: c_int = -2;
 const PERSISTENT: c_int = 1;
@@ -183,7 +185,7 @@ fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)
     let socket = library.socket(fd)?;
     let queue = library.queue(q)?;
     queue.reserve(&socket, places)?;
-    if library.socket(fd).is_err() {
+    if socket.is_gone() {
         // Another thread closed the socket after it was found.
         queue.forget(fd);
         queue.release(places);
@@ -201,9 +203,9 @@ fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
         user,
         flags: 0,
         offset: 0,
-        segments: Vec::new(),
-        remote: Vec::new(),
-        keep: Vec::new(),
+        segments: Segments::new(),
+        remote: Segments::new(),
+        keep: SmallVec::new(),
         bounce: None,
         deadline: None,
         late: false,
@@ -227,7 +229,7 @@ pub(crate) unsafe extern "C" fn exs_qcreate(depth: c_int) -> c_int {
         let depth = usize::try_from(depth)
             .ok()
             .filter(|d| (1..=MAX_DEPTH).contains(d));
-        Ok(library.add_queue(Queue::new(depth.ok_or(libc::EINVAL)?)?))
+        Ok(library.add_queue(Queue::new(depth.ok_or(libc::EINVAL)?)))
     }))
 }
 
@@ -249,7 +251,7 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
         let room = usize::try_from(n.unsigned_abs()).map_err(|_| libc::EINVAL)?;
         require((1..=EVTVEC_MAX).contains(&room), libc::EINVAL)?;
         let least = if n < 0 { room } else { 1 };
-        let until = if timeout.is_null() {
+        let limit = if timeout.is_null() {
             None
         } else {
             // SAFETY: the program passes a time or null.
@@ -259,11 +261,14 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
                 libc::EINVAL,
             )?;
             let seconds = Duration::from_secs(time.tv_sec.min(1 << 30).unsigned_abs());
-            Some(Instant::now() + seconds + Duration::from_micros(time.tv_usec.unsigned_abs()))
+            Some(seconds + Duration::from_micros(time.tv_usec.unsigned_abs()))
         };
         // SAFETY: the program's array has room for this many events.
         let events = unsafe { std::slice::from_raw_parts_mut(vec.cast::<Event>(), room) };
-        let count = queue.dequeue(events, least, until)?;
+        let count = match limit {
+            Some(Duration::ZERO) => queue.look(events, least),
+            limit => queue.dequeue(events, least, limit)?,
+        };
         for event in events
             .iter_mut()
             .take(count)
@@ -323,7 +328,7 @@ pub(crate) unsafe extern "C" fn exs_qmodify(
                 let depth = usize::try_from(value)
                     .ok()
                     .filter(|d| (1..=MAX_DEPTH).contains(d));
-                state.depth = depth.ok_or(libc::EINVAL)?;
+                queue.set_depth(depth.ok_or(libc::EINVAL)?);
             }
             (QATTR_WAIT, 1) => state.wait = Wait::Adaptive,
             (QATTR_WAIT, 2) => state.wait = Wait::Notify,
@@ -352,7 +357,7 @@ pub(crate) unsafe extern "C" fn exs_qstatus(
                 .to_vec()
         };
         let bytes = match attr {
-            QATTR_DEPTH => number(queue.lock().depth),
+            QATTR_DEPTH => number(queue.depth()),
             QATTR_EVENTS => number(queue.waiting()),
             QATTR_WAIT => number(match queue.lock().wait {
                 Wait::Adaptive => 1,
@@ -364,7 +369,7 @@ pub(crate) unsafe extern "C" fn exs_qstatus(
                 let mode = c_int::from(signal.is_some());
                 [signal.unwrap_or(0).to_ne_bytes(), mode.to_ne_bytes()].concat()
             }
-            QATTR_FD => queue.fd().to_ne_bytes().to_vec(),
+            QATTR_FD => queue.fd()?.to_ne_bytes().to_vec(),
             QATTR_COUNTERS => {
                 let counters = [socket::COPIED.load(Relaxed), socket::DIRECT.load(Relaxed)];
                 counters.iter().flat_map(|c| c.to_ne_bytes()).collect()
@@ -438,7 +443,7 @@ fn resolve(
         let (mut lkey, mut rkey) = (0, 0);
         let pooled = || {
             let apart = len > 0 && !persistent && (what == Use::Source || !several);
-            apart.then(|| socket.buffer(&device, len, what)).flatten()
+            apart.then(|| socket.buffer(device, len, what)).flatten()
         };
         if let Some(file) = file {
             require(file.fd >= 0, libc::EBADF)?;
@@ -450,7 +455,7 @@ fn resolve(
                 op.keep.push(Keep::Pooled(piece));
             } else {
                 let map = FileMap::new(file.fd, file.offset, len)?;
-                let region = memory::register(&device, map.addr, len, what)?;
+                let region = memory::register(device, map.addr, len, what)?;
                 addr = map.addr;
                 (lkey, rkey) = (region.lkey(), region.rkey());
                 op.keep.push(Keep::Own { _region: region });
@@ -458,14 +463,10 @@ fn resolve(
             }
         } else if v.handle != UNREGISTERED {
             require(!v.base.is_null() || len == 0, libc::EFAULT)?;
-            let memory = library.memory(v.handle)?;
+            let memory = Used::new(library.memory(v.handle)?)?;
             require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
-            let region = memory.region(&device, what)?;
-            (lkey, rkey) = (region.lkey(), region.rkey());
-            op.keep.push(Keep::Memory {
-                _memory: memory,
-                _region: region,
-            });
+            Keys { lkey, rkey } = memory.keys(device, what)?;
+            op.keep.push(Keep::Memory(memory));
         } else if len > 0 {
             require(!v.base.is_null(), libc::EFAULT)?;
             let copied = what == Use::Source && !several && !persistent && total <= immediate;
@@ -487,7 +488,7 @@ fn resolve(
                 (lkey, rkey) = piece.keys();
                 op.keep.push(Keep::Pooled(piece));
             } else {
-                let region = memory::register(&device, addr, len, what)?;
+                let region = memory::register(device, addr, len, what)?;
                 (lkey, rkey) = (region.lkey(), region.rkey());
                 op.keep.push(Keep::Own { _region: region });
             }
@@ -555,7 +556,7 @@ fn transfer(
     }
     let offset = transfer.has_offset.then_some(transfer.offset);
     let sending = sends(transfer.kind);
-    let start = |flow: &mut Flow, id: OpId, op: &Op, out: &mut Vec<Action>| {
+    let start = |flow: &mut Flow, id: OpId, op: &mut Op, out: &mut Vec<Action>| {
         if sending {
             require(!flow.is_shut(), libc::EPIPE)?;
             flow.send(Socket::send(op, id), out);
@@ -891,7 +892,7 @@ pub(crate) unsafe extern "C" fn exs_shutdown(
         require(how == 1, libc::EINVAL)?;
         let (socket, queue) = begin(fd, q, 1)?;
         let op = plain(socket::EVT_SHUTDOWN, &queue, ahandle, 0);
-        let start = |flow: &mut Flow, id: OpId, _: &Op, out: &mut Vec<Action>| {
+        let start = |flow: &mut Flow, id: OpId, _: &mut Op, out: &mut Vec<Action>| {
             require(!flow.is_shut(), libc::EPIPE)?;
             flow.shutdown(id, out);
             Ok(())

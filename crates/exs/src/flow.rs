@@ -9,7 +9,7 @@
 //! and a receive waits in `recvs` for an advertisement. The transfer of a matched pair is called a *move*. Moves end in the
 //! order in which they began.
 
-use crate::wire::{Bad, Hello, Message, Segment, Status};
+use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
@@ -30,7 +30,7 @@ pub(crate) type Slot = usize;
 #[derive(Debug, Clone)]
 pub(crate) struct Send {
     pub(crate) id: OpId,
-    pub(crate) segments: Vec<Segment>,
+    pub(crate) segments: Segments,
     pub(crate) persistent: bool,
     pub(crate) notify: bool,
     /// The offset in the peer's persistent receive, for a send into its memory.
@@ -41,7 +41,7 @@ pub(crate) struct Send {
 #[derive(Debug, Clone)]
 pub(crate) struct Recv {
     pub(crate) id: OpId,
-    pub(crate) segments: Vec<Segment>,
+    pub(crate) segments: Segments,
     pub(crate) persistent: bool,
     pub(crate) wait_all: bool,
     pub(crate) offset: Option<u64>,
@@ -69,7 +69,7 @@ pub(crate) enum Action {
         number: u64,
         to: OpId,
         at: u64,
-        from: Vec<Segment>,
+        from: Segments,
     },
     /// Copies `len` bytes of immediate data from `skip` on into the memory of a receive.
     Copy {
@@ -101,7 +101,7 @@ pub(crate) enum Action {
 #[derive(Debug)]
 struct Advert {
     seq: u32,
-    segments: Vec<Segment>,
+    segments: Segments,
     slot: Option<Slot>,
     len: u64,
     taken: u64,
@@ -407,7 +407,9 @@ impl Flow {
     ) -> Result<(), Bad> {
         if let Message::Ack { seq, len, status } = message {
             out.push(Action::Release(slot));
-            return self.answered(seq, len, status, out);
+            self.answered(seq, len, status, out)?;
+            self.progress(out);
+            return Ok(());
         }
         let seq = match &message {
             Message::Advert { seq, .. }
@@ -480,7 +482,7 @@ impl Flow {
                     let slot = Some(slot);
                     self.adverts.push_back(Advert {
                         seq,
-                        segments: Vec::new(),
+                        segments: Segments::new(),
                         slot,
                         len,
                         taken: 0,
@@ -605,7 +607,6 @@ impl Flow {
                 out.push(complete(op, outcome, len));
             }
         }
-        self.progress(out);
         Ok(())
     }
 
@@ -688,6 +689,13 @@ impl Flow {
 
     /// Matches the first waiting receive with the advertisements of the peer.
     fn start_move(&mut self, out: &mut Vec<Action>) {
+        let has_input = !self.adverts.is_empty()
+            || self.persistent.is_some()
+            || self.peer_fin
+            || self.buffer.asked > self.buffer.taken;
+        if !has_input {
+            return;
+        }
         if self.moves.len() >= MAX_MOVES {
             return;
         }
@@ -868,7 +876,7 @@ impl Flow {
         number
     }
 
-    fn read(&self, number: u64, to: OpId, at: u64, from: Vec<Segment>, out: &mut Vec<Action>) {
+    fn read(&self, number: u64, to: OpId, at: u64, from: Segments, out: &mut Vec<Action>) {
         if self.moves.iter().any(|m| m.number == number && !m.done) {
             out.push(Action::Read {
                 number,
@@ -924,6 +932,9 @@ impl Flow {
 
     /// Answers persistent advertisements that have ended, after their last move has ended and its notification was sent.
     fn answer_persistent(&mut self, out: &mut Vec<Action>) {
+        if self.persistent_ends.is_empty() {
+            return;
+        }
         let oldest = self.moves.front().map_or(self.next_move, |m| m.number);
         while let Some((seq, before, status)) = self.persistent_ends.front().copied()
             && before <= oldest
@@ -1093,8 +1104,8 @@ pub(crate) fn total(segments: &[Segment]) -> u64 {
 }
 
 /// Returns the part of a list of memory that begins after `skip` bytes and has `len` bytes.
-pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Vec<Segment> {
-    let mut part = Vec::new();
+pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Segments {
+    let mut part = Segments::new();
     for segment in segments {
         let here = u64::from(segment.len);
         let from = skip.min(here);
@@ -1115,6 +1126,7 @@ pub(crate) fn cut(segments: &[Segment], mut skip: u64, mut len: u64) -> Vec<Segm
 #[cfg(test)]
 mod tests {
     use super::*;
+    use smallvec::smallvec;
 
     fn flow() -> Flow {
         let hello = Hello {
@@ -1125,8 +1137,8 @@ mod tests {
         Flow::new(hello, hello, 0)
     }
 
-    fn memory(len: u32) -> Vec<Segment> {
-        vec![Segment {
+    fn memory(len: u32) -> Segments {
+        smallvec![Segment {
             addr: 0x1000,
             stag: 7,
             len,

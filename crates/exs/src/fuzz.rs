@@ -11,7 +11,8 @@
 )]
 
 use crate::flow::{self, Action, BUFFER, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
-use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Status};
+use crate::wire::{HEADER_LENGTH, Hello, Message, Segment, Segments, Status};
+use smallvec::smallvec;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
 
@@ -59,7 +60,7 @@ struct End {
     /// The peer's messages in buffers, with their immediate data.
     slots: BTreeMap<Slot, Vec<u8>>,
     next_slot: Slot,
-    reads: VecDeque<(u64, OpId, u64, Vec<Segment>)>,
+    reads: VecDeque<(u64, OpId, u64, Segments)>,
     writes: VecDeque<(OpId, Segment)>,
     out: VecDeque<(Message, Vec<u8>)>,
     next_seq: u32,
@@ -102,7 +103,7 @@ impl End {
         }
     }
 
-    fn call(&mut self, receives: bool, len: u32) -> (OpId, Vec<Segment>) {
+    fn call(&mut self, receives: bool, len: u32) -> (OpId, Segments) {
         let id = self.next;
         self.next += 1;
         let fill = if receives { 0 } else { id as u8 };
@@ -124,7 +125,7 @@ impl End {
         // If there are several bytes, they are in two segments with the same STag.
         let first = len / 3;
         let pieces = if first == 0 {
-            vec![memory]
+            smallvec![memory]
         } else {
             flow::cut(&[memory], 0, first.into())
                 .into_iter()
@@ -140,7 +141,7 @@ impl End {
         }
         let (id, mut segments) = self.call(false, len);
         if flags & 4 == 0 {
-            segments = vec![Segment {
+            segments = smallvec![Segment {
                 addr: address(id),
                 stag: id as u32,
                 len,
@@ -161,7 +162,7 @@ impl End {
     fn recv(&mut self, len: u32, flags: u8, offset: Option<u64>) {
         let (id, mut segments) = self.call(true, len);
         if flags & 1 != 0 {
-            segments = vec![Segment {
+            segments = smallvec![Segment {
                 addr: address(id),
                 stag: id as u32,
                 len,
@@ -396,7 +397,7 @@ impl End {
         }
         let bytes = data.map_or_else(Vec::new, |id| self.calls[&id].bytes.clone());
         // Encoding and parsing a message must give the same message.
-        let raw = [message.write(), bytes.clone()].concat();
+        let raw = [message.bytes(), bytes.clone()].concat();
         assert_eq!(Message::read(&raw), Ok(message.clone()));
         self.out.push_back((message, bytes));
     }
@@ -477,7 +478,7 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
                 let message = match kind {
                     9 | 10 => Message::Advert {
                         seq: number,
-                        segments: vec![segment; usize::from(input.byte() % 8) + 1],
+                        segments: smallvec![segment; usize::from(input.byte() % 8) + 1],
                         persistent: offset.is_some(),
                         notify: offset.is_some() && input.byte() & 1 != 0,
                         acks,

@@ -3,7 +3,8 @@
 //! ```text
 //! api      the C functions of <exs.h>
 //! library  tables of sockets, queues and memory; the thread that waits for devices
-//! socket   a connection with its buffers   queue  events   memory  registrations (by anywarp-buffers)
+//! socket   a connection with its buffers   op     operations of the program
+//! queue    events                          memory registrations (by anywarp-buffers)
 //! flow     decides what to transfer when: a state machine without I/O
 //! wire     messages and private data       ffi    libibverbs and librdmacm
 //! ```
@@ -18,6 +19,7 @@ pub mod fuzz;
 mod library;
 mod lock;
 mod memory;
+mod op;
 mod queue;
 mod socket;
 mod wire;

@@ -3,16 +3,19 @@
 use crate::ffi;
 use crate::lock::lock;
 use crate::memory::{Device, Memory};
+use crate::op::Op;
 use crate::queue::Queue;
-use crate::socket::{Op, Settings, Socket};
+use crate::socket::{Settings, Socket};
 use crate::wire::Hello;
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::thread::LocalKey;
 use std::time::{Duration, Instant};
 
 /// The lowest descriptor of a socket or queue. It is far above those of the kernel, so that the two cannot be confused.
@@ -30,9 +33,9 @@ pub(crate) struct Library {
     channel: Ptr<ffi::rdma_event_channel>,
     wakeup: c_int,
     next: AtomicI32,
-    sockets: Mutex<FxHashMap<c_int, Arc<Socket>>>,
-    queues: Mutex<FxHashMap<c_int, Arc<Queue>>>,
-    memory: Mutex<FxHashMap<c_int, Arc<Memory>>>,
+    sockets: Table<Socket>,
+    queues: Table<Queue>,
+    memory: Table<Memory>,
     devices: Mutex<Vec<Arc<Device>>>,
     /// The device list of librdmacm, which keeps its devices open.
     list: OnceLock<Ptr<*mut ffi::ibv_context>>,
@@ -44,6 +47,96 @@ pub(crate) struct Library {
     failed: Mutex<Vec<c_int>>,
     /// The deadlines of sockets, earliest first.
     alarms: Mutex<BinaryHeap<Reverse<(Instant, c_int)>>>,
+}
+
+/// The objects of one kind, by their numbers.
+#[derive(Debug)]
+struct Table<T> {
+    all: Mutex<FxHashMap<c_int, Arc<T>>>,
+    /// The number of removals so far. What threads have in [`Recent`] is valid as long as it has not changed.
+    removals: AtomicU64,
+}
+
+/// The objects of a table that a thread has used last. Finding an object here takes neither the lock nor a search.
+#[derive(Debug)]
+struct Recent<T> {
+    removals: u64,
+    objects: [Option<(c_int, Arc<T>)>; RECENT],
+}
+
+/// How many objects [`Recent`] holds. A power of two.
+const RECENT: usize = 8;
+
+thread_local! {
+    static RECENT_SOCKETS: RefCell<Recent<Socket>> = const { RefCell::new(Recent::new()) };
+    static RECENT_QUEUES: RefCell<Recent<Queue>> = const { RefCell::new(Recent::new()) };
+    static RECENT_MEMORY: RefCell<Recent<Memory>> = const { RefCell::new(Recent::new()) };
+}
+
+impl<T> Recent<T> {
+    const fn new() -> Self {
+        Self {
+            removals: 0,
+            objects: [const { None }; RECENT],
+        }
+    }
+}
+
+impl<T> Table<T> {
+    fn new() -> Self {
+        Self {
+            all: Mutex::default(),
+            removals: AtomicU64::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, FxHashMap<c_int, Arc<T>>> {
+        lock(&self.all)
+    }
+
+    fn insert(&self, number: c_int, object: Arc<T>) {
+        self.lock().insert(number, object);
+    }
+
+    /// Removes an object if `may` permits it.
+    fn remove(
+        &self,
+        number: c_int,
+        missing: c_int,
+        may: impl FnOnce(&T) -> Result<(), c_int>,
+    ) -> Result<Arc<T>, c_int> {
+        let mut all = self.lock();
+        may(all.get(&number).ok_or(missing)?)?;
+        let removed = all.remove(&number).ok_or(missing)?;
+        self.removals.fetch_add(1, SeqCst);
+        Ok(removed)
+    }
+
+    /// Returns an object. `recent`: the objects that this thread has used last.
+    fn get(&self, number: c_int, recent: &'static LocalKey<RefCell<Recent<T>>>) -> Option<Arc<T>> {
+        // The variable of the thread does not exist any more while the thread ends.
+        let found = recent.try_with(|recent| self.get_recent(number, &mut recent.borrow_mut()));
+        found.unwrap_or_else(|_| self.lock().get(&number).cloned())
+    }
+
+    fn get_recent(&self, number: c_int, recent: &mut Recent<T>) -> Option<Arc<T>> {
+        // Read before the table: a removal after that is seen by the next call.
+        let removals = self.removals.load(SeqCst);
+        if recent.removals != removals {
+            recent.objects = [const { None }; RECENT];
+            recent.removals = removals;
+        }
+        let at = number.cast_unsigned() as usize % RECENT;
+        let place = recent.objects.get_mut(at)?;
+        if let Some((of, object)) = place
+            && *of == number
+        {
+            return Some(Arc::clone(object));
+        }
+        let found = self.lock().get(&number).cloned()?;
+        *place = Some((number, Arc::clone(&found)));
+        Some(found)
+    }
 }
 
 /// A copy of an event of the connection manager, which is acknowledged before it is handled.
@@ -89,9 +182,9 @@ pub(crate) fn init() -> Result<(), c_int> {
         channel: Ptr(channel),
         wakeup,
         next: AtomicI32::new(1),
-        sockets: Mutex::default(),
-        queues: Mutex::default(),
-        memory: Mutex::default(),
+        sockets: Table::new(),
+        queues: Table::new(),
+        memory: Table::new(),
         devices: Mutex::default(),
         list: OnceLock::new(),
         cm: Mutex::default(),
@@ -140,7 +233,7 @@ pub(crate) fn accept(
     // SAFETY: the new socket owns the request; from now on the events of the request refer to this descriptor.
     unsafe { (*id.0).context = number_as_context(fd) };
     let socket = Arc::new(Socket::new(fd, stream, id.0, settings));
-    lock(&library.sockets).insert(fd, Arc::clone(&socket));
+    library.sockets.insert(fd, Arc::clone(&socket));
     socket.admit(theirs, listener, op);
 }
 
@@ -207,7 +300,7 @@ impl Library {
     }
 
     fn any_socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
-        let found = lock(&self.sockets).get(&fd).cloned();
+        let found = self.sockets.get(fd, &RECENT_SOCKETS);
         found.ok_or_else(|| {
             if (0..FIRST_FD).contains(&fd) {
                 libc::ENOTSOCK
@@ -233,7 +326,7 @@ impl Library {
             return Err(crate::errno());
         }
         let socket = Arc::new(Socket::new(fd, stream, id, settings));
-        lock(&self.sockets).insert(fd, socket);
+        self.sockets.insert(fd, socket);
         Ok(fd)
     }
 
@@ -244,9 +337,9 @@ impl Library {
     }
 
     fn remove(&self, fd: c_int) -> Result<(), c_int> {
-        let socket = lock(&self.sockets).remove(&fd).ok_or(libc::EBADF)?;
+        let socket = self.sockets.remove(fd, libc::EBADF, |_| Ok(()))?;
         socket.close();
-        let queues: Vec<_> = lock(&self.queues).values().cloned().collect();
+        let queues: Vec<_> = self.queues.lock().values().cloned().collect();
         for queue in queues {
             queue.forget(fd);
         }
@@ -254,26 +347,30 @@ impl Library {
     }
 
     pub(crate) fn queue(&self, q: c_int) -> Result<Arc<Queue>, c_int> {
-        lock(&self.queues).get(&q).cloned().ok_or(libc::EBADF)
+        self.queues.get(q, &RECENT_QUEUES).ok_or(libc::EBADF)
     }
 
     pub(crate) fn add_queue(&self, queue: Queue) -> c_int {
         let q = self.number();
-        lock(&self.queues).insert(q, Arc::new(queue));
+        self.queues.insert(q, Arc::new(queue));
         q
     }
 
     pub(crate) fn remove_queue(&self, q: c_int) -> Result<(), c_int> {
-        let mut queues = lock(&self.queues);
-        if !queues.get(&q).ok_or(libc::EBADF)?.is_idle() {
-            return Err(libc::EBUSY);
-        }
-        queues.remove(&q);
+        let busy = |queue: &Queue| {
+            if queue.is_idle() {
+                Ok(())
+            } else {
+                Err(libc::EBUSY)
+            }
+        };
+        let queue = self.queues.remove(q, libc::EBADF, busy)?;
+        queue.close();
         Ok(())
     }
 
     pub(crate) fn memory(&self, handle: c_int) -> Result<Arc<Memory>, c_int> {
-        lock(&self.memory).get(&handle).cloned().ok_or(libc::EINVAL)
+        self.memory.get(handle, &RECENT_MEMORY).ok_or(libc::EINVAL)
     }
 
     pub(crate) fn add_memory(&self, memory: Memory) -> Result<c_int, c_int> {
@@ -297,18 +394,14 @@ impl Library {
             device(first)?;
         }
         let first = lock(&self.devices).first().cloned().ok_or(libc::ENODEV)?;
-        memory.region(&first, crate::memory::Use::Source)?;
+        memory.keys(&first, crate::memory::Use::Source)?;
         let handle = self.number();
-        lock(&self.memory).insert(handle, Arc::new(memory));
+        self.memory.insert(handle, Arc::new(memory));
         Ok(handle)
     }
 
     pub(crate) fn remove_memory(&self, handle: c_int) -> Result<(), c_int> {
-        let mut memory = lock(&self.memory);
-        if Arc::strong_count(memory.get(&handle).ok_or(libc::EINVAL)?) > 1 {
-            return Err(libc::EBUSY);
-        }
-        memory.remove(&handle);
+        self.memory.remove(handle, libc::EINVAL, Memory::close)?;
         Ok(())
     }
 

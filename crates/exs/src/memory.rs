@@ -5,7 +5,8 @@ use crate::lock::lock;
 use anywarp_buffers::{self as buffers, Manager, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// An open device, with the protection domain and the completion channel of all its sockets. It exists until the process exits.
 #[derive(Debug)]
@@ -105,12 +106,34 @@ pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Resul
     unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
 }
 
+/// The keys of memory, for local work requests and for the peer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Keys {
+    pub(crate) lkey: u32,
+    pub(crate) rkey: u32,
+}
+
+impl Keys {
+    pub(crate) fn of(region: &Region) -> Self {
+        Self {
+            lkey: region.lkey(),
+            rkey: region.rkey(),
+        }
+    }
+}
+
 /// Memory that the program has registered. It is registered with a device, with the access rights of a use, at the first such use.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) addr: u64,
     pub(crate) len: u64,
-    regions: Mutex<Vec<(usize, Use, Arc<Region>)>>,
+    regions: Mutex<Vec<(usize, Use, Region)>>,
+    /// The protection domain and the keys of the first registration for each use, which are read without a lock.
+    first: [OnceLock<(usize, Keys)>; 4],
+    /// The number of operations in progress with this memory.
+    uses: AtomicUsize,
+    /// The program has deregistered the memory.
+    closed: AtomicBool,
 }
 
 impl Memory {
@@ -119,6 +142,9 @@ impl Memory {
             addr,
             len,
             regions: Mutex::new(Vec::new()),
+            first: [const { OnceLock::new() }; 4],
+            uses: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
         }
     }
 
@@ -128,15 +154,67 @@ impl Memory {
             .is_some_and(|end| end <= self.len)
     }
 
-    pub(crate) fn region(&self, device: &Device, what: Use) -> Result<Arc<Region>, c_int> {
-        let mut regions = lock(&self.regions);
-        let key = device.pd.0.addr();
-        if let Some((_, _, region)) = regions.iter().find(|(k, u, _)| *k == key && *u == what) {
-            return Ok(Arc::clone(region));
+    /// Returns the keys for a use. They are valid until [`Memory::close`].
+    pub(crate) fn keys(&self, device: &Device, what: Use) -> Result<Keys, c_int> {
+        let domain = device.pd.0.addr();
+        let first = self.first.get(what as usize);
+        if let Some((of, keys)) = first.and_then(OnceLock::get)
+            && *of == domain
+        {
+            return Ok(*keys);
         }
-        let region = Arc::new(register(device, self.addr, self.len, what)?);
-        regions.push((key, what, Arc::clone(&region)));
-        Ok(region)
+        let mut regions = lock(&self.regions);
+        if let Some((.., region)) = regions.iter().find(|(d, u, _)| *d == domain && *u == what) {
+            return Ok(Keys::of(region));
+        }
+        let region = register(device, self.addr, self.len, what)?;
+        let keys = Keys::of(&region);
+        regions.push((domain, what, region));
+        // If another device was first, its keys stay there.
+        let _ = first.map(|first| first.set((domain, keys)));
+        Ok(keys)
+    }
+
+    /// Deregisters the memory. `EBUSY`: an operation uses it.
+    pub(crate) fn close(&self) -> Result<(), c_int> {
+        // The counterpart is in `Used::new`: one of the two threads sees what the other has written.
+        self.closed.store(true, SeqCst);
+        if self.uses.load(SeqCst) > 0 {
+            self.closed.store(false, SeqCst);
+            return Err(libc::EBUSY);
+        }
+        lock(&self.regions).clear();
+        Ok(())
+    }
+}
+
+/// Memory that an operation uses, and that is not deregistered as long as this exists.
+#[derive(Debug)]
+pub(crate) struct Used(Arc<Memory>);
+
+impl Used {
+    /// `EINVAL`: the program has deregistered the memory.
+    pub(crate) fn new(memory: Arc<Memory>) -> Result<Self, c_int> {
+        memory.uses.fetch_add(1, SeqCst);
+        let used = Self(memory);
+        if used.0.closed.load(SeqCst) {
+            return Err(libc::EINVAL);
+        }
+        Ok(used)
+    }
+}
+
+impl std::ops::Deref for Used {
+    type Target = Memory;
+
+    fn deref(&self) -> &Memory {
+        &self.0
+    }
+}
+
+impl Drop for Used {
+    fn drop(&mut self) {
+        self.0.uses.fetch_sub(1, SeqCst);
     }
 }
 

@@ -5,7 +5,7 @@ use crate::socket::Socket;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -41,88 +41,137 @@ pub(crate) enum Wait {
 #[derive(Debug)]
 pub(crate) struct State {
     events: VecDeque<Event>,
-    /// The number of entries that are reserved for the events of calls in progress.
-    reserved: usize,
-    pub(crate) depth: usize,
     pub(crate) wait: Wait,
     /// The time that the next wait polls, in the adaptive mode.
     spin: Duration,
     /// The signal to send when an event is added to the empty queue.
     pub(crate) signal: Option<c_int>,
     members: FxHashMap<c_int, Arc<Socket>>,
-    /// Whether the program has requested the descriptor. Otherwise it is not updated, which saves two system calls for each event.
-    has_fd: bool,
+    /// The members as a list, for waiting threads. `None`: the members have changed.
+    list: Option<Arc<[Arc<Socket>]>>,
+    /// The descriptor for the program, once it has requested it. It is readable while there are events.
+    eventfd: Option<c_int>,
+    /// The queue is deleted.
+    closed: bool,
 }
 
 /// An event queue.
 #[derive(Debug)]
 pub(crate) struct Queue {
     state: Mutex<State>,
+    depth: AtomicUsize,
+    /// The number of entries that are reserved for the events of calls in progress, and that of the events.
+    used: Used,
     /// The number of events added so far, modulo 2^32. Waiting threads use it as a futex.
     pushed: AtomicU32,
     sleepers: AtomicU32,
-    /// The descriptor for the program. If `has_fd`, it is readable while there are events.
-    eventfd: c_int,
+    /// Distinguishes this queue from all others, also from those that were deleted.
+    number: u64,
+}
+
+/// Two counters in one word, so that a call can reserve entries without the lock: reserved entries in the upper half, and
+/// events in the lower half. Both are limited by the depth of the queue.
+#[derive(Debug)]
+struct Used(AtomicU64);
+
+impl Used {
+    const RESERVED: u64 = 1 << 32;
+
+    /// Reserves entries if there is room for them in a queue of this depth.
+    fn reserve(&self, entries: usize, depth: usize) -> bool {
+        let reserved = entries as u64 * Self::RESERVED;
+        let before = self.0.fetch_add(reserved, SeqCst);
+        let has_room = Self::reserved(before) + Self::events(before) + entries <= depth;
+        if !has_room {
+            self.0.fetch_sub(reserved, SeqCst);
+        }
+        has_room
+    }
+
+    fn release(&self, entries: usize) {
+        self.0.fetch_sub(entries as u64 * Self::RESERVED, SeqCst);
+    }
+
+    fn reserved(used: u64) -> usize {
+        (used >> 32) as usize
+    }
+
+    fn events(used: u64) -> usize {
+        (used & (Self::RESERVED - 1)) as usize
+    }
 }
 
 impl Queue {
-    pub(crate) fn new(depth: usize) -> Result<Self, c_int> {
-        // SAFETY: no memory is passed.
-        let eventfd = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
-        if eventfd < 0 {
-            return Err(crate::errno());
-        }
-        Ok(Self {
+    pub(crate) fn new(depth: usize) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        Self {
             state: Mutex::new(State {
                 events: VecDeque::new(),
-                reserved: 0,
-                depth,
                 wait: Wait::Adaptive,
                 spin: SHORT_WAIT,
                 signal: None,
                 members: FxHashMap::default(),
-                has_fd: false,
+                list: None,
+                eventfd: None,
+                closed: false,
             }),
+            depth: AtomicUsize::new(depth),
+            used: Used(AtomicU64::new(0)),
             pushed: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
-            eventfd,
-        })
+            number: NUMBER.fetch_add(1, Relaxed),
+        }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
 
+    pub(crate) fn depth(&self) -> usize {
+        self.depth.load(Relaxed)
+    }
+
+    pub(crate) fn set_depth(&self, depth: usize) {
+        self.depth.store(depth, Relaxed);
+    }
+
     /// Reserves entries for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
-        let mut state = self.lock();
-        if state.reserved + state.events.len() + events > state.depth {
+        if !self.used.reserve(events, self.depth()) {
             return Err(libc::EAGAIN);
         }
-        state.reserved += events;
-        state
-            .members
-            .entry(socket.fd)
-            .or_insert_with(|| Arc::clone(socket));
+        // The socket stays a member until it is closed, and most sockets use one queue.
+        if socket.last_queue.load(Relaxed) != self.number {
+            let mut state = self.lock();
+            let members = &mut state.members;
+            if members.insert(socket.fd, Arc::clone(socket)).is_none() {
+                state.list = None;
+            }
+            socket.last_queue.store(self.number, Relaxed);
+        }
         Ok(())
     }
 
     /// Releases reserved entries that no event will use.
     pub(crate) fn release(&self, events: usize) {
-        let mut state = self.lock();
-        state.reserved = state.reserved.saturating_sub(events);
+        if events > 0 {
+            self.used.release(events);
+        }
     }
 
     pub(crate) fn forget(&self, fd: c_int) {
-        // If this is the last reference, the socket is dropped after the lock was released, because dropping it may take long.
-        let socket = self.lock().members.remove(&fd);
-        drop(socket);
+        let mut state = self.lock();
+        let socket = state.members.remove(&fd);
+        let list = state.list.take();
+        drop(state);
+        // If these are the last references, the socket is dropped after the lock was released, because dropping it may take long.
+        drop((socket, list));
     }
 
     /// Adds the event of a call, for which room was reserved.
     pub(crate) fn push(&self, event: Event) {
         let mut state = self.lock();
-        state.reserved = state.reserved.saturating_sub(1);
+        self.used.release(1);
         self.add(&mut state, event);
     }
 
@@ -149,9 +198,10 @@ impl Queue {
     fn add(&self, state: &mut State, event: Event) {
         let first = state.events.is_empty();
         state.events.push_back(event);
+        self.used.0.fetch_add(1, SeqCst);
         if first {
-            if state.has_fd {
-                self.make_readable();
+            if let Some(fd) = state.eventfd {
+                make_readable(fd);
             }
             if let Some(signal) = state.signal {
                 // SAFETY: no memory is passed.
@@ -165,101 +215,134 @@ impl Queue {
         }
     }
 
-    /// Returns the descriptor for the program.
-    pub(crate) fn fd(&self) -> c_int {
+    /// Returns the descriptor for the program. It is created at the first call.
+    pub(crate) fn fd(&self) -> Result<c_int, c_int> {
         let mut state = self.lock();
-        if !state.has_fd {
-            state.has_fd = true;
-            if !state.events.is_empty() {
-                self.make_readable();
-            }
+        if let Some(fd) = state.eventfd {
+            return Ok(fd);
         }
-        self.eventfd
+        if state.closed {
+            return Err(libc::EBADF);
+        }
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(crate::errno());
+        }
+        state.eventfd = Some(fd);
+        if !state.events.is_empty() {
+            make_readable(fd);
+        }
+        Ok(fd)
     }
 
-    fn make_readable(&self) {
-        let one = 1u64;
-        // SAFETY: eight bytes are read from a variable of that size.
-        unsafe { libc::write(self.eventfd, (&raw const one).cast::<c_void>(), 8) };
+    /// Closes the descriptor. The memory of the queue may be kept by threads of the program (see `library::Recent`).
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let members = std::mem::take(&mut state.members);
+        let list = state.list.take();
+        if let Some(fd) = state.eventfd.take() {
+            // SAFETY: the queue owns the descriptor.
+            unsafe { libc::close(fd) };
+        }
+        drop(state);
+        drop((members, list));
     }
 
     /// Returns whether no call in progress will add an event.
     pub(crate) fn is_idle(&self) -> bool {
-        self.lock().reserved == 0
+        Used::reserved(self.used.0.load(SeqCst)) == 0
     }
 
     pub(crate) fn waiting(&self) -> usize {
         self.lock().events.len()
     }
 
-    /// Waits until there are `least` events or the deadline is reached. Removes and returns up to `into.len()` events.
+    /// Removes and returns up to `into.len()` events. If there are fewer than `least`, polls the sockets once before.
+    pub(crate) fn look(&self, into: &mut [Event], least: usize) -> usize {
+        let mut state = self.lock();
+        if state.events.len() < least && state.wait != Wait::Notify {
+            let members = state.list();
+            drop(state);
+            for member in &*members {
+                member.spin();
+            }
+            state = self.lock();
+        }
+        self.take(&mut state, into)
+    }
+
+    /// Waits until there are `least` events, or for the time `limit`. Removes and returns up to `into.len()` events.
     pub(crate) fn dequeue(
         &self,
         into: &mut [Event],
         least: usize,
-        until: Option<Instant>,
+        limit: Option<Duration>,
     ) -> Result<usize, c_int> {
+        // The clock is read only while there is nothing to do: the times of the beginning of the wait and of the last reading.
         let mut began = None;
+        let mut latest = None;
         loop {
             let seen = self.pushed.load(SeqCst);
             let mut state = self.lock();
-            let late = until.is_some_and(|until| Instant::now() >= until);
-            if state.events.len() >= least || (late && began.is_some()) {
-                if let Some(began) = began {
-                    state.spin = spin_after(Instant::now().saturating_duration_since(began));
+            if state.events.len() >= least {
+                if let (Some(began), Some(latest)) = (began, latest) {
+                    state.spin = spin_after(Instant::saturating_duration_since(&latest, began));
                 }
                 return Ok(self.take(&mut state, into));
             }
             let wait = state.wait;
-            let members: Vec<_> = if wait == Wait::Notify {
-                Vec::new()
+            let members = if wait == Wait::Notify {
+                None
             } else {
-                state.members.values().cloned().collect()
+                Some(state.list())
             };
             let spin = state.spin;
             drop(state);
             let now = Instant::now();
-            let spin_until = *began.get_or_insert(now) + spin;
+            let start = *began.get_or_insert(now);
+            let until = limit.map(|limit| start + limit);
+            if latest.is_some() && until.is_some_and(|until| now >= until) {
+                return Ok(self.take(&mut self.lock(), into));
+            }
+            latest = Some(now);
+            let spin_until = start + spin;
             let spins = wait == Wait::BusyPoll || (wait == Wait::Adaptive && now < spin_until);
+            let members = members.as_deref().unwrap_or(&[]);
             if spins && !members.is_empty() {
-                self.poll(
-                    &members,
-                    seen,
-                    if wait == Wait::BusyPoll {
-                        now + SPIN
-                    } else {
-                        spin_until
-                    },
-                    until,
-                );
+                let spin_until = if wait == Wait::BusyPoll {
+                    now + SPIN
+                } else {
+                    spin_until
+                };
+                latest = self.poll(members, seen, spin_until, until).or(latest);
                 continue;
             }
-            for member in &members {
+            for member in members {
                 member.stop_polling();
             }
             let timeout = until.map(|until| until.saturating_duration_since(now));
             self.sleepers.fetch_add(1, SeqCst);
             let result = self.futex(libc::FUTEX_WAIT, seen, timeout);
             self.sleepers.fetch_sub(1, SeqCst);
+            latest = Some(Instant::now());
             if result == Err(libc::EINTR) {
                 return Err(libc::EINTR);
             }
         }
     }
 
-    /// Polls the completion queues of the sockets until there is an event.
+    /// Polls the completion queues of the sockets until there is an event. Returns the last time that it read.
     fn poll(
         &self,
         members: &[Arc<Socket>],
         seen: u32,
         spin_until: Instant,
         until: Option<Instant>,
-    ) {
-        let is_over = |until: Instant| Instant::now() >= until;
-        let passes = match until {
-            Some(until) if is_over(until) => 1,
-            _ => (8 / members.len().max(1)).max(1),
-        };
+    ) -> Option<Instant> {
+        let passes = (8 / members.len().max(1)).max(1);
+        let mut latest = None;
         loop {
             // Reading the clock takes as long as polling one socket.
             for _ in 0..passes {
@@ -267,13 +350,14 @@ impl Queue {
                     member.spin();
                 }
                 if self.pushed.load(SeqCst) != seen {
-                    return;
+                    return latest;
                 }
                 std::hint::spin_loop();
             }
             let now = Instant::now();
+            latest = Some(now);
             if now >= spin_until || until.is_some_and(|until| now >= until) {
-                return;
+                return latest;
             }
         }
     }
@@ -283,10 +367,14 @@ impl Queue {
         for (to, event) in into.iter_mut().zip(state.events.drain(..count)) {
             *to = event;
         }
-        if state.has_fd && state.events.is_empty() && count > 0 {
+        self.used.0.fetch_sub(count as u64, SeqCst);
+        if let Some(fd) = state.eventfd
+            && state.events.is_empty()
+            && count > 0
+        {
             let mut counter = 0u64;
             // SAFETY: eight bytes are written to a variable of that size.
-            unsafe { libc::read(self.eventfd, (&raw mut counter).cast::<c_void>(), 8) };
+            unsafe { libc::read(fd, (&raw mut counter).cast::<c_void>(), 8) };
         }
         count
     }
@@ -325,10 +413,24 @@ fn spin_after(waited: Duration) -> Duration {
     }
 }
 
+fn make_readable(fd: c_int) {
+    let one = 1u64;
+    // SAFETY: eight bytes are read from a variable of that size.
+    unsafe { libc::write(fd, (&raw const one).cast::<c_void>(), 8) };
+}
+
+impl State {
+    /// Returns the sockets whose completion queues a waiting thread polls.
+    fn list(&mut self) -> Arc<[Arc<Socket>]> {
+        let members = &self.members;
+        let make = || members.values().cloned().collect();
+        Arc::clone(self.list.get_or_insert_with(make))
+    }
+}
+
 impl Drop for Queue {
     fn drop(&mut self) {
-        // SAFETY: the queue owns the descriptor.
-        unsafe { libc::close(self.eventfd) };
+        self.close();
     }
 }
 
@@ -338,7 +440,7 @@ mod tests {
 
     #[test]
     fn a_wait_that_was_short_lets_the_next_one_poll_longer() {
-        let queue = Queue::new(4).unwrap();
+        let queue = Queue::new(4);
         let event = Event {
             kind: 1,
             errno: 0,

@@ -4,16 +4,17 @@ use crate::ffi;
 use crate::flow::{self, Action, CONTROLS, Flow, OpId, Outcome, Recv, Send, Slot};
 use crate::library::{self, CmEvent};
 use crate::lock::lock;
-use crate::memory::{Device, FileMap, Memory, Use, register};
-use crate::queue::{Event, MORE, Queue};
+use crate::memory::{Device, Use, register};
+use crate::op::{Keep, Op, Ops};
+use crate::queue::{Event, MORE};
 use crate::wire::{
-    HEADER_LENGTH, HELLO_LENGTH, Hello, MAX_SEGMENTS, Message, SEGMENT_LENGTH, Segment,
+    HEADER_LENGTH, HELLO_LENGTH, Hello, MAX_HEADER_LENGTH, Message, Segment, Segments,
 };
 use anywarp_buffers::{self as buffers, Manager, Piece, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -108,46 +109,6 @@ impl Settings {
     };
 }
 
-/// Keeps memory registered or mapped until its operation has ended.
-#[derive(Debug)]
-pub(crate) enum Keep {
-    /// Registered by the program.
-    Memory {
-        _memory: Arc<Memory>,
-        _region: Arc<Region>,
-    },
-    /// Registered for this operation.
-    Own { _region: Region },
-    /// A mapped file. Its registration is the preceding element, which is dropped first.
-    Map { _map: FileMap },
-    /// A buffer of the connection's pool.
-    Pooled(Piece),
-}
-
-/// An operation of the program, from its call to its event.
-#[derive(Debug)]
-pub(crate) struct Op {
-    pub(crate) kind: c_int,
-    pub(crate) queue: Arc<Queue>,
-    /// The number of event queue entries that are reserved for the operation.
-    pub(crate) places: usize,
-    pub(crate) ahandle: isize,
-    /// The address in the event: that of the buffer, or of the structure passed to the call.
-    pub(crate) user: u64,
-    pub(crate) flags: u64,
-    pub(crate) offset: u64,
-    /// The memory with local keys.
-    pub(crate) segments: Vec<Segment>,
-    /// The memory with the keys for the peer.
-    pub(crate) remote: Vec<Segment>,
-    pub(crate) keep: Vec<Keep>,
-    /// The memory of the program into which a pooled buffer is copied after the receive.
-    pub(crate) bounce: Option<u64>,
-    /// The deadline, and whether it has passed.
-    pub(crate) deadline: Option<Instant>,
-    pub(crate) late: bool,
-}
-
 /// A call of exs_poll, which all its sockets share. The first ready socket reports it.
 #[derive(Debug)]
 pub(crate) struct PollCall {
@@ -206,6 +167,15 @@ struct Link {
     buffers: Box<[u8]>,
     size: usize,
     free: Vec<Slot>,
+    /// The buffers of the messages whose sending is not known to have completed, oldest first. Only some messages are signaled,
+    /// and the completion of one shows that all before it have completed.
+    sending: VecDeque<Slot>,
+    /// The buffers of receives that are not posted again yet.
+    released: Vec<Slot>,
+    /// The number of messages since the last signaled one.
+    unsignaled: usize,
+    /// The longest message that is passed to the device inline.
+    inline: usize,
     sends: usize,
     backlog: VecDeque<(Message, Option<OpId>)>,
     _region: Region,
@@ -231,7 +201,7 @@ impl Early {
     }
 
     /// Returns the memory of up to `len` bytes from position `at` of the stream on.
-    fn segments(&self, at: u64, len: u64) -> Vec<Segment> {
+    fn segments(&self, at: u64, len: u64) -> Segments {
         let size = self.bytes.len() as u64;
         let base = self.bytes.as_ptr().addr() as u64;
         let from = at % size;
@@ -251,7 +221,7 @@ struct Inner {
     settings: Settings,
     link: Option<Link>,
     flow: Option<Flow>,
-    ops: BTreeMap<OpId, Op>,
+    ops: Ops,
     next_op: OpId,
     /// The number of outstanding pieces of each transfer from the peer (`moves`) and to it (`writes`).
     moves: FxHashMap<u64, usize>,
@@ -270,6 +240,17 @@ struct Inner {
     /// A close that waits until all messages are answered, and afterwards its result.
     closing: Option<Op>,
     closed: Option<(Op, c_int)>,
+    /// An empty list of actions, whose allocation is used again.
+    actions: Vec<Action>,
+}
+
+/// The registered buffers of a socket.
+#[derive(Debug)]
+enum Pool {
+    Unused,
+    Open(Manager),
+    /// There are none: the device cannot have them, or the socket is closed.
+    None,
 }
 
 /// A socket of the library.
@@ -278,8 +259,12 @@ pub(crate) struct Socket {
     pub(crate) fd: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
+    /// The device, and the longest immediate data, once the socket is connected.
+    device: OnceLock<(Arc<Device>, u64)>,
     /// Registered buffers for copying memory that the program has not registered.
-    pool: OnceLock<Option<Manager>>,
+    pool: Mutex<Pool>,
+    /// The number of the queue that got the last operation of this socket.
+    pub(crate) last_queue: AtomicU64,
     /// The program has closed the socket, but its last messages are not sent yet.
     gone: AtomicBool,
     /// Threads of the program poll the completion queue, so it is not armed.
@@ -289,6 +274,26 @@ pub(crate) struct Socket {
     /// The socket is in the list that the library's thread checks.
     watched: AtomicBool,
 }
+
+/// The longest messages in bytes that are passed to the device inline, in the order in which they are tried: the devices that
+/// cannot have the first refuse to create the queue pair.
+const INLINE: [u32; 3] = [64, 32, 0];
+
+/// The length in bytes up to which immediate data is copied to the message buffer although it is registered: a copy takes less time
+/// than a second segment of the work request.
+const SHORT: usize = 256;
+
+/// How many receives are posted by one call.
+const RELEASED: usize = 8;
+const NO_RECV: ffi::ibv_recv_wr = ffi::ibv_recv_wr {
+    wr_id: 0,
+    next: std::ptr::null_mut(),
+    sg_list: std::ptr::null_mut(),
+    num_sge: 0,
+};
+
+/// In place of the number of a message buffer: the empty Write of [`Link::signal_last`].
+const NO_SLOT: Slot = usize::MAX >> 8;
 
 /// How many completions one poll takes.
 const COMPLETIONS: c_int = 8;
@@ -316,7 +321,7 @@ impl Socket {
                 settings,
                 link: None,
                 flow: None,
-                ops: BTreeMap::new(),
+                ops: Ops::default(),
                 next_op: 1,
                 moves: FxHashMap::default(),
                 writes: FxHashMap::default(),
@@ -330,8 +335,11 @@ impl Socket {
                 establish_by: None,
                 closing: None,
                 closed: None,
+                actions: Vec::new(),
             }),
-            pool: OnceLock::new(),
+            device: OnceLock::new(),
+            pool: Mutex::new(Pool::Unused),
+            last_queue: AtomicU64::new(0),
             gone: AtomicBool::new(false),
             hot: AtomicBool::new(false),
             touched: AtomicBool::new(false),
@@ -478,8 +486,14 @@ impl Socket {
             Use::Sink => buffers::Use::Receive,
             Use::Local | Use::Target => return None,
         };
-        let pool = self.pool.get_or_init(|| device.pool()).as_ref()?;
-        pool.piece(of, usize::try_from(len).ok()?)
+        let mut pool = lock(&self.pool);
+        if matches!(*pool, Pool::Unused) {
+            *pool = device.pool().map_or(Pool::None, Pool::Open);
+        }
+        match &*pool {
+            Pool::Open(manager) => manager.piece(of, usize::try_from(len).ok()?),
+            Pool::Unused | Pool::None => None,
+        }
     }
 
     /// Makes the library's thread call [`Socket::expire`] at the deadline.
@@ -505,7 +519,7 @@ impl Socket {
             .filter(|(_, op)| !op.late && due(op.deadline))
             .map(|(id, op)| {
                 op.late = true;
-                *id
+                id
             })
             .collect();
         for id in late {
@@ -517,7 +531,7 @@ impl Socket {
         if due(inner.closing.as_ref().and_then(|op| op.deadline)) {
             self.closed(&mut inner, libc::ETIMEDOUT);
         }
-        let deadlines = inner.ops.values().filter(|op| !op.late);
+        let deadlines = inner.ops.iter().map(|(_, op)| op).filter(|op| !op.late);
         let first = deadlines
             .filter_map(|op| op.deadline)
             .chain(inner.establish_by)
@@ -527,16 +541,13 @@ impl Socket {
     }
 
     /// Returns the device of the connection, with which memory is registered, and the longest immediate data.
-    pub(crate) fn device(&self) -> Result<(Arc<Device>, u64), c_int> {
-        let inner = self.lock();
-        match (&inner.state, &inner.link, &inner.flow) {
-            (State::Connected, Some(link), Some(flow)) => {
-                Ok((Arc::clone(&link.device), flow.immediate()))
-            }
-            (State::Ended(_), Some(link), _) if inner.is_at_end() => {
-                Ok((Arc::clone(&link.device), 0))
-            }
-            (State::Ended(_), ..) => Err(libc::ECONNRESET),
+    pub(crate) fn device(&self) -> Result<(&Device, u64), c_int> {
+        if let Some((device, immediate)) = self.device.get() {
+            return Ok((device, *immediate));
+        }
+        // The socket was never connected.
+        match self.lock().state {
+            State::Ended(_) => Err(libc::ECONNRESET),
             _ => Err(libc::ENOTCONN),
         }
     }
@@ -545,7 +556,7 @@ impl Socket {
     pub(crate) fn start(
         &self,
         mut op: Op,
-        begin: impl FnOnce(&mut Flow, OpId, &Op, &mut Vec<Action>) -> Result<(), c_int>,
+        begin: impl FnOnce(&mut Flow, OpId, &mut Op, &mut Vec<Action>) -> Result<(), c_int>,
     ) -> Result<(), c_int> {
         let mut inner = self.lock();
         // After the end of the connection a receive still gets the buffered data, and then the end of the data.
@@ -560,10 +571,10 @@ impl Socket {
         if let Some(errno) = refused {
             return Err(errno);
         }
-        let mut actions = Vec::new();
+        let mut actions = inner.take_actions();
         let id = inner.next_op;
         let begun = match &mut inner.flow {
-            Some(flow) => begin(flow, id, &op, &mut actions),
+            Some(flow) => begin(flow, id, &mut op, &mut actions),
             None => Err(libc::ENOTCONN),
         };
         begun?;
@@ -585,20 +596,20 @@ impl Socket {
         Ok(())
     }
 
-    pub(crate) fn send(op: &Op, id: OpId) -> Send {
+    pub(crate) fn send(op: &mut Op, id: OpId) -> Send {
         Send {
             id,
-            segments: op.remote.clone(),
+            segments: std::mem::take(&mut op.remote),
             persistent: op.flags & 1 != 0,
             notify: op.flags & 2 != 0,
             offset: (op.offset != 0).then_some(op.offset),
         }
     }
 
-    pub(crate) fn recv(op: &Op, id: OpId, offset: Option<u64>) -> Recv {
+    pub(crate) fn recv(op: &mut Op, id: OpId, offset: Option<u64>) -> Recv {
         Recv {
             id,
-            segments: op.remote.clone(),
+            segments: std::mem::take(&mut op.remote),
             persistent: op.flags & 1 != 0,
             wait_all: op.flags & 4 != 0,
             offset,
@@ -612,7 +623,7 @@ impl Socket {
             .ops
             .iter()
             .filter(|(_, op)| ahandle.is_none_or(|a| a == op.ahandle))
-            .map(|(id, _)| *id)
+            .map(|(id, _)| id)
             .collect();
         for id in &chosen {
             inner.cancel(self, *id);
@@ -647,7 +658,7 @@ impl Socket {
             .ops
             .iter()
             .filter(|(_, op)| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind))
-            .map(|(id, _)| *id)
+            .map(|(id, _)| id)
             .collect();
         for id in waiting {
             inner.cancel(self, id);
@@ -684,8 +695,13 @@ impl Socket {
         if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
             inner.end_direction(self);
         }
+        if inner.state == State::Connected
+            && let Some(link) = &mut inner.link
+        {
+            link.signal_last();
+        }
         while inner.state == State::Connected
-            && inner.link.as_ref().is_some_and(|l| l.free.len() < l.sends)
+            && inner.link.as_ref().is_some_and(|l| !l.sending.is_empty())
             && Instant::now() < until
         {
             if self.drain(&mut inner) == 0 {
@@ -701,6 +717,9 @@ impl Socket {
         let requests = std::mem::take(&mut inner.requests);
         let closed = inner.closed.take();
         drop(inner);
+        // Threads of the program may keep the socket for some time (see `library::Recent`), but not its buffers.
+        let pool = std::mem::replace(&mut *lock(&self.pool), Pool::None);
+        drop(pool);
         // SAFETY: nothing else has these ids; the library's thread acknowledges their events without the lock.
         unsafe {
             for (request, _) in requests {
@@ -748,7 +767,7 @@ impl Socket {
     /// Sends the acknowledgement that was held back for the program's next send.
     fn flush(&self, inner: &mut Inner) {
         if let Some(flow) = inner.flow.as_mut().filter(|flow| flow.has_deferred()) {
-            let mut actions = Vec::new();
+            let mut actions = std::mem::take(&mut inner.actions);
             flow.flush(&mut actions);
             self.perform(inner, actions);
         }
@@ -814,16 +833,20 @@ impl Socket {
             if n == 0 {
                 break;
             }
-            let done = link.done;
-            let Some(done) = usize::try_from(n).ok().and_then(|n| done.get(..n)) else {
+            let n = usize::try_from(n).ok().filter(|n| *n <= link.done.len());
+            let Some(n) = n else {
                 self.end(inner, libc::EIO);
                 return count;
             };
-            count += done.len();
-            let mut actions = Vec::new();
-            for completion in done {
+            count += n;
+            let mut actions = inner.take_actions();
+            for at in 0..n {
+                let done = inner.link.as_ref().and_then(|link| link.done.get(at));
+                let Some(completion) = done.copied() else {
+                    break;
+                };
                 let handled = match completion.status {
-                    ffi::IBV_WC_SUCCESS => inner.completed(completion, &mut actions),
+                    ffi::IBV_WC_SUCCESS => inner.completed(&completion, &mut actions),
                     // The peer sent a message longer than permitted, or advertised memory that it does not have.
                     ffi::IBV_WC_LOC_LEN_ERR
                     | ffi::IBV_WC_REM_INV_REQ_ERR
@@ -845,8 +868,8 @@ impl Socket {
         count
     }
 
-    fn perform(&self, inner: &mut Inner, actions: Vec<Action>) {
-        for action in actions {
+    fn perform(&self, inner: &mut Inner, mut actions: Vec<Action>) {
+        for action in actions.drain(..) {
             if let Action::Complete { op, outcome, len } = action {
                 self.complete(inner, op, outcome, len);
             } else if (inner.state == State::Connected || matches!(action, Action::Take { .. }))
@@ -855,11 +878,12 @@ impl Socket {
                 self.end(inner, errno);
             }
         }
+        inner.actions = actions;
     }
 
     fn complete(&self, inner: &mut Inner, id: OpId, outcome: Outcome, len: u64) {
         if outcome == Outcome::WasRead {
-            if let Some(op) = inner.ops.get(&id) {
+            if let Some(op) = inner.ops.get(id) {
                 op.queue.note(self.event(id, op, 0, len, MORE | (1 << 32)));
             }
             return;
@@ -876,7 +900,7 @@ impl Socket {
     }
 
     fn report(&self, inner: &mut Inner, id: OpId, errno: c_int, len: u64, flags: u64) {
-        let Some(mut op) = inner.ops.remove(&id) else {
+        let Some(mut op) = inner.ops.remove(id) else {
             return;
         };
         if let (Some(to), Some(Keep::Pooled(piece))) = (op.bounce, op.keep.first()) {
@@ -935,7 +959,7 @@ impl Socket {
         } else {
             self.answer_polls(inner);
         }
-        let all: Vec<OpId> = inner.ops.keys().copied().collect();
+        let all: Vec<OpId> = inner.ops.iter().map(|(id, _)| id).collect();
         for id in all {
             self.report(inner, id, errno, 0, 0);
         }
@@ -968,7 +992,7 @@ impl Socket {
                 return;
             };
             inner.accepts.pop_front();
-            let Some(op) = inner.ops.remove(&op) else {
+            let Some(op) = inner.ops.remove(op) else {
                 continue;
             };
             library::accept(id, hello, self.stream, inner.settings, self.fd, op);
@@ -1080,10 +1104,20 @@ impl Socket {
         {
             // The accepting end may send nothing before the first message of the connecting end (RFC 5044 §7). The connecting
             // program may start with a receive, so the library sends an empty Write first, which needs no memory of the peer.
-            link.post_send(OPENED, ffi::IBV_WR_RDMA_WRITE, &mut [], (0, 0))?;
+            link.post_send(
+                OPENED,
+                ffi::IBV_WR_RDMA_WRITE,
+                &mut [],
+                (0, 0),
+                ffi::IBV_SEND_SIGNALED,
+            )?;
         }
         inner.state = State::Connected;
         inner.establish_by = None;
+        if let (Some(link), Some(flow)) = (&inner.link, &inner.flow) {
+            let device = (Arc::clone(&link.device), flow.immediate());
+            self.device.get_or_init(|| device);
+        }
         inner.arm();
         if let Some(id) = inner.connect.take() {
             self.report(inner, id, 0, 0, 0);
@@ -1134,25 +1168,45 @@ impl Link {
             .get_mut(slot * self.size..(slot + 1) * self.size)
     }
 
-    fn post_recv(&mut self, slot: Slot) -> Result<(), c_int> {
+    /// Posts a receive with the message buffer `slot` again, once there are [`RELEASED`] such buffers.
+    fn release(&mut self, slot: Slot) -> Result<(), c_int> {
+        self.released.push(slot);
+        if self.released.len() < RELEASED {
+            return Ok(());
+        }
+        let mut slots = std::mem::take(&mut self.released);
+        let posted = self.post_recvs(&slots);
+        slots.clear();
+        self.released = slots;
+        posted
+    }
+
+    /// Posts a receive with each of the message buffers, by one call.
+    fn post_recvs(&mut self, slots: &[Slot]) -> Result<(), c_int> {
         let length = u32::try_from(self.size).unwrap_or(0);
         let lkey = self._region.lkey();
-        let Some(buffer) = self.buffer(slot) else {
-            return Err(libc::EIO);
-        };
-        let mut sge = ffi::ibv_sge {
-            addr: buffer.as_mut_ptr().expose_provenance() as u64,
-            length,
-            lkey,
-        };
-        let mut wr = ffi::ibv_recv_wr {
-            wr_id: RECEIVED | slot as u64,
-            next: std::ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
-        };
+        let mut sges = [ffi::ibv_sge::default(); RELEASED];
+        let mut wrs = [const { NO_RECV }; RELEASED];
+        let mut next = std::ptr::null_mut();
+        for ((slot, sge), wr) in slots.iter().zip(&mut sges).zip(&mut wrs) {
+            let Some(buffer) = self.buffer(*slot) else {
+                return Err(libc::EIO);
+            };
+            *sge = ffi::ibv_sge {
+                addr: buffer.as_mut_ptr().expose_provenance() as u64,
+                length,
+                lkey,
+            };
+            *wr = ffi::ibv_recv_wr {
+                wr_id: RECEIVED | *slot as u64,
+                next,
+                sg_list: sge,
+                num_sge: 1,
+            };
+            next = wr;
+        }
         let mut bad = std::ptr::null_mut();
-        // SAFETY: the queue pair is live until the link is set to null, and the request until the call returns.
+        // SAFETY: the queue pair is live until the link is set to null, and the requests until the call returns.
         let result = unsafe {
             let qp = self.qp.0;
             if qp.is_null() {
@@ -1161,12 +1215,63 @@ impl Link {
             (*(*qp).context)
                 .ops
                 .post_recv
-                .map_or(libc::ENOSYS, |post| post(qp, &raw mut wr, &raw mut bad))
+                .map_or(libc::ENOSYS, |post| post(qp, next, &raw mut bad))
         };
         if result == 0 {
             Ok(())
         } else {
             Err(libc::ECONNRESET)
+        }
+    }
+
+    /// Sends the message of `length` bytes in the buffer `slot`.
+    fn post_message(
+        &mut self,
+        slot: Slot,
+        sges: &mut [ffi::ibv_sge],
+        length: usize,
+    ) -> Result<(), c_int> {
+        let mut flags = 0;
+        // At most a quarter of the buffers wait for a message that is signaled, so the others become free again.
+        if self.unsignaled >= self.sends / 4 {
+            flags |= ffi::IBV_SEND_SIGNALED;
+            self.unsignaled = 0;
+        } else {
+            self.unsignaled += 1;
+        }
+        if length <= self.inline {
+            flags |= ffi::IBV_SEND_INLINE;
+        }
+        self.sending.push_back(slot);
+        self.post_send(SENT | slot as u64, ffi::IBV_WR_SEND, sges, (0, 0), flags)
+    }
+
+    /// Makes the completion of all messages so far known, if some of them are not signaled, by an empty Write that is.
+    fn signal_last(&mut self) {
+        if self.unsignaled > 0 {
+            self.unsignaled = 0;
+            self.sending.push_back(NO_SLOT);
+            let id = SENT | NO_SLOT as u64;
+            // If this fails, the connection has ended, and the close waits until its time is over.
+            let _ = self.post_send(
+                id,
+                ffi::IBV_WR_RDMA_WRITE,
+                &mut [],
+                (0, 0),
+                ffi::IBV_SEND_SIGNALED,
+            );
+        }
+    }
+
+    /// Records that the message in the buffer `last`, and all before it, are sent.
+    fn sent(&mut self, last: Slot) {
+        while let Some(slot) = self.sending.pop_front() {
+            if slot != NO_SLOT {
+                self.free.push(slot);
+            }
+            if slot == last {
+                return;
+            }
         }
     }
 
@@ -1176,6 +1281,7 @@ impl Link {
         opcode: u32,
         sges: &mut [ffi::ibv_sge],
         to: (u64, u32),
+        send_flags: u32,
     ) -> Result<(), c_int> {
         let mut wr = ffi::ibv_send_wr {
             wr_id,
@@ -1183,7 +1289,7 @@ impl Link {
             sg_list: sges.as_mut_ptr(),
             num_sge: c_int::try_from(sges.len()).unwrap_or(0),
             opcode,
-            send_flags: ffi::IBV_SEND_SIGNALED,
+            send_flags,
             wr: ffi::ibv_send_wr_wr {
                 rdma: ffi::ibv_send_wr_rdma {
                     remote_addr: to.0,
@@ -1228,10 +1334,15 @@ impl Inner {
         }
     }
 
+    /// Returns an empty list of actions. [`Socket::perform`] gives its allocation back.
+    fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
     fn add(&mut self, op: Op) -> OpId {
         let id = self.next_op;
         self.next_op += 1;
-        self.ops.insert(id, op);
+        self.ops.push(id, op);
         id
     }
 
@@ -1298,15 +1409,18 @@ impl Inner {
         let ours = self.hello(stream);
         let controls = CONTROLS as usize;
         // Receives: for the peer's messages, and for its answers to local messages. Sends: for local messages, and twice for
-        // local answers, because the peer may send its next message before this end has handled the completion of an answer.
-        let receives = usize::from(ours.credits) + usize::from(most_sends) + 2 * controls;
+        // local answers, because the peer may send its next message before this end has handled the completion of an answer. Some
+        // buffers of receives wait to be posted again.
+        let receives =
+            usize::from(ours.credits) + usize::from(most_sends) + 2 * controls + RELEASED;
         let sends = 2 * usize::from(most_sends) + usize::from(ours.credits) + 4 * controls;
-        let size = (HEADER_LENGTH + (MAX_SEGMENTS * SEGMENT_LENGTH).max(ours.immediate as usize))
+        let size = MAX_HEADER_LENGTH
+            .max(HEADER_LENGTH + ours.immediate as usize)
             .next_multiple_of(64);
         let mut buffers = vec![0u8; (receives + sends) * size].into_boxed_slice();
         let addr = buffers.as_mut_ptr().expose_provenance() as u64;
         let region = register(&device, addr, buffers.len() as u64, Use::Local)?;
-        let depth = u32::try_from(receives + sends).map_err(|_| libc::EINVAL)? + TRANSFERS;
+        let depth = u32::try_from(receives + sends).map_err(|_| libc::EINVAL)? + TRANSFERS + 1;
         let context = std::ptr::without_provenance_mut::<c_void>(usize::try_from(fd).unwrap_or(0));
         let entries = c_int::try_from(depth).map_err(|_| libc::EINVAL)?;
         // SAFETY: the device and its channel are live as long as the process.
@@ -1322,35 +1436,47 @@ impl Inner {
             buffers,
             size,
             free: (receives..receives + sends).collect(),
+            sending: VecDeque::with_capacity(sends),
+            released: Vec::with_capacity(RELEASED),
+            unsignaled: 0,
+            inline: 0,
             sends,
             backlog: VecDeque::new(),
             _region: region,
             early: None,
             done: [ffi::ibv_wc::default(); COMPLETIONS as usize],
         };
-        let mut init = ffi::ibv_qp_init_attr {
+        let init = |inline| ffi::ibv_qp_init_attr {
             send_cq: cq,
             recv_cq: cq,
             cap: ffi::ibv_qp_cap {
-                max_send_wr: u32::try_from(sends).unwrap_or(0) + TRANSFERS,
+                max_send_wr: u32::try_from(sends).unwrap_or(0) + TRANSFERS + 1,
                 max_recv_wr: u32::try_from(receives).unwrap_or(0),
                 max_send_sge: 2,
                 max_recv_sge: 1,
-                max_inline_data: 0,
+                max_inline_data: inline,
             },
             qp_type: ffi::IBV_QPT_RC,
             ..Default::default()
         };
-        // SAFETY: the id is live until `close`, and the objects in the attributes at least as long as the link.
-        unsafe {
-            check(ffi::rdma_create_qp(
-                self.id.0,
-                link.device.pd.0,
-                &raw mut init,
-            ))?;
-            link.qp = Ptr((*self.id.0).qp);
+        let mut result = Err(libc::EINVAL);
+        for inline in INLINE {
+            let mut init = init(inline);
+            // SAFETY: the id is live until `close`, and the objects in the attributes at least as long as the link.
+            result =
+                check(unsafe { ffi::rdma_create_qp(self.id.0, link.device.pd.0, &raw mut init) });
+            if result.is_ok() {
+                link.inline = inline.min(init.cap.max_inline_data) as usize;
+                break;
+            }
         }
-        let posted: Result<(), c_int> = (0..receives).try_for_each(|slot| link.post_recv(slot));
+        result?;
+        // SAFETY: as above; the id has a queue pair now.
+        link.qp = Ptr(unsafe { (*self.id.0).qp });
+        let slots: Vec<Slot> = (0..receives).collect();
+        let posted = slots
+            .chunks(RELEASED)
+            .try_for_each(|slots| link.post_recvs(slots));
         self.link = Some(link);
         posted
     }
@@ -1396,9 +1522,8 @@ impl Inner {
                     .ok_or(libc::EPROTO)
             }
             SENT => {
-                link.free.push(usize::try_from(value).unwrap_or(usize::MAX));
-                let waiting = link.backlog.pop_front();
-                waiting.map_or(Ok(()), |(message, op)| self.post_message(&message, op))
+                link.sent(usize::try_from(value).unwrap_or(usize::MAX));
+                self.post_backlog()
             }
             READ => {
                 if let Some(left) = self.moves.get_mut(&value) {
@@ -1438,6 +1563,16 @@ impl Inner {
         self.post_message(message, data)
     }
 
+    /// Sends the messages that waited for a buffer.
+    fn post_backlog(&mut self) -> Result<(), c_int> {
+        while let Some(link) = self.link.as_mut().filter(|link| !link.free.is_empty())
+            && let Some((message, op)) = link.backlog.pop_front()
+        {
+            self.post_message(&message, op)?;
+        }
+        Ok(())
+    }
+
     fn post_message(&mut self, message: &Message, data: Option<OpId>) -> Result<(), c_int> {
         let Some(link) = &mut self.link else {
             return Err(libc::ECONNRESET);
@@ -1445,58 +1580,53 @@ impl Inner {
         let Some(slot) = link.free.pop() else {
             return Err(libc::EIO);
         };
-        let bytes = message.write();
         let lkey = link._region.lkey();
         let Some(buffer) = link.buffer(slot) else {
             return Err(libc::EIO);
         };
-        let mut length = bytes.len();
-        for (to, from) in buffer.iter_mut().zip(&bytes) {
-            *to = *from;
-        }
+        let mut length = message.write(buffer);
         let addr = buffer.as_ptr().addr() as u64;
-        let mut sges = Vec::with_capacity(2);
+        let mut sges = [ffi::ibv_sge::default(); 2];
+        let mut count = 1;
         let segment = data
-            .and_then(|id| self.ops.get(&id))
+            .and_then(|id| self.ops.get(id))
             .and_then(|op| op.segments.first().map(|s| (op, s)));
+        let mut all = length;
         if let Some((op, segment)) = segment.filter(|(_, s)| s.len > 0) {
-            if op.keep.is_empty() {
-                let count = segment.len as usize;
-                let Some(room) = buffer.get_mut(length..length + count) else {
+            let bytes = segment.len as usize;
+            all += bytes;
+            if op.keep.is_empty() || bytes <= SHORT {
+                let Some(room) = buffer.get_mut(length..length + bytes) else {
                     return Err(libc::EMSGSIZE);
                 };
                 // SAFETY: the program does not access this memory until the event; the message buffer has the room.
                 unsafe {
-                    std::ptr::copy_nonoverlapping(program(segment.addr), room.as_mut_ptr(), count);
+                    std::ptr::copy_nonoverlapping(program(segment.addr), room.as_mut_ptr(), bytes);
                 };
                 COPIED.fetch_add(u64::from(segment.len), Relaxed);
-                length += count;
+                length += bytes;
             } else {
-                sges.push(ffi::ibv_sge {
+                count = 2;
+                sges[1] = ffi::ibv_sge {
                     addr: segment.addr,
                     length: segment.len,
                     lkey: segment.stag,
-                });
+                };
             }
         }
-        sges.insert(
-            0,
-            ffi::ibv_sge {
-                addr,
-                length: u32::try_from(length).unwrap_or(0),
-                lkey,
-            },
-        );
-        link.post_send(SENT | slot as u64, ffi::IBV_WR_SEND, &mut sges, (0, 0))
+        sges[0] = ffi::ibv_sge {
+            addr,
+            length: u32::try_from(length).unwrap_or(0),
+            lkey,
+        };
+        let sges = sges.get_mut(..count).unwrap_or(&mut []);
+        link.post_message(slot, sges, all)
     }
 
     fn act(&mut self, action: Action) -> Result<(), c_int> {
         match action {
             Action::Message(message, data) => self.message(&message, data),
-            Action::Release(slot) => self
-                .link
-                .as_mut()
-                .map_or(Ok(()), |link| link.post_recv(slot)),
+            Action::Release(slot) => self.link.as_mut().map_or(Ok(()), |link| link.release(slot)),
             Action::Read {
                 number,
                 to,
@@ -1520,7 +1650,13 @@ impl Inner {
                             lkey: local.stag,
                         }];
                         let source = (remote.addr.wrapping_add(skip), remote.stag);
-                        link.post_send(READ | number, ffi::IBV_WR_RDMA_READ, &mut sge, source)?;
+                        link.post_send(
+                            READ | number,
+                            ffi::IBV_WR_RDMA_READ,
+                            &mut sge,
+                            source,
+                            ffi::IBV_SEND_SIGNALED,
+                        )?;
                         skip += u64::from(local.len);
                         pieces += 1;
                     }
@@ -1531,7 +1667,7 @@ impl Inner {
                 Ok(())
             }
             Action::Write { send, to } => {
-                let (Some(link), Some(op)) = (&self.link, self.ops.get_mut(&send)) else {
+                let (Some(link), Some(op)) = (&self.link, self.ops.get_mut(send)) else {
                     return Err(libc::EIO);
                 };
                 if op.keep.is_empty() && to.len > 0 {
@@ -1567,6 +1703,7 @@ impl Inner {
                         ffi::IBV_WR_RDMA_WRITE,
                         sges,
                         (target, to.stag),
+                        ffi::IBV_SEND_SIGNALED,
                     )?;
                     target = target.wrapping_add(u64::from(local.len));
                     pieces += 1;
@@ -1634,12 +1771,12 @@ impl Inner {
     }
 
     /// Returns the memory of bytes `[at, at + len)` of a receive, or of the stream's buffer.
-    fn sink(&self, of: OpId, at: u64, len: u64) -> Result<Vec<Segment>, c_int> {
+    fn sink(&self, of: OpId, at: u64, len: u64) -> Result<Segments, c_int> {
         if of == flow::BUFFER {
             let early = self.link.as_ref().and_then(|l| l.early.as_ref());
             return early.map(|e| e.segments(at, len)).ok_or(libc::EIO);
         }
-        let op = self.ops.get(&of).ok_or(libc::EIO)?;
+        let op = self.ops.get(of).ok_or(libc::EIO)?;
         Ok(flow::cut(&op.segments, at, len))
     }
 }

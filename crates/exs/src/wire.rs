@@ -2,6 +2,7 @@
 //!
 //! `docs/exs.md` describes them, and the tests of this file read its vectors.
 
+use smallvec::{SmallVec, smallvec};
 use std::num::NonZeroU32;
 
 /// The version of the protocol.
@@ -14,6 +15,8 @@ pub(crate) const HEADER_LENGTH: usize = 32;
 pub(crate) const SEGMENT_LENGTH: usize = 16;
 /// The most segments of an advertisement.
 pub(crate) const MAX_SEGMENTS: usize = 8;
+/// The length of the longest header, with all its segments.
+pub(crate) const MAX_HEADER_LENGTH: usize = HEADER_LENGTH + MAX_SEGMENTS * SEGMENT_LENGTH;
 /// The longest transfer in bytes, which is the longest message of most devices.
 pub(crate) const MAX_LENGTH: u64 = 1 << 30;
 
@@ -47,13 +50,13 @@ pub(crate) enum Bad {
 
 impl Hello {
     pub(crate) fn write(self) -> [u8; HELLO_LENGTH] {
-        let mut out = Writer(Vec::with_capacity(HELLO_LENGTH));
-        out.bytes(&MAGIC);
-        out.bytes(&[VERSION, u8::from(self.stream)]);
-        out.bytes(&self.credits.to_be_bytes());
-        out.bytes(&self.immediate.to_be_bytes());
-        out.bytes(&[0; 4]);
-        out.0.try_into().unwrap_or([0; HELLO_LENGTH])
+        let mut bytes = [0; HELLO_LENGTH];
+        let mut out = Writer(&mut bytes);
+        out.bytes(MAGIC);
+        out.bytes([VERSION, u8::from(self.stream)]);
+        out.bytes(self.credits.to_be_bytes());
+        out.bytes(self.immediate.to_be_bytes());
+        bytes
     }
 
     /// Parses private data. Additional bytes are ignored, because some transports add padding.
@@ -87,6 +90,9 @@ pub(crate) struct Segment {
     pub(crate) len: u32,
 }
 
+/// The memory of a transfer. Most transfers have one segment, which needs no allocation.
+pub(crate) type Segments = SmallVec<[Segment; 1]>;
+
 /// The result of a transfer, in an acknowledgement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
@@ -104,7 +110,7 @@ pub(crate) enum Message {
     /// Advertises memory of the sender, which the receiver of the message reads.
     Advert {
         seq: u32,
-        segments: Vec<Segment>,
+        segments: Segments,
         persistent: bool,
         notify: bool,
         /// The peer's message that this one also acknowledges. The status is done, and all bytes were taken.
@@ -153,7 +159,8 @@ struct Header {
 }
 
 impl Message {
-    pub(crate) fn write(&self) -> Vec<u8> {
+    /// Writes the message to the beginning of `into`, which has at least [`MAX_HEADER_LENGTH`] bytes. Returns its length.
+    pub(crate) fn write(&self, into: &mut [u8]) -> usize {
         let mut more: &[Segment] = &[];
         let header = match self {
             Self::Advert {
@@ -226,20 +233,20 @@ impl Message {
             },
         };
         let length = HEADER_LENGTH + more.len() * SEGMENT_LENGTH;
-        let mut out = Writer(Vec::with_capacity(length));
-        out.bytes(&[header.kind, header.flags]);
-        out.bytes(&u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
-        out.bytes(&header.seq.to_be_bytes());
-        out.bytes(&header.length.to_be_bytes());
-        out.bytes(&header.addr.to_be_bytes());
-        out.bytes(&header.stag.to_be_bytes());
-        out.bytes(&header.of.to_be_bytes());
+        let mut out = Writer(into);
+        out.bytes([header.kind, header.flags]);
+        out.bytes(u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
+        out.bytes(header.seq.to_be_bytes());
+        out.bytes(header.length.to_be_bytes());
+        out.bytes(header.addr.to_be_bytes());
+        out.bytes(header.stag.to_be_bytes());
+        out.bytes(header.of.to_be_bytes());
         for segment in more {
-            out.bytes(&segment.addr.to_be_bytes());
-            out.bytes(&segment.stag.to_be_bytes());
-            out.bytes(&segment.len.to_be_bytes());
+            out.bytes(segment.addr.to_be_bytes());
+            out.bytes(segment.stag.to_be_bytes());
+            out.bytes(segment.len.to_be_bytes());
         }
-        out.0
+        length
     }
 
     /// Parses a message. Immediate data begins after [`HEADER_LENGTH`] bytes.
@@ -291,7 +298,7 @@ impl Message {
             ADVERT => Self::Advert {
                 seq,
                 segments: if one {
-                    vec![Segment { addr, stag, len }]
+                    smallvec![Segment { addr, stag, len }]
                 } else {
                     Self::segments(&mut from, length)?
                 },
@@ -323,12 +330,12 @@ impl Message {
         })
     }
 
-    fn segments(from: &mut Reader<'_>, length: u64) -> Result<Vec<Segment>, Bad> {
+    fn segments(from: &mut Reader<'_>, length: u64) -> Result<Segments, Bad> {
         let count = from.0.len() / SEGMENT_LENGTH;
         if !from.0.len().is_multiple_of(SEGMENT_LENGTH) || !(2..=MAX_SEGMENTS).contains(&count) {
             return Err(Bad::Length);
         }
-        let mut segments = Vec::with_capacity(count);
+        let mut segments = Segments::with_capacity(count);
         let mut sum = 0;
         for _ in 0..count {
             let segment = Segment {
@@ -346,11 +353,15 @@ impl Message {
     }
 }
 
-struct Writer(Vec<u8>);
+/// The part of a buffer that is not written yet.
+struct Writer<'a>(&'a mut [u8]);
 
-impl Writer {
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.0.extend_from_slice(bytes);
+impl Writer<'_> {
+    fn bytes<const N: usize>(&mut self, bytes: [u8; N]) {
+        if let Some((to, rest)) = std::mem::take(&mut self.0).split_first_chunk_mut() {
+            *to = bytes;
+            self.0 = rest;
+        }
     }
 }
 
@@ -376,6 +387,16 @@ impl Reader<'_> {
     }
 }
 
+#[cfg(any(test, fuzzing))]
+impl Message {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; MAX_HEADER_LENGTH];
+        let length = self.write(&mut bytes);
+        bytes.truncate(length);
+        bytes
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -398,21 +419,21 @@ mod tests {
         match name {
             "advert" => Message::Advert {
                 seq: 1,
-                segments: vec![segment(0x7f00_1122_3000, 0x0a0b_0c0d, 65536)],
+                segments: smallvec![segment(0x7f00_1122_3000, 0x0a0b_0c0d, 65536)],
                 persistent: false,
                 notify: false,
                 acks: None,
             },
             "advert of two segments" => Message::Advert {
                 seq: 2,
-                segments: vec![segment(0x1000, 0x11, 16), segment(0x2000, 0x22, 32)],
+                segments: smallvec![segment(0x1000, 0x11, 16), segment(0x2000, 0x22, 32)],
                 persistent: false,
                 notify: false,
                 acks: None,
             },
             "persistent advert with notify" => Message::Advert {
                 seq: 3,
-                segments: vec![segment(0x4000, 0x44, 4096)],
+                segments: smallvec![segment(0x4000, 0x44, 4096)],
                 persistent: true,
                 notify: true,
                 acks: None,
@@ -429,7 +450,7 @@ mod tests {
             },
             "advert that acknowledges" => Message::Advert {
                 seq: 6,
-                segments: vec![segment(0x9000, 0x99, 4096)],
+                segments: smallvec![segment(0x9000, 0x99, 4096)],
                 persistent: false,
                 notify: false,
                 acks: NonZeroU32::new(4),
@@ -475,7 +496,7 @@ mod tests {
             }
             let message = meant(name);
             assert_eq!(Message::read(&raw), Ok(message.clone()), "{name}");
-            let written = message.write();
+            let written = message.bytes();
             assert_eq!(raw.get(..written.len()), Some(&*written), "{name}");
         }
         assert_eq!(seen, 12);
@@ -483,7 +504,7 @@ mod tests {
 
     #[test]
     fn what_is_not_of_the_protocol_is_refused() {
-        let good = Message::Fin { seq: 8 }.write();
+        let good = Message::Fin { seq: 8 }.bytes();
         for at in [0, 1, 2, 3, 15, 16, 24, 31] {
             let mut bad = good.clone();
             bad[at] ^= 0x40;
@@ -493,22 +514,22 @@ mod tests {
         let mut long = good;
         long.push(0);
         assert_eq!(Message::read(&long), Err(Bad::Length));
-        let segments = vec![
-            Segment {
-                addr: 1,
-                stag: 1,
-                len: 1
-            };
-            MAX_SEGMENTS + 1
-        ];
+        let segment = Segment {
+            addr: 1,
+            stag: 1,
+            len: 1,
+        };
         let advert = Message::Advert {
             seq: 1,
-            segments,
+            segments: smallvec![segment; MAX_SEGMENTS + 1],
             persistent: false,
             notify: false,
             acks: None,
         };
-        assert_eq!(Message::read(&advert.write()), Err(Bad::Length));
+        let mut bytes = [0; MAX_HEADER_LENGTH + SEGMENT_LENGTH];
+        let length = advert.write(&mut bytes);
+        assert_eq!(length, bytes.len());
+        assert_eq!(Message::read(&bytes), Err(Bad::Length));
         assert_eq!(Hello::read(b"GET / HTTP/1.1\r\n"), Err(Bad::NotExs));
         let mut newer = Hello {
             stream: false,

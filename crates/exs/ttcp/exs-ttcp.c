@@ -67,6 +67,9 @@ struct latencies {
 };
 
 /* One end of a row. */
+/* The most events of one call. */
+#define EVENTS 16
+
 struct end {
 	struct row row;
 	int control;
@@ -74,6 +77,9 @@ struct end {
 	int back; /* of a transaction: the connection over which the client reads the server's memory */
 	exs_qhandle_t queue;
 	exs_mhandle_t memory, memory_in;
+	/* The events that one call has dequeued, and how many of them are taken. */
+	exs_event_t events[EVENTS];
+	int events_got, taken;
 	char *block, *block_in;
 	size_t stride;
 	/* The next message to send, and the next to receive. */
@@ -306,20 +312,26 @@ static bool is_message(const struct row *row, const char *is, uint64_t number)
 
 /* ---- events ---- */
 
-/* Dequeues an event, and sets the buffer that it belongs to. */
+/* Returns the next event, and sets the buffer that it belongs to. */
 static bool take(struct end *e, int *type, size_t *slot)
 {
-	struct timeval limit = { TIMEOUT_S, 0 };
 	exs_event_t event;
-	int n;
 
-	do
-		n = exs_qdequeue(e->queue, &event, 1, &limit);
-	while (n < 0 && errno == EINTR);
-	if (n < 0)
-		return fail_errno("exs_qdequeue");
-	if (n == 0)
-		return fail("no event within %d s", TIMEOUT_S);
+	if (e->taken == e->events_got) {
+		struct timeval limit = { TIMEOUT_S, 0 };
+		int n;
+
+		do
+			n = exs_qdequeue(e->queue, e->events, EVENTS, &limit);
+		while (n < 0 && errno == EINTR);
+		if (n < 0)
+			return fail_errno("exs_qdequeue");
+		if (n == 0)
+			return fail("no event within %d s", TIMEOUT_S);
+		e->taken = 0;
+		e->events_got = n;
+	}
+	event = e->events[e->taken++];
 	if (event.exs_evt_errno)
 		return fail("event %d: %s", event.exs_evt_type, strerror(event.exs_evt_errno));
 	if (event.exs_evt_type == EXS_EVT_SEND || event.exs_evt_type == EXS_EVT_RECV)
@@ -505,33 +517,48 @@ static bool fetch(struct end *e, unsigned int count)
 	return true;
 }
 
-/* Sends a message and waits for one, `count` times. The client starts. */
+/* The number of receives of a ping that are posted, and of its send buffers. */
+#define PING_BUFFERS 2
+
+static bool begin_ping(struct end *e, unsigned int count)
+{
+	for (size_t slot = 0; slot < least(count, PING_BUFFERS); slot++)
+		if (!post_recv(e, slot))
+			return false;
+	return true;
+}
+
+/*
+ * Sends a message and waits for one, `count` times. The client starts. The time of a ping is that of the whole turn, with the
+ * calls that prepare the next one.
+ */
 static bool ping(struct end *e, unsigned int count, bool client)
 {
 	unsigned int sent = 0;
-	double begun = 0;
+	double begun = client ? seconds() : 0;
 	size_t slot;
 	int type;
 
 	for (unsigned int i = 0; i < count; i++) {
-		if (client) {
-			begun = seconds();
-			if (!post_send(e, i & 1))
-				return false;
-		}
+		if (client && !post_send(e, i % PING_BUFFERS))
+			return false;
 		if (!await_message(e, &sent))
 			return false;
-		if (client && e->pings)
-			e->pings[i] = (seconds() - begun) * 0.5e6;
-		/* The receive of the next message is posted before this one is answered. */
-		if (i + 1 < count && e->row.mode != PERSISTENT_RECV && !post_recv(e, 0))
+		if (!client && !post_send(e, i % PING_BUFFERS))
 			return false;
-		if (!client && !post_send(e, i & 1))
+		/* The receive of the next message is posted already. This one is for the message after it. */
+		if (i + PING_BUFFERS < count && e->row.mode != PERSISTENT_RECV && !post_recv(e, i % PING_BUFFERS))
 			return false;
-		/* There are two send buffers. Wait until the next one is free. */
+		/* Wait until the next send buffer is free. */
 		for (; sent + 1 < i + 1; sent++)
 			if (!take(e, &type, &slot))
 				return false;
+		if (client && e->pings) {
+			double now = seconds();
+
+			e->pings[i] = (now - begun) * 0.5e6;
+			begun = now;
+		}
 	}
 	for (; sent < count; sent++)
 		if (!take(e, &type, &slot))
@@ -661,7 +688,7 @@ static bool server_phase(struct end *e, unsigned int count)
 		good = true;
 	else
 		good = e->row.mode == TCP || (e->row.ping && e->row.mode == PERSISTENT_SEND) ||
-		       begin_receiving(e, e->row.ping ? 1 : count);
+		       (e->row.ping ? begin_ping(e, count) : begin_receiving(e, count));
 	if (!good || !write_line(e->control, "ready\n"))
 		return false;
 	cpu = cpu_seconds();
@@ -710,7 +737,7 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 	if (e->row.ping && e->row.mode == PERSISTENT_RECV)
 		good = offer(e, true);
 	else if (e->row.ping && e->row.mode != TCP && e->row.mode != PERSISTENT_SEND)
-		good = begin_receiving(e, 1);
+		good = begin_ping(e, count);
 	if (!good || !expect(e->control, "ready"))
 		return false;
 	m->cpu_client = cpu_seconds();
@@ -756,9 +783,9 @@ static bool prepare(struct end *e)
 {
 	size_t all;
 
-	/* At least two buffers, because a ping alternates between them. */
+	/* At least PING_BUFFERS, because a ping alternates between them. */
 	e->stride = ((size_t)e->row.size + 63) / 64 * 64;
-	all = e->stride * (e->row.in_flight < 2 ? 2 : e->row.in_flight);
+	all = e->stride * (e->row.in_flight < PING_BUFFERS ? PING_BUFFERS : e->row.in_flight);
 	e->queue = EXS_QHANDLE_INVALID;
 	e->memory = e->memory_in = EXS_MHANDLE_INVALID;
 	e->data = e->back = -1;
