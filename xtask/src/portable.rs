@@ -126,9 +126,8 @@ fn names(bytes: &[u8], folder: &Path) -> bool {
     let is_short = folder.components().count() <= 2;
     let goes_on =
         |b: Option<&u8>| b.is_some_and(|b| b.is_ascii_alphanumeric() || b"._-".contains(b));
-    bytes.windows(name.len()).enumerate().any(|(at, window)| {
-        window == name
-            && !goes_on(bytes.get(at + name.len()))
+    memchr::memmem::find_iter(bytes, name).any(|at| {
+        !goes_on(bytes.get(at + name.len()))
             && !(is_short && goes_on(at.checked_sub(1).and_then(|at| bytes.get(at))))
     })
 }
