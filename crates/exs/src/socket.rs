@@ -860,6 +860,11 @@ impl Socket {
                 }
             }
             self.perform(inner, actions);
+            // The queue is empty, or will be polled again. A software device sends what it has held back for the program's answer
+            // when a poll finds nothing, so that poll should come after the answer.
+            if n < COMPLETIONS as usize {
+                break;
+            }
         }
         if count > 0 {
             self.answer_polls(inner);
