@@ -65,6 +65,9 @@ const SOCKETS_EACH_MISS: u64 = 8;
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
 /// How long acknowledgements wait for an idle poll, nanoseconds.
 const ACK_DELAY_MAX: u64 = 200_000;
+/// How long polls have to receive nothing before acknowledgements are sent, nanoseconds. Many programs poll until a completion queue is
+/// empty, or poll a second queue, before they answer, and the answer carries the acknowledgement.
+const ACK_HOLD: u64 = 1_000;
 
 /// A queue pair with delayed acknowledgements, or corked requests.
 pub(crate) trait DelayedAck: Send + Sync {
@@ -118,6 +121,8 @@ pub struct Reactor {
     delayed_count: AtomicUsize,
     /// When a poll that found something first left acknowledgements delayed; 0: there are none.
     delayed_since: AtomicU64,
+    /// The time of the first idle poll that received nothing, since the last one that did.
+    quiet_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
     /// Number of times that the worker returned from the kernel.
@@ -164,6 +169,7 @@ impl Reactor {
             delayed: Mutex::new(Rank::DelayedAcks, DelayedAcks::new()),
             delayed_count: AtomicUsize::new(0),
             delayed_since: AtomicU64::new(0),
+            quiet_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
             wakes: AtomicU64::new(0),
@@ -330,7 +336,8 @@ impl Reactor {
         };
         let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
-        if !from_sockets && !from_memory || self.is_delayed_too_long(t) {
+        let found = from_sockets || from_memory;
+        if self.is_delayed_too_long(t) || self.is_held_long_enough(found, t) {
             for qp in self.take_delayed() {
                 qp.flush_due(now);
             }
@@ -466,6 +473,26 @@ impl Reactor {
             self.delayed_since.store(t.max(1), Ordering::Relaxed);
         }
         since != 0 && t.saturating_sub(since) > ACK_DELAY_MAX
+    }
+
+    /// Whether idle polls have received nothing for [`ACK_HOLD`], which is the time for acknowledgements on sockets. `found`: whether this
+    /// poll has received something.
+    fn is_held_long_enough(&self, found: bool, t: u64) -> bool {
+        // In shared memory a message of its own costs less than the wait.
+        if self.has_memories() {
+            return !found;
+        }
+        let since = self.quiet_since.load(Ordering::Relaxed);
+        if found {
+            if since != 0 {
+                self.quiet_since.store(0, Ordering::Relaxed);
+            }
+            return false;
+        }
+        if since == 0 {
+            self.quiet_since.store(t.max(1), Ordering::Relaxed);
+        }
+        since != 0 && t.saturating_sub(since) > ACK_HOLD
     }
 
     fn take_delayed(&self) -> DelayedAcks {

@@ -181,6 +181,29 @@ fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
     }
 }
 
+/// A program that polls until its queue is empty, and then answers, sends the acknowledgement with its answer.
+#[test]
+fn a_first_empty_poll_leaves_the_acknowledgement_for_the_answer() {
+    let (reactor, bytes, other) = idle();
+    let qp = Arc::new(Acknowledges(other, Duration::ZERO));
+    reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
+    reactor.on_idle_poll();
+    assert!(!bytes.recv(), "the first empty poll has sent it");
+    // Without an answer a later poll sends it.
+    std::thread::sleep(Duration::from_nanos(2 * ACK_HOLD));
+    reactor.on_idle_poll();
+    assert!(bytes.recv());
+    assert!(reactor.take_delayed().is_empty());
+    // The time counts from the last poll that found something.
+    reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
+    assert!(!reactor.is_held_long_enough(true, 5 * ACK_HOLD));
+    assert!(!reactor.is_held_long_enough(false, 6 * ACK_HOLD));
+    assert!(!reactor.is_held_long_enough(true, 7 * ACK_HOLD));
+    assert!(!reactor.is_held_long_enough(false, 8 * ACK_HOLD));
+    assert!(reactor.is_held_long_enough(false, 10 * ACK_HOLD));
+    drop(reactor.take_delayed());
+}
+
 /// A peer that waits for its acknowledgement sends nothing that would wake the worker, regardless of how much it sent
 /// before.
 #[test]
