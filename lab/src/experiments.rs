@@ -177,7 +177,7 @@ fn machine() -> String {
         .map_or("an unknown processor", |(_, name)| name);
     let load = read("/proc/loadavg");
     format!(
-        "Machine: {cpu}, {} processors, Linux {}, load {} when this was written. MB/s are 10^6 bytes a second.\n",
+        "Machine: {cpu}, {} processors, Linux {}, load {} at the end. MB/s are 10^6 bytes a second.\n",
         std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
         read("/proc/sys/kernel/osrelease").trim(),
         load.split(' ').next().unwrap_or_default(),
@@ -497,9 +497,9 @@ fn latency(lab: &mut Lab, short: bool) -> Result<String> {
     let svg = drawing("Latency, one way", "µs", &columns, "median_us")?;
     lab.drawings.push(("latency.svg", svg));
     Ok(format!(
-        "# Latency\n\nFigure 6.4: one way, half of the round trip (Read: the whole), microseconds, median of the medians of {rounds} \
-         interleaved runs. Loopback, both ends polling. `anywarp ping {words}` with `-t` and `-o` as the columns show, RC over TCP \
-         (`ANYWARP_CARRIER=tcp`); RC/UDP is RC with `ANYWARP_RC=udp`.\n\n{}\n{}",
+        "# Latency\n\nFigure 6.4: latency in microseconds: half of the round trip, for Read the whole round trip; median of the medians of \
+         {rounds} interleaved runs. Loopback, both ends polling. `anywarp ping {words}`; the columns name `-t` and `-o`. RC is RC over \
+         TCP (`ANYWARP_CARRIER=tcp`); RC/UDP is RC with `ANYWARP_RC=udp`.\n\n{}\n{}",
         table(&columns, "median_us"),
         ratios(
             &columns,
@@ -528,10 +528,10 @@ fn bandwidth(lab: &mut Lab, short: bool) -> Result<String> {
     let svg = drawing("Bandwidth", "MB/s", &columns, "arrived_mb_s")?;
     lab.drawings.push(("bandwidth.svg", svg));
     Ok(format!(
-        "# Bandwidth\n\nFigure 6.5: what arrives, MB/s, median of {rounds} interleaved runs. Loopback, both ends polling, 16 requests \
-         outstanding. `anywarp blast {words}` with `-t` and `-o` as the columns show, RC over TCP \
+        "# Bandwidth\n\nFigure 6.5: rate of the bytes that arrive, MB/s, median of {rounds} interleaved runs. Loopback, both ends polling, 16 \
+         requests outstanding. `anywarp blast {words}`; the columns name `-t` and `-o`. RC is RC over TCP \
          (`ANYWARP_CARRIER=tcp`); RC/UDP is RC with `ANYWARP_RC=udp`.\n\n{}\n\
-         Share of the bytes that arrived, where less than all can:\n\n{}\n{}",
+         Share of the bytes that arrived, for the unreliable services:\n\n{}\n{}",
         table(&columns, "arrived_mb_s"),
         table(
             &columns
@@ -667,9 +667,9 @@ const POINTS: [(&str, &str, &str, &str, &str); 6] = [
 fn reasons(lab: &mut Lab, short: bool) -> Result<String> {
     let rounds = if short { 1 } else { ROUNDS };
     let mut text = format!(
-        "# UD against RC, and why\n\nUD against RC at the points that the thesis names (latency: less is better; bandwidth: more is), \
-         with one thing changed at a time; datagrams of up to 60 KiB (`--segment max`), as the thesis has them. Median of the ratios \
-         of {rounds} runs of each in turn.\n\n| |"
+        "# UD compared with RC, one condition changed at a time\n\nDifference between UD and RC at the points that the thesis names (for \
+         latency less is better, for bandwidth more). Each row changes one condition. Datagrams have up to 60 KiB (`--segment max`), as \
+         in the thesis. Median of the ratios of {rounds} runs of each in turn.\n\n| |"
     );
     for (test, _, what, ..) in POINTS {
         let kind = if test == "ping" {
@@ -774,17 +774,18 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
     };
     let faults = faults(lab)?;
     let mut text = format!(
-        "# Loss\n\nFigures 6.6 and 6.7: what arrives, MB/s, and its share of what was sent, percent, at each rate of loss. \
-         `network`: `tests/netlab/relay.c` between two network namespaces drops IP packets of 1500 bytes, each by itself, also \
-         fragments; `injected`: the device drops datagrams instead (`ANYWARP_FAULTS=loss=…,seed=7`), on the same link without loss. `anywarp blast {words} --segment …`.\n\n"
+        "# Loss\n\nFigures 6.6 and 6.7: rate of the bytes that arrive, MB/s, and in parentheses their share of the bytes sent, percent, for each \
+         rate of loss. `network`: `tests/netlab/relay.c` between two network namespaces drops IP packets of 1500 bytes, also fragments, \
+         independently of one another. `injected`: the device drops datagrams instead (`ANYWARP_FAULTS=loss=…,seed=7`), on the same link \
+         without loss. `anywarp blast {words} --segment …`.\n\n"
     );
     if !faults && short {
         lab.failures
-            .push("this build has no ANYWARP_FAULTS: what arrives is not known".to_owned());
+            .push("this build has no ANYWARP_FAULTS: injected loss cannot be measured".to_owned());
     }
     if !faults {
         text.push_str(
-            "This build has no `ANYWARP_FAULTS`: the network's loss alone was measured.\n\n",
+            "This build has no `ANYWARP_FAULTS`: only loss in the network was measured.\n\n",
         );
     }
     for segment in segments {
@@ -918,10 +919,10 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
         &[1000, 10_000, 50_000]
     };
     let mut text = format!(
-        "# Fresh pairs under loss\n\nWhat arrives of the first four messages of 1 MiB between two queue pairs that have just been made, in \
-         percent: the median of {pairs} pairs, the least of them, and what the loss itself leaves. The network loses IP packets (`tests/netlab/relay.c`), on \
-         loopback the device loses datagrams at both ends (`ANYWARP_FAULTS=loss=…`); reports of pace are lost as often as data. \
-         `anywarp blast {words} --segment …`.\n\n| | datagrams |"
+        "# Fresh pairs under loss\n\nShare of the first four messages of 1 MiB that arrives between two queue pairs that were just created, in \
+         percent: the median of {pairs} pairs, in parentheses the lowest value, and the share that the loss itself leaves. The network drops \
+         IP packets (`tests/netlab/relay.c`); on loopback the device drops datagrams at both ends (`ANYWARP_FAULTS=loss=…`). Pace reports are \
+         lost as often as data. `anywarp blast {words} --segment …`.\n\n| | datagrams |"
     );
     for ppm in losses {
         let _ = write!(text, " {} % |", f64::from(*ppm) / 1e4);
@@ -1036,10 +1037,10 @@ fn faults(lab: &Lab) -> Result<bool> {
 fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
     let seconds = if short { 1 } else { 3 };
     let mut text = String::from(
-        "# Reliable datagrams\n\n`anywarp blast -t rd -o write-record --event`: every message compared, exactly once. The \
-         kernel's TCP, with the congestion control that the machine has, over the same relay, one after the other in each run; \
-         MB/s at the receiver and their ratio, medians of the runs. Both wait for events, as the ends of a TCP do: ends that poll \
-         would take the two processors from the relay between them.\n\n\
+        "# Reliable datagrams\n\n`anywarp blast -t rd -o write-record --event` verifies that every message arrives exactly once. The \
+         kernel's TCP, with the congestion control of the machine, uses the same relay; each run measures both, one after the other. \
+         MB/s at the receiver and their ratio, medians of the runs. The ends wait for events, because polling ends would take the two \
+         processors from the relay between them.\n\n\
          | loss | round trip | messages | RD | kernel's TCP | RD / TCP | runs |\n|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     let paths: &[(u32, u32)] = if short {
@@ -1098,9 +1099,9 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
     }
     if !short {
         text.push_str(
-            "\nOn a clean path beside UD, in turn; MB/s and their ratio, medians. On loopback both ends poll, at the relay they \
-             wait for events. A request of UD ends when it is sent, one of RD when it is acknowledged: it takes its place in the \
-             send queue for a round trip, and a queue that is too short for the path shows.\n\n\
+            "\nRD compared with UD on a path without loss, in turn; MB/s and their ratio, medians. On loopback both ends poll; with \
+             the relay they wait for events. A request of UD completes when it is sent, one of RD when it is acknowledged. A request of RD \
+             therefore occupies its place in the send queue for a round trip, and a queue that is too short for the path reduces the rate.\n\n\
              | path | size | depth | UD | RD | RD / UD | runs |\n|---|---:|---:|---:|---:|---:|---:|\n",
         );
         let sizes = [("1K", 512), ("64K", 64), ("1M", 16)];

@@ -280,9 +280,10 @@ pub(crate) fn run(options: &Options) -> Result {
     Err(format!("not met: {}", missed.join(", ")).into())
 }
 
-const HEAD: &str = "# Extended sockets beside verbs, rsockets and TCP\n\n\
-    `cargo lab exs --write` made this page. Both ends are on one machine, and the device is as a user gets it. Ratios are of \
-    two figures of one round; medians count. Processor time is of both processes, client / server, with the device in them.\n\n";
+const HEAD: &str = "# Extended sockets, verbs, rsockets and TCP\n\n\
+    `cargo lab exs --write` generates this page. Both ends are on one machine, and the device has its default configuration. A ratio \
+    compares two figures of one round; the table has the medians. CPU is the processor time of client / server, including the device \
+    in these processes.\n\n";
 
 /// Returns the table, and the bounds that are not met.
 fn table(figures: &Figures, rounds: usize) -> (String, Vec<String>) {
@@ -327,7 +328,7 @@ fn table(figures: &Figures, rounds: usize) -> (String, Vec<String>) {
     let verdict = if sender <= SENDER { "" } else { ", not met" };
     let _infallible = writeln!(
         text,
-        "| processor time of a persistent send's program and library, the device's apart | {sender:.2} % | <= {SENDER} %{verdict} |"
+        "| processor time of a persistent send's program and library, without the device | {sender:.2} % | <= {SENDER} %{verdict} |"
     );
     if sender > SENDER {
         missed.push("processor time of the sender".to_owned());

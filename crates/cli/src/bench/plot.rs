@@ -22,7 +22,7 @@ pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
 /// Returns all values as tables.
 fn tables(report: &Report) -> String {
     let mut text = format!(
-        "<!-- made by `anywarp bench --report` -->\n# Measured\n\n{}\n",
+        "<!-- made by `anywarp bench --report` -->\n# Benchmarks\n\n{}\n",
         report.head()
     );
     if report.partial {

@@ -196,7 +196,7 @@ impl Report {
             variables.join(" ")
         });
         text.push_str(
-            "\nmedian, least..most; ~ where other programs had more than 5 % of its time\n",
+            "\nmedian, least..most; ~ marks values during which other programs used more than 5 % of the processor time\n",
         );
         text
     }

@@ -288,7 +288,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
 
     rows.push(Row {
         name: "event-64",
-        what: "RC one way, 64 B, both ends sleeping until something comes",
+        what: "RC one way, 64 B, both ends sleep until an event",
         unit: Unit::Us,
         usual: true,
         parties: vec![
@@ -336,7 +336,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
 
     rows.push(Row {
         name: "read-64",
-        what: "RDMA Read of 64 B, there and back",
+        what: "RDMA Read of 64 B, round trip",
         unit: Unit::Us,
         usual: true,
         parties: vec![
@@ -539,7 +539,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
 
     rows.push(Row {
         name: "qps-64-fair",
-        what: "how far the share of the best served of 64 queue pairs is from that of the worst",
+        what: "difference between the shares of the best and the worst served of 64 queue pairs",
         unit: Unit::Share,
         usual: false,
         parties: vec![verbs("64", "spread --qps 64 --count N:400000").takes("unfairness", 100.0)],
