@@ -35,7 +35,7 @@ fn replace(text: &str, table: &str) -> Result<String> {
 
 fn table(programs: &[Program]) -> String {
     let mut text = String::from(
-        "| program | Debian package | what runs | cases | not yet |\n| --- | --- | --- | --- | --- |\n",
+        "| program | Debian package | what runs | cases | reasons for skipped cases |\n| --- | --- | --- | --- | --- |\n",
     );
     for program in programs {
         let skipped: Vec<&str> = program
