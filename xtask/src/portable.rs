@@ -127,8 +127,9 @@ fn names(bytes: &[u8], folder: &Path) -> bool {
     let goes_on =
         |b: Option<&u8>| b.is_some_and(|b| b.is_ascii_alphanumeric() || b"._-".contains(b));
     memchr::memmem::find_iter(bytes, name).any(|at| {
-        !goes_on(bytes.get(at + name.len()))
-            && !(is_short && goes_on(at.checked_sub(1).and_then(|at| bytes.get(at))))
+        let is_longer = goes_on(bytes.get(at + name.len()));
+        let is_tail = is_short && goes_on(at.checked_sub(1).and_then(|at| bytes.get(at)));
+        !is_longer && !is_tail
     })
 }
 
