@@ -27,24 +27,58 @@ struct Adopter {
     name: &'static str,
     /// The required packages with their versions. Dependencies that are not used here, such as torch, are omitted.
     packages: &'static [&'static str],
+    /// Run only with `--nightly`: the packages are large, or other runs have the same paths.
+    nightly: bool,
+}
+
+/// Options of `cargo lab adopters`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Only programs with this in their name.
+    #[arg(long, value_name = "PART")]
+    filter: Option<String>,
+    /// Also the programs that take long to install.
+    #[arg(long)]
+    nightly: bool,
 }
 
 const ADOPTERS: &[Adopter] = &[
     Adopter {
+        name: "dlslime_endpoints",
+        packages: &["dlslime==0.1.23"],
+        nightly: false,
+    },
+    Adopter {
         name: "mooncake_engine",
         packages: &["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
+        nightly: false,
+    },
+    Adopter {
+        name: "infinistore_blocks",
+        packages: &["infinistore==0.2.35", "uvloop==0.21.0", "numpy==2.4.6"],
+        nightly: false,
+    },
+    Adopter {
+        name: "mpi4py_ranks",
+        packages: &["mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6"],
+        nightly: true,
     },
     Adopter {
         name: "nixl_agents",
         packages: &["nixl==1.5.1", "nixl-cu12==1.5.1", "numpy==2.4.6"],
+        nightly: true,
     },
 ];
 
-/// Installs and runs the programs with `filter` in their name.
-pub(crate) fn run(filter: Option<&str>) -> Result {
+/// Installs and runs the programs.
+pub(crate) fn run(options: &Options) -> Result {
     let mut tally = sh::Tally::default();
-    let part = filter.unwrap_or_default();
-    for adopter in ADOPTERS.iter().filter(|a| a.name.contains(part)) {
+    let part = options.filter.as_deref();
+    let chosen = |a: &&Adopter| match part {
+        Some(part) => a.name.contains(part),
+        None => options.nightly || !a.nightly,
+    };
+    for adopter in ADOPTERS.iter().filter(chosen) {
         let begin = Instant::now();
         let done = environment(adopter).and_then(|python| transfer(adopter, &python));
         tally.report(adopter.name, done);

@@ -39,11 +39,7 @@ enum Task {
     /// Run programs of other releases of Debian, in directory trees, with the expectations in tests/programs and tests/distros.
     Distros(distros::Options),
     /// Run programs of other projects from PyPI, with the scripts in tests/adopters.
-    Adopters {
-        /// Only programs with this in their name.
-        #[arg(long, value_name = "PART")]
-        filter: Option<String>,
-    },
+    Adopters(adopters::Options),
     /// Run programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, with the expectations in tests/interop.
     Interop(interop::Options),
     /// Run tests/mpi with the distribution's MPIs.
@@ -114,7 +110,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::CTests { arguments } => c_tests::run(&as_str(arguments)),
         Task::Programs(options) => programs::run(options),
         Task::Distros(options) => distros::run(options),
-        Task::Adopters { filter } => adopters::run(filter.as_deref()),
+        Task::Adopters(options) => adopters::run(options),
         Task::Interop(options) => interop::run(options),
         Task::Mpi => mpi::run(),
         Task::Count { write } => count::run(*write),
