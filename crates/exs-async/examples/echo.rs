@@ -76,6 +76,65 @@ async fn call(addr: std::net::SocketAddr) -> io::Result<()> {
     Ok(())
 }
 
+/// A stream whose receives wait for all bytes.
+async fn stream(listener: Listener, addr: std::net::SocketAddr) -> io::Result<()> {
+    let accepted = thread::spawn(move || block_on(listener.accept()));
+    let client = Socket::connect_stream(addr).await?;
+    let server = accepted
+        .join()
+        .map_err(|_| io::Error::other("the server panicked"))??;
+    let all = server.recv_all(Buffer::new(3000)?);
+    let mut out = Buffer::new(1000)?;
+    for byte in 1..=3 {
+        out.fill(byte);
+        let (sent, empty) = client.send(out, 1000).await;
+        assert_eq!(sent?, 1000);
+        out = empty;
+    }
+    let (received, all) = all.await;
+    assert_eq!(received?, 3000);
+    assert!(
+        all.iter()
+            .enumerate()
+            .all(|(i, b)| usize::from(*b) == i / 1000 + 1)
+    );
+    Ok(())
+}
+
+/// Memory that the client shares and the server reads, and memory of the server that the client writes.
+async fn memory(listener: Listener, addr: std::net::SocketAddr) -> io::Result<()> {
+    let accepted = thread::spawn(move || block_on(listener.accept()));
+    let client = Socket::connect(addr).await?;
+    let server = accepted
+        .join()
+        .map_err(|_| io::Error::other("the server panicked"))??;
+    let shared = client.share(Buffer::new(100)?)?;
+    let mut copy = Buffer::new(100)?;
+    for turn in 1..=3 {
+        shared.write(10, &[turn; 5]);
+        let (received, new) = server.recv(copy).await;
+        assert_eq!(received?, 100);
+        let seen = [0, turn, turn, turn, turn, turn, 0];
+        assert_eq!(new.get(9..16), Some(&seen[..]));
+        copy = new;
+    }
+    let (received, part) = server.recv_at(Buffer::new(5)?, 10).await;
+    assert_eq!((received?, &part[..]), (5, &[3; 5][..]));
+    let (ended, buffer) = shared.end().await;
+    ended?;
+    assert_eq!(buffer.get(10), Some(&3));
+
+    let open = server.open(Buffer::new(100)?)?;
+    let (sent, _) = client.send_at(part, 5, 50).await;
+    assert_eq!(sent?, 5);
+    // The event of a send says that its buffer is free. The end of the operation says that all data has arrived.
+    let (ended, buffer) = open.end().await;
+    ended?;
+    assert_eq!(buffer.get(49..56), Some(&[0, 3, 3, 3, 3, 3, 0][..]));
+    println!("memory was read and written");
+    Ok(())
+}
+
 fn main() -> io::Result<()> {
     let listener = Listener::bind("127.0.0.1:0".parse().map_err(io::Error::other)?)?;
     let addr = listener.local_addr()?;
@@ -86,5 +145,11 @@ fn main() -> io::Result<()> {
         .map_err(|_| io::Error::other("the server panicked"))??;
     assert_eq!(messages, 4);
     println!("{messages} messages");
-    Ok(())
+    let any = "127.0.0.1:0".parse().map_err(io::Error::other)?;
+    let listener = Listener::bind_stream(any)?;
+    let addr = listener.local_addr()?;
+    block_on(stream(listener, addr))?;
+    let listener = Listener::bind(any)?;
+    let addr = listener.local_addr()?;
+    block_on(memory(listener, addr))
 }

@@ -173,6 +173,19 @@ pub(crate) struct Operation {
     over: bool,
 }
 
+impl Operation {
+    /// Returns the error with which the library refused to start the operation.
+    pub(crate) fn take_refusal(&mut self) -> Option<io::Error> {
+        self.refused.take().map(|(error, _)| error)
+    }
+
+    /// Requests the end of the operation, which its future returns.
+    pub(crate) fn cancel(&self) {
+        // SAFETY: no memory is passed. An operation that has ended already is not an error.
+        unsafe { ffi::exs_cancel(self.fd, ffi::CANCEL_AHANDLE, self.id) };
+    }
+}
+
 impl Future for Operation {
     type Output = (io::Result<ffi::Event>, Option<Buffer>);
 
@@ -216,8 +229,7 @@ impl Drop for Operation {
                 close(accepted(&event));
             }
         } else {
-            // SAFETY: no memory is passed. An operation that has ended already is not an error.
-            unsafe { ffi::exs_cancel(self.fd, ffi::CANCEL_AHANDLE, self.id) };
+            self.cancel();
         }
     }
 }

@@ -9,6 +9,8 @@ pub(crate) const VERSION: c_int = 1;
 pub(crate) const EVT_ACCEPT: c_int = 3;
 pub(crate) const CANCEL_AHANDLE: c_int = 2;
 pub(crate) const SHUT_WR: c_int = 1;
+pub(crate) const PERSISTENT: c_int = 1;
+pub(crate) const WAITALL: c_int = 4;
 
 /// `exs_event_t`.
 #[repr(C)]
@@ -65,6 +67,26 @@ unsafe extern "C" {
         q: c_int,
         ah: isize,
         handle: c_int,
+    ) -> c_int;
+    pub(crate) fn exs_send_offset(
+        fd: c_int,
+        from: *const c_void,
+        len: usize,
+        flags: c_int,
+        q: c_int,
+        ah: isize,
+        handle: c_int,
+        offset: u64,
+    ) -> c_int;
+    pub(crate) fn exs_recv_offset(
+        fd: c_int,
+        to: *mut c_void,
+        len: usize,
+        flags: c_int,
+        q: c_int,
+        ah: isize,
+        handle: c_int,
+        offset: u64,
     ) -> c_int;
     pub(crate) fn exs_cancel(fd: c_int, flags: c_int, ah: isize) -> c_int;
     pub(crate) fn exs_shutdown(fd: c_int, how: c_int, q: c_int, ah: isize) -> c_int;

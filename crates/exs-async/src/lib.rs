@@ -21,9 +21,11 @@
 
 mod driver;
 mod ffi;
+mod shared;
 
 use driver::Operation;
 use libc::{c_int, c_void, sockaddr, socklen_t};
+pub use shared::Shared;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 use std::ops::{Deref, DerefMut};
@@ -59,6 +61,14 @@ impl Buffer {
         let handle = check(unsafe { ffi::exs_mregister(bytes.as_mut_ptr().cast(), len, 0) })?;
         Ok(Self { bytes, handle })
     }
+
+    /// Returns an empty buffer without registered memory.
+    fn none() -> Self {
+        Self {
+            bytes: Box::default(),
+            handle: -1,
+        }
+    }
 }
 
 impl Deref for Buffer {
@@ -87,7 +97,7 @@ impl Drop for Buffer {
 struct Fd(c_int);
 
 impl Fd {
-    fn new(addr: &SocketAddr) -> io::Result<Self> {
+    fn new(addr: &SocketAddr, kind: c_int) -> io::Result<Self> {
         driver::get()?;
         let family = if addr.is_ipv4() {
             libc::AF_INET
@@ -95,7 +105,7 @@ impl Fd {
             libc::AF_INET6
         };
         // SAFETY: no memory is passed.
-        check(unsafe { ffi::exs_socket(family, libc::SOCK_SEQPACKET, 0) }).map(Self)
+        check(unsafe { ffi::exs_socket(family, kind, 0) }).map(Self)
     }
 }
 
@@ -118,7 +128,20 @@ impl Listener {
     ///
     /// There is no RDMA device with the address, or the port is in use.
     pub fn bind(addr: SocketAddr) -> io::Result<Self> {
-        let fd = Fd::new(&addr)?;
+        Self::bind_kind(addr, libc::SOCK_SEQPACKET)
+    }
+
+    /// As [`Listener::bind`], for streams.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Listener::bind`].
+    pub fn bind_stream(addr: SocketAddr) -> io::Result<Self> {
+        Self::bind_kind(addr, libc::SOCK_STREAM)
+    }
+
+    fn bind_kind(addr: SocketAddr, kind: c_int) -> io::Result<Self> {
+        let fd = Fd::new(&addr, kind)?;
         let (raw, len) = raw(&addr);
         // SAFETY: the address is live until the call returns.
         unsafe {
@@ -165,7 +188,7 @@ impl Listener {
     }
 }
 
-/// A connection that preserves message boundaries.
+/// A connection. It preserves message boundaries, unless it is a stream.
 #[derive(Debug)]
 pub struct Socket {
     fd: Fd,
@@ -178,7 +201,20 @@ impl Socket {
     ///
     /// Nothing listens at the address, or it cannot be reached.
     pub async fn connect(addr: SocketAddr) -> io::Result<Self> {
-        let fd = Fd::new(&addr)?;
+        Self::connect_kind(addr, libc::SOCK_SEQPACKET).await
+    }
+
+    /// Connects to a listener of streams.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Socket::connect`].
+    pub async fn connect_stream(addr: SocketAddr) -> io::Result<Self> {
+        Self::connect_kind(addr, libc::SOCK_STREAM).await
+    }
+
+    async fn connect_kind(addr: SocketAddr, kind: c_int) -> io::Result<Self> {
+        let fd = Fd::new(&addr, kind)?;
         let driver = driver::get()?;
         let (raw, len) = raw(&addr);
         // SAFETY: the library reads the address before the call returns.
@@ -217,6 +253,88 @@ impl Socket {
         self.transfer(buffer, move |queue, id, b| unsafe {
             let to: *mut c_void = b.bytes.as_mut_ptr().cast();
             ffi::exs_recv(fd, to, b.bytes.len(), 0, queue, id, b.handle)
+        })
+    }
+
+    /// As [`Socket::send`], to an offset in the memory that the peer has passed to [`Socket::open`].
+    pub fn send_at(
+        &self,
+        buffer: Buffer,
+        len: usize,
+        offset: u64,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
+        let fd = self.fd.0;
+        // SAFETY: as in `send`.
+        self.transfer(buffer, move |queue, id, b| unsafe {
+            let from: *const c_void = b.bytes.as_ptr().cast();
+            ffi::exs_send_offset(fd, from, len, 0, queue, id, b.handle, offset)
+        })
+    }
+
+    /// As [`Socket::recv`], from an offset in the memory that the peer has passed to [`Socket::share`].
+    pub fn recv_at(
+        &self,
+        buffer: Buffer,
+        offset: u64,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
+        let fd = self.fd.0;
+        // SAFETY: as in `send`.
+        self.transfer(buffer, move |queue, id, b| unsafe {
+            let to: *mut c_void = b.bytes.as_mut_ptr().cast();
+            ffi::exs_recv_offset(fd, to, b.bytes.len(), 0, queue, id, b.handle, offset)
+        })
+    }
+
+    /// As [`Socket::recv`], for a stream: the future ends when the whole buffer is filled, or at the end of the data.
+    pub fn recv_all(
+        &self,
+        buffer: Buffer,
+    ) -> impl Future<Output = (io::Result<usize>, Buffer)> + use<> {
+        let fd = self.fd.0;
+        // SAFETY: as in `send`.
+        self.transfer(buffer, move |queue, id, b| unsafe {
+            let to: *mut c_void = b.bytes.as_mut_ptr().cast();
+            ffi::exs_recv(fd, to, b.bytes.len(), ffi::WAITALL, queue, id, b.handle)
+        })
+    }
+
+    /// Lets each receive of the peer read the buffer as it is at that moment (a persistent send). The program is not involved in the
+    /// reads.
+    ///
+    /// # Errors
+    ///
+    /// The connection has ended, or its sending direction.
+    pub fn share(&self, buffer: Buffer) -> io::Result<Shared> {
+        let fd = self.fd.0;
+        Shared::start(fd, buffer, |queue, id, b| {
+            let from: *const c_void = b.bytes.as_ptr().cast();
+            // SAFETY: the driver keeps the buffer until the event.
+            unsafe {
+                ffi::exs_send(
+                    fd,
+                    from,
+                    b.bytes.len(),
+                    ffi::PERSISTENT,
+                    queue,
+                    id,
+                    b.handle,
+                )
+            }
+        })
+    }
+
+    /// Lets sends of the peer write to the buffer (a persistent receive). The program is not involved in the writes, and gets no event
+    /// for them.
+    ///
+    /// # Errors
+    ///
+    /// The connection has ended, or the buffer is empty.
+    pub fn open(&self, buffer: Buffer) -> io::Result<Shared> {
+        let fd = self.fd.0;
+        Shared::start(fd, buffer, |queue, id, b| {
+            let to: *mut c_void = b.bytes.as_mut_ptr().cast();
+            // SAFETY: the driver keeps the buffer until the event.
+            unsafe { ffi::exs_recv(fd, to, b.bytes.len(), ffi::PERSISTENT, queue, id, b.handle) }
         })
     }
 
@@ -260,11 +378,7 @@ impl Socket {
                 usize::try_from(length).unwrap_or(usize::MAX)
             });
             // The driver returns the buffer of each operation, so this value is not used.
-            let buffer = buffer.unwrap_or_else(|| Buffer {
-                bytes: Box::default(),
-                handle: -1,
-            });
-            (length, buffer)
+            (length, buffer.unwrap_or_else(Buffer::none))
         }
     }
 }
