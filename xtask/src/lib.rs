@@ -2,7 +2,7 @@
 
 #![expect(
     missing_docs,
-    reason = "the items are documented, their fields say what they are; only this workspace uses them"
+    reason = "all types and functions are documented; their fields have names that explain them, and only this workspace uses them"
 )]
 
 pub mod dist;

@@ -376,7 +376,7 @@ fn chosen() -> Option<&'static Profile> {
             anywarp_engine::log::write(
                 anywarp_engine::log::Level::Error,
                 format_args!(
-                    "ANYWARP_DEVICE_PROFILE={}: there are {}",
+                    "ANYWARP_DEVICE_PROFILE={}: unknown profile; the profiles are {}",
                     name.unwrap_or_default(),
                     PROFILES.map(|p| p.name).join(", ")
                 ),

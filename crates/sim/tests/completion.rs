@@ -287,7 +287,7 @@ each_request_completes_once! {
 }
 
 #[test]
-fn towards_a_standard_peer_too_each_request_completes_once() {
+fn each_request_to_a_standard_peer_completes_once() {
     let setup = Setup {
         mulpdu: 5_000,
         ..Setup::standard()
@@ -334,7 +334,7 @@ fn a_reset_forgets_everything_and_the_other_end_notices() {
 }
 
 #[test]
-fn a_message_that_was_delivered_is_acknowledged_even_if_the_receiver_leaves_at_once() {
+fn a_delivered_message_is_acknowledged_even_if_the_receiver_disconnects_at_once() {
     each_seed(30, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
@@ -384,7 +384,7 @@ fn after_the_peer_has_left_only_a_new_request_fails() {
 }
 
 #[test]
-fn a_peer_that_leaves_in_the_middle_of_a_message_does_not_keep_its_receive() {
+fn a_disconnect_in_the_middle_of_a_message_flushes_its_receive() {
     each_seed(20, |seed| {
         let mut w = World::new(seed);
         let setup = Setup {

@@ -38,7 +38,7 @@ fn any_bytes_at_all() {
 }
 
 #[test]
-fn messages_that_are_almost_right() {
+fn slightly_wrong_messages() {
     let mut alive = 0_u64;
     each_seed(4000, |seed| {
         alive += u64::from(fuzz::converse(&random(seed, 600)));

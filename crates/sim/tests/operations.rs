@@ -309,7 +309,7 @@ fn a_region_or_foreign_window_is_not_invalidated_by_a_send() {
 }
 
 #[test]
-fn a_write_of_any_size_lands_where_it_says_and_nowhere_else() {
+fn a_write_of_any_size_changes_only_its_destination() {
     for setup in both() {
         each_seed(2, |seed| {
             let mut w = World::new(seed);
@@ -371,7 +371,7 @@ fn a_write_with_immediate_takes_a_receive_and_reports_its_length() {
 }
 
 #[test]
-fn a_read_of_any_size_fetches_what_is_there() {
+fn a_read_of_any_size_returns_the_data() {
     for setup in both() {
         each_seed(2, |seed| {
             let mut w = World::new(seed);
@@ -414,7 +414,7 @@ fn a_read_of_length_0_accesses_no_memory() {
 }
 
 #[test]
-fn atomics_change_the_word_and_bring_the_old_one() {
+fn atomics_change_the_word_and_return_the_old_value() {
     for setup in both() {
         let mut w = World::new(9);
         let (a, b) = w.pair(&setup);
@@ -495,7 +495,7 @@ fn an_atomic_completes_when_its_answer_comes_and_not_before() {
 }
 
 #[test]
-fn what_the_new_messages_carry_besides() {
+fn headers_of_atomic_and_immediate_messages() {
     // RFC 7306 §4.1 [rdmap-new-invalidate], §5.2 [atomic-request-queue], §5.2.2 [atomic-response-queue], §6.3
     // [imm-untagged] [imm-queue] [imm-data]
     let mut w = World::new(9);
@@ -535,7 +535,7 @@ fn what_the_new_messages_carry_besides() {
 }
 
 #[test]
-fn an_atomic_that_cannot_be_made_is_reported_to_the_peer() {
+fn an_atomic_into_deregistered_memory_is_reported_to_the_peer() {
     // RFC 7306 §8.1 (1) [term-new-local]
     let mut w = World::new(9);
     let (end, peer) = w.raw(&Setup::standard(), true);
@@ -559,7 +559,7 @@ fn an_atomic_that_cannot_be_made_is_reported_to_the_peer() {
 }
 
 #[test]
-fn many_atomics_of_both_ends_add_up() {
+fn atomics_of_both_ends_add_up() {
     each_seed(4, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
@@ -665,7 +665,7 @@ fn completions_keep_the_order_of_posting_although_a_write_may_overtake_a_read() 
 }
 
 #[test]
-fn no_more_reads_are_outstanding_than_ord_says_and_none_is_lost() {
+fn reads_above_ord_wait_and_none_is_lost() {
     for ord in [1, 2, 3, 16] {
         for setup in both() {
             each_seed(3, |seed| {
@@ -841,7 +841,7 @@ fn every_traffic_at_once_in_both_directions() {
 }
 
 #[test]
-fn without_crc_the_same_works() {
+fn operations_without_crc() {
     for setup in both() {
         let setup = Setup {
             crc: false,
@@ -864,7 +864,7 @@ fn without_crc_the_same_works() {
 }
 
 #[test]
-fn a_responder_sends_nothing_before_the_first_message_and_then_raises_started() {
+fn a_responder_sends_nothing_before_the_first_message() {
     for first in [First::Hello, First::Write, First::Read, First::Send] {
         let setup = Setup {
             first,
@@ -980,7 +980,7 @@ fn a_standard_peer_gets_no_control_messages() {
 }
 
 #[test]
-fn a_peer_that_wants_markers_gets_them() {
+fn markers_are_sent_to_a_peer_that_requests_them() {
     for crc in [true, false] {
         each_seed(10, |seed| {
             let setup = Setup {
@@ -1073,7 +1073,7 @@ fn segments_fill_the_mulpdu_and_no_more() {
 
 /// A responder does not know the implementation of its peer before the Hello, and sends FPDUs of a size that all accept.
 #[test]
-fn an_unknown_peer_gets_small_segments_until_its_hello() {
+fn segments_are_small_until_the_hello_of_the_peer() {
     for (says_hello, largest) in [(false, 1442), (true, 9000)] {
         let setup = Setup {
             mulpdu: 1442,

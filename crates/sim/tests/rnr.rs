@@ -76,7 +76,7 @@ fn the_wait_is_the_rnr_timer_of_the_receiver() {
 }
 
 #[test]
-fn after_rnr_retry_tries_the_send_fails_and_what_is_behind_it_is_flushed() {
+fn after_rnr_retry_attempts_the_send_fails_and_later_requests_are_flushed() {
     each_seed(20, |seed| {
         for rnr_retry in [0, 1, 6] {
             let setup = Setup {
@@ -433,7 +433,7 @@ fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
 }
 
 #[test]
-fn to_a_standard_peer_a_missing_receive_is_the_end() {
+fn a_missing_receive_terminates_the_stream_of_a_standard_peer() {
     each_seed(5, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::standard());

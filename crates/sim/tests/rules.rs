@@ -187,7 +187,7 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
 }
 
 #[test]
-fn every_bit_of_every_header_is_what_it_must_be() {
+fn every_header_bit_has_its_specified_value() {
     let (mut w, end, peer) = opened(1);
     let mr = w[end].register(64, access::ALL);
     w[end].post(send(1).inline(b"a"));
@@ -444,7 +444,7 @@ fn a_read_completes_with_the_last_segment_of_its_response_and_not_before() {
 }
 
 #[test]
-fn as_many_reads_are_outstanding_as_ord_says() {
+fn ord_limits_the_outstanding_reads() {
     for ord in [1, 2, 5] {
         let mut w = World::new(u64::from(ord));
         let setup = Setup {
@@ -588,7 +588,7 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
 }
 
 #[test]
-fn memory_that_goes_in_the_middle_of_a_send_ends_it_with_a_terminate() {
+fn memory_deregistered_during_a_send_causes_a_terminate() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = opened(seed);
         let mr = w[end].register(4 << 20, access::ALL);
@@ -610,7 +610,7 @@ fn memory_that_goes_in_the_middle_of_a_send_ends_it_with_a_terminate() {
 }
 
 #[test]
-fn a_read_that_cannot_be_answered_completely_is_reported_with_its_remainder() {
+fn a_read_that_fails_in_the_middle_is_reported_with_its_remainder() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = answering(seed);
         let len = 4 << 20;
@@ -680,7 +680,7 @@ fn the_first_error_is_reported_and_later_segments_are_dropped() {
 }
 
 #[test]
-fn a_completion_queue_that_overflows_ends_its_own_streams_alone() {
+fn a_completion_queue_overflow_ends_only_its_own_streams() {
     each_seed(10, |seed| {
         let mut w = World::new(seed);
         let (host_a, host_b) = (w.host(), w.host());

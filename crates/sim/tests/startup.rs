@@ -71,7 +71,7 @@ fn open(
 }
 
 #[test]
-fn two_ends_agree_whatever_each_of_them_wants() {
+fn any_two_configurations_agree() {
     let forms: Vec<_> = (0..8)
         .map(|n| RtrForms {
             send: n & 1 != 0,

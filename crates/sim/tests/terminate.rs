@@ -93,7 +93,7 @@ fn codes(w: &mut World, peer: RawId) -> Vec<(u8, u8, u8)> {
 }
 
 #[test]
-fn every_flipped_bit_is_found_by_the_crc_and_nothing_of_its_frame_is_delivered() {
+fn a_frame_with_a_flipped_bit_fails_its_crc_and_is_not_delivered() {
     // The CRC of a small frame is checked before any header. A changed bit in the length field moves the end of the
     // frame, so that more bytes have to arrive before the error is found.
     let bits = {
@@ -164,7 +164,7 @@ fn a_flipped_bit_in_a_large_frame_is_found_though_its_payload_went_straight_to_m
 
 /// A large frame that breaks a rule gets the same Terminate whether it arrives whole or in pieces.
 #[test]
-fn a_large_frame_is_judged_as_a_small_one_is() {
+fn large_and_small_frames_follow_the_same_rules() {
     type Make = fn(&Mr, &[u8]) -> Vec<u8>;
     let cases: [(Make, (u8, u8, u8), Status); 6] = [
         (|mr, p| write_of(mr, 1, true, p), (1, 1, 1), Status::Flushed),
@@ -227,7 +227,7 @@ fn a_large_frame_is_judged_as_a_small_one_is() {
 }
 
 #[test]
-fn a_frame_may_be_cut_at_every_byte() {
+fn a_frame_truncated_at_any_byte() {
     let mut w = World::new(1);
     let (end, peer) = w.raw(&Setup::standard(), false);
     let mr = w[end].register(64, access::WRITE);
@@ -266,7 +266,7 @@ fn a_frame_may_be_cut_at_every_byte() {
 }
 
 #[test]
-fn every_shorter_segment_than_its_header_is_refused_and_nothing_behind_it_is_read() {
+fn a_segment_shorter_than_its_header_is_refused_and_ends_the_stream() {
     for (whole, least) in [(Tagged::LEN, 1), (Untagged::LEN, 1)] {
         for len in least..whole {
             let (mut w, end, peer) = started(len as u64);
@@ -311,7 +311,7 @@ fn read_of(msn: u32, mr: &Mr, size: usize) -> Vec<u8> {
 }
 
 #[test]
-fn one_read_more_than_was_agreed_ends_the_stream() {
+fn one_read_above_the_ird_ends_the_stream() {
     for ird in [1, 4] {
         for over in [0, 1] {
             let setup = Setup {

@@ -36,7 +36,7 @@ fn tour() -> String {
 }
 
 #[test]
-fn the_tour_in_the_architecture_is_what_happens() {
+fn the_tour_in_the_architecture_matches_the_code() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ARCHITECTURE.md");
     let section = format!("{FROM}\n```text\n{}```\n{TO}", tour());
     let text = std::fs::read_to_string(&path).unwrap_or_default();

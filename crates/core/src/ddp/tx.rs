@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn two_kilobytes_cut_at_1500_as_the_sheet_says() {
+    fn a_message_of_2048_bytes_at_mulpdu_1500_has_these_segments() {
         let untagged = Address::Untagged {
             qn: 0,
             msn: Msn(1),

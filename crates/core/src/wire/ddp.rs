@@ -308,8 +308,8 @@ mod tests {
     };
 
     #[test]
-    fn headers_of_the_sheet() {
-        // Vectors G and I.
+    fn headers_have_these_bytes() {
+        // An RDMA Write, and a Send with Solicited Event and Invalidate.
         let write = [0xc1, 0x40, 0, 0xab, 0xcd, 1, 0, 0, 0, 0, 0, 0, 0x10, 0];
         assert_eq!(WRITE.emit(), write);
         assert_eq!(Header::parse(&write), Ok((Header::Tagged(WRITE), 14)));
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn only_version_one_is_spoken() {
+    fn other_versions_than_one_are_refused() {
         for version in [0, 2, 3] {
             let mut write = WRITE.emit();
             write[0] = write[0] & !3 | version;
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn every_opcode_has_its_model_and_its_queue_and_no_other() {
+    fn each_opcode_has_one_buffer_model_and_one_queue() {
         for bits in 0..16 {
             let mut tagged = WRITE.emit();
             tagged[1] = 0x40 | bits;

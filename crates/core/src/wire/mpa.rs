@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_the_sheet() {
+    fn startup_frames_have_these_bytes() {
         let both = Enhanced {
             peer_to_peer: true,
             rtr_send: false,
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_key_is_refused_at_its_first_wrong_byte() {
+    fn a_key_is_refused_at_its_first_wrong_byte() {
         let unknown = Err(PeerError::MpaStartup("unknown key"));
         assert_eq!(StartupFrame::parse(b"GET / HTTP/1.1"), unknown);
         for at in 0..16 {
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn private_data_may_be_512_bytes_and_no_more() {
+    fn private_data_has_at_most_512_bytes() {
         for len in [0u16, 1, 248, 252, 256, 508, 511, 512] {
             let bytes = raw(KEY_REQUEST, 0x40, 1, len, &vec![7; len.into()]);
             let (f, _) = StartupFrame::parse(&bytes).unwrap().unwrap();
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn the_s_bit_means_nothing_before_revision_2_and_reserved_bits_never_do() {
+    fn the_s_bit_before_revision_2_and_reserved_bits_are_ignored() {
         let (f, _) = StartupFrame::parse(&raw(KEY_REQUEST, 0x5f, 1, 2, b"hi"))
             .unwrap()
             .unwrap();

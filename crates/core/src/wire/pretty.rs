@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn the_messages_of_the_sheet() {
+    fn messages_are_printed_like_this() {
         // RFC 5044 §4.1: length, ULPDU and padding, without the CRC.
         #[rustfmt::skip]
         let table = [

@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn opcodes_and_bits_are_one_to_one() {
+    fn each_opcode_has_one_encoding() {
         for bits in 0..=255 {
             match Opcode::from_bits(bits) {
                 Some(opcode) => assert_eq!(opcode.bits(), bits),
@@ -681,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn the_comparison_of_an_add_means_nothing() {
+    fn the_compare_fields_of_a_fetch_add_are_ignored() {
         // RFC 7306 §5.2.1 [atomic-add-compare]
         let mut bytes = AtomicRequest::fetch_add(7, Stag(1), To(8), 5).emit();
         assert_eq!(bytes[36..], [[0; 8], [0xff; 8]].concat());
@@ -690,7 +690,7 @@ mod tests {
     }
 
     #[test]
-    fn an_immediate_keeps_the_bytes_of_the_application() {
+    fn immediate_data_keeps_its_bytes() {
         let i = Immediate {
             value: [0x11, 0x22, 0x33, 0x44],
         };
@@ -699,7 +699,7 @@ mod tests {
     }
 
     #[test]
-    fn fetch_add_stops_the_carry_at_each_set_bit() {
+    fn fetch_add_does_not_carry_over_a_mask_bit() {
         // Field by field from the top bits down, as the RFC describes it.
         fn slow(orig: u64, add: u64, mask: u64) -> u64 {
             let (mut sum, mut carry) = (0, 0);
@@ -751,7 +751,7 @@ mod tests {
     }
 
     #[test]
-    fn terminates_of_the_sheet() {
+    fn terminates_have_these_bytes() {
         // MPA, CRC error, without the optional parts.
         assert_eq!(bare(2, 0, 2).emit(), hex("20020000"));
         assert_eq!(Terminate::parse(&hex("20020000")), bare(2, 0, 2));
@@ -782,7 +782,7 @@ mod tests {
     }
 
     #[test]
-    fn the_swapped_layout_of_siw_is_read_too() {
+    fn the_terminate_layout_of_siw_is_parsed() {
         // RDMAP, remote protection, access rights; M, D and R at the low end.
         let mut bytes = hex("1002 0700 002e 4141 00000000 00000001 00000003 00000000");
         bytes.extend(0..28u8);
@@ -792,17 +792,17 @@ mod tests {
         assert_eq!(t.read_request.unwrap()[27], 27);
         #[rustfmt::skip]
         let table = [
-            // bytes, as read
-            ("02020000", (2, 0, 2)),    // siw: MPA, CRC
-            ("20020000", (2, 0, 2)),    // RFC: the same
-            ("11000000", (1, 1, 0)),    // the same in both
-            ("21020100", (1, 2, 2)),    // siw: DDP untagged, no buffer, with M
-            ("12020000", (1, 2, 2)),    // RFC: the same
-            ("10010000", (0, 1, 1)),    // siw: RDMAP bounds; RFC knows 1/0/00 only
-            ("10000000", (1, 0, 0)),    // both make sense: RFC
-            ("20060200", (0, 2, 6)),    // siw: unexpected opcode, with D
-            ("20060000", (2, 0, 6)),    // both make sense: RFC
-            ("02060000", (0, 2, 6)),    // RFC: unexpected opcode
+            // The control bytes; the layer, type and code; the layout and its meaning.
+            ("02020000", (2, 0, 2)),    // siw: MPA, CRC error
+            ("20020000", (2, 0, 2)),    // RFC: MPA, CRC error
+            ("11000000", (1, 1, 0)),    // equal in both layouts
+            ("21020100", (1, 2, 2)),    // siw: DDP, untagged, no buffer, with M
+            ("12020000", (1, 2, 2)),    // RFC: DDP, untagged, no buffer
+            ("10010000", (0, 1, 1)),    // siw: RDMAP, base or bounds; the RFC has no 1/0/01
+            ("10000000", (1, 0, 0)),    // valid in both layouts, parsed as RFC
+            ("20060200", (0, 2, 6)),    // siw: RDMAP, unexpected opcode, with D
+            ("20060000", (2, 0, 6)),    // valid in both layouts, parsed as RFC
+            ("02060000", (0, 2, 6)),    // RFC: RDMAP, unexpected opcode
         ];
         for (bytes, (layer, etype, code)) in table {
             assert_eq!(
@@ -853,7 +853,7 @@ mod tests {
     }
 
     #[test]
-    fn any_bytes_are_a_terminate() {
+    fn any_bytes_parse_as_a_terminate() {
         let mut rng = Rng(3);
         for len in 0..70 {
             for _ in 0..200 {

@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn every_prefix_of_a_frame_is_incomplete_and_every_flipped_bit_is_found() {
+    fn truncated_frames_are_incomplete_and_flipped_bits_are_detected() {
         let frame = bytes("001741430000000000000000000000010000000068656c6c6f000000b990b10c");
         for n in 2..frame.len() {
             let extent = Extent::of(&frame[..n]).unwrap();
@@ -96,7 +96,7 @@ mod tests {
 
     // RFC 5044 §4.1 [mpa-pad-ignored]
     #[test]
-    fn padding_may_be_anything_that_its_crc_covers() {
+    fn padding_may_have_any_value() {
         let mut frame = bytes("001741430000000000000000000000010000000068656c6c6f000000b990b10c");
         frame[25..28].copy_from_slice(&[1, 2, 3]);
         let extent = Extent::of(&frame).unwrap();

@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn send_hello_is_vector_a() {
+    fn a_send_of_hello_has_these_bytes() {
         let mut m = Message {
             opcode: Opcode::Send,
             address: Address::Untagged {

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_marker_between_frames_is_zero_and_belongs_to_the_second() {
+    fn a_marker_between_frames_is_zero_and_belongs_to_the_following_frame() {
         let mut inserter = Inserter::new();
         let mut out = Vec::new();
         inserter.insert(&fpdu(&[7; 502]), true, &mut out);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_marker_behind_the_padding_belongs_to_the_frame_before() {
+    fn a_marker_after_the_padding_points_to_the_preceding_frame() {
         let mut inserter = Inserter::new();
         let mut out = Vec::new();
         let frame = fpdu(&[7; 505]);
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_any_size_come_out_as_they_went_in_however_they_are_cut() {
+    fn frames_of_any_size_are_unchanged_in_any_segmentation() {
         for seed in 1..60 {
             let mut rng = Rng(0x9e37_79b9_7f4a_7c15u64.wrapping_mul(seed));
             let with_crc = seed % 4 != 0;
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flipped_bit_anywhere_is_found_and_its_frame_does_not_come_out() {
+    fn a_frame_with_a_flipped_bit_is_detected_and_not_delivered() {
         let mut stream = Vec::new();
         let mut inserter = Inserter::new();
         let good = fpdu(&[1; 502]);
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_marker_that_points_elsewhere_is_an_error_even_without_crc() {
+    fn a_wrong_marker_is_an_error_even_without_crc() {
         let mut stream = Vec::new();
         Inserter::new().insert(&fpdu(&[1; 600]), false, &mut stream);
         stream[515] ^= 4;

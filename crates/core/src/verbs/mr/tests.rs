@@ -41,7 +41,7 @@ fn the_last_octet_is_inside_and_the_next_is_not() {
 }
 
 #[test]
-fn every_right_is_asked_for() {
+fn every_access_right_is_checked() {
     let (regions, r) = registered(Access::LOCAL_WRITE | Access::REMOTE_READ);
     let check = |need, pd| {
         regions
@@ -108,7 +108,7 @@ fn a_remembered_region_is_checked_again() {
 }
 
 #[test]
-fn an_stag_is_any_number_of_the_random_source_that_is_free() {
+fn stags_are_random_and_unused() {
     // RFC 5040 §8.1.1 (8) [stag-random]: STags are not consecutive, and use the whole range.
     let regions = Regions::new();
     let what = Registration {

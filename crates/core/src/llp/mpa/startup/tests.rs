@@ -169,7 +169,7 @@ fn two_ends_of_revision_1() {
 // ---- frames in pieces ----
 
 #[test]
-fn a_reply_may_come_in_any_pieces_and_with_fpdus_behind_it() {
+fn a_reply_in_pieces_or_followed_by_fpdus_is_parsed() {
     let (tail, _) = accept(&v2([0xc0, 0x10, 0xc0, 0x10]), 16, 16);
     let mut bytes = raw(REP, &tail);
     let len = bytes.len();
@@ -192,7 +192,7 @@ fn a_reply_may_come_in_any_pieces_and_with_fpdus_behind_it() {
 }
 
 #[test]
-fn a_request_may_come_in_any_pieces_but_with_nothing_behind_it() {
+fn a_request_in_pieces_is_parsed_and_data_after_it_is_refused() {
     let bytes = initiator(config()).request();
     let mut r = Responder::new(ResponderLimits::default());
     for n in 0..bytes.len() {
@@ -249,7 +249,7 @@ fn private_data_of_every_size_that_fits() {
 }
 
 #[test]
-fn a_frame_that_promises_a_block_and_has_none_is_refused() {
+fn a_frame_without_its_announced_enhanced_block_is_refused() {
     let absent = Err(PeerError::MpaStartup(
         "enhanced block announced but missing",
     ));
@@ -262,7 +262,7 @@ fn a_frame_that_promises_a_block_and_has_none_is_refused() {
 // ---- IRD and ORD ----
 
 #[test]
-fn a_responder_answers_within_its_limits_and_the_peers() {
+fn a_responder_replies_with_the_lower_depths_of_both_ends() {
     for (theirs, ours, reply) in [
         // (IRD, ORD) of the request, of our ULP, of the reply
         ((16, 16), (16, 16), (16, 16)),
@@ -308,7 +308,7 @@ fn an_initiator_lowers_its_ord_and_raises_its_ird() {
 }
 
 #[test]
-fn a_peer_that_needs_more_reads_than_we_serve_is_told_so() {
+fn a_peer_that_needs_a_larger_ird_is_rejected_with_the_reason() {
     let progress = reply_to(config(), &v2([0x80, 16, 0x80, 129])).unwrap();
     let Progress::InsufficientIrd {
         consumed: 24,
@@ -340,7 +340,7 @@ fn depths_beyond_14_bits_are_cut() {
 // ---- CRC ----
 
 #[test]
-fn one_end_that_wants_crcs_is_enough() {
+fn crcs_are_used_if_either_end_requests_them() {
     for (asked, answered) in [(true, true), (true, false), (false, true), (false, false)] {
         let c = InitiatorConfig {
             crc: asked,
@@ -477,7 +477,7 @@ fn no_common_form_ends_the_stream() {
 }
 
 #[test]
-fn a_reply_without_a_leaves_a_plain_stream() {
+fn a_reply_without_the_enhanced_bit_selects_the_plain_stream() {
     let params = established(config(), &v2([0x40, 16, 0xc0, 16]));
     assert!(!params.peer_to_peer && !params.peer_is_anywarp);
     assert_eq!(params.rtr, None);
@@ -491,7 +491,7 @@ fn a_reply_without_a_leaves_a_plain_stream() {
 }
 
 #[test]
-fn a_request_without_a_is_answered_without_a() {
+fn a_request_without_the_enhanced_bit_gets_a_reply_without_it() {
     // Linux siw. The forms that are set are ignored without A.
     for block in [[0, 16, 0, 16], [0x40, 16, 0xc0, 16]] {
         let (_, request) = responder(&v2(block));
@@ -506,7 +506,7 @@ fn a_request_without_a_is_answered_without_a() {
 // ---- revisions ----
 
 #[test]
-fn revision_and_block_are_mirrored() {
+fn a_reply_has_the_revision_and_the_enhanced_block_of_the_request() {
     // Revision 2 without S is a plain frame. The reserved bits that siw sets are not echoed.
     assert_eq!(accept(&[0x4f, 2, 0, 0], 1, 1).0, [0x40, 2, 0, 0]);
     assert_eq!(accept(&[0x48, 1, 0, 0], 1, 1).0, [0x40, 1, 0, 0]);
@@ -566,7 +566,7 @@ fn a_rejection_carries_private_data_and_depths() {
 }
 
 #[test]
-fn a_request_is_answered_once() {
+fn a_request_gets_one_reply() {
     let mut r = Responder::new(ResponderLimits::default());
     assert!(r.accept(1, 1, b"").is_err());
     assert!(r.reject(b"").is_err());
