@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* A buffer that is sent again and again: copied or registered at first, and then registered already. */
+/* A buffer that is sent repeatedly. It is copied or registered first; later its registration is kept. */
 #include <anywarp-buffers.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,7 +26,7 @@ int main(void)
 			perror("awbuf_get_send");
 			return 1;
 		}
-		/* Here buffer.addr, buffer.length and buffer.lkey go into a request, which completes. */
+		/* Here buffer.addr, buffer.length and buffer.lkey are used in a request, which completes. */
 		printf("%zu bytes: %s\n", buffer.length, done[buffer.how]);
 		if (awbuf_release(&buffer, 0))
 			return 1;

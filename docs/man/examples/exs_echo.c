@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* An echo server and its client on extended sockets, each a few calls, in one program and on one event queue. */
+/* An echo server and its client on extended sockets, in one program with one event queue. */
 #include <arpa/inet.h>
 #include <exs.h>
 #include <netinet/in.h>

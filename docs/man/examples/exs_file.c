@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Sends a file: the receiver reads it out of the sender's page cache.
+ * Sends a file. The receiver reads it from the page cache of the sender.
  *
  *   exs_file receive FILE PORT
  *   exs_file send FILE ADDRESS PORT
- *   exs_file                          sends the program itself, and compares
+ *   exs_file                          sends the program itself, and compares it
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 #define PART (1 << 20)
-#define PARTS 4 /* under way at once */
+#define PARTS 4 /* in progress at once */
 
 static exs_qhandle_t queue;
 
@@ -31,7 +31,7 @@ static void check(int good, const char *what)
 	}
 }
 
-/* Takes the next event, which must be a success, and returns its length. */
+/* Dequeues the next event, which must not be an error. Returns its length. */
 static size_t event(exs_event_t *e, const char *what)
 {
 	check(exs_qdequeue(queue, e, 1, NULL) == 1 && (errno = e->exs_evt_errno) == 0, what);
@@ -64,7 +64,7 @@ static void send_file(const char *name, const char *address, unsigned short port
 			at += (off_t)part[slot].xv_iov.iov_len;
 			slot = (slot + 1) % PARTS;
 			pending++;
-		} else { /* events come in the order of the calls */
+		} else { /* the events are in the order of the calls */
 			event(&e, "send");
 			pending--;
 		}

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A simulation and its monitors. The simulation sends its memory persistently, once for each monitor; from then on each
- * receive of a monitor reads the memory as it is, and the simulation's program has nothing to do with it.
+ * A simulation and its monitors. The simulation sends its memory persistently, once for each monitor. Each receive of a monitor then
+ * reads the current memory, without any action of the simulation's program.
  *
  *   exs_monitor simulate PORT
  *   exs_monitor watch ADDRESS PORT
- *   exs_monitor                     both, shortly
+ *   exs_monitor                     both, for a short time
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -25,7 +25,7 @@
 #define MODES 5
 #define STEP_US 10000
 
-/* What monitors read. It changes while they read it: they take a frame whose two numbers are equal. */
+/* The memory that monitors read. It may change during a read, so a frame is used only if its two numbers are equal. */
 static struct state {
 	uint64_t begun;
 	double string[WIDTH];
@@ -65,7 +65,7 @@ static void step(uint64_t frame)
 	state.done = frame;
 }
 
-/* Writes its port to `out`; runs until it is ended. */
+/* Writes its port to `out`, and runs until it is stopped. */
 static void simulate(unsigned short port, int out)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_port = htons(port) };
@@ -113,7 +113,7 @@ static void draw(void)
 	fflush(stdout);
 }
 
-/* Draws so many frames, 0: without end; returns how many of them differ from the one before. */
+/* Draws this number of frames; 0: without end. Returns how many of them differ from the preceding one. */
 static int watch(const char *address, unsigned short port, int frames)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_port = htons(port) };

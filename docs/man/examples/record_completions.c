@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* Reliable datagrams: a record of what a peer wrote comes as a completion, and the writer is answered by what the record says of
- * it: no connection, and no address handle to the writer beforehand. */
+/* Reliable datagrams with completions of records: a peer writes to memory of this queue pair. The record contains the address of the
+ * writer, to which an answer is sent, without a connection and without an address handle created before. */
 #include <infiniband/anywarpdv.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define QKEY 0x11111111
-/* What a receive has in front of the bytes of a datagram, as on UD. */
+/* As on UD, these bytes precede the data in the buffer of a receive. */
 #define GRH 40
 
 static void check(int good, const char *what)

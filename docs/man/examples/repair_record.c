@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* One queue pair writes a message to the memory behind another one, by unreliable datagrams. The owner of the memory finds the
- * blocks that did not arrive in the validity map, and they are written again until none is missing. */
+/* A queue pair writes a message to the memory of another one by unreliable datagrams. The owner of the memory finds in the validity
+ * map which blocks have not arrived, and these are written again until all have. */
 #include <infiniband/anywarpdv.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -30,7 +30,7 @@ static struct ibv_qp *open_qp(struct ibv_pd *pd, struct ibv_cq *cq)
 		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE,
 		.cap = { .max_send_wr = 16, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 },
 	};
-	/* The end of a message is said three times in all, so that it is seldom found by its deadline alone. */
+	/* The last datagram of a message is sent three times in all, so that a message seldom ends by its deadline. */
 	struct anywarpdv_qp_init_attr dv = {
 		.driver_qp_type = ANYWARPDV_QPT_UD, .flags = ANYWARPDV_QP_REPORT_ERRORS, .segment_size = BLOCK, .repeats = 2,
 	};
@@ -51,7 +51,7 @@ static struct ibv_qp *open_qp(struct ibv_pd *pd, struct ibv_cq *cq)
 	return qp;
 }
 
-/* Sets the bit of each block that a record says has arrived, and releases its map. */
+/* Sets the bit of each block that has arrived according to the record, and releases its map. */
 static void note(struct ibv_qp *owner, const struct anywarpdv_record *record, uint8_t arrived[BLOCKS / 8])
 {
 	size_t first = (record->base - (uintptr_t)to) / BLOCK;
@@ -98,12 +98,12 @@ int main(void)
 	check(!ibv_query_gid(context, 1, 0, &address.grh.dgid), "ibv_query_gid");
 	ah = ibv_create_ah(pd, &address);
 	check(ah != NULL, "ibv_create_ah");
-	/* Only this writer reaches the memory. A GID is an IPv6 address, or an IPv4 address mapped to one. */
+	/* Only this writer may access the memory. A GID is an IPv6 address, or a mapped IPv4 address. */
 	memcpy(&writer_address.sin6_addr, &address.grh.dgid, sizeof address.grh.dgid);
 	check(!anywarpdv_restrict_mr(target, (struct sockaddr *)&writer_address, sizeof writer_address, writer->qp_num),
 	      "anywarpdv_restrict_mr");
 
-	/* Each round writes the runs of blocks that are missing, at most 1,000 of them in all. */
+	/* Each round writes the missing runs of blocks, at most 1,000 in all. */
 	for (block = 0; writes < 1000; block = end) {
 		while (block < BLOCKS && arrived[block / 8] >> block % 8 & 1)
 			block++;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* One queue pair writes to the memory behind another one, which polls for the record and prints what has arrived. */
+/* A queue pair writes to the memory of another one, which polls for the record and prints how many bytes have arrived. */
 #include <infiniband/anywarpdv.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@ static void check(int good, const char *what)
 	}
 }
 
-/* A datagram queue pair that is ready to send: no state names a peer. */
+/* Creates a datagram queue pair and moves it to RTS, which needs no peer. */
 static struct ibv_qp *open_qp(struct ibv_pd *pd, struct ibv_cq *cq)
 {
 	struct ibv_qp_init_attr_ex init = {
@@ -25,7 +25,7 @@ static struct ibv_qp *open_qp(struct ibv_pd *pd, struct ibv_cq *cq)
 		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE,
 		.cap = { .max_send_wr = 16, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 },
 	};
-	/* Zeroes are the defaults. Datagrams of 1,000 bytes make several of the message below. */
+	/* Members that are 0 have their defaults. With datagrams of 1,000 bytes the message below needs several. */
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_UD, .segment_size = 1000 };
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qkey = QKEY };
 	struct ibv_qp *qp = anywarpdv_create_qp_ex(pd->context, &init, &dv, sizeof dv);
@@ -62,7 +62,7 @@ int main(void)
 	source = ibv_reg_mr(pd, from, LENGTH, 0);
 	target = ibv_reg_mr(pd, to, LENGTH, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 	check(source && target, "ibv_reg_mr");
-	/* The other end is on this host: its address is ours. */
+	/* Both queue pairs are on this host and have its address. */
 	check(!ibv_query_gid(context, 1, 0, &address.grh.dgid), "ibv_query_gid");
 	ah = ibv_create_ah(pd, &address);
 	check(ah != NULL, "ibv_create_ah");
@@ -77,7 +77,7 @@ int main(void)
 	ibv_wr_set_sge(ex, source->lkey, (uintptr_t)from, LENGTH);
 	check(!ibv_wr_complete(ex), "ibv_wr_complete");
 
-	/* No receive is posted: the record tells of the message. */
+	/* No receive is posted: the record reports the message. */
 	check(anywarpdv_poll_records(owner, 1, &record, sizeof record, 2000) == 1, "anywarpdv_poll_records");
 	n = anywarpdv_read_map(owner, &record, sizeof record, 64, ranges, sizeof *ranges);
 	printf("%u of %u bytes from queue pair 0x%x\n", record.valid, record.length, record.src_qp);
