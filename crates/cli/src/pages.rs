@@ -295,7 +295,7 @@ mod tests {
 
         let pages: BTreeMap<_, _> = all(tree()).unwrap().into_iter().collect();
         let overview = &pages["man7/anywarpdv.7"];
-        assert!(overview.contains("\\fBanywarpdv_poll_records(3)\\fR\ntake records"));
+        assert!(overview.contains("\\fBanywarpdv_poll_records(3)\\fR\ndequeue records"));
         let header = maker(BTreeMap::new())
             .header("infiniband/anywarpdv.h")
             .unwrap();
