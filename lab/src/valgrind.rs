@@ -8,8 +8,7 @@ use std::fs;
 use std::process::Command;
 use xtask::{Result, sh};
 
-/// The default programs, which use a single process. In a child of fork(2), memcheck reports all memory of the parent's
-/// threads as lost.
+/// The default programs, whose work is done in one process.
 const PROGRAMS: [&str; 5] = ["selftest", "cm", "access", "exs", "exs_hostile"];
 
 /// Runs the default programs, or the program and the tests that `arguments` name.
@@ -48,6 +47,8 @@ fn memcheck(name: &str, tests: &[&str]) -> Result<String> {
     let status = Command::new("valgrind")
         .args(["--quiet", "--error-exitcode=99", "--fair-sched=yes"])
         .args(["--num-callers=30", "--leak-check=full"])
+        // A child of fork(2) does not have the parent's threads, so memcheck would report the memory that they own as lost.
+        .arg("--child-silent-after-fork=yes")
         // "Possibly lost" memory is referenced by a pointer into its middle, which hash tables use, so it is not an error.
         .args([
             "--show-leak-kinds=definite",
