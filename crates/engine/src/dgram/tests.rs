@@ -1,5 +1,6 @@
 //! Queue pairs of this process that communicate through sockets of the host.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use anywarp_core::datagram::MULTICAST_QPN;
@@ -368,8 +369,11 @@ fn uc_messages_larger_than_a_datagram() {
 
 #[test]
 fn multicast_reaches_every_member_and_no_other_queue_pair() {
-    for group in ["239.255.71.1", "ff12::7101"] {
-        let group: IpAddr = group.parse().unwrap();
+    // Random groups, because members in other processes and hosts would receive and count the same datagrams.
+    let [a, b, c, _] = random_u32().to_be_bytes();
+    let v4 = Ipv4Addr::new(239, a | 0x80, b, c);
+    let v6 = Ipv6Addr::new(0xff12, 0, 0, 0, 0, a.into(), b.into(), c.into());
+    for group in [IpAddr::V4(v4), IpAddr::V6(v6)] {
         let table = gids::gids();
         let home = table.iter().find(|g| g.ip.is_ipv4() == group.is_ipv4());
         // Linux has no route for IPv6 multicast on the loopback interface. IPv4 is tested on every host.
