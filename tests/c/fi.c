@@ -13,6 +13,7 @@
 #include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
@@ -301,6 +302,148 @@ static const char *matching(size_t arg)
 		TRY(next(b.rx, &entry, NULL));
 	ENSURE(word[0] == 7 && word[1] == 8 && word[2] == 99, "%u %u %u", word[0], word[1], word[2]);
 	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "fi_inject has no completion");
+	return NULL;
+}
+
+/* The length of what is longer than the longest request of the device. */
+static size_t huge;
+
+static void mark_huge(uint8_t *at, uint8_t seed)
+{
+	for (size_t i = 0; i < 64; i++) {
+		at[i] = (uint8_t)(seed + i);
+		at[(1ul << 30) - 32 + i] = (uint8_t)(seed + 1 + i);
+		at[huge - 64 + i] = (uint8_t)(seed + 2 + i);
+	}
+}
+
+/* Compares all bytes, without a read of the pages of `from` that were never written. */
+static const char *same_huge(const uint8_t *from, const uint8_t *to)
+{
+	static const uint8_t zeros[1 << 16];
+
+	for (size_t at = 0; at < huge; at += sizeof zeros) {
+		size_t len = huge - at < sizeof zeros ? huge - at : sizeof zeros;
+		bool marked = at == 0 || at == (1ul << 30) - sizeof zeros || at == 1ul << 30 || at + sizeof zeros >= huge - 64;
+
+		ENSURE(!memcmp(to + at, marked ? from + at : zeros, len), "bytes differ from %zu on", at);
+	}
+	return NULL;
+}
+
+static int unmap(void *at)
+{
+	return munmap(at, huge);
+}
+
+static const char *beyond_1gib(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fid_mr *mr;
+	struct side a, b;
+	uint8_t *at[2];
+
+	huge = arg == 0 ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t i = 0; i < 2; i++) {
+		at[i] = mmap(NULL, huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		ENSURE(at[i] != MAP_FAILED, "mmap");
+		keep(unmap, at[i], "memory");
+		madvise(at[i], huge, MADV_HUGEPAGE);
+	}
+	ENSURE(info->ep_attr->max_msg_size >= huge, "max_msg_size is %zu", info->ep_attr->max_msg_size);
+	mark_huge(at[0], 1);
+	if (arg < 2) {
+		OK(fi_trecv(b.ep, at[1], huge, NULL, b.peer, 1, 0, &b));
+		OK(fi_tsend(a.ep, at[0], huge, NULL, a.peer, 1, &a));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.len == huge, "%zu bytes", entry.len);
+		TRY(next(a.tx, &entry, NULL));
+		return same_huge(at[0], at[1]);
+	}
+	OK(fi_mr_reg(b.domain, at[1], huge, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	mark_huge(at[0], 40);
+	OK(fi_writedata(a.ep, at[0], huge, NULL, 7, a.peer, (uintptr_t)at[1], fi_mr_key(mr), &a));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.flags & FI_REMOTE_WRITE && entry.len == huge, "%zu bytes are written", entry.len);
+	TRY(next(a.tx, &entry, NULL));
+	TRY(same_huge(at[0], at[1]));
+	mark_huge(at[1], 80);
+	OK(fi_read(a.ep, at[0], huge, NULL, a.peer, (uintptr_t)at[1], fi_mr_key(mr), &a));
+	TRY(next(a.tx, &entry, NULL));
+	TRY(same_huge(at[1], at[0]));
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "one too many");
+	return NULL;
+}
+
+/* An operation with FI_FENCE, and what is posted behind it, waits for earlier operations to the same peer, and only for those. */
+static const char *fence(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b, c;
+	static int64_t target[2];
+	int64_t one = 1;
+	struct iovec word = { &one, sizeof one };
+	struct fi_ioc number = { &one, 1 };
+	struct fid_mr *mr;
+	fi_addr_t to_c;
+
+	TRY(open_sides(&a, &b));
+	TRY(open_side(&c, 0));
+	fi_addr_t to_b = a.peer;
+	TRY(introduce(&a, &c));
+	to_c = a.peer;
+	move_both(&a, &b);
+	moving[2] = &c;
+	ENSURE(info->caps & FI_FENCE, "FI_FENCE is not offered");
+	target[0] = target[1] = 0;
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	struct fi_rma_iov there = { (uintptr_t)target, sizeof one, fi_mr_key(mr) };
+	struct fi_rma_ioc number_there = { (uintptr_t)target, 1, fi_mr_key(mr) };
+	struct fi_msg_tagged message = { .msg_iov = &word, .iov_count = 1, .addr = to_b, .tag = 2, .context = &message };
+	struct fi_msg_rma write = { .msg_iov = &word, .iov_count = 1, .addr = to_b, .rma_iov = &there, .rma_iov_count = 1,
+				    .context = &write };
+	struct fi_msg_atomic sum = { .msg_iov = &number, .iov_count = 1, .addr = to_b, .rma_iov = &number_there,
+				     .rma_iov_count = 1, .datatype = FI_INT64, .op = FI_SUM, .context = &sum };
+	void *fenced = arg == 0 ? (void *)&message : arg == 1 ? (void *)&write : (void *)&sum;
+
+	OK(fi_trecv(b.ep, in, 8, NULL, FI_ADDR_UNSPEC, 2, 0, &in[0]));
+	OK(fi_trecv(b.ep, in + 8, 8, NULL, FI_ADDR_UNSPEC, 3, 0, &in[8]));
+	OK(fi_trecv(c.ep, in + 16, 8, NULL, FI_ADDR_UNSPEC, 4, 0, &in[16]));
+	/* It is not complete before there is a receive. */
+	OK(fi_tsend(a.ep, out, 100000, NULL, to_b, 1, &out[0]));
+	one = 5;
+	switch (arg) {
+	case 0: OK(fi_tsendmsg(a.ep, &message, FI_FENCE | FI_INJECT | FI_DELIVERY_COMPLETE)); break;
+	case 1: OK(fi_writemsg(a.ep, &write, FI_FENCE | FI_INJECT)); break;
+	case 2: OK(fi_atomicmsg(a.ep, &sum, FI_FENCE | FI_INJECT)); break;
+	}
+	one = 6; /* What is injected was copied. */
+	OK(fi_tinject(a.ep, &one, sizeof one, to_b, 3));
+	one = 7;
+	OK(fi_tsend(a.ep, out, 8, NULL, to_c, 4, &out[4]));
+	TRY(next(c.rx, &entry, NULL));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &out[4], "the message to another peer completes first");
+	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
+		ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion before the receive");
+		ENSURE(fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "a message before the receive");
+		ENSURE(target[0] == 0, "the memory has changed before the receive");
+	}
+	OK(fi_trecv(b.ep, in + 1000, 100000, NULL, FI_ADDR_UNSPEC, 1, 0, &in[1000]));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &out[0], "the earlier message completes first");
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == fenced, "the operation with a fence completes second");
+	for (size_t i = 0; i < (arg == 0 ? 3u : 2u); i++)
+		TRY(next(b.rx, &entry, NULL));
+	int64_t got[2];
+	memcpy(got, in, sizeof got);
+	ENSURE((arg == 0 ? got[0] : target[0]) == 5 && got[1] == 6, "%lld %lld %lld", (long long)got[0],
+	       (long long)target[0], (long long)got[1]);
 	return NULL;
 }
 
@@ -1118,6 +1261,12 @@ static const struct test tests[] = {
 	{ "messages_to_itself", messages, SELF, 0, false },
 	{ "messages_to_itself_early", messages, SELF | TAG | EARLY, 0, false },
 	{ "matching", matching, 0, 0, false },
+	{ "message_past_1gib", beyond_1gib, 0, 0, false },
+	{ "message_of_1536mib", beyond_1gib, 1, 0, false },
+	{ "memory_of_1536mib", beyond_1gib, 2, 0, false },
+	{ "fence_message", fence, 0, 0, false },
+	{ "fence_write", fence, 1, 0, false },
+	{ "fence_atomic", fence, 2, 0, false },
 	{ "flood", flood, 0, 0, false },
 	{ "truncation", truncation, 1000, 0, false },
 	{ "truncation_long", truncation, 100000, 0, false },
@@ -1145,5 +1294,11 @@ int main(int argc, char **argv)
 		return be_a_peer();
 	/* How long a peer may be silent. */
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
+	if (argc == 1) {
+		/* These take seconds, and run when they are named. */
+		char *most[] = { argv[0], "--without=_of_1536mib", NULL };
+
+		return run_tests(tests, COUNT(tests), 2, most);
+	}
 	return run_tests(tests, COUNT(tests), argc, argv);
 }

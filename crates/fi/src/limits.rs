@@ -40,8 +40,12 @@ pub const DEFERRED: usize = 4096;
 pub const ATOMIC: usize = 4096;
 /// The default of `FI_OPT_MIN_MULTI_RECV`: a multi-receive buffer is returned to the program when fewer bytes than this remain in it.
 pub const MULTI_RECV_MIN: usize = 64;
-/// The longest message in bytes: that of the device.
-pub const MESSAGE: usize = 1 << 30;
+/// The longest message in bytes, and the longest read or write: more than a host has memory.
+pub const MESSAGE: usize = 1 << 40;
+/// The longest request to the device in bytes. Longer messages, reads and writes consist of several requests, one after the other.
+pub const PIECE: usize = 1 << 30;
+/// The most operations that wait behind an operation with `FI_FENCE`. Beyond that, operations are refused (`FI_EAGAIN`).
+pub const POSTPONED: usize = 1024;
 /// The most peers of an address vector. Each has a name of 16 bytes, and the device communicates with 65,536 peers at once.
 pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for

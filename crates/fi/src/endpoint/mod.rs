@@ -6,6 +6,7 @@
 //! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
 
 pub(crate) mod atomic;
+mod fence;
 mod one_sided;
 mod progress;
 mod receive;
@@ -156,6 +157,7 @@ enum Op {
     /// A message with its content, which may be in a slot. `done` is `None` if the completion was already reported.
     Sent {
         done: Option<Done>,
+        to: Remote,
         slot: Option<u16>,
     },
     /// An announced message.
@@ -167,17 +169,26 @@ enum Op {
         /// The device has delivered the announcement.
         known: bool,
         grant: Option<Grant>,
+        /// The number of bytes that have been written, or are being written.
+        written: usize,
     },
     /// A read or a write of the program.
     OneSided {
         done: Done,
+        to: Remote,
+        what: OneSided,
+        memory: UserMemory,
+        /// The key and the address of the peer's memory.
+        at: (u32, u64),
         slot: Option<u16>,
-        _regions: Vec<Region>,
+        regions: Vec<Region>,
+        /// The number of bytes that have been requested.
+        posted: usize,
         /// The message to the target's program that is sent after the write.
         notice: Option<(Remote, Header)>,
     },
     /// The message to the target's program that reports a completed write.
-    Notified { done: Done },
+    Notified { done: Done, to: Remote },
     /// A message that checks whether a peer responds.
     Probe { to: Remote },
     /// An atomic operation that waits for its answer.
@@ -240,6 +251,8 @@ struct Incoming {
     target: Target,
     message: Arrived,
     granted: usize,
+    /// The number of bytes that have been written.
+    placed: usize,
     base: u64,
     region: Option<Region>,
     /// The memory that the peer writes, if the program's memory consists of several pieces.
@@ -262,6 +275,7 @@ struct Arrived {
 enum Deferred {
     Answer(Remote, Header, Vec<u8>),
     Write(u32),
+    Access(u32),
     Notice(Remote, Header, Done),
 }
 
@@ -422,6 +436,7 @@ pub struct Endpoint {
     tagged: Matching<Receive>,
     untagged: Matching<Receive>,
     deferred: VecDeque<Deferred>,
+    postponed: VecDeque<fence::Postponed>,
     held: VecDeque<Held>,
     /// The number of requests that have not completed.
     outstanding: usize,
@@ -501,6 +516,7 @@ impl Endpoint {
             tagged: Matching::default(),
             untagged: Matching::default(),
             deferred: VecDeque::new(),
+            postponed: VecDeque::new(),
             held: VecDeque::new(),
             outstanding: 0,
             asked: Instant::now(),
@@ -533,7 +549,7 @@ impl Endpoint {
 
     /// Returns whether no operation waits for a peer.
     pub fn is_idle(&self) -> bool {
-        self.outstanding == 0 && self.deferred.is_empty()
+        self.outstanding == 0 && self.deferred.is_empty() && self.postponed.is_empty()
     }
 
     fn post_receive(&self, at: usize) -> Result<(), i32> {
@@ -566,6 +582,15 @@ impl Endpoint {
         }
         Ok(())
     }
+}
+
+/// Returns the pieces of a request for `len` bytes of `memory` from `from` on. Each nonempty buffer of the memory has a region.
+fn pieces(memory: &UserMemory, regions: &[Region], from: usize, len: usize) -> Vec<Piece> {
+    let piece = |(number, at, len)| {
+        let lkey = regions.get(number).map_or(0, Region::lkey);
+        Piece { at, len, lkey }
+    };
+    memory.range(from, len).map(piece).collect()
 }
 
 fn kind_flag(tagged: bool) -> u64 {

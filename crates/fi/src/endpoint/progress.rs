@@ -24,6 +24,9 @@ impl Endpoint {
             return;
         }
         self.send_deferred(cx);
+        if !self.postponed.is_empty() {
+            self.send_postponed(cx);
+        }
         self.take_held(cx);
         let mut batch = [Wc::default(); limits::BATCH];
         // If the program does not read its completions, no more messages are received, and their senders have to wait.
@@ -47,6 +50,7 @@ impl Endpoint {
                 }
                 Deferred::Answer(to, header, content) => self.try_reply(cx, *to, header, content),
                 Deferred::Write(op) => self.write_granted(cx, *op),
+                Deferred::Access(op) => self.post_access(cx, *op) != Err(FI_EAGAIN),
                 Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
             };
             if !done {
@@ -93,11 +97,14 @@ impl Endpoint {
         if kind == ANSWER {
             return;
         }
+        if err == 0 && self.post_next_piece(cx, name) {
+            return;
+        }
         let Some(op) = self.ops.remove(name) else {
             return;
         };
         match op {
-            Op::Sent { done, slot } => {
+            Op::Sent { done, slot, .. } => {
                 self.free_slots.extend(slot);
                 self.finish_or_report(cx, done, err);
             }
@@ -114,7 +121,7 @@ impl Endpoint {
                 self.finish(cx, &done, err);
                 self.lost(cx, to, err);
             }
-            Op::Notified { done } => self.finish(cx, &done, err),
+            Op::Notified { done, .. } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
             Op::Answer { slot } => self.free_slots.extend(slot),
             Op::Request { slot, of } => {
@@ -123,6 +130,24 @@ impl Endpoint {
             }
             Op::Atomic { .. } => {}
         }
+    }
+
+    /// When a piece of an operation has completed, posts the next. Returns false if there is none.
+    fn post_next_piece(&mut self, cx: &mut Shared, name: u32) -> bool {
+        let next = match self.ops.get(name) {
+            Some(Op::Announced {
+                grant: Some(grant),
+                written,
+                ..
+            }) if *written < grant.length => Deferred::Write(name),
+            Some(Op::OneSided { memory, posted, .. }) if *posted < memory.len() => {
+                Deferred::Access(name)
+            }
+            _ => return false,
+        };
+        self.deferred.push_back(next);
+        self.send_deferred(cx);
+        true
     }
 
     /// Reports the end of an operation. A failure is reported even if a completion was reported before.
@@ -430,9 +455,12 @@ impl Endpoint {
         let Some(name) = record.word else {
             return; // A write of a program that is not one of ours.
         };
-        let fits = self.incoming.get(name).is_some_and(|i| fits(i, &record));
-        if !fits {
+        let Some(incoming) = self.incoming.get_mut(name).filter(|i| fits(i, &record)) else {
             self.bad = self.bad.wrapping_add(1);
+            return;
+        };
+        incoming.placed += record.length as usize;
+        if incoming.placed < incoming.granted {
             return;
         }
         let Some(mut incoming) = self.incoming.remove(name) else {
@@ -460,13 +488,13 @@ impl Endpoint {
     }
 }
 
-/// Returns whether a record belongs to the granted write.
+/// Returns whether a record belongs to the next piece of the granted write.
 fn fits(incoming: &Incoming, record: &Record) -> bool {
+    let base = incoming.base.wrapping_add(incoming.placed as u64);
     let same_memory = incoming
         .region
         .as_ref()
-        .is_none_or(|r| r.rkey() == record.rkey && incoming.base == record.base);
-    incoming.message.from.qpn == record.qpn
-        && incoming.granted == record.length as usize
-        && same_memory
+        .is_none_or(|r| r.rkey() == record.rkey && base == record.base);
+    let next = (incoming.granted - incoming.placed).min(limits::PIECE);
+    incoming.message.from.qpn == record.qpn && next == record.length as usize && same_memory
 }

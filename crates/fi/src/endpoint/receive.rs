@@ -251,6 +251,7 @@ impl Endpoint {
             target,
             message,
             granted,
+            placed: 0,
             base,
             region,
             aside,

@@ -1,5 +1,6 @@
 //! Sending of messages, with their content or announced.
 
+use super::fence::Request;
 use super::*;
 
 impl Endpoint {
@@ -10,7 +11,20 @@ impl Endpoint {
         if length > limits::MESSAGE || (message.flags & FI_INJECT != 0 && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
+        if self.waits_for_fence(cx, message.to, message.flags)? {
+            return self.postpone(cx, message.to, Request::Send(*message));
+        }
         self.post_or_progress(cx, |me, cx| me.try_send(cx, message, length))
+    }
+
+    pub(super) fn done_of_send(&self, message: &Outgoing) -> Done {
+        Done {
+            context: message.context,
+            flags: FI_SEND | kind_flag(message.tag.is_some()),
+            reported: !message.silent
+                && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts: Counts::Send,
+        }
     }
 
     pub(super) fn try_send(
@@ -26,18 +40,7 @@ impl Endpoint {
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        let kind = if message.tag.is_some() {
-            FI_TAGGED
-        } else {
-            FI_MSG
-        };
-        let done = Done {
-            context: message.context,
-            flags: FI_SEND | kind,
-            reported: !message.silent
-                && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
-            counts: Counts::Send,
-        };
+        let done = self.done_of_send(message);
         let mut header = Header::new(if length > limits::EAGER {
             Kind::Announce
         } else {
@@ -65,7 +68,11 @@ impl Endpoint {
         } else {
             None
         };
-        let Ok(op) = self.ops.insert(Op::Sent { done: later, slot }) else {
+        let Ok(op) = self.ops.insert(Op::Sent {
+            done: later,
+            to,
+            slot,
+        }) else {
             self.free_slots.extend(slot);
             return Err(FI_EAGAIN);
         };
@@ -124,6 +131,7 @@ impl Endpoint {
             regions,
             known: false,
             grant: None,
+            written: 0,
         };
         let op = self.ops.insert(announced).map_err(|_full| FI_EAGAIN)?;
         header.id = op;
@@ -189,13 +197,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Writes an announced message to the granted memory. Returns false if the caller has to try again.
+    /// Writes the next piece of an announced message to the granted memory. Returns false if the caller has to try again.
     pub(super) fn write_granted(&mut self, cx: &mut Shared, op: u32) -> bool {
         let Some(Op::Announced {
             to,
             memory,
             regions,
             grant: Some(grant),
+            written,
             ..
         }) = self.ops.get(op)
         else {
@@ -215,27 +224,23 @@ impl Endpoint {
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        let parts = memory.parts().filter(|(_, len)| *len > 0);
-        let mut left = grant.length;
-        let mut pieces = Vec::with_capacity(regions.len());
-        for ((at, len), region) in parts.zip(regions) {
-            let len = len.min(left);
-            left -= len;
-            if len > 0 {
-                let lkey = region.lkey();
-                pieces.push(Piece { at, len, lkey });
-            }
-        }
+        let from = *written;
+        let len = grant.length.saturating_sub(from).min(limits::PIECE);
+        let pieces = pieces(memory, regions, from, len);
+        let base = grant.base.wrapping_add(from as u64);
         let id = OP << KIND | u64::from(op);
         let what = OneSided::Record(grant.word);
         // SAFETY: the regions are live until the operation has completed.
         let posted = unsafe {
             self.qp
-                .one_sided(to_whom, id, what, (grant.rkey, grant.base), &pieces)
+                .one_sided(to_whom, id, what, (grant.rkey, base), &pieces)
         };
         match posted {
             Ok(()) => {
                 self.outstanding += 1;
+                if let Some(Op::Announced { written, .. }) = self.ops.get_mut(op) {
+                    *written = from + len;
+                }
                 true
             }
             Err(why) if full(why) == FI_EAGAIN => false,
