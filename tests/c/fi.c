@@ -447,15 +447,17 @@ static const char *fence(size_t arg)
 	return NULL;
 }
 
-/* Senders whose messages find no receive are held back at some point, and nothing is lost. */
+/* A sender whose messages find no receive is held back at some point, and no other sender is. Nothing is lost. */
 static const char *flood(size_t arg)
 {
+	static uint32_t words[12000];
 	struct fi_cq_tagged_entry entry;
 	struct side a, b, c;
 	uint32_t sent = 0, more = 100, word;
 	uint64_t until, quiet;
+	bool injects = arg;
+	size_t len = injects ? INJECT : EAGER;
 
-	(void)arg;
 	TRY(open_sides(&a, &b));
 	TRY(open_side(&c, 0));
 	TRY(introduce(&c, &b));
@@ -463,9 +465,18 @@ static const char *flood(size_t arg)
 	moving[2] = &c;
 	until = now_ms() + 30000;
 	for (quiet = now_ms(); now_ms() < quiet + 300;) {
-		ENSURE(now_ms() < until && sent < 8000, "%u messages and no end", sent);
-		memcpy(out, &sent, sizeof sent);
-		if (fi_tsend(a.ep, out, EAGER, NULL, a.peer, 1, &a) == 0) {
+		ENSURE(now_ms() < until && sent < COUNT(words) - more, "%u messages and no end", sent);
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, len - 4 } };
+		ssize_t rc;
+
+		words[sent] = sent;
+		if (injects) {
+			memcpy(out, &sent, sizeof sent);
+			rc = fi_tinject(a.ep, out, len, a.peer, 1);
+		} else {
+			rc = fi_tsendv(a.ep, parts, NULL, 2, a.peer, 1, &a);
+		}
+		if (rc == 0) {
 			sent++;
 			quiet = now_ms();
 		}
@@ -474,29 +485,44 @@ static const char *flood(size_t arg)
 			;
 	}
 	ENSURE(sent > 4000, "%u messages", sent);
-	OK(fi_tsend(c.ep, out, 10, NULL, c.peer, 2, &c));
-	OK(fi_trecv(b.ep, in + EAGER, 10, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
-	bool other = false;
+	/* Long and short messages of another sender. */
+	for (size_t size = 10; size <= 100000; size *= 10) {
+		OK(fi_tsend(c.ep, out, size, NULL, c.peer, 2, &c));
+		OK(fi_trecv(b.ep, in, size, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.op_context == &c && entry.len == size, "%zu bytes of another sender", size);
+	}
+	/* Also when they have no receive at first. */
+	OK(fi_tsend(c.ep, out, 100, NULL, c.peer, 2, &c));
+	for (uint64_t end = now_ms() + 50; now_ms() < end;)
+		fi_cq_read(b.rx, NULL, 0);
+	OK(fi_trecv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.op_context == &c, "another sender without a receive");
 	for (uint32_t i = 0; i < sent; i++) {
-		OK(fi_trecv(b.ep, in, EAGER, NULL, b.peer, 1, 0, &b));
-		if (more && fi_tsend(a.ep, memcpy(out, &sent, sizeof sent), EAGER, NULL, a.peer, 1, &a) == 0) {
+		OK(fi_trecv(b.ep, in, len, NULL, b.peer, 1, 0, &b));
+		words[sent] = sent;
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, len - 4 } };
+		if (more && fi_tsendv(a.ep, parts, NULL, 2, a.peer, 1, &a) == 0) {
 			sent++;
 			more--;
 		}
 		TRY(next(b.rx, &entry, NULL));
-		if (entry.op_context == &c) {
-			other = true;
-			TRY(next(b.rx, &entry, NULL));
-		}
 		memcpy(&word, in, sizeof word);
-		ENSURE(word == i && entry.len == EAGER, "message %u is %u", i, word);
+		ENSURE(word == i && entry.len == len && entry.op_context == &b, "message %u is %u", i, word);
 		while (fi_cq_read(a.tx, &entry, 1) == 1)
 			;
 	}
-	if (!other)
-		TRY(next(b.rx, &entry, NULL));
-	ENSURE(other || entry.op_context == &c, "the message of another sender");
 	ENSURE(more < 100, "nothing could be sent again");
+	/* Now there is room: a message completes without a receive. */
+	for (uint64_t end = now_ms() + 50; now_ms() < end;) {
+		fi_cq_read(b.rx, NULL, 0);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	OK(fi_tsend(a.ep, out, 5000, NULL, a.peer, 1, &sent));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &sent, "a message without a receive");
 	return NULL;
 }
 
@@ -1078,17 +1104,69 @@ static const char *failed_endpoint(size_t arg)
 	return NULL;
 }
 
+/* A message of a queue pair that is no endpoint. */
+static const char *post_raw(struct dgram *from, struct region *memory, size_t size, struct side *to)
+{
+	struct sockaddr_in name;
+	size_t len = sizeof name;
+	uint64_t until = now_ms() + WAIT_MS;
+	struct ibv_wc wc;
+
+	OK(fi_getname(&to->ep->fid, &name, &len));
+	ibv_wr_start(from->ex);
+	from->ex->wr_id = 1;
+	from->ex->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_send(from->ex);
+	ibv_wr_set_ud_addr(from->ex, from->ah, (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0], JOB_KEY);
+	ibv_wr_set_sge(from->ex, memory->mr->lkey, (uintptr_t)memory->at, (uint32_t)size);
+	ENSURE(!ibv_wr_complete(from->ex), "post");
+	while (ibv_poll_cq(from->scq, 1, &wc) == 0) {
+		ENSURE(now_ms() < until, "a message does not arrive");
+		fi_cq_read(to->rx, NULL, 0);
+	}
+	ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+	return NULL;
+}
+
+/* A sender that does not announce its messages when it is told to blocks nobody: what it sends too much is dropped. */
+static const char *flood_hostile(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
+					     .flags = ANYWARPDV_QP_KEEP_GOING };
+	struct fi_cq_tagged_entry entry;
+	struct region mine = { 0 };
+	struct dgram bad;
+	struct side a, b;
+	uint8_t *m;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	TRY(find_all());
+	TRY(open_dgram(&bad, &dv));
+	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	m = mine.at;
+	memset(m, 0, 32);
+	m[0] = m[1] = m[2] = 1; /* eager, with a tag */
+	m[14] = EAGER >> 8;
+	/* More than all senders together may store. */
+	for (size_t i = 0; i < (80u << 20) / EAGER; i++)
+		TRY(post_raw(&bad, &mine, EAGER + 32, &b));
+	OK(fi_tsend(a.ep, out, 100, NULL, a.peer, 2, &a));
+	TRY(next(a.tx, &entry, NULL));
+	OK(fi_trecv(b.ep, in, 100, NULL, b.peer, 2, 0, &b));
+	return next(b.rx, &entry, NULL);
+}
+
 /* Messages of a queue pair that breaks the protocol change nothing. */
 static const char *hostile(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
 					     .flags = ANYWARPDV_QP_KEEP_GOING };
 	struct fi_cq_tagged_entry entry;
-	struct sockaddr_in name;
 	struct region mine = { 0 };
 	struct dgram bad;
 	struct side a, b;
-	size_t len = sizeof name;
 	uint32_t seed = 7;
 
 	(void)arg;
@@ -1097,8 +1175,6 @@ static const char *hostile(size_t arg)
 	TRY(find_all());
 	TRY(open_dgram(&bad, &dv));
 	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
-	OK(fi_getname(&b.ep->fid, &name, &len));
-	uint32_t qpn = (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0];
 	for (uint64_t i = 0; i < 2000; i++) {
 		uint8_t *m = mine.at;
 		size_t size = 32;
@@ -1111,25 +1187,12 @@ static const char *hostile(size_t arg)
 		if (i % 8)
 			m[0] = 1, m[3] = 0, m[2] &= 15;
 		if (i % 16)
-			m[1] = (uint8_t)(1 + i % 7);
+			m[1] = (uint8_t)(1 + i % 8);
 		if (i % 3 == 0)
 			memset(m + 4, 0, 10); /* names and lengths that are small */
 		if (i % 5 == 0)
 			size = (size_t)(i % 64);
-		ibv_wr_start(bad.ex);
-		bad.ex->wr_id = i;
-		bad.ex->wr_flags = IBV_SEND_SIGNALED;
-		ibv_wr_send(bad.ex);
-		ibv_wr_set_ud_addr(bad.ex, bad.ah, qpn, JOB_KEY);
-		ibv_wr_set_sge(bad.ex, mine.mr->lkey, (uintptr_t)m, (uint32_t)size);
-		ENSURE(!ibv_wr_complete(bad.ex), "post");
-		struct ibv_wc wc;
-		uint64_t until = now_ms() + WAIT_MS;
-		while (ibv_poll_cq(bad.scq, 1, &wc) == 0) {
-			ENSURE(now_ms() < until, "message %llu does not arrive", (unsigned long long)i);
-			fi_cq_read(b.rx, NULL, 0);
-		}
-		ENSURE(wc.status == IBV_WC_SUCCESS, "message %llu: %s", (unsigned long long)i, ibv_wc_status_str(wc.status));
+		TRY(post_raw(&bad, &mine, size, &b));
 	}
 	while (fi_cq_read(b.rx, &entry, 1) == 1)
 		ENSURE(entry.flags & FI_REMOTE_WRITE, "a completion that nothing was posted for");
@@ -1268,6 +1331,8 @@ static const struct test tests[] = {
 	{ "fence_write", fence, 1, 0, false },
 	{ "fence_atomic", fence, 2, 0, false },
 	{ "flood", flood, 0, 0, false },
+	{ "flood_injected", flood, 1, 0, false },
+	{ "flood_hostile", flood_hostile, 0, 0, false },
 	{ "truncation", truncation, 1000, 0, false },
 	{ "truncation_long", truncation, 100000, 0, false },
 	{ "cancel", cancel, 0, 0, false },

@@ -27,6 +27,20 @@ pub const READS: u32 = 128;
 /// The most bytes of unexpected messages that are stored, where each message counts with [`UNEXPECTED_EACH`] more. Beyond
 /// that, messages stay in the receives of the device, and their senders have to wait.
 pub const UNEXPECTED: usize = 64 << 20;
+/// The bytes from which the shares of the senders are computed: a sender may store half of what is left of them. The rest of
+/// [`UNEXPECTED`] is for messages that were sent before their sender knew that its share is used up.
+pub const SHARED: usize = 32 << 20;
+/// The smallest share of a sender in bytes.
+pub const SHARE_MIN: usize = 256 << 10;
+/// The most bytes that a sender may store after it was told that its share is used up. An endpoint of this library sends at most
+/// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads this, and about as many while it handles
+/// the completions before it.
+pub const LATE: usize = 8 << 20;
+/// The most announced messages to a peer where the share of this endpoint is used up. Beyond that, sends to this peer are refused
+/// (`FI_EAGAIN`).
+pub const ANNOUNCED: usize = 4096;
+/// The most injected messages, each of at most [`INJECT`] bytes, that an endpoint stores for such peers.
+pub const COPIES: usize = 16_384;
 /// The bytes that a stored message uses in addition to its content.
 pub const UNEXPECTED_EACH: usize = 160;
 /// The most completions of the device that one call handles, so that the program gets its own completions soon.

@@ -34,10 +34,13 @@ pub enum Kind {
     AtomicDone,
     /// A message without content. Its delivery shows that the peer responds.
     Probe,
+    /// `length` 1: too many messages of this sender have no receive, and it announces all its messages from now on. `length`
+    /// 0: it need not any more.
+    Hold,
 }
 
 impl Kind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Eager,
         Self::Announce,
         Self::Grant,
@@ -45,6 +48,7 @@ impl Kind {
         Self::Atomic,
         Self::AtomicDone,
         Self::Probe,
+        Self::Hold,
     ];
 
     fn code(self) -> u8 {
@@ -56,6 +60,7 @@ impl Kind {
             Self::Atomic => 5,
             Self::AtomicDone => 6,
             Self::Probe => 7,
+            Self::Hold => 8,
         }
     }
 }
@@ -152,13 +157,8 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            // Shorter messages are sent with their content. Also, an announced message without bytes would use no space of a
-            // multi-receive buffer, which could then be matched with any number of them.
-            Kind::Announce => {
-                follows == 0
-                    && header.length > crate::limits::EAGER as u64
-                    && header.length <= crate::limits::MESSAGE as u64
-            }
+            Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
+            Kind::Hold => follows == 0 && header.length <= 1,
             Kind::AtomicDone => header.length == follows,
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
             Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
@@ -216,20 +216,19 @@ mod tests {
             Header::decode(&bytes).is_some()
         };
         assert!(!with(0, 2), "a version");
-        assert!(!with(1, 0) && !with(1, 8), "a kind");
+        assert!(!with(1, 0) && !with(1, 9), "a kind");
         assert!(!with(2, 16), "a flag");
         assert!(!with(3, 1), "the byte that is zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);
         long.length = crate::limits::MESSAGE as u64 + 1;
         assert!(Header::decode(&long.encode()).is_none(), "too long");
-        for short in [0, 1, crate::limits::EAGER as u64] {
-            long.length = short;
-            assert!(
-                Header::decode(&long.encode()).is_none(),
-                "short enough to be sent at once"
-            );
-        }
+        let mut hold = Header::new(Kind::Hold);
+        hold.length = 2;
+        assert!(
+            Header::decode(&hold.encode()).is_none(),
+            "neither on nor off"
+        );
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
         assert!(Header::decode(&more).is_none(), "bytes behind a grant");

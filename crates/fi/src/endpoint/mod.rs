@@ -6,6 +6,7 @@
 //! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
 
 pub(crate) mod atomic;
+mod credit;
 mod fence;
 mod one_sided;
 mod progress;
@@ -162,10 +163,15 @@ enum Op {
     },
     /// An announced message.
     Announced {
-        done: Done,
+        /// `None` if the completion was already reported.
+        done: Option<Done>,
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
+        /// The content of an injected message, and the counts of such messages. It is declared after the regions, so that it is
+        /// dropped after them.
+        _copy: Option<(Vec<u8>, Arc<()>)>,
+        _counted: Option<Arc<()>>,
         /// The device has delivered the announcement.
         known: bool,
         grant: Option<Grant>,
@@ -437,6 +443,7 @@ pub struct Endpoint {
     untagged: Matching<Receive>,
     deferred: VecDeque<Deferred>,
     postponed: VecDeque<fence::Postponed>,
+    credit: credit::Credit,
     held: VecDeque<Held>,
     /// The number of requests that have not completed.
     outstanding: usize,
@@ -517,6 +524,7 @@ impl Endpoint {
             untagged: Matching::default(),
             deferred: VecDeque::new(),
             postponed: VecDeque::new(),
+            credit: credit::Credit::default(),
             held: VecDeque::new(),
             outstanding: 0,
             asked: Instant::now(),

@@ -28,6 +28,7 @@ impl Endpoint {
             self.send_postponed(cx);
         }
         self.take_held(cx);
+        self.release(cx);
         let mut batch = [Wc::default(); limits::BATCH];
         // If the program does not read its completions, no more messages are received, and their senders have to wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
@@ -118,7 +119,7 @@ impl Endpoint {
                 }
             }
             Op::Announced { done, to, .. } => {
-                self.finish(cx, &done, err);
+                self.finish_or_report(cx, done, err);
                 self.lost(cx, to, err);
             }
             Op::Notified { done, .. } => self.finish(cx, &done, err),
@@ -184,6 +185,7 @@ impl Endpoint {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
             return;
         }
+        self.credit.forget(peer);
         self.end_waiting(cx, |of| of == peer, err);
         self.tagged.forget_announced(peer);
         self.untagged.forget_announced(peer);
@@ -210,10 +212,10 @@ impl Endpoint {
         });
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
-            if let Some(Op::Announced { done, .. } | Op::Atomic { done, .. }) =
-                self.ops.remove(name)
-            {
-                self.finish(cx, &done, err);
+            match self.ops.remove(name) {
+                Some(Op::Announced { done, .. }) => self.finish_or_report(cx, done, err),
+                Some(Op::Atomic { done, .. }) => self.finish(cx, &done, err),
+                _ => {}
             }
         }
         let incoming = self.incoming.iter();
@@ -307,6 +309,7 @@ impl Endpoint {
                 cx.push(self.binding.receive_queue, entry);
             }
             Kind::AtomicDone => self.operated(cx, from, &header, at, length),
+            Kind::Hold => self.told(cx, from, &header),
             Kind::Probe => {}
         }
         self.again(at);
@@ -370,12 +373,19 @@ impl Endpoint {
             length: header.length,
         };
         let announced = header.kind == Kind::Announce;
+        if announced && self.deferred.len() >= limits::DEFERRED {
+            return false;
+        }
         let matching = if tagged {
             &mut self.tagged
         } else {
             &mut self.untagged
         };
         let Some((place, receive)) = matching.receive_for(&envelope) else {
+            if !self.may_store(from) {
+                self.ignored(from);
+                return true;
+            }
             if crowded {
                 return false;
             }
@@ -384,13 +394,17 @@ impl Endpoint {
             } else {
                 Content::Here(content.to_vec())
             };
-            matching.keep(Message {
+            self.matching(tagged).keep(Message {
                 envelope,
                 from,
                 length: header.length,
                 data,
                 content,
             });
+            self.after_storing(cx, from);
+            if announced {
+                self.correct(cx, from, header.length);
+            }
             return true;
         };
         let receive = *receive;
@@ -400,6 +414,7 @@ impl Endpoint {
                 self.matching(tagged).remove_receive(place);
             }
             self.grant(cx, target, arrived, header.id);
+            self.correct(cx, from, header.length);
             return true;
         }
         // The content is in a receive of the device, which `target` and `received` do not access.

@@ -236,6 +236,11 @@ impl Endpoint {
         let granted = wanted.min(target.memory.len());
         let mut header = Header::new(Kind::Grant);
         header.id = id;
+        if wanted == 0 {
+            header.tag = u64::from(u32::MAX);
+            self.answer(cx, message.from, header);
+            return self.received(cx, &target, &message, 0, 0);
+        }
         let (region, aside, base) = match self.prepare(cx, &target, message.from, granted) {
             Ok(prepared) => prepared,
             Err(why) => {

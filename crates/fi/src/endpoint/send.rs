@@ -41,7 +41,8 @@ impl Endpoint {
             qkey: self.job.qkey,
         };
         let done = self.done_of_send(message);
-        let mut header = Header::new(if length > limits::EAGER {
+        let announced = length > limits::EAGER || self.credit.is_used_up(to);
+        let mut header = Header::new(if announced {
             Kind::Announce
         } else {
             Kind::Eager
@@ -55,13 +56,20 @@ impl Endpoint {
             header.flags |= DATA;
             header.data = data;
         }
-        if length > limits::EAGER {
-            return self.announce(cx, to, to_whom, message.memory, header, done);
-        }
+        let copied = message.silent || message.flags & FI_INJECT != 0;
         let at_once = message.flags & (FI_INJECT | FI_INJECT_COMPLETE) != 0
             && message.flags & (FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE) == 0
             || message.silent;
+        // A message that is announced is copied only if it is injected.
+        let at_once = at_once && (copied || !announced);
         let later = (!at_once).then_some(done);
+        if announced {
+            self.announce(cx, (to, to_whom), message.memory, header, later, copied)?;
+            if at_once {
+                self.finish(cx, &done, 0);
+            }
+            return Ok(());
+        }
         let total = HEADER + length;
         let slot = if total > limits::INLINE {
             Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
@@ -113,15 +121,21 @@ impl Endpoint {
     pub(super) fn announce(
         &mut self,
         cx: &Shared,
-        to: Remote,
-        to_whom: To<'_>,
-        memory: UserMemory,
+        (to, to_whom): (Remote, To<'_>),
+        mut memory: UserMemory,
         mut header: Header,
-        done: Done,
+        done: Option<Done>,
+        copied: bool,
     ) -> Result<(), i32> {
+        let counted = self.credit.announce(to)?;
+        let copy = if copied {
+            Some(self.credit.copy(&mut memory)?)
+        } else {
+            None
+        };
         let mut regions = Vec::new();
         for (at, len) in memory.parts().filter(|(_, len)| *len > 0) {
-            // SAFETY: the program does not change this memory until the operation has completed.
+            // SAFETY: the program does not change this memory until the operation has completed. A copy is kept with it.
             regions.push(unsafe { Region::new(&cx.pd, at, len, Access::Source) }?);
         }
         let announced = Op::Announced {
@@ -129,6 +143,8 @@ impl Endpoint {
             to,
             memory,
             regions,
+            _copy: copy,
+            _counted: counted,
             known: false,
             grant: None,
             written: 0,
@@ -214,7 +230,7 @@ impl Endpoint {
             Ok(way) => way,
             Err(why) => {
                 if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
-                    self.finish(cx, &done, why);
+                    self.finish_or_report(cx, done, why);
                 }
                 return true;
             }
@@ -246,7 +262,7 @@ impl Endpoint {
             Err(why) if full(why) == FI_EAGAIN => false,
             Err(why) => {
                 if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
-                    self.finish(cx, &done, why);
+                    self.finish_or_report(cx, done, why);
                 }
                 true
             }
