@@ -1,7 +1,9 @@
 //! `cargo lab mpi`: runs the program of tests/mpi with the distribution's MPIs over the device.
 //!
-//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs.
+//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` the
+//! transports of Open MPI are compared instead, those of the device and others.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -89,7 +91,151 @@ const WAYS: &[Way] = &[
     },
 ];
 
-pub(crate) fn run() -> Result {
+/// The options of `cargo lab mpi`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Compare latency, bandwidth and memory of the transports of Open MPI, in this many rounds.
+    #[arg(long, value_name = "ROUNDS")]
+    compare: Option<usize>,
+}
+
+/// The transports that are compared, each with its options of Open MPI.
+const TRANSPORTS: &[(&str, &[&str])] = &[
+    (
+        "`anywarp`",
+        &[
+            "pml",
+            "cm",
+            "mtl",
+            "ofi",
+            "mtl_ofi_provider_include",
+            "anywarp",
+        ],
+    ),
+    ("UCX `rc_verbs` over anywarp", &["pml", "ucx"]),
+    (
+        "`tcp;ofi_rxm`",
+        &[
+            "pml",
+            "cm",
+            "mtl",
+            "ofi",
+            "mtl_ofi_provider_include",
+            "tcp;ofi_rxm",
+        ],
+    ),
+    (
+        "`udp;ofi_rxd`",
+        &[
+            "pml",
+            "cm",
+            "mtl",
+            "ofi",
+            "mtl_ofi_provider_include",
+            "udp;ofi_rxd",
+        ],
+    ),
+    ("`btl/tcp`", &["pml", "ob1", "btl", "tcp,self"]),
+];
+
+/// The numbers of ranks for which memory is measured.
+const RANKS: [usize; 4] = [2, 4, 8, 16];
+
+/// Runs `tests/mpi/compare.c` over a transport. Returns the three numbers that it prints.
+fn measure(program: &Path, transport: &[&str], ranks: usize, memory: bool) -> Result<[f64; 3]> {
+    let mut command = Command::new("timeout");
+    command.args([PATIENCE, "mpiexec.openmpi", "--oversubscribe"]);
+    for option in transport.chunks(2) {
+        command.arg("--mca").args(option);
+    }
+    command.args(["-n", &ranks.to_string()]);
+    command.envs(COMMON.iter().copied()).env("UCX_TLS", RC);
+    if transport.contains(&"btl") {
+        command.env_remove("OMPI_MCA_btl");
+    }
+    command
+        .arg(sh::dist().join("bin/anywarp"))
+        .args(["run", "--device-ip", "127.0.0.1", "--"])
+        .arg(program)
+        .args(memory.then_some("memory"))
+        .stdin(Stdio::null());
+    let output = command.output()?;
+    let printed = String::from_utf8_lossy(&output.stdout);
+    let numbers = printed.split_whitespace().map(str::parse::<f64>);
+    let numbers: std::result::Result<Vec<f64>, _> = numbers.collect();
+    match numbers.map(<[f64; 3]>::try_from) {
+        Ok(Ok(three)) if output.status.success() => Ok(three),
+        _ => Err(format!(
+            "{transport:?}, {ranks} ranks: {}: {printed}{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        )
+        .into()),
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Measures the transports in turn, and prints a table of medians and of the smallest and largest values.
+fn compare(rounds: usize) -> Result {
+    let work = sh::target().join("mpi");
+    std::fs::create_dir_all(&work)?;
+    let program = work.join("compare");
+    sh::run(
+        Command::new("mpicc.openmpi")
+            .args(["-O1", "-Wall", "-Wno-stringop-overflow", "-o"])
+            .arg(&program)
+            .arg(sh::root().join("tests/mpi/compare.c")),
+    )?;
+    let mut times = vec![Vec::new(); TRANSPORTS.len()];
+    let mut rates = vec![Vec::new(); TRANSPORTS.len()];
+    for _ in 0..rounds {
+        let results = times.iter_mut().zip(&mut rates);
+        for ((times, rates), (_, options)) in results.zip(TRANSPORTS) {
+            let [us, gb, _] = measure(&program, options, 2, false)?;
+            times.push(us);
+            rates.push(gb);
+        }
+    }
+    println!("| transport | 8 B one way, µs | 1 MiB, GB/s | MB of a rank: 2 ranks | 4 | 8 | 16 |");
+    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
+    let all = |values: &[f64]| {
+        let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = values.iter().copied().fold(0.0, f64::max);
+        format!("{:.2} ({least:.2} to {most:.2})", median(values.to_vec()))
+    };
+    for ((times, rates), (name, options)) in times.iter().zip(&rates).zip(TRANSPORTS) {
+        let mut row = format!("| {name} | {} | {} |", all(times), all(rates));
+        for ranks in RANKS {
+            match measure(&program, options, ranks, true) {
+                Ok([_, _, mb]) => row += &format!(" {mb:.1} |"),
+                Err(why) => {
+                    eprintln!("{why}");
+                    row += " failed |";
+                }
+            }
+        }
+        println!("{row}");
+    }
+    Ok(())
+}
+
+/// Disables the selection among all devices, the signal handlers of UCX, and Open MPI's own transports.
+const COMMON: &[(&str, &str)] = &[
+    ("UCX_NET_DEVICES", "anywarp0:1"),
+    ("UCX_HANDLE_ERRORS", "none"),
+    ("OMPI_MCA_btl", "^vader,tcp,openib"),
+    ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+    ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+];
+
+pub(crate) fn run(options: &Options) -> Result {
+    if let Some(rounds) = options.compare {
+        return compare(rounds);
+    }
     let work = sh::target().join("mpi");
     std::fs::create_dir_all(&work)?;
     let (mut passed, mut failed) = (0, 0);
@@ -106,15 +252,9 @@ pub(crate) fn run() -> Result {
             let begin = Instant::now();
             let mut command = Command::new("timeout");
             command.arg(PATIENCE).args(way.launcher).args(["-n", ranks]);
-            // Disables the selection among all devices and the signal handlers of UCX.
-            let common = [
-                ("UCX_NET_DEVICES", "anywarp0:1"),
-                ("UCX_HANDLE_ERRORS", "none"),
-                ("OMPI_MCA_btl", "^vader,tcp,openib"),
-                ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
-                ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
-            ];
-            command.envs(common).envs(way.env.iter().copied());
+            command
+                .envs(COMMON.iter().copied())
+                .envs(way.env.iter().copied());
             // The capture contains all traffic of the device. It is empty if the MPI used another network.
             let capture = work.join("capture.pcapng");
             let _none_yet = std::fs::remove_file(&capture);
