@@ -108,7 +108,7 @@ pub fn messages(mut data: &[u8]) {
                     None => matching.post(pattern, 0),
                 }
             }
-            Kind::Written | Kind::AtomicDone | Kind::Probe | Kind::Hold => {}
+            Kind::Written | Kind::AtomicDone | Kind::Probe | Kind::Hold | Kind::Link => {}
         }
         assert_eq!((matching.bytes(), matching.bytes_of(from)), (bytes, bytes));
     }

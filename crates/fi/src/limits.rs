@@ -65,6 +65,17 @@ pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
 /// seconds.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
+/// The messages to and from a peer on this host after which the endpoint makes a link to it.
+pub const BUSY: u32 = 64;
+/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, of which pages that were never written use none,
+/// and the rings of a connection on one host.
+pub const LINKS: usize = 8;
+/// The number of receives of a link, and the most messages on it that have not completed.
+pub const LINK_DEPTH: usize = 32;
+/// The longest message in bytes that is sent inline on a link.
+pub const LINK_INLINE: usize = 256;
+/// The most peers whose messages are counted until there is a link.
+pub const COUNTED: usize = 1024;
 /// The time without data after which the sender of an announced message is probed.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
 /// The time that a waiting call polls before it sleeps.

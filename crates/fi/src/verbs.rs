@@ -532,6 +532,8 @@ pub struct Job {
     pub qkey: u32,
     /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
+    /// Busy pairs of endpoints on one host make links.
+    pub links: bool,
 }
 
 /// A reliable-datagram queue pair.
@@ -551,7 +553,9 @@ impl QueuePair {
     pub fn new(
         pd: &Arc<Pd>,
         cq: &Completions,
-        Job { qkey, timeout_ms }: Job,
+        Job {
+            qkey, timeout_ms, ..
+        }: Job,
         plain: bool,
         port: u16,
     ) -> Result<Self, i32> {
@@ -779,6 +783,196 @@ impl QueuePair {
             base: record.base,
             length: record.length,
         })
+    }
+}
+
+/// A queue pair of a reliable connection, for messages only.
+#[derive(Debug)]
+pub struct Stream {
+    pd: Arc<Pd>,
+    qp: *mut ffi::ibv_qp,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    /// Creates a queue pair, which is not connected.
+    pub fn new(pd: &Arc<Pd>, cq: &Completions) -> Result<Self, i32> {
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let mut attr = ffi::ibv_qp_init_attr {
+            send_cq: cq.cq,
+            recv_cq: cq.cq,
+            cap: ffi::ibv_qp_cap {
+                max_send_wr: count(limits::LINK_DEPTH),
+                max_recv_wr: count(limits::LINK_DEPTH),
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: count(limits::LINK_INLINE),
+            },
+            qp_type: ffi::IBV_QPT_RC,
+            ..Default::default()
+        };
+        // SAFETY: the attributes are valid, and their objects are live.
+        let qp = unsafe { (pd.device.f.create_qp)(pd.pd, &raw mut attr) };
+        if qp.is_null() {
+            return Err(errno());
+        }
+        let made = Self {
+            pd: Arc::clone(pd),
+            qp,
+        };
+        let attr = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_INIT,
+            port_num: 1,
+            // The peer may only send messages.
+            qp_access_flags: 0,
+            ..Default::default()
+        };
+        made.modify(
+            attr,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_PKEY_INDEX
+                | ffi::IBV_QP_PORT
+                | ffi::IBV_QP_ACCESS_FLAGS,
+        )?;
+        Ok(made)
+    }
+
+    fn modify(&self, mut attr: ffi::ibv_qp_attr, mask: c_int) -> Result<(), i32> {
+        // SAFETY: the queue pair is live, the attributes are valid.
+        let rc = unsafe { (self.pd.device.f.modify_qp)(self.qp, &raw mut attr, mask) };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The connection is made meanwhile, and
+    /// requests wait for it.
+    pub fn connect(&self, peer: Remote, from: u8) -> Result<(), i32> {
+        const RNR_TIMER_640_US: u8 = 12;
+        const FOR_EVER: u8 = 7;
+        let ready_to_receive = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_RTR,
+            path_mtu: ffi::IBV_MTU_1024,
+            dest_qp_num: peer.qpn,
+            min_rnr_timer: RNR_TIMER_640_US,
+            max_dest_rd_atomic: 1,
+            ah_attr: ffi::ibv_ah_attr {
+                grh: ffi::ibv_global_route {
+                    dgid: gid_of(peer.ip),
+                    sgid_index: from,
+                    hop_limit: 64,
+                    ..Default::default()
+                },
+                is_global: 1,
+                port_num: 1,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        self.modify(
+            ready_to_receive,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_AV
+                | ffi::IBV_QP_PATH_MTU
+                | ffi::IBV_QP_DEST_QPN
+                | ffi::IBV_QP_RQ_PSN
+                | ffi::IBV_QP_MAX_DEST_RD_ATOMIC
+                | ffi::IBV_QP_MIN_RNR_TIMER,
+        )?;
+        let ready_to_send = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_RTS,
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: FOR_EVER,
+            max_rd_atomic: 1,
+            ..Default::default()
+        };
+        self.modify(
+            ready_to_send,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_SQ_PSN
+                | ffi::IBV_QP_TIMEOUT
+                | ffi::IBV_QP_RETRY_CNT
+                | ffi::IBV_QP_RNR_RETRY
+                | ffi::IBV_QP_MAX_QP_RD_ATOMIC,
+        )
+    }
+
+    /// Ends the connection. Posted requests and receives complete with an error.
+    pub fn fail(&self) {
+        let attr = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_ERR,
+            ..Default::default()
+        };
+        // This fails only if the queue pair has failed already.
+        let _done = self.modify(attr, ffi::IBV_QP_STATE);
+    }
+
+    /// Returns the number of the queue pair.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair is live.
+        unsafe { (*self.qp).qp_num }
+    }
+
+    /// Sends registered memory, with a completion.
+    ///
+    /// # Safety
+    /// The memory is registered with this key, and does not change until the completion.
+    pub unsafe fn send(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let inline = if piece.len <= limits::LINK_INLINE {
+            ffi::IBV_SEND_INLINE
+        } else {
+            0
+        };
+        let mut wr = ffi::ibv_send_wr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+            opcode: ffi::IBV_WR_SEND,
+            send_flags: ffi::IBV_SEND_SIGNALED | inline,
+            ..Default::default()
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the request and everything that it points to are valid (the memory is guaranteed by the caller).
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_send.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Posts a receive.
+    ///
+    /// # Safety
+    /// The memory is registered, and is not used elsewhere until the completion.
+    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let mut wr = ffi::ibv_recv_wr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: as in `send`.
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_recv.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: the queue pair is destroyed once.
+        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
     }
 }
 

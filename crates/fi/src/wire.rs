@@ -37,10 +37,45 @@ pub enum Kind {
     /// `length` 1: too many messages of this sender have no receive, and it announces all its messages from now on. `length`
     /// 0: it need not any more.
     Hold,
+    /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
+    /// the number of messages that the sender has received on the link.
+    Link,
+}
+
+/// A step in the life of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// The sender offers a link.
+    Offer = 1,
+    /// The sender has connected its queue pair to the offered one.
+    Accept = 2,
+    /// The sender accepts no link.
+    Refuse = 3,
+    /// The messages of the sender follow on the link.
+    Moved = 4,
+    /// The link has failed.
+    Broken = 5,
+    /// The sender closes its endpoint.
+    Closed = 6,
+}
+
+impl Step {
+    /// Returns the step with a number.
+    pub fn from_number(number: u64) -> Option<Self> {
+        let all = [
+            Self::Offer,
+            Self::Accept,
+            Self::Refuse,
+            Self::Moved,
+            Self::Broken,
+            Self::Closed,
+        ];
+        all.into_iter().find(|step| *step as u64 == number)
+    }
 }
 
 impl Kind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Eager,
         Self::Announce,
         Self::Grant,
@@ -49,6 +84,7 @@ impl Kind {
         Self::AtomicDone,
         Self::Probe,
         Self::Hold,
+        Self::Link,
     ];
 
     fn code(self) -> u8 {
@@ -61,6 +97,7 @@ impl Kind {
             Self::AtomicDone => 6,
             Self::Probe => 7,
             Self::Hold => 8,
+            Self::Link => 9,
         }
     }
 }
@@ -159,6 +196,7 @@ impl Header {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
             Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
             Kind::Hold => follows == 0 && header.length <= 1,
+            Kind::Link => follows == 0 && Step::from_number(header.length).is_some(),
             Kind::AtomicDone => header.length == follows,
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
             Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
@@ -178,7 +216,11 @@ mod tests {
                 kind,
                 flags: TAGGED | DATA,
                 id: 0x0102_0304,
-                length: if kind == Kind::Announce { 1 << 20 } else { 0 },
+                length: match kind {
+                    Kind::Announce => 1 << 20,
+                    Kind::Link => 6,
+                    _ => 0,
+                },
                 tag: 0x1112_1314_1516_1718,
                 data: u64::MAX - 1,
             };
@@ -216,7 +258,7 @@ mod tests {
             Header::decode(&bytes).is_some()
         };
         assert!(!with(0, 2), "a version");
-        assert!(!with(1, 0) && !with(1, 9), "a kind");
+        assert!(!with(1, 0) && !with(1, 10), "a kind");
         assert!(!with(2, 16), "a flag");
         assert!(!with(3, 1), "the byte that is zero");
         assert!(!with(15, 1), "a length that is not that of the message");

@@ -8,6 +8,7 @@
 pub(crate) mod atomic;
 mod credit;
 mod fence;
+mod link;
 mod one_sided;
 mod progress;
 mod receive;
@@ -29,9 +30,9 @@ use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
-    To, Way, Wc, error_of, kind_of, source_of,
+    Stream, To, Way, Wc, error_of, kind_of, source_of,
 };
-use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, TAGGED, VERSION};
+use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, Step, TAGGED, VERSION};
 
 /// Memory that the program has registered.
 #[derive(Debug, Clone, Copy)]
@@ -197,6 +198,8 @@ enum Op {
     Notified { done: Done, to: Remote },
     /// A message that checks whether a peer responds.
     Probe { to: Remote },
+    /// A message that tells a peer with a link that this endpoint is closed.
+    Goodbye { to: Remote },
     /// An atomic operation that waits for its answer.
     Atomic {
         done: Done,
@@ -289,6 +292,8 @@ enum Deferred {
 #[derive(Debug)]
 struct Held {
     receive: usize,
+    /// The link on which it has arrived, if any.
+    link: Option<link::Name>,
     length: usize,
     from: Remote,
 }
@@ -387,6 +392,11 @@ const ANNOUNCE: u64 = 2;
 /// `wr_id` of an answer to a peer, which belongs to no operation of this end.
 const ANSWER: u64 = 3;
 
+/// `wr_id` of a message on a link.
+const LINK_SEND: u64 = 4;
+/// `wr_id` of a receive of a link.
+const LINK_RECEIVE: u64 = 5;
+
 const STRIDE: usize = (ROUTE_HEADER + HEADER + limits::EAGER).next_multiple_of(64);
 const SLOT: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
@@ -420,6 +430,8 @@ pub struct Binding {
 #[derive(Debug)]
 pub struct Endpoint {
     qp: QueuePair,
+    /// Links to peers on this host.
+    links: link::Links,
     /// The queue pair for reads and writes of the program. It is created for the first of them.
     plain: Option<QueuePair>,
     cq: Completions,
@@ -479,7 +491,10 @@ impl Endpoint {
         job: Job,
         binding: Binding,
     ) -> Result<Self, i32> {
-        let entries = 2 * limits::REQUESTS + limits::RECEIVES + limits::RECORDS;
+        let entries = 2 * limits::REQUESTS
+            + limits::RECEIVES
+            + limits::RECORDS
+            + 2 * limits::LINK_DEPTH * limits::LINKS;
         let cq = Completions::new(device, entries, Some(Arc::clone(channel)))?;
         let receives = Area::new(limits::RECEIVES * STRIDE).ok_or(FI_ENOMEM)?;
         let slots = Area::new(limits::SLOTS * SLOT).ok_or(FI_ENOMEM)?;
@@ -525,6 +540,7 @@ impl Endpoint {
             deferred: VecDeque::new(),
             postponed: VecDeque::new(),
             credit: credit::Credit::default(),
+            links: link::Links::new(job.links),
             held: VecDeque::new(),
             outstanding: 0,
             asked: Instant::now(),

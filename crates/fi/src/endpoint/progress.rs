@@ -29,6 +29,9 @@ impl Endpoint {
         }
         self.take_held(cx);
         self.release(cx);
+        if self.links.any_broken {
+            self.mend_links(cx);
+        }
         let mut batch = [Wc::default(); limits::BATCH];
         // If the program does not read its completions, no more messages are received, and their senders have to wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
@@ -38,7 +41,7 @@ impl Endpoint {
                 self.completed(cx, wc);
             }
         }
-        if !self.incoming.is_empty() || !self.ops.is_empty() {
+        if !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken {
             self.ask(cx);
         }
     }
@@ -64,6 +67,9 @@ impl Endpoint {
     pub(super) fn completed(&mut self, cx: &mut Shared, wc: &Wc) {
         let err = error_of(wc);
         let kind = wc.wr_id >> KIND;
+        if kind >= LINK_SEND {
+            return self.completed_on_link(cx, wc, err);
+        }
         if err == 0 {
             match kind_of(wc) {
                 Of::Receive => return self.arrived(cx, wc),
@@ -89,6 +95,11 @@ impl Endpoint {
             );
         }
         let name = u32::try_from(wc.wr_id & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+        self.request_completed(cx, kind, name, err);
+    }
+
+    /// Handles the completion of a request that belongs to the operation `name`.
+    pub(super) fn request_completed(&mut self, cx: &mut Shared, kind: u64, name: u32, err: i32) {
         if kind == ANNOUNCE && err == 0 {
             if let Some(Op::Announced { known, .. }) = self.ops.get_mut(name) {
                 *known = true;
@@ -129,7 +140,7 @@ impl Endpoint {
                 self.free_slots.extend(slot);
                 self.requested(cx, of, err);
             }
-            Op::Atomic { .. } => {}
+            Op::Atomic { .. } | Op::Goodbye { .. } => {}
         }
     }
 
@@ -186,6 +197,7 @@ impl Endpoint {
             return;
         }
         self.credit.forget(peer);
+        self.lose_link(cx, |of| of == peer, err);
         self.end_waiting(cx, |of| of == peer, err);
         self.tagged.forget_announced(peer);
         self.untagged.forget_announced(peer);
@@ -194,6 +206,7 @@ impl Endpoint {
     /// Called when the queue pair has failed and receives nothing more. Ends the operations that wait for messages. The
     /// device completes its requests, and new operations are refused.
     fn end_all(&mut self, cx: &mut Shared) {
+        self.lose_link(cx, |_| true, FI_EIO);
         self.end_waiting(cx, |_| true, FI_EIO);
         for tagged in [true, false] {
             let posted: Vec<Receive> = self.matching(tagged).cancel_all().collect();
@@ -243,6 +256,7 @@ impl Endpoint {
         };
         let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
         peers.extend(self.incoming.iter().map(|(_, i)| i.message.from));
+        peers.extend(self.links.waiting());
         peers.sort_unstable();
         peers.dedup();
         for (_, op) in self.ops.iter() {
@@ -288,15 +302,20 @@ impl Endpoint {
             Kind::Eager | Kind::Announce | Kind::Atomic => {
                 let held = Held {
                     receive: at,
+                    link: None,
                     length,
                     from,
                 };
+                if header.kind != Kind::Atomic {
+                    self.count_message(cx, from);
+                }
                 if !self.held.is_empty() || !self.take(cx, &held) {
                     self.held.push_back(held);
                     self.take_held(cx);
                     return;
                 }
             }
+            Kind::Link => self.link_step(cx, from, &header),
             Kind::Grant => self.granted(cx, from, &header),
             Kind::Written => {
                 cx.count(self.counter(Counts::RemoteWrite), false);
@@ -332,7 +351,7 @@ impl Endpoint {
                 return;
             };
             if self.take(cx, &held) {
-                self.again(held.receive);
+                self.release_receive(&held);
             } else {
                 self.held.push_back(held);
             }
@@ -344,9 +363,22 @@ impl Endpoint {
     pub(super) fn take(&mut self, cx: &mut Shared, held: &Held) -> bool {
         let (at, length, from) = (held.receive, held.length, held.from);
         let source = self.source(cx, from);
-        // SAFETY: the receive has completed and is not posted again yet.
-        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
-        let message = datagram.get(ROUTE_HEADER..).unwrap_or_default();
+        let message = match held.link {
+            Some(link) => {
+                let first = self.held.iter().any(|h| h.link.is_none() && h.from == from);
+                match self.links.message(link, at, length) {
+                    Some(_) if first => return false,
+                    Some(Ok(message)) => message,
+                    Some(Err(_before_move)) => return false,
+                    None => return true,
+                }
+            }
+            None => {
+                // SAFETY: the receive has completed and is not posted again yet.
+                let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+                datagram.get(ROUTE_HEADER..).unwrap_or_default()
+            }
+        };
         let Some((header, content)) = Header::decode(message) else {
             return true;
         };
@@ -497,7 +529,9 @@ impl Endpoint {
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
         drop((tagged, untagged));
         let until = Instant::now() + limits::LINGER;
-        while !self.is_idle() && Instant::now() < until {
+        self.progress(cx);
+        self.say_goodbye(cx);
+        while !self.is_idle() && !self.is_left_alone() && Instant::now() < until {
             self.progress(cx);
         }
     }

@@ -34,6 +34,7 @@ impl Endpoint {
         length: usize,
     ) -> Result<(), i32> {
         let to = self.peer(cx, message.to)?;
+        let link = self.link_to(cx, to)?;
         let way = cx.way(to.ip, self.place)?;
         let to_whom = To {
             way: &way,
@@ -64,14 +65,21 @@ impl Endpoint {
         let at_once = at_once && (copied || !announced);
         let later = (!at_once).then_some(done);
         if announced {
-            self.announce(cx, (to, to_whom), message.memory, header, later, copied)?;
+            self.announce(
+                cx,
+                (to, to_whom, link),
+                message.memory,
+                header,
+                later,
+                copied,
+            )?;
             if at_once {
                 self.finish(cx, &done, 0);
             }
             return Ok(());
         }
         let total = HEADER + length;
-        let slot = if total > limits::INLINE {
+        let slot = if link.is_none() && total > limits::INLINE {
             Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
         } else {
             None
@@ -85,14 +93,15 @@ impl Endpoint {
             return Err(FI_EAGAIN);
         };
         let id = OP << KIND | u64::from(op);
-        let posted = match slot {
-            None => {
+        let posted = match (slot, link) {
+            (None, Some(link)) => self.post_on_link(link, op, &header, &message.memory),
+            (None, None) => {
                 let mut bytes = [0; limits::INLINE];
                 fill(&mut bytes, &header, &message.memory);
                 let bytes = bytes.get(..total).unwrap_or_default();
                 self.qp.send_copy(to_whom, id, bytes, true)
             }
-            Some(slot) => {
+            (Some(slot), _) => {
                 let at = usize::from(slot) * SLOT;
                 // SAFETY: the slot is free: no request uses it.
                 let bytes = unsafe { self.slots.to_send(at, total) };
@@ -121,7 +130,7 @@ impl Endpoint {
     pub(super) fn announce(
         &mut self,
         cx: &Shared,
-        (to, to_whom): (Remote, To<'_>),
+        (to, to_whom, link): (Remote, To<'_>, Option<usize>),
         mut memory: UserMemory,
         mut header: Header,
         done: Option<Done>,
@@ -152,7 +161,11 @@ impl Endpoint {
         let op = self.ops.insert(announced).map_err(|_full| FI_EAGAIN)?;
         header.id = op;
         let id = ANNOUNCE << KIND | u64::from(op);
-        if let Err(why) = self.qp.send_copy(to_whom, id, &header.encode(), true) {
+        let posted = match link {
+            Some(link) => self.post_on_link(link, op, &header, &UserMemory::default()),
+            None => self.qp.send_copy(to_whom, id, &header.encode(), true),
+        };
+        if let Err(why) = posted {
             self.ops.remove(op);
             return Err(full(why));
         }
@@ -271,7 +284,7 @@ impl Endpoint {
 }
 
 /// Copies the header and the content of a message into a buffer.
-fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
+pub(super) fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
     if let Some((head, rest)) = to.split_first_chunk_mut::<HEADER>() {
         *head = header.encode();
         content.read(0, rest);
