@@ -526,6 +526,172 @@ static const char *flood(size_t arg)
 	return NULL;
 }
 
+/* The number of connected stream sockets of this process. */
+static int streams(void)
+{
+	int found = 0;
+
+	for (int fd = 0; fd < 1024; fd++) {
+		struct sockaddr_storage peer;
+		socklen_t len = sizeof peer, size = sizeof(int);
+		int type = 0;
+
+		found += !getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) && type == SOCK_STREAM &&
+			 !getpeername(fd, (struct sockaddr *)&peer, &len) &&
+			 (peer.ss_family == AF_INET || peer.ss_family == AF_INET6);
+	}
+	return found;
+}
+
+enum { UNDERWAY = 64, LINKED = 700 };
+
+/* Messages of all sizes in both directions at once, some before and some after their receives: each receive gets the next one. */
+static const char *exchange_in_order(struct side *a, struct side *b)
+{
+	static const size_t lengths[] = { 8, 200, 8, 300, 5000, 8, EAGER, 8, 20000 };
+	static uint8_t from[2][UNDERWAY][20000], to[2][UNDERWAY][20000];
+	static bool sent_done[2][LINKED], received_done[2][LINKED];
+	struct side *sides[2] = { a, b };
+	struct fi_cq_tagged_entry entry;
+	size_t sent[2] = { 0 }, posted[2] = { 0 }, sent_until[2] = { 0 }, received_until[2] = { 0 };
+	uint64_t until = now_ms() + WAIT_MS;
+
+	for (size_t turn = 0; sent_until[0] < LINKED || sent_until[1] < LINKED; turn++) {
+		ENSURE(now_ms() < until, "messages sent %zu %zu, complete %zu %zu, received %zu %zu", sent[0], sent[1],
+		       sent_until[0], sent_until[1], received_until[0], received_until[1]);
+		for (size_t i = 0; i < 2; i++) {
+			struct side *e = sides[i];
+			uint8_t *at = from[i][sent[i] % UNDERWAY];
+			size_t len = lengths[sent[i] % COUNT(lengths)];
+
+			/* Few at once at first, many later. */
+			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? 4 : UNDERWAY)) {
+				fill_bytes(at, len, sent[i]);
+				ssize_t rc = fi_tsend(e->ep, at, len, NULL, e->peer, sent[i], &sent_done[i][sent[i]]);
+				ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_tsend: %zd", rc);
+				sent[i] += rc == 0;
+			}
+			if (posted[i] < LINKED && posted[i] - received_until[i] < 8 && turn % 5 < 2) {
+				at = to[i][posted[i] % UNDERWAY];
+				int rc = (int)fi_trecv(e->ep, at, 20000, NULL, e->peer, 0, ~0ull, &received_done[i][posted[i]]);
+				ENSURE(!rc, "fi_trecv: %d", rc);
+				posted[i]++;
+			}
+			ssize_t n = fi_cq_read(e->tx, &entry, 1);
+			ENSURE(n == 1 || n == -FI_EAGAIN, "a message is not sent: %zd", n);
+			if (n == 1) {
+				ENSURE(!*(bool *)entry.op_context, "a message completes twice");
+				*(bool *)entry.op_context = true;
+			}
+			n = fi_cq_read(e->rx, &entry, 1);
+			ENSURE(n == 1 || n == -FI_EAGAIN, "a message is not received: %zd", n);
+			if (n == 1) {
+				size_t which = (size_t)((bool *)entry.op_context - received_done[i]);
+
+				len = lengths[which % COUNT(lengths)];
+				ENSURE(entry.tag == which && entry.len == len, "receive %zu gets %llu, of %zu bytes", which,
+				       (unsigned long long)entry.tag, entry.len);
+				TRY(check_bytes(to[i][which % UNDERWAY], len, which));
+				received_done[i][which] = true;
+			}
+			while (sent_until[i] < sent[i] && sent_done[i][sent_until[i]])
+				sent_until[i]++;
+			while (received_until[i] < posted[i] && received_done[i][received_until[i]])
+				received_until[i]++;
+		}
+	}
+	return NULL;
+}
+
+/* Another process of this program prints, at its exit, how many queue pairs it had with two endpoints. Libfabric's other providers
+ * make some too. */
+static const char *count_queue_pairs(int *count)
+{
+	char line[300];
+	FILE *child;
+
+	*count = 0;
+	setenv("ANYWARP_FAULTS", "p=0 -> kill", 1);
+	snprintf(line, sizeof line, "/proc/%d/exe --two 2>&1", (int)getpid());
+	child = popen(line, "r");
+	ENSURE(child, "popen");
+	while (fgets(line, sizeof line, child)) {
+		const char *at = strstr(line, " queue pairs");
+
+		while (at && at > line && at[-1] >= '0' && at[-1] <= '9')
+			at--;
+		if (at)
+			*count = atoi(at);
+	}
+	ENSURE(pclose(child) == 0 && *count >= 2, "%d queue pairs", *count);
+	return NULL;
+}
+
+/* Busy endpoints of one host get a connection; when it fails, nothing is lost, doubled or out of order. */
+static const char *link_between(size_t arg)
+{
+	/* What happens to the first and to the second end of the link. */
+	static const char *const faults[][2] = { { NULL, NULL },
+						 { "nth=1 -> kill", NULL },
+						 { "nth=40 -> kill", NULL },
+						 { NULL, "nth=40 -> kill" },
+						 { NULL, "nth=1 -> kill" },
+						 { "nth=75 -> error=remote-aborted", NULL },
+						 { "nth=60 -> kill", "nth=60 -> kill" } };
+	char rules[200] = "";
+	struct side a, b;
+	int before = 0;
+
+	if (arg)
+		TRY(count_queue_pairs(&before));
+	for (int i = 0; i < 2; i++)
+		if (faults[arg][i])
+			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d op=send %s\n", before + 1 + i,
+				 faults[arg][i]);
+	if (arg)
+		setenv("ANYWARP_FAULTS", rules, 1);
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	ENSURE(streams() == 0, "%d connections before the first message", streams());
+	TRY(exchange_in_order(&a, &b));
+	if (arg)
+		ENSURE(streams() == 0, "%d connections after the failure", streams());
+	else
+		ENSURE(streams() == 2, "%d connections between busy endpoints", streams());
+	return NULL;
+}
+
+/* No connections without the variable, and only for so many peers. */
+static const char *links_are_few(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, other[10];
+	fi_addr_t peers[COUNT(other)];
+
+	if (arg)
+		setenv("FI_ANYWARP_LINKS", "0", 1);
+	TRY(open_side(&a, 0));
+	for (size_t i = 0; i < COUNT(other); i++) {
+		TRY(open_side(&other[i], 0));
+		TRY(introduce(&a, &other[i]));
+		peers[i] = a.peer;
+		TRY(introduce(&other[i], &a));
+	}
+	for (size_t i = 0; i < COUNT(other); i++) {
+		move_both(&a, &other[i]);
+		for (uint32_t n = 0; n < 200; n++) {
+			uint32_t got = ~0u;
+
+			OK(fi_trecv(other[i].ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
+			OK(fi_tinject(a.ep, &n, 4, peers[i], 1));
+			TRY(next(other[i].rx, &entry, NULL));
+			ENSURE(got == n, "message %u is %u", n, got);
+		}
+	}
+	ENSURE(streams() == (arg ? 0 : 16), "%d connections", streams());
+	return NULL;
+}
+
 /* A message that does not fit fills the buffer, and its failure says how much did not. */
 static const char *truncation(size_t arg)
 {
@@ -929,7 +1095,7 @@ static const char *wait_object(size_t arg)
 /* ---------------------------------------------------------------- failures */
 
 /* The other end in a process of its own: it prints its name, is told the name of this end, and reads. */
-static int be_a_peer(void)
+static int be_a_peer(const char *hex)
 {
 	char name[64] = { 0 };
 	size_t len = sizeof name;
@@ -938,6 +1104,18 @@ static int be_a_peer(void)
 
 	if (!why && fi_getname(&e.ep->fid, name, &len))
 		why = "fi_getname";
+	uint8_t mine[16];
+	for (size_t i = 0; i < sizeof mine; i++) {
+		unsigned int byte = 0;
+
+		sscanf(hex + 2 * i, "%2x", &byte);
+		mine[i] = (uint8_t)byte;
+	}
+	if (!why && fi_av_insert(e.av, mine, 1, &e.peer, 0, NULL) != 1)
+		why = "fi_av_insert";
+	for (int i = 0; i < 200 && !why; i++)
+		if (fi_trecv(e.ep, in, 10, NULL, e.peer, 77, 0, NULL))
+			why = "fi_trecv";
 	if (why || write(1, name, sizeof name) != sizeof name)
 		return 1;
 	for (;;)
@@ -947,16 +1125,20 @@ static int be_a_peer(void)
 
 static const char *start_peer(struct side *a, pid_t *child)
 {
-	char name[64];
+	char name[64], hex[40];
+	size_t len = sizeof name;
 	int ends[2];
 
+	OK(fi_getname(&a->ep->fid, name, &len));
+	for (size_t i = 0; i < 16; i++)
+		snprintf(hex + 2 * i, 3, "%02x", (uint8_t)name[i]);
 	ENSURE(!pipe(ends), "pipe");
 	*child = fork();
 	ENSURE(*child >= 0, "fork");
 	if (*child == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
 		dup2(ends[1], 1);
-		execl("/proc/self/exe", "fi", "--peer", NULL);
+		execl("/proc/self/exe", "fi", "--peer", hex, NULL);
 		_exit(9);
 	}
 	close(ends[1]);
@@ -965,6 +1147,8 @@ static const char *start_peer(struct side *a, pid_t *child)
 	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
 	return NULL;
 }
+
+enum { LINK = 1 << 10 };
 
 /* A peer that is killed or stopped: whatever waits for it fails within the time-out, and others go on. */
 static const char *lost_peer(size_t arg)
@@ -980,12 +1164,17 @@ static const char *lost_peer(size_t arg)
 	move_both(&a, &b);
 	fi_addr_t good = a.peer;
 	TRY(start_peer(&a, &child));
+	for (int i = 0; i < (arg & LINK ? 200 : 0); i++) {
+		OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 77, &a));
+		TRY(next(a.tx, &entry, NULL));
+	}
+	ENSURE(streams() == (arg & LINK ? 1 : 0), "%d connections", streams());
 	/* The first is with the peer and waits for a receive there. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &context[0]));
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[1]));
 	TRY(next(a.tx, &entry, NULL));
 	ENSURE(entry.op_context == &context[1], "the short one arrives");
-	kill(child, (int)arg);
+	kill(child, (int)(arg & ~(size_t)LINK));
 	waitpid(child, NULL, WUNTRACED);
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[2]));
 	begin = now_ms();
@@ -1175,6 +1364,12 @@ static const char *hostile(size_t arg)
 	TRY(find_all());
 	TRY(open_dgram(&bad, &dv));
 	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	/* It is known to `b`, so that steps of links are believed. */
+	struct sockaddr_in its = { .sin_family = AF_INET, .sin_port = htons((uint16_t)(bad.qp->qp_num >> 8)),
+				   .sin_addr.s_addr = htonl(0x7f000001) };
+	fi_addr_t known;
+	its.sin_zero[0] = (uint8_t)bad.qp->qp_num;
+	ENSURE(fi_av_insert(b.av, &its, 1, &known, 0, NULL) == 1, "fi_av_insert");
 	for (uint64_t i = 0; i < 2000; i++) {
 		uint8_t *m = mine.at;
 		size_t size = 32;
@@ -1187,7 +1382,7 @@ static const char *hostile(size_t arg)
 		if (i % 8)
 			m[0] = 1, m[3] = 0, m[2] &= 15;
 		if (i % 16)
-			m[1] = (uint8_t)(1 + i % 8);
+			m[1] = (uint8_t)(1 + i % 9);
 		if (i % 3 == 0)
 			memset(m + 4, 0, 10); /* names and lengths that are small */
 		if (i % 5 == 0)
@@ -1330,6 +1525,15 @@ static const struct test tests[] = {
 	{ "fence_message", fence, 0, 0, false },
 	{ "fence_write", fence, 1, 0, false },
 	{ "fence_atomic", fence, 2, 0, false },
+	{ "link", link_between, 0, 0, true },
+	{ "link_fails_at_once", link_between, 1, 0, true },
+	{ "link_fails", link_between, 2, 0, true },
+	{ "link_fails_at_the_other_end", link_between, 3, 0, true },
+	{ "link_fails_at_once_at_the_other_end", link_between, 4, 0, true },
+	{ "link_has_an_error", link_between, 5, 0, true },
+	{ "link_fails_at_both_ends", link_between, 6, 0, true },
+	{ "links_are_few", links_are_few, 0, 0, true },
+	{ "links_are_off", links_are_few, 1, 0, true },
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
 	{ "flood_hostile", flood_hostile, 0, 0, false },
@@ -1349,14 +1553,21 @@ static const struct test tests[] = {
 	{ "wait_sread", wait_object, 1, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
+	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
+	{ "stopped_peer_with_link", lost_peer, SIGSTOP | LINK, 0, true },
 	{ "other_key", other_key, 0, 0, false },
 	{ "hostile", hostile, 0, 0, false },
 };
 
 int main(int argc, char **argv)
 {
-	if (argc == 2 && !strcmp(argv[1], "--peer"))
-		return be_a_peer();
+	if (argc == 2 && !strcmp(argv[1], "--two")) {
+		struct side a, b;
+
+		return open_sides(&a, &b) != NULL;
+	}
+	if (argc == 3 && !strcmp(argv[1], "--peer"))
+		return be_a_peer(argv[2]);
 	/* How long a peer may be silent. */
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
 	if (argc == 1) {
