@@ -543,10 +543,10 @@ static int streams(void)
 	return found;
 }
 
-enum { UNDERWAY = 64, LINKED = 700 };
+enum { UNDERWAY = 256, LINKED = 700, OVERTAKES = 7 };
 
 /* Messages of all sizes in both directions at once, some before and some after their receives: each receive gets the next one. */
-static const char *exchange_in_order(struct side *a, struct side *b)
+static const char *exchange_in_order(struct side *a, struct side *b, size_t few, size_t most)
 {
 	static const size_t lengths[] = { 8, 200, 8, 300, 5000, 8, EAGER, 8, 20000 };
 	static uint8_t from[2][UNDERWAY][20000], to[2][UNDERWAY][20000];
@@ -564,8 +564,8 @@ static const char *exchange_in_order(struct side *a, struct side *b)
 			uint8_t *at = from[i][sent[i] % UNDERWAY];
 			size_t len = lengths[sent[i] % COUNT(lengths)];
 
-			/* Few at once at first, many later. */
-			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? 4 : UNDERWAY)) {
+			/* Perhaps few at once at first, and many later. */
+			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? few : most)) {
 				fill_bytes(at, len, sent[i]);
 				ssize_t rc = fi_tsend(e->ep, at, len, NULL, e->peer, sent[i], &sent_done[i][sent[i]]);
 				ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_tsend: %zd", rc);
@@ -637,7 +637,8 @@ static const char *link_between(size_t arg)
 						 { NULL, "nth=40 -> kill" },
 						 { NULL, "nth=1 -> kill" },
 						 { "nth=75 -> error=remote-aborted", NULL },
-						 { "nth=60 -> kill", "nth=60 -> kill" } };
+						 { "nth=60 -> kill", "nth=60 -> kill" },
+						 { NULL, NULL } };
 	char rules[200] = "";
 	struct side a, b;
 	int before = 0;
@@ -648,13 +649,16 @@ static const char *link_between(size_t arg)
 		if (faults[arg][i])
 			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d op=send %s\n", before + 1 + i,
 				 faults[arg][i]);
+	/* Datagrams are lost and sent again, so that the first messages of the link overtake earlier ones. */
+	if (arg == OVERTAKES)
+		snprintf(rules, sizeof rules, "loss=30%%");
 	if (arg)
 		setenv("ANYWARP_FAULTS", rules, 1);
 	TRY(open_sides(&a, &b));
 	move_both(&a, &b);
 	ENSURE(streams() == 0, "%d connections before the first message", streams());
-	TRY(exchange_in_order(&a, &b));
-	if (arg)
+	TRY(exchange_in_order(&a, &b, arg == OVERTAKES ? UNDERWAY : 4, arg == OVERTAKES ? UNDERWAY : 64));
+	if (arg && arg != OVERTAKES)
 		ENSURE(streams() == 0, "%d connections after the failure", streams());
 	else
 		ENSURE(streams() == 2, "%d connections between busy endpoints", streams());
@@ -1532,6 +1536,7 @@ static const struct test tests[] = {
 	{ "link_fails_at_once_at_the_other_end", link_between, 4, 0, true },
 	{ "link_has_an_error", link_between, 5, 0, true },
 	{ "link_fails_at_both_ends", link_between, 6, 0, true },
+	{ "link_overtakes", link_between, OVERTAKES, 0, true },
 	{ "links_are_few", links_are_few, 0, 0, true },
 	{ "links_are_off", links_are_few, 1, 0, true },
 	{ "flood", flood, 0, 0, false },
