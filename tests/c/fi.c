@@ -665,6 +665,41 @@ static const char *link_between(size_t arg)
 	return NULL;
 }
 
+/* Messages of an endpoint that is closed are still there, and neither end waits for the other when it closes. */
+static const char *link_closes(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint64_t begin;
+	uint32_t got;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (uint32_t n = 0; n < 200; n++) {
+		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, &b));
+		OK(fi_tinject(a.ep, &n, 4, a.peer, 1));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(got == n, "message %u is %u", n, got);
+	}
+	ENSURE(streams() == 2, "%d connections", streams());
+	for (uint32_t n = 0; n < 20; n++)
+		OK(fi_tinject(a.ep, &n, 4, a.peer, 2));
+	begin = now_ms();
+	ENSURE(!close_now(a.ep), "fi_close");
+	ENSURE(now_ms() - begin < 1000, "closing takes %llu ms", (unsigned long long)(now_ms() - begin));
+	for (uint32_t n = 0; n < 20; n++) {
+		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 2, 0, &b));
+		memset(moving, 0, sizeof moving);
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(got == n, "message %u is %u after the end", n, got);
+	}
+	begin = now_ms();
+	ENSURE(!close_now(b.ep), "fi_close");
+	ENSURE(now_ms() - begin < 1000, "closing takes %llu ms", (unsigned long long)(now_ms() - begin));
+	return NULL;
+}
+
 /* No connections without the variable, and only for so many peers. */
 static const char *links_are_few(size_t arg)
 {
@@ -1536,6 +1571,7 @@ static const struct test tests[] = {
 	{ "link_fails_at_once_at_the_other_end", link_between, 4, 0, true },
 	{ "link_has_an_error", link_between, 5, 0, true },
 	{ "link_fails_at_both_ends", link_between, 6, 0, true },
+	{ "link_closes", link_closes, 0, 0, false },
 	{ "link_overtakes", link_between, OVERTAKES, 0, true },
 	{ "links_are_few", links_are_few, 0, 0, true },
 	{ "links_are_off", links_are_few, 1, 0, true },

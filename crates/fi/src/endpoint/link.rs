@@ -139,7 +139,7 @@ impl Links {
     pub(super) fn waiting(&self) -> impl Iterator<Item = Remote> + '_ {
         let links = self.all.iter().flatten();
         links
-            .filter(|l| !l.sent.is_empty() || l.broken)
+            .filter(|l| !l.closed && (!l.sent.is_empty() || l.broken))
             .map(|l| l.peer)
     }
 
@@ -464,11 +464,11 @@ impl Endpoint {
                 continue;
             }
             let peer = link.peer;
+            left = true;
             if link.closed {
                 self.lose_link(cx, |of| of == peer, FI_ECONNRESET);
                 continue;
             }
-            left = true;
             let Some(remote) = link.remote else { continue };
             if !std::mem::replace(&mut link.told, true) {
                 let mut header = step(Step::Broken, link.stream.number(), remote);
@@ -477,7 +477,8 @@ impl Endpoint {
             }
             self.send_again(cx, place);
         }
-        self.links.any_broken = left;
+        let links = self.links.all.iter().flatten();
+        self.links.any_broken = left && links.filter(|l| l.broken).count() > 0;
     }
 
     /// Sends the messages that the peer has not received on a failed link as datagrams, when their number is known.
@@ -555,17 +556,28 @@ impl Endpoint {
         }
     }
 
-    /// Removes the links to peers that are lost, and ends their messages.
+    /// Ends the links to peers that are lost, and the messages to them. Messages that have arrived on a link stay until they are
+    /// received.
     pub(super) fn lose_link(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
         for place in 0..self.links.all.len() {
             let Some(to) = self.links.all.get_mut(place) else {
                 return;
             };
-            if !to.as_ref().is_some_and(|link| which(link.peer)) {
+            let Some(link) = to.as_mut().filter(|link| which(link.peer)) else {
                 continue;
+            };
+            link.closed = true;
+            if !std::mem::replace(&mut link.broken, true) {
+                link.stream.fail();
             }
-            let Some(link) = to.take() else { continue };
-            for sent in link.sent {
+            let sent = std::mem::take(&mut link.sent);
+            let name = link.name;
+            if self.held.iter().any(|h| h.link == Some(name)) {
+                self.links.any_broken = true;
+            } else {
+                *to = None;
+            }
+            for sent in sent {
                 self.link_sent(cx, sent, err);
             }
         }
