@@ -1,4 +1,4 @@
-//! `cargo lab mpi`: runs the program of tests/mpi with the distribution's MPIs over the device.
+//! `cargo lab mpi`: runs the programs of tests/mpi with the distribution's MPIs over the device.
 //!
 //! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` the
 //! transports of Open MPI are compared instead, those of the device and others.
@@ -94,7 +94,7 @@ const WAYS: &[Way] = &[
 /// The options of `cargo lab mpi`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Compare latency, bandwidth and memory of the transports of Open MPI, in this many rounds.
+    /// Compare latency, bandwidth, memory and two kernels over the transports of Open MPI, in this many rounds.
     #[arg(long, value_name = "ROUNDS")]
     compare: Option<usize>,
 }
@@ -141,8 +141,20 @@ const TRANSPORTS: &[(&str, &[&str])] = &[
 /// The numbers of ranks for which memory is measured.
 const RANKS: [usize; 4] = [2, 4, 8, 16];
 
-/// Runs `tests/mpi/compare.c` over a transport. Returns the three numbers that it prints.
-fn measure(program: &Path, transport: &[&str], ranks: usize, memory: bool) -> Result<[f64; 3]> {
+/// Compiles a program of tests/mpi.
+fn compile(compiler: &str, source: &str, to: &Path) -> Result {
+    sh::run(
+        Command::new(compiler)
+            // The compiler would warn, because MPICH's constant for "no statuses" looks like an array that is too short.
+            .args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
+            .arg(to)
+            .arg(sh::root().join("tests/mpi").join(source))
+            .arg("-lm"),
+    )
+}
+
+/// Runs a program over a transport. Returns the numbers that it prints.
+fn measure(program: &Path, transport: &[&str], ranks: usize, argument: &str) -> Result<Vec<f64>> {
     let mut command = Command::new("timeout");
     command.args([PATIENCE, "mpiexec.openmpi", "--oversubscribe"]);
     for option in transport.chunks(2) {
@@ -157,21 +169,22 @@ fn measure(program: &Path, transport: &[&str], ranks: usize, memory: bool) -> Re
         .arg(sh::dist().join("bin/anywarp"))
         .args(["run", "--device-ip", "127.0.0.1", "--"])
         .arg(program)
-        .args(memory.then_some("memory"))
+        .arg(argument)
         .stdin(Stdio::null());
     let output = command.output()?;
     let printed = String::from_utf8_lossy(&output.stdout);
-    let numbers = printed.split_whitespace().map(str::parse::<f64>);
-    let numbers: std::result::Result<Vec<f64>, _> = numbers.collect();
-    match numbers.map(<[f64; 3]>::try_from) {
-        Ok(Ok(three)) if output.status.success() => Ok(three),
-        _ => Err(format!(
-            "{transport:?}, {ranks} ranks: {}: {printed}{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
-        )
-        .into()),
+    // Words that are not numbers are units and names.
+    let numbers = printed.split_whitespace().filter(|word| word.contains('.'));
+    let numbers: Vec<f64> = numbers.filter_map(|word| word.parse().ok()).collect();
+    if output.status.success() && !numbers.is_empty() {
+        return Ok(numbers);
     }
+    Err(format!(
+        "{transport:?}, {ranks} ranks: {}: {printed}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    )
+    .into())
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -183,37 +196,47 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn compare(rounds: usize) -> Result {
     let work = sh::target().join("mpi");
     std::fs::create_dir_all(&work)?;
-    let program = work.join("compare");
-    sh::run(
-        Command::new("mpicc.openmpi")
-            .args(["-O1", "-Wall", "-Wno-stringop-overflow", "-o"])
-            .arg(&program)
-            .arg(sh::root().join("tests/mpi/compare.c")),
-    )?;
-    let mut times = vec![Vec::new(); TRANSPORTS.len()];
-    let mut rates = vec![Vec::new(); TRANSPORTS.len()];
+    let (program, kernels) = (work.join("compare"), work.join("kernels"));
+    compile("mpicc.openmpi", "compare.c", &program)?;
+    compile("mpicc.openmpi", "kernels.c", &kernels)?;
+    // For each transport, the columns of all rounds.
+    let mut values: Vec<[Vec<f64>; 4]> = TRANSPORTS.iter().map(|_| Default::default()).collect();
     for _ in 0..rounds {
-        let results = times.iter_mut().zip(&mut rates);
-        for ((times, rates), (_, options)) in results.zip(TRANSPORTS) {
-            let [us, gb, _] = measure(&program, options, 2, false)?;
-            times.push(us);
-            rates.push(gb);
+        for (columns, (name, options)) in values.iter_mut().zip(TRANSPORTS) {
+            let mut got = Vec::new();
+            for (program, argument) in [(&program, "speed"), (&kernels, "A")] {
+                match measure(program, options, 2, argument) {
+                    Ok(numbers) => got.extend(numbers.into_iter().take(2)),
+                    Err(why) => {
+                        eprintln!("{name}: {why}");
+                        got.extend([f64::NAN; 2]);
+                    }
+                }
+            }
+            for (column, value) in columns.iter_mut().zip(got) {
+                column.push(value);
+            }
         }
     }
-    println!("| transport | 8 B one way, µs | 1 MiB, GB/s | MB of a rank: 2 ranks | 4 | 8 | 16 |");
-    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
+    println!(
+        "| transport | 8 B one way, µs | 1 MiB, GB/s | IS.A, s | CG.A, s | MB of a rank: 2 ranks | 4 | 8 | 16 |"
+    );
+    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
     let all = |values: &[f64]| {
         let least = values.iter().copied().fold(f64::INFINITY, f64::min);
         let most = values.iter().copied().fold(0.0, f64::max);
         format!("{:.2} ({least:.2} to {most:.2})", median(values.to_vec()))
     };
-    for ((times, rates), (name, options)) in times.iter().zip(&rates).zip(TRANSPORTS) {
-        let mut row = format!("| {name} | {} | {} |", all(times), all(rates));
+    for (columns, (name, options)) in values.iter().zip(TRANSPORTS) {
+        let mut row = format!("| {name} |");
+        for column in columns {
+            row += &format!(" {} |", all(column));
+        }
         for ranks in RANKS {
-            match measure(&program, options, ranks, true) {
+            match measure(&program, options, ranks, "memory").as_deref() {
                 Ok([_, _, mb]) => row += &format!(" {mb:.1} |"),
-                Err(why) => {
-                    eprintln!("{why}");
+                other => {
+                    eprintln!("{name}, memory: {other:?}");
                     row += " failed |";
                 }
             }
@@ -239,19 +262,21 @@ pub(crate) fn run(options: &Options) -> Result {
     let work = sh::target().join("mpi");
     std::fs::create_dir_all(&work)?;
     let (mut passed, mut failed) = (0, 0);
-    for way in WAYS {
-        let program = work.join(way.compiler);
-        sh::run(
-            Command::new(way.compiler)
-                // The compiler would warn, because MPICH's constant for "no statuses" looks like an array that is too short.
-                .args(["-O1", "-Wall", "-Wno-stringop-overflow", "-o"])
-                .arg(&program)
-                .arg(sh::root().join("tests/mpi/ranks.c")),
-        )?;
-        for ranks in ["2", "4"] {
+    // With more ranks than processors the kernels mostly wait for the scheduler.
+    let cases: [(&str, &str, &[&str]); 2] =
+        [("ranks.c", "", &["2", "4"]), ("kernels.c", "W", &["2"])];
+    for (way, (source, argument, numbers)) in
+        WAYS.iter().flat_map(|way| cases.map(|case| (way, case)))
+    {
+        let program = work.join(format!("{}-{source}", way.compiler));
+        compile(way.compiler, source, &program)?;
+        for ranks in numbers {
             let begin = Instant::now();
             let mut command = Command::new("timeout");
-            command.arg(PATIENCE).args(way.launcher).args(["-n", ranks]);
+            command
+                .arg(PATIENCE)
+                .args(way.launcher)
+                .args(["-n", *ranks]);
             command
                 .envs(COMMON.iter().copied())
                 .envs(way.env.iter().copied());
@@ -265,17 +290,21 @@ pub(crate) fn run(options: &Options) -> Result {
                 .arg(sh::dist().join("bin/anywarp"))
                 .args(["run", "--device-ip", "127.0.0.1", "--"])
                 .arg(&program)
+                .args(Some(argument).filter(|a| !a.is_empty()))
                 .stdin(Stdio::null());
             let output = command.output()?;
             let printed = String::from_utf8_lossy(&output.stdout);
             let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
-            let name = format!("{}, {ranks} ranks", way.name);
+            let name = format!("{}, {source} on {ranks} ranks", way.name);
             let seconds = begin.elapsed().as_secs_f32();
             if seen < LEAST {
                 println!("FAIL  {name}: only {seen} bytes went through the device");
                 failed += 1;
             } else if output.status.success() && printed.contains(&format!("{ranks} ranks, ")) {
-                println!("ok    {name} ({seconds:.1} s): {}", printed.trim());
+                println!(
+                    "ok    {name} ({seconds:.1} s): {}",
+                    printed.trim().replace('\n', "; ")
+                );
                 passed += 1;
             } else {
                 println!("FAIL  {name} ({seconds:.1} s): {}", output.status);
