@@ -4,6 +4,8 @@
 //! announcement has been matched with a receive, the receiver registers the memory for this one peer and sends it the key (a
 //! *grant*). The sender writes the message with RDMA Write-Record, whose record shows the receiver that the message is
 //! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
+//!
+//! Busy endpoints of one host send their messages and announcements over a connection ([`link`]).
 
 pub(crate) mod atomic;
 mod credit;
