@@ -5,7 +5,7 @@
 //! *grant*). The sender writes the message with RDMA Write-Record, whose record shows the receiver that the message is
 //! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
 //!
-//! Busy endpoints of one host send their messages and announcements over a connection ([`link`]).
+//! Busy endpoints of one host send their messages and announcements over a connection (`link.rs`).
 
 pub(crate) mod atomic;
 mod credit;
