@@ -343,7 +343,9 @@ static const char *beyond_1gib(size_t arg)
 	struct side a, b;
 	uint8_t *at[2];
 
-	huge = arg == 0 ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
+	bool linked = arg == 3;
+
+	huge = arg == 0 || linked ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
 	TRY(open_sides(&a, &b));
 	move_both(&a, &b);
 	for (size_t i = 0; i < 2; i++) {
@@ -354,7 +356,12 @@ static const char *beyond_1gib(size_t arg)
 	}
 	ENSURE(info->ep_attr->max_msg_size >= huge, "max_msg_size is %zu", info->ep_attr->max_msg_size);
 	mark_huge(at[0], 1);
-	if (arg < 2) {
+	for (int i = 0; i < (linked ? 200 : 0); i++) {
+		OK(fi_trecv(b.ep, in, 10, NULL, b.peer, 1, 0, &b));
+		OK(fi_tinject(a.ep, out, 10, a.peer, 1));
+		TRY(next(b.rx, &entry, NULL));
+	}
+	if (arg != 2) {
 		OK(fi_trecv(b.ep, at[1], huge, NULL, b.peer, 1, 0, &b));
 		OK(fi_tsend(a.ep, at[0], huge, NULL, a.peer, 1, &a));
 		TRY(next(b.rx, &entry, NULL));
@@ -632,13 +639,19 @@ static const char *link_between(size_t arg)
 {
 	/* What happens to the first and to the second end of the link. */
 	static const char *const faults[][2] = { { NULL, NULL },
-						 { "nth=1 -> kill", NULL },
-						 { "nth=40 -> kill", NULL },
-						 { NULL, "nth=40 -> kill" },
-						 { NULL, "nth=1 -> kill" },
-						 { "nth=75 -> error=remote-aborted", NULL },
-						 { "nth=60 -> kill", "nth=60 -> kill" },
-						 { NULL, NULL } };
+						 { "op=send nth=1 -> kill", NULL },
+						 { "op=send nth=40 -> kill", NULL },
+						 { NULL, "op=send nth=40 -> kill" },
+						 { NULL, "op=send nth=1 -> kill" },
+						 { "op=send nth=75 -> error=remote-aborted", NULL },
+						 { "op=send nth=60 -> kill", "op=send nth=60 -> kill" },
+						 { NULL, NULL },
+						 { "op=write nth=1 -> kill", NULL },
+						 { NULL, "op=write nth=12 -> kill" },
+						 { "op=write nth=9 -> error=remote-access", NULL },
+						 { "op=bind nth=1 -> error=general", NULL },
+						 { NULL, "op=bind nth=12 -> error=general" },
+						 { "op=bind nth=30 -> kill", "op=write nth=30 -> kill" } };
 	char rules[200] = "";
 	struct side a, b;
 	int before = 0;
@@ -647,7 +660,7 @@ static const char *link_between(size_t arg)
 		TRY(count_queue_pairs(&before));
 	for (int i = 0; i < 2; i++)
 		if (faults[arg][i])
-			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d op=send %s\n", before + 1 + i,
+			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d %s\n", before + 1 + i,
 				 faults[arg][i]);
 	/* Datagrams are lost and sent again, so that the first messages of the link overtake earlier ones. */
 	if (arg == OVERTAKES)
@@ -1559,6 +1572,7 @@ static const struct test tests[] = {
 	{ "messages_to_itself_early", messages, SELF | TAG | EARLY, 0, false },
 	{ "matching", matching, 0, 0, false },
 	{ "message_past_1gib", beyond_1gib, 0, 0, false },
+	{ "message_past_1gib_over_a_link", beyond_1gib, 3, 0, false },
 	{ "message_of_1536mib", beyond_1gib, 1, 0, false },
 	{ "memory_of_1536mib", beyond_1gib, 2, 0, false },
 	{ "fence_message", fence, 0, 0, false },
@@ -1571,6 +1585,12 @@ static const struct test tests[] = {
 	{ "link_fails_at_once_at_the_other_end", link_between, 4, 0, true },
 	{ "link_has_an_error", link_between, 5, 0, true },
 	{ "link_fails_at_both_ends", link_between, 6, 0, true },
+	{ "link_fails_at_a_write", link_between, 8, 0, true },
+	{ "link_fails_at_a_write_at_the_other_end", link_between, 9, 0, true },
+	{ "link_has_an_error_of_a_write", link_between, 10, 0, true },
+	{ "link_binds_no_window", link_between, 11, 0, true },
+	{ "link_binds_no_window_at_the_other_end", link_between, 12, 0, true },
+	{ "link_fails_at_windows_and_writes", link_between, 13, 0, true },
 	{ "link_closes", link_closes, 0, 0, false },
 	{ "link_overtakes", link_between, OVERTAKES, 0, true },
 	{ "links_are_few", links_are_few, 0, 0, true },

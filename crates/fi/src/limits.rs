@@ -72,6 +72,8 @@ pub const BUSY: u32 = 64;
 pub const LINKS: usize = 8;
 /// The number of receives of a link, and the most messages on it that have not completed.
 pub const LINK_DEPTH: usize = 32;
+/// The most memory windows of a link that are being bound. Beyond that, memory is granted to datagrams.
+pub const BINDS: usize = 32;
 /// The longest message in bytes that is sent inline on a link.
 pub const LINK_INLINE: usize = 256;
 /// The most peers whose messages are counted until there is a link.

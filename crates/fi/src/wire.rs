@@ -111,14 +111,17 @@ pub const FETCH: u8 = 4;
 /// An atomic operation with values to compare with.
 pub const COMPARE: u8 = 8;
 
-const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE;
+/// A grant of memory that is written over the link.
+pub const LINKED: u8 = 16;
+
+const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED;
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// The kind of the message.
     pub kind: Kind,
-    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`].
+    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`].
     pub flags: u8,
     /// The name of the operation at its sender.
     pub id: u32,
@@ -259,7 +262,7 @@ mod tests {
         };
         assert!(!with(0, 2), "a version");
         assert!(!with(1, 0) && !with(1, 10), "a kind");
-        assert!(!with(2, 16), "a flag");
+        assert!(!with(2, 32), "a flag");
         assert!(!with(3, 1), "the byte that is zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);

@@ -48,8 +48,26 @@ impl Name {
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     op: u32,
-    announces: bool,
+    what: What,
     length: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Message,
+    Announcement,
+    /// A write of a message, or of a piece of one, to a window of the peer.
+    Write,
+}
+
+impl Sent {
+    fn kind(self) -> u64 {
+        if self.what == What::Announcement {
+            ANNOUNCE
+        } else {
+            OP
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -69,6 +87,10 @@ struct Link {
     posted: u64,
     received: u64,
     sent: VecDeque<Sent>,
+    /// Messages that may be written and wait for room.
+    writes: VecDeque<u32>,
+    /// The number of windows that are being bound.
+    binds: usize,
     broken: bool,
     /// The peer was told of it.
     told: bool,
@@ -223,7 +245,11 @@ impl Endpoint {
         link.posted += 1;
         link.sent.push_back(Sent {
             op,
-            announces: header.kind == Kind::Announce,
+            what: if header.kind == Kind::Announce {
+                What::Announcement
+            } else {
+                What::Message
+            },
             length,
         });
         Ok(())
@@ -279,6 +305,8 @@ impl Endpoint {
             posted: 0,
             received: 0,
             sent: VecDeque::new(),
+            writes: VecDeque::new(),
+            binds: 0,
             broken: false,
             told: false,
             count: None,
@@ -366,6 +394,16 @@ impl Endpoint {
             }
             Step::Broken if link.count.is_none() => {
                 link.count = Some(header.tag);
+                // The grants of the messages that are written over the link are void. The next grants follow this step.
+                let first = link.posted - link.sent.len() as u64;
+                let lost = (first..).zip(&link.sent);
+                let lost =
+                    lost.filter(|(number, s)| *number >= header.tag && s.what == What::Write);
+                let lost = lost.map(|(_, sent)| sent.op);
+                let lost: Vec<u32> = lost.chain(link.writes.drain(..)).collect();
+                for op in lost {
+                    self.forget_grant(op);
+                }
                 self.break_link(cx, place);
             }
             Step::Closed => {
@@ -388,17 +426,38 @@ impl Endpoint {
             let place = usize::from(name.place);
             return self.break_link(cx, place);
         }
+        if wc.wr_id >> KIND == LINK_BIND {
+            link.binds = link.binds.saturating_sub(1);
+            let name = u32::try_from(at).unwrap_or(u32::MAX);
+            return self.window_bound(cx, name);
+        }
         if wc.wr_id >> KIND == LINK_SEND {
             // When the peer has told its count, the queue does not contain this message any more.
             if link.count.is_none()
                 && let Some(sent) = link.sent.pop_front()
             {
                 self.link_sent(cx, sent, 0);
+                self.write_waiting(cx, usize::from(name.place));
             }
             return;
         }
         link.received += 1;
         let from = link.peer;
+        if let Some(word) = written_word(wc) {
+            // This fails only if the link has failed.
+            let _posted = link.post_receive(at);
+            let length = wc.byte_len as usize;
+            let fits = self.incoming.get(word).is_some_and(|i| {
+                i.link.is_some_and(|(link, _)| link == name)
+                    && length == (i.granted - i.placed).min(limits::PIECE)
+            });
+            if fits {
+                self.placed(cx, word, length);
+            } else {
+                self.bad = self.bad.wrapping_add(1);
+            }
+            return;
+        }
         let length = wc.byte_len as usize;
         let held = Held {
             receive: at,
@@ -424,8 +483,170 @@ impl Endpoint {
 
     fn link_sent(&mut self, cx: &mut Shared, sent: Sent, err: i32) {
         self.outstanding = self.outstanding.saturating_sub(1);
-        let kind = if sent.announces { ANNOUNCE } else { OP };
+        let kind = sent.kind();
         self.request_completed(cx, kind, sent.op, err);
+    }
+
+    /// Returns the link that a peer may write a message over.
+    pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
+        if from.ip != self.name.ip {
+            return None;
+        }
+        let place = self.links.find(from)?;
+        let link = self.links.all.get(place)?.as_ref()?;
+        let usable = link.receives && link.remote.is_some() && !link.broken && !link.closed;
+        (usable && link.binds < limits::BINDS).then_some(place)
+    }
+
+    /// Binds a window for the memory of an announced message. The grant is sent when it is bound.
+    pub(super) fn bind_window(
+        &mut self,
+        cx: &mut Shared,
+        place: usize,
+        name: u32,
+        mut grant: Header,
+    ) {
+        let Some(link) = self.links.all.get_mut(place).and_then(Option::as_mut) else {
+            return;
+        };
+        let Some(incoming) = self.incoming.get_mut(name) else {
+            return;
+        };
+        let Some(region) = &mut incoming.region else {
+            return;
+        };
+        let bound = link
+            .stream
+            .bind(link.name.id(LINK_BIND, name as usize), region);
+        grant.tag = u64::from(region.rkey()) << 32 | u64::from(name);
+        incoming.link = Some((link.name, grant));
+        match bound {
+            Ok(()) => link.binds += 1,
+            Err(_) => self.grant_datagrams(cx, name),
+        }
+    }
+
+    fn window_bound(&mut self, cx: &mut Shared, name: u32) {
+        let Some(incoming) = self.incoming.get(name) else {
+            return;
+        };
+        let from = incoming.message.from;
+        if let Some((_, grant)) = incoming.link {
+            self.answer(cx, from, grant);
+        }
+    }
+
+    /// Grants the memory of an announced message, which was to be written over a link, to datagrams.
+    fn grant_datagrams(&mut self, cx: &mut Shared, name: u32) {
+        let Some(incoming) = self.incoming.get_mut(name) else {
+            return;
+        };
+        let Some((_, mut grant)) = incoming.link.take() else {
+            return;
+        };
+        // The window ends before the memory is registered again.
+        incoming.region = None;
+        incoming.placed = 0;
+        let from = incoming.message.from;
+        let at = usize::try_from(incoming.base).unwrap_or(0);
+        // SAFETY: the memory belongs to this library, or to the program, which does not access it until the receive has completed.
+        let made = unsafe { Region::new(&cx.pd, at, incoming.granted, Access::RemoteSink) };
+        match made.and_then(|region| region.restrict_to(from).map(|()| region)) {
+            Ok(region) => {
+                grant.flags &= !LINKED;
+                grant.tag = u64::from(region.rkey()) << 32 | u64::from(name);
+                incoming.region = Some(region);
+                self.answer(cx, from, grant);
+            }
+            Err(why) => {
+                grant.flags &= !LINKED;
+                grant.length = 0;
+                grant.tag = u64::from(u32::MAX);
+                self.answer(cx, from, grant);
+                if let Some(incoming) = self.incoming.remove(name) {
+                    self.received(cx, &incoming.target, &incoming.message, 0, why);
+                }
+            }
+        }
+    }
+
+    /// Grants the memory of all messages that were to be written over a failed link to datagrams.
+    fn grant_again(&mut self, cx: &mut Shared, link: Name) {
+        let of_link = |i: &Incoming| i.link.is_some_and(|(name, _)| name == link);
+        let names = self.incoming.iter().filter(|(_, i)| of_link(i));
+        let names: Vec<u32> = names.map(|(name, _)| name).collect();
+        for name in names {
+            self.grant_datagrams(cx, name);
+        }
+    }
+
+    /// Forgets the grant of an announced message, because another one follows.
+    fn forget_grant(&mut self, op: u32) {
+        if let Some(Op::Announced { grant, written, .. }) = self.ops.get_mut(op) {
+            *grant = None;
+            *written = 0;
+        }
+    }
+
+    /// Writes the next piece of an announced message over the link to its peer, at once or when there is room.
+    pub(super) fn write_on_link(&mut self, cx: &mut Shared, op: u32) {
+        let Some(Op::Announced { to, .. }) = self.ops.get(op) else {
+            return;
+        };
+        let to = *to;
+        let usable = |l: &&mut Link| l.peer == to && l.remote.is_some() && !l.broken;
+        let link = self.links.all.iter_mut().flatten().find(usable);
+        let Some(link) = link else {
+            // When the peer notices that the link has failed, it sends another grant.
+            return self.forget_grant(op);
+        };
+        link.writes.push_back(op);
+        let place = usize::from(link.name.place);
+        self.write_waiting(cx, place);
+    }
+
+    /// Posts the writes for which a link has room.
+    fn write_waiting(&mut self, cx: &mut Shared, place: usize) {
+        loop {
+            let Some(Some(link)) = self.links.all.get_mut(place) else {
+                return;
+            };
+            if link.sent.len() >= limits::LINK_DEPTH || link.broken {
+                return;
+            }
+            let Some(op) = link.writes.pop_front() else {
+                return;
+            };
+            let Some(Op::Announced {
+                memory,
+                regions,
+                grant: Some(grant),
+                written,
+                ..
+            }) = self.ops.get_mut(op)
+            else {
+                continue;
+            };
+            let from = *written;
+            let length = grant.length.saturating_sub(from).min(limits::PIECE);
+            let pieces = pieces(memory, regions, from, length);
+            let there = (grant.rkey, grant.base.wrapping_add(from as u64));
+            let id = link.name.id(LINK_SEND, 0);
+            // SAFETY: the regions are live until the operation has completed.
+            let posted = unsafe { link.stream.write(id, grant.word, there, &pieces) };
+            if posted.is_err() {
+                link.writes.push_front(op);
+                return self.break_link(cx, place);
+            }
+            *written = from + length;
+            link.posted += 1;
+            link.sent.push_back(Sent {
+                op,
+                what: What::Write,
+                length,
+            });
+            self.outstanding += 1;
+        }
     }
 
     /// Posts the receive of a message again.
@@ -471,9 +692,11 @@ impl Endpoint {
             }
             let Some(remote) = link.remote else { continue };
             if !std::mem::replace(&mut link.told, true) {
+                let name = link.name;
                 let mut header = step(Step::Broken, link.stream.number(), remote);
                 header.tag = link.received;
                 self.answer(cx, peer, header);
+                self.grant_again(cx, name);
             }
             self.send_again(cx, place);
         }
@@ -515,7 +738,13 @@ impl Endpoint {
                 qpn: peer.qpn,
                 qkey: self.job.qkey,
             };
-            let kind = if sent.announces { ANNOUNCE } else { OP };
+            if sent.what == What::Write {
+                // The peer grants other memory for it.
+                link.sent.pop_front();
+                self.outstanding = self.outstanding.saturating_sub(1);
+                continue;
+            }
+            let kind = sent.kind();
             let id = kind << KIND | u64::from(sent.op);
             let mut slot = None;
             let posted = if bytes.len() <= limits::INLINE {
@@ -571,6 +800,7 @@ impl Endpoint {
                 link.stream.fail();
             }
             let sent = std::mem::take(&mut link.sent);
+            let waiting = std::mem::take(&mut link.writes);
             let name = link.name;
             if self.held.iter().any(|h| h.link == Some(name)) {
                 self.links.any_broken = true;
@@ -579,6 +809,9 @@ impl Endpoint {
             }
             for sent in sent {
                 self.link_sent(cx, sent, err);
+            }
+            for op in waiting {
+                self.request_completed(cx, OP, op, err);
             }
         }
     }

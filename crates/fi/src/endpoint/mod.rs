@@ -32,9 +32,9 @@ use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
-    Stream, To, Way, Wc, error_of, kind_of, source_of,
+    Stream, To, Way, Wc, error_of, kind_of, source_of, written_word,
 };
-use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, Step, TAGGED, VERSION};
+use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, LINKED, Step, TAGGED, VERSION};
 
 /// Memory that the program has registered.
 #[derive(Debug, Clone, Copy)]
@@ -221,6 +221,8 @@ enum Op {
 /// Memory of a peer that an announced message may be written to.
 #[derive(Debug, Clone, Copy)]
 struct Grant {
+    /// The message is written over the link.
+    linked: bool,
     rkey: u32,
     word: u32,
     base: u64,
@@ -266,6 +268,8 @@ struct Incoming {
     placed: usize,
     base: u64,
     region: Option<Region>,
+    /// The link that the peer writes over, if any, and the grant that is sent when the window is bound.
+    link: Option<(link::Name, Header)>,
     /// The memory that the peer writes, if the program's memory consists of several pieces.
     aside: Option<Area>,
 }
@@ -398,6 +402,8 @@ const ANSWER: u64 = 3;
 const LINK_SEND: u64 = 4;
 /// `wr_id` of a receive of a link.
 const LINK_RECEIVE: u64 = 5;
+/// `wr_id` of the binding of a window on a link.
+const LINK_BIND: u64 = 6;
 
 const STRIDE: usize = (ROUTE_HEADER + HEADER + limits::EAGER).next_multiple_of(64);
 const SLOT: usize = (HEADER + limits::EAGER).next_multiple_of(64);
@@ -496,7 +502,7 @@ impl Endpoint {
         let entries = 2 * limits::REQUESTS
             + limits::RECEIVES
             + limits::RECORDS
-            + 2 * limits::LINK_DEPTH * limits::LINKS;
+            + (2 * limits::LINK_DEPTH + limits::BINDS) * limits::LINKS;
         let cq = Completions::new(device, entries, Some(Arc::clone(channel)))?;
         let receives = Area::new(limits::RECEIVES * STRIDE).ok_or(FI_ENOMEM)?;
         let slots = Area::new(limits::SLOTS * SLOT).ok_or(FI_ENOMEM)?;

@@ -480,6 +480,7 @@ impl Endpoint {
         let [rkey, word] = [header.tag >> 32, header.tag & u64::from(u32::MAX)];
         let most = memory.len();
         *grant = Some(Grant {
+            linked: header.has(LINKED),
             rkey: u32::try_from(rkey).unwrap_or(0),
             word: u32::try_from(word).unwrap_or(0),
             base: header.data,
@@ -502,11 +503,19 @@ impl Endpoint {
         let Some(name) = record.word else {
             return; // A write of a program that is not one of ours.
         };
-        let Some(incoming) = self.incoming.get_mut(name).filter(|i| fits(i, &record)) else {
+        if self.incoming.get(name).is_some_and(|i| fits(i, &record)) {
+            self.placed(cx, name, record.length as usize);
+        } else {
             self.bad = self.bad.wrapping_add(1);
+        }
+    }
+
+    /// Handles the end of a write to granted memory.
+    pub(super) fn placed(&mut self, cx: &mut Shared, name: u32, length: usize) {
+        let Some(incoming) = self.incoming.get_mut(name) else {
             return;
         };
-        incoming.placed += record.length as usize;
+        incoming.placed += length;
         if incoming.placed < incoming.granted {
             return;
         }
@@ -545,5 +554,8 @@ fn fits(incoming: &Incoming, record: &Record) -> bool {
         .as_ref()
         .is_none_or(|r| r.rkey() == record.rkey && base == record.base);
     let next = (incoming.granted - incoming.placed).min(limits::PIECE);
-    incoming.message.from.qpn == record.qpn && next == record.length as usize && same_memory
+    incoming.link.is_none()
+        && incoming.message.from.qpn == record.qpn
+        && next == record.length as usize
+        && same_memory
 }

@@ -239,6 +239,10 @@ impl Endpoint {
         else {
             return true;
         };
+        if grant.linked {
+            self.write_on_link(cx, op);
+            return true;
+        }
         let way = match cx.way(to.ip, self.place) {
             Ok(way) => way,
             Err(why) => {
