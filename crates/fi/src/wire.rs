@@ -274,6 +274,11 @@ mod tests {
             Header::decode(&hold.encode()).is_none(),
             "neither on nor off"
         );
+        let mut link = Header::new(Kind::Link);
+        for (number, known) in [(0, false), (1, true), (6, true), (7, false)] {
+            link.length = number;
+            assert_eq!(Header::decode(&link.encode()).is_some(), known, "{number}");
+        }
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
         assert!(Header::decode(&more).is_none(), "bytes behind a grant");

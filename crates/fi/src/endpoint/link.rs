@@ -856,3 +856,19 @@ fn step(step: Step, number: u32, remote: u32) -> Header {
     header.length = step as u64;
     header
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_completion_names_its_link() {
+        for (place, generation, index) in [(0, 0, 0), (7, 1, 31), (255, u16::MAX, 0xffff_ffff)] {
+            let name = Name { place, generation };
+            for kind in [LINK_SEND, LINK_RECEIVE, LINK_BIND] {
+                let id = name.id(kind, index);
+                assert_eq!((id >> KIND, Name::of(id)), (kind, (name, index)));
+            }
+        }
+    }
+}
