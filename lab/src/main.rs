@@ -42,8 +42,8 @@ enum Task {
     Adopters(adopters::Options),
     /// Run programs and tests/interop/peer.c against the kernel's siw in a QEMU guest, with the expectations in tests/interop.
     Interop(interop::Options),
-    /// Run tests/mpi with the distribution's MPIs.
-    Mpi,
+    /// Run tests/mpi with the distribution's MPIs, or compare transports.
+    Mpi(mpi::Options),
     /// Count the instructions of posting and receiving, and compare them with tests/c/count.expect.
     Count {
         /// Write the counts to tests/c/count.expect.
@@ -112,7 +112,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::Distros(options) => distros::run(options),
         Task::Adopters(options) => adopters::run(options),
         Task::Interop(options) => interop::run(options),
-        Task::Mpi => mpi::run(),
+        Task::Mpi(options) => mpi::run(options),
         Task::Count { write } => count::run(*write),
         Task::Pyverbs { filter } => pyverbs::run(filter.as_deref()),
         Task::Sanitize {

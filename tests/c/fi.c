@@ -13,6 +13,7 @@
 #include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 
@@ -304,25 +305,185 @@ static const char *matching(size_t arg)
 	return NULL;
 }
 
-/* Senders whose messages find no receive are held back at some point, and nothing is lost. */
+/* The length of what is longer than the longest request of the device. */
+static size_t huge;
+
+static void mark_huge(uint8_t *at, uint8_t seed)
+{
+	for (size_t i = 0; i < 64; i++) {
+		at[i] = (uint8_t)(seed + i);
+		at[(1ul << 30) - 32 + i] = (uint8_t)(seed + 1 + i);
+		at[huge - 64 + i] = (uint8_t)(seed + 2 + i);
+	}
+}
+
+/* Compares all bytes, without a read of the pages of `from` that were never written. */
+static const char *same_huge(const uint8_t *from, const uint8_t *to)
+{
+	static const uint8_t zeros[1 << 16];
+
+	for (size_t at = 0; at < huge; at += sizeof zeros) {
+		size_t len = huge - at < sizeof zeros ? huge - at : sizeof zeros;
+		bool marked = at == 0 || at == (1ul << 30) - sizeof zeros || at == 1ul << 30 || at + sizeof zeros >= huge - 64;
+
+		ENSURE(!memcmp(to + at, marked ? from + at : zeros, len), "bytes differ from %zu on", at);
+	}
+	return NULL;
+}
+
+static int unmap(void *at)
+{
+	return munmap(at, huge);
+}
+
+static const char *beyond_1gib(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fid_mr *mr;
+	struct side a, b;
+	bool linked = arg == 3;
+	uint8_t *at[2];
+
+	huge = arg == 0 || linked ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
+	/* The memory is unmapped after the endpoints were closed, also when something fails. */
+	for (size_t i = 0; i < 2; i++) {
+		at[i] = mmap(NULL, huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		ENSURE(at[i] != MAP_FAILED, "mmap");
+		keep(unmap, at[i], "memory");
+		madvise(at[i], huge, MADV_HUGEPAGE);
+	}
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	ENSURE(info->ep_attr->max_msg_size >= huge, "max_msg_size is %zu", info->ep_attr->max_msg_size);
+	mark_huge(at[0], 1);
+	for (int i = 0; i < (linked ? 200 : 0); i++) {
+		OK(fi_trecv(b.ep, in, 10, NULL, b.peer, 1, 0, &b));
+		OK(fi_tinject(a.ep, out, 10, a.peer, 1));
+		TRY(next(b.rx, &entry, NULL));
+	}
+	if (arg != 2) {
+		OK(fi_trecv(b.ep, at[1], huge, NULL, b.peer, 1, 0, &b));
+		OK(fi_tsend(a.ep, at[0], huge, NULL, a.peer, 1, &a));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.len == huge, "%zu bytes", entry.len);
+		TRY(next(a.tx, &entry, NULL));
+		return same_huge(at[0], at[1]);
+	}
+	OK(fi_mr_reg(b.domain, at[1], huge, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	mark_huge(at[0], 40);
+	OK(fi_writedata(a.ep, at[0], huge, NULL, 7, a.peer, (uintptr_t)at[1], fi_mr_key(mr), &a));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.flags & FI_REMOTE_WRITE && entry.len == huge, "%zu bytes are written", entry.len);
+	TRY(next(a.tx, &entry, NULL));
+	TRY(same_huge(at[0], at[1]));
+	mark_huge(at[1], 80);
+	OK(fi_read(a.ep, at[0], huge, NULL, a.peer, (uintptr_t)at[1], fi_mr_key(mr), &a));
+	TRY(next(a.tx, &entry, NULL));
+	TRY(same_huge(at[1], at[0]));
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "one too many");
+	return NULL;
+}
+
+/* An operation with FI_FENCE, and what is posted behind it, waits for earlier operations to the same peer, and only for those. */
+static const char *fence(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b, c;
+	static int64_t target[2];
+	int64_t one = 1;
+	struct iovec word = { &one, sizeof one };
+	struct fi_ioc number = { &one, 1 };
+	struct fid_mr *mr;
+	fi_addr_t to_c;
+
+	TRY(open_sides(&a, &b));
+	TRY(open_side(&c, 0));
+	fi_addr_t to_b = a.peer;
+	TRY(introduce(&a, &c));
+	to_c = a.peer;
+	move_both(&a, &b);
+	moving[2] = &c;
+	ENSURE(info->caps & FI_FENCE, "FI_FENCE is not offered");
+	target[0] = target[1] = 0;
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	struct fi_rma_iov there = { (uintptr_t)target, sizeof one, fi_mr_key(mr) };
+	struct fi_rma_ioc number_there = { (uintptr_t)target, 1, fi_mr_key(mr) };
+	struct fi_msg_tagged message = { .msg_iov = &word, .iov_count = 1, .addr = to_b, .tag = 2, .context = &message };
+	struct fi_msg_rma write = { .msg_iov = &word, .iov_count = 1, .addr = to_b, .rma_iov = &there, .rma_iov_count = 1,
+				    .context = &write };
+	struct fi_msg_atomic sum = { .msg_iov = &number, .iov_count = 1, .addr = to_b, .rma_iov = &number_there,
+				     .rma_iov_count = 1, .datatype = FI_INT64, .op = FI_SUM, .context = &sum };
+	void *fenced = arg == 0 ? (void *)&message : arg == 1 ? (void *)&write : (void *)&sum;
+
+	OK(fi_trecv(b.ep, in, 8, NULL, FI_ADDR_UNSPEC, 2, 0, &in[0]));
+	OK(fi_trecv(b.ep, in + 8, 8, NULL, FI_ADDR_UNSPEC, 3, 0, &in[8]));
+	OK(fi_trecv(c.ep, in + 16, 8, NULL, FI_ADDR_UNSPEC, 4, 0, &in[16]));
+	/* It is not complete before there is a receive. */
+	OK(fi_tsend(a.ep, out, 100000, NULL, to_b, 1, &out[0]));
+	one = 5;
+	switch (arg) {
+	case 0: OK(fi_tsendmsg(a.ep, &message, FI_FENCE | FI_INJECT | FI_DELIVERY_COMPLETE)); break;
+	case 1: OK(fi_writemsg(a.ep, &write, FI_FENCE | FI_INJECT)); break;
+	case 2: OK(fi_atomicmsg(a.ep, &sum, FI_FENCE | FI_INJECT)); break;
+	}
+	one = 6; /* What is injected was copied. */
+	OK(fi_tinject(a.ep, &one, sizeof one, to_b, 3));
+	one = 7;
+	OK(fi_tsend(a.ep, out, 8, NULL, to_c, 4, &out[4]));
+	TRY(next(c.rx, &entry, NULL));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &out[4], "the message to another peer completes first");
+	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
+		ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion before the receive");
+		ENSURE(fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "a message before the receive");
+		ENSURE(target[0] == 0, "the memory has changed before the receive");
+	}
+	OK(fi_trecv(b.ep, in + 1000, 100000, NULL, FI_ADDR_UNSPEC, 1, 0, &in[1000]));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &out[0], "the earlier message completes first");
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == fenced, "the operation with a fence completes second");
+	for (size_t i = 0; i < (arg == 0 ? 3u : 2u); i++)
+		TRY(next(b.rx, &entry, NULL));
+	int64_t got[2];
+	memcpy(got, in, sizeof got);
+	ENSURE((arg == 0 ? got[0] : target[0]) == 5 && got[1] == 6, "%lld %lld %lld", (long long)got[0],
+	       (long long)target[0], (long long)got[1]);
+	return NULL;
+}
+
+/* A sender whose messages find no receive is held back at some point, and no other sender is. Nothing is lost. */
 static const char *flood(size_t arg)
 {
+	static uint32_t words[12000];
 	struct fi_cq_tagged_entry entry;
 	struct side a, b, c;
 	uint32_t sent = 0, more = 100, word;
 	uint64_t until, quiet;
+	bool injects = arg;
+	size_t len = injects ? INJECT : EAGER;
 
-	(void)arg;
 	TRY(open_sides(&a, &b));
 	TRY(open_side(&c, 0));
 	TRY(introduce(&c, &b));
 	move_both(&a, &b);
 	moving[2] = &c;
 	until = now_ms() + 30000;
-	for (quiet = now_ms(); now_ms() < quiet + 300;) {
-		ENSURE(now_ms() < until && sent < 8000, "%u messages and no end", sent);
-		memcpy(out, &sent, sizeof sent);
-		if (fi_tsend(a.ep, out, EAGER, NULL, a.peer, 1, &a) == 0) {
+	for (quiet = now_ms(); sent <= 4000 || now_ms() < quiet + 300;) {
+		ENSURE(now_ms() < until && sent < COUNT(words) - more, "%u messages and no end", sent);
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, len - 4 } };
+		ssize_t rc;
+
+		words[sent] = sent;
+		if (injects) {
+			memcpy(out, &sent, sizeof sent);
+			rc = fi_tinject(a.ep, out, len, a.peer, 1);
+		} else {
+			rc = fi_tsendv(a.ep, parts, NULL, 2, a.peer, 1, &a);
+		}
+		if (rc == 0) {
 			sent++;
 			quiet = now_ms();
 		}
@@ -330,30 +491,255 @@ static const char *flood(size_t arg)
 		while (fi_cq_read(a.tx, &entry, 1) == 1)
 			;
 	}
-	ENSURE(sent > 4000, "%u messages", sent);
-	OK(fi_tsend(c.ep, out, 10, NULL, c.peer, 2, &c));
-	OK(fi_trecv(b.ep, in + EAGER, 10, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
-	bool other = false;
+	/* Long and short messages of another sender. */
+	for (size_t size = 10; size <= 100000; size *= 10) {
+		OK(fi_tsend(c.ep, out, size, NULL, c.peer, 2, &c));
+		OK(fi_trecv(b.ep, in, size, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.op_context == &c && entry.len == size, "%zu bytes of another sender", size);
+	}
+	/* Also when they have no receive at first. */
+	OK(fi_tsend(c.ep, out, 100, NULL, c.peer, 2, &c));
+	for (uint64_t end = now_ms() + 50; now_ms() < end;)
+		fi_cq_read(b.rx, NULL, 0);
+	OK(fi_trecv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.op_context == &c, "another sender without a receive");
 	for (uint32_t i = 0; i < sent; i++) {
-		OK(fi_trecv(b.ep, in, EAGER, NULL, b.peer, 1, 0, &b));
-		if (more && fi_tsend(a.ep, memcpy(out, &sent, sizeof sent), EAGER, NULL, a.peer, 1, &a) == 0) {
+		OK(fi_trecv(b.ep, in, len, NULL, b.peer, 1, 0, &b));
+		words[sent] = sent;
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, len - 4 } };
+		if (more && fi_tsendv(a.ep, parts, NULL, 2, a.peer, 1, &a) == 0) {
 			sent++;
 			more--;
 		}
 		TRY(next(b.rx, &entry, NULL));
-		if (entry.op_context == &c) {
-			other = true;
-			TRY(next(b.rx, &entry, NULL));
-		}
 		memcpy(&word, in, sizeof word);
-		ENSURE(word == i && entry.len == EAGER, "message %u is %u", i, word);
+		ENSURE(word == i && entry.len == len && entry.op_context == &b, "message %u is %u", i, word);
 		while (fi_cq_read(a.tx, &entry, 1) == 1)
 			;
 	}
-	if (!other)
-		TRY(next(b.rx, &entry, NULL));
-	ENSURE(other || entry.op_context == &c, "the message of another sender");
 	ENSURE(more < 100, "nothing could be sent again");
+	/* Now there is room: a message completes without a receive. */
+	for (uint64_t end = now_ms() + 50; now_ms() < end;) {
+		fi_cq_read(b.rx, NULL, 0);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	OK(fi_tsend(a.ep, out, 5000, NULL, a.peer, 1, &sent));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &sent, "a message without a receive");
+	return NULL;
+}
+
+/* The number of connected stream sockets of this process. */
+static int streams(void)
+{
+	int found = 0;
+
+	for (int fd = 0; fd < 1024; fd++) {
+		struct sockaddr_storage peer;
+		socklen_t len = sizeof peer, size = sizeof(int);
+		int type = 0;
+
+		found += !getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) && type == SOCK_STREAM &&
+			 !getpeername(fd, (struct sockaddr *)&peer, &len) &&
+			 (peer.ss_family == AF_INET || peer.ss_family == AF_INET6);
+	}
+	return found;
+}
+
+enum { UNDERWAY = 256, LINKED = 700, OVERTAKES = 7 };
+
+/* Messages of all sizes in both directions at once, some before and some after their receives: each receive gets the next one. */
+static const char *exchange_in_order(struct side *a, struct side *b, size_t few, size_t most)
+{
+	static const size_t lengths[] = { 8, 200, 8, 300, 5000, 8, EAGER, 8, 20000 };
+	static uint8_t from[2][UNDERWAY][20000], to[2][UNDERWAY][20000];
+	static bool sent_done[2][LINKED], received_done[2][LINKED];
+	struct side *sides[2] = { a, b };
+	struct fi_cq_tagged_entry entry;
+	size_t sent[2] = { 0 }, posted[2] = { 0 }, sent_until[2] = { 0 }, received_until[2] = { 0 };
+	uint64_t until = now_ms() + WAIT_MS;
+
+	for (size_t turn = 0; sent_until[0] < LINKED || sent_until[1] < LINKED; turn++) {
+		ENSURE(now_ms() < until, "messages sent %zu %zu, complete %zu %zu, received %zu %zu", sent[0], sent[1],
+		       sent_until[0], sent_until[1], received_until[0], received_until[1]);
+		for (size_t i = 0; i < 2; i++) {
+			struct side *e = sides[i];
+			uint8_t *at = from[i][sent[i] % UNDERWAY];
+			size_t len = lengths[sent[i] % COUNT(lengths)];
+
+			/* Perhaps few at once at first, and many later. */
+			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? few : most)) {
+				fill_bytes(at, len, sent[i]);
+				ssize_t rc = fi_tsend(e->ep, at, len, NULL, e->peer, sent[i], &sent_done[i][sent[i]]);
+				ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_tsend: %zd", rc);
+				sent[i] += rc == 0;
+			}
+			if (posted[i] < LINKED && posted[i] - received_until[i] < 8 && turn % 5 < 2) {
+				at = to[i][posted[i] % UNDERWAY];
+				int rc = (int)fi_trecv(e->ep, at, 20000, NULL, e->peer, 0, ~0ull, &received_done[i][posted[i]]);
+				ENSURE(!rc, "fi_trecv: %d", rc);
+				posted[i]++;
+			}
+			ssize_t n = fi_cq_read(e->tx, &entry, 1);
+			ENSURE(n == 1 || n == -FI_EAGAIN, "a message is not sent: %zd", n);
+			if (n == 1) {
+				ENSURE(!*(bool *)entry.op_context, "a message completes twice");
+				*(bool *)entry.op_context = true;
+			}
+			n = fi_cq_read(e->rx, &entry, 1);
+			ENSURE(n == 1 || n == -FI_EAGAIN, "a message is not received: %zd", n);
+			if (n == 1) {
+				size_t which = (size_t)((bool *)entry.op_context - received_done[i]);
+
+				len = lengths[which % COUNT(lengths)];
+				ENSURE(entry.tag == which && entry.len == len, "receive %zu gets %llu, of %zu bytes", which,
+				       (unsigned long long)entry.tag, entry.len);
+				TRY(check_bytes(to[i][which % UNDERWAY], len, which));
+				received_done[i][which] = true;
+			}
+			while (sent_until[i] < sent[i] && sent_done[i][sent_until[i]])
+				sent_until[i]++;
+			while (received_until[i] < posted[i] && received_done[i][received_until[i]])
+				received_until[i]++;
+		}
+	}
+	return NULL;
+}
+
+/* Another process of this program prints, at its exit, how many queue pairs it had with two endpoints. Libfabric's other providers
+ * make some too. */
+static const char *count_queue_pairs(int *count)
+{
+	char line[300];
+	FILE *child;
+
+	*count = 0;
+	setenv("ANYWARP_FAULTS", "p=0 -> kill", 1);
+	snprintf(line, sizeof line, "/proc/%d/exe --two 2>&1", (int)getpid());
+	child = popen(line, "r");
+	ENSURE(child, "popen");
+	while (fgets(line, sizeof line, child)) {
+		const char *at = strstr(line, " queue pairs");
+
+		while (at && at > line && at[-1] >= '0' && at[-1] <= '9')
+			at--;
+		if (at)
+			*count = atoi(at);
+	}
+	ENSURE(pclose(child) == 0 && *count >= 2, "%d queue pairs", *count);
+	return NULL;
+}
+
+/* Busy endpoints of one host get a connection; when it fails, nothing is lost, doubled or out of order. */
+static const char *link_between(size_t arg)
+{
+	/* What happens to the first and to the second end of the link. */
+	static const char *const faults[][2] = { { NULL, NULL },
+						 { "op=send nth=1 -> kill", NULL },
+						 { "op=send nth=40 -> kill", NULL },
+						 { NULL, "op=send nth=40 -> kill" },
+						 { NULL, "op=send nth=1 -> kill" },
+						 { "op=send nth=75 -> error=remote-aborted", NULL },
+						 { "op=send nth=60 -> kill", "op=send nth=60 -> kill" },
+						 { NULL, NULL },
+						 { "op=write nth=1 -> kill", NULL },
+						 { NULL, "op=write nth=12 -> kill" },
+						 { "op=write nth=9 -> error=remote-access", NULL },
+						 { "op=bind nth=1 -> error=general", NULL },
+						 { NULL, "op=bind nth=12 -> error=general" },
+						 { "op=bind nth=30 -> kill", "op=write nth=30 -> kill" } };
+	char rules[200] = "";
+	struct side a, b;
+	int before = 0;
+
+	if (arg)
+		TRY(count_queue_pairs(&before));
+	for (int i = 0; i < 2; i++)
+		if (faults[arg][i])
+			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d %s\n", before + 1 + i,
+				 faults[arg][i]);
+	/* Datagrams are lost and sent again, so that the first messages of the link overtake earlier ones. */
+	if (arg == OVERTAKES)
+		snprintf(rules, sizeof rules, "loss=30%%");
+	if (arg)
+		setenv("ANYWARP_FAULTS", rules, 1);
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	ENSURE(streams() == 0, "%d connections before the first message", streams());
+	TRY(exchange_in_order(&a, &b, arg == OVERTAKES ? UNDERWAY : 4, arg == OVERTAKES ? UNDERWAY : 64));
+	if (arg && arg != OVERTAKES)
+		ENSURE(streams() == 0, "%d connections after the failure", streams());
+	else
+		ENSURE(streams() == 2, "%d connections between busy endpoints", streams());
+	return NULL;
+}
+
+/* Messages of an endpoint that is closed are still there, and neither end waits for the other when it closes. */
+static const char *link_closes(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint64_t begin;
+	uint32_t got;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (uint32_t n = 0; n < 200; n++) {
+		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, &b));
+		OK(fi_tinject(a.ep, &n, 4, a.peer, 1));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(got == n, "message %u is %u", n, got);
+	}
+	ENSURE(streams() == 2, "%d connections", streams());
+	for (uint32_t n = 0; n < 20; n++)
+		OK(fi_tinject(a.ep, &n, 4, a.peer, 2));
+	begin = now_ms();
+	ENSURE(!close_now(a.ep), "fi_close");
+	ENSURE(now_ms() - begin < 1000, "closing takes %llu ms", (unsigned long long)(now_ms() - begin));
+	for (uint32_t n = 0; n < 20; n++) {
+		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 2, 0, &b));
+		memset(moving, 0, sizeof moving);
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(got == n, "message %u is %u after the end", n, got);
+	}
+	begin = now_ms();
+	ENSURE(!close_now(b.ep), "fi_close");
+	ENSURE(now_ms() - begin < 1000, "closing takes %llu ms", (unsigned long long)(now_ms() - begin));
+	return NULL;
+}
+
+/* No connections without the variable, and only for so many peers. */
+static const char *links_are_few(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, other[10];
+	fi_addr_t peers[COUNT(other)];
+
+	if (arg)
+		setenv("FI_ANYWARP_LINKS", "0", 1);
+	TRY(open_side(&a, 0));
+	for (size_t i = 0; i < COUNT(other); i++) {
+		TRY(open_side(&other[i], 0));
+		TRY(introduce(&a, &other[i]));
+		peers[i] = a.peer;
+		TRY(introduce(&other[i], &a));
+	}
+	for (size_t i = 0; i < COUNT(other); i++) {
+		move_both(&a, &other[i]);
+		for (uint32_t n = 0; n < 200; n++) {
+			uint32_t got = ~0u;
+
+			OK(fi_trecv(other[i].ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
+			OK(fi_tinject(a.ep, &n, 4, peers[i], 1));
+			TRY(next(other[i].rx, &entry, NULL));
+			ENSURE(got == n, "message %u is %u", n, got);
+		}
+	}
+	ENSURE(streams() == (arg ? 0 : 16), "%d connections", streams());
 	return NULL;
 }
 
@@ -760,7 +1146,7 @@ static const char *wait_object(size_t arg)
 /* ---------------------------------------------------------------- failures */
 
 /* The other end in a process of its own: it prints its name, is told the name of this end, and reads. */
-static int be_a_peer(void)
+static int be_a_peer(const char *hex)
 {
 	char name[64] = { 0 };
 	size_t len = sizeof name;
@@ -769,6 +1155,18 @@ static int be_a_peer(void)
 
 	if (!why && fi_getname(&e.ep->fid, name, &len))
 		why = "fi_getname";
+	uint8_t mine[16];
+	for (size_t i = 0; i < sizeof mine; i++) {
+		unsigned int byte = 0;
+
+		sscanf(hex + 2 * i, "%2x", &byte);
+		mine[i] = (uint8_t)byte;
+	}
+	if (!why && fi_av_insert(e.av, mine, 1, &e.peer, 0, NULL) != 1)
+		why = "fi_av_insert";
+	for (int i = 0; i < 200 && !why; i++)
+		if (fi_trecv(e.ep, in, 10, NULL, e.peer, 77, 0, NULL))
+			why = "fi_trecv";
 	if (why || write(1, name, sizeof name) != sizeof name)
 		return 1;
 	for (;;)
@@ -778,16 +1176,20 @@ static int be_a_peer(void)
 
 static const char *start_peer(struct side *a, pid_t *child)
 {
-	char name[64];
+	char name[64], hex[40];
+	size_t len = sizeof name;
 	int ends[2];
 
+	OK(fi_getname(&a->ep->fid, name, &len));
+	for (size_t i = 0; i < 16; i++)
+		snprintf(hex + 2 * i, 3, "%02x", (uint8_t)name[i]);
 	ENSURE(!pipe(ends), "pipe");
 	*child = fork();
 	ENSURE(*child >= 0, "fork");
 	if (*child == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
 		dup2(ends[1], 1);
-		execl("/proc/self/exe", "fi", "--peer", NULL);
+		execl("/proc/self/exe", "fi", "--peer", hex, NULL);
 		_exit(9);
 	}
 	close(ends[1]);
@@ -796,6 +1198,8 @@ static const char *start_peer(struct side *a, pid_t *child)
 	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
 	return NULL;
 }
+
+enum { LINK = 1 << 10 };
 
 /* A peer that is killed or stopped: whatever waits for it fails within the time-out, and others go on. */
 static const char *lost_peer(size_t arg)
@@ -811,12 +1215,17 @@ static const char *lost_peer(size_t arg)
 	move_both(&a, &b);
 	fi_addr_t good = a.peer;
 	TRY(start_peer(&a, &child));
+	for (int i = 0; i < (arg & LINK ? 200 : 0); i++) {
+		OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 77, &a));
+		TRY(next(a.tx, &entry, NULL));
+	}
+	ENSURE(streams() == (arg & LINK ? 1 : 0), "%d connections", streams());
 	/* The first is with the peer and waits for a receive there. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &context[0]));
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[1]));
 	TRY(next(a.tx, &entry, NULL));
 	ENSURE(entry.op_context == &context[1], "the short one arrives");
-	kill(child, (int)arg);
+	kill(child, (int)(arg & ~(size_t)LINK));
 	waitpid(child, NULL, WUNTRACED);
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[2]));
 	begin = now_ms();
@@ -935,17 +1344,69 @@ static const char *failed_endpoint(size_t arg)
 	return NULL;
 }
 
+/* A message of a queue pair that is no endpoint. */
+static const char *post_raw(struct dgram *from, struct region *memory, size_t size, struct side *to)
+{
+	struct sockaddr_in name;
+	size_t len = sizeof name;
+	uint64_t until = now_ms() + WAIT_MS;
+	struct ibv_wc wc;
+
+	OK(fi_getname(&to->ep->fid, &name, &len));
+	ibv_wr_start(from->ex);
+	from->ex->wr_id = 1;
+	from->ex->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_send(from->ex);
+	ibv_wr_set_ud_addr(from->ex, from->ah, (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0], JOB_KEY);
+	ibv_wr_set_sge(from->ex, memory->mr->lkey, (uintptr_t)memory->at, (uint32_t)size);
+	ENSURE(!ibv_wr_complete(from->ex), "post");
+	while (ibv_poll_cq(from->scq, 1, &wc) == 0) {
+		ENSURE(now_ms() < until, "a message does not arrive");
+		fi_cq_read(to->rx, NULL, 0);
+	}
+	ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+	return NULL;
+}
+
+/* A sender that does not announce its messages when it is told to blocks nobody: what it sends too much is dropped. */
+static const char *flood_hostile(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
+					     .flags = ANYWARPDV_QP_KEEP_GOING };
+	struct fi_cq_tagged_entry entry;
+	struct region mine = { 0 };
+	struct dgram bad;
+	struct side a, b;
+	uint8_t *m;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	TRY(find_all());
+	TRY(open_dgram(&bad, &dv));
+	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	m = mine.at;
+	memset(m, 0, 32);
+	m[0] = m[1] = m[2] = 1; /* eager, with a tag */
+	m[14] = EAGER >> 8;
+	/* More than all senders together may store. */
+	for (size_t i = 0; i < (80u << 20) / EAGER; i++)
+		TRY(post_raw(&bad, &mine, EAGER + 32, &b));
+	OK(fi_tsend(a.ep, out, 100, NULL, a.peer, 2, &a));
+	TRY(next(a.tx, &entry, NULL));
+	OK(fi_trecv(b.ep, in, 100, NULL, b.peer, 2, 0, &b));
+	return next(b.rx, &entry, NULL);
+}
+
 /* Messages of a queue pair that breaks the protocol change nothing. */
 static const char *hostile(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
 					     .flags = ANYWARPDV_QP_KEEP_GOING };
 	struct fi_cq_tagged_entry entry;
-	struct sockaddr_in name;
 	struct region mine = { 0 };
 	struct dgram bad;
 	struct side a, b;
-	size_t len = sizeof name;
 	uint32_t seed = 7;
 
 	(void)arg;
@@ -954,8 +1415,12 @@ static const char *hostile(size_t arg)
 	TRY(find_all());
 	TRY(open_dgram(&bad, &dv));
 	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
-	OK(fi_getname(&b.ep->fid, &name, &len));
-	uint32_t qpn = (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0];
+	/* It is known to `b`, so that steps of links are believed. */
+	struct sockaddr_in its = { .sin_family = AF_INET, .sin_port = htons((uint16_t)(bad.qp->qp_num >> 8)),
+				   .sin_addr.s_addr = htonl(0x7f000001) };
+	fi_addr_t known;
+	its.sin_zero[0] = (uint8_t)bad.qp->qp_num;
+	ENSURE(fi_av_insert(b.av, &its, 1, &known, 0, NULL) == 1, "fi_av_insert");
 	for (uint64_t i = 0; i < 2000; i++) {
 		uint8_t *m = mine.at;
 		size_t size = 32;
@@ -968,25 +1433,12 @@ static const char *hostile(size_t arg)
 		if (i % 8)
 			m[0] = 1, m[3] = 0, m[2] &= 15;
 		if (i % 16)
-			m[1] = (uint8_t)(1 + i % 7);
+			m[1] = (uint8_t)(1 + i % 9);
 		if (i % 3 == 0)
 			memset(m + 4, 0, 10); /* names and lengths that are small */
 		if (i % 5 == 0)
 			size = (size_t)(i % 64);
-		ibv_wr_start(bad.ex);
-		bad.ex->wr_id = i;
-		bad.ex->wr_flags = IBV_SEND_SIGNALED;
-		ibv_wr_send(bad.ex);
-		ibv_wr_set_ud_addr(bad.ex, bad.ah, qpn, JOB_KEY);
-		ibv_wr_set_sge(bad.ex, mine.mr->lkey, (uintptr_t)m, (uint32_t)size);
-		ENSURE(!ibv_wr_complete(bad.ex), "post");
-		struct ibv_wc wc;
-		uint64_t until = now_ms() + WAIT_MS;
-		while (ibv_poll_cq(bad.scq, 1, &wc) == 0) {
-			ENSURE(now_ms() < until, "message %llu does not arrive", (unsigned long long)i);
-			fi_cq_read(b.rx, NULL, 0);
-		}
-		ENSURE(wc.status == IBV_WC_SUCCESS, "message %llu: %s", (unsigned long long)i, ibv_wc_status_str(wc.status));
+		TRY(post_raw(&bad, &mine, size, &b));
 	}
 	while (fi_cq_read(b.rx, &entry, 1) == 1)
 		ENSURE(entry.flags & FI_REMOTE_WRITE, "a completion that nothing was posted for");
@@ -1118,7 +1570,33 @@ static const struct test tests[] = {
 	{ "messages_to_itself", messages, SELF, 0, false },
 	{ "messages_to_itself_early", messages, SELF | TAG | EARLY, 0, false },
 	{ "matching", matching, 0, 0, false },
+	{ "message_past_1gib", beyond_1gib, 0, 0, false },
+	{ "message_past_1gib_over_a_link", beyond_1gib, 3, 0, false },
+	{ "message_of_1536mib", beyond_1gib, 1, 0, false },
+	{ "memory_of_1536mib", beyond_1gib, 2, 0, false },
+	{ "fence_message", fence, 0, 0, false },
+	{ "fence_write", fence, 1, 0, false },
+	{ "fence_atomic", fence, 2, 0, false },
+	{ "link", link_between, 0, 0, true },
+	{ "link_fails_at_once", link_between, 1, 0, true },
+	{ "link_fails", link_between, 2, 0, true },
+	{ "link_fails_at_the_other_end", link_between, 3, 0, true },
+	{ "link_fails_at_once_at_the_other_end", link_between, 4, 0, true },
+	{ "link_has_an_error", link_between, 5, 0, true },
+	{ "link_fails_at_both_ends", link_between, 6, 0, true },
+	{ "link_fails_at_a_write", link_between, 8, 0, true },
+	{ "link_fails_at_a_write_at_the_other_end", link_between, 9, 0, true },
+	{ "link_has_an_error_of_a_write", link_between, 10, 0, true },
+	{ "link_binds_no_window", link_between, 11, 0, true },
+	{ "link_binds_no_window_at_the_other_end", link_between, 12, 0, true },
+	{ "link_fails_at_windows_and_writes", link_between, 13, 0, true },
+	{ "link_closes", link_closes, 0, 0, false },
+	{ "link_overtakes", link_between, OVERTAKES, 0, true },
+	{ "links_are_few", links_are_few, 0, 0, true },
+	{ "links_are_off", links_are_few, 1, 0, true },
 	{ "flood", flood, 0, 0, false },
+	{ "flood_injected", flood, 1, 0, false },
+	{ "flood_hostile", flood_hostile, 0, 0, false },
 	{ "truncation", truncation, 1000, 0, false },
 	{ "truncation_long", truncation, 100000, 0, false },
 	{ "cancel", cancel, 0, 0, false },
@@ -1135,15 +1613,28 @@ static const struct test tests[] = {
 	{ "wait_sread", wait_object, 1, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
+	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
+	{ "stopped_peer_with_link", lost_peer, SIGSTOP | LINK, 0, true },
 	{ "other_key", other_key, 0, 0, false },
 	{ "hostile", hostile, 0, 0, false },
 };
 
 int main(int argc, char **argv)
 {
-	if (argc == 2 && !strcmp(argv[1], "--peer"))
-		return be_a_peer();
+	if (argc == 2 && !strcmp(argv[1], "--two")) {
+		struct side a, b;
+
+		return open_sides(&a, &b) != NULL;
+	}
+	if (argc == 3 && !strcmp(argv[1], "--peer"))
+		return be_a_peer(argv[2]);
 	/* How long a peer may be silent. */
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
+	if (argc == 1) {
+		/* These take seconds, and run when they are named. */
+		char *most[] = { argv[0], "--without=_of_1536mib", NULL };
+
+		return run_tests(tests, COUNT(tests), 2, most);
+	}
 	return run_tests(tests, COUNT(tests), argc, argv);
 }

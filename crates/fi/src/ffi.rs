@@ -57,6 +57,7 @@ functions! {
     create_ah: c"ibv_create_ah" = fn(*mut ibv_pd, *mut ibv_ah_attr) -> *mut ibv_ah;
     destroy_ah: c"ibv_destroy_ah" = fn(*mut ibv_ah) -> c_int;
     modify_qp: c"ibv_modify_qp" = fn(*mut ibv_qp, *mut ibv_qp_attr, c_int) -> c_int;
+    create_qp: c"ibv_create_qp" = fn(*mut ibv_pd, *mut ibv_qp_init_attr) -> *mut ibv_qp;
     destroy_qp: c"ibv_destroy_qp" = fn(*mut ibv_qp) -> c_int;
     qp_to_qp_ex: c"ibv_qp_to_qp_ex" = fn(*mut ibv_qp) -> *mut ibv_qp_ex;
     dv_is_supported: c"anywarpdv_is_supported" = fn(*mut ibv_device) -> bool;

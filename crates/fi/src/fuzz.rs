@@ -108,9 +108,9 @@ pub fn messages(mut data: &[u8]) {
                     None => matching.post(pattern, 0),
                 }
             }
-            Kind::Written | Kind::AtomicDone | Kind::Probe => {}
+            Kind::Written | Kind::AtomicDone | Kind::Probe | Kind::Hold | Kind::Link => {}
         }
-        assert_eq!(matching.bytes(), bytes);
+        assert_eq!((matching.bytes(), matching.bytes_of(from)), (bytes, bytes));
     }
     let guards = memory.iter().take(GUARD / 8);
     let guards = guards.chain(memory.iter().skip((GUARD + MEMORY) / 8));

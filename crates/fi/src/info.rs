@@ -26,7 +26,7 @@ const MODIFIERS: u64 = FI_READ | FI_WRITE | FI_RECV | FI_SEND | FI_REMOTE_READ |
 const MESSAGES: u64 = FI_MSG | FI_TAGGED | FI_RECV | FI_SEND | FI_DIRECTED_RECV;
 const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 /// Capabilities that a program gets without requesting them.
-const SECONDARY: u64 = FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
+const SECONDARY: u64 = FI_FENCE | FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
 const ALL: u64 = MESSAGES | MEMORY | FI_ATOMIC | SECONDARY;
 const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 const ORDER: u64 = FI_ORDER_SAS
@@ -398,7 +398,7 @@ fn ends(
 fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
     let tx = fi_tx_attr {
         caps: answer.caps
-            & (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_SEND | FI_READ | FI_WRITE),
+            & (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_SEND | FI_READ | FI_WRITE | FI_FENCE),
         mode: 0,
         op_flags: answer.send_flags,
         msg_order: ORDER,
@@ -410,7 +410,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         tclass: 0,
     };
     let rx = fi_rx_attr {
-        caps: answer.caps & !(FI_SEND | FI_READ | FI_WRITE),
+        caps: answer.caps & !(FI_SEND | FI_READ | FI_WRITE | FI_FENCE),
         mode: 0,
         op_flags: answer.receive_flags,
         msg_order: ORDER,

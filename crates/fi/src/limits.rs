@@ -27,6 +27,20 @@ pub const READS: u32 = 128;
 /// The most bytes of unexpected messages that are stored, where each message counts with [`UNEXPECTED_EACH`] more. Beyond
 /// that, messages stay in the receives of the device, and their senders have to wait.
 pub const UNEXPECTED: usize = 64 << 20;
+/// The bytes from which the shares of the senders are computed: a sender may store half of what is left of them. The rest of
+/// [`UNEXPECTED`] is for messages that were sent before their sender knew that its share is used up.
+pub const SHARED: usize = 32 << 20;
+/// The smallest share of a sender in bytes.
+pub const SHARE_MIN: usize = 256 << 10;
+/// The most bytes that a sender may store after it was told that its share is used up. An endpoint of this library sends at most
+/// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads this, and about as many while it handles
+/// the completions before it.
+pub const LATE: usize = 8 << 20;
+/// The most announced messages to a peer where the share of this endpoint is used up. Beyond that, sends to this peer are refused
+/// (`FI_EAGAIN`).
+pub const ANNOUNCED: usize = 4096;
+/// The most injected messages, each of at most [`INJECT`] bytes, that an endpoint stores for such peers.
+pub const COPIES: usize = 16_384;
 /// The bytes that a stored message uses in addition to its content.
 pub const UNEXPECTED_EACH: usize = 160;
 /// The most completions of the device that one call handles, so that the program gets its own completions soon.
@@ -40,13 +54,30 @@ pub const DEFERRED: usize = 4096;
 pub const ATOMIC: usize = 4096;
 /// The default of `FI_OPT_MIN_MULTI_RECV`: a multi-receive buffer is returned to the program when fewer bytes than this remain in it.
 pub const MULTI_RECV_MIN: usize = 64;
-/// The longest message in bytes: that of the device.
-pub const MESSAGE: usize = 1 << 30;
+/// The longest message in bytes, and the longest read or write: more than a host has memory.
+pub const MESSAGE: usize = 1 << 40;
+/// The longest request to the device in bytes. Longer messages, reads and writes consist of several requests, one after the other.
+pub const PIECE: usize = 1 << 30;
+/// The most operations that wait behind an operation with `FI_FENCE`. Beyond that, operations are refused (`FI_EAGAIN`).
+pub const POSTPONED: usize = 1024;
 /// The most peers of an address vector. Each has a name of 16 bytes, and the device communicates with 65,536 peers at once.
 pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
 /// seconds.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
+/// The messages to and from a peer on this host after which the endpoint makes a link to it.
+pub const BUSY: u32 = 64;
+/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, of which pages that were never written use none,
+/// and the rings of a connection on one host.
+pub const LINKS: usize = 8;
+/// The number of receives of a link, and the most messages on it that have not completed.
+pub const LINK_DEPTH: usize = 32;
+/// The most memory windows of a link that are being bound. Beyond that, memory is granted to datagrams.
+pub const BINDS: usize = 32;
+/// The longest message in bytes that is sent inline on a link.
+pub const LINK_INLINE: usize = 256;
+/// The most peers whose messages are counted until there is a link.
+pub const COUNTED: usize = 1024;
 /// The time without data after which the sender of an announced message is probed.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
 /// The time that a waiting call polls before it sleeps.

@@ -1,6 +1,6 @@
 //! Matching of messages and receives: posted receives without a message, and unexpected messages without a receive.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use crate::abi::{FI_ADDR_UNSPEC, FiAddr};
 use crate::address::Remote;
@@ -75,6 +75,8 @@ pub struct Matching<R> {
     /// Messages that the program has claimed (`FI_CLAIM`) and not received yet, each with the program's context.
     claimed: Vec<(usize, Message)>,
     bytes: usize,
+    /// The bytes of each sender that has stored messages.
+    of_senders: HashMap<Remote, usize>,
 }
 
 impl<R> Default for Matching<R> {
@@ -84,6 +86,7 @@ impl<R> Default for Matching<R> {
             messages: VecDeque::new(),
             claimed: Vec::new(),
             bytes: 0,
+            of_senders: HashMap::new(),
         }
     }
 }
@@ -119,13 +122,33 @@ impl<R> Matching<R> {
 
     /// Stores an unexpected message.
     pub fn keep(&mut self, message: Message) {
-        self.bytes += message.cost();
+        self.add(&message);
         self.messages.push_back(message);
+    }
+
+    fn add(&mut self, message: &Message) {
+        self.bytes += message.cost();
+        *self.of_senders.entry(message.from).or_default() += message.cost();
+    }
+
+    fn subtract(&mut self, message: &Message) {
+        self.bytes -= message.cost();
+        if let Some(bytes) = self.of_senders.get_mut(&message.from) {
+            *bytes = bytes.saturating_sub(message.cost());
+            if *bytes == 0 {
+                self.of_senders.remove(&message.from);
+            }
+        }
     }
 
     /// Returns the memory of the stored messages in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Returns the memory of the stored messages of a sender in bytes.
+    pub fn bytes_of(&self, sender: Remote) -> usize {
+        self.of_senders.get(&sender).copied().unwrap_or(0)
     }
 
     /// Returns the first message that a pattern accepts.
@@ -140,14 +163,14 @@ impl<R> Matching<R> {
             .iter()
             .position(|m| pattern.takes(&m.envelope))?;
         let message = self.messages.remove(at)?;
-        self.bytes -= message.cost();
+        self.subtract(&message);
         Some(message)
     }
 
     /// Reserves the first message that a pattern accepts for the receive with this `context`.
     pub fn claim(&mut self, pattern: &Pattern, context: usize) -> Option<&Message> {
         let message = self.take_message(pattern)?;
-        self.bytes += message.cost();
+        self.add(&message);
         self.claimed.push((context, message));
         self.claimed.last().map(|(_, message)| message)
     }
@@ -156,7 +179,7 @@ impl<R> Matching<R> {
     pub fn take_claimed(&mut self, context: usize) -> Option<Message> {
         let at = self.claimed.iter().position(|(c, _)| *c == context)?;
         let (_, message) = self.claimed.remove(at);
-        self.bytes -= message.cost();
+        self.subtract(&message);
         Some(message)
     }
 
@@ -171,13 +194,14 @@ impl<R> Matching<R> {
     /// Removes the announced messages of a peer that will never write them. A claimed one stays: the program still receives
     /// it and gets the error then.
     pub fn forget_announced(&mut self, from: Remote) {
-        self.messages.retain(|m| {
-            let gone = m.from == from && matches!(m.content, Content::Announced(_));
-            if gone {
-                self.bytes -= m.cost();
-            }
-            !gone
-        });
+        let messages = std::mem::take(&mut self.messages);
+        let (gone, stay): (VecDeque<_>, VecDeque<_>) = messages
+            .into_iter()
+            .partition(|m| m.from == from && matches!(m.content, Content::Announced(_)));
+        self.messages = stay;
+        for message in gone {
+            self.subtract(&message);
+        }
     }
 }
 
@@ -237,6 +261,8 @@ mod tests {
             m.keep(message(source, tag, b"abc"));
         }
         assert_eq!(m.bytes(), 4 * (3 + limits::UNEXPECTED_EACH));
+        let one = message(1, 7, b"").from;
+        assert_eq!(m.bytes_of(one), 3 * (3 + limits::UNEXPECTED_EACH));
         let tag = |m: Option<Message>| m.map(|m| (m.envelope.source, m.envelope.tag));
         assert_eq!(tag(m.take_message(&takes(2, 0, u64::MAX))), Some((2, 7)));
         assert_eq!(tag(m.take_message(&takes(ANY, 8, 0))), Some((1, 8)));
@@ -248,7 +274,8 @@ mod tests {
         assert!(m.take_message(&takes(1, 7, 0)).is_none(), "it is claimed");
         assert!(m.take_claimed(78).is_none());
         assert!(m.take_claimed(77).is_some() && m.take_claimed(77).is_none());
-        assert_eq!(m.bytes(), 0);
+        assert_eq!((m.bytes(), m.bytes_of(one)), (0, 0));
+        assert!(m.of_senders.is_empty());
     }
 
     #[test]
@@ -262,6 +289,7 @@ mod tests {
         m.keep(announced.clone());
         m.forget_announced(announced.from);
         assert_eq!(m.bytes(), 3 + limits::UNEXPECTED_EACH);
+        assert_eq!(m.bytes_of(announced.from), m.bytes());
         m.renew_sources(|_| 9);
         assert!(m.take_message(&takes(9, 7, 0)).is_some());
         assert!(m.message_for(&takes(ANY, 0, u64::MAX)).is_none());

@@ -64,6 +64,22 @@ impl UserMemory {
         rest
     }
 
+    /// Returns the `len` bytes from `skip` on, as the number of the buffer among the nonempty ones, an address and a length.
+    pub fn range(
+        &self,
+        mut skip: usize,
+        mut len: usize,
+    ) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+        let parts = self.parts().filter(|(_, len)| *len > 0).enumerate();
+        parts.filter_map(move |(number, (at, size))| {
+            let before = skip.min(size);
+            let now = (size - before).min(len);
+            skip -= before;
+            len -= now;
+            (now > 0).then_some((number, at.wrapping_add(before), now))
+        })
+    }
+
     /// Returns the total length in bytes.
     pub fn len(&self) -> usize {
         self.parts()
@@ -278,6 +294,33 @@ mod tests {
         assert_eq!((all.behind(4).len(), all.behind(8).len()), (3, 0));
         assert_eq!(all.behind(5).read(0, &mut back), 2);
         assert_eq!(&back[..2], b"lo");
+    }
+
+    #[test]
+    fn a_range_has_the_bytes_that_are_asked_for() {
+        let (mut a, mut b, mut c) = ([0; 3], [0; 0], [0; 4]);
+        let starts = [a.as_ptr() as usize, c.as_ptr() as usize];
+        let all = memory(&mut [&mut a, &mut b, &mut c]);
+        for skip in 0..8 {
+            for len in 0..8 {
+                let wanted: Vec<(usize, usize)> = (0..7)
+                    .skip(skip)
+                    .take(len)
+                    .map(|i| {
+                        if i < 3 {
+                            (0, starts[0] + i)
+                        } else {
+                            (1, starts[1] + i - 3)
+                        }
+                    })
+                    .collect();
+                let got: Vec<(usize, usize)> = all
+                    .range(skip, len)
+                    .flat_map(|(number, at, len)| (at..at + len).map(move |at| (number, at)))
+                    .collect();
+                assert_eq!(got, wanted, "{len} bytes from {skip}");
+            }
+        }
     }
 
     #[test]

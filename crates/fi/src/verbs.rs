@@ -219,6 +219,8 @@ pub enum Access {
     Sink,
     /// One peer writes to the memory.
     RemoteSink,
+    /// One peer writes to the memory through a memory window.
+    Window,
     /// Peers have these rights.
     Remote {
         /// They may read the memory.
@@ -231,6 +233,8 @@ pub enum Access {
 /// A memory region.
 #[derive(Debug)]
 pub struct Region {
+    /// It is deallocated before the region.
+    window: Option<Window>,
     pd: Arc<Pd>,
     mr: *mut ffi::ibv_mr,
 }
@@ -247,6 +251,7 @@ impl Region {
         let access = match access {
             Access::Source => 0,
             Access::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
+            Access::Window => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_MW_BIND,
             Access::RemoteSink => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
             Access::Remote { read, write } => {
                 let read = if read { ffi::IBV_ACCESS_REMOTE_READ } else { 0 };
@@ -265,6 +270,7 @@ impl Region {
             return Err(errno());
         }
         Ok(Self {
+            window: None,
             pd: Arc::clone(pd),
             mr,
         })
@@ -278,8 +284,11 @@ impl Region {
 
     /// Returns the key for peers.
     pub fn rkey(&self) -> u32 {
-        // SAFETY: as above.
-        unsafe { (*self.mr).rkey }
+        match &self.window {
+            Some(window) => window.rkey,
+            // SAFETY: as above.
+            None => unsafe { (*self.mr).rkey },
+        }
     }
 
     /// Limits the access by peers to one queue pair, `peer`.
@@ -301,8 +310,52 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        // A region with a window cannot be deregistered.
+        self.window = None;
         // SAFETY: the region is deregistered once, and its keys are not used any more.
         unsafe { (self.pd.device.f.dereg_mr)(self.mr) };
+    }
+}
+
+/// A memory window of type 2.
+#[derive(Debug)]
+struct Window {
+    mw: *mut ffi::ibv_mw,
+    rkey: u32,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Window {}
+
+impl Window {
+    fn new(pd: &Pd) -> Result<Self, i32> {
+        // SAFETY: the domain is live.
+        let mw = unsafe {
+            let ops = &(*(*pd.pd).context).ops;
+            ops.alloc_mw.map_or(std::ptr::null_mut(), |alloc| {
+                alloc(pd.pd, ffi::IBV_MW_TYPE_2)
+            })
+        };
+        if mw.is_null() {
+            return Err(errno());
+        }
+        // SAFETY: the window was allocated above.
+        let first = unsafe { (*mw).rkey };
+        // The lowest octet of the key belongs to the user of the window, and changes with each binding.
+        let rkey = first & !0xff | (first.wrapping_add(1) & 0xff);
+        Ok(Self { mw, rkey })
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: the window is deallocated once. This also ends its binding.
+        unsafe {
+            let ops = &(*(*self.mw).context).ops;
+            if let Some(dealloc) = ops.dealloc_mw {
+                dealloc(self.mw);
+            }
+        }
     }
 }
 
@@ -532,6 +585,8 @@ pub struct Job {
     pub qkey: u32,
     /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
+    /// Busy pairs of endpoints on one host make links.
+    pub links: bool,
 }
 
 /// A reliable-datagram queue pair.
@@ -551,7 +606,9 @@ impl QueuePair {
     pub fn new(
         pd: &Arc<Pd>,
         cq: &Completions,
-        Job { qkey, timeout_ms }: Job,
+        Job {
+            qkey, timeout_ms, ..
+        }: Job,
         plain: bool,
         port: u16,
     ) -> Result<Self, i32> {
@@ -782,6 +839,256 @@ impl QueuePair {
     }
 }
 
+/// A queue pair of a reliable connection, for messages and for writes to windows.
+#[derive(Debug)]
+pub struct Stream {
+    pd: Arc<Pd>,
+    qp: *mut ffi::ibv_qp,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    /// Creates a queue pair, which is not connected.
+    pub fn new(pd: &Arc<Pd>, cq: &Completions) -> Result<Self, i32> {
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let mut attr = ffi::ibv_qp_init_attr {
+            send_cq: cq.cq,
+            recv_cq: cq.cq,
+            cap: ffi::ibv_qp_cap {
+                max_send_wr: count(limits::LINK_DEPTH + limits::BINDS),
+                max_recv_wr: count(limits::LINK_DEPTH),
+                max_send_sge: count(limits::IOV),
+                max_recv_sge: 1,
+                max_inline_data: count(limits::LINK_INLINE),
+            },
+            qp_type: ffi::IBV_QPT_RC,
+            ..Default::default()
+        };
+        // SAFETY: the attributes are valid, and their objects are live.
+        let qp = unsafe { (pd.device.f.create_qp)(pd.pd, &raw mut attr) };
+        if qp.is_null() {
+            return Err(errno());
+        }
+        let made = Self {
+            pd: Arc::clone(pd),
+            qp,
+        };
+        let attr = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_INIT,
+            port_num: 1,
+            // The peer writes to windows that are bound on this queue pair.
+            qp_access_flags: ffi::IBV_ACCESS_REMOTE_WRITE,
+            ..Default::default()
+        };
+        made.modify(
+            attr,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_PKEY_INDEX
+                | ffi::IBV_QP_PORT
+                | ffi::IBV_QP_ACCESS_FLAGS,
+        )?;
+        Ok(made)
+    }
+
+    fn modify(&self, mut attr: ffi::ibv_qp_attr, mask: c_int) -> Result<(), i32> {
+        // SAFETY: the queue pair is live, the attributes are valid.
+        let rc = unsafe { (self.pd.device.f.modify_qp)(self.qp, &raw mut attr, mask) };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The connection is made meanwhile, and
+    /// requests wait for it.
+    pub fn connect(&self, peer: Remote, from: u8) -> Result<(), i32> {
+        const RNR_TIMER_640_US: u8 = 12;
+        const FOR_EVER: u8 = 7;
+        let ready_to_receive = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_RTR,
+            path_mtu: ffi::IBV_MTU_1024,
+            dest_qp_num: peer.qpn,
+            min_rnr_timer: RNR_TIMER_640_US,
+            max_dest_rd_atomic: 1,
+            ah_attr: ffi::ibv_ah_attr {
+                grh: ffi::ibv_global_route {
+                    dgid: gid_of(peer.ip),
+                    sgid_index: from,
+                    hop_limit: 64,
+                    ..Default::default()
+                },
+                is_global: 1,
+                port_num: 1,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        self.modify(
+            ready_to_receive,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_AV
+                | ffi::IBV_QP_PATH_MTU
+                | ffi::IBV_QP_DEST_QPN
+                | ffi::IBV_QP_RQ_PSN
+                | ffi::IBV_QP_MAX_DEST_RD_ATOMIC
+                | ffi::IBV_QP_MIN_RNR_TIMER,
+        )?;
+        let ready_to_send = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_RTS,
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: FOR_EVER,
+            max_rd_atomic: 1,
+            ..Default::default()
+        };
+        self.modify(
+            ready_to_send,
+            ffi::IBV_QP_STATE
+                | ffi::IBV_QP_SQ_PSN
+                | ffi::IBV_QP_TIMEOUT
+                | ffi::IBV_QP_RETRY_CNT
+                | ffi::IBV_QP_RNR_RETRY
+                | ffi::IBV_QP_MAX_QP_RD_ATOMIC,
+        )
+    }
+
+    /// Ends the connection. Posted requests and receives complete with an error.
+    pub fn fail(&self) {
+        let attr = ffi::ibv_qp_attr {
+            qp_state: ffi::IBV_QPS_ERR,
+            ..Default::default()
+        };
+        // This fails only if the queue pair has failed already.
+        let _done = self.modify(attr, ffi::IBV_QP_STATE);
+    }
+
+    /// Returns the number of the queue pair.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair is live.
+        unsafe { (*self.qp).qp_num }
+    }
+
+    fn post(&self, wr: &mut ffi::ibv_send_wr) -> Result<(), i32> {
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the request and everything that it points to are valid. The callers guarantee this for the memory of its elements.
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_send
+                .map_or(libc::ENOSYS, |post| post(self.qp, wr, &raw mut bad))
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Sends registered memory, with a completion.
+    ///
+    /// # Safety
+    /// The memory is registered with this key, and does not change until the completion.
+    pub unsafe fn send(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let inline = if piece.len <= limits::LINK_INLINE {
+            ffi::IBV_SEND_INLINE
+        } else {
+            0
+        };
+        self.post(&mut ffi::ibv_send_wr {
+            wr_id: id,
+            sg_list: &raw mut sge,
+            num_sge: 1,
+            opcode: ffi::IBV_WR_SEND,
+            send_flags: ffi::IBV_SEND_SIGNALED | inline,
+            ..Default::default()
+        })
+    }
+
+    /// Writes to a window of the peer, with a completion here and one with this immediate data there.
+    ///
+    /// # Safety
+    /// The requirements of [`Self::send`] apply.
+    pub unsafe fn write(
+        &self,
+        id: u64,
+        word: u32,
+        (rkey, remote_addr): (u32, u64),
+        pieces: &[Piece],
+    ) -> Result<(), i32> {
+        let mut list = [ffi::ibv_sge::default(); limits::IOV];
+        for (to, piece) in list.iter_mut().zip(pieces) {
+            *to = sge_of(*piece);
+        }
+        self.post(&mut ffi::ibv_send_wr {
+            wr_id: id,
+            sg_list: list.as_mut_ptr(),
+            num_sge: c_int::try_from(pieces.len().min(limits::IOV)).unwrap_or(0),
+            opcode: ffi::IBV_WR_RDMA_WRITE_WITH_IMM,
+            send_flags: ffi::IBV_SEND_SIGNALED,
+            imm_data: word.to_be(),
+            wr: ffi::ibv_send_wr_wr {
+                rdma: ffi::ibv_send_wr_rdma { remote_addr, rkey },
+            },
+            ..Default::default()
+        })
+    }
+
+    /// Creates a window for all of a region, which only the peer of this queue pair can write to, and posts the request that binds it.
+    pub fn bind(&self, id: u64, region: &mut Region) -> Result<(), i32> {
+        let window = Window::new(&self.pd)?;
+        // SAFETY: the region is live.
+        let (addr, length) =
+            unsafe { ((*region.mr).addr.addr() as u64, (*region.mr).length as u64) };
+        let bound = self.post(&mut ffi::ibv_send_wr {
+            wr_id: id,
+            opcode: ffi::IBV_WR_BIND_MW,
+            send_flags: ffi::IBV_SEND_SIGNALED,
+            op: ffi::ibv_send_wr_op {
+                bind_mw: ffi::ibv_send_wr_bind_mw {
+                    mw: window.mw,
+                    rkey: window.rkey,
+                    bind_info: ffi::ibv_mw_bind_info {
+                        mr: region.mr,
+                        addr,
+                        length,
+                        mw_access_flags: ffi::IBV_ACCESS_REMOTE_WRITE,
+                    },
+                },
+            },
+            ..Default::default()
+        });
+        if bound.is_ok() {
+            region.window = Some(window);
+        }
+        bound
+    }
+
+    /// Posts a receive.
+    ///
+    /// # Safety
+    /// The memory is registered, and is not used elsewhere until the completion.
+    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let mut wr = ffi::ibv_recv_wr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: as in `send`.
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_recv.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: the queue pair is destroyed once.
+        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
+    }
+}
+
 fn sge_of(piece: Piece) -> ffi::ibv_sge {
     ffi::ibv_sge {
         addr: piece.at as u64,
@@ -826,6 +1133,11 @@ pub(crate) fn kind_of(wc: &Wc) -> Of {
         ffi::IBV_WC_DRIVER1 => Of::Record,
         _ => Of::Request,
     }
+}
+
+/// Returns the immediate data of a peer's write over a connection, if the completion is of one.
+pub(crate) fn written_word(wc: &Wc) -> Option<u32> {
+    (wc.opcode == ffi::IBV_WC_RECV_RDMA_WITH_IMM).then_some(u32::from_be(wc.imm_data))
 }
 
 /// Returns the error of libfabric for the status of a completion, or 0 for success.

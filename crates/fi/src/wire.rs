@@ -34,10 +34,48 @@ pub enum Kind {
     AtomicDone,
     /// A message without content. Its delivery shows that the peer responds.
     Probe,
+    /// `length` 1: too many messages of this sender have no receive, and it announces all its messages from now on. `length`
+    /// 0: it need not any more.
+    Hold,
+    /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
+    /// the number of messages that the sender has received on the link.
+    Link,
+}
+
+/// A step in the life of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// The sender offers a link.
+    Offer = 1,
+    /// The sender has connected its queue pair to the offered one.
+    Accept = 2,
+    /// The sender accepts no link.
+    Refuse = 3,
+    /// The messages of the sender follow on the link.
+    Moved = 4,
+    /// The link has failed.
+    Broken = 5,
+    /// The sender closes its endpoint.
+    Closed = 6,
+}
+
+impl Step {
+    /// Returns the step with a number.
+    pub fn from_number(number: u64) -> Option<Self> {
+        let all = [
+            Self::Offer,
+            Self::Accept,
+            Self::Refuse,
+            Self::Moved,
+            Self::Broken,
+            Self::Closed,
+        ];
+        all.into_iter().find(|step| *step as u64 == number)
+    }
 }
 
 impl Kind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 9] = [
         Self::Eager,
         Self::Announce,
         Self::Grant,
@@ -45,6 +83,8 @@ impl Kind {
         Self::Atomic,
         Self::AtomicDone,
         Self::Probe,
+        Self::Hold,
+        Self::Link,
     ];
 
     fn code(self) -> u8 {
@@ -56,6 +96,8 @@ impl Kind {
             Self::Atomic => 5,
             Self::AtomicDone => 6,
             Self::Probe => 7,
+            Self::Hold => 8,
+            Self::Link => 9,
         }
     }
 }
@@ -69,14 +111,17 @@ pub const FETCH: u8 = 4;
 /// An atomic operation with values to compare with.
 pub const COMPARE: u8 = 8;
 
-const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE;
+/// A grant of memory that is written over the link.
+pub const LINKED: u8 = 16;
+
+const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED;
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// The kind of the message.
     pub kind: Kind,
-    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`].
+    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`].
     pub flags: u8,
     /// The name of the operation at its sender.
     pub id: u32,
@@ -152,13 +197,9 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            // Shorter messages are sent with their content. Also, an announced message without bytes would use no space of a
-            // multi-receive buffer, which could then be matched with any number of them.
-            Kind::Announce => {
-                follows == 0
-                    && header.length > crate::limits::EAGER as u64
-                    && header.length <= crate::limits::MESSAGE as u64
-            }
+            Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
+            Kind::Hold => follows == 0 && header.length <= 1,
+            Kind::Link => follows == 0 && Step::from_number(header.length).is_some(),
             Kind::AtomicDone => header.length == follows,
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
             Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
@@ -178,7 +219,11 @@ mod tests {
                 kind,
                 flags: TAGGED | DATA,
                 id: 0x0102_0304,
-                length: if kind == Kind::Announce { 1 << 20 } else { 0 },
+                length: match kind {
+                    Kind::Announce => 1 << 20,
+                    Kind::Link => 6,
+                    _ => 0,
+                },
                 tag: 0x1112_1314_1516_1718,
                 data: u64::MAX - 1,
             };
@@ -216,19 +261,23 @@ mod tests {
             Header::decode(&bytes).is_some()
         };
         assert!(!with(0, 2), "a version");
-        assert!(!with(1, 0) && !with(1, 8), "a kind");
-        assert!(!with(2, 16), "a flag");
+        assert!(!with(1, 0) && !with(1, 10), "a kind");
+        assert!(!with(2, 32), "a flag");
         assert!(!with(3, 1), "the byte that is zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);
         long.length = crate::limits::MESSAGE as u64 + 1;
         assert!(Header::decode(&long.encode()).is_none(), "too long");
-        for short in [0, 1, crate::limits::EAGER as u64] {
-            long.length = short;
-            assert!(
-                Header::decode(&long.encode()).is_none(),
-                "short enough to be sent at once"
-            );
+        let mut hold = Header::new(Kind::Hold);
+        hold.length = 2;
+        assert!(
+            Header::decode(&hold.encode()).is_none(),
+            "neither on nor off"
+        );
+        let mut link = Header::new(Kind::Link);
+        for (number, known) in [(0, false), (1, true), (6, true), (7, false)] {
+            link.length = number;
+            assert_eq!(Header::decode(&link.encode()).is_some(), known, "{number}");
         }
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);

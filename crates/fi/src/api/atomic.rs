@@ -31,6 +31,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_INJECT_COMPLETE
     | FI_TRANSMIT_COMPLETE
     | FI_DELIVERY_COMPLETE
+    | FI_FENCE
     | FI_MORE;
 
 /// Returns the largest number of elements of an operation, and the size of an element in bytes.

@@ -77,6 +77,7 @@ fn job() -> Job {
     Job {
         qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
         timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
+        links: number("FI_ANYWARP_LINKS", 1) != 0,
     }
 }
 

@@ -26,6 +26,7 @@ const FLAGS: u64 = FI_COMPLETION
     | FI_TRANSMIT_COMPLETE
     | FI_DELIVERY_COMPLETE
     | FI_REMOTE_CQ_DATA
+    | FI_FENCE
     | FI_MORE;
 
 /// The memory of the peer, and the immediate data for its program.

@@ -1,5 +1,6 @@
 //! Atomic operations: requests to peers, and the execution of their requests.
 
+use super::fence::Request;
 use super::*;
 
 impl Endpoint {
@@ -20,7 +21,25 @@ impl Endpoint {
         {
             return Err(FI_EINVAL);
         }
+        if self.waits_for_fence(cx, what.to, what.flags)? {
+            return self.postpone(cx, what.to, Request::Atomic(*what, bytes));
+        }
         self.post_or_progress(cx, |me, cx| me.try_atomic(cx, what, bytes))
+    }
+
+    pub(super) fn done_of_atomic(&self, what: &AtomicRequest) -> Done {
+        let (flag, counts) = if what.class == Class::Write {
+            (FI_WRITE, Counts::Write)
+        } else {
+            (FI_READ, Counts::Read)
+        };
+        Done {
+            context: what.context,
+            flags: FI_ATOMIC | flag,
+            reported: !what.silent
+                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts,
+        }
     }
 
     pub(super) fn try_atomic(
@@ -52,13 +71,7 @@ impl Endpoint {
             what.compare
                 .read(0, content.get_mut(from..).unwrap_or_default());
         }
-        let done = Done {
-            context: what.context,
-            flags: FI_ATOMIC | if fetches { FI_READ } else { FI_WRITE },
-            reported: !what.silent
-                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
-            counts: if fetches { Counts::Read } else { Counts::Write },
-        };
+        let done = self.done_of_atomic(what);
         let op = Op::Atomic {
             done,
             to,

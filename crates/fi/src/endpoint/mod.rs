@@ -4,8 +4,13 @@
 //! announcement has been matched with a receive, the receiver registers the memory for this one peer and sends it the key (a
 //! *grant*). The sender writes the message with RDMA Write-Record, whose record shows the receiver that the message is
 //! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
+//!
+//! Busy endpoints of one host send their messages and announcements over a connection (`link.rs`).
 
 pub(crate) mod atomic;
+mod credit;
+mod fence;
+mod link;
 mod one_sided;
 mod progress;
 mod receive;
@@ -27,9 +32,9 @@ use crate::queue::{Counter, Entry, Queue};
 use crate::slab::Slab;
 use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
-    To, Way, Wc, error_of, kind_of, source_of,
+    Stream, To, Way, Wc, error_of, kind_of, source_of, written_word,
 };
-use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, TAGGED, VERSION};
+use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, LINKED, Step, TAGGED, VERSION};
 
 /// Memory that the program has registered.
 #[derive(Debug, Clone, Copy)]
@@ -156,30 +161,47 @@ enum Op {
     /// A message with its content, which may be in a slot. `done` is `None` if the completion was already reported.
     Sent {
         done: Option<Done>,
+        to: Remote,
         slot: Option<u16>,
     },
     /// An announced message.
     Announced {
-        done: Done,
+        /// `None` if the completion was already reported.
+        done: Option<Done>,
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
+        /// The content of an injected message, and the counts of such messages. It is declared after the regions, so that it is
+        /// dropped after them.
+        _copy: Option<(Vec<u8>, Arc<()>)>,
+        _counted: Option<Arc<()>>,
         /// The device has delivered the announcement.
         known: bool,
         grant: Option<Grant>,
+        /// The number of bytes that have been written, or are being written.
+        written: usize,
     },
     /// A read or a write of the program.
     OneSided {
         done: Done,
+        to: Remote,
+        what: OneSided,
+        memory: UserMemory,
+        /// The key and the address of the peer's memory.
+        at: (u32, u64),
         slot: Option<u16>,
-        _regions: Vec<Region>,
+        regions: Vec<Region>,
+        /// The number of bytes that have been requested.
+        posted: usize,
         /// The message to the target's program that is sent after the write.
         notice: Option<(Remote, Header)>,
     },
     /// The message to the target's program that reports a completed write.
-    Notified { done: Done },
+    Notified { done: Done, to: Remote },
     /// A message that checks whether a peer responds.
     Probe { to: Remote },
+    /// A message that tells a peer with a link that this endpoint is closed.
+    Goodbye { to: Remote },
     /// An atomic operation that waits for its answer.
     Atomic {
         done: Done,
@@ -199,6 +221,8 @@ enum Op {
 /// Memory of a peer that an announced message may be written to.
 #[derive(Debug, Clone, Copy)]
 struct Grant {
+    /// The message is written over the link.
+    linked: bool,
     rkey: u32,
     word: u32,
     base: u64,
@@ -240,8 +264,12 @@ struct Incoming {
     target: Target,
     message: Arrived,
     granted: usize,
+    /// The number of bytes that have been written.
+    placed: usize,
     base: u64,
     region: Option<Region>,
+    /// The link that the peer writes over, if any, and the grant that is sent when the window is bound.
+    link: Option<(link::Name, Header)>,
     /// The memory that the peer writes, if the program's memory consists of several pieces.
     aside: Option<Area>,
 }
@@ -262,6 +290,7 @@ struct Arrived {
 enum Deferred {
     Answer(Remote, Header, Vec<u8>),
     Write(u32),
+    Access(u32),
     Notice(Remote, Header, Done),
 }
 
@@ -269,6 +298,8 @@ enum Deferred {
 #[derive(Debug)]
 struct Held {
     receive: usize,
+    /// The link on which it has arrived, if any.
+    link: Option<link::Name>,
     length: usize,
     from: Remote,
 }
@@ -367,6 +398,13 @@ const ANNOUNCE: u64 = 2;
 /// `wr_id` of an answer to a peer, which belongs to no operation of this end.
 const ANSWER: u64 = 3;
 
+/// `wr_id` of a message on a link.
+const LINK_SEND: u64 = 4;
+/// `wr_id` of a receive of a link.
+const LINK_RECEIVE: u64 = 5;
+/// `wr_id` of the binding of a window on a link.
+const LINK_BIND: u64 = 6;
+
 const STRIDE: usize = (ROUTE_HEADER + HEADER + limits::EAGER).next_multiple_of(64);
 const SLOT: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
@@ -400,6 +438,8 @@ pub struct Binding {
 #[derive(Debug)]
 pub struct Endpoint {
     qp: QueuePair,
+    /// Links to peers on this host.
+    links: link::Links,
     /// The queue pair for reads and writes of the program. It is created for the first of them.
     plain: Option<QueuePair>,
     cq: Completions,
@@ -422,6 +462,8 @@ pub struct Endpoint {
     tagged: Matching<Receive>,
     untagged: Matching<Receive>,
     deferred: VecDeque<Deferred>,
+    postponed: VecDeque<fence::Postponed>,
+    credit: credit::Credit,
     held: VecDeque<Held>,
     /// The number of requests that have not completed.
     outstanding: usize,
@@ -457,7 +499,10 @@ impl Endpoint {
         job: Job,
         binding: Binding,
     ) -> Result<Self, i32> {
-        let entries = 2 * limits::REQUESTS + limits::RECEIVES + limits::RECORDS;
+        let entries = 2 * limits::REQUESTS
+            + limits::RECEIVES
+            + limits::RECORDS
+            + (2 * limits::LINK_DEPTH + limits::BINDS) * limits::LINKS;
         let cq = Completions::new(device, entries, Some(Arc::clone(channel)))?;
         let receives = Area::new(limits::RECEIVES * STRIDE).ok_or(FI_ENOMEM)?;
         let slots = Area::new(limits::SLOTS * SLOT).ok_or(FI_ENOMEM)?;
@@ -501,6 +546,9 @@ impl Endpoint {
             tagged: Matching::default(),
             untagged: Matching::default(),
             deferred: VecDeque::new(),
+            postponed: VecDeque::new(),
+            credit: credit::Credit::default(),
+            links: link::Links::new(job.links),
             held: VecDeque::new(),
             outstanding: 0,
             asked: Instant::now(),
@@ -533,7 +581,7 @@ impl Endpoint {
 
     /// Returns whether no operation waits for a peer.
     pub fn is_idle(&self) -> bool {
-        self.outstanding == 0 && self.deferred.is_empty()
+        self.outstanding == 0 && self.deferred.is_empty() && self.postponed.is_empty()
     }
 
     fn post_receive(&self, at: usize) -> Result<(), i32> {
@@ -566,6 +614,15 @@ impl Endpoint {
         }
         Ok(())
     }
+}
+
+/// Returns the pieces of a request for `len` bytes of `memory` from `from` on. Each nonempty buffer of the memory has a region.
+fn pieces(memory: &UserMemory, regions: &[Region], from: usize, len: usize) -> Vec<Piece> {
+    let piece = |(number, at, len)| {
+        let lkey = regions.get(number).map_or(0, Region::lkey);
+        Piece { at, len, lkey }
+    };
+    memory.range(from, len).map(piece).collect()
 }
 
 fn kind_flag(tagged: bool) -> u64 {

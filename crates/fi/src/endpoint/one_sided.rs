@@ -1,5 +1,6 @@
 //! Reads and writes of a peer's memory.
 
+use super::fence::Request;
 use super::*;
 
 impl Endpoint {
@@ -10,7 +11,25 @@ impl Endpoint {
         if length > limits::MESSAGE || (what.flags & FI_INJECT != 0 && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
+        if self.waits_for_fence(cx, what.to, what.flags)? {
+            return self.postpone(cx, what.to, Request::Access(*what));
+        }
         self.post_or_progress(cx, |me, cx| me.try_access(cx, what, length))
+    }
+
+    pub(super) fn done_of_access(&self, what: &OneSidedRequest) -> Done {
+        let (flag, counts) = if what.read {
+            (FI_READ, Counts::Read)
+        } else {
+            (FI_WRITE, Counts::Write)
+        };
+        Done {
+            context: what.context,
+            flags: FI_RMA | flag,
+            reported: !what.silent
+                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts,
+        }
     }
 
     pub(super) fn try_access(
@@ -21,40 +40,24 @@ impl Endpoint {
     ) -> Result<(), i32> {
         let to = self.peer(cx, what.to)?;
         let rkey = u32::try_from(what.at.1).map_err(|_| FI_ENOKEY)?;
-        let way = cx.way(to.ip, self.place)?;
-        let to_whom = To {
-            way: &way,
-            qpn: to.qpn,
-            qkey: self.job.qkey,
-        };
-        let done = Done {
-            context: what.context,
-            flags: FI_RMA | if what.read { FI_READ } else { FI_WRITE },
-            reported: !what.silent
-                && (what.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
-            counts: if what.read {
-                Counts::Read
-            } else {
-                Counts::Write
-            },
-        };
+        let done = self.done_of_access(what);
+        if self.plain.is_none() {
+            self.plain = Some(QueuePair::new(&cx.pd, &self.cq, self.job, true, 0)?);
+        }
         let inject = what.silent || what.flags & FI_INJECT != 0;
         let slot = if !what.read && (inject || length <= limits::INJECT) {
             Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
         } else {
             None
         };
-        let (mut regions, mut pieces) = (Vec::new(), Vec::new());
+        let (mut regions, mut memory) = (Vec::new(), what.memory);
         if let Some(slot) = slot {
             let at = usize::from(slot) * SLOT;
             // SAFETY: the slot is free: no request uses it.
-            what.memory
-                .read(0, unsafe { self.slots.to_send(at, length) });
-            pieces.push(Piece {
-                at: self.slots.address(at),
-                len: length,
-                lkey: self.slot_region.lkey(),
-            });
+            let copy = unsafe { self.slots.to_send(at, length) };
+            what.memory.read(0, copy);
+            // SAFETY: the slot is not used elsewhere until the operation has completed.
+            memory = unsafe { UserMemory::one(copy.as_ptr().cast(), length) };
         } else {
             let access = if what.read {
                 Access::Sink
@@ -63,24 +66,9 @@ impl Endpoint {
             };
             for (at, len) in what.memory.parts().filter(|(_, len)| *len > 0) {
                 // SAFETY: the program does not access this memory until the operation has completed.
-                let region = unsafe { Region::new(&cx.pd, at, len, access) }?;
-                let lkey = region.lkey();
-                pieces.push(Piece { at, len, lkey });
-                regions.push(region);
+                regions.push(unsafe { Region::new(&cx.pd, at, len, access) }?);
             }
         }
-        if self.plain.is_none() {
-            match QueuePair::new(&cx.pd, &self.cq, self.job, true, 0) {
-                Ok(qp) => self.plain = Some(qp),
-                Err(why) => {
-                    self.free_slots.extend(slot);
-                    return Err(why);
-                }
-            }
-        }
-        let Some(qp) = &self.plain else {
-            return Err(FI_EOTHER);
-        };
         let notice = what.data.filter(|_| !what.read).map(|data| {
             let mut header = Header::new(Kind::Written);
             header.flags |= DATA;
@@ -90,29 +78,85 @@ impl Endpoint {
         });
         let op = Op::OneSided {
             done,
+            to,
+            what: if what.read {
+                OneSided::Read
+            } else {
+                OneSided::Write
+            },
+            memory,
+            at: (rkey, what.at.0),
             slot,
-            _regions: regions,
+            regions,
+            posted: 0,
             notice,
         };
         let Ok(op) = self.ops.insert(op) else {
             self.free_slots.extend(slot);
             return Err(FI_EAGAIN);
         };
-        let kind = if what.read {
-            OneSided::Read
-        } else {
-            OneSided::Write
-        };
-        let id = OP << KIND | u64::from(op);
-        // SAFETY: the operation owns the regions and the slot until it has completed.
-        let posted = unsafe { qp.one_sided(to_whom, id, kind, (rkey, what.at.0), &pieces) };
-        if let Err(why) = posted {
+        let posted = self.post_piece(cx, op);
+        if posted.is_err() {
             self.ops.remove(op);
             self.free_slots.extend(slot);
-            return Err(full(why));
+        }
+        posted
+    }
+
+    /// Posts the request for the next piece of a read or a write.
+    fn post_piece(&mut self, cx: &mut Shared, name: u32) -> Result<(), i32> {
+        let Some(Op::OneSided {
+            to,
+            what,
+            memory,
+            at: (rkey, base),
+            slot,
+            regions,
+            posted,
+            ..
+        }) = self.ops.get(name)
+        else {
+            return Ok(());
+        };
+        let way = cx.way(to.ip, self.place)?;
+        let to_whom = To {
+            way: &way,
+            qpn: to.qpn,
+            qkey: self.job.qkey,
+        };
+        let from = *posted;
+        let len = memory.len().saturating_sub(from).min(limits::PIECE);
+        let mut pieces = pieces(memory, regions, from, len);
+        if slot.is_some() {
+            for piece in &mut pieces {
+                piece.lkey = self.slot_region.lkey();
+            }
+        }
+        let Some(qp) = &self.plain else {
+            return Err(FI_EOTHER);
+        };
+        let id = OP << KIND | u64::from(name);
+        let there = (*rkey, base.wrapping_add(from as u64));
+        // SAFETY: the operation owns the regions and the slot until it has completed.
+        unsafe { qp.one_sided(to_whom, id, *what, there, &pieces) }.map_err(full)?;
+        if let Some(Op::OneSided { posted, .. }) = self.ops.get_mut(name) {
+            *posted = from + len;
         }
         self.outstanding += 1;
         Ok(())
+    }
+
+    /// Like [`Self::post_piece`], for a piece that is not the first. An error other than `FI_EAGAIN` ends the operation.
+    pub(super) fn post_access(&mut self, cx: &mut Shared, name: u32) -> Result<(), i32> {
+        let posted = self.post_piece(cx, name);
+        if let Err(why) = posted
+            && why != FI_EAGAIN
+            && let Some(Op::OneSided { done, slot, .. }) = self.ops.remove(name)
+        {
+            self.free_slots.extend(slot);
+            self.finish(cx, &done, why);
+        }
+        posted
     }
 
     /// Notifies the target's program of a completed write, at once or when the send queue has room.
@@ -130,7 +174,7 @@ impl Endpoint {
         header: &Header,
         done: Done,
     ) -> bool {
-        let Ok(op) = self.ops.insert(Op::Notified { done }) else {
+        let Ok(op) = self.ops.insert(Op::Notified { done, to }) else {
             return false;
         };
         let id = OP << KIND | u64::from(op);

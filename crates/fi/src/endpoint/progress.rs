@@ -24,7 +24,14 @@ impl Endpoint {
             return;
         }
         self.send_deferred(cx);
+        if !self.postponed.is_empty() {
+            self.send_postponed(cx);
+        }
         self.take_held(cx);
+        self.release(cx);
+        if self.links.any_broken {
+            self.mend_links(cx);
+        }
         let mut batch = [Wc::default(); limits::BATCH];
         // If the program does not read its completions, no more messages are received, and their senders have to wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
@@ -34,7 +41,7 @@ impl Endpoint {
                 self.completed(cx, wc);
             }
         }
-        if !self.incoming.is_empty() || !self.ops.is_empty() {
+        if !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken {
             self.ask(cx);
         }
     }
@@ -47,6 +54,7 @@ impl Endpoint {
                 }
                 Deferred::Answer(to, header, content) => self.try_reply(cx, *to, header, content),
                 Deferred::Write(op) => self.write_granted(cx, *op),
+                Deferred::Access(op) => self.post_access(cx, *op) != Err(FI_EAGAIN),
                 Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
             };
             if !done {
@@ -59,6 +67,9 @@ impl Endpoint {
     pub(super) fn completed(&mut self, cx: &mut Shared, wc: &Wc) {
         let err = error_of(wc);
         let kind = wc.wr_id >> KIND;
+        if kind >= LINK_SEND {
+            return self.completed_on_link(cx, wc, err);
+        }
         if err == 0 {
             match kind_of(wc) {
                 Of::Receive => return self.arrived(cx, wc),
@@ -84,6 +95,11 @@ impl Endpoint {
             );
         }
         let name = u32::try_from(wc.wr_id & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+        self.request_completed(cx, kind, name, err);
+    }
+
+    /// Handles the completion of a request that belongs to the operation `name`.
+    pub(super) fn request_completed(&mut self, cx: &mut Shared, kind: u64, name: u32, err: i32) {
         if kind == ANNOUNCE && err == 0 {
             if let Some(Op::Announced { known, .. }) = self.ops.get_mut(name) {
                 *known = true;
@@ -93,11 +109,14 @@ impl Endpoint {
         if kind == ANSWER {
             return;
         }
+        if err == 0 && self.post_next_piece(cx, name) {
+            return;
+        }
         let Some(op) = self.ops.remove(name) else {
             return;
         };
         match op {
-            Op::Sent { done, slot } => {
+            Op::Sent { done, slot, .. } => {
                 self.free_slots.extend(slot);
                 self.finish_or_report(cx, done, err);
             }
@@ -111,18 +130,36 @@ impl Endpoint {
                 }
             }
             Op::Announced { done, to, .. } => {
-                self.finish(cx, &done, err);
+                self.finish_or_report(cx, done, err);
                 self.lost(cx, to, err);
             }
-            Op::Notified { done } => self.finish(cx, &done, err),
+            Op::Notified { done, .. } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
             Op::Answer { slot } => self.free_slots.extend(slot),
             Op::Request { slot, of } => {
                 self.free_slots.extend(slot);
                 self.requested(cx, of, err);
             }
-            Op::Atomic { .. } => {}
+            Op::Atomic { .. } | Op::Goodbye { .. } => {}
         }
+    }
+
+    /// When a piece of an operation has completed, posts the next. Returns false if there is none.
+    fn post_next_piece(&mut self, cx: &mut Shared, name: u32) -> bool {
+        let next = match self.ops.get(name) {
+            Some(Op::Announced {
+                grant: Some(grant),
+                written,
+                ..
+            }) if *written < grant.length => Deferred::Write(name),
+            Some(Op::OneSided { memory, posted, .. }) if *posted < memory.len() => {
+                Deferred::Access(name)
+            }
+            _ => return false,
+        };
+        self.deferred.push_back(next);
+        self.send_deferred(cx);
+        true
     }
 
     /// Reports the end of an operation. A failure is reported even if a completion was reported before.
@@ -159,6 +196,8 @@ impl Endpoint {
         if err != FI_EHOSTUNREACH && err != FI_ECONNRESET {
             return;
         }
+        self.credit.forget(peer);
+        self.lose_link(cx, |of| of == peer, err);
         self.end_waiting(cx, |of| of == peer, err);
         self.tagged.forget_announced(peer);
         self.untagged.forget_announced(peer);
@@ -167,6 +206,7 @@ impl Endpoint {
     /// Called when the queue pair has failed and receives nothing more. Ends the operations that wait for messages. The
     /// device completes its requests, and new operations are refused.
     fn end_all(&mut self, cx: &mut Shared) {
+        self.lose_link(cx, |_| true, FI_EIO);
         self.end_waiting(cx, |_| true, FI_EIO);
         for tagged in [true, false] {
             let posted: Vec<Receive> = self.matching(tagged).cancel_all().collect();
@@ -185,10 +225,10 @@ impl Endpoint {
         });
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
-            if let Some(Op::Announced { done, .. } | Op::Atomic { done, .. }) =
-                self.ops.remove(name)
-            {
-                self.finish(cx, &done, err);
+            match self.ops.remove(name) {
+                Some(Op::Announced { done, .. }) => self.finish_or_report(cx, done, err),
+                Some(Op::Atomic { done, .. }) => self.finish(cx, &done, err),
+                _ => {}
             }
         }
         let incoming = self.incoming.iter();
@@ -216,6 +256,7 @@ impl Endpoint {
         };
         let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
         peers.extend(self.incoming.iter().map(|(_, i)| i.message.from));
+        peers.extend(self.links.waiting());
         peers.sort_unstable();
         peers.dedup();
         for (_, op) in self.ops.iter() {
@@ -261,15 +302,20 @@ impl Endpoint {
             Kind::Eager | Kind::Announce | Kind::Atomic => {
                 let held = Held {
                     receive: at,
+                    link: None,
                     length,
                     from,
                 };
+                if header.kind != Kind::Atomic {
+                    self.count_message(cx, from);
+                }
                 if !self.held.is_empty() || !self.take(cx, &held) {
                     self.held.push_back(held);
                     self.take_held(cx);
                     return;
                 }
             }
+            Kind::Link => self.link_step(cx, from, &header),
             Kind::Grant => self.granted(cx, from, &header),
             Kind::Written => {
                 cx.count(self.counter(Counts::RemoteWrite), false);
@@ -282,6 +328,7 @@ impl Endpoint {
                 cx.push(self.binding.receive_queue, entry);
             }
             Kind::AtomicDone => self.operated(cx, from, &header, at, length),
+            Kind::Hold => self.told(cx, from, &header),
             Kind::Probe => {}
         }
         self.again(at);
@@ -304,7 +351,7 @@ impl Endpoint {
                 return;
             };
             if self.take(cx, &held) {
-                self.again(held.receive);
+                self.release_receive(&held);
             } else {
                 self.held.push_back(held);
             }
@@ -316,9 +363,22 @@ impl Endpoint {
     pub(super) fn take(&mut self, cx: &mut Shared, held: &Held) -> bool {
         let (at, length, from) = (held.receive, held.length, held.from);
         let source = self.source(cx, from);
-        // SAFETY: the receive has completed and is not posted again yet.
-        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
-        let message = datagram.get(ROUTE_HEADER..).unwrap_or_default();
+        let message = match held.link {
+            Some(link) => {
+                let first = self.held.iter().any(|h| h.link.is_none() && h.from == from);
+                match self.links.message(link, at, length) {
+                    Some(_) if first => return false,
+                    Some(Ok(message)) => message,
+                    Some(Err(_before_move)) => return false,
+                    None => return true,
+                }
+            }
+            None => {
+                // SAFETY: the receive has completed and is not posted again yet.
+                let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
+                datagram.get(ROUTE_HEADER..).unwrap_or_default()
+            }
+        };
         let Some((header, content)) = Header::decode(message) else {
             return true;
         };
@@ -345,12 +405,19 @@ impl Endpoint {
             length: header.length,
         };
         let announced = header.kind == Kind::Announce;
+        if announced && self.deferred.len() >= limits::DEFERRED {
+            return false;
+        }
         let matching = if tagged {
             &mut self.tagged
         } else {
             &mut self.untagged
         };
         let Some((place, receive)) = matching.receive_for(&envelope) else {
+            if !self.may_store(from) {
+                self.ignored(from);
+                return true;
+            }
             if crowded {
                 return false;
             }
@@ -359,13 +426,17 @@ impl Endpoint {
             } else {
                 Content::Here(content.to_vec())
             };
-            matching.keep(Message {
+            self.matching(tagged).keep(Message {
                 envelope,
                 from,
                 length: header.length,
                 data,
                 content,
             });
+            self.after_storing(cx, from);
+            if announced {
+                self.correct(cx, from, header.length);
+            }
             return true;
         };
         let receive = *receive;
@@ -375,6 +446,7 @@ impl Endpoint {
                 self.matching(tagged).remove_receive(place);
             }
             self.grant(cx, target, arrived, header.id);
+            self.correct(cx, from, header.length);
             return true;
         }
         // The content is in a receive of the device, which `target` and `received` do not access.
@@ -408,6 +480,7 @@ impl Endpoint {
         let [rkey, word] = [header.tag >> 32, header.tag & u64::from(u32::MAX)];
         let most = memory.len();
         *grant = Some(Grant {
+            linked: header.has(LINKED),
             rkey: u32::try_from(rkey).unwrap_or(0),
             word: u32::try_from(word).unwrap_or(0),
             base: header.data,
@@ -430,9 +503,20 @@ impl Endpoint {
         let Some(name) = record.word else {
             return; // A write of a program that is not one of ours.
         };
-        let fits = self.incoming.get(name).is_some_and(|i| fits(i, &record));
-        if !fits {
+        if self.incoming.get(name).is_some_and(|i| fits(i, &record)) {
+            self.placed(cx, name, record.length as usize);
+        } else {
             self.bad = self.bad.wrapping_add(1);
+        }
+    }
+
+    /// Handles the end of a write to granted memory.
+    pub(super) fn placed(&mut self, cx: &mut Shared, name: u32, length: usize) {
+        let Some(incoming) = self.incoming.get_mut(name) else {
+            return;
+        };
+        incoming.placed += length;
+        if incoming.placed < incoming.granted {
             return;
         }
         let Some(mut incoming) = self.incoming.remove(name) else {
@@ -454,19 +538,24 @@ impl Endpoint {
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
         drop((tagged, untagged));
         let until = Instant::now() + limits::LINGER;
-        while !self.is_idle() && Instant::now() < until {
+        self.progress(cx);
+        self.say_goodbye(cx);
+        while !self.is_idle() && !self.is_left_alone() && Instant::now() < until {
             self.progress(cx);
         }
     }
 }
 
-/// Returns whether a record belongs to the granted write.
+/// Returns whether a record belongs to the next piece of the granted write.
 fn fits(incoming: &Incoming, record: &Record) -> bool {
+    let base = incoming.base.wrapping_add(incoming.placed as u64);
     let same_memory = incoming
         .region
         .as_ref()
-        .is_none_or(|r| r.rkey() == record.rkey && incoming.base == record.base);
-    incoming.message.from.qpn == record.qpn
-        && incoming.granted == record.length as usize
+        .is_none_or(|r| r.rkey() == record.rkey && base == record.base);
+    let next = (incoming.granted - incoming.placed).min(limits::PIECE);
+    incoming.link.is_none()
+        && incoming.message.from.qpn == record.qpn
+        && next == record.length as usize
         && same_memory
 }

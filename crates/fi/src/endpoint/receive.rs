@@ -236,7 +236,13 @@ impl Endpoint {
         let granted = wanted.min(target.memory.len());
         let mut header = Header::new(Kind::Grant);
         header.id = id;
-        let (region, aside, base) = match self.prepare(cx, &target, message.from, granted) {
+        if wanted == 0 {
+            header.tag = u64::from(u32::MAX);
+            self.answer(cx, message.from, header);
+            return self.received(cx, &target, &message, 0, 0);
+        }
+        let link = self.link_for_writes(message.from).filter(|_| granted > 0);
+        let (region, aside, base) = match self.prepare(cx, &target, message.from, granted, link) {
             Ok(prepared) => prepared,
             Err(why) => {
                 header.tag = u64::from(u32::MAX);
@@ -251,12 +257,20 @@ impl Endpoint {
             target,
             message,
             granted,
+            placed: 0,
             base,
             region,
+            link: None,
             aside,
         };
         match self.incoming.insert(incoming) {
             Ok(name) => {
+                if let Some(place) = link {
+                    header.flags |= LINKED;
+                    header.length = granted as u64;
+                    header.data = base;
+                    return self.bind_window(cx, place, name, header);
+                }
                 header.length = granted as u64;
                 header.tag = u64::from(rkey) << 32 | u64::from(name);
                 header.data = base;
@@ -274,6 +288,7 @@ impl Endpoint {
         target: &Target,
         from: Remote,
         granted: usize,
+        link: Option<usize>,
     ) -> Result<(Option<Region>, Option<Area>, u64), i32> {
         if granted == 0 {
             return Ok((None, None, 0));
@@ -285,9 +300,16 @@ impl Endpoint {
                 (area.address(0), Some(area))
             }
         };
+        let access = if link.is_some() {
+            Access::Window
+        } else {
+            Access::RemoteSink
+        };
         // SAFETY: the memory belongs to this library, or to the program, which does not access it until the receive has completed.
-        let region = unsafe { Region::new(&cx.pd, at, granted, Access::RemoteSink) }?;
-        region.restrict_to(from)?;
+        let region = unsafe { Region::new(&cx.pd, at, granted, access) }?;
+        if link.is_none() {
+            region.restrict_to(from)?;
+        }
         Ok((Some(region), aside, at as u64))
     }
 

@@ -1,5 +1,6 @@
 //! Sending of messages, with their content or announced.
 
+use super::fence::Request;
 use super::*;
 
 impl Endpoint {
@@ -10,7 +11,20 @@ impl Endpoint {
         if length > limits::MESSAGE || (message.flags & FI_INJECT != 0 && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
+        if self.waits_for_fence(cx, message.to, message.flags)? {
+            return self.postpone(cx, message.to, Request::Send(*message));
+        }
         self.post_or_progress(cx, |me, cx| me.try_send(cx, message, length))
+    }
+
+    pub(super) fn done_of_send(&self, message: &Outgoing) -> Done {
+        Done {
+            context: message.context,
+            flags: FI_SEND | kind_flag(message.tag.is_some()),
+            reported: !message.silent
+                && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
+            counts: Counts::Send,
+        }
     }
 
     pub(super) fn try_send(
@@ -20,25 +34,16 @@ impl Endpoint {
         length: usize,
     ) -> Result<(), i32> {
         let to = self.peer(cx, message.to)?;
+        let link = self.link_to(cx, to)?;
         let way = cx.way(to.ip, self.place)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        let kind = if message.tag.is_some() {
-            FI_TAGGED
-        } else {
-            FI_MSG
-        };
-        let done = Done {
-            context: message.context,
-            flags: FI_SEND | kind,
-            reported: !message.silent
-                && (message.flags & FI_COMPLETION != 0 || !self.binding.send_selective),
-            counts: Counts::Send,
-        };
-        let mut header = Header::new(if length > limits::EAGER {
+        let done = self.done_of_send(message);
+        let announced = length > limits::EAGER || self.credit.is_used_up(to);
+        let mut header = Header::new(if announced {
             Kind::Announce
         } else {
             Kind::Eager
@@ -52,32 +57,51 @@ impl Endpoint {
             header.flags |= DATA;
             header.data = data;
         }
-        if length > limits::EAGER {
-            return self.announce(cx, to, to_whom, message.memory, header, done);
-        }
+        let copied = message.silent || message.flags & FI_INJECT != 0;
         let at_once = message.flags & (FI_INJECT | FI_INJECT_COMPLETE) != 0
             && message.flags & (FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE) == 0
             || message.silent;
+        // A message that is announced is copied only if it is injected.
+        let at_once = at_once && (copied || !announced);
         let later = (!at_once).then_some(done);
+        if announced {
+            self.announce(
+                cx,
+                (to, to_whom, link),
+                message.memory,
+                header,
+                later,
+                copied,
+            )?;
+            if at_once {
+                self.finish(cx, &done, 0);
+            }
+            return Ok(());
+        }
         let total = HEADER + length;
-        let slot = if total > limits::INLINE {
+        let slot = if link.is_none() && total > limits::INLINE {
             Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
         } else {
             None
         };
-        let Ok(op) = self.ops.insert(Op::Sent { done: later, slot }) else {
+        let Ok(op) = self.ops.insert(Op::Sent {
+            done: later,
+            to,
+            slot,
+        }) else {
             self.free_slots.extend(slot);
             return Err(FI_EAGAIN);
         };
         let id = OP << KIND | u64::from(op);
-        let posted = match slot {
-            None => {
+        let posted = match (slot, link) {
+            (None, Some(link)) => self.post_on_link(link, op, &header, &message.memory),
+            (None, None) => {
                 let mut bytes = [0; limits::INLINE];
                 fill(&mut bytes, &header, &message.memory);
                 let bytes = bytes.get(..total).unwrap_or_default();
                 self.qp.send_copy(to_whom, id, bytes, true)
             }
-            Some(slot) => {
+            (Some(slot), _) => {
                 let at = usize::from(slot) * SLOT;
                 // SAFETY: the slot is free: no request uses it.
                 let bytes = unsafe { self.slots.to_send(at, total) };
@@ -106,15 +130,21 @@ impl Endpoint {
     pub(super) fn announce(
         &mut self,
         cx: &Shared,
-        to: Remote,
-        to_whom: To<'_>,
-        memory: UserMemory,
+        (to, to_whom, link): (Remote, To<'_>, Option<usize>),
+        mut memory: UserMemory,
         mut header: Header,
-        done: Done,
+        done: Option<Done>,
+        copied: bool,
     ) -> Result<(), i32> {
+        let counted = self.credit.announce(to)?;
+        let copy = if copied {
+            Some(self.credit.copy(&mut memory)?)
+        } else {
+            None
+        };
         let mut regions = Vec::new();
         for (at, len) in memory.parts().filter(|(_, len)| *len > 0) {
-            // SAFETY: the program does not change this memory until the operation has completed.
+            // SAFETY: the program does not change this memory until the operation has completed. A copy is kept with it.
             regions.push(unsafe { Region::new(&cx.pd, at, len, Access::Source) }?);
         }
         let announced = Op::Announced {
@@ -122,13 +152,20 @@ impl Endpoint {
             to,
             memory,
             regions,
+            _copy: copy,
+            _counted: counted,
             known: false,
             grant: None,
+            written: 0,
         };
         let op = self.ops.insert(announced).map_err(|_full| FI_EAGAIN)?;
         header.id = op;
         let id = ANNOUNCE << KIND | u64::from(op);
-        if let Err(why) = self.qp.send_copy(to_whom, id, &header.encode(), true) {
+        let posted = match link {
+            Some(link) => self.post_on_link(link, op, &header, &UserMemory::default()),
+            None => self.qp.send_copy(to_whom, id, &header.encode(), true),
+        };
+        if let Err(why) = posted {
             self.ops.remove(op);
             return Err(full(why));
         }
@@ -189,23 +226,28 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Writes an announced message to the granted memory. Returns false if the caller has to try again.
+    /// Writes the next piece of an announced message to the granted memory. Returns false if the caller has to try again.
     pub(super) fn write_granted(&mut self, cx: &mut Shared, op: u32) -> bool {
         let Some(Op::Announced {
             to,
             memory,
             regions,
             grant: Some(grant),
+            written,
             ..
         }) = self.ops.get(op)
         else {
             return true;
         };
+        if grant.linked {
+            self.write_on_link(cx, op);
+            return true;
+        }
         let way = match cx.way(to.ip, self.place) {
             Ok(way) => way,
             Err(why) => {
                 if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
-                    self.finish(cx, &done, why);
+                    self.finish_or_report(cx, done, why);
                 }
                 return true;
             }
@@ -215,33 +257,29 @@ impl Endpoint {
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        let parts = memory.parts().filter(|(_, len)| *len > 0);
-        let mut left = grant.length;
-        let mut pieces = Vec::with_capacity(regions.len());
-        for ((at, len), region) in parts.zip(regions) {
-            let len = len.min(left);
-            left -= len;
-            if len > 0 {
-                let lkey = region.lkey();
-                pieces.push(Piece { at, len, lkey });
-            }
-        }
+        let from = *written;
+        let len = grant.length.saturating_sub(from).min(limits::PIECE);
+        let pieces = pieces(memory, regions, from, len);
+        let base = grant.base.wrapping_add(from as u64);
         let id = OP << KIND | u64::from(op);
         let what = OneSided::Record(grant.word);
         // SAFETY: the regions are live until the operation has completed.
         let posted = unsafe {
             self.qp
-                .one_sided(to_whom, id, what, (grant.rkey, grant.base), &pieces)
+                .one_sided(to_whom, id, what, (grant.rkey, base), &pieces)
         };
         match posted {
             Ok(()) => {
                 self.outstanding += 1;
+                if let Some(Op::Announced { written, .. }) = self.ops.get_mut(op) {
+                    *written = from + len;
+                }
                 true
             }
             Err(why) if full(why) == FI_EAGAIN => false,
             Err(why) => {
                 if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {
-                    self.finish(cx, &done, why);
+                    self.finish_or_report(cx, done, why);
                 }
                 true
             }
@@ -250,7 +288,7 @@ impl Endpoint {
 }
 
 /// Copies the header and the content of a message into a buffer.
-fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
+pub(super) fn fill(to: &mut [u8], header: &Header, content: &UserMemory) {
     if let Some((head, rest)) = to.split_first_chunk_mut::<HEADER>() {
         *head = header.encode();
         content.read(0, rest);

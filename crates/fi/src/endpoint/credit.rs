@@ -1,0 +1,131 @@
+//! Messages without a receive: how many of them each sender may store in this endpoint, and this endpoint in its peers.
+
+use std::collections::HashMap;
+
+use super::*;
+
+/// The state of both directions.
+#[derive(Debug, Default)]
+pub(super) struct Credit {
+    /// Peers where the share of this endpoint is used up. The references to a value are those of the messages that are announced to
+    /// this peer, and one of this map.
+    used_up: HashMap<Remote, Arc<()>>,
+    /// The references to it are those of the copies of injected messages, and this one.
+    copies: Arc<()>,
+    /// Senders that were told that their share is used up, with the bytes that they had stored then.
+    told: HashMap<Remote, usize>,
+    /// Whether a sender has ignored this. The first one is logged.
+    ignored: bool,
+}
+
+impl Credit {
+    /// Returns whether messages to a peer must be announced.
+    pub(super) fn is_used_up(&self, to: Remote) -> bool {
+        !self.used_up.is_empty() && self.used_up.contains_key(&to)
+    }
+
+    /// Counts an announced message until the result is dropped. `FI_EAGAIN` if the peer has to receive others first.
+    pub(super) fn announce(&self, to: Remote) -> Result<Option<Arc<()>>, i32> {
+        match self.used_up.get(&to) {
+            Some(count) if Arc::strong_count(count) > limits::ANNOUNCED => Err(FI_EAGAIN),
+            count => Ok(count.map(Arc::clone)),
+        }
+    }
+
+    /// Copies the content of an injected message.
+    pub(super) fn copy(&self, memory: &mut UserMemory) -> Result<(Vec<u8>, Arc<()>), i32> {
+        if Arc::strong_count(&self.copies) > limits::COPIES {
+            return Err(FI_EAGAIN);
+        }
+        let mut bytes = vec![0; memory.len()];
+        memory.read(0, &mut bytes);
+        // SAFETY: the caller keeps the copy until the operation has completed. Its address does not change when it is moved.
+        *memory = unsafe { UserMemory::one(bytes.as_ptr().cast(), bytes.len()) };
+        Ok((bytes, Arc::clone(&self.copies)))
+    }
+
+    /// Forgets what was agreed with a peer that is lost.
+    pub(super) fn forget(&mut self, peer: Remote) {
+        self.used_up.remove(&peer);
+        self.told.remove(&peer);
+    }
+}
+
+impl Endpoint {
+    fn stored_of(&self, sender: Remote) -> usize {
+        self.tagged.bytes_of(sender) + self.untagged.bytes_of(sender)
+    }
+
+    /// Returns the bytes that each sender may store.
+    fn share(&self) -> usize {
+        let used = self.tagged.bytes() + self.untagged.bytes();
+        (limits::SHARED.saturating_sub(used) / 2).max(limits::SHARE_MIN)
+    }
+
+    /// Returns whether one more message of a sender may be stored. If not, the sender ignores what it was told.
+    pub(super) fn may_store(&self, from: Remote) -> bool {
+        let then = self.credit.told.get(&from);
+        then.is_none_or(|then| self.stored_of(from) <= then + limits::LATE)
+    }
+
+    /// Counts a message of a sender that ignores what it was told.
+    pub(super) fn ignored(&mut self, from: Remote) {
+        if !std::mem::replace(&mut self.credit.ignored, true) {
+            crate::log::warn(&format!(
+                "messages of {from} are dropped: it sends more of them than it may without receives"
+            ));
+        }
+        self.bad = self.bad.wrapping_add(1);
+    }
+
+    /// Tells the sender of a message that was stored if its share is used up.
+    pub(super) fn after_storing(&mut self, cx: &mut Shared, from: Remote) {
+        if self.credit.told.contains_key(&from) {
+            return;
+        }
+        let stored = self.stored_of(from);
+        if stored > self.share() {
+            self.credit.told.insert(from, stored);
+            self.hold(cx, from, true);
+        }
+    }
+
+    /// Tells senders whose messages have been received that they need not announce all messages any more.
+    pub(super) fn release(&mut self, cx: &mut Shared) {
+        if self.credit.told.is_empty() {
+            return;
+        }
+        let least = self.share() / 2;
+        let told = self.credit.told.keys().copied();
+        let free: Vec<Remote> = told.filter(|from| self.stored_of(*from) <= least).collect();
+        for from in free {
+            self.credit.told.remove(&from);
+            self.hold(cx, from, false);
+        }
+    }
+
+    /// Called for an announced message. If it is short enough to be sent with its content, and its sender was not told to announce it,
+    /// an earlier endpoint with this address has told it so.
+    pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
+        let short = length <= limits::EAGER as u64;
+        if short && !self.credit.told.contains_key(&from) && self.deferred.is_empty() {
+            self.hold(cx, from, false);
+        }
+    }
+
+    fn hold(&mut self, cx: &mut Shared, from: Remote, on: bool) {
+        let mut header = Header::new(Kind::Hold);
+        header.length = u64::from(on);
+        self.answer(cx, from, header);
+    }
+
+    /// Handles what a peer tells of the share of this endpoint.
+    pub(super) fn told(&mut self, cx: &Shared, from: Remote, header: &Header) {
+        if header.length == 0 {
+            self.credit.used_up.remove(&from);
+        } else if self.source(cx, from) != FI_ADDR_NOTAVAIL {
+            // Messages are sent only to peers in the address vector, whose size the program determines.
+            self.credit.used_up.entry(from).or_default();
+        }
+    }
+}

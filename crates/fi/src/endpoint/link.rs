@@ -1,0 +1,874 @@
+//! Links: reliable connections between busy endpoints of one host, which are faster there than datagrams.
+//!
+//! ```text
+//! lower name              other
+//!     | ---- offer ------> |      after 64 messages, by datagram, like all steps
+//!     | <--- accept ------ |
+//!     | ---- moved ------> |      and then messages on the link; each end moves by itself
+//!     | <--- moved ------- |
+//! ```
+//!
+//! Only messages that are matched use the link: kinds 1 and 2. The receiver reads no message of the link before `moved`, which is
+//! behind all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
+//! messages it has received on it. The others are sent again as datagrams, from the memory of the link, before any new one.
+
+use std::collections::HashMap;
+
+use super::send::fill;
+use super::*;
+
+const PLACE: usize = (HEADER + limits::EAGER).next_multiple_of(64);
+
+/// The name of a link: its place, and a number that no other link of this place has had recently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Name {
+    place: u8,
+    generation: u16,
+}
+
+impl Name {
+    fn id(self, kind: u64, index: usize) -> u64 {
+        kind << KIND
+            | u64::from(self.generation) << 40
+            | u64::from(self.place) << 32
+            | (index as u64 & u64::from(u32::MAX))
+    }
+
+    fn of(id: u64) -> (Self, usize) {
+        let [_, high, low, place, ..] = id.to_be_bytes();
+        let name = Self {
+            place,
+            generation: u16::from_be_bytes([high, low]),
+        };
+        (name, (id & u64::from(u32::MAX)) as usize)
+    }
+}
+
+/// A message on a link that has not completed.
+#[derive(Debug, Clone, Copy)]
+struct Sent {
+    op: u32,
+    what: What,
+    length: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Message,
+    Announcement,
+    /// A write of a message, or of a piece of one, to a window of the peer.
+    Write,
+}
+
+impl Sent {
+    fn kind(self) -> u64 {
+        if self.what == What::Announcement {
+            ANNOUNCE
+        } else {
+            OP
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Link {
+    /// The fields are dropped in this order: the queue pair before the memory.
+    stream: Stream,
+    region: Region,
+    area: Area,
+    name: Name,
+    peer: Remote,
+    /// The queue pair of the peer, when it is known.
+    remote: Option<u32>,
+    /// Messages to the peer use the link.
+    sends: bool,
+    /// The peer has told that its messages use the link.
+    receives: bool,
+    posted: u64,
+    received: u64,
+    sent: VecDeque<Sent>,
+    /// Messages that may be written and wait for room.
+    writes: VecDeque<u32>,
+    /// The number of windows that are being bound.
+    binds: usize,
+    broken: bool,
+    /// The peer was told of it.
+    told: bool,
+    /// The number of messages that the peer has received on the link, which has failed.
+    count: Option<u64>,
+    /// The peer has closed its endpoint.
+    closed: bool,
+}
+
+impl Link {
+    fn post_receive(&self, at: usize) -> Result<(), i32> {
+        let piece = Piece {
+            at: self.area.address(at * PLACE),
+            len: HEADER + limits::EAGER,
+            lkey: self.region.lkey(),
+        };
+        let id = self.name.id(LINK_RECEIVE, at);
+        // SAFETY: the area is registered, and this part of it is not used before the completion.
+        unsafe { self.stream.receive(id, piece) }
+    }
+
+    /// Returns the offset of the memory of message number `number`.
+    fn place_of(number: u64) -> usize {
+        let index = usize::try_from(number % limits::LINK_DEPTH as u64).unwrap_or(0);
+        (limits::LINK_DEPTH + index) * PLACE
+    }
+}
+
+/// The links of an endpoint.
+#[derive(Debug)]
+pub(super) struct Links {
+    all: Vec<Option<Link>>,
+    /// The messages to and from peers on this host that have no link. `u32::MAX`: no link is made any more.
+    counts: HashMap<Remote, u32>,
+    generation: u16,
+    enabled: bool,
+    /// Some link has failed and still exists.
+    pub(super) any_broken: bool,
+}
+
+impl Links {
+    pub(super) fn new(enabled: bool) -> Self {
+        Self {
+            all: Vec::new(),
+            counts: HashMap::new(),
+            generation: 0,
+            enabled,
+            any_broken: false,
+        }
+    }
+
+    fn find(&self, peer: Remote) -> Option<usize> {
+        let mut all = self.all.iter();
+        all.position(|link| link.as_ref().is_some_and(|l| l.peer == peer))
+    }
+
+    fn get(&self, name: Name) -> Option<&Link> {
+        let link = self.all.get(usize::from(name.place))?.as_ref()?;
+        (link.name == name).then_some(link)
+    }
+
+    fn get_mut(&mut self, name: Name) -> Option<&mut Link> {
+        let link = self.all.get_mut(usize::from(name.place))?.as_mut()?;
+        (link.name == name).then_some(link)
+    }
+
+    /// Returns the peers that must acknowledge something.
+    pub(super) fn waiting(&self) -> impl Iterator<Item = Remote> + '_ {
+        let links = self.all.iter().flatten();
+        links
+            .filter(|l| !l.closed && (!l.sent.is_empty() || l.broken))
+            .map(|l| l.peer)
+    }
+
+    /// Returns a message that has arrived: `None` if the link does not exist any more, an error if messages of the peer that
+    /// precede it are still to come.
+    pub(super) fn message(
+        &self,
+        name: Name,
+        at: usize,
+        length: usize,
+    ) -> Option<Result<&[u8], ()>> {
+        let link = self.get(name)?;
+        if !link.receives {
+            return Some(Err(()));
+        }
+        // SAFETY: the receive has completed and is not posted again yet.
+        Some(Ok(unsafe {
+            link.area.received(at.saturating_mul(PLACE), length)
+        }))
+    }
+}
+
+impl Endpoint {
+    /// Returns the link for a message to a peer, if it has one. `FI_EAGAIN` if the message has to wait.
+    pub(super) fn link_to(&mut self, cx: &mut Shared, to: Remote) -> Result<Option<usize>, i32> {
+        if to.ip != self.name.ip || !self.links.enabled {
+            return Ok(None);
+        }
+        let Some(place) = self.links.find(to) else {
+            self.count_message(cx, to);
+            return Ok(None);
+        };
+        let Some(link) = self.links.all.get(place).and_then(Option::as_ref) else {
+            return Ok(None);
+        };
+        let Some(remote) = link.remote else {
+            return Ok(None);
+        };
+        if link.sends {
+            let full = link.sent.len() >= limits::LINK_DEPTH;
+            return match (link.closed, link.broken || full) {
+                (true, _) => Ok(None),
+                (false, true) => Err(FI_EAGAIN),
+                (false, false) => Ok(Some(place)),
+            };
+        }
+        if link.broken || link.closed {
+            return Ok(None);
+        }
+        let header = step(Step::Moved, link.stream.number(), remote);
+        if self.post_header(cx, to, ANSWER << KIND, &header).is_err() {
+            return Ok(None);
+        }
+        if let Some(link) = self.links.all.get_mut(place).and_then(Option::as_mut) {
+            link.sends = true;
+        }
+        Ok(Some(place))
+    }
+
+    /// Sends a message on a link that has room for it.
+    pub(super) fn post_on_link(
+        &mut self,
+        place: usize,
+        op: u32,
+        header: &Header,
+        content: &UserMemory,
+    ) -> Result<(), i32> {
+        let link = self.links.all.get_mut(place).and_then(Option::as_mut);
+        let link = link.ok_or(FI_EAGAIN)?;
+        let length = HEADER + content.len();
+        let at = Link::place_of(link.posted);
+        // SAFETY: fewer messages than the link has places are outstanding, so no request uses this one.
+        fill(unsafe { link.area.to_send(at, length) }, header, content);
+        let piece = Piece {
+            at: link.area.address(at),
+            len: length,
+            lkey: link.region.lkey(),
+        };
+        // SAFETY: the area is registered, and this place is not reused before the completion.
+        unsafe { link.stream.send(link.name.id(LINK_SEND, 0), piece) }?;
+        link.posted += 1;
+        link.sent.push_back(Sent {
+            op,
+            what: if header.kind == Kind::Announce {
+                What::Announcement
+            } else {
+                What::Message
+            },
+            length,
+        });
+        Ok(())
+    }
+
+    /// Counts a message to or from a peer, and offers it a link if there are many.
+    pub(super) fn count_message(&mut self, cx: &mut Shared, peer: Remote) {
+        if peer.ip != self.name.ip || !self.links.enabled || peer == self.name {
+            return;
+        }
+        if self.links.counts.len() >= limits::COUNTED && !self.links.counts.contains_key(&peer) {
+            return;
+        }
+        let count = self.links.counts.entry(peer).or_default();
+        if *count == u32::MAX {
+            return;
+        }
+        *count += 1;
+        if *count >= limits::BUSY && self.name < peer {
+            *count = u32::MAX;
+            if self.source(cx, peer) != FI_ADDR_NOTAVAIL
+                && let Ok(number) = self.new_link(cx, peer, None)
+            {
+                self.answer(cx, peer, step(Step::Offer, number, 0));
+            }
+        }
+    }
+
+    /// Creates a link. Returns the number of its queue pair. `remote`: the peer's, to which it is connected.
+    fn new_link(&mut self, cx: &Shared, peer: Remote, remote: Option<u32>) -> Result<u32, i32> {
+        let free = self.links.all.iter().position(Option::is_none);
+        let place = free.unwrap_or(self.links.all.len());
+        if place >= limits::LINKS {
+            return Err(FI_EAGAIN);
+        }
+        let area = Area::new(2 * limits::LINK_DEPTH * PLACE).ok_or(FI_ENOMEM)?;
+        // SAFETY: the area is live as long as its region. Each place is used either by the device or by this endpoint.
+        let region = unsafe { Region::new(&cx.pd, area.address(0), area.size(), Access::Sink) }?;
+        let stream = Stream::new(&cx.pd, &self.cq)?;
+        self.links.generation = self.links.generation.wrapping_add(1);
+        let link = Link {
+            stream,
+            region,
+            area,
+            name: Name {
+                place: u8::try_from(place).unwrap_or(u8::MAX),
+                generation: self.links.generation,
+            },
+            peer,
+            remote: None,
+            sends: false,
+            receives: false,
+            posted: 0,
+            received: 0,
+            sent: VecDeque::new(),
+            writes: VecDeque::new(),
+            binds: 0,
+            broken: false,
+            told: false,
+            count: None,
+            closed: false,
+        };
+        for at in 0..limits::LINK_DEPTH {
+            link.post_receive(at)?;
+        }
+        let number = link.stream.number();
+        if free.is_none() {
+            self.links.all.push(None);
+        }
+        if let Some(to) = self.links.all.get_mut(place) {
+            *to = Some(link);
+        }
+        if let Some(remote) = remote
+            && let Err(why) = self.connect(place, remote)
+        {
+            if let Some(link) = self.links.all.get_mut(place) {
+                *link = None;
+            }
+            return Err(why);
+        }
+        Ok(number)
+    }
+
+    /// Connects a link to the peer's queue pair.
+    fn connect(&mut self, place: usize, remote: u32) -> Result<(), i32> {
+        let link = self.links.all.get_mut(place).and_then(Option::as_mut);
+        let link = link.ok_or(FI_EINVAL)?;
+        link.remote = Some(remote);
+        let peer = Remote {
+            ip: link.peer.ip,
+            qpn: remote,
+        };
+        link.stream.connect(peer, self.place)
+    }
+
+    /// Handles a step of a peer.
+    pub(super) fn link_step(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
+        let Some(step_of_peer) = Step::from_number(header.length) else {
+            return;
+        };
+        let place = self.links.find(from);
+        if step_of_peer == Step::Offer {
+            let welcome = place.is_none()
+                && self.links.enabled
+                && from < self.name
+                && from.ip == self.name.ip
+                && self.source(cx, from) != FI_ADDR_NOTAVAIL;
+            let made = if welcome {
+                self.new_link(cx, from, Some(header.id))
+            } else {
+                Err(FI_EAGAIN)
+            };
+            let answer = match made {
+                Ok(number) => step(Step::Accept, number, header.id),
+                Err(_) => step(Step::Refuse, 0, header.id),
+            };
+            return self.answer(cx, from, answer);
+        }
+        let Some(place) = place else { return };
+        let Some(Some(link)) = self.links.all.get_mut(place) else {
+            return;
+        };
+        // The step may be of an earlier link.
+        if u64::from(link.stream.number()) != header.data {
+            return;
+        }
+        match step_of_peer {
+            Step::Offer => {}
+            Step::Accept if link.remote.is_none() => {
+                if self.connect(place, header.id).is_err() {
+                    self.break_link(cx, place);
+                }
+            }
+            Step::Refuse if link.remote.is_none() => {
+                if let Some(link) = self.links.all.get_mut(place) {
+                    *link = None;
+                }
+            }
+            Step::Moved => {
+                link.receives = true;
+                self.take_held(cx);
+            }
+            Step::Broken if link.count.is_none() => {
+                link.count = Some(header.tag);
+                // The grants of the messages that are written over the link are void. The next grants follow this step.
+                let first = link.posted - link.sent.len() as u64;
+                let lost = (first..).zip(&link.sent);
+                let lost =
+                    lost.filter(|(number, s)| *number >= header.tag && s.what == What::Write);
+                let lost = lost.map(|(_, sent)| sent.op);
+                let lost: Vec<u32> = lost.chain(link.writes.drain(..)).collect();
+                for op in lost {
+                    self.forget_grant(op);
+                }
+                self.break_link(cx, place);
+            }
+            Step::Closed => {
+                link.closed = true;
+                if link.broken {
+                    self.mend_links(cx);
+                }
+            }
+            Step::Accept | Step::Refuse | Step::Broken => {}
+        }
+    }
+
+    /// Handles a completion of a link.
+    pub(super) fn completed_on_link(&mut self, cx: &mut Shared, wc: &Wc, err: i32) {
+        let (name, at) = Name::of(wc.wr_id);
+        let Some(link) = self.links.get_mut(name) else {
+            return;
+        };
+        if err != 0 {
+            let place = usize::from(name.place);
+            return self.break_link(cx, place);
+        }
+        if wc.wr_id >> KIND == LINK_BIND {
+            link.binds = link.binds.saturating_sub(1);
+            let name = u32::try_from(at).unwrap_or(u32::MAX);
+            return self.window_bound(cx, name);
+        }
+        if wc.wr_id >> KIND == LINK_SEND {
+            // When the peer has told its count, the queue does not contain this message any more.
+            if link.count.is_none()
+                && let Some(sent) = link.sent.pop_front()
+            {
+                self.link_sent(cx, sent, 0);
+                self.write_waiting(cx, usize::from(name.place));
+            }
+            return;
+        }
+        link.received += 1;
+        let from = link.peer;
+        if let Some(word) = written_word(wc) {
+            // This fails only if the link has failed.
+            let _posted = link.post_receive(at);
+            let length = wc.byte_len as usize;
+            let fits = self.incoming.get(word).is_some_and(|i| {
+                i.link.is_some_and(|(link, _)| link == name)
+                    && length == (i.granted - i.placed).min(limits::PIECE)
+            });
+            if fits {
+                self.placed(cx, word, length);
+            } else {
+                self.bad = self.bad.wrapping_add(1);
+            }
+            return;
+        }
+        let length = wc.byte_len as usize;
+        let held = Held {
+            receive: at,
+            link: Some(name),
+            length,
+            from,
+        };
+        // SAFETY: the receive has completed and is not posted again yet.
+        let message = unsafe { link.area.received(at.saturating_mul(PLACE), length) };
+        let matched = Header::decode(message)
+            .is_some_and(|(header, _)| matches!(header.kind, Kind::Eager | Kind::Announce));
+        if !matched {
+            self.bad = self.bad.wrapping_add(1);
+            return self.release_receive(&held);
+        }
+        if !self.held.is_empty() || !self.take(cx, &held) {
+            self.held.push_back(held);
+            self.take_held(cx);
+        } else {
+            self.release_receive(&held);
+        }
+    }
+
+    fn link_sent(&mut self, cx: &mut Shared, sent: Sent, err: i32) {
+        self.outstanding = self.outstanding.saturating_sub(1);
+        let kind = sent.kind();
+        self.request_completed(cx, kind, sent.op, err);
+    }
+
+    /// Returns the link that a peer may write a message over.
+    pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
+        if from.ip != self.name.ip {
+            return None;
+        }
+        let place = self.links.find(from)?;
+        let link = self.links.all.get(place)?.as_ref()?;
+        let usable = link.receives && link.remote.is_some() && !link.broken && !link.closed;
+        (usable && link.binds < limits::BINDS).then_some(place)
+    }
+
+    /// Binds a window for the memory of an announced message. The grant is sent when it is bound.
+    pub(super) fn bind_window(
+        &mut self,
+        cx: &mut Shared,
+        place: usize,
+        name: u32,
+        mut grant: Header,
+    ) {
+        let Some(link) = self.links.all.get_mut(place).and_then(Option::as_mut) else {
+            return;
+        };
+        let Some(incoming) = self.incoming.get_mut(name) else {
+            return;
+        };
+        let Some(region) = &mut incoming.region else {
+            return;
+        };
+        let bound = link
+            .stream
+            .bind(link.name.id(LINK_BIND, name as usize), region);
+        grant.tag = u64::from(region.rkey()) << 32 | u64::from(name);
+        incoming.link = Some((link.name, grant));
+        match bound {
+            Ok(()) => link.binds += 1,
+            Err(_) => self.grant_datagrams(cx, name),
+        }
+    }
+
+    fn window_bound(&mut self, cx: &mut Shared, name: u32) {
+        let Some(incoming) = self.incoming.get(name) else {
+            return;
+        };
+        let from = incoming.message.from;
+        if let Some((_, grant)) = incoming.link {
+            self.answer(cx, from, grant);
+        }
+    }
+
+    /// Grants the memory of an announced message, which was to be written over a link, to datagrams.
+    fn grant_datagrams(&mut self, cx: &mut Shared, name: u32) {
+        let Some(incoming) = self.incoming.get_mut(name) else {
+            return;
+        };
+        let Some((_, mut grant)) = incoming.link.take() else {
+            return;
+        };
+        // The window ends before the memory is registered again.
+        incoming.region = None;
+        incoming.placed = 0;
+        let from = incoming.message.from;
+        let at = usize::try_from(incoming.base).unwrap_or(0);
+        // SAFETY: the memory belongs to this library, or to the program, which does not access it until the receive has completed.
+        let made = unsafe { Region::new(&cx.pd, at, incoming.granted, Access::RemoteSink) };
+        match made.and_then(|region| region.restrict_to(from).map(|()| region)) {
+            Ok(region) => {
+                grant.flags &= !LINKED;
+                grant.tag = u64::from(region.rkey()) << 32 | u64::from(name);
+                incoming.region = Some(region);
+                self.answer(cx, from, grant);
+            }
+            Err(why) => {
+                grant.flags &= !LINKED;
+                grant.length = 0;
+                grant.tag = u64::from(u32::MAX);
+                self.answer(cx, from, grant);
+                if let Some(incoming) = self.incoming.remove(name) {
+                    self.received(cx, &incoming.target, &incoming.message, 0, why);
+                }
+            }
+        }
+    }
+
+    /// Grants the memory of all messages that were to be written over a failed link to datagrams.
+    fn grant_again(&mut self, cx: &mut Shared, link: Name) {
+        let of_link = |i: &Incoming| i.link.is_some_and(|(name, _)| name == link);
+        let names = self.incoming.iter().filter(|(_, i)| of_link(i));
+        let names: Vec<u32> = names.map(|(name, _)| name).collect();
+        for name in names {
+            self.grant_datagrams(cx, name);
+        }
+    }
+
+    /// Forgets the grant of an announced message, because another one follows.
+    fn forget_grant(&mut self, op: u32) {
+        if let Some(Op::Announced { grant, written, .. }) = self.ops.get_mut(op) {
+            *grant = None;
+            *written = 0;
+        }
+    }
+
+    /// Writes the next piece of an announced message over the link to its peer, at once or when there is room.
+    pub(super) fn write_on_link(&mut self, cx: &mut Shared, op: u32) {
+        let Some(Op::Announced { to, .. }) = self.ops.get(op) else {
+            return;
+        };
+        let to = *to;
+        let usable = |l: &&mut Link| l.peer == to && l.remote.is_some() && !l.broken;
+        let link = self.links.all.iter_mut().flatten().find(usable);
+        let Some(link) = link else {
+            // When the peer notices that the link has failed, it sends another grant.
+            return self.forget_grant(op);
+        };
+        link.writes.push_back(op);
+        let place = usize::from(link.name.place);
+        self.write_waiting(cx, place);
+    }
+
+    /// Posts the writes for which a link has room.
+    fn write_waiting(&mut self, cx: &mut Shared, place: usize) {
+        loop {
+            let Some(Some(link)) = self.links.all.get_mut(place) else {
+                return;
+            };
+            if link.sent.len() >= limits::LINK_DEPTH || link.broken {
+                return;
+            }
+            let Some(op) = link.writes.pop_front() else {
+                return;
+            };
+            let Some(Op::Announced {
+                memory,
+                regions,
+                grant: Some(grant),
+                written,
+                ..
+            }) = self.ops.get_mut(op)
+            else {
+                continue;
+            };
+            let from = *written;
+            let length = grant.length.saturating_sub(from).min(limits::PIECE);
+            let pieces = pieces(memory, regions, from, length);
+            let there = (grant.rkey, grant.base.wrapping_add(from as u64));
+            let id = link.name.id(LINK_SEND, 0);
+            // SAFETY: the regions are live until the operation has completed.
+            let posted = unsafe { link.stream.write(id, grant.word, there, &pieces) };
+            if posted.is_err() {
+                link.writes.push_front(op);
+                return self.break_link(cx, place);
+            }
+            *written = from + length;
+            link.posted += 1;
+            link.sent.push_back(Sent {
+                op,
+                what: What::Write,
+                length,
+            });
+            self.outstanding += 1;
+        }
+    }
+
+    /// Posts the receive of a message again.
+    pub(super) fn release_receive(&self, held: &Held) {
+        match held.link {
+            None => self.again(held.receive),
+            Some(name) => {
+                if let Some(link) = self.links.get(name) {
+                    // This fails only if the link has failed.
+                    let _posted = link.post_receive(held.receive);
+                }
+            }
+        }
+    }
+
+    /// Called when a link has failed. All completions of messages that have arrived on it were handled before.
+    fn break_link(&mut self, cx: &mut Shared, place: usize) {
+        let Some(Some(link)) = self.links.all.get_mut(place) else {
+            return;
+        };
+        if !std::mem::replace(&mut link.broken, true) {
+            link.stream.fail();
+        }
+        self.links.any_broken = true;
+        self.mend_links(cx);
+    }
+
+    /// Sends the messages of failed links as datagrams, and removes the links that are not needed any more.
+    pub(super) fn mend_links(&mut self, cx: &mut Shared) {
+        let mut left = false;
+        for place in 0..self.links.all.len() {
+            let Some(Some(link)) = self.links.all.get_mut(place) else {
+                continue;
+            };
+            if !link.broken {
+                continue;
+            }
+            let peer = link.peer;
+            left = true;
+            if link.closed {
+                self.lose_link(cx, |of| of == peer, FI_ECONNRESET);
+                continue;
+            }
+            let Some(remote) = link.remote else { continue };
+            if !std::mem::replace(&mut link.told, true) {
+                let name = link.name;
+                let mut header = step(Step::Broken, link.stream.number(), remote);
+                header.tag = link.received;
+                self.answer(cx, peer, header);
+                self.grant_again(cx, name);
+            }
+            self.send_again(cx, place);
+        }
+        let links = self.links.all.iter().flatten();
+        self.links.any_broken = left && links.filter(|l| l.broken).count() > 0;
+    }
+
+    /// Sends the messages that the peer has not received on a failed link as datagrams, when their number is known.
+    fn send_again(&mut self, cx: &mut Shared, place: usize) {
+        loop {
+            let Some(Some(link)) = self.links.all.get_mut(place) else {
+                return;
+            };
+            let Some(count) = link.count else { return };
+            let number = link.posted - link.sent.len() as u64;
+            let peer = link.peer;
+            let Some(sent) = link.sent.front().copied() else {
+                // Messages that have arrived on the link may still wait for a receive.
+                let name = link.name;
+                if !self.held.iter().any(|h| h.link == Some(name))
+                    && let Some(link) = self.links.all.get_mut(place)
+                {
+                    *link = None;
+                }
+                return;
+            };
+            if number < count {
+                link.sent.pop_front();
+                self.link_sent(cx, sent, 0);
+                continue;
+            }
+            // SAFETY: the link has failed, so the device does not read this memory any more.
+            let bytes = unsafe { link.area.received(Link::place_of(number), sent.length) };
+            let Ok(way) = cx.way(peer.ip, self.place) else {
+                return;
+            };
+            let to = To {
+                way: &way,
+                qpn: peer.qpn,
+                qkey: self.job.qkey,
+            };
+            if sent.what == What::Write {
+                // The peer grants other memory for it.
+                link.sent.pop_front();
+                self.outstanding = self.outstanding.saturating_sub(1);
+                continue;
+            }
+            let kind = sent.kind();
+            let id = kind << KIND | u64::from(sent.op);
+            let mut slot = None;
+            let posted = if bytes.len() <= limits::INLINE {
+                self.qp.send_copy(to, id, bytes, true)
+            } else {
+                let Some(free) = self.free_slots.pop() else {
+                    return;
+                };
+                slot = Some(free);
+                let at = usize::from(free) * SLOT;
+                // SAFETY: the slot is free: no request uses it.
+                unsafe { self.slots.to_send(at, bytes.len()) }.copy_from_slice(bytes);
+                let piece = Piece {
+                    at: self.slots.address(at),
+                    len: bytes.len(),
+                    lkey: self.slot_region.lkey(),
+                };
+                // SAFETY: the slots are registered, and this one is not reused before the completion.
+                unsafe { self.qp.send(to, id, piece) }
+            };
+            if let Err(why) = posted {
+                self.free_slots.extend(slot);
+                if full(why) == FI_EAGAIN {
+                    return;
+                }
+                if let Some(Some(link)) = self.links.all.get_mut(place) {
+                    link.sent.pop_front();
+                }
+                self.link_sent(cx, sent, why);
+                continue;
+            }
+            if let Some(Op::Sent { slot: of_op, .. }) = self.ops.get_mut(sent.op) {
+                *of_op = slot;
+            }
+            if let Some(Some(link)) = self.links.all.get_mut(place) {
+                link.sent.pop_front();
+            }
+        }
+    }
+
+    /// Ends the links to peers that are lost, and the messages to them. Messages that have arrived on a link stay until they are
+    /// received.
+    pub(super) fn lose_link(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
+        for place in 0..self.links.all.len() {
+            let Some(to) = self.links.all.get_mut(place) else {
+                return;
+            };
+            let Some(link) = to.as_mut().filter(|link| which(link.peer)) else {
+                continue;
+            };
+            link.closed = true;
+            if !std::mem::replace(&mut link.broken, true) {
+                link.stream.fail();
+            }
+            let sent = std::mem::take(&mut link.sent);
+            let waiting = std::mem::take(&mut link.writes);
+            let name = link.name;
+            if self.held.iter().any(|h| h.link == Some(name)) {
+                self.links.any_broken = true;
+            } else {
+                *to = None;
+            }
+            for sent in sent {
+                self.link_sent(cx, sent, err);
+            }
+            for op in waiting {
+                self.request_completed(cx, OP, op, err);
+            }
+        }
+    }
+
+    /// Tells the peers with links that this endpoint is being closed, so that they do not report failed links to it.
+    pub(super) fn say_goodbye(&mut self, cx: &mut Shared) {
+        let links = self.links.all.iter().flatten();
+        let open = links.filter(|l| !l.closed);
+        let peers: Vec<(Remote, u32, u32)> = open
+            .filter_map(|l| Some((l.peer, l.stream.number(), l.remote?)))
+            .collect();
+        for (to, number, remote) in peers {
+            let Ok(op) = self.ops.insert(Op::Goodbye { to }) else {
+                return;
+            };
+            let id = OP << KIND | u64::from(op);
+            let header = step(Step::Closed, number, remote);
+            if self.post_header(cx, to, id, &header).is_err() {
+                self.ops.remove(op);
+            }
+        }
+    }
+
+    /// Returns whether only peers that are closed too have to acknowledge something.
+    pub(super) fn is_left_alone(&self) -> bool {
+        let closed = |peer: &Remote| {
+            let place = self.links.find(*peer);
+            let link = place.and_then(|place| self.links.all.get(place)?.as_ref());
+            link.is_none_or(|l| l.closed)
+        };
+        let left = self.ops.iter();
+        let left = left.filter(|(_, op)| matches!(op, Op::Goodbye { to } if closed(to)));
+        self.deferred.is_empty() && self.postponed.is_empty() && left.count() == self.outstanding
+    }
+}
+
+/// Returns the header of a step. `number`: the queue pair of this end. `remote`: that of the peer.
+fn step(step: Step, number: u32, remote: u32) -> Header {
+    let mut header = Header::new(Kind::Link);
+    header.id = number;
+    header.data = remote.into();
+    header.length = step as u64;
+    header
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_completion_names_its_link() {
+        for (place, generation, index) in [(0, 0, 0), (7, 1, 31), (255, u16::MAX, 0xffff_ffff)] {
+            let name = Name { place, generation };
+            for kind in [LINK_SEND, LINK_RECEIVE, LINK_BIND] {
+                let id = name.id(kind, index);
+                assert_eq!((id >> KIND, Name::of(id)), (kind, (name, index)));
+            }
+        }
+    }
+}
