@@ -1368,11 +1368,22 @@ static const char *post_raw(struct dgram *from, struct region *memory, size_t si
 	return NULL;
 }
 
-/* A sender that does not announce its messages when it is told to blocks nobody: what it sends too much is dropped. */
-static const char *flood_hostile(size_t arg)
+/* Opens two endpoints, and a queue pair that can send them anything. */
+static const char *open_with_bad(struct side *a, struct side *b, struct dgram *bad, struct region *memory)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
 					     .flags = ANYWARPDV_QP_KEEP_GOING };
+
+	TRY(open_sides(a, b));
+	move_both(a, b);
+	TRY(find_all());
+	TRY(open_dgram(bad, &dv));
+	return new_region(memory, bad->pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE);
+}
+
+/* A sender that does not announce its messages when it is told to blocks nobody: what it sends too much is dropped. */
+static const char *flood_hostile(size_t arg)
+{
 	struct fi_cq_tagged_entry entry;
 	struct region mine = { 0 };
 	struct dgram bad;
@@ -1380,11 +1391,7 @@ static const char *flood_hostile(size_t arg)
 	uint8_t *m;
 
 	(void)arg;
-	TRY(open_sides(&a, &b));
-	move_both(&a, &b);
-	TRY(find_all());
-	TRY(open_dgram(&bad, &dv));
-	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	TRY(open_with_bad(&a, &b, &bad, &mine));
 	m = mine.at;
 	memset(m, 0, 32);
 	m[0] = m[1] = m[2] = 1; /* eager, with a tag */
@@ -1401,8 +1408,6 @@ static const char *flood_hostile(size_t arg)
 /* Messages of a queue pair that breaks the protocol change nothing. */
 static const char *hostile(size_t arg)
 {
-	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
-					     .flags = ANYWARPDV_QP_KEEP_GOING };
 	struct fi_cq_tagged_entry entry;
 	struct region mine = { 0 };
 	struct dgram bad;
@@ -1410,11 +1415,7 @@ static const char *hostile(size_t arg)
 	uint32_t seed = 7;
 
 	(void)arg;
-	TRY(open_sides(&a, &b));
-	move_both(&a, &b);
-	TRY(find_all());
-	TRY(open_dgram(&bad, &dv));
-	TRY(new_region(&mine, bad.pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE));
+	TRY(open_with_bad(&a, &b, &bad, &mine));
 	/* It is known to `b`, so that steps of links are believed. */
 	struct sockaddr_in its = { .sin_family = AF_INET, .sin_port = htons((uint16_t)(bad.qp->qp_num >> 8)),
 				   .sin_addr.s_addr = htonl(0x7f000001) };

@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::net::{IpAddr, Ipv6Addr};
+use std::ops::Deref;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::sync::{Arc, OnceLock};
 
@@ -589,16 +590,99 @@ pub struct Job {
     pub links: bool,
 }
 
+/// A queue pair of any type.
+#[derive(Debug)]
+pub struct Qp {
+    pd: Arc<Pd>,
+    qp: *mut ffi::ibv_qp,
+}
+
+// SAFETY: verbs may be called by any thread.
+unsafe impl Send for Qp {}
+
+impl Qp {
+    /// Takes over a queue pair that was created in this domain; null if this failed.
+    fn new(pd: &Arc<Pd>, qp: *mut ffi::ibv_qp) -> Result<Self, i32> {
+        if qp.is_null() {
+            return Err(errno());
+        }
+        Ok(Self {
+            pd: Arc::clone(pd),
+            qp,
+        })
+    }
+
+    fn modify(&self, mut attr: ffi::ibv_qp_attr, mask: c_int) -> Result<(), i32> {
+        // SAFETY: the queue pair is live, the attributes are valid.
+        let rc = unsafe { (self.pd.device.f.modify_qp)(self.qp, &raw mut attr, mask) };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Returns the number of the queue pair.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the queue pair is live.
+        unsafe { (*self.qp).qp_num }
+    }
+
+    fn post(&self, wr: &mut ffi::ibv_send_wr) -> Result<(), i32> {
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the request and everything that it points to are valid. The callers guarantee this for the memory of its elements.
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_send
+                .map_or(libc::ENOSYS, |post| post(self.qp, wr, &raw mut bad))
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+
+    /// Posts a receive.
+    ///
+    /// # Safety
+    /// The memory is registered, and is not used elsewhere until the completion.
+    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
+        let mut sge = sge_of(piece);
+        let mut wr = ffi::ibv_recv_wr {
+            wr_id: id,
+            next: std::ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: as in `post`.
+        let rc = unsafe {
+            let ops = &(*(*self.qp).context).ops;
+            ops.post_recv.map_or(libc::ENOSYS, |post| {
+                post(self.qp, &raw mut wr, &raw mut bad)
+            })
+        };
+        if rc == 0 { Ok(()) } else { Err(rc) }
+    }
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        // SAFETY: the queue pair is destroyed once.
+        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
+    }
+}
+
 /// A reliable-datagram queue pair.
 #[derive(Debug)]
 pub struct QueuePair {
-    pd: Arc<Pd>,
-    qp: *mut ffi::ibv_qp,
+    qp: Qp,
     ex: *mut ffi::ibv_qp_ex,
 }
 
 // SAFETY: verbs may be called by any thread.
 unsafe impl Send for QueuePair {}
+
+impl Deref for QueuePair {
+    type Target = Qp;
+
+    fn deref(&self) -> &Qp {
+        &self.qp
+    }
+}
 
 impl QueuePair {
     /// Creates a queue pair. `plain`: its writes create no records, and it receives no messages. `port`: the UDP port, or 0
@@ -651,16 +735,12 @@ impl QueuePair {
         let size = count(size_of::<ffi::anywarpdv_qp_init_attr>());
         // SAFETY: the attributes are valid, and their objects are live.
         let qp = unsafe { (f.dv_create_qp)(pd.device.context, &raw mut attr, &raw const dv, size) };
-        if qp.is_null() {
-            return Err(errno());
+        let qp = Qp::new(pd, qp)?;
+        // SAFETY: the queue pair is live.
+        let ex = unsafe { (f.qp_to_qp_ex)(qp.qp) };
+        if ex.is_null() {
+            return Err(libc::EOPNOTSUPP);
         }
-        // SAFETY: the queue pair was created above.
-        let ex = unsafe { (f.qp_to_qp_ex)(qp) };
-        let made = Self {
-            pd: Arc::clone(pd),
-            qp,
-            ex,
-        };
         let mut attr = ffi::ibv_qp_attr {
             qp_state: ffi::IBV_QPS_INIT,
             port_num: 1,
@@ -677,26 +757,13 @@ impl QueuePair {
         ];
         for (state, mask) in steps {
             attr.qp_state = state;
-            // SAFETY: the queue pair is live, the attributes are valid.
-            let rc = unsafe { (f.modify_qp)(qp, &raw mut attr, mask) };
-            if rc != 0 {
-                return Err(rc);
-            }
+            qp.modify(attr, mask)?;
         }
-        if made.ex.is_null() {
-            return Err(libc::EOPNOTSUPP);
-        }
-        Ok(made)
+        Ok(Self { qp, ex })
     }
 
-    /// Returns the number of the queue pair.
-    pub fn number(&self) -> u32 {
-        // SAFETY: the queue pair is live.
-        unsafe { (*self.qp).qp_num }
-    }
-
-    fn post(&self, to: To<'_>, id: u64, mut sge: ffi::ibv_sge, flags: u32) -> Result<(), i32> {
-        let mut wr = ffi::ibv_send_wr {
+    fn send_to(&self, to: To<'_>, id: u64, mut sge: ffi::ibv_sge, flags: u32) -> Result<(), i32> {
+        self.post(&mut ffi::ibv_send_wr {
             wr_id: id,
             next: std::ptr::null_mut(),
             sg_list: &raw mut sge,
@@ -711,16 +778,7 @@ impl QueuePair {
                 },
             },
             ..Default::default()
-        };
-        let mut bad = std::ptr::null_mut();
-        // SAFETY: the request and everything that it points to are valid; the caller guarantees this for the memory of its element.
-        let rc = unsafe {
-            let ops = &(*(*self.qp).context).ops;
-            ops.post_send.map_or(libc::ENOSYS, |post| {
-                post(self.qp, &raw mut wr, &raw mut bad)
-            })
-        };
-        if rc == 0 { Ok(()) } else { Err(rc) }
+        })
     }
 
     /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: report success too.
@@ -737,7 +795,7 @@ impl QueuePair {
             lkey: 0,
         };
         let signaled = if signaled { ffi::IBV_SEND_SIGNALED } else { 0 };
-        self.post(to, id, sge, ffi::IBV_SEND_INLINE | signaled)
+        self.send_to(to, id, sge, ffi::IBV_SEND_INLINE | signaled)
     }
 
     /// Sends registered memory, with a completion.
@@ -745,7 +803,7 @@ impl QueuePair {
     /// # Safety
     /// The memory is registered with this key until the completion.
     pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece) -> Result<(), i32> {
-        self.post(to, id, sge_of(piece), ffi::IBV_SEND_SIGNALED)
+        self.send_to(to, id, sge_of(piece), ffi::IBV_SEND_SIGNALED)
     }
 
     /// Reads or writes memory of a peer, with a completion.
@@ -794,35 +852,13 @@ impl QueuePair {
         if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
-    /// Posts a receive.
-    ///
-    /// # Safety
-    /// The memory is registered, and is not used elsewhere until the completion.
-    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
-        let mut sge = sge_of(piece);
-        let mut wr = ffi::ibv_recv_wr {
-            wr_id: id,
-            next: std::ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
-        };
-        let mut bad = std::ptr::null_mut();
-        // SAFETY: as in `post`.
-        let rc = unsafe {
-            let ops = &(*(*self.qp).context).ops;
-            ops.post_recv.map_or(libc::ENOSYS, |post| {
-                post(self.qp, &raw mut wr, &raw mut bad)
-            })
-        };
-        if rc == 0 { Ok(()) } else { Err(rc) }
-    }
-
     /// Takes the record that belongs to a completion.
     pub fn record(&self) -> Option<Record> {
         let mut record = ffi::anywarpdv_record::default();
         let size = u32::try_from(size_of::<ffi::anywarpdv_record>()).unwrap_or(0);
+        let qp = &self.qp;
         // SAFETY: the queue pair is live, and there is room for one record.
-        let n = unsafe { (self.pd.device.f.dv_poll_records)(self.qp, 1, &raw mut record, size, 0) };
+        let n = unsafe { (qp.pd.device.f.dv_poll_records)(qp.qp, 1, &raw mut record, size, 0) };
         if n != 1 {
             return None;
         }
@@ -841,13 +877,15 @@ impl QueuePair {
 
 /// A queue pair of a reliable connection, for messages and for writes to windows.
 #[derive(Debug)]
-pub struct Stream {
-    pd: Arc<Pd>,
-    qp: *mut ffi::ibv_qp,
-}
+pub struct Stream(Qp);
 
-// SAFETY: verbs may be called by any thread.
-unsafe impl Send for Stream {}
+impl Deref for Stream {
+    type Target = Qp;
+
+    fn deref(&self) -> &Qp {
+        &self.0
+    }
+}
 
 impl Stream {
     /// Creates a queue pair, which is not connected.
@@ -868,13 +906,7 @@ impl Stream {
         };
         // SAFETY: the attributes are valid, and their objects are live.
         let qp = unsafe { (pd.device.f.create_qp)(pd.pd, &raw mut attr) };
-        if qp.is_null() {
-            return Err(errno());
-        }
-        let made = Self {
-            pd: Arc::clone(pd),
-            qp,
-        };
+        let made = Self(Qp::new(pd, qp)?);
         let attr = ffi::ibv_qp_attr {
             qp_state: ffi::IBV_QPS_INIT,
             port_num: 1,
@@ -890,12 +922,6 @@ impl Stream {
                 | ffi::IBV_QP_ACCESS_FLAGS,
         )?;
         Ok(made)
-    }
-
-    fn modify(&self, mut attr: ffi::ibv_qp_attr, mask: c_int) -> Result<(), i32> {
-        // SAFETY: the queue pair is live, the attributes are valid.
-        let rc = unsafe { (self.pd.device.f.modify_qp)(self.qp, &raw mut attr, mask) };
-        if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
     /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The connection is made meanwhile, and
@@ -959,23 +985,6 @@ impl Stream {
         };
         // This fails only if the queue pair has failed already.
         let _done = self.modify(attr, ffi::IBV_QP_STATE);
-    }
-
-    /// Returns the number of the queue pair.
-    pub fn number(&self) -> u32 {
-        // SAFETY: the queue pair is live.
-        unsafe { (*self.qp).qp_num }
-    }
-
-    fn post(&self, wr: &mut ffi::ibv_send_wr) -> Result<(), i32> {
-        let mut bad = std::ptr::null_mut();
-        // SAFETY: the request and everything that it points to are valid. The callers guarantee this for the memory of its elements.
-        let rc = unsafe {
-            let ops = &(*(*self.qp).context).ops;
-            ops.post_send
-                .map_or(libc::ENOSYS, |post| post(self.qp, wr, &raw mut bad))
-        };
-        if rc == 0 { Ok(()) } else { Err(rc) }
     }
 
     /// Sends registered memory, with a completion.
@@ -1057,36 +1066,6 @@ impl Stream {
         }
         bound
     }
-
-    /// Posts a receive.
-    ///
-    /// # Safety
-    /// The memory is registered, and is not used elsewhere until the completion.
-    pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
-        let mut sge = sge_of(piece);
-        let mut wr = ffi::ibv_recv_wr {
-            wr_id: id,
-            next: std::ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
-        };
-        let mut bad = std::ptr::null_mut();
-        // SAFETY: as in `send`.
-        let rc = unsafe {
-            let ops = &(*(*self.qp).context).ops;
-            ops.post_recv.map_or(libc::ENOSYS, |post| {
-                post(self.qp, &raw mut wr, &raw mut bad)
-            })
-        };
-        if rc == 0 { Ok(()) } else { Err(rc) }
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        // SAFETY: the queue pair is destroyed once.
-        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
-    }
 }
 
 fn sge_of(piece: Piece) -> ffi::ibv_sge {
@@ -1094,13 +1073,6 @@ fn sge_of(piece: Piece) -> ffi::ibv_sge {
         addr: piece.at as u64,
         length: u32::try_from(piece.len).unwrap_or(u32::MAX),
         lkey: piece.lkey,
-    }
-}
-
-impl Drop for QueuePair {
-    fn drop(&mut self) {
-        // SAFETY: the queue pair is destroyed once.
-        unsafe { (self.pd.device.f.destroy_qp)(self.qp) };
     }
 }
 

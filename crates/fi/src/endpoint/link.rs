@@ -676,7 +676,6 @@ impl Endpoint {
 
     /// Sends the messages of failed links as datagrams, and removes the links that are not needed any more.
     pub(super) fn mend_links(&mut self, cx: &mut Shared) {
-        let mut left = false;
         for place in 0..self.links.all.len() {
             let Some(Some(link)) = self.links.all.get_mut(place) else {
                 continue;
@@ -685,7 +684,6 @@ impl Endpoint {
                 continue;
             }
             let peer = link.peer;
-            left = true;
             if link.closed {
                 self.lose_link(cx, |of| of == peer, FI_ECONNRESET);
                 continue;
@@ -700,8 +698,7 @@ impl Endpoint {
             }
             self.send_again(cx, place);
         }
-        let links = self.links.all.iter().flatten();
-        self.links.any_broken = left && links.filter(|l| l.broken).count() > 0;
+        self.links.any_broken = self.links.all.iter().flatten().any(|l| l.broken);
     }
 
     /// Sends the messages that the peer has not received on a failed link as datagrams, when their number is known.
