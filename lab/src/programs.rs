@@ -13,6 +13,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::net::{IpAddr, TcpListener, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::thread::sleep;
@@ -144,8 +145,8 @@ pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case
         .flat_map(|p| p.cases.iter().map(move |c| (p, c)))
 }
 
-/// Runs this task again in new network, mount and process namespaces. They are removed with their first process, and the
-/// kernel then kills all other processes in them.
+/// Replaces this process by one that runs the task again in new network, mount and process namespaces. They are removed with
+/// their first process, and the kernel then kills all other processes in them. Returns only if this fails.
 pub(crate) fn in_namespaces() -> Result {
     let mut command = Command::new("unshare");
     // The kernel keeps the registered binary formats for each user namespace.
@@ -164,7 +165,7 @@ pub(crate) fn in_namespaces() -> Result {
         .arg(env::current_exe()?)
         .args(env::args_os().skip(1))
         .env(INSIDE, "1");
-    sh::run(&mut command)
+    Err(format!("unshare: {}", command.exec()).into())
 }
 
 /// Counts the cases by result, and prints each.
