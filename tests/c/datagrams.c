@@ -1267,7 +1267,7 @@ static const char *pending_error(size_t arg)
 	return NULL;
 }
 
-static const char *wrong_buffers(size_t arg)
+static const char *invalid_buffers(size_t arg)
 {
 	struct iovec one = { big, 1 };
 	struct msghdr m = { .msg_iov = &one, .msg_iovlen = (size_t)1 << 40 };
@@ -1422,7 +1422,7 @@ static const struct test tests[] = {
 	{ "errno_unchanged", no_error, 0, 0, false },
 	{ "descriptors_replaced", descriptors_replaced, 0, 0, true },
 	{ "pending_error", pending_error, 0, 0, false },
-	{ "invalid_buffers", wrong_buffers, 0, 0, true },
+	{ "invalid_buffers", invalid_buffers, 0, 0, true },
 	{ "passed_unused", passed_unused, 0, 0, true },
 	{ "vfork_child", vfork_child, 0, 0, true },
 	{ "v6_only", v6_only, 0, 0, false },

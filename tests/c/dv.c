@@ -742,7 +742,7 @@ static const char *deadline_passes_unpolled(struct dgram *a, const struct region
 	return NULL;
 }
 
-static const char *looks_before_it_gives_up(size_t arg)
+static const char *queued_half_beats_deadline(size_t arg)
 {
 	/* A deadline that does not expire because of scheduling delays. */
 	struct anywarpdv_qp_init_attr ud = { .grace_us = 1000000, .deadline_us = 1000000 };
@@ -1037,7 +1037,7 @@ static const struct test tests[] = {
 	{ "missing_peer", missing_peer, ANYWARPDV_QPT_UD, 0, false },
 	{ "missing_peer_reliable", missing_peer, ANYWARPDV_QPT_RD, 0, false },
 	{ "polled_deadlines", polled_deadlines, 0, 0, false },
-	{ "queued_half_beats_deadline", looks_before_it_gives_up, 0, 0, false },
+	{ "queued_half_beats_deadline", queued_half_beats_deadline, 0, 0, false },
 	{ "long_sends", long_sends, ANYWARPDV_QPT_UD, 0, false },
 	{ "long_sends_reliable", long_sends, ANYWARPDV_QPT_RD, 0, false },
 	{ "atomics", atomics, 0, 0, false },
