@@ -331,7 +331,7 @@ static const char *rereg(size_t arg)
 	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, other.at, 64, 0);
 	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
 		SKIP("the device has no ibv_rereg_mr");
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	sge = sge_of(&mine, 0, 64);
 	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
 	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
@@ -346,7 +346,7 @@ static const char *rereg(size_t arg)
 	TRY(all_bytes(other.at, 64, 0x66, "new place"));
 	TRY(all_bytes(theirs.at, 64, FRESH, "old place"));
 	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	memset(other.at, 0, 64);
 	wr = rdma_wr(4, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
 	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
@@ -392,7 +392,7 @@ static const char *rereg_domain(size_t everything)
 		rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_PD, two.b.pd, NULL, 0, 0);
 	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
 		SKIP("the device has no ibv_rereg_mr");
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	ENSURE(theirs.mr->pd == two.b.pd, "the region names its old domain");
 	ENSURE(theirs.mr->lkey == lkey && theirs.mr->rkey == rkey, "the region has other keys");
 	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64), "the region names its old address");
@@ -421,7 +421,7 @@ static const char *rereg_refused(size_t arg)
 #define REFUSES(flags, pd, at, len, access) do { \
 		errno = 0; \
 		rc = ibv_rereg_mr(theirs.mr, flags, pd, at, len, access); \
-		ENSURE(rc && errno, "ibv_rereg_mr(" #flags ", " #pd ", " #at ", " #len ", " #access ") gives %d", rc); \
+		ENSURE(rc && errno, "ibv_rereg_mr(" #flags ", " #pd ", " #at ", " #len ", " #access ") returns %d", rc); \
 	} while (0)
 	REFUSES(0, NULL, NULL, 0, 0);
 	REFUSES(all + 1, p.b.pd, theirs.at, 64, 0);
@@ -436,7 +436,7 @@ static const char *rereg_refused(size_t arg)
 		return NULL; /* optional */
 	keep(close_mr, null, "null region");
 	rc = ibv_rereg_mr(null, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, mine.at, 64, 0);
-	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region gives %d", rc);
+	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region returns %d", rc);
 	return NULL;
 }
 
@@ -499,7 +499,7 @@ static const char *required_masks(size_t type)
 			if (!(s->required & bit) || bit == IBV_QP_STATE)
 				continue;
 			rc = ibv_modify_qp(e.qp, &attr, s->required & ~bit);
-			ENSURE(rc == EINVAL, "state %d to %d without bit %#x gives %d, expected EINVAL", s->from, s->to,
+			ENSURE(rc == EINVAL, "state %d to %d without bit %#x returns %d, expected EINVAL", s->from, s->to,
 			       (unsigned int)bit, rc);
 			TRY(state_is(e.qp, s->from));
 		}
@@ -543,7 +543,7 @@ static const char *forbidden_steps(size_t type)
 			if (forbidden[k].at != here)
 				continue;
 			rc = ibv_modify_qp(e.qp, &attr, forbidden[k].mask);
-			ENSURE(rc == EINVAL, "state %d to %d with mask %#x gives %d, expected EINVAL", here,
+			ENSURE(rc == EINVAL, "state %d to %d with mask %#x returns %d, expected EINVAL", here,
 			       forbidden[k].to, (unsigned int)forbidden[k].mask, rc);
 			TRY(state_is(e.qp, here));
 		}
@@ -572,12 +572,12 @@ static const char *bad_values(size_t arg)
 	attr = good_values(IBV_QPS_INIT, 0);
 	attr.port_num = 2;
 	rc = ibv_modify_qp(e.qp, &attr, steps[0].required);
-	ENSURE(rc == EINVAL, "port 2 of 1 gives %d", rc);
+	ENSURE(rc == EINVAL, "port 2 of 1 returns %d", rc);
 	TRY(to_init(e.qp, &usual));
 	attr = good_values(IBV_QPS_RTR, e.qp->qp_num);
 	attr.max_dest_rd_atomic = 255;
 	rc = ibv_modify_qp(e.qp, &attr, steps[1].required);
-	ENSURE(rc == EINVAL, "max_dest_rd_atomic 255 gives %d, the device has %d", rc, device_attr.max_qp_rd_atom);
+	ENSURE(rc == EINVAL, "max_dest_rd_atomic 255 returns %d, the device has %d", rc, device_attr.max_qp_rd_atom);
 	return state_is(e.qp, IBV_QPS_INIT);
 }
 
@@ -625,17 +625,17 @@ static const char *posting_too_early(size_t arg)
 	TRY(open_device());
 	TRY(open_end(&e, &usual));
 	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
-	ENSURE(rc == EINVAL && bad_recv == &rr, "ibv_post_recv in RESET gives %d", rc);
+	ENSURE(rc == EINVAL && bad_recv == &rr, "ibv_post_recv in RESET returns %d", rc);
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL && bad_send == &wr, "ibv_post_send in RESET gives %d", rc);
+	ENSURE(rc == EINVAL && bad_send == &wr, "ibv_post_send in RESET returns %d", rc);
 	TRY(to_init(e.qp, &usual));
 	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
-	ENSURE(!rc, "ibv_post_recv in INIT gives %d", rc);
+	ENSURE(!rc, "ibv_post_recv in INIT returns %d", rc);
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL, "ibv_post_send in INIT gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_post_send in INIT returns %d", rc);
 	TRY(to_rtr(e.qp, e.qp->qp_num, &usual));
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL, "ibv_post_send in RTR gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_post_send in RTR returns %d", rc);
 	return no_wc(e.scq, 5);
 }
 
@@ -658,12 +658,12 @@ static const char *full_queues(size_t arg)
 	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
 	while (posted < 5000 && !(rc = ibv_post_recv(p.a.qp, &rr, &bad_recv)))
 		posted++;
-	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u gives %d", posted, rc);
+	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u returns %d", posted, rc);
 	ENSURE(posted >= init.cap.max_recv_wr, "only %u receives of %u fit", posted, init.cap.max_recv_wr);
 	posted = 0;
 	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* no receive is posted, so the sends stay in the queue */
 		posted++;
-	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u gives %d", posted, rc);
+	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u returns %d", posted, rc);
 	ENSURE(posted >= init.cap.max_send_wr, "only %u sends of %u fit", posted, init.cap.max_send_wr);
 	return NULL;
 }
@@ -696,7 +696,7 @@ static const char *bad_in_a_chain(size_t arg)
 	       init.cap.max_send_sge);
 	wr[1].num_sge = (int)init.cap.max_send_sge + 1;
 	rc = ibv_post_send(p.a.qp, wr, &bad);
-	ENSURE(rc == EINVAL || rc == ENOMEM, "ibv_post_send gives %d", rc);
+	ENSURE(rc == EINVAL || rc == ENOMEM, "ibv_post_send returns %d", rc);
 	ENSURE(bad == &wr[1], "bad_wr is request %td", bad ? bad - wr : -1);
 	TRY(expect_ok(p.a.scq, 0, IBV_WC_SEND, NULL));
 	TRY(expect_ok(p.b.rcq, 10, IBV_WC_RECV, NULL));
@@ -760,7 +760,7 @@ static const char *wrong_opcode(size_t type)
 			ENSURE(wc.status != IBV_WC_SUCCESS, "opcode %d succeeds", wrong[i].opcode);
 			continue;
 		}
-		ENSURE((rc == EINVAL || rc == EOPNOTSUPP || rc == ENOSYS) && bad == &wr, "opcode %d gives %d",
+		ENSURE((rc == EINVAL || rc == EOPNOTSUPP || rc == ENOSYS) && bad == &wr, "opcode %d returns %d",
 		       wrong[i].opcode, rc);
 	}
 	return no_wc(p.a.scq, 5);
@@ -779,9 +779,9 @@ static const char *too_large(size_t arg)
 	pd = new_pd();
 	cq = new_cq(16, NULL);
 	ENSURE(pd && cq, "a small queue: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq takes a depth of 0");
+	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq accepts a depth of 0");
 	ENSURE(errno == EINVAL, "a depth of 0: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq takes max_cqe + 1");
+	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq accepts max_cqe + 1");
 	ENSURE(errno == EINVAL, "a depth of max_cqe + 1: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors), "a vector beyond the last one");
 	ENSURE(errno == EINVAL, "a vector beyond the last one: %s", strerror(errno));
@@ -791,7 +791,7 @@ static const char *too_large(size_t arg)
 		init.cap = small;                                                                \
 		init.cap.field = (uint32_t)(value);                                              \
 		errno = 0;                                                                       \
-		ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes " #field " %u",           \
+		ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp accepts " #field " %u",           \
 		       init.cap.field);                                                          \
 		ENSURE(errno == EINVAL || errno == ENOMEM, #field ": %s", strerror(errno));      \
 	} while (0)
@@ -802,9 +802,9 @@ static const char *too_large(size_t arg)
 	REFUSED(max_inline_data, 1u << 30);
 	init.cap = small;
 	init.qp_type = (enum ibv_qp_type)77;
-	ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes type 77");
+	ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp accepts type 77");
 	srq.attr.max_wr = (uint32_t)device_attr.max_srq_wr + 1;
-	ENSURE(!ibv_create_srq(pd, &srq), "ibv_create_srq takes max_srq_wr + 1");
+	ENSURE(!ibv_create_srq(pd, &srq), "ibv_create_srq accepts max_srq_wr + 1");
 	ENSURE(errno == EINVAL || errno == ENOMEM, "ibv_create_srq: %s", strerror(errno));
 	return NULL;
 }
@@ -859,13 +859,13 @@ static const char *busy(size_t arg)
 	TRY(open_end(&e, &w));
 	TRY(new_region(&r, e.pd, 8, 0));
 	rc = ibv_dealloc_pd(e.pd);
-	ENSURE(rc == EBUSY, "ibv_dealloc_pd of a used domain gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_dealloc_pd of a used domain returns %d", rc);
 	rc = ibv_destroy_cq(e.scq);
-	ENSURE(rc == EBUSY, "ibv_destroy_cq of a used queue gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_cq of a used queue returns %d", rc);
 	rc = ibv_destroy_srq(e.srq);
-	ENSURE(rc == EBUSY, "ibv_destroy_srq of a used queue gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_srq of a used queue returns %d", rc);
 	rc = ibv_destroy_comp_channel(e.channel);
-	ENSURE(rc == EBUSY, "ibv_destroy_comp_channel of a used channel gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_comp_channel of a used channel returns %d", rc);
 	return NULL;
 }
 
@@ -883,19 +883,19 @@ static const char *ports_and_tables(size_t arg)
 	pd = new_pd();
 	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
 	rc = ibv_query_port(device, 0, &port);
-	ENSURE(rc == EINVAL, "port 0 gives %d", rc);
+	ENSURE(rc == EINVAL, "port 0 returns %d", rc);
 	rc = ibv_query_port(device, 2, &port);
-	ENSURE(rc == EINVAL, "port 2 gives %d", rc);
+	ENSURE(rc == EINVAL, "port 2 returns %d", rc);
 	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "a GID beyond the table");
 	ENSURE(ibv_query_gid(device, PORT, -1, &gid), "GID -1");
 	ENSURE(!ibv_query_pkey(device, PORT, 0, &pkey) && pkey == htons(0xffff), "P_Key 0 is %#x", ntohs(pkey));
 	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "a P_Key beyond the table");
 	attr = address_of(&local_gid, 0, false);
 	attr.port_num = 2;
-	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes port 2");
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah accepts port 2");
 	attr = address_of(&local_gid, 0, true);
 	attr.dlid = 0;
-	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes no GID and no LID");
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah accepts no GID and no LID");
 	return NULL;
 }
 
@@ -953,7 +953,7 @@ static const char *resize(size_t arg)
 	ENSURE(!rc, "ibv_resize_cq: %s", strerror(rc));
 	ENSURE(p.b.rcq->cqe >= 4000, "cqe is %d", p.b.rcq->cqe);
 	rc = ibv_resize_cq(p.b.rcq, device_attr.max_cqe + 1);
-	ENSURE(rc == EINVAL, "ibv_resize_cq to max_cqe + 1 gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_resize_cq to max_cqe + 1 returns %d", rc);
 	for (uint64_t i = 0; i < 8; i++)
 		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
 	return NULL;
@@ -1073,10 +1073,10 @@ static const char *alternate_path_refused(size_t arg)
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .alt_port_num = PORT, .alt_timeout = 14,
 				     .alt_ah_attr = address_of(&local_gid, port_attr.lid, false) };
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_ALT_PATH);
-	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with an alternate path gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with an alternate path returns %d", rc);
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .path_mig_state = IBV_MIG_REARM };
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
-	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp to REARM gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp to REARM returns %d", rc);
 	/* Setting the current state is allowed. */
 	attr.path_mig_state = IBV_MIG_MIGRATED;
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
@@ -1103,11 +1103,11 @@ static const char *ece_unsupported(size_t arg)
 	rc = ibv_query_ece(p.a.qp, &none);
 	if (!rc)
 		SKIP("the device has options");
-	ENSURE(rc == EOPNOTSUPP, "ibv_query_ece gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_query_ece returns %d", rc);
 	rc = ibv_set_ece(p.a.qp, &ece);
-	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece returns %d", rc);
 	rc = ibv_set_ece(p.a.qp, &none);
-	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece of none gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece of none returns %d", rc);
 	return NULL;
 }
 

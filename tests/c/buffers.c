@@ -333,7 +333,7 @@ static const char *change_once(size_t how)
 	case FREE:
 	case TRIM:
 		free(at);
-		ENSURE(how == FREE || (uintptr_t)sbrk(0) < address + len, "the heap did not shrink: the test shows nothing");
+		ENSURE(how == FREE || (uintptr_t)sbrk(0) < address + len, "the heap did not shrink: the test proves nothing");
 		break;
 	case PART:
 		/* Discards one page. */
@@ -347,7 +347,7 @@ static const char *change_once(size_t how)
 	if (how == FREE || how == TRIM) {
 		uint8_t *again = malloc(len);
 
-		ENSURE(again == at, "malloc gives other memory: the test shows nothing");
+		ENSURE(again == at, "malloc gives other memory: the test proves nothing");
 	} else if (how != EMPTY && how != PART) {
 		ENSURE(mmap(at, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at, "mmap: %s",
 		       strerror(errno));
@@ -382,7 +382,7 @@ static const char *changed(size_t how)
 
 	for (unsigned int turn = 0; turn < 10; turn++) {
 		why = change_once(how);
-		if (!why || !strstr(why, "the test shows nothing"))
+		if (!why || !strstr(why, "the test proves nothing"))
 			return why;
 	}
 	return why;
@@ -544,15 +544,15 @@ static const char *errors(size_t arg)
 	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "an unknown flag: %s", strerror(errno));
 	attr = (struct awbuf_attr){ .size = 4 };
 	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "a short structure: %s", strerror(errno));
-	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of none: %s", strerror(errno));
+	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of NULL: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, 0, 0, &out) == -1 && errno == EINVAL, "no bytes: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, NULL, 8, 0, &out) == -1 && errno == EINVAL, "no memory: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, 8, 0, NULL) == -1 && errno == EINVAL, "no buffer: %s", strerror(errno));
 	ENSURE(awbuf_get_send(NULL, at, 8, 0, &out) == -1 && errno == EINVAL, "no manager: %s", strerror(errno));
 	ENSURE(awbuf_get_recv(buffers, at, 8, 2, &out) == -1 && errno == EINVAL, "an unknown flag: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, SIZE_MAX, 0, &out) == -1 && errno == EFAULT, "too many bytes: %s", strerror(errno));
-	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of none: %s", strerror(errno));
-	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into none: %s", strerror(errno));
+	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of NULL: %s", strerror(errno));
+	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into NULL: %s", strerror(errno));
 	ENSURE(!awbuf_pieces_begin(buffers, at, 8, 0, 0) && errno == EINVAL, "neither sent nor received: %s", strerror(errno));
 	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL, "no bytes: %s", strerror(errno));
 	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL, "no pieces");
@@ -753,7 +753,7 @@ static const char *waits(size_t by)
 	slow_next();
 	munmap(at, MIB);
 	ENSURE(is_begun(), "the thread of the library ends nothing");
-	ENSURE(number_of(lkey), "the registration has ended already: the test shows nothing");
+	ENSURE(number_of(lkey), "the registration has ended already: the test proves nothing");
 	if (by == BY_INVALIDATE) {
 		ENSURE(awbuf_invalidate(buffers, at, MIB) == 0, "the registration is not in the list any more");
 		ENSURE(!number_of(lkey), "awbuf_invalidate returns before the registration has ended");

@@ -50,7 +50,7 @@ static const char *send_hello(int fd, const struct hello *h)
 static const char *receive_hello(int fd, struct hello *h)
 {
 	TRY(readable(fd, WAIT_MS));
-	ENSURE(read(fd, h, sizeof *h) == (ssize_t)sizeof *h, "the other process is gone");
+	ENSURE(read(fd, h, sizeof *h) == (ssize_t)sizeof *h, "the other process has ended");
 	return NULL;
 }
 

@@ -857,7 +857,7 @@ static const char *migrate_waits(size_t arg)
 	ENSURE(!pthread_join(thread, NULL), "pthread_join");
 	if (blocked)
 		return "rdma_migrate_id returns before the event is acknowledged";
-	ENSURE(!m.rc, "rdma_migrate_id gives %d", m.rc);
+	ENSURE(!m.rc, "rdma_migrate_id returns %d", m.rc);
 	ENSURE(!rdma_resolve_route(s.client, 2000), "rdma_resolve_route: %s", strerror(errno));
 	TRY(event(other, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL));
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
@@ -1123,9 +1123,9 @@ static const char *misuse(size_t arg)
 	ENSURE(rc == -1 && (errno == EADDRNOTAVAIL || errno == ENODEV), "rdma_bind_addr to a foreign address: %s",
 	       strerror(errno));
 	a.ss.ss_family = 250;
-	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr takes an unknown family");
+	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr accepts an unknown family");
 	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1,
-	       "rdma_create_id takes an unknown port space");
+	       "rdma_create_id accepts an unknown port space");
 	/* the id can still be used for a connection */
 	s.client_channel = channel;
 	TRY(resolve(&s, id));

@@ -329,8 +329,8 @@ static const char *datagrams(size_t arg)
 	TRY(open_end(&p.b, &w));
 	ENSURE(!attach_to(p.a.qp, sent, OP_SEND) && !attach_to(p.b.qp, sent, OP_SEND), "one counter for two queue pairs");
 	ENSURE(!attach_to(p.b.qp, received, OP_RECV), "ibv_qp_attach_comp_cntr");
-	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "what nobody sees");
-	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "what nobody sees");
+	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "a counter of remote operations on UD");
+	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "a counter of remote operations on UD");
 	TRY(connect_ends(&p.a, &p.b, &w));
 	TRY(new_region(&from, p.a.pd, 100, ALL_ACCESS));
 	TRY(new_region(&to, p.b.pd, 4096, ALL_ACCESS));

@@ -149,7 +149,7 @@ static const char *nothing(int fd)
 {
 	ssize_t n = recv(fd, got, sizeof got, MSG_DONTWAIT);
 
-	ENSURE(n < 0 && errno == EAGAIN, "recv of nothing: %zd %s", n, n < 0 ? strerror(errno) : "");
+	ENSURE(n < 0 && errno == EAGAIN, "recv without a datagram: %zd %s", n, n < 0 ? strerror(errno) : "");
 	return NULL;
 }
 
@@ -396,16 +396,16 @@ static const char *empty(size_t arg)
 	ENSURE(send(e.client, "", 0, 0) == 0, "send: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == 0, "recv: %s", strerror(errno));
 	ENSURE(write(e.client, "", 0) == 0, "write: %s", strerror(errno));
-	ENSURE(recv(e.server, got, sizeof got, MSG_DONTWAIT) == 0, "write of nothing: %s", strerror(errno));
+	ENSURE(recv(e.server, got, sizeof got, MSG_DONTWAIT) == 0, "write of 0 bytes: %s", strerror(errno));
 	ENSURE(writev(e.client, &none, 1) == 0, "writev: %s", strerror(errno));
 	TRY(nothing(e.server));
 	/* A read(2) of 0 bytes consumes no datagram; a recv(2) of 0 bytes does. */
 	TRY(text_to(e.client, "one", &e.at));
-	ENSURE(read(e.server, got, 0) == 0, "read of nothing: %s", strerror(errno));
-	ENSURE(readv(e.server, &none, 1) == 0, "readv of nothing: %s", strerror(errno));
+	ENSURE(read(e.server, got, 0) == 0, "read of 0 bytes: %s", strerror(errno));
+	ENSURE(readv(e.server, &none, 1) == 0, "readv of 0 bytes: %s", strerror(errno));
 	TRY(takes(e.server, "one"));
 	TRY(text_to(e.client, "two", &e.at));
-	ENSURE(recv(e.server, NULL, 0, 0) == 0, "recv of nothing: %s", strerror(errno));
+	ENSURE(recv(e.server, NULL, 0, 0) == 0, "recv of 0 bytes: %s", strerror(errno));
 	return nothing(e.server);
 }
 
@@ -575,7 +575,7 @@ static const char *ready(size_t arg)
 	p.fd = e.server;
 	ENSURE(poll(&p, 1, 0) == 1 && p.revents == POLLOUT, "poll: %x", (unsigned int)p.revents);
 	p.events = POLLIN;
-	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll of nothing");
+	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll without a datagram");
 	ENSURE(!pthread_create(&thread, NULL, send_later, &e), "pthread_create");
 	ENSURE(poll(&p, 1, LONG_MS) == 1 && p.revents == POLLIN, "poll: %x", (unsigned int)p.revents);
 	ENSURE(poll(&p, 1, 0) == 1, "poll again");

@@ -647,7 +647,7 @@ static const char *hold(struct held *held)
 	held->go = go[1];
 	held->told = told[0];
 	prctl(PR_SET_PTRACER, held->helper, 0, 0, 0);
-	ENSURE(write(go[1], "", 1) == 1 && read(told[0], &held->how, 1) == 1, "the helper is gone");
+	ENSURE(write(go[1], "", 1) == 1 && read(told[0], &held->how, 1) == 1, "the helper has ended");
 	return NULL;
 }
 
@@ -899,7 +899,7 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 	}
 	/* Twice, because memory that only the first round needs is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
-		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		for (unsigned int i = 0; i < many; i++) {
 			struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qps[i]);
 			struct ibv_wc wc;
@@ -918,9 +918,9 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 				ENSURE(poll_cq_for(cq, 1, &wc, (int)WAIT_MS) == 1, "%u does not complete", i);
 				ENSURE(wc.status == IBV_WC_SUCCESS, "%u: %s", i, ibv_wc_status_str(wc.status));
 			}
-			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		}
-		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 	}
 	return close_all() ? "cannot close" : NULL;
 }
@@ -965,7 +965,7 @@ static const char *peers(size_t arg)
 	for (int round = 0; round < 2; round++) {
 		uint32_t number = hub.qp->qp_num;
 
-		ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+		ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 		if (round == 0)
 			before = resident();
 		for (unsigned int i = 0; i < many; i++) {
@@ -978,7 +978,7 @@ static const char *peers(size_t arg)
 				continue;
 			/* Reliable peers first wait for their acknowledgements. */
 			ibv_poll_cq(hub.rcq, 0, &wc);
-			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 		}
 		/* The peers still wait for acknowledgements. */
 		for (struct pollfd fd = { .fd = back[0], .events = POLLIN }; poll(&fd, 1, 0) == 0;) {
@@ -986,7 +986,7 @@ static const char *peers(size_t arg)
 
 			ENSURE(ibv_poll_cq(hub.rcq, 1, &wc) == 0, "one message too many");
 		}
-		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the peers are gone");
+		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 	}
 	each = (double)(resident() - before) / many;
 	printf("# %u peers of one %s queue pair: %.2f KiB each\n", many, arg ? "RD" : "UD", each);

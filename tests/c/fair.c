@@ -339,7 +339,7 @@ static const char *fair(size_t arg)
 	shared->ready = true;
 	ENSURE(waitpid(good, &status, 0) == good, "waitpid");
 	shared->over = true;
-	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the modest peer ends with %x", (unsigned int)status);
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the ninth peer ends with %x", (unsigned int)status);
 	ENSURE(waitpid(greedy, &status, WNOHANG) == 0 || (WIFEXITED(status) && WEXITSTATUS(status) == 0),
 	       "the greedy peers end with %x", (unsigned int)status);
 	printf("# %llu %s from the greedy peers; a Read takes %.2f ms in half of the cases, %.2f in nine of ten, %.2f at most\n",

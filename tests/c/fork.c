@@ -104,7 +104,7 @@ static const char *fork_init(size_t arg)
 	(void)arg;
 	ENSURE(!rc, "ibv_fork_init: %s", strerror(rc));
 	ENSURE(ibv_is_fork_initialized() == IBV_FORK_ENABLED || ibv_is_fork_initialized() == IBV_FORK_UNNEEDED,
-	       "ibv_is_fork_initialized gives %d", ibv_is_fork_initialized());
+	       "ibv_is_fork_initialized returns %d", ibv_is_fork_initialized());
 	return NULL;
 }
 

@@ -90,7 +90,7 @@ static const char *private_nodes(size_t arg)
 		ENSURE(flag && !*flag, "no verbs_allow_disassociate_destroy in %s", nodes[i]);
 	}
 	ENSURE(look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_34"), "no ibv_cmd_create_cq_ex2");
-	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 came after node 33");
+	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 is newer than private version 33");
 	return NULL;
 }
 
@@ -275,7 +275,7 @@ static const char *repoll_set(size_t arg)
 	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
 	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL, "no operation: %s", strerror(errno));
 	n = poll_wait(set, got, 4, 30);
-	ENSURE(n == 0, "%d ready of none", n);
+	ENSURE(n == 0, "%d ready descriptors in an empty set", n);
 
 	ENSURE(write(ends[1], "x", 1) == 1, "write");
 	n = poll_wait(set, got, 4, WAIT_MS);

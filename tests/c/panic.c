@@ -33,12 +33,12 @@ static const char *has_failed(struct pair *p)
 	int n, rc;
 
 	rc = ibv_post_send(p->a.qp, &wr, &bad_send);
-	ENSURE(rc == EIO, "ibv_post_send gives %d", rc);
+	ENSURE(rc == EIO, "ibv_post_send returns %d", rc);
 	ENSURE(bad_send == &wr, "ibv_post_send does not say which request it refused");
 	rc = ibv_post_recv(p->a.qp, &recv, &bad_recv);
-	ENSURE(rc == EIO, "ibv_post_recv gives %d", rc);
+	ENSURE(rc == EIO, "ibv_post_recv returns %d", rc);
 	rc = ibv_modify_qp(p->a.qp, &attr, IBV_QP_STATE);
-	ENSURE(rc == EIO, "ibv_modify_qp gives %d", rc);
+	ENSURE(rc == EIO, "ibv_modify_qp returns %d", rc);
 	errno = 0;
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, 0) && errno == EIO, "ibv_create_cq: %s", strerror(errno));
 	errno = 0;
@@ -93,7 +93,7 @@ static const char *in_a_call(size_t arg)
 	(void)arg;
 	TRY(open_all(&p));
 	rc = ibv_post_send(p.a.qp, &wr, &bad);
-	ENSURE(rc == EIO, "a call that panics gives %d, expected EIO", rc);
+	ENSURE(rc == EIO, "a call that panics returns %d, expected EIO", rc);
 	return fatal_event_and_flush(&p);
 }
 
@@ -110,7 +110,7 @@ static const char *in_the_device_thread(size_t arg)
 	TRY(post_recv(p.b.qp, IN_WORKER, NULL, 0));
 	/* The panic may happen earlier: the sockets are new, and the device's thread may poll them. */
 	rc = ibv_post_send(p.a.qp, &wr, &bad);
-	ENSURE(!rc || rc == EIO, "ibv_post_send gives %d", rc);
+	ENSURE(!rc || rc == EIO, "ibv_post_send returns %d", rc);
 	TRY(async_event(IBV_EVENT_DEVICE_FATAL, NULL));
 	if (!rc) {
 		TRY(next_wc(p.a.scq, &wc, WAIT_MS));

@@ -109,7 +109,7 @@ static const char *send_all(int fd, const void *p, size_t n)
 {
 	ssize_t sent = rsend(fd, p, n, 0);
 
-	ENSURE(sent == (ssize_t)n, "rsend of %zu gives %zd: %s", n, sent, strerror(errno));
+	ENSURE(sent == (ssize_t)n, "rsend of %zu returns %zd: %s", n, sent, strerror(errno));
 	return NULL;
 }
 
@@ -118,7 +118,7 @@ static const char *expect(int fd, const void *p, size_t n)
 	static unsigned char got[BIG];
 	ssize_t r = rrecv(fd, got, n, MSG_WAITALL);
 
-	ENSURE(r == (ssize_t)n, "rrecv of %zu gives %zd: %s", n, r, strerror(errno));
+	ENSURE(r == (ssize_t)n, "rrecv of %zu returns %zd: %s", n, r, strerror(errno));
 	ENSURE(!memcmp(got, p, n), "the received bytes differ");
 	return NULL;
 }
@@ -247,7 +247,7 @@ static const char *no_waiting(size_t unused UNUSED)
 	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "connecting: %#x", (unsigned int)p[0].revents);
 	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_ERROR, &error, &len) && !error, "SO_ERROR %d", error);
 	p[0] = (struct pollfd){ listener, POLLIN, 0 };
-	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "nobody knocks");
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "no connection request");
 	far = raccept(listener, NULL, NULL);
 	ENSURE(far >= 0, "raccept: %s", strerror(errno));
 	keep(close_socket, &far, "far");
@@ -353,7 +353,7 @@ static const char *closed(size_t unused UNUSED)
 	p = (struct pollfd){ far, POLLIN, 0 };
 	ENSURE(rpoll(&p, 1, 0) == 1 && (p.revents & POLLHUP), "%#x", (unsigned int)p.revents);
 	ENSURE(rsend(far, "x", 1, 0) == -1 && (errno == EPIPE || errno == ECONNRESET), "rsend: %s", strerror(errno));
-	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of none");
+	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of an invalid handle");
 	return NULL;
 }
 
@@ -399,10 +399,10 @@ static const char *killed(size_t sending)
 	waitpid(child, &status, 0);
 	if (sending) {
 		n = rsend(far, word, sizeof word, 0);
-		ENSURE(n < 0 && (errno == ECONNRESET || errno == EPIPE), "rsend gives %zd: %s", n, strerror(errno));
+		ENSURE(n < 0 && (errno == ECONNRESET || errno == EPIPE), "rsend returns %zd: %s", n, strerror(errno));
 	}
 	n = rrecv(far, &byte, 1, 0);
-	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv returns %zd: %s", n, strerror(errno));
 	close(ready[0]);
 	close(ready[1]);
 	return NULL;
@@ -517,7 +517,7 @@ static const char *datagrams(size_t v6)
 	near = rsocket(v6 ? AF_INET6 : AF_INET, SOCK_DGRAM, 0);
 	keep(close_socket, &near, "near");
 	to = address(v6, port_of(listener), &own);
-	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "to nobody: %s", strerror(errno));
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "without an address: %s", strerror(errno));
 	ENSURE(rsendto(near, "hello", 5, 0, (struct sockaddr *)&to, own) == 5, "rsendto: %s", strerror(errno));
 	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom");
 	ENSURE(!memcmp(buf, "hello", 5) && len == own, "what arrived");
@@ -661,7 +661,7 @@ static const char *liar(size_t lie)
 		}
 		while ((n = rrecv(far, big, sizeof big, 0)) > 0)
 			ENSURE(n < 800, "%zd bytes", n);
-		ENSURE(n < 0 && errno == ECONNRESET, "rrecv gives %zd: %s", n, strerror(errno));
+		ENSURE(n < 0 && errno == ECONNRESET, "rrecv returns %zd: %s", n, strerror(errno));
 		return NULL;
 	case WRONG_LENGTH:
 		TRY(say(0, 3));
@@ -676,7 +676,7 @@ static const char *liar(size_t lie)
 		break;
 	}
 	n = rrecv(far, &byte, 1, 0);
-	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv returns %zd: %s", n, strerror(errno));
 	ENSURE(lie == WILD_MEMORY || n < 0, "the stream ends without an error");
 	/* The listener still accepts. */
 	near = rsocket(AF_INET, SOCK_STREAM, 0);

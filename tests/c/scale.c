@@ -465,7 +465,7 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 	if (wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
 		uint32_t number = ntohl(wc->imm_data);
 
-		ENSURE(wc->wc_flags & IBV_WC_WITH_IMM, "Write with immediate data comes without it");
+		ENSURE(wc->wc_flags & IBV_WC_WITH_IMM, "Write with immediate data arrives without it");
 		TRY(same(part(c, IMM_PART, number % WRITES), wc->byte_len,
 			 (uint32_t)mixed((uint64_t)number << 1 | !side), 0, "data of a Write with immediate data"));
 		TRY(came(&c->writes_in, number, in_order, "Write with immediate data"));
@@ -537,7 +537,7 @@ static const char *drain(struct queue *q, struct sums *mine, uint64_t *state, in
 	struct ibv_wc wc[16];
 
 	*n = ibv_poll_cq(q->cq, COUNT(wc), wc);
-	ENSURE(*n >= 0, "ibv_poll_cq gives %d", *n);
+	ENSURE(*n >= 0, "ibv_poll_cq returns %d", *n);
 	for (int i = 0; i < *n; i++)
 		TRY(completed(&wc[i], mine, state));
 	return NULL;

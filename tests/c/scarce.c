@@ -93,7 +93,7 @@ static const char *completion(struct ibv_cq *cq, uint64_t id)
 
 	do {
 		n = ibv_poll_cq(cq, 1, &wc);
-		ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+		ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 		if (!n)
 			sleep_ms(1);
 	} while (!n && now_ms() < end);
@@ -140,7 +140,7 @@ static const char *both(struct ibv_qp *qp[2], struct ibv_cq *cq, uint32_t seed)
 		while (seen != 3) {
 			struct ibv_wc wc;
 
-			ENSURE(now_ms() < end, "completions %#x of two came", seen);
+			ENSURE(now_ms() < end, "completions %#x of two arrived", seen);
 			if (ibv_poll_cq(cq, 1, &wc) != 1)
 				continue;
 			ENSURE(wc.status == IBV_WC_SUCCESS, "status %s", ibv_wc_status_str(wc.status));

@@ -701,7 +701,7 @@ static const char *flow_take(struct end *e, struct flow *f, uint32_t salt)
 	struct ibv_wc wc;
 	int n = ibv_poll_cq(e->rcq, 1, &wc);
 
-	ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+	ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 	if (n == 0)
 		return NULL;
 	TRY(wc_is(&wc, slot, IBV_WC_SUCCESS));
@@ -719,7 +719,7 @@ static const char *flow_done(struct end *e, struct flow *f)
 	struct ibv_wc wc;
 	int n = ibv_poll_cq(e->scq, 1, &wc);
 
-	ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+	ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 	if (n == 0)
 		return NULL;
 	TRY(wc_is(&wc, f->completed, IBV_WC_SUCCESS));
@@ -1459,7 +1459,7 @@ static const char *ud_many_qps(size_t count)
 	}
 	for (size_t i = 0; i < count; i++) {
 		TRY(expect_ok(e[i].rcq, i, IBV_WC_RECV, &wc));
-		ENSURE(ntohl(wc.imm_data) == i, "datagram for %u came to %zu", ntohl(wc.imm_data), i);
+		ENSURE(ntohl(wc.imm_data) == i, "datagram for %u arrived at %zu", ntohl(wc.imm_data), i);
 		TRY(no_wc(e[i].rcq, 1));
 	}
 	return NULL;
@@ -1547,7 +1547,7 @@ static const char *rc_extended(size_t arg)
 	TRY(open_extended(&p.b, &cqb));
 	TRY(connect_ends(&p.a, &p.b, &usual));
 	qp = ibv_qp_to_qp_ex(p.a.qp);
-	ENSURE(qp, "ibv_qp_to_qp_ex gives NULL");
+	ENSURE(qp, "ibv_qp_to_qp_ex returns NULL");
 	TRY(new_region(&src, p.a.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&dst, p.b.pd, 8192,
 		       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));

@@ -497,7 +497,7 @@ static const char *nested(size_t arg)
 	TRY(add(outer, inner, EPOLLIN, 2));
 	poll_set = (struct pollfd){ .fd = inner, .events = POLLIN };
 	TRY(is_quiet(outer));
-	ENSURE(poll(&poll_set, 1, 0) == 0, "poll of a set without events gives %#x", (unsigned int)poll_set.revents);
+	ENSURE(poll(&poll_set, 1, 0) == 0, "poll of a set without events returns %#x", (unsigned int)poll_set.revents);
 	TRY(text(p.a, "ab"));
 	TRY(reports(outer, EPOLLIN, 2));
 	TRY(reports(inner, EPOLLIN, 1));
@@ -602,14 +602,14 @@ static const char *reads(size_t arg)
 	TRY(connected(&p));
 	TRY(text(p.a, "abcdef"));
 	ENSURE(recv(p.b, b, 2, MSG_PEEK) == 2 && !memcmp(b, "ab", 2), "MSG_PEEK");
-	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD gives %d", n);
+	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD returns %d", n);
 	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv");
 	ENSURE(recv(p.b, b, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN, "MSG_DONTWAIT without data: %s", strerror(errno));
 	TRY(text(p.a, "xyz"));
 	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC"); /* TCP discards */
 	TRY(takes(p.b, "z"));
-	ENSURE(read(p.b, b, 0) == 0, "read of nothing");
-	ENSURE(write(p.b, b, 0) == 0, "write of nothing");
+	ENSURE(read(p.b, b, 0) == 0, "read of 0 bytes");
+	ENSURE(write(p.b, b, 0) == 0, "write of 0 bytes");
 	return NULL;
 }
 
