@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Makes the wheel: python3 python/wheel.py VERSION DIST FOLDER. `cargo xtask wheel` calls it.
+"""Builds the wheel: python3 python/wheel.py VERSION DIST FOLDER. `cargo xtask wheel` calls it.
 
 A wheel is a zip archive with a list of its files. The same input gives the same bytes: files are sorted, dates are fixed.
 """
@@ -14,14 +14,14 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# What programs need when they run; C programs are compiled with the distribution's headers and linked to its libraries.
-LEFT_OUT = {"libibverbs.so", "librdmacm.so"}
+# Only needed for linking. C programs are compiled with the distribution's headers and linked to its libraries.
+EXCLUDED = {"libibverbs.so", "librdmacm.so"}
 
 METADATA = """\
 Metadata-Version: 2.1
 Name: anywarp
 Version: {version}
-Summary: RDMA on any machine: an RDMA network card made of software
+Summary: RDMA on any machine: a software RDMA network card
 License: Apache-2.0 OR MIT
 Classifier: Operating System :: POSIX :: Linux
 Classifier: Framework :: Pytest
@@ -40,11 +40,11 @@ anywarp = anywarp.pytest_plugin
 
 
 def contents(version, dist, tag):
-    """Pairs of a name in the wheel and bytes, and whether it is executable."""
+    """The files of the wheel: name, contents, and whether it is executable."""
     for path in sorted((HERE / "anywarp").glob("*.py")):
         yield f"anywarp/{path.name}", path.read_bytes().replace(b"@VERSION@", version.encode()), False
     for path in sorted(dist.rglob("*")):
-        if path.is_file() and path.name not in LEFT_OUT:
+        if path.is_file() and path.name not in EXCLUDED:
             executable = bool(path.stat().st_mode & stat.S_IXUSR)
             yield f"anywarp/prefix/{path.relative_to(dist)}", path.read_bytes(), executable
     info = f"anywarp-{version}.dist-info"

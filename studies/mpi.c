@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * mpi: two ranks of an MPI, for `anywarp study` and for rows of the bench that have one beside the device. `lat SIZE TIMES` is a
- * message there and back, half of that time; `chain SIZE TIMES` a message of each rank to the next, both under way at once;
- * `bw SIZE TIMES DEPTH` messages of rank 0, DEPTH of them under way. One line of JSON.
+ * Two MPI ranks, for `anywarp study` and for the rows of the bench that also measure MPI. `lat SIZE TIMES` measures
+ * half of the round-trip time of a message. `chain SIZE TIMES` measures a message of each rank to the next, both at the
+ * same time. `bw SIZE TIMES DEPTH` measures messages of rank 0, DEPTH of them outstanding. Prints one line of JSON.
  */
 #include <mpi.h>
 #include <stdio.h>
@@ -89,7 +89,7 @@ int main(int argc, char **argv)
 	}
 	for (int i = 0; i < size; i++)
 		if (buffer[i] != 'x') {
-			fprintf(stderr, "byte %d is not what was sent\n", i);
+			fprintf(stderr, "byte %d differs from what was sent\n", i);
 			MPI_Abort(MPI_COMM_WORLD, 1);
 		}
 	free(buffer);

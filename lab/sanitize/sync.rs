@@ -1,10 +1,11 @@
-//! What ThreadSanitizer has to know of a standard library that was built without it.
+//! Reports synchronization inside the standard library to ThreadSanitizer, because the standard library was compiled
+//! without it.
 //!
-//! Most of a lock is inlined into our code and seen. Not seen is what happens inside of the standard library's own
-//! machine code: the slow way into a contended lock, waiting for a condition, the first call of a `Once`. The linker's
-//! `--wrap` leads calls of these functions here, where they are reported to ThreadSanitizer; `xtask` gives the functions
-//! their mangled names. The words that are named are the ones on which the inlined parts synchronize, so the two parts
-//! make one picture. Nothing is reported that the functions do not do: a race that a lock does not prevent stays a race.
+//! Most code of locks is inlined into the program and is therefore instrumented. Some functions are not: the slow path
+//! of a contended lock, waiting for a condition variable, the first call of a `Once`. The linker's `--wrap` redirects
+//! calls of these functions to this file, which reports them. `cargo lab sanitize` maps the mangled names. The reported
+//! addresses are those on which the inlined code synchronizes, so that both parts refer to the same object. Nothing is
+//! reported that the functions do not do, so real data races are still detected.
 
 use std::sync::OnceState;
 use std::time::Duration;
@@ -32,7 +33,7 @@ unsafe fn wrap_lock_contended(mutex: *const u32) {
     }
 }
 
-/// A lock for readers and a writer has two words; which one is its state is the compiler's choice.
+/// A read-write lock has two words. The compiler chooses which of them holds the state, so both are reported.
 unsafe fn acquire_both(lock: *const u32) {
     unsafe {
         __tsan_acquire(lock);
@@ -75,7 +76,7 @@ unsafe fn wrap_wait_timeout(condvar: *const u32, mutex: *const u32, timeout: Dur
     }
 }
 
-/// The release comes before the state is set to complete: a thread that sees that state must find it.
+/// Reports the release before the state becomes complete, because a thread that sees this state acquires it.
 #[unsafe(no_mangle)]
 unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(&OnceState)) {
     unsafe {
@@ -87,8 +88,8 @@ unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(
     }
 }
 
-/// The thread that drops the last `Arc` counts down with Release and then has a fence with Acquire. ThreadSanitizer knows no
-/// fences, so the counting down is reported as both.
+/// The thread that drops the last `Arc` decrements the count with Release, followed by an Acquire fence. ThreadSanitizer does not
+/// support fences, so the decrement is reported as both.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_fetch_sub(
     address: *mut u64,

@@ -95,7 +95,7 @@ const CARRIERS: &[(&str, &str)] = &[
 /// Tests of `chaos` whose connections use datagrams, whatever `ANYWARP_CARRIER` is.
 const OF_DATAGRAMS: [&str; 2] = [
     "--without=killed_peer_over_datagrams",
-    "--without=killed_peer_on_a_bad_network",
+    "--without=killed_peer_with_loss",
 ];
 
 /// Programs with peers that violate protocols. They run a second time with IPv6.

@@ -56,8 +56,8 @@ pub(crate) fn run(write: bool) -> Result {
     .into())
 }
 
-const HEAD: &str = "# Instructions of library and libc to post 64 bytes, and of the core to receive an FPDU and for the ways of a datagram, without\n\
-# the kernel's: what, how many, percent that may come on top. Written by `cargo lab count --write`.\n";
+const HEAD: &str = "# Instructions, without those of the kernel: of library and libc to post 64 bytes, and of the core to receive an FPDU and to process\n\
+# datagrams. Columns: name, instructions, percent that may be exceeded. Written by `cargo lab count --write`.\n";
 /// The tolerance of a new count in percent.
 const SLACK: u64 = 15;
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""RDMA on any machine: an RDMA network card made of software, for the programs that this process starts.
+"""RDMA on any machine: a software RDMA network card for the programs that this process starts.
 
 >>> subprocess.run(["ibv_devinfo"], env=anywarp.env())
 >>> anywarp.run(["ib_write_bw", "-F"], faults="loss=1%,seed=7")
 
-The libraries are loaded by a program when it starts. This process itself gets the device only if it was started with
+A program loads the libraries when it starts. This process itself has the device only if it was started with
 ``python -m anywarp run -- python ...``.
 """
 
@@ -33,11 +33,11 @@ def lib():
 def env(base=None, *, faults=None, log=None, addr=None):
     """The environment in which a program finds the device.
 
-    ``base`` is what it is added to (a mapping; the default is ``os.environ``). ``faults``, ``log`` and ``addr`` are the
+    The variables are added to ``base`` (a mapping; the default is ``os.environ``). ``faults``, ``log`` and ``addr`` are the
     variables ``ANYWARP_FAULTS``, ``ANYWARP_LOG`` and ``ANYWARP_ADDR``.
     """
     made = dict(os.environ if base is None else base)
-    # The command shows what it would set, without what is set already.
+    # The command prints the variables that it would set. Without the existing values, because these are appended below.
     asked = {k: v for k, v in os.environ.items() if not (k.startswith("LD_") or k == "FI_PROVIDER_PATH")}
     asked.pop("ANYWARP_LIB", None)
     shown = subprocess.run([tool(), "env", "--json"], env=asked, check=True, stdout=subprocess.PIPE)

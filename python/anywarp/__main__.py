@@ -8,12 +8,12 @@ from . import tool
 
 
 def main():
-    """Becomes the command."""
+    """Replaces this process by the command."""
     path = tool()
     try:
         os.execv(path, ["anywarp", *sys.argv[1:]])
     except OSError as e:
-        sys.exit(f"anywarp: {path}: {e.strerror}: the package is for another kind of machine, or damaged")
+        sys.exit(f"anywarp: {path}: {e.strerror}: the package is damaged, or is for another architecture")
 
 
 if __name__ == "__main__":

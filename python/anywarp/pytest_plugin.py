@@ -10,8 +10,8 @@
         rdma.faults = "op=write nth=3 -> error=remote-access"
         assert rdma.run(["./client"]).returncode != 0
 
-Both ends are on the loopback interface. Programs get the device through ``rdma.env()``, which is an environment for
-``subprocess``; a program that still runs when the test ends is killed.
+Both ends are on the loopback interface. Programs find the device by the environment ``rdma.env()``. A program that still runs when
+the test ends is killed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Rdma:
     address = "127.0.0.1"
 
     def __init__(self):
-        #: Faults for the programs that are started from now on (docs/faults.md), or None.
+        #: Faults for the programs that are started later (docs/faults.md), or None.
         self.faults = None
         #: Seconds after which `run` kills a program.
         self.timeout = 60
@@ -54,7 +54,7 @@ class Rdma:
 
     @contextlib.contextmanager
     def start(self, arguments, **kwargs):
-        """A program beside the test, killed at the end of the block if it still runs."""
+        """Starts a program in the background. It is killed at the end of the block if it still runs."""
         env = self.env(kwargs.pop("env", None))
         program = subprocess.Popen(anywarp.command(arguments), env=env, **kwargs)
         self._running.append(program)
@@ -69,7 +69,7 @@ class Rdma:
         program.wait()
 
     def close(self):
-        """Ends what the test left behind."""
+        """Kills programs that still run."""
         for program in self._running:
             self._end(program)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two endpoints of DLSlime on one host: writes, reads, immediate data and messages of every size, compared."""
+"""Two endpoints of DLSlime on one host. Compares writes, reads, immediate data and messages of many sizes."""
 
 import ctypes
 import multiprocessing

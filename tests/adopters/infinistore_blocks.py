@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A server and a client of InfiniStore on one host: blocks of every size, stored by RDMA and read again, compared.
+"""A server and a client of InfiniStore on one host. Stores blocks of many sizes by RDMA, reads them and compares them.
 
-The server process registers the server with a loop, as `python -m infinistore.server` does. That command also protects itself
-from the OOM killer, which only root may do.
+The server process registers the server with an event loop, as `python -m infinistore.server` does. This script does not run that
+command, because it protects itself from the OOM killer, which only root may do.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def store(connection):
         await connection.rdma_write_cache_async(blocks, length, ctypes.addressof(source))
         if not connection.check_exist(blocks[-1][0]):
             sys.exit(f"the last block of {length} bytes is not stored")
-        # In the other order, so that each block has to be found by its key.
+        # In reverse order, so that each block has to be found by its key.
         turned = [(key, total - length - offset) for key, offset in blocks]
         await connection.rdma_read_cache_async(turned, length, ctypes.addressof(sink))
         for (_, at), (_, offset) in zip(turned, blocks):

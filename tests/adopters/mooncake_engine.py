@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two transfer engines of Mooncake on one host: writes and reads of every size, compared."""
+"""Two transfer engines of Mooncake on one host. Compares writes and reads of many sizes."""
 
 import ctypes
 import multiprocessing
@@ -58,12 +58,12 @@ def main():
             sys.exit(f"write of {length} bytes failed")
         ours.send(length)
         if ours.recv() != zlib.crc32(data):
-            sys.exit(f"write of {length} bytes: something else has arrived")
+            sys.exit(f"write of {length} bytes: the data differs")
         ctypes.memset(local, 0, length)
         if made.transfer_sync_read(session, local, remote, length):
             sys.exit(f"read of {length} bytes failed")
         if zlib.crc32(memoryview(block)[:length]) != zlib.crc32(data):
-            sys.exit(f"read of {length} bytes: something else has arrived")
+            sys.exit(f"read of {length} bytes: the data differs")
     ours.send(None)
     other.join(30)
     if other.exitcode:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two ranks of mpi4py with MPICH: messages, collectives and windows of every size, compared.
+"""Two ranks of mpi4py with MPICH. Compares messages, collectives and windows of many sizes.
 
-Without a launcher the program starts itself on two ranks: first as MPICH does by default, over the reliable connections of UCX,
-and then over the libfabric provider.
+Without a launcher the program starts itself on two ranks: first with MPICH's default, the reliable connections of UCX, and
+then with the libfabric provider.
 """
 
 import os
@@ -47,7 +47,7 @@ def main():
         requests = [comm.Irecv(block, left, 7), comm.Isend(data(rank + 10), right, 7)]
         MPI.Request.Waitall(requests)
         expect("request", length, bytes(block), bytes(data(left + 10)))
-        # An object travels as a pickle, whose length the receiver learns first.
+        # An object is sent as a pickle. The receiver first receives its length.
         expect("object", length, comm.sendrecv(bytes(data(rank)), right, source=left), bytes(data(left)))
         summed = numpy.zeros(length, dtype=numpy.uint8)
         comm.Allreduce(data(rank), summed)

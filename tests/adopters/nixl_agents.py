@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two agents of NIXL on one host: writes and reads of every size and a notification, compared."""
+"""Two agents of NIXL on one host. Compares writes and reads of many sizes, and a notification."""
 
 import multiprocessing
 import sys
@@ -65,11 +65,11 @@ def main():
         ours.send(length)
         notes, arrived = ours.recv()
         if notes != [b"written"] or arrived != data:
-            sys.exit(f"write of {length} bytes: notes {notes}, or something else has arrived")
+            sys.exit(f"write of {length} bytes: notes {notes}, or the data differs")
         block[:length] = 0
         transfer(made, "READ", here, there, b"read")
         if zlib.crc32(block[:length]) != data:
-            sys.exit(f"read of {length} bytes: something else has arrived")
+            sys.exit(f"read of {length} bytes: the data differs")
         ours.send(0)
         ours.recv()
     ours.send(None)

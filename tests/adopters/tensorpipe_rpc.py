@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two workers of PyTorch's RPC whose tensors TensorPipe carries by its transport ibv: calls of every size, compared."""
+"""Two workers of PyTorch's RPC, whose tensors are sent by TensorPipe's transport ibv. Compares calls of many sizes."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ def worker(rank, store):
         for length in LENGTHS:
             tensor = torch.arange(length, dtype=torch.float32)
             if not torch.equal(rpc.rpc_sync("worker1", double, args=(tensor,)), tensor * 2):
-                raise SystemExit(f"{length} numbers: something else came back")
+                raise SystemExit(f"{length} numbers: the result differs")
         print("equal", len(LENGTHS))
     rpc.shutdown()
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What is forbidden: access flags, bounds and protection domains, states and masks, and arguments that make no
- * sense. Each has the errno or the completion status of its man page, and none does more than that.
+ * Operations that must be refused: access flags, bounds, protection domains, states, attribute masks and invalid
+ * arguments. Each test expects the errno or the completion status that the man pages document, and checks that nothing
+ * else happens.
  */
 #include "ends.h"
 
@@ -28,7 +29,7 @@ static struct ibv_send_wr operation_wr(enum operation op, struct ibv_sge *sge, c
 	return rdma_wr(1, op == WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, sge, 1, target, at);
 }
 
-/* One operation on a region and a queue pair with the given flags; sets the status of its completion. */
+/* Runs one operation on a region and a queue pair with the given flags, and sets the status of its completion. */
 static const char *try_operation(enum operation op, unsigned int mr_access, unsigned int qp_access,
 				 enum ibv_wc_status *status)
 {
@@ -50,12 +51,12 @@ static const char *try_operation(enum operation op, unsigned int mr_access, unsi
 	*status = wc.status;
 	if (wc.status != IBV_WC_SUCCESS) {
 		TRY(all_bytes(theirs.at, 8, FRESH, "forbidden target"));
-		TRY(all_bytes(mine.at, 8, 0x11, "sink of a forbidden operation"));
+		TRY(all_bytes(mine.at, 8, 0x11, "target of a refused operation"));
 	}
 	return NULL;
 }
 
-/* All flags but one on the memory, or on the queue pair: only the operation of that flag fails. */
+/* With all flags but one on the region or the queue pair, only the operation that needs this flag fails. */
 static const char *remote_flags(size_t op)
 {
 	const unsigned int all = ALL_ACCESS, local = IBV_ACCESS_LOCAL_WRITE;
@@ -76,7 +77,7 @@ static const char *remote_flags(size_t op)
 	return NULL;
 }
 
-/* The receiver may not write the memory of its receive: the receive fails, and so does the send. */
+/* The receive buffer is not locally writable: the receive fails, and so does the send. */
 static const char *receive_into_read_only(size_t arg)
 {
 	struct region src, dst;
@@ -118,7 +119,7 @@ static const char *read_into_read_only(size_t arg)
 	return all_bytes(sink.at, 64, FRESH, "read-only sink");
 }
 
-/* Keys serve only in their own protection domain, on either side. */
+/* A key is valid only in its own protection domain, locally and remotely. */
 static const char *other_pd_local(size_t arg)
 {
 	struct region src;
@@ -156,7 +157,7 @@ static const char *other_pd_remote(size_t op)
 	wr = operation_wr((enum operation)op, &sge, &theirs, 0);
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR));
-	return all_bytes(theirs.at, 8, FRESH, "memory of another domain");
+	return all_bytes(theirs.at, 8, FRESH, "memory of another protection domain");
 }
 
 /* ---------------------------------------------------------------- bounds */
@@ -199,7 +200,7 @@ static const char *remote_bounds(size_t op)
 	return NULL;
 }
 
-/* Address plus length passes the end of the address space. */
+/* Address plus length exceeds the address space. */
 static const char *remote_wraps(size_t op)
 {
 	struct region mine, theirs;
@@ -217,8 +218,8 @@ static const char *remote_wraps(size_t op)
 	return expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR);
 }
 
-/* Nothing is moved, so neither key nor address is looked at. */
-static const char *nothing_anywhere(size_t op)
+/* With a length of 0, neither key nor address is checked. */
+static const char *zero_length(size_t op)
 {
 	struct ibv_send_wr wr = send_wr(1, op == WRITE ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ, NULL, 0);
 	struct pair p;
@@ -251,9 +252,9 @@ static const char *atomic_alignment(size_t offset)
 	return all_bytes(theirs.at, 64, FRESH, "misaligned target");
 }
 
-/* ---------------------------------------------------------------- life of a region */
+/* ---------------------------------------------------------------- deregistration and ibv_rereg_mr */
 
-/* After ibv_dereg_mr returns no late Write touches the memory. */
+/* After ibv_dereg_mr returns, no late Write changes the memory. */
 static const char *dereg_ends_access(size_t rounds)
 {
 	for (size_t i = 0; i < rounds; i++) {
@@ -312,7 +313,7 @@ static const char *old_key(size_t arg)
 	return expect_status(p.a.scq, 1, IBV_WC_REM_ACCESS_ERR);
 }
 
-/* ibv_rereg_mr moves a region to other memory and takes rights away. */
+/* ibv_rereg_mr moves a region to other memory and removes rights. */
 static const char *rereg(size_t arg)
 {
 	struct region mine, theirs, other;
@@ -330,7 +331,7 @@ static const char *rereg(size_t arg)
 	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, other.at, 64, 0);
 	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
 		SKIP("the device has no ibv_rereg_mr");
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	sge = sge_of(&mine, 0, 64);
 	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
 	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
@@ -345,17 +346,17 @@ static const char *rereg(size_t arg)
 	TRY(all_bytes(other.at, 64, 0x66, "new place"));
 	TRY(all_bytes(theirs.at, 64, FRESH, "old place"));
 	rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
 	memset(other.at, 0, 64);
 	wr = rdma_wr(4, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
 	wr.wr.rdma.remote_addr = (uintptr_t)other.at;
 	wr.wr.rdma.rkey = theirs.mr->rkey;
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_status(p.a.scq, 4, IBV_WC_REM_ACCESS_ERR));
-	return all_bytes(other.at, 64, 0, "memory whose right was taken");
+	return all_bytes(other.at, 64, 0, "memory whose write access was removed");
 }
 
-/* Whether a Write into a region, from a queue pair to one of another protection domain or of its own, is let in. */
+/* Writes to a region and checks that the Write succeeds or is refused, as `good` says. */
 static const char *write_into(struct pair *p, const struct region *mine, struct ibv_mr *mr, void *at, bool good)
 {
 	struct ibv_sge sge = sge_of(mine, 0, 64);
@@ -367,7 +368,7 @@ static const char *write_into(struct pair *p, const struct region *mine, struct 
 	return expect_status(p->a.scq, 1, good ? IBV_WC_SUCCESS : IBV_WC_REM_ACCESS_ERR);
 }
 
-/* ibv_rereg_mr moves a region to another protection domain, alone and together with all else, under the same keys. */
+/* ibv_rereg_mr moves a region to another protection domain, alone or with all other changes. The keys stay the same. */
 static const char *rereg_domain(size_t everything)
 {
 	struct region mine, theirs, other;
@@ -383,7 +384,7 @@ static const char *rereg_domain(size_t everything)
 	lkey = theirs.mr->lkey;
 	rkey = theirs.mr->rkey;
 	memset(mine.at, 0x67, 64);
-	/* A domain that a region was moved to is in use; the one it left is not. */
+	/* If the reference counts are wrong, the protection domains cannot be freed after the test. */
 	if (everything)
 		rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD |
 				  IBV_REREG_MR_CHANGE_ACCESS, two.b.pd, other.at, 64, ALL_ACCESS);
@@ -391,19 +392,19 @@ static const char *rereg_domain(size_t everything)
 		rc = ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_PD, two.b.pd, NULL, 0, 0);
 	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
 		SKIP("the device has no ibv_rereg_mr");
-	ENSURE(!rc, "ibv_rereg_mr gives %d: %s", rc, strerror(errno));
-	ENSURE(theirs.mr->pd == two.b.pd, "the region tells of its old domain");
+	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
+	ENSURE(theirs.mr->pd == two.b.pd, "the region names its old domain");
 	ENSURE(theirs.mr->lkey == lkey && theirs.mr->rkey == rkey, "the region has other keys");
-	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64), "the region tells of its old place");
+	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64), "the region names its old address");
 	TRY(write_into(&two, &mine, theirs.mr, everything ? other.at : theirs.at, true));
-	TRY(all_bytes(everything ? other.at : theirs.at, 64, 0x67, "what was written"));
-	TRY(all_bytes(everything ? theirs.at : other.at, 64, FRESH, "what was not"));
-	/* The queue pair of the old domain cannot reach it any more. */
+	TRY(all_bytes(everything ? other.at : theirs.at, 64, 0x67, "the new memory"));
+	TRY(all_bytes(everything ? theirs.at : other.at, 64, FRESH, "the old memory"));
+	/* A queue pair of the old domain can no longer access the region. */
 	TRY(new_region(&mine, one.a.pd, 64, 0));
 	return write_into(&one, &mine, theirs.mr, theirs.at, false);
 }
 
-/* What ibv_rereg_mr refuses leaves the region as it was. */
+/* If ibv_rereg_mr refuses the arguments, the region is unchanged. */
 static const char *rereg_refused(size_t arg)
 {
 	const int all = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
@@ -420,28 +421,28 @@ static const char *rereg_refused(size_t arg)
 #define REFUSES(flags, pd, at, len, access) do { \
 		errno = 0; \
 		rc = ibv_rereg_mr(theirs.mr, flags, pd, at, len, access); \
-		ENSURE(rc && errno, "ibv_rereg_mr(" #flags ", " #pd ", " #at ", " #len ", " #access ") gives %d", rc); \
+		ENSURE(rc && errno, "ibv_rereg_mr(" #flags ", " #pd ", " #at ", " #len ", " #access ") returns %d", rc); \
 	} while (0)
 	REFUSES(0, NULL, NULL, 0, 0);
 	REFUSES(all + 1, p.b.pd, theirs.at, 64, 0);
 	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, theirs.at, 0, 0);
-	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, (void *)4096, 64, 0); /* nothing is there */
-	REFUSES(IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE); /* and no local write */
+	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, (void *)4096, 64, 0); /* not mapped */
+	REFUSES(IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE); /* remote write needs local write */
 	ENSURE(theirs.mr->addr == theirs.at && theirs.mr->length == 64 && theirs.mr->pd == p.b.pd, "the region changed");
 	TRY(write_into(&p, &mine, theirs.mr, theirs.at, true));
 	TRY(all_bytes(theirs.at, 64, 0x68, "the region"));
 	null = ibv_alloc_null_mr(p.a.pd);
 	if (!null)
-		return NULL; /* few devices have it */
+		return NULL; /* optional */
 	keep(close_mr, null, "null region");
 	rc = ibv_rereg_mr(null, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, mine.at, 64, 0);
-	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region gives %d", rc);
+	ENSURE(rc == IBV_REREG_MR_ERR_INPUT, "ibv_rereg_mr of a null region returns %d", rc);
 	return NULL;
 }
 
 /* ---------------------------------------------------------------- states and masks */
 
-/* Attributes that ibv_modify_qp(3) requires, by type of queue pair and change of state. */
+/* The attributes that ibv_modify_qp(3) requires for a transition of one type of queue pair. */
 struct step {
 	enum ibv_qp_type type;
 	enum ibv_qp_state from, to;
@@ -466,7 +467,7 @@ static const struct step steps[] = {
 	{ IBV_QPT_UD, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_STATE | IBV_QP_SQ_PSN },
 };
 
-/* Values that serve for every step. */
+/* Values that are valid for every transition. */
 static struct ibv_qp_attr good_values(enum ibv_qp_state state, uint32_t dest)
 {
 	return (struct ibv_qp_attr){
@@ -477,7 +478,7 @@ static struct ibv_qp_attr good_values(enum ibv_qp_state state, uint32_t dest)
 	};
 }
 
-/* Each required bit is missed when it is not there, and all together are enough. */
+/* A transition fails if any required attribute is missing, and succeeds with the required attributes only. */
 static const char *required_masks(size_t type)
 {
 	struct want w = { .type = (enum ibv_qp_type)type };
@@ -498,11 +499,11 @@ static const char *required_masks(size_t type)
 			if (!(s->required & bit) || bit == IBV_QP_STATE)
 				continue;
 			rc = ibv_modify_qp(e.qp, &attr, s->required & ~bit);
-			ENSURE(rc == EINVAL, "state %d to %d without bit %#x gives %d, expected EINVAL", s->from, s->to,
+			ENSURE(rc == EINVAL, "state %d to %d without bit %#x returns %d, expected EINVAL", s->from, s->to,
 			       (unsigned int)bit, rc);
 			TRY(state_is(e.qp, s->from));
 		}
-		ENSURE(!ibv_modify_qp(e.qp, &attr, s->required), "state %d to %d with all it needs: %s", s->from, s->to,
+		ENSURE(!ibv_modify_qp(e.qp, &attr, s->required), "state %d to %d with all required attributes: %s", s->from, s->to,
 		       strerror(errno));
 		TRY(state_is(e.qp, s->to));
 		ENSURE(e.qp->state == s->to, "qp->state is %d, expected %d", e.qp->state, s->to);
@@ -510,7 +511,7 @@ static const char *required_masks(size_t type)
 	return NULL;
 }
 
-/* Steps that the state machine does not have, and attributes that a step does not take. */
+/* Refuses transitions that the state machine does not have, and attributes that a transition does not take. */
 static const char *forbidden_steps(size_t type)
 {
 	static const struct {
@@ -542,7 +543,7 @@ static const char *forbidden_steps(size_t type)
 			if (forbidden[k].at != here)
 				continue;
 			rc = ibv_modify_qp(e.qp, &attr, forbidden[k].mask);
-			ENSURE(rc == EINVAL, "state %d to %d with mask %#x gives %d, expected EINVAL", here,
+			ENSURE(rc == EINVAL, "state %d to %d with mask %#x returns %d, expected EINVAL", here,
 			       forbidden[k].to, (unsigned int)forbidden[k].mask, rc);
 			TRY(state_is(e.qp, here));
 		}
@@ -571,16 +572,16 @@ static const char *bad_values(size_t arg)
 	attr = good_values(IBV_QPS_INIT, 0);
 	attr.port_num = 2;
 	rc = ibv_modify_qp(e.qp, &attr, steps[0].required);
-	ENSURE(rc == EINVAL, "port 2 of 1 gives %d", rc);
+	ENSURE(rc == EINVAL, "port 2 of 1 returns %d", rc);
 	TRY(to_init(e.qp, &usual));
 	attr = good_values(IBV_QPS_RTR, e.qp->qp_num);
 	attr.max_dest_rd_atomic = 255;
 	rc = ibv_modify_qp(e.qp, &attr, steps[1].required);
-	ENSURE(rc == EINVAL, "max_dest_rd_atomic 255 gives %d, the device has %d", rc, device_attr.max_qp_rd_atom);
+	ENSURE(rc == EINVAL, "max_dest_rd_atomic 255 returns %d, the device has %d", rc, device_attr.max_qp_rd_atom);
 	return state_is(e.qp, IBV_QPS_INIT);
 }
 
-/* ibv_query_qp returns what ibv_modify_qp has set and what ibv_create_qp was called with. */
+/* ibv_query_qp returns the values of ibv_modify_qp and ibv_create_qp. */
 static const char *query(size_t arg)
 {
 	struct ibv_qp_init_attr init;
@@ -605,14 +606,14 @@ static const char *query(size_t arg)
 	ENSURE((attr.qp_access_flags & 0xf & ~IBV_ACCESS_LOCAL_WRITE) ==
 		       (ALL_ACCESS & 0xf & ~IBV_ACCESS_LOCAL_WRITE), "qp_access_flags %#x", attr.qp_access_flags);
 	ENSURE(init.qp_type == IBV_QPT_RC && init.send_cq == p.a.scq && init.recv_cq == p.a.rcq && !init.srq,
-	       "what it was made with");
+	       "ibv_query_qp returns other creation attributes");
 	ENSURE(init.cap.max_send_wr >= 256 && init.cap.max_recv_wr >= 256 && init.cap.max_send_sge >= 4,
 	       "max_send_wr %u max_recv_wr %u max_send_sge %u", init.cap.max_send_wr, init.cap.max_recv_wr,
 	       init.cap.max_send_sge);
 	return NULL;
 }
 
-/* Posting before the queue pair can take it. */
+/* Posting fails in states that do not accept work requests. */
 static const char *posting_too_early(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad_send = NULL;
@@ -624,17 +625,17 @@ static const char *posting_too_early(size_t arg)
 	TRY(open_device());
 	TRY(open_end(&e, &usual));
 	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
-	ENSURE(rc == EINVAL && bad_recv == &rr, "ibv_post_recv in RESET gives %d", rc);
+	ENSURE(rc == EINVAL && bad_recv == &rr, "ibv_post_recv in RESET returns %d", rc);
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL && bad_send == &wr, "ibv_post_send in RESET gives %d", rc);
+	ENSURE(rc == EINVAL && bad_send == &wr, "ibv_post_send in RESET returns %d", rc);
 	TRY(to_init(e.qp, &usual));
 	rc = ibv_post_recv(e.qp, &rr, &bad_recv);
-	ENSURE(!rc, "ibv_post_recv in INIT gives %d", rc);
+	ENSURE(!rc, "ibv_post_recv in INIT returns %d", rc);
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL, "ibv_post_send in INIT gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_post_send in INIT returns %d", rc);
 	TRY(to_rtr(e.qp, e.qp->qp_num, &usual));
 	rc = ibv_post_send(e.qp, &wr, &bad_send);
-	ENSURE(rc == EINVAL, "ibv_post_send in RTR gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_post_send in RTR returns %d", rc);
 	return no_wc(e.scq, 5);
 }
 
@@ -657,17 +658,17 @@ static const char *full_queues(size_t arg)
 	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
 	while (posted < 5000 && !(rc = ibv_post_recv(p.a.qp, &rr, &bad_recv)))
 		posted++;
-	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u gives %d", posted, rc);
+	ENSURE(rc == ENOMEM && bad_recv == &rr, "receive %u returns %d", posted, rc);
 	ENSURE(posted >= init.cap.max_recv_wr, "only %u receives of %u fit", posted, init.cap.max_recv_wr);
 	posted = 0;
-	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* no receive is posted */
+	while (posted < 5000 && !(rc = ibv_post_send(p.a.qp, &wr, &bad_send))) /* no receive is posted, so the sends stay in the queue */
 		posted++;
-	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u gives %d", posted, rc);
+	ENSURE(rc == ENOMEM && bad_send == &wr, "send %u returns %d", posted, rc);
 	ENSURE(posted >= init.cap.max_send_wr, "only %u sends of %u fit", posted, init.cap.max_send_wr);
 	return NULL;
 }
 
-/* The first bad request of a chain is named; those before it are done. */
+/* bad_wr names the first bad request of a chain; the requests before it are carried out. */
 static const char *bad_in_a_chain(size_t arg)
 {
 	struct ibv_send_wr wr[3], *bad = NULL;
@@ -695,7 +696,7 @@ static const char *bad_in_a_chain(size_t arg)
 	       init.cap.max_send_sge);
 	wr[1].num_sge = (int)init.cap.max_send_sge + 1;
 	rc = ibv_post_send(p.a.qp, wr, &bad);
-	ENSURE(rc == EINVAL || rc == ENOMEM, "ibv_post_send gives %d", rc);
+	ENSURE(rc == EINVAL || rc == ENOMEM, "ibv_post_send returns %d", rc);
 	ENSURE(bad == &wr[1], "bad_wr is request %td", bad ? bad - wr : -1);
 	TRY(expect_ok(p.a.scq, 0, IBV_WC_SEND, NULL));
 	TRY(expect_ok(p.b.rcq, 10, IBV_WC_RECV, NULL));
@@ -721,7 +722,7 @@ static const char *inline_too_long(size_t arg)
 	return no_wc(p.a.scq, 5);
 }
 
-/* Operations that a type of queue pair does not have: refused at once, or completed with an error. */
+/* An opcode that the type of queue pair does not support is refused or completes with an error. */
 static const char *wrong_opcode(size_t type)
 {
 	static const struct {
@@ -756,10 +757,10 @@ static const char *wrong_opcode(size_t type)
 			struct ibv_wc wc;
 
 			TRY(next_wc(p.a.scq, &wc, WAIT_MS));
-			ENSURE(wc.status != IBV_WC_SUCCESS, "opcode %d is done", wrong[i].opcode);
+			ENSURE(wc.status != IBV_WC_SUCCESS, "opcode %d succeeds", wrong[i].opcode);
 			continue;
 		}
-		ENSURE((rc == EINVAL || rc == EOPNOTSUPP || rc == ENOSYS) && bad == &wr, "opcode %d gives %d",
+		ENSURE((rc == EINVAL || rc == EOPNOTSUPP || rc == ENOSYS) && bad == &wr, "opcode %d returns %d",
 		       wrong[i].opcode, rc);
 	}
 	return no_wc(p.a.scq, 5);
@@ -778,19 +779,19 @@ static const char *too_large(size_t arg)
 	pd = new_pd();
 	cq = new_cq(16, NULL);
 	ENSURE(pd && cq, "a small queue: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq takes a depth of 0");
+	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq accepts a depth of 0");
 	ENSURE(errno == EINVAL, "a depth of 0: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq takes max_cqe + 1");
+	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq accepts max_cqe + 1");
 	ENSURE(errno == EINVAL, "a depth of max_cqe + 1: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors), "a vector behind the last one");
-	ENSURE(errno == EINVAL, "a vector behind the last one: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors), "a vector beyond the last one");
+	ENSURE(errno == EINVAL, "a vector beyond the last one: %s", strerror(errno));
 	init.send_cq = init.recv_cq = cq;
 #define REFUSED(field, value)                                                                    \
 	do {                                                                                     \
 		init.cap = small;                                                                \
 		init.cap.field = (uint32_t)(value);                                              \
 		errno = 0;                                                                       \
-		ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes " #field " %u",           \
+		ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp accepts " #field " %u",           \
 		       init.cap.field);                                                          \
 		ENSURE(errno == EINVAL || errno == ENOMEM, #field ": %s", strerror(errno));      \
 	} while (0)
@@ -801,9 +802,9 @@ static const char *too_large(size_t arg)
 	REFUSED(max_inline_data, 1u << 30);
 	init.cap = small;
 	init.qp_type = (enum ibv_qp_type)77;
-	ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp takes type 77");
+	ENSURE(!ibv_create_qp(pd, &init), "ibv_create_qp accepts type 77");
 	srq.attr.max_wr = (uint32_t)device_attr.max_srq_wr + 1;
-	ENSURE(!ibv_create_srq(pd, &srq), "ibv_create_srq takes max_srq_wr + 1");
+	ENSURE(!ibv_create_srq(pd, &srq), "ibv_create_srq accepts max_srq_wr + 1");
 	ENSURE(errno == EINVAL || errno == ENOMEM, "ibv_create_srq: %s", strerror(errno));
 	return NULL;
 }
@@ -811,7 +812,7 @@ static const char *too_large(size_t arg)
 static const char *bad_regions(size_t arg)
 {
 	static uint8_t bytes[64];
-	const size_t part = 64 * 1024; /* whole pages, whatever their size */
+	const size_t part = 64 * 1024; /* a multiple of every page size */
 	struct ibv_pd *pd;
 	struct ibv_mr *mr;
 	uint8_t *at;
@@ -836,16 +837,16 @@ static const char *bad_regions(size_t arg)
 	at = mmap(NULL, 3 * part, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	ENSURE(at != MAP_FAILED && !munmap(at + part, part), "mmap: %s", strerror(errno));
 	errno = 0;
-	ENSURE(!ibv_reg_mr(pd, at, 3 * part, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "a hole is registered: %s",
+	ENSURE(!ibv_reg_mr(pd, at, 3 * part, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "a range with a hole is registered: %s",
 	       strerror(errno));
 	mr = ibv_reg_mr(pd, at + 2 * part, part, IBV_ACCESS_LOCAL_WRITE);
-	ENSURE(mr, "what is behind the hole: %s", strerror(errno));
+	ENSURE(mr, "memory after the hole: %s", strerror(errno));
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
 	munmap(at, 3 * part);
 	return NULL;
 }
 
-/* What is in use is not taken away. */
+/* Objects in use cannot be destroyed. */
 static const char *busy(size_t arg)
 {
 	struct want w = { .channels = true, .srq = true };
@@ -858,13 +859,13 @@ static const char *busy(size_t arg)
 	TRY(open_end(&e, &w));
 	TRY(new_region(&r, e.pd, 8, 0));
 	rc = ibv_dealloc_pd(e.pd);
-	ENSURE(rc == EBUSY, "ibv_dealloc_pd of a used domain gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_dealloc_pd of a used domain returns %d", rc);
 	rc = ibv_destroy_cq(e.scq);
-	ENSURE(rc == EBUSY, "ibv_destroy_cq of a used queue gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_cq of a used queue returns %d", rc);
 	rc = ibv_destroy_srq(e.srq);
-	ENSURE(rc == EBUSY, "ibv_destroy_srq of a used queue gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_srq of a used queue returns %d", rc);
 	rc = ibv_destroy_comp_channel(e.channel);
-	ENSURE(rc == EBUSY, "ibv_destroy_comp_channel of a used channel gives %d", rc);
+	ENSURE(rc == EBUSY, "ibv_destroy_comp_channel of a used channel returns %d", rc);
 	return NULL;
 }
 
@@ -882,25 +883,25 @@ static const char *ports_and_tables(size_t arg)
 	pd = new_pd();
 	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
 	rc = ibv_query_port(device, 0, &port);
-	ENSURE(rc == EINVAL, "port 0 gives %d", rc);
+	ENSURE(rc == EINVAL, "port 0 returns %d", rc);
 	rc = ibv_query_port(device, 2, &port);
-	ENSURE(rc == EINVAL, "port 2 gives %d", rc);
-	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "a GID behind the table");
+	ENSURE(rc == EINVAL, "port 2 returns %d", rc);
+	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "a GID beyond the table");
 	ENSURE(ibv_query_gid(device, PORT, -1, &gid), "GID -1");
 	ENSURE(!ibv_query_pkey(device, PORT, 0, &pkey) && pkey == htons(0xffff), "P_Key 0 is %#x", ntohs(pkey));
-	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "a P_Key behind the table");
+	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "a P_Key beyond the table");
 	attr = address_of(&local_gid, 0, false);
 	attr.port_num = 2;
-	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes port 2");
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah accepts port 2");
 	attr = address_of(&local_gid, 0, true);
 	attr.dlid = 0;
-	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah takes no GID and no LID");
+	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah accepts no GID and no LID");
 	return NULL;
 }
 
 /* ---------------------------------------------------------------- completion queues */
 
-/* More completions than fit: the queue fails, with an asynchronous event. */
+/* More completions than the queue holds: the queue fails with an asynchronous event. */
 static const char *cq_overflow(size_t arg)
 {
 	struct ibv_qp_init_attr init = {
@@ -952,14 +953,14 @@ static const char *resize(size_t arg)
 	ENSURE(!rc, "ibv_resize_cq: %s", strerror(rc));
 	ENSURE(p.b.rcq->cqe >= 4000, "cqe is %d", p.b.rcq->cqe);
 	rc = ibv_resize_cq(p.b.rcq, device_attr.max_cqe + 1);
-	ENSURE(rc == EINVAL, "ibv_resize_cq to max_cqe + 1 gives %d", rc);
+	ENSURE(rc == EINVAL, "ibv_resize_cq to max_cqe + 1 returns %d", rc);
 	for (uint64_t i = 0; i < 8; i++)
 		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
 	return NULL;
 }
 
-/* Completions and events of what was destroyed do not outlive it. */
-static const char *nothing_left_behind(size_t arg)
+/* Events of a destroyed object are discarded. */
+static const char *destroyed_events_discarded(size_t arg)
 {
 	struct pair p;
 
@@ -969,7 +970,7 @@ static const char *nothing_left_behind(size_t arg)
 	TRY(open_end(&p.b, &(struct want){ .srq = true }));
 	TRY(connect_ends(&p.a, &p.b, &usual));
 	TRY(post_srq_recv(p.b.srq, 1, NULL, 0));
-	TRY(to_state(p.b.qp, IBV_QPS_ERR)); /* an event is waiting: LAST_WQE_REACHED */
+	TRY(to_state(p.b.qp, IBV_QPS_ERR)); /* raises LAST_WQE_REACHED, which is not read */
 	sleep_ms(50);
 	ENSURE(!close_now(p.b.qp), "ibv_destroy_qp");
 	return not_readable(device->async_fd, QUIET_MS);
@@ -999,8 +1000,8 @@ static const char *draining(struct ibv_qp *qp, bool expected)
 }
 
 /*
- * SQD lets what was begun end, raises IBV_EVENT_SQ_DRAINED, and holds back what is posted then
- * until the queue pair is in RTS again.
+ * In SQD, requests that were begun are completed, and later ones wait until the queue pair is in RTS again.
+ * IBV_EVENT_SQ_DRAINED is raised if it was requested.
  */
 static const char *drain(size_t notify)
 {
@@ -1016,7 +1017,7 @@ static const char *drain(size_t notify)
 	TRY(new_region(&from, p.a.pd, 1 << 20, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&to, p.b.pd, 1 << 20, ALL_ACCESS));
 	fill_pattern(to.at, to.len, 5);
-	/* Once they have talked, what is posted is begun at once. */
+	/* After this exchange a posted request begins at once. */
 	TRY(post_recv(p.b.qp, 11, NULL, 0));
 	wr = send_wr(0, IBV_WR_SEND, NULL, 0);
 	TRY(post(p.a.qp, &wr));
@@ -1029,7 +1030,7 @@ static const char *drain(size_t notify)
 	wr = send_wr(2, IBV_WR_SEND, NULL, 0);
 	TRY(post_recv(p.b.qp, 12, NULL, 0));
 	TRY(post(p.a.qp, &wr));
-	/* Changing an attribute meanwhile does not take the question back. */
+	/* Modifying an attribute in SQD must not cancel the requested event. */
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_RNR_RETRY);
 	ENSURE(!rc, "ibv_modify_qp in SQD: %s", strerror(rc));
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_READ, NULL));
@@ -1044,7 +1045,7 @@ static const char *drain(size_t notify)
 	return expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL);
 }
 
-/* With nothing outstanding it is drained at once, of every type. */
+/* With no request outstanding, any type of queue pair is drained at once. */
 static const char *drained_at_once(size_t type)
 {
 	struct want w = { .type = (enum ibv_qp_type)type };
@@ -1056,8 +1057,8 @@ static const char *drained_at_once(size_t type)
 	return to_state(p.a.qp, IBV_QPS_RTS);
 }
 
-/* A device without IBV_DEVICE_AUTO_PATH_MIG takes no second path, and goes on with the first. */
-static const char *no_second_path(size_t arg)
+/* A device without IBV_DEVICE_AUTO_PATH_MIG refuses an alternate path and keeps the primary one. */
+static const char *alternate_path_refused(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
 	struct ibv_qp_init_attr init;
@@ -1072,25 +1073,25 @@ static const char *no_second_path(size_t arg)
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .alt_port_num = PORT, .alt_timeout = 14,
 				     .alt_ah_attr = address_of(&local_gid, port_attr.lid, false) };
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_ALT_PATH);
-	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with an alternate path gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp with an alternate path returns %d", rc);
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .path_mig_state = IBV_MIG_REARM };
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
-	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp to REARM gives %d", rc);
-	/* Where it is already it may stay. */
+	ENSURE(rc == EOPNOTSUPP || rc == EINVAL, "ibv_modify_qp to REARM returns %d", rc);
+	/* Setting the current state is allowed. */
 	attr.path_mig_state = IBV_MIG_MIGRATED;
 	rc = ibv_modify_qp(p.a.qp, &attr, IBV_QP_STATE | IBV_QP_PATH_MIG_STATE);
 	ENSURE(!rc, "ibv_modify_qp to MIGRATED: %s", strerror(rc));
 	rc = ibv_query_qp(p.a.qp, &attr, IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH, &init);
 	ENSURE(!rc, "ibv_query_qp: %s", strerror(rc));
-	ENSURE(attr.path_mig_state == IBV_MIG_MIGRATED && !attr.alt_port_num, "a path that was refused is there");
+	ENSURE(attr.path_mig_state == IBV_MIG_MIGRATED && !attr.alt_port_num, "the refused path was stored");
 	TRY(post_recv(p.b.qp, 2, NULL, 0));
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, NULL));
 	return expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL);
 }
 
-/* A device without options for enhanced connection establishment gives the documented error. */
-static const char *no_options(size_t arg)
+/* Without support for enhanced connection establishment, the functions return the documented errors. */
+static const char *ece_unsupported(size_t arg)
 {
 	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 }, none = { 0 };
 	struct pair p;
@@ -1102,11 +1103,11 @@ static const char *no_options(size_t arg)
 	rc = ibv_query_ece(p.a.qp, &none);
 	if (!rc)
 		SKIP("the device has options");
-	ENSURE(rc == EOPNOTSUPP, "ibv_query_ece gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_query_ece returns %d", rc);
 	rc = ibv_set_ece(p.a.qp, &ece);
-	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece returns %d", rc);
 	rc = ibv_set_ece(p.a.qp, &none);
-	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece of none gives %d", rc);
+	ENSURE(rc == EOPNOTSUPP, "ibv_set_ece of none returns %d", rc);
 	return NULL;
 }
 
@@ -1124,8 +1125,8 @@ static const struct test tests[] = {
 	{ "bounds_read", remote_bounds, READ, 0, false },
 	{ "wraps_write", remote_wraps, WRITE, 0, false },
 	{ "wraps_read", remote_wraps, READ, 0, false },
-	{ "nothing_written_anywhere", nothing_anywhere, WRITE, 0, false },
-	{ "nothing_read_anywhere", nothing_anywhere, READ, 0, false },
+	{ "zero_length_write", zero_length, WRITE, 0, false },
+	{ "zero_length_read", zero_length, READ, 0, false },
 	{ "atomic_misaligned_by_4", atomic_alignment, 4, 0, false },
 	{ "atomic_misaligned_by_1", atomic_alignment, 1, 0, false },
 	{ "dereg_ends_access", dereg_ends_access, 20, 0, false },
@@ -1135,12 +1136,12 @@ static const struct test tests[] = {
 	{ "rereg_everything", rereg_domain, 1, 0, false },
 	{ "rereg_refused", rereg_refused, 0, 0, false },
 	{ "drain", drain, true, 0, false },
-	{ "drain_unasked", drain, false, 0, false },
+	{ "drain_without_event", drain, false, 0, false },
 	{ "drained_rc", drained_at_once, IBV_QPT_RC, 0, false },
 	{ "drained_uc", drained_at_once, IBV_QPT_UC, 0, false },
 	{ "drained_ud", drained_at_once, IBV_QPT_UD, 0, false },
-	{ "no_second_path", no_second_path, 0, 0, false },
-	{ "no_options", no_options, 0, 0, false },
+	{ "alternate_path_refused", alternate_path_refused, 0, 0, false },
+	{ "ece_unsupported", ece_unsupported, 0, 0, false },
 	{ "masks_rc", required_masks, IBV_QPT_RC, 0, false },
 	{ "masks_uc", required_masks, IBV_QPT_UC, 0, false },
 	{ "masks_ud", required_masks, IBV_QPT_UD, 0, false },
@@ -1162,7 +1163,7 @@ static const struct test tests[] = {
 	{ "ports_and_tables", ports_and_tables, 0, 0, false },
 	{ "cq_overflow", cq_overflow, 0, 0, false },
 	{ "resize_cq", resize, 0, 0, false },
-	{ "nothing_left_behind", nothing_left_behind, 0, 0, false },
+	{ "destroyed_events_discarded", destroyed_events_discarded, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Addresses and interfaces of the host that come and go: the GID table, the port, and the events.
+ * Addresses and interfaces of the host that appear and disappear: the GID table, the port state, and the events.
  *
- * Everything happens in a network namespace of this process, which ends with it.
+ * The test changes them in a network namespace of this process, which ends with the process.
  */
 #define _GNU_SOURCE
 #include "ends.h"
@@ -11,7 +11,7 @@
 #include <rdma/rdma_cma.h>
 #include <sched.h>
 
-static bool apart; /* we have a namespace of our own */
+static bool apart; /* this process has its own network namespace */
 
 static bool write_to(const char *path, const char *text)
 {
@@ -23,8 +23,11 @@ static bool write_to(const char *path, const char *text)
 	return good;
 }
 
-/* Before the device is opened: a namespace of users can be had by a process with one thread only. */
-static bool go_apart(void)
+/*
+ * Creates the namespaces. Must run before the device is opened, because a process with several threads cannot create a
+ * user namespace.
+ */
+static bool own_namespace(void)
 {
 	char map[64];
 
@@ -42,7 +45,7 @@ static const char *shell(const char *command)
 	return NULL;
 }
 
-/* Interfaces as each test finds them: lo, and a pair of which one end is called v0. */
+/* Resets the interfaces before each test: lo, and a veth pair with v0 as one end. */
 static const char *fresh(void)
 {
 	if (!apart)
@@ -52,7 +55,7 @@ static const char *fresh(void)
 		  "ip link set v0 addrgenmode none && ip link set v1 addrgenmode none && "
 		  "ip link set v0 up && ip link set v1 up"));
 	TRY(open_device());
-	/* What came of that is history. */
+	/* Discards the events that this caused. */
 	for (;;) {
 		struct pollfd p = { .fd = device->async_fd, .events = POLLIN };
 		struct ibv_async_event event;
@@ -64,8 +67,11 @@ static const char *fresh(void)
 	}
 }
 
-/* The next event; addresses may come one by one where an interface comes with several. */
-static const char *told(enum ibv_event_type type)
+/*
+ * Checks the next event. Skips repeated GID_CHANGE events, because several addresses of one interface may be added one
+ * by one.
+ */
+static const char *expect_event(enum ibv_event_type type)
 {
 	struct ibv_async_event event;
 
@@ -80,7 +86,7 @@ static const char *told(enum ibv_event_type type)
 	return NULL;
 }
 
-static const char *nothing_told(void)
+static const char *no_event(void)
 {
 	return not_readable(device->async_fd, QUIET_MS);
 }
@@ -96,8 +102,8 @@ static const char *port_is(enum ibv_port_state state)
 	return NULL;
 }
 
-/* The place of an address in the table, or -1; every way to ask must agree. */
-static int place_of(const char *ip)
+/* The index of an address in the GID table, or -1. All ways to query the table must agree. */
+static int index_of(const char *ip)
 {
 	struct ibv_gid_entry entries[256], entry;
 	union ibv_gid wanted = { 0 }, gid;
@@ -124,7 +130,7 @@ static int place_of(const char *ip)
 	return place;
 }
 
-/* An address vector with a source that is not there is refused. */
+/* An address vector is refused if its source index is empty. */
 static const char *source(uint8_t index, bool good)
 {
 	struct ibv_ah_attr attr = { .is_global = 1, .port_num = PORT, .grh = { .sgid_index = index, .hop_limit = 1 } };
@@ -137,40 +143,40 @@ static const char *source(uint8_t index, bool good)
 	ah = ibv_create_ah(pd, &attr);
 	if (ah)
 		keep(close_ah, ah, "address handle");
-	ENSURE(!!ah == good, "ibv_create_ah from place %u: %s", index, strerror(errno));
+	ENSURE(!!ah == good, "ibv_create_ah from index %u: %s", index, strerror(errno));
 	return NULL;
 }
 
-static const char *come_and_go(size_t arg)
+static const char *gid_table(size_t arg)
 {
 	int first, second;
 
 	(void)arg;
 	TRY(fresh());
-	ENSURE(place_of("127.0.0.1") == 0, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	ENSURE(index_of("127.0.0.1") == 0, "127.0.0.1 is at %d", index_of("127.0.0.1"));
 	TRY(shell("ip addr add 10.99.0.1/24 dev v0"));
-	/* A query right after the change returns the new address, even if the device has not been notified yet. */
-	first = place_of("10.99.0.1");
+	/* A query right after the change returns the new address, even if the device was not yet notified. */
+	first = index_of("10.99.0.1");
 	ENSURE(first > 0, "10.99.0.1 is at %d", first);
-	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
 	TRY(shell("ip addr add 10.99.0.2/24 dev v0"));
-	TRY(told(IBV_EVENT_GID_CHANGE));
-	second = place_of("10.99.0.2");
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	second = index_of("10.99.0.2");
 	ENSURE(second > 0 && second != first, "10.99.0.2 is at %d", second);
 	TRY(source((uint8_t)first, true));
 	TRY(shell("ip addr add 10.98.0.1/24 dev v1; ip addr del 10.99.0.2/24 dev v0"));
-	TRY(told(IBV_EVENT_GID_CHANGE));
-	while (place_of("10.99.0.2") != -1 || place_of("10.98.0.1") == -1)
-		TRY(told(IBV_EVENT_GID_CHANGE));
-	ENSURE(place_of("10.99.0.1") == first, "10.99.0.1 moved from %d to %d", first, place_of("10.99.0.1"));
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	while (index_of("10.99.0.2") != -1 || index_of("10.98.0.1") == -1)
+		TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	ENSURE(index_of("10.99.0.1") == first, "10.99.0.1 moved from index %d to %d", first, index_of("10.99.0.1"));
 	TRY(fresh());
-	ENSURE(place_of("10.99.0.1") == -1, "10.99.0.1 is still there");
+	ENSURE(index_of("10.99.0.1") == -1, "10.99.0.1 is still there");
 	TRY(source((uint8_t)first, false));
 	TRY(shell("ip addr add 10.99.0.3/24 dev v0"));
-	TRY(told(IBV_EVENT_GID_CHANGE));
-	ENSURE(place_of("10.99.0.3") <= first, "10.99.0.3 is at %d, though %d is free", place_of("10.99.0.3"), first);
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	ENSURE(index_of("10.99.0.3") <= first, "10.99.0.3 is at index %d, though %d is free", index_of("10.99.0.3"), first);
 	TRY(port_is(IBV_PORT_ACTIVE));
-	return nothing_told();
+	return no_event();
 }
 
 static const char *interface_down(size_t arg)
@@ -178,19 +184,19 @@ static const char *interface_down(size_t arg)
 	(void)arg;
 	TRY(fresh());
 	TRY(shell("ip addr add 10.99.0.5/24 dev v0"));
-	TRY(told(IBV_EVENT_GID_CHANGE));
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
 	TRY(port_is(IBV_PORT_ACTIVE));
 	TRY(shell("ip link set lo down"));
-	TRY(told(IBV_EVENT_PORT_ERR));
-	TRY(told(IBV_EVENT_GID_CHANGE));
-	TRY(told(IBV_EVENT_LID_CHANGE)); /* that of the address that is first now */
+	TRY(expect_event(IBV_EVENT_PORT_ERR));
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	TRY(expect_event(IBV_EVENT_LID_CHANGE)); /* the LID follows from the first address */
 	TRY(port_is(IBV_PORT_DOWN));
-	ENSURE(place_of("127.0.0.1") == -1, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	ENSURE(index_of("127.0.0.1") == -1, "127.0.0.1 is at %d", index_of("127.0.0.1"));
 	TRY(shell("ip link set lo up"));
-	TRY(told(IBV_EVENT_PORT_ACTIVE));
-	TRY(told(IBV_EVENT_GID_CHANGE));
-	TRY(told(IBV_EVENT_LID_CHANGE));
-	ENSURE(place_of("127.0.0.1") == 0, "127.0.0.1 is at %d", place_of("127.0.0.1"));
+	TRY(expect_event(IBV_EVENT_PORT_ACTIVE));
+	TRY(expect_event(IBV_EVENT_GID_CHANGE));
+	TRY(expect_event(IBV_EVENT_LID_CHANGE));
+	ENSURE(index_of("127.0.0.1") == 0, "127.0.0.1 is at %d", index_of("127.0.0.1"));
 	return port_is(IBV_PORT_ACTIVE);
 }
 
@@ -221,8 +227,8 @@ static int close_id(void *p)
 	return rdma_destroy_id(p);
 }
 
-/* The adapter behind an address is replaced: identifiers that are bound to the address get an event, others do not. */
-static const char *another_card(size_t arg)
+/* The MAC address of an interface changes: identifiers bound to its address get an event, others do not. */
+static const char *mac_address_changes(size_t arg)
 {
 	struct sockaddr_in here = { .sin_family = AF_INET }, peer = { .sin_family = AF_INET, .sin_port = htons(9) };
 	struct sockaddr_in other = { .sin_family = AF_INET };
@@ -246,13 +252,16 @@ static const char *another_card(size_t arg)
 	ENSURE(!rdma_resolve_addr(id, (struct sockaddr *)&here, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s",
 	       strerror(errno));
 	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_RESOLVED, id));
-	ENSURE(place_of("10.99.0.1") > 0 && place_of("10.98.0.1") > 0, "the addresses are not there");
+	ENSURE(index_of("10.99.0.1") > 0 && index_of("10.98.0.1") > 0, "the addresses are not in the GID table");
 	TRY(shell("ip link set v0 address 02:00:00:00:00:42"));
 	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_CHANGE, id));
 	return not_readable(channel->fd, QUIET_MS);
 }
 
-/* Waits for a UDP packet on the host and checks how its IP header has it; other packets are passed over. */
+/*
+ * Waits for a UDP packet from an address and checks the hop limit and traffic class of its IP header. Ignores other
+ * packets.
+ */
 static const char *seen(int raw, const char *from, uint8_t hops, uint8_t class)
 {
 	uint64_t end = now_ms() + WAIT_MS;
@@ -272,7 +281,7 @@ static const char *seen(int raw, const char *from, uint8_t hops, uint8_t class)
 	ENSURE(false, "no packet from %s with hop limit %u and class %#x", from, hops, class);
 }
 
-/* An address vector's source, hop limit and traffic class are those of the packets, for UD and for UC. */
+/* Packets of UD and UC have the source address, hop limit and traffic class of the address vector. */
 static const char *packets(size_t type)
 {
 	const struct want w = { .type = (enum ibv_qp_type)type };
@@ -285,9 +294,9 @@ static const char *packets(size_t type)
 
 	TRY(fresh());
 	TRY(shell("ip addr add 10.99.0.1/24 dev v0; ip addr add 10.99.0.2/24 dev v0"));
-	ENSURE(place_of("10.99.0.2") > 0 && place_of("10.99.0.1") > 0, "the addresses are not there");
+	ENSURE(index_of("10.99.0.2") > 0 && index_of("10.99.0.1") > 0, "the addresses are not in the GID table");
 	raw = socket(AF_INET, SOCK_RAW, IPPROTO_UDP);
-	ENSURE(raw >= 0, "a raw socket in our own namespace: %s", strerror(errno));
+	ENSURE(raw >= 0, "a raw socket in the network namespace: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)raw, "raw socket");
 	TRY(open_end(&p.a, &w));
 	TRY(open_end(&p.b, &w));
@@ -296,8 +305,8 @@ static const char *packets(size_t type)
 
 	/* From the second address to the first. */
 	vector = address_of(&local_gid, 0, false);
-	ENSURE(!ibv_query_gid(device, PORT, place_of("10.99.0.1"), &vector.grh.dgid), "ibv_query_gid");
-	vector.grh.sgid_index = (uint8_t)place_of("10.99.0.2");
+	ENSURE(!ibv_query_gid(device, PORT, index_of("10.99.0.1"), &vector.grh.dgid), "ibv_query_gid");
+	vector.grh.sgid_index = (uint8_t)index_of("10.99.0.2");
 	vector.grh.hop_limit = 33;
 	vector.grh.traffic_class = 0x28;
 	TRY(to_init(p.a.qp, &w));
@@ -307,9 +316,9 @@ static const char *packets(size_t type)
 			struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .ah_attr = vector,
 						    .dest_qp_num = (way ? p.a : p.b).qp->qp_num };
 
-			if (way) { /* and back */
-				attr.ah_attr.grh.sgid_index = (uint8_t)place_of("10.99.0.1");
-				ENSURE(!ibv_query_gid(device, PORT, place_of("10.99.0.2"), &attr.ah_attr.grh.dgid),
+			if (way) { /* the reverse direction */
+				attr.ah_attr.grh.sgid_index = (uint8_t)index_of("10.99.0.1");
+				ENSURE(!ibv_query_gid(device, PORT, index_of("10.99.0.2"), &attr.ah_attr.grh.dgid),
 				       "ibv_query_gid");
 			}
 			rc = ibv_modify_qp((way ? p.b : p.a).qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
@@ -332,24 +341,24 @@ static const char *packets(size_t type)
 	TRY(expect_ok(p.b.rcq, 2, IBV_WC_RECV, &wc));
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
 	if (type == IBV_QPT_UD) {
-		/* The address vector for an answer has the source of the datagram, and our address that it was sent to. */
+		/* The address vector of the reply has the two addresses of the datagram, swapped. */
 		ENSURE(!ibv_init_ah_from_wc(device, PORT, &wc, (struct ibv_grh *)grh.at, &vector), "ibv_init_ah_from_wc");
-		ENSURE(vector.grh.dgid.raw[15] == 2, "it came from another address");
-		ENSURE(vector.grh.sgid_index == place_of("10.99.0.1"), "it came to another address");
+		ENSURE(vector.grh.dgid.raw[15] == 2, "the source address differs");
+		ENSURE(vector.grh.sgid_index == index_of("10.99.0.1"), "the destination address differs");
 	}
 	return seen(raw, "10.99.0.2", 33, 0x28);
 }
 
 static const struct test tests[] = {
-	{ "come_and_go", come_and_go, 0, 0, false },
+	{ "gid_table", gid_table, 0, 0, false },
 	{ "interface_down", interface_down, 0, 0, false },
-	{ "another_card", another_card, 0, 0, false },
+	{ "mac_address_changes", mac_address_changes, 0, 0, false },
 	{ "packets_ud", packets, IBV_QPT_UD, 0, false },
 	{ "packets_uc", packets, IBV_QPT_UC, 0, false },
 };
 
 int main(int argc, char **argv)
 {
-	apart = go_apart();
+	apart = own_namespace();
 	return run_tests(tests, COUNT(tests), argc, argv);
 }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * <anywarp-buffers.h>: what is copied, registered and kept; data; and that no registration outlives the memory behind it.
+ * <anywarp-buffers.h>: which buffers are copied, registered and kept, and that no registration outlives its memory.
  *
- * This program has ibv_reg_mr and ibv_dereg_mr of its own, which number the registrations and call those of the device. A
- * device that pins pages goes on with the pages of the registration: it is right only if the registration was made after
- * the memory was.
+ * This program defines ibv_reg_mr and ibv_dereg_mr, which number the registrations and call the functions of the
+ * device. A device that pins pages keeps the pages of the time of the registration. A registration is therefore valid
+ * only if it is newer than the mapping of its memory.
  */
 #include "ends.h"
 
@@ -49,7 +49,7 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 	return mr;
 }
 
-/* How long the next ibv_dereg_mr takes, as it does with a device that has much to unpin, and whether it has begun. */
+/* How long the next ibv_dereg_mr takes, as with a device that unpins many pages, and whether it has begun. */
 static unsigned int slow_ms;
 static bool slow_begun;
 static unsigned int deregistrations;
@@ -154,7 +154,7 @@ static uint8_t *mapped(size_t len)
 	return mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
-/* Sends between two ends by buffers of their managers, of which `how` is expected. */
+/* Sends between two ends with buffers of their managers, and checks that each buffer is of the kind `how`. */
 static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to, const uint8_t *src, uint8_t *dst, size_t len,
 			    enum awbuf_how how)
 {
@@ -166,7 +166,7 @@ static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to
 	ENSURE(!awbuf_get_recv(to, dst, len, 0, &in), "get_recv of %zu: %s", len, strerror(errno));
 	ENSURE(!awbuf_get_send(from, src, len, 0, &out), "get_send of %zu: %s", len, strerror(errno));
 	ENSURE(out.how == how && in.length == len, "%zu bytes are sent by %d, expected %d", len, out.how, how);
-	ENSURE((out.how == AWBUF_COPIED) == (out.addr != src), "copied memory is elsewhere");
+	ENSURE((out.how == AWBUF_COPIED) == (out.addr != src), "a copied buffer does not use the pool");
 	sge = (struct ibv_sge){ .addr = (uintptr_t)in.addr, .length = (uint32_t)len, .lkey = in.lkey };
 	TRY(post_recv(p->b.qp, 1, &sge, 1));
 	sge = (struct ibv_sge){ .addr = (uintptr_t)out.addr, .length = (uint32_t)len, .lkey = out.lkey };
@@ -179,7 +179,7 @@ static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to
 	return NULL;
 }
 
-/* Lengths below and above the critical size arrive whole. */
+/* Data of lengths below and above the critical size arrives complete. */
 static const char *data(size_t arg)
 {
 	static const size_t lengths[] = { 1, 4095, 4096, 4097, 32 * KIB, 32 * KIB + 1, 100001, 3 * MIB + 7 };
@@ -202,7 +202,7 @@ static const char *data(size_t arg)
 		memset(dst, 0, len + 1);
 		TRY(transfer(&p, from, to, src, dst, len, len <= 32 * KIB ? AWBUF_COPIED : AWBUF_REGISTERED));
 		TRY(same(dst, len, i));
-		ENSURE(!dst[len], "a byte behind the buffer is written");
+		ENSURE(!dst[len], "a byte after the buffer is written");
 	}
 	stats = stats_of(from);
 	ENSURE(stats.copied == 5 && stats.registered == 3 && !stats.kept && !stats.in_use && stats.critical_size == 32 * KIB,
@@ -211,7 +211,7 @@ static const char *data(size_t arg)
 	return NULL;
 }
 
-/* What is copied at release is what arrived, and no more. */
+/* At release, exactly the received bytes are copied. */
 static const char *short_receive(size_t arg)
 {
 	struct awbuf_buffer in;
@@ -225,14 +225,14 @@ static const char *short_receive(size_t arg)
 	memset(dst, 9, sizeof dst);
 	ENSURE(!awbuf_get_recv(buffers, dst, sizeof dst, 0, &in) && in.how == AWBUF_COPIED, "get_recv: %s", strerror(errno));
 	memset(in.addr, 5, sizeof dst);
-	ENSURE(dst[0] == 9, "written before the release");
+	ENSURE(dst[0] == 9, "the memory is written before the release");
 	ENSURE(!awbuf_release(&in, 60), "release: %s", strerror(errno));
 	for (size_t i = 0; i < sizeof dst; i++)
 		ENSURE(dst[i] == (i < 60 ? 5 : 9), "byte %zu is %u", i, dst[i]);
 	return NULL;
 }
 
-/* Without a given size it is measured, and a device that registers fast has a small one. */
+/* Without a configured critical size it is measured; a device that registers quickly has a small one. */
 static const char *measured(size_t arg)
 {
 	struct awbuf *buffers;
@@ -248,7 +248,7 @@ static const char *measured(size_t arg)
 	return NULL;
 }
 
-/* Uses memory until its registration is kept; the key. */
+/* Uses memory until its registration is kept. Sets its key. */
 static const char *until_kept(struct awbuf *buffers, const void *at, size_t len, uint32_t *lkey)
 {
 	struct awbuf_buffer out;
@@ -261,12 +261,12 @@ static const char *until_kept(struct awbuf *buffers, const void *at, size_t len,
 			return NULL;
 		}
 	}
-	return "memory that is used again is not kept";
+	return "the registration of memory in regular use is not kept";
 }
 
 enum change { UNMAP, SYSCALL, FIXED, REMAP, EMPTY, FREE, TRIM, PART, CHANGES };
 
-/* However memory goes, what is kept of it is not used again. */
+/* Whatever removes the memory, its kept registration is not used again. */
 static const char *change_once(size_t how)
 {
 	size_t len = 512 * KIB;
@@ -274,7 +274,7 @@ static const char *change_once(size_t how)
 	struct awbuf_buffer out;
 	struct awbuf_stats stats;
 	uint8_t *at, *other = NULL;
-	/* The compiler may leave out memory that is freed and not used. */
+	/* volatile, because the compiler may omit an allocation that is freed and not used. */
 	uint8_t *volatile hole, *volatile wall = NULL;
 	uint64_t before, number;
 	uintptr_t address;
@@ -284,18 +284,19 @@ static const char *change_once(size_t how)
 	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
 	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
 	if (!stats_of(buffers).watching)
-		SKIP("the kernel does not tell when memory changes");
+		SKIP("the kernel does not report changes of memory");
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
 	if (how == FREE || how == TRIM)
-		SKIP("the sanitizer's allocator keeps what is freed");
+		SKIP("the sanitizer's allocator keeps freed memory mapped");
 #endif
 	if (how == FREE || how == TRIM) {
-		/* A mapping of its own, or the end of the heap. */
+		/* With this threshold the memory is either a separate mapping or the end of the heap. */
 		mallopt(M_MMAP_THRESHOLD, how == FREE ? 128 * (int)KIB : 64 * (int)MIB);
 		mallopt(M_TRIM_THRESHOLD, 64 * (int)KIB);
 		/*
-		 * What the library allocates meanwhile finds its place before, and not at the end of the heap; and what is left
-		 * of that place does not become one with the memory when that is freed.
+		 * Reserves a hole in the heap for allocations of the library, so that they do not follow the memory at
+		 * the end of the heap. `wall` prevents the rest of the hole from merging with the memory when that is
+		 * freed.
 		 */
 		hole = how == TRIM ? malloc(256 * KIB) : NULL;
 		wall = malloc(64);
@@ -307,9 +308,9 @@ static const char *change_once(size_t how)
 	ENSURE(at && at != MAP_FAILED, "memory: %s", strerror(errno));
 	memset(at, 1, len);
 	TRY(until_kept(buffers, at, len, &lkey));
-	/* It is kept, and found. */
+	/* A part of a region with a kept registration uses this registration. */
 	ENSURE(!awbuf_get_send(buffers, at + 5000, 100000, 0, &out), "get_send: %s", strerror(errno));
-	ENSURE(out.how == AWBUF_KEPT && out.lkey == lkey && out.addr == at + 5000, "a part of what is kept is not found");
+	ENSURE(out.how == AWBUF_KEPT && out.lkey == lkey && out.addr == at + 5000, "a part of a kept region does not use its registration");
 	ENSURE(!awbuf_release(&out, 0), "release");
 	address = (uintptr_t)at;
 	switch ((enum change)how) {
@@ -327,17 +328,17 @@ static const char *change_once(size_t how)
 		break;
 	case EMPTY:
 		if (madvise(at, len, MADV_DONTNEED) && errno == EINVAL)
-			SKIP("locked pages are not emptied");
+			SKIP("MADV_DONTNEED does not work on locked pages");
 		break;
 	case FREE:
 	case TRIM:
 		free(at);
-		ENSURE(how == FREE || (uintptr_t)sbrk(0) < address + len, "the heap did not shrink: the test shows nothing");
+		ENSURE(how == FREE || (uintptr_t)sbrk(0) < address + len, "the heap did not shrink: the test proves nothing");
 		break;
 	case PART:
-		/* One page of it. */
+		/* Discards one page. */
 		if (madvise(at + 65536, 4096, MADV_DONTNEED) && errno == EINVAL)
-			SKIP("locked pages are not emptied");
+			SKIP("MADV_DONTNEED does not work on locked pages");
 		break;
 	case CHANGES:
 		break;
@@ -346,7 +347,7 @@ static const char *change_once(size_t how)
 	if (how == FREE || how == TRIM) {
 		uint8_t *again = malloc(len);
 
-		ENSURE(again == at, "malloc gives other memory: the test shows nothing");
+		ENSURE(again == at, "malloc gives other memory: the test proves nothing");
 	} else if (how != EMPTY && how != PART) {
 		ENSURE(mmap(at, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at, "mmap: %s",
 		       strerror(errno));
@@ -359,11 +360,11 @@ static const char *change_once(size_t how)
 		ENSURE(!awbuf_release(&out, 0), "release");
 	}
 	stats = stats_of(buffers);
-	ENSURE(stats.invalidated >= 1, "nothing was invalidated");
-	/* Its pages are given back: the thread that ends registrations needs a moment. */
+	ENSURE(stats.invalidated >= 1, "no registration was invalidated");
+	/* The thread that ends registrations needs a moment to unpin the pages. */
 	for (int i = 0; i < 1000 && number_of(lkey) && number_of(lkey) <= before; i++)
 		sleep_ms(1);
-	ENSURE(!number_of(lkey) || number_of(lkey) > before, "the old registration is still there");
+	ENSURE(!number_of(lkey) || number_of(lkey) > before, "the old registration has not ended");
 	if (how == FREE || how == TRIM)
 		free(at);
 	else
@@ -374,20 +375,20 @@ static const char *change_once(size_t how)
 	return NULL;
 }
 
-/* Another thread may take the place in the heap that the test is about: then it is tried again. */
+/* Another thread may take the part of the heap that the test uses. The test is then repeated. */
 static const char *changed(size_t how)
 {
 	const char *why = NULL;
 
 	for (unsigned int turn = 0; turn < 10; turn++) {
 		why = change_once(how);
-		if (!why || !strstr(why, "the test shows nothing"))
+		if (!why || !strstr(why, "the test proves nothing"))
 			return why;
 	}
 	return why;
 }
 
-/* Memory whose changes are not all reported is not kept. */
+/* The registration of memory is not kept if not all of its changes are reported. */
 static const char *not_kept(size_t arg)
 {
 	struct awbuf *buffers;
@@ -402,14 +403,14 @@ static const char *not_kept(size_t arg)
 	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
 	for (int i = 0; i < 20; i++) {
 		ENSURE(!awbuf_get_send(buffers, at, MIB, 0, &out), "get_send: %s", strerror(errno));
-		ENSURE(out.how == AWBUF_REGISTERED, "shared memory is kept");
+		ENSURE(out.how == AWBUF_REGISTERED, "the registration of shared memory is kept");
 		ENSURE(!awbuf_release(&out, 0), "release");
 	}
 	munmap(at, MIB);
 	return NULL;
 }
 
-/* A registration in use stays until it is released, whatever happens to its memory. */
+/* A registration in use stays until it is released, even if its memory changes. */
 static const char *in_use(size_t arg)
 {
 	struct awbuf_buffer out, again;
@@ -424,21 +425,21 @@ static const char *in_use(size_t arg)
 	at = mapped(MIB);
 	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &out) && out.how == AWBUF_KEPT, "%s", strerror(errno));
 	lkey = out.lkey;
-	ENSURE(awbuf_invalidate(buffers, at + 4096, 1) == 1, "one registration ends");
+	ENSURE(awbuf_invalidate(buffers, at + 4096, 1) == 1, "awbuf_invalidate does not end one registration");
 	ENSURE(number_of(lkey), "a registration in use has ended");
 	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &again), "%s", strerror(errno));
-	ENSURE(again.lkey != lkey, "what has ended is used again");
+	ENSURE(again.lkey != lkey, "a registration is used again after it was invalidated");
 	ENSURE(awbuf_close(buffers) == -1 && errno == EBUSY, "closed while buffers are in use: %s", strerror(errno));
 	ENSURE(!awbuf_release(&out, 0), "release");
-	ENSURE(!number_of(lkey), "it has not ended");
+	ENSURE(!number_of(lkey), "the registration has not ended");
 	ENSURE(!awbuf_release(&again, 0), "release");
 	ENSURE(awbuf_invalidate(buffers, at - 4096, 4096) == 0 && awbuf_invalidate(buffers, at, 1) == 1, "invalidate");
-	ENSURE(!number_of(again.lkey), "it has not ended");
+	ENSURE(!number_of(again.lkey), "the registration has not ended");
 	munmap(at, MIB);
 	return NULL;
 }
 
-/* Kept registrations take no more than they may: the oldest end. */
+/* The kept registrations stay within their limits: the oldest end first. */
 static const char *limits(size_t arg)
 {
 	struct awbuf_stats stats;
@@ -461,8 +462,8 @@ static const char *limits(size_t arg)
 		ENSURE(!awbuf_release(&out, 0), "release");
 		ENSURE(alive() <= before + 4, "%zu registrations are alive", alive() - before);
 	}
-	ENSURE(!number_of(first), "the oldest is still there");
-	ENSURE(!awbuf_get_send(buffers, at, 2 * MIB, AWBUF_STABLE, &out) && out.how == AWBUF_REGISTERED, "more than may be kept");
+	ENSURE(!number_of(first), "the oldest registration has not ended");
+	ENSURE(!awbuf_get_send(buffers, at, 2 * MIB, AWBUF_STABLE, &out) && out.how == AWBUF_REGISTERED, "more bytes are kept than allowed");
 	ENSURE(!awbuf_release(&out, 0), "release");
 	stats = stats_of(buffers);
 	ENSURE(stats.cached_bytes <= MIB && stats.evicted >= 28, "%" PRIu64 " bytes are kept, %" PRIu64 " have ended",
@@ -471,7 +472,7 @@ static const char *limits(size_t arg)
 	return NULL;
 }
 
-/* When all of the pool is in use, memory is registered. */
+/* When the whole pool is in use, memory is registered instead. */
 static const char *pool(size_t arg)
 {
 	enum { N = 400 };
@@ -496,11 +497,11 @@ static const char *pool(size_t arg)
 		ENSURE(!awbuf_release(&out[i], 0), "release");
 	stats = stats_of(buffers);
 	ENSURE(stats.pool_bytes == 256 * KIB && !stats.in_use, "%" PRIu64 " bytes, %" PRIu64 " in use", stats.pool_bytes, stats.in_use);
-	ENSURE(!awbuf_get_send(buffers, at, KIB, 0, &out[0]) && out[0].how == AWBUF_COPIED, "none was given back");
+	ENSURE(!awbuf_get_send(buffers, at, KIB, 0, &out[0]) && out[0].how == AWBUF_COPIED, "no buffer returned to the pool");
 	return awbuf_release(&out[0], 0) ? "release" : NULL;
 }
 
-/* Everything ends with the manager. */
+/* Closing the manager ends all registrations. */
 static const char *all_end(size_t arg)
 {
 	struct awbuf_buffer out;
@@ -543,35 +544,35 @@ static const char *errors(size_t arg)
 	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "an unknown flag: %s", strerror(errno));
 	attr = (struct awbuf_attr){ .size = 4 };
 	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "a short structure: %s", strerror(errno));
-	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of none: %s", strerror(errno));
+	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of NULL: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, 0, 0, &out) == -1 && errno == EINVAL, "no bytes: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, NULL, 8, 0, &out) == -1 && errno == EINVAL, "no memory: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, 8, 0, NULL) == -1 && errno == EINVAL, "no buffer: %s", strerror(errno));
 	ENSURE(awbuf_get_send(NULL, at, 8, 0, &out) == -1 && errno == EINVAL, "no manager: %s", strerror(errno));
 	ENSURE(awbuf_get_recv(buffers, at, 8, 2, &out) == -1 && errno == EINVAL, "an unknown flag: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, at, SIZE_MAX, 0, &out) == -1 && errno == EFAULT, "too many bytes: %s", strerror(errno));
-	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of none: %s", strerror(errno));
-	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into none: %s", strerror(errno));
+	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of NULL: %s", strerror(errno));
+	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into NULL: %s", strerror(errno));
 	ENSURE(!awbuf_pieces_begin(buffers, at, 8, 0, 0) && errno == EINVAL, "neither sent nor received: %s", strerror(errno));
 	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL, "no bytes: %s", strerror(errno));
 	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL, "no pieces");
 	gone = mapped(MIB);
 	munmap(gone, MIB);
-	ENSURE(awbuf_get_send(buffers, gone, MIB, 0, &out) == -1 && errno == EFAULT, "memory that is gone: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, gone, MIB, 0, &out) == -1 && errno == EFAULT, "unmapped memory: %s", strerror(errno));
 	ENSURE(awbuf_get_send(buffers, gone, MIB, AWBUF_STABLE, &out) == -1 && errno == EFAULT, "the same: %s", strerror(errno));
 	ENSURE(!awbuf_get_send(buffers, at, 8, 0, &out), "get_send: %s", strerror(errno));
 	copy = out;
 	ENSURE(!awbuf_release(&out, 0), "release");
 	ENSURE(awbuf_release(&out, 0) == -1 && errno == EINVAL, "a second release: %s", strerror(errno));
 	(void)copy;
-	/* A program of an earlier version knows fewer numbers. */
+	/* An older program passes a shorter structure. */
 	memset(&stats, 0xff, sizeof stats);
-	ENSURE(!awbuf_query(buffers, &stats, 16) && stats.copied == UINT64_MAX && stats.watching <= 1, "more is written than fits");
+	ENSURE(!awbuf_query(buffers, &stats, 16) && stats.copied == UINT64_MAX && stats.watching <= 1, "more is written than the caller's structure has");
 	ENSURE(!stats_of(buffers).in_use, "buffers are in use");
 	return NULL;
 }
 
-/* A long buffer in pieces, made ready by several threads. */
+/* A long buffer in pieces, which several threads prepare. */
 static const char *pieces(size_t threads)
 {
 	size_t len = 24 * MIB + 5, at_byte = 0, n = 0;
@@ -604,10 +605,10 @@ static const char *pieces(size_t threads)
 		n++;
 	}
 	ENSURE(!more && at_byte == len && n == 25, "%zu bytes in %zu pieces: %s", at_byte, n, strerror(errno));
-	ENSURE(!awbuf_pieces_next(pieces, &out), "a piece behind the last");
+	ENSURE(!awbuf_pieces_next(pieces, &out), "a piece after the last");
 	ENSURE(!awbuf_pieces_end(pieces), "end");
 	TRY(same(sink.at, len, 7));
-	/* Given up half-way, again and again. */
+	/* The operation is abandoned at each piece. */
 	for (size_t stop = 0; stop < 20; stop++) {
 		pieces = awbuf_pieces_begin(from, src, len, AWBUF_SEND, 0);
 		ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
@@ -616,7 +617,7 @@ static const char *pieces(size_t threads)
 			ENSURE(!awbuf_release(&out, 0), "release");
 		}
 		ENSURE(!awbuf_pieces_end(pieces), "end");
-		ENSURE(!stats_of(from).in_use, "pieces are in use behind the end");
+		ENSURE(!stats_of(from).in_use, "pieces are in use after the end");
 	}
 	munmap(src, len);
 	return NULL;
@@ -632,8 +633,8 @@ static uint64_t until;
 static uint64_t hits;
 
 /*
- * Maps memory, uses it three times, and unmaps it. The kernel gives the addresses that one thread returns to another, at any
- * moment; no use may find a registration that is older than the memory.
+ * Maps memory, uses it three times, and unmaps it. The kernel may give the addresses that one thread unmaps to another
+ * thread at once. No use may get a registration that is older than the mapping.
  */
 static void *churn(void *arg)
 {
@@ -666,7 +667,7 @@ static void *churn(void *arg)
 	return NULL;
 }
 
-/* Uses memory that stays. */
+/* Repeatedly uses memory that stays mapped. */
 static void *reuse(void *arg)
 {
 	uint8_t *at = mapped(LEN);
@@ -686,7 +687,7 @@ static void *reuse(void *arg)
 			return (void *)"release";
 	}
 	munmap(at, LEN);
-	return kept_uses > 100 ? NULL : (void *)"memory that is used again is not kept";
+	return kept_uses > 100 ? NULL : (void *)"the registration of memory in regular use is not kept";
 }
 
 static const char *threads(size_t arg)
@@ -699,7 +700,7 @@ static const char *threads(size_t arg)
 	shared = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
 	ENSURE(shared, "awbuf_open: %s", strerror(errno));
 	if (!stats_of(shared).watching)
-		SKIP("the kernel does not tell when memory changes");
+		SKIP("the kernel does not report changes of memory");
 	until = now_ms() + 3000;
 	for (size_t i = 0; i < THREADS; i++)
 		ENSURE(!pthread_create(&thread[i], NULL, i ? churn : reuse, NULL), "pthread_create");
@@ -714,7 +715,7 @@ static const char *threads(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- two threads, one of which ends a registration slowly */
+/* ---------------------------------------------------------------- a registration that ends slowly */
 
 #define SLOW_MS 300u
 
@@ -733,7 +734,7 @@ static bool is_begun(void)
 
 enum { BY_CLOSE, BY_INVALIDATE };
 
-/* What another thread is ending has ended when these functions return. */
+/* These functions return only after a registration that another thread is ending has ended. */
 static const char *waits(size_t by)
 {
 	struct ibv_pd *pd;
@@ -747,14 +748,14 @@ static const char *waits(size_t by)
 	buffers = awbuf_open(pd, &(struct awbuf_attr){ .size = sizeof(struct awbuf_attr), .critical_size = 1 });
 	ENSURE(pd && buffers, "awbuf_open: %s", strerror(errno));
 	if (!stats_of(buffers).watching)
-		SKIP("the kernel does not tell when memory changes");
+		SKIP("the kernel does not report changes of memory");
 	TRY(until_kept(buffers, at, MIB, &lkey));
 	slow_next();
 	munmap(at, MIB);
 	ENSURE(is_begun(), "the thread of the library ends nothing");
-	ENSURE(number_of(lkey), "it has ended already: the test shows nothing");
+	ENSURE(number_of(lkey), "the registration has ended already: the test proves nothing");
 	if (by == BY_INVALIDATE) {
-		ENSURE(awbuf_invalidate(buffers, at, MIB) == 0, "it is not in the list any more");
+		ENSURE(awbuf_invalidate(buffers, at, MIB) == 0, "the registration is not in the list any more");
 		ENSURE(!number_of(lkey), "awbuf_invalidate returns before the registration has ended");
 	}
 	ENSURE(!awbuf_close(buffers), "awbuf_close: %s", strerror(errno));
@@ -769,7 +770,7 @@ static void *release_it(void *buffer)
 	return awbuf_release(buffer, 0) ? (void *)"release" : NULL;
 }
 
-/* As long as a buffer is being released the manager is busy. */
+/* The manager is busy while a buffer is being released. */
 static const char *busy(size_t arg)
 {
 	struct awbuf_buffer out;
@@ -787,7 +788,7 @@ static const char *busy(size_t arg)
 	slow_next();
 	ENSURE(!pthread_create(&thread, NULL, release_it, &out), "pthread_create");
 	ENSURE(is_begun(), "the release ends nothing");
-	ENSURE(stats_of(buffers).in_use == 1 || !number_of(out.lkey), "not in use any more, and still registered");
+	ENSURE(stats_of(buffers).in_use == 1 || !number_of(out.lkey), "the buffer is not in use any more, but still registered");
 	while ((rc = awbuf_close(buffers)) && errno == EBUSY)
 		sleep_ms(1);
 	ENSURE(!rc, "awbuf_close: %s", strerror(errno));
@@ -798,7 +799,7 @@ static const char *busy(size_t arg)
 	return NULL;
 }
 
-/* When the process keeps as many registrations as it may, the oldest ends, whichever manager has it. */
+/* When the process has its maximum of kept registrations, the oldest ends, whichever manager has it. */
 static const char *full(size_t arg)
 {
 	size_t n = 1024, page = 4096;
@@ -831,7 +832,7 @@ static const char *full(size_t arg)
 	return NULL;
 }
 
-/* Memory that is sent and received in turn has one registration with the rights of both. */
+/* Memory that is alternately sent and received has one registration with the rights for both. */
 static const char *rights(size_t arg)
 {
 	struct awbuf_buffer in, out;
@@ -860,8 +861,8 @@ static const char *rights(size_t arg)
 enum { WATCHED, PROMISED };
 
 /*
- * The manual: after awbuf_invalidate a mapping of which a part was watched is one again, also if the program has promised
- * meanwhile to tell of changes itself.
+ * anywarp-buffers(7): after awbuf_invalidate, a mapping that was split by the monitoring of one part is one mapping
+ * again, also if the program has meanwhile promised to report changes itself.
  */
 static const char *remap_around(size_t arg)
 {
@@ -875,14 +876,14 @@ static const char *remap_around(size_t arg)
 	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
 	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
 	if (!stats_of(buffers).watching)
-		SKIP("the kernel does not tell when memory changes");
+		SKIP("the kernel does not report changes of memory");
 	at = mapped(len);
 	TRY(until_kept(buffers, at + MIB, MIB, &lkey));
 	if (arg == PROMISED) {
 		ENSURE(!awbuf_get_send(buffers, at + MIB, 2 * MIB, AWBUF_STABLE, &out), "get_send: %s", strerror(errno));
-		ENSURE(out.how == AWBUF_KEPT && !awbuf_release(&out, 0), "it is not kept");
+		ENSURE(out.how == AWBUF_KEPT && !awbuf_release(&out, 0), "the registration is not kept");
 	}
-	ENSURE(awbuf_invalidate(buffers, at, len) == 1, "one registration ends");
+	ENSURE(awbuf_invalidate(buffers, at, len) == 1, "awbuf_invalidate does not end one registration");
 	to = mremap(at, len, 2 * len, MREMAP_MAYMOVE);
 	ENSURE(to != MAP_FAILED, "mremap: %s", strerror(errno));
 	munmap(to, 2 * len);
@@ -903,7 +904,7 @@ static void *cancelled(void *at)
 	return (void *)"not cancelled";
 }
 
-/* A thread is not cancelled inside of the library. */
+/* A thread is not cancelled inside the library. */
 static const char *cancel(size_t arg)
 {
 	uint8_t *at = mapped(MIB);
@@ -916,7 +917,7 @@ static const char *cancel(size_t arg)
 	cancelled_buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
 	ENSURE(cancelled_buffers, "awbuf_open: %s", strerror(errno));
 	if (!stats_of(cancelled_buffers).watching)
-		SKIP("the kernel does not tell when memory changes");
+		SKIP("the kernel does not report changes of memory");
 	ENSURE(!pthread_create(&thread, NULL, cancelled, at), "pthread_create");
 	pthread_join(thread, &result);
 	ENSURE(result == PTHREAD_CANCELED, "%s", (char *)result);
@@ -926,7 +927,7 @@ static const char *cancel(size_t arg)
 	return NULL;
 }
 
-/* In a child all functions fail, and end nothing. */
+/* In a child all functions fail and end no registration. */
 static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct awbuf_pieces *pieces)
 {
 	struct awbuf_stats stats;
@@ -939,7 +940,7 @@ static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct a
 		if (!(call) || errno != EPERM) \
 			return __LINE__ & 127; \
 	} while (0)
-	/* A function that waits for a thread of the parent waits for ever. */
+	/* A function that waits for a thread of the parent would wait forever. */
 	alarm(5);
 	REFUSED(!awbuf_open(NULL, NULL));
 	REFUSED(awbuf_query(buffers, &stats, sizeof stats) == -1);
@@ -956,7 +957,7 @@ static int in_child(struct awbuf *buffers, struct awbuf_buffer used[3], struct a
 #undef REFUSED
 }
 
-/* A child has nothing of its parent's. */
+/* A child of fork cannot use the buffers of its parent. */
 static const char *forked(size_t arg)
 {
 	struct awbuf *buffers;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Peers on the same host that are offered shared memory for their stream, or offer it, and break the rules of that. Each
- * attacker is a process of its own that speaks through plain sockets. What it attacks has a good connection beside, which
- * must not stop for more than MAX_GAP_MS.
+ * Attacks on the transfer of a stream to shared memory, by peers on the same host. Each attacker is a separate process
+ * that uses plain sockets. An undisturbed connection in the attacked process must never pause for more than MAX_GAP_MS.
  */
 #include "mpa.h"
 
@@ -17,7 +16,7 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 
-/* The memory of a connection: a page, and a ring for each direction. */
+/* The shared memory of a connection: a page, and a ring for each direction. */
 #define RING (256u << 10)
 #define MEMORY_LEN (4096u + 2 * RING)
 #define PROOF_AT 8
@@ -31,14 +30,14 @@ enum { OFFER = 0, TAKE = 1, REFUSE = 2, SWITCH = 3 };
 #define CONTROL_QUEUE 4
 #define CAN_SHARE 2u
 
-/* Requests after which memory is offered, and some more. */
+/* More requests than a connection needs before memory is offered. */
 #define REQUESTS 80u
-/* Peers of one process, more than it shares memory with. */
+/* More peers than a process shares memory with. */
 #define PEERS 80u
-/* How long an offer counts that is not answered. */
+/* How long an offer that is not answered counts against the limit. */
 #define OFFER_LIFETIME_MS 5000u
 #define MAX_GAP_MS 10.0
-/* An attack that happens once is repeated when a message takes longer: another program may have held the processor. */
+/* A single attack is repeated if a message takes longer, because another program may have delayed it. */
 #define TURNS 5u
 
 static struct {
@@ -47,7 +46,7 @@ static struct {
 	char wrong[160];
 } *shared;
 
-/* ---------------------------------------------------------------- an anywarp peer, by hand */
+/* ---------------------------------------------------------------- an anywarp peer that uses a plain socket */
 
 struct frame {
 	uint8_t body[65536 + 8];
@@ -75,7 +74,7 @@ static uint32_t word_of(const struct frame *f, size_t at)
 	return be32toh(n);
 }
 
-/* Receives until a message about shared memory; false at the end of the stream or when nothing comes for the time-out. */
+/* Receives until a message about shared memory arrives. Returns false at the end of the stream or after a time-out. */
 static bool next_handover(int fd, struct frame *f)
 {
 	uint8_t head[2];
@@ -95,17 +94,17 @@ static bool next_handover(int fd, struct frame *f)
 	return false;
 }
 
-static void set_patience(int fd, unsigned int ms)
+static void set_timeout(int fd, unsigned int ms)
 {
-	struct timeval patience = { .tv_sec = ms / 1000, .tv_usec = (ms % 1000) * 1000 };
+	struct timeval timeout = { .tv_sec = ms / 1000, .tv_usec = (ms % 1000) * 1000 };
 
-	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
 }
 
-/* Revision 2, with all ready-to-receive messages and four Reads: what anywarp sends. */
+/* What anywarp sends: revision 2, with all ready-to-receive messages and four Reads. */
 #define ENHANCED "\x50\x02\x00\x04\xc0\x04\xc0\x04"
 
-/* A connection that has carried enough requests to be offered shared memory. */
+/* Opens a connection and sends so many requests that shared memory is offered. */
 static int connect_anywarp(unsigned int which)
 {
 	struct wire w = { .len = 0 };
@@ -132,7 +131,7 @@ failed:
 	return -1;
 }
 
-/* Waits for the offer and opens its memory. */
+/* Waits for the offer and maps its memory. */
 static uint8_t *open_offer(int fd)
 {
 	static struct frame f;
@@ -164,13 +163,13 @@ static uint64_t proof_in(const uint8_t *memory)
 	return proof;
 }
 
-/* Whether the peer ends the stream before the time is over. */
+/* Whether the peer closes the stream within `ms`. */
 static bool has_ended(int fd, unsigned int ms)
 {
 	static char bytes[65536];
 	uint64_t end = now_ms() + ms;
 
-	set_patience(fd, 50);
+	set_timeout(fd, 50);
 	while (now_ms() < end) {
 		ssize_t n = recv(fd, bytes, sizeof bytes, 0);
 
@@ -180,12 +179,12 @@ static bool has_ended(int fd, unsigned int ms)
 	return false;
 }
 
-/* ---------------------------------------------------------------- attackers that are offered memory */
+/* ---------------------------------------------------------------- attackers that accept an offer */
 
-/* One round of an attacker; the reason if the library did not do what it should. */
+/* One round of an attack. Returns the reason if the library did not react as it must. */
 typedef const char *attack_round(unsigned int which);
 
-/* Takes the memory without having opened it. */
+/* Accepts the memory with a wrong proof, without having opened it. */
 static const char *take_unseen(unsigned int which)
 {
 	static struct frame f;
@@ -194,12 +193,12 @@ static const char *take_unseen(unsigned int which)
 	ENSURE(fd >= 0, "no connection");
 	ENSURE(next_handover(fd, &f) && f.body[5] == OFFER, "no offer");
 	ENSURE(take(fd, 0), "cannot send");
-	ENSURE(has_ended(fd, 3000), "the stream goes on after a Take with a wrong proof");
+	ENSURE(has_ended(fd, 3000), "the stream continues after a Take with a wrong proof");
 	close(fd);
 	return NULL;
 }
 
-/* Sends wake-ups that were not asked for, as fast as it can. */
+/* Sends unrequested wake-ups as fast as possible. */
 static const char *flood_wakeups(unsigned int which)
 {
 	static char zeroes[65536];
@@ -217,14 +216,14 @@ static const char *flood_wakeups(unsigned int which)
 		if (n <= 0)
 			break;
 		sent += (size_t)n;
-		ENSURE(now_ms() < end, "%zu bytes of wake-ups and the stream goes on", sent);
+		ENSURE(now_ms() < end, "the stream continues after %zu bytes of wake-ups", sent);
 	}
 	munmap(memory, MEMORY_LEN);
 	close(fd);
 	return NULL;
 }
 
-/* Writes anything to page and rings, and wakes the server. */
+/* Writes random data to the page and the rings, and wakes the server. */
 static const char *write_garbage(unsigned int which)
 {
 	int fd = connect_anywarp(which);
@@ -272,8 +271,10 @@ static int by_size(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* The longest time that one message of the good connection takes in a window of 50 ms, milliseconds: the median of `windows`,
- * since other programs may hold the processor now and then, and the longest of all. */
+/*
+ * Measures, in windows of 50 ms, the longest time of one message of the undisturbed connection. Returns the median of
+ * the windows, because other programs may delay some of them, and the maximum.
+ */
 static const char *gaps_of(struct pair *p, unsigned int windows, double *median, double *longest)
 {
 	double gaps[32];
@@ -296,12 +297,14 @@ static const char *gaps_of(struct pair *p, unsigned int windows, double *median,
 	qsort(gaps, windows, sizeof *gaps, by_size);
 	*median = gaps[windows / 2];
 	*longest = gaps[windows - 1];
-	printf("# the good connection: a message takes at most %.2f ms in a window of 50 ms, %.2f in the worst of %u\n", *median,
+	printf("# the undisturbed connection: a message takes at most %.2f ms in a window of 50 ms, %.2f in the worst of %u\n", *median,
 	       gaps[windows - 1], windows);
 	return NULL;
 }
 
-/* Talks until a process ends, or stops if `flags` says so; the longest time that one message took. */
+/*
+ * Exchanges messages until a process ends, or stops if `flags` has WUNTRACED. Returns the longest time of one message.
+ */
 static const char *talk_until(struct pair *p, pid_t pid, int flags, int *status, double *longest)
 {
 	*longest = 0;
@@ -342,14 +345,14 @@ static const char *beside(size_t which)
 		TRY(talk(&p, 10));
 	ENSURE(!shared->wrong[0], "%s", shared->wrong);
 	ENSURE(shared->rounds >= 5, "%u rounds", shared->rounds);
-	ENSURE(gap <= MAX_GAP_MS, "the good connection stops for %.1f ms", gap);
+	ENSURE(gap <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms", gap);
 	ENSURE(!server.failed, "the server failed");
 	return all_bytes(server.open.at, OPEN_LEN, FRESH, "the open region");
 }
 
-/* ---------------------------------------------------------------- to which peers memory is offered */
+/* ---------------------------------------------------------------- which peers get an offer */
 
-/* Runs `run` in a process of another user, or of this one; its exit status. */
+/* Runs `run` in a new process of the given user. Returns its exit status. */
 static int as_user(uid_t user, int (*run)(void))
 {
 	int status = -1;
@@ -368,7 +371,7 @@ static int as_user(uid_t user, int (*run)(void))
 	return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/* 0: it is offered memory; 1: it is not. */
+/* Returns 0 if this process is offered memory, and 1 if not. */
 static int is_offered(void)
 {
 	static struct frame f;
@@ -376,7 +379,7 @@ static int is_offered(void)
 
 	if (fd < 0)
 		return 2;
-	set_patience(fd, 500);
+	set_timeout(fd, 500);
 	return next_handover(fd, &f) && f.body[5] == OFFER ? 0 : 1;
 }
 
@@ -392,7 +395,9 @@ static const char *other_user(size_t arg)
 	return NULL;
 }
 
-/* Does not answer more offers than a process makes; 0: the next peer is offered memory again after a while. */
+/*
+ * Ignores more offers than a process makes at a time. Returns 0 if later peers are offered memory again after a while.
+ */
 static int ignore_offers(void)
 {
 	static struct frame f;
@@ -403,7 +408,7 @@ static int ignore_offers(void)
 
 		if (fd < 0)
 			return 2;
-		set_patience(fd, 100);
+		set_timeout(fd, 100);
 		offered += next_handover(fd, &f) && f.body[5] == OFFER;
 	}
 	if (offered < 32 || offered > 64)
@@ -420,7 +425,7 @@ static const char *ignored_offers(size_t arg)
 	(void)arg;
 	TRY(start_server());
 	before = descriptors();
-	ENSURE(as_user(0, ignore_offers) == 0, "offers that nobody answers keep others from being offered memory");
+	ENSURE(as_user(0, ignore_offers) == 0, "unanswered offers prevent offers to other peers");
 	end = now_ms() + WAIT_MS;
 	do
 		sleep_ms(20);
@@ -429,7 +434,7 @@ static const char *ignored_offers(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- peers that stop, and many of them */
+/* ---------------------------------------------------------------- peers that stop, and many peers */
 
 static int end_attacker(void *pid)
 {
@@ -438,10 +443,10 @@ static int end_attacker(void *pid)
 	return 0;
 }
 
-/* The region that a peer reads, and what it asks for before it stops. */
+/* The number of Reads that a peer requests before it stops. Each reads the whole open region. */
 #define READS 4u
 
-/* Takes the memory, asks for more than the ring holds, and stops. */
+/* Accepts the memory, requests more data than the ring holds, and stops. */
 static int read_and_stop(void)
 {
 	struct wire w = { .len = 0 };
@@ -459,7 +464,7 @@ static int read_and_stop(void)
 	return 0;
 }
 
-/* A peer that is stopped in the middle of a Read delays neither other connections nor the end of the region it reads. */
+/* A peer that stops during a Read delays neither other connections nor the deregistration of the region. */
 static const char *stopped_peer(size_t arg)
 {
 	double longest = 1e9;
@@ -488,7 +493,7 @@ static const char *stopped_peer(size_t arg)
 		TRY(gaps_of(&p, 10, &median, &longest));
 		longest = gap > longest ? gap : longest;
 	}
-	ENSURE(longest <= MAX_GAP_MS, "the good connection stops for %.1f ms, %u times", longest, TURNS);
+	ENSURE(longest <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms, %u times", longest, TURNS);
 	begin = now_ns();
 	forget(server.open.mr);
 	ENSURE(!ibv_dereg_mr(server.open.mr), "ibv_dereg_mr: %s", strerror(errno));
@@ -498,21 +503,25 @@ static const char *stopped_peer(size_t arg)
 	return NULL;
 }
 
-/* Bytes that this process may hold for a peer with which it shares memory, beside the memory itself; and in all for what is not
- * a peer's. */
+/*
+ * HOLDS_EACH: what this process may allocate for each peer with which it shares memory, in addition to that memory, in
+ * bytes. HOLDS: what it may allocate in total for other reasons.
+ */
 #define HOLDS_EACH (96u << 10)
 #define HOLDS (8u << 20)
 
-/* Takes the memory; whether the library goes on with it. */
-static bool goes_on_by_memory(int fd, uint64_t proof)
+/* Accepts the memory. Returns whether the library switches to it. */
+static bool switches_to_memory(int fd, uint64_t proof)
 {
 	static struct frame f;
 
 	return take(fd, proof) && next_handover(fd, &f) && f.body[5] == SWITCH;
 }
 
-/* Connects more often than a process shares memory with others, and takes all offers: of the first connections when they are too
- * old to count. Then it stops with all of it. */
+/*
+ * Opens more connections than a process shares memory with, and accepts all offers, the oldest ones only after they
+ * have expired. Then stops without releasing any.
+ */
 static int hold_memory(void)
 {
 	static struct { int fd; uint8_t *memory; } early[PEERS];
@@ -522,7 +531,7 @@ static int hold_memory(void)
 		early[i].fd = connect_anywarp(i);
 		if (early[i].fd < 0)
 			return 2;
-		set_patience(early[i].fd, 100);
+		set_timeout(early[i].fd, 100);
 		early[i].memory = open_offer(early[i].fd);
 	}
 	sleep_ms(OFFER_LIFETIME_MS + 100);
@@ -533,24 +542,26 @@ static int hold_memory(void)
 
 		if (fd < 0)
 			return 3;
-		set_patience(fd, 100);
+		set_timeout(fd, 100);
 		read_request(&w, 1, OPEN_LEN, target.open, target.open_at);
 		if (!send_all(fd, w.at, w.len))
 			return 4;
 		memory = open_offer(fd);
-		set_patience(fd, 1000);
-		taken += memory && goes_on_by_memory(fd, proof_in(memory));
+		set_timeout(fd, 1000);
+		taken += memory && switches_to_memory(fd, proof_in(memory));
 	}
 	for (unsigned int i = 0; i < PEERS; i++) {
-		set_patience(early[i].fd, 1000);
-		taken += early[i].memory && goes_on_by_memory(early[i].fd, proof_in(early[i].memory));
+		set_timeout(early[i].fd, 1000);
+		taken += early[i].memory && switches_to_memory(early[i].fd, proof_in(early[i].memory));
 	}
 	shared->rounds = taken;
 	raise(SIGSTOP);
 	return 0;
 }
 
-/* However many peers want to share memory, the process shares it with 64 and holds no more than SECURITY.md says. */
+/*
+ * Many peers want to share memory. The process shares it with at most 64, and allocates no more than SECURITY.md says.
+ */
 static const char *many_peers(size_t arg)
 {
 	long before, after;
@@ -580,22 +591,22 @@ static const char *many_peers(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- a peer that offers */
+/* ---------------------------------------------------------------- a peer that makes an offer */
 
-/* Exit status of an attacker that cannot make what it wants to offer. */
+/* Exit status of an attacker that cannot create the file that it wants to offer. */
 #define NOT_POSSIBLE 77
 
-/* What the evil server offers. */
-enum bait { LEASED, PIPE, NOT_THERE, OF_INIT, FUSE, FAULTING };
+/* What the hostile server offers. */
+enum offered { LEASED, PIPE, NOT_THERE, OF_INIT, FUSE, FAULTING };
 
 static struct {
 	int listener;
-	enum bait bait;
+	enum offered kind;
 	volatile bool refused;
 	volatile int64_t took_ms;
-} evil;
+} hostile;
 
-/* Memory as the library makes it, that another process cannot open without breaking a lease. */
+/* Creates memory as the library does, with a lease that another process must break to open it. */
 static int leased_memory(void)
 {
 	int first = memfd_create("anywarp-carrier", MFD_CLOEXEC | MFD_ALLOW_SEALING), fd;
@@ -618,8 +629,10 @@ static bool answer(int fuse, const struct fuse_in_header *of, int error, const v
 	return writev(fuse, parts, 2) == (ssize_t)head.len;
 }
 
-/* A file system in user space with one file, which looks like the memory of a connection. Nobody is told about the file's
- * attributes once it is open, and who asks waits for ever. */
+/*
+ * Serves a FUSE file system with one file, which looks like the memory of a connection. Once the file is open, requests
+ * for its attributes are never answered, and the caller blocks forever.
+ */
 static int serve_fuse(int fuse)
 {
 	static uint8_t in[1 << 17] __attribute__((aligned(8)));
@@ -647,7 +660,7 @@ static int serve_fuse(int fuse)
 	return 0;
 }
 
-/* A file of that file system; -1 where this process may not mount one. */
+/* Opens a file of that file system. Returns -1 if this process may not mount one. */
 static int file_in_user_space(void)
 {
 	int fuse = open("/dev/fuse", O_RDWR | O_CLOEXEC);
@@ -658,7 +671,7 @@ static int file_in_user_space(void)
 	if (fuse < 0 || unshare(CLONE_NEWNS) || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
 	    mount("anywarp-test", "/mnt", "fuse", 0, options))
 		return -1;
-	/* Another process, which answers the last requests of this one too: the kernel makes them when it closes its files. */
+	/* A child answers the last requests too, which the kernel makes when this process closes its files. */
 	pid = fork();
 	if (pid == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -668,7 +681,7 @@ static int file_in_user_space(void)
 	return pid < 0 ? -1 : open("/mnt/memfd:anywarp-carrier", O_RDWR | O_CLOEXEC);
 }
 
-/* What memory for the connection `fd` begins with, as the library writes it. */
+/* Writes the same first bytes as the library to memory for the connection `fd`. */
 static void fill_page(uint8_t *memory, int fd)
 {
 	struct sockaddr_in ends[2];
@@ -685,7 +698,7 @@ static void fill_page(uint8_t *memory, int fd)
 	memcpy(memory, &(uint64_t){ MAGIC }, 8);
 }
 
-/* Memory as the library makes it, of whose pages this process is asked before they are there, and it does not answer. */
+/* Creates memory as the library does, with page faults that this process must handle and never does (userfaultfd). */
 static int faulting_memory(int fd)
 {
 	int file = memfd_create("anywarp-carrier", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -705,7 +718,7 @@ static int faulting_memory(int fd)
 	return !ioctl(uffd, UFFDIO_API, &api) && !ioctl(uffd, UFFDIO_REGISTER, &range) ? file : -1;
 }
 
-static int evil_process(void)
+static int hostile_process(void)
 {
 	static struct frame f;
 	int ends[2], fd, file = -1;
@@ -714,14 +727,14 @@ static int evil_process(void)
 	uint64_t begin;
 	size_t more;
 
-	fd = accept4(evil.listener, NULL, NULL, SOCK_CLOEXEC);
+	fd = accept4(hostile.listener, NULL, NULL, SOCK_CLOEXEC);
 	if (fd < 0 || !receive_all(fd, request, sizeof request))
 		return 2;
 	more = (size_t)request[18] << 8 | request[19];
 	if (more > sizeof rest || (more && !receive_all(fd, rest, more)) ||
 	    !send_all(fd, "MPA ID Rep Frame" ENHANCED, 24))
 		return 3;
-	switch (evil.bait) {
+	switch (hostile.kind) {
 	case LEASED:
 		file = leased_memory();
 		break;
@@ -743,18 +756,18 @@ static int evil_process(void)
 		break;
 	}
 	if (file < 0)
-		return evil.bait == FUSE || evil.bait == FAULTING ? NOT_POSSIBLE : 4;
-	/* The good connection is watched by then. */
+		return hostile.kind == FUSE || hostile.kind == FAULTING ? NOT_POSSIBLE : 4;
+	/* By then the undisturbed connection is being measured. */
 	sleep_ms(100);
 	begin = now_ms();
-	set_patience(fd, 20000);
+	set_timeout(fd, 20000);
 	if (!send_control(fd, HELLO, 1, 0, CAN_SHARE) || !send_control(fd, HANDOVER, OFFER, pid, (uint32_t)file) ||
-	    !next_handover(fd, &f) || f.body[5] != (evil.bait == FAULTING ? TAKE : REFUSE))
+	    !next_handover(fd, &f) || f.body[5] != (hostile.kind == FAULTING ? TAKE : REFUSE))
 		return 5;
 	if (now_ms() - begin >= 1000)
 		return 6;
-	if (evil.bait == FAULTING) {
-		/* The library's own accesses do not ask this process. Its stream goes on through the memory for a while. */
+	if (hostile.kind == FAULTING) {
+		/* The library's own accesses do not fault in this process. The stream uses the memory for a while. */
 		if (!send_control(fd, HANDOVER, SWITCH, 0, 0))
 			return 5;
 		sleep_ms(600);
@@ -806,7 +819,7 @@ static const char *connect_to(struct sockaddr_in *to, struct ibv_cq **cq)
 	return await(channel, RDMA_CM_EVENT_ESTABLISHED);
 }
 
-/* One evil server, to which this process connects; the longest time that one message of the good connection takes meanwhile. */
+/* Runs one hostile server and connects to it. Returns the longest time of one message of the undisturbed connection. */
 static const char *offer_once(struct pair *p, double *longest)
 {
 	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
@@ -816,17 +829,17 @@ static const char *offer_once(struct pair *p, double *longest)
 	pid_t pid;
 	int status;
 
-	evil.listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-	ENSURE(evil.listener >= 0 && !bind(evil.listener, (struct sockaddr *)&at, sizeof at) &&
-		       !listen(evil.listener, 1) && !getsockname(evil.listener, (struct sockaddr *)&at, &len),
+	hostile.listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(hostile.listener >= 0 && !bind(hostile.listener, (struct sockaddr *)&at, sizeof at) &&
+		       !listen(hostile.listener, 1) && !getsockname(hostile.listener, (struct sockaddr *)&at, &len),
 	       "listen: %s", strerror(errno));
 	fflush(stdout);
 	pid = fork();
 	if (pid == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
-		_exit(evil_process());
+		_exit(hostile_process());
 	}
-	close(evil.listener);
+	close(hostile.listener);
 	ENSURE(pid > 0, "fork: %s", strerror(errno));
 	keep(end_attacker, (void *)(intptr_t)pid, "attacker");
 	TRY(connect_to(&at, &cq));
@@ -841,22 +854,22 @@ static const char *offer_once(struct pair *p, double *longest)
 	return NULL;
 }
 
-static const char *evil_offer(size_t bait)
+static const char *hostile_offer(size_t bait)
 {
 	double longest = 1e9;
 	struct pair p;
 
-	evil.bait = (enum bait)bait;
+	hostile.kind = (enum offered)bait;
 	TRY(open_pair(&p, &usual));
 	for (unsigned int turn = 0; turn < TURNS && longest > MAX_GAP_MS; turn++)
 		TRY(offer_once(&p, &longest));
-	ENSURE(longest <= MAX_GAP_MS, "the good connection stops for %.1f ms, %u times", longest, TURNS);
+	ENSURE(longest <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms, %u times", longest, TURNS);
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- memory of other processes */
+/* ---------------------------------------------------------------- access to other processes */
 
-/* Has the kernel end this process when it reads or writes the memory of a process. */
+/* Makes the kernel kill this process if it reads or writes the memory of another process. */
 static bool forbid_foreign_memory(void)
 {
 	struct sock_filter code[] = {
@@ -907,25 +920,25 @@ static const char *no_foreign_memory(size_t arg)
 		TRY(post(p.a.qp, &wr));
 		TRY(expect_ok(p.a.scq, i, IBV_WC_RDMA_WRITE, NULL));
 	}
-	ENSURE(has_shared_memory(), "the stream stays with TCP, so this shows nothing");
+	ENSURE(has_shared_memory(), "the stream stays on TCP, so the test proves nothing");
 	return same_pattern(to.at, LARGE, 7);
 }
 
 static const struct test tests[] = {
-	{ "take_without_proof", beside, 0, 0, true },
+	{ "take_with_wrong_proof", beside, 0, 0, true },
 	{ "flood_of_wakeups", beside, 1, 0, true },
-	{ "garbage_in_the_rings", beside, 2, 0, true },
+	{ "random_ring_contents", beside, 2, 0, true },
 	{ "another_user", other_user, 0, 0, true },
 	{ "ignored_offers", ignored_offers, 0, 0, true },
-	{ "offer_with_a_lease", evil_offer, LEASED, 0, true },
-	{ "offer_of_a_pipe", evil_offer, PIPE, 0, true },
-	{ "offer_of_nothing", evil_offer, NOT_THERE, 0, true },
-	{ "offer_of_another_process", evil_offer, OF_INIT, 0, true },
-	{ "offer_of_a_file_in_user_space", evil_offer, FUSE, 0, true },
-	{ "offer_of_memory_that_faults", evil_offer, FAULTING, 0, true },
+	{ "offer_with_a_lease", hostile_offer, LEASED, 0, true },
+	{ "offer_of_a_pipe", hostile_offer, PIPE, 0, true },
+	{ "offer_of_missing_descriptor", hostile_offer, NOT_THERE, 0, true },
+	{ "offer_of_another_process", hostile_offer, OF_INIT, 0, true },
+	{ "offer_of_a_file_in_user_space", hostile_offer, FUSE, 0, true },
+	{ "offer_of_memory_that_faults", hostile_offer, FAULTING, 0, true },
 	{ "stopped_peer", stopped_peer, 0, 0, true },
 	{ "memory_of_many_peers", many_peers, 0, 0, true },
-	{ "no_memory_of_other_processes", no_foreign_memory, 0, 0, true },
+	{ "no_foreign_memory_access", no_foreign_memory, 0, 0, true },
 };
 
 int main(int argc, char **argv)

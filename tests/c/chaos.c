@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Peers that die, programs that end in the middle, threads, and a long life: whatever happens, each work request
- * completes once, and what was opened and closed leaves nothing behind.
+ * Peers that die, programs that end during traffic, threads, and many repetitions. In all cases each work request
+ * completes exactly once, and nothing remains of objects that were opened and closed.
  *
  *   chaos [--rounds N] [--cycles N] [--seed N] [TEST…]
  */
@@ -34,7 +34,7 @@ static uint64_t next_random(void)
 #define PIECE 65536u
 #define WORD 4096u
 
-/* What the two processes tell each other before they connect. */
+/* What the two processes exchange before they connect. */
 struct hello {
 	uint32_t qpn, rkey;
 	uint64_t addr;
@@ -50,7 +50,7 @@ static const char *send_hello(int fd, const struct hello *h)
 static const char *receive_hello(int fd, struct hello *h)
 {
 	TRY(readable(fd, WAIT_MS));
-	ENSURE(read(fd, h, sizeof *h) == (ssize_t)sizeof *h, "the other process is gone");
+	ENSURE(read(fd, h, sizeof *h) == (ssize_t)sizeof *h, "the other process has ended");
 	return NULL;
 }
 
@@ -96,7 +96,7 @@ static const char *start_peer(struct peer *peer, const char *role)
 	return NULL;
 }
 
-/* Takes what comes and sends as fast as it may, until it dies. */
+/* Receives, and sends as fast as possible, until it is killed. */
 static const char *chatter(struct end *e, struct region *r)
 {
 	struct ibv_sge sge = sge_of(r, 0, WORD);
@@ -126,7 +126,7 @@ static const char *chatter(struct end *e, struct region *r)
 
 #define LAST 150u
 
-/* Takes as many messages as `LAST` and ends there and then, without a system call in between that would give the device time. */
+/* Receives `LAST` messages and exits at once, without a system call in between in which the device could run. */
 static const char *take_and_end(struct end *e, struct region *r)
 {
 	struct ibv_sge sge = sge_of(r, 0, WORD);
@@ -235,7 +235,7 @@ static const char *peer_of_cm(int fd)
 	return chatter(&e, &r);
 }
 
-/* Opens, works and ends in the way that `how` says, at a moment of the caller's choice. */
+/* Opens a connection, exchanges data and ends as `how` says, when the caller decides. */
 static const char *peer_that_ends(int fd, const char *how)
 {
 	struct pair p;
@@ -289,13 +289,13 @@ static int be_peer(const char *role, int fd)
 	return reason ? 1 : 0;
 }
 
-/* ---------------------------------------------------------------- the survivor */
+/* ---------------------------------------------------------------- the surviving process */
 
-/* Everything that one end has posted, and the completions of it. */
+/* What one end has posted, and its completions. */
 struct ledger {
 	uint64_t sends, recvs;           /* posted */
 	uint64_t sends_done, recvs_done; /* completed, in order */
-	bool failed;                     /* a send ended badly: none may end well behind it */
+	bool failed;                     /* a send has failed, so later ones must fail too */
 	enum ibv_wc_status first_error;
 };
 
@@ -339,7 +339,7 @@ static const char *post_receive(struct end *e, struct region *mine, struct ledge
 	return NULL;
 }
 
-/* Takes completions and checks that they come in order and once. */
+/* Polls completions and checks that each arrives once and in order. */
 static const char *settle(struct end *e, struct ledger *l)
 {
 	struct ibv_wc wc;
@@ -347,7 +347,7 @@ static const char *settle(struct end *e, struct ledger *l)
 	while (ibv_poll_cq(e->scq, 1, &wc) > 0) {
 		ENSURE(wc.wr_id == l->sends_done, "send %llu completes, expected %llu", (unsigned long long)wc.wr_id,
 		       (unsigned long long)l->sends_done);
-		ENSURE(wc.status != IBV_WC_SUCCESS || !l->failed, "send %llu ends well behind a failed one",
+		ENSURE(wc.status != IBV_WC_SUCCESS || !l->failed, "send %llu succeeds after a failed one",
 		       (unsigned long long)wc.wr_id);
 		if (wc.status != IBV_WC_SUCCESS && !l->failed) {
 			l->failed = true;
@@ -365,13 +365,13 @@ static const char *settle(struct end *e, struct ledger *l)
 	return NULL;
 }
 
-/* What a connection of rdma_cm has besides. */
+/* The additional objects of an rdma_cm connection. */
 struct manager {
 	struct rdma_event_channel *channel;
 	struct rdma_cm_id *id;
 };
 
-/* Traffic until the peer is killed, and then all that was posted comes to its end. */
+/* Sends until the peer is killed. Then all posted requests must complete. */
 static const char *outlive(struct end *e, struct region *mine, const struct hello *theirs, struct peer *peer,
 			   struct ledger *l, unsigned int life_ms, const struct manager *m)
 {
@@ -389,25 +389,25 @@ static const char *outlive(struct end *e, struct region *mine, const struct hell
 	kill_peer(peer);
 	if (m) {
 		TRY(wait_event(m->channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
-		rdma_disconnect(m->id); /* its answer, with which a program ends its own side */
+		rdma_disconnect(m->id); /* the disconnect of this side */
 	}
 	end = now_ms() + 40000;
 	while (l->sends_done < l->sends && now_ms() < end)
 		TRY(settle(e, l));
 	ENSURE(l->sends_done == l->sends, "%llu of %llu sends complete after the peer's death",
 	       (unsigned long long)l->sends_done, (unsigned long long)l->sends);
-	while (!l->failed && now_ms() < end) { /* the queue was empty at that moment: what is posted now fails */
+	while (!l->failed && now_ms() < end) { /* the queue was empty when the peer died: what is posted now fails */
 		if (l->sends_done == l->sends)
 			TRY(post_one(e, mine, theirs, l));
 		TRY(settle(e, l));
 	}
-	ENSURE(l->failed, "sends to a dead peer end well");
+	ENSURE(l->failed, "sends to a dead peer succeed");
 	ENSURE(l->first_error == IBV_WC_RETRY_EXC_ERR || l->first_error == IBV_WC_WR_FLUSH_ERR,
 	       "the first failed send has status %s", ibv_wc_status_str(l->first_error));
 	return NULL;
 }
 
-/* Receives are flushed as well, and then it is quiet. */
+/* Receives are flushed too, and no further completion arrives. */
 static const char *all_flushed(struct end *e, struct ledger *l)
 {
 	uint64_t end = now_ms() + 10000;
@@ -427,7 +427,7 @@ static const char *killed_peer(size_t arg)
 	for (size_t i = 0; i < rounds; i++) {
 		struct hello mine, theirs;
 		struct ledger l = { 0 };
-		static struct peer peer; /* what is kept outlives the test */
+		static struct peer peer; /* static, because the clean-up after the test uses it */
 		struct region r;
 		struct end e;
 
@@ -453,14 +453,17 @@ static const char *killed_peer(size_t arg)
 
 static const char *wait_exit(struct peer *peer, unsigned int ms);
 
-/* A process that ends with its last receive has taken every message: their Sends are complete, although it acknowledged less. */
+/*
+ * A process exits with its last receive. It has received all messages, so their Sends succeed, although it has
+ * acknowledged fewer.
+ */
 static const char *peer_takes_and_ends(size_t arg)
 {
 	(void)arg;
 	TRY(open_device());
 	for (size_t i = 0; i < 4 * rounds; i++) {
 		struct hello mine, theirs;
-		static struct peer peer; /* what is kept outlives the test */
+		static struct peer peer; /* static, because the clean-up after the test uses it */
 		struct ibv_sge sge;
 		struct region r;
 		struct end e;
@@ -491,8 +494,8 @@ static const char *peer_takes_and_ends(size_t arg)
 	return NULL;
 }
 
-/* A peer that was never there, whichever end it would be that connects: requests fail, and later ones as well. */
-static const char *nobody_there(size_t arg)
+/* The peer does not exist. Requests fail, whichever end would dial, and so do later ones. */
+static const char *missing_peer(size_t arg)
 {
 	(void)arg;
 	TRY(open_device());
@@ -535,7 +538,7 @@ static int close_event_channel(void *p)
 	return 0;
 }
 
-/* killed_peer with a connection of rdma_cm: the survivor also gets the event for the end of the connection. */
+/* As killed_peer with a connection of rdma_cm. The survivor also gets an event. */
 static const char *killed_cm_peer(size_t arg)
 {
 	struct rdma_conn_param param = { .responder_resources = 4, .initiator_depth = 4, .retry_count = 7,
@@ -548,7 +551,7 @@ static const char *killed_cm_peer(size_t arg)
 		struct rdma_cm_id *listener, *id;
 		struct hello mine = { 0 }, theirs;
 		struct ledger l = { 0 };
-		static struct peer peer; /* what is kept outlives the test */
+		static struct peer peer; /* static, because the clean-up after the test uses it */
 		struct region r;
 		struct end e;
 
@@ -589,19 +592,19 @@ static const char *wait_exit(struct peer *peer, unsigned int ms)
 	ENSURE(got == peer->pid, "the program does not end");
 	peer->pid = 0;
 	close(peer->fd);
-	ENSURE(!WIFSIGNALED(status), "the program dies of signal %d", WTERMSIG(status));
+	ENSURE(!WIFSIGNALED(status), "the program is killed by signal %d", WTERMSIG(status));
 	ENSURE(WEXITSTATUS(status) == 0, "the program ends with %d", WEXITSTATUS(status));
 	return NULL;
 }
 
-/* A program ends in the middle of its traffic: at once, and with its own status. */
+/* A program ends during its traffic, promptly and with its own exit status. */
 static const char *program_ends(size_t how)
 {
 	static const char *const ways[] = { "exit", "_exit", "close", "close_device_first" };
 
 	for (size_t i = 0; i < rounds; i++) {
 		struct hello h;
-		static struct peer peer; /* what is kept outlives the test */
+		static struct peer peer; /* static, because the clean-up after the test uses it */
 
 		TRY(start_peer(&peer, ways[how]));
 		TRY(receive_hello(peer.fd, &h));
@@ -613,7 +616,7 @@ static const char *program_ends(size_t how)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- a long life */
+/* ---------------------------------------------------------------- many repetitions */
 
 struct holdings {
 	long fds, threads, kib;
@@ -644,7 +647,7 @@ static struct holdings holdings(void)
 	return h;
 }
 
-/* What is closed late by a thread of the device has a moment to be closed. */
+/* Waits a moment for resources that a thread of the device closes later. */
 static struct holdings settled_holdings(const struct holdings *wanted)
 {
 	uint64_t end = now_ms() + 5000;
@@ -659,7 +662,7 @@ static struct holdings settled_holdings(const struct holdings *wanted)
 	return h;
 }
 
-/* Memory may grow by this much for reasons of the allocator, whatever the number of cycles. */
+/* The heap may grow by this much, whatever the number of cycles. */
 #define SLACK_KIB 2048
 
 static const char *nothing_grew(const struct holdings *before, const char *what)
@@ -668,14 +671,14 @@ static const char *nothing_grew(const struct holdings *before, const char *what)
 
 	ENSURE(after.fds <= before->fds, "%s: %ld descriptors, %ld before", what, after.fds, before->fds);
 	ENSURE(after.threads <= before->threads, "%s: %ld threads, %ld before", what, after.threads, before->threads);
-#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* these remember what was freed */
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* sanitizers keep freed memory */
 	ENSURE(after.kib <= before->kib + SLACK_KIB, "%s: %ld KiB of memory, %ld before", what, after.kib, before->kib);
 #endif
 	return NULL;
 }
 
-/* Runs `once` a few times to warm up, and then often; nothing may be left of it. */
-static const char *lives_long(const char *(*once)(void), size_t count)
+/* Runs `once` a few times to warm up, and then often. Resource usage must not grow. */
+static const char *repeated(const char *(*once)(void), size_t count)
 {
 	struct holdings before;
 
@@ -686,7 +689,7 @@ static const char *lives_long(const char *(*once)(void), size_t count)
 	sleep_ms(100);
 	before = holdings();
 	for (size_t i = 0; i < count; i++) {
-		alarm(DEFAULT_SECONDS); /* each cycle has the time of a test */
+		alarm(DEFAULT_SECONDS); /* the time limit applies to each cycle */
 		TRY(once());
 		TRY(close_all());
 	}
@@ -722,7 +725,7 @@ static const char *verbs_cycles(size_t arg)
 {
 	(void)arg;
 	TRY(open_device());
-	return lives_long(verbs_once, cycles);
+	return repeated(verbs_once, cycles);
 }
 
 static const char *abandoned_once(void)
@@ -730,7 +733,7 @@ static const char *abandoned_once(void)
 	struct pair p;
 
 	TRY(open_pair(&p, &usual));
-	for (int i = 0; i < 10; i++) { /* work of both kinds is still posted when all is destroyed */
+	for (int i = 0; i < 10; i++) { /* sends and receives are still posted when the objects are destroyed */
 		struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
 
 		TRY(post_recv(p.a.qp, 1, NULL, 0));
@@ -743,7 +746,7 @@ static const char *abandoned_cycles(size_t arg)
 {
 	(void)arg;
 	TRY(open_device());
-	return lives_long(abandoned_once, cycles);
+	return repeated(abandoned_once, cycles);
 }
 
 static struct rdma_event_channel *server_channel, *client_channel;
@@ -790,7 +793,7 @@ static const char *cm_cycles(size_t arg)
 	       strerror(errno));
 	ENSURE(!rdma_bind_addr(cm_listener, (struct sockaddr *)&address) && !rdma_listen(cm_listener, 16),
 	       "rdma_listen: %s", strerror(errno));
-	reason = lives_long(cm_once, cycles);
+	reason = repeated(cm_once, cycles);
 	if (reason)
 		return reason;
 	ENSURE(!rdma_destroy_id(cm_listener), "rdma_destroy_id: %s", strerror(errno));
@@ -821,7 +824,7 @@ static const char *device_cycles(size_t arg)
 {
 	(void)arg;
 	TRY(open_device());
-	return lives_long(device_once, cycles / 5);
+	return repeated(device_once, cycles / 5);
 }
 
 /* ---------------------------------------------------------------- threads */
@@ -872,7 +875,7 @@ static void *run_worker(void *arg)
 	return NULL;
 }
 
-/* Each thread has a pair of its own. */
+/* Each thread has its own pair. */
 static const char *threads_apart(size_t count)
 {
 	static struct worker workers[8];
@@ -918,7 +921,7 @@ static void *post_in_a_crowd(void *arg)
 	return NULL;
 }
 
-/* Threads post to one queue pair while others poll its queues: nothing is lost, doubled or mixed. */
+/* Threads post to one queue pair while others poll its queues. No message is lost, duplicated or mixed up. */
 static const char *threads_together(size_t count)
 {
 	enum { THREADS = 4 };
@@ -977,7 +980,7 @@ static const char *threads_together(size_t count)
 	return NULL;
 }
 
-/* Queue pairs are made and destroyed in some threads while others have traffic. */
+/* Some threads create and destroy queue pairs while others exchange data. */
 static void *churn(void *arg)
 {
 	struct worker *w = arg;
@@ -995,7 +998,7 @@ static void *churn(void *arg)
 		if (!qp)
 			reason = "ibv_create_qp fails";
 		else if (to_init(qp, &usual) || post_recv(qp, 1, NULL, 0) || ibv_destroy_qp(qp))
-			reason = "a step of a queue pair's life fails";
+			reason = "a verb of the queue pair fails";
 		else if (ibv_destroy_cq(cq) || ibv_dealloc_pd(pd))
 			reason = "closing fails";
 	}
@@ -1079,14 +1082,14 @@ static const char *thread_sleeps(size_t count)
 		TRY(post(p.a.qp, &wr));
 		TRY(expect_ok(p.a.scq, i, IBV_WC_SEND, NULL));
 		if (i % 50 == 0)
-			sleep_ms(3); /* now and then the other thread really sleeps */
+			sleep_ms(3); /* a pause, so that the other thread sometimes sleeps */
 	}
 	pthread_join(thread, NULL);
 	ENSURE(!sleeper.reason[0], "sleeping thread: %s", sleeper.reason);
 	return NULL;
 }
 
-/* What a thread that waits for an event waits on. */
+/* What a waiting thread waits for. */
 struct waiter {
 	struct ibv_comp_channel *completions;
 	struct rdma_event_channel *events;
@@ -1106,7 +1109,10 @@ static void *wait_for_nothing(void *arg)
 	return NULL;
 }
 
-/* Threads that wait are cancelled, early and late in their waiting; what they waited on works on, and goes. */
+/*
+ * Waiting threads are cancelled, at the beginning of the wait or later. The objects that they waited for still work and
+ * can be destroyed.
+ */
 static const char *threads_cancelled(size_t count)
 {
 	struct waiter waiter = { 0 };
@@ -1115,7 +1121,7 @@ static const char *threads_cancelled(size_t count)
 	struct pair p;
 	void *context;
 
-	TRY(open_pair(&p, &usual)); /* what the first use of the device opens stays open */
+	TRY(open_pair(&p, &usual)); /* opens what stays open after the first use of the device */
 	TRY(close_all());
 	before = holdings();
 	TRY(open_pair(&p, &(struct want){ .channels = true }));
@@ -1145,13 +1151,13 @@ static const char *threads_cancelled(size_t count)
 	return nothing_grew(&before, "after cancelled threads");
 }
 
-struct doomed {
+struct cancellation {
 	const char *reason;
 	bool done;
 };
 
-/* All kinds of verbs, none of which waits in poll(2) or the like: that is for the library to do or not. */
-static const char *work_of_the_doomed(void)
+/* Calls many verbs. The program itself calls no cancellation point; whether the library does is what is tested. */
+static const char *call_verbs(void)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *info;
 	struct sockaddr_in peer = { .sin_family = AF_INET, .sin_port = htons(9), .sin_addr = { htonl(INADDR_LOOPBACK) } };
@@ -1183,37 +1189,37 @@ static const char *work_of_the_doomed(void)
 	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
 	rdma_freeaddrinfo(info);
 	ENSURE(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
-	/* Without a channel: it waits. */
+	/* waits, because the id has no event channel */
 	ENSURE(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s", strerror(errno));
 	ENSURE(!rdma_destroy_id(id), "rdma_destroy_id: %s", strerror(errno));
 	rdma_destroy_ep(listener);
 	return NULL;
 }
 
-static void *doomed(void *arg)
+static void *with_pending_cancel(void *arg)
 {
-	struct doomed *d = arg;
+	struct cancellation *d = arg;
 
 	pthread_cancel(pthread_self());
-	d->reason = work_of_the_doomed();
+	d->reason = call_verbs();
 	d->done = true;
 	pthread_testcancel();
 	d->reason = "the thread was not cancelled";
 	return NULL;
 }
 
-/* A thread that is to be cancelled gets through every verb, and is cancelled behind it. */
+/* A thread with a pending cancellation completes all verbs, and is cancelled afterwards. */
 static const char *cancelled_between_verbs(size_t arg)
 {
-	struct doomed d = { 0 };
+	struct cancellation d = { 0 };
 	pthread_t thread;
 	void *result;
 
 	(void)arg;
 	TRY(open_device());
-	ENSURE(!pthread_create(&thread, NULL, doomed, &d), "pthread_create");
+	ENSURE(!pthread_create(&thread, NULL, with_pending_cancel, &d), "pthread_create");
 	ENSURE(!pthread_join(thread, &result), "pthread_join");
-	ENSURE(d.done, "the thread was cancelled in the middle of a verb");
+	ENSURE(d.done, "the thread was cancelled inside a verb");
 	ENSURE(!d.reason, "%s", d.reason);
 	ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
 	return NULL;
@@ -1227,7 +1233,7 @@ static void *take_requests(void *listener)
 	return NULL;
 }
 
-/* A server that waits for connections can be cancelled, whether it waits already or not. */
+/* A server that waits for connections can be cancelled, before and during the wait. */
 static const char *request_cancelled(size_t count)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *info;
@@ -1251,13 +1257,13 @@ static const char *request_cancelled(size_t count)
 	return NULL;
 }
 
-/* A peer is stopped for two seconds: with patience enough nothing is lost. */
+/* A peer is stopped for two seconds. With a sufficient time-out, no message is lost. */
 static const char *stopped_peer(size_t arg)
 {
 	static const struct want patient = { .timeout = 20, .retry = 7 };
 	struct hello mine, theirs;
 	struct ledger l = { 0 };
-	static struct peer peer; /* what is kept outlives the test */
+	static struct peer peer; /* static, because the clean-up after the test uses it */
 	struct region r;
 	struct end e;
 
@@ -1293,16 +1299,16 @@ static const char *stopped_peer(size_t arg)
 	return NULL;
 }
 
-/* killed_peer and nobody_there with RC over reliable datagrams, if supported, on a good and on a bad network. */
+/* As killed_peer and missing_peer, with RC over reliable datagrams if supported, with and without packet loss. */
 static const char *over_datagrams(size_t bad)
 {
 	setenv("ANYWARP_RC", "udp", 1);
 	if (bad)
 		setenv("ANYWARP_FAULTS", "loss=2%,dup=2%,reorder=2%,seed=3", 1);
-	/* A dead peer is waited for longer than by TCP. */
+	/* A dead peer is detected later than with TCP. */
 	rounds = rounds < 2 ? rounds : 2;
 	TRY(killed_peer(0));
-	return nobody_there(0);
+	return missing_peer(0);
 }
 
 static const struct test tests[] = {
@@ -1310,12 +1316,12 @@ static const struct test tests[] = {
 	{ "cancelled_between_verbs", cancelled_between_verbs, 0, 0, false },
 	{ "request_cancelled", request_cancelled, 10, 0, false },
 	{ "stopped_peer", stopped_peer, 0, 0, false },
-	{ "nobody_there", nobody_there, 0, 0, false },
+	{ "missing_peer", missing_peer, 0, 0, false },
 	{ "killed_peer", killed_peer, 0, 300, false },
 	{ "peer_takes_and_ends", peer_takes_and_ends, 0, 300, false },
 	{ "killed_cm_peer", killed_cm_peer, 0, 300, false },
 	{ "killed_peer_over_datagrams", over_datagrams, 0, 120, true },
-	{ "killed_peer_on_a_bad_network", over_datagrams, 1, 120, true },
+	{ "killed_peer_with_loss", over_datagrams, 1, 120, true },
 	{ "program_exits", program_ends, 0, 120, false },
 	{ "program_exits_at_once", program_ends, 1, 120, false },
 	{ "program_closes", program_ends, 2, 120, false },
@@ -1343,7 +1349,7 @@ int main(int argc, char **argv)
 			*number = strtoul(argv[i + 1], NULL, 0);
 		else
 			continue;
-		argv[i + 1] = "-"; /* no name of a test */
+		argv[i + 1] = "-"; /* no test has this name */
 	}
 	return run_tests(tests, COUNT(tests), argc, argv);
 }

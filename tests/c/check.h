@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * The frame of the C test programs: a table of tests, one line of output each, nothing that can hang.
+ * The test harness of the C programs: a table of tests, one line of output for each test, and a time limit for each.
  *
- * A test is a function that returns NULL when all is well, or the reason why not. What it opens it hands
- * to `keep()`, and the frame closes it after the test, newest first, whether the test passed or not; a
- * close that fails is a failed test. Each test has a deadline kept by SIGALRM, so that a call that never
- * returns ends the run with a FAIL line and not with a silent terminal.
+ * A test is a function that returns NULL if it passes, and otherwise the reason why it failed. It registers what it
+ * opens with `keep()`. The harness closes these objects after the test, newest first, whether the test passed or not.
+ * If closing one fails, the test fails. SIGALRM enforces the time limit, so a call that never returns ends the program
+ * with a FAIL line.
  *
  *   ok rc_send_4096
  *   FAIL rc_write_0 completion status 10 (remote access error), expected 0
@@ -37,18 +37,18 @@
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define UNUSED __attribute__((unused))
 
-/* One row of a program's table; `arg` distinguishes the rows that share a function. */
+/* One row of the table of tests. `arg` distinguishes rows that share a function. */
 struct test {
 	const char *name;
 	const char *(*run)(size_t arg);
 	size_t arg;
-	unsigned int seconds; /* deadline; 0: the default */
-	bool alone;           /* in a process of its own: it may well die */
+	unsigned int seconds; /* time limit; 0: DEFAULT_SECONDS */
+	bool alone;           /* run in a separate process, because the test may crash */
 };
 
 #define DEFAULT_SECONDS 60
 
-/* The places that a failure came through, innermost first. */
+/* The source positions that a failure passed through, innermost first. */
 static char failed_at[256];
 
 UNUSED static void note_place(const char *file, int line, bool first)
@@ -58,7 +58,7 @@ UNUSED static void note_place(const char *file, int line, bool first)
 	snprintf(failed_at + used, sizeof failed_at - used, "%s%s:%d", first ? "" : " < ", file, line);
 }
 
-/* A reason made like printf does; the newest two stay valid, so that a reason may quote the one before. */
+/* Formats a reason. The two newest results stay valid, so that a reason may contain the previous one. */
 UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const char *format, ...)
 {
 	static char text[2][512];
@@ -81,7 +81,7 @@ UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const ch
 		}                                                     \
 	} while (0)
 
-/* Passes on the reason of a step that failed. */
+/* Returns the reason of a step that failed. */
 #define TRY(step)                                                     \
 	do {                                                          \
 		const char *reason_ = (step);                         \
@@ -92,9 +92,9 @@ UNUSED __attribute__((format(printf, 1, 2))) static const char *because(const ch
 	} while (0)
 
 #define SKIP_MARK '\001'
-#define SKIPPED 77 /* the exit status of a test in a process of its own that is skipped */
+#define SKIPPED 77 /* exit status of a skipped test that ran in a separate process */
 
-/* Ends the test as skipped: what it checks is not offered by this device. */
+/* Ends the test as skipped, because the device does not offer what it tests. */
 #define SKIP(reason) return "\001" reason
 
 UNUSED static uint64_t now_ns(void)
@@ -118,7 +118,7 @@ UNUSED static void sleep_ms(unsigned int ms)
 		;
 }
 
-/* What a test opened, to be closed after it, newest first. */
+/* An object that a test opened. The harness closes it after the test. */
 struct kept {
 	int (*close)(void *what);
 	void *what;
@@ -131,13 +131,13 @@ static size_t kept_count;
 UNUSED static void keep(int (*close_it)(void *), void *what, const char *name)
 {
 	if (kept_count == COUNT(kept)) {
-		fprintf(stderr, "test keeps too many things\n");
+		fprintf(stderr, "the test keeps too many objects\n");
 		abort();
 	}
 	kept[kept_count++] = (struct kept){ close_it, what, name };
 }
 
-/* Closes one kept thing now; the result is that of its close function. */
+/* Closes one kept object now. Returns the result of its close function. */
 UNUSED static int close_now(void *what)
 {
 	for (size_t i = kept_count; i-- > 0;) {
@@ -151,7 +151,7 @@ UNUSED static int close_now(void *what)
 	return ENOENT;
 }
 
-/* Forgets a kept thing that something else closed. */
+/* Removes a kept object that was closed otherwise. */
 UNUSED static void forget(void *what)
 {
 	for (size_t i = kept_count; i-- > 0;) {
@@ -173,7 +173,7 @@ static const char *close_all(void)
 		int rc = k.close(k.what);
 
 		if (rc && !reason) {
-			snprintf(text, sizeof text, "clean-up: closing the %s gives %d (%s)", k.name, rc,
+			snprintf(text, sizeof text, "clean-up: closing the %s returns %d (%s)", k.name, rc,
 				 strerror(rc > 0 ? rc : errno));
 			reason = text;
 		}
@@ -186,11 +186,11 @@ static struct {
 	const char *running;
 } tally;
 
-/* The deadline of a test passed: say so with what a signal handler may call, and end the program. */
+/* Reports the expired time limit, using only functions that a signal handler may call, and ends the program. */
 static void on_deadline(int signal_number)
 {
 	char text[256];
-	int n = snprintf(text, sizeof text, "FAIL %s no end within its deadline\n%d passed, %d failed, %d skipped\n",
+	int n = snprintf(text, sizeof text, "FAIL %s time limit expired\n%d passed, %d failed, %d skipped\n",
 			 tally.running ? tally.running : "?", tally.passed, tally.failed + 1, tally.skipped);
 
 	(void)signal_number;
@@ -199,7 +199,10 @@ static void on_deadline(int signal_number)
 	_exit(1);
 }
 
-/* Whether the arguments (parts of names; none: all, but for those that `--without=PART` names) select this test. */
+/*
+ * Whether the arguments select this test. Arguments are parts of names; without arguments all tests are selected.
+ * `--without=PART` excludes tests.
+ */
 static bool selected(const char *name, int argc, char **argv)
 {
 	static const char without[] = "--without=";
@@ -227,7 +230,7 @@ UNUSED static bool has_flag(int argc, char **argv, const char *flag)
 	return false;
 }
 
-/* Runs a test as a new process of this program, which prints the reason of a failure itself. */
+/* Runs a test in a new process of this program. That process prints the reason of a failure. */
 static const char *run_alone(const struct test *t)
 {
 	static char text[128];
@@ -241,19 +244,21 @@ static const char *run_alone(const struct test *t)
 		_exit(127);
 	}
 	if (pid < 0 || waitpid(pid, &status, 0) != pid)
-		return "no process";
+		return "fork or waitpid failed";
 	if (WIFSIGNALED(status))
-		snprintf(text, sizeof text, "dies of signal %d", WTERMSIG(status));
+		snprintf(text, sizeof text, "killed by signal %d", WTERMSIG(status));
 	else if (WEXITSTATUS(status) == SKIPPED)
-		snprintf(text, sizeof text, "%cas the line before says", SKIP_MARK);
+		snprintf(text, sizeof text, "%csee the line before", SKIP_MARK);
 	else if (WEXITSTATUS(status))
-		snprintf(text, sizeof text, "fails as the line before says");
+		snprintf(text, sizeof text, "failed, see the line before");
 	else
 		return NULL;
 	return text;
 }
 
-/* Appends a skipped test to the file that CHECK_SKIPS names, for a runner that knows which ones to expect. */
+/*
+ * Appends a skipped test to the file named in CHECK_SKIPS, so that the runner can compare it with the expected skips.
+ */
 UNUSED static void note_skip(const char *name, const char *reason)
 {
 	const char *path = getenv("CHECK_SKIPS");
@@ -291,7 +296,7 @@ static void run_test(const struct test *t, bool isolate)
 	fflush(stdout);
 }
 
-/* Runs the table and prints the totals; the result is the exit status of the program. */
+/* Runs the table of tests and prints the totals. Returns the exit status of the program. */
 UNUSED static int run_tests(const struct test *tests, size_t count, int argc, char **argv)
 {
 	struct sigaction action = { .sa_handler = on_deadline };
@@ -324,7 +329,7 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 	return tally.failed || tally.passed == 0 ? 1 : 0;
 }
 
-/* The byte that stands at `offset` of the test pattern `seed`: any lost, doubled or swapped block shows. */
+/* The byte at `offset` of the test pattern `seed`. Lost, repeated and swapped blocks are all detected. */
 static inline uint8_t pattern_byte(uint32_t seed, size_t offset)
 {
 	uint64_t x = ((uint64_t)seed << 40) ^ (offset >> 3);
@@ -341,7 +346,7 @@ UNUSED static void fill_pattern(uint8_t *at, size_t len, uint32_t seed)
 		at[i] = pattern_byte(seed, i);
 }
 
-/* Compares bytes `[from, from + len)` of the pattern with memory; names the first difference. */
+/* Compares memory with the bytes `[from, from + len)` of the pattern. Reports the first difference. */
 UNUSED static const char *same_pattern_from(const uint8_t *at, size_t len, uint32_t seed, size_t from)
 {
 	for (size_t i = 0; i < len; i++)
@@ -358,12 +363,12 @@ UNUSED static const char *same_pattern(const uint8_t *at, size_t len, uint32_t s
 UNUSED static const char *all_bytes(const uint8_t *at, size_t len, uint8_t value, const char *what)
 {
 	for (size_t i = 0; i < len; i++)
-		ENSURE(at[i] == value, "%s: byte %zu of %zu was touched: %02x, expected %02x", what, i, len, at[i],
+		ENSURE(at[i] == value, "%s: byte %zu of %zu was changed: %02x, expected %02x", what, i, len, at[i],
 		       value);
 	return NULL;
 }
 
-/* KiB of this process that are in memory. */
+/* The resident memory of this process in KiB. */
 UNUSED static long resident(void)
 {
 	FILE *f = fopen("/proc/self/smaps_rollup", "r");

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * The connection manager: both ends in one process, on the loopback interface, each port chosen by the kernel.
+ * The connection manager. Both ends are in one process on the loopback interface, and the kernel chooses each port.
  *
- * TEST_ADDR and TEST_ADDR6 tell other addresses of this machine, for a device that has no loopback.
+ * TEST_ADDR and TEST_ADDR6 name other addresses of this host, for a device without loopback.
  */
 #include "ends.h"
 
@@ -91,8 +91,8 @@ static const char *own_address(struct address *a, int family, uint16_t port)
 	return NULL;
 }
 
-/* A copy of an event that stays valid. */
-struct told {
+/* A copy of an event, which is valid after the event was acknowledged. */
+struct event_copy {
 	enum rdma_cm_event_type type;
 	int status;
 	struct rdma_cm_id *id, *listen_id;
@@ -102,15 +102,15 @@ struct told {
 	size_t len;
 };
 
-/* Takes the next event of a channel, whatever it is. */
-static const char *any_event(struct rdma_event_channel *channel, struct told *t, unsigned int ms)
+/* Gets the next event of a channel, of any type. */
+static const char *any_event(struct rdma_event_channel *channel, struct event_copy *t, unsigned int ms)
 {
 	struct rdma_cm_event *event;
 	const void *data;
 
 	TRY(readable(channel->fd, ms));
 	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
-	*t = (struct told){ .type = event->event, .status = event->status, .id = event->id,
+	*t = (struct event_copy){ .type = event->event, .status = event->status, .id = event->id,
 			    .listen_id = event->listen_id, .conn = event->param.conn, .ud = event->param.ud };
 	if (event->id->ps == RDMA_PS_UDP) {
 		data = event->param.ud.private_data;
@@ -127,9 +127,9 @@ static const char *any_event(struct rdma_event_channel *channel, struct told *t,
 	return NULL;
 }
 
-static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct told *out)
+static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct event_copy *out)
 {
-	struct told t;
+	struct event_copy t;
 
 	TRY(any_event(channel, &t, WAIT_MS));
 	ENSURE(t.type == type, "event %s (status %d), expected %s", rdma_event_str(t.type), t.status,
@@ -139,13 +139,13 @@ static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_
 	return NULL;
 }
 
-/* The private data begins with these bytes; a transport may pad it with zeros. */
-static const char *data_is(const struct told *t, const char *text, size_t len)
+/* Checks that the private data begins with these bytes. A transport may append zeros. */
+static const char *data_is(const struct event_copy *t, const char *text, size_t len)
 {
 	ENSURE(t->len >= len, "%zu bytes of private data, expected %zu", t->len, len);
 	ENSURE(!memcmp(t->data, text, len), "other private data");
 	for (size_t i = len; i < t->len; i++)
-		ENSURE(!t->data[i], "byte %zu behind the private data is %02x", i, t->data[i]);
+		ENSURE(!t->data[i], "byte %zu after the private data is %02x", i, t->data[i]);
 	return NULL;
 }
 
@@ -163,7 +163,7 @@ static const char *give_qp(struct rdma_cm_id *id)
 	struct ibv_qp_init_attr init = usual_qp(id->ps == RDMA_PS_UDP ? IBV_QPT_UD : IBV_QPT_RC);
 
 	ENSURE(!rdma_create_qp(id, NULL, &init), "rdma_create_qp: %s", strerror(errno));
-	ENSURE(id->qp && id->pd && id->send_cq && id->recv_cq, "rdma_create_qp leaves something out");
+	ENSURE(id->qp && id->pd && id->send_cq && id->recv_cq, "rdma_create_qp does not set all queues");
 	return NULL;
 }
 
@@ -189,12 +189,12 @@ static const char *listen_at(struct scene *s, int family, enum rdma_port_space s
 	return own_address(&s->address, family, ntohs(rdma_get_src_port(s->listener)));
 }
 
-/* Takes a client id to where it can connect. */
+/* Resolves the address and the route of a client id. */
 static const char *resolve(struct scene *s, struct rdma_cm_id *id)
 {
 	ENSURE(!rdma_resolve_addr(id, NULL, sa(&s->address), 2000), "rdma_resolve_addr: %s", strerror(errno));
 	TRY(event(s->client_channel, RDMA_CM_EVENT_ADDR_RESOLVED, NULL));
-	ENSURE(id->verbs, "no device behind a resolved address");
+	ENSURE(id->verbs, "no device for a resolved address");
 	ENSURE(!rdma_resolve_route(id, 2000), "rdma_resolve_route: %s", strerror(errno));
 	return event(s->client_channel, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL);
 }
@@ -214,12 +214,12 @@ static struct rdma_conn_param params(const char *data, size_t len)
 	};
 }
 
-/* Waits for a connection request and gives the new id a queue pair. */
-static const char *requested(struct scene *s, struct told *t)
+/* Waits for a connection request and creates a queue pair for the new id. */
+static const char *requested(struct scene *s, struct event_copy *t)
 {
 	TRY(event(s->server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, t));
 	ENSURE(t->listen_id == s->listener, "request of another listener");
-	ENSURE(t->id != s->listener, "a request without an id of its own");
+	ENSURE(t->id != s->listener, "a request without a new id");
 	s->server = t->id;
 	keep(close_id, s->server, "accepted rdma_cm_id");
 	return give_qp(s->server);
@@ -228,7 +228,7 @@ static const char *requested(struct scene *s, struct told *t)
 static const char *connect_both(struct scene *s)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct told t;
+	struct event_copy t;
 
 	TRY(new_client(s, RDMA_PS_TCP));
 	ENSURE(!rdma_connect(s->client, &p), "rdma_connect: %s", strerror(errno));
@@ -243,7 +243,7 @@ static const char *new_buffer(struct region *r, struct rdma_cm_id *id, size_t le
 	return new_region(r, id->pd, len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
 }
 
-/* One message each way, and a Write, with the queues that rdma_create_qp made. */
+/* One message in each direction, and a Write, with the queues of rdma_create_qp. */
 static const char *traffic(struct rdma_cm_id *a, struct rdma_cm_id *b)
 {
 	struct rdma_cm_id *from = a, *to = b;
@@ -284,14 +284,14 @@ static const char *post_any_recv(struct rdma_cm_id *id, uint64_t wr_id)
 	return post_recv(id->qp, wr_id, &sge, 1);
 }
 
-/* Ends a connection from one side; both hear of it, and what was posted is flushed. */
+/* One side disconnects. Both sides get an event, and posted requests are flushed. */
 static const char *disconnect(struct scene *s)
 {
 	TRY(post_any_recv(s->server, 8));
 	TRY(post_any_recv(s->client, 9));
 	ENSURE(!rdma_disconnect(s->client), "rdma_disconnect: %s", strerror(errno));
 	TRY(event(s->server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
-	if (rdma_disconnect(s->server)) /* the answer; it may be over already */
+	if (rdma_disconnect(s->server)) /* disconnects this side, unless the connection has ended already */
 		ENSURE(errno == EINVAL || errno == ENOTCONN, "rdma_disconnect of the other side: %s", strerror(errno));
 	TRY(event(s->client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
 	TRY(expect_status(s->server->recv_cq, 8, IBV_WC_WR_FLUSH_ERR));
@@ -324,7 +324,7 @@ static const char *server_disconnects(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
 }
 
-/* An id is destroyed without a disconnect: the other side gets an event. */
+/* One side destroys its id without a disconnect. The other side gets an event. */
 static const char *peer_destroys_id(size_t arg)
 {
 	struct scene s;
@@ -345,7 +345,7 @@ static const char *private_data(size_t len)
 	static const char hello[] = "0123456789abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ", answer[] = "welcome";
 	struct rdma_conn_param p = params(hello, len);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(new_client(&s, RDMA_PS_TCP));
@@ -384,7 +384,7 @@ static const char *reject(size_t len)
 	static const char no[] = "no, and this is why";
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(new_client(&s, RDMA_PS_TCP));
@@ -394,22 +394,22 @@ static const char *reject(size_t len)
 	ENSURE(!rdma_reject(t.id, len ? no : NULL, (uint8_t)len), "rdma_reject: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, &t));
 	ENSURE(t.status, "rejected with status 0");
-	/* Over TCP the Reply says what the peer would have served. */
+	/* Over TCP the Reply says how many Reads the peer would have served. */
 	if (!only_over_tcp())
-		ENSURE(t.conn.initiator_depth, "rejected without saying how many reads the peer serves");
+		ENSURE(t.conn.initiator_depth, "the rejection does not say how many Reads the peer serves");
 	TRY(data_is(&t, no, len));
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
-	/* the listener goes on */
+	/* The listener still accepts. */
 	TRY(connect_both(&s));
 	return traffic(s.client, s.server);
 }
 
-/* There is no listener at the port. */
+/* No listener at the port. */
 static const char *refused(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -421,7 +421,7 @@ static const char *refused(size_t arg)
 	return NULL;
 }
 
-/* A TCP server that is none of ours: it accepts nothing and says nothing. */
+/* Creates a TCP listener that never accepts and never answers. */
 static const char *silent_listener(int *fd, struct address *a)
 {
 	socklen_t len = sizeof a->ss;
@@ -435,12 +435,12 @@ static const char *silent_listener(int *fd, struct address *a)
 	return NULL;
 }
 
-/* The peer never answers: the attempt ends by itself. */
+/* The peer never answers. The attempt ends with a time-out. */
 static const char *never_answered(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 	int fd;
 
 	(void)arg;
@@ -451,17 +451,17 @@ static const char *never_answered(size_t arg)
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
 	TRY(any_event(s.client_channel, &t, 45000));
 	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_CONNECT_ERROR,
-	       "event %s, expected that the peer is unreachable", rdma_event_str(t.type));
+	       "event %s, expected UNREACHABLE or CONNECT_ERROR", rdma_event_str(t.type));
 	ENSURE(t.status < 0, "status %d, expected a negative errno", t.status);
 	return NULL;
 }
 
-/* The peer answers with something else: the attempt fails, at once. */
-static const char *answered_with_nonsense(size_t arg)
+/* The peer answers with other data. The attempt fails at once. */
+static const char *invalid_answer(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 	int fd, accepted;
 
 	(void)arg;
@@ -482,7 +482,10 @@ static const char *answered_with_nonsense(size_t arg)
 	return NULL;
 }
 
-/* The queue pair is gone when the peer accepts: both ends hear that nothing comes of it, the peer by a Terminate 2/0/5. */
+/*
+ * The client's queue pair no longer exists when the peer accepts. Both ends get an event; the peer receives a Terminate
+ * 2/0/5.
+ */
 static const char *queue_pair_gone(size_t arg)
 {
 	static const uint8_t reply[] = "MPA ID Rep Frame\x50\x02\x00\x04\x80\x10\x80\x10";
@@ -491,7 +494,7 @@ static const char *queue_pair_gone(size_t arg)
 	size_t got = 0;
 	int fd, accepted;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 	ssize_t n;
 
 	(void)arg;
@@ -514,14 +517,17 @@ static const char *queue_pair_gone(size_t arg)
 		ENSURE(n >= 0, "read: %s", strerror(errno));
 		got += (size_t)n;
 	} while (n);
-	/* Length, a header of 18 bytes, and the Terminate's layer, type and code. */
+	/* Checks the length, the header of 18 bytes, and the layer, type and code of the Terminate. */
 	ENSURE(got >= 24 && (heard[3] & 0x0f) == 7, "%zu bytes, expected a Terminate", got);
 	ENSURE(heard[20] == 0x20 && heard[21] == 5, "Terminate 0x%02x 0x%02x, expected 2/0/5", heard[20], heard[21]);
 	return NULL;
 }
 
-/* Connections to a listening port that are not from RDMA peers: each is closed, and a real peer is served meanwhile. */
-static const char *strangers(size_t count)
+/*
+ * Connections to a listening port from clients that do not speak MPA. Each is closed, and a client that does is served
+ * meanwhile.
+ */
+static const char *other_clients(size_t count)
 {
 	static const char *const greetings[] = { "", "GET / HTTP/1.0\r\n\r\n", "\x16\x03\x01\x02", "MPA ID Req Frame" };
 	static int fds[1000];
@@ -549,19 +555,19 @@ static const char *strangers(size_t count)
 		char byte[64];
 		ssize_t n;
 
-		ENSURE(now_ms() < end && poll(&p, 1, (int)(end - now_ms())) == 1, "stranger %zu is never closed", i);
+		ENSURE(now_ms() < end && poll(&p, 1, (int)(end - now_ms())) == 1, "connection %zu is never closed", i);
 		n = read(fds[i], byte, sizeof byte);
-		ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "stranger %zu is answered with %zd bytes", i, n);
+		ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "connection %zu gets an answer of %zd bytes", i, n);
 	}
 	return traffic(s.client, s.server);
 }
 
-/* The client is gone before it is accepted: the server gets an error or an event. */
+/* The client destroys its id before the server accepts. The server gets an error or an event. */
 static const char *client_gives_up(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -571,7 +577,7 @@ static const char *client_gives_up(size_t arg)
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
 	sleep_ms(100);
 	if (rdma_accept(s.server, &p))
-		return NULL; /* known already */
+		return NULL; /* the library has detected it already */
 	for (;;) {
 		TRY(any_event(s.server_channel, &t, 45000));
 		if (t.type != RDMA_CM_EVENT_ESTABLISHED)
@@ -583,12 +589,12 @@ static const char *client_gives_up(size_t arg)
 	return NULL;
 }
 
-/* The server destroys the request instead of answering it. */
+/* The server destroys the id of the request without an answer. */
 static const char *server_gives_up(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -603,13 +609,13 @@ static const char *server_gives_up(size_t arg)
 	return NULL;
 }
 
-/* Many clients at once, before the server takes the first. */
+/* Many clients connect before the server accepts the first one. */
 static const char *many_clients(size_t count)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct rdma_cm_id *clients[64], *servers[64];
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	for (size_t i = 0; i < count; i++) {
@@ -627,7 +633,7 @@ static const char *many_clients(size_t count)
 		TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
 		TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
 	}
-	for (size_t i = 0; i < count; i++) { /* whose request was whose: tell by the ports */
+	for (size_t i = 0; i < count; i++) { /* match the requests to the clients by port */
 		size_t k = 0;
 
 		while (k < count && rdma_get_dst_port(servers[k]) != rdma_get_src_port(clients[i]))
@@ -666,7 +672,7 @@ static const char *addresses(size_t family)
 	return NULL;
 }
 
-/* An id that moves to another channel takes its later events along. */
+/* After rdma_migrate_id, later events of the id arrive on the new channel. */
 static const char *migrate(size_t arg)
 {
 	struct rdma_event_channel *other;
@@ -682,12 +688,12 @@ static const char *migrate(size_t arg)
 	ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
 	TRY(event(other, RDMA_CM_EVENT_DISCONNECTED, NULL));
 	TRY(not_readable(s.server_channel->fd, QUIET_MS));
-	/* ids are closed before the channels they live on */
+	/* ids must be destroyed before their channels */
 	ENSURE(!close_now(s.server), "rdma_destroy_id: %s", strerror(errno));
 	return NULL;
 }
 
-/* rdma_create_qp_ex takes what ibv_create_qp_ex does, and fills in queues and domain. */
+/* rdma_create_qp_ex accepts what ibv_create_qp_ex does, and creates missing queues and the protection domain. */
 static const char *extended(size_t arg)
 {
 	struct ibv_qp_init_attr_ex init = {
@@ -697,15 +703,15 @@ static const char *extended(size_t arg)
 	struct rdma_conn_param p = params(NULL, 0);
 	struct ibv_qp_ex *qp;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
 	TRY(resolve(&s, s.client));
 	ENSURE(!rdma_create_qp_ex(s.client, &init), "rdma_create_qp_ex: %s", strerror(errno));
-	ENSURE(s.client->qp && s.client->pd && s.client->send_cq && s.client->recv_cq, "something is left out");
-	ENSURE(init.pd == s.client->pd && init.send_cq == s.client->send_cq, "the program does not hear what it got");
+	ENSURE(s.client->qp && s.client->pd && s.client->send_cq && s.client->recv_cq, "rdma_create_qp_ex does not set all queues");
+	ENSURE(init.pd == s.client->pd && init.send_cq == s.client->send_cq, "the capabilities are not returned");
 	qp = ibv_qp_to_qp_ex(s.client->qp);
 	ENSURE(qp, "it is not an extended queue pair");
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
@@ -720,9 +726,9 @@ static const char *extended(size_t arg)
 	ENSURE(!ibv_wr_complete(qp), "ibv_wr_complete");
 	TRY(expect_ok(s.server->recv_cq, 1, IBV_WC_RECV, NULL));
 	TRY(expect_ok(s.client->send_cq, 2, IBV_WC_SEND, NULL));
-	/* Once more, with the queues of an identifier that has none any more. */
+	/* Once more with an id whose queues were destroyed. */
 	rdma_destroy_qp(s.client);
-	ENSURE(!s.client->qp && !s.client->send_cq && !s.client->recv_cq, "rdma_destroy_qp leaves something");
+	ENSURE(!s.client->qp && !s.client->send_cq && !s.client->recv_cq, "rdma_destroy_qp does not clear all queues");
 	init.comp_mask = init.send_ops_flags = 0;
 	init.send_cq = init.recv_cq = NULL;
 	init.qp_type = IBV_QPT_UD;
@@ -732,7 +738,7 @@ static const char *extended(size_t arg)
 	return NULL;
 }
 
-/* Both ends of XRC: its sender, and its receiver with a shared receive queue that the identifiers' domain has. */
+/* XRC: one end sends; the other receives with a shared receive queue in the protection domain of the ids. */
 static void *xrc_client(void *arg)
 {
 	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP, .ai_qp_type = IBV_QPT_XRC_SEND }, *info = NULL;
@@ -746,7 +752,7 @@ static void *xrc_client(void *arg)
 	if (!rdma_getaddrinfo("127.0.0.1", arg, &hints, &info)) {
 		step = "rdma_create_ep";
 		if (!rdma_create_ep(&id, info, NULL, &init)) {
-			step = id->recv_cq ? "a receive queue's completion queue" : "rdma_connect";
+			step = id->recv_cq ? "the sender has a receive completion queue" : "rdma_connect";
 			if (!id->recv_cq && !rdma_connect(id, NULL)) {
 				step = "post";
 				wr.qp_type.xrc.remote_srqn = *(const uint32_t *)id->event->param.conn.private_data;
@@ -788,7 +794,7 @@ static const char *xrc(size_t arg)
 	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
 	ENSURE(id->qp && id->qp->qp_type == IBV_QPT_XRC_RECV, "not an end that receives XRC");
 	ENSURE(!rdma_create_srq(id, NULL, &srq), "rdma_create_srq: %s", strerror(errno));
-	ENSURE(id->recv_cq && id->recv_cq->cqe >= 8, "no room for as many receives as there may be");
+	ENSURE(id->recv_cq && id->recv_cq->cqe >= 8, "the completion queue has fewer than 8 entries");
 	ENSURE(!ibv_get_srq_num(id->srq, &number), "ibv_get_srq_num");
 	ENSURE(!ibv_post_srq_recv(id->srq, &recv, &bad), "ibv_post_srq_recv");
 	p.private_data = &number;
@@ -797,11 +803,11 @@ static const char *xrc(size_t arg)
 	ENSURE(rdma_get_recv_comp(id, &wc) == 1 && wc.wr_id == 1 && !wc.status, "rdma_get_recv_comp: %s", strerror(errno));
 	ENSURE(!pthread_join(thread, &reason) && !reason, "client: %s", (char *)reason);
 	rdma_disconnect(id);
-	/* The queue of completions is the shared receive queue's: it outlives the queue pair. */
+	/* The completion queue belongs to the shared receive queue, so it outlives the queue pair. */
 	rdma_destroy_qp(id);
-	ENSURE(id->recv_cq, "the completion queue went with the queue pair");
+	ENSURE(id->recv_cq, "the completion queue was destroyed with the queue pair");
 	rdma_destroy_srq(id);
-	ENSURE(!id->recv_cq && !id->recv_cq_channel, "the completion queue is left");
+	ENSURE(!id->recv_cq && !id->recv_cq_channel, "the completion queue was not destroyed");
 	rdma_destroy_ep(id);
 	rdma_destroy_ep(listener);
 	return NULL;
@@ -810,7 +816,7 @@ static const char *xrc(size_t arg)
 struct mover {
 	struct rdma_cm_id *id;
 	struct rdma_event_channel *to;
-	int rc, done; /* a pipe's end */
+	int rc, done; /* one end of a pipe */
 };
 
 static void *move_id(void *arg)
@@ -850,8 +856,8 @@ static const char *migrate_waits(size_t arg)
 	rdma_ack_cm_event(held);
 	ENSURE(!pthread_join(thread, NULL), "pthread_join");
 	if (blocked)
-		return "it moves while an event is held";
-	ENSURE(!m.rc, "rdma_migrate_id gives %d", m.rc);
+		return "rdma_migrate_id returns before the event is acknowledged";
+	ENSURE(!m.rc, "rdma_migrate_id returns %d", m.rc);
 	ENSURE(!rdma_resolve_route(s.client, 2000), "rdma_resolve_route: %s", strerror(errno));
 	TRY(event(other, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL));
 	ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
@@ -871,7 +877,7 @@ static const char *nonblocking_channel(size_t arg)
 	return not_readable(channel->fd, 0);
 }
 
-/* The other end of a test with ids that block: connects, says a word, disconnects. */
+/* The client of the tests with synchronous ids: connects, sends one message, disconnects. */
 static void *blocking_client(void *arg)
 {
 	struct scene *s = arg;
@@ -905,7 +911,7 @@ static void *blocking_client(void *arg)
 	return rdma_destroy_id(id) ? "rdma_destroy_id" : NULL;
 }
 
-/* Ids without a channel: each call returns when its event has come. */
+/* Ids without an event channel. Each call returns when its event has arrived. */
 static const char *synchronous(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -935,7 +941,7 @@ static const char *synchronous(size_t arg)
 	ENSURE(!rdma_accept(id, &p), "rdma_accept: %s", strerror(errno));
 	TRY(expect_ok(id->recv_cq, 5, IBV_WC_RECV, NULL));
 	TRY(same_pattern(r.at, 100, 33));
-	rdma_disconnect(id); /* both sides call it; for the second one the connection may be over */
+	rdma_disconnect(id); /* both sides disconnect; for the second one the connection may have ended */
 	ENSURE(!pthread_join(thread, &result), "pthread_join");
 	ENSURE(!result, "client: %s", (const char *)result);
 	close_now(r.mr);
@@ -987,7 +993,7 @@ static void *endpoint_client(void *arg)
 	return NULL;
 }
 
-/* rdma_create_ep on both sides, with the helpers of rdma_verbs.h. */
+/* rdma_create_ep on both sides, with the functions of rdma_verbs.h. */
 static const char *endpoints(size_t arg)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *list;
@@ -1012,7 +1018,7 @@ static const char *endpoints(size_t arg)
 	snprintf(s.service, sizeof s.service, "%u", ntohs(rdma_get_src_port(listener)));
 	ENSURE(!pthread_create(&thread, NULL, endpoint_client, &s), "pthread_create");
 	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
-	ENSURE(id->qp, "rdma_get_request makes no queue pair, and rdma_create_ep was told one");
+	ENSURE(id->qp, "rdma_get_request creates no queue pair although rdma_create_ep had its attributes");
 	mr = rdma_reg_msgs(id, word, sizeof word);
 	ENSURE(mr, "rdma_reg_msgs: %s", strerror(errno));
 	ENSURE(!rdma_post_recv(id, (void *)1, word, sizeof word, mr), "rdma_post_recv: %s", strerror(errno));
@@ -1043,7 +1049,7 @@ static const char *one_lookup(const char *what, const char *node, const char *se
 	return NULL;
 }
 
-/* The forms of rdma_getaddrinfo that programs use. */
+/* The variants of rdma_getaddrinfo that programs use. */
 static const char *lookups(size_t arg)
 {
 	struct rdma_addrinfo hints = { 0 }, *list;
@@ -1073,7 +1079,7 @@ static const char *lookups(size_t arg)
 					.ai_port_space = RDMA_PS_TCP };
 	TRY(one_lookup("numeric", "127.0.0.1", "4711", &hints, &list));
 	ENSURE(list->ai_family == AF_INET, "family %d", list->ai_family);
-	ENSURE(rdma_getaddrinfo("no-number", "4711", &hints, &list), "a name is taken as a number");
+	ENSURE(rdma_getaddrinfo("no-number", "4711", &hints, &list), "a host name is accepted with RAI_NUMERICHOST");
 
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NOROUTE, .ai_port_space = RDMA_PS_TCP };
 	TRY(one_lookup("no route", "127.0.0.1", "4711", &hints, &list));
@@ -1082,13 +1088,13 @@ static const char *lookups(size_t arg)
 					.ai_dst_len = sizeof(struct sockaddr_in) };
 	TRY(one_lookup("addresses in the hints only", NULL, NULL, &hints, &list));
 	in = (struct sockaddr_in *)list->ai_dst_addr;
-	ENSURE(in && in->sin_port == htons(4711), "the destination of the hints is lost");
+	ENSURE(in && in->sin_port == htons(4711), "the destination in the hints is ignored");
 
 	rdma_freeaddrinfo(NULL);
 	return NULL;
 }
 
-/* Calls at the wrong time, or with the wrong address, say so. */
+/* Calls in a wrong state or with a wrong address return an error. */
 static const char *misuse(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -1099,7 +1105,7 @@ static const char *misuse(size_t arg)
 	int rc;
 
 	(void)arg;
-	TRY(only_over_tcp()); /* the library of rdma-core 44 does not survive this */
+	TRY(only_over_tcp()); /* crashes the library of rdma-core 44 */
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(new_event_channel(&channel));
 	TRY(new_id(&id, channel, RDMA_PS_TCP));
@@ -1117,10 +1123,10 @@ static const char *misuse(size_t arg)
 	ENSURE(rc == -1 && (errno == EADDRNOTAVAIL || errno == ENODEV), "rdma_bind_addr to a foreign address: %s",
 	       strerror(errno));
 	a.ss.ss_family = 250;
-	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr takes an unknown family");
+	ENSURE(rdma_bind_addr(id, sa(&a)) == -1, "rdma_bind_addr accepts an unknown family");
 	ENSURE(rdma_create_id(channel, &other, NULL, (enum rdma_port_space)0x1234) == -1,
-	       "rdma_create_id takes an unknown port space");
-	/* after all that the id is still good for a connection */
+	       "rdma_create_id accepts an unknown port space");
+	/* the id can still be used for a connection */
 	s.client_channel = channel;
 	TRY(resolve(&s, id));
 	ENSURE(rdma_resolve_addr(id, NULL, sa(&s.address), 100) == -1 && errno == EINVAL,
@@ -1130,7 +1136,7 @@ static const char *misuse(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, NULL);
 }
 
-/* A wildcard listener serves all addresses; a second listener at its port is refused. */
+/* A wildcard listener accepts at all addresses. A second listener at its port is refused. */
 static const char *wildcard(size_t family)
 {
 	struct address any = { 0 };
@@ -1152,7 +1158,7 @@ static const char *wildcard(size_t family)
 	return traffic(s.client, s.server);
 }
 
-/* rdma_set_option shows: the timeout in the queue pair, reuse in a second bind. */
+/* Effects of rdma_set_option: the timeout of the queue pair, and a second bind with address reuse. */
 static const char *options(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -1161,7 +1167,7 @@ static const char *options(size_t arg)
 	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 };
 	uint8_t timeout = 17, tos = 8;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 	int rc;
 
 	(void)arg;
@@ -1171,10 +1177,10 @@ static const char *options(size_t arg)
 	       strerror(errno));
 	ENSURE(!rdma_set_option(s.client, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &timeout, sizeof timeout),
 	       "ACK_TIMEOUT: %s", strerror(errno));
-	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, 999, &tos, sizeof tos) == -1, "an unknown option is taken");
+	ENSURE(rdma_set_option(s.client, RDMA_OPTION_ID, 999, &tos, sizeof tos) == -1, "an unknown option is accepted");
 	ENSURE(!rdma_set_local_ece(s.client, &ece), "rdma_set_local_ece: %s", strerror(errno));
 	ENSURE(!rdma_get_remote_ece(s.client, &ece) && !ece.vendor_id && !ece.options, "rdma_get_remote_ece");
-	ENSURE(rdma_set_local_ece(s.client, &ece) == -1 && errno == EINVAL, "options of no vendor are taken");
+	ENSURE(rdma_set_local_ece(s.client, &ece) == -1 && errno == EINVAL, "ECE options without a vendor are accepted");
 	TRY(resolve(&s, s.client));
 	TRY(give_qp(s.client));
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
@@ -1189,7 +1195,7 @@ static const char *options(size_t arg)
 	return NULL;
 }
 
-/* A queue pair that the program made and moves itself, with rdma_init_qp_attr and rdma_establish. */
+/* The program creates the queue pair and moves it through its states with rdma_init_qp_attr and rdma_establish. */
 static const char *move_qp(struct rdma_cm_id *id, struct ibv_qp *qp, enum ibv_qp_state state)
 {
 	struct ibv_qp_attr attr = { .qp_state = state };
@@ -1228,7 +1234,7 @@ static const char *establish(size_t arg)
 	struct ibv_send_wr wr = send_wr(2, IBV_WR_SEND, NULL, 0);
 	struct end client, server;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -1258,7 +1264,7 @@ static const char *establish(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
 }
 
-/* A queue pair that is there for its number only (UCX): private data both ways, then the end of the connection. */
+/* A queue pair that is used only for its number, as UCX does: private data in both directions, then a disconnect. */
 static const char *dummy_qp(struct rdma_cm_id *id, struct rdma_conn_param *p)
 {
 	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_UD);
@@ -1284,7 +1290,7 @@ static const char *bare(size_t how)
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR };
 	struct rdma_event_channel *other;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 	int mask;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -1322,7 +1328,7 @@ static const char *bare(size_t how)
 		TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
 		break;
 	case SERVER_DISCONNECTS:
-		/* Through another channel, as UCX has its listeners' requests. */
+		/* Through another channel, which is how UCX handles the requests of its listeners. */
 		TRY(new_event_channel(&other));
 		ENSURE(!rdma_migrate_id(s.server, other), "rdma_migrate_id: %s", strerror(errno));
 		ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
@@ -1344,7 +1350,7 @@ static const char *bare(size_t how)
 	return NULL;
 }
 
-/* Datagrams: the accepting side sends the number and the Q_Key of its queue pair, and the route to it. */
+/* Datagrams: the accepting side sends the number, the Q_Key and the address of its queue pair. */
 static const char *datagrams(size_t family)
 {
 	struct rdma_conn_param p = params("udp", 3);
@@ -1354,7 +1360,7 @@ static const char *datagrams(size_t family)
 	struct ibv_ah *ah;
 	struct ibv_wc wc;
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	TRY(listen_at(&s, (int)family, RDMA_PS_UDP));
 	TRY(new_client(&s, RDMA_PS_UDP));
@@ -1372,7 +1378,7 @@ static const char *datagrams(size_t family)
 	ENSURE(t.ud.qp_num == s.server->qp->qp_num, "qp_num %#x, expected %#x", t.ud.qp_num, s.server->qp->qp_num);
 	ENSURE(t.ud.qkey == RDMA_UDP_QKEY, "qkey %#x, expected %#x", t.ud.qkey, RDMA_UDP_QKEY);
 	ah = ibv_create_ah(s.client->pd, &t.ud.ah_attr);
-	ENSURE(ah, "ibv_create_ah of what the event tells: %s", strerror(errno));
+	ENSURE(ah, "ibv_create_ah with the address of the event: %s", strerror(errno));
 	keep(close_ah, ah, "address handle");
 	TRY(new_buffer(&src, s.client, 100));
 	fill_pattern(src.at, 100, 3);
@@ -1393,7 +1399,7 @@ static const char *datagrams_rejected(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
@@ -1408,12 +1414,12 @@ static const char *datagrams_rejected(size_t arg)
 	return NULL;
 }
 
-/* A request cannot be answered without its listener, however often that is tried. */
+/* A request cannot be answered after its listener was destroyed, however often it is tried. */
 static const char *datagrams_without_listener(size_t accepts)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct scene s;
-	struct told t;
+	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
 	TRY(new_client(&s, RDMA_PS_UDP));
@@ -1429,7 +1435,7 @@ static const char *datagrams_without_listener(size_t accepts)
 	return NULL;
 }
 
-/* A member's datagram reaches all members, and none that has left. */
+/* A datagram of a member reaches all members, and none that has left the group. */
 static const char *multicast(size_t members)
 {
 	struct rdma_event_channel *channel;
@@ -1440,7 +1446,7 @@ static const char *multicast(size_t members)
 	struct ibv_sge sge;
 	struct ibv_ah *ah;
 	struct ibv_wc wc;
-	struct told t;
+	struct event_copy t;
 
 	group.ss.ss_family = AF_INET;
 	inet_pton(AF_INET, "239.77.3.4", &((struct sockaddr_in *)&group.ss)->sin_addr);
@@ -1469,7 +1475,7 @@ static const char *multicast(size_t members)
 	wr.wr.ud.remote_qkey = t.ud.qkey;
 	TRY(post(ids[members - 1]->qp, &wr));
 	TRY(expect_ok(ids[members - 1]->send_cq, 50, IBV_WC_SEND, NULL));
-	for (size_t i = 0; i + 1 < members; i++) { /* the sender itself may or may not hear it */
+	for (size_t i = 0; i + 1 < members; i++) { /* the sender may or may not receive it */
 		TRY(expect_ok(ids[i]->recv_cq, i, IBV_WC_RECV, &wc));
 		ENSURE(wc.src_qp == ids[members - 1]->qp->qp_num, "src_qp %#x", wc.src_qp);
 		TRY(same_pattern(dst[i].at + 40, 100, 4));
@@ -1483,8 +1489,8 @@ static const char *multicast(size_t members)
 	return no_wc(ids[0]->recv_cq, QUIET_MS);
 }
 
-/* Connections one after the other, through one listener. */
-static const char *again_and_again(size_t count)
+/* Sequential connections through one listener. */
+static const char *sequential(size_t count)
 {
 	struct scene s;
 
@@ -1498,7 +1504,7 @@ static const char *again_and_again(size_t count)
 	return NULL;
 }
 
-/* Devices as rdma_get_devices lists them. */
+/* The device list of rdma_get_devices. */
 static const char *devices(size_t arg)
 {
 	struct ibv_context **list;
@@ -1525,17 +1531,17 @@ static const struct test tests[] = {
 	{ "private_data_56", private_data, 56, 0, false },
 	{ "reject_0", reject, 0, 0, false },
 	{ "reject_19", reject, 19, 0, false },
-	{ "bare_client_disconnects", bare, CLIENT_DISCONNECTS, 0, false },
-	{ "bare_server_disconnects", bare, SERVER_DISCONNECTS, 0, false },
-	{ "bare_client_goes", bare, CLIENT_GOES, 0, false },
-	{ "bare_server_goes", bare, SERVER_GOES, 0, false },
-	{ "bare_client_goes_early", bare, CLIENT_GOES_EARLY, 0, false },
-	{ "bare_server_rejects", bare, SERVER_REJECTS, 0, false },
+	{ "dummy_qp_client_disconnects", bare, CLIENT_DISCONNECTS, 0, false },
+	{ "dummy_qp_server_disconnects", bare, SERVER_DISCONNECTS, 0, false },
+	{ "dummy_qp_client_destroyed", bare, CLIENT_GOES, 0, false },
+	{ "dummy_qp_server_destroyed", bare, SERVER_GOES, 0, false },
+	{ "dummy_qp_client_destroyed_early", bare, CLIENT_GOES_EARLY, 0, false },
+	{ "dummy_qp_server_rejects", bare, SERVER_REJECTS, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
-	{ "answered_with_nonsense", answered_with_nonsense, 0, 0, false },
+	{ "invalid_answer", invalid_answer, 0, 0, false },
 	{ "queue_pair_gone", queue_pair_gone, 0, 0, false },
-	{ "strangers_100", strangers, 100, 120, false },
+	{ "other_clients_100", other_clients, 100, 120, false },
 	{ "client_gives_up", client_gives_up, 0, 0, false },
 	{ "server_gives_up", server_gives_up, 0, 0, false },
 	{ "many_clients", many_clients, 16, 0, false },
@@ -1560,7 +1566,7 @@ static const struct test tests[] = {
 	{ "datagrams_accepted_without_listener", datagrams_without_listener, 1, 0, false },
 	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },
-	{ "again_and_again", again_and_again, 100, 0, false },
+	{ "sequential", sequential, 100, 0, false },
 };
 
 int main(int argc, char **argv)

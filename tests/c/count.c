@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Instructions of posting, counted by callgrind: `cargo lab count`. What the kernel does is not counted. (Receiving is
- * not counted here: whether the program's thread or the engine's does it depends on time.)
+ * Counts the instructions of posting and polling under callgrind: `cargo lab count`. The kernel is not counted.
+ * (Receiving is not counted here, because timing decides whether the program's thread or the engine's thread does it.)
  *
- * Each phase says its name and how many times it did its thing on stdout, in the order of callgrind's dumps; several
- * times, for a thread that finds nothing yet and looks again counts more: the least is what the thing takes.
+ * Each phase prints its name and its number of operations to stdout, in the order of callgrind's dumps. Each phase runs
+ * several times, because a thread that polls an empty queue adds instructions. The minimum is the cost of the
+ * operation.
  */
 #include "ends.h"
 
@@ -13,12 +14,12 @@
 #define TIMES 50u
 #define ROUNDS 20u
 
-/* Requests of a list. */
+/* Requests in a list. */
 #define LIST 16u
-/* Polls of another queue after which a request is completed. */
+/* Polls of another completion queue, after which a request is complete. */
 #define POLLS 200u
 
-/* Does a thing of `each` parts `TIMES` times, and nothing but the thing is counted. */
+/* Counts `thing`, which consists of `each` operations, `TIMES` times. `before` and `after` are not counted. */
 #define COUNTED(name, each, before, thing, after)                                                                      \
 	do {                                                                                                           \
 		for (unsigned int i_ = 0; i_ < (ROUNDS + 1) * TIMES; i_++) {                                           \
@@ -76,7 +77,7 @@ static void receive(struct pair *p, struct region *to)
 	MUST(!ibv_post_recv(p->b.qp, &wr, &bad));
 }
 
-/* Polls a queue that gets nothing more: the completions of others get into their queues. */
+/* Polls an idle queue, which moves the completions of other queues into them. */
 static void complete_others(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;
@@ -84,12 +85,12 @@ static void complete_others(struct ibv_cq *cq)
 	for (unsigned int turn = 0; turn < 2; turn++) {
 		for (unsigned int i = 0; i < POLLS; i++)
 			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
-		/* On a busy machine the acknowledgement may still be on its way. */
+		/* On a busy machine the acknowledgement may arrive later. */
 		nanosleep(&(struct timespec){ 0, 500000 }, NULL);
 	}
 }
 
-/* Has all of a list arrive and complete. */
+/* Receives and completes a whole list. */
 static void take_list(struct pair *p)
 {
 	struct ibv_wc wc;
@@ -104,7 +105,7 @@ static void receive_list(struct pair *p, struct region *to)
 		receive(p, to);
 }
 
-/* A completion that is there, and a list of requests. */
+/* Counts a poll that finds a completion, and posting a list. */
 static void count_more(struct pair *p, struct region *to, struct ibv_send_wr *wr)
 {
 	struct ibv_send_wr list[LIST], *bad;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Completion counters, which came with rdma-core 65: each completed request counts once, whether it makes a completion or
- * not. The functions are looked up with their version, since the headers that this is compiled with may be older.
+ * Completion counters of rdma-core 65: each completed request counts once, whether or not it creates a completion. The
+ * functions are looked up by name and version, because the headers at compile time may be older.
  */
 #include "ends.h"
 
@@ -94,7 +94,7 @@ static int attach_to(struct ibv_qp *qp, struct counter *c, uint32_t ops)
 	return attach(qp, c, &attr);
 }
 
-/* Waits by the counter alone, and then for a while that nothing more is counted. */
+/* Waits for the values by reading the counter only, and then checks that they do not increase further. */
 static const char *counts(struct counter *c, uint64_t done, uint64_t failed)
 {
 	uint64_t end = now_ms() + WAIT_MS, quiet = 0, got = 0, bad = 0;
@@ -112,7 +112,7 @@ static const char *counts(struct counter *c, uint64_t done, uint64_t failed)
 	return NULL;
 }
 
-/* A connected pair whose counters are attached before it is connected. */
+/* Opens a connected pair whose counters are attached before it is connected. */
 static const char *open_counted(struct pair *p, const struct want *w, struct counter *a[6], struct counter *b[6],
 				unsigned int type, uint32_t ops)
 {
@@ -139,7 +139,7 @@ static const char *open_counted(struct pair *p, const struct want *w, struct cou
 
 enum { SEND, RECV, READ, REMOTE_READ, WRITE, REMOTE_WRITE };
 
-/* Requests of each kind and with lengths from one segment to many, every third without a completion. */
+/* Requests of each opcode, of one segment to many, every third without a completion. */
 static const char *each_counts_once(size_t arg)
 {
 	static const size_t lengths[] = { 0, 8, 700, 4096, 70000 };
@@ -183,7 +183,7 @@ static const char *each_counts_once(size_t arg)
 			}
 		}
 	}
-	/* Several elements: one request here, and as many Read Requests there. */
+	/* Several elements: one request here, and as many Read Requests at the target. */
 	for (int i = 0; i < 3; i++)
 		sink[i] = sge_of(&from, (size_t)i * 100, 100);
 	struct ibv_send_wr read = rdma_wr(id++, IBV_WR_RDMA_READ, sink, 3, &to, 0);
@@ -195,13 +195,13 @@ static const char *each_counts_once(size_t arg)
 	bytes[REMOTE_READ] = bytes[READ];
 	n[REMOTE_WRITE] = n[WRITE];
 	bytes[REMOTE_WRITE] = bytes[WRITE];
-	/* An atomic has no bit. */
+	/* Atomics have no bit in the attach mask, so they are not counted at the target. */
 	sge = sge_of(&from, 0, 8);
 	struct ibv_send_wr add = atomic_wr(id, IBV_WR_ATOMIC_FETCH_AND_ADD, &sge, &to, 1, 0);
 	TRY(post(p.a.qp, &add));
 	signaled++;
 
-	/* Nobody polls a queue: reading a counter drives the device. */
+	/* No thread polls a queue: reading a counter drives the device. */
 	const uint64_t *of = type == WRS ? n : bytes;
 	TRY(counts(a[SEND], of[SEND], 0));
 	TRY(counts(a[WRITE], of[WRITE], 0));
@@ -209,14 +209,14 @@ static const char *each_counts_once(size_t arg)
 	TRY(counts(b[RECV], of[RECV], 0));
 	TRY(counts(b[REMOTE_READ], of[REMOTE_READ], 0));
 	TRY(counts(b[REMOTE_WRITE], of[REMOTE_WRITE], 0));
-	/* Each counts at its own end alone. */
+	/* Each event counts at one end only. */
 	TRY(counts(a[RECV], 0, 0));
 	TRY(counts(a[REMOTE_READ], 0, 0));
 	TRY(counts(a[REMOTE_WRITE], 0, 0));
 	TRY(counts(b[SEND], 0, 0));
 	TRY(counts(b[WRITE], 0, 0));
 	TRY(counts(b[READ], 0, 0));
-	/* The completions are those that there are without counters. */
+	/* The completions are the same as without counters. */
 	for (uint64_t i = 0; i < signaled; i++) {
 		TRY(next_wc(p.a.scq, &wc, WAIT_MS));
 		ENSURE(wc.status == IBV_WC_SUCCESS, "wr_id %llu: %s", (unsigned long long)wc.wr_id,
@@ -257,7 +257,7 @@ static const char *counted_before_polled(size_t arg)
 	return NULL;
 }
 
-/* What fails, and what is flushed, counts as errors: one for each request, in bytes too. */
+/* Failed and flushed requests count as errors, one for each request, also with counters of bytes. */
 static const char *errors(size_t arg)
 {
 	struct counter *a[6] = { 0 }, *b[6] = { 0 };
@@ -284,7 +284,7 @@ static const char *errors(size_t arg)
 	TRY(counts(a[SEND], 0, 1));
 	TRY(counts(b[RECV], 0, 5));
 	TRY(counts(b[REMOTE_WRITE], arg ? 64 : 1, 0));
-	/* The events of the refused Write, which would wait for the next test. */
+	/* Discards the asynchronous events of the refused Write, which the next test would get. */
 	struct ibv_async_event event;
 	struct pollfd events = { .fd = device->async_fd, .events = POLLIN };
 	while (poll(&events, 1, 0) == 1 && !ibv_get_async_event(device, &event))
@@ -292,7 +292,7 @@ static const char *errors(size_t arg)
 	return NULL;
 }
 
-/* What is outstanding when a queue pair is destroyed never completes. */
+/* Outstanding requests of a destroyed queue pair never complete, and do not count. */
 static const char *destroyed_is_not_an_error(size_t arg)
 {
 	struct counter *c;
@@ -311,7 +311,7 @@ static const char *destroyed_is_not_an_error(size_t arg)
 	return counts(c, 0, 0);
 }
 
-/* The kinds without a connection, and several queue pairs with one counter. */
+/* Datagram queue pairs, and one counter for several queue pairs. */
 static const char *datagrams(size_t arg)
 {
 	struct want w = { .type = IBV_QPT_UD };
@@ -329,8 +329,8 @@ static const char *datagrams(size_t arg)
 	TRY(open_end(&p.b, &w));
 	ENSURE(!attach_to(p.a.qp, sent, OP_SEND) && !attach_to(p.b.qp, sent, OP_SEND), "one counter for two queue pairs");
 	ENSURE(!attach_to(p.b.qp, received, OP_RECV), "ibv_qp_attach_comp_cntr");
-	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "what nobody sees");
-	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "what nobody sees");
+	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "a counter of remote operations on UD");
+	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "a counter of remote operations on UD");
 	TRY(connect_ends(&p.a, &p.b, &w));
 	TRY(new_region(&from, p.a.pd, 100, ALL_ACCESS));
 	TRY(new_region(&to, p.b.pd, 4096, ALL_ACCESS));
@@ -354,11 +354,11 @@ static const char *datagrams(size_t arg)
 		TRY(post(p.a.qp, &wr));
 	}
 	TRY(counts(sent, 10, 0));
-	/* As the completions have it: with the 40 bytes of a route header in front. */
+	/* As in the completions, the length includes the 40 bytes of the GRH. */
 	return counts(received, 10 * 140, 0);
 }
 
-/* Receives with success count although the queue has no room for their entries. */
+/* Successful receives count even if the completion queue has no room for them. */
 static const char *without_room(size_t arg)
 {
 	enum { MANY = 100, IGNORE_OVERRUN = 1 << 1, MASK_FLAGS = 1 << 0 };
@@ -407,7 +407,7 @@ static const char *rules(size_t arg)
 	ENSURE(caps.max_value == UINT64_MAX && caps.max_counters >= 1024 &&
 		       caps.ops == (OP_LOCAL | OP_REMOTE_READ | OP_REMOTE_WRITE),
 	       "max_value %llu, max_counters %u, ops %#x", (unsigned long long)caps.max_value, caps.max_counters, caps.ops);
-	/* A structure of an older header is shorter. */
+	/* The structure of an older header is shorter. */
 	ENSURE(!query_caps(device, &part, 12) && part.max_counters == caps.max_counters && part.ops == 77, "12 bytes");
 
 	errno = 0;
@@ -444,7 +444,7 @@ static const char *rules(size_t arg)
 	TRY(to_rts(p.a.qp, &w));
 	ENSURE(attach_to(p.a.qp, c, OP_RECV) == EINVAL, "in RTS");
 	ENSURE(destroy(c) == EBUSY && destroy(d) == EBUSY, "destroyed while attached");
-	/* It stays attached in RESET. */
+	/* In RESET the counter stays attached. */
 	TRY(to_state(p.a.qp, IBV_QPS_RESET));
 	ENSURE(destroy(c) == EBUSY, "destroyed after the reset of its queue pair");
 	ENSURE(attach_to(p.a.qp, d, OP_SEND) == EBUSY, "free after a reset");

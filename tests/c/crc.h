@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* CRC32C, for programs that make packets of their own. */
+/* CRC32C, for programs that build packets themselves. */
 #ifndef CRC_H
 #define CRC_H
 

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * UDP sockets as programs use them: `cargo lab sockets` runs this program on the kernel's sockets, and with
- * libanywarp-sockets.so and a rule that makes the datagrams messages. It must see the same. All ends are in this process, over
- * the loopback interface.
+ * UDP sockets as programs use them. `cargo lab sockets` runs this program on the kernel's sockets, and with
+ * libanywarp-sockets.so and a rule that upgrades its datagrams to messages. Both runs must give the same results. All
+ * ends are in this process and use the loopback interface.
  *
- * DATAGRAMS_HEAD is the number of bytes before the payload of a message, where they are to be messages: 44 of a Send, 40 of
- * a Write-Record. What is on the wire is read by system calls, which the library does not see.
+ * If the datagrams are to be messages, DATAGRAMS_HEAD is the number of bytes before the payload of a message: 44 for a
+ * Send, 40 for a Write-Record. The test reads what was sent by direct system calls, which the library does not
+ * intercept.
  */
 #include "check.h"
 
@@ -22,16 +23,16 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 
-#define SHORT_MS 30 /* in which nothing is to happen */
+#define SHORT_MS 30 /* time in which no event must occur */
 #define LONG_MS 5000
-#define TAIL 4      /* behind the payload of a message: the CRC */
-#define MOST 65507  /* payload of the longest datagram of IPv4 */
+#define TAIL 4      /* bytes after the payload of a message: the CRC */
+#define MOST 65507  /* the longest payload of a datagram over IPv4 */
 
 static char big[1 << 17], got[1 << 17];
 
 static int close_fd(void *p)
 {
-	close((int)(intptr_t)p); /* a test may have closed it */
+	close((int)(intptr_t)p); /* the test may have closed it */
 	return 0;
 }
 
@@ -87,7 +88,7 @@ static const char *own_name(int fd, struct at *at)
 	return NULL;
 }
 
-/* A socket at a port of the loopback address, and its address. */
+/* Creates a socket at a port of the loopback address. Sets its address. */
 static const char *bound(int *fd, struct at *at, int family)
 {
 	TRY(made(fd, family));
@@ -96,7 +97,7 @@ static const char *bound(int *fd, struct at *at, int family)
 	return own_name(*fd, at);
 }
 
-/* A server, and a client that sends to it without being bound. */
+/* A bound server, and a client that sends to it without being bound. */
 struct ends {
 	int client, server;
 	struct at at;
@@ -148,12 +149,12 @@ static const char *nothing(int fd)
 {
 	ssize_t n = recv(fd, got, sizeof got, MSG_DONTWAIT);
 
-	ENSURE(n < 0 && errno == EAGAIN, "recv of nothing: %zd %s", n, n < 0 ? strerror(errno) : "");
+	ENSURE(n < 0 && errno == EAGAIN, "recv without a datagram: %zd %s", n, n < 0 ? strerror(errno) : "");
 	return NULL;
 }
 
-/* Bytes of the next datagram as the kernel has it. */
-static long on_wire(int fd)
+/* The length of the next datagram as the kernel received it. */
+static long raw_length(int fd)
 {
 	return syscall(SYS_recvfrom, fd, got, sizeof got, MSG_PEEK, NULL, NULL);
 }
@@ -170,8 +171,8 @@ static const char *send_kind(int fd, const char *text, const struct at *at, int 
 	long n, expected = (long)(strlen(text) + head + (head ? TAIL : 0));
 
 	TRY(text_to(fd, text, at));
-	n = on_wire(into);
-	ENSURE(n == expected, "%ld bytes on the wire, expected %ld", n, expected);
+	n = raw_length(into);
+	ENSURE(n == expected, "%ld bytes received, expected %ld", n, expected);
 	return takes(into, text);
 }
 
@@ -190,8 +191,8 @@ static const char *is_upgraded(size_t family)
 	TRY(send_kind(e.server, "answer", &from, e.client, true));
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
 	ENSURE(write(e.client, "word", 4) == 4, "write: %s", strerror(errno));
-	n = on_wire(e.server);
-	ENSURE((n > 4) == (head_of_messages() > 0), "%ld bytes on the wire by write", n);
+	n = raw_length(e.server);
+	ENSURE((n > 4) == (head_of_messages() > 0), "%ld bytes received by write", n);
 	return takes(e.server, "word");
 }
 
@@ -214,7 +215,7 @@ static const char *sources(size_t family)
 	at = loopback((int)family);
 	*port_of(&at) = *port_of(&from);
 	TRY(same_address(&at, &from));
-	/* By recvmsg, and cut off. */
+	/* With recvmsg, and truncated. */
 	TRY(text_to(e.client, "two", &e.at));
 	m.msg_iov = &part;
 	m.msg_iovlen = 1;
@@ -234,7 +235,7 @@ static const char *sources(size_t family)
 	return same_address(&at, &peer);
 }
 
-/* A socket of IPv6 that talks to one of IPv4. */
+/* A socket of IPv6 that sends to one of IPv4. */
 static const char *mapped(size_t arg)
 {
 	struct sockaddr_in6 to = { .sin6_family = AF_INET6 };
@@ -286,7 +287,7 @@ static const char *packet_info(size_t arg)
 	}
 	ENSURE(ntohl(info.ipi_addr.s_addr) == 0x7f000009 && info.ipi_ifindex == 1, "IP_PKTINFO: %x", ntohl(info.ipi_addr.s_addr));
 	ENSURE(tos == 0x10, "IP_TOS: %d", tos);
-	/* An answer from the address that was asked. */
+	/* A reply from the address that the request was sent to. */
 	m.msg_controllen = CMSG_SPACE(sizeof info);
 	m.msg_name = &from.addr;
 	TRY(own_name(client, &from));
@@ -298,7 +299,7 @@ static const char *packet_info(size_t arg)
 	info = (struct in_pktinfo){ .ipi_spec_dst.s_addr = htonl(0x7f000009) };
 	memcpy(CMSG_DATA(c), &info, sizeof info);
 	ENSURE(sendmsg(server, &m, 0) == 5, "sendmsg: %s", strerror(errno));
-	ENSURE((on_wire(client) > 5) == (head_of_messages() > 0), "the answer on the wire");
+	ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the reply as received");
 	TRY(takes_from(client, "where", &from));
 	return same_address(&from, &at);
 }
@@ -325,7 +326,10 @@ static const char *sizes(size_t family)
 	return nothing(e.server);
 }
 
-/* A datagram that must not be fragmented, as long as the path takes it, and one byte more; with reports of errors. */
+/*
+ * A datagram that must not be fragmented, with the longest payload of the path and with one byte more, with and without
+ * IP_RECVERR.
+ */
 static const char *path(size_t reports)
 {
 	int mtu = 0, on = IP_PMTUDISC_DO, report = (int)reports;
@@ -340,7 +344,7 @@ static const char *path(size_t reports)
 	ENSURE(!getsockopt(e.client, IPPROTO_IP, IP_MTU, &mtu, &len), "IP_MTU: %s", strerror(errno));
 	size_t most = (size_t)mtu - 28 < MOST ? (size_t)mtu - 28 : MOST;
 	ENSURE(send(e.client, big, most, 0) == (ssize_t)most, "send of %zu: %s", most, strerror(errno));
-	ENSURE(recvmsg(e.client, &m, MSG_ERRQUEUE) < 0 && errno == EAGAIN, "a report of what was sent");
+	ENSURE(recvmsg(e.client, &m, MSG_ERRQUEUE) < 0 && errno == EAGAIN, "an error report for a datagram that was sent");
 	ENSURE(send(e.client, big, most + 1, 0) < 0 && errno == EMSGSIZE, "send of one more: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == (ssize_t)most, "recv: %s", strerror(errno));
 	return nothing(e.server);
@@ -388,24 +392,24 @@ static const char *empty(size_t arg)
 	(void)arg;
 	TRY(both(&e));
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
-	/* An empty datagram is one. */
+	/* An empty datagram is delivered. */
 	ENSURE(send(e.client, "", 0, 0) == 0, "send: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == 0, "recv: %s", strerror(errno));
 	ENSURE(write(e.client, "", 0) == 0, "write: %s", strerror(errno));
-	ENSURE(recv(e.server, got, sizeof got, MSG_DONTWAIT) == 0, "write of nothing: %s", strerror(errno));
+	ENSURE(recv(e.server, got, sizeof got, MSG_DONTWAIT) == 0, "write of 0 bytes: %s", strerror(errno));
 	ENSURE(writev(e.client, &none, 1) == 0, "writev: %s", strerror(errno));
 	TRY(nothing(e.server));
-	/* Reading nothing by read takes nothing, by recv it takes a datagram. */
+	/* A read(2) of 0 bytes consumes no datagram; a recv(2) of 0 bytes does. */
 	TRY(text_to(e.client, "one", &e.at));
-	ENSURE(read(e.server, got, 0) == 0, "read of nothing: %s", strerror(errno));
-	ENSURE(readv(e.server, &none, 1) == 0, "readv of nothing: %s", strerror(errno));
+	ENSURE(read(e.server, got, 0) == 0, "read of 0 bytes: %s", strerror(errno));
+	ENSURE(readv(e.server, &none, 1) == 0, "readv of 0 bytes: %s", strerror(errno));
 	TRY(takes(e.server, "one"));
 	TRY(text_to(e.client, "two", &e.at));
-	ENSURE(recv(e.server, NULL, 0, 0) == 0, "recv of nothing: %s", strerror(errno));
+	ENSURE(recv(e.server, NULL, 0, 0) == 0, "recv of 0 bytes: %s", strerror(errno));
 	return nothing(e.server);
 }
 
-static const char *waiting_bytes(size_t arg)
+static const char *bytes_available(size_t arg)
 {
 	struct ends e;
 	int n = -1;
@@ -443,7 +447,7 @@ static const char *lists(size_t arg)
 	memset(out, 0, sizeof out);
 	memset(in, 0, sizeof in);
 	for (size_t i = 0; i < 4; i++) {
-		/* In two pieces. */
+		/* Each datagram is in two pieces. */
 		parts[2 * i] = (struct iovec){ texts[i], 2 };
 		parts[2 * i + 1] = (struct iovec){ texts[i] + 2, strlen(texts[i]) - 2 };
 		out[i].msg_hdr = (struct msghdr){ .msg_iov = &parts[2 * i], .msg_iovlen = 2, .msg_name = name(&e.at), .msg_namelen = e.at.len };
@@ -456,11 +460,11 @@ static const char *lists(size_t arg)
 	ENSURE(recvmmsg(e.server, in, 4, 0, NULL) == 4, "recvmmsg: %s", strerror(errno));
 	for (size_t i = 0; i < 4; i++)
 		ENSURE(in[i].msg_len == strlen(texts[i]) && !memcmp(buf[i], texts[i], in[i].msg_len), "datagram %zu", i);
-	/* What is there after the first. */
+	/* The datagrams that have arrived already are returned with the first. */
 	ENSURE(sendmmsg(e.client, out, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, MSG_WAITFORONE, NULL) == 2, "MSG_WAITFORONE: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, MSG_DONTWAIT, NULL) < 0 && errno == EAGAIN, "MSG_DONTWAIT: %s", strerror(errno));
-	/* Buffers that are too short. */
+	/* The buffers are too short. */
 	into[0].iov_len = 2;
 	into[1].iov_len = 3;
 	ENSURE(sendmmsg(e.client, out, 4, 0) == 4, "sendmmsg: %s", strerror(errno));
@@ -476,18 +480,21 @@ static const char *lists(size_t arg)
 	ENSURE(recvmmsg(e.server, in, 1, MSG_TRUNC, NULL) == 1, "MSG_TRUNC: %s", strerror(errno));
 	ENSURE(in[0].msg_len == 9000 && in[0].msg_hdr.msg_flags == MSG_TRUNC && !memcmp(buf[0], "ab", 2), "a long one: %u", in[0].msg_len);
 	into[0].iov_len = into[1].iov_len = sizeof buf[0];
-	/* The time is looked at after each datagram. */
+	/* recvmmsg checks the time after each datagram. */
 	ENSURE(sendmmsg(e.client, out, 4, 0) == 4, "sendmmsg: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, 0, &soon) == 1, "recvmmsg with no time: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 3, 0, NULL) == 3, "recvmmsg: %s", strerror(errno));
-	/* The second cannot be sent. */
+	/* The second datagram has no address. */
 	out[1].msg_hdr.msg_name = NULL;
 	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg with a wrong one");
 	ENSURE(sendmmsg(e.client, out + 1, 1, 0) < 0 && errno == EDESTADDRREQ, "sendmmsg without address: %s", strerror(errno));
 	return takes(e.server, "one");
 }
 
-/* A list of datagrams to several receivers, of which some do not have the library, and some datagrams are no messages. */
+/*
+ * A list of datagrams to several receivers. Some receivers do not use the library, and one datagram is too long for a
+ * message.
+ */
 static const char *mixed_list(size_t arg)
 {
 	struct mmsghdr out[5];
@@ -514,8 +521,8 @@ static const char *mixed_list(size_t arg)
 	ENSURE(sendmmsg(e.client, out, 5, 0) == 5, "sendmmsg: %s", strerror(errno));
 	for (size_t i = 0; i < COUNT(out); i++)
 		ENSURE(out[i].msg_len == parts[i].iov_len, "datagram %zu: %u bytes sent", i, out[i].msg_len);
-	n = on_wire(e.server);
-	ENSURE((n > 10) == (head_of_messages() > 0), "%ld bytes on the wire", n);
+	n = raw_length(e.server);
+	ENSURE((n > 10) == (head_of_messages() > 0), "%ld bytes received", n);
 	for (size_t i = 0; i < COUNT(out); i++) {
 		int fd = i % 2 ? plain : e.server;
 
@@ -528,7 +535,7 @@ static const char *mixed_list(size_t arg)
 
 /* ---------------------------------------------------------------- waits */
 
-static const char *waits_not(size_t arg)
+static const char *nonblocking(size_t arg)
 {
 	struct timeval t = { 0, SHORT_MS * 1000 };
 	struct ends e;
@@ -568,7 +575,7 @@ static const char *ready(size_t arg)
 	p.fd = e.server;
 	ENSURE(poll(&p, 1, 0) == 1 && p.revents == POLLOUT, "poll: %x", (unsigned int)p.revents);
 	p.events = POLLIN;
-	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll of nothing");
+	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll without a datagram");
 	ENSURE(!pthread_create(&thread, NULL, send_later, &e), "pthread_create");
 	ENSURE(poll(&p, 1, LONG_MS) == 1 && p.revents == POLLIN, "poll: %x", (unsigned int)p.revents);
 	ENSURE(poll(&p, 1, 0) == 1, "poll again");
@@ -593,7 +600,7 @@ static const char *sets(size_t flags)
 	keep(close_fd, (void *)(intptr_t)set, "set");
 	TRY(both(&e));
 	ENSURE(!epoll_ctl(set, EPOLL_CTL_ADD, e.server, &ev), "epoll_ctl: %s", strerror(errno));
-	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "an event of nothing");
+	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "an event without a datagram");
 	TRY(text_to(e.client, "one", &e.at));
 	ENSURE(epoll_wait(set, out, 2, LONG_MS) == 1 && out[0].events == EPOLLIN && out[0].data.u64 == 7, "the first event");
 	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "the event again");
@@ -626,18 +633,18 @@ static const char *connections(size_t arg)
 	TRY(own_name(e.client, &at));
 	ENSURE(send(e.client, "one", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(e.server, "one"));
-	/* Only the peer's datagrams come. */
+	/* A connected socket receives datagrams of its peer only. */
 	TRY(text_to(other, "stranger", &at));
 	TRY(text_to(e.server, "peer", &at));
 	TRY(takes(e.client, "peer"));
 	TRY(nothing(e.client));
-	/* To another address all the same. */
+	/* A connected socket can still send to another address. */
 	TRY(send_kind(e.client, "elsewhere", &other_at, other, true));
-	/* The peer changes. */
+	/* A second connect changes the peer. */
 	ENSURE(!connect(e.client, name(&other_at), other_at.len), "connect again: %s", strerror(errno));
 	ENSURE(send(e.client, "two", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(other, "two"));
-	/* And ends. */
+	/* AF_UNSPEC removes the peer. */
 	ENSURE(!connect(e.client, &none, sizeof none), "AF_UNSPEC: %s", strerror(errno));
 	ENSURE(send(e.client, "x", 1, 0) < 0 && errno == EDESTADDRREQ, "send after AF_UNSPEC: %s", strerror(errno));
 	TRY(send_kind(e.client, "three", &e.at, e.server, true));
@@ -660,18 +667,18 @@ static const char *refused(size_t arg)
 	ENSURE(send(e.client, "one", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(e.server, "one"));
 	close(e.server);
-	ENSURE(send(e.client, "two", 3, 0) == 3, "send to nobody: %s", strerror(errno));
+	ENSURE(send(e.client, "two", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
-	ENSURE(send(e.client, "three", 5, 0) == 5, "send to nobody: %s", strerror(errno));
+	ENSURE(send(e.client, "three", 5, 0) == 5, "send to a closed port: %s", strerror(errno));
 	ENSURE(send(e.client, "four", 4, 0) < 0 && errno == ECONNREFUSED, "send: %s", strerror(errno));
-	ENSURE(send(e.client, "five", 4, 0) == 4, "send to nobody: %s", strerror(errno));
+	ENSURE(send(e.client, "five", 4, 0) == 4, "send to a closed port: %s", strerror(errno));
 	p.fd = e.client;
 	ENSURE(poll(&p, 1, LONG_MS) == 1 && (p.revents & POLLERR), "poll: %x", (unsigned int)p.revents);
 	ENSURE(!getsockopt(e.client, SOL_SOCKET, SO_ERROR, &error, &len) && error == ECONNREFUSED, "SO_ERROR: %d", error);
 	return nothing(e.client);
 }
 
-/* The datagram that an error is about. */
+/* MSG_ERRQUEUE returns the datagram that caused the error. */
 static const char *errors(size_t arg)
 {
 	char control[512];
@@ -698,7 +705,7 @@ static const char *errors(size_t arg)
 		if (c->cmsg_type == IP_RECVERR)
 			why = (struct sock_extended_err *)CMSG_DATA(c);
 	ENSURE(why && why->ee_errno == ECONNREFUSED, "no reason");
-	/* By a list, and cut off: the length of the datagram is not said. */
+	/* With a list, and truncated: the full length of the datagram is not reported. */
 	TRY(text_to(e.client, "another", &e.at));
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
 	ENSURE(recvmmsg(e.client, list, 2, MSG_ERRQUEUE, NULL) == 1, "recvmmsg: %s", strerror(errno));
@@ -727,7 +734,7 @@ static const char *shut(size_t arg)
 	return nothing(e.server);
 }
 
-/* ---------------------------------------------------------------- what stays plain */
+/* ---------------------------------------------------------------- datagrams that are not upgraded */
 
 static const char *groups(size_t arg)
 {
@@ -751,7 +758,7 @@ static const char *groups(size_t arg)
 	return takes(members[1], "to all");
 }
 
-static const char *put_together(size_t arg)
+static const char *corked(size_t arg)
 {
 	struct iovec parts[2] = { { "seven", 5 }, { "eight", 5 } };
 	struct mmsghdr list[2] = { { .msg_hdr = { .msg_iov = &parts[0], .msg_iovlen = 1 } },
@@ -767,13 +774,13 @@ static const char *put_together(size_t arg)
 	ENSURE(send(e.client, "three", 5, 0) == 5, "send: %s", strerror(errno));
 	TRY(takes(e.server, "one two three"));
 	TRY(send_kind(e.client, "alone", &e.at, e.server, true));
-	/* The first of a list belongs to what is there. */
+	/* The first datagram of a list completes the pending data. */
 	ENSURE(send(e.client, "six ", 4, MSG_MORE) == 4, "MSG_MORE: %s", strerror(errno));
 	ENSURE(sendmmsg(e.client, list, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
 	TRY(takes(e.server, "six seven"));
 	TRY(takes(e.server, "eight"));
 	TRY(send_kind(e.client, "alone", &e.at, e.server, true));
-	/* A call that fails sends nothing of it. */
+	/* A call that fails does not add its data. */
 	ENSURE(send(e.client, "nine ", 5, MSG_MORE) == 5, "MSG_MORE: %s", strerror(errno));
 	ENSURE(send(e.client, big, 65536, 0) < 0 && errno == EMSGSIZE, "too much: %s", strerror(errno));
 	ENSURE(send(e.client, "ten", 3, 0) == 3, "send: %s", strerror(errno));
@@ -787,7 +794,7 @@ static const char *put_together(size_t arg)
 	return send_kind(e.client, "alone", &e.at, e.server, true);
 }
 
-static const char *taken_apart(size_t arg)
+static const char *segmented(size_t arg)
 {
 	char control[CMSG_SPACE(sizeof(uint16_t))] = { 0 };
 	struct iovec part = { "abcdefgh", 8 };
@@ -814,10 +821,10 @@ static const char *taken_apart(size_t arg)
 	return takes(e.server, "fgh");
 }
 
-/* Datagrams of programs without the library, and some that look like messages. */
-static const char *strangers(size_t arg)
+/* Datagrams of a program without the library, some of which look like messages. */
+static const char *plain_peers(size_t arg)
 {
-	/* A Send of "hello" for another queue pair, from the vectors of the protocol. */
+	/* A Send of "hello" for another queue pair, from docs/datagram-iwarp-vectors.md. */
 	static const unsigned char vector[] = { 0xdc, 0x10, 0x12, 0x34, 0x11, 0x11, 0x11, 0x11, 0, 0, 0, 1, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 3,
 						7, 0, 0, 0x41, 0x43, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 'h', 'e', 'l', 'l',
 						'o', 0x46, 0xb8, 0x3b, 0xd7 };
@@ -828,7 +835,7 @@ static const char *strangers(size_t arg)
 
 	(void)arg;
 	TRY(both(&e));
-	/* A program without the library: its socket is made by a system call. */
+	/* The socket is created by a direct system call, as if by a program without the library. */
 	plain = (int)syscall(SYS_socket, AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
 	ENSURE(plain >= 0, "socket: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)plain, "descriptor");
@@ -841,22 +848,22 @@ static const char *strangers(size_t arg)
 	TRY(send_kind(e.server, "plain too", &from, plain, false));
 	ENSURE(syscall(SYS_sendto, plain, vector, sizeof vector, 0, name(&e.at), e.at.len) == sizeof vector, "sendto");
 	ENSURE(recv(e.server, got, sizeof got, 0) == sizeof vector && !memcmp(got, vector, sizeof vector), "another's message");
-	/* A message with a bit flipped, by the library itself. */
+	/* A message that the library has sent, with one bit changed. */
 	TRY(text_to(e.client, "message", &e.at));
-	wire = on_wire(e.server);
+	wire = raw_length(e.server);
 	memcpy(big, got, (size_t)wire);
 	TRY(takes(e.server, "message"));
 	for (long bit = 0; bit < wire * 8; bit++) {
 		big[bit / 8] ^= (char)(1 << bit % 8);
 		ENSURE(syscall(SYS_sendto, plain, big, wire, 0, name(&e.at), e.at.len) == wire, "sendto: %s", strerror(errno));
 		ENSURE(recv(e.server, got, sizeof got, 0) == wire && !memcmp(got, big, (size_t)wire),
-		       "bit %ld: a damaged message is not delivered as it came", bit);
+		       "bit %ld: a damaged message is not delivered unchanged", bit);
 		big[bit / 8] ^= (char)(1 << bit % 8);
 	}
 	return nothing(e.server);
 }
 
-/* Another program gets the port: it gets plain datagrams soon after. */
+/* A program without the library binds the same port. It soon gets plain datagrams. */
 static const char *replaced(size_t arg)
 {
 	struct ends e;
@@ -914,7 +921,7 @@ static const char *forked(size_t arg)
 	}
 	TRY(takes(e.client, "answer"));
 	ENSURE(waitpid(child, &status, 0) == child && !status, "the child failed");
-	/* Both go on with it. */
+	/* Parent and child both still use the socket. */
 	TRY(send_kind(e.client, "more", &e.at, e.server, true));
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
@@ -927,8 +934,8 @@ static const char *forked(size_t arg)
 	return send_kind(e.client, "the last", &e.at, e.server, true);
 }
 
-/* The descriptor goes to a program without the library, as this one is when it uses system calls. */
-static const char *handed(size_t arg)
+/* The descriptor is passed to a program without the library. Direct system calls play this role here. */
+static const char *passed(size_t arg)
 {
 	char control[CMSG_SPACE(sizeof(int))] = { 0 };
 	struct iovec part = { "x", 1 };
@@ -947,7 +954,7 @@ static const char *handed(size_t arg)
 	ENSURE(sendmsg(pair[0], &m, 0) == 1, "sendmsg: %s", strerror(errno));
 	close(pair[0]);
 	close(pair[1]);
-	/* What was there already is still understood here. */
+	/* A message that has already arrived is still decoded here. */
 	TRY(takes(e.server, "before"));
 	sleep_ms(300);
 	return send_kind(e.client, "two", &e.at, e.server, false);
@@ -1017,7 +1024,7 @@ static const char *many_threads(size_t arg)
 		ENSURE(!w[i].error, "%s", w[i].error);
 		taken += w[i].taken;
 	}
-	/* The kernel drops some when the readers are late. */
+	/* The kernel drops some datagrams if the readers are late. */
 	ENSURE(taken > EACH / 2, "%zu of %u datagrams", taken, THREADS * EACH);
 	return NULL;
 }
@@ -1089,7 +1096,7 @@ static const char *interrupted(size_t arg)
 	return takes(e.server, "after");
 }
 
-/* More than the socket's buffer takes is dropped, and what is left is whole. */
+/* Datagrams that exceed the socket's buffer are dropped, and the others are complete. */
 static const char *overflow(size_t arg)
 {
 	struct ends e;
@@ -1108,7 +1115,7 @@ static const char *overflow(size_t arg)
 	return takes(e.server, "after");
 }
 
-/* A server that has a socket for each client, at the same port. */
+/* A server with one socket for each client, all at one port. */
 static const char *one_port(size_t arg)
 {
 	struct at at, from;
@@ -1136,7 +1143,7 @@ static const char *one_port(size_t arg)
 	return send_kind(client, "again", &at, child, true);
 }
 
-/* A program with many sockets has descriptors left. */
+/* A program with many sockets still has free descriptors. */
 static const char *many_sockets(size_t arg)
 {
 	struct rlimit limit = { 256, 256 };
@@ -1160,7 +1167,7 @@ static const char *many_sockets(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- calls that are under way, or wrong */
+/* ---------------------------------------------------------------- concurrent and invalid calls */
 
 static void *take_early(void *arg)
 {
@@ -1171,7 +1178,7 @@ static void *take_early(void *arg)
 	return (void *)(n == 6 && !memcmp(buf, "answer", 6) ? NULL : because("the early reader got %zd bytes", n));
 }
 
-/* A thread waits for a datagram before the socket has sent anything, and has a port. */
+/* A thread waits for a datagram on a socket that has not sent anything yet, and therefore has no port. */
 static const char *early_reader(size_t arg)
 {
 	struct ends e;
@@ -1191,7 +1198,7 @@ static const char *early_reader(size_t arg)
 	return NULL;
 }
 
-/* A call that succeeds leaves errno alone. */
+/* A call that succeeds does not change errno. */
 static const char *no_error(size_t arg)
 {
 	struct ends e;
@@ -1207,8 +1214,8 @@ static const char *no_error(size_t arg)
 	return NULL;
 }
 
-/* The program puts a listener in the place of each descriptor above its own, as if it had none there. */
-static const char *taken_place(size_t arg)
+/* The program replaces the library's own descriptors, which it does not know, with a listener. */
+static const char *descriptors_replaced(size_t arg)
 {
 	struct at at = loopback(AF_INET);
 	int listener, stream, accepted;
@@ -1235,8 +1242,8 @@ static const char *taken_place(size_t arg)
 	return NULL;
 }
 
-/* Asking how much there is leaves an error where it is. */
-static const char *waiting_error(size_t arg)
+/* FIONREAD does not consume a pending error. */
+static const char *pending_error(size_t arg)
 {
 	struct ends e;
 	struct at at;
@@ -1249,18 +1256,18 @@ static const char *waiting_error(size_t arg)
 	TRY(own_name(e.client, &at));
 	TRY(text_to(e.server, "hello", &at));
 	close(e.server);
-	ENSURE(send(e.client, "one", 3, 0) == 3, "send to nobody: %s", strerror(errno));
+	ENSURE(send(e.client, "one", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n >= 5, "FIONREAD: %d", n);
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 5, "FIONREAD: %d", n);
 	TRY(takes(e.client, "hello"));
-	ENSURE(send(e.client, "two", 3, 0) == 3, "send to nobody: %s", strerror(errno));
+	ENSURE(send(e.client, "two", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 0, "FIONREAD: %d", n);
 	ENSURE(!getsockopt(e.client, SOL_SOCKET, SO_ERROR, &error, &len) && error == ECONNREFUSED, "SO_ERROR: %d", error);
 	return NULL;
 }
 
-static const char *wrong_buffers(size_t arg)
+static const char *invalid_buffers(size_t arg)
 {
 	struct iovec one = { big, 1 };
 	struct msghdr m = { .msg_iov = &one, .msg_iovlen = (size_t)1 << 40 };
@@ -1285,8 +1292,8 @@ static const char *wrong_buffers(size_t arg)
 	return takes(e.server, "after");
 }
 
-/* A socket that has sent nothing, in a process without others, goes to another program. */
-static const char *handed_early(size_t arg)
+/* A socket that has sent nothing, in a process without other sockets, is passed to another program. */
+static const char *passed_unused(size_t arg)
 {
 	char control[CMSG_SPACE(sizeof(int))] = { 0 };
 	struct iovec part = { "x", 1 };
@@ -1307,8 +1314,8 @@ static const char *handed_early(size_t arg)
 	return send_kind(e.client, "plain", &e.at, e.server, false);
 }
 
-/* A child of vfork runs a program, and its parent's sockets stay what they are: also the one that is standard input. */
-static const char *visited(size_t arg)
+/* A child of vfork executes a program. The parent's sockets stay upgraded, including the one that is standard input. */
+static const char *vfork_child(size_t arg)
 {
 	char *const command[] = { "true", NULL };
 	struct ends e;
@@ -1329,7 +1336,7 @@ static const char *visited(size_t arg)
 	return send_kind(e.client, "two", &e.at, STDIN_FILENO, true);
 }
 
-/* Programs with and without the library have one port, for IPv6 and for IPv4. */
+/* Programs with and without the library use the same port number, one with IPv6 and one with IPv4. */
 static const char *v6_only(size_t arg)
 {
 	struct at at = loopback(AF_INET6), plain_at = loopback(AF_INET);
@@ -1353,7 +1360,7 @@ static const char *v6_only(size_t arg)
 	return send_kind(client, "message", &at, server, true);
 }
 
-/* All hosts of a network need not understand the same. */
+/* Broadcasts are plain datagrams, because some hosts of the network may not use the library. */
 static const char *broadcast(size_t arg)
 {
 	struct at at = loopback(AF_INET);
@@ -1386,10 +1393,10 @@ static const struct test tests[] = {
 	{ "path_reports", path, 1, 0, false },
 	{ "cut_off", cut_off, 0, 0, false },
 	{ "empty", empty, 0, 0, false },
-	{ "waiting_bytes", waiting_bytes, 0, 0, false },
+	{ "bytes_available", bytes_available, 0, 0, false },
 	{ "lists", lists, 0, 0, false },
 	{ "mixed_list", mixed_list, 0, 0, false },
-	{ "waits_not", waits_not, 0, 0, false },
+	{ "nonblocking", nonblocking, 0, 0, false },
 	{ "ready", ready, 0, 0, false },
 	{ "level", sets, 0, 0, false },
 	{ "edge", sets, EPOLLET, 0, false },
@@ -1399,25 +1406,25 @@ static const struct test tests[] = {
 	{ "errors", errors, 0, 0, false },
 	{ "shut", shut, 0, 0, false },
 	{ "groups", groups, 0, 0, false },
-	{ "put_together", put_together, 0, 0, false },
-	{ "taken_apart", taken_apart, 0, 0, false },
-	{ "strangers", strangers, 0, 0, false },
+	{ "corked", corked, 0, 0, false },
+	{ "segmented", segmented, 0, 0, false },
+	{ "plain_peers", plain_peers, 0, 0, false },
 	{ "replaced", replaced, 0, 0, false },
 	{ "copies", copies, 0, 0, false },
 	{ "forked", forked, 0, 0, false },
-	{ "handed", handed, 0, 0, false },
+	{ "passed", passed, 0, 0, false },
 	{ "many_threads", many_threads, 0, 0, false },
 	{ "cancelled", cancelled, 0, 0, false },
 	{ "interrupted", interrupted, 0, 0, false },
 	{ "overflow", overflow, 0, 0, false },
 	{ "one_port", one_port, 0, 0, false },
 	{ "early_reader", early_reader, 0, 5, true },
-	{ "no_error", no_error, 0, 0, false },
-	{ "taken_place", taken_place, 0, 0, true },
-	{ "waiting_error", waiting_error, 0, 0, false },
-	{ "wrong_buffers", wrong_buffers, 0, 0, true },
-	{ "handed_early", handed_early, 0, 0, true },
-	{ "visited", visited, 0, 0, true },
+	{ "errno_unchanged", no_error, 0, 0, false },
+	{ "descriptors_replaced", descriptors_replaced, 0, 0, true },
+	{ "pending_error", pending_error, 0, 0, false },
+	{ "invalid_buffers", invalid_buffers, 0, 0, true },
+	{ "passed_unused", passed_unused, 0, 0, true },
+	{ "vfork_child", vfork_child, 0, 0, true },
 	{ "v6_only", v6_only, 0, 0, false },
 	{ "broadcast", broadcast, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, true },

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Datagram queue pairs with every operation that their kind has, as <infiniband/anywarpdv.h> offers them. The functions
- * are found by name, so that a program links with any libibverbs.
+ * Datagram queue pairs of <infiniband/anywarpdv.h> with all operations that their type supports. The functions are
+ * looked up by name, so that a program links with any libibverbs.
  */
 #ifndef ANYWARP_TESTS_DGRAMS_H
 #define ANYWARP_TESTS_DGRAMS_H
@@ -63,10 +63,10 @@ struct dgram {
 	struct ibv_cq *scq, *rcq;
 	struct ibv_qp *qp;
 	struct ibv_qp_ex *ex;
-	struct ibv_ah *ah; /* to this very host */
+	struct ibv_ah *ah; /* addresses this host */
 };
 
-/* A queue pair in RTS on the given completion queues, with every operation that its kind has. */
+/* Creates a queue pair on the given completion queues, enables all operations of its type, and moves it to RTS. */
 UNUSED static const char *open_dgram_on(struct dgram *d, const struct anywarpdv_qp_init_attr *dv, struct ibv_cq *scq,
 					struct ibv_cq *rcq)
 {
@@ -106,7 +106,7 @@ UNUSED static const char *open_dgram_on(struct dgram *d, const struct anywarpdv_
 	return NULL;
 }
 
-/* The same with completion queues of its own. */
+/* As open_dgram_on, with two new completion queues. */
 UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_init_attr *dv)
 {
 	struct ibv_cq *scq = new_cq(512, NULL), *rcq = new_cq(512, NULL);
@@ -116,13 +116,13 @@ UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_
 
 enum what { SEND, WRITE, WRITE_IMM, READ };
 
-/* Memory of a peer. */
+/* The key and address of a peer's memory. */
 struct there {
 	uint32_t rkey;
 	uint64_t at;
 };
 
-/* Posts one request of `a` to queue pair `qpn` of this host. */
+/* Posts one request on `a` to queue pair `qpn` of this host. */
 UNUSED static const char *request_to(struct dgram *a, uint32_t qpn, enum what what, uint64_t id, const struct region *mine,
 				     size_t len, struct there to)
 {
@@ -144,7 +144,7 @@ UNUSED static const char *request_to(struct dgram *a, uint32_t qpn, enum what wh
 	return NULL;
 }
 
-/* Posts a request to a queue pair of this process. */
+/* Posts one request on `a` to queue pair `b` of this process. */
 UNUSED static const char *request(struct dgram *a, const struct dgram *b, enum what what, uint64_t id,
 				  const struct region *mine, size_t len, const struct region *theirs)
 {
@@ -160,8 +160,8 @@ UNUSED static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status 
 	struct ibv_wc wc;
 
 	ENSURE(poll_cq_for(d->scq, 1, &wc, (int)WAIT_MS) == 1, "request %llu does not complete", (unsigned long long)id);
-	ENSURE(wc.wr_id == id, "completion of %llu", (unsigned long long)wc.wr_id);
-	ENSURE(wc.status == status, "%llu: %s", (unsigned long long)id, ibv_wc_status_str(wc.status));
+	ENSURE(wc.wr_id == id, "completion of request %llu", (unsigned long long)wc.wr_id);
+	ENSURE(wc.status == status, "request %llu: %s", (unsigned long long)id, ibv_wc_status_str(wc.status));
 	return NULL;
 }
 

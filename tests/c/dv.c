@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* <infiniband/anywarpdv.h>: Write-Record, Read and reliable datagrams as a program uses them. */
+/* <infiniband/anywarpdv.h>: Write-Record, Read and reliable datagrams of one program. */
 #include "dgrams.h"
 
 #include "crc.h"
@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-/* ---------------------------------------------------------------- what is exported */
+/* ---------------------------------------------------------------- exported functions */
 
 static const char *refused(size_t arg)
 {
@@ -54,7 +54,7 @@ static const char *refused(size_t arg)
 	return NULL;
 }
 
-/* A queue pair at a port that is chosen has the number that follows from it, and no other may have that. */
+/* A chosen UDP port determines the number of the queue pair. A second queue pair cannot use the same port. */
 static const char *chosen_port(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -122,30 +122,30 @@ static const char *write_record(size_t arg)
 		ENSURE(what != WRITE_IMM || record.imm_data == htonl(0x01020304), "immediate 0x%x", record.imm_data);
 		ENSURE(!lens[i] || record.base == (uintptr_t)theirs.at, "base");
 		ENSURE(!lens[i] || record.rkey == theirs.mr->rkey, "rkey");
-		ENSURE(record.map == 0, "a map that is not needed");
+		ENSURE(record.map == 0, "a map for a complete record");
 		ENSURE(!memcmp(theirs.at, mine.at, lens[i]), "bytes differ");
 		TRY(guards_untouched(&theirs));
 		TRY(done(&a, i, IBV_WC_SUCCESS));
 	}
 	errno = 0;
 	ENSURE(poll_records(b.qp, 1, &(struct anywarpdv_record){ 0 }, sizeof record, 0) == 0, "one record too many");
-	/* A record without a map has one range as well. */
+	/* A complete record has no map; it has one range. */
 	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == 1 && range.from == 0 && range.to == record.length,
 	       "ranges of a complete record");
 	memset(bits, 0, sizeof bits);
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) > 0 && bits[0] & 1,
 	       "bits of a complete record");
-	ENSURE(!release_map(b.qp, record.map), "there is nothing to release");
+	ENSURE(!release_map(b.qp, record.map), "a map of a complete record is released");
 	record.map = 1;
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) == -1 && errno == EINVAL,
-	       "a map that is not there");
+	       "a map of an unknown record");
 	errno = 0;
-	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == -1 && errno == EINVAL, "a map that is not there");
-	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map that is not there is released");
+	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == -1 && errno == EINVAL, "a map of an unknown record");
+	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map of an unknown record is released");
 	return NULL;
 }
 
-/* The writer of a record is answered by what the record says of it. */
+/* The receiver of a record replies to the writer with the addresses in the record. */
 static const char *answer_a_record(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };
@@ -176,7 +176,10 @@ static const char *answer_a_record(size_t arg)
 	return same_pattern(from.at, 64, 4);
 }
 
-/* A program that was compiled with shorter structures gets what it knows, one with longer ones zeroes behind it. */
+/*
+ * A program that was compiled with shorter structures gets the members that it knows. With longer structures, the rest
+ * is zero.
+ */
 static const char *sizes(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { 0 };
@@ -225,7 +228,7 @@ static const char *sizes(size_t arg)
 	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX, "behind a range");
 	memset(ranges, 0xff, sizeof ranges);
 	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof(uint32_t)) == 1, "ranges");
-	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX, "behind the first member of a range");
+	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX, "bytes after the first member of a range");
 	errno = 0;
 	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, 0) == -1 && errno == EINVAL,
 	       "ranges of no size");
@@ -236,10 +239,10 @@ static const char *sizes(size_t arg)
 	memset(small, 0xff, sizeof small);
 	ENSURE(!query_dv_device(device, (struct anywarpdv_device_attr *)small, 8), "query_device: shorter");
 	TRY(all_bytes(small, 8, 0, "the first members"));
-	return all_bytes(small + 8, 4, 0xff, "behind what the program knows");
+	return all_bytes(small + 8, 4, 0xff, "bytes after the caller's structure");
 }
 
-/* Datagrams of a message are as long as the program says, and lengths that cannot be are refused. */
+/* The program chooses the length of the datagrams of a message. Invalid lengths are refused. */
 static const char *segment_size(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .segment_size = 1000 };
@@ -279,7 +282,10 @@ static const char *segment_size(size_t arg)
 	return NULL;
 }
 
-/* Records that are not taken block their writers. Nothing is lost, and each record taken lets one more arrive. */
+/*
+ * Records that the program does not poll block their writers. No record is lost, and each polled record admits one
+ * more.
+ */
 static const char *record_waits(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = {
@@ -300,12 +306,12 @@ static const char *record_waits(size_t arg)
 	TRY(open_dgram(&b, &dv));
 	TRY(new_region(&mine, a.pd, 5000, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, b.pd, 5000, ALL_ACCESS));
-	/* Of one datagram and of several. */
+	/* Messages of one datagram, and of several. */
 	for (uint64_t i = 0; i < many; i++)
 		TRY(request(&a, &b, WRITE_IMM, i, &mine, i % 2 ? 5000 : 64, &theirs));
 	for (uint64_t i = 0; i < 2; i++)
 		TRY(done(&a, i, IBV_WC_SUCCESS));
-	ENSURE(poll_cq_for(a.scq, 1, &wc, 300) == 0, "a Write is done that has no record");
+	ENSURE(poll_cq_for(a.scq, 1, &wc, 300) == 0, "a Write completes although its record does not fit");
 	for (unsigned int taken = 0; taken < many; taken++) {
 		ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "%u of %u records", taken, many);
 		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
@@ -331,7 +337,7 @@ static struct ibv_cq_ex *new_cq_ex(void)
 	return cq;
 }
 
-/* Shows the next completion of an extended queue. */
+/* Moves to the next completion of an extended queue. */
 static const char *show(struct ibv_cq_ex *cq)
 {
 	struct ibv_poll_cq_attr attr = { 0 };
@@ -348,7 +354,7 @@ static const char *show(struct ibv_cq_ex *cq)
 	return NULL;
 }
 
-/* The completions of an extended queue give the number of the message at both ends, and at the target the record. */
+/* An extended completion has the message number at both ends, and the record at the target. */
 static const char *read_from_completions(size_t kind)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)kind, .flags = ANYWARPDV_QP_RECORD_COMPLETIONS };
@@ -367,7 +373,7 @@ static const char *read_from_completions(size_t kind)
 	TRY(new_region(&mine, a.pd, 40000, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, b.pd, 40000, ALL_ACCESS));
 	errno = 0;
-	ENSURE(wc_read_message_id(scq) == 0, "a queue that shows nothing");
+	ENSURE(wc_read_message_id(scq) == 0, "the completion queue offers no extended fields");
 	ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == EINVAL, "no completion: %s", strerror(errno));
 	for (uint32_t i = 0; i < 3; i++) {
 		size_t len = i ? 40000 : 64;
@@ -380,7 +386,10 @@ static const char *read_from_completions(size_t kind)
 		ENSURE(wc_read_record(scq, a.qp, &record, sizeof record) == -1 && errno == EINVAL, "a record of a request");
 		ibv_end_poll(scq);
 	}
-	/* The first by the other way: the completions that follow name their own records all the same. */
+	/*
+	 * The first record is polled with anywarpdv_poll_records. The completions that follow still name their own
+	 * records.
+	 */
 	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
 	ENSURE(record.message_id == ids[0], "message %u, not %u", record.message_id, ids[0]);
 	for (uint32_t i = 0; i < 3; i++) {
@@ -405,7 +414,7 @@ static const char *read_from_completions(size_t kind)
 	return NULL;
 }
 
-/* A Write to a region for another queue pair: nothing is placed, and the error is reported to the writer. */
+/* A Write to a region that is restricted to another queue pair: nothing is placed, and the writer gets the error. */
 static const char *restricted(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .flags = ANYWARPDV_QP_REPORT_ERRORS };
@@ -467,8 +476,8 @@ static const char *reads(size_t arg)
 	return NULL;
 }
 
-/* A Read from a peer that does not exist times out, and so does a request to a dead peer of reliable datagrams. */
-static const char *nobody(size_t arg)
+/* A Read from a peer that does not exist times out, and so does a request of reliable datagrams. */
+static const char *missing_peer(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = {
 		.driver_qp_type = (uint32_t)arg,
@@ -497,9 +506,9 @@ static const char *nobody(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- polling threads run deadlines */
+/* ---------------------------------------------------------------- deadlines are checked by polling threads */
 
-/* The device's own thread of process `pid`, in its wait for events; 0: not now. */
+/* Returns the device's own thread of process `pid` if it waits for events, and 0 otherwise. */
 static pid_t waiting_worker(pid_t pid)
 {
 	char path[64], text[64];
@@ -540,7 +549,7 @@ static pid_t waiting_worker(pid_t pid)
 	return found;
 }
 
-/* Stops the device's thread of process `pid`, where it holds nothing, until `go` is closed. */
+/* Stops the device's thread of process `pid` while it holds no lock, until `go` is closed. */
 static void hold_worker(pid_t pid, int told, int go)
 {
 	char how = 'n';
@@ -570,7 +579,7 @@ static void hold_worker(pid_t pid, int told, int go)
 	_exit(0);
 }
 
-/* The first or second half of a Write-Record of 16 bytes, by hand. */
+/* Sends one half of a Write-Record of 16 bytes through a plain socket. */
 static const char *send_half(const struct dgram *to, const struct region *theirs, bool second)
 {
 	uint32_t number = to->qp->qp_num;
@@ -579,7 +588,7 @@ static const char *send_half(const struct dgram *to, const struct region *theirs
 	const uint32_t words[] = { QKEY, 3, 16, from };
 	struct sockaddr_in6 addr = { .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)(number >> 8)) };
 	uint8_t d[52] = { 0xdc, 0x10, 0x12, 0x34, [20] = 1, 2, (uint8_t)number, 7, [26] = second ? 0xc1 : 0x81, 0x4f };
-	/* Of one source, as long as this process lives. */
+	/* Static, so that all datagrams have the same source. */
 	static int fd = -1;
 	uint32_t crc;
 	ssize_t sent;
@@ -603,7 +612,7 @@ static const char *send_half(const struct dgram *to, const struct region *theirs
 	return NULL;
 }
 
-/* Polls, and nothing else, until there is a completion. */
+/* Polls, without any other call, until there is a completion. */
 static const char *only_poll(struct ibv_cq *cq, struct ibv_wc *wc)
 {
 	for (uint64_t end = now_ms() + WAIT_MS; ibv_poll_cq(cq, 1, wc) == 0;)
@@ -611,11 +620,11 @@ static const char *only_poll(struct ibv_cq *cq, struct ibv_wc *wc)
 	return NULL;
 }
 
-/* The device's own thread, held by another process. */
+/* The device's own thread, which another process has stopped. */
 struct held {
 	pid_t helper;
 	int go, told;
-	char how; /* y: it is; s: that is not allowed here; n: it never waits */
+	char how; /* y: stopped; s: not permitted; n: the thread never waits */
 };
 
 static const char *hold(struct held *held)
@@ -628,7 +637,7 @@ static const char *hold(struct held *held)
 	ENSURE(held->helper >= 0, "fork: %s", strerror(errno));
 	if (held->helper == 0) {
 		close(go[1]);
-		/* Not before it may. */
+		/* Not before prctl has permitted it. */
 		if (read(go[0], &held->how, 1) == 1)
 			hold_worker(getppid(), told[1], go[0]);
 		_exit(1);
@@ -638,7 +647,7 @@ static const char *hold(struct held *held)
 	held->go = go[1];
 	held->told = told[0];
 	prctl(PR_SET_PTRACER, held->helper, 0, 0, 0);
-	ENSURE(write(go[1], "", 1) == 1 && read(told[0], &held->how, 1) == 1, "the helper is gone");
+	ENSURE(write(go[1], "", 1) == 1 && read(told[0], &held->how, 1) == 1, "the helper has ended");
 	return NULL;
 }
 
@@ -649,7 +658,7 @@ static void let_go(struct held *held)
 	waitpid(held->helper, NULL, 0);
 }
 
-/* A Read from a missing peer, an incomplete record and a silent reliable peer time out by polling alone. */
+/* By polling alone, a Read from a missing peer, an incomplete record and a Send to a silent reliable peer time out. */
 static const char *end_by_polling(struct dgram *a, struct dgram *b, struct dgram *c, struct dgram *d, const struct region *mine,
 				  const struct region *theirs)
 {
@@ -668,7 +677,7 @@ static const char *end_by_polling(struct dgram *a, struct dgram *b, struct dgram
 	return NULL;
 }
 
-/* The device's own thread gets no processor: a thread that polls still runs the deadlines. */
+/* The device's own thread does not run. A thread that polls still checks the deadlines. */
 static const char *polled_deadlines(size_t arg)
 {
 	struct anywarpdv_qp_init_attr ud = {
@@ -701,15 +710,18 @@ static const char *polled_deadlines(size_t arg)
 		reason = end_by_polling(&a, &b, &c, &d, &mine, &theirs);
 	let_go(&held);
 	if (held.how == 's')
-		SKIP("a process may not hold a thread of another here (ptrace)");
+		SKIP("ptrace of another process is not permitted");
 	ENSURE(held.how == 'y', "the device's thread never waits");
 	TRY(reason);
 	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 1 && record.valid == 8, "the record");
 	return NULL;
 }
 
-/* Half of a message waits in the socket past its deadline while no thread polls: the message is still complete. */
-static const char *look_away(struct dgram *a, const struct region *mine)
+/*
+ * Half of a message waits in the socket beyond its deadline while no thread polls. The message is still delivered
+ * completely.
+ */
+static const char *deadline_passes_unpolled(struct dgram *a, const struct region *mine)
 {
 	struct anywarpdv_record record;
 	struct anywarpdv_counters seen;
@@ -730,9 +742,9 @@ static const char *look_away(struct dgram *a, const struct region *mine)
 	return NULL;
 }
 
-static const char *looks_before_it_gives_up(size_t arg)
+static const char *queued_half_beats_deadline(size_t arg)
 {
-	/* So long that it does not pass while nothing but the scheduler is in the way. */
+	/* A deadline that does not expire because of scheduling delays. */
 	struct anywarpdv_qp_init_attr ud = { .grace_us = 1000000, .deadline_us = 1000000 };
 	const char *reason = NULL;
 	struct region mine;
@@ -745,10 +757,10 @@ static const char *looks_before_it_gives_up(size_t arg)
 	TRY(new_region(&mine, a.pd, 64, ALL_ACCESS));
 	TRY(hold(&held));
 	if (held.how == 'y')
-		reason = look_away(&a, &mine);
+		reason = deadline_passes_unpolled(&a, &mine);
 	let_go(&held);
 	if (held.how == 's')
-		SKIP("a process may not hold a thread of another here (ptrace)");
+		SKIP("ptrace of another process is not permitted");
 	ENSURE(held.how == 'y', "the device's thread never waits");
 	return reason;
 }
@@ -812,7 +824,7 @@ static const char *atomics(size_t arg)
 	return NULL;
 }
 
-/* A Write to memory that its source may not write: the error is reported to the source, whose queue pair stops. */
+/* A Write to memory that its source may not write. The source gets the error, and its queue pair stops. */
 static const char *refused_write(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -845,7 +857,7 @@ static unsigned int many_peers(void)
 	return text && atoi(text) > 0 ? (unsigned int)atoi(text) : 1000;
 }
 
-/* The process of the peers: each sends one message to the queue pair that the pipe names, in groups. */
+/* The process of the peers. Each peer sends one message to the queue pair that the pipe names, in groups of 16. */
 static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, int to)
 {
 	struct ibv_qp_init_attr_ex init = {
@@ -885,9 +897,9 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 		attr.qp_state = IBV_QPS_RTS;
 		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
 	}
-	/* Twice: the second time shows what is there to stay. */
+	/* Twice, because memory that only the first round needs is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
-		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		for (unsigned int i = 0; i < many; i++) {
 			struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qps[i]);
 			struct ibv_wc wc;
@@ -899,21 +911,21 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 			ibv_wr_set_ud_addr(ex, ah, hub, QKEY);
 			ibv_wr_set_inline_data(ex, &i, sizeof i);
 			ENSURE(!ibv_wr_complete(ex), "ibv_wr_complete");
-			/* A few at a time, for the receives of the other one. */
+			/* A few at a time, because the other process has few receives. */
 			if (i % 16 != 15 && i != many - 1)
 				continue;
 			for (unsigned int n = i % 16 + 1; n > 0; n--) {
 				ENSURE(poll_cq_for(cq, 1, &wc, (int)WAIT_MS) == 1, "%u does not complete", i);
 				ENSURE(wc.status == IBV_WC_SUCCESS, "%u: %s", i, ibv_wc_status_str(wc.status));
 			}
-			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		}
-		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process is gone");
+		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 	}
 	return close_all() ? "cannot close" : NULL;
 }
 
-/* One queue pair and many that send to it: each message arrives, and the cost of a peer is printed. */
+/* Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. */
 static const char *peers(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };
@@ -953,7 +965,7 @@ static const char *peers(size_t arg)
 	for (int round = 0; round < 2; round++) {
 		uint32_t number = hub.qp->qp_num;
 
-		ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+		ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 		if (round == 0)
 			before = resident();
 		for (unsigned int i = 0; i < many; i++) {
@@ -964,9 +976,9 @@ static const char *peers(size_t arg)
 			ENSURE(!ibv_post_recv(hub.qp, &wr, &bad), "ibv_post_recv");
 			if (i % 16 != 15 && i != many - 1)
 				continue;
-			/* Reliable ones wait for their acknowledgements first. */
+			/* Reliable peers first wait for their acknowledgements. */
 			ibv_poll_cq(hub.rcq, 0, &wc);
-			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the peers are gone");
+			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 		}
 		/* The peers still wait for acknowledgements. */
 		for (struct pollfd fd = { .fd = back[0], .events = POLLIN }; poll(&fd, 1, 0) == 0;) {
@@ -974,14 +986,14 @@ static const char *peers(size_t arg)
 
 			ENSURE(ibv_poll_cq(hub.rcq, 1, &wc) == 0, "one message too many");
 		}
-		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the peers are gone");
+		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 	}
 	each = (double)(resident() - before) / many;
 	printf("# %u peers of one %s queue pair: %.2f KiB each\n", many, arg ? "RD" : "UD", each);
 	fflush(stdout);
 	ENSURE(waitpid(pid, &status, 0) == pid && status == 0, "the peers end with %#x", (unsigned int)status);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
-	/* What is there once, whatever their number, shows with few. */
+	/* With few peers, memory that does not depend on their number is visible, and allowed. */
 	ENSURE(each <= 1.0 + 1024.0 / many, "%.2f KiB for each peer", each);
 #endif
 	return NULL;
@@ -997,10 +1009,10 @@ static const char *waits_end(size_t arg)
 	(void)arg;
 	TRY(find_all());
 	TRY(open_dgram(&a, &dv));
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 30) == 0, "a record of nothing");
-	ENSURE(poll_cq_for(a.scq, 1, &wc, 30) == 0, "a completion of nothing");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 30) == 0, "a record without a Write");
+	ENSURE(poll_cq_for(a.scq, 1, &wc, 30) == 0, "a completion without a request");
 	errno = 0;
-	ENSURE(poll_records(a.qp, 0, &record, sizeof record, 0) == -1 && errno == EINVAL, "room for none");
+	ENSURE(poll_records(a.qp, 0, &record, sizeof record, 0) == -1 && errno == EINVAL, "an array of no errors");
 	return NULL;
 }
 
@@ -1022,10 +1034,10 @@ static const struct test tests[] = {
 	{ "read_from_completions_rd", read_from_completions, ANYWARPDV_QPT_RD, 0, false },
 	{ "reads", reads, ANYWARPDV_QPT_UD, 0, false },
 	{ "reads_reliable", reads, ANYWARPDV_QPT_RD, 0, false },
-	{ "nobody", nobody, ANYWARPDV_QPT_UD, 0, false },
-	{ "nobody_reliable", nobody, ANYWARPDV_QPT_RD, 0, false },
+	{ "missing_peer", missing_peer, ANYWARPDV_QPT_UD, 0, false },
+	{ "missing_peer_reliable", missing_peer, ANYWARPDV_QPT_RD, 0, false },
 	{ "polled_deadlines", polled_deadlines, 0, 0, false },
-	{ "looks_before_it_gives_up", looks_before_it_gives_up, 0, 0, false },
+	{ "queued_half_beats_deadline", queued_half_beats_deadline, 0, 0, false },
 	{ "long_sends", long_sends, ANYWARPDV_QPT_UD, 0, false },
 	{ "long_sends_reliable", long_sends, ANYWARPDV_QPT_RD, 0, false },
 	{ "atomics", atomics, 0, 0, false },

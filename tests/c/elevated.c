@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A program with more rights than its caller (set-group-ID here) obeys no variable of its caller: a capture would write
- * bytes of the caller's choice into any file that the program may write. The dynamic linker ignores LD_PRELOAD and
- * LD_LIBRARY_PATH in such a program, so this one is linked to the library by its path.
+ * A program with more rights than its caller (here set-group-ID) ignores the environment variables of its caller.
+ * Otherwise a caller could have a capture written to any file that the program may write. The loader ignores LD_PRELOAD
+ * and LD_LIBRARY_PATH in such a program, so this program is linked to the library by path.
  */
 #include "ends.h"
 
@@ -11,7 +11,7 @@
 
 #define CHILD "--child"
 
-/* Exit status of the child: it ran with more rights, without, or failed. */
+/* Exit status of the child: with more rights, with the same rights, or failed. */
 enum { MORE_RIGHTS = 40, SAME_RIGHTS = 41, FAILED = 42 };
 
 static const struct want usual = { 0 };
@@ -45,7 +45,7 @@ static int remove_file(void *path)
 	return unlink(path);
 }
 
-/* Runs a copy of this program with that mode; its exit status. */
+/* Runs a copy of this program with the given mode. Sets its exit status. */
 static const char *run_copy(mode_t mode, int *status)
 {
 	static char copy[4096], capture[4200];
@@ -112,8 +112,8 @@ static const char *set_group_id(size_t arg)
 
 	(void)arg;
 	if (geteuid() != 0)
-		SKIP("only root can give a program to another group");
-	/* If it were read, the child's message would fail. */
+		SKIP("only root can change the group of a program");
+	/* If the library read this variable, the child's message would fail. */
 	setenv("ANYWARP_FAULTS", "op=send nth=1 -> error=local-protection", 1);
 	TRY(run_copy(02755, &status));
 	unsetenv("ANYWARP_FAULTS");

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Two ends in one process: device, protection domains, queues, queue pairs, and the waits with a deadline.
+ * Two ends in one process: their device, protection domains, queues and queue pairs, and functions that wait with a
+ * limit.
  *
- * Each end has a PD, a send CQ, a receive CQ and one queue pair of its own, so that a test can say which
- * completion it expects where. The ends are connected with ibv_modify_qp, as a program does that exchanged
- * queue pair number and GID by its own means.
+ * Each end has its own PD, send CQ, receive CQ and queue pair, so that a test can check which completion arrives on
+ * which queue. The ends are connected with ibv_modify_qp, as programs do that exchange queue pair numbers and GIDs
+ * themselves.
  */
 #ifndef ANYWARP_TESTS_ENDS_H
 #define ANYWARP_TESTS_ENDS_H
@@ -15,8 +16,8 @@
 #include <infiniband/verbs.h>
 
 #define PORT 1
-#define WAIT_MS 10000u /* longest wait for something that must come */
-#define QUIET_MS 60u   /* how long to listen for something that must not come */
+#define WAIT_MS 10000u /* longest wait for an expected event */
+#define QUIET_MS 60u   /* how long to wait for an event that must not occur */
 #define QKEY 0x11223344u
 
 static struct ibv_context *device;
@@ -25,7 +26,7 @@ static struct ibv_port_attr port_attr;
 static union ibv_gid local_gid;
 static uint8_t gid_index;
 
-/* Opens the device named in TEST_DEVICE, or else the first one, with the address at TEST_GID_INDEX, or else at 0. */
+/* Opens the device named in TEST_DEVICE, or the first one, and selects the GID at index TEST_GID_INDEX, or 0. */
 UNUSED static const char *open_device(void)
 {
 	const char *wanted = getenv("TEST_DEVICE"), *index = getenv("TEST_GID_INDEX");
@@ -111,7 +112,7 @@ UNUSED static struct ibv_mr *new_mr(struct ibv_pd *pd, void *at, size_t len, uns
 #define GUARD 64u
 #define FRESH 0xeeu
 
-/* A registered buffer with guard bytes on both sides, which nothing may touch. */
+/* A registered buffer with guard bytes on both sides, which must not change. */
 struct region {
 	uint8_t *at;
 	size_t len;
@@ -139,8 +140,8 @@ UNUSED static const char *new_region(struct region *r, struct ibv_pd *pd, size_t
 
 UNUSED static const char *guards_untouched(const struct region *r)
 {
-	TRY(all_bytes(r->whole, GUARD, FRESH, "before the region"));
-	return all_bytes(r->at + r->len, GUARD, FRESH, "behind the region");
+	TRY(all_bytes(r->whole, GUARD, FRESH, "bytes before the region"));
+	return all_bytes(r->at + r->len, GUARD, FRESH, "bytes after the region");
 }
 
 UNUSED static struct ibv_sge sge_of(const struct region *r, size_t offset, size_t len)
@@ -148,17 +149,17 @@ UNUSED static struct ibv_sge sge_of(const struct region *r, size_t offset, size_
 	return (struct ibv_sge){ .addr = (uintptr_t)r->at + offset, .length = (uint32_t)len, .lkey = r->mr->lkey };
 }
 
-/* What a test may want different; zero means the usual. */
+/* Parameters of an end or a pair. Zero selects the default. */
 struct want {
 	enum ibv_qp_type type; /* 0: RC */
 	uint32_t send_wr, recv_wr, sge, inline_data;
 	int cq_depth;
-	bool channels;   /* completion channels on the receive CQs */
-	bool srq;        /* receive queues are shared, one SRQ an end */
+	bool channels;   /* create completion channels for the receive CQs */
+	bool srq;        /* create a shared receive queue for each end */
 	bool sig_all;
-	bool by_lid;     /* address vector with a LID and no GRH */
-	uint8_t timeout, retry, rnr_retry, min_rnr; /* rnr_retry: 0 means 7, NEVER means 0 */
-	unsigned int access; /* of the queue pair; 0: all */
+	bool by_lid;     /* the address vector has a LID and no GRH */
+	uint8_t timeout, retry, rnr_retry, min_rnr; /* rnr_retry: 0 selects 7, NEVER selects 0 */
+	unsigned int access; /* access flags of the queue pair; 0: all */
 	uint8_t rd_atomic;
 };
 
@@ -347,7 +348,7 @@ UNUSED static const char *next_wc(struct ibv_cq *cq, struct ibv_wc *wc, unsigned
 	ENSURE(false, "no completion within %u ms", ms);
 }
 
-/* Listens for a while: no completion may come. */
+/* Waits for `ms` and fails if a completion arrives. */
 UNUSED static const char *no_wc(struct ibv_cq *cq, unsigned int ms)
 {
 	uint64_t end = now_ms() + ms;
@@ -372,7 +373,7 @@ UNUSED static const char *wc_is(const struct ibv_wc *wc, uint64_t wr_id, enum ib
 	return NULL;
 }
 
-/* Waits for the completion of a work request that must have gone well. */
+/* Waits for a completion and checks that it succeeded. */
 UNUSED static const char *expect_ok(struct ibv_cq *cq, uint64_t wr_id, enum ibv_wc_opcode opcode, struct ibv_wc *out)
 {
 	struct ibv_wc wc;
@@ -393,7 +394,7 @@ UNUSED static const char *expect_status(struct ibv_cq *cq, uint64_t wr_id, enum 
 	return wc_is(&wc, wr_id, status);
 }
 
-/* Waits for `count` flush completions, wr_id `first` upwards and in order, and then for silence. */
+/* Waits for `count` flushed completions with consecutive wr_id from `first`, and checks that no other follows. */
 UNUSED static const char *expect_flushed(struct ibv_cq *cq, uint64_t first, size_t count)
 {
 	for (size_t i = 0; i < count; i++)
@@ -428,7 +429,7 @@ UNUSED static const char *post(struct ibv_qp *qp, struct ibv_send_wr *wr)
 	return NULL;
 }
 
-/* A work request with what all have; the caller adds what its opcode needs. */
+/* A signaled work request with the common fields set. The caller adds the fields of its opcode. */
 UNUSED static struct ibv_send_wr send_wr(uint64_t wr_id, enum ibv_wr_opcode opcode, struct ibv_sge *sge, int n)
 {
 	return (struct ibv_send_wr){
@@ -475,11 +476,11 @@ UNUSED static const char *not_readable(int fd, unsigned int ms)
 	struct pollfd p = { .fd = fd, .events = POLLIN };
 	int n = poll(&p, 1, (int)ms);
 
-	ENSURE(n == 0, "file descriptor is readable (%#x), and nothing happened", (unsigned int)p.revents);
+	ENSURE(n == 0, "file descriptor is readable (%#x) without an event", (unsigned int)p.revents);
 	return NULL;
 }
 
-/* Waits for an asynchronous event of the device and checks its type and its object. */
+/* Waits for an asynchronous event of the device. Checks its type and its object. */
 UNUSED static const char *async_event(enum ibv_event_type type, const void *object)
 {
 	struct ibv_async_event event;
@@ -487,15 +488,15 @@ UNUSED static const char *async_event(enum ibv_event_type type, const void *obje
 
 	TRY(readable(device->async_fd, WAIT_MS));
 	ENSURE(!ibv_get_async_event(device, &event), "ibv_get_async_event: %s", strerror(errno));
-	got = event.element.qp; /* the pointers are one union */
+	got = event.element.qp; /* the pointers are members of one union */
 	ibv_ack_async_event(&event);
 	ENSURE(event.event_type == type, "async event %d (%s), expected %d (%s)", event.event_type,
 	       ibv_event_type_str(event.event_type), type, ibv_event_type_str(type));
-	ENSURE(!object || got == object, "async event %s of another object", ibv_event_type_str(type));
+	ENSURE(!object || got == object, "async event %s for another object", ibv_event_type_str(type));
 	return NULL;
 }
 
-/* Whether a GID is an IPv4 address. */
+/* Whether a GID holds an IPv4 address. */
 UNUSED static bool gid_is_ipv4(const union ibv_gid *gid)
 {
 	static const uint8_t prefix[12] = { [10] = 0xff, [11] = 0xff };

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* <exs.h>: extended sockets over any RDMA device, both ends in this process. */
+/* <exs.h>: extended sockets over any RDMA device. Both ends are in this process. */
 #include "check.h"
 
 #include <arpa/inet.h>
@@ -16,7 +16,7 @@ static exs_qhandle_t queue = EXS_QHANDLE_INVALID;
 static int ends[2];
 static char *block[2];
 static exs_mhandle_t handle[2];
-static int stream_buffer; /* of sockets that are made next */
+static int stream_buffer; /* the stream buffer of sockets that are created next */
 
 static int close_fd(void *what)
 {
@@ -34,7 +34,7 @@ static int free_block(void *what)
 	return 0;
 }
 
-/* Events that came before the one that was waited for. Only those of one direction of one socket have an order. */
+/* Events that arrived before the expected one. Only the events of one direction of one socket are ordered. */
 static exs_event_t early[8];
 static size_t early_count;
 
@@ -87,7 +87,7 @@ static int delete_queue(void *what)
 static const char *begin(void)
 {
 	ENSURE(exs_init(EXS_VERSION) == 0, "exs_init: %s", strerror(errno));
-	/* One for each test: events that a failed test leaves are not those of the next one. */
+	/* A new queue for each test, because a failed test may leave events. */
 	early_count = 0;
 	queue = exs_qcreate(256);
 	ENSURE(queue != EXS_QHANDLE_INVALID, "exs_qcreate: %s", strerror(errno));
@@ -111,7 +111,7 @@ static const char *listener(int type, int immediate, int *fd, struct sockaddr_in
 	return NULL;
 }
 
-/* Connects two sockets and registers a block for each. */
+/* Connects two sockets and registers a block of memory for each. */
 static const char *connected(int type, int immediate)
 {
 	struct sockaddr_in addr, peer = { 0 };
@@ -182,7 +182,7 @@ static const char *read_counters(exs_counters_t *c)
 	return NULL;
 }
 
-/* The library has copied `copied` bytes since `before`, and the device has moved `direct`. */
+/* Checks that since `before` the library has copied `copied` bytes and the device has transferred `direct` bytes. */
 static const char *moved(const exs_counters_t *before, uint64_t copied, uint64_t direct)
 {
 	exs_counters_t now;
@@ -195,8 +195,8 @@ static const char *moved(const exs_counters_t *before, uint64_t copied, uint64_t
 }
 
 /*
- * Messages of many lengths, first the send or first the receive. Those that are sent as immediate data are copied once, short
- * ones also by the sender, and others never.
+ * Messages of many lengths, with the send or the receive first. Messages sent as immediate data are copied once at the
+ * receiver, short ones also at the sender. Others are not copied.
  */
 static const char *messages(size_t immediate)
 {
@@ -231,7 +231,7 @@ static const char *messages(size_t immediate)
 	return finish();
 }
 
-/* Many more messages than there are credits, unregistered; events of each direction come in order. */
+/* Many more messages than credits, from unregistered memory. The events of each direction arrive in order. */
 static const char *many(size_t immediate)
 {
 	int sent = 0, received = 0, at[2] = { 0, 0 };
@@ -275,7 +275,7 @@ static const char *truncated(size_t immediate)
 	return finish();
 }
 
-/* A stream keeps the rest, and fills a receive that waits for all. */
+/* A stream keeps the rest of a message, and EXS_MSG_WAITALL waits for the full length. */
 static const char *stream(size_t immediate)
 {
 	exs_event_t e;
@@ -299,8 +299,8 @@ static const char *stream(size_t immediate)
 }
 
 /*
- * A stream whose receiver is behind ends its sends through the buffer, and one whose receiver is ahead places all directly: the
- * counters of copies say which. What is in the buffer comes before what is advertised after it.
+ * A stream sends through the buffer if its receiver is behind, and places data directly if its receiver is ahead. The
+ * copy counters show which. Data in the buffer is delivered before data that is advertised later.
  */
 static const char *stream_behind(size_t immediate)
 {
@@ -313,13 +313,13 @@ static const char *stream_behind(size_t immediate)
 	stream_buffer = 0;
 	fill(block[0], 3, 30000);
 	TRY(read_counters(&before));
-	/* Nine fit into the buffer; the tenth and eleventh do not. */
+	/* Nine sends fit into the buffer; the tenth and the eleventh do not. */
 	for (int i = 0; i < 11; i++)
 		ENSURE(exs_send(ends[0], block[0] + i * 1100, 1100, 0, queue, i, handle[0]) == 0, "send: %s", strerror(errno));
 	for (int i = 0; i < 9; i++)
 		TRY(event(&e, EXS_EVT_SEND, i, 0));
 	TRY(no_event());
-	/* 9900 of these are copied out of the buffer, and with immediate data all are copied into it before. */
+	/* 9900 of these bytes are copied out of the buffer. With immediate data, all were copied into it before. */
 	ENSURE(exs_recv(ends[1], block[1], 12100, EXS_MSG_WAITALL, queue, 20, handle[1]) == 0, "recv: %s", strerror(errno));
 	for (int events = 0; events < 3; events++) {
 		struct timeval wait = { 10, 0 };
@@ -334,13 +334,13 @@ static const char *stream_behind(size_t immediate)
 		TRY(moved(&before, 12100 + 9900, 0));
 	else
 		TRY(moved(&before, 9900, 12100));
-	/* Ahead: the receive is there before the send. */
+	/* The receive is posted before the send. */
 	TRY(read_counters(&before));
 	ENSURE(RECV(5000, EXS_MSG_WAITALL, 21) == 0 && SEND(5000, 0, 22) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 21, 0));
 	TRY(event(&e, EXS_EVT_SEND, 22, 0));
 	TRY(moved(&before, 0, 5000));
-	/* Longer than the buffer: the send waits for its receive, though the receiver is behind. */
+	/* Longer than the buffer: the send waits for its receive, although the receiver is behind. */
 	TRY(read_counters(&before));
 	ENSURE(SEND(20000, 0, 23) == 0, "%s", strerror(errno));
 	TRY(no_event());
@@ -348,7 +348,7 @@ static const char *stream_behind(size_t immediate)
 	TRY(event(&e, EXS_EVT_RECV, 24, 0));
 	TRY(event(&e, EXS_EVT_SEND, 23, 0));
 	TRY(moved(&before, 0, 20000));
-	/* Buffered bytes are there after the end of the data, in parts too. */
+	/* Buffered bytes can still be read after the end of the data, also in parts. */
 	ENSURE(SEND(1000, 0, 25) == 0 && exs_shutdown(ends[0], EXS_SHUT_WR, queue, 26) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 25, 0));
 	TRY(event(&e, EXS_EVT_SHUTDOWN, 26, 0));
@@ -365,7 +365,7 @@ static const char *stream_behind(size_t immediate)
 	return finish();
 }
 
-/* Bytes in parts of all lengths over a stream, receives of other lengths, the buffer nearly always in use. */
+/* A stream of parts of all lengths, with receives of other lengths. The buffer is nearly always in use. */
 static const char *stream_of_parts(size_t immediate)
 {
 	size_t sent = 0, received = 0, total = 3 * MIB;
@@ -412,8 +412,8 @@ static const char *stream_of_parts(size_t immediate)
 }
 
 /*
- * Memory that is not registered: short messages go through the connection's registered buffers, and are copied once at each end;
- * long ones are registered for their call, and are copied nowhere.
+ * Unregistered memory: short messages use the connection's registered buffers and are copied once at each end; long
+ * ones are registered for the call and are not copied.
  */
 static const char *unregistered(size_t arg)
 {
@@ -443,7 +443,7 @@ static const char *unregistered(size_t arg)
 	return finish();
 }
 
-/* Persistent memory is read again and again, in parts too; with notify the sender sees it. */
+/* Persistent memory is read repeatedly, also in parts. With notify, the sender gets an event for each read. */
 static const char *persistent_send(size_t notify)
 {
 	exs_counters_t before;
@@ -491,7 +491,7 @@ static const char *persistent_recv(size_t arg)
 	TRY(read_counters(&before));
 	ENSURE(RECV(5000, EXS_PERSISTENT, 1) == 0, "%s", strerror(errno));
 	fill(block[0], 9, 5000);
-	/* An offset waits until the peer's memory is known. */
+	/* A send with an offset waits until the peer's memory is known. */
 	ENSURE(exs_send_offset(ends[0], block[0], 100, 0, queue, 2, handle[0], 4900) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 2, 0));
 	ENSURE(SEND(1000, 0, 3) == 0, "%s", strerror(errno));
@@ -506,7 +506,7 @@ static const char *persistent_recv(size_t arg)
 	return finish();
 }
 
-/* Several pieces of memory on both sides, cut differently; then a file. */
+/* Several pieces of memory on both sides, with different boundaries; then a file. */
 static const char *vectors(size_t arg)
 {
 	exs_iovec_t out[3], in[2];
@@ -545,7 +545,7 @@ static const char *vectors(size_t arg)
 	return finish();
 }
 
-/* Cancelled calls, the end of a direction, and the end of the connection: an event each. */
+/* One event each for cancelled calls, the end of a direction, and the end of the connection. */
 static const char *endings(size_t arg)
 {
 	exs_pollfd_t polled = { .fd = ends[1], .events = EXS_POLLIN };
@@ -578,14 +578,14 @@ static const char *endings(size_t arg)
 	TRY(event(&e, EXS_EVT_SEND, 10, 0));
 	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 11, handle[0]) == 0, "%s", strerror(errno));
 	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "%s", strerror(errno));
-	/* The peer had nothing under way: it is the end of the data. Later calls find that nothing is there. */
+	/* The peer had no send outstanding, so this is the end of the data. Later calls fail. */
 	TRY(event(&e, EXS_EVT_RECV, 11, 0));
 	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
 	ENSURE(exs_send(ends[1], block[1], 1, 0, queue, 1, handle[1]) < 0 && errno == EBADF, "use after close");
 	return finish();
 }
 
-/* Calls that take too long end with an event of their own type, and what comes later is not theirs. */
+/* Calls that exceed their time limit end with an event, and do not consume data that arrives later. */
 static const char *timeouts(size_t arg)
 {
 	exs_event_t e;
@@ -602,7 +602,7 @@ static const char *timeouts(size_t arg)
 	ENSURE(now_ms() - begun >= 55 && now_ms() - begun < 5000, "after %llu ms", (unsigned long long)(now_ms() - begun));
 	ENSURE(SEND(100, 0, 3) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SENDTIMEOUT, 3, ETIMEDOUT));
-	/* Persistent operations have no limit, and those that end in time are not touched. */
+	/* Persistent operations have no time limit, and operations that end in time are not affected. */
 	ENSURE(SEND(100, 0, 4) == 0 && RECV(100, 0, 5) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 5, 0));
 	TRY(event(&e, EXS_EVT_SEND, 4, 0));
@@ -611,7 +611,7 @@ static const char *timeouts(size_t arg)
 	TRY(no_event());
 	ENSURE(!exs_cancel(ends[0], EXS_CAF_FILDES, 0), "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 6, ECANCELED));
-	/* Once: the next call has the limit, the one after it has none. */
+	/* EXS_TIMEOUT_ONCE: the limit applies to the next call only. */
 	ENSURE(!exs_fcntl(ends[1], SO_ASYNC_RECV_TIMEOUT, 30 | EXS_TIMEOUT_ONCE), "fcntl: %s", strerror(errno));
 	ENSURE(RECV(100, 0, 7) == 0 && RECV(100, 0, 8) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECVTIMEOUT, 7, ETIMEDOUT));
@@ -622,7 +622,7 @@ static const char *timeouts(size_t arg)
 	return finish();
 }
 
-/* An address at which nothing answers, and an accept to which nothing comes. */
+/* An address at which no listener answers, and an accept without a client. */
 static const char *connect_timeout(size_t arg)
 {
 	struct sockaddr_in addr, silent = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
@@ -632,7 +632,7 @@ static const char *connect_timeout(size_t arg)
 
 	(void)arg;
 	TRY(begin());
-	/* It completes the connection of TCP and never says a word. */
+	/* Completes TCP connections but never answers. */
 	ENSURE(bare >= 0 && !bind(bare, (struct sockaddr *)&silent, len) && !listen(bare, 4) &&
 		       !getsockname(bare, (struct sockaddr *)&silent, &len), "socket: %s", strerror(errno));
 	keep(close_bare, (void *)(intptr_t)bare, "bare listener");
@@ -651,7 +651,7 @@ static const char *connect_timeout(size_t arg)
 	return NULL;
 }
 
-/* A close that is an event: all that was sent arrives first. Without an answer it ends after its time. */
+/* A close that reports an event: all data is delivered first. Without an answer it ends after its time limit. */
 static const char *close_with_event(size_t answered)
 {
 	exs_event_t e;
@@ -672,7 +672,7 @@ static const char *close_with_event(size_t answered)
 		ENSURE(RECV(100000, 0, 5) == 0, "%s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 5, 0));
 		TRY(compare(block[1], 7, 100000));
-		/* Before the next receive: events of two sockets have no order. */
+		/* Before the next receive, because the events of two sockets are not ordered. */
 		TRY(event(&e, EXS_EVT_SEND, 1, 0));
 		ENSURE(RECV(1000, 0, 6) == 0, "%s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 6, 0));
@@ -692,7 +692,7 @@ static const char *close_with_event(size_t answered)
 	return finish();
 }
 
-/* What the receiver's buffer has taken is there after the connection is over, and then the end of the data. */
+/* Data in the receiver's buffer can be read after the connection has ended, followed by the end of the data. */
 static const char *read_after_the_end(size_t arg)
 {
 	int tries = 0;
@@ -732,7 +732,7 @@ static const char *read_after_the_end(size_t arg)
 	return finish();
 }
 
-/* One poll of a listener, a socket to read from and one that can be written to. */
+/* One poll of a listener, a readable socket and a writable socket. */
 static const char *polls(size_t arg)
 {
 	exs_pollfd_t fds[3];
@@ -757,7 +757,7 @@ static const char *polls(size_t arg)
 	TRY(no_event());
 	ENSURE(!exs_cancel(ends[1], EXS_CAF_AHANDLE, 3), "cancel: %s", strerror(errno));
 	TRY(event(&e, EXS_EVT_POLL, 3, ECANCELED));
-	/* Something to accept: both calls that are left report it, once each. */
+	/* A client connects: each of the two remaining calls reports it once. */
 	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
 	keep(close_fd, (void *)(intptr_t)client, "socket");
 	ENSURE(!exs_connect(client, (struct sockaddr *)&addr, sizeof addr, 0, queue, 8), "%s", strerror(errno));
@@ -772,14 +772,14 @@ static const char *polls(size_t arg)
 		if (e.exs_evt_type == EXS_EVT_ACCEPT)
 			keep(close_fd, (void *)(intptr_t)e.exs_evt_union.exs_evt_accept.exs_evt_newfd, "socket");
 	}
-	/* A bad one: none is started. */
+	/* With one invalid descriptor no poll is started. */
 	fds[2].fd = -1;
 	ENSURE(exs_poll(fds, 3, 0, queue, 5) < 0 && errno == EBADF, "%s", strerror(errno));
 	fds[2].fd = ends[0];
 	fds[2].events = 2;
 	ENSURE(exs_poll(fds, 3, 0, queue, 5) < 0 && errno == EINVAL, "%s", strerror(errno));
 	fds[2].events = EXS_POLLIN;
-	/* Closed by this end: cancelled. By the other end: ready. */
+	/* A close by this end cancels the poll; a close by the other end completes it. */
 	ENSURE(!exs_poll(fds + 1, 2, 0, queue, 6), "%s", strerror(errno));
 	ENSURE(close_now((void *)(intptr_t)ends[0]) == 0, "close");
 	for (int i = 0; i < 1; i++) {
@@ -794,7 +794,7 @@ static const char *polls(size_t arg)
 	return finish();
 }
 
-/* A file in several parts with memory between them, the parts short (read) and long (mapped). */
+/* A file in several parts with memory between them. The parts are short (read) or long (mapped). */
 static const char *file_in_parts(size_t arg)
 {
 	char name[] = "/tmp/exs-test-XXXXXX";
@@ -829,7 +829,7 @@ static const char *file_in_parts(size_t arg)
 	return finish();
 }
 
-/* What is refused at once. */
+/* Calls that are refused at once. */
 static const char *refusals(size_t arg)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET };
@@ -858,7 +858,7 @@ static const char *refusals(size_t arg)
 	REFUSED(exs_mregister(NULL, 1, 0), EFAULT);
 	REFUSED(exs_socket(AF_UNIX, SOCK_STREAM, 0), EAFNOSUPPORT);
 	REFUSED(exs_close(77), ENOTSOCK);
-	/* Each call with what it cannot take: no crash, and no event. */
+	/* Each call with invalid arguments fails without an event. */
 	struct timeval bad_time = { -1, 0 };
 	exs_pollfd_t polled = { .fd = ends[0], .events = EXS_POLLIN };
 	exs_msghdr_t message = { .msg_iovlen = 1 };
@@ -951,7 +951,7 @@ static const char *refusals(size_t arg)
 	return finish();
 }
 
-/* A listener that speaks nothing, and one that speaks the other type. */
+/* A listener that does not speak the protocol, and one of the other socket type. */
 static const char *refused_connections(size_t arg)
 {
 	struct sockaddr_in addr;
@@ -973,7 +973,7 @@ static const char *refused_connections(size_t arg)
 	return NULL;
 }
 
-/* Signals, descriptors and attributes of queues. */
+/* Signals, descriptors and attributes of event queues. */
 static volatile sig_atomic_t signalled;
 
 static void on_signal(int number)
@@ -994,7 +994,7 @@ static unsigned int open_descriptors(void)
 	return n;
 }
 
-/* KiB of memory of this process that no file backs. */
+/* The anonymous memory of this process in KiB. */
 static long anonymous(void)
 {
 	FILE *f = fopen("/proc/self/status", "r");
@@ -1008,7 +1008,10 @@ static long anonymous(void)
 	return kib;
 }
 
-/* Whether a sanitizer or valgrind runs this: times mean nothing, and freed memory is kept for some time. */
+/*
+ * Whether a sanitizer or valgrind runs this program. Times are then meaningless, and freed memory is kept for some
+ * time.
+ */
 static bool is_instrumented(void)
 {
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
@@ -1020,7 +1023,7 @@ static bool is_instrumented(void)
 #endif
 }
 
-/* Peers that give up while they are accepted: each accept has its event, and nothing stays behind. */
+/* Peers that give up while they are being accepted. Each accept has one event, and no resources leak. */
 static const char *given_up(size_t arg)
 {
 	struct timeval soon = { 0, 20000 };
@@ -1033,7 +1036,7 @@ static const char *given_up(size_t arg)
 
 	(void)arg;
 	TRY(begin());
-	TRY(listener(SOCK_SEQPACKET, 4096, &fd, &addr)); /* with buffers that weigh something */
+	TRY(listener(SOCK_SEQPACKET, 4096, &fd, &addr)); /* with buffers large enough to show a leak */
 	others = exs_qcreate(512);
 	ENSURE(others != EXS_QHANDLE_INVALID, "exs_qcreate: %s", strerror(errno));
 	for (unsigned int i = 0; i < 400; i++) {
@@ -1068,7 +1071,10 @@ static const char *given_up(size_t arg)
 	printf("# %u accepted, %u aborted, %ld KiB more\n", accepted, aborted, anonymous() - kib);
 	ENSURE(accepted > 0, "none was accepted");
 	ENSURE(is_instrumented() || anonymous() < kib + 4096, "%ld KiB more than after 100 connections", anonymous() - kib);
-	/* While a peer is being accepted, the call cannot be cancelled; if that peer gives up, it waits for the next one again. */
+	/*
+	 * While a peer is being accepted, the call cannot be cancelled. If the peer gives up, the call waits for the
+	 * next one and can be cancelled again.
+	 */
 	for (unsigned int i = 0; i < 500 && pending; i++) {
 		ENSURE(exs_cancel(fd, EXS_CAF_AHANDLE, 1) == 0 || errno == ENOENT, "cancel: %s", strerror(errno));
 		pending -= exs_qdequeue(queue, &e, 1, &soon) == 1;
@@ -1120,7 +1126,7 @@ static const char *queues(size_t arg)
 
 #define WAKES 101
 
-/* When each event of the thread's queue came. */
+/* When each event arrived at the thread's queue. */
 struct sleeper {
 	exs_qhandle_t q;
 	uint64_t woken[WAKES];
@@ -1152,7 +1158,7 @@ static int by_time(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* A thread that has polled and sleeps now is woken by the message, and not by a clock. */
+/* A thread that has polled and now sleeps is woken by the message, not by a timer. */
 static const char *sleeper_is_woken(size_t arg)
 {
 	static struct sleeper s;
@@ -1183,7 +1189,7 @@ static const char *sleeper_is_woken(size_t arg)
 	return finish();
 }
 
-/* What a thread has used, and what the calls return to it after another thread has ended that. */
+/* Objects that a thread has used, and what its calls return after another thread has destroyed them. */
 struct user {
 	exs_qhandle_t q;
 	_Atomic int step;
@@ -1215,7 +1221,7 @@ static void *use(void *arg)
 	return NULL;
 }
 
-/* Memory, a queue and a socket that another thread has used a moment ago. */
+/* Another thread destroys memory, a queue and a socket that a thread has just used. */
 static const char *ended_by_another_thread(size_t arg)
 {
 	static struct user u;
@@ -1247,7 +1253,7 @@ static const char *ended_by_another_thread(size_t arg)
 	return finish();
 }
 
-/* A child of fork(2) may use nothing of its parent, and is told so. The parent goes on. */
+/* A child of fork(2) cannot use the objects of its parent and gets EPERM. The parent is not affected. */
 static const char *fork_is_refused(size_t arg)
 {
 	struct timeval now = { 0, 0 };
@@ -1270,7 +1276,7 @@ static const char *fork_is_refused(size_t arg)
 		TOLD(exs_qdequeue(queue, &e, 1, &now));
 		TOLD(exs_close(ends[0]));
 		TOLD(exs_qdelete(queue));
-		/* By the pipe, because memcheck sets the exit status of a child. */
+		/* Through a pipe, because memcheck changes the exit status of a child. */
 		_exit(write(pipes[1], &right, sizeof right) != sizeof right);
 	}
 	close(pipes[1]);

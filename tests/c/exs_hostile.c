@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A peer of extended sockets that breaks their protocol: it speaks verbs, and sends what docs/exs.md forbids.
+ * A peer of extended sockets that violates their protocol. It uses verbs and sends messages that docs/exs.md forbids.
  *
- * Each case connects, starts calls on the extended socket, and sends messages of which the last is a fault. The socket must
- * report each call under way exactly once with EPROTO, and no byte of its memory may have changed.
+ * Each case connects, starts calls on the extended socket, and sends messages of which the last is invalid. The socket
+ * must report each outstanding call exactly once with EPROTO, and its memory must not change.
  */
 #include "check.h"
 
@@ -20,7 +20,7 @@
 #define BUFFER 8192u
 #define BLOCK 4096u
 #define FILLED 0xa5
-/* Calls that begin() starts, with the handles 1 to CALLS. */
+/* The number of calls that begin() starts, with the handles 1 to CALLS. */
 #define CALLS 4
 
 enum { ADVERT = 1, ACK, PLACE, NOTIFY, CANCEL, FIN };
@@ -32,9 +32,12 @@ static unsigned char *block;
 static exs_mhandle_t handle;
 static struct rdma_cm_id *peer;
 static struct ibv_mr *region;
-static unsigned char *buffers; /* of the peer: one to send from, the others to receive into */
+static unsigned char *buffers; /* of the peer: the first to send from, the others to receive into */
 
-/* A header: what is not named is 0. `more` bytes of zeros follow it, and `cut` bytes are left out at its end. */
+/*
+ * A message header. Members that are not set are 0. `more` bytes of zeros follow it, and `cut` bytes are removed from
+ * its end.
+ */
 struct message {
 	int type, flags, header;
 	uint32_t seq;
@@ -127,7 +130,7 @@ static const char *no_event(unsigned int ms)
 	struct timeval wait = { 0, ms * 1000 };
 	exs_event_t e;
 
-	ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 0, "an event too many: type %d handle %ld (%s)", e.exs_evt_type,
+	ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 0, "an unexpected event: type %d handle %ld (%s)", e.exs_evt_type,
 	       (long)e.exs_evt_ahandle, strerror(e.exs_evt_errno));
 	return NULL;
 }
@@ -141,7 +144,7 @@ static void wr_attributes(struct ibv_qp_init_attr *attr)
 	};
 }
 
-/* Makes the peer's queue pair, with receives posted. */
+/* Creates the peer's queue pair and posts receives. */
 static const char *equip(void)
 {
 	struct ibv_qp_init_attr attr;
@@ -181,7 +184,7 @@ static int dial(const void *data, size_t len)
 	return rdma_connect(peer, &param);
 }
 
-/* Connects the peer to an extended socket, which has a block of memory. */
+/* Connects the peer to an extended socket that has a block of memory. */
 static const char *connected(void)
 {
 	unsigned char data[16];
@@ -204,7 +207,7 @@ static const char *connected(void)
 	return NULL;
 }
 
-/* Starts two sends, one of which is persistent, and with `receive` two receives, else two more sends of both kinds. */
+/* Starts two sends, one of them persistent, and two receives if `receive`, otherwise two more such sends. */
 static const char *begin(bool receive)
 {
 	int failed = exs_send(fd, block, 100, 0, queue, 1, handle) || exs_send(fd, block, 200, EXS_PERSISTENT, queue, 2, handle);
@@ -226,7 +229,7 @@ static const char *unchanged(void)
 	return NULL;
 }
 
-/* Sends what is in the first buffer. A connection that the other end has closed takes nothing any more. */
+/* Sends the contents of the first buffer. Fails if the other end has closed the connection. */
 static const char *post(size_t len)
 {
 	struct ibv_wc wc;
@@ -237,7 +240,7 @@ static const char *post(size_t len)
 	return NULL;
 }
 
-/* Each of the calls of begin() ends once with `error`, and nothing is placed. */
+/* Each call of begin() ends once with `error`, and the memory is unchanged. */
 static const char *ended(int error)
 {
 	unsigned int seen = 0;
@@ -258,7 +261,7 @@ static const char *ended(int error)
 	return NULL;
 }
 
-/* Messages of which the last is a fault. */
+/* Messages of which the last is invalid. */
 struct fault {
 	const char *name;
 	bool receive;
@@ -276,7 +279,7 @@ static const struct fault faults[] = {
 	{ "longer than all messages", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 4000, .more = 4000 } } },
 	{ "a header of 31", true, { { .type = FIN, .seq = 1, .header = 31 } } },
 	{ "a header of 65535", true, { { .type = ADVERT, .seq = 1, .header = 65535 } } },
-	{ "one segment behind the header", true, { { .type = ADVERT, .seq = 1, .header = 48, .more = 16 } } },
+	{ "one segment after the header", true, { { .type = ADVERT, .seq = 1, .header = 48, .more = 16 } } },
 	{ "segments with another sum", true, { { .type = ADVERT, .seq = 1, .header = 64, .more = 32, .length = 9 } } },
 	{ "nine segments", true, { { .type = ADVERT, .seq = 1, .header = 176, .more = 144 } } },
 	{ "segments of a FIN", true, { { .type = FIN, .seq = 1, .header = 64, .more = 32 } } },
@@ -284,12 +287,12 @@ static const struct fault faults[] = {
 	{ "immediate and persistent", true, { { .type = ADVERT, .flags = 3, .seq = 1, .length = 1, .more = 1 } } },
 	{ "an unknown flag", true, { { .type = ADVERT, .flags = 16, .seq = 1 } } },
 	{ "an acknowledgement of number 0", true, { { .type = ADVERT, .flags = 8, .seq = 1 } } },
-	{ "an acknowledgement of nothing in an ADVERT", true, { { .type = ADVERT, .flags = 8, .seq = 1, .length = 1, .of = 77 } } },
+	{ "an acknowledgement of an unsent message in an ADVERT", true, { { .type = ADVERT, .flags = 8, .seq = 1, .length = 1, .of = 77 } } },
 	{ "an unknown status", true, { { .type = ACK, .flags = 3, .seq = 1 } } },
 	{ "a length beyond 2^30", true, { { .type = ADVERT, .seq = 1, .length = (1u << 30) + 1 } } },
 	{ "a length of 2^64 - 1", true, { { .type = ADVERT, .seq = 1, .length = ~0ull } } },
 	{ "immediate data of 2^64 - 1", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = ~0ull } } },
-	{ "immediate data that is not there", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 64, .more = 63 } } },
+	{ "a length of immediate data without data", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 64, .more = 63 } } },
 	{ "too much immediate data", true, { { .type = ADVERT, .flags = 1, .seq = 1, .length = 65, .more = 65 } } },
 	{ "an address in a FIN", true, { { .type = FIN, .seq = 1, .address = 1 } } },
 	{ "a length in a CANCEL", true, { { .type = CANCEL, .seq = 1, .length = 1 } } },
@@ -304,12 +307,12 @@ static const struct fault faults[] = {
 	    { .type = ADVERT, .seq = 4, .length = 1 },
 	    { .type = ADVERT, .seq = 5, .length = 1 } } },
 	{ "an advert after FIN", false, { { .type = FIN, .seq = 1 }, { .type = ADVERT, .seq = 2, .length = 1 } } },
-	{ "an ACK of nothing", true, { { .type = ACK, .seq = 99 } } },
+	{ "an ACK without a message", true, { { .type = ACK, .seq = 99 } } },
 	{ "more taken than advertised", true, { { .type = ACK, .seq = 1, .length = 101 } } },
 	{ "more taken than persistent", true, { { .type = ACK, .seq = 2, .length = 201 } } },
 	{ "an ACK with a segment", true, { { .type = ACK, .seq = 1, .length = 5, .address = 1 } } },
-	{ "a NOTIFY of nothing", true, { { .type = NOTIFY, .seq = 1, .of = 77, .length = 1 } } },
-	{ "a NOTIFY of what does not notify", true, { { .type = NOTIFY, .seq = 1, .of = 2, .length = 1 } } },
+	{ "a NOTIFY without a send", true, { { .type = NOTIFY, .seq = 1, .of = 77, .length = 1 } } },
+	{ "a NOTIFY of a send without notify", true, { { .type = NOTIFY, .seq = 1, .of = 2, .length = 1 } } },
 	{ "a NOTIFY of a send", true, { { .type = NOTIFY, .seq = 1, .of = 1, .length = 1 } } },
 	{ "a NOTIFY beyond the block", false, { { .type = NOTIFY, .seq = 1, .of = 4, .length = 2 } } },
 };
@@ -338,7 +341,7 @@ static const char *all_faults(size_t arg)
 	return NULL;
 }
 
-/* Memory that the peer does not have: the device of the other end refuses the Read, and nothing is placed. */
+/* The peer advertises memory that it does not have. The device of the peer refuses the Read, and nothing is placed. */
 static const char *foreign_memory(size_t which)
 {
 	uint64_t at = (uintptr_t)buffers;
@@ -347,13 +350,13 @@ static const char *foreign_memory(size_t which)
 	TRY(connected());
 	TRY(begin(true));
 	at = (uintptr_t)buffers;
-	if (which == 0) { /* an STag that is none */
+	if (which == 0) { /* no registered STag */
 		m.address = at;
 		m.stag = region->rkey ^ 0x5500;
-	} else if (which == 1) { /* beyond the end */
+	} else if (which == 1) { /* beyond the end of the region */
 		m.address = at + (RECEIVES + 1) * BUFFER - 50;
 		m.stag = region->rkey;
-	} else if (which == 2) { /* addresses that wrap */
+	} else if (which == 2) { /* an address range that wraps */
 		m.address = ~0ull - 20;
 		m.stag = region->rkey;
 	}
@@ -361,8 +364,11 @@ static const char *foreign_memory(size_t which)
 	return ended(EPROTO);
 }
 
-/* A persistent receive that is not there: the send may end as done, since a Write is not answered; later ones do not. */
-static const char *foreign_place(size_t arg)
+/*
+ * The peer names a persistent receive that does not exist. The first send may complete, since a Write has no response;
+ * later sends fail.
+ */
+static const char *unknown_persistent_receive(size_t arg)
 {
 	struct message m = { .type = PLACE, .seq = 1, .length = 4096, .address = (uintptr_t)buffers, .stag = 0x12345600 };
 	unsigned int events = 0;
@@ -372,7 +378,10 @@ static const char *foreign_place(size_t arg)
 	TRY(connected());
 	TRY(post(put(buffers, &m)));
 	for (int tries = 0; tries < 1000; tries++) {
-		/* A send with an offset waits for the PLACE. Without one, a send before it is an ADVERT, which this peer does not answer. */
+		/*
+		 * A send with an offset waits for the PLACE. A send without one would be an ADVERT, which this peer
+		 * does not answer.
+		 */
 		if (exs_send_offset(fd, block, 100, 0, queue, tries, handle, 10)) {
 			ENSURE(errno == ECONNRESET, "send: %s", strerror(errno));
 			ENSURE(events > 0, "no event");
@@ -388,7 +397,7 @@ static const char *foreign_place(size_t arg)
 	return "the connection does not end";
 }
 
-/* Memory that was advertised to be read is written, or read beyond its end: the device refuses it. */
+/* The peer writes to memory that was advertised for reading, or reads beyond its end. The device refuses it. */
 static const char *beyond_the_advert(size_t write)
 {
 	struct ibv_wc wc;
@@ -420,7 +429,7 @@ static const char *beyond_the_advert(size_t write)
 	return unchanged();
 }
 
-/* A peer that sends cancels without end and takes no answer: what waits for it is limited. */
+/* A peer sends an endless sequence of cancels and receives no answer. The number of queued answers is limited. */
 static const char *flood(size_t arg)
 {
 	struct message m = { .type = CANCEL, .of = 1000 };
@@ -435,9 +444,9 @@ static const char *flood(size_t arg)
 			break;
 		if (rdma_get_send_comp(peer, &wc) != 1 || wc.status)
 			break;
-		ENSURE(i < 99999, "100,000 messages are taken, and no answer is");
+		ENSURE(i < 99999, "100,000 messages are accepted although no answer is received");
 	}
-	/* The peer has receives for 64 answers, and none for the next one: its own device ends the connection. */
+	/* The peer has receives for 64 answers. The next answer makes its own device end the connection. */
 	for (int i = 0; i < CALLS; i++) {
 		exs_event_t e;
 
@@ -448,7 +457,7 @@ static const char *flood(size_t arg)
 	return unchanged();
 }
 
-/* Private data of others: a listener refuses it with its own, and its accept still waits. */
+/* Invalid private data of a request: the listener rejects it with its own private data, and its accept still waits. */
 static const char *private_data(size_t arg)
 {
 	static const struct {
@@ -488,7 +497,7 @@ static int close_listener(void *what)
 	return rdma_destroy_id(what);
 }
 
-/* A listener that accepts with private data of others, or refuses with it. */
+/* A listener that accepts or rejects with invalid private data. */
 static const char *answers(size_t arg)
 {
 	static const struct {
@@ -528,7 +537,7 @@ static const char *answers(size_t arg)
 		ENSURE(!exs_connect(fd, (struct sockaddr *)&any, sizeof any, 0, queue, 3), "connect: %s", strerror(errno));
 		ENSURE(!rdma_get_request(listener, &peer), "rdma_get_request: %s", strerror(errno));
 		TRY(equip());
-		/* The other end may have ended the connection before this call returns. */
+		/* The other end may end the connection before this call returns. */
 		if (bad[i].accept)
 			rdma_accept(peer, &param);
 		else
@@ -547,7 +556,7 @@ static const struct test tests[] = {
 	{ "foreign_stag", foreign_memory, 0, 0, false },
 	{ "beyond_foreign_memory", foreign_memory, 1, 0, false },
 	{ "address_that_wraps", foreign_memory, 2, 0, false },
-	{ "foreign_place", foreign_place, 0, 0, false },
+	{ "unknown_persistent_receive", unknown_persistent_receive, 0, 0, false },
 	{ "write_to_advert", beyond_the_advert, 1, 0, false },
 	{ "read_beyond_advert", beyond_the_advert, 0, 0, false },
 	{ "flood", flood, 0, 0, false },

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Many extended sockets, threads and queues at once: calls, cancels and closes in any order, and peers that are killed. Each
- * call that was started has one event, whatever happens.
+ * Many extended sockets, threads and queues: calls, cancels and closes in random order, and peers that are killed. Each
+ * call that was started has exactly one event.
  *
  *   exs_many [--sockets=N] [--threads=N] [--calls=N] [--kills=N]
  */
@@ -22,9 +22,9 @@ static unsigned int sockets = 1000, threads = 64, calls = 100000, kills = 30;
 
 static exs_qhandle_t queues[QUEUES];
 static atomic_int *fds; /* -1: closed */
-static char *memory;	/* a slot for each call, then what big sends are made of */
+static char *memory;	/* a slot for each call, followed by the data of large sends */
 static exs_mhandle_t handle;
-static atomic_uchar *events; /* of each call */
+static atomic_uchar *events; /* events of each call */
 static atomic_uint next_call, started, ended, errors[200];
 
 static const char *listener(int *fd, struct sockaddr_in *addr)
@@ -57,7 +57,7 @@ static uint32_t any(uint64_t *seed)
 	return (uint32_t)(*seed >> 33);
 }
 
-/* Starts one call of any kind on any socket, or cancels or closes one. */
+/* Starts a random call on a random socket, or cancels a call or closes a socket. */
 static void act(uint64_t *seed)
 {
 	uint32_t what = any(seed) % 100, which = any(seed) % sockets, at;
@@ -79,7 +79,7 @@ static void act(uint64_t *seed)
 		exs_cancel(fd, EXS_CAF_AHANDLE, (exs_ahandle_t)(at - 1 - any(seed) % 50));
 		return;
 	}
-	/* Until the end about every second one is closed. */
+	/* The probability is such that about half of the sockets are closed at the end. */
 	closes = any(seed) % calls < sockets * 3 / 4;
 	if (closes) {
 		if (atomic_exchange(&fds[which], -1) < 0)
@@ -94,7 +94,7 @@ static void act(uint64_t *seed)
 	if (closes)
 		failed = exs_close_async(fd, q, at);
 	else if (what < 14)
-		failed = exs_poll((exs_pollfd_t[]){ { .fd = -1 } }, 1, 0, q, at); /* refused: nothing has this descriptor */
+		failed = exs_poll((exs_pollfd_t[]){ { .fd = -1 } }, 1, 0, q, at); /* fails, because the descriptor is invalid */
 	else if (what < 18) {
 		exs_pollfd_t *polled = (exs_pollfd_t *)slot;
 		int other = atomic_load(&fds[any(seed) % sockets]);
@@ -206,14 +206,14 @@ static const char *race(size_t arg)
 	while (atomic_load(&ended) < atomic_load(&started) && now_ms() < until)
 		for (int i = 0; i < QUEUES; i++)
 			take(queues[i], 1000);
-	printf("# %u calls, %u refused for want of room, %u sockets open at the end with %u under way\n", atomic_load(&started),
+	printf("# %u calls, %u refused by full queues, %u sockets open at the end with %u outstanding calls\n", atomic_load(&started),
 	       atomic_load(&errors[EAGAIN]), open, under_way);
 	for (unsigned int i = 0; i < calls; i++)
 		ENSURE(atomic_load(&events[i]) <= 1, "call %u has %d events", i, atomic_load(&events[i]));
 	ENSURE(atomic_load(&ended) == atomic_load(&started), "%u events of %u calls", atomic_load(&ended), atomic_load(&started));
 	ENSURE(atomic_load(&started) > calls / 4, "only %u calls", atomic_load(&started));
 	for (int i = 0; i < QUEUES; i++) {
-		ENSURE(!take(queues[i], 1000), "an event too many");
+		ENSURE(!take(queues[i], 1000), "an unexpected event");
 		ENSURE(exs_qdelete(queues[i]) == 0, "qdelete: %s", strerror(errno));
 	}
 	ENSURE(exs_mderegister(handle, 0) == 0, "mderegister: %s", strerror(errno));
@@ -222,7 +222,7 @@ static const char *race(size_t arg)
 
 #define PEERS 4
 
-/* The process that is killed: calls on each of its sockets without end. */
+/* The process that is killed. It repeats calls on each of its sockets. */
 static int peer(const char *role, const char *port)
 {
 	struct sockaddr_in addr;
@@ -265,10 +265,10 @@ static int peer(const char *role, const char *port)
 	return 0;
 }
 
-/* Kills the peer after some time, which is another one in each round; all calls under way end then. */
+/* Kills the peer after a time that depends on the round. All outstanding calls then end. */
 static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *connected)
 {
-	/* What all connections send, and what each receives. */
+	/* The data that all connections send, and a receive buffer for each. */
 	static char out[100000], in[2 * PEERS + 1][100000];
 	bool listens = round & 1;
 	unsigned int pending = 0;
@@ -318,7 +318,7 @@ static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *co
 			killed = true;
 			kill(child, SIGKILL);
 			waitpid(child, NULL, 0);
-			/* Of what never connected no peer will say anything. */
+			/* No peer ends a connection that was never established. */
 			if (!listens)
 				exs_cancel(open[0], EXS_CAF_FILDES, 0);
 		}
@@ -350,7 +350,7 @@ static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *co
 	for (int i = 0; i < count; i++)
 		ENSURE(exs_close(open[i]) == 0, "close: %s", strerror(errno));
 	struct timeval none = { 0, 0 };
-	ENSURE(exs_qdequeue(q, &e, 1, &none) == 0, "round %u: an event too many", round);
+	ENSURE(exs_qdequeue(q, &e, 1, &none) == 0, "round %u: an unexpected event", round);
 	return NULL;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A sender in the style of programs that were written for ES-API elsewhere: <sys/exs.h>, handles printed with %d, a ring
- * of registered shared memory, EAGAIN when too much is under way, and half of the events dequeued at once.
+ * A sender in the style of existing programs for the ES-API: <sys/exs.h>, handles printed with %d, a ring of registered
+ * shared memory, EAGAIN when too many calls are outstanding, and half of the events dequeued at a time.
  */
 #include "check.h"
 #include <arpa/inet.h>
@@ -41,7 +41,7 @@ static const char *listening(int *fd, struct sockaddr_in *addr)
 	return NULL;
 }
 
-/* Receives into one slot after the other, and compares; the queue is its own. */
+/* Receives into one slot after another and compares the data. It has its own queue. */
 static void *receiver(void *arg)
 {
 	int fd = *(int *)arg;
@@ -123,7 +123,7 @@ static const char *netperf(size_t arg)
 		if (len < 0 && errno != EAGAIN && errno != EINTR)
 			return because("exs_send q %d m %d: %s", exs_qhandle, exs_mhandle, strerror(errno));
 		if (len < 0 && exs_aio_pending > 1) {
-			/* Half of those under way, at least. */
+			/* Waits for at least half of the outstanding calls. */
 			int num = exs_qdequeue(exs_qhandle, evtvec, -(exs_aio_pending / 2), NULL);
 
 			ENSURE(num >= exs_aio_pending / 2, "%d events of %d", num, exs_aio_pending);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Eight accepted peers send as much as they can, within the rules; a ninth asks for 64 bytes now and then and has to get
- * them in time. The program that serves them is the process of the test, the eight and the ninth have one each.
+ * Eight accepted peers send as much as the protocol allows. A ninth peer occasionally reads 64 bytes and must get them
+ * in time. The serving program is the process of the test. The eight peers share one process; the ninth has another.
  */
 #include "dgrams.h"
 #include "mpa.h"
@@ -14,13 +14,13 @@
 #include <sys/wait.h>
 
 #define GREEDY 8
-/* Reads of a round, and rounds. What else the machine does may spoil some of them, an unfair victim all. */
+/* Reads in a round, and number of rounds. Other programs may delay some rounds; an unfair server delays all. */
 #define READS 100
 #define ROUNDS 5
-/* How long a Read may take: half of them, and nine of ten. Two cores may have three busy processes. */
+/* Time limits for half and for nine of ten Reads. They allow for two processors with three busy processes. */
 #define HALF_MS 5.0
 #define MOST_MS 25.0
-/* What makes a flood. */
+/* How much the eight peers must have sent for a valid test. */
 #define FLOOD 10000
 #define ASKED 64u
 
@@ -30,8 +30,8 @@ static struct shared {
 	__typeof__(target) stream;
 	struct { uint32_t qpn; struct there memory; } dgram;
 	_Atomic bool ready, flooding, over;
-	_Atomic uint64_t flooded; /* bytes of streams, requests of datagrams */
-	double half, most, longest; /* of the best round, milliseconds */
+	_Atomic uint64_t flooded; /* bytes for streams, requests for datagrams */
+	double half, most, longest; /* in the best round, in milliseconds */
 } *shared;
 
 static void wait_for_flag(const _Atomic bool *flag)
@@ -48,7 +48,7 @@ static int in_order(const void *a, const void *b)
 	return left < right ? -1 : left > right;
 }
 
-/* Measures rounds of Reads by `read`, until one is good. */
+/* Measures rounds of Reads with `read`, until one round meets the limits. */
 static const char *measure(const char *(*read)(uint32_t number))
 {
 	double times[READS];
@@ -74,9 +74,9 @@ static const char *measure(const char *(*read)(uint32_t number))
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- streams: peers with sockets of their own */
+/* ---------------------------------------------------------------- streams: peers that use plain sockets */
 
-/* What a greedy peer sends again and again; Writes have no numbers, so the same bytes will do. */
+/* What a greedy peer sends repeatedly. Writes have no sequence number, so the same bytes can be sent again. */
 static void fill_flood(struct wire *w, enum flood flood)
 {
 	size_t payload = flood == EMPTY_WRITES ? 0 : flood == SMALL_WRITES ? 1 : 60000;
@@ -91,15 +91,15 @@ static void fill_flood(struct wire *w, enum flood flood)
 
 struct greedy {
 	int fd;
-	size_t sent;   /* of the bytes that it repeats */
-	size_t left;   /* bytes of the FPDU that is coming in */
-	size_t owed;   /* payload that it has asked for */
-	uint8_t first; /* byte of a length, if it came alone */
+	size_t sent;   /* position in the repeated bytes */
+	size_t left;   /* remaining bytes of the FPDU that is being received */
+	size_t owed;   /* requested payload that has not arrived */
+	uint8_t first; /* first byte of a length, if it arrived alone */
 	bool half;
 	uint32_t msn;
 };
 
-/* Takes bytes of answers. */
+/* Parses received bytes. */
 static void take(struct greedy *g, const uint8_t *at, size_t n)
 {
 	while (n > 0) {
@@ -113,7 +113,10 @@ static void take(struct greedy *g, const uint8_t *at, size_t n)
 		if (g->half) {
 			size_t length = (size_t)g->first << 8 | *at;
 
-			/* Padded to four, and a CRC; two bytes of it were the length, and 14 are headers. */
+			/*
+			 * The FPDU is padded to four bytes and has a CRC. Two bytes of it are the length, and 14 are
+			 * headers.
+			 */
 			g->left = (length + 2 + 3) / 4 * 4 + 4 - 2;
 			g->owed -= length - 14;
 		} else {
@@ -127,7 +130,7 @@ static void take(struct greedy *g, const uint8_t *at, size_t n)
 
 #define ANSWER (1u << 18)
 
-/* Takes what has come, and asks so that four Reads are outstanding. */
+/* Receives what has arrived, and requests Reads so that four are outstanding. */
 static bool ask_more(struct greedy *g)
 {
 	static uint8_t bytes[ANSWER];
@@ -208,7 +211,7 @@ static const char *modest_stream(void)
 	return measure(read_stream);
 }
 
-/* ---------------------------------------------------------------- reliable datagrams: peers with queue pairs */
+/* ---------------------------------------------------------------- reliable datagrams: peers that use queue pairs */
 
 static const char *open_peer(struct dgram *d)
 {
@@ -233,7 +236,7 @@ static const char *greedy_dgrams(enum flood flood)
 	}
 	to.at += 4096;
 	while (!shared->over) {
-		/* The device's thread moves the bytes: a thread that polls as well would take the victim's processor. */
+		/* The device's thread transfers the data. A polling thread would take processor time from the server. */
 		usleep(50);
 		for (int i = 0; i < GREEDY; i++) {
 			struct ibv_wc wc;
@@ -257,7 +260,7 @@ static struct region answers;
 static const char *read_dgram(uint32_t number)
 {
 	TRY(request_to(&modest, shared->dgram.qpn, READ, number, &answers, ASKED, shared->dgram.memory));
-	/* Without taking a processor from those it competes with for the network. */
+	/* Sleeps between polls, so that the peers compete for the network and not for the processor. */
 	for (uint64_t end = now_ms() + WAIT_MS; now_ms() < end; usleep(100)) {
 		struct ibv_wc wc;
 
@@ -285,7 +288,7 @@ static int run(const char *reason)
 	return reason ? 4 : 0;
 }
 
-/* ---------------------------------------------------------------- the program that serves them */
+/* ---------------------------------------------------------------- the serving program */
 
 static int end_child(void *pid)
 {
@@ -336,12 +339,12 @@ static const char *fair(size_t arg)
 	shared->ready = true;
 	ENSURE(waitpid(good, &status, 0) == good, "waitpid");
 	shared->over = true;
-	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the modest peer ends with %x", (unsigned int)status);
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the ninth peer ends with %x", (unsigned int)status);
 	ENSURE(waitpid(greedy, &status, WNOHANG) == 0 || (WIFEXITED(status) && WEXITSTATUS(status) == 0),
 	       "the greedy peers end with %x", (unsigned int)status);
-	printf("# %llu %s from the greedy; a Read takes %.2f ms in half of the cases, %.2f in nine of ten, %.2f at most\n",
+	printf("# %llu %s from the greedy peers; a Read takes %.2f ms in half of the cases, %.2f in nine of ten, %.2f at most\n",
 	       (unsigned long long)shared->flooded, dgrams ? "requests" : "bytes", shared->half, shared->most, shared->longest);
-	ENSURE(shared->flooded > (dgrams ? FLOOD / 20 : FLOOD * 1000), "there was no flood");
+	ENSURE(shared->flooded > (dgrams ? FLOOD / 20 : FLOOD * 1000), "the greedy peers sent too little");
 	ENSURE(shared->half <= HALF_MS && shared->most <= MOST_MS, "Reads take too long");
 	return NULL;
 }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Faults on demand (ANYWARP_FAULTS): what each of them is to a verbs program, that the same seed brings the same ones, and
- * that what promises to survive them does.
+ * Injected faults (ANYWARP_FAULTS): their effect on a verbs program, that the same seed gives the same faults, and that
+ * reliable services survive the faults that they must survive.
  *
- * The device reads the variable once, so each test is a new process of this program with a value of its own. In it queue
- * pair #1 sends and #2 receives.
+ * The device reads the variable once, so each test runs in a new process of this program with its own value. In that
+ * process, queue pair #1 sends and #2 receives.
  */
 #define _GNU_SOURCE
 #include "ends.h"
@@ -14,7 +14,7 @@
 #include <dlfcn.h>
 #include <netinet/in.h>
 
-/* ---------------------------------------------------------------- a process with faults */
+/* ---------------------------------------------------------------- a process with injected faults */
 
 struct child {
 	const char *name;
@@ -25,7 +25,7 @@ static const size_t children_count;
 
 #define LOG_MAX (4u << 20)
 
-/* Runs a program with these faults; gives its exit status, and what it wrote to stderr (up to LOG_MAX) in `log`. */
+/* Runs a program with these faults. Sets its exit status, and `log` to what it wrote to stderr (up to LOG_MAX). */
 static const char *spawn(char *const argv[], const char *faults, char *log, int *status)
 {
 	size_t used = 0;
@@ -66,7 +66,7 @@ static char *new_log(void)
 	return log;
 }
 
-/* One of `children`, which must end well. */
+/* Runs one of `children`, which must succeed. */
 static const char *under(const char *faults, const char *child, char *log)
 {
 	char *argv[] = { "/proc/self/exe", "--child", (char *)child, NULL };
@@ -79,8 +79,8 @@ static const char *under(const char *faults, const char *child, char *log)
 	return NULL;
 }
 
-/* The number of faults of a kind in the summary. */
-static unsigned long told(const char *log, const char *action)
+/* The number of faults of a kind, according to the summary. */
+static unsigned long fault_count(const char *log, const char *action)
 {
 	const char *line = strstr(log, "faults: seed"), *at;
 	unsigned long n = 0;
@@ -127,7 +127,7 @@ static const char *open_with_memory(struct pair *p, const struct want *w, struct
 	return NULL;
 }
 
-/* The third request fails with the configured status, and is not sent; the requests behind it are flushed. */
+/* The third request fails with the configured status and is not sent. The requests after it are flushed. */
 static const char *third_fails(enum ibv_wr_opcode opcode, enum ibv_wc_status status)
 {
 	struct region from, to;
@@ -161,7 +161,7 @@ static const char *write_remote_operation(void) { return third_fails(IBV_WR_RDMA
 static const char *read_retry(void) { return third_fails(IBV_WR_RDMA_READ, IBV_WC_RETRY_EXC_ERR); }
 static const char *send_protection(void) { return third_fails(IBV_WR_SEND, IBV_WC_LOC_PROT_ERR); }
 
-/* The connection breaks with the second Write: both ends see it by their completions, and so without an event. */
+/* The connection is broken at the second Write. Both ends get completions, and therefore no event. */
 static const char *killed(void)
 {
 	struct region from, to;
@@ -183,8 +183,11 @@ static const char *killed(void)
 	return all_bytes(to.at, 64, FRESH, "the region");
 }
 
-/* Three requests are under way when the third breaks the connection: each completes once, the oldest is to blame. */
-static const char *killed_in_a_row(void)
+/*
+ * The third of several outstanding requests breaks the connection. Each completes once, and the oldest has the error
+ * status.
+ */
+static const char *killed_with_outstanding(void)
 {
 	struct region from, to;
 	struct ibv_wc wc;
@@ -197,7 +200,7 @@ static const char *killed_in_a_row(void)
 		TRY(next_wc(p.a.scq, &wc, WAIT_MS));
 		ENSURE(wc.wr_id == i, "completion of %llu, expected %llu", (unsigned long long)wc.wr_id, (unsigned long long)i);
 		if (wc.status == IBV_WC_SUCCESS) {
-			ENSURE(!blamed && i < 3, "%llu succeeds behind the break", (unsigned long long)i);
+			ENSURE(!blamed && i < 3, "request %llu succeeds after the connection was broken", (unsigned long long)i);
 		} else {
 			ENSURE(wc.status == (blamed ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR), "%llu: %s",
 			       (unsigned long long)i, ibv_wc_status_str(wc.status));
@@ -207,7 +210,7 @@ static const char *killed_in_a_row(void)
 	return no_wc(p.a.scq, QUIET_MS);
 }
 
-/* The first Send finds the peer not ready, once and then too often. */
+/* The first Send finds the receiver not ready once; the second more often than rnr_retry allows. */
 static const char *not_ready(void)
 {
 	struct region from, to;
@@ -226,7 +229,7 @@ static const char *not_ready(void)
 	return state_is(p.a.qp, IBV_QPS_ERR);
 }
 
-/* The second Send is late, by 150 ms at least; the others are not held up by it. */
+/* The second Send is delayed by at least 150 ms; the others are not delayed. */
 static const char *late(void)
 {
 	struct region from, to;
@@ -289,7 +292,7 @@ static const char *open_datagrams(struct datagrams *d)
 	return NULL;
 }
 
-/* Message `n` has its number as immediate. */
+/* Message `n` carries its number as immediate data. */
 static struct ibv_send_wr number_wr(const struct datagrams *d, uint32_t n, struct ibv_sge *sge)
 {
 	struct ibv_send_wr wr = send_wr(n, IBV_WR_SEND_WITH_IMM, sge, 1);
@@ -301,7 +304,7 @@ static struct ibv_send_wr number_wr(const struct datagrams *d, uint32_t n, struc
 	return wr;
 }
 
-/* Sends message `n`; it completes with `status`. */
+/* Sends message `n`, which must complete with `status`. */
 static const char *send_number(struct datagrams *d, uint32_t n, enum ibv_wc_status status)
 {
 	struct ibv_sge sge = sge_of(&d->from, 0, 64);
@@ -311,7 +314,7 @@ static const char *send_number(struct datagrams *d, uint32_t n, enum ibv_wc_stat
 	return expect_status(d->p.a.scq, n, status);
 }
 
-/* The next messages to arrive are these, and then none. */
+/* Checks that the next messages are these, and no others. */
 static const char *arrive(struct datagrams *d, const uint32_t *numbers)
 {
 	struct ibv_wc wc;
@@ -324,7 +327,7 @@ static const char *arrive(struct datagrams *d, const uint32_t *numbers)
 	return no_wc(d->p.b.rcq, QUIET_MS);
 }
 
-/* Nine messages are sent; these arrive, in this order. */
+/* Sends nine messages. The given ones must arrive, in this order. */
 static const char *nine(const uint32_t *numbers)
 {
 	struct ibv_sge sge, from;
@@ -336,7 +339,7 @@ static const char *nine(const uint32_t *numbers)
 	sge = sge_of(&d.to, 0, 104);
 	for (uint32_t i = 1; i <= 20; i++)
 		TRY(post_recv(d.p.b.qp, i, &sge, 1));
-	/* In one call, so that little time passes between one and the next. */
+	/* Posts the messages without waiting in between, so that little time passes. */
 	for (uint32_t i = 1; i <= 9; i++) {
 		wrs[i - 1] = number_wr(&d, i, &from);
 		wrs[i - 1].next = i < 9 ? &wrs[i] : NULL;
@@ -354,7 +357,7 @@ static const char *ud_second_last(void) { return nine((const uint32_t[]){ 1, 3, 
 static const char *ud_second_twice(void) { return nine((const uint32_t[]){ 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 0 }); }
 static const char *ud_all(void) { return nine((const uint32_t[]){ 1, 2, 3, 4, 5, 6, 7, 8, 9, 0 }); }
 
-/* An error of an unreliable service stops its send queue alone. */
+/* With an unreliable service, an error stops only the send queue. */
 static const char *ud_error(void)
 {
 	struct ibv_sge sge;
@@ -373,7 +376,7 @@ static const char *ud_error(void)
 	return arrive(&d, (const uint32_t[]){ 1, 4, 0 });
 }
 
-/* Many messages over the link; says on stderr how many arrived. */
+/* Sends many messages and prints to stderr how many arrived. */
 static const char *ud_many(void)
 {
 	struct ibv_sge sge;
@@ -459,7 +462,7 @@ static const char *finish(struct one_sided *a, const struct one_sided *b, const 
 	return NULL;
 }
 
-/* Sends and atomics: each is done exactly once, in order. */
+/* Sends and atomics are each executed exactly once, in order. */
 static const char *rd_exactly_once(void)
 {
 	struct region old, word, from, to;
@@ -508,7 +511,7 @@ static const char *rd_exactly_once(void)
 #define RECORDS 40u
 #define RECORD_LEN (256u << 10)
 
-/* What a map says is there is there, and nothing else was touched. */
+/* A map of a Write-Record is exact: the ranges that it lists were written, and no others. */
 static const char *maps_are_exact(void)
 {
 	static struct anywarpdv_range ranges[4096];
@@ -523,7 +526,7 @@ static const char *maps_are_exact(void)
 	TRY(open_one_sided(&b, ANYWARPDV_QPT_UD));
 	TRY(new_region(&from, a.end.pd, RECORD_LEN, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&to, b.end.pd, RECORD_LEN, ALL_ACCESS));
-	/* No byte of it is FRESH. */
+	/* The pattern contains no FRESH byte. */
 	for (size_t i = 0; i < RECORD_LEN; i++)
 		from.at[i] = (uint8_t)(pattern_byte(1, i) & 0x7f);
 	for (uint32_t m = 0; m < RECORDS; m++) {
@@ -558,13 +561,13 @@ static const char *maps_are_exact(void)
 		TRY(all_bytes(to.at + next, RECORD_LEN - next, FRESH, "a gap"));
 		TRY(guards_untouched(&to));
 	}
-	ENSURE(poll_records(b.end.qp, 1, &record, sizeof record, 0) == 0, "a record too many");
+	ENSURE(poll_records(b.end.qp, 1, &record, sizeof record, 0) == 0, "an unexpected record");
 	ENSURE(maps > 0, "nothing was lost");
 	fprintf(stderr, "valid %llu of %u\n", (unsigned long long)valid, RECORDS * RECORD_LEN);
 	return NULL;
 }
 
-/* The device does not open. */
+/* The device does not open with an invalid setting. */
 static const char *refused_text(void)
 {
 	int n = 0;
@@ -580,7 +583,7 @@ static const char *refused_text(void)
 #define CHILD(function) { #function, function }
 static const struct child children[] = {
 	CHILD(send_remote_access), CHILD(write_remote_operation), CHILD(read_retry), CHILD(send_protection), CHILD(killed),
-	CHILD(killed_in_a_row), CHILD(not_ready), CHILD(late), CHILD(slow), CHILD(ud_third_lost), CHILD(ud_second_lost),
+	CHILD(killed_with_outstanding), CHILD(not_ready), CHILD(late), CHILD(slow), CHILD(ud_third_lost), CHILD(ud_second_lost),
 	CHILD(ud_second_passed), CHILD(ud_second_last), CHILD(ud_second_twice), CHILD(ud_all), CHILD(ud_error),
 	CHILD(ud_many), CHILD(rd_exactly_once), CHILD(maps_are_exact), CHILD(refused_text),
 };
@@ -588,7 +591,7 @@ static const size_t children_count = COUNT(children);
 
 /* ---------------------------------------------------------------- the tests */
 
-/* The configured faults, the child process that they are injected into, and a word of the summary with its count. */
+/* The configured faults, the child process that they are injected into, and a line of the summary with its count. */
 static const struct row {
 	const char *faults, *child, *action;
 	unsigned long count;
@@ -598,7 +601,7 @@ static const struct row {
 	{ "op=read every=3 times=1 -> error=retry-exceeded", "read_retry", "error=retry-exceeded", 1 },
 	{ "op=send nth=3 -> error=local-protection", "send_protection", "error=local-protection", 1 },
 	{ "op=write nth=2 -> kill", "killed", "kill", 1 },
-	{ "nth=3 -> kill", "killed_in_a_row", "kill", 1 },
+	{ "nth=3 -> kill", "killed_with_outstanding", "kill", 1 },
 	{ "op=send nth=1 -> rnr; op=send nth=2 -> rnr=2", "not_ready", "rnr", 2 },
 	{ "op=send nth=2 -> delay=150ms", "late", "delay", 1 },
 	{ "op=write -> slow=10MB/s", "slow", "slow", 20 },
@@ -624,12 +627,12 @@ static const char *exact(size_t arg)
 	ENSURE(log, "no memory");
 	TRY(under(row->faults, row->child, log));
 	ENSURE(strstr(log, "faults: seed"), "no summary: %.200s", log);
-	ENSURE(told(log, row->action) == row->count, "%lu %s, expected %lu: %s", told(log, row->action), row->action,
+	ENSURE(fault_count(log, row->action) == row->count, "%lu %s, expected %lu: %s", fault_count(log, row->action), row->action,
 	       row->count, strstr(log, "faults: seed"));
 	return NULL;
 }
 
-/* Keeps only the lines of a log about faults, without the process identifier. */
+/* Keeps only the lines of a log about faults, and removes the process identifier. */
 static void only_faults(char *log)
 {
 	char *to = log, *next;
@@ -661,12 +664,12 @@ static const char *same_seed_same_faults(size_t arg)
 		ENSURE(strlen(logs[i]) > 1000, "few faults: %s", logs[i]);
 	}
 	ENSURE(!strcmp(logs[0], logs[1]), "two runs with one seed differ");
-	ENSURE(strcmp(logs[0], logs[2]), "another seed makes no difference");
+	ENSURE(strcmp(logs[0], logs[2]), "another seed gives the same faults");
 	return NULL;
 }
 
-/* What does not arrive is what the summary says. */
-static const char *loss_is_told(size_t arg)
+/* The number of lost messages equals the number in the summary. */
+static const char *loss_is_reported(size_t arg)
 {
 	char *log = new_log();
 	const char *at;
@@ -676,8 +679,8 @@ static const char *loss_is_told(size_t arg)
 	TRY(under("loss=0.05,seed=3", "ud_many", log));
 	at = strstr(log, "arrived ");
 	ENSURE(at, "%.200s", log);
-	ENSURE(strtoul(at + 8, NULL, 10) + told(log, "drop") == MESSAGES, "arrived %s", at + 8);
-	ENSURE(told(log, "drop") >= 20 && told(log, "drop") <= 90, "%lu of %u lost", told(log, "drop"), MESSAGES);
+	ENSURE(strtoul(at + 8, NULL, 10) + fault_count(log, "drop") == MESSAGES, "arrived %s", at + 8);
+	ENSURE(fault_count(log, "drop") >= 20 && fault_count(log, "drop") <= 90, "%lu of %u lost", fault_count(log, "drop"), MESSAGES);
 	return NULL;
 }
 
@@ -695,7 +698,7 @@ static const char *survives(size_t arg)
 
 	ENSURE(log, "no memory");
 	TRY(under(all[arg].faults, all[arg].child, log));
-	ENSURE(told(log, "drop") > 0 && told(log, "dup") > 0 && told(log, "corrupt") > 0 && told(log, "reorder") > 0,
+	ENSURE(fault_count(log, "drop") > 0 && fault_count(log, "dup") > 0 && fault_count(log, "corrupt") > 0 && fault_count(log, "reorder") > 0,
 	       "a fault did not happen: %s", strstr(log, "faults: seed"));
 	return NULL;
 }
@@ -714,12 +717,14 @@ static const char *wrong_text(size_t arg)
 	ENSURE(log, "no memory");
 	TRY(under(all[arg].faults, "refused_text", log));
 	ENSURE(strstr(log, all[arg].says), "it says: %.300s", log);
-	ENSURE(!strstr(log, "faults: seed"), "a summary of nothing");
+	ENSURE(!strstr(log, "faults: seed"), "a summary without faults");
 	return NULL;
 }
 
-/* rping, whose connection breaks on one side in the middle: both sides end, and report it. (Its exit status depends on
-* which of its threads gets the error first.) */
+/*
+ * rping, whose connection is broken on one side: both sides end and report it. (Its exit status depends on which of its
+ * threads gets the error first.)
+ */
 static const char *rping_ends(size_t arg)
 {
 	char *server[] = { "rping", "-s", "-a", "127.0.0.1", "-p", arg ? "17172" : "17171", "-C", "1000", NULL };
@@ -739,7 +744,7 @@ static const char *rping_ends(size_t arg)
 		alarm(DEFAULT_SECONDS / 2);
 		if (spawn(server, arg ? kill_at : "seed=1", other, &exited))
 			_exit(2);
-		if (arg ? told(other, "kill") == 1 && strstr(other, "cq completion failed status 12") :
+		if (arg ? fault_count(other, "kill") == 1 && strstr(other, "cq completion failed status 12") :
 			  strstr(other, "server DISCONNECT EVENT") != NULL)
 			_exit(WIFEXITED(exited) ? 0 : 3);
 		fprintf(stderr, "%s", other);
@@ -752,9 +757,9 @@ static const char *rping_ends(size_t arg)
 	} while (strstr(log, "RDMA_CM_EVENT_REJECTED") && now_ms() - since < WAIT_MS);
 	ENSURE(WIFEXITED(status), "client status %#x: %.300s", (unsigned int)status, log);
 	if (arg)
-		ENSURE(strstr(log, "client DISCONNECT EVENT"), "the client says: %.300s", log);
+		ENSURE(strstr(log, "client DISCONNECT EVENT"), "output of the client: %.300s", log);
 	else
-		ENSURE(told(log, "kill") == 1 && strstr(log, "cq completion failed status 12"), "the client says: %.300s", log);
+		ENSURE(fault_count(log, "kill") == 1 && strstr(log, "cq completion failed status 12"), "output of the client: %.300s", log);
 	ENSURE(waitpid(pid, &exited, 0) == pid && !exited, "the server: status %#x", (unsigned int)exited);
 	return NULL;
 }
@@ -764,7 +769,7 @@ static const struct test tests[] = {
 	ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13),
 	ROW(14), ROW(15), ROW(16), ROW(17), ROW(18), ROW(19), ROW(20),
 	{ "same_seed_same_faults", same_seed_same_faults, 0, 0, false },
-	{ "loss_is_told", loss_is_told, 0, 0, false },
+	{ "loss_is_reported", loss_is_reported, 0, 0, false },
 	{ "reliable_datagrams_tx", survives, 0, 0, false },
 	{ "reliable_datagrams_rx", survives, 1, 0, false },
 	{ "maps_tx", survives, 2, 0, false },

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* The provider for libfabric as a program uses it: messages, matching, rendezvous, one-sided operations, errors. */
+/* The libfabric provider: messages, tag matching, rendezvous, one-sided operations, errors. */
 #include "dgrams.h"
 
 #include <netinet/in.h>
@@ -24,7 +24,7 @@
 static struct fi_info *info;
 static struct fid_fabric *fabric;
 
-/* An endpoint with all that it is bound to. */
+/* An endpoint and the objects that are bound to it. */
 struct side {
 	struct fid_domain *domain;
 	struct fid_ep *ep;
@@ -119,7 +119,7 @@ static const char *open_sides(struct side *a, struct side *b)
 
 static struct side *moving[4];
 
-/* The next completion of `cq`; all ends move meanwhile. */
+/* Waits for the next completion of `cq` and drives all endpoints meanwhile. */
 static const char *next(struct fid_cq *cq, struct fi_cq_tagged_entry *entry, fi_addr_t *source)
 {
 	uint64_t until = now_ms() + WAIT_MS;
@@ -186,7 +186,7 @@ static uint8_t out[1 << 20], in[(1 << 20) + 16];
 
 enum { TAG = 1, EARLY = 2, PIECES = 4, SELF = 8 };
 
-/* Every size, with and without tags, to receives that are there or not, in one piece or several. */
+/* Messages of every size, with and without tags, before or after their receives, in one piece or several. */
 static const char *messages(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -231,7 +231,7 @@ static const char *messages(size_t arg)
 					OK(fi_recv(b->ep, in, len + 16, NULL, FI_ADDR_UNSPEC, b));
 			}
 			if (!receives && arg & EARLY) {
-				/* The message is there before its receive. */
+				/* Drives both endpoints so that the message arrives before its receive. */
 				for (int turn = 0; turn < 200; turn++)
 					fi_cq_read(b->rx, NULL, 0);
 			}
@@ -245,16 +245,16 @@ static const char *messages(size_t arg)
 		ENSURE(arg & PIECES || (entry.flags & FI_REMOTE_CQ_DATA && entry.data == data), "data");
 		TRY(check_bytes(in, len, i));
 		for (size_t j = 0; j < 16; j++)
-			ENSURE(in[len + j] == 0xee, "byte %zu behind the message", j);
+			ENSURE(in[len + j] == 0xee, "byte %zu after the message", j);
 		TRY(next(a.tx, &entry, NULL));
-		ENSURE(entry.op_context == &a && entry.flags & FI_SEND, "what is sent");
+		ENSURE(entry.op_context == &a && entry.flags & FI_SEND, "the sent data");
 	}
-	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b->rx, &entry, 1) == -FI_EAGAIN, "one too many");
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b->rx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
 	ENSURE(fi_cntr_read(a.cntr) == COUNT(sizes), "the counter has %llu", (unsigned long long)fi_cntr_read(a.cntr));
 	return NULL;
 }
 
-/* Receives take messages in order; tags and sources keep them apart. */
+/* Receives match messages in order, and by tag and source. */
 static const char *matching(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -267,7 +267,7 @@ static const char *matching(size_t arg)
 	TRY(introduce(&c, &b));
 	move_both(&a, &b);
 	moving[2] = &c;
-	/* c is a stranger to b until it is inserted below. */
+	/* `c` is unknown to `b` until it is inserted below. */
 	for (uint32_t i = 0; i < 3; i++) {
 		OK(fi_tinject(a.ep, &i, sizeof i, a.peer, 5));
 		uint32_t other = 10 + i;
@@ -290,7 +290,7 @@ static const char *matching(size_t arg)
 		TRY(next(b.rx, &entry, NULL));
 		ENSURE(word[i] == i, "%zu from a: %u", i, word[i]);
 	}
-	/* Receives that are there: the second takes what the first does not. */
+	/* Posted receives: the second takes the message that does not match the first. */
 	OK(fi_trecv(b.ep, &word[0], 4, NULL, b.peer, 7, 0, &word[0]));
 	OK(fi_trecv(b.ep, &word[1], 4, NULL, FI_ADDR_UNSPEC, 0, ~0ull, &word[1]));
 	OK(fi_recv(b.ep, &word[2], 4, NULL, FI_ADDR_UNSPEC, &word[2]));
@@ -305,7 +305,7 @@ static const char *matching(size_t arg)
 	return NULL;
 }
 
-/* The length of what is longer than the longest request of the device. */
+/* A length greater than the device's longest request. */
 static size_t huge;
 
 static void mark_huge(uint8_t *at, uint8_t seed)
@@ -317,7 +317,7 @@ static void mark_huge(uint8_t *at, uint8_t seed)
 	}
 }
 
-/* Compares all bytes, without a read of the pages of `from` that were never written. */
+/* Compares all bytes. Does not read pages of `from` that were never written. */
 static const char *same_huge(const uint8_t *from, const uint8_t *to)
 {
 	static const uint8_t zeros[1 << 16];
@@ -345,7 +345,7 @@ static const char *beyond_1gib(size_t arg)
 	uint8_t *at[2];
 
 	huge = arg == 0 || linked ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
-	/* The memory is unmapped after the endpoints were closed, also when something fails. */
+	/* The memory is unmapped after the endpoints are closed, even if the test fails. */
 	for (size_t i = 0; i < 2; i++) {
 		at[i] = mmap(NULL, huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 		ENSURE(at[i] != MAP_FAILED, "mmap");
@@ -381,11 +381,11 @@ static const char *beyond_1gib(size_t arg)
 	OK(fi_read(a.ep, at[0], huge, NULL, a.peer, (uintptr_t)at[1], fi_mr_key(mr), &a));
 	TRY(next(a.tx, &entry, NULL));
 	TRY(same_huge(at[1], at[0]));
-	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "one too many");
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
 	return NULL;
 }
 
-/* An operation with FI_FENCE, and what is posted behind it, waits for earlier operations to the same peer, and only for those. */
+/* An operation with FI_FENCE, and those posted after it, wait for earlier operations to the same peer only. */
 static const char *fence(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -420,7 +420,7 @@ static const char *fence(size_t arg)
 	OK(fi_trecv(b.ep, in, 8, NULL, FI_ADDR_UNSPEC, 2, 0, &in[0]));
 	OK(fi_trecv(b.ep, in + 8, 8, NULL, FI_ADDR_UNSPEC, 3, 0, &in[8]));
 	OK(fi_trecv(c.ep, in + 16, 8, NULL, FI_ADDR_UNSPEC, 4, 0, &in[16]));
-	/* It is not complete before there is a receive. */
+	/* Does not complete before its receive is posted. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, to_b, 1, &out[0]));
 	one = 5;
 	switch (arg) {
@@ -428,13 +428,13 @@ static const char *fence(size_t arg)
 	case 1: OK(fi_writemsg(a.ep, &write, FI_FENCE | FI_INJECT)); break;
 	case 2: OK(fi_atomicmsg(a.ep, &sum, FI_FENCE | FI_INJECT)); break;
 	}
-	one = 6; /* What is injected was copied. */
+	one = 6; /* injected data was copied */
 	OK(fi_tinject(a.ep, &one, sizeof one, to_b, 3));
 	one = 7;
 	OK(fi_tsend(a.ep, out, 8, NULL, to_c, 4, &out[4]));
 	TRY(next(c.rx, &entry, NULL));
 	TRY(next(a.tx, &entry, NULL));
-	ENSURE(entry.op_context == &out[4], "the message to another peer completes first");
+	ENSURE(entry.op_context == &out[4], "the message to another peer does not complete first");
 	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
 		ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion before the receive");
 		ENSURE(fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "a message before the receive");
@@ -442,9 +442,9 @@ static const char *fence(size_t arg)
 	}
 	OK(fi_trecv(b.ep, in + 1000, 100000, NULL, FI_ADDR_UNSPEC, 1, 0, &in[1000]));
 	TRY(next(a.tx, &entry, NULL));
-	ENSURE(entry.op_context == &out[0], "the earlier message completes first");
+	ENSURE(entry.op_context == &out[0], "the earlier message does not complete before the fenced operation");
 	TRY(next(a.tx, &entry, NULL));
-	ENSURE(entry.op_context == fenced, "the operation with a fence completes second");
+	ENSURE(entry.op_context == fenced, "the fenced operation does not complete second");
 	for (size_t i = 0; i < (arg == 0 ? 3u : 2u); i++)
 		TRY(next(b.rx, &entry, NULL));
 	int64_t got[2];
@@ -454,7 +454,7 @@ static const char *fence(size_t arg)
 	return NULL;
 }
 
-/* A sender whose messages find no receive is held back at some point, and no other sender is. Nothing is lost. */
+/* A sender whose messages have no receive gets FI_EAGAIN at some point; other senders do not. No message is lost. */
 static const char *flood(size_t arg)
 {
 	static uint32_t words[12000];
@@ -472,7 +472,7 @@ static const char *flood(size_t arg)
 	moving[2] = &c;
 	until = now_ms() + 30000;
 	for (quiet = now_ms(); sent <= 4000 || now_ms() < quiet + 300;) {
-		ENSURE(now_ms() < until && sent < COUNT(words) - more, "%u messages and no end", sent);
+		ENSURE(now_ms() < until && sent < COUNT(words) - more, "%u messages are accepted without a receive", sent);
 		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, len - 4 } };
 		ssize_t rc;
 
@@ -491,14 +491,14 @@ static const char *flood(size_t arg)
 		while (fi_cq_read(a.tx, &entry, 1) == 1)
 			;
 	}
-	/* Long and short messages of another sender. */
+	/* Short and long messages of another sender. */
 	for (size_t size = 10; size <= 100000; size *= 10) {
 		OK(fi_tsend(c.ep, out, size, NULL, c.peer, 2, &c));
 		OK(fi_trecv(b.ep, in, size, NULL, FI_ADDR_UNSPEC, 2, 0, &c));
 		TRY(next(b.rx, &entry, NULL));
 		ENSURE(entry.op_context == &c && entry.len == size, "%zu bytes of another sender", size);
 	}
-	/* Also when they have no receive at first. */
+	/* Also a message whose receive is posted later. */
 	OK(fi_tsend(c.ep, out, 100, NULL, c.peer, 2, &c));
 	for (uint64_t end = now_ms() + 50; now_ms() < end;)
 		fi_cq_read(b.rx, NULL, 0);
@@ -520,7 +520,7 @@ static const char *flood(size_t arg)
 			;
 	}
 	ENSURE(more < 100, "nothing could be sent again");
-	/* Now there is room: a message completes without a receive. */
+	/* There is room now: a message completes without a receive. */
 	for (uint64_t end = now_ms() + 50; now_ms() < end;) {
 		fi_cq_read(b.rx, NULL, 0);
 		while (fi_cq_read(a.tx, &entry, 1) == 1)
@@ -532,7 +532,7 @@ static const char *flood(size_t arg)
 	return NULL;
 }
 
-/* The number of connected stream sockets of this process. */
+/* The number of connected stream sockets in this process. */
 static int streams(void)
 {
 	int found = 0;
@@ -549,9 +549,12 @@ static int streams(void)
 	return found;
 }
 
-enum { UNDERWAY = 256, LINKED = 700, OVERTAKES = 7 };
+enum { UNDERWAY = 256, LINKED = 700, WITH_LOSS = 7 };
 
-/* Messages of all sizes in both directions at once, some before and some after their receives: each receive gets the next one. */
+/*
+ * Messages of all sizes in both directions, some before and some after their receives. Each receive gets the next
+ * message.
+ */
 static const char *exchange_in_order(struct side *a, struct side *b, size_t few, size_t most)
 {
 	static const size_t lengths[] = { 8, 200, 8, 300, 5000, 8, EAGER, 8, 20000 };
@@ -570,7 +573,7 @@ static const char *exchange_in_order(struct side *a, struct side *b, size_t few,
 			uint8_t *at = from[i][sent[i] % UNDERWAY];
 			size_t len = lengths[sent[i] % COUNT(lengths)];
 
-			/* Perhaps few at once at first, and many later. */
+			/* Few messages at once in the first phase, and many later. */
 			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? few : most)) {
 				fill_bytes(at, len, sent[i]);
 				ssize_t rc = fi_tsend(e->ep, at, len, NULL, e->peer, sent[i], &sent_done[i][sent[i]]);
@@ -609,8 +612,10 @@ static const char *exchange_in_order(struct side *a, struct side *b, size_t few,
 	return NULL;
 }
 
-/* Another process of this program prints, at its exit, how many queue pairs it had with two endpoints. Libfabric's other providers
- * make some too. */
+/*
+ * Runs another process of this program, which prints at its exit how many queue pairs it had with two endpoints. Other
+ * providers of libfabric create some too.
+ */
 static const char *count_queue_pairs(int *count)
 {
 	char line[300];
@@ -633,10 +638,10 @@ static const char *count_queue_pairs(int *count)
 	return NULL;
 }
 
-/* Busy endpoints of one host get a connection; when it fails, nothing is lost, doubled or out of order. */
+/* Busy endpoints of one host get a connection. If it fails, no message is lost, duplicated or out of order. */
 static const char *link_between(size_t arg)
 {
-	/* What happens to the first and to the second end of the link. */
+	/* Faults of the first and of the second end of the connection. */
 	static const char *const faults[][2] = { { NULL, NULL },
 						 { "op=send nth=1 -> kill", NULL },
 						 { "op=send nth=40 -> kill", NULL },
@@ -661,23 +666,25 @@ static const char *link_between(size_t arg)
 		if (faults[arg][i])
 			snprintf(rules + strlen(rules), sizeof rules - strlen(rules), "qp=#%d %s\n", before + 1 + i,
 				 faults[arg][i]);
-	/* Datagrams are lost and sent again, so that the first messages of the link overtake earlier ones. */
-	if (arg == OVERTAKES)
+	/*
+	 * Some datagrams are lost and sent again, so that the first messages of the connection overtake earlier ones.
+	 */
+	if (arg == WITH_LOSS)
 		snprintf(rules, sizeof rules, "loss=30%%");
 	if (arg)
 		setenv("ANYWARP_FAULTS", rules, 1);
 	TRY(open_sides(&a, &b));
 	move_both(&a, &b);
 	ENSURE(streams() == 0, "%d connections before the first message", streams());
-	TRY(exchange_in_order(&a, &b, arg == OVERTAKES ? UNDERWAY : 4, arg == OVERTAKES ? UNDERWAY : 64));
-	if (arg && arg != OVERTAKES)
+	TRY(exchange_in_order(&a, &b, arg == WITH_LOSS ? UNDERWAY : 4, arg == WITH_LOSS ? UNDERWAY : 64));
+	if (arg && arg != WITH_LOSS)
 		ENSURE(streams() == 0, "%d connections after the failure", streams());
 	else
 		ENSURE(streams() == 2, "%d connections between busy endpoints", streams());
 	return NULL;
 }
 
-/* Messages of an endpoint that is closed are still there, and neither end waits for the other when it closes. */
+/* Messages of a closed endpoint are still delivered, and neither end waits for the other when it closes. */
 static const char *link_closes(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -704,7 +711,7 @@ static const char *link_closes(size_t arg)
 		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 2, 0, &b));
 		memset(moving, 0, sizeof moving);
 		TRY(next(b.rx, &entry, NULL));
-		ENSURE(got == n, "message %u is %u after the end", n, got);
+		ENSURE(got == n, "message %u is %u after the close", n, got);
 	}
 	begin = now_ms();
 	ENSURE(!close_now(b.ep), "fi_close");
@@ -712,8 +719,8 @@ static const char *link_closes(size_t arg)
 	return NULL;
 }
 
-/* No connections without the variable, and only for so many peers. */
-static const char *links_are_few(size_t arg)
+/* Without the variable there are no connections, and with it only to a limited number of peers. */
+static const char *links_limited(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
 	struct side a, other[10];
@@ -743,7 +750,7 @@ static const char *links_are_few(size_t arg)
 	return NULL;
 }
 
-/* A message that does not fit fills the buffer, and its failure says how much did not. */
+/* A message that does not fit fills the buffer, and the error reports the excess length. */
 static const char *truncation(size_t arg)
 {
 	size_t len = arg, room = arg / 2;
@@ -761,9 +768,9 @@ static const char *truncation(size_t arg)
 	ENSURE(error.err == FI_ETRUNC && error.olen == len - room && error.len == room && error.op_context == &b,
 	       "%s, %zu of %zu, %zu over", fi_strerror(error.err), error.len, room, error.olen);
 	TRY(check_bytes(in, room, 3));
-	ENSURE(in[room] == 0xee, "a byte behind the buffer");
+	ENSURE(in[room] == 0xee, "a byte after the buffer");
 	TRY(next(a.tx, &entry, NULL));
-	ENSURE(entry.op_context == &a, "what is sent");
+	ENSURE(entry.op_context == &a, "the sent data");
 	return NULL;
 }
 
@@ -790,7 +797,7 @@ static const char *cancel(size_t arg)
 	return check_bytes(in + 100, 100, 1);
 }
 
-/* One buffer for many messages, short and long ones in turn, is given back once, when nothing is written to it any more. */
+/* A buffer for many messages, short and long ones, is returned once, after the last write to it. */
 static const char *multi_recv(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -846,7 +853,7 @@ static const char *peek_and_claim(size_t arg)
 	for (size_t i = 0; i < 3; i++) {
 		fill_bytes(out, len, i);
 		OK(fi_tsend(a.ep, out, len, NULL, a.peer, 4, &a));
-		for (;;) { /* Until it is there. */
+		for (;;) { /* until the message has arrived */
 			OK(fi_trecvmsg(b.ep, &msg, i ? FI_PEEK | FI_CLAIM : FI_PEEK));
 			ssize_t n = fi_cq_read(b.rx, &entry, 1);
 			if (n == 1)
@@ -870,7 +877,7 @@ static const char *peek_and_claim(size_t arg)
 	return NULL;
 }
 
-/* Completions only for what asks for them. */
+/* Completions only for operations that request them. */
 static const char *selective(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -892,12 +899,12 @@ static const char *selective(size_t arg)
 	TRY(next(b.rx, &entry, NULL));
 	TRY(next(b.rx, &entry, NULL));
 	TRY(next(a.tx, &entry, NULL));
-	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion that nothing asked for");
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion that was not requested");
 	ENSURE(fi_cntr_wait(a.cntr, 2, 5000) == 0, "the counter has %llu", (unsigned long long)fi_cntr_read(a.cntr));
 	return NULL;
 }
 
-/* Threads that send and receive on the same two endpoints at once, short and long messages, each with a tag of its own. */
+/* Threads use the same two endpoints for short and long messages. Each thread has its own tag. */
 struct worker {
 	pthread_t thread;
 	struct side *from, *to;
@@ -910,7 +917,7 @@ enum { THREADS = 4, ROUNDS = 60 };
 
 static atomic_int arrived[THREADS][2];
 
-/* Reads completions of any worker, and counts them for the one whose context it is. */
+/* Reads completions of all threads, and counts each for the thread of its context. */
 static const char *reap(struct worker *all, struct fid_cq *cq)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1021,7 +1028,7 @@ static const char *memory(size_t arg)
 		ENSURE(entry.flags & FI_READ, "a read");
 		TRY(check_bytes(out, len, i));
 	}
-	/* Memory that is not there, or not this much of it. */
+	/* Unknown memory, or a range beyond its end. */
 	static const struct {
 		uint64_t key, skip;
 		bool read;
@@ -1083,7 +1090,7 @@ static const char *atomics(size_t arg)
 	for (size_t i = 0; i < n; i++)
 		ENSURE(result[i] == (int64_t)i + 1000 && target[i] == (i % 2 ? 1000 : (int64_t)i + 1000), "cswap %zu", i);
 	OK(fi_inject_atomic(a.ep, operand, 1, a.peer, at, key, FI_INT64, FI_BXOR));
-	/* Not there, not writable, not so much of it. */
+	/* Unknown memory, memory without write access, or a range beyond its end. */
 	const struct {
 		uint64_t at, key;
 	} bad[] = { { at, key ^ 512 }, { at, fi_mr_key(read_only) }, { at + sizeof target - 8 * n + 8, key }, { at - 8, key } };
@@ -1101,7 +1108,7 @@ static const char *atomics(size_t arg)
 	GIVES(FI_EOPNOTSUPP, fi_query_atomic(a.domain, FI_LONG_DOUBLE, FI_SUM, &attr, 0));
 	GIVES(FI_EINVAL, fi_atomic(a.ep, operand, 513, NULL, a.peer, at, key, FI_INT64, FI_SUM, &a));
 	GIVES(FI_EOPNOTSUPP, fi_atomic(a.ep, operand, 1, NULL, a.peer, at, key, FI_INT64, FI_CSWAP, &a));
-	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a completion too many");
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
 	return NULL;
 }
 
@@ -1119,7 +1126,7 @@ static const char *wait_object(size_t arg)
 	GIVES(0, fi_control(&a.rx->fid, FI_GETWAIT, &fd));
 	fids[0] = &a.rx->fid;
 	begin = now_ms();
-	ENSURE(fi_cq_sread(a.rx, &entry, 1, NULL, 100) == -FI_EAGAIN && now_ms() - begin >= 90, "it did not wait");
+	ENSURE(fi_cq_sread(a.rx, &entry, 1, NULL, 100) == -FI_EAGAIN && now_ms() - begin >= 90, "fi_cq_sread did not wait");
 	char name[64];
 	size_t len = sizeof name;
 	OK(fi_getname(&a.ep->fid, name, &len));
@@ -1145,7 +1152,7 @@ static const char *wait_object(size_t arg)
 
 /* ---------------------------------------------------------------- failures */
 
-/* The other end in a process of its own: it prints its name, is told the name of this end, and reads. */
+/* The other end, in a separate process. It prints its name, reads the name of this end, and polls. */
 static int be_a_peer(const char *hex)
 {
 	char name[64] = { 0 };
@@ -1201,7 +1208,7 @@ static const char *start_peer(struct side *a, pid_t *child)
 
 enum { LINK = 1 << 10 };
 
-/* A peer that is killed or stopped: whatever waits for it fails within the time-out, and others go on. */
+/* A peer that is killed or stopped: requests to it fail within the time-out, and requests to others succeed. */
 static const char *lost_peer(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1220,7 +1227,7 @@ static const char *lost_peer(size_t arg)
 		TRY(next(a.tx, &entry, NULL));
 	}
 	ENSURE(streams() == (arg & LINK ? 1 : 0), "%d connections", streams());
-	/* The first is with the peer and waits for a receive there. */
+	/* Arrives at the peer and waits for a receive there. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &context[0]));
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[1]));
 	TRY(next(a.tx, &entry, NULL));
@@ -1251,7 +1258,7 @@ static const char *lost_peer(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
-/* Peers of another job refuse messages, and each failure belongs to its request. */
+/* Endpoints with another key refuse messages, and each failure is reported for its request. */
 static const char *other_key(size_t arg)
 {
 	struct fi_cq_err_entry error;
@@ -1282,7 +1289,7 @@ static const char *other_key(size_t arg)
 	return next(c.tx, &entry, NULL);
 }
 
-/* Counts how often each request ends; `failed` counts the errors among them. Contexts are bytes of `from`. */
+/* Counts how often each request ends; `failed` counts the errors. The contexts are addresses in `from`. */
 static const char *count_ends(struct fid_cq *cq, const uint8_t *from, unsigned int *ends, size_t most, unsigned int *failed)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1309,7 +1316,7 @@ static const char *count_ends(struct fid_cq *cq, const uint8_t *from, unsigned i
 	return NULL;
 }
 
-/* When the queue pair of an endpoint fails, everything that was posted ends once, and nothing can be posted any more. */
+/* If the queue pair of an endpoint fails, each posted request ends once, and no further request is accepted. */
 static const char *failed_endpoint(size_t arg)
 {
 	unsigned int receives[8] = { 0 }, sends[10] = { 0 }, failed = 0;
@@ -1317,7 +1324,7 @@ static const char *failed_endpoint(size_t arg)
 	size_t posted;
 
 	(void)arg;
-	/* A later request of each endpoint fails in the device, and takes the queue pair with it. */
+	/* A later request of each endpoint fails in the device, which stops the queue pair. */
 	setenv("ANYWARP_FAULTS", "op=send nth=4 -> error=local-protection", 1);
 	TRY(open_sides(&a, &b));
 	move_both(&a, &b);
@@ -1325,7 +1332,7 @@ static const char *failed_endpoint(size_t arg)
 		OK(fi_recv(a.ep, in + 100 * i, 100, NULL, FI_ADDR_UNSPEC, &in[i]));
 		OK(fi_trecv(a.ep, in + 1000 + 100 * i, 100, NULL, FI_ADDR_UNSPEC, i, 0, &in[4 + i]));
 	}
-	/* Announced, and nobody posts a receive for it. */
+	/* A rendezvous message without a receive. */
 	OK(fi_send(a.ep, out, 100000, NULL, a.peer, &out[0]));
 	for (posted = 1; posted < COUNT(sends); posted++)
 		if (fi_send(a.ep, out, 10, NULL, a.peer, &out[posted]))
@@ -1344,7 +1351,7 @@ static const char *failed_endpoint(size_t arg)
 	return NULL;
 }
 
-/* A message of a queue pair that is no endpoint. */
+/* Sends a message from a queue pair that is not an endpoint. */
 static const char *post_raw(struct dgram *from, struct region *memory, size_t size, struct side *to)
 {
 	struct sockaddr_in name;
@@ -1368,7 +1375,7 @@ static const char *post_raw(struct dgram *from, struct region *memory, size_t si
 	return NULL;
 }
 
-/* Opens two endpoints, and a queue pair that can send them anything. */
+/* Opens two endpoints, and a queue pair that can send any bytes to them. */
 static const char *open_with_bad(struct side *a, struct side *b, struct dgram *bad, struct region *memory)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD, .max_send_size = EAGER + 32,
@@ -1381,7 +1388,9 @@ static const char *open_with_bad(struct side *a, struct side *b, struct dgram *b
 	return new_region(memory, bad->pd, EAGER + 32, IBV_ACCESS_LOCAL_WRITE);
 }
 
-/* A sender that does not announce its messages when it is told to blocks nobody: what it sends too much is dropped. */
+/*
+ * A sender that ignores the request to announce its messages blocks no other sender. Its excess messages are dropped.
+ */
 static const char *flood_hostile(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1405,7 +1414,7 @@ static const char *flood_hostile(size_t arg)
 	return next(b.rx, &entry, NULL);
 }
 
-/* Messages of a queue pair that breaks the protocol change nothing. */
+/* Messages of a queue pair that violates the protocol have no effect. */
 static const char *hostile(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1416,7 +1425,7 @@ static const char *hostile(size_t arg)
 
 	(void)arg;
 	TRY(open_with_bad(&a, &b, &bad, &mine));
-	/* It is known to `b`, so that steps of links are believed. */
+	/* `b` knows this address, so it processes messages about connections from it. */
 	struct sockaddr_in its = { .sin_family = AF_INET, .sin_port = htons((uint16_t)(bad.qp->qp_num >> 8)),
 				   .sin_addr.s_addr = htonl(0x7f000001) };
 	fi_addr_t known;
@@ -1430,19 +1439,19 @@ static const char *hostile(size_t arg)
 			seed = seed * 1103515245 + 12345;
 			m[j] = (uint8_t)(seed >> 16);
 		}
-		/* Most have a version and a kind that there are. */
+		/* Most messages have a valid version and type. */
 		if (i % 8)
 			m[0] = 1, m[3] = 0, m[2] &= 15;
 		if (i % 16)
 			m[1] = (uint8_t)(1 + i % 9);
 		if (i % 3 == 0)
-			memset(m + 4, 0, 10); /* names and lengths that are small */
+			memset(m + 4, 0, 10); /* small names and lengths */
 		if (i % 5 == 0)
 			size = (size_t)(i % 64);
 		TRY(post_raw(&bad, &mine, size, &b));
 	}
 	while (fi_cq_read(b.rx, &entry, 1) == 1)
-		ENSURE(entry.flags & FI_REMOTE_WRITE, "a completion that nothing was posted for");
+		ENSURE(entry.flags & FI_REMOTE_WRITE, "a completion without a posted operation");
 	OK(fi_trecv(b.ep, in, 50000, NULL, b.peer, 2, 0, &b));
 	fill_bytes(out, 50000, 5);
 	OK(fi_tsend(a.ep, out, 50000, NULL, a.peer, 2, &a));
@@ -1451,7 +1460,7 @@ static const char *hostile(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
-/* An endpoint at a port that is chosen is found by host and port alone. */
+/* An endpoint at a chosen port is found by host and port alone. */
 static const char *service(size_t arg)
 {
 	struct fi_info *usual = info, *hints, *here = NULL, *there = NULL;
@@ -1496,7 +1505,7 @@ static const char *service(size_t arg)
 	return NULL;
 }
 
-/* What cannot be is refused with the errno that libfabric documents. */
+/* Unsupported requests are refused with the errno that libfabric documents. */
 static const char *refused(size_t arg)
 {
 	struct fi_info *hints, *none = NULL;
@@ -1520,7 +1529,7 @@ static const char *refused(size_t arg)
 					{ .sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f000001) } };
 	ENSURE(fi_av_insert(a.av, names, 3, addrs, FI_SYNC_ERR, errors) == 1, "bad names");
 	ENSURE(!errors[0] && errors[1] == FI_EINVAL && errors[2] == FI_EINVAL && addrs[1] == FI_ADDR_NOTAVAIL,
-	       "what is said of bad names");
+	       "the status of invalid names");
 	struct sockaddr_in back;
 	len = sizeof back;
 	OK(fi_av_lookup(a.av, addrs[0], &back, &len));
@@ -1547,7 +1556,7 @@ static const char *refused(size_t arg)
 		switch (what) {
 		case 0: hints->ep_attr->type = FI_EP_MSG; break;
 		case 1: hints->ep_attr->type = FI_EP_DGRAM; break;
-		case 2: hints->caps = FI_RMA; break; /* without a mode of registration */
+		case 2: hints->caps = FI_RMA; break; /* without a memory registration mode */
 		case 3: hints->domain_attr->data_progress = FI_PROGRESS_AUTO; break;
 		}
 		int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &none);
@@ -1558,7 +1567,7 @@ static const char *refused(size_t arg)
 }
 
 static const struct test tests[] = {
-	/* In a process of its own, and before this one has read the variables. */
+	/* In a separate process, because this one has read the variables already. */
 	{ "failed_endpoint", failed_endpoint, 0, 0, true },
 	{ "refused", refused, 0, 0, false },
 	{ "service", service, 0, 0, false },
@@ -1592,9 +1601,9 @@ static const struct test tests[] = {
 	{ "link_binds_no_window_at_the_other_end", link_between, 12, 0, true },
 	{ "link_fails_at_windows_and_writes", link_between, 13, 0, true },
 	{ "link_closes", link_closes, 0, 0, false },
-	{ "link_overtakes", link_between, OVERTAKES, 0, true },
-	{ "links_are_few", links_are_few, 0, 0, true },
-	{ "links_are_off", links_are_few, 1, 0, true },
+	{ "link_with_loss", link_between, WITH_LOSS, 0, true },
+	{ "links_limited", links_limited, 0, 0, true },
+	{ "links_disabled", links_limited, 1, 0, true },
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
 	{ "flood_hostile", flood_hostile, 0, 0, false },
@@ -1629,10 +1638,10 @@ int main(int argc, char **argv)
 	}
 	if (argc == 3 && !strcmp(argv[1], "--peer"))
 		return be_a_peer(argv[2]);
-	/* How long a peer may be silent. */
+	/* The time-out for a silent peer. */
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
 	if (argc == 1) {
-		/* These take seconds, and run when they are named. */
+		/* These tests take seconds, and run only when they are named. */
 		char *most[] = { argv[0], "--without=_of_1536mib", NULL };
 
 		return run_tests(tests, COUNT(tests), 2, most);

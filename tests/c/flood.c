@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Floods of datagrams at a queue pair of unreliable and one of reliable datagrams, through real sockets: noise, and
- * datagrams that are right but for one thing, from any address of this host's network and, where the kernel allows raw
- * sockets, under the address of a good peer. What is held to: nothing of it is placed or delivered, the memory that it
- * takes is bounded, the good peer goes on, and no address is sent more than came from there.
+ * Floods of datagrams at two queue pairs, one of unreliable and one of reliable datagrams, through real sockets. The
+ * flood consists of noise and of datagrams that are invalid in one respect. They come from any address of this host's
+ * network and, if raw sockets are permitted, with the spoofed address of a legitimate peer. No datagram of the flood
+ * may be placed or delivered, its memory use is bounded, the legitimate peer still makes progress, and no address is
+ * sent more bytes than it sent.
  *
- * The victim is the process of the test; the good peer and the flood are processes of their own.
+ * The process of the test is the victim. The legitimate peer and the flood each have a separate process.
  */
 #include "dgrams.h"
 #include "crc.h"
@@ -28,42 +29,45 @@
 #define DEPTH 8u
 #define RECEIVES 128u
 
-/* Datagrams of the flood, a second; enough to fill every table many times over. */
+/* Datagrams of the flood per second; enough to fill every table many times over. */
 #define PACE 20000u
-/* How long the good peer works at a time, and how often: with the flood and without in turn. */
+/* How long the legitimate peer works at a time, and how often: alternately with and without the flood. */
 #define TURN_MS 100u
 #define TURNS 5u
-/* What the good peer reaches under the flood at least, of what it reaches without. */
+/* The part of its usual rate that the legitimate peer must reach under the flood. */
 #define SHARE 0.1
-/* What the flood may make the victim hold, KiB; and one that is not paced. */
+/* The memory that the flood may make the victim allocate, in KiB; and the same for a flood at full speed. */
 #define HOLDS (10 * 1024)
 #define HOLDS_UNPACED (64 * 1024)
 #define UNPACED_MS 1500u
-/* Most private data of a request, the longest backlog of a listener, and what its requests may make it hold, KiB. */
+/*
+ * The maximum private data of a request, the longest backlog of a listener, and the memory that its requests may use,
+ * in KiB.
+ */
 #define PRIVATE_DATA 256u
 #define BACKLOG 1024
 #define HOLDS_REQUESTS (4 * 1024)
 
 enum work { IDLE, READS, RECORDS, RELIABLE, STOP };
-/* Two of them send as fast as they can: datagrams of strangers, and requests of the connection manager. */
+/* UNPACED and REQUESTS send as fast as possible: datagrams of unknown senders, and connection requests of rdma_cm. */
 enum flood { QUIET, STRANGERS, SPOOFED, AMPLIFIED, UNPACED, REQUESTS };
 
-/* What the processes know of each other. */
+/* What the processes know about each other. */
 static struct shared {
-	uint32_t victim[2], good[2]; /* queue pairs: UD, RD */
+	uint32_t victim[2], good[2]; /* queue pair numbers: UD, RD */
 	struct there readable, writable, closed;
-	_Atomic bool good_is_there;
-	_Atomic int work;   /* enum work, for the good peer */
-	_Atomic int flood;  /* enum flood, for the flood */
+	_Atomic bool peer_is_ready;
+	_Atomic int work;   /* enum work, for the legitimate peer */
+	_Atomic int flood;  /* enum flood, for the process of the flood */
 	_Atomic uint64_t done, lost, sent, bytes_sent, bytes_back;
 	_Atomic int no_raw;
-	_Atomic uint16_t listener; /* UDP port of a listener of the connection manager */
-	_Atomic int most_over; /* bytes that a source got beyond what it sent, at worst */
+	_Atomic uint16_t listener; /* UDP port of an rdma_cm listener */
+	_Atomic int most_over; /* most bytes that a source received beyond what it sent */
 } *shared;
 
-/* ---------------------------------------------------------------- the good peer */
+/* ---------------------------------------------------------------- the legitimate peer */
 
-static void be_good(void)
+static void be_legitimate_peer(void)
 {
 	struct anywarpdv_qp_init_attr dv[2] = {
 		{ .read_timeout_us = 50000 },
@@ -78,7 +82,7 @@ static void be_good(void)
 	do {                                                                                                   \
 		reason = (step);                                                                               \
 		if (reason) {                                                                                  \
-			fprintf(stderr, "good peer: %s [%s]\n", reason, failed_at);                            \
+			fprintf(stderr, "legitimate peer: %s [%s]\n", reason, failed_at);                            \
 			_exit(1);                                                                              \
 		}                                                                                              \
 	} while (0)
@@ -89,7 +93,7 @@ static void be_good(void)
 		OR_DIE(new_region(&mine[i], ends[i].pd, WRITABLE_LEN, IBV_ACCESS_LOCAL_WRITE));
 		fill_pattern(mine[i].at, WRITABLE_LEN, 1);
 	}
-	shared->good_is_there = true;
+	shared->peer_is_ready = true;
 	for (int work; (work = shared->work) != STOP;) {
 		bool reliable = work == RELIABLE;
 		struct dgram *d = &ends[reliable];
@@ -109,13 +113,13 @@ static void be_good(void)
 		for (int i = 0; i < 2; i++) {
 			while (ibv_poll_cq(ends[i].scq, 1, &wc) == 1) {
 				under_way--;
-				/* A Read that the flood made the kernel lose is one that is not counted. */
+				/* A Read that was lost in the kernel because of the flood is not counted. */
 				if (wc.status == IBV_WC_SUCCESS) {
 					shared->done++;
 				} else if (wc.wr_id == READS && wc.status == IBV_WC_RETRY_EXC_ERR) {
 					shared->lost++;
 				} else {
-					fprintf(stderr, "good peer: %s\n", ibv_wc_status_str(wc.status));
+					fprintf(stderr, "legitimate peer: %s\n", ibv_wc_status_str(wc.status));
 					_exit(1);
 				}
 			}
@@ -168,7 +172,7 @@ static void seal(struct packet *p)
 	put(p, last, 4);
 }
 
-/* Section 2 of docs/datagram-iwarp.md. */
+/* The header of a data datagram: section 2 of docs/datagram-iwarp.md. */
 static void shim(struct packet *p, uint32_t qkey, uint32_t id, uint32_t length, uint32_t offset, uint8_t sub, uint8_t dst,
 		 uint8_t src)
 {
@@ -204,7 +208,7 @@ static void untagged(struct packet *p, uint8_t opcode, uint32_t first, uint32_t 
 	put32(p, mo);
 }
 
-/* A packet of reliable datagrams (section 6) with whatever numbers. */
+/* The header of a packet of reliable datagrams (section 6) with arbitrary numbers. */
 static void packet_head(struct packet *p, uint8_t flags, uint32_t echo, uint8_t dst, uint8_t src)
 {
 	put8(p, 0xde);
@@ -238,8 +242,8 @@ static void read_request(struct packet *p, uint8_t dst, uint8_t src, uint32_t id
 }
 
 /*
- * One datagram that must not be accepted. An unknown sender may know every key: then it must not reach memory that is
- * not for its address. A spoofed datagram comes from the right address, and has no keys.
+ * Builds a datagram that must not be accepted. An unknown sender may use valid keys, which must not work with its
+ * address. A spoofed datagram has a valid address but no valid keys.
  */
 static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofed)
 {
@@ -252,7 +256,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		writable.rkey = any32();
 	switch (dice(16)) {
 	case 0: case 1:
-		/* Noise that looks like something. */
+		/* Noise with a plausible beginning. */
 		fill(p, 0, dice(1400));
 		for (size_t i = 0; i < p->len; i++)
 			p->at[i] = (uint8_t)dice(256);
@@ -268,7 +272,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		fill(p, 0x66, 64);
 		break;
 	case 3:
-		/* Longer than it says, and somewhere else than it says. */
+		/* Length and offset do not match the header. */
 		shim(p, QKEY, id, 32, 16, 0, dst, src);
 		untagged(p, 3, 0, 0, id, 8);
 		fill(p, 0x66, 64);
@@ -308,7 +312,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		fill(p, 0x66, 64);
 		break;
 	case 11:
-		/* An error, a cookie, a report. */
+		/* An error, a cookie or a report. */
 		shim(p, 0, id, 8, 0, dice(2) ? 3 : 0, dst, src);
 		untagged(p, dice(2) ? 7 : 15, (dice(2) ? 11u : 2u) << 24, dice(2) ? 2 : 4, id, 0);
 		put64(p, (uint64_t)any32() << 32 | any32());
@@ -317,7 +321,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		packet_head(p, (uint8_t)(dice(2) ? 0x8 : 0x2), 0, dst, src);
 		break;
 	case 14:
-		/* A Send in a packet, with a token that is not the one. */
+		/* A Send in a packet with a wrong token. */
 		packet_head(p, 1, any32(), dst, src);
 		shim(p, QKEY, id, 64, 0, 0, dst, src);
 		untagged(p, 3, 0, 0, id, 0);
@@ -331,7 +335,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		put16(p, 0x6869);
 		break;
 	}
-	/* Some with one byte changed, sealed as if nothing were wrong; some damaged. */
+	/* Changes one byte in some of them, with a matching CRC, and damages others. */
 	if (!wrong_twice && p->len && dice(4) == 0)
 		p->at[dice((uint32_t)p->len)] ^= (uint8_t)(1 + dice(255));
 	seal(p);
@@ -345,7 +349,7 @@ union address {
 	struct sockaddr_in6 six;
 };
 
-/* Whether the device has an IPv6 address: TEST_ADDR, or else 127.0.0.1, is the device's. */
+/* Whether the device has an IPv6 address. TEST_ADDR names the address of the device; without it, it is 127.0.0.1. */
 static bool is_ipv6(void)
 {
 	const char *text = getenv("TEST_ADDR");
@@ -353,7 +357,7 @@ static bool is_ipv6(void)
 	return text && strchr(text, ':');
 }
 
-/* The loopback address with a port. */
+/* The loopback address with this port. */
 static union address loopback(uint16_t port)
 {
 	union address address = { .six = { .sin6_family = AF_INET6, .sin6_port = htons(port), .sin6_addr = IN6ADDR_LOOPBACK_INIT } };
@@ -376,7 +380,7 @@ static uint16_t checksum(const void *at, size_t len)
 	return htons((uint16_t)~sum);
 }
 
-/* Sends by IPv6 with a spoofed source address. UDP has to have its checksum there (RFC 8200 section 8.1). */
+/* Sends over IPv6 with a spoofed source address. The UDP checksum is mandatory there (RFC 8200 section 8.1). */
 static void send_as_ipv6(int raw, uint16_t from, uint16_t to, const struct packet *p)
 {
 	static const struct in6_addr local = IN6ADDR_LOOPBACK_INIT;
@@ -385,7 +389,7 @@ static void send_as_ipv6(int raw, uint16_t from, uint16_t to, const struct packe
 		struct udphdr udp;
 		uint8_t data[sizeof p->at];
 	} all = { 0 };
-	/* What the checksum covers: a pseudo-header, and the datagram. */
+	/* The checksum covers a pseudo-header and the datagram. */
 	struct {
 		struct in6_addr from, to;
 		uint32_t len, next;
@@ -438,8 +442,8 @@ static void send_as(int raw, uint16_t from, uint16_t to, const struct packet *p)
 }
 
 /*
- * Sends from one of many addresses. Those of the IPv4 loopback network are all this host's; of IPv6 they are addresses of
- * as many networks, which nobody has, and which IPV6_FREEBIND permits.
+ * Sends from one of many addresses. All addresses of the IPv4 loopback network belong to this host. With IPv6 the
+ * addresses are of as many unassigned networks, which IPV6_FREEBIND permits.
  */
 static void send_from(int fd, uint32_t which, uint16_t to, const struct packet *p)
 {
@@ -465,7 +469,10 @@ static void send_from(int fd, uint32_t which, uint16_t to, const struct packet *
 	sendmsg(fd, &message, MSG_DONTWAIT);
 }
 
-/* A socket at address `which` of the IPv4 loopback network, or at the IPv6 loopback address; at every address if 0. */
+/*
+ * Opens a socket at address `which` of the IPv4 loopback network, or at the IPv6 loopback address, or at any address if
+ * 0.
+ */
 static int udp_socket(uint32_t which)
 {
 	union address name = loopback(0);
@@ -481,7 +488,7 @@ static int udp_socket(uint32_t which)
 	return fd >= 0 && bind(fd, &name.any, sizeof name) == 0 ? fd : -1;
 }
 
-/* Asks for much from some addresses and counts what comes back to each. */
+/* Sends requests for large responses from some addresses, and counts the bytes that come back to each. */
 static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
 {
 	static const uint32_t sizes[] = { READABLE_LEN, 65536, 4096, 100, 1 };
@@ -512,7 +519,7 @@ static void amplify(int *sources, size_t many, uint64_t *sent, uint64_t *back)
 		shared->bytes_back += back[i];
 }
 
-/* A request of the connection manager with as much private data as there can be (section 8 of docs/datagram-iwarp.md). */
+/* A connection request of rdma_cm with the maximum private data (section 8 of docs/datagram-iwarp.md). */
 static void connection_request(struct packet *p)
 {
 	p->len = 0;
@@ -617,7 +624,7 @@ static const char *post_one_receive(int end)
 	return NULL;
 }
 
-/* Takes what has come; whatever is not of the good peer is a fault. */
+/* Polls all completions. Fails if one of them is not caused by the legitimate peer. */
 static const char *take(void)
 {
 	struct anywarpdv_record record[16];
@@ -651,8 +658,8 @@ static const char *serve(unsigned int ms)
 	do {
 		TRY(take());
 	} while (now_ms() < end);
-	ENSURE(waitpid(v.good, NULL, WNOHANG) == 0, "the good peer is gone");
-	ENSURE(waitpid(v.flood, NULL, WNOHANG) == 0, "the flood is gone");
+	ENSURE(waitpid(v.good, NULL, WNOHANG) == 0, "the legitimate peer has ended");
+	ENSURE(waitpid(v.flood, NULL, WNOHANG) == 0, "the process of the flood has ended");
 	return NULL;
 }
 
@@ -667,11 +674,11 @@ static const char *open_victim(void)
 	memset(&v, 0, sizeof v);
 	shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	ENSURE(shared != MAP_FAILED, "mmap: %s", strerror(errno));
-	v.good = start(be_good);
+	v.good = start(be_legitimate_peer);
 	v.flood = start(be_flood);
 	ENSURE(v.good > 0 && v.flood > 0, "fork: %s", strerror(errno));
 	TRY(find_all());
-	ENSURE(gid_is_ipv4(&local_gid) != is_ipv6(), "the device has another address than TEST_ADDR");
+	ENSURE(gid_is_ipv4(&local_gid) != is_ipv6(), "TEST_ADDR is not an address of the device");
 	for (int i = 0; i < 2; i++) {
 		TRY(open_dgram(&v.ends[i], &dv[i]));
 		shared->victim[i] = v.ends[i].qp->qp_num;
@@ -685,7 +692,7 @@ static const char *open_victim(void)
 	shared->closed = (struct there){ v.closed.mr->rkey, (uintptr_t)v.closed.at };
 	for (unsigned int i = 0; i < RECEIVES; i++)
 		TRY(post_one_receive(1));
-	/* Receives that nothing may fill. */
+	/* Receives that no datagram may fill. */
 	{
 		struct ibv_sge sge = sge_of(&v.closed, 0, CLOSED_LEN);
 		struct ibv_recv_wr wr = { .sg_list = &sge, .num_sge = 1 }, *bad;
@@ -693,8 +700,8 @@ static const char *open_victim(void)
 		for (int i = 0; i < 8; i++)
 			ENSURE(!ibv_post_recv(v.ends[0].qp, &wr, &bad), "ibv_post_recv");
 	}
-	for (uint64_t end = now_ms() + WAIT_MS; !shared->good_is_there;) {
-		ENSURE(now_ms() < end, "the good peer does not come");
+	for (uint64_t end = now_ms() + WAIT_MS; !shared->peer_is_ready;) {
+		ENSURE(now_ms() < end, "the legitimate peer does not start");
 		sleep_ms(1);
 	}
 	memcpy(&six.sin6_addr, &local_gid, 16);
@@ -702,14 +709,14 @@ static const char *open_victim(void)
 	return NULL;
 }
 
-/* What the good peer gets done in one turn, a second. */
+/* Measures how many operations per second the legitimate peer completes in one turn. */
 static const char *turn(enum work work, enum flood flood, double *rate)
 {
 	uint64_t before, begin;
 
 	shared->flood = flood;
 	shared->work = work;
-	/* It begins, and the flood does. */
+	/* Both processes start. */
 	TRY(serve(20));
 	before = work == RECORDS ? v.records : shared->done;
 	begin = now_ns();
@@ -717,7 +724,7 @@ static const char *turn(enum work work, enum flood flood, double *rate)
 	*rate = (double)((work == RECORDS ? v.records : shared->done) - before) * 1e9 / (double)(now_ns() - begin);
 	shared->work = IDLE;
 	shared->flood = QUIET;
-	/* What is under way ends. */
+	/* Waits for outstanding operations. */
 	return serve(60);
 }
 
@@ -735,7 +742,7 @@ static const char *nothing_was_placed(void)
 	if (v.records)
 		TRY(same_pattern(v.writable.at, WRITABLE_LEN, 1));
 	else
-		TRY(all_bytes(v.writable.at, WRITABLE_LEN, FRESH, "the region of the good peer"));
+		TRY(all_bytes(v.writable.at, WRITABLE_LEN, FRESH, "the region of the legitimate peer"));
 	TRY(guards_untouched(&v.readable));
 	TRY(guards_untouched(&v.writable));
 	TRY(guards_untouched(&v.closed));
@@ -759,7 +766,7 @@ static const char *goes_on(size_t arg)
 	for (unsigned int i = 0; i < TURNS; i++) {
 		TRY(turn(work, QUIET, &without[i]));
 		TRY(turn(work, flood, &with[i]));
-		ENSURE(without[i] > 0, "the good peer does nothing even without a flood");
+		ENSURE(without[i] > 0, "the legitimate peer makes no progress even without a flood");
 		share[i] = with[i] / without[i];
 	}
 	grown = resident() - before;
@@ -769,20 +776,20 @@ static const char *goes_on(size_t arg)
 		dropped += seen[i].rx_bad_crc + seen[i].rx_bad_hdr + seen[i].rx_qkey + seen[i].rx_stag;
 	}
 	qsort(share, TURNS, sizeof *share, by_value);
-	printf("# flood of %llu datagrams, %llu dropped for what they are; the good peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
+	printf("# flood of %llu datagrams, %llu dropped for what they are; the legitimate peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped, without[TURNS / 2], 100 * share[TURNS / 2],
 	       (unsigned long long)shared->lost, grown);
-	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu were looked at",
+	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu arrived",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
-	ENSURE(share[TURNS / 2] >= SHARE, "the good peer reaches %.0f %% of what it does without the flood",
+	ENSURE(share[TURNS / 2] >= SHARE, "the legitimate peer reaches %.0f %% of what it does without the flood",
 	       100 * share[TURNS / 2]);
 	ENSURE(grown <= HOLDS, "%ld KiB more", grown);
 #endif
 	return NULL;
 }
 
-/* Whatever the requests are, no more bytes are sent to an address than came from there. */
+/* No request makes the victim send more bytes to an address than came from it. */
 static const char *no_amplifier(size_t arg)
 {
 	(void)arg;
@@ -791,14 +798,17 @@ static const char *no_amplifier(size_t arg)
 	TRY(serve(2 * TURN_MS));
 	shared->flood = QUIET;
 	TRY(serve(60));
-	printf("# %llu bytes asked, %llu bytes back\n", (unsigned long long)shared->bytes_sent,
+	printf("# %llu bytes of requests, %llu bytes of responses\n", (unsigned long long)shared->bytes_sent,
 	       (unsigned long long)shared->bytes_back);
-	ENSURE(shared->bytes_back > 1000, "nothing came back at all: %llu bytes", (unsigned long long)shared->bytes_back);
+	ENSURE(shared->bytes_back > 1000, "too few responses: %llu bytes", (unsigned long long)shared->bytes_back);
 	ENSURE(shared->most_over <= 0, "a source got %d bytes more than it had sent", shared->most_over);
 	return nothing_was_placed();
 }
 
-/* As many datagrams as this machine can send: they are dropped in the socket or behind it, and the good peer is heard after them. */
+/*
+ * As many datagrams as this machine can send: they are dropped in the socket or by the device, and the legitimate peer
+ * can communicate afterwards.
+ */
 static const char *unpaced(size_t arg)
 {
 	struct anywarpdv_counters seen;
@@ -822,16 +832,16 @@ static const char *unpaced(size_t arg)
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
 	ENSURE(grown <= HOLDS_UNPACED, "%ld KiB more", grown);
 #endif
-	/* On a machine with other work the good peer may not run in one turn. */
+	/* On a busy machine the legitimate peer may not run in one turn. */
 	for (int tries = 0; tries < 20; tries++) {
 		TRY(turn(READS, QUIET, &rate));
 		if (rate > 0)
 			return NULL;
 	}
-	return "the good peer does nothing after the flood";
+	return "the legitimate peer does nothing after the flood";
 }
 
-/* The UDP ports of this network namespace that are bound, as bits. */
+/* Sets a bit for each bound UDP port of this network namespace. */
 static void udp_ports(uint8_t bits[8192])
 {
 	static const char *const files[] = { "/proc/self/net/udp", "/proc/self/net/udp6" };
@@ -850,7 +860,10 @@ static void udp_ports(uint8_t bits[8192])
 	}
 }
 
-/* Requests that the program does not take are kept up to the backlog; when it has taken them, others come. */
+/*
+ * Connection requests that the program does not accept are kept up to the backlog. When the program has taken them, new
+ * ones arrive.
+ */
 static const char *requests(size_t arg)
 {
 	static uint8_t before_ports[8192], after_ports[8192];

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A second implementation of docs/datagram-iwarp.md against the device, in both directions. The peer is a UDP socket of
- * this program: it knows the document and shares no code with the device. Everything that the device sends is checked
- * against the rules of the document (`check_data`, `check_packet`), whatever the test is about.
+ * Tests the device against a second implementation of docs/datagram-iwarp.md, in both directions. The peer is a UDP
+ * socket of this program. It was written from the document and shares no code with the device. In all tests, everything
+ * that the device sends is checked against the rules of the document (`check_data`, `check_packet`).
  */
 #include "dgrams.h"
 
@@ -51,7 +51,7 @@ enum { WRITE_OP = 0, READ_REQUEST = 1, READ_RESPONSE = 2, SEND_OP = 3, TERMINATE
        ATOMIC_RESPONSE = 11, RECORD = 15, CONTROL = 15 };
 enum { REPORT = 2, COOKIE = 11 };
 
-/* One data datagram: the fields of section 2. */
+/* A data datagram: the fields of section 2. */
 struct data {
 	uint8_t flags, sub, attr, dst, src, opcode, kind;
 	bool tagged, last;
@@ -102,7 +102,7 @@ static size_t data_bytes(uint8_t *out, const struct data *d)
 	return at + d->len;
 }
 
-/* Reads a data datagram without its CRC and holds it to every rule of section 2 and the table of section 3. */
+/* Parses a data datagram without its CRC, and checks every rule of section 2 and the table of section 3. */
 static const char *check_data(const uint8_t *in, size_t len, struct data *d, bool reliable)
 {
 	size_t at = 26;
@@ -115,7 +115,7 @@ static const char *check_data(const uint8_t *in, size_t len, struct data *d, boo
 	ENSURE(d->epoch, "epoch 0");
 	if (d->flags & I) {
 		d->imm = get32(in + at);
-		ENSURE(get32(in + at + 4) == 0, "bytes behind the immediate");
+		ENSURE(get32(in + at + 4) == 0, "bytes after the immediate data");
 		at += 8;
 	}
 	d->tagged = in[at] >> 7;
@@ -168,7 +168,7 @@ struct peer {
 	uint16_t epoch;
 	uint32_t id;
 	uint8_t dst; /* index of the device's queue pair */
-	/* Reliable datagrams. */
+	/* For reliable datagrams. */
 	uint32_t token, echo, seq, base, ack, time_echo;
 	bool knows; /* `ack` is valid */
 	uint8_t in[65536];
@@ -179,7 +179,7 @@ static struct peer foreign;
 
 static int close_peer(void *p) { return close(((struct peer *)p)->fd); }
 
-/* A socket at the address of the device, and what it takes to send to queue pair `qpn`. */
+/* Opens a socket at the address of the device, and sets what it needs to send to queue pair `qpn`. */
 static const char *open_peer(struct peer *p, uint32_t qpn)
 {
 	struct sockaddr_storage own = { 0 };
@@ -199,12 +199,12 @@ static const char *open_peer(struct peer *p, uint32_t qpn)
 	keep(close_peer, p, "socket");
 	ENSURE(!bind(p->fd, (struct sockaddr *)&own, len), "bind: %s", strerror(errno));
 	ENSURE(!getsockname(p->fd, (struct sockaddr *)&own, &len), "getsockname: %s", strerror(errno));
-	p->qpn = (uint32_t)ntohs(four->sin_port) << 8 | 5; /* the port is at one place in both */
+	p->qpn = (uint32_t)ntohs(four->sin_port) << 8 | 5; /* sockaddr_in and sockaddr_in6 have the port at the same offset */
 	four->sin_port = htons((uint16_t)(qpn >> 8));
 	ENSURE(!connect(p->fd, (struct sockaddr *)&own, len), "connect: %s", strerror(errno));
 	p->dst = (uint8_t)qpn;
 	p->epoch = 0x2718;
-	p->id = 0xfffffffe; /* wraps at once */
+	p->id = 0xfffffffe; /* wraps after one message */
 	p->token = 0xfeedf00d;
 	p->seq = p->base = 0xffffffff;
 	return NULL;
@@ -217,7 +217,7 @@ static const char *transmit(const struct peer *p, uint8_t *d, size_t len)
 	return NULL;
 }
 
-/* Waits for a datagram; `in_len` is its length without the CRC, 0 if none comes in time. */
+/* Waits for a datagram. `in_len` is its length without the CRC, or 0 if none arrives in time. */
 static const char *receive(struct peer *p, unsigned int ms)
 {
 	struct pollfd wait = { .fd = p->fd, .events = POLLIN };
@@ -248,13 +248,13 @@ static const char *send_data(struct peer *p, struct data d)
 static unsigned int reports;
 static uint32_t last_room;
 
-/* The next datagram of the device; its reports are checked and counted on the way. */
+/* Waits for a datagram of the device other than a report. Checks and counts reports. */
 static const char *next_data(struct peer *p, struct data *d, bool wanted)
 {
 	for (;;) {
 		TRY(receive(p, wanted ? WAIT_MS : QUIET_MS));
 		if (!p->in_len) {
-			ENSURE(!wanted, "nothing comes");
+			ENSURE(!wanted, "no datagram arrives");
 			d->len = 0;
 			d->opcode = 0xff;
 			return NULL;
@@ -287,10 +287,10 @@ static struct data record_of(struct peer *p, const uint8_t *from, const struct r
 
 static uint8_t from[9000];
 
-/* Sends of one datagram, and of several that come last first. */
+/* Sends of one datagram, and of several that arrive in reverse order. */
 static const char *ud_sends_arrive(size_t arg)
 {
-	/* On a loaded machine there may be a long time between two datagrams of a message. */
+	/* On a busy machine, a long time may pass between two datagrams of a message. */
 	struct anywarpdv_qp_init_attr dv = { .max_send_size = 1 << 16, .deadline_us = 5000000 };
 	struct region into;
 	struct ibv_sge sge;
@@ -305,7 +305,10 @@ static const char *ud_sends_arrive(size_t arg)
 	TRY(new_region(&into, a.pd, ROUTE + sizeof from, IBV_ACCESS_LOCAL_WRITE));
 	fill_pattern(from, sizeof from, 1);
 	reports = 0;
-	/* The report of an empty Send is longer than the Send: it waits until the account allows it, and the next replaces it. */
+	/*
+	 * The report about an empty Send is longer than the Send. It is delayed until the byte account of the address
+	 * allows it, and a newer report replaces it.
+	 */
 	for (uint32_t i = 0; i < 5; i++, foreign.id++) {
 		uint32_t length = i == 0 ? 0 : i == 1 ? 77 : 9000, each = 1408;
 
@@ -324,7 +327,7 @@ static const char *ud_sends_arrive(size_t arg)
 	}
 	TRY(next_data(&foreign, &d, false));
 	ENSURE(reports >= 4, "%u reports of the first datagrams", reports);
-	/* A wrong Q_Key and a wrong CRC are dropped, and a datagram of an operation that does not exist. */
+	/* A wrong Q_Key, a wrong CRC and an unknown operation: the datagrams are dropped. */
 	TRY(post_recv(a.qp, 9, &sge, 1));
 	d = send_of(&foreign, from, 77, 0, 77);
 	d.qkey++;
@@ -341,7 +344,7 @@ static const char *ud_sends_arrive(size_t arg)
 	return NULL;
 }
 
-/* Parity stands in for one datagram of a group; two that are missing are missing in the map. */
+/* Parity replaces one lost datagram of a group. If two are lost, both are missing in the map. */
 static const char *ud_records_arrive(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .flags = ANYWARPDV_QP_REPORT_ERRORS };
@@ -358,7 +361,7 @@ static const char *ud_records_arrive(size_t arg)
 	TRY(open_peer(&foreign, a.qp->qp_num));
 	TRY(new_region(&to, a.pd, 4500, ALL_ACCESS));
 	fill_pattern(from, sizeof from, 2);
-	/* Five segments, groups of two; the fourth and, in the second message, also the third are lost. */
+	/* Five segments in groups of two. The fourth is lost, and in the second message also the third. */
 	for (uint32_t lost = 1; lost <= 2; lost++, foreign.id++) {
 		for (uint32_t n = 0; n < 5; n++) {
 			uint32_t len = n == 4 ? 500 : 1000;
@@ -393,7 +396,7 @@ static const char *ud_records_arrive(size_t arg)
 		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500, "ranges");
 		ENSURE(!release_map(a.qp, record.map), "release_map: %s", strerror(errno));
 	}
-	/* Memory that may not be written: the report names the message. */
+	/* Memory without write access: the error names the message. */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;
 	TRY(send_data(&foreign, d));
@@ -403,7 +406,7 @@ static const char *ud_records_arrive(size_t arg)
 	return guards_untouched(&to);
 }
 
-/* The device answers a Read only to an address that has shown, by the cookie, that it receives. */
+/* The device answers a Read only to an address that has returned its cookie, and therefore receives datagrams. */
 static const char *ud_reads_are_answered(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { 0 };
@@ -447,7 +450,7 @@ static const char *ud_reads_are_answered(size_t arg)
 	return same_pattern(got, sizeof got, 3);
 }
 
-/* What the device sends without reliability: a Send, a Write-Record, and a Read that this peer answers. */
+/* Unreliable requests of the device: a Send, a Write-Record, and a Read that this peer answers. */
 static const char *ud_requests_of_the_device(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .max_send_size = 1 << 16 };
@@ -482,11 +485,14 @@ static const char *ud_requests_of_the_device(size_t arg)
 		TRY(same_pattern(got, sizeof got, (uint32_t)(4 + i)));
 		TRY(done(&a, (uint64_t)i, IBV_WC_SUCCESS));
 	}
-	/* A Read: asked for a cookie first, then answered with the end first. An answer of another length is not placed. */
+	/*
+	 * A Read: this peer first demands a cookie, then answers with the last datagram first. An answer of another
+	 * length is not placed.
+	 */
 	memset(mine.at, 0, mine.len);
 	TRY(request_to(&a, foreign.qpn, READ, 9, &mine, 5000, (struct there){ 0x5555, 0x10000 }));
 	TRY(next_data(&foreign, &d, true));
-	while (d.opcode == RECORD) /* the ends of the messages before, said again */
+	while (d.opcode == RECORD) /* repetitions of the ends of earlier messages */
 		TRY(next_data(&foreign, &d, true));
 	ENSURE(d.opcode == READ_REQUEST && d.qkey == QKEY && d.len >= 36, "opcode %u of %zu bytes", d.opcode, d.len);
 	ENSURE(get32(d.payload + 12) == 5000 && get32(d.payload + 16) == 0x5555 && get64(d.payload + 20) == 0x10000, "the request");
@@ -522,7 +528,7 @@ struct packet {
 	struct data d;
 };
 
-/* Sends a packet, with data if `d` is there. */
+/* Sends a packet, with data if `d` is set. */
 static const char *send_packet(struct peer *p, uint8_t flags, uint32_t seq, const struct data *d)
 {
 	static uint8_t out[65536];
@@ -555,7 +561,7 @@ static const char *send_packet(struct peer *p, uint8_t flags, uint32_t seq, cons
 	return transmit(p, out, len);
 }
 
-/* The next packet of the device, held to the rules of section 6. */
+/* Waits for a packet of the device and checks the rules of section 6. */
 static const char *next_packet(struct peer *p, struct packet *k)
 {
 	const uint8_t *in = p->in;
@@ -576,11 +582,11 @@ static const char *next_packet(struct peer *p, struct packet *k)
 	p->time_echo = k->time;
 	if (k->flags & D)
 		return check_data(in + at, p->in_len - at, &k->d, true);
-	ENSURE(p->in_len == at, "%zu bytes behind a packet without data", p->in_len - at);
+	ENSURE(p->in_len == at, "%zu bytes after a packet without data", p->in_len - at);
 	return NULL;
 }
 
-/* The beginning by this peer: a packet without data is challenged, and the token is used from then on. */
+/* This peer begins: a packet without data is challenged, and later packets carry the token of the challenge. */
 static const char *begin(struct peer *p)
 {
 	struct packet k;
@@ -593,7 +599,7 @@ static const char *begin(struct peer *p)
 	return NULL;
 }
 
-/* Waits until the device acknowledges everything before `until`; its own packets in between must have no data. */
+/* Waits until the device has acknowledged everything before `until`. Its own packets must have no data. */
 static const char *acknowledged(struct peer *p, uint32_t until, struct packet *k)
 {
 	do {
@@ -609,7 +615,10 @@ static const char *acknowledged(struct peer *p, uint32_t until, struct packet *k
 	return NULL;
 }
 
-/* What this peer sends is delivered once and in order; what waits, waits; what is refused is reported. */
+/*
+ * Messages of this peer are delivered once and in order. A message without a receive waits, and a refused one is
+ * reported.
+ */
 static const char *rd_peer_sends(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -631,7 +640,10 @@ static const char *rd_peer_sends(size_t arg)
 	fill_pattern(from, sizeof from, 6);
 	TRY(begin(&foreign));
 
-	/* No receive: R, and ack stays. Then it is delivered, and acknowledged at once. */
+	/*
+	 * Without a receive the device sets R and does not advance ack. With one, the message is delivered and
+	 * acknowledged at once.
+	 */
 	d = send_of(&foreign, from, 200, 0, 200);
 	TRY(send_packet(&foreign, A, foreign.seq, &d));
 	TRY(acknowledged(&foreign, foreign.seq, &k));
@@ -646,7 +658,10 @@ static const char *rd_peer_sends(size_t arg)
 	TRY(acknowledged(&foreign, foreign.seq, &k));
 	foreign.base = foreign.seq;
 
-	/* The first of a Write-Record's three packets is lost: the others are in a run and wait; then it comes twice. */
+	/*
+	 * The first of three packets of a Write-Record is lost: the others are reported as a run and wait. Then the
+	 * packet arrives twice.
+	 */
 	first_seq = foreign.seq;
 	first = record_of(&foreign, from, &to, 3000, 0, 1000);
 	for (uint32_t n = 1; n < 3; n++) {
@@ -655,7 +670,7 @@ static const char *rd_peer_sends(size_t arg)
 		TRY(acknowledged(&foreign, first_seq, &k));
 		ENSURE(k.runs == 1 && get32(foreign.in + 40) == first_seq + 1 && get32(foreign.in + 44) == first_seq + n + 1, "%u runs", k.runs);
 	}
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)QUIET_MS) == 0, "a record of a message that is not whole");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)QUIET_MS) == 0, "a record of an incomplete message");
 	TRY(send_packet(&foreign, 0, first_seq, &first));
 	TRY(send_packet(&foreign, A, first_seq, &first));
 	foreign.seq = foreign.base = first_seq + 3;
@@ -666,7 +681,10 @@ static const char *rd_peer_sends(size_t arg)
 	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 0, "a second record of one message");
 	foreign.id++;
 
-	/* Memory that may not be written: refused with 10 at this number until a base beyond it. Then all goes on. */
+	/*
+	 * Memory without write access: the device refuses this number with status 10 until the base is beyond it. Later
+	 * messages are accepted.
+	 */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;
 	TRY(send_packet(&foreign, A, foreign.seq, &d));
@@ -686,7 +704,7 @@ static const char *rd_peer_sends(size_t arg)
 	return guards_untouched(&to);
 }
 
-/* A Read and an atomic of this peer: the answers are packets that it has to acknowledge. */
+/* A Read and an atomic of this peer. The responses are packets, which it must acknowledge. */
 static const char *rd_peer_reads(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -728,13 +746,16 @@ static const char *rd_peer_reads(size_t arg)
 			bytes += k.d.len;
 			foreign.ack++;
 		}
-		/* With the time of the packet: the proof that it came, before which the answer is short of room. */
+		/*
+		 * Carries the time of the packet, which proves that it arrived. Before that, the device limits the
+		 * length of the response.
+		 */
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
 	}
 	TRY(same_pattern(got, sizeof got, 7));
 	foreign.id++;
 
-	/* Fetch and add of 5 (RFC 7306 section 5.1), whose packet is sent twice and done once. */
+	/* A FetchAdd of 5 (RFC 7306 section 5.1). Its packet is sent twice and must be executed once. */
 	memset(ask, 0, sizeof ask);
 	memcpy(&before, source.at, 8);
 	put32(ask, 0);				/* FetchAdd */
@@ -752,15 +773,18 @@ static const char *rd_peer_reads(size_t arg)
 		TRY(next_packet(&foreign, &k));
 	} while (!(k.flags & D) || k.seq != foreign.ack);
 	ENSURE(k.d.opcode == ATOMIC_RESPONSE && k.d.id == foreign.id && k.d.len == 12, "opcode %u of %zu bytes", k.d.opcode, k.d.len);
-	ENSURE(get32(k.d.payload) == 0x31337 && get64(k.d.payload + 4) == before, "the value before");
+	ENSURE(get32(k.d.payload) == 0x31337 && get64(k.d.payload + 4) == before, "the original value");
 	foreign.ack++;
 	TRY(send_packet(&foreign, A, foreign.seq, NULL));
 	before += 5;
-	ENSURE(!memcmp(source.at, &before, 8), "the value behind");
+	ENSURE(!memcmp(source.at, &before, 8), "the new value");
 	return NULL;
 }
 
-/* The device begins: challenged, it sends; a packet that is lost comes again; done when acknowledged, not before. */
+/*
+ * The device begins: it sends data after the challenge, repeats a lost packet, and completes a request only when it is
+ * acknowledged.
+ */
 static const char *rd_device_sends(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -790,7 +814,7 @@ static const char *rd_device_sends(size_t arg)
 		if (!foreign.knows) {
 			foreign.ack = k.base;
 			foreign.knows = true;
-			ENSURE(poll_cq_for(a.scq, 1, &wc, 0) == 0, "done before it was acknowledged");
+			ENSURE(poll_cq_for(a.scq, 1, &wc, 0) == 0, "completed before it was acknowledged");
 		}
 		if (k.flags & D && !lost) {
 			lost = k.seq + 1; /* dropped */
@@ -806,13 +830,13 @@ static const char *rd_device_sends(size_t arg)
 				foreign.ack++;
 			}
 		}
-		/* What is beyond the missing one is dropped as well: its sender has to send it again. */
+		/* Packets beyond the lost one are dropped too, so that the device must send them again. */
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
 	}
 	TRY(done(&a, 1, IBV_WC_SUCCESS));
 	TRY(same_pattern(got, sizeof got, 8));
 
-	/* A refusal ends this request alone, with the status that `why` names. */
+	/* A refusal ends only this request, with the status of its `why` field. */
 	TRY(request_to(&a, foreign.qpn, WRITE, 2, &mine, 100, (struct there){ 0x6666, 0x10000 }));
 	do
 		TRY(next_packet(&foreign, &k));
@@ -841,7 +865,7 @@ static const char *rd_device_sends(size_t arg)
 
 static FILE *log_file;
 
-/* Who tries out tokens is counted and named in the log; the right token is believed again when the second is over. */
+/* Wrong tokens are counted, and their sender is named in the log. After a second, the right token is accepted again. */
 static const char *rd_guessed_tokens(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -867,7 +891,7 @@ static const char *rd_guessed_tokens(size_t arg)
 	for (uint32_t n = 1; n <= 1000; n++) {
 		foreign.echo = right + n;
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
-		/* Slower than the device takes them. */
+		/* At a rate that the device can receive. */
 		poll_cq_for(a.rcq, 1, &wc, 0);
 	}
 	foreign.echo = right;
@@ -876,7 +900,7 @@ static const char *rd_guessed_tokens(size_t arg)
 		TRY(send_packet(&foreign, A, foreign.seq, &d));
 		arrived = poll_cq_for(a.rcq, 1, &wc, 50);
 	}
-	ENSURE(arrived == 1 && wc.status == IBV_WC_SUCCESS, "the right token is not believed any more");
+	ENSURE(arrived == 1 && wc.status == IBV_WC_SUCCESS, "the right token is not accepted any more");
 	ENSURE(!query_counters(a.qp, &seen, sizeof seen) && seen.rd_bad_echo >= 300, "%llu wrong echoes are counted",
 	       (unsigned long long)seen.rd_bad_echo);
 	ENSURE(log_file, "no file for the log");

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * fork(2): the device stays with the process that opened it. The parent goes on as if nothing had happened; the
- * child may do what it likes with what it inherited, without harm to itself or its parent, and may open a
- * device of its own.
+ * fork(2): the device belongs to the process that opened it, and the parent can go on using it. A child may call any
+ * verb on inherited objects without harm to itself or its parent, and may open the device for itself.
  */
 #include "ends.h"
 
@@ -12,7 +11,7 @@
 
 static const struct want usual = { 0 };
 
-/* Waits for a child, with a deadline; a child that hangs is killed. */
+/* Waits for a child with a time limit. Kills a child that hangs. */
 static const char *child_ends_well(pid_t pid)
 {
 	uint64_t end = now_ms() + 20000;
@@ -31,12 +30,12 @@ static const char *child_ends_well(pid_t pid)
 		}
 		sleep_ms(2);
 	}
-	ENSURE(!WIFSIGNALED(status), "the child dies of signal %d", WTERMSIG(status));
+	ENSURE(!WIFSIGNALED(status), "the child is killed by signal %d", WTERMSIG(status));
 	ENSURE(WEXITSTATUS(status) == 0, "the child ends with %d", WEXITSTATUS(status));
 	return NULL;
 }
 
-/* Runs `work` in a child; what it says goes to stderr, for the test has one line of its own. */
+/* Runs `work` in a child. The child prints to stderr, because stdout has one line for each test. */
 static const char *in_child(const char *(*work)(struct pair *), struct pair *p)
 {
 	pid_t pid;
@@ -49,12 +48,12 @@ static const char *in_child(const char *(*work)(struct pair *), struct pair *p)
 
 		if (reason)
 			fprintf(stderr, "child: %s [%s]\n", reason, failed_at);
-		exit(reason ? 1 : 0); /* with the handlers of all libraries */
+		exit(reason ? 1 : 0); /* exit, because it runs the handlers of all libraries */
 	}
 	return child_ends_well(pid);
 }
 
-/* A message each way, and a Read, with the pair in this process. */
+/* A message in each direction, and a Read, with the pair in this process. */
 static const char *talk(struct pair *p, uint32_t seed)
 {
 	struct region a, b;
@@ -88,7 +87,7 @@ static const char *open_and_talk(struct pair *p)
 	return NULL;
 }
 
-/* The parent has opened nothing yet. Must be the first test. */
+/* The child opens the device before the parent does. Must be the first test. */
 static const char *child_opens_first(size_t arg)
 {
 	struct pair p;
@@ -105,11 +104,11 @@ static const char *fork_init(size_t arg)
 	(void)arg;
 	ENSURE(!rc, "ibv_fork_init: %s", strerror(rc));
 	ENSURE(ibv_is_fork_initialized() == IBV_FORK_ENABLED || ibv_is_fork_initialized() == IBV_FORK_UNNEEDED,
-	       "ibv_is_fork_initialized gives %d", ibv_is_fork_initialized());
+	       "ibv_is_fork_initialized returns %d", ibv_is_fork_initialized());
 	return NULL;
 }
 
-/* A device of the child's own, whatever it inherited. */
+/* The child opens the device for itself. */
 static const char *open_anew_and_talk(struct pair *p)
 {
 	device = NULL;
@@ -146,7 +145,7 @@ static const char *child_does_nothing(size_t rounds)
 	return NULL;
 }
 
-/* Everything that a careless child can do with inherited objects. The test requires only that each call returns. */
+/* Calls verbs on all inherited objects. Each call must return. */
 static const char *use_inherited(struct pair *p)
 {
 	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad_send;
@@ -184,7 +183,7 @@ static const char *destroy_inherited(struct pair *p)
 	return NULL;
 }
 
-/* The child clears up behind itself, as it was taught: the connection is the parent's, and stays. */
+/* The child destroys the inherited objects, as a tidy program does. The parent's connection is not affected. */
 static const char *child_destroys_inherited(size_t arg)
 {
 	struct pair p;
@@ -213,7 +212,7 @@ static void *keep_talking(void *arg)
 {
 	struct pair *p = arg;
 
-	while (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) { /* with the library's locks held much of the time */
+	while (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) { /* so that the library's locks are held much of the time */
 		struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0), *bad;
 		struct ibv_recv_wr rr = { .wr_id = 1 }, *bad_recv;
 		struct ibv_wc wc[8];
@@ -226,8 +225,8 @@ static void *keep_talking(void *arg)
 	return NULL;
 }
 
-/* Other threads are in the middle of calls when the process forks: the child waits for none of them. */
-static const char *fork_in_the_middle(size_t rounds)
+/* The process forks while other threads are inside calls. The child must not wait for any of them. */
+static const char *fork_during_calls(size_t rounds)
 {
 	const char *reason = NULL;
 	pthread_t threads[3];
@@ -287,7 +286,7 @@ static const char *inherited_fails(struct pair *p)
 	ENSURE(ibv_poll_cq(p->a.scq, 1, &wc) < 0, "ibv_poll_cq");
 	ENSURE(!ibv_alloc_pd(device) && errno == ENODEV, "ibv_alloc_pd: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, 0) && errno == ENODEV, "ibv_create_cq: %s", strerror(errno));
-	/* Calls that would wait do not: nothing will ever come. */
+	/* Calls that would wait return an error, because no event can arrive. */
 	ENSURE(ibv_get_cq_event(p->b.channel, &cq, &context) == -1 && errno == ENODEV, "ibv_get_cq_event");
 	ENSURE(ibv_get_async_event(device, &event) == -1 && errno == ENODEV, "ibv_get_async_event");
 	ENSURE(!ibv_destroy_qp(p->a.qp) && !ibv_destroy_cq(p->a.scq), "destroying");
@@ -305,7 +304,7 @@ static const char *child_gets_errors(size_t arg)
 	return talk(&p, 2);
 }
 
-/* Registered memory is the parent's after a fork, also where the parent writes to it first. */
+/* Registered memory still belongs to the parent after a fork, even if the parent writes to it first (copy-on-write). */
 static const char *memory_stays(size_t arg)
 {
 	struct region a, b;
@@ -323,7 +322,7 @@ static const char *memory_stays(size_t arg)
 	ENSURE(pid >= 0, "fork: %s", strerror(errno));
 	if (pid == 0) {
 		sleep_ms(300);
-		_exit(b.at[0] == FRESH && b.at[99999] == FRESH ? 0 : 1); /* its copy is as it was */
+		_exit(b.at[0] == FRESH && b.at[99999] == FRESH ? 0 : 1); /* the child's copy is unchanged */
 	}
 	fill_pattern(a.at, a.len, 5);
 	from = sge_of(&a, 0, a.len);
@@ -337,7 +336,7 @@ static const char *memory_stays(size_t arg)
 	return child_ends_well(pid);
 }
 
-/* Commands are run, as programs do, in the middle of traffic. */
+/* The process runs commands during traffic. */
 static const char *run_commands(size_t rounds)
 {
 	extern char **environ;
@@ -358,7 +357,7 @@ static const char *run_commands(size_t rounds)
 	return NULL;
 }
 
-/* Sockets and event descriptors of the device are not handed to other programs. */
+/* Sockets and event descriptors of the device are not inherited by executed programs. */
 static const char *nothing_is_inherited(size_t arg)
 {
 	struct pair p;
@@ -382,7 +381,7 @@ static const struct test tests[] = {
 	{ "child_does_nothing", child_does_nothing, 20, 0, false },
 	{ "child_uses_inherited", child_uses_inherited, 0, 0, false },
 	{ "child_destroys_inherited", child_destroys_inherited, 0, 0, false },
-	{ "fork_in_the_middle", fork_in_the_middle, 30, 0, false },
+	{ "fork_during_calls", fork_during_calls, 30, 0, false },
 	{ "grandchild", grandchild, 0, 0, false },
 	{ "child_gets_errors", child_gets_errors, 0, 0, false },
 	{ "memory_stays", memory_stays, 0, 0, false },

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Sends to a multicast group, to the broadcast address and to that of the subnet, of one datagram and of many, between hosts that are network
- * namespaces on one bridge. Members get each message whole; a host that has not joined gets nothing, and neither does a
- * member whose Q_Key is another one.
+ * Sends to a multicast group, to the broadcast address and to the subnet's broadcast address, in one datagram and in
+ * several. The hosts are network namespaces on one bridge. Members receive each message completely. A host that has not
+ * joined, and a member with another Q_Key, receive nothing.
  *
- * Host 1 sends; 2 and 3 have joined, 4 has not. All of it ends with the test's processes.
+ * Host 1 sends; 2 and 3 have joined, 4 has not. The namespaces end with the processes of the test.
  */
 #include "dgrams.h"
 
@@ -15,17 +15,17 @@
 #define HOSTS 4u
 #define LONGEST 200000u
 #define RECEIVES 8u
-/* Datagrams to a group are not paced, and may be lost where a host is busy: a message is sent so often at most. */
+/* Maximum number of attempts for a message. Datagrams to a group are not paced, and may be lost on a busy machine. */
 #define TRIES 20
 
 static struct shared {
 	_Atomic int joined;          /* hosts that are ready */
-	_Atomic uint32_t got[HOSTS]; /* how many of the messages each host has got whole */
-	_Atomic int wrong;           /* receives of something else */
+	_Atomic uint32_t got[HOSTS]; /* how many of the messages each host has received completely */
+	_Atomic int wrong;           /* receives with other contents */
 	_Atomic bool stop;
 } *shared;
 
-/* Message n has the pattern n + 1. */
+/* Message n has the test pattern n + 1. */
 static const uint32_t lens[] = { 4, 1000, 4096, 30000, LONGEST };
 
 static const char *const groups[] = { "239.88.1.2", "255.255.255.255", "10.88.0.255" };
@@ -41,7 +41,7 @@ static bool ip(const char *format, ...)
 	return system(line) == 0;
 }
 
-/* In the namespace of host `n`, once its interface is there. */
+/* Runs in the namespace of host `n` after its interface was created. */
 static const char *open_host(struct dgram *d, unsigned int n, size_t arg, struct ibv_ah **ah, union ibv_gid *gid)
 {
 	struct anywarpdv_qp_init_attr dv = { .segment = (uint8_t)(arg & 3), .max_send_size = LONGEST };
@@ -98,7 +98,7 @@ static const char *be_sender(size_t arg)
 	for (uint32_t i = 0; i < COUNT(lens); i++) {
 		bool whole = false;
 
-		/* No host accepts this one. */
+		/* A message with another Q_Key. */
 		fill_pattern(mine.at, lens[i], 1000);
 		TRY(send_one(&d, ah, &mine, lens[i], QKEY + 1));
 		fill_pattern(mine.at, lens[i], i + 1);
@@ -110,7 +110,7 @@ static const char *be_sender(size_t arg)
 		ENSURE(whole, "%u bytes arrive at %s of two hosts", lens[i],
 		       shared->got[1] == i + 1 || shared->got[2] == i + 1 ? "one" : "none");
 		ENSURE(!shared->wrong, "something else was received");
-		ENSURE(!shared->got[3], "a host that has not joined gets it");
+		ENSURE(!shared->got[3], "a host that has not joined receives a message");
 	}
 	shared->stop = true;
 	return NULL;
@@ -131,12 +131,12 @@ static const char *be_receiver(unsigned int host, size_t arg)
 		whole[i] = sge_of(&inbox[i], 0, LONGEST + 40);
 		TRY(post_recv(d.qp, i, &whole[i], 1));
 	}
-	/* An address of one host, ours or not, is no group. */
+	/* An address of a single host is not a group. */
 	for (uint8_t last = 1; last < 6; last += 4) {
 		union ibv_gid one = gid;
 
 		memcpy(one.raw + 12, (uint8_t[]){ 10, 88, 0, last }, 4);
-		ENSURE(ibv_attach_mcast(d.qp, &one, 0) == EINVAL, "10.88.0.%u can be joined", last);
+		ENSURE(ibv_attach_mcast(d.qp, &one, 0) == EINVAL, "10.88.0.%u can be joined as a group", last);
 	}
 	if (host != 3)
 		ENSURE(!ibv_attach_mcast(d.qp, &gid, 0), "ibv_attach_mcast: %s", strerror(errno));
@@ -171,7 +171,7 @@ static int end_process(void *pid)
 	return 0;
 }
 
-/* A process on a host of its own, which waits for `go` before it begins. */
+/* Starts a process in a new network namespace. It waits for `go`. */
 static pid_t start(unsigned int host, size_t arg, int there, int go)
 {
 	pid_t pid, parent = getpid();
@@ -205,21 +205,21 @@ static const char *reaches(size_t arg)
 	char c = 0;
 
 	if (unshare(CLONE_NEWNET | (geteuid() ? CLONE_NEWUSER : 0)))
-		SKIP("no network namespaces: not the rights for them");
+		SKIP("no permission for network namespaces");
 	if (!ip("link add br0 type bridge mcast_snooping 0"))
-		SKIP("no bridges: not in this kernel, or no `ip`");
+		SKIP("the kernel has no bridges, or `ip` is not installed");
 	shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	ENSURE(shared != MAP_FAILED && !pipe(there) && !pipe(go), "mmap, pipe: %s", strerror(errno));
 	ENSURE(ip("link set br0 up"), "no bridge");
 	for (unsigned int i = 0; i < HOSTS; i++) {
 		hosts[i] = start(i, arg, there[1], go[0]);
-		ENSURE(hosts[i] > 0 && read(there[0], &c, 1) == 1, "no process on a host of its own");
+		ENSURE(hosts[i] > 0 && read(there[0], &c, 1) == 1, "no process in a new network namespace");
 		ENSURE(ip("link add v%u type veth peer name eth0 netns %d", i, hosts[i]) &&
 			       ip("link set v%u master br0 up", i),
 		       "no link to host %u", i + 1);
 	}
 	for (unsigned int i = 0; i < HOSTS; i++)
-		ENSURE(write(go[1], &c, 1) == 1, "a host is gone");
+		ENSURE(write(go[1], &c, 1) == 1, "the process of a host has ended");
 	for (unsigned int i = 0; i < HOSTS; i++) {
 		ENSURE(waitpid(hosts[i], &status, 0) == hosts[i], "waitpid");
 		forget((void *)(intptr_t)hosts[i]);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Peers that break the rules, against a server that has a good connection too. For each class of attack three promises
- * are held to: the attacker sees what the RFC says (a Terminate with its code, or the end), the log names peer and rule,
- * and the good connection goes on as before. And thousands of peers that just hold on: what they make the server keep
- * is bounded.
+ * Peers that violate the protocol attack a server that also has an undisturbed connection. For each kind of attack, the
+ * test checks that the attacker gets what the RFC demands (a Terminate with its code, or the end of the stream), that
+ * the log names peer and reason, and that the undisturbed connection keeps its rate. Other tests open thousands of idle
+ * connections and check that the memory for them is bounded.
  *
- * The attackers are processes of their own that speak MPA, DDP and RDMAP through plain sockets.
+ * The attackers are separate processes that send MPA, DDP and RDMAP through plain sockets.
  */
 #include "mpa.h"
 
@@ -79,13 +79,13 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		send_message(w, 0, 2, 0, 0);
 		w->at[w->len - 1] ^= 1;
 		break;
-	case UNDERFLOW_: /* a good CRC, and not even room for the two control bytes */
+	case UNDERFLOW_: /* a valid CRC, but no room for the two control bytes */
 		at = w->len;
 		w->len += 2;
 		put8(w, 0xc1);
 		end_fpdu(w, at, 0);
 		break;
-	case CUT_HEADER: /* all of the header but its last byte */
+	case CUT_HEADER: /* the header without its last byte */
 		at = begin_tagged(w, OP_WRITE, target.open, target.open_at);
 		w->len--;
 		end_fpdu(w, at, 0);
@@ -95,7 +95,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		w->len += 2;
 		end_fpdu(w, at, 0);
 		break;
-	case OVERFLOW_: /* it says 65,535 and gives less */
+	case OVERFLOW_: /* the length field says 65,535, but the stream has less */
 		at = begin_tagged(w, OP_WRITE, target.open, target.open_at);
 		end_fpdu(w, at, 65535 - 14);
 		while (w->len < 66000)
@@ -150,7 +150,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		put64(w, 0);
 		end_fpdu(w, at, 0);
 		break;
-	case IRD_OVERRUN: /* the server serves four at once, and all of these come at once */
+	case IRD_OVERRUN: /* one request more than the server serves at a time */
 		for (uint32_t msn = 1; msn <= 64; msn++)
 			read_request(w, msn, 8, target.open, target.open_at);
 		break;
@@ -166,7 +166,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 	case QUEUE:
 		send_message(w, 7, 1, 0, 0);
 		break;
-	case NO_RECEIVE: /* there is one left */
+	case NO_RECEIVE: /* one receive is left */
 		send_message(w, 0, 2, 0, 0);
 		send_message(w, 0, 3, 0, 0);
 		break;
@@ -202,8 +202,8 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 	}
 }
 
-/* Reads until a Terminate or the end. Data that a Read brought is passed over. */
-static int hear(int fd)
+/* Reads until a Terminate or the end of the stream. Skips Read Responses. */
+static int receive_result(int fd)
 {
 	uint8_t head[2], body[65536 + 8];
 
@@ -223,12 +223,12 @@ static int hear(int fd)
 	return END_ONLY;
 }
 
-/* One attack; returns what the attacker received, or -2 without a connection. */
+/* Makes one attack. Returns what the attacker received, or -2 without a connection. */
 static int attack(enum attack_kind kind, unsigned int which)
 {
 	bool early = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA;
 	static struct wire w;
-	int fd, heard;
+	int fd, result;
 
 	w.len = 0;
 	make_attack(kind, &w);
@@ -236,37 +236,37 @@ static int attack(enum attack_kind kind, unsigned int which)
 	if (fd < 0)
 		return -2;
 	send_all(fd, w.at, w.len);
-	heard = hear(fd);
-	if (heard == END_ONLY && errno == EAGAIN)
-		heard = -3; /* nothing happened */
+	result = receive_result(fd);
+	if (result == END_ONLY && errno == EAGAIN)
+		result = -3; /* no reaction */
 	close(fd);
-	return heard;
+	return result;
 }
 
 /* The report of an attacking process. */
 static struct report {
 	volatile bool stop;
 	volatile unsigned int attacks;
-	volatile int wrong; /* what was heard instead */
+	volatile int wrong; /* what was received instead */
 } *report;
 
-/* Attacks again and again: hard enough to be felt, with pauses, so that it is not the processor that is fought for. */
+/* Repeats an attack at a high rate, with pauses, so that the attacker does not merely compete for the processor. */
 static int attack_on(enum attack_kind kind)
 {
 	struct timespec pause = { 0, 3000000 };
 
 	while (!report->stop) {
-		int heard = attack(kind, report->attacks);
+		int result = attack(kind, report->attacks);
 
-		if (heard != attacks[kind].expect && !report->wrong)
-			report->wrong = heard ? heard : 0x10000;
+		if (result != attacks[kind].expect && !report->wrong)
+			report->wrong = result ? result : 0x10000;
 		report->attacks++;
 		nanosleep(&pause, NULL);
 	}
 	return 0;
 }
 
-/* ---------------------------------------------------------------- beside a good connection */
+/* ---------------------------------------------------------------- attacks beside an undisturbed connection */
 
 static pid_t start_attacker(int (*run)(enum attack_kind), enum attack_kind kind)
 {
@@ -287,7 +287,7 @@ static long log_position(void)
 	return log_file ? lseek(fileno(log_file), 0, SEEK_END) : 0;
 }
 
-/* Whether the log has, from there on, a line with both. */
+/* Whether the log has, after `from`, a line with both texts. */
 static bool is_logged(long from, const char *peer, const char *reason)
 {
 	char line[1024];
@@ -301,7 +301,7 @@ static bool is_logged(long from, const char *peer, const char *reason)
 	return false;
 }
 
-static const char *three_promises(size_t kind)
+static const char *one_attack(size_t kind)
 {
 	const struct attack *a = &attacks[kind];
 	const char *peer = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA ? "127.0.0." : "peer 127.0.0.";
@@ -322,7 +322,7 @@ static const char *three_promises(size_t kind)
 	while (report->attacks < 2 && now_ms() < end)
 		TRY(talk(&p, 10));
 	TRY(best_pace(&p, 80, calm / 2, &busy));
-	/* Only so many lines are written in a second. */
+	/* The number of log lines per second is limited. */
 	end = now_ms() + WAIT_MS;
 	while (!is_logged(log, peer, a->logged) && now_ms() < end)
 		TRY(talk(&p, 100));
@@ -332,27 +332,32 @@ static const char *three_promises(size_t kind)
 	ENSURE(!server.failed, "the server failed");
 	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %#x", (unsigned int)status);
 	ENSURE(report->attacks >= 3, "%u attacks", report->attacks);
-	ENSURE(!report->wrong, "the attacker hears %#x, expected %#x", (unsigned int)report->wrong,
+	ENSURE(!report->wrong, "the attacker receives %#x, expected %#x", (unsigned int)report->wrong,
 	       (unsigned int)a->expect);
 	ENSURE(busy > calm / 2, "%.0f messages a second beside the attacker, %.0f without", busy, calm);
-	ENSURE(is_logged(log, peer, a->logged), "the log does not tell peer and reason");
-	/* Nothing of it touched memory. */
+	ENSURE(is_logged(log, peer, a->logged), "the log does not name peer and reason");
+	/* No memory was changed. */
 	TRY(all_bytes(server.open.at, OPEN_LEN, FRESH, "the open region"));
 	TRY(all_bytes(server.closed.at, CLOSED_LEN, FRESH, "the closed region"));
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- peers that hold on */
+/* ---------------------------------------------------------------- peers that keep connections open */
 
 enum holder { SILENT, HALF_REQUEST, HALF_FPDU, TRICKLE, NEVER_READS };
 
 #define HALF 60000u
 
-/* What one connection may make the server keep, bytes: the library's limit and what a queue pair costs the program. */
+/*
+ * The memory that the server may keep for one connection, in bytes: the library's limit, and QP_COST for the program's
+ * queue pair.
+ */
 #define QP_COST (16u << 10)
 
-/* Bytes that all connections of a kind share: what malloc and the tables keep; for peers that never read, buffers beyond the first
- * ones as well. */
+/*
+ * Memory that is shared by all connections of a kind, in bytes: overhead of malloc and of tables, and for peers that
+ * never read, all buffers but the first.
+ */
 #define USUAL (4u << 20)
 #define UNREAD (80u << 20)
 
@@ -362,13 +367,13 @@ static const struct wave {
 	bool connected;
 	size_t each, shared;
 } waves[] = {
-	/* Connections that say nothing, or half of it: a part of the descriptors, and a few hundred bytes. */
+	/* Connections that send nothing or half a message: a part of the descriptors, and a few hundred bytes each. */
 	[SILENT] = { "silent", 2500, false, 2048, USUAL },
 	[HALF_REQUEST] = { "half_a_request", 2500, false, 2048, USUAL },
-	/* One FPDU, which cannot be used before its CRC is there. */
+	/* One FPDU, which cannot be used before its CRC arrives. */
 	[HALF_FPDU] = { "half_an_fpdu", 2000, true, 65536 + 2 + 4 + QP_COST, USUAL },
 	[TRICKLE] = { "a_byte_now_and_then", 1000, true, 4096 + QP_COST, USUAL },
-	/* Responses that the attacker never reads. */
+	/* Read Responses that the attacker never receives. */
 	[NEVER_READS] = { "never_reads", 2000, true, 65536 + 4096 + QP_COST, UNREAD },
 };
 
@@ -399,7 +404,7 @@ static int hold_one(enum holder kind, unsigned int which, struct wire *w)
 	return fd;
 }
 
-/* Opens its connections and holds them until report->stop is set. */
+/* Opens its connections and keeps them open until report->stop is set. */
 static int hold(enum attack_kind as)
 {
 	enum holder kind = (enum holder)as;
@@ -418,7 +423,7 @@ static int hold(enum attack_kind as)
 	for (size_t round = 0; !report->stop; round++) {
 		struct timespec pause = { 0, 50000000 };
 
-		/* 0x00, 0x40, ...: an FPDU of 64 bytes that never gets there. */
+		/* 0x00, 0x40, ...: an FPDU of 64 bytes that never becomes complete */
 		byte = round == 0 ? 0 : 0x40;
 		for (unsigned int i = 0; kind == TRICKLE && i < n && round < 40; i++)
 			if (fds[i] >= 0)
@@ -458,7 +463,7 @@ static const char *holders(size_t kind)
 		now = resident() * 1024;
 		peak = now > peak ? now : peak;
 	}
-	/* What they sent arrives while the good ones talk. */
+	/* What the attackers sent arrives meanwhile. */
 	TRY(best_pace(&p, 80, calm / 2, &busy));
 	now = resident() * 1024;
 	peak = now > peak ? now : peak;
@@ -477,7 +482,7 @@ static const char *holders(size_t kind)
 	report->stop = true;
 	while (waitpid(pid, &status, WNOHANG) == 0)
 		TRY(talk(&p, 10));
-	/* All of it is given back. */
+	/* All of it is freed. */
 	end = now_ms() + 20000;
 	while ((fds = descriptors()) > before_fds && now_ms() < end)
 		TRY(talk(&p, 10));
@@ -485,7 +490,7 @@ static const char *holders(size_t kind)
 	return NULL;
 }
 
-#define ATTACK(kind, name) { name, three_promises, kind, 0, false }
+#define ATTACK(kind, name) { name, one_attack, kind, 0, false }
 
 static const struct test tests[] = {
 	ATTACK(CRC, "bad_crc"),
@@ -531,12 +536,15 @@ int main(int argc, char **argv)
 	report = mmap(NULL, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (report == MAP_FAILED)
 		return 2;
-	/* Attackers come over the network, so the good peer whose share is measured does too. */
+	/* The measured peer uses the network, as the attackers do. */
 	setenv("ANYWARP_CARRIER", "tcp", 0);
-	/* The test reads its own log, unless the user has asked for one. */
+	/* The test reads the log, unless the user has asked for one. */
 	if (!getenv("ANYWARP_LOG") && (log_file = tmpfile())) {
 		setenv("ANYWARP_LOG", "info", 1);
-		/* Both have one file position: what is written goes to the end, wherever the reader is. */
+		/*
+		 * Both descriptors share one file position. O_APPEND makes the library write at the end, wherever the
+		 * reader is.
+		 */
 		fcntl(fileno(log_file), F_SETFL, O_APPEND);
 		dup2(fileno(log_file), STDERR_FILENO);
 	}

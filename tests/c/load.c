@@ -1,16 +1,16 @@
 /*
- * Loads libibverbs and librdmacm in every way that programs do, and says what it found.
+ * Loads libibverbs and librdmacm in every way that programs do, and prints what it found.
  *
  * usage: load HOW, where HOW is
  *   linked     the program's own references (DT_NEEDED); only if built with -DLINKED
  *   soname     dlopen("libibverbs.so.1") and ("librdmacm.so.1")
  *   link       dlopen("libibverbs.so") and ("librdmacm.so"), as NCCL does first
  *   deepbind   as soname, with RTLD_DEEPBIND
- *   rdmacm     librdmacm only; what libibverbs exports is found through it
+ *   rdmacm     librdmacm only; the functions of libibverbs are found through it
  *   DIR        by absolute path, librdmacm first
  *
- * Exits 0 if every name and version was found, all ways led to one copy of the library, and the
- * code is still there after dlclose.
+ * Exits with 0 if every name and version was found, all ways led to one copy of the library, and its code is still
+ * mapped after dlclose.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -45,7 +45,7 @@ static void *open_or_die(const char *name, int flags)
 	return handle;
 }
 
-/* Everything that is looked up in a pair of handles; `cm` alone may serve for both. */
+/* Looks up all functions in two handles. `cm` may also serve as `verbs`. */
 static void look_up(void *verbs, void *cm)
 {
 	static const char *const versioned[][2] = {
@@ -73,7 +73,7 @@ static void look_up(void *verbs, void *cm)
 	check(event && !strcmp(event(RDMA_CM_EVENT_ESTABLISHED), "RDMA_CM_EVENT_ESTABLISHED"),
 	      "rdma_event_str");
 
-	/* One engine in the process: the text lies in the library that holds all state. */
+	/* There is one engine in the process: the strings lie in the library that holds all state. */
 	Dl_info of_wc, of_event;
 
 	check(wc && event && dladdr(wc(IBV_WC_SUCCESS), &of_wc) &&

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A server of the connection manager, a good connection beside it, and peers that speak MPA, DDP and RDMAP to the server
- * through plain sockets.
+ * A server of rdma_cm, an undisturbed connection in the same process, and peers that send MPA, DDP and RDMAP to the
+ * server through plain sockets.
  */
 #ifndef ANYWARP_TESTS_MPA_H
 #define ANYWARP_TESTS_MPA_H
@@ -28,14 +28,14 @@ static struct server {
 	struct rdma_cm_id *listener;
 	struct ibv_pd *pd;
 	struct ibv_cq *cq;
-	struct region open, closed; /* for reading and writing; with no remote rights */
+	struct region open, closed; /* `open` for remote reads and writes; `closed` without remote rights */
 	uint16_t port;
 	pthread_t thread;
 	volatile bool stop, failed;
 	volatile unsigned int accepted, gone;
 } server;
 
-/* What the attackers may know. */
+/* What the attackers know about the server. */
 static struct {
 	uint16_t port;
 	uint32_t open, closed;
@@ -63,7 +63,7 @@ UNUSED static bool accept_one(struct rdma_cm_id *id)
 	for (uint64_t i = 0; i < 2; i++)
 		if (post_recv(id->qp, i, NULL, 0))
 			return false;
-	/* A peer that has gone meanwhile is no failure. */
+	/* The peer may have gone meanwhile, which is not a failure. */
 	if (rdma_accept(id, &param)) {
 		rdma_destroy_qp(id);
 		return rdma_destroy_id(id) == 0;
@@ -132,7 +132,7 @@ UNUSED static const char *start_server(void)
 	keep(close_listener, server.listener, "listener");
 	ENSURE(!rdma_bind_addr(server.listener, (struct sockaddr *)&address) && !rdma_listen(server.listener, 1024),
 	       "rdma_listen: %s", strerror(errno));
-	/* The device as the connection manager has it open. */
+	/* The context that rdma_cm has opened. */
 	server.pd = ibv_alloc_pd(server.listener->verbs);
 	ENSURE(server.pd, "ibv_alloc_pd: %s", strerror(errno));
 	keep(close_pd, server.pd, "protection domain");
@@ -152,7 +152,7 @@ UNUSED static const char *start_server(void)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- the wire */
+/* ---------------------------------------------------------------- building messages */
 
 struct wire {
 	uint8_t at[70000];
@@ -170,10 +170,10 @@ UNUSED static void put32(struct wire *w, uint32_t n) { n = htobe32(n); put(w, &n
 UNUSED static void put64(struct wire *w, uint64_t n) { n = htobe64(n); put(w, &n, 8); }
 
 enum { OP_WRITE = 0, OP_READ = 1, OP_RESPONSE = 2, OP_SEND = 3, OP_SEND_INVALIDATE = 4, OP_TERMINATE = 7, OP_FETCH_ADD = 8 };
-/* RDMAP version 1 and an opcode; RFC 7306 numbers the atomic request 10. */
+/* RDMAP version 1 and an opcode. The opcode of an Atomic Request is 10 (RFC 7306). */
 #define OPERATION(op) (0x40 | ((op) == OP_FETCH_ADD ? 0x0a : (op)))
 
-/* Begins an FPDU; gives where. */
+/* Begins an FPDU. Returns its offset. */
 UNUSED static size_t begin_tagged(struct wire *w, int op, uint32_t stag, uint64_t to)
 {
 	size_t at = w->len;
@@ -200,7 +200,7 @@ UNUSED static size_t begin_untagged(struct wire *w, int op, uint32_t word, uint3
 	return at;
 }
 
-/* Ends it with length, padding and CRC; `more` makes the length wrong. */
+/* Completes an FPDU with length, padding and CRC. A `more` other than 0 makes the length wrong. */
 UNUSED static void end_fpdu(struct wire *w, size_t at, int more)
 {
 	uint16_t len = htobe16((uint16_t)((int)(w->len - at - 2) + more));
@@ -254,7 +254,7 @@ UNUSED static bool receive_all(int fd, void *bytes, size_t len)
 	return recv(fd, bytes, len, MSG_WAITALL) == (ssize_t)len;
 }
 
-/* A connection of TCP from one of many addresses, so that ports suffice. */
+/* Opens a TCP connection. It comes from one of eight addresses, so that there are enough ports. */
 UNUSED static int dial(unsigned int which)
 {
 	struct sockaddr_in from = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f000002u + which % 8) };
@@ -276,7 +276,7 @@ UNUSED static int dial(unsigned int which)
 	return fd;
 }
 
-/* A stream that is up: start-up, and the initiator's first message. */
+/* Opens a connection, completes the MPA start-up and sends the initiator's first message. */
 UNUSED static int connect_peer(unsigned int which)
 {
 	static const uint8_t request[20] = "MPA ID Req Frame\x40\x01\x00\x00";
@@ -300,7 +300,7 @@ failed:
 	return -1;
 }
 
-/* ---------------------------------------------------------------- the good connection */
+/* ---------------------------------------------------------------- the undisturbed connection */
 
 UNUSED static const char *talk(struct pair *p, size_t count)
 {
@@ -315,7 +315,10 @@ UNUSED static const char *talk(struct pair *p, size_t count)
 	return NULL;
 }
 
-/* Messages a second in the best of some windows: a busy machine spoils some, an attacker all. Ends when `enough`. */
+/*
+ * Measures windows of 25 ms and returns the messages per second of the best one, because other programs may disturb
+ * some windows, and an attack disturbs all. Stops when `enough` is reached.
+ */
 UNUSED static const char *best_pace(struct pair *p, unsigned int windows, double enough, double *best)
 {
 	*best = 0;

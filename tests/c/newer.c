@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Functions of newer releases of rdma-core than the one whose headers this is compiled with, looked up at run time with
- * their versions, as the loader does for a program of another distribution. The types are declared here.
+ * Functions of newer releases of rdma-core than the headers of this machine. They are looked up at run time by name and
+ * version, as the loader does for a program of another distribution. The types are declared here.
  */
 #include "ends.h"
 
@@ -68,7 +68,7 @@ static const char *find_all(void)
 	return NULL;
 }
 
-/* A private function is one function under the node of every release that has it, and under no other. */
+/* A private function is exported under the private version of every release that has it, and under no other. */
 static const char *private_nodes(size_t arg)
 {
 	static const char *const nodes[] = { "IBVERBS_PRIVATE_22", "IBVERBS_PRIVATE_25", "IBVERBS_PRIVATE_33",
@@ -87,10 +87,10 @@ static const char *private_nodes(size_t arg)
 		snprintf(hook, sizeof hook, "verbs_register_driver_%s", strrchr(nodes[i], '_') + 1);
 		ENSURE(look(hook, nodes[i]), "no %s@%s", hook, nodes[i]);
 		bool *flag = look("verbs_allow_disassociate_destroy", nodes[i]);
-		ENSURE(flag && !*flag, "no flag in %s", nodes[i]);
+		ENSURE(flag && !*flag, "no verbs_allow_disassociate_destroy in %s", nodes[i]);
 	}
 	ENSURE(look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_34"), "no ibv_cmd_create_cq_ex2");
-	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 came after node 33");
+	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 is newer than private version 33");
 	return NULL;
 }
 
@@ -100,7 +100,7 @@ static const char *port_speed(size_t arg)
 
 	(void)arg;
 	TRY(find_all());
-	/* Width code 2 is four lanes, speed code 32 is 25 Gb/s; the unit is 100 Mb/s. */
+	/* Width code 2 means four lanes, speed code 32 means 25 Gb/s. The unit of the result is 100 Mb/s. */
 	ENSURE(port_attr.active_width == 2 && port_attr.active_speed == 32, "width %u, speed %u",
 	       port_attr.active_width, port_attr.active_speed);
 	ENSURE(!query_port_speed(device, PORT, &speed) && speed == 1000, "speed %llu", (unsigned long long)speed);
@@ -129,7 +129,7 @@ static const char *reg_mr_ex_works(size_t arg)
 	keep(close_mr, mr, "memory region");
 	ENSURE(mr->addr == memory && mr->length == 4096, "addr %p, length %zu", mr->addr, mr->length);
 
-	/* A Write to the address that was given for it arrives at the beginning of the memory. */
+	/* A Write to the address that was chosen for the region arrives at the beginning of its memory. */
 	struct region from = { 0 };
 	TRY(new_region(&from, p.a.pd, 4096, ALL_ACCESS));
 	fill_pattern(from.at, 4096, 5);
@@ -177,7 +177,7 @@ static const char *buffers(size_t arg)
 	mr = reg_ex(pd, (struct mr_init_attr){ .length = 10000, .access = IBV_ACCESS_LOCAL_WRITE, .addr = at, .buf = buf,
 					       .comp_mask = MASK_ADDR | MASK_BUF });
 	ENSURE(mr, "ibv_reg_mr_ex of a buffer: %s", strerror(errno));
-	/* The handle goes before its region: the memory stays until the region goes. */
+	/* The buffer is freed before its region; the memory stays until the region is deregistered. */
 	close_now(buf);
 	at[9999] = 2;
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
@@ -191,13 +191,13 @@ static const char *buffers(size_t arg)
 	errno = 0;
 	ENSURE(!reg_buf_mr(pd, buf, at - 1, 16, 0) && errno == EINVAL, "before the beginning: %s", strerror(errno));
 	errno = 0;
-	ENSURE(!reg_buf_mr(pd, buf, at, SIZE_MAX, 0) && errno == EINVAL, "a length without end: %s", strerror(errno));
+	ENSURE(!reg_buf_mr(pd, buf, at, SIZE_MAX, 0) && errno == EINVAL, "a length that overflows: %s", strerror(errno));
 	ENSURE(export_buf(buf) == -1 && errno == ENODATA, "a buffer as dma-buf: %s", strerror(errno));
 	ENSURE(!alloc_buf(pd, 0, &buf) && errno == EINVAL, "no bytes: %s", strerror(errno));
 	return NULL;
 }
 
-/* What is about hardware fails as on a device that does not have it. */
+/* Functions for hardware fail as on a device without it. */
 static const char *hardware_only(size_t arg)
 {
 	(void)arg;
@@ -275,7 +275,7 @@ static const char *repoll_set(size_t arg)
 	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
 	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL, "no operation: %s", strerror(errno));
 	n = poll_wait(set, got, 4, 30);
-	ENSURE(n == 0, "%d ready of none", n);
+	ENSURE(n == 0, "%d ready descriptors in an empty set", n);
 
 	ENSURE(write(ends[1], "x", 1) == 1, "write");
 	n = poll_wait(set, got, 4, WAIT_MS);
@@ -285,14 +285,14 @@ static const char *repoll_set(size_t arg)
 	ENSURE(client >= 0, "rsocket: %s", strerror(errno));
 	keep(close_rsocket, (void *)(intptr_t)client, "client");
 	ENSURE(!rfcntl(client, F_SETFL, O_NONBLOCK), "rfcntl");
-	/* On a busy machine the connection may be open before the call returns. */
+	/* On a busy machine the connection may be established before the call returns. */
 	ENSURE(!rconnect(client, (void *)&to, sizeof to) || errno == EINPROGRESS, "rconnect: %s", strerror(errno));
 	ENSURE(!ctl(set, EPOLL_CTL_DEL, ends[0], 0, 0), "del: %s", strerror(errno));
 	n = poll_wait(set, got, 4, WAIT_MS);
 	ENSURE(n == 1 && got[0].data.u64 == 1ull << 40, "the listener: %d, data %llx", n,
 	       (unsigned long long)got[0].data.u64);
 
-	/* Of two that are ready and room for one, each gets its turn. */
+	/* With two ready descriptors and room for one event, each is returned in turn. */
 	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe again");
 	uint64_t seen = 0;
 	for (int i = 0; i < 2; i++) {
@@ -316,7 +316,7 @@ static void *wait_in_set(void *data)
 	return NULL;
 }
 
-/* A thread that waits gets what another thread adds. */
+/* A waiting thread gets events of descriptors that another thread adds. */
 static const char *repoll_changes(size_t arg)
 {
 	uint64_t data[2] = { 0 };
@@ -392,7 +392,7 @@ static const char *addresses_in_background(size_t arg)
 	TRY(new_id(&channel, &id));
 	ENSURE(query_addrinfo(id, &list) == -1 && errno == ENODATA, "before: %s", strerror(errno));
 	ENSURE(!resolve_addrinfo(id, node, service, &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
-	/* The arguments are the caller's again. */
+	/* The caller may reuse the arguments. */
 	memset(node, 'x', sizeof node - 1);
 	memset(service, 'x', sizeof service - 1);
 	memset(&hints, 0xff, sizeof hints);
@@ -430,7 +430,7 @@ static const char *own_events(size_t arg)
 	ENSURE(!write_cm_event(id, EVENT_USER, -5, 0x123456789abcdefull), "rdma_write_cm_event: %s", strerror(errno));
 	TRY(next_event(channel, EVENT_USER, &status, &got));
 	ENSURE(status == -5 && got == 0x123456789abcdefull, "status %d, argument %llx", status, (unsigned long long)got);
-	/* One that waits goes with its identifier. */
+	/* An event that was not read is discarded with its id. */
 	ENSURE(!write_cm_event(id, EVENT_USER, 0, 1), "rdma_write_cm_event");
 	return NULL;
 }

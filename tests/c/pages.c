@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What registering does with the pages: nothing, or ANYWARP_PREFAULT brings them in, or ANYWARP_PIN keeps them in too.
+ * How registration treats pages: by default they are left as they are, ANYWARP_PREFAULT brings them in, and ANYWARP_PIN
+ * also locks them.
  *
- * Each test is a process of its own, which sets its environment variables before the library reads them.
+ * Each test is a separate process, which sets its environment variables before the library reads them.
  */
 #include "ends.h"
 
@@ -25,7 +26,7 @@ static const char *fresh(const char *variable)
 	ENSURE(pd, "%s", strerror(errno));
 	at = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	ENSURE(at != MAP_FAILED, "mmap: %s", strerror(errno));
-	/* One page at a time is what is counted here. */
+	/* The test counts single pages. */
 	madvise(at, PAGES * PAGE, MADV_NOHUGEPAGE);
 	return NULL;
 }
@@ -42,7 +43,7 @@ static size_t resident_bytes(void)
 	return n;
 }
 
-/* Pages that are locked, as the kernel counts them. */
+/* The number of locked pages, according to the kernel. */
 static size_t locked(void)
 {
 	FILE *f = fopen("/proc/self/status", "re");
@@ -57,14 +58,14 @@ static size_t locked(void)
 	return kib * 1024 / PAGE;
 }
 
-/* A range with an unreadable page or a hole is not registered, and none of the pages before stays locked. */
+/* A range with a hole or an unreadable page is not registered, and the pages before it do not stay locked. */
 static const char *refused(bool there)
 {
 	ENSURE(!(there ? mprotect(at + 8 * PAGE, PAGE, PROT_NONE) : munmap(at + 8 * PAGE, PAGE)), "%s", strerror(errno));
 	errno = 0;
 	ENSURE(!ibv_reg_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "%s is registered: %s",
-	       there ? "what nobody may read" : "a hole", strerror(errno));
-	ENSURE(!locked(), "%zu pages are locked of what was refused", locked());
+	       there ? "an unreadable page is registered" : "a hole", strerror(errno));
+	ENSURE(!locked(), "%zu pages stay locked after a refusal", locked());
 	return NULL;
 }
 
@@ -73,7 +74,7 @@ static const char *left(size_t arg)
 	(void)arg;
 	TRY(fresh(NULL));
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(!resident_bytes() && !locked(), "%zu pages are there, %zu locked", resident_bytes(), locked());
+	ENSURE(!resident_bytes() && !locked(), "%zu pages are resident, %zu locked", resident_bytes(), locked());
 	return NULL;
 }
 
@@ -82,9 +83,9 @@ static const char *brought_in(size_t arg)
 	(void)arg;
 	TRY(fresh("ANYWARP_PREFAULT"));
 	ENSURE(new_mr(pd, at + PAGE + 1, PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident_bytes() == 2, "%zu pages are there of the two that the region touches", resident_bytes());
+	ENSURE(resident_bytes() == 2, "%zu pages are resident, expected the 2 of the region", resident_bytes());
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident_bytes() == PAGES && !locked(), "%zu pages are there, %zu locked", resident_bytes(), locked());
+	ENSURE(resident_bytes() == PAGES && !locked(), "%zu pages are resident, %zu locked", resident_bytes(), locked());
 	return refused(false);
 }
 
@@ -96,32 +97,32 @@ static const char *pinned(size_t arg)
 	TRY(fresh("ANYWARP_PIN"));
 	all = ibv_reg_mr(pd, at, 20 * PAGE, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(all, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(locked() == 20 && resident_bytes() == 20, "%zu pages are locked, %zu there", locked(), resident_bytes());
+	ENSURE(locked() == 20 && resident_bytes() == 20, "%zu pages are locked, %zu resident", locked(), resident_bytes());
 	some = ibv_reg_mr(pd, at + 10 * PAGE, 20 * PAGE, 0);
 	ENSURE(some, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(locked() == 30, "%zu pages are locked by both", locked());
+	ENSURE(locked() == 30, "%zu pages are locked by both regions", locked());
 	ENSURE(!ibv_dereg_mr(all), "ibv_dereg_mr");
-	ENSURE(locked() == 20, "%zu pages are locked by the second", locked());
+	ENSURE(locked() == 20, "%zu pages are locked by the second region", locked());
 	ENSURE(!ibv_rereg_mr(some, IBV_REREG_MR_CHANGE_TRANSLATION, pd, at + 40 * PAGE, 5 * PAGE, 0), "ibv_rereg_mr: %s",
 	       strerror(errno));
-	ENSURE(locked() == 5, "%zu pages are locked when it moved", locked());
+	ENSURE(locked() == 5, "%zu pages are locked after the region was moved", locked());
 	demand = ibv_reg_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND);
 	ENSURE(demand, "ibv_reg_mr on demand: %s", strerror(errno));
-	ENSURE(locked() == 5, "%zu pages are locked with those on demand", locked());
+	ENSURE(locked() == 5, "%zu pages are locked with an on-demand region", locked());
 	ENSURE(!ibv_dereg_mr(demand) && !ibv_dereg_mr(some), "ibv_dereg_mr");
-	ENSURE(!locked(), "%zu pages are locked by nobody", locked());
+	ENSURE(!locked(), "%zu pages are locked without a region", locked());
 	TRY(refused(true));
 	return refused(false);
 }
 
-/* As registering is refused by the kernel: ENOMEM, and less still works. */
+/* The kernel refuses to lock more: ENOMEM, and a smaller region still works. */
 static const char *limit(size_t arg)
 {
 	struct rlimit most = { 16 * PAGE, 16 * PAGE };
 
 	(void)arg;
 	ENSURE(!setrlimit(RLIMIT_MEMLOCK, &most), "setrlimit: %s", strerror(errno));
-	/* Root may lock what it likes. */
+	/* The limit does not apply to root. */
 	if (!geteuid())
 		ENSURE(!setgid(65534) && !setuid(65534), "setuid: %s", strerror(errno));
 	TRY(fresh("ANYWARP_PIN"));

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * An error inside the library: the program goes on, gets IBV_EVENT_DEVICE_FATAL, finds its requests flushed, and can
- * close everything. Runs on a build with debug assertions, which panics on request: ANYWARP_TEST_PANIC is set, and a
- * request is posted with one of the identifiers below.
+ * A panic inside the library: the program survives, gets IBV_EVENT_DEVICE_FATAL and flushed completions, and can close
+ * everything. Runs on a build with debug assertions, which panics on request: when ANYWARP_TEST_PANIC is set and a
+ * request with one of the identifiers below is posted.
  */
 #include "ends.h"
 
@@ -22,8 +22,8 @@ static const char *post_receives(struct ibv_qp *qp)
 	return NULL;
 }
 
-/* A broken device makes nothing new, each call fails with the documented error, and what exists can be closed. */
-static const char *is_broken(struct pair *p)
+/* A failed device creates no objects, each call returns the documented error, and existing objects can be destroyed. */
+static const char *has_failed(struct pair *p)
 {
 	struct ibv_send_wr wr = send_wr(9, IBV_WR_SEND, NULL, 0), *bad_send;
 	struct ibv_recv_wr recv = { .wr_id = 9 }, *bad_recv;
@@ -33,12 +33,12 @@ static const char *is_broken(struct pair *p)
 	int n, rc;
 
 	rc = ibv_post_send(p->a.qp, &wr, &bad_send);
-	ENSURE(rc == EIO, "ibv_post_send gives %d", rc);
+	ENSURE(rc == EIO, "ibv_post_send returns %d", rc);
 	ENSURE(bad_send == &wr, "ibv_post_send does not say which request it refused");
 	rc = ibv_post_recv(p->a.qp, &recv, &bad_recv);
-	ENSURE(rc == EIO, "ibv_post_recv gives %d", rc);
+	ENSURE(rc == EIO, "ibv_post_recv returns %d", rc);
 	rc = ibv_modify_qp(p->a.qp, &attr, IBV_QP_STATE);
-	ENSURE(rc == EIO, "ibv_modify_qp gives %d", rc);
+	ENSURE(rc == EIO, "ibv_modify_qp returns %d", rc);
 	errno = 0;
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, 0) && errno == EIO, "ibv_create_cq: %s", strerror(errno));
 	errno = 0;
@@ -64,13 +64,13 @@ static const char *receives_are_flushed(struct end *e)
 	return expect_flushed(e->rcq, 0, RECEIVES);
 }
 
-/* The other end is in this process too: both are flushed. */
-static const char *hears_of_it(struct pair *p)
+/* The other end is in this process too, so both are flushed. */
+static const char *fatal_event_and_flush(struct pair *p)
 {
 	TRY(async_event(IBV_EVENT_DEVICE_FATAL, NULL));
 	TRY(receives_are_flushed(&p->a));
 	TRY(receives_are_flushed(&p->b));
-	TRY(is_broken(p));
+	TRY(has_failed(p));
 	TRY(close_all());
 	ENSURE(!ibv_close_device(device), "ibv_close_device: %s", strerror(errno));
 	device = NULL;
@@ -93,12 +93,12 @@ static const char *in_a_call(size_t arg)
 	(void)arg;
 	TRY(open_all(&p));
 	rc = ibv_post_send(p.a.qp, &wr, &bad);
-	ENSURE(rc == EIO, "a call that panics gives %d, expected EIO", rc);
-	return hears_of_it(&p);
+	ENSURE(rc == EIO, "a call that panics returns %d, expected EIO", rc);
+	return fatal_event_and_flush(&p);
 }
 
-/* The worker panics while the program waits for an event: a message arrives, and no thread polls. */
-static const char *in_the_worker(size_t arg)
+/* The device's thread panics while the program waits for an event: a message arrives, and no thread polls. */
+static const char *in_the_device_thread(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(7, IBV_WR_SEND, NULL, 0), *bad;
 	struct ibv_wc wc;
@@ -108,9 +108,9 @@ static const char *in_the_worker(size_t arg)
 	(void)arg;
 	TRY(open_all(&p));
 	TRY(post_recv(p.b.qp, IN_WORKER, NULL, 0));
-	/* It may break before: the sockets are new, and the worker may have to look at them. */
+	/* The panic may happen earlier: the sockets are new, and the device's thread may poll them. */
 	rc = ibv_post_send(p.a.qp, &wr, &bad);
-	ENSURE(!rc || rc == EIO, "ibv_post_send gives %d", rc);
+	ENSURE(!rc || rc == EIO, "ibv_post_send returns %d", rc);
 	TRY(async_event(IBV_EVENT_DEVICE_FATAL, NULL));
 	if (!rc) {
 		TRY(next_wc(p.a.scq, &wc, WAIT_MS));
@@ -120,13 +120,13 @@ static const char *in_the_worker(size_t arg)
 	TRY(receives_are_flushed(&p.a));
 	for (uint64_t i = 0; i < RECEIVES; i++) {
 		TRY(next_wc(p.b.rcq, &wc, WAIT_MS));
-		/* The message may have come before. */
+		/* The message may have arrived before the panic. */
 		if (!(i == 0 && wc.status == IBV_WC_SUCCESS))
 			TRY(wc_is(&wc, i, IBV_WC_WR_FLUSH_ERR));
 	}
 	TRY(next_wc(p.b.rcq, &wc, WAIT_MS));
 	TRY(wc_is(&wc, IN_WORKER, IBV_WC_WR_FLUSH_ERR));
-	TRY(is_broken(&p));
+	TRY(has_failed(&p));
 	TRY(close_all());
 	ENSURE(!ibv_close_device(device), "ibv_close_device: %s", strerror(errno));
 	device = NULL;
@@ -134,7 +134,7 @@ static const char *in_the_worker(size_t arg)
 }
 
 /* Datagram queue pairs are flushed like the others. */
-static const char *datagrams_too(size_t arg)
+static const char *datagrams(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(IN_CALL, IBV_WR_SEND, NULL, 0), *bad;
 	struct pair p, datagrams;
@@ -148,7 +148,7 @@ static const char *datagrams_too(size_t arg)
 	return receives_are_flushed(&datagrams.a);
 }
 
-/* ---------------------------------------------------------------- threads that wait */
+/* ---------------------------------------------------------------- waiting threads */
 
 struct waiter {
 	struct ibv_comp_channel *channel;
@@ -188,12 +188,12 @@ static const char *join(pthread_t thread)
 
 	clock_gettime(CLOCK_REALTIME, &until);
 	until.tv_sec += WAIT_MS / 1000;
-	ENSURE(!pthread_timedjoin_np(thread, NULL, &until), "a thread waits on");
+	ENSURE(!pthread_timedjoin_np(thread, NULL, &until), "a thread still waits");
 	return NULL;
 }
 
-/* Threads that sleep in the library wake up: one in a completion channel, one in an event channel. */
-static const char *sleepers_wake(size_t arg)
+/* Threads that wait in the library wake up: one in a completion channel, one in an event channel. */
+static const char *waiting_threads_wake(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(IN_CALL, IBV_WR_SEND, NULL, 0), *bad;
 	struct sockaddr_in address = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
@@ -214,7 +214,7 @@ static const char *sleepers_wake(size_t arg)
 	ENSURE(!pthread_create(&threads[0], NULL, wait_for_completion, &completion) &&
 		       !pthread_create(&threads[1], NULL, wait_for_cm, &cm),
 	       "pthread_create");
-	sleep_ms(50); /* they may sleep by then; the test holds either way */
+	sleep_ms(50); /* gives them time to block; the test is valid even if they do not */
 	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EIO, "the call does not fail");
 	TRY(join(threads[0]));
 	TRY(join(threads[1]));
@@ -229,8 +229,8 @@ static const char *sleepers_wake(size_t arg)
 	return NULL;
 }
 
-/* A broken device takes no processor time: its sockets are readable, but no thread polls them in a loop. */
-static const char *rests(size_t arg)
+/* A failed device uses no processor time, although its sockets are readable: no thread polls them in a loop. */
+static const char *failed_device_is_idle(size_t arg)
 {
 	struct ibv_send_wr wr = send_wr(IN_CALL, IBV_WR_SEND, NULL, 0), *bad;
 	struct timespec before, after;
@@ -244,16 +244,16 @@ static const char *rests(size_t arg)
 	sleep_ms(500);
 	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
 	ENSURE((after.tv_sec - before.tv_sec) * 1000 + (after.tv_nsec - before.tv_nsec) / 1000000 < 100,
-	       "it is busy with nothing");
+	       "the failed device uses processor time");
 	return NULL;
 }
 
 static const struct test tests[] = {
 	{ "in_a_call", in_a_call, 0, 0, true },
-	{ "in_the_worker", in_the_worker, 0, 0, true },
-	{ "datagrams_too", datagrams_too, 0, 0, true },
-	{ "sleepers_wake", sleepers_wake, 0, 0, true },
-	{ "rests", rests, 0, 0, true },
+	{ "in_the_device_thread", in_the_device_thread, 0, 0, true },
+	{ "datagrams", datagrams, 0, 0, true },
+	{ "waiting_threads_wake", waiting_threads_wake, 0, 0, true },
+	{ "failed_device_is_idle", failed_device_is_idle, 0, 0, true },
 };
 
 int main(int argc, char **argv)

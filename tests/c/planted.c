@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Errors made on purpose, for the tools that look for errors: `cargo lab sanitize` and `cargo lab valgrind` run
- * this program first and go on only when it was found out. Each error needs the program and the library together to
- * be seen: memory of the one, touched by the other.
+ * Deliberate errors that check the error detectors: `cargo lab sanitize` and `cargo lab valgrind` run this program
+ * first, and continue only if the error is detected. A detector must observe both program and library to find each of
+ * these errors, because one accesses memory of the other.
  *
- *   planted overflow   registers more than it allocated, and lets the device write there
+ *   planted overflow   registers more memory than it allocated, and lets the device write beyond its end
  *   planted race       reads memory that the device writes, without synchronization
- *   planted uninit     branches on bytes that came from memory which was never written
+ *   planted uninit     branches on uninitialized memory, before the completion of the Write that fills it
  */
 #include "ends.h"
 
@@ -69,7 +69,7 @@ static const char *uninit(size_t arg)
 	TRY(open_pair(&p, &usual));
 	TRY(new_region(&src, p.a.pd, LEN, 0));
 	TRY(write_to(&p, (uint8_t *)at, &dst, &src));
-	if (at[0] == 1) /* not before the completion */
+	if (at[0] == 1) /* before the completion */
 		puts("# one");
 	return expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL);
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A port of rdma_cm is not the kernel's port of the same number: plain sockets and listeners of RDMA have one number, in
- * either order, in one process and in two; each peer finds what it wants, and a plain service gets nothing from the other.
+ * A port of rdma_cm is independent of the kernel's port of the same number. Plain sockets and RDMA listeners have the
+ * same number, in either order, in one process and in two. Each client reaches its server, and a plain service gets no
+ * RDMA traffic.
  */
 #include "ends.h"
 
@@ -60,7 +61,7 @@ static uint16_t port_of(int fd)
 	return getsockname(fd, (struct sockaddr *)&name, &len) ? 0 : ntohs(name.sin_port);
 }
 
-/* A plain client reaches the plain listener, and nobody else has. */
+/* A plain client reaches the plain listener, which has no other connection. */
 static const char *plain_works(int listener, uint16_t port)
 {
 	struct sockaddr_in name = at(port);
@@ -78,7 +79,7 @@ static const char *plain_works(int listener, uint16_t port)
 	keep(close_fd, (void *)(intptr_t)server, "plain server");
 	ENSURE(write(client, "p", 1) == 1, "write: %s", strerror(errno));
 	TRY(readable(server, WAIT_MS));
-	ENSURE(read(server, &byte, 1) == 1 && byte == 'p', "the plain server reads something else");
+	ENSURE(read(server, &byte, 1) == 1 && byte == 'p', "the plain server reads other data");
 	return NULL;
 }
 
@@ -205,7 +206,7 @@ static const char *accept_rdma(struct scene *s)
 	return event(s->servers, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL);
 }
 
-/* An RDMA client finds the listener, and both ends have the port that the program chose. */
+/* An RDMA client reaches the listener, and both ends report the port that the program chose. */
 static const char *rdma_works(struct scene *s)
 {
 	struct rdma_cm_id *client;
@@ -246,7 +247,7 @@ static const char *rdma_then_plain(size_t arg)
 	return plain_works(plain, s.port);
 }
 
-/* Connections that came to the TCP port of the number go on, and do not keep it from a plain socket. */
+/* Connections to the listener's TCP port continue, and do not prevent a plain socket from taking the port. */
 static const char *plain_after_connections(size_t arg)
 {
 	struct scene s;
@@ -261,7 +262,7 @@ static const char *plain_after_connections(size_t arg)
 	return plain_works(plain, s.port);
 }
 
-/* Two sockets with SO_REUSEADDR are bound to one port, until the first of them listens. */
+/* A plain socket with SO_REUSEADDR and an RDMA id are bound to one port before either of them listens. */
 static const char *both_bound(size_t rdma_first)
 {
 	struct scene s;
@@ -280,7 +281,7 @@ static const char *both_bound(size_t rdma_first)
 	return plain_works(plain, s.port);
 }
 
-/* The plain socket wants every address, the listener has one. */
+/* The listener is bound to one address, the plain socket to all addresses. */
 static const char *plain_on_every_address(size_t family)
 {
 	struct sockaddr_in6 any6 = { .sin6_family = AF_INET6 };
@@ -302,7 +303,7 @@ static const char *plain_on_every_address(size_t family)
 	return plain_works(plain, s.port);
 }
 
-/* A second plain socket does not get the port of the first. */
+/* A second plain socket cannot bind the port of the first. */
 static const char *plain_ports_are_taken(size_t arg)
 {
 	struct sockaddr_in name;
@@ -319,7 +320,7 @@ static const char *plain_ports_are_taken(size_t arg)
 	return NULL;
 }
 
-/* So does a second listener of RDMA. */
+/* A second RDMA listener cannot bind the port of the first. */
 static const char *rdma_ports_are_taken(size_t space)
 {
 	struct sockaddr_in name;
@@ -332,7 +333,7 @@ static const char *rdma_ports_are_taken(size_t space)
 	ENSURE(!rdma_create_id(s.servers, &second, NULL, s.space), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, second, "second id");
 	ENSURE(rdma_bind_addr(second, (struct sockaddr *)&name) && errno == EADDRINUSE, "a second id is bound to the port");
-	/* And is free when the first goes. */
+	/* The port is free when the first listener is destroyed. */
 	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
 	ENSURE(!rdma_bind_addr(second, (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
 	ENSURE(!rdma_listen(second, 8), "rdma_listen: %s", strerror(errno));
@@ -340,7 +341,9 @@ static const char *rdma_ports_are_taken(size_t space)
 	return rdma_works(&s);
 }
 
-/* Two ids that allow it have one port; only one of them listens, and the other one when the first has gone. */
+/*
+ * Two ids with RDMA_OPTION_ID_REUSEADDR share a port. One can listen, and the other can after the first was destroyed.
+ */
 static const char *shared_by_option(size_t chosen)
 {
 	struct rdma_cm_id *id[2];
@@ -366,7 +369,7 @@ static const char *shared_by_option(size_t chosen)
 	ENSURE(!rdma_listen(id[1], 8), "rdma_listen again: %s", strerror(errno));
 	s.listener = id[1];
 	TRY(rdma_works(&s));
-	/* A peer that knows no signpost finds it at the TCP port of its number. */
+	/* A peer without signposts finds the listener at the TCP port of its number. */
 	plain = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(plain >= 0, "socket: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)plain, "plain client");
@@ -375,7 +378,7 @@ static const char *shared_by_option(size_t chosen)
 	return NULL;
 }
 
-/* A plain socket with SO_REUSEPORT does not share the port with the listener: it gets it. */
+/* A plain socket with SO_REUSEPORT does not share the TCP port with the listener: the listener leaves it. */
 static const char *reuseport(size_t arg)
 {
 	struct scene s;
@@ -411,7 +414,7 @@ static void *race(void *p)
 	return NULL;
 }
 
-/* Of threads that bind one number at the same time, one gets it. */
+/* If threads bind one number at the same time, one of them succeeds. */
 static const char *bind_race(size_t space)
 {
 	struct racer racers[RACERS];
@@ -458,7 +461,7 @@ static int close_many(void *p)
 	return failed;
 }
 
-/* Of many listeners some have the second place, and each is found. */
+/* Among many listeners some have their signposts at the second place, and each is found. */
 static const char *many_listeners(size_t n)
 {
 	static uint16_t ports[COUNT(many)];
@@ -503,14 +506,14 @@ static const char *udp_both(size_t rdma_first)
 		TRY(listen_rdma(&s, port_of(plain)));
 	}
 	TRY(rdma_works(&s));
-	ENSURE(recv(plain, bytes, sizeof bytes, 0) < 0 && errno == EAGAIN, "the plain socket gets what is RDMA's");
+	ENSURE(recv(plain, bytes, sizeof bytes, 0) < 0 && errno == EAGAIN, "the plain socket receives a datagram for RDMA");
 	name = at(s.port);
 	ENSURE(sendto(plain, "p", 1, 0, (struct sockaddr *)&name, sizeof name) == 1, "sendto: %s", strerror(errno));
 	ENSURE(recv(plain, bytes, sizeof bytes, 0) == 1, "recv: %s", strerror(errno));
 	return NULL;
 }
 
-/* Each port space has the number for itself. */
+/* Each port space has its own port numbers. */
 static const char *spaces_are_apart(size_t arg)
 {
 	struct scene tcp, udp;
@@ -550,7 +553,7 @@ static int end_helper(void *p)
 	return 0;
 }
 
-/* The other process: takes a port, plainly or for RDMA, and serves one client whenever it is asked to. */
+/* The other process binds a port, plainly or with rdma_cm, and serves one client for each request. */
 static const char *help(int from, int to, bool rdma)
 {
 	uint16_t port;
@@ -626,7 +629,7 @@ static const char *helper_served(struct helper *h)
 	return NULL;
 }
 
-/* This process listens for RDMA, the other has the plain socket. */
+/* This process has the RDMA listener, the other the plain socket. */
 static const char *plain_elsewhere(size_t rdma_first)
 {
 	static struct helper h;
@@ -649,7 +652,7 @@ static const char *plain_elsewhere(size_t rdma_first)
 	return helper_served(&h);
 }
 
-/* The other process listens for RDMA, this one has the plain socket and connects. */
+/* The other process has the RDMA listener; this one has the plain socket and connects. */
 static const char *rdma_elsewhere(size_t rdma_first)
 {
 	static struct helper h;
@@ -676,7 +679,7 @@ static const char *rdma_elsewhere(size_t rdma_first)
 	return plain_works(plain, port);
 }
 
-/* A child of fork has no device, and gets the port of its parent's listener for a plain socket. */
+/* A child of fork has no device. It can bind a plain socket to the port of its parent's listener. */
 static const char *forked_child(size_t arg)
 {
 	struct scene s;
@@ -707,7 +710,7 @@ static const char *forked_child(size_t arg)
 	return rdma_works(&s);
 }
 
-/* A listener that was killed with its connections leaves the port to the next one at once. */
+/* After a listener with connections was killed, the next one can use its port at once. */
 static const char *restart(size_t arg)
 {
 	static struct helper h;
@@ -754,7 +757,10 @@ static const char *taken_elsewhere(size_t arg)
 	return NULL;
 }
 
-/* A program that does not run on the device gets its port if listeners leave it from the start. */
+/*
+ * A program that does not run on anywarp can use the port number, because with ANYWARP_PORTS=apart listeners never take
+ * its TCP port.
+ */
 static const char *apart(size_t arg)
 {
 	struct sockaddr_in name;
@@ -775,7 +781,7 @@ static const char *apart(size_t arg)
 
 /* ---------------------------------------------------------------- signposts */
 
-/* The places of a signpost, as docs/ports.md has them. */
+/* Computes the places of a signpost as docs/ports.md defines them. */
 static void places_of(uint16_t port, uint16_t place[2])
 {
 	uint32_t first = port < 1024 ? 600 : 61000, count = port < 1024 ? 400 : 4536;
@@ -784,7 +790,10 @@ static void places_of(uint16_t port, uint16_t place[2])
 	place[1] = (uint16_t)(first + (port * 7u + port / count * 331u + RDMA_PS_TCP * 61u + count / 2) % count);
 }
 
-/* Of the places that a listener can have, one was free when it started, and the other one is free now: its port is taken. */
+/*
+ * A listener of another process has its signpost at the second place, because the first was taken when it started. The
+ * first is free now, but the port is still taken.
+ */
 static const char *taken_at_second_place(size_t arg)
 {
 	static struct helper h;
@@ -795,7 +804,7 @@ static const char *taken_at_second_place(size_t arg)
 	int plain;
 
 	(void)arg;
-	TRY(start_helper(&h, true)); /* before there are sockets that it would inherit */
+	TRY(start_helper(&h, true)); /* first, so that the helper inherits no sockets */
 	TRY(plain_listener(&plain, 0));
 	port = port_of(plain);
 	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
@@ -812,7 +821,7 @@ static const char *taken_at_second_place(size_t arg)
 	return NULL;
 }
 
-/* A listener of another process has the port at an address, and this one wants it at all addresses of both families. */
+/* A listener of another process has the port at one address; this one requests it at all addresses of both families. */
 static const char *taken_at_one_address(size_t arg)
 {
 	struct sockaddr_in6 any = { .sin6_family = AF_INET6 };
@@ -832,8 +841,8 @@ static const char *taken_at_one_address(size_t arg)
 	return NULL;
 }
 
-/* The signpost of a listener that was bound with RDMA_OPTION_ID_REUSEADDR is its alone, also after it has moved. */
-static const char *moved_and_alone(size_t arg)
+/* The signpost of a listener with RDMA_OPTION_ID_REUSEADDR does not share its UDP port, even after it has moved. */
+static const char *moved_signpost_not_shared(size_t arg)
 {
 	struct sockaddr_in name = at(0);
 	uint16_t place[2];
@@ -855,13 +864,13 @@ static const char *moved_and_alone(size_t arg)
 	TRY(new_plain(&thief, SOCK_DGRAM));
 	ENSURE(!setsockopt(thief, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on), "SO_REUSEPORT: %s", strerror(errno));
 	name = at(place[1]);
-	/* The system call, because bind has the signpost move. */
-	ENSURE(syscall(SYS_bind, thief, &name, sizeof name) && errno == EADDRINUSE, "another socket shares the signpost's place");
+	/* A direct system call, because the library's bind would move the signpost. */
+	ENSURE(syscall(SYS_bind, thief, &name, sizeof name) && errno == EADDRINUSE, "another socket shares the signpost's UDP port");
 	return rdma_works(&s);
 }
 
-/* A plain socket wants the place of a signpost, which moves to the other one. */
-static const char *place_wanted(size_t arg)
+/* A plain socket binds the place of a signpost, which moves to the other place. */
+static const char *signpost_moves(size_t arg)
 {
 	uint16_t place[2];
 	struct scene s;
@@ -878,8 +887,8 @@ static const char *place_wanted(size_t arg)
 	return plain_works(plain, s.port);
 }
 
-/* Both places are taken: the listener is where iWARP peers look for it, and is found there after a short time. */
-static const char *no_place(size_t arg)
+/* Both places are taken: the listener is found at the TCP port of its number, after a short time. */
+static const char *both_places_taken(size_t arg)
 {
 	struct sockaddr_in name;
 	uint16_t place[2];
@@ -901,7 +910,7 @@ static const char *no_place(size_t arg)
 	since = now_ms();
 	TRY(rdma_works(&s));
 	ENSURE(now_ms() - since < 3000, "connecting without a signpost takes %u ms", (unsigned int)(now_ms() - since));
-	/* And it is remembered that nothing answers there. */
+	/* The absence of a signpost is remembered. */
 	since = now_ms();
 	TRY(rdma_works(&s));
 	ENSURE(now_ms() - since < 300, "connecting again takes %u ms", (unsigned int)(now_ms() - since));
@@ -910,8 +919,8 @@ static const char *no_place(size_t arg)
 
 enum lie { SILENCE, GARBAGE, SHORT, OTHER_NONCE, OTHER_PORT, OTHER_SPACE, PRIVILEGED, PORT_0, ECHO, ELSEWHERE, LIES };
 
-/* A signpost that lies sends nobody to a plain service, and keeps nobody from the listener. */
-static const char *lying_signpost(size_t lie)
+/* A false signpost cannot direct clients to a plain service while the listener has its own signpost. */
+static const char *false_signpost(size_t lie)
 {
 	unsigned char question[64], answer[64];
 	struct sockaddr_in name, from;
@@ -924,8 +933,8 @@ static const char *lying_signpost(size_t lie)
 	struct scene s;
 	ssize_t n;
 
-	TRY(plain_listener(&plain, 0)); /* where the lie leads */
-	TRY(plain_listener(&listener, 0)); /* the number of the port */
+	TRY(plain_listener(&plain, 0)); /* the false answers name its port */
+	TRY(plain_listener(&listener, 0)); /* provides a free port number */
 	port = port_of(listener);
 	ENSURE(!close_now((void *)(intptr_t)listener), "close: %s", strerror(errno));
 	places_of(port, place);
@@ -935,13 +944,16 @@ static const char *lying_signpost(size_t lie)
 	TRY(listen_rdma(&s, port)); /* has its signpost at the second place */
 	name = at(port_of(plain));
 	if (lie == ELSEWHERE) {
-		/* The listener gone, what a host says of its own ports is followed: the service hears a Request. */
+		/*
+		 * Without the listener, an answer about other ports of the same host is accepted: the plain service
+		 * gets an MPA Request.
+		 */
 		ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
 	}
 	TRY(start_connect(&s, &client));
 	TRY(readable(liar, WAIT_MS));
 	while ((n = recvfrom(liar, question, sizeof question, 0, (struct sockaddr *)&from, &len)) > 0) {
-		ENSURE(n == 20 && !memcmp(question, "aWsp\x11", 5), "a question of %zd other bytes", n);
+		ENSURE(n == 20 && !memcmp(question, "aWsp\x11", 5), "not a query: %zd bytes", n);
 		memcpy(answer, question, 20);
 		answer[4] = 0x13;
 		memcpy(answer + 10, &name.sin_port, 2);
@@ -975,12 +987,12 @@ static const char *lying_signpost(size_t lie)
 	}
 	TRY(accept_rdma(&s));
 	TRY(event(s.clients, RDMA_CM_EVENT_ESTABLISHED, NULL, NULL));
-	ENSURE(accept(plain, NULL, NULL) < 0 && errno == EAGAIN, "the lie was followed");
+	ENSURE(accept(plain, NULL, NULL) < 0 && errno == EAGAIN, "the client connected to the plain service");
 	return NULL;
 }
 
-/* A signpost answers questions and nothing else, and no more than it is asked. */
-static const char *strange_questions(size_t arg)
+/* A signpost answers only queries, and with no more bytes than the query has. */
+static const char *only_queries_answered(size_t arg)
 {
 	unsigned char bytes[64] = "aWsp\x11";
 	struct sockaddr_in name;
@@ -1020,7 +1032,10 @@ static const char *strange_questions(size_t arg)
 	return rdma_works(&s);
 }
 
-/* A flood of questions, releases and noise at a signpost holds up nobody, and is answered with no more than it sent. */
+/*
+ * A flood of queries, release requests and noise at a signpost does not delay connections, and gets no more answers
+ * than it sent datagrams.
+ */
 static const char *flooded(size_t arg)
 {
 	unsigned char bytes[64] = "aWsp\x11";
@@ -1047,7 +1062,7 @@ static const char *flooded(size_t arg)
 	ENSURE(pid >= 0, "fork: %s", strerror(errno));
 	if (pid == 0) {
 		alarm(DEFAULT_SECONDS);
-		/* Another user, if possible: releases are then looked into and refused. */
+		/* As another user if possible, so that release requests are checked and refused. */
 		if (!geteuid() && (setgid(65534) || setuid(65534)))
 			_exit(2);
 		fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);
@@ -1066,12 +1081,12 @@ static const char *flooded(size_t arg)
 		TRY(rdma_works(&s));
 		ENSURE(now_ms() - since < 3000, "connecting takes %u ms", (unsigned int)(now_ms() - since));
 	}
-	ENSURE(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status), "the flood had more answers than questions");
+	ENSURE(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status), "the flood got more answers than it sent datagrams");
 	return rdma_works(&s);
 }
 
-/* Another process of a user asks the listener to leave its TCP port; its status, or -1. */
-static int ask_to_leave(uint16_t port, uid_t user)
+/* A process of the given user asks the listener to release its TCP port. Returns the status of the answer, or -1. */
+static int ask_to_release(uint16_t port, uid_t user)
 {
 	unsigned char bytes[64] = "aWsp\x12";
 	struct sockaddr_in name = at(0);
@@ -1103,7 +1118,7 @@ static int ask_to_leave(uint16_t port, uid_t user)
 	_exit(bytes[5]);
 }
 
-/* Only a process of the same user, or of root, has a listener leave its TCP port. */
+/* Only a process of the same user or of root can make a listener release its TCP port. */
 static const char *release_by(size_t user)
 {
 	struct sockaddr_in name;
@@ -1112,18 +1127,18 @@ static const char *release_by(size_t user)
 	int plain, status;
 
 	if (!may && geteuid())
-		SKIP("needs root, to be another user");
+		SKIP("only root can become another user");
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
-	status = ask_to_leave(s.port, (uid_t)user);
+	status = ask_to_release(s.port, (uid_t)user);
 	ENSURE(status == (may ? 3 : 2), "status %d", status);
 	TRY(new_plain(&plain, SOCK_STREAM));
 	name = at(s.port);
-	/* The system call, because bind asks too. */
+	/* A direct system call, because the library's bind would ask too. */
 	if (syscall(SYS_bind, plain, &name, sizeof name))
 		ENSURE(!may && errno == EADDRINUSE, "the system call bind: %s", strerror(errno));
 	else
-		ENSURE(may, "another user has made the listener leave");
+		ENSURE(may, "another user has made the listener release its port");
 	return rdma_works(&s);
 }
 
@@ -1133,7 +1148,7 @@ static const char *release_by_this_user(size_t arg)
 	return release_by(geteuid());
 }
 
-/* A port that is bound and does not listen refuses, and does not lead to the plain service of its number. */
+/* A port that is bound but does not listen refuses connections, and does not lead to a plain service at its number. */
 static const char *bound_only(size_t arg)
 {
 	struct rdma_cm_id *client;
@@ -1179,22 +1194,22 @@ static const struct test tests[] = {
 	{ "forked_child", forked_child, 0, 0, true },
 	{ "restart", restart, 0, 0, true },
 	{ "flooded", flooded, 0, 0, true },
-	{ "place_wanted", place_wanted, 0, 0, false },
-	{ "no_place", no_place, 0, 0, false },
+	{ "signpost_moves", signpost_moves, 0, 0, false },
+	{ "both_places_taken", both_places_taken, 0, 0, false },
 	{ "taken_at_second_place", taken_at_second_place, 0, 0, true },
 	{ "taken_at_one_address", taken_at_one_address, 0, 0, true },
-	{ "moved_and_alone", moved_and_alone, 0, 0, false },
-	{ "liar_silence", lying_signpost, SILENCE, 0, false },
-	{ "liar_garbage", lying_signpost, GARBAGE, 0, false },
-	{ "liar_short", lying_signpost, SHORT, 0, false },
-	{ "liar_other_nonce", lying_signpost, OTHER_NONCE, 0, false },
-	{ "liar_other_port", lying_signpost, OTHER_PORT, 0, false },
-	{ "liar_other_space", lying_signpost, OTHER_SPACE, 0, false },
-	{ "liar_privileged", lying_signpost, PRIVILEGED, 0, false },
-	{ "liar_port_0", lying_signpost, PORT_0, 0, false },
-	{ "liar_echo", lying_signpost, ECHO, 0, false },
-	{ "liar_elsewhere", lying_signpost, ELSEWHERE, 0, false },
-	{ "strange_questions", strange_questions, 0, 0, false },
+	{ "moved_signpost_not_shared", moved_signpost_not_shared, 0, 0, false },
+	{ "false_signpost_silence", false_signpost, SILENCE, 0, false },
+	{ "false_signpost_garbage", false_signpost, GARBAGE, 0, false },
+	{ "false_signpost_short", false_signpost, SHORT, 0, false },
+	{ "false_signpost_other_nonce", false_signpost, OTHER_NONCE, 0, false },
+	{ "false_signpost_other_port", false_signpost, OTHER_PORT, 0, false },
+	{ "false_signpost_other_space", false_signpost, OTHER_SPACE, 0, false },
+	{ "false_signpost_privileged", false_signpost, PRIVILEGED, 0, false },
+	{ "false_signpost_port_0", false_signpost, PORT_0, 0, false },
+	{ "false_signpost_echo", false_signpost, ECHO, 0, false },
+	{ "false_signpost_elsewhere", false_signpost, ELSEWHERE, 0, false },
+	{ "only_queries_answered", only_queries_answered, 0, 0, false },
 	{ "release_by_this_user", release_by_this_user, 0, 0, true },
 	{ "release_by_another_user", release_by, 65534, 0, true },
 	{ "bound_only", bound_only, 0, 0, false },

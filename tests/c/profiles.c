@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Device profiles: each shows the limits of its device, and keeps them.
+ * Device profiles: each reports the limits of its device and enforces them.
  *
- * Each test is a process of its own, which names the profile before the library looks for it.
+ * Each test is a separate process, which sets the profile before the library reads it.
  */
 #include "ends.h"
 
@@ -11,12 +11,12 @@
 
 struct device {
 	const char *name;
-	/* what ibv_query_device shows */
+	/* as reported by ibv_query_device */
 	int qp_wr, sge, sge_rd, cqe, rd_atom, mw, srq, srq_wr, srq_sge;
 	enum ibv_atomic_cap atomics;
 	int transport;
 	uint32_t inline_data, msg_sz;
-	/* what there is */
+	/* supported features */
 	bool rc, uc, ud, xrc, immediate, cq_ex, qp_ex, odp, memory, domains, null_mr, resize_cq, rereg, connects, counters;
 };
 
@@ -36,12 +36,12 @@ static const struct device devices[] = {
 static struct ibv_pd *pd;
 static struct ibv_cq *cq;
 
-/* A call that the device has, or else refuses with `e`. */
+/* `call` succeeds if the device supports it, and otherwise fails with `e`. */
 #define HAS(there, call, e)                                                                                  \
 	do {                                                                                                 \
 		errno = 0;                                                                                   \
 		bool done_ = (call);                                                                         \
-		ENSURE(done_ == (there), "%s: %s", #call, done_ ? "works, and should not" : strerror(errno)); \
+		ENSURE(done_ == (there), "%s: %s", #call, done_ ? "works, but the device does not support it" : strerror(errno)); \
 		ENSURE(done_ || errno == (e), "%s: %s", #call, strerror(errno));                             \
 	} while (0)
 
@@ -92,11 +92,11 @@ static const char *limits(const struct device *d)
 	ENSURE((int)device->device->transport_type == d->transport, "transport %d", device->device->transport_type);
 	ENSURE(port_attr.max_msg_sz == d->msg_sz, "max_msg_sz %u", port_attr.max_msg_sz);
 
-	ENSURE(with_caps(type, most), "a queue pair as large as may be: %s", strerror(errno));
+	ENSURE(with_caps(type, most), "a queue pair with the maximum capacities: %s", strerror(errno));
 	for (size_t i = 0; i < COUNT(fields); i++) {
 		more = most;
 		++*(uint32_t *)((char *)&more + fields[i]);
-		ENSURE(!with_caps(type, more) && errno == EINVAL, "one more of capacity %zu: %s", i, strerror(errno));
+		ENSURE(!with_caps(type, more) && errno == EINVAL, "more than the maximum of capacity %zu: %s", i, strerror(errno));
 	}
 	HAS(true, queue_of(d->cqe), 0);
 	HAS(false, queue_of(d->cqe + 1), EINVAL);
@@ -140,7 +140,7 @@ static bool null_region(void)
 	return mr && !ibv_dereg_mr(mr);
 }
 
-/* Completion counters are newer than the headers may be. */
+/* Whether completion counters work. They are newer than the headers may be. */
 static bool counter(void)
 {
 	struct { uint32_t comp_mask, type, flags; } attr = { 0 };
@@ -253,7 +253,7 @@ static const char *features(const struct device *d)
 	ENSURE(ex.orig_attr.max_qp == device_attr.max_qp && ex.orig_attr.max_sge == device_attr.max_sge &&
 		       ex.orig_attr.device_cap_flags == device_attr.device_cap_flags &&
 		       ex.orig_attr.vendor_id == device_attr.vendor_id,
-	       "two answers about one device");
+	       "ibv_query_device and ibv_query_device_ex differ");
 	ENSURE(!!ex.odp_caps.general_caps == d->odp && !!ex.max_dm_size == d->memory && !!ex.completion_timestamp_mask == d->cq_ex,
 	       "odp %#llx, memory %llu, timestamps %#llx", (unsigned long long)ex.odp_caps.general_caps,
 	       (unsigned long long)ex.max_dm_size, (unsigned long long)ex.completion_timestamp_mask);
@@ -277,7 +277,9 @@ static int try_post(struct ibv_qp *qp, enum ibv_wr_opcode opcode, int sges, stru
 	return ibv_post_send(qp, &wr, &bad);
 }
 
-/* What the queue pair takes. It is connected to itself, and the device may not know how. */
+/*
+ * Which requests the queue pair accepts. It is connected to itself if the device supports connections without rdma_cm.
+ */
 static const char *operations(const struct device *d)
 {
 	const struct want want = { .rd_atomic = (uint8_t)d->rd_atom };
@@ -327,7 +329,7 @@ static const char *profile(size_t which)
 	return operations(d);
 }
 
-/* As many as the device has, and one more when one has gone. */
+/* Creates as many objects as the device has, and one more after one was destroyed. */
 static const char *numbers(size_t arg)
 {
 	static struct ibv_ah *ahs[100];
@@ -373,12 +375,12 @@ static const char *unknown(size_t arg)
 	list = ibv_get_device_list(&n);
 	ENSURE(list && n == 1, "%d devices", n);
 	errno = 0;
-	ENSURE(!ibv_open_device(list[0]) && errno == EINVAL, "a profile that there is not: %s", strerror(errno));
+	ENSURE(!ibv_open_device(list[0]) && errno == EINVAL, "an unknown profile: %s", strerror(errno));
 	ibv_free_device_list(list);
 	return NULL;
 }
 
-/* siw: what it has not is refused at the queue pair that rdma_cm gives, and what it has works. */
+/* siw: unsupported requests are refused on the queue pair of rdma_cm, and supported ones work. */
 static int close_events(void *p)
 {
 	rdma_destroy_event_channel(p);
@@ -452,8 +454,8 @@ static const char *siw_connected(size_t arg)
 							  IBV_ACCESS_REMOTE_ATOMIC);
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
 	for (size_t i = 0; i < COUNT(missing); i++)
-		ENSURE(try_post(client->qp, missing[i], 1, mr) == EINVAL, "opcode %d is taken", missing[i]);
-	ENSURE(try_post(client->qp, IBV_WR_RDMA_READ, 2, mr) == EINVAL, "a Read with two elements is taken");
+		ENSURE(try_post(client->qp, missing[i], 1, mr) == EINVAL, "opcode %d is accepted", missing[i]);
+	ENSURE(try_post(client->qp, IBV_WR_RDMA_READ, 2, mr) == EINVAL, "a Read with two elements is accepted");
 	sge = (struct ibv_sge){ (uintptr_t)page, 64, mr->lkey };
 	TRY(post_recv(server->qp, 1, &sge, 1));
 	fill_pattern(page, 8, 3);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, waiting for many, and peers that die or lie.
+ * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, rpoll, and peers that die or violate the
+ * protocol.
  *
- * Both ends are in this process, at TEST_ADDR or else 127.0.0.1, but where the test is about another process.
+ * Both ends are in this process at TEST_ADDR or 127.0.0.1, except in tests of another process.
  */
 #include "ends.h"
 
@@ -24,7 +25,7 @@ static int close_socket(void *p)
 	return rc;
 }
 
-/* An address of this test, with a port. */
+/* The test's address with this port. */
 static struct sockaddr_storage address(bool v6, uint16_t port, socklen_t *len)
 {
 	const char *host = getenv("TEST_ADDR");
@@ -56,7 +57,7 @@ static uint16_t port_of(int fd)
 	return rgetsockname(fd, (struct sockaddr *)&a, &len) ? 0 : ntohs(a.sin6_port);
 }
 
-/* A socket that listens, or a datagram socket, on a free port. */
+/* Opens a stream listener or a datagram socket at a free port. */
 static const char *bound(int *fd, bool v6, int type)
 {
 	socklen_t len;
@@ -80,7 +81,7 @@ static int reach(int fd, bool v6, uint16_t port)
 	return rconnect(fd, (struct sockaddr *)&a, len);
 }
 
-/* Two ends of a stream. rconnect does not wait for raccept. */
+/* Connects two ends of a stream. rconnect does not wait for raccept. */
 static const char *stream_pair(bool v6, int mappings)
 {
 	TRY(bound(&listener, v6, SOCK_STREAM));
@@ -108,7 +109,7 @@ static const char *send_all(int fd, const void *p, size_t n)
 {
 	ssize_t sent = rsend(fd, p, n, 0);
 
-	ENSURE(sent == (ssize_t)n, "rsend of %zu gives %zd: %s", n, sent, strerror(errno));
+	ENSURE(sent == (ssize_t)n, "rsend of %zu returns %zd: %s", n, sent, strerror(errno));
 	return NULL;
 }
 
@@ -117,8 +118,8 @@ static const char *expect(int fd, const void *p, size_t n)
 	static unsigned char got[BIG];
 	ssize_t r = rrecv(fd, got, n, MSG_WAITALL);
 
-	ENSURE(r == (ssize_t)n, "rrecv of %zu gives %zd: %s", n, r, strerror(errno));
-	ENSURE(!memcmp(got, p, n), "other bytes than were sent");
+	ENSURE(r == (ssize_t)n, "rrecv of %zu returns %zd: %s", n, r, strerror(errno));
+	ENSURE(!memcmp(got, p, n), "the received bytes differ");
 	return NULL;
 }
 
@@ -135,7 +136,7 @@ static const char *ends_of_a_stream(size_t v6)
 	ENSURE(!rgetpeername(near, (struct sockaddr *)&a, &len), "rgetpeername: %s", strerror(errno));
 	ENSURE(len == (v6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in)), "length %u", len);
 	ENSURE(!rgetsockname(far, (struct sockaddr *)&b, &len) && !memcmp(&a, &b, len), "names differ");
-	ENSURE(!rgetsockname(near, NULL, &cut) && cut == len, "no address asked for: length %u", cut);
+	ENSURE(!rgetsockname(near, NULL, &cut) && cut == len, "with a length of 0: length %u", cut);
 	ENSURE(rgetpeername(listener, (struct sockaddr *)&a, &len) && errno == ENOTCONN, "a listener has a peer");
 	ENSURE(reach(near, v6, port_of(listener)) && errno == EISCONN, "connected twice: %s", strerror(errno));
 	return NULL;
@@ -168,7 +169,7 @@ static void *push(void *arg)
 	return NULL;
 }
 
-/* Both ways at once, more than any buffer holds. */
+/* Data in both directions at once, more than any buffer holds. */
 static const char *both_ways(size_t small)
 {
 	static struct flow flow;
@@ -211,9 +212,9 @@ static const char *one_after_the_other(size_t unused UNUSED)
 	ENSURE(rwritev(near, out, 3) == 6, "rwritev: %s", strerror(errno));
 	ENSURE(rrecv(far, buf, 3, MSG_PEEK) == 3 && !memcmp(buf, "abc", 3), "peeked");
 	ENSURE(rreadv(far, in, 2) == 6 && buf[0] == 'a' && !memcmp(buf + 10, "bcdef", 5), "rreadv");
-	ENSURE(rrecv(far, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "nothing is there");
+	ENSURE(rrecv(far, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "no data is available");
 	ENSURE(rread(far, NULL, 5) == -1 && errno == EFAULT, "no buffer");
-	/* Thousands of small ones: more messages than there are credits; half of them can always wait to be read. */
+	/* Thousands of small messages, more than there are credits. Half of them can be waiting to be read. */
 	for (int i = 0; i < 3000; i++) {
 		char byte = (char)i;
 
@@ -246,19 +247,19 @@ static const char *no_waiting(size_t unused UNUSED)
 	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "connecting: %#x", (unsigned int)p[0].revents);
 	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_ERROR, &error, &len) && !error, "SO_ERROR %d", error);
 	p[0] = (struct pollfd){ listener, POLLIN, 0 };
-	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "nobody knocks");
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "no connection request");
 	far = raccept(listener, NULL, NULL);
 	ENSURE(far >= 0, "raccept: %s", strerror(errno));
 	keep(close_socket, &far, "far");
 	p[0] = (struct pollfd){ far, POLLIN | POLLOUT, 0 };
 	ENSURE(rpoll(p, 1, 0) == 1 && p[0].revents == POLLOUT, "%#x", (unsigned int)p[0].revents);
-	/* Until no more goes in, then until no more comes out. */
+	/* Writes until the buffers are full, then reads until they are empty. */
 	pattern(big, sizeof big, 1);
 	while ((n = rsend(near, big + sent, sizeof big - sent, 0)) > 0)
 		sent += (size_t)n;
 	ENSURE(n == -1 && errno == EAGAIN && sent > 1000 && sent < sizeof big, "%zu bytes: %s", sent, strerror(errno));
 	p[0] = (struct pollfd){ near, POLLOUT, 0 };
-	ENSURE(rpoll(p, 1, 20) == 0, "full, and can be written");
+	ENSURE(rpoll(p, 1, 20) == 0, "a full socket is writable");
 	while (got < sent) {
 		static unsigned char part[10000];
 
@@ -266,8 +267,8 @@ static const char *no_waiting(size_t unused UNUSED)
 		ENSURE(n > 0 && !memcmp(part, big + got, (size_t)n), "at %zu: %zd", got, n);
 		got += (size_t)n;
 	}
-	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "empty, and cannot be written");
-	/* Beside another descriptor. */
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "an empty socket is not writable");
+	/* Together with another descriptor. */
 	ENSURE(!pipe(made), "pipe");
 	p[0] = (struct pollfd){ far, POLLIN, 0 };
 	p[1] = (struct pollfd){ made[0], POLLIN, 0 };
@@ -291,7 +292,7 @@ static const char *select_sets(size_t unused UNUSED)
 	top = (near > far ? near : far) + 1;
 	FD_ZERO(&in);
 	FD_SET(far, &in);
-	ENSURE(rselect(top, &in, NULL, NULL, &t) == 0 && !FD_ISSET(far, &in), "nothing is there");
+	ENSURE(rselect(top, &in, NULL, NULL, &t) == 0 && !FD_ISSET(far, &in), "no data is available");
 	TRY(send_all(near, "x", 1));
 	FD_SET(far, &in);
 	FD_ZERO(&out);
@@ -301,7 +302,7 @@ static const char *select_sets(size_t unused UNUSED)
 	return NULL;
 }
 
-static const char *nobody_there(size_t unused UNUSED)
+static const char *no_listener(size_t unused UNUSED)
 {
 	uint16_t port;
 	char byte;
@@ -313,7 +314,7 @@ static const char *nobody_there(size_t unused UNUSED)
 	keep(close_socket, &near, "near");
 	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == ENOTCONN, "not connected: %s", strerror(errno));
 	ENSURE(reach(near, false, port) == -1 && errno == ECONNREFUSED, "rconnect: %s", strerror(errno));
-	ENSURE(rsend(near, &byte, 1, 0) == -1, "sent to nobody");
+	ENSURE(rsend(near, &byte, 1, 0) == -1, "a send to a closed peer succeeds");
 	return NULL;
 }
 
@@ -325,12 +326,12 @@ static const char *half_closed(size_t unused UNUSED)
 	TRY(stream_pair(false, 0));
 	TRY(send_all(near, "last", 4));
 	ENSURE(!rshutdown(near, SHUT_WR), "rshutdown: %s", strerror(errno));
-	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EPIPE, "sent after the end");
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EPIPE, "a send after the shutdown succeeds");
 	TRY(expect(far, "last", 4));
 	ENSURE(rrecv(far, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
 	p = (struct pollfd){ far, POLLIN, 0 };
 	ENSURE(rpoll(&p, 1, 0) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
-	/* The other way goes on. */
+	/* The other direction still works. */
 	TRY(send_all(far, "answer", 6));
 	ENSURE(!rshutdown(far, SHUT_WR), "rshutdown: %s", strerror(errno));
 	TRY(expect(near, "answer", 6));
@@ -352,11 +353,11 @@ static const char *closed(size_t unused UNUSED)
 	p = (struct pollfd){ far, POLLIN, 0 };
 	ENSURE(rpoll(&p, 1, 0) == 1 && (p.revents & POLLHUP), "%#x", (unsigned int)p.revents);
 	ENSURE(rsend(far, "x", 1, 0) == -1 && (errno == EPIPE || errno == ECONNRESET), "rsend: %s", strerror(errno));
-	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of none");
+	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of an invalid handle");
 	return NULL;
 }
 
-/* A child that connects and is killed: in the middle of the stream, or while it owes us the memory to send. */
+/* A child connects and is killed while its peer is idle, or while the peer waits for its buffers in order to send. */
 static const char *killed(size_t sending)
 {
 	static char word[BIG];
@@ -398,10 +399,10 @@ static const char *killed(size_t sending)
 	waitpid(child, &status, 0);
 	if (sending) {
 		n = rsend(far, word, sizeof word, 0);
-		ENSURE(n < 0 && (errno == ECONNRESET || errno == EPIPE), "rsend gives %zd: %s", n, strerror(errno));
+		ENSURE(n < 0 && (errno == ECONNRESET || errno == EPIPE), "rsend returns %zd: %s", n, strerror(errno));
 	}
 	n = rrecv(far, &byte, 1, 0);
-	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv returns %zd: %s", n, strerror(errno));
 	close(ready[0]);
 	close(ready[1]);
 	return NULL;
@@ -424,7 +425,7 @@ static const char *closed_by_another_thread(size_t unused UNUSED)
 	TRY(stream_pair(false, 0));
 	fd = near;
 	ENSURE(!pthread_create(&thread, NULL, blocked, &fd), "thread");
-	sleep_ms(30); /* in the call or before it: both end the same way */
+	sleep_ms(30); /* the call may or may not have begun; both have the same result */
 	ENSURE(!close_socket(&near), "rclose");
 	pthread_join(thread, &error);
 	ENSURE((intptr_t)error == EBADF || !error, "rrecv: %s", strerror((int)(intptr_t)error));
@@ -478,13 +479,13 @@ static const char *mapped_memory(size_t unused UNUSED)
 	pattern(from, sizeof from, 9);
 	ENSURE(riomap(far, area, sizeof area, PROT_WRITE, 0, 1000) == 1000, "riomap: %s", strerror(errno));
 	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, -1) == (off_t)(uintptr_t)big, "riomap: %s", strerror(errno));
-	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, 5) == -1 && errno == ENOMEM, "a third of two");
+	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, 5) == -1 && errno == ENOMEM, "a third mapping where two are allowed");
 	ENSURE(riomap(far, big, 4096, PROT_READ, 0, 5) == -1 && errno == EINVAL, "for reading");
 	TRY(send_all(far, "m", 1));
 	TRY(expect(near, "m", 1));
 	ENSURE(riowrite(near, from, sizeof from, 1000, 0) == sizeof from, "riowrite: %s", strerror(errno));
 	ENSURE(riowrite(near, "far away", 8, (off_t)(uintptr_t)big + 16, 0) == 8, "riowrite: %s", strerror(errno));
-	/* It ends where the mapping ends, and is nothing where there is none. */
+	/* A write ends at the end of the mapping, and writes nothing outside a mapping. */
 	ENSURE(riowrite(near, from, 100, 1000 + sizeof area - 10, 0) == 10, "past the end");
 	ENSURE(riowrite(near, from, 100, 999, 0) == 0, "before the start");
 	TRY(send_all(near, "d", 1));
@@ -493,7 +494,7 @@ static const char *mapped_memory(size_t unused UNUSED)
 	ENSURE(!memcmp(big + 16, "far away", 8), "the second area");
 	ENSURE(!riounmap(far, area, sizeof area), "riounmap: %s", strerror(errno));
 	ENSURE(riounmap(far, area, sizeof area) == -1 && errno == EINVAL, "twice");
-	/* What was unmapped is out of reach: the connection ends, the memory stays as it is. */
+	/* A write to unmapped memory ends the connection, and the memory is unchanged. */
 	memset(area, 0, sizeof area);
 	riowrite(near, from, 100, 1000, 0);
 	ENSURE(rrecv(near, &byte, 1, 0) <= 0, "received something");
@@ -516,11 +517,11 @@ static const char *datagrams(size_t v6)
 	near = rsocket(v6 ? AF_INET6 : AF_INET, SOCK_DGRAM, 0);
 	keep(close_socket, &near, "near");
 	to = address(v6, port_of(listener), &own);
-	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "to nobody: %s", strerror(errno));
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "without an address: %s", strerror(errno));
 	ENSURE(rsendto(near, "hello", 5, 0, (struct sockaddr *)&to, own) == 5, "rsendto: %s", strerror(errno));
 	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom");
 	ENSURE(!memcmp(buf, "hello", 5) && len == own, "what arrived");
-	/* The answer goes to whom it came from. */
+	/* The reply goes to the source of the datagram. */
 	ENSURE(rsendto(listener, "hello yourself", 14, 0, (struct sockaddr *)&from, len) == 14, "rsendto");
 	p = (struct pollfd){ near, POLLIN, 0 };
 	ENSURE(rpoll(&p, 1, WAIT_MS) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
@@ -532,7 +533,7 @@ static const char *datagrams(size_t v6)
 	ENSURE(rsend(near, buf, 4092, 0) == 4092 && rsend(near, buf, 0, 0) == 0, "the longest and the shortest");
 	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 4092, "the longest");
 	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 0, "the shortest");
-	ENSURE(rrecv(listener, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "nothing is there");
+	ENSURE(rrecv(listener, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "no data is available");
 	return NULL;
 }
 
@@ -549,14 +550,14 @@ static const char *only_from_the_peer(size_t unused UNUSED)
 	ENSURE(!reach(near, false, port_of(listener)), "rconnect");
 	to = address(false, port_of(near), &len);
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
-	/* So that the one before has certainly gone. */
+	/* A short pause, so that the datagram before has certainly been processed. */
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
 	ENSURE(rsendto(listener, "yes", 3, 0, (struct sockaddr *)&to, len) == 3, "rsendto: %s", strerror(errno));
-	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "from somebody else");
+	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "a datagram from another source");
 	return NULL;
 }
 
-/* ---- a peer that speaks the protocol by hand, and not always well */
+/* ---- a peer that implements the protocol itself, and violates it */
 
 struct area {
 	uint64_t addr;
@@ -636,7 +637,7 @@ static const char *liar(size_t lie)
 		hello.version = 0;
 	rc = rdma_connect(id, &param);
 	if (lie <= NO_LIST) {
-		ENSURE(rc, "a stranger was let in");
+		ENSURE(rc, "a peer without a valid hello is accepted");
 		ENSURE(!rfcntl(listener, F_SETFL, O_NONBLOCK), "F_SETFL");
 		ENSURE(raccept(listener, NULL, NULL) == -1 && errno == EAGAIN, "raccept: %s", strerror(errno));
 		return NULL;
@@ -650,7 +651,7 @@ static const char *liar(size_t lie)
 		TRY(say(0x1fffffff, 4));
 		break;
 	case TOO_MANY_MESSAGES:
-		/* One byte each, and none is read: rpoll handles the messages. */
+		/* One byte each, and none is read: rpoll processes the messages. */
 		for (int i = 0; i < 800; i++) {
 			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };
 
@@ -660,7 +661,7 @@ static const char *liar(size_t lie)
 		}
 		while ((n = rrecv(far, big, sizeof big, 0)) > 0)
 			ENSURE(n < 800, "%zd bytes", n);
-		ENSURE(n < 0 && errno == ECONNRESET, "rrecv gives %zd: %s", n, strerror(errno));
+		ENSURE(n < 0 && errno == ECONNRESET, "rrecv returns %zd: %s", n, strerror(errno));
 		return NULL;
 	case WRONG_LENGTH:
 		TRY(say(0, 3));
@@ -669,22 +670,22 @@ static const char *liar(size_t lie)
 		TRY(say(5u << 29, 4));
 		break;
 	case WILD_MEMORY:
-		/* What we write there is refused by its owner, and is our loss. */
+		/* The peer named memory that it does not have. The Write to it is refused, and the stream ends. */
 		n = rsend(far, big, 100000, 0);
 		ENSURE(n != 0, "rsend gives 0");
 		break;
 	}
 	n = rrecv(far, &byte, 1, 0);
-	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv gives %zd: %s", n, strerror(errno));
-	ENSURE(lie == WILD_MEMORY || n < 0, "a liar's stream ends in order");
-	/* The listener goes on. */
+	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv returns %zd: %s", n, strerror(errno));
+	ENSURE(lie == WILD_MEMORY || n < 0, "the stream ends without an error");
+	/* The listener still accepts. */
 	near = rsocket(AF_INET, SOCK_STREAM, 0);
 	keep(close_socket, &near, "near");
 	ENSURE(!reach(near, false, port_of(listener)), "rconnect: %s", strerror(errno));
 	return NULL;
 }
 
-static const char *crowd(size_t unused UNUSED)
+static const char *many_sockets(size_t unused UNUSED)
 {
 	enum { MANY = 40 };
 	static int ends[2 * MANY];
@@ -731,7 +732,7 @@ static const struct test tests[] = {
 	{ "parts", one_after_the_other, 0, 0, false },
 	{ "nonblocking", no_waiting, 0, 0, false },
 	{ "select", select_sets, 0, 0, false },
-	{ "nobody", nobody_there, 0, 0, false },
+	{ "no_listener", no_listener, 0, 0, false },
 	{ "half_closed", half_closed, 0, 0, false },
 	{ "closed", closed, 0, 0, false },
 	{ "killed", killed, false, 0, false },
@@ -743,7 +744,7 @@ static const struct test tests[] = {
 	{ "datagrams", datagrams, false, 0, false },
 	{ "datagrams_ipv6", datagrams, true, 0, false },
 	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
-	{ "crowd", crowd, 0, 0, false },
+	{ "many_sockets", many_sockets, 0, 0, false },
 	{ "no_hello", liar, NO_HELLO, 0, false },
 	{ "old_version", liar, OLD_VERSION, 0, false },
 	{ "no_list", liar, NO_LIST, 0, false },
@@ -751,7 +752,7 @@ static const struct test tests[] = {
 	{ "too_many_messages", liar, TOO_MANY_MESSAGES, 0, false },
 	{ "wrong_length", liar, WRONG_LENGTH, 0, false },
 	{ "no_kind", liar, NO_KIND, 0, false },
-	{ "wild_memory", liar, WILD_MEMORY, 0, false },
+	{ "invalid_memory", liar, WILD_MEMORY, 0, false },
 };
 
 int main(int argc, char **argv)

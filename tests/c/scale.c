@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Many queue pairs and many threads: two processes, each of which sends all that RC can to the other at once.
+ * Many queue pairs and many threads: two processes send every operation of RC to each other at the same time.
  *
- * Every payload is a pattern of its own and is compared where it arrives; every work request must complete exactly
- * once. The sums that the two processes keep must agree at the end.
+ * Every message has its own pattern, which is compared on arrival. Every work request must complete exactly once. At
+ * the end, the totals of the two processes must agree.
  *
- *   --seconds=N        how long each test has traffic (usual: 1)
- *   --idle=N           so many connections, and datagram peers, of which the test `idle` says what they cost in memory
- *   --qps=N --threads=N  other numbers than those of the other tests
+ *   --seconds=N        duration of the traffic of each test (default 1)
+ *   --idle=N           number of connections and datagram peers of the test `idle`, which prints their memory
+ *   --qps=N --threads=N  replaces the numbers of the other tests
  */
 #include "ends.h"
 
@@ -18,12 +18,12 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-#define SLOTS 8u                /* requests of one connection that are under way */
-#define RECVS (4 * SLOTS)       /* receives that wait in each queue pair */
-#define WRITES 4u               /* Writes with immediate data that the peer's program has not compared yet */
-#define SPAN 4096u              /* how far numbers may overtake each other */
-#define QUIET_LIMIT_MS 20000u   /* something must happen within that */
-#define STOP_LIMIT_MS 60000u    /* and everything be over within that, once nothing new is begun */
+#define SLOTS 8u                /* outstanding requests of a connection */
+#define RECVS (4 * SLOTS)       /* receives that are posted on each queue pair */
+#define WRITES 4u               /* outstanding Writes with immediate data that the peer has not compared */
+#define SPAN 4096u              /* maximum distance of two numbers that arrive out of order */
+#define QUIET_LIMIT_MS 20000u   /* time within which something must complete */
+#define STOP_LIMIT_MS 60000u    /* time within which everything must complete after the last new request */
 
 enum kind { SEND, SEND_IMM, WRITE_READ, WRITE_IMM, READ, FETCH_ADD, CMP_SWAP, GRANT, RETURN, KINDS };
 
@@ -31,23 +31,23 @@ static const char *const kind_names[KINDS] = { "send",	    "send_imm", "write+re
 					       "fetch_add", "cmp_swap", "grant",      "write+send_inv" };
 
 struct config {
-	unsigned int qps, threads, queues, bytes; /* `bytes`: the largest message */
-	bool events;                              /* completion channels, and not polling */
-	bool roam;                                /* each thread posts on all queue pairs, and not on its own */
+	unsigned int qps, threads, queues, bytes; /* `bytes`: the longest message */
+	bool events;                              /* wait for completion channels instead of polling */
+	bool roam;                                /* each thread posts on all queue pairs instead of its own */
 };
 
-/* What stands at the front of each Send. */
+/* The first bytes of each Send. */
 struct header {
-	uint64_t number; /* of the Sends of this end on this connection */
+	uint64_t number; /* number of this Send on the connection */
 	uint32_t seed;
-	uint32_t compared; /* Writes with immediate data of the other end that we have compared */
-	uint32_t rkey;     /* of a GRANT */
+	uint32_t compared; /* number of the receiver's Writes with immediate data that this end has compared */
+	uint32_t rkey;     /* key of the window, in a GRANT */
 	uint32_t kind;
 };
 
-/* Numbers that arrived, each once, none far ahead of the others. */
+/* The numbers that have arrived. Each must arrive once, and at most SPAN before an earlier one. */
 struct numbers {
-	uint64_t next; /* all below have come */
+	uint64_t next; /* all numbers below have arrived */
 	uint64_t bits[SPAN / 64];
 };
 
@@ -58,7 +58,7 @@ struct slot {
 	uint64_t number;
 };
 
-/* What the other end has to know of a connection. */
+/* What the other end needs to know about a connection. */
 struct remote {
 	uint32_t qpn, rkey;
 	uint64_t addr;
@@ -72,17 +72,17 @@ struct conn {
 	struct remote remote;
 	struct slot slots[SLOTS];
 	unsigned int free;
-	uint64_t sends, written;   /* given numbers */
-	uint64_t compared;         /* of the peer's Writes with immediate data, by us */
-	uint64_t peer_compared;    /* of ours, by the peer */
+	uint64_t sends, written;   /* numbers assigned so far */
+	uint64_t compared;         /* the peer's Writes with immediate data that this end has compared */
+	uint64_t peer_compared;    /* this end's Writes with immediate data that the peer has compared */
 	struct numbers sends_in, writes_in, adds;
 	uint64_t adds_out, swaps;
 	bool swapping;
 	struct ibv_mw *mw;
-	uint32_t window;           /* its key, as granted */
+	uint32_t window;           /* its key, as granted to the peer */
 	uint32_t window_seed, window_len;
 	bool grant_due, granted;
-	uint32_t return_due;       /* key of the peer's window */
+	uint32_t return_due;       /* key of the peer's window, which must be returned */
 };
 
 struct queue {
@@ -101,8 +101,8 @@ static struct queue *queues;
 static struct ibv_pd *pd;
 static struct ibv_mr *mr;
 static uint8_t *memory;
-static size_t stride;           /* memory of one connection */
-static unsigned int side;       /* 0 and 1: patterns differ */
+static size_t stride;           /* bytes of memory for each connection */
+static unsigned int side;       /* 0 or 1; the patterns of the two ends differ */
 static int other;               /* socket to the other process */
 static atomic_bool stop, quit, failed;
 static atomic_llong under_way;
@@ -111,7 +111,7 @@ static pthread_mutex_t sums_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct sums sums;
 static char first_failure[512];
 
-/* ---- memory of a connection: receives, then what is sent, what is read into, and what the peer writes to ---- */
+/* ---- memory of a connection: receives, data to send, data that is read, and data that the peer writes ---- */
 
 static uint8_t *part(const struct conn *c, unsigned int which, unsigned int slot)
 {
@@ -123,7 +123,7 @@ static uint8_t *part(const struct conn *c, unsigned int which, unsigned int slot
 
 enum { RECV_PART, OUT_PART, IN_PART, WRITE_PART, IMM_PART, WINDOW_PART, SOURCE_PART };
 
-/* A multiple of the page size behind the parts has the words of the atomics. */
+/* The words for atomics follow the other parts, page-aligned. */
 static uint64_t *words(const struct conn *c)
 {
 	return (uint64_t *)part(c, SOURCE_PART, 1);
@@ -142,7 +142,7 @@ static uint64_t mixed(uint64_t x)
 	return x ^ x >> 32;
 }
 
-/* The pattern of a message: eight bytes at a time. */
+/* Fills the pattern of a message, eight bytes at a time. */
 static void fill(uint8_t *at, size_t len, uint32_t seed)
 {
 	for (size_t i = 0; i < len; i += 8) {
@@ -168,17 +168,17 @@ static uint32_t source_seed(unsigned int of, unsigned int index)
 	return (uint32_t)mixed((uint64_t)of << 32 | (index + 1));
 }
 
-/* Notes that a number came. */
+/* Records that a number has arrived. */
 static const char *came(struct numbers *n, uint64_t number, bool in_order, const char *what)
 {
 	uint64_t *word = &n->bits[number % SPAN / 64], bit = 1ull << number % 64;
 
-	ENSURE(number >= n->next, "%s %llu came twice", what, (unsigned long long)number);
-	ENSURE(number < n->next + SPAN, "%s %llu came, and %llu did not", what, (unsigned long long)number,
+	ENSURE(number >= n->next, "%s %llu arrived twice", what, (unsigned long long)number);
+	ENSURE(number < n->next + SPAN, "%s %llu arrived, but %llu did not", what, (unsigned long long)number,
 	       (unsigned long long)n->next);
-	ENSURE(!in_order || number == n->next, "%s %llu came before %llu", what, (unsigned long long)number,
+	ENSURE(!in_order || number == n->next, "%s %llu arrived before %llu", what, (unsigned long long)number,
 	       (unsigned long long)n->next);
-	ENSURE(!(*word & bit), "%s %llu came twice", what, (unsigned long long)number);
+	ENSURE(!(*word & bit), "%s %llu arrived twice", what, (unsigned long long)number);
 	*word |= bit;
 	while (n->bits[n->next % SPAN / 64] & 1ull << n->next % 64) {
 		n->bits[n->next % SPAN / 64] &= ~(1ull << n->next % 64);
@@ -208,7 +208,7 @@ static const char *post_receive(struct conn *c, unsigned int n)
 	return post_recv(c->qp, (uint64_t)c->index << 32 | RECV_ID | n, &sge, 1);
 }
 
-/* What was begun ends with this completion; the slot is free again. */
+/* Releases the slot of a completed request. */
 static void release(struct conn *c, unsigned int slot)
 {
 	c->slots[slot].busy = false;
@@ -225,13 +225,13 @@ static uint32_t random_of(uint64_t *state)
 
 static uint32_t random_len(uint64_t *state, uint32_t most)
 {
-	/* Short ones, long ones, and what stands at the borders of words. */
+	/* A random length: mostly short, sometimes long, with extra weight on word boundaries. */
 	uint32_t r = random_of(state), limit = r & 3 ? (most < 256 ? most : 256) : most;
 
 	return 1 + random_of(state) % limit;
 }
 
-/* Chooses what to do next, and takes a slot for it; false if there is nothing to do now. */
+/* Chooses the next request and a slot for it. Returns false if no request is possible now. */
 static bool begin(struct conn *c, uint64_t *state, unsigned int *slot, struct header *head)
 {
 	struct slot *s;
@@ -304,7 +304,7 @@ static bool begin(struct conn *c, uint64_t *state, unsigned int *slot, struct he
 	return true;
 }
 
-/* Posts the requests that `begin` chose. Nothing else accesses the memory of the slot until their completion. */
+/* Posts the requests that `begin` chose. No other thread accesses the memory of the slot until they complete. */
 static const char *launch(struct conn *c, unsigned int n, struct header head)
 {
 	struct slot *s = &c->slots[n];
@@ -323,7 +323,7 @@ static const char *launch(struct conn *c, unsigned int n, struct header head)
 		memcpy(out, &head, sizeof head);
 		fill(out + sizeof head, s->len - sizeof head, s->seed);
 		break;
-	case WRITE_READ: /* what was written is read behind it */
+	case WRITE_READ: /* a Read of the written data follows the Write */
 		fill(out, s->len, s->seed);
 		memset(in, 0, s->len);
 		target = part(c, WRITE_PART, n);
@@ -338,7 +338,7 @@ static const char *launch(struct conn *c, unsigned int n, struct header head)
 		}
 		break;
 	case WRITE_IMM:
-		/* Both know the seed from the number. */
+		/* Both ends compute the seed from the number. */
 		fill(out, s->len, (uint32_t)mixed(s->number << 1 | side));
 		target = part(c, IMM_PART, s->number % WRITES);
 		wr[0].opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
@@ -364,7 +364,7 @@ static const char *launch(struct conn *c, unsigned int n, struct header head)
 		wr[0].wr.atomic.compare_add = kind == FETCH_ADD ? 1 : s->number;
 		wr[0].wr.atomic.swap = s->number + 1;
 		break;
-	case GRANT: /* a window for one Write, and its key in a message behind the binding */
+	case GRANT: /* binds a window for one Write, and sends its key in the message after the bind */
 		memcpy(out, &head, sizeof head);
 		fill(out + sizeof head, s->len - sizeof head, s->seed);
 		wr[0] = (struct ibv_send_wr){ .wr_id = wr_id(c, n), .opcode = IBV_WR_BIND_MW, .next = &wr[1] };
@@ -375,7 +375,7 @@ static const char *launch(struct conn *c, unsigned int n, struct header head)
 								     .length = config.bytes,
 								     .mw_access_flags = IBV_ACCESS_REMOTE_WRITE };
 		break;
-	case RETURN: /* uses it, and takes it away */
+	case RETURN: /* uses the window and invalidates it */
 		memcpy(out, &head, sizeof head);
 		fill(out + sizeof head, s->len - sizeof head, s->seed);
 		wr[0].opcode = IBV_WR_RDMA_WRITE;
@@ -393,7 +393,7 @@ static const char *launch(struct conn *c, unsigned int n, struct header head)
 	return NULL;
 }
 
-/* Posts as much as may be posted on a connection. */
+/* Posts as many requests as the connection allows. */
 static const char *pump(struct conn *c, uint64_t *state)
 {
 	struct header head;
@@ -423,15 +423,15 @@ static const char *sent(struct conn *c, const struct ibv_wc *wc, struct sums *mi
 	uint64_t old;
 
 	ENSURE(n < SLOTS && s->busy && (uint32_t)wc->wr_id == slot_id(c, n),
-	       "connection %u: a completion that nobody waits for, or the second: wr_id %#llx", c->index,
+	       "connection %u: an unexpected or repeated completion: wr_id %#llx", c->index,
 	       (unsigned long long)wc->wr_id);
 	ENSURE(wc->opcode == opcodes[s->kind], "a %s completes with opcode %d", kind_names[s->kind], wc->opcode);
 	switch (s->kind) {
 	case WRITE_READ:
-		TRY(same(part(c, IN_PART, n), s->len, s->seed, 0, "what was written and read back"));
+		TRY(same(part(c, IN_PART, n), s->len, s->seed, 0, "data written and read back"));
 		break;
 	case READ:
-		TRY(same(part(c, IN_PART, n), s->len, source_seed(!side, c->index), s->offset, "what was read"));
+		TRY(same(part(c, IN_PART, n), s->len, source_seed(!side, c->index), s->offset, "data of a Read"));
 		break;
 	case FETCH_ADD:
 		memcpy(&old, (void *)(((uintptr_t)part(c, IN_PART, n) + 7) & ~7ull), 8);
@@ -465,9 +465,9 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 	if (wc->opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
 		uint32_t number = ntohl(wc->imm_data);
 
-		ENSURE(wc->wc_flags & IBV_WC_WITH_IMM, "Write with immediate data comes without it");
+		ENSURE(wc->wc_flags & IBV_WC_WITH_IMM, "Write with immediate data arrives without it");
 		TRY(same(part(c, IMM_PART, number % WRITES), wc->byte_len,
-			 (uint32_t)mixed((uint64_t)number << 1 | !side), 0, "what was written with immediate data"));
+			 (uint32_t)mixed((uint64_t)number << 1 | !side), 0, "data of a Write with immediate data"));
 		TRY(came(&c->writes_in, number, in_order, "Write with immediate data"));
 		c->compared = c->writes_in.next;
 		mine->writes_in++;
@@ -476,7 +476,7 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 	ENSURE(wc->opcode == IBV_WC_RECV, "opcode %d of a receive", wc->opcode);
 	ENSURE(wc->byte_len >= sizeof head, "%u bytes received", wc->byte_len);
 	memcpy(&head, at, sizeof head);
-	TRY(same(at + sizeof head, wc->byte_len - sizeof head, head.seed, 0, "what was sent"));
+	TRY(same(at + sizeof head, wc->byte_len - sizeof head, head.seed, 0, "data of a Send"));
 	TRY(came(&c->sends_in, head.number, in_order, "Send"));
 	ENSURE(!!(wc->wc_flags & IBV_WC_WITH_IMM) == (head.kind == SEND_IMM), "flags %#x of a %s", wc->wc_flags,
 	       kind_names[head.kind % KINDS]);
@@ -495,8 +495,8 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 	if (head.kind == RETURN) {
 		ENSURE(c->granted && head.rkey == c->window && wc->invalidated_rkey == c->window,
 		       "key %#x was invalidated, %#x was granted", wc->invalidated_rkey, c->window);
-		/* The peer wrote to the window what it sent. */
-		ENSURE(!memcmp(part(c, WINDOW_PART, 0), at, wc->byte_len), "what was written through the window differs");
+		/* The peer wrote the same data to the window as it sent. */
+		ENSURE(!memcmp(part(c, WINDOW_PART, 0), at, wc->byte_len), "the data written through the window differs");
 		memset(part(c, WINDOW_PART, 0), 0, wc->byte_len);
 		c->granted = false;
 		c->grant_due = true;
@@ -531,13 +531,13 @@ static const char *completed(const struct ibv_wc *wc, struct sums *mine, uint64_
 	return NULL;
 }
 
-/* Takes what is there; `n` is how much. */
+/* Polls all completions. Sets `n` to their number. */
 static const char *drain(struct queue *q, struct sums *mine, uint64_t *state, int *n)
 {
 	struct ibv_wc wc[16];
 
 	*n = ibv_poll_cq(q->cq, COUNT(wc), wc);
-	ENSURE(*n >= 0, "ibv_poll_cq gives %d", *n);
+	ENSURE(*n >= 0, "ibv_poll_cq returns %d", *n);
 	for (int i = 0; i < *n; i++)
 		TRY(completed(&wc[i], mine, state));
 	return NULL;
@@ -550,7 +550,7 @@ static const char *by_events(struct queue *q, struct sums *mine, uint64_t *state
 	void *context;
 	int n;
 
-	/* Several threads may share the channel: only one of them finds the event. */
+	/* Several threads may share the channel, but only one of them gets the event. */
 	n = poll(&p, 1, 50);
 	ENSURE(n >= 0 || errno == EINTR, "poll: %s", strerror(errno));
 	if (n <= 0)
@@ -608,7 +608,7 @@ static void *thread(void *t)
 
 static const char *tell(const void *what, size_t len)
 {
-	ENSURE(send(other, what, len, MSG_NOSIGNAL) == (ssize_t)len, "the other process is gone");
+	ENSURE(send(other, what, len, MSG_NOSIGNAL) == (ssize_t)len, "the other process has ended");
 	return NULL;
 }
 
@@ -616,11 +616,11 @@ static const char *hear(void *what, size_t len)
 {
 	ssize_t n = recv(other, what, len, MSG_WAITALL);
 
-	ENSURE(n == (ssize_t)len, "the other process is gone");
+	ENSURE(n == (ssize_t)len, "the other process has ended");
 	return NULL;
 }
 
-/* Both are here. */
+/* A barrier of the two processes. */
 static const char *meet(void)
 {
 	char c = 'm';
@@ -643,7 +643,7 @@ static const char *open_all(void)
 	struct rlimit files;
 	size_t whole;
 
-	/* Each connection is a socket. */
+	/* Each connection needs a socket. */
 	getrlimit(RLIMIT_NOFILE, &files);
 	files.rlim_cur = files.rlim_max;
 	setrlimit(RLIMIT_NOFILE, &files);
@@ -712,7 +712,7 @@ static const char *connect_all(void)
 		for (unsigned int n = 0; n < RECVS; n++)
 			TRY(post_receive(&conns[i], n));
 	}
-	for (unsigned int i = 0; i < config.qps; i++) { /* one by one: a socket's buffer has an end */
+	for (unsigned int i = 0; i < config.qps; i++) { /* one by one, because the socket's buffer is limited */
 		TRY(tell(&mine[i], sizeof mine[i]));
 		TRY(hear(&theirs[i], sizeof theirs[i]));
 	}
@@ -724,7 +724,7 @@ static const char *connect_all(void)
 	return NULL;
 }
 
-/* Waits until `done` holds; ends early when a thread failed or nothing moves any more. */
+/* Waits until `done` holds. Ends early if a thread fails or no progress is made. */
 static const char *wait_until(bool (*done)(void), unsigned int ms, const char *what)
 {
 	uint64_t end = now_ms() + ms, moved = now_ms(), before = atomic_load(&progress);
@@ -737,7 +737,7 @@ static const char *wait_until(bool (*done)(void), unsigned int ms, const char *w
 			before = count;
 			moved = now;
 		}
-		ENSURE(now - moved < QUIET_LIMIT_MS, "nothing moves any more, %lld requests are under way, until %s",
+		ENSURE(now - moved < QUIET_LIMIT_MS, "no progress, %lld requests are outstanding, while waiting until %s",
 		       (long long)atomic_load(&under_way), what);
 		ENSURE(now < end, "not within %u s: %s", ms / 1000, what);
 		sleep_ms(2);
@@ -775,7 +775,7 @@ static bool all_arrived(void)
 	return arrived(false) >= sends_due && arrived(true) >= writes_due;
 }
 
-/* What each end has done on a connection, for the other to compare. */
+/* What an end has done on a connection, for comparison by the other end. */
 struct account {
 	uint64_t sends, written, adds, swaps;
 };
@@ -798,7 +798,7 @@ static const char *compare_accounts(void)
 		       (unsigned long long)words(c)[0], (unsigned long long)theirs.adds);
 		ENSURE(words(c)[1] == theirs.swaps, "connection %u: the swapped word is %llu, expected %llu", i,
 		       (unsigned long long)words(c)[1], (unsigned long long)theirs.swaps);
-		TRY(same(part(c, SOURCE_PART, 0), config.bytes, source_seed(side, i), 0, "what is only read"));
+		TRY(same(part(c, SOURCE_PART, 0), config.bytes, source_seed(side, i), 0, "data that is only read"));
 		ENSURE(c->sends && theirs.sends, "connection %u was never used", i);
 	}
 	return NULL;
@@ -826,12 +826,12 @@ static const char *traffic(void)
 	for (began = 0; began < config.threads; began++)
 		if (pthread_create(&threads[began], NULL, thread, (void *)(uintptr_t)began))
 			break;
-	reason = began < config.threads ? "cannot make so many threads" : NULL;
+	reason = began < config.threads ? "cannot create so many threads" : NULL;
 	if (!reason)
-		reason = wait_until(time_is_over, 3600000, "the time is over");
+		reason = wait_until(time_is_over, 3600000, "the duration has passed");
 	atomic_store(&stop, true);
 	if (!reason)
-		reason = wait_until(nothing_under_way, STOP_LIMIT_MS, "all of them are done");
+		reason = wait_until(nothing_under_way, STOP_LIMIT_MS, "all requests are complete");
 	/* The peer may still send, and windows are returned. */
 	for (int round = 0; !reason && round < 3; round++) {
 		mine[0] = mine[1] = 0;
@@ -847,9 +847,9 @@ static const char *traffic(void)
 		sends_due = theirs[0];
 		writes_due = theirs[1];
 		if (!reason)
-			reason = wait_until(all_arrived, STOP_LIMIT_MS, "all arrived that was sent");
+			reason = wait_until(all_arrived, STOP_LIMIT_MS, "all sent messages have arrived");
 		if (!reason)
-			reason = wait_until(nothing_under_way, STOP_LIMIT_MS, "what followed is done");
+			reason = wait_until(nothing_under_way, STOP_LIMIT_MS, "the requests that followed are complete");
 	}
 	if (!reason)
 		reason = meet();
@@ -887,7 +887,7 @@ static const char *one_end(void)
 	return meet();
 }
 
-/* Runs one end in this process and the other in a child of it, which opens the device for itself. */
+/* Runs one end in this process and the other in a child, which opens the device for itself. */
 static const char *both_ends(const char *(*end)(void))
 {
 	const char *reason;
@@ -939,7 +939,7 @@ static const char *scale(size_t which)
 	return both_ends(one_end);
 }
 
-/* ---- what idle connections cost ---- */
+/* ---- memory of idle connections ---- */
 
 struct usage {
 	long rss, pss; /* KiB */
@@ -960,7 +960,7 @@ static struct usage usage(void)
 	return u;
 }
 
-/* Says what `n` of something cost since `before`, at both ends. */
+/* Prints the memory of `n` objects since `before`, at both ends. */
 static const char *say_cost(const char *what, struct usage before, unsigned int n, double most)
 {
 	struct usage after = usage(), theirs[2];
@@ -986,7 +986,7 @@ static const char *say_cost(const char *what, struct usage before, unsigned int 
 
 static uint8_t idle_memory[2 * IDLE_BYTES];
 
-/* Everything that was posted on `cq` completes. */
+/* Waits until the `n` requests on `cq` have completed. */
 static const char *take(struct ibv_cq *cq, unsigned int n)
 {
 	struct ibv_wc wc;
@@ -1048,18 +1048,21 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 		TRY(take(cq, 1));
 	}
 	TRY(meet());
-	sleep_ms(100); /* the engine's thread has its last turn */
+	sleep_ms(100); /* lets the engine's thread finish its work */
 	TRY(say_cost("RC queue pair, idle after an RDMA Write of 64 KiB each way", before, n, 8));
 	for (unsigned int i = 0; i < n; i++)
 		ENSURE(!close_now(qps[i]), "ibv_destroy_qp");
 	TRY(meet());
 	sleep_ms(100);
 	malloc_trim(0);
-	/* Of 1,000: up to 2 MiB are buffers that the process keeps for the next, so 2; the rest is what malloc keeps. */
-	return say_cost("what is left of each when all are destroyed", before, n, 3);
+	/*
+	 * The limit for 1,000 queue pairs: 2 MiB are buffers that the process keeps for later ones, which is 2 KiB
+	 * each. The rest is kept by malloc.
+	 */
+	return say_cost("RC queue pair, all destroyed", before, n, 3);
 }
 
-/* One datagram queue pair and `n` at the other end, which all have a word with it. */
+/* One datagram queue pair, and `n` at the other end which exchange a message with it. */
 static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 {
 	unsigned int own = side == 0 ? 1 : n;
@@ -1132,10 +1135,10 @@ static const char *idle_end(void)
 	pd = new_pd();
 	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
 	memset(idle_memory, 1, sizeof idle_memory);
-	memset(kept + kept_count, 0, sizeof kept - kept_count * sizeof kept[0]); /* its pages are there from now on */
+	memset(kept + kept_count, 0, sizeof kept - kept_count * sizeof kept[0]); /* makes the pages resident now */
 	buffer = new_mr(pd, idle_memory, sizeof idle_memory, ALL_ACCESS);
 	ENSURE(buffer, "ibv_reg_mr: %s", strerror(errno));
-	/* Datagrams first: what connections leave with malloc would hide what these need. */
+	/* Datagrams first, because memory that connections leave with malloc would hide theirs. */
 	TRY(idle_peers(idle_count, buffer));
 	TRY(idle_connections(idle_count, buffer));
 	return close_all();
@@ -1159,7 +1162,7 @@ static const struct test tests[] = {
 	{ "idle", idle, 500, 0, true },
 };
 
-/* Hands the value of `--NAME=VALUE` to the processes of the tests. */
+/* Passes the value of `--NAME=VALUE` to the processes of the tests in an environment variable. */
 static void option(const char *argument, const char *flag, const char *variable)
 {
 	size_t len = strlen(flag);

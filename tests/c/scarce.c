@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A host that runs out of something: descriptors, ports, memory.
+ * A host that runs out of descriptors, ports or memory.
  *
- * The same scene is played with ever more of it, each time in a process of its own, from too little for the first call to
- * enough for the last. What is missing is reported by errno, an event or the status of a completion: nothing dies,
- * hangs
- * or is damaged. Afterwards the limit goes, and the same process must be able to do all of it.
+ * The same scenario runs repeatedly, each time in a new process and with a higher limit, from a limit that is too low
+ * for the first call to one that is sufficient for all. A lack must be reported by errno, an event or the status of a
+ * completion. The process must not crash or hang, and no data may be damaged. When the limit is removed, the same
+ * process must complete the scenario.
  */
 #include "ends.h"
 
@@ -19,19 +19,19 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-#define SHORT_MS 300u  /* how long a scarce end waits for what may not come */
+#define SHORT_MS 300u  /* how long to wait under a limit, where a message may never arrive */
 #define BYTES 3000u
-#define STAYS 10        /* descriptors that the engine keeps for the life of the process */
+#define STAYS 10        /* descriptors that the engine keeps until the process ends */
 
-/* How a scene ended. */
+/* The result of a scenario: complete, incomplete because of the limit, or failed. */
 enum outcome { DONE, WITHOUT, WRONG };
 
-static bool scarce;           /* a failure that says what is missing is as good as success */
-static char missed[160];      /* what could not be done */
+static bool scarce;           /* a limit is set, so a failure that reports the lack is allowed */
+static char missed[160];      /* the call that failed because of the limit */
 static unsigned int wait_ms = WAIT_MS;
 
-/* Errno values that say that something is missing. */
-static bool says_missing(int e)
+/* Errno values that report a lack. */
+static bool reports_lack(int e)
 {
 	return e == EMFILE || e == ENFILE || e == ENOMEM || e == EAGAIN || e == EADDRINUSE || e == EADDRNOTAVAIL ||
 	       e == ENOBUFS;
@@ -39,19 +39,19 @@ static bool says_missing(int e)
 
 #define MISSED "\002"
 
-/* A call that may find nothing left; `e` is its error number. */
+/* A call that may fail because of the limit; `e` is its error number. */
 #define NEED(cond, e, what)                                                                             \
 	do {                                                                                            \
 		errno = 0;                                                                              \
 		if (!(cond)) {                                                                          \
 			int e_ = (e);                                                                   \
-			ENSURE(scarce && says_missing(e_), "%s: %s", what, strerror(e_));               \
+			ENSURE(scarce && reports_lack(e_), "%s: %s", what, strerror(e_));               \
 			snprintf(missed, sizeof missed, "%s: %s", what, strerror(e_));                  \
 			return MISSED;                                                                  \
 		}                                                                                       \
 	} while (0)
 
-/* Something that was promised did not come, or says that it cannot. */
+/* An event or completion that may be missing, or have an error, because of the limit. */
 #define LATE(cond, ...)                                                                                 \
 	do {                                                                                            \
 		if (!(cond)) {                                                                          \
@@ -84,7 +84,7 @@ static int close_id(void *p)
 
 static struct region one, two;
 
-/* One completion; its status may say that the peer cannot be reached. */
+/* Waits for a completion. Under a limit, its status may report that the peer cannot be reached. */
 static const char *completion(struct ibv_cq *cq, uint64_t id)
 {
 	uint64_t end = now_ms() + wait_ms;
@@ -93,7 +93,7 @@ static const char *completion(struct ibv_cq *cq, uint64_t id)
 
 	do {
 		n = ibv_poll_cq(cq, 1, &wc);
-		ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+		ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 		if (!n)
 			sleep_ms(1);
 	} while (!n && now_ms() < end);
@@ -103,7 +103,7 @@ static const char *completion(struct ibv_cq *cq, uint64_t id)
 	return NULL;
 }
 
-/* One message, compared. */
+/* Sends a message and compares it. */
 static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_qp *to, struct ibv_cq *came, uint32_t seed)
 {
 	struct ibv_sge out = sge_of(&one, 0, BYTES), in = sge_of(&two, 0, BYTES);
@@ -124,7 +124,7 @@ static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_
 	return guards_untouched(&two);
 }
 
-/* A message each way on a connection whose ends share their completion queue. */
+/* A message in each direction between two ends that share a completion queue. */
 static const char *both(struct ibv_qp *qp[2], struct ibv_cq *cq, uint32_t seed)
 {
 	for (int i = 0; i < 2; i++) {
@@ -140,7 +140,7 @@ static const char *both(struct ibv_qp *qp[2], struct ibv_cq *cq, uint32_t seed)
 		while (seen != 3) {
 			struct ibv_wc wc;
 
-			ENSURE(now_ms() < end, "completions %#x of two came", seen);
+			ENSURE(now_ms() < end, "completions %#x of two arrived", seen);
 			if (ibv_poll_cq(cq, 1, &wc) != 1)
 				continue;
 			ENSURE(wc.status == IBV_WC_SUCCESS, "status %s", ibv_wc_status_str(wc.status));
@@ -174,7 +174,7 @@ static const char *open_base(struct ibv_pd **pd)
 	return NULL;
 }
 
-/* Two reliable ends that are connected by hand, then two datagram ends. */
+/* Two RC queue pairs and then two UD queue pairs, connected with ibv_modify_qp. */
 static const char *by_hand(struct ibv_pd *pd)
 {
 	const struct want rc = { 0 }, ud = { .type = IBV_QPT_UD };
@@ -224,13 +224,13 @@ static const char *by_hand(struct ibv_pd *pd)
 		e = ibv_post_send(qp[0], &wr, &bad);
 		NEED(!e, e, "ibv_post_send");
 		TRY(completion(cq[0], 2));
-		TRY(completion(cq[1], 1)); /* on one host, to a socket with room, none is lost */
+		TRY(completion(cq[1], 1)); /* on one host, to a socket with room, no datagram is lost */
 		TRY(same_pattern(two.at + 40, 1000, 2));
 	}
 	return NULL;
 }
 
-/* The next event, which should be `wanted`; another that says that it does not work will do for a scarce end. */
+/* Waits for the event `wanted`. Under a limit, an event that reports an error is allowed. */
 static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_type wanted, struct rdma_cm_id **id)
 {
 	struct pollfd p = { .fd = channel->fd, .events = POLLIN };
@@ -264,7 +264,7 @@ static const char *registered(struct ibv_pd *pd)
 	return NULL;
 }
 
-/* Two ends that the connection manager connects. */
+/* Two ends that are connected with rdma_cm. */
 static const char *by_manager(void)
 {
 	struct rdma_event_channel *channel[2];
@@ -299,7 +299,7 @@ static const char *by_manager(void)
 	NEED(!rdma_accept(server, &param), errno, "rdma_accept");
 	TRY(event(channel[0], RDMA_CM_EVENT_ESTABLISHED, NULL));
 	TRY(event(channel[1], RDMA_CM_EVENT_ESTABLISHED, NULL));
-	/* Their protection domain is another one. */
+	/* rdma_cm uses another protection domain. */
 	one.mr = two.mr = NULL;
 	reason = registered(client->pd);
 	if (!reason)
@@ -313,8 +313,8 @@ static const char *by_manager(void)
 	return reason;
 }
 
-/* Plays all of it; gives WRONG, with a line, when something fails in another way than by saying what is missing. */
-static enum outcome scene(void)
+/* Runs the scenario. Prints a line and returns WRONG if it fails otherwise than by reporting a lack. */
+static enum outcome scenario(void)
 {
 	const char *reason, *cleanup;
 	struct ibv_pd *pd = NULL;
@@ -337,7 +337,7 @@ static enum outcome scene(void)
 static long open_fds(void)
 {
 	DIR *d = opendir("/proc/self/fd");
-	long n = -1; /* its own */
+	long n = -1; /* does not count the descriptor of the directory */
 
 	while (d && readdir(d))
 		n++;
@@ -357,12 +357,12 @@ static long address_space(void)
 	return pages * getpagesize();
 }
 
-/* What is limited, and in what steps. */
+/* A limit and its steps. */
 struct scarcity {
 	const char *what;
 	int resource;
 	long step, steps;
-	long tail; /* steps that must find enough */
+	long tail; /* steps at the end that must be sufficient */
 };
 
 static const struct scarcity scarcities[] = {
@@ -370,7 +370,7 @@ static const struct scarcity scarcities[] = {
 	{ "address space", RLIMIT_AS, 64 << 10, 400, 2 },
 };
 
-/* Memory of the scene's own, from before the limit. */
+/* Allocates the memory of the scenario before the limit is set. */
 static void own_memory(void)
 {
 	static uint8_t pages[2][(BYTES + 2 * GUARD + 4095) & ~4095u] __attribute__((aligned(64)));
@@ -382,7 +382,7 @@ static void own_memory(void)
 	two.at = two.whole + GUARD;
 }
 
-/* A child that has so little: plays the scene scarcely, then with the limit gone. */
+/* A child: runs the scenario with the limit, and again after removing it. */
 static int with_little(const struct scarcity *s, long n)
 {
 	struct rlimit was, low;
@@ -400,20 +400,23 @@ static int with_little(const struct scarcity *s, long n)
 	wait_ms = SHORT_MS;
 	if (setrlimit(s->resource, &low))
 		return 90;
-	first = scene();
+	first = scenario();
 	setrlimit(s->resource, &was);
 	memcpy(little, missed, sizeof missed);
 	scarce = false;
 	wait_ms = WAIT_MS;
-	second = scene();
+	second = scenario();
 	if (second != DONE)
-		printf("# and all is there again behind \"%s\", but it does not work\n", little);
+		printf("# the scenario fails after the limit was removed; with the limit: \"%s\"\n", little);
 	if (getenv("SCARCE_SAY"))
 		printf("# %s + %ld: %s\n", s->what, n * s->step, first == DONE ? "enough" : little);
-	/* The engine stays, and what the connection manager has for all its ids; closed connections go soon. */
+	/*
+	 * Some descriptors stay: those of the engine, and those that rdma_cm shares among ids. Those of closed
+	 * connections go soon.
+	 */
 	for (uint64_t end = now_ms() + WAIT_MS; second == DONE && open_fds() > fds + STAYS;) {
 		if (now_ms() > end) {
-			printf("# %ld descriptors more than before, behind \"%s\"\n", open_fds() - fds, little);
+			printf("# %ld descriptors more than before; with the limit: \"%s\"\n", open_fds() - fds, little);
 			second = WRONG;
 		}
 		sleep_ms(1);
@@ -439,19 +442,19 @@ static const char *ever_more(size_t which)
 			_exit(with_little(s, n));
 		}
 		ENSURE(waitpid(pid, &status, 0) == pid, "waitpid: %s", strerror(errno));
-		ENSURE(!WIFSIGNALED(status), "%s + %ld: dies of signal %d", s->what, n * s->step, WTERMSIG(status));
-		ENSURE(WEXITSTATUS(status) <= 1, "%s + %ld: as the lines before say", s->what, n * s->step);
+		ENSURE(!WIFSIGNALED(status), "%s + %ld: killed by signal %d", s->what, n * s->step, WTERMSIG(status));
+		ENSURE(WEXITSTATUS(status) <= 1, "%s + %ld: see the lines before", s->what, n * s->step);
 		if (WEXITSTATUS(status))
 			too_little++;
 		else
 			enough++;
 	}
-	ENSURE(too_little > 3, "only %lu of the limits were too low", too_little);
+	ENSURE(too_little > 3, "only %lu limits were too low for the scenario", too_little);
 	ENSURE(enough >= (unsigned long)s->tail, "%s: still not enough with %ld", s->what, s->steps * s->step);
 	return NULL;
 }
 
-/* Takes all that malloc has, and gives it back. */
+/* Allocates all memory that malloc can provide, and frees it afterwards. */
 static const char *no_memory_at_all(size_t arg)
 {
 	enum { MOST = 1 << 17 };
@@ -493,8 +496,8 @@ static const char *no_memory_at_all(size_t arg)
 	before = kept_count;
 	scarce = true;
 	wait_ms = SHORT_MS;
-	reason = n == MOST ? "malloc has more than can be taken" : NULL;
-	/* What is there goes on; what would be new is refused, again and again. */
+	reason = n == MOST ? "malloc provides more memory than the test can allocate" : NULL;
+	/* Existing connections still work, and new objects are refused, many times. */
 	for (uint32_t round = 0; !reason && round < 2000; round++) {
 		reason = round % 20 ? NULL : both(qp, cq, round);
 		if (!reason) {
@@ -508,7 +511,7 @@ static const char *no_memory_at_all(size_t arg)
 			struct kept k = kept[--kept_count];
 
 			if (k.close(k.what))
-				reason = "something of what was made cannot be closed";
+				reason = "an object cannot be destroyed";
 		}
 	}
 	while (n > 0)
@@ -523,7 +526,10 @@ static const char *no_memory_at_all(size_t arg)
 	return by_manager();
 }
 
-/* Queues that may become large, filled when there is no memory: each post is taken or refused with ENOMEM, none is lost. */
+/*
+ * Large queues are filled while there is no memory. Each post succeeds or returns ENOMEM, and no posted receive is
+ * lost.
+ */
 static const char *deep_queues(size_t arg)
 {
 	enum { DEPTH = 32768, MOST = 1 << 17 };
@@ -564,7 +570,7 @@ static const char *deep_queues(size_t arg)
 	setrlimit(RLIMIT_AS, &was);
 	ENSURE(rc == ENOMEM && posted < DEPTH, "%zu receives, then %s", posted, strerror(rc));
 	ENSURE(shared_rc == ENOMEM, "a shared receive: %s", strerror(shared_rc));
-	/* What was taken completes, once each, and nothing else. */
+	/* The posted receives complete once each, and no others. */
 	TRY(to_state(qp, IBV_QPS_ERR));
 	for (size_t i = 0; i < posted; i++)
 		TRY(expect_status(init.recv_cq, 7, IBV_WC_WR_FLUSH_ERR));
@@ -587,14 +593,14 @@ static const char *write_file(const char *path, const char *text)
 	return NULL;
 }
 
-/* A network of its own, with nothing but a loopback interface. */
+/* A new network namespace with only a loopback interface. */
 static const char *own_network(void)
 {
 	struct ifreq lo = { .ifr_name = "lo" };
 	int fd;
 
 	if (unshare(CLONE_NEWNET) && unshare(CLONE_NEWUSER | CLONE_NEWNET))
-		SKIP("network namespaces are not allowed here");
+		SKIP("network namespaces are not permitted");
 	fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
 	ENSURE(fd >= 0 && !ioctl(fd, SIOCGIFFLAGS, &lo), "lo: %s", strerror(errno));
 	lo.ifr_flags |= IFF_UP;
@@ -605,7 +611,7 @@ static const char *own_network(void)
 
 #define RANGE "/proc/sys/net/ipv4/ip_local_port_range"
 
-/* The scene with a few ports, from none that is free; each is held by a socket of ours. */
+/* Runs the scenario with a few ports, from no free port on. The others are occupied by sockets of the test. */
 static const char *few_ports(size_t arg)
 {
 	unsigned long too_little = 0, enough = 0;
@@ -639,19 +645,19 @@ static const char *few_ports(size_t arg)
 			}
 			scarce = true;
 			wait_ms = SHORT_MS;
-			first = scene();
+			first = scenario();
 			if (getenv("SCARCE_SAY"))
 				printf("# ports + %d: %s\n", free_ports, first == DONE ? "enough" : missed);
 			if (write_file(RANGE, "32768 60999"))
 				_exit(93);
 			scarce = false;
 			wait_ms = WAIT_MS;
-			second = scene();
+			second = scenario();
 			fflush(stdout);
 			_exit(first == WRONG || second != DONE ? 91 : first == DONE ? 0 : 1);
 		}
 		ENSURE(waitpid(pid, &status, 0) == pid, "waitpid: %s", strerror(errno));
-		ENSURE(!WIFSIGNALED(status), "%d ports: dies of signal %d", free_ports, WTERMSIG(status));
+		ENSURE(!WIFSIGNALED(status), "%d ports: killed by signal %d", free_ports, WTERMSIG(status));
 		ENSURE(WEXITSTATUS(status) <= 1, "%d ports: fails (%d)", free_ports, WEXITSTATUS(status));
 		if (WEXITSTATUS(status))
 			too_little++;
@@ -663,10 +669,10 @@ static const char *few_ports(size_t arg)
 	return NULL;
 }
 
-#define GONE_MS 100u /* in which the last descriptor of a destroyed connection closes, on a busy machine */
+#define GONE_MS 100u /* how long the last descriptor of a destroyed connection may stay open on a busy machine */
 
-/* The descriptors of a connection go with its two queue pairs, and not when a timer of seconds has run out. */
-static const char *descriptors_go(size_t rounds)
+/* The descriptors of a connection close with its two queue pairs, and not after a timer of seconds. */
+static const char *descriptors_closed(size_t rounds)
 {
 	struct ibv_send_wr wr = { .wr_id = 2, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED };
 	const struct want w = { 0 };
@@ -693,14 +699,14 @@ static const char *descriptors_go(size_t rounds)
 			ENSURE(now_ms() - since < GONE_MS, "%ld descriptors after %zu connections, %ld after one", open_fds(), i + 1,
 			       before);
 	}
-	printf("# %u of %zu connections had a descriptor when ibv_destroy_qp returned\n", late, rounds);
-	/* If only the worker closed them, nine of ten would. */
-	ENSURE(late <= rounds / 10, "%u of %zu connections had a descriptor when ibv_destroy_qp returned", late, rounds);
+	printf("# %u of %zu connections still had a descriptor when ibv_destroy_qp returned\n", late, rounds);
+	/* If only the device's thread closed them, nine of ten would still be open. */
+	ENSURE(late <= rounds / 10, "%u of %zu connections still had a descriptor when ibv_destroy_qp returned", late, rounds);
 	return NULL;
 }
 
 static const struct test tests[] = {
-	{ "descriptors_go", descriptors_go, 200, 60, true },
+	{ "descriptors_closed", descriptors_closed, 200, 60, true },
 	{ "few_descriptors", ever_more, 0, 200, true },
 	{ "little_memory", ever_more, 1, 300, true },
 	{ "no_memory_at_all", no_memory_at_all, 0, 60, true },

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Every opcode, byte for byte, between two queue pairs of one process.
+ * Every operation between two queue pairs of one process, with all bytes compared.
  *
- * A plain verbs program: it knows the public headers and nothing of the library behind them. Arguments are
- * parts of test names; none runs all. `--list` prints the names, `--device` the device and its addresses.
+ * A plain verbs program, which uses public headers only. Arguments select tests whose names contain them. `--list`
+ * prints the names, `--device` the device and its addresses.
  */
 #include "ends.h"
 
@@ -20,7 +20,7 @@ static const char *device_is_usable(size_t arg)
 	ENSURE(port.state == IBV_PORT_ACTIVE, "port state is %s", ibv_port_state_str(port.state));
 	ENSURE(port.gid_tbl_len >= 1, "no GID");
 	if (!strncmp(ibv_get_device_name(device->device), "anywarp", 7))
-		ENSURE(port.max_msg_sz >= 1u << 30, "messages only up to %u", port.max_msg_sz);
+		ENSURE(port.max_msg_sz >= 1u << 30, "max_msg_sz is only %u", port.max_msg_sz);
 	ENSURE(device_attr.max_qp > 0 && device_attr.max_cq > 0 && device_attr.max_mr > 0, "a limit is zero");
 	ENSURE(device_attr.phys_port_cnt == 1, "%d ports", device_attr.phys_port_cnt);
 	ENSURE(device_attr.node_guid != 0, "no node GUID");
@@ -30,7 +30,7 @@ static const char *device_is_usable(size_t arg)
 	ENSURE(false, "the GID is zero");
 }
 
-/* Ends a test whose message is too long for this device. */
+/* Skips a test whose message is too long for this device. */
 static const char *fits(size_t len)
 {
 	TRY(open_device());
@@ -39,7 +39,7 @@ static const char *fits(size_t len)
 	return NULL;
 }
 
-/* One message of `len` bytes, sent by `a`, received by `b`. */
+/* Sends one message of `len` bytes from `a` to `b`. */
 static const char *send_once(struct pair *p, size_t len, struct ibv_send_wr *extra)
 {
 	struct region src, dst;
@@ -68,7 +68,7 @@ static const char *send_once(struct pair *p, size_t len, struct ibv_send_wr *ext
 	if (len)
 		TRY(same_pattern(dst.at, len, 1));
 	else
-		TRY(all_bytes(dst.at, 1, FRESH, "target of nothing"));
+		TRY(all_bytes(dst.at, 1, FRESH, "target of an empty message"));
 	TRY(same_pattern(src.at, src.len, 1));
 	return guards_untouched(&dst);
 }
@@ -114,7 +114,7 @@ static const char *rc_by_lid(size_t len)
 	return send_once(&p, len, NULL);
 }
 
-/* Four pieces go out, three of other lengths take them in; an empty piece on both sides. */
+/* Four pieces are sent and received into three pieces of other lengths. Both sides also have an empty piece. */
 static const char *rc_send_multi_sge(size_t arg)
 {
 	static const size_t out[] = { 1000, 0, 1, 3095 }, in[] = { 17, 4000, 0, 200 };
@@ -151,14 +151,14 @@ static const char *rc_send_multi_sge(size_t arg)
 		uint8_t *piece = (uint8_t *)(uintptr_t)to[i].addr;
 
 		TRY(same_pattern_from(piece, n, 5, seen));
-		if (i != 2) /* behind what was filled of a piece */
+		if (i != 2) /* the part of a piece after the received data */
 			TRY(all_bytes(piece + n, 8, FRESH, "behind a piece"));
 		seen += n;
 	}
 	return guards_untouched(&dst);
 }
 
-/* Inline data belongs to the caller again when ibv_post_send returns, and needs no memory region. */
+/* After ibv_post_send returns, inline data may be overwritten. It needs no memory region. */
 static const char *rc_inline(size_t len)
 {
 	struct want w = { .inline_data = (uint32_t)len };
@@ -194,7 +194,7 @@ static const char *rc_inline(size_t len)
 	TRY(post(p.a.qp, &wr));
 	memset(scratch, 0, len);
 	TRY(expect_ok(p.a.scq, 5, IBV_WC_RDMA_WRITE, NULL));
-	TRY(post_recv(p.b.qp, 6, NULL, 0)); /* a Send behind the Write tells that the Write is placed */
+	TRY(post_recv(p.b.qp, 6, NULL, 0)); /* the following Send shows that the Write was placed */
 	wr = send_wr(7, IBV_WR_SEND, NULL, 0);
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_ok(p.b.rcq, 6, IBV_WC_RECV, NULL));
@@ -229,7 +229,7 @@ static const char *rc_unsignaled(size_t count)
 	return no_wc(p.b.rcq, QUIET_MS);
 }
 
-/* Work requests in a chain go out in the chain's order; sq_sig_all makes each complete. */
+/* A chain of work requests is executed in order. With sq_sig_all each of them completes. */
 static const char *rc_chain(size_t count)
 {
 	struct want w = { .sig_all = true };
@@ -264,7 +264,7 @@ static const char *rc_chain(size_t count)
 	return same_pattern(dst.at, dst.len, 31);
 }
 
-/* Waits for the channel's event, acknowledges it, and returns with the queue unarmed. */
+/* Waits for the channel's event and acknowledges it. The queue is not armed afterwards. */
 static const char *channel_event(struct end *e)
 {
 	struct ibv_cq *cq;
@@ -294,7 +294,7 @@ static const char *rc_events(size_t count)
 		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
 		TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
 	}
-	/* one request, one event: the queue is no longer armed */
+	/* one notification request gives one event, so the queue is no longer armed */
 	TRY(post_recv(p.b.qp, 9, NULL, 0));
 	TRY(post(p.a.qp, &wr));
 	TRY(not_readable(p.b.channel->fd, QUIET_MS));
@@ -321,14 +321,14 @@ static const char *rc_solicited(size_t arg)
 	TRY(channel_event(&p.b));
 	TRY(expect_ok(p.b.rcq, 0, IBV_WC_RECV, NULL));
 	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, NULL));
-	/* a failed completion counts as solicited */
+	/* a completion with an error counts as solicited */
 	ENSURE(!ibv_req_notify_cq(p.b.rcq, 1), "ibv_req_notify_cq: %s", strerror(errno));
 	TRY(to_state(p.b.qp, IBV_QPS_ERR));
 	TRY(channel_event(&p.b));
 	return expect_status(p.b.rcq, 2, IBV_WC_WR_FLUSH_ERR);
 }
 
-/* A Write without immediate data is silent at the target; the bytes are there when its completion is. */
+/* A Write without immediate data creates no completion at the target. Its data is there when the Write completes. */
 static const char *write_once(struct pair *p, size_t len)
 {
 	struct region src, dst;
@@ -348,7 +348,7 @@ static const char *write_once(struct pair *p, size_t len)
 	if (len)
 		TRY(same_pattern(dst.at, len, 2));
 	else
-		TRY(all_bytes(dst.at, 1, FRESH, "target of nothing"));
+		TRY(all_bytes(dst.at, 1, FRESH, "target of an empty message"));
 	TRY(guards_untouched(&dst));
 	TRY(expect_ok(p->a.scq, 21, IBV_WC_RDMA_WRITE, NULL));
 	TRY(expect_ok(p->a.scq, 22, IBV_WC_SEND, NULL));
@@ -374,8 +374,8 @@ static const char *uc_write(size_t len)
 	return write_once(&p, len);
 }
 
-/* The target's process does nothing at all: no verb is called until the bytes have come. */
-static const char *rc_write_to_sleeper(size_t len)
+/* The target process calls no verb until the data has arrived. */
+static const char *rc_write_to_idle_process(size_t len)
 {
 	uint64_t end = now_ms() + WAIT_MS;
 	struct region src, dst;
@@ -395,7 +395,7 @@ static const char *rc_write_to_sleeper(size_t len)
 	last = &dst.at[len - 1];
 	while (*last == FRESH && now_ms() < end)
 		sleep_ms(1);
-	ENSURE(*last != FRESH, "the bytes did not come while the program slept");
+	ENSURE(*last != FRESH, "the data did not arrive while the program slept");
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
 	return same_pattern(dst.at, len - 1, 6);
 }
@@ -422,7 +422,7 @@ static const char *write_imm_once(struct pair *p, size_t len)
 	if (len)
 		TRY(same_pattern(dst.at, len, 3));
 	else
-		TRY(all_bytes(dst.at, 1, FRESH, "target of nothing"));
+		TRY(all_bytes(dst.at, 1, FRESH, "target of an empty message"));
 	TRY(expect_ok(p->a.scq, 31, IBV_WC_RDMA_WRITE, NULL));
 	return guards_untouched(&dst);
 }
@@ -463,7 +463,7 @@ static const char *rc_read(size_t len)
 	if (len)
 		TRY(same_pattern(sink.at, len, 4));
 	else
-		TRY(all_bytes(sink.at, 1, FRESH, "sink of nothing"));
+		TRY(all_bytes(sink.at, 1, FRESH, "target of an empty Read"));
 	TRY(guards_untouched(&sink));
 	return no_wc(p.b.rcq, 5);
 }
@@ -484,7 +484,7 @@ static const char *rc_read_multi_sge(size_t arg)
 	TRY(new_region(&sink, p.a.pd, 100000, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&source, p.b.pd, 80000, IBV_ACCESS_REMOTE_READ));
 	fill_pattern(source.at, source.len, 14);
-	for (size_t i = 4; i-- > 0;) { /* the later piece stands first in memory */
+	for (size_t i = 4; i-- > 0;) { /* the last piece is first in memory */
 		to[i] = sge_of(&sink, at, in[i]);
 		at += in[i] + 16;
 		sum += in[i];
@@ -504,7 +504,7 @@ static const char *rc_read_multi_sge(size_t arg)
 	return guards_untouched(&sink);
 }
 
-/* More Reads than may be outstanding: the rest waits in the send queue, and all keep their order. */
+/* More Reads than may be outstanding: the others wait in the send queue, and all complete in order. */
 static const char *rc_many_reads(size_t count)
 {
 	struct want w = { .rd_atomic = 2 };
@@ -527,7 +527,7 @@ static const char *rc_many_reads(size_t count)
 	return same_pattern(sink.at, sink.len, 15);
 }
 
-/* A fenced Send behind a Read carries what the Read brought. */
+/* A fenced Send after a Read carries the data of the Read. */
 static const char *rc_fence(size_t rounds)
 {
 	struct region source, middle, dst;
@@ -615,7 +615,7 @@ static const char *rc_cmp_swap(size_t matches)
 	return guards_untouched(&cell);
 }
 
-/* Both ends count in the same cell; no count is lost and none is seen twice. */
+/* Both ends add to the same word. No addition is lost, and no value is returned twice. */
 static const char *rc_atomic_counter(size_t count)
 {
 	struct region sink_a, sink_b, cell_b;
@@ -658,7 +658,7 @@ static const char *rc_atomic_counter(size_t count)
 	return NULL;
 }
 
-/* Sends and Writes of mixed sizes both ways at once: order, content, nothing twice. */
+/* Sends and Writes of various sizes in both directions: order, contents, and no duplicates. */
 #define SLOTS 32u
 #define SLOT 40000u
 
@@ -701,11 +701,11 @@ static const char *flow_take(struct end *e, struct flow *f, uint32_t salt)
 	struct ibv_wc wc;
 	int n = ibv_poll_cq(e->rcq, 1, &wc);
 
-	ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+	ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 	if (n == 0)
 		return NULL;
 	TRY(wc_is(&wc, slot, IBV_WC_SUCCESS));
-	ENSURE(ntohl(wc.imm_data) == seq, "message %u came as number %u", ntohl(wc.imm_data), seq);
+	ENSURE(ntohl(wc.imm_data) == seq, "message %u arrived as number %u", ntohl(wc.imm_data), seq);
 	ENSURE(wc.byte_len == len, "message %u: byte_len %u, expected %zu", seq, wc.byte_len, len);
 	TRY(same_pattern(f->in.at + slot * SLOT, len, seq ^ salt));
 	TRY(same_pattern(f->written.at + slot * SLOT, len, seq ^ salt));
@@ -719,7 +719,7 @@ static const char *flow_done(struct end *e, struct flow *f)
 	struct ibv_wc wc;
 	int n = ibv_poll_cq(e->scq, 1, &wc);
 
-	ENSURE(n >= 0, "ibv_poll_cq gives %d", n);
+	ENSURE(n >= 0, "ibv_poll_cq returns %d", n);
 	if (n == 0)
 		return NULL;
 	TRY(wc_is(&wc, f->completed, IBV_WC_SUCCESS));
@@ -762,7 +762,7 @@ static const char *rc_both_ways(size_t count)
 	return no_wc(p.b.rcq, 20);
 }
 
-/* Many queue pairs share one CQ an end: each message reaches its own queue pair. */
+/* Many queue pairs share one CQ at each end. Each message reaches its own queue pair. */
 static const char *rc_many_qps(size_t count)
 {
 	struct end a[64] = { 0 }, b[64] = { 0 };
@@ -853,14 +853,14 @@ static const char *rc_to_itself(size_t len)
 	wr = rdma_wr(4, IBV_WR_RDMA_WRITE, &from, 1, &dst, 0);
 	TRY(post(e.qp, &wr));
 	TRY(expect_ok(e.scq, 4, IBV_WC_RDMA_WRITE, NULL));
-	TRY(post_recv(e.qp, 5, NULL, 0)); /* behind the Write */
+	TRY(post_recv(e.qp, 5, NULL, 0)); /* after the Write */
 	wr = send_wr(6, IBV_WR_SEND, NULL, 0);
 	TRY(post(e.qp, &wr));
 	TRY(expect_ok(e.rcq, 5, IBV_WC_RECV, NULL));
 	return same_pattern(dst.at, len, 8);
 }
 
-/* Receiver not ready: the Send waits for the receive that comes later. */
+/* Receiver not ready: the Send waits until a receive is posted. */
 static const char *rc_rnr_waits(size_t late_ms)
 {
 	struct region src, dst;
@@ -897,7 +897,7 @@ static const char *rc_rnr_gives_up(size_t retries)
 	return state_is(p.a.qp, IBV_QPS_ERR);
 }
 
-/* A remote access error: the right request has the status, the rest is flushed once, also at the target. */
+/* A remote access error: the failing request has the status, and the others are flushed once, at the target too. */
 static const char *rc_remote_error(size_t opcode)
 {
 	struct region mine, theirs;
@@ -938,7 +938,7 @@ static const char *rc_remote_error(size_t opcode)
 	TRY(expect_flushed(p.b.rcq, 101, 2));
 	TRY(state_is(p.a.qp, IBV_QPS_ERR));
 	TRY(state_is(p.b.qp, IBV_QPS_ERR));
-	/* a request posted to a queue pair in error is flushed as well */
+	/* a request that is posted to a queue pair in the error state is flushed too */
 	wr = send_wr(7, IBV_WR_SEND, &sge, 1);
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_flushed(p.a.scq, 7, 1));
@@ -947,7 +947,7 @@ static const char *rc_remote_error(size_t opcode)
 	return all_bytes(theirs.at, 64, FRESH, "target");
 }
 
-/* One byte too many for the receive: each side has its own status. */
+/* A message one byte longer than the receive: each side has its own error status. */
 static const char *rc_receive_too_small(size_t arg)
 {
 	struct region src, dst;
@@ -982,7 +982,7 @@ static const char *rc_local_error(size_t arg)
 	TRY(open_pair(&p, &usual));
 	TRY(new_region(&src, p.a.pd, 64, 0));
 	TRY(new_region(&dst, p.b.pd, 64, IBV_ACCESS_LOCAL_WRITE));
-	from = sge_of(&src, 1, 64); /* one byte behind the end */
+	from = sge_of(&src, 1, 64); /* one byte beyond the end */
 	to = sge_of(&dst, 0, 64);
 	TRY(post_recv(p.b.qp, 1, &to, 1));
 	wr = send_wr(2, IBV_WR_SEND, &from, 1);
@@ -992,7 +992,7 @@ static const char *rc_local_error(size_t arg)
 	return all_bytes(dst.at, 64, FRESH, "receive buffer");
 }
 
-/* Moving a queue pair to the error state completes each posted request once, in order. */
+/* In the error state each posted request completes once, in order. */
 static const char *rc_flush(size_t count)
 {
 	struct want w = { .rnr_retry = 7 };
@@ -1002,10 +1002,10 @@ static const char *rc_flush(size_t count)
 	TRY(open_pair(&p, &w));
 	for (size_t i = 0; i < count; i++)
 		TRY(post_recv(p.a.qp, i, NULL, 0));
-	for (size_t i = 0; i < count; i++) { /* b has no receive posted: none of these can end well */
+	for (size_t i = 0; i < count; i++) { /* b has no receive posted, so none of these can succeed */
 		wr = send_wr(1000 + i, IBV_WR_SEND, NULL, 0);
 		if (i % 2)
-			wr.send_flags = 0; /* a failed request completes whether it is signaled or not */
+			wr.send_flags = 0; /* a flushed request completes whether or not it is signaled */
 		TRY(post(p.a.qp, &wr));
 	}
 	TRY(to_state(p.a.qp, IBV_QPS_ERR));
@@ -1013,8 +1013,8 @@ static const char *rc_flush(size_t count)
 	return expect_flushed(p.a.scq, 1000, count);
 }
 
-/* RESET forgets the work and its completions; the queue pair can be connected again. */
-static const char *rc_reset_and_again(size_t rounds)
+/* RESET discards work requests and completions. The queue pair can be connected again. */
+static const char *rc_reset_and_reconnect(size_t rounds)
 {
 	struct ibv_send_wr wr = send_wr(1, IBV_WR_SEND, NULL, 0);
 	struct pair p;
@@ -1025,7 +1025,7 @@ static const char *rc_reset_and_again(size_t rounds)
 		TRY(post_recv(p.b.qp, 5, NULL, 0));
 		TRY(post_recv(p.b.qp, 6, NULL, 0));
 		TRY(post(p.a.qp, &wr));
-		TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL)); /* its receive stays unpolled */
+		TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL)); /* the completion of its receive is not polled */
 		TRY(to_state(p.a.qp, IBV_QPS_RESET));
 		TRY(to_state(p.b.qp, IBV_QPS_RESET));
 		TRY(no_wc(p.b.rcq, 10));
@@ -1035,8 +1035,8 @@ static const char *rc_reset_and_again(size_t rounds)
 	return send_once(&p, 100, NULL);
 }
 
-/* The other queue pair is destroyed: what is posted ends with an error and a flush, in bounded time. */
-static const char *rc_peer_gone(size_t arg)
+/* The other queue pair is destroyed: posted requests end with an error and flushes, in limited time. */
+static const char *rc_peer_destroyed(size_t arg)
 {
 	struct want w = { .timeout = 10, .retry = 2 };
 	struct ibv_send_wr wr;
@@ -1103,7 +1103,7 @@ static const char *rc_send_inv(size_t arg)
 	ENSURE(wc.wc_flags & IBV_WC_WITH_INV, "wc_flags %#x", wc.wc_flags);
 	ENSURE(wc.invalidated_rkey == rkey, "invalidated rkey %#x, expected %#x", wc.invalidated_rkey, rkey);
 	TRY(same_pattern(dst.at + 32, 64, 40));
-	TRY(all_bytes(dst.at, 32, FRESH, "before the window"));
+	TRY(all_bytes(dst.at, 32, FRESH, "bytes before the window"));
 	TRY(expect_ok(p.a.scq, 4, IBV_WC_SEND, NULL));
 	wr = rdma_wr(5, IBV_WR_RDMA_WRITE, &from, 1, &dst, 32);
 	wr.wr.rdma.rkey = rkey;
@@ -1111,7 +1111,7 @@ static const char *rc_send_inv(size_t arg)
 	return expect_status(p.a.scq, 5, IBV_WC_REM_ACCESS_ERR);
 }
 
-/* Two queue pairs take from one shared receive queue; the limit event comes once. */
+/* Two queue pairs use one shared receive queue. The limit event is raised once. */
 static const char *srq_limit(size_t arg)
 {
 	struct want w = { .srq = true };
@@ -1168,7 +1168,7 @@ static const char *srq_limit(size_t arg)
 		ENSURE(wc.qp_num == at->qp_num, "qp_num %#x, expected %#x", wc.qp_num, at->qp_num);
 		TRY(same_pattern(dst.at + wc.wr_id * 100, 100, 50));
 		TRY(expect_ok(p.a.scq, i, IBV_WC_SEND, NULL));
-		if (i == 1) /* four are left: not below the limit yet */
+		if (i == 1) /* four are left, which is not below the limit */
 			TRY(not_readable(device->async_fd, QUIET_MS));
 		if (i == 2)
 			TRY(async_event(IBV_EVENT_SRQ_LIMIT_REACHED, p.b.srq));
@@ -1178,21 +1178,21 @@ static const char *srq_limit(size_t arg)
 	return not_readable(device->async_fd, QUIET_MS);
 }
 
-/* A queue pair on an SRQ that fails says when it will take no more receives. */
+/* A failing queue pair with an SRQ reports with an event that it uses no more receives. */
 static const char *srq_last_wqe(size_t arg)
 {
 	struct pair p;
 
 	(void)arg;
 	TRY(open_device());
-	TRY(open_end(&p.a, &usual)); /* only one end has an SRQ: the other fails with it, and would tell as well */
+	TRY(open_end(&p.a, &usual)); /* only one end has an SRQ, because the other end fails too and would raise the same event */
 	TRY(open_end(&p.b, &(struct want){ .srq = true }));
 	TRY(connect_ends(&p.a, &p.b, &usual));
 	TRY(post_srq_recv(p.b.srq, 1, NULL, 0));
 	TRY(to_state(p.b.qp, IBV_QPS_ERR));
 	TRY(async_event(IBV_EVENT_QP_LAST_WQE_REACHED, p.b.qp));
 	TRY(not_readable(device->async_fd, QUIET_MS));
-	return no_wc(p.b.rcq, 10); /* the receive belongs to the SRQ, not to this queue pair */
+	return no_wc(p.b.rcq, 10); /* the receive belongs to the SRQ, so it is not flushed */
 }
 
 static const char *open_ud(struct end *e, const struct want *w, uint32_t qkey)
@@ -1233,7 +1233,7 @@ static struct ibv_send_wr ud_wr(uint64_t wr_id, enum ibv_wr_opcode opcode, struc
 
 #define GRH 40u
 
-/* The 40 bytes before a datagram: a GRH, or behind 20 unspecified bytes the IPv4 header. */
+/* The 40 bytes before a datagram: a GRH, or 20 unspecified bytes and the IPv4 header. */
 static const char *grh_is_ours(const uint8_t *grh)
 {
 	if (gid_is_ipv4(&local_gid)) {
@@ -1289,7 +1289,7 @@ static const char *ud_send(size_t len)
 	return NULL;
 }
 
-/* The receiver answers the sender, with the addresses in completion and header. */
+/* The receiver replies to the sender with the addresses in the completion and the header. */
 static const char *ud_reply(size_t arg)
 {
 	struct end a, b;
@@ -1324,7 +1324,7 @@ static const char *ud_reply(size_t arg)
 	return same_pattern(ra.at + GRH, 100, 61);
 }
 
-/* A datagram with the wrong Q_Key is dropped in silence; the next one arrives. */
+/* A datagram with the wrong Q_Key is dropped without notice; the next one arrives. */
 static const char *ud_qkey(size_t arg)
 {
 	struct end a, b;
@@ -1347,7 +1347,7 @@ static const char *ud_qkey(size_t arg)
 	TRY(post(a.qp, &wr));
 	TRY(expect_ok(a.scq, 3, IBV_WC_SEND, NULL));
 	TRY(no_wc(b.rcq, QUIET_MS));
-	/* with the high bit set the sender's own Q_Key travels */
+	/* with the high bit set, the Q_Key of the sender is sent */
 	wr.wr.ud.remote_qkey = 0x80000555u;
 	TRY(post(a.qp, &wr));
 	TRY(expect_ok(a.scq, 3, IBV_WC_SEND, NULL));
@@ -1361,7 +1361,7 @@ static const char *ud_qkey(size_t arg)
 	return no_wc(b.rcq, 10);
 }
 
-/* No receive is posted, or the queue pair does not exist: the datagram is lost, and neither queue pair fails. */
+/* No receive is posted, or the queue pair does not exist: the datagram is lost, and no queue pair fails. */
 static const char *ud_lost(size_t arg)
 {
 	struct end a, b;
@@ -1393,7 +1393,7 @@ static const char *ud_lost(size_t arg)
 	return state_is(b.qp, IBV_QPS_RTS);
 }
 
-/* A stream of datagrams in a window that fits the buffers: all arrive, whole, once. */
+/* A stream of datagrams in a window that fits the buffers: all arrive completely and once. */
 static const char *ud_stream(size_t count)
 {
 	struct end a, b;
@@ -1431,7 +1431,7 @@ static const char *ud_stream(size_t count)
 	return NULL;
 }
 
-/* Datagram queue pairs of one process do not take each other's datagrams. */
+/* Datagram queue pairs of one process do not receive each other's datagrams. */
 static const char *ud_many_qps(size_t count)
 {
 	struct end e[32], a;
@@ -1459,13 +1459,13 @@ static const char *ud_many_qps(size_t count)
 	}
 	for (size_t i = 0; i < count; i++) {
 		TRY(expect_ok(e[i].rcq, i, IBV_WC_RECV, &wc));
-		ENSURE(ntohl(wc.imm_data) == i, "datagram for %u came to %zu", ntohl(wc.imm_data), i);
+		ENSURE(ntohl(wc.imm_data) == i, "datagram for %u arrived at %zu", ntohl(wc.imm_data), i);
 		TRY(no_wc(e[i].rcq, 1));
 	}
 	return NULL;
 }
 
-/* The extended interface: ibv_wr_* between start and complete, completions through ibv_cq_ex. */
+/* The extended interface: ibv_wr_* between ibv_wr_start and ibv_wr_complete, and completions with ibv_cq_ex. */
 static const char *open_extended(struct end *e, struct ibv_cq_ex **cq)
 {
 	struct ibv_cq_init_attr_ex cq_init = { .cqe = 256, .wc_flags = IBV_WC_STANDARD_FLAGS };
@@ -1498,7 +1498,7 @@ static const char *open_extended(struct end *e, struct ibv_cq_ex **cq)
 	return NULL;
 }
 
-/* Takes one completion with start_poll; it must have gone well. */
+/* Polls one completion with ibv_start_poll, which must be successful. */
 static const char *next_ex(struct ibv_cq_ex *cq, uint64_t wr_id, enum ibv_wc_opcode opcode, uint32_t byte_len,
 			   uint32_t *imm)
 {
@@ -1547,7 +1547,7 @@ static const char *rc_extended(size_t arg)
 	TRY(open_extended(&p.b, &cqb));
 	TRY(connect_ends(&p.a, &p.b, &usual));
 	qp = ibv_qp_to_qp_ex(p.a.qp);
-	ENSURE(qp, "ibv_qp_to_qp_ex gives NULL");
+	ENSURE(qp, "ibv_qp_to_qp_ex returns NULL");
 	TRY(new_region(&src, p.a.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&dst, p.b.pd, 8192,
 		       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));
@@ -1585,7 +1585,7 @@ static const char *rc_extended(size_t arg)
 	TRY(same_pattern(dst.at, 4096, 70));
 	TRY(same_pattern(dst.at + 4096, 1064, 70));
 
-	/* a started batch that is given up leaves nothing behind */
+	/* an aborted batch has no effect */
 	ibv_wr_start(qp);
 	qp->wr_id = 13;
 	qp->wr_flags = IBV_SEND_SIGNALED;
@@ -1636,7 +1636,7 @@ static const struct test tests[] = {
 	{ "rc_write_4096", rc_write, 4096, 0, false },
 	{ "rc_write_1M+3", rc_write, MIB + 3, 0, false },
 	{ "rc_write_64M", rc_write, 64 * MIB, 180, false },
-	{ "rc_write_to_sleeper", rc_write_to_sleeper, 300000, 0, false },
+	{ "rc_write_to_idle_process", rc_write_to_idle_process, 300000, 0, false },
 	{ "rc_write_imm_0", rc_write_imm, 0, 0, false },
 	{ "rc_write_imm_4096", rc_write_imm, 4096, 0, false },
 	{ "rc_write_imm_1M+3", rc_write_imm, MIB + 3, 0, false },
@@ -1668,8 +1668,8 @@ static const struct test tests[] = {
 	{ "rc_receive_too_small", rc_receive_too_small, 0, 0, false },
 	{ "rc_local_error", rc_local_error, 0, 0, false },
 	{ "rc_flush", rc_flush, 100, 0, false },
-	{ "rc_reset_and_again", rc_reset_and_again, 5, 0, false },
-	{ "rc_peer_gone", rc_peer_gone, 0, 0, false },
+	{ "rc_reset_and_reconnect", rc_reset_and_reconnect, 5, 0, false },
+	{ "rc_peer_destroyed", rc_peer_destroyed, 0, 0, false },
 	{ "srq_limit", srq_limit, 0, 0, false },
 	{ "srq_last_wqe", srq_last_wqe, 0, 0, false },
 	{ "uc_send_1", uc_send, 1, 0, false },
@@ -1687,7 +1687,7 @@ static const struct test tests[] = {
 	{ "ud_many_qps", ud_many_qps, 32, 0, false },
 };
 
-/* Tells the device and its addresses, a line each, for other programs to read. */
+/* Prints the device and its addresses, one line each, for other programs. */
 static int describe(void)
 {
 	const char *reason = open_device();

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * TCP sockets and waits as programs use them: `cargo lab sockets` runs this program on the kernel's sockets, and with both ends
- * upgraded by libanywarp-sockets.so. It must see the same. Both ends are in this process, over the loopback interface.
+ * TCP sockets and poll, select and epoll as programs use them. `cargo lab sockets` runs this program on the kernel's
+ * sockets, and with both ends upgraded by libanywarp-sockets.so. Both runs must give the same results. Both ends are in
+ * this process and use the loopback interface.
  *
- * SOCKETS_UPGRADED=1 means that the connections are to be upgraded; the first test tries whether they are.
+ * SOCKETS_UPGRADED=1 says that connections should be upgraded. The first test checks this.
  */
 #include "check.h"
 
@@ -18,12 +19,12 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define SHORT_MS 30 /* in which nothing is to happen */
+#define SHORT_MS 30 /* time in which no event must occur */
 #define LONG_MS 5000
 
 static int close_fd(void *p)
 {
-	close((int)(intptr_t)p); /* a test may have closed it */
+	close((int)(intptr_t)p); /* the test may have closed it */
 	return 0;
 }
 
@@ -33,10 +34,10 @@ static void keep_fd(int fd)
 }
 
 struct pair {
-	int a, b; /* the end that connected, and the one that accepted */
+	int a, b; /* the end that connected, and the end that accepted */
 };
 
-/* A word each way: an accepted connection is decided at its first read. */
+/* A message in each direction, because the transport of an accepted connection is decided at its first read. */
 static const char *greet(const struct pair *p)
 {
 	char word[3] = "";
@@ -114,7 +115,7 @@ static const char *drop(int set, int fd)
 	return NULL;
 }
 
-/* Exactly one event, with this data. */
+/* Checks that there is exactly one event, with this data. */
 static const char *reports(int set, uint32_t events, uint64_t data)
 {
 	struct epoll_event e[4];
@@ -134,7 +135,7 @@ static double cpu_ms(void)
 	return (double)(r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1e3 + (double)(r.ru_utime.tv_usec + r.ru_stime.tv_usec) / 1e3;
 }
 
-/* No event for some time, and the wait sleeps meanwhile. */
+/* Checks that no event occurs for some time, and that the wait uses no processor time. */
 static const char *is_quiet(int set)
 {
 	struct epoll_event e;
@@ -165,7 +166,7 @@ static const char *takes(int fd, const char *word)
 	return NULL;
 }
 
-/* Writes until nothing more goes, on a non-blocking descriptor; how much that was. */
+/* Writes to a non-blocking descriptor until it is full. Sets the number of bytes. */
 static const char *fill(int fd, size_t *total)
 {
 	static const char block[65536];
@@ -178,7 +179,7 @@ static const char *fill(int fd, size_t *total)
 			return NULL;
 		}
 		*total += (size_t)n;
-		ENSURE(*total < 1u << 30, "a gigabyte without a reader");
+		ENSURE(*total < 1u << 30, "a gigabyte is accepted without a reader");
 	}
 }
 
@@ -189,7 +190,7 @@ static const char *take_all(int fd, size_t total)
 	while (total) {
 		ssize_t n = read(fd, block, total < sizeof block ? total : sizeof block);
 
-		ENSURE(n > 0, "read with %zu bytes missing: %s", total, n ? strerror(errno) : "end");
+		ENSURE(n > 0, "read, with %zu bytes outstanding: %s", total, n ? strerror(errno) : "end");
 		total -= (size_t)n;
 	}
 	return NULL;
@@ -197,7 +198,7 @@ static const char *take_all(int fd, size_t total)
 
 /* ---------------------------------------------------------------- which transport */
 
-/* The bytes of a stream differ from what the program wrote if, and only if, it is upgraded: the kernel counts more. */
+/* On an upgraded connection the kernel counts more bytes than the program wrote; on a plain one, as many. */
 static const char *is_upgraded(size_t arg)
 {
 	bool expected = getenv("SOCKETS_UPGRADED");
@@ -244,12 +245,12 @@ static const char *edge(size_t arg)
 	TRY(add(set, p.b, EPOLLIN | EPOLLET, 8));
 	TRY(text(p.a, "ab"));
 	TRY(reports(set, EPOLLIN, 8));
-	TRY(is_quiet(set)); /* though nothing was read */
+	TRY(is_quiet(set)); /* although no data was read */
 	TRY(text(p.a, "cd"));
 	TRY(reports(set, EPOLLIN, 8));
 	TRY(takes(p.b, "abcd"));
 	TRY(is_quiet(set));
-	/* What is there already is an edge for what is added or modified. */
+	/* Data that has arrived already counts as an edge when a descriptor is added or modified. */
 	TRY(text(p.a, "ef"));
 	TRY(reports(set, EPOLLIN, 8));
 	TRY(modify(set, p.b, EPOLLIN | EPOLLET, 9));
@@ -274,7 +275,7 @@ static const char *one_shot(size_t arg)
 	TRY(reports(set, EPOLLIN, 2));
 	TRY(is_quiet(set));
 	TRY(drop(set, p.b));
-	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "what was removed can be modified");
+	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "a removed descriptor can be modified");
 	return NULL;
 }
 
@@ -291,7 +292,7 @@ static const char *removed(size_t arg)
 	ENSURE(control(set, EPOLL_CTL_ADD, p.b, EPOLLIN, 1) == EEXIST, "a descriptor can be added twice");
 	TRY(drop(set, p.b));
 	ENSURE(control(set, EPOLL_CTL_DEL, p.b, 0, 0) == ENOENT, "a descriptor can be removed twice");
-	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "what was removed can be modified");
+	ENSURE(control(set, EPOLL_CTL_MOD, p.b, EPOLLIN, 0) == ENOENT, "a removed descriptor can be modified");
 	TRY(text(p.a, "ab"));
 	TRY(is_quiet(set));
 	TRY(is_quiet(set));
@@ -314,8 +315,8 @@ static const char *removed(size_t arg)
 	return NULL;
 }
 
-/* What comes while the program does not wait for it is reported when it does, and no wait spins until then. */
-static const char *unwanted(size_t with_out)
+/* Data that arrives while the program does not wait for EPOLLIN is reported when it does. Until then, no wait spins. */
+static const char *not_waited_for(size_t with_out)
 {
 	struct pair p;
 	int set;
@@ -335,7 +336,7 @@ static const char *unwanted(size_t with_out)
 	TRY(takes(p.b, "abc"));
 	TRY(modify(set, p.b, EPOLLIN, 4));
 	TRY(is_quiet(set));
-	/* The end is reported as such, and not before it is wanted. */
+	/* The end of the stream is not reported before the program waits for EPOLLIN. */
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
 	TRY(reports(set, EPOLLIN, 4));
 	TRY(modify(set, p.b, 0, 4));
@@ -359,7 +360,7 @@ static void *read_later(void *arg)
 	return NULL;
 }
 
-/* A writer that waits for room sleeps, and is woken when the peer reads. */
+/* A writer that waits for room sleeps until the peer reads. */
 static const char *room(size_t arg)
 {
 	uint32_t flags = (uint32_t)arg;
@@ -378,7 +379,7 @@ static const char *room(size_t arg)
 	TRY(fill(p.a, &r.total));
 	if (flags & EPOLLONESHOT)
 		TRY(modify(set, p.a, EPOLLOUT | flags, 1));
-	/* What the kernels move by themselves ends; then nothing more goes. */
+	/* The kernels stop moving data at some point. Then the socket is full. */
 	for (int turn = 0; turn < 20 && poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, SHORT_MS) == 1; turn++) {
 		size_t more;
 
@@ -426,7 +427,7 @@ static const char *two_sets(size_t arg)
 	return reports(two, EPOLLIN, 2);
 }
 
-/* Two streams whose data in the set is the same. */
+/* Two streams with the same data in the set. */
 static const char *same_data(size_t arg)
 {
 	struct pair p, q;
@@ -468,7 +469,7 @@ static const char *closed(size_t copies)
 	ENSURE(!close(p.b), "close: %s", strerror(errno));
 	TRY(is_quiet(set));
 	if (copies) {
-		/* The stream lives by its copy, and the set does not have it. */
+		/* The stream stays open through its copy, although the original was removed from the set. */
 		TRY(text(p.a, "ab"));
 		TRY(is_quiet(set));
 		TRY(takes(copy, "ab"));
@@ -479,7 +480,7 @@ static const char *closed(size_t copies)
 	return NULL;
 }
 
-/* A set within a set, and one that poll and select wait for. */
+/* A set inside a set, and a set in poll and select. */
 static const char *nested(size_t arg)
 {
 	struct timeval none = { 0, 0 };
@@ -496,7 +497,7 @@ static const char *nested(size_t arg)
 	TRY(add(outer, inner, EPOLLIN, 2));
 	poll_set = (struct pollfd){ .fd = inner, .events = POLLIN };
 	TRY(is_quiet(outer));
-	ENSURE(poll(&poll_set, 1, 0) == 0, "poll of a set without events gives %#x", (unsigned int)poll_set.revents);
+	ENSURE(poll(&poll_set, 1, 0) == 0, "poll of a set without events returns %#x", (unsigned int)poll_set.revents);
 	TRY(text(p.a, "ab"));
 	TRY(reports(outer, EPOLLIN, 2));
 	TRY(reports(inner, EPOLLIN, 1));
@@ -516,7 +517,7 @@ static void *write_later(void *arg)
 	return (void *)(intptr_t)write(*(int *)arg, "x", 1);
 }
 
-/* A thread that waits in a set learns of what another adds, and of what a stream's peer sends. */
+/* A thread that waits in a set gets events of descriptors that another thread adds, and of data that a peer sends. */
 static const char *woken(size_t arg)
 {
 	pthread_t thread;
@@ -601,14 +602,14 @@ static const char *reads(size_t arg)
 	TRY(connected(&p));
 	TRY(text(p.a, "abcdef"));
 	ENSURE(recv(p.b, b, 2, MSG_PEEK) == 2 && !memcmp(b, "ab", 2), "MSG_PEEK");
-	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD gives %d", n);
+	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD returns %d", n);
 	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv");
 	ENSURE(recv(p.b, b, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN, "MSG_DONTWAIT without data: %s", strerror(errno));
 	TRY(text(p.a, "xyz"));
 	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC"); /* TCP discards */
 	TRY(takes(p.b, "z"));
-	ENSURE(read(p.b, b, 0) == 0, "read of nothing");
-	ENSURE(write(p.b, b, 0) == 0, "write of nothing");
+	ENSURE(read(p.b, b, 0) == 0, "read of 0 bytes");
+	ENSURE(write(p.b, b, 0) == 0, "write of 0 bytes");
 	return NULL;
 }
 
@@ -639,12 +640,12 @@ static const char *half_closed(size_t arg)
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
 	ENSURE(write(p.a, "x", 1) == -1 && errno == EPIPE, "write after SHUT_WR: %s", strerror(errno));
 	TRY(takes(p.b, "last"));
-	ENSURE(read(p.b, &c, 1) == 0 && read(p.b, &c, 1) == 0, "no end behind the data");
+	ENSURE(read(p.b, &c, 1) == 0 && read(p.b, &c, 1) == 0, "no end of the stream after the data");
 	TRY(text(p.b, "reply"));
 	return takes(p.a, "reply");
 }
 
-/* Behind the end of one direction as much goes the other way as before. */
+/* After one direction has ended, the other direction can carry any amount of data. */
 static const char *half_closed_reply(size_t arg)
 {
 	struct timeval limit = { .tv_sec = LONG_MS / 1000 };
@@ -665,15 +666,17 @@ static const char *half_closed_reply(size_t arg)
 	ENSURE(!pthread_create(&thread, NULL, read_later, &r), "pthread_create");
 	for (size_t sent = 0; sent < r.total && !error; sent += sizeof piece)
 		if (write(p.b, piece, sizeof piece) != sizeof piece)
-			error = "a write behind the peer's end stops";
+			error = "a write after the peer's shutdown blocks";
 	pthread_join(thread, NULL);
 	TRY(error);
 	return r.error;
 }
 
-/* What poll calls writable takes a write of usual length without waiting, also of a socket that waits: programs with one thread
- * (socat) would wait for a peer that waits for them. */
-static const char *promised(size_t arg)
+/*
+ * If poll reports a socket as writable, a write of the usual length does not block, even on a blocking socket.
+ * Otherwise programs with one thread (socat) would wait for a peer that waits for them.
+ */
+static const char *writable_does_not_block(size_t arg)
 {
 	struct timeval limit = { .tv_sec = 2 };
 	static char piece[8192];
@@ -683,13 +686,13 @@ static const char *promised(size_t arg)
 	TRY(connected(&p));
 	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit), "SO_SNDTIMEO: %s", strerror(errno));
 	for (int turn = 0; poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, SHORT_MS) == 1; turn++) {
-		ENSURE(turn < 10000, "a peer that reads nothing is sent 80 MB");
+		ENSURE(turn < 10000, "80 MB are accepted without a reader");
 		ENSURE(write(p.a, piece, sizeof piece) == sizeof piece, "write %d waits: %s", turn, strerror(errno));
 	}
 	return NULL;
 }
 
-/* A megabyte in odd pieces, both ways at once. */
+/* A megabyte in pieces of odd length, in both directions at once. */
 struct mover {
 	int fd;
 	uint32_t seed;
@@ -776,8 +779,8 @@ static const struct test tests[] = {
 	{ "edge", edge, 0, 0, false },
 	{ "one_shot", one_shot, 0, 0, false },
 	{ "removed", removed, 0, 0, false },
-	{ "unwanted", unwanted, 0, 0, false },
-	{ "unwanted_out", unwanted, 1, 0, false },
+	{ "not_waited_for", not_waited_for, 0, 0, false },
+	{ "not_waited_for_out", not_waited_for, 1, 0, false },
 	{ "room", room, 0, 0, false },
 	{ "room_edge", room, EPOLLET, 0, false },
 	{ "room_one_shot", room, EPOLLONESHOT, 0, false },
@@ -793,7 +796,7 @@ static const struct test tests[] = {
 	{ "times_out", times_out, 0, 0, false },
 	{ "half_closed", half_closed, 0, 0, false },
 	{ "half_closed_reply", half_closed_reply, 0, 0, false },
-	{ "promised", promised, 0, 0, false },
+	{ "writable_does_not_block", writable_does_not_block, 0, 0, false },
 	{ "both_ways", both_ways, 0, 0, false },
 };
 

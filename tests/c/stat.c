@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What `anywarp stat` reads: counters of queue pairs, from a socket that is there only when ANYWARP_STAT says so, and that
- * answers the same user alone.
+ * The counters of queue pairs that `anywarp stat` reads. They come from a socket that exists only with ANYWARP_STAT,
+ * and that answers only the same user.
  */
 #include "ends.h"
 
@@ -14,7 +14,7 @@
 #define BURST 60u
 #define PAIRS 8u
 
-/* Queries process `pid`. Returns the answer, or NULL without one; *connected is then whether the process listens. */
+/* Queries process `pid`. Returns the answer, or NULL. *connected says whether the process has a socket for queries. */
 static char *ask(pid_t pid, bool *connected)
 {
 	static char text[65536];
@@ -52,7 +52,7 @@ static char *ask(pid_t pid, bool *connected)
 	return text;
 }
 
-/* The number behind `name` in the line of a queue pair; -1 if it is not there. */
+/* The number after `name` in the line of a queue pair, or -1. */
 static long long number(const char *text, uint32_t qpn, const char *name)
 {
 	char qp[16], word[40], line[2048];
@@ -99,7 +99,7 @@ static const char *counts(size_t arg)
 	setenv("ANYWARP_STAT", "1", 1);
 	TRY(exchange(IBV_QPT_RC, &p));
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
+	ENSURE(text, "no answer to the query");
 	ENSURE(number(text, p.a.qp->qp_num, "requests") == MESSAGES, "other requests in: %s", text);
 	ENSURE(number(text, p.a.qp->qp_num, "request_bytes") == MESSAGES * LENGTH, "other bytes in: %s", text);
 	ENSURE(number(text, p.b.qp->qp_num, "requests") == 0, "other requests in: %s", text);
@@ -121,17 +121,17 @@ static const char *counts_datagrams(size_t arg)
 	setenv("ANYWARP_STAT", "1", 1);
 	TRY(exchange(IBV_QPT_UC, &p));
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
+	ENSURE(text, "no answer to the query");
 	ENSURE(number(text, p.a.qp->qp_num, "tx_dgrams") >= MESSAGES, "too few datagrams in: %s", text);
 	ENSURE(number(text, p.b.qp->qp_num, "rx_messages") == MESSAGES, "other messages in: %s", text);
 	ENSURE(number(text, p.a.qp->qp_num, "tx_calls") >= 1, "no calls in: %s", text);
 	ENSURE(number(text, p.b.qp->qp_num, "port_rx_calls") > number(text, p.b.qp->qp_num, "port_rx_empty"),
 	       "no calls in: %s", text);
-	ENSURE(strstr(text, "\nworker 0 wakes="), "nothing of the device's thread in: %s", text);
+	ENSURE(strstr(text, "\nworker 0 wakes="), "no counters of the device's thread in: %s", text);
 	return NULL;
 }
 
-/* A Send that comes before its receive: how often the peer was not ready. */
+/* A Send without a receive: the sender counts how often the receiver was not ready. */
 static const char *not_ready(size_t arg)
 {
 	struct want want = { .type = IBV_QPT_RC };
@@ -153,19 +153,19 @@ static const char *not_ready(size_t arg)
 	TRY(post(p.a.qp, &wr));
 	for (unsigned int tries = 0; tries < 500; tries++) {
 		text = ask(getpid(), &connected);
-		ENSURE(text, "nobody answers");
+		ENSURE(text, "no answer to the query");
 		if (number(text, p.a.qp->qp_num, "rnr") > 0)
 			break;
 		sleep_ms(10);
 	}
-	ENSURE(number(text, p.a.qp->qp_num, "rnr") > 0, "the peer is always ready: %s", text);
-	ENSURE(number(text, p.b.qp->qp_num, "rnr") == 0, "the peer sends nothing: %s", text);
+	ENSURE(number(text, p.a.qp->qp_num, "rnr") > 0, "rnr is 0 in: %s", text);
+	ENSURE(number(text, p.b.qp->qp_num, "rnr") == 0, "rnr is counted at the receiver in: %s", text);
 	TRY(post_recv(p.b.qp, 1, &in, 1));
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
 	return NULL;
 }
 
-/* A congestion control that every user may set, and one that no host has: then that of the host is used. */
+/* A congestion control that is available to every user is used. With an unknown one, the host's default is used. */
 static const char *congestion(size_t arg)
 {
 	static const char *const names[] = { "reno", "none-of-them" };
@@ -175,20 +175,23 @@ static const char *congestion(size_t arg)
 	char *text;
 	FILE *f = fopen("/proc/sys/net/ipv4/tcp_congestion_control", "re");
 
-	ENSURE(f && fscanf(f, "%63s", hosts) == 1, "the host does not say what it has");
+	ENSURE(f && fscanf(f, "%63s", hosts) == 1, "the host's congestion control is unknown");
 	fclose(f);
 	setenv("ANYWARP_STAT", "1", 1);
 	setenv("ANYWARP_CC", names[arg], 1);
 	TRY(exchange(IBV_QPT_RC, &p));
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
+	ENSURE(text, "no answer to the query");
 	snprintf(want, sizeof want, " congestion=%s", arg ? hosts : names[arg]);
 	ENSURE(strstr(text, want), "not%s in: %s", want, text);
 	return NULL;
 }
 
-/* Posts single requests as fast as it can, and polls between them if `in_turns`; counts the calls that sent them. */
-static const char *burst(bool in_turns, long long *calls)
+/*
+ * Posts single requests as fast as possible, with a poll after each if `polling`. Returns the number of system calls
+ * that sent them.
+ */
+static const char *burst(bool polling, long long *calls)
 {
 	uint64_t done = 0;
 	struct want want = { .type = IBV_QPT_RC };
@@ -206,22 +209,25 @@ static const char *burst(bool in_turns, long long *calls)
 
 		TRY(post_recv(p.b.qp, i, &in, 1));
 	}
-	/* For a while after a poll the device's own thread stays away, and acknowledges nothing. */
-	ENSURE(ibv_poll_cq(p.a.scq, 1, &wc) == 0, "a completion of nothing");
+	/*
+	 * For a while after a poll, the device's own thread does not process this queue pair, so nothing is
+	 * acknowledged.
+	 */
+	ENSURE(ibv_poll_cq(p.a.scq, 1, &wc) == 0, "a completion without a request");
 	for (uint64_t i = 0; i < BURST; i++) {
 		struct ibv_sge out = sge_of(&from, i, 1);
 		struct ibv_send_wr wr = send_wr(i, IBV_WR_SEND, &out, 1);
 
 		TRY(post(p.a.qp, &wr));
-		if (in_turns && ibv_poll_cq(p.a.scq, 1, &wc) == 1) {
+		if (polling && ibv_poll_cq(p.a.scq, 1, &wc) == 1) {
 			ENSURE(wc.status == IBV_WC_SUCCESS && wc.wr_id == done, "request %d", (int)wc.wr_id);
 			done++;
 		}
 	}
 	sleep_ms(100);
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
-	ENSURE(number(text, p.b.qp->qp_num, "received") == BURST, "not all went without a poll: %s", text);
+	ENSURE(text, "no answer to the query");
+	ENSURE(number(text, p.b.qp->qp_num, "received") == BURST, "not all were sent without a poll: %s", text);
 	*calls = number(text, p.a.qp->qp_num, "tx_calls");
 	for (uint64_t i = 0; i < BURST; i++) {
 		if (i >= done)
@@ -232,24 +238,24 @@ static const char *burst(bool in_turns, long long *calls)
 }
 
 /*
- * Small requests that are posted one by one are corked behind four that are not acknowledged, and are still sent
- * without a poll. So are those behind four others with at most one idle poll between them. There are several bursts,
- * because this thread may lose its processor in the middle of one.
+ * Small requests that are posted one by one are corked while four earlier ones are not acknowledged, and are still sent
+ * without a poll. The same holds with idle polls between them. There are several bursts, because this thread may be
+ * descheduled during one.
  */
-static const char *company(size_t in_turns)
+static const char *corking(size_t polling)
 {
 	long long calls = BURST;
 
 	setenv("ANYWARP_STAT", "1", 1);
 	for (unsigned int tries = 0; tries < 10 && calls > BURST / 4; tries++)
-		TRY(burst(in_turns, &calls));
+		TRY(burst(polling, &calls));
 	ENSURE(calls <= BURST / 4, "%lld calls for %u requests", calls, BURST);
 	return NULL;
 }
 
 /*
- * One end only receives and stays in RTR: the stream changes to shared memory all the same, whichever of them dialed, which
- * the numbers of the queue pairs decide.
+ * One end only receives and stays in RTR. The stream still changes to shared memory, whichever end dialed. The queue
+ * pair numbers determine that.
  */
 static const char *memory(size_t passive)
 {
@@ -283,16 +289,16 @@ static const char *memory(size_t passive)
 		TRY(post(from->qp, &wr));
 		TRY(expect_ok(from->scq, i, IBV_WC_SEND, NULL));
 		TRY(expect_ok(to->rcq, i, IBV_WC_RECV, NULL));
-		ENSURE(!memcmp(out.at, in.at, LENGTH), "other bytes in message %u", (unsigned int)i);
+		ENSURE(!memcmp(out.at, in.at, LENGTH), "message %u has other data", (unsigned int)i);
 	}
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
-	ENSURE(number(text, from->qp->qp_num, "memory") == 1, "not in memory: %s", text);
-	ENSURE(number(text, to->qp->qp_num, "memory") == 1, "not in memory: %s", text);
+	ENSURE(text, "no answer to the query");
+	ENSURE(number(text, from->qp->qp_num, "memory") == 1, "not in shared memory: %s", text);
+	ENSURE(number(text, to->qp->qp_num, "memory") == 1, "not in shared memory: %s", text);
 	return NULL;
 }
 
-/* Posts two requests to each of some queue pairs, and gives the calls that sent them. */
+/* Posts two requests to each of some queue pairs. Returns the number of system calls that sent them. */
 static const char *round_of_posts(struct pair *pairs, struct region *from, struct region *to, long long *calls)
 {
 	long long before = 0, after = 0, received = 0;
@@ -300,7 +306,7 @@ static const char *round_of_posts(struct pair *pairs, struct region *from, struc
 	bool connected;
 	char *text = ask(getpid(), &connected);
 
-	ENSURE(text, "nobody answers");
+	ENSURE(text, "no answer to the query");
 	for (unsigned int i = 0; i < PAIRS; i++) {
 		before += number(text, pairs[i].a.qp->qp_num, "tx_calls");
 		received -= number(text, pairs[i].b.qp->qp_num, "received");
@@ -310,7 +316,7 @@ static const char *round_of_posts(struct pair *pairs, struct region *from, struc
 			TRY(post_recv(pairs[i].b.qp, j, &in, 1));
 		}
 	}
-	ENSURE(ibv_poll_cq(pairs[0].a.scq, 1, &wc) == 0, "a completion of nothing");
+	ENSURE(ibv_poll_cq(pairs[0].a.scq, 1, &wc) == 0, "a completion without a request");
 	for (unsigned int i = 0; i < PAIRS; i++)
 		for (uint64_t j = 0; j < 2; j++) {
 			struct ibv_sge out = sge_of(&from[i], j, 1);
@@ -320,12 +326,12 @@ static const char *round_of_posts(struct pair *pairs, struct region *from, struc
 		}
 	sleep_ms(100);
 	text = ask(getpid(), &connected);
-	ENSURE(text, "nobody answers");
+	ENSURE(text, "no answer to the query");
 	for (unsigned int i = 0; i < PAIRS; i++) {
 		after += number(text, pairs[i].a.qp->qp_num, "tx_calls");
 		received += number(text, pairs[i].b.qp->qp_num, "received");
 	}
-	ENSURE(received == 2 * PAIRS, "not all went without a poll: %s", text);
+	ENSURE(received == 2 * PAIRS, "not all were sent without a poll: %s", text);
 	*calls = after - before;
 	for (unsigned int i = 0; i < PAIRS; i++)
 		for (uint64_t j = 0; j < 2; j++) {
@@ -336,10 +342,10 @@ static const char *round_of_posts(struct pair *pairs, struct region *from, struc
 }
 
 /*
- * Behind four posts, to whichever queue pair, a small request waits for what else its own gets, and goes without a poll all
- * the same.
+ * After four posts to any queue pairs, a small request is delayed so that later requests of its queue pair can join it.
+ * It is sent without a poll.
  */
-static const char *company_of_many(size_t arg)
+static const char *corking_across_qps(size_t arg)
 {
 	struct want want = { .type = IBV_QPT_RC };
 	struct region from[PAIRS], to[PAIRS];
@@ -359,7 +365,7 @@ static const char *company_of_many(size_t arg)
 	return NULL;
 }
 
-static const char *silent_unless_asked(size_t arg)
+static const char *disabled_by_default(size_t arg)
 {
 	struct pair p;
 	bool connected;
@@ -368,11 +374,11 @@ static const char *silent_unless_asked(size_t arg)
 	unsetenv("ANYWARP_STAT");
 	TRY(exchange(IBV_QPT_RC, &p));
 	ask(getpid(), &connected);
-	ENSURE(!connected, "a socket is there that nobody asked for");
+	ENSURE(!connected, "there is a socket without ANYWARP_STAT");
 	return NULL;
 }
 
-static const char *another_user_hears_nothing(size_t arg)
+static const char *another_user_refused(size_t arg)
 {
 	struct pair p;
 	pid_t me = getpid(), child;
@@ -380,7 +386,7 @@ static const char *another_user_hears_nothing(size_t arg)
 
 	(void)arg;
 	if (getuid())
-		SKIP("only root can become somebody else");
+		SKIP("only root can become another user");
 	setenv("ANYWARP_STAT", "1", 1);
 	TRY(exchange(IBV_QPT_RC, &p));
 	child = fork();
@@ -401,16 +407,16 @@ static const char *another_user_hears_nothing(size_t arg)
 static const struct test tests[] = {
 	{ "counts", counts, 0, 0, true },
 	{ "congestion", congestion, 0, 0, true },
-	{ "congestion_of_nobody", congestion, 1, 0, true },
+	{ "congestion_unknown", congestion, 1, 0, true },
 	{ "counts_datagrams", counts_datagrams, 0, 0, true },
 	{ "not_ready", not_ready, 0, 0, true },
-	{ "company", company, 0, 0, true },
-	{ "company_in_turns", company, 1, 0, true },
+	{ "corking", corking, 0, 0, true },
+	{ "corking_with_polls", corking, 1, 0, true },
 	{ "memory", memory, 0, 0, true },
 	{ "memory_other_way", memory, 1, 0, true },
-	{ "company_of_many", company_of_many, 0, 0, true },
-	{ "silent_unless_asked", silent_unless_asked, 0, 0, true },
-	{ "another_user_hears_nothing", another_user_hears_nothing, 0, 0, true },
+	{ "corking_across_qps", corking_across_qps, 0, 0, true },
+	{ "disabled_by_default", disabled_by_default, 0, 0, true },
+	{ "another_user_refused", another_user_refused, 0, 0, true },
 };
 
 int main(int argc, char **argv) { return run_tests(tests, COUNT(tests), argc, argv); }

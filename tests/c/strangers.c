@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Strangers: connections to a listening port that are not from a peer, or stop being so. Each is closed in time and
- * logged once, and does not disturb others.
+ * Connections to a listening port that do not come from a valid peer: other clients, silent or slow ones, and peers
+ * that violate the protocol. Each is closed in time and logged once, and does not disturb others.
  */
 #include "ends.h"
 #include "crc.h"
@@ -16,13 +16,13 @@
 #include <sys/wait.h>
 
 #define CROWD 1000
-/* A peer has five seconds to say what it wants. */
+/* A client must send its Request within five seconds. */
 #define PATIENCE_MS 8000
 
 static const struct want usual = { 0 };
 static FILE *log_file;
 
-/* The address of the device, of either family, with a port. */
+/* An address of the device, IPv4 or IPv6, with a port. */
 union address {
 	struct sockaddr any;
 	struct sockaddr_in four;
@@ -41,7 +41,7 @@ static union address at_port(uint16_t port)
 	return address;
 }
 
-/* ---------------------------------------------------------------- the strangers, in a process of their own */
+/* ---------------------------------------------------------------- the clients, in a separate process */
 
 enum kind { SCAN, HTTP, NOISE, SILENT, SLOW, KINDS };
 
@@ -57,7 +57,7 @@ static int dial(uint16_t port)
 	return fd;
 }
 
-/* Whether the other side has closed, whatever it sent before. */
+/* Whether the other side has closed the connection, after any data. */
 static bool is_closed(int fd)
 {
 	char text[512];
@@ -68,7 +68,7 @@ static bool is_closed(int fd)
 	return n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
 }
 
-/* 0: all were closed in time; 1: some were not; 2: could not even try. */
+/* Opens connections of one kind. Returns 0 if all were closed in time, 1 if not, and 2 if too few could connect. */
 static int crowd(enum kind kind, uint16_t port, int count)
 {
 	static const char http[] = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
@@ -137,7 +137,7 @@ static pid_t send_crowd(enum kind kind, uint16_t port, int count)
 	return pid;
 }
 
-/* ---------------------------------------------------------------- the program that listens */
+/* ---------------------------------------------------------------- the listening program */
 
 static struct rdma_event_channel *channel;
 static struct rdma_cm_id *listener;
@@ -177,10 +177,10 @@ static const char *talk(struct pair *p, size_t count)
 	return NULL;
 }
 
-/* Messages that an undisturbed connection carries in 200 ms, over the slower of its transports. */
+/* A rate, in messages per 200 ms, that an undisturbed connection reaches with its slower transport. */
 #define BRISK ((size_t)6000)
 
-/* Messages in this time. */
+/* Counts the messages that can be exchanged within `ms`. */
 static const char *pace(struct pair *p, unsigned int ms, size_t *count)
 {
 	uint64_t end = now_ms() + ms;
@@ -212,14 +212,14 @@ static const char *crowd_ends(pid_t pid, struct pair *p)
 {
 	int status = 0;
 
-	/* The program sleeps now and then: its own thread does the work. */
+	/* The program sleeps sometimes, so that the device's own thread must do the work. */
 	while (waitpid(pid, &status, WNOHANG) == 0) {
 		TRY(talk(p, 5));
 		sleep_ms(50);
 	}
-	ENSURE(WIFEXITED(status), "the strangers died of signal %d", WTERMSIG(status));
-	ENSURE(WEXITSTATUS(status) != 2, "the strangers could not connect");
-	ENSURE(WEXITSTATUS(status) == 0, "strangers were not closed in time");
+	ENSURE(WIFEXITED(status), "the clients were killed by signal %d", WTERMSIG(status));
+	ENSURE(WEXITSTATUS(status) != 2, "too few clients could connect");
+	ENSURE(WEXITSTATUS(status) == 0, "connections were not closed in time");
 	return NULL;
 }
 
@@ -233,7 +233,7 @@ static const char *descriptors_are_back(long before)
 	return NULL;
 }
 
-/* A thousand of a kind, half of them at each door. */
+/* A thousand connections of one kind, half of them to the rdma_cm listener and half to the port of a queue pair. */
 static const char *strangers(size_t kind)
 {
 	size_t calm, busy = 0;
@@ -250,18 +250,18 @@ static const char *strangers(size_t kind)
 	at_qp = send_crowd((enum kind)kind, (uint16_t)(p.a.qp->qp_num >> 8), CROWD / 2);
 	ENSURE(at_cm > 0 && at_qp > 0, "fork: %s", strerror(errno));
 	sleep_ms(150);
-	/* We yield between our polls, so the crowd's own work may cost a window: not each of several. */
+	/* This thread yields between polls, so the work of the clients may disturb one window, but not all of them. */
 	if (calm > BRISK)
 		calm = BRISK;
 	for (int i = 0; i < 5 && (!i || busy <= calm / 10); i++)
 		TRY(pace(&p, 200, &busy));
-	ENSURE(busy > calm / 10, "%zu messages with strangers at the door, %zu without", busy, calm);
+	ENSURE(busy > calm / 10, "%zu messages with half-open connections, %zu without", busy, calm);
 	TRY(crowd_ends(at_cm, &p));
 	TRY(crowd_ends(at_qp, &p));
 	return descriptors_are_back(before);
 }
 
-/* Few descriptors: strangers have a part of them, and the program the rest. */
+/* With few descriptors, half-open connections get a part of them, and the program can use the others. */
 static const char *few_descriptors(size_t arg)
 {
 	struct rlimit was, low;
@@ -293,7 +293,7 @@ static const char *few_descriptors(size_t arg)
 	return NULL;
 }
 
-/* No free descriptor: new connections wait, no thread spins, and afterwards everything works as before. */
+/* Without a free descriptor, new connections wait, and no thread spins. Later everything works as before. */
 static const char *no_descriptors(size_t arg)
 {
 	struct rlimit was, low;
@@ -309,7 +309,7 @@ static const char *no_descriptors(size_t arg)
 	TRY(talk(&p, 10));
 	getrlimit(RLIMIT_NOFILE, &was);
 	low = was;
-	low.rlim_cur = 3; /* below what is open */
+	low.rlim_cur = 3; /* lower than the number of open descriptors */
 	pid = send_crowd(SILENT, port, 50);
 	setrlimit(RLIMIT_NOFILE, &low);
 	busy = cpu_seconds();
@@ -319,7 +319,7 @@ static const char *no_descriptors(size_t arg)
 	if (!reason) {
 		ENSURE(!ibv_create_comp_channel(device), "a channel without a descriptor");
 		if (errno != EMFILE)
-			reason = because("no descriptor gives %s", strerror(errno));
+			reason = because("without a free descriptor, errno is %s", strerror(errno));
 	}
 	setrlimit(RLIMIT_NOFILE, &was);
 	TRY(reason);
@@ -327,8 +327,10 @@ static const char *no_descriptors(size_t arg)
 	return crowd_ends(pid, &p);
 }
 
-/* Opens a device and an end with ever more descriptors to be had, until it works: before that each try is refused
- * with EMFILE, and leaves nothing. */
+/*
+ * Opens a device and an end with an increasing number of free descriptors, until it works. Before that, each attempt
+ * fails with EMFILE and leaks no descriptor.
+ */
 static int open_with_few(void)
 {
 	struct rlimit was, low;
@@ -363,8 +365,10 @@ static int open_with_few(void)
 	if (close_all() || ibv_close_device(device))
 		return 4;
 	after = open_fds();
-	/* The engine stays: two epoll sets, a wake-up, two timers, the watch on the host's addresses, and the file that
-	 * stands for the device. */
+	/*
+	 * Descriptors of the engine that stay open: two epoll sets, a wake-up, two timers, the address monitor, and the
+	 * file that represents the device.
+	 */
 	return after <= before + 7 ? 0 : 5;
 }
 
@@ -378,7 +382,7 @@ static const char *descriptors_run_out(size_t arg)
 	pid = fork();
 	ENSURE(pid >= 0, "fork: %s", strerror(errno));
 	if (pid == 0) {
-		/* No holes: the limit is on numbers. */
+		/* Closes all, because the limit is on descriptor numbers. */
 		for (int fd = 3; fd < 4096; fd++)
 			close(fd);
 		_exit(open_with_few());
@@ -388,7 +392,7 @@ static const char *descriptors_run_out(size_t arg)
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- peers that talk nonsense */
+/* ---------------------------------------------------------------- peers that violate the protocol */
 
 static int close_id(void *id)
 {
@@ -414,9 +418,11 @@ static const char *wait_event(enum rdma_cm_event_type type, struct rdma_cm_id **
 	return NULL;
 }
 
-enum nonsense { BAD_CRC, TRUNCATED, RESET, TOO_LONG };
+enum violation { BAD_CRC, TRUNCATED, RESET, TOO_LONG };
 
-/* An FPDU with an untagged Send: ULPDU length, DDP and RDMAP control, queue 0, message, offset 0, payload, CRC. */
+/*
+ * Builds an FPDU with an untagged Send: ULPDU length, DDP and RDMAP control, queue 0, message, offset 0, payload, CRC.
+ */
 static void send_fpdu(uint8_t *at, uint8_t msn, uint8_t len)
 {
 	uint8_t head[24] = { 0, 18 + len, 0x41, 0x43, [15] = msn, [20] = 'a', 'b', 'c', 'd' };
@@ -426,8 +432,10 @@ static void send_fpdu(uint8_t *at, uint8_t msn, uint8_t len)
 	memcpy(at + 20 + len, &crc, 4);
 }
 
-/* A standard peer that connects and then breaks the rules: nothing is delivered, and all that waits is flushed. */
-static const char *nonsense(size_t how)
+/*
+ * A standard peer connects and then violates the protocol. Nothing is delivered, and all posted requests are flushed.
+ */
+static const char *protocol_violation(size_t how)
 {
 	static const uint8_t request[20] = "MPA ID Req Frame\x40\x01\x00\x00";
 	uint8_t fpdu[28];
@@ -460,7 +468,7 @@ static const char *nonsense(size_t how)
 	TRY(readable(fd, WAIT_MS));
 	ENSURE(recv(fd, answer, sizeof answer, 0) >= 20, "no MPA Reply");
 	TRY(wait_event(RDMA_CM_EVENT_ESTABLISHED, NULL));
-	/* Before a good first message a responder may not send, also no Terminate. */
+	/* A responder sends nothing before the initiator's first message, not even a Terminate. */
 	send_fpdu(fpdu, 1, 0);
 	ENSURE(send(fd, fpdu, 24, MSG_NOSIGNAL) == 24, "send: %s", strerror(errno));
 	TRY(expect_ok(id->recv_cq, 6, IBV_WC_RECV, NULL));
@@ -494,8 +502,8 @@ static const char *nonsense(size_t how)
 	return NULL;
 }
 
-/* What strangers do is logged once for each kind, however often they do it. */
-static const char *said_once(size_t arg)
+/* Each kind of event is logged once, even if it occurs often. */
+static const char *logged_once(size_t arg)
 {
 	static const char *const what[] = { "port scan", "not an MPA Request", "no MPA Request within", "cannot accept" };
 	char line[512];
@@ -507,7 +515,7 @@ static const char *said_once(size_t arg)
 		rewind(log_file);
 		while (fgets(line, sizeof line, log_file))
 			n += strstr(line, what[i]) != NULL;
-		ENSURE(n >= 1 && n <= 4, "\"%s\" is said %zu times", what[i], n);
+		ENSURE(n >= 1 && n <= 4, "\"%s\" is logged %zu times", what[i], n);
 	}
 	return NULL;
 }
@@ -521,11 +529,11 @@ static const struct test tests[] = {
 	{ "few_descriptors", few_descriptors, 0, 0, false },
 	{ "no_descriptors", no_descriptors, 0, 0, false },
 	{ "descriptors_run_out", descriptors_run_out, 0, 0, false },
-	{ "said_once", said_once, 0, 0, false },
-	{ "bad_crc", nonsense, BAD_CRC, 0, false },
-	{ "truncated", nonsense, TRUNCATED, 0, false },
-	{ "reset", nonsense, RESET, 0, false },
-	{ "too_long", nonsense, TOO_LONG, 0, false },
+	{ "logged_once", logged_once, 0, 0, false },
+	{ "bad_crc", protocol_violation, BAD_CRC, 0, false },
+	{ "truncated", protocol_violation, TRUNCATED, 0, false },
+	{ "reset", protocol_violation, RESET, 0, false },
+	{ "too_long", protocol_violation, TOO_LONG, 0, false },
 };
 
 int main(int argc, char **argv)

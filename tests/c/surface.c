@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * The less used objects of verbs: device memory, paging on demand, null regions, thread and parent domains, imported
- * objects, atomic writes. What each does with data on the wire, and what it refuses.
+ * Less common objects of verbs: device memory, on-demand paging, null regions, thread and parent domains, imported
+ * objects, atomic writes, XRC. Tests that data is transferred, and which arguments are refused.
  */
 #include "ends.h"
 
@@ -26,7 +26,7 @@ static struct ibv_dm *new_dm(size_t len)
 
 /* ---------------------------------------------------------------- device memory */
 
-/* Written by the peer, read by the peer, copied in and out by the program. */
+/* Written and read by the peer, and copied in and out by the program. */
 static const char *device_memory(size_t arg)
 {
 	const unsigned int access = IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
@@ -47,7 +47,7 @@ static const char *device_memory(size_t arg)
 	mr = ibv_reg_dm_mr(p.b.pd, dm, 1024, 512, access);
 	ENSURE(mr, "ibv_reg_dm_mr: %s", strerror(errno));
 	keep(close_mr, mr, "ibv_dereg_mr");
-	ENSURE(ibv_free_dm(dm) == EBUSY, "device memory with a region in it was freed");
+	ENSURE(ibv_free_dm(dm) == EBUSY, "device memory with a memory region was freed");
 
 	memset(mine.at, 0x5a, 256);
 	sge = sge_of(&mine, 0, 256);
@@ -67,9 +67,9 @@ static const char *device_memory(size_t arg)
 	wr.wr.rdma.remote_addr = 0;
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_ok(p.a.scq, 2, IBV_WC_RDMA_READ, NULL));
-	ENSURE(!memcmp(mine.at, &word, 4), "the Read brought something else");
+	ENSURE(!memcmp(mine.at, &word, 4), "the Read returned other data");
 
-	/* One octet behind the region. */
+	/* One octet beyond the region. */
 	wr = send_wr(3, IBV_WR_RDMA_WRITE, &sge, 1);
 	wr.wr.rdma.rkey = mr->rkey;
 	wr.wr.rdma.remote_addr = 257;
@@ -98,20 +98,20 @@ static const char *device_memory_limits(size_t arg)
 	attr.length = 4;
 	ENSURE(!ibv_alloc_dm(device, &attr) && errno == ENOMEM, "one word more: %s", strerror(errno));
 	ENSURE(ibv_memcpy_to_dm(all, 2, &word, 4) == EINVAL, "an odd offset");
-	ENSURE(ibv_memcpy_to_dm(all, ex.max_dm_size, &word, 4) == EINVAL, "behind the end");
+	ENSURE(ibv_memcpy_to_dm(all, ex.max_dm_size, &word, 4) == EINVAL, "beyond the end");
 	ENSURE(ibv_memcpy_from_dm(&word, all, UINT64_MAX - 3, 4) == EINVAL, "an offset that wraps");
 	ENSURE(!ibv_reg_dm_mr(pd, all, 0, 64, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL, "not zero based");
 	ENSURE(!ibv_reg_dm_mr(pd, all, 64, ex.max_dm_size, IBV_ACCESS_ZERO_BASED) && errno == EINVAL,
-	       "a region behind the end");
+	       "a region beyond the end");
 	return NULL;
 }
 
-/* ---------------------------------------------------------------- paging on demand */
+/* ---------------------------------------------------------------- on-demand paging */
 
 #define PAGE ((size_t)4096)
 
-/* Pages that were taken away end the request and nothing else; pages that came back work. */
-static const char *pages_that_go(size_t remote)
+/* An access to unmapped pages fails, and affects only its request. Pages that are mapped again work. */
+static const char *unmapped_pages(size_t remote)
 {
 	const unsigned int access = ALL_ACCESS | IBV_ACCESS_ON_DEMAND;
 	struct region mine;
@@ -128,7 +128,7 @@ static const char *pages_that_go(size_t remote)
 	mr = ibv_reg_mr(remote ? p.b.pd : p.a.pd, at, 4 * PAGE, (int)access);
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
 	keep(close_mr, mr, "ibv_dereg_mr");
-	/* The middle goes, and comes back. */
+	/* Unmaps the middle and maps it again. */
 	ENSURE(!munmap(at + PAGE, 2 * PAGE), "munmap");
 	ENSURE(mmap(at + PAGE, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
 		       at + PAGE, "mmap again");
@@ -160,7 +160,7 @@ static const char *pages_that_go(size_t remote)
 	return NULL;
 }
 
-/* Pages that are mapped and may not be accessed like that: a request fails, for the peer as well. */
+/* An access that page protections forbid fails, also for the peer. */
 static const char *pages_without_rights(size_t arg)
 {
 	static const int rights[] = { PROT_NONE, PROT_READ };
@@ -199,7 +199,7 @@ static const char *pages_without_rights(size_t arg)
 	return NULL;
 }
 
-/* A region of the whole address space; pages are brought in on request. */
+/* A region of the whole address space. ibv_advise_mr brings pages in. */
 static const char *implicit(size_t arg)
 {
 	struct ibv_send_wr wr;
@@ -232,7 +232,7 @@ static const char *implicit(size_t arg)
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_status(p.a.scq, 2, IBV_WC_REM_ACCESS_ERR));
 	ENSURE(ibv_advise_mr(p.a.pd, 77, 0, &sge, 1) == EOPNOTSUPP, "an unknown advice");
-	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL, "of another domain");
+	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL, "a region of another domain");
 	munmap(at, 4 * PAGE);
 	return NULL;
 }
@@ -256,7 +256,7 @@ static const char *null_region(size_t arg)
 	ENSURE(null, "ibv_alloc_null_mr: %s", strerror(errno));
 	keep(close_mr, null, "ibv_dereg_mr");
 
-	/* 60 bytes swallowed, 40 kept. */
+	/* 60 bytes are discarded by a null region, 40 are stored. */
 	memset(mine.at, 0x21, 60);
 	memset(mine.at + 60, 0x22, 40);
 	sge[0] = (struct ibv_sge){ .addr = 12345, .length = 60, .lkey = null->lkey };
@@ -267,10 +267,10 @@ static const char *null_region(size_t arg)
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_ok(p.b.rcq, 1, IBV_WC_RECV, &wc));
 	ENSURE(wc.byte_len == 100, "byte_len %u", wc.byte_len);
-	TRY(all_bytes(theirs.at, 40, 0x22, "what was kept"));
+	TRY(all_bytes(theirs.at, 40, 0x22, "the stored bytes"));
 	TRY(expect_ok(p.a.scq, 2, IBV_WC_SEND, NULL));
 
-	/* Zeroes come out, whatever went in. */
+	/* A null region is read as zeros, whatever was written to it. */
 	memset(mine.at, 0xff, 100);
 	sge[0] = sge_of(&mine, 0, 100);
 	TRY(post_recv(p.a.qp, 3, sge, 1));
@@ -278,7 +278,7 @@ static const char *null_region(size_t arg)
 	wr = send_wr(4, IBV_WR_SEND, sge, 1);
 	TRY(post(p.b.qp, &wr));
 	TRY(expect_ok(p.a.rcq, 3, IBV_WC_RECV, NULL));
-	TRY(all_bytes(mine.at, 100, 0, "what was read"));
+	TRY(all_bytes(mine.at, 100, 0, "the bytes that were read"));
 	return NULL;
 }
 
@@ -304,16 +304,16 @@ static const char *domains(size_t arg)
 	attr.pd = pd;
 	attr.td = td;
 	attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
-	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "allocators that are null");
+	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "null allocators");
 	attr.comp_mask = 0;
 	parent = ibv_alloc_parent_domain(device, &attr);
 	ENSURE(parent, "ibv_alloc_parent_domain: %s", strerror(errno));
 	keep(close_pd, parent, "ibv_dealloc_pd of the parent domain");
-	ENSURE(ibv_dealloc_td(td) == EBUSY, "a thread domain in use went");
-	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a protection domain with a parent domain went");
+	ENSURE(ibv_dealloc_td(td) == EBUSY, "a thread domain in use was freed");
+	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a protection domain with a parent domain was freed");
 	mr = ibv_reg_mr(parent, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(ibv_dealloc_pd(parent) == EBUSY, "a parent domain in use went");
+	ENSURE(ibv_dealloc_pd(parent) == EBUSY, "a parent domain in use was freed");
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
 	return NULL;
 }
@@ -343,13 +343,13 @@ static const char *imported(size_t arg)
 	other = ibv_import_device(copy);
 	close(copy);
 	ENSURE(other, "ibv_import_device: %s", strerror(errno));
-	ENSURE(!ibv_import_pd(other, 0x7fffffff) && errno == EINVAL, "a domain of no handle");
+	ENSURE(!ibv_import_pd(other, 0x7fffffff) && errno == EINVAL, "a domain with an invalid handle is imported");
 	again = ibv_import_pd(other, pd->handle);
 	ENSURE(again, "ibv_import_pd: %s", strerror(errno));
-	ENSURE(!ibv_import_mr(again, 0) && errno == EINVAL, "a region of no handle");
+	ENSURE(!ibv_import_mr(again, 0) && errno == EINVAL, "a region with an invalid handle is imported");
 	same = ibv_import_mr(again, mr->handle);
 	ENSURE(same && same->lkey == mr->lkey && same->length == 64 && !same->addr, "ibv_import_mr");
-	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a domain that was imported went");
+	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a protection domain was freed while it is imported");
 	ibv_unimport_mr(same);
 	ibv_unimport_pd(again);
 	ENSURE(!ibv_close_device(other), "ibv_close_device");
@@ -376,7 +376,7 @@ static const char *atomic_write(size_t arg)
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_ATOMIC_WRITE, NULL));
 	TRY(all_bytes(theirs.at + 8, 8, 0x3c, "the word"));
-	TRY(all_bytes(theirs.at + 16, 48, FRESH, "what is behind it"));
+	TRY(all_bytes(theirs.at + 16, 48, FRESH, "bytes after the word"));
 	wr.wr.rdma.remote_addr += 4;
 	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "an address between two words");
 	wr.wr.rdma.remote_addr += 4;
@@ -425,7 +425,7 @@ static const char *open_xrc(struct xrc_end *e, struct ibv_pd *pd)
 		keep(close_srq, e->srq[i], "ibv_destroy_srq");
 		ENSURE(!ibv_get_srq_num(e->srq[i], &e->number[i]), "ibv_get_srq_num");
 	}
-	ENSURE(e->number[0] != e->number[1], "two queues of one number");
+	ENSURE(e->number[0] != e->number[1], "two queues with the same number");
 	init.xrcd = e->domain;
 	e->receiver = ibv_create_qp_ex(device, &init);
 	ENSURE(e->receiver, "the receiving end: %s", strerror(errno));
@@ -442,7 +442,7 @@ static const char *open_xrc(struct xrc_end *e, struct ibv_pd *pd)
 	return NULL;
 }
 
-/* Connects a sending end with the other side's receiving end. */
+/* Connects an XRC send queue pair with the receive queue pair of the other side. */
 static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver)
 {
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT,
@@ -474,7 +474,7 @@ static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver)
 	return NULL;
 }
 
-/* One connection reaches both shared receive queues, and memory of their protection domain. */
+/* One connection reaches both shared receive queues, and the memory of their protection domain. */
 static const char *xrc(size_t arg)
 {
 	struct ibv_pd *pd = new_pd(), *other = new_pd();
@@ -498,7 +498,7 @@ static const char *xrc(size_t arg)
 		int to = i % 3 == 2;
 
 		sge = sge_of(&theirs, 64, 64);
-		/* The last two find no receive at first. */
+		/* The last two messages find no receive at first. */
 		if (i < 4)
 			TRY(post_srq_recv(b.srq[to], (uint64_t)(100 + i), &sge, 1));
 		sge = sge_of(&mine, 0, 64);
@@ -516,21 +516,21 @@ static const char *xrc(size_t arg)
 		ENSURE(i != 1 || (wc.wc_flags & IBV_WC_WITH_IMM && wc.imm_data == 77), "the immediate");
 		TRY(expect_ok(a.scq, (uint64_t)i, IBV_WC_SEND, NULL));
 	}
-	TRY(all_bytes(theirs.at + 64, 64, 0x42, "what was sent"));
+	TRY(all_bytes(theirs.at + 64, 64, 0x42, "the sent data"));
 	wr = rdma_wr(10, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
 	sge = sge_of(&mine, 0, 64);
 	wr.qp_type.xrc.remote_srqn = b.number[0];
 	TRY(post(a.sender, &wr));
 	TRY(expect_ok(a.scq, 10, IBV_WC_RDMA_WRITE, NULL));
-	TRY(all_bytes(theirs.at, 64, 0x42, "what was written"));
+	TRY(all_bytes(theirs.at, 64, 0x42, "the written data"));
 	ENSURE(ibv_post_send(b.receiver, &wr, &bad) == EINVAL, "the receiving end sends");
-	/* Memory of a domain that is not the queue's. */
+	/* Memory of a protection domain other than that of the queue. */
 	wr = rdma_wr(11, IBV_WR_RDMA_WRITE, &sge, 1, &foreign, 0);
 	wr.qp_type.xrc.remote_srqn = b.number[0];
 	TRY(post(a.sender, &wr));
 	TRY(expect_status(a.scq, 11, IBV_WC_REM_ACCESS_ERR));
 	TRY(all_bytes(foreign.at, 64, FRESH, "memory of another domain"));
-	/* A queue that is not there. */
+	/* A shared receive queue that does not exist. */
 	TRY(connect_xrc(b.sender, a.receiver));
 	wr = send_wr(12, IBV_WR_SEND, &sge, 1);
 	wr.qp_type.xrc.remote_srqn = 0xfffff0;
@@ -539,8 +539,8 @@ static const char *xrc(size_t arg)
 	return NULL;
 }
 
-/* A shared receive queue that raises its limit event, and is destroyed while the peer still sends to it. */
-static const char *xrc_queue_gone(size_t arg)
+/* A shared receive queue raises its limit event, and is destroyed while the peer still sends to it. */
+static const char *xrc_queue_destroyed(size_t arg)
 {
 	struct ibv_srq_attr limit = { .srq_limit = 2 };
 	struct ibv_pd *pd = new_pd();
@@ -571,17 +571,17 @@ static const char *xrc_queue_gone(size_t arg)
 	TRY(async_event(IBV_EVENT_SRQ_LIMIT_REACHED, b.srq[0]));
 	forget(b.srq[0]);
 	ENSURE(!ibv_destroy_srq(b.srq[0]), "ibv_destroy_srq: %s", strerror(errno));
-	/* One receive was still posted: it must not be used any more. */
+	/* One receive was still posted. It must not be used any more. */
 	memset(theirs.at, 0, 8);
 	wr.wr_id = 7;
 	memset(mine.at, 0x11, 8);
 	TRY(post(a.sender, &wr));
 	TRY(no_wc(b.cq[0], QUIET_MS));
-	TRY(all_bytes(theirs.at, 8, 0, "the buffer of a queue that is gone"));
+	TRY(all_bytes(theirs.at, 8, 0, "the buffer of a destroyed queue"));
 	return NULL;
 }
 
-/* Domains by file. */
+/* XRC domains that are identified by a file. */
 static const char *xrc_domains(size_t arg)
 {
 	struct ibv_xrcd_init_attr init = { .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS };
@@ -596,15 +596,15 @@ static const char *xrc_domains(size_t arg)
 	unlink(name);
 	errno = 0;
 	init.fd = -1;
-	ENSURE(!ibv_open_xrcd(device, &init) && errno == EINVAL, "a domain of nobody: %s", strerror(errno));
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == EINVAL, "an anonymous domain without O_CREAT: %s", strerror(errno));
 	init.fd = fd;
-	ENSURE(!ibv_open_xrcd(device, &init) && errno == ENOENT, "a domain that is not there: %s", strerror(errno));
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == ENOENT, "a domain that does not exist: %s", strerror(errno));
 	init.oflags = O_CREAT;
 	one = ibv_open_xrcd(device, &init);
 	ENSURE(one, "ibv_open_xrcd: %s", strerror(errno));
 	keep(close_xrcd, one, "ibv_close_xrcd");
 	init.oflags = O_CREAT | O_EXCL;
-	ENSURE(!ibv_open_xrcd(device, &init) && errno == EEXIST, "a domain that is there: %s", strerror(errno));
+	ENSURE(!ibv_open_xrcd(device, &init) && errno == EEXIST, "a domain that exists, with O_EXCL: %s", strerror(errno));
 	init.oflags = 0;
 	same = ibv_open_xrcd(device, &init);
 	ENSURE(same, "ibv_open_xrcd: %s", strerror(errno));
@@ -624,7 +624,10 @@ static int close_manager(void *p)
 	return 0;
 }
 
-/* Descriptors of events can be read and never written, as those of the kernel: a program that waits for both must not spin. */
+/*
+ * The descriptors of events are readable and never writable, like those of the kernel. Otherwise a program that waits
+ * for both would spin.
+ */
 static const char *descriptors(size_t arg)
 {
 	struct rdma_event_channel *manager;
@@ -644,7 +647,7 @@ static const char *descriptors(size_t arg)
 	return NULL;
 }
 
-#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* there the libraries run without what shows the files */
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__ /* with a sanitizer, the library that emulates the files is not loaded */
 static const char *file_says(const char *name, const char *expected)
 {
 	char path[128], text[64] = "";
@@ -661,7 +664,7 @@ static const char *file_says(const char *name, const char *expected)
 	return NULL;
 }
 
-/* The files that programs read in place of asking the device say what it says. */
+/* The files in sysfs, which some programs read instead of querying the device, agree with the device. */
 static const char *files(size_t arg)
 {
 	const uint8_t *guid = (const uint8_t *)&device_attr.node_guid;
@@ -682,7 +685,7 @@ static const char *files(size_t arg)
 }
 #endif
 
-/* What programs of other devices rely on, in public fields and attributes. */
+/* Public fields and attributes that programs for other devices rely on. */
 static const char *public_fields(size_t arg)
 {
 	struct ibv_comp_channel *channel;
@@ -695,16 +698,16 @@ static const char *public_fields(size_t arg)
 	(void)arg;
 	TRY(open_device());
 	TRY(open_pair(&p, &(struct want){ 0 }));
-	/* Five bits of the timer count. */
+	/* Only five bits of the timer are used. */
 	attr.min_rnr_timer = 0x20 | 12;
 	ENSURE(!ibv_modify_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER), "min_rnr_timer 0x2c: %s", strerror(errno));
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER, &init), "ibv_query_qp");
 	ENSURE(attr.min_rnr_timer == 12, "min_rnr_timer %u", attr.min_rnr_timer);
-	/* The state that the structure shows changes by a query of the state alone. */
+	/* Querying the state alone updates the public field. */
 	p.a.qp->state = IBV_QPS_SQD;
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_AV, &init) && p.a.qp->state == IBV_QPS_SQD, "state %d", p.a.qp->state);
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_STATE, &init) && p.a.qp->state == IBV_QPS_RTS, "state %d", p.a.qp->state);
-	/* Acknowledged events are counted where everyone can see them. */
+	/* Acknowledged events are counted in a public field. */
 	channel = new_channel();
 	cq = new_cq(4, channel);
 	ENSURE(cq && !ibv_req_notify_cq(cq, 0), "a completion queue: %s", strerror(errno));
@@ -735,7 +738,10 @@ static int by_number(const void *a, const void *b)
 	return left < right ? -1 : left > right;
 }
 
-/* How long the event for a message to `p` takes, for a program that has polled without a pause and then waits by poll(2). */
+/*
+ * Measures the time of the event for a message to `p`. The program first polls without a pause and then waits with
+ * poll(2).
+ */
 static const char *one_event(struct pair *p, uint64_t id, uint64_t *ns)
 {
 	struct ibv_send_wr wr = send_wr(id, IBV_WR_SEND, NULL, 0);
@@ -746,7 +752,7 @@ static const char *one_event(struct pair *p, uint64_t id, uint64_t *ns)
 
 	TRY(post_recv(p->b.qp, id, NULL, 0));
 	for (uint64_t end = now_ms() + 4; now_ms() < end;)
-		ENSURE(ibv_poll_cq(p->b.rcq, 1, &wc) == 0, "a completion of nothing");
+		ENSURE(ibv_poll_cq(p->b.rcq, 1, &wc) == 0, "a completion without a request");
 	ENSURE(!ibv_req_notify_cq(p->b.rcq, 0), "ibv_req_notify_cq");
 	begin = now_ns();
 	TRY(post(p->a.qp, &wr));
@@ -758,7 +764,7 @@ static const char *one_event(struct pair *p, uint64_t id, uint64_t *ns)
 	return expect_ok(p->a.scq, id, IBV_WC_SEND, NULL);
 }
 
-/* The device's thread takes over when a program arms a queue after polling and waits for the descriptor by itself. */
+/* When a program arms a queue after polling and waits for the descriptor itself, the device's thread takes over. */
 static const char *event_after_polling(size_t arg)
 {
 	const struct want want = { .channels = true };
@@ -767,7 +773,7 @@ static const char *event_after_polling(size_t arg)
 
 	(void)arg;
 	TRY(open_pair(&p, &want));
-	/* Until the device has seen how this program waits. */
+	/* The first messages let the device learn how this program waits. */
 	for (; id < 4; id++)
 		TRY(one_event(&p, id, ns));
 	for (int round = 0; round < 5 && median > 250000; round++) {
@@ -791,15 +797,15 @@ static const struct test tests[] = {
 	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },
-	{ "pages_that_go_here", pages_that_go, 0, 0, false },
-	{ "pages_that_go_there", pages_that_go, 1, 0, false },
+	{ "unmapped_pages_local", unmapped_pages, 0, 0, false },
+	{ "unmapped_pages_remote", unmapped_pages, 1, 0, false },
 	{ "implicit", implicit, 0, 0, false },
 	{ "null_region", null_region, 0, 0, false },
 	{ "domains", domains, 0, 0, false },
 	{ "imported", imported, 0, 0, false },
 	{ "atomic_write", atomic_write, 0, 0, false },
 	{ "xrc", xrc, 0, 0, false },
-	{ "xrc_queue_gone", xrc_queue_gone, 0, 0, false },
+	{ "xrc_queue_destroyed", xrc_queue_destroyed, 0, 0, false },
 	{ "xrc_domains", xrc_domains, 0, 0, false },
 	{ "pages_without_rights", pages_without_rights, 0, 0, false },
 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A peer whose machine is gone: no reset, no end, only silence. Two network namespaces with a cable between them, which
- * the test pulls out in the middle of traffic. Needs the right to make namespaces, and is skipped without.
+ * A peer that vanishes without a reset or the end of the stream. Two network namespaces are connected by a veth link,
+ * which the test takes down during traffic. The test is skipped if it may not create namespaces.
  */
 #include "ends.h"
 
@@ -15,7 +15,7 @@ enum way { VERBS, PATIENT, CM };
 
 static struct want want_of(size_t way)
 {
-	/* 67 ms and three more tries: silence of a bit more than a quarter of a second is enough. */
+	/* A timeout of 67 ms and three retries: the request fails after a little more than a quarter of a second. */
 	return (struct want){ .timeout = way == PATIENT ? 0 : 14, .retry = 3 };
 }
 
@@ -55,12 +55,12 @@ static const char *make_spaces(void)
 		snprintf(space[i], sizeof space[i], "aw-vanish-%d-%c", (int)getpid(), 'a' + i);
 		if (run("ip netns add %s 2>/dev/null", space[i])) {
 			drop_spaces(NULL);
-			SKIP("no right to make network namespaces");
+			SKIP("no permission to create network namespaces");
 		}
 	}
 	keep(drop_spaces, space, "namespaces");
 	if (run("ip link add va netns %s type veth peer name vb netns %s 2>/dev/null", space[0], space[1]))
-		SKIP("no right to make network links");
+		SKIP("no permission to create network links");
 	for (int i = 0; i < 2; i++) {
 		ENSURE(!run("ip -n %s addr add 10.78.0.%d/24 dev v%c", space[i], i + 1, 'a' + i), "ip addr");
 		ENSURE(!run("ip -n %s link set v%c up && ip -n %s link set lo up", space[i], 'a' + i, space[i]),
@@ -75,7 +75,7 @@ static const char *exchange(int fd, const struct hello *mine, struct hello *thei
 {
 	ENSURE(write(fd, mine, sizeof *mine) == (ssize_t)sizeof *mine, "write: %s", strerror(errno));
 	TRY(readable(fd, WAIT_MS));
-	ENSURE(read(fd, theirs, sizeof *theirs) == (ssize_t)sizeof *theirs, "the other program is gone");
+	ENSURE(read(fd, theirs, sizeof *theirs) == (ssize_t)sizeof *theirs, "the other program has ended");
 	return NULL;
 }
 
@@ -150,7 +150,7 @@ static const char *connect_verbs(int fd, size_t way, struct end *e)
 		TRY(post_recv(e->qp, 1, NULL, 0));
 	mine = (struct hello){ .gid = local_gid, .qpn = e->qp->qp_num };
 	TRY(exchange(fd, &mine, &theirs));
-	local_gid = theirs.gid; /* whom `to_rtr` connects to */
+	local_gid = theirs.gid; /* the GID that `to_rtr` connects to */
 	TRY(to_rtr(e->qp, theirs.qpn, &want));
 	if (way == PATIENT) {
 		struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTS, .retry_cnt = 3, .rnr_retry = 7, .max_rd_atomic = 4 };
@@ -164,7 +164,7 @@ static const char *connect_verbs(int fd, size_t way, struct end *e)
 	return exchange(fd, &mine, &theirs);
 }
 
-/* Sends one after the other; with ten on their way the cable is pulled. */
+/* Sends messages one after another. The link is taken down while ten are outstanding. */
 static const char *survive(int fd, int parent, size_t way)
 {
 	struct rdma_event_channel *channel = NULL;
@@ -181,7 +181,7 @@ static const char *survive(int fd, int parent, size_t way)
 		TRY(expect_ok(e.scq, next, IBV_WC_SEND, NULL));
 	}
 	done = next;
-	ENSURE(write(parent, "!", 1) == 1 && read(parent, &word, 1) == 1, "the test is gone");
+	ENSURE(write(parent, "!", 1) == 1 && read(parent, &word, 1) == 1, "the test has ended");
 	start = now_ms();
 	for (; next < 30; next++) {
 		struct ibv_send_wr wr = send_wr(next, IBV_WR_SEND, NULL, 0);
@@ -189,9 +189,9 @@ static const char *survive(int fd, int parent, size_t way)
 		TRY(post(e.qp, &wr));
 	}
 	if (way == PATIENT) {
-		/* Timeout 0: for ever, and a cable that comes back in time is as if nothing had happened. */
+		/* Timeout 0 means no limit: when the link comes back in time, no request has failed. */
 		TRY(no_wc(e.scq, 2000));
-		ENSURE(write(parent, "!", 1) == 1 && read(parent, &word, 1) == 1, "the test is gone");
+		ENSURE(write(parent, "!", 1) == 1 && read(parent, &word, 1) == 1, "the test has ended");
 		for (; done < 30; done++)
 			TRY(expect_ok(e.scq, done, IBV_WC_SEND, NULL));
 		return NULL;
@@ -207,8 +207,8 @@ static const char *survive(int fd, int parent, size_t way)
 		if (done == 20) {
 			ENSURE(wc.status == IBV_WC_RETRY_EXC_ERR, "the oldest ends with %s",
 			       ibv_wc_status_str(wc.status));
-			ENSURE(now_ms() - start >= 200, "given up after %u ms", (unsigned int)(now_ms() - start));
-			ENSURE(now_ms() - start < 2000, "given up only after %u ms", (unsigned int)(now_ms() - start));
+			ENSURE(now_ms() - start >= 200, "the request fails after only %u ms", (unsigned int)(now_ms() - start));
+			ENSURE(now_ms() - start < 2000, "the request fails only after %u ms", (unsigned int)(now_ms() - start));
 		} else {
 			ENSURE(wc.status == IBV_WC_WR_FLUSH_ERR, "the others end with %s",
 			       ibv_wc_status_str(wc.status));
@@ -221,7 +221,7 @@ static const char *survive(int fd, int parent, size_t way)
 	return NULL;
 }
 
-/* Takes what comes and waits to be killed; its program sleeps: the library answers for it. */
+/* Receives messages and waits to be killed. The program sleeps, so the library's thread answers. */
 static const char *answer(int fd, size_t way)
 {
 	struct rdma_event_channel *channel;
@@ -287,7 +287,7 @@ static const char *vanish(size_t way)
 	close(up[1]);
 	for (int round = 0; round < (way == PATIENT ? 2 : 1); round++) {
 		if (readable(up[0], WAIT_MS) || read(up[0], &word, 1) != 1)
-			break; /* its exit status says the rest */
+			break; /* its exit status reports the result */
 		ENSURE(!run("ip -n %s link set vb %s", space[1], round ? "up" : "down"), "ip link");
 		ENSURE(write(up[0], "!", 1) == 1, "write: %s", strerror(errno));
 	}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What the fixture `rdma` of the wheel promises; tests/install/wheel runs it."""
+"""Tests the fixture `rdma` of the wheel. tests/install/wheel runs it."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import anywarp
 
 
 def both(rdma, *arguments):
-    """rping between two programs: the finished client, and the status of the server."""
+    """Runs rping between two programs. Returns the finished client and the server."""
     port = rdma.port()
     with rdma.start(["rping", "-s", "-a", rdma.address, "-p", port, *arguments], stdout=subprocess.DEVNULL) as server:
         for _ in range(100):
@@ -25,7 +25,7 @@ def test_programs_have_a_device(rdma):
     assert shown.returncode == 0 and "anywarp0" in shown.stdout
 
 
-def test_two_programs_meet(rdma):
+def test_two_programs_connect(rdma):
     client, _ = both(rdma, "-C", "5", "-V")
     assert client.returncode == 0, client.stderr
 
@@ -33,21 +33,21 @@ def test_two_programs_meet(rdma):
 def test_faults_reach_the_program(rdma):
     rdma.faults = "op=send nth=3 -> error=remote-access"
     client, _ = both(rdma, "-C", "5", "-V")
-    # IBV_WC_REM_ACCESS_ERR. rping ends with 0 all the same if it sees the end of the connection first.
+    # IBV_WC_REM_ACCESS_ERR. The exit status of rping is 0 nevertheless if it first sees the end of the connection.
     assert "cq completion failed status 10" in client.stderr, client
 
 
-def test_no_faults_are_left_over(rdma):
+def test_faults_are_reset(rdma):
     assert "ANYWARP_FAULTS" not in rdma.env({})
 
 
-def test_a_program_ends_with_its_block(rdma):
+def test_a_program_is_terminated_after_its_block(rdma):
     with rdma.start(["rping", "-s", "-a", rdma.address, "-p", rdma.port()]) as program:
         assert program.poll() is None
     assert program.returncode < 0
 
 
-def test_an_environment_keeps_what_was_set(monkeypatch):
+def test_env_keeps_existing_variables(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     path = anywarp.env({"LD_LIBRARY_PATH": "/mine:/too", "KEPT": "1"})
     assert path["LD_LIBRARY_PATH"].split(":") == [anywarp.lib(), "/mine", "/too"]

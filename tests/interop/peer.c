@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// One end of a connection between two stacks, for what the distribution's programs cannot be told to do. The same
+// One end of a connection between two implementations, for tests that the distribution's programs cannot do. The same
 // program runs at both ends, with the same options:
 //
 //   peer server|client ADDRESS PORT [KEY=VALUE…]
 //
 //   data=N        bytes of private data in request and reply                                    (default 0)
-//   ird=N ord=N   reads that this end serves, and wants, at once                                (1)
+//   ird=N ord=N   Reads that this end serves and issues at the same time                        (1)
 //   size=N        bytes of each message, Write and Read                                         (1000)
 //   rounds=N      Write, Read, Send from the client, and the same from the server               (2)
-//   bad=WHAT      what is then done that must not be: write-bounds, write-stag, read-stag, send-long, send-none,
+//   bad=WHAT      a protocol violation that follows: write-bounds, write-stag, read-stag, send-long, send-none,
 //                 invalidated (a Write to memory that a Send has invalidated)
-//   by=END        who does it: client, server                                                   (client)
-//   rest=1        what siw does not know: atomics, Writes with immediate data, invalidating and soliciting Sends (0)
+//   by=END        the end that violates the protocol: client, server                            (client)
+//   rest=1        operations that siw lacks: atomics, Writes with immediate data, invalidating and soliciting Sends (0)
 //   end=HOW       disconnect, abort (the client dies in the middle of a Write)                  (disconnect)
-//   reject=1      the server does not want the connection
+//   reject=1      the server rejects the connection
 //
-// What happens is printed, a line each; everything that arrives is compared with what was sent.
+// Prints one line for each event. Compares all received data with the sent data.
 
 #include <endian.h>
 #include <errno.h>
@@ -33,7 +33,7 @@
 
 enum { DEADLINE = 12000, DEPTH = 16, ROOM = 4096 };
 
-struct told { // what the ends tell each other first
+struct hello { // the first message of each end
     uint64_t addr;
     uint32_t rkey, size;
 };
@@ -48,9 +48,9 @@ static struct rdma_event_channel *channel;
 static struct rdma_cm_id *id;
 static struct ibv_pd *pd;
 static struct ibv_cq *cq;
-static struct ibv_mr *mine, *work, *box; // the peer's playground; what we send and read; what we receive
-static struct told peer;
-static int reads; // that may be outstanding
+static struct ibv_mr *mine, *work, *box; // memory for the peer; for sends and Reads; for receives
+static struct hello peer;
+static int reads; // the maximum of outstanding Reads
 
 static void fail(const char *format, ...) {
     va_list list;
@@ -119,8 +119,8 @@ static struct ibv_wc good_wc(const char *what) {
 
 // ------------------------------------------------------------------ work requests
 
-// Requests that the peer answers are not signaled and have the number 3: siw may call a request failed that it has sent,
-// if the connection ends just then, and may tell of an answer before the request.
+// Requests that the peer answers are unsignaled and have wr_id 3. siw may report such a request as failed although it was sent,
+// if the connection ends at that moment, and may report the answer before the request.
 
 static void receive(int size) {
     struct ibv_sge sge = {.addr = (uintptr_t)box->addr, .length = (uint32_t)size, .lkey = box->lkey};
@@ -140,7 +140,7 @@ static void post(enum ibv_wr_opcode opcode, int from, int size, uint64_t to, uin
     if (e) fail("ibv_post_send: %s", strerror(e));
 }
 
-// Two completions in whatever order: our Send's, and the answer's.
+// Waits for two completions in any order: those of our Send and of the answer.
 static void both(const char *what, uint32_t length) {
     for (int i = 0; i < 2; i++) {
         struct ibv_wc wc = good_wc(what);
@@ -149,7 +149,7 @@ static void both(const char *what, uint32_t length) {
 }
 
 static void meet(void) {
-    struct told us = {.addr = (uintptr_t)mine->addr, .rkey = mine->rkey, .size = (uint32_t)opt.size};
+    struct hello us = {.addr = (uintptr_t)mine->addr, .rkey = mine->rkey, .size = (uint32_t)opt.size};
     if (opt.server) {
         good_wc("the client's first message");
         memcpy(&peer, box->addr, sizeof(peer));
@@ -163,7 +163,7 @@ static void meet(void) {
     receive(opt.size);
 }
 
-// Write to the peer, as many Reads of it at once as we may have, and a Send.
+// A Write to the peer, as many concurrent Reads of its data as allowed, and a Send.
 static void speak(int round) {
     int seed = 2 * round + opt.server;
     fill(work->addr, opt.size, seed);
@@ -178,7 +178,7 @@ static void speak(int round) {
             post(IBV_WR_RDMA_READ, opt.size + i * each, size, peer.addr + (uint64_t)(i * each), peer.rkey, false);
         }
         for (int i = 0; i < n; i++) good_wc("the Read");
-        compare((char *)work->addr + opt.size, opt.size, seed, "what was read back");
+        compare((char *)work->addr + opt.size, opt.size, seed, "the data of the Read");
     }
     post(IBV_WR_SEND, 0, opt.size, 0, 0, opt.server);
 }
@@ -186,11 +186,11 @@ static void speak(int round) {
 static void listen_to(int round) {
     int seed = 2 * round + !opt.server;
     compare(box->addr, opt.size, seed, "the message");
-    compare(mine->addr, opt.size, seed, "what was written");
+    compare(mine->addr, opt.size, seed, "the data of the Write");
     receive(opt.size);
 }
 
-// The client's last word, after which the server ends the connection.
+// The client's last message, after which the server disconnects.
 static void part(void) {
     if (opt.server) {
         good_wc("the last message");
@@ -215,7 +215,7 @@ static void converse(void) {
     printf("rounds %d of %d bytes, %d reads at once\n", opt.rounds, opt.size, reads);
 }
 
-// ------------------------------------------------------------------ what siw does not know
+// ------------------------------------------------------------------ operations that siw lacks
 
 static struct ibv_mr *region(int size, int access);
 
@@ -250,7 +250,7 @@ static void do_the_rest(void) {
     was = atomic(IBV_WR_ATOMIC_CMP_AND_SWP, 1005, 7);
     if (was != 1005) fail("compare and swap: %llu, not 1005", (unsigned long long)was);
     was = atomic(IBV_WR_ATOMIC_FETCH_AND_ADD, 0, 0);
-    if (was != 7) fail("what the swap left: %llu, not 7", (unsigned long long)was);
+    if (was != 7) fail("the value after the swap: %llu, not 7", (unsigned long long)was);
     for (int i = 0; i < REST; i++) {
         struct ibv_sge sge = {.addr = (uintptr_t)work->addr, .length = 40, .lkey = work->lkey};
         struct ibv_send_wr wr = {.wr_id = 2, .sg_list = &sge, .num_sge = 1, .opcode = rest[i].opcode}, *bad;
@@ -260,11 +260,11 @@ static void do_the_rest(void) {
         if (wr.opcode == IBV_WR_SEND_WITH_INV) wr.invalidate_rkey = keys[i];
         if (wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) wr.imm_data = htobe32(0xabcd00 + (uint32_t)i);
         if (ibv_post_send(id->qp, &wr, &bad)) fail("ibv_post_send of request %d", i);
-        good_wc("a request of the rest");
+        good_wc("a request of rest=1");
     }
 }
 
-// What a peer may invalidate: a window of type 2.
+// Binds a type 2 window, which a peer may invalidate.
 static uint32_t window(void) {
     struct ibv_mr *mr = region(64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
     struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
@@ -280,7 +280,7 @@ static uint32_t window(void) {
 
 static void take_the_rest(void) {
     uint32_t *keys = work->addr;
-    good_wc("the client's word that it is ready");
+    good_wc("the client's message that it is ready");
     receive(opt.size);
     for (int i = 0; i < REST; i++) {
         keys[i] = window();
@@ -289,7 +289,7 @@ static void take_the_rest(void) {
     *(uint64_t *)mine->addr = 1000;
     post(IBV_WR_SEND, 0, REST * sizeof(*keys), 0, 0, true);
     for (int i = 0; i < REST; i++) {
-        struct ibv_wc wc = good_wc("a message of the rest");
+        struct ibv_wc wc = good_wc("a message of rest=1");
         bool imm = rest[i].opcode == IBV_WR_RDMA_WRITE_WITH_IMM, inv = rest[i].opcode == IBV_WR_SEND_WITH_INV;
         if (wc.opcode != (imm ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV)) fail("message %d: opcode %d", i, wc.opcode);
         if (imm && (!(wc.wc_flags & IBV_WC_WITH_IMM) || be32toh(wc.imm_data) != 0xabcd00 + (uint32_t)i))
@@ -297,16 +297,16 @@ static void take_the_rest(void) {
         if (inv && (!(wc.wc_flags & IBV_WC_WITH_INV) || wc.invalidated_rkey != keys[i]))
             fail("message %d: flags %x, invalidated %x", i, wc.wc_flags, wc.invalidated_rkey);
     }
-    printf("the rest was right\n");
+    printf("rest=1 passed\n");
 }
 
-// ------------------------------------------------------------------ what must not be done
+// ------------------------------------------------------------------ protocol violations
 
-// The server spoke last: it must not go on before the client has its next receive.
+// The server sent the last message. It must wait until the client has posted its next receive.
 static void ready(void) {
     if (strcmp(opt.by, "server") != 0) return;
     if (opt.server) {
-        good_wc("the client's word that it is ready");
+        good_wc("the client's message that it is ready");
         receive(opt.size);
     } else {
         post(IBV_WR_SEND, 0, 8, 0, 0, true);
@@ -314,7 +314,7 @@ static void ready(void) {
 }
 
 static void misbehave(void) {
-    // siw terminates nothing while it is still sending, and reports nothing when it has sent its last message.
+    // siw sends no Terminate while it is sending other data, and does not report when it has sent its last message.
     if (!is_siw()) usleep(100000);
     fill(work->addr, 2 * opt.size, 1);
     if (!strcmp(opt.bad, "write-bounds"))
@@ -333,10 +333,10 @@ static void misbehave(void) {
         good_wc("the Send with Invalidate");
         post(IBV_WR_RDMA_WRITE, 0, 8, peer.addr, peer.rkey, false);
     } else
-        fail("bad=%s: what is that?", opt.bad);
+        fail("bad=%s is unknown", opt.bad);
 }
 
-// Everything that is still posted completes, the connection ends, and the queue pair is in error.
+// Waits until all posted requests have completed and the connection has ended. The queue pair must be in ERR.
 static void await_the_end(bool culprit) {
     int receives = !strcmp(opt.end, "disconnect") && !*opt.bad && opt.server ? 0 : 1, requests = culprit ? 1 : 0;
     await_only(RDMA_CM_EVENT_DISCONNECTED);
@@ -345,8 +345,8 @@ static void await_the_end(bool culprit) {
     struct ibv_wc wc;
     for (int64_t end = now() + (siw ? 1000 : DEADLINE); receives + requests > 0; usleep(100)) {
         if (now() > end) {
-            // siw does not always flush what was posted to a queue pair that it has terminated.
-            if (!siw) fail("what was posted does not complete");
+            // siw does not always flush the requests of a queue pair that it has terminated.
+            if (!siw) fail("posted requests do not complete");
             printf("siw keeps %d receives and %d requests\n", receives, requests);
             break;
         }
@@ -357,13 +357,13 @@ static void await_the_end(bool culprit) {
     struct ibv_qp_attr attr;
     struct ibv_qp_init_attr init;
     if (ibv_query_qp(id->qp, &attr, IBV_QP_STATE, &init)) fail("ibv_query_qp");
-    // siw says RESET whatever it is in.
+    // siw reports RESET in every state.
     if (attr.qp_state != IBV_QPS_ERR && !siw) fail("the queue pair is in state %d", attr.qp_state);
     printf("over\n");
     if (!culprit) {
         const uint8_t *guard = (uint8_t *)mine->addr + opt.size;
         for (int i = 0; i < ROOM; i++)
-            if (guard[i] != 0xee) fail("byte %d behind the memory was changed", i);
+            if (guard[i] != 0xee) fail("byte %d after the memory was changed", i);
     }
 }
 
@@ -383,7 +383,7 @@ static void prepare(void) {
     struct ibv_qp_init_attr attr = {.send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC};
     attr.cap = (struct ibv_qp_cap){.max_send_wr = 160, .max_recv_wr = 16, .max_send_sge = 1, .max_recv_sge = 1};
     if (!pd || !cq || rdma_create_qp(id, pd, &attr)) fail("rdma_create_qp: %s", strerror(errno));
-    // Behind the registered bytes lie others, which must stay as they are.
+    // The bytes after the registered ones must not change.
     char *at = aligned_alloc(4096, ((size_t)opt.size + ROOM + 8191) & ~(size_t)4095);
     memset(at, 0xee, (size_t)opt.size + ROOM);
     mine = ibv_reg_mr(pd, at, (size_t)opt.size,
@@ -426,7 +426,7 @@ static void serve(struct rdma_addrinfo *info) {
     id = event->id;
     depths(event, "request");
     check_private_data(event, 1);
-    int theirs = event->param.conn.initiator_depth; // reads of ours that the client serves
+    int theirs = event->param.conn.initiator_depth; // our Reads that the client serves
     rdma_ack_cm_event(event);
     struct rdma_conn_param p = param(data, 2);
     if (opt.reject) {
@@ -451,7 +451,7 @@ static void ask(struct rdma_addrinfo *info) {
     if (rdma_connect(id, &p)) fail("rdma_connect: %s", strerror(errno));
     if (opt.reject) {
         struct rdma_cm_event *event = await(RDMA_CM_EVENT_REJECTED);
-        // siw forgets what the peer said when the end of the connection comes with it.
+        // siw loses the private data of the peer if the connection ends at the same time.
         if (event->param.conn.private_data_len || !is_siw()) check_private_data(event, 2);
         printf("rejected\n");
         rdma_ack_cm_event(event);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * What a transport of MPI costs. Two ranks: half the time of a message of 8 bytes there and back, and the rate of messages of
- * 1 MiB, 16 of them under way. More ranks: after each pair has exchanged 1 KiB, the private memory that the largest rank has
- * written. One line: `MICROSECONDS GIGABYTES_PER_SECOND MEGABYTES`, and 0 for what was not measured.
+ * Measures a transport of MPI. With two ranks: half of the round-trip time of a message of 8 bytes, and the throughput
+ * of messages of 1 MiB with 16 outstanding. With more ranks: the private memory that the largest rank has written after
+ * each pair has exchanged 1 KiB. Prints one line, `MICROSECONDS GIGABYTES_PER_SECOND MEGABYTES`, with 0 for what was
+ * not measured.
  */
 #include <mpi.h>
 #include <stdio.h>

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Two kernels of the NAS parallel benchmarks, restated from their specification (NAS Technical Report RNR-94-007): IS, which
- * sorts integers by an all-to-all exchange of keys, and CG, which finds an eigenvalue with conjugate gradients. The data of both
- * is defined by a random number generator, and the results by published values, so that a wrong byte in a message shows.
+ * Two kernels of the NAS parallel benchmarks, implemented from their specification (NAS Technical Report RNR-94-007).
+ * IS sorts integers with an all-to-all exchange of keys. CG finds an eigenvalue with conjugate gradients. A random
+ * number generator defines the input of both, and the results must equal published values, so that a wrong byte in a
+ * message is detected.
  *
- * Rows and keys are distributed in blocks, and CG gathers its vector before each product; the reference programs distribute
- * the matrix in two dimensions. Times are therefore comparable between transports, but not with published ones.
+ * Rows and keys are distributed in blocks, and CG gathers its vector before each product. The reference programs
+ * distribute the matrix in two dimensions. Times are therefore comparable between transports, but not with published
+ * ones.
  *
  *   kernels S|W|A [is|cg]
  */
@@ -34,7 +36,7 @@ static void *room(size_t count, size_t size)
 	return at;
 }
 
-/* The generator: x := 5^13 x mod 2^46; its value is x / 2^46. */
+/* The generator: x := 5^13 x mod 2^46. Its value is x / 2^46. */
 static const uint64_t FACTOR = 1220703125, SEED = 314159265, MASK = ((uint64_t)1 << 46) - 1;
 
 static double draw(uint64_t *x)
@@ -56,7 +58,7 @@ static uint64_t state_after(uint64_t skip)
 	return x;
 }
 
-/* Where the block of rank `r` begins, of `n` elements. */
+/* The first element of the block of rank `r`, among `n` elements. */
 static size_t begin_of(size_t n, int r)
 {
 	return n * (size_t)r / (size_t)ranks;
@@ -69,10 +71,15 @@ enum { TESTED = 5, SORTS = 10, BUCKETS = 1 << 10 };
 struct is {
 	char class;
 	int log_keys, log_max;
-	/* Keys whose place is known: their indexes, and their places before any change. */
+	/*
+	 * Keys with known positions in the sorted order: their indexes, and their positions before the first
+	 * repetition.
+	 */
 	long index[TESTED], place[TESTED];
-	/* The change of the places with each repetition: places of the first `rising` rise by repetition - `from`, the others
-	 * fall by repetition - `other`. */
+	/*
+	 * The positions change with each repetition: those of the first `rising` keys increase by repetition - `from`,
+	 * the others decrease by repetition - `other`.
+	 */
 	int rising, from, other;
 };
 
@@ -89,7 +96,10 @@ static void prefix(const int *counts, int *starts)
 		starts[r] = starts[r - 1] + counts[r - 1];
 }
 
-/* Sorts the keys once: `sorted` gets those that belong to this rank; returns their number. `before`: how many are lower. */
+/*
+ * Sorts the keys once. `sorted` gets the keys of this process; `before` the number of lower keys. Returns the number of
+ * keys.
+ */
 static size_t sort_once(const int *keys, size_t mine, int shift, int **sorted, long *before)
 {
 	static long here[BUCKETS], all[BUCKETS];
@@ -171,11 +181,11 @@ static double run_is(const struct is *c)
 		for (int t = 0; t < TESTED; t++) {
 			long wanted = c->place[t] + (t < c->rising ? turn - c->from : c->other - turn);
 
-			ensure(places[t] == wanted, "IS: the place of a key", (double)places[t], (double)wanted);
+			ensure(places[t] == wanted, "IS: the position of a key", (double)places[t], (double)wanted);
 		}
 	}
 	took = MPI_Wtime() - began;
-	/* The whole order: within each rank, and between neighbours. */
+	/* Checks the order within each rank and between neighbouring ranks. */
 	qsort(sorted, got, sizeof(int), compare);
 	long here = (long)got, all = 0, lower_ranks = 0;
 	int top = got ? sorted[got - 1] : -1, highest = -1;
@@ -211,7 +221,7 @@ struct entry {
 	double value;
 };
 
-/* The rows of this rank: those of row i are `entries[start[i]]` to `entries[start[i + 1] - 1]`. */
+/* The rows of this rank. Row i has the elements `entries[start[i]]` to `entries[start[i + 1] - 1]`. */
 struct matrix {
 	struct entry *entries;
 	size_t *start, first, rows;
@@ -310,7 +320,7 @@ static double dot(const double *a, const double *b, size_t n)
 	return all;
 }
 
-/* z := an approximate solution of A z = x after 25 steps. `whole` has room for a vector of all ranks. */
+/* Approximates z with A z = x in 25 steps. `whole` has room for a vector of all ranks. */
 static void solve(const struct matrix *m, const double *x, double *z, double *r, double *p, double *q, double *whole)
 {
 	size_t n = m->rows;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * An MPI program whose results are known: messages of many sizes around a ring, with and without waiting; collectives;
- * one-sided puts, gets and sums. Says how many checks held, or which one did not.
+ * An MPI program with known results: messages of many sizes around a ring, blocking and non-blocking; collectives;
+ * one-sided puts, gets and sums. Prints how many checks passed, or which one failed.
  */
 #include <mpi.h>
 #include <stdio.h>
@@ -19,7 +19,7 @@ static void ensure(int holds, const char *what, long detail)
 	checks++;
 }
 
-/* Byte i of a message from `from` of this size. */
+/* Byte i of a message of this size from rank `from`. */
 static unsigned char byte_of(int from, size_t size, size_t i)
 {
 	return (unsigned char)(from * 31 + size + i * 7 + i / 251);
@@ -52,12 +52,12 @@ static void ring(unsigned char *out, unsigned char *in)
 		MPI_Sendrecv(out, (int)sizes[s], MPI_BYTE, next, (int)s, in, (int)sizes[s], MPI_BYTE, before, (int)s,
 			     MPI_COMM_WORLD, &status);
 		MPI_Get_count(&status, MPI_BYTE, &count);
-		ensure((size_t)count == sizes[s] && status.MPI_SOURCE == before, "a message of the ring", count);
-		same(in, sizes[s], before, "bytes of the ring");
+		ensure((size_t)count == sizes[s] && status.MPI_SOURCE == before, "length of a message in the ring", count);
+		same(in, sizes[s], before, "a byte of a message in the ring");
 	}
 }
 
-/* Many small messages at once in both directions, received in another order than they were sent. */
+/* Many small messages at the same time in both directions, received in another order than they were sent. */
 static void burst(void)
 {
 	enum { N = 200 };
@@ -94,28 +94,28 @@ static void collectives(void)
 		mine[i] = rank + i;
 	MPI_Allreduce(mine, all, N, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
 	for (int i = 0; i < N; i++)
-		ensure(all[i] == sum + (long)ranks * i, "a sum of all", i);
+		ensure(all[i] == sum + (long)ranks * i, "an allreduce", i);
 	MPI_Reduce(mine, all, N, MPI_LONG, MPI_MAX, 0, MPI_COMM_WORLD);
 	for (int i = 0; rank == 0 && i < N; i++)
 		ensure(all[i] == ranks - 1 + i, "a maximum at rank 0", i);
 	MPI_Scan(mine, all, N, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
 	for (int i = 0; i < N; i++)
-		ensure(all[i] == (long)rank * (rank + 1) / 2 + (long)(rank + 1) * i, "a sum up to here", i);
+		ensure(all[i] == (long)rank * (rank + 1) / 2 + (long)(rank + 1) * i, "a prefix sum", i);
 	for (int to = 0; to < ranks; to++)
 		for (int i = 0; i < 1000; i++)
 			many[to * 1000 + i] = rank * 1000000L + to * 1000 + i;
 	MPI_Alltoall(many, 1000, MPI_LONG, back, 1000, MPI_LONG, MPI_COMM_WORLD);
 	for (int from = 0; from < ranks; from++)
 		for (int i = 0; i < 1000; i++)
-			ensure(back[from * 1000 + i] == from * 1000000L + rank * 1000 + i, "all to all", i);
+			ensure(back[from * 1000 + i] == from * 1000000L + rank * 1000 + i, "an all-to-all exchange", i);
 	MPI_Allgather(many, 1000, MPI_LONG, back, 1000, MPI_LONG, MPI_COMM_WORLD);
 	for (int from = 0; from < ranks; from++)
-		ensure(back[from * 1000 + 5] == from * 1000000L + 5, "gathered by all", from);
+		ensure(back[from * 1000 + 5] == from * 1000000L + 5, "an allgather", from);
 	MPI_Scatter(many, 1000, MPI_LONG, back, 1000, MPI_LONG, ranks - 1, MPI_COMM_WORLD);
 	ensure(back[3] == (ranks - 1) * 1000000L + rank * 1000 + 3, "scattered", back[3]);
 	got = rank;
 	MPI_Exscan(&got, &sum, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
-	ensure(rank == 0 || sum == (long)rank * (rank - 1) / 2, "a sum up to before here", sum);
+	ensure(rank == 0 || sum == (long)rank * (rank - 1) / 2, "an exclusive prefix sum", sum);
 	for (int i = 0; i < 100; i++)
 		MPI_Barrier(MPI_COMM_WORLD);
 	free(many);
@@ -139,12 +139,12 @@ static void one_sided(void)
 	MPI_Put(out, N, MPI_LONG, next, 0, N, MPI_LONG, win);
 	MPI_Win_fence(0, win);
 	for (int i = 0; i < N; i++)
-		ensure(window[i] == before * 3 + i, "what was put", i);
+		ensure(window[i] == before * 3 + i, "the result of a put", i);
 	MPI_Win_fence(0, win);
 	MPI_Get(in, N, MPI_LONG, next, 0, N, MPI_LONG, win);
 	MPI_Win_fence(0, win);
 	for (int i = 0; i < N; i++)
-		ensure(in[i] == rank * 3 + i, "what was got", i);
+		ensure(in[i] == rank * 3 + i, "the result of a get", i);
 	MPI_Accumulate(out, N, MPI_LONG, 0, N, N, MPI_LONG, MPI_SUM, win);
 	MPI_Win_fence(0, win);
 	for (int i = 0; rank == 0 && i < N; i++)
@@ -160,7 +160,7 @@ static void one_sided(void)
 	}
 	MPI_Win_fence(0, win);
 	if (rank == 0)
-		ensure(window[0] == 50L * ranks, "the counter in the end", window[0]);
+		ensure(window[0] == 50L * ranks, "the final counter", window[0]);
 	MPI_Win_free(&win);
 }
 

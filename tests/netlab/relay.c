@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A link between two network namespaces that loses and delays packets:
+ * A link between two network namespaces that drops and delays packets:
  *
  *   relay NAMESPACE NAMESPACE LOSS_PPM DELAY_US SEED
  *
- * Makes a point-to-point device "wire" in each, says "up" when both are there, and carries packets until it gets a signal
- * or its standard input ends. Each IP packet has its own fate: the devices have no offloads, so the kernel cuts what is
- * longer before it comes here. Then it says how many packets came, and how many it lost.
+ * Creates a point-to-point device "wire" in each namespace, prints "up" when both exist, and forwards packets until it
+ * gets a signal or its standard input ends. Then it prints how many packets arrived, and how many it dropped. Whether a
+ * packet is dropped is decided for each IP packet. The devices have no offloads, so the kernel has fragmented longer
+ * datagrams already.
  *
- * The delay is that of one direction; packets keep their order. What waits is bounded, as on a router.
+ * The delay applies to each direction. Packets keep their order, and the queue is bounded, as in a router.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -27,7 +28,7 @@
 #include <unistd.h>
 
 #define LONGEST 9216
-#define ROOM (64u << 10) /* packets under way in one direction */
+#define ROOM (64u << 10) /* packets in transit in one direction */
 
 struct packet {
 	uint64_t due;
@@ -38,7 +39,7 @@ struct packet {
 struct direction {
 	int from, to;
 	uint64_t random, came, lost, full, refused;
-	uint32_t head, tail; /* count on; the place is modulo ROOM */
+	uint32_t head, tail; /* never reset; the index in the ring is modulo ROOM */
 	struct packet *ring;
 };
 
@@ -90,7 +91,7 @@ static uint64_t roll(uint64_t *state)
 	return x ^ x >> 31;
 }
 
-/* Takes what has come, at most as much as keeps the other direction from waiting. */
+/* Reads packets that have arrived. The number is limited, so that the other direction does not wait. */
 static void take(struct direction *d, uint64_t ppm, uint64_t delay)
 {
 	for (int i = 0; i < 64; i++) {

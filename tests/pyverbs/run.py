@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs one module of rdma-core's tests: run.py FOLDER MODULE [OPTION...]
 
-FOLDER holds the package `tests` as the distribution ships it, unpacked; OPTION is what its own runner takes
-(--dev, --gid, --port). One line a test: `ok ID`, `skip ID reason`, `fail ID`; the last is followed by why, indented.
+FOLDER contains the unpacked package `tests` of the distribution. OPTION is an option of its own runner (--dev, --gid,
+--port). Prints one line for each test: `ok ID`, `skip ID reason` or `fail ID`, the last followed by the indented traceback.
 """
 import importlib
 import sys
@@ -17,7 +17,7 @@ args_parser.parser.parse_args()
 
 
 class Lines(unittest.TestResult):
-    """Says how each test ended, as soon as it did."""
+    """Prints the result of each test as soon as the test has ended."""
 
     def say(self, word, test, rest=''):
         print(word, test.id(), rest, flush=True)
@@ -42,7 +42,7 @@ class Lines(unittest.TestResult):
             print('    ' + line, flush=True)
 
 
-# The package's own __init__ would load every module.
+# The __init__ of the package would load every module.
 package = type(sys)('tests')
 package.__path__ = [folder + '/tests']
 sys.modules['tests'] = package

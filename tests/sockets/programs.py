@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Programs under `anywarp sockets run`, for the tests beside this file."""
+"""Runs Python programs under `anywarp sockets run`, for the tests in this directory."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 
 ANYWARP = sys.argv[1]
 PRELUDE = "import os, socket, subprocess, sys\n"
-# A server that answers each line with it, and says when it listens. Its first argument is what it does before.
+# A server that echoes each line. It prints its port when it listens. Its first argument is the address to listen at.
 SERVER = """
 l = socket.create_server((sys.argv[1], 0))
 print(l.getsockname()[1], flush=True)
@@ -33,7 +33,7 @@ def ask(text):
     assert got == text + b'\\n', got
 ask(b'hello')
 """
-# Waits until it is told to end, with its connection open.
+# Keeps the connection open until standard input is closed.
 WAIT = "print('there', flush=True); sys.stdin.read()\n"
 
 
@@ -75,13 +75,13 @@ def modes(program):
 
 
 def run(*tests):
-    """Runs tests, each of which raises what is wrong; the status of the process says whether none did."""
+    """Runs tests, which raise an exception if they fail. The process exits with 1 if one has failed."""
     failed = 0
     for test in tests:
         try:
             test()
             print(f"ok   {test.__name__}", flush=True)
-        except Exception as e:  # every test is run
+        except Exception as e:  # the other tests still run
             print(f"FAIL {test.__name__}: {type(e).__name__} {e}", flush=True)
             failed += 1
     sys.exit(failed != 0)

@@ -88,7 +88,7 @@ pub(crate) fn deb() -> Result {
             ("Depends", "libc6 (>= 2.28), libgcc-s1"),
             (
                 "Description",
-                "RDMA on any machine: an RDMA network card made of software",
+                "RDMA on any machine: a software RDMA network card",
             ),
         ],
     )?;

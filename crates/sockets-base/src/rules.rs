@@ -310,7 +310,7 @@ impl<'a> Line<'a> {
         let found = modes.iter().find(|mode| mode.word() == word);
         let what = match word {
             "reliable" if modes.contains(&Mode::Udp) => {
-                format!("reliable is not there yet: expected {expected}")
+                format!("reliable is not supported yet: expected {expected}")
             }
             _ => format!("expected {expected}"),
         };

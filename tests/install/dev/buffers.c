@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* Memory made ready by anywarp-buffers, on the device that anywarp run gives. */
+/* Prepares memory with anywarp-buffers on the device of `anywarp run`. */
 #include <anywarp-buffers.h>
 #include <stdio.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// Finds the device of anywarp without a launcher: the program was linked with its library.
+// Finds anywarp's device without a launcher, because the program is linked with its library.
 #include <infiniband/anywarpdv.h>
 #include <infiniband/verbs.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// Loads the library of extended sockets and makes a queue.
+// Loads the library of extended sockets and creates a queue.
 #include <exs.h>
 #include <stdio.h>
 

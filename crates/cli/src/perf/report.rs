@@ -215,7 +215,7 @@ impl Report {
             println!(
                 "# one way, microseconds{}",
                 if self.op == Op::Read {
-                    " (read: there and back)"
+                    " (read: round trip)"
                 } else {
                     ""
                 }

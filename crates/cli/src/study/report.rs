@@ -126,8 +126,8 @@ fn label(axis: &str, value: &str) -> String {
         ("exs", "persistent-send") => "EXS, persistent",
         ("exs", "tcp") => "TCP",
         ("exs", "tcp-nagle") => "TCP with Nagle",
-        ("in_flight", "1") => "1 under way",
-        ("in_flight", count) => return format!("{count} under way"),
+        ("in_flight", "1") => "1 outstanding",
+        ("in_flight", count) => return format!("{count} outstanding"),
         ("network", "tcp") => "MPI over the kernel's TCP",
         ("network", "rdma") => "MPI over RDMA",
         ("network", "memory") => "MPI over shared memory",
@@ -163,7 +163,7 @@ fn label(axis: &str, value: &str) -> String {
 fn across(axis: &str) -> &str {
     match axis {
         "size" => "size",
-        "buffers" => "buffers (operations under way)",
+        "buffers" => "buffers (outstanding operations)",
         "rate" => "rate of the link",
         "loss" => "datagrams lost",
         other => other,
