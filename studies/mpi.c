@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Two MPI ranks, for `anywarp study` and for the rows of the bench that also measure MPI. `lat SIZE TIMES` measures
- * half of the round-trip time of a message. `chain SIZE TIMES` measures a message of each rank to the next, both at the
- * same time. `bw SIZE TIMES DEPTH` measures messages of rank 0, DEPTH of them outstanding. Prints one line of JSON.
+ * An MPI program for `anywarp study`, and for the rows of the bench that also measure MPI. Prints one line of JSON.
+ *
+ *   mpi lat SIZE TIMES          two ranks: half of the round-trip time of a message
+ *   mpi chain SIZE TIMES        a message of each rank to the next, all at the same time
+ *   mpi bw SIZE TIMES DEPTH     two ranks: messages of rank 0, DEPTH of them outstanding
+ *   mpi both SIZE TIMES DEPTH   two ranks: messages in both directions, DEPTH of them outstanding in each
+ *   mpi memory SIZE             the private memory of the largest rank after each pair has exchanged a message
+ *   mpi steps SIZE TIMES US     steps of a simulation with neighbours: each computes for US microseconds, divided by the
+ *                               number of ranks, exchanges SIZE bytes with both neighbours, and adds up one number
  */
 #include <mpi.h>
 #include <stdio.h>
@@ -11,88 +17,202 @@
 
 #define DEPTHS 64
 
+static int rank, ranks, size, times, extra;
+static char *out, *in;
+
+static void ensure(int holds, const char *what)
+{
+	if (!holds) {
+		fprintf(stderr, "rank %d: %s\n", rank, what);
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	}
+}
+
+static char *room(size_t bytes)
+{
+	char *at = malloc(bytes);
+
+	ensure(at != NULL, "no memory");
+	return memset(at, 0, bytes);
+}
+
+/* Ensures that the messages came from the rank `from`. */
+static void check(const char *message, int from)
+{
+	for (int i = 0; i < size; i++)
+		ensure(message[i] == from + 1, "a byte of a message is wrong");
+}
+
+static void print(const char *name, double value)
+{
+	if (!rank)
+		printf("{\"%s\": %.4f}\n", name, value);
+}
+
+static void latency(void)
+{
+	double began = 0;
+
+	for (int i = -(times / 10); i < times; i++) {
+		if (!i)
+			began = MPI_Wtime();
+		if (!rank)
+			MPI_Send(out, size, MPI_CHAR, 1, 0, MPI_COMM_WORLD);
+		MPI_Recv(in, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+		if (rank)
+			MPI_Send(out, size, MPI_CHAR, 0, 0, MPI_COMM_WORLD);
+	}
+	print("us", (MPI_Wtime() - began) * 1e6 / times / 2);
+	check(in, !rank);
+}
+
+static void chain(void)
+{
+	int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
+	double began = 0;
+
+	for (int i = -(times / 10); i < times; i++) {
+		if (!i)
+			began = MPI_Wtime();
+		MPI_Sendrecv(out, size, MPI_CHAR, next, 0, in, size, MPI_CHAR, previous, 0, MPI_COMM_WORLD,
+			     MPI_STATUS_IGNORE);
+	}
+	print("us", (MPI_Wtime() - began) * 1e6 / times);
+	check(in, previous);
+}
+
+/* Messages of rank 0, and of rank 1 as well if `both`. Each outstanding message has its own buffer at the receiver. */
+static void bandwidth(int both)
+{
+	int sends = both || !rank, receives = both || rank, depth = extra;
+	char *buffers = room((size_t)size * (size_t)depth), answer = 0;
+	MPI_Request requests[2 * DEPTHS];
+	double began, took, count;
+
+	MPI_Barrier(MPI_COMM_WORLD);
+	began = MPI_Wtime();
+	for (int done = 0; done < times; done += depth) {
+		int n = 0;
+
+		for (int i = 0; i < depth && receives; i++)
+			MPI_Irecv(buffers + (size_t)i * (size_t)size, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD, &requests[n++]);
+		for (int i = 0; i < depth && sends; i++)
+			MPI_Isend(out, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD, &requests[n++]);
+		MPI_Waitall(n, requests, MPI_STATUSES_IGNORE);
+	}
+	if (rank)
+		MPI_Send(&answer, 1, MPI_CHAR, 0, 1, MPI_COMM_WORLD);
+	else
+		MPI_Recv(&answer, 1, MPI_CHAR, 1, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+	took = MPI_Wtime() - began;
+	count = (double)((times + depth - 1) / depth * depth) * (both ? 2 : 1);
+	if (!rank)
+		printf("{\"gb_s\": %.4f, \"m_s\": %.6f, \"us\": %.4f}\n", size * count / took / 1e9, count / took / 1e6,
+		       took * 1e6 / count);
+	for (int i = 0; i < depth && receives; i++)
+		check(buffers + (size_t)i * (size_t)size, !rank);
+	free(buffers);
+}
+
+/* The private memory of this process that was written, in units of 1,000,000 bytes. */
+static double private_memory(void)
+{
+	FILE *file = fopen("/proc/self/smaps_rollup", "r");
+	char line[200];
+	long kib = -1;
+
+	ensure(file != NULL, "/proc/self/smaps_rollup cannot be read");
+	while (fgets(line, sizeof line, file))
+		if (!strncmp(line, "Private_Dirty:", 14))
+			kib = strtol(line + 14, NULL, 10);
+	fclose(file);
+	ensure(kib >= 0, "/proc/self/smaps_rollup has no Private_Dirty");
+	return (double)kib * 1024 / 1e6;
+}
+
+static void memory(void)
+{
+	double mine, most = 0;
+
+	for (int distance = 1; distance < ranks; distance++) {
+		int to = (rank + distance) % ranks, from = (rank + ranks - distance) % ranks;
+
+		MPI_Sendrecv(out, size, MPI_CHAR, to, 0, in, size, MPI_CHAR, from, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+		check(in, from);
+	}
+	MPI_Barrier(MPI_COMM_WORLD);
+	mine = private_memory();
+	MPI_Reduce(&mine, &most, 1, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);
+	print("mb", most);
+}
+
+static void compute(double us)
+{
+	double until = MPI_Wtime() + us / 1e6;
+
+	while (MPI_Wtime() < until)
+		;
+}
+
+static void steps(void)
+{
+	int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
+	double began = 0, took;
+
+	for (int i = -(times / 10); i < times; i++) {
+		int one = 1, all = 0;
+
+		if (!i) {
+			MPI_Barrier(MPI_COMM_WORLD);
+			began = MPI_Wtime();
+		}
+		compute((double)extra / ranks);
+		for (int way = 0; way < 2 && ranks > 1; way++) {
+			int to = way ? previous : next, from = way ? next : previous;
+
+			MPI_Sendrecv(out, size, MPI_CHAR, to, way, in, size, MPI_CHAR, from, way, MPI_COMM_WORLD,
+				     MPI_STATUS_IGNORE);
+		}
+		MPI_Allreduce(&one, &all, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+		ensure(all == ranks, "a sum is wrong");
+	}
+	took = MPI_Wtime() - began;
+	if (!rank)
+		printf("{\"us\": %.4f, \"steps\": %.2f}\n", took * 1e6 / times, times / took);
+	if (ranks > 1)
+		check(in, next);
+}
+
 int main(int argc, char **argv)
 {
-	MPI_Request requests[DEPTHS];
-	int rank, ranks, size, times, depth;
-	char *buffer, answer = 0;
-	double began, took;
+	const char *test = argc > 1 ? argv[1] : "";
+	int pair = !strcmp(test, "lat") || !strcmp(test, "bw") || !strcmp(test, "both");
 
 	MPI_Init(&argc, &argv);
 	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 	MPI_Comm_size(MPI_COMM_WORLD, &ranks);
 	size = argc > 2 ? atoi(argv[2]) : 0;
-	times = argc > 3 ? atoi(argv[3]) : 0;
-	depth = argc > 4 ? atoi(argv[4]) : 1;
-	if (ranks != 2 || size < 1 || times < 1 || depth < 1 || depth > DEPTHS) {
-		fprintf(stderr, "two ranks: mpi lat SIZE TIMES | mpi chain SIZE TIMES | mpi bw SIZE TIMES DEPTH\n");
-		MPI_Abort(MPI_COMM_WORLD, 2);
-	}
-	buffer = malloc((size_t)size);
-	if (!buffer)
-		MPI_Abort(MPI_COMM_WORLD, 1);
-	memset(buffer, rank ? 0 : 'x', (size_t)size);
-	if (!strcmp(argv[1], "chain")) {
-		char *from = malloc((size_t)size);
-		int warm = times / 10;
-
-		if (!from)
-			MPI_Abort(MPI_COMM_WORLD, 1);
-		memset(from, 'x', (size_t)size);
-		began = 0;
-		for (int i = -warm; i < times; i++) {
-			if (!i)
-				began = MPI_Wtime();
-			MPI_Sendrecv(from, size, MPI_CHAR, !rank, 0, buffer, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD,
-				     MPI_STATUS_IGNORE);
-		}
-		took = MPI_Wtime() - began;
-		free(from);
-		if (!rank)
-			printf("{\"us\": %.3f}\n", took * 1e6 / times);
-	} else if (!strcmp(argv[1], "lat")) {
-		int warm = times / 10;
-
-		began = 0;
-		for (int i = -warm; i < times; i++) {
-			if (!i)
-				began = MPI_Wtime();
-			if (!rank)
-				MPI_Send(buffer, size, MPI_CHAR, 1, 0, MPI_COMM_WORLD);
-			MPI_Recv(buffer, size, MPI_CHAR, !rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
-			if (rank)
-				MPI_Send(buffer, size, MPI_CHAR, 0, 0, MPI_COMM_WORLD);
-		}
-		took = MPI_Wtime() - began;
-		if (!rank)
-			printf("{\"us\": %.3f}\n", took * 1e6 / times / 2);
-	} else {
-		MPI_Barrier(MPI_COMM_WORLD);
-		began = MPI_Wtime();
-		for (int done = 0; done < times; done += depth) {
-			for (int i = 0; i < depth; i++) {
-				if (rank)
-					MPI_Irecv(buffer, size, MPI_CHAR, 0, 0, MPI_COMM_WORLD, &requests[i]);
-				else
-					MPI_Isend(buffer, size, MPI_CHAR, 1, 0, MPI_COMM_WORLD, &requests[i]);
-			}
-			MPI_Waitall(depth, requests, MPI_STATUSES_IGNORE);
-		}
-		if (rank)
-			MPI_Send(&answer, 1, MPI_CHAR, 0, 1, MPI_COMM_WORLD);
-		else
-			MPI_Recv(&answer, 1, MPI_CHAR, 1, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
-		took = MPI_Wtime() - began;
-		times = (times + depth - 1) / depth * depth;
-		if (!rank)
-			printf("{\"gb_s\": %.4f, \"m_s\": %.6f}\n", (double)size * times / took / 1e9, times / took / 1e6);
-	}
-	for (int i = 0; i < size; i++)
-		if (buffer[i] != 'x') {
-			fprintf(stderr, "byte %d differs from what was sent\n", i);
-			MPI_Abort(MPI_COMM_WORLD, 1);
-		}
-	free(buffer);
+	times = argc > 3 ? atoi(argv[3]) : 1;
+	extra = argc > 4 ? atoi(argv[4]) : 1;
+	ensure(size > 0 && times > 0 && extra >= 0, "mpi TEST SIZE [TIMES [DEPTH|US]]");
+	ensure(!pair || (ranks == 2 && extra >= 1 && extra <= DEPTHS), "this test has two ranks, and a depth of 1 to 64");
+	out = room((size_t)size);
+	in = room((size_t)size);
+	memset(out, rank + 1, (size_t)size);
+	if (!strcmp(test, "lat"))
+		latency();
+	else if (!strcmp(test, "chain"))
+		chain();
+	else if (pair)
+		bandwidth(!strcmp(test, "both"));
+	else if (!strcmp(test, "memory"))
+		memory();
+	else if (!strcmp(test, "steps"))
+		steps();
+	else
+		ensure(0, "a test is lat, chain, bw, both, memory or steps");
+	free(out);
+	free(in);
 	MPI_Finalize();
 	return 0;
 }

@@ -141,14 +141,14 @@ const TRANSPORTS: &[(&str, &[&str])] = &[
 /// The numbers of ranks for which memory is measured.
 const RANKS: [usize; 4] = [2, 4, 8, 16];
 
-/// Compiles a program of tests/mpi.
+/// Compiles a program of tests/mpi or of studies.
 fn compile(compiler: &str, source: &str, to: &Path) -> Result {
     sh::run(
         Command::new(compiler)
             // The compiler would warn, because MPICH's constant for "no statuses" looks like an array that is too short.
             .args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
             .arg(to)
-            .arg(sh::root().join("tests/mpi").join(source))
+            .arg(sh::root().join(source))
             .arg("-lm"),
     )
 }
@@ -197,8 +197,8 @@ fn compare(rounds: usize) -> Result {
     let work = sh::target().join("mpi");
     std::fs::create_dir_all(&work)?;
     let (program, kernels) = (work.join("compare"), work.join("kernels"));
-    compile("mpicc.openmpi", "compare.c", &program)?;
-    compile("mpicc.openmpi", "kernels.c", &kernels)?;
+    compile("mpicc.openmpi", "tests/mpi/compare.c", &program)?;
+    compile("mpicc.openmpi", "studies/kernels.c", &kernels)?;
     // For each transport, the columns of all rounds.
     let mut values: Vec<[Vec<f64>; 4]> = TRANSPORTS.iter().map(|_| Default::default()).collect();
     for _ in 0..rounds {
@@ -264,11 +264,13 @@ pub(crate) fn run(options: &Options) -> Result {
     let (mut passed, mut failed) = (0, 0);
     // With more ranks than processors the kernels mostly wait for the scheduler.
     let cases: [(&str, &str, &[&str]); 2] =
-        [("ranks.c", "", &["2", "4"]), ("kernels.c", "W", &["2"])];
+        [("tests/mpi/ranks.c", "", &["2", "4"]), ("studies/kernels.c", "W", &["2"])];
     for (way, (source, argument, numbers)) in
         WAYS.iter().flat_map(|way| cases.map(|case| (way, case)))
     {
-        let program = work.join(format!("{}-{source}", way.compiler));
+        let name = Path::new(source).file_stem().unwrap_or_default();
+        let name = name.to_string_lossy();
+        let program = work.join(format!("{}-{name}", way.compiler));
         compile(way.compiler, source, &program)?;
         for ranks in numbers {
             let begin = Instant::now();
@@ -295,7 +297,7 @@ pub(crate) fn run(options: &Options) -> Result {
             let output = command.output()?;
             let printed = String::from_utf8_lossy(&output.stdout);
             let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
-            let name = format!("{}, {source} on {ranks} ranks", way.name);
+            let name = format!("{}, {name} on {ranks} ranks", way.name);
             let seconds = begin.elapsed().as_secs_f32();
             if seen < LEAST {
                 println!("FAIL  {name}: only {seen} bytes went through the device");

@@ -80,7 +80,7 @@ pub(crate) enum Runner {
     First,
     /// `anywarp-cost buffers`: ways to prepare memory, and a Write of it.
     Buffers,
-    /// `studies/mpi.c`, under Open MPI.
+    /// `studies/mpi.c` and `studies/kernels.c`, under Open MPI.
     Mpi,
     /// `exs-ttcp`
     Exs,

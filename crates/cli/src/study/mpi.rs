@@ -1,10 +1,10 @@
-//! Measures MPI: compiles `studies/mpi.c` with Open MPI, and runs it with two ranks over a network.
+//! Measures MPI: compiles the programs of `studies` with Open MPI, and runs them over a network.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::{env, fs};
 
-use super::figures::{Extent, Point};
+use super::figures::{Extent, Params, Point};
 use super::process::Ended;
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
@@ -17,22 +17,28 @@ const LAUNCHER: &str = "mpiexec.openmpi";
 /// The command that installs them.
 const INSTALL: &str = "apt install openmpi-bin libopenmpi-dev";
 
-/// The MPI program, and the folder that it is compiled to.
+/// The two MPI programs of the folder of the figures.
+const PROGRAMS: [&str; 2] = ["mpi", "kernels"];
+
+/// The number of outstanding messages in a test of bandwidth.
+const DEPTH: u32 = 16;
+
+/// The MPI programs, and the folder that they are compiled to.
 #[derive(Debug)]
 pub(crate) struct Mpi {
-    source: PathBuf,
+    studies: PathBuf,
     folder: PathBuf,
-    /// The compiled program, or why there is none.
-    program: Option<Result<PathBuf, Miss>>,
+    /// The folder of the compiled programs, or why there are none.
+    programs: Option<Result<PathBuf, Miss>>,
 }
 
 impl Mpi {
-    /// Returns the program in the folder of the figures, to be compiled to the folder of the report.
+    /// Returns the programs in the folder of the figures, to be compiled to the folder of the report.
     pub(crate) fn new(studies: &Path, folder: &Path) -> Self {
         Self {
-            source: studies.join("mpi.c"),
+            studies: studies.to_owned(),
             folder: folder.to_owned(),
-            program: None,
+            programs: None,
         }
     }
 
@@ -44,114 +50,212 @@ impl Mpi {
         library: &Library,
         interrupted: &Interrupted,
     ) -> (String, Outcome) {
-        if self.program.is_none() {
-            self.program = Some(compile(&self.source, &self.folder));
-        }
-        let program = match &self.program {
-            Some(Ok(program)) => program,
-            Some(Err(why)) => return (String::new(), Err(why.clone())),
-            None => return (String::new(), Err(Miss::Failed("no program".to_owned()))),
+        let programs = self
+            .programs
+            .get_or_insert_with(|| compile(&self.studies, &self.folder));
+        let programs = match programs {
+            Ok(programs) => programs,
+            Err(why) => return (String::new(), Err(why.clone())),
         };
-        let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
-        let size: u64 = get("size").parse().unwrap_or(1);
-        // The count for the duration of a sample, at 1 GB/s and 10 µs per message.
-        let times = extent.seconds() / (size as f64 / 1e9 + 10e-6);
-        let words = [
-            get("test").to_owned(),
-            size.to_string(),
-            format!("{:.0}", times.clamp(10.0, 1e6)),
-        ];
+        let failed = |why: String| (String::new(), Err(Miss::Failed(why)));
+        let network = point.params.get("network").map_or("", String::as_str);
+        let Some(network) = NETWORKS.iter().find(|n| n.name == network) else {
+            return failed(format!("there is no network {network}"));
+        };
+        let words = words(&point.params, extent);
         let own = match env::current_exe() {
             Ok(own) => own,
-            Err(e) => return (String::new(), Err(Miss::Failed(e.to_string()))),
+            Err(e) => return failed(e.to_string()),
         };
+        let ranks = point.params.get("ranks").map_or("2", String::as_str);
         let mut command = Command::new(LAUNCHER);
-        command.args(["-n", "2", "--oversubscribe", "--bind-to", "none"]);
-        let mut said = format!("{LAUNCHER} -n 2 --oversubscribe --bind-to none");
-        let network: &[&str] = match get("network") {
-            "tcp" => &[
-                "--mca",
-                "pml",
-                "ob1",
-                "--mca",
-                "btl",
-                "self,tcp",
-                "--mca",
-                "btl_tcp_if_include",
-                "lo",
-            ],
-            "memory" => &["--mca", "pml", "ob1", "--mca", "btl", "self,vader"],
-            "rdma" => &["--mca", "pml", "ucx", "--mca", "osc", "ucx"],
-            other => {
-                return (
-                    String::new(),
-                    Err(Miss::Failed(format!("there is no network {other}"))),
-                );
-            }
-        };
-        command.args(network);
-        said.push_str(&format!(" {}", network.join(" ")));
+        let options = ["-n", ranks, "--oversubscribe", "--bind-to", "none"];
+        command.args(options).args(network.options);
+        let mut said = format!(
+            "{LAUNCHER} {} {}",
+            options.join(" "),
+            network.options.join(" ")
+        );
         // Containers often have no user besides root.
         command
             .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
             .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        if get("network") == "rdma" {
+        if !network.variables.is_empty() {
             command
-                .envs([
-                    ("UCX_NET_DEVICES", "anywarp0:1"),
-                    ("UCX_HANDLE_ERRORS", "none"),
-                    ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),
-                    ("OMPI_MCA_btl", "^vader,tcp,openib"),
-                    ("ANYWARP_CARRIER", "tcp"),
-                    ("ANYWARP_ADDR", "127.0.0.1"),
-                ])
+                .envs(network.variables.iter().copied())
+                .env("ANYWARP_CARRIER", "tcp")
+                .env("ANYWARP_ADDR", "127.0.0.1")
                 .env("ANYWARP_LIB", library.dir())
                 .arg(own)
                 .args(["run", "--"]);
             said.push_str(" anywarp run --");
         }
+        let (program, words) = words;
+        let program = programs.join(program);
         command
-            .arg(program)
+            .arg(&program)
             .args(&words)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         said.push_str(&format!(" {} {}", program.display(), words.join(" ")));
+        let size = number(&point.params, "size");
         let outcome = Ended::start(&mut command)
             .and_then(|ended| ended.output(interrupted))
-            .and_then(|text| {
-                let line = text.lines().rev().find(|line| line.starts_with('{'));
-                let mut sample: Sample = line
-                    .and_then(|line| serde_json::from_str(line).ok())
-                    .ok_or_else(|| format!("not understood: {}", text.trim()))?;
-                if let Some(us) = sample.get("us").copied() {
-                    sample.insert("mbps".to_owned(), size as f64 * 8.0 / us);
-                }
-                Ok(sample)
-            });
+            .and_then(|text| understand(&text, size));
         (said, outcome.map_err(Miss::Failed))
     }
 }
 
-fn compile(source: &Path, folder: &Path) -> Result<PathBuf, Miss> {
+/// A transport between ranks.
+struct Network {
+    /// The name in the files of the figures.
+    name: &'static str,
+    /// The options of Open MPI.
+    options: &'static [&'static str],
+    /// The environment variables. Networks without any do not use the device.
+    variables: &'static [(&'static str, &'static str)],
+}
+
+/// UCX over the device. Open MPI's own transports are disabled, because otherwise one-sided operations would use them.
+const UCX: &[&str] = &["--mca", "pml", "ucx", "--mca", "osc", "ucx"];
+
+const NETWORKS: [Network; 5] = [
+    Network {
+        name: "tcp",
+        options: &[
+            "--mca",
+            "pml",
+            "ob1",
+            "--mca",
+            "btl",
+            "self,tcp",
+            "--mca",
+            "btl_tcp_if_include",
+            "lo",
+        ],
+        variables: &[],
+    },
+    Network {
+        name: "memory",
+        options: &["--mca", "pml", "ob1", "--mca", "btl", "self,vader"],
+        variables: &[],
+    },
+    Network {
+        name: "rdma",
+        options: UCX,
+        variables: &[
+            ("UCX_NET_DEVICES", "anywarp0:1"),
+            ("UCX_HANDLE_ERRORS", "none"),
+            ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),
+            ("OMPI_MCA_btl", "^vader,tcp,openib"),
+        ],
+    },
+    Network {
+        name: "ud",
+        options: UCX,
+        variables: &[
+            ("UCX_NET_DEVICES", "anywarp0:1"),
+            ("UCX_HANDLE_ERRORS", "none"),
+            ("UCX_TLS", "ud_verbs,self"),
+            ("OMPI_MCA_btl", "^vader,tcp,openib"),
+        ],
+    },
+    // Without links all messages are datagrams, although the ranks are on one host.
+    Network {
+        name: "datagrams",
+        options: &[
+            "--mca",
+            "pml",
+            "cm",
+            "--mca",
+            "mtl",
+            "ofi",
+            "--mca",
+            "mtl_ofi_provider_include",
+            "anywarp",
+        ],
+        variables: &[
+            ("FI_ANYWARP_LINKS", "0"),
+            ("OMPI_MCA_btl", "^vader,tcp,openib"),
+        ],
+    },
+];
+
+/// Returns the value of an axis as a number, or 1.
+fn number(params: &Params, axis: &str) -> u64 {
+    let value = params.get(axis).and_then(|value| value.parse().ok());
+    value.unwrap_or(1)
+}
+
+/// Returns the program of a point and its arguments.
+fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
+    let get = |axis: &str| params.get(axis).map_or("", String::as_str);
+    let test = get("test");
+    if ["is", "cg"].contains(&test) {
+        return ("kernels", vec![get("class").to_owned(), test.to_owned()]);
+    }
+    let size = number(params, "size");
+    let mut words = vec![test.to_owned(), size.to_string()];
+    // The count for the duration of a sample, at 1 GB/s and 10 µs per message.
+    let one = match test {
+        "steps" => number(params, "compute") as f64 / 1e6,
+        _ => size as f64 / 1e9,
+    };
+    let times = (extent.seconds() / (one + 10e-6)).clamp(10.0, 1e6);
+    match test {
+        "memory" => {}
+        "steps" => words.extend([format!("{times:.0}"), get("compute").to_owned()]),
+        "bw" | "both" => words.extend([format!("{times:.0}"), DEPTH.to_string()]),
+        _ => words.push(format!("{times:.0}")),
+    }
+    ("mpi", words)
+}
+
+/// Parses the output of either program. Messages have `size` bytes.
+fn understand(text: &str, size: u64) -> Result<Sample, String> {
+    let bad = || format!("not understood: {}", text.trim());
+    if let Some(line) = text.lines().rev().find(|line| line.starts_with('{')) {
+        let mut sample: Sample = serde_json::from_str(line).map_err(|_| bad())?;
+        if let Some(us) = sample.get("us").copied() {
+            sample.insert("mbps".to_owned(), size as f64 * 8.0 / us);
+        }
+        // Memory takes the place of the time by which noise is judged.
+        if let Some(mb) = sample.get("mb").copied() {
+            sample.insert("us".to_owned(), mb);
+        }
+        return Ok(sample);
+    }
+    // "2 ranks, is.W 0.103 s"
+    let line = text.lines().find(|line| line.contains(" ranks, "));
+    let seconds = line
+        .and_then(|line| line.strip_suffix(" s")?.split(' ').next_back())
+        .and_then(|seconds| seconds.parse::<f64>().ok())
+        .ok_or_else(bad)?;
+    let values = [("seconds", seconds), ("us", seconds * 1e6)];
+    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+}
+
+fn compile(studies: &Path, folder: &Path) -> Result<PathBuf, Miss> {
     let missing = |program: &str| Miss::Blank(format!("{program} is not installed: {INSTALL}"));
     fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let folder = std::path::absolute(folder).map_err(|e| e.to_string())?;
-    let program = folder.join("mpi");
-    let done = Command::new(COMPILER)
-        .args(["-O2", "-o"])
-        .arg(&program)
-        .arg(source)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .map_err(|_| missing(COMPILER))?;
-    if !done.success() {
-        return Err(Miss::Failed(format!(
-            "{COMPILER} does not compile {}",
-            source.display()
-        )));
+    for program in PROGRAMS {
+        let source = studies.join(program).with_extension("c");
+        let done = Command::new(COMPILER)
+            .args(["-O2", "-o"])
+            .arg(folder.join(program))
+            .arg(&source)
+            .arg("-lm")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .map_err(|_| missing(COMPILER))?;
+        if !done.success() {
+            let why = format!("{COMPILER} does not compile {}", source.display());
+            return Err(Miss::Failed(why));
+        }
     }
     match Command::new(LAUNCHER)
         .arg("--version")
@@ -160,7 +264,49 @@ fn compile(source: &Path, folder: &Path) -> Result<PathBuf, Miss> {
         .stderr(Stdio::null())
         .status()
     {
-        Ok(_) => Ok(program),
+        Ok(_) => Ok(folder),
         Err(_) => Err(missing(LAUNCHER)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn points_become_commands() {
+        let said = |values: &[(&str, &str)]| {
+            let pairs = values
+                .iter()
+                .map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned()));
+            let (program, words) = words(&pairs.collect(), Extent::Quick);
+            format!("{program} {}", words.join(" "))
+        };
+        assert_eq!(
+            said(&[("test", "lat"), ("size", "1000000")]),
+            "mpi lat 1000000 59"
+        );
+        assert_eq!(
+            said(&[("test", "both"), ("size", "1")]),
+            "mpi both 1 5999 16"
+        );
+        assert_eq!(
+            said(&[("test", "steps"), ("size", "9"), ("compute", "990")]),
+            "mpi steps 9 60 990"
+        );
+        assert_eq!(
+            said(&[("test", "memory"), ("size", "1024"), ("ranks", "4")]),
+            "mpi memory 1024"
+        );
+        assert_eq!(said(&[("test", "cg"), ("class", "W")]), "kernels W cg");
+    }
+
+    #[test]
+    fn the_output_of_both_programs_is_understood() {
+        let of = |text: &str, name: &str| understand(text, 1000).unwrap().get(name).copied();
+        assert_eq!(of("x\n{\"us\": 4.0}\n", "mbps"), Some(2000.0));
+        assert_eq!(of("{\"mb\": 4.5}\n", "mb"), Some(4.5));
+        assert_eq!(of("2 ranks, is.W 0.103 s\n", "seconds"), Some(0.103));
+        assert!(understand("2 ranks, is.W failed\n", 1).is_err());
     }
 }

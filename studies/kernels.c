@@ -9,7 +9,7 @@
  * distribute the matrix in two dimensions. Times are therefore comparable between transports, but not with published
  * ones.
  *
- *   kernels S|W|A [is|cg]
+ *   kernels S|W|A|B [is|cg]
  */
 #include <math.h>
 #include <mpi.h>
@@ -87,6 +87,7 @@ static const struct is sorts[] = {
 	{ 'S', 16, 11, { 48427, 17148, 23627, 62548, 4431 }, { 0, 18, 346, 64917, 65463 }, 3, 0, 0 },
 	{ 'W', 20, 16, { 357773, 934767, 875723, 898999, 404505 }, { 1249, 11698, 1039987, 1043896, 1048018 }, 2, 2, 0 },
 	{ 'A', 23, 19, { 2112377, 662041, 5336171, 3642833, 4250760 }, { 104, 17523, 123928, 8288932, 8388264 }, 3, 1, 1 },
+	{ 'B', 25, 21, { 812306, 5102857, 26860214, 41869, 18232239 }, { 10244, 59149, 99, 33422937, 33135281 }, 3, 0, 0 },
 };
 
 static void prefix(const int *counts, int *starts)
@@ -214,6 +215,7 @@ static const struct cg systems[] = {
 	{ 'S', 1400, 7, 15, 10, 8.5971775078648 },
 	{ 'W', 7000, 8, 15, 12, 10.362595087124 },
 	{ 'A', 14000, 11, 15, 20, 17.130235054029 },
+	{ 'B', 75000, 13, 75, 60, 22.712745482631 },
 };
 
 struct entry {
@@ -406,7 +408,7 @@ int main(int argc, char **argv)
 				printf("%d ranks, cg.%s %.3f s\n", ranks, argv[1], seconds);
 		}
 	}
-	ensure(ran > 0, "kernels S|W|A [is|cg]", argc, 2);
+	ensure(ran > 0, "kernels S|W|A|B [is|cg]", argc, 2);
 	MPI_Finalize();
 	return 0;
 }
