@@ -263,8 +263,10 @@ pub(crate) fn run(options: &Options) -> Result {
     std::fs::create_dir_all(&work)?;
     let (mut passed, mut failed) = (0, 0);
     // With more ranks than processors the kernels mostly wait for the scheduler.
-    let cases: [(&str, &str, &[&str]); 2] =
-        [("tests/mpi/ranks.c", "", &["2", "4"]), ("studies/kernels.c", "W", &["2"])];
+    let cases: [(&str, &str, &[&str]); 2] = [
+        ("tests/mpi/ranks.c", "", &["2", "4"]),
+        ("studies/kernels.c", "W", &["2"]),
+    ];
     for (way, (source, argument, numbers)) in
         WAYS.iter().flat_map(|way| cases.map(|case| (way, case)))
     {

@@ -1,5 +1,6 @@
 //! The options of `anywarp study`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
@@ -34,6 +35,24 @@ pub(crate) enum Task {
     Run(Run),
     /// Print advice for programs on this machine, based on the measurements
     Hints(Hints),
+    /// Call a SIP server, one call at a time, and print the time of a response
+    #[command(hide = true)]
+    Calls(Calls),
+}
+
+/// Arguments of `anywarp study calls`.
+#[derive(Debug, Args)]
+pub(crate) struct Calls {
+    /// Address and port of the server
+    pub(crate) server: SocketAddr,
+
+    /// Number of calls
+    #[arg(long, default_value = "100")]
+    pub(crate) count: usize,
+
+    /// Connect over TCP instead of UDP
+    #[arg(long)]
+    pub(crate) tcp: bool,
 }
 
 /// Arguments of `anywarp study list`.

@@ -84,6 +84,8 @@ pub(crate) enum Runner {
     Mpi,
     /// `exs-ttcp`
     Exs,
+    /// SIPp, ffmpeg, sockperf and iperf3.
+    Apps,
     /// No program: all figures of the file are blank.
     None,
 }
@@ -99,6 +101,7 @@ impl Runner {
             Self::Buffers => "buffers",
             Self::Mpi => "mpi",
             Self::Exs => "exs",
+            Self::Apps => "apps",
             Self::None => "none",
         }
     }
@@ -110,6 +113,7 @@ impl Runner {
             Self::Memory => 0.02,
             Self::Exs | Self::Buffers => 0.1,
             Self::Mpi | Self::First => 0.6,
+            Self::Apps => 2.5,
         };
         extent.seconds() * 1.1 + start
     }
@@ -118,7 +122,7 @@ impl Runner {
     pub(crate) fn primary(self) -> &'static str {
         match self {
             Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
-            Self::Memory | Self::First | Self::Buffers | Self::Mpi => "us",
+            Self::Memory | Self::First | Self::Buffers | Self::Mpi | Self::Apps => "us",
         }
     }
 }

@@ -3,7 +3,9 @@
 //! `figures` reads the definitions of the figures from data files, `runner` measures their points, `store` keeps the samples,
 //! `finding` checks the findings of the papers, and `report` writes the results.
 
+mod apps;
 pub(crate) mod args;
+mod calls;
 mod exs;
 mod figures;
 mod finding;
@@ -22,6 +24,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
+use self::apps::Apps;
 use self::args::{Hints, List, Run, Study, Task};
 use self::figures::{Experiment, Extent, Finding, PAPERS, Params, Point, Runner};
 use self::finding::Verdict;
@@ -53,6 +56,18 @@ const OURS: &str = "anywarp";
 
 /// Runs the command.
 pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
+    if let Task::Calls(calls) = &args.task {
+        return Ok(calls::run(calls).map_or_else(
+            |why| {
+                eprintln!("anywarp: {why}");
+                ExitCode::from(FAILED)
+            },
+            |line| {
+                println!("{line}");
+                ExitCode::SUCCESS
+            },
+        ));
+    }
     let library = Library::find().map_err(Failure::Library)?;
     let folder = args.studies.clone().or_else(|| library.studies());
     let Some(folder) = folder else {
@@ -64,6 +79,8 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
         Task::List(list) => self::list(list, &all),
         Task::Run(run) => Work::new(run, &all, library, &folder)?.run(),
         Task::Hints(hints) => self::hints(hints, &all),
+        // Handled above: it needs neither the library nor the figures.
+        Task::Calls(_) => Ok(ExitCode::SUCCESS),
     });
     Ok(done.unwrap_or_else(|why| {
         eprintln!("anywarp: {why}");
@@ -186,6 +203,7 @@ impl<'a> Work<'a> {
                 args.device.clone(),
                 elsewhere,
                 Mpi::new(studies, folder),
+                Apps::new(folder),
                 interrupted.clone(),
             ),
             interrupted,

@@ -47,6 +47,11 @@ impl Ended {
         Ok(Self(child))
     }
 
+    /// Returns the number of the process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
     /// Returns the output of a program that has exited successfully, or the last line of its error messages.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
         let end = Instant::now() + LONGEST;

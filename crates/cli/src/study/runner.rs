@@ -9,6 +9,7 @@ use std::{env, fs};
 
 use clap::Parser;
 
+use super::apps::Apps;
 use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::mpi::Mpi;
@@ -47,6 +48,7 @@ pub(crate) struct Bench {
     /// The servers by their variables and the number of the stream.
     servers: BTreeMap<(Variables, usize), Server>,
     mpi: Mpi,
+    apps: Apps,
     interrupted: Interrupted,
 }
 
@@ -78,6 +80,7 @@ impl Bench {
         device: Option<String>,
         elsewhere: Option<(String, u16)>,
         mpi: Mpi,
+        apps: Apps,
         interrupted: Interrupted,
     ) -> Self {
         let processors = if elsewhere.is_some() { None } else { halves() };
@@ -89,6 +92,7 @@ impl Bench {
             processors,
             servers: BTreeMap::new(),
             mpi,
+            apps,
             interrupted,
         }
     }
@@ -120,6 +124,12 @@ impl Bench {
             self.pin_all();
             return self
                 .mpi
+                .measure(point, self.extent, &self.library, &self.interrupted);
+        }
+        if point.runner == Runner::Apps {
+            self.pin_all();
+            return self
+                .apps
                 .measure(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Exs {
@@ -197,8 +207,8 @@ impl Bench {
             }
         }
         if self.device.is_some() {
-            if point.runner == Runner::Mpi {
-                return Some("MPI is measured with anywarp's own device");
+            if matches!(point.runner, Runner::Mpi | Runner::Apps) {
+                return Some("MPI and applications are measured with anywarp's own device");
             }
             if !is("carrier", &["tcp"]) && point.params.contains_key("carrier") {
                 return Some("with --device that device alone is measured");

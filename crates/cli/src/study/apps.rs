@@ -1,0 +1,419 @@
+//! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`, over iWARP.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, fs, thread};
+
+use super::figures::{Extent, Point};
+use super::process::Ended;
+use super::store::{Miss, Outcome, Sample};
+use crate::library::Library;
+use crate::perf::Interrupted;
+use crate::sys;
+
+/// The address of both ends.
+const HERE: &str = "127.0.0.1";
+
+/// The time limit for the start of a server.
+const READY: Duration = Duration::from_secs(10);
+
+/// The time for which each client of a SIP server stays, in milliseconds.
+const STAY: u64 = 3000;
+
+/// The pause between two readings of the memory.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The stream of the player, in the folder of the report.
+const FILM: &str = "film.ts";
+
+/// The number of frames after which a player has started: one second.
+const FRAMES: u32 = 25;
+
+/// The programs, and the folder for what they need.
+#[derive(Debug)]
+pub(crate) struct Apps {
+    folder: PathBuf,
+}
+
+/// How the sockets of the programs are carried.
+#[derive(Debug, Clone, Copy)]
+struct Carrier {
+    tcp: bool,
+    /// The rule for `anywarp sockets run`, or the kernel's sockets.
+    rule: Option<&'static str>,
+    /// Whether the device may use shared memory between processes.
+    memory: bool,
+}
+
+impl Carrier {
+    fn named(name: &str) -> Option<Self> {
+        let (tcp, rule) = match name {
+            "udp" => (false, None),
+            "datagram" => (false, Some("all datagram")),
+            "record" => (false, Some("all record")),
+            "tcp" => (true, None),
+            "rc" | "memory" => (true, Some("all require")),
+            _ => return None,
+        };
+        let memory = name == "memory";
+        Some(Self { tcp, rule, memory })
+    }
+}
+
+/// What the program is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// It runs until the measurement is over.
+    Background,
+    /// Its exit ends the measurement.
+    Measured,
+}
+
+/// Starts programs with the library, if the carrier needs it.
+struct Programs<'a> {
+    carrier: Carrier,
+    library: &'a Library,
+    folder: &'a Path,
+    /// The commands as a user would type them.
+    said: Vec<String>,
+}
+
+impl Programs<'_> {
+    /// Starts the program with this name and these arguments, in the folder of the report.
+    fn start(&mut self, part: Part, words: &[String]) -> Result<Ended, Miss> {
+        let own = env::current_exe().map_err(|e| e.to_string())?;
+        let (program, arguments) = words.split_first().ok_or_else(|| "no program".to_owned())?;
+        let device = if self.carrier.memory { "auto" } else { "tcp" };
+        let mut command;
+        let mut said = String::new();
+        match self.carrier.rule {
+            Some(rule) => {
+                command = Command::new(&own);
+                command
+                    .args(["sockets", "run", "--rule", rule, "--"])
+                    .args(words)
+                    .env("ANYWARP_LIB", self.library.dir())
+                    .env("ANYWARP_CARRIER", device);
+                said.push_str(&format!(
+                    "ANYWARP_CARRIER={device} anywarp sockets run --rule '{rule}' -- "
+                ));
+            }
+            None => {
+                command = Command::new(program);
+                command.args(arguments);
+            }
+        }
+        said.push_str(&words.join(" "));
+        self.said.push(said);
+        // Nothing reads the output of a program in the background, and SIPp prints more than a pipe holds.
+        let streams = match part {
+            Part::Background => [Stdio::null(), Stdio::null()],
+            Part::Measured if program == "sipp" => [Stdio::null(), Stdio::piped()],
+            Part::Measured => [Stdio::piped(), Stdio::piped()],
+        };
+        let [stdout, stderr] = streams;
+        command
+            .current_dir(self.folder)
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr);
+        Ok(Ended::start(&mut command)?)
+    }
+}
+
+/// Splits a command into words.
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Ensures that a program is installed.
+fn need(program: &str, package: &str) -> Result<(), Miss> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    if env::split_paths(&path).any(|folder| folder.join(program).is_file()) {
+        return Ok(());
+    }
+    let why = format!("{program} is not installed: apt install {package}");
+    Err(Miss::Blank(why))
+}
+
+impl Apps {
+    pub(crate) fn new(folder: &Path) -> Self {
+        Self {
+            folder: folder.to_owned(),
+        }
+    }
+
+    /// Measures a point. Returns the commands as a user would type them, and the outcome.
+    pub(crate) fn measure(
+        &self,
+        point: &Point,
+        extent: Extent,
+        library: &Library,
+        interrupted: &Interrupted,
+    ) -> (String, Outcome) {
+        let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
+        // Several kinds of sockets are used at the same time.
+        let carriers: Option<Vec<Carrier>> =
+            get("sockets").split('+').map(Carrier::named).collect();
+        let Some((carriers, &carrier)) = carriers
+            .as_deref()
+            .and_then(|all| Some((all, all.first()?)))
+        else {
+            let why = format!("there are no sockets {}", get("sockets"));
+            return (String::new(), Err(Miss::Failed(why)));
+        };
+        let mut programs = Programs {
+            carrier,
+            library,
+            folder: &self.folder,
+            said: Vec::new(),
+        };
+        let outcome = match get("app") {
+            "calls" => calls(&mut programs, extent, interrupted),
+            "clients" => clients(&mut programs, get("clients"), interrupted),
+            "player" => self.player(&mut programs, interrupted),
+            "pingpong" => pingpong(&mut programs, get("size"), interrupted),
+            "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
+            other => Err(Miss::Failed(format!("there is no application {other}"))),
+        };
+        (programs.said.join(" & "), outcome)
+    }
+
+    /// Returns the time until a player has received the first second of a stream that is sent in real time: over UDP to its port,
+    /// or over HTTP from the sender's.
+    fn player(&self, programs: &mut Programs<'_>, interrupted: &Interrupted) -> Outcome {
+        need("ffmpeg", "ffmpeg")?;
+        let film = self.folder.join(FILM);
+        if !film.exists() {
+            make_film(&self.folder, interrupted)?;
+        }
+        let port = sys::free_port().map_err(|e| e.to_string())?;
+        let input = format!("ffmpeg -v error -re -stream_loop -1 -i {FILM} -c copy -f mpegts");
+        let probe = "-fflags nobuffer -analyzeduration 100000 -probesize 50000";
+        let play = |url: &str| {
+            words(&format!(
+                "ffmpeg -v error {probe} -i {url} -frames:v {FRAMES} -f null -"
+            ))
+        };
+        let (player, sender, began);
+        if programs.carrier.tcp {
+            let url = format!("http://{HERE}:{port}");
+            let send = format!("{input} -listen 1 {url}");
+            sender = programs.start(Part::Background, &words(&send))?;
+            ready(port, true)?;
+            began = Instant::now();
+            player = programs.start(Part::Measured, &play(&url))?;
+        } else {
+            let url = format!("udp://{HERE}:{port}");
+            player = programs.start(Part::Measured, &play(&url))?;
+            ready(port, false)?;
+            began = Instant::now();
+            let send = format!("{input} {url}?pkt_size=1316");
+            sender = programs.start(Part::Background, &words(&send))?;
+        }
+        player.output(interrupted)?;
+        let seconds = began.elapsed().as_secs_f64();
+        drop(sender);
+        let values = [("seconds", seconds), ("us", seconds * 1e6)];
+        Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+    }
+}
+
+fn make_film(folder: &Path, interrupted: &Interrupted) -> Result<(), Miss> {
+    // A key frame every fifth of a second, so that a player can begin soon.
+    let text =
+        "-v error -y -f lavfi -i testsrc=size=320x240:rate=25 -t 4 -c:v mpeg2video -g 5 -f mpegts";
+    let mut command = Command::new("ffmpeg");
+    command
+        .args(words(text))
+        .arg(FILM)
+        .current_dir(folder)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    Ended::start(&mut command)?.output(interrupted)?;
+    Ok(())
+}
+
+/// Starts a SIP server. Returns it and its port.
+fn server(programs: &mut Programs<'_>) -> Result<(Ended, u16), Miss> {
+    need("sipp", "sip-tester")?;
+    let port = sys::free_port().map_err(|e| e.to_string())?;
+    let transport = if programs.carrier.tcp { "t1" } else { "u1" };
+    let text = format!("sipp -sn uas -i {HERE} -p {port} -t {transport} -nostdin");
+    let server = programs.start(Part::Background, &words(&text))?;
+    ready(port, programs.carrier.tcp)?;
+    Ok((server, port))
+}
+
+/// Returns the time from a request to its response.
+fn calls(programs: &mut Programs<'_>, extent: Extent, interrupted: &Interrupted) -> Outcome {
+    let (server, port) = server(programs)?;
+    let own = env::current_exe().map_err(|e| e.to_string())?;
+    let count = if extent == Extent::Smoke { 10 } else { 200 };
+    let mut text = format!("study calls {HERE}:{port} --count {count}");
+    if programs.carrier.tcp {
+        text.push_str(" --tcp");
+    }
+    let mut arguments = vec![own.display().to_string()];
+    arguments.extend(words(&text));
+    let text = programs
+        .start(Part::Measured, &arguments)?
+        .output(interrupted)?;
+    drop(server);
+    let sample: Sample =
+        serde_json::from_str(&text).map_err(|_| format!("not understood: {}", text.trim()))?;
+    Ok(sample)
+}
+
+/// Returns the memory of a SIP client that has a socket for each of its calls: that of the process, and what the kernel's
+/// allocator of objects has gained.
+fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) -> Outcome {
+    let (server, port) = server(programs)?;
+    let count: u64 = count
+        .parse()
+        .map_err(|_| format!("clients={count} is not a number"))?;
+    let transport = if programs.carrier.tcp { "tn" } else { "un" };
+    let rate = (count / 2).max(50);
+    let text = format!(
+        "sipp -sn uac {HERE}:{port} -i {HERE} -t {transport} -max_socket {} -m {count} -l {count} -r {rate} -d {STAY} -nostdin \
+         -timeout 60 -timeout_error",
+        count + 10
+    );
+    let before = slab()?;
+    let client = programs.start(Part::Measured, &words(&text))?;
+    let pid = client.pid();
+    let watch = thread::spawn(move || {
+        let mut most = (0.0, 0.0, 0.0);
+        while let Some(private) = private(pid) {
+            let kernel = slab().unwrap_or(before) - before;
+            if private + kernel > most.0 {
+                most = (private + kernel, private, kernel);
+            }
+            thread::sleep(LOOK);
+        }
+        most
+    });
+    let ended = client.output(interrupted);
+    let (mb, private, kernel) = watch
+        .join()
+        .map_err(|_| "the memory was not read".to_owned())?;
+    drop(server);
+    ended?;
+    let values = [
+        ("mb", mb),
+        ("us", mb),
+        ("private_mb", private),
+        ("kernel_mb", kernel),
+    ];
+    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+}
+
+/// Returns half of the round-trip time of a message between two programs.
+fn pingpong(programs: &mut Programs<'_>, size: &str, interrupted: &Interrupted) -> Outcome {
+    need("sockperf", "sockperf")?;
+    let port = sys::free_port().map_err(|e| e.to_string())?;
+    let to = format!("-i {HERE} -p {port} --tcp");
+    let server = format!("sockperf server {to}");
+    let server = programs.start(Part::Background, &words(&server))?;
+    ready(port, true)?;
+    let client = format!("sockperf ping-pong {to} -m {size} -t 1");
+    let text = programs
+        .start(Part::Measured, &words(&client))?
+        .output(interrupted)?;
+    drop(server);
+    // "sockperf: ---> percentile 50.000 =    6.810"
+    let line = text.lines().find(|line| line.contains("percentile 50.000"));
+    let us: f64 = line
+        .and_then(|line| line.split('=').nth(1)?.trim().parse().ok())
+        .ok_or_else(|| format!("not understood: {}", text.trim()))?;
+    Ok([("us".to_owned(), us)].into())
+}
+
+/// Returns the throughput of streams over each of the carriers, all at the same time.
+fn streams(
+    programs: &mut Programs<'_>,
+    carriers: &[Carrier],
+    count: &str,
+    interrupted: &Interrupted,
+) -> Outcome {
+    need("iperf3", "iperf3")?;
+    let (mut servers, mut clients) = (Vec::new(), Vec::new());
+    for &carrier in carriers {
+        programs.carrier = carrier;
+        let port = sys::free_port().map_err(|e| e.to_string())?;
+        let server = format!("iperf3 -s -B {HERE} -p {port}");
+        servers.push(programs.start(Part::Background, &words(&server))?);
+        ready(port, true)?;
+        clients.push((
+            carrier,
+            format!("iperf3 -c {HERE} -p {port} -P {count} -t 1 -J"),
+        ));
+    }
+    let mut running = Vec::new();
+    for (carrier, client) in clients {
+        programs.carrier = carrier;
+        running.push(programs.start(Part::Measured, &words(&client))?);
+    }
+    let mut mbps = 0.0;
+    for client in running {
+        let text = client.output(interrupted)?;
+        let value: serde_json::Value =
+            serde_json::from_str(&text).map_err(|_| format!("not understood: {}", text.trim()))?;
+        let rate = value.pointer("/end/sum_received/bits_per_second");
+        mbps += rate
+            .and_then(serde_json::Value::as_f64)
+            .ok_or_else(|| "iperf3 has no rate".to_owned())?
+            / 1e6;
+    }
+    drop(servers);
+    // The time of 64 KiB stands for the throughput where noise is judged.
+    let us = 65_536.0 * 8.0 / mbps;
+    let values = [("mbps", mbps), ("us", us)];
+    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+}
+
+/// Returns a field of a file of /proc, in units of 1,000,000 bytes.
+fn field(path: &str, name: &str) -> Option<f64> {
+    let text = fs::read_to_string(path).ok()?;
+    let line = text.lines().find(|line| line.starts_with(name))?;
+    let kib: f64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib * 1024.0 / 1e6)
+}
+
+/// Returns the memory of the kernel's allocator of objects.
+fn slab() -> Result<f64, String> {
+    field("/proc/meminfo", "Slab:").ok_or_else(|| "/proc/meminfo has no Slab".to_owned())
+}
+
+/// Returns the private memory of a process that was written, while the process exists.
+fn private(pid: u32) -> Option<f64> {
+    field(&format!("/proc/{pid}/smaps_rollup"), "Private_Dirty:")
+}
+
+/// Waits until a server has its port.
+fn ready(port: u16, tcp: bool) -> Result<(), String> {
+    let end = Instant::now() + READY;
+    let wanted = format!(":{port:04X}");
+    let tables: [(&str, &str); 2] = if tcp {
+        [("/proc/net/tcp", "0A"), ("/proc/net/tcp6", "0A")]
+    } else {
+        [("/proc/net/udp", "07"), ("/proc/net/udp6", "07")]
+    };
+    while Instant::now() < end {
+        for (table, state) in tables {
+            let text = fs::read_to_string(table).unwrap_or_default();
+            let bound = |line: &str| {
+                let mut fields = line.split_whitespace().skip(1);
+                fields.next().is_some_and(|local| local.ends_with(&wanted))
+                    && fields.nth(1) == Some(state)
+            };
+            if text.lines().any(bound) {
+                return Ok(());
+            }
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    Err("the server does not start".to_owned())
+}
