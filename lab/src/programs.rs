@@ -423,10 +423,12 @@ impl Stage {
     /// Runs a case. The outer error is one of the test environment, the inner one a failure of the case.
     fn play(&self, case: &Case, skipped: bool) -> Result<std::result::Result<(), Failed>> {
         let mut cast = Cast::default();
+        self.remove(&case.removes);
         let played = self.act(case, skipped, &mut cast);
         for player in cast.server.iter_mut().chain(&mut cast.clients) {
             player.end()?;
         }
+        self.remove(&case.removes);
         let reason = match played {
             Ok(()) => cast.verdict(case, self.log.is_some()),
             Err(reason) => Some(reason.to_string()),
@@ -438,6 +440,14 @@ impl Stage {
                 output: cast.tails(),
             }),
         })
+    }
+
+    /// Removes files of the system whose programs run.
+    fn remove(&self, files: &[String]) {
+        let root = self.tree.as_deref().unwrap_or_else(|| Path::new("/"));
+        for file in files {
+            let _not_there = fs::remove_file(root.join(file.trim_start_matches('/')));
+        }
     }
 
     /// Starts the server, waits for it, runs the clients, and waits for the server's exit.

@@ -442,8 +442,11 @@ static const char *open_xrc(struct xrc_end *e, struct ibv_pd *pd)
 	return NULL;
 }
 
-/* Connects an XRC send queue pair with the receive queue pair of the other side. */
-static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver)
+/*
+ * Connects an XRC send queue pair with the receive queue pair of the other side. `all`: with the attributes of both ends for
+ * either, as perftest does. The kernel ignores those of the other end.
+ */
+static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver, bool all)
 {
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT,
 				    .port_num = PORT,
@@ -458,19 +461,19 @@ static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver)
 	int init = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
 	int rtr = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 	int rts = IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT;
+	int rtr_receiver = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+	int rts_sender = IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
 
 	ENSURE(!ibv_modify_qp(sender, &attr, init) && !ibv_modify_qp(receiver, &attr, init), "to INIT");
 	attr.ah_attr = address_of(&local_gid, port_attr.lid, false);
 	attr.qp_state = IBV_QPS_RTR;
 	attr.dest_qp_num = receiver->qp_num;
-	ENSURE(!ibv_modify_qp(sender, &attr, rtr), "the sender to RTR: %s", strerror(errno));
+	ENSURE(!ibv_modify_qp(sender, &attr, all ? rtr | rtr_receiver : rtr), "the sender to RTR: %s", strerror(errno));
 	attr.dest_qp_num = sender->qp_num;
-	ENSURE(!ibv_modify_qp(receiver, &attr, rtr | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER),
-	       "the receiver to RTR: %s", strerror(errno));
+	ENSURE(!ibv_modify_qp(receiver, &attr, rtr | rtr_receiver), "the receiver to RTR: %s", strerror(errno));
 	attr.qp_state = IBV_QPS_RTS;
-	ENSURE(!ibv_modify_qp(receiver, &attr, rts), "the receiver to RTS");
-	ENSURE(!ibv_modify_qp(sender, &attr, rts | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC),
-	       "the sender to RTS");
+	ENSURE(!ibv_modify_qp(receiver, &attr, all ? rts | rts_sender : rts), "the receiver to RTS: %s", strerror(errno));
+	ENSURE(!ibv_modify_qp(sender, &attr, rts | rts_sender), "the sender to RTS");
 	return NULL;
 }
 
@@ -484,11 +487,10 @@ static const char *xrc(size_t arg)
 	struct ibv_sge sge;
 	struct ibv_wc wc;
 
-	(void)arg;
 	ENSURE(pd && other, "set-up");
 	TRY(open_xrc(&a, pd));
 	TRY(open_xrc(&b, pd));
-	TRY(connect_xrc(a.sender, b.receiver));
+	TRY(connect_xrc(a.sender, b.receiver, arg));
 	TRY(new_region(&mine, pd, 64, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, pd, 256, ALL_ACCESS));
 	TRY(new_region(&foreign, other, 64, ALL_ACCESS));
@@ -531,7 +533,7 @@ static const char *xrc(size_t arg)
 	TRY(expect_status(a.scq, 11, IBV_WC_REM_ACCESS_ERR));
 	TRY(all_bytes(foreign.at, 64, FRESH, "memory of another domain"));
 	/* A shared receive queue that does not exist. */
-	TRY(connect_xrc(b.sender, a.receiver));
+	TRY(connect_xrc(b.sender, a.receiver, false));
 	wr = send_wr(12, IBV_WR_SEND, &sge, 1);
 	wr.qp_type.xrc.remote_srqn = 0xfffff0;
 	TRY(post(b.sender, &wr));
@@ -553,7 +555,7 @@ static const char *xrc_queue_destroyed(size_t arg)
 	ENSURE(pd, "set-up");
 	TRY(open_xrc(&a, pd));
 	TRY(open_xrc(&b, pd));
-	TRY(connect_xrc(a.sender, b.receiver));
+	TRY(connect_xrc(a.sender, b.receiver, arg));
 	TRY(new_region(&mine, pd, 8, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, pd, 8, ALL_ACCESS));
 	sge = sge_of(&theirs, 0, 8);
@@ -805,6 +807,7 @@ static const struct test tests[] = {
 	{ "imported", imported, 0, 0, false },
 	{ "atomic_write", atomic_write, 0, 0, false },
 	{ "xrc", xrc, 0, 0, false },
+	{ "xrc_attributes_of_both_ends", xrc, 1, 0, false },
 	{ "xrc_queue_destroyed", xrc_queue_destroyed, 0, 0, false },
 	{ "xrc_domains", xrc_domains, 0, 0, false },
 	{ "pages_without_rights", pages_without_rights, 0, 0, false },

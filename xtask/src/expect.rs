@@ -46,6 +46,8 @@ pub struct Case {
     pub timeout: Duration,
     /// The time after its start at which the server is assumed to be ready. `None`: when its port is bound.
     pub settle: Option<Duration>,
+    /// Files with fixed names that the programs leave. Another user could not use them.
+    pub removes: Vec<String>,
     /// The port of a program with a fixed port.
     pub port: Option<u16>,
     /// Whether to use IPv6.
@@ -142,6 +144,7 @@ impl Case {
             env: Vec::new(),
             timeout: Duration::from_secs(60),
             settle: None,
+            removes: Vec::new(),
             port: None,
             ipv6: false,
             nightly: false,
@@ -282,6 +285,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
             case.env.push((name.to_owned(), value.to_owned()));
         }
         "timeout" => case.timeout = Duration::from_secs(value.parse()?),
+        "removes" => case.removes.push(value.to_owned()),
         "settle" => case.settle = Some(Duration::from_millis(value.parse()?)),
         "port" => case.port = Some(value.parse()?),
         "ipv6" => case.ipv6 = true,

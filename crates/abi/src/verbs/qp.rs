@@ -11,7 +11,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::lock::Mutex;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::pd::Pd;
-use anywarp_core::verbs::qp::{Capacity, State, mask};
+use anywarp_core::verbs::qp::{Capacity, QpType, State, mask, of_this_end};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::config::{Face, config};
@@ -392,6 +392,11 @@ fn route_of(attr: &ibv_qp_attr) -> Result<Option<Route>, Misuse> {
 
 /// `ibv_modify_qp(3)`.
 fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misuse> {
+    let attr_mask = match qp.init.lock().qp_type {
+        IBV_QPT_XRC_SEND => of_this_end(QpType::XrcSend, attr_mask),
+        IBV_QPT_XRC_RECV => of_this_end(QpType::XrcRecv, attr_mask),
+        _ => attr_mask,
+    };
     let has = |bit: u32| attr_mask & bit != 0;
     let migrates = has(mask::PATH_MIG_STATE) && attr.path_mig_state != IBV_MIG_MIGRATED;
     if has(mask::ALT_PATH) || migrates {

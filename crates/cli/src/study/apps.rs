@@ -1,4 +1,5 @@
-//! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`, over iWARP.
+//! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`,
+//! over iWARP, and perftest over the device.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -23,6 +24,9 @@ const STAY: u64 = 3000;
 
 /// The pause between two readings of the memory.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// The files by which perftest names its XRC domains. It leaves them, and another user could not use them.
+const XRC_FILES: [&str; 2] = ["/tmp/xrc_domain_server", "/tmp/xrc_domain_client"];
 
 /// The stream of the player, in the folder of the report.
 const FILM: &str = "film.ts";
@@ -54,6 +58,8 @@ impl Carrier {
             "record" => (false, Some("all record")),
             "tcp" => (true, None),
             "rc" | "memory" => (true, Some("all require")),
+            // perftest does not use sockets for its data.
+            "" => (true, None),
             _ => return None,
         };
         let memory = name == "memory";
@@ -75,6 +81,8 @@ struct Programs<'a> {
     carrier: Carrier,
     library: &'a Library,
     folder: &'a Path,
+    /// The programs use the device directly.
+    device: bool,
     /// The commands as a user would type them.
     said: Vec<String>,
 }
@@ -98,6 +106,16 @@ impl Programs<'_> {
                 said.push_str(&format!(
                     "ANYWARP_CARRIER={device} anywarp sockets run --rule '{rule}' -- "
                 ));
+            }
+            None if self.device => {
+                command = Command::new(&own);
+                command
+                    .args(["run", "--"])
+                    .args(words)
+                    .env("ANYWARP_LIB", self.library.dir())
+                    .env("ANYWARP_ADDR", HERE)
+                    .env("ANYWARP_CARRIER", device);
+                said.push_str(&format!("ANYWARP_CARRIER={device} anywarp run -- "));
             }
             None => {
                 command = Command::new(program);
@@ -167,12 +185,14 @@ impl Apps {
             carrier,
             library,
             folder: &self.folder,
+            device: false,
             said: Vec::new(),
         };
         let outcome = match get("app") {
             "calls" => calls(&mut programs, extent, interrupted),
             "clients" => clients(&mut programs, get("clients"), interrupted),
             "player" => self.player(&mut programs, interrupted),
+            "perftest" => perftest(&mut programs, point, extent, interrupted),
             "pingpong" => pingpong(&mut programs, get("size"), interrupted),
             "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
             other => Err(Miss::Failed(format!("there is no application {other}"))),
@@ -308,6 +328,72 @@ fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) 
         ("kernel_mb", kernel),
     ];
     Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+}
+
+/// Returns the time or the throughput of Sends whose receives are of the queue pair, shared, or shared by all connections of an XRC
+/// domain.
+fn perftest(
+    programs: &mut Programs<'_>,
+    point: &Point,
+    extent: Extent,
+    interrupted: &Interrupted,
+) -> Outcome {
+    let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
+    let name = if get("test") == "lat" {
+        "ib_send_lat"
+    } else {
+        "ib_send_bw"
+    };
+    need(name, "perftest")?;
+    let layout = match get("receives") {
+        "own" => "",
+        "shared" => "--use-srq",
+        "xrc" => "-c XRC",
+        other => return Err(Miss::Failed(format!("there are no receives {other}"))),
+    };
+    let size: f64 = get("size").parse().unwrap_or(1.0);
+    let streams = point.params.get("streams").map_or("1", String::as_str);
+    // The count for the duration of a sample, at 1 GB/s and 5 µs per message.
+    let count = (extent.seconds() / (size / 1e9 + 5e-6)).max(100.0);
+    let port = sys::free_port().map_err(|e| e.to_string())?;
+    let mut text = format!("{name} -F -p {port} -s {size} -n {count:.0} {layout}");
+    if name == "ib_send_bw" {
+        text.push_str(&format!(" -q {streams}"));
+    }
+    for file in XRC_FILES {
+        let _not_there = fs::remove_file(file);
+        if layout == "-c XRC" && Path::new(file).exists() {
+            let why = format!("{file} belongs to another user: remove it");
+            return Err(Miss::Blank(why));
+        }
+    }
+    programs.device = true;
+    let server = programs.start(Part::Background, &words(&text))?;
+    ready(port, true)?;
+    text.push_str(&format!(" {HERE}"));
+    let text = programs
+        .start(Part::Measured, &words(&text))?
+        .output(interrupted)?;
+    drop(server);
+    for file in XRC_FILES {
+        let _not_there = fs::remove_file(file);
+    }
+    // The last line with numbers: bytes, iterations, and then minimum, maximum and median of the time, or peak and mean rate.
+    let numbers = text.lines().rev().find_map(|line| {
+        let numbers: Result<Vec<f64>, _> = line.split_whitespace().map(str::parse).collect();
+        numbers.ok().filter(|numbers| numbers.len() >= 4)
+    });
+    let bad = || format!("not understood: {}", text.trim());
+    let numbers = numbers.ok_or_else(bad)?;
+    let mut sample = Sample::new();
+    if name == "ib_send_lat" {
+        sample.insert("us".to_owned(), *numbers.get(4).ok_or_else(bad)?);
+    } else {
+        let mbps = numbers.get(3).ok_or_else(bad)? * 8.388_608;
+        sample.insert("mbps".to_owned(), mbps);
+        sample.insert("us".to_owned(), size * 8.0 / mbps);
+    }
+    Ok(sample)
 }
 
 /// Returns half of the round-trip time of a message between two programs.

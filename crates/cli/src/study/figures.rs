@@ -84,7 +84,7 @@ pub(crate) enum Runner {
     Mpi,
     /// `exs-ttcp`
     Exs,
-    /// SIPp, ffmpeg, sockperf and iperf3.
+    /// SIPp, ffmpeg, sockperf, iperf3 and perftest.
     Apps,
     /// No program: all figures of the file are blank.
     None,

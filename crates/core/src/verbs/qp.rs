@@ -351,6 +351,17 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
     }
 }
 
+/// Returns the attributes that an end of an XRC connection has. Programs pass those of both ends to either, as to the kernel, which
+/// ignores the attributes of the other end.
+pub fn of_this_end(kind: QpType, attr_mask: u32) -> u32 {
+    let other = match kind {
+        QpType::XrcSend => mask::MAX_DEST_RD_ATOMIC | mask::MIN_RNR_TIMER,
+        QpType::XrcRecv => mask::MAX_QP_RD_ATOMIC | mask::RETRY_CNT | mask::RNR_RETRY,
+        _ => 0,
+    };
+    attr_mask & !other
+}
+
 /// Checks a change of attributes against state machine, masks and ranges. Returns the new state.
 pub fn check_modify(
     kind: QpType,
