@@ -90,7 +90,7 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
         "cpu_local" => ("active side", "% of a processor"),
         "cpu_remote" => ("passive side", "% of a processor"),
         "us" => ("time", "µs"),
-        "ready_us" => ("time beside the transfer", "µs"),
+        "ready_us" => ("time without the transfer", "µs"),
         _ => ("value", ""),
     }
 }
