@@ -294,7 +294,7 @@ fn hints(folder: &Path) -> Result {
     // The table of suitability contains measured and unmeasured rows.
     for (parameter, measured, why) in [
         ("short connections", true, "[hc:ttfb]"),
-        ("buffers that are used again", true, "[hc:rules]"),
+        ("buffers that are used repeatedly", true, "[hc:rules]"),
         (
             "large transfers",
             false,
