@@ -161,7 +161,9 @@ fn goes_on(folder: &Path) -> Result {
     }
     process.signal(Signal::INT);
     let stopped = process.output(PATIENCE)?;
-    if stopped.status.code() != Some(130) || !text(&stopped.stderr).contains("goes on from here") {
+    if stopped.status.code() != Some(130)
+        || !text(&stopped.stderr).contains("the same command continues here")
+    {
         return Err(format!("{}: {}", stopped.status, text(&stopped.stderr)).into());
     }
     let first = samples(folder)?;

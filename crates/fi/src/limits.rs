@@ -32,7 +32,7 @@ pub const UNEXPECTED: usize = 64 << 20;
 pub const SHARED: usize = 32 << 20;
 /// The smallest share of a sender in bytes.
 pub const SHARE_MIN: usize = 256 << 10;
-/// The most bytes that a sender may store after it was told that its share is used up. An endpoint of this library sends at most
+/// The most bytes that a sender may store after the notice that its share is used up. An endpoint of this library sends at most
 /// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads this, and about as many while it handles
 /// the completions before it.
 pub const LATE: usize = 8 << 20;

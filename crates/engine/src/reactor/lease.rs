@@ -222,7 +222,7 @@ impl Lease {
             return Actions::NONE;
         }
         // No lease runs. If the worker receives everything that completes, the polls of this thread always find
-        // something and never start a lease. The thread and the worker would then contend for the sockets for ever.
+        // something and never start a lease. The thread and the worker would then contend for the sockets forever.
         let polls = self.polls.load(Ordering::Relaxed);
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
