@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_between_the_markers_changes() {
+    fn only_text_between_the_markers_changes() {
         let text = format!("a\n{BEGIN}\nold\n{END}\nb\n");
 
         assert_eq!(

@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_is_read_as_it_was_written() {
+    fn a_header_survives_the_wire() {
         for kind in Kind::ALL {
             let header = Header {
                 kind,
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_headers_are_refused() {
         let good = Header::new(Kind::Eager).encode();
         assert!(Header::decode(&good).is_some());
         assert!(Header::decode(&good[..HEADER - 1]).is_none());

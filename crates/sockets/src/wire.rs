@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn private_data_comes_back_and_other_private_data_does_not() {
+    fn private_data_survives_the_wire_and_other_data_is_refused() {
         let b = peer(65536).emit();
         assert_eq!(Private::parse(&b), Some(peer(65536)));
         assert_eq!(Private::parse(&b[..27]), None);
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_back_in_any_pieces_with_and_without_crc() {
+    fn messages_survive_any_segmentation_with_and_without_crc() {
         for crc in [false, true] {
             let mut tx = Tx::new(&peer(1000), crc);
             let mut wire = Vec::new();
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn each_flipped_bit_is_found_with_crc() {
+    fn each_flipped_bit_is_detected_with_crc() {
         let mut tx = Tx::new(&peer(1000), true);
         let wire = bytes(&mut tx, Kind::Data, 100, b"hello");
         for bit in 16..wire.len() * 8 {
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_breaks_a_rule_is_found() {
+    fn protocol_violations_are_detected() {
         let new = || Tx::new(&peer(100_000), false);
         let long = bytes(&mut new(), Kind::Data, 100, &[7; 1001]);
         assert_eq!(rx(&long, false).err(), Some(Broken::Credit));
@@ -671,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn payload_may_go_straight_to_the_program() {
+    fn payload_may_be_received_directly_into_the_program() {
         let mut tx = Tx::new(&peer(1000), false);
         let wire = bytes(&mut tx, Kind::Data, 100, &[5; 100]);
         let mut got = Got::default();

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_searched_for_and_a_path_is_taken_as_it_is() {
+    fn a_name_is_searched_and_a_path_is_used_unchanged() {
         assert!(find(OsStr::new("sh")).unwrap().ends_with("sh"));
         assert_eq!(find(OsStr::new("/bin/sh")).unwrap(), Path::new("/bin/sh"));
         assert!(matches!(

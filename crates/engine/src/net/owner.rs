@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_stands_for_all_unknown_users_is_no_user() {
+    fn the_overflow_uid_is_not_accepted_as_a_user() {
         let initial = "         0          0 4294967295\n";
         let own = "         0       1000          1\n     65534     165534          1\n";
         assert!(stands_for_one(65534, "65534\n", initial));

@@ -821,7 +821,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_any_number_come_in_order_round_the_ring() {
+    fn any_number_of_bytes_stays_in_order_in_the_ring() {
         let (mut one, mut other) = pair();
         let (mut sent, mut got) = (Vec::new(), Vec::new());
         let mut state = 7_u32;

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_share_a_lease() {
+    fn several_waits_share_a_lease() {
         let lease = Lease::new();
         let slice = WAIT_SLICE;
         let mut timers = 0;

@@ -159,7 +159,7 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
 
 /// Delayed acknowledgements are sent before the worker spins, and the answers to them are received in the same turn.
 #[test]
-fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
+fn a_spinning_worker_receives_arriving_data() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
     // An arrival in time adds credit. The next spin, in which nothing arrives, halves it. A late arrival adds none.
     let cases = [
