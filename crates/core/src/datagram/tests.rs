@@ -1,4 +1,4 @@
-//! Two queue pairs with a table for memory and a list for a network.
+//! Tests with two queue pairs, a simple memory table, and a list of datagrams instead of a network.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -375,7 +375,7 @@ fn ud_message_of_4096_bytes_fits_and_of_one_more_fails_locally() {
             (3, Status::Flushed)
         ]
     );
-    // The send queue alone stopped; a change back to RTS starts it again.
+    // Only the send queue stopped; a change back to RTS starts it again.
     assert_eq!(a.qp.state(), State::Sqe);
     a.qp.post_send(request(4, SEND, inline(b"x"), &b)).unwrap();
     assert_eq!(statuses(&a.done()), [(4, Status::Flushed)]);
@@ -1262,7 +1262,7 @@ fn no_datagram_breaks_a_queue_pair() {
                     }
                 }
             }
-            // Most have a correct checksum, so that the checks behind it are reached.
+            // Most have a correct checksum, so that the checks after it are reached.
             if !next().is_multiple_of(16) {
                 dgram::seal(&mut bytes);
             }
