@@ -29,7 +29,7 @@ fn replace(text: &str, table: &str) -> Result<String> {
         .ok_or("README.md has no marker for the table")?;
     let (_old, after) = rest
         .split_once(END)
-        .ok_or("README.md has no marker behind the table")?;
+        .ok_or("README.md has no marker after the table")?;
     Ok(format!("{before}{BEGIN}\n{table}{END}{after}"))
 }
 

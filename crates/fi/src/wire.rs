@@ -281,6 +281,6 @@ mod tests {
         }
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
-        assert!(Header::decode(&more).is_none(), "bytes behind a grant");
+        assert!(Header::decode(&more).is_none(), "bytes after a grant");
     }
 }

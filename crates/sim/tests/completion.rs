@@ -52,7 +52,7 @@ impl Ledger {
             let one = |c: &&Completion| c.status != Status::Flushed;
             assert!(
                 behind.iter().filter(one).count() <= 1,
-                "behind a failure: {:?}",
+                "after a failure: {:?}",
                 statuses(list)
             );
             assert!(behind.iter().all(|c| c.status != Status::Success));

@@ -1078,7 +1078,7 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
     };
     let acks = of(8);
     let times: Vec<u32> = acks.iter().map(|(after, _)| *after).collect();
-    // A packet behind a gap is acknowledged at once.
+    // A packet after a gap is acknowledged at once.
     assert_eq!(times, [32, 41, 57, 73]);
     let told = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
     assert_eq!(told(0), (1032, vec![]));

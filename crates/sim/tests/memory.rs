@@ -147,7 +147,7 @@ fn hold_all_places() {
             continue;
         };
         asked += 1;
-        // The packet is behind a gap, so it waits.
+        // The packet waits, because an earlier one is missing.
         let packet = Packet {
             echo,
             seq: 103,

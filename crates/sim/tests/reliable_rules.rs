@@ -146,7 +146,7 @@ fn a_packet_overtaken_by_sixteen_is_lost() {
         };
         far.says(&ack);
         let heard: Vec<u32> = far.hears().iter().map(|(p, _)| p.seq).collect();
-        assert_eq!(heard, again, "{arrived} behind it");
+        assert_eq!(heard, again, "{arrived} after it");
     }
     let counters = far.net[far.near].qp.counters();
     assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));

@@ -399,7 +399,7 @@ fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
     w[peer].sends(&write(2));
     w[peer].sends(&send(2));
     w.run();
-    assert_eq!(w[end].bytes(&mr)[0], 1, "the Write behind was dropped");
+    assert_eq!(w[end].bytes(&mr)[0], 1, "the Write after it was dropped");
     let heard = w[peer].heard();
     let said = controls(&heard);
     assert!(

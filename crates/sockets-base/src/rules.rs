@@ -373,7 +373,7 @@ impl<'a> Line<'a> {
             } else {
                 "connect"
             };
-            return Err(self.mistake(column, format!("expected tcp behind {word}")));
+            return Err(self.mistake(column, format!("expected tcp after {word}")));
         }
         let (_, at, ports) = self.place()?;
         let mut other = Where::Any;
@@ -397,7 +397,7 @@ impl<'a> Line<'a> {
         let (column, kind) = self.next();
         if kind != "udp" {
             let word = if role == Role::Bind { "bind" } else { "send" };
-            return Err(self.mistake(column, format!("expected udp behind {word}")));
+            return Err(self.mistake(column, format!("expected udp after {word}")));
         }
         let (_, at, ports) = self.place()?;
         let mut rule = self.rule(Some(role), whom);

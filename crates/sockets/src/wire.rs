@@ -270,7 +270,7 @@ pub enum Broken {
     /// The peer sent a Reset message.
     Reset,
     /// Data after the End message.
-    Behind,
+    AfterEnd,
 }
 
 impl std::fmt::Display for Broken {
@@ -282,7 +282,7 @@ impl std::fmt::Display for Broken {
             Self::Limit => f.write_str("the peer sent a limit that is lower than the last"),
             Self::Credit => f.write_str("the peer sent more than its limit allows"),
             Self::Reset => f.write_str("the peer reset the stream"),
-            Self::Behind => f.write_str("the peer sent data behind the end of its stream"),
+            Self::AfterEnd => f.write_str("the peer sent data after the end of its stream"),
         }
     }
 }
@@ -519,7 +519,7 @@ impl Rx {
         let kind = kind.ok_or(Broken::Kind)?;
         let len = extent.ulpdu - Untagged::LEN - KIND_HEADER;
         match kind {
-            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::Behind),
+            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::AfterEnd),
             Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
             Kind::Data => self.received = self.received.wrapping_add(len as u32),
             Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
@@ -658,7 +658,7 @@ mod tests {
         let behind = bytes(&mut tx, Kind::Data, 100, b"x");
         assert_eq!(
             rx(&[end, behind].concat(), false).err(),
-            Some(Broken::Behind)
+            Some(Broken::AfterEnd)
         );
         let reset = bytes(&mut new(), Kind::Reset, 100, &[]);
         assert_eq!(rx(&reset, false).err(), Some(Broken::Reset));

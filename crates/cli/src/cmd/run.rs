@@ -30,7 +30,7 @@ pub(crate) fn exec(mut command: Command) -> Failure {
 /// Returns the command with its variables.
 pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     let Some((name, rest)) = args.started.parts() else {
-        return Err(Failure::NotFound(String::new())); // clap asks for one
+        return Err(Failure::NotFound(String::new())); // clap requires a program
     };
     let faults = args.faults.as_deref().map(check_faults).transpose()?;
     let program = find(name)?;

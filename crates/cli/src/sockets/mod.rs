@@ -71,7 +71,7 @@ impl Rules {
 /// Executes the program.
 fn start(args: &Run) -> Result<ExitCode, Failure> {
     let Some((name, rest)) = args.started.parts() else {
-        return Err(Failure::NotFound(String::new())); // clap asks for one
+        return Err(Failure::NotFound(String::new())); // clap requires a program
     };
     args.rules.read()?;
     let program = find(name)?;

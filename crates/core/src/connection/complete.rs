@@ -209,7 +209,7 @@ impl Connection {
         self.not_ready += 1;
         let wait = Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         self.timers.start(Timer::Rnr, now + wait);
-        // In SQD the requests behind the rewound position count as not begun, so the queue may be drained now.
+        // In SQD the requests after the rewound position count as not begun, so the queue may be drained now.
         self.retire();
     }
 

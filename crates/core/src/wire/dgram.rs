@@ -1,4 +1,4 @@
-//! Datagrams over UDP: RFC 5041 segments behind a shim, and messages of the connection manager.
+//! Datagrams over UDP: RFC 5041 segments after a shim, and messages of the connection manager.
 //!
 //! The shim contains what TCP and MPA provide on a stream: identity, length and order. Both kinds of datagram end
 //! with a CRC32C, least significant byte first, which is always present and always checked. The first byte
@@ -514,7 +514,7 @@ pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
 /// Largest private data in a connection manager message, bytes: `RDMA_MAX_PRIVATE_DATA` of the rdma_cm ABI.
 pub const CM_PRIVATE_DATA: usize = 256;
 
-/// Bytes behind the payload.
+/// Bytes after the payload.
 pub const CRC: usize = 4;
 
 const MAGIC_DATA: u8 = 0xdc;

@@ -11,7 +11,7 @@ const BY_FAMILY: u16 = 20;
 const REQUEST: u16 = 1;
 /// Bytes of a `struct nlmsghdr`.
 const HEADER: usize = 16;
-/// Bytes of a `struct inet_diag_req_v2` behind its header.
+/// Bytes of a `struct inet_diag_req_v2` after its header.
 const QUERY: usize = 56;
 /// Offset of the user in a `struct inet_diag_msg`, with its header.
 const USER: usize = HEADER + 64;

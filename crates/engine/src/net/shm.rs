@@ -234,7 +234,7 @@ struct Record {
     left: usize,
     /// Position of its next unread byte in the ring.
     at: u64,
-    /// Position behind its last byte.
+    /// Position after its last byte.
     end: u64,
 }
 

@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn a_thread_that_polls_without_a_pause_gets_the_longer_lease_until_it_pauses() {
         let lease = Lease::new();
-        // The second run begins behind a pause that is longer than a lease.
+        // The second run begins after a pause that is longer than a lease.
         for start in [MILLISECOND, 1000 * MILLISECOND] {
             let mut t = start;
             while t < start + nanos(STEADY_AFTER) {

@@ -216,7 +216,7 @@ fn delayed_acknowledgements_are_sent_after_any_number_of_rounds() {
         let qp = Arc::new(Acknowledges(other, Duration::ZERO));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
         reactor.sleep_and_work(&mut budget());
-        assert!(reactor.take_delayed().is_empty(), "behind {rounds} rounds");
+        assert!(reactor.take_delayed().is_empty(), "after {rounds} rounds");
     }
 }
 

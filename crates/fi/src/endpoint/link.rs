@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Only messages that are matched use the link: kinds 1 and 2. The receiver reads no message of the link before `moved`, which is
-//! behind all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
+//! after all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
 //! messages it has received on it. The others are sent again as datagrams, from the memory of the link, before any new one.
 
 use std::collections::HashMap;

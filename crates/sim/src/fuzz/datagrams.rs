@@ -320,7 +320,7 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
     let kept = ear.qp.handle_rx(&arrival, bytes);
     let after = ear.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
-    // Packets that waited behind this one may be delivered even if this one is not.
+    // Packets that waited for this one may be delivered even if this one is not.
     if kept.is_err() && ear.qp.kind() != Kind::Rd {
         assert_eq!(after.rx_messages, before.rx_messages);
     }
