@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bar_is_of_rows_that_there_are() {
+    fn each_target_names_existing_rows() {
         for bar in BARS {
             for name in [bar.row, bar.to] {
                 assert!(ROWS.iter().any(|row| row.name == name), "{name}");

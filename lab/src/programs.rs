@@ -847,7 +847,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bound_port_is_seen() {
+    fn a_bound_port_is_detected() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let table = fs::read_to_string("/proc/self/net/tcp").unwrap();

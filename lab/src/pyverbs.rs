@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_star_is_anything() {
+    fn a_star_matches_anything() {
         assert!(matches("*xrc*", "test_cq.A.test_xrc_b"));
         assert!(matches("test_flow.*", "test_flow.A.b"));
         assert!(matches("a*b*c", "aXbYc"));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_passes_needs_no_line_and_what_fails_is_told() {
+    fn passed_tests_need_no_line_and_failures_are_reported() {
         let mut lines = parse("skip a.* why\nmaybe b.* why\nskip@ipv6 c.* why").unwrap();
         let mut judge = |pass, word, id| judge(&mut lines, pass, word, id);
         assert_eq!(judge("roce", Word::Skip, "a.x"), None);

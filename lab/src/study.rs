@@ -164,7 +164,9 @@ fn goes_on(folder: &Path) -> Result {
     }
     process.signal(Signal::INT);
     let stopped = process.output(PATIENCE)?;
-    if stopped.status.code() != Some(130) || !text(&stopped.stderr).contains("goes on from here") {
+    if stopped.status.code() != Some(130)
+        || !text(&stopped.stderr).contains("the same command continues here")
+    {
         return Err(format!("{}: {}", stopped.status, text(&stopped.stderr)).into());
     }
     let first = samples(folder)?;
@@ -297,7 +299,7 @@ fn hints(folder: &Path) -> Result {
     // The table of suitability contains measured and unmeasured rows.
     for (parameter, measured, why) in [
         ("short connections", true, "[hc:ttfb]"),
-        ("buffers that are used again", true, "[hc:rules]"),
+        ("buffers that are used repeatedly", true, "[hc:rules]"),
         (
             "large transfers",
             false,

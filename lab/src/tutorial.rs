@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn each_expected_line_needs_one_of_its_own() {
+    fn each_expected_line_needs_a_separate_line() {
         let expected = ["a…".to_owned(), "…c…e".to_owned(), "ab".to_owned()];
         assert_eq!(missing("bcde\nab\nab\n", &expected), None);
         assert_eq!(missing("bcde\nab\n", &expected), Some("ab"));

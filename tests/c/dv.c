@@ -217,7 +217,7 @@ static const char *sizes(size_t arg)
 			ENSURE(round || head.src_qp == a.qp->qp_num, "record %zu of the shorter form", i);
 			ENSURE(!round || longer[i].known.valid == 64, "record %zu of the longer form", i);
 			if (round)
-				TRY(all_bytes(longer[i].unknown, sizeof longer[i].unknown, 0, "behind a record"));
+				TRY(all_bytes(longer[i].unknown, sizeof longer[i].unknown, 0, "after a record"));
 		}
 	}
 	errno = 0;
@@ -225,7 +225,7 @@ static const char *sizes(size_t arg)
 	memset(ranges, 0xff, sizeof ranges);
 	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof ranges[0]) == 1, "ranges");
 	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == 64, "[%u, %u)", ranges[0].known.from, ranges[0].known.to);
-	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX, "behind a range");
+	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX, "after a range");
 	memset(ranges, 0xff, sizeof ranges);
 	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof(uint32_t)) == 1, "ranges");
 	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX, "bytes after the first member of a range");

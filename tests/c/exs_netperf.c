@@ -60,9 +60,9 @@ static void *receiver(void *arg)
 			return "exs_recv fails";
 		if (exs_qdequeue(q, &e, 1, &wait) != 1 || e.exs_evt_errno ||
 		    e.exs_evt_union.exs_evt_xfer.exs_evt_length != SIZE)
-			return "a message does not come";
+			return "a message does not arrive";
 		if (at[0] != (char)(i % RING) || at[SIZE - 1] != (char)(i % RING + 1))
-			return "a message is not what was sent";
+			return "a message differs from what was sent";
 	}
 	if (exs_mderegister(mh, 0) || exs_qdelete(q))
 		return "the receiver cannot end";
@@ -108,7 +108,7 @@ static const char *netperf(size_t arg)
 		if (evtvec[i].exs_evt_type == EXS_EVT_ACCEPT)
 			peer = evtvec[i].exs_evt_union.exs_evt_accept.exs_evt_newfd;
 	}
-	ENSURE(peer >= 0, "no accept among the two");
+	ENSURE(peer >= 0, "neither event is an accept");
 	keep(close_fd, (void *)(intptr_t)peer, "peer");
 	ENSURE(pthread_create(&thread, NULL, receiver, &peer) == 0, "no thread");
 

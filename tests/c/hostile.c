@@ -54,7 +54,7 @@ static const struct attack {
 	[ATOMIC_RIGHTS] = { "atomic_rights", CODE(0, 1, 2), "does not give the access" },
 	[INVALIDATE_UNKNOWN] = { "invalidate_unknown", CODE(0, 1, 9), "may not be invalidated" },
 	[INVALIDATE_REGION] = { "invalidate_region", CODE(0, 1, 9), "may not be invalidated" },
-	[RESPONSE_UNASKED] = { "response_unasked", CODE(0, 2, 6), "nothing asked for" },
+	[RESPONSE_UNASKED] = { "response_unasked", CODE(0, 2, 6), "answers no request" },
 	[IRD_OVERRUN] = { "ird_overrun", CODE(1, 2, 2), "reads and atomics outstanding" },
 	[NUMBER_AGAIN] = { "number_again", CODE(1, 2, 3), "out of range" },
 	[NUMBER_AHEAD] = { "number_ahead", CODE(1, 2, 3), "out of range" },

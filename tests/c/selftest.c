@@ -152,7 +152,7 @@ static const char *rc_send_multi_sge(size_t arg)
 
 		TRY(same_pattern_from(piece, n, 5, seen));
 		if (i != 2) /* the part of a piece after the received data */
-			TRY(all_bytes(piece + n, 8, FRESH, "behind a piece"));
+			TRY(all_bytes(piece + n, 8, FRESH, "after a piece"));
 		seen += n;
 	}
 	return guards_untouched(&dst);

@@ -299,9 +299,9 @@ static const char *vanish(size_t way)
 }
 
 static const struct test tests[] = {
-	{ "cable_of_verbs", vanish, VERBS, 0, false },
-	{ "cable_with_timeout_0", vanish, PATIENT, 0, false },
-	{ "cable_of_cm", vanish, CM, 0, false },
+	{ "link_down_verbs", vanish, VERBS, 0, false },
+	{ "link_down_timeout_0", vanish, PATIENT, 0, false },
+	{ "link_down_cm", vanish, CM, 0, false },
 };
 
 int main(int argc, char **argv)

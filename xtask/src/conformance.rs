@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_whose_place_is_gone_is_found() {
+    fn an_entry_with_a_missing_file_is_reported() {
         let tree = tree(&[
             ("crates/core/src/door.rs", CODE),
             (
@@ -701,7 +701,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_only_for_tests_is_no_code() {
+    fn test_code_is_not_an_implementation() {
         let text = "\
 fn a() {}
 #[cfg(test)]

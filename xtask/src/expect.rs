@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_told_with_their_line() {
+    fn errors_are_reported_with_their_line() {
         let mistakes = [
             ("case a\nrun x\ntimeuot 3", "line 6: timeuot: no such key"),
             ("case a\nrun x\nskip", "line 6: skip: a skip needs a reason"),

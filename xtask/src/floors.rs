@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_tests_names_nothing() {
+    fn paths_in_tests_are_ignored() {
         assert_eq!(names("#[cfg(test)] mod tests { use crate::x; }"), [""; 0]);
         assert_eq!(
             names("#[cfg(all(test, unix))] use crate::x; use crate::y;"),
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_down_are_right_and_arrows_up_are_not() {
+    fn paths_down_are_allowed_and_paths_up_are_not() {
         assert_eq!(
             judged(&[("low", &[]), ("low2", &["low"]), ("high", &["low"])]),
             [""; 0]
@@ -540,13 +540,13 @@ mod tests {
     }
 
     #[test]
-    fn circles_on_one_floor_are_found_once() {
+    fn cycles_on_one_floor_are_reported_once() {
         let errors = judged(&[("low", &["low2"]), ("low2", &["low"]), ("high", &[])]);
         assert_eq!(errors, ["crates/c: circle: low -> low2 -> low"]);
     }
 
     #[test]
-    fn circles_inside_a_whole_are_not_looked_for() {
+    fn cycles_inside_a_whole_module_are_ignored() {
         let circle = |a: &str| {
             let b = format!("{a}::b");
             let names = |other: &str| {

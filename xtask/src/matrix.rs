@@ -27,7 +27,7 @@ pub(crate) fn run() -> Result {
         "# Exported symbols\n\n\
          Written by `cargo xtask matrix`, which compares the built libraries with the distribution's.\n\
          *served*: has an implementation. *refused*: exported so that programs start, and fails with\n\
-         `ENOSYS` or `EOPNOTSUPP`. *old*: version of before 2007, fails.\n",
+         `ENOSYS` or `EOPNOTSUPP`. *old*: a version from before 2007, which fails.\n",
     );
     let mut differences = Vec::new();
     for library in [IBVERBS, RDMACM] {

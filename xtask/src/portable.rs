@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_a_folder_below_is_looked_at() {
+    fn files_in_subfolders_are_examined() {
         let dir = sh::target().join(format!("tmp/portable-{}", std::process::id()));
         fs::create_dir_all(dir.join("lib")).unwrap();
         fs::write(dir.join("lib/clean"), "/anywarp/crates").unwrap();

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_symbol_says_how_it_fails() {
+    fn an_old_symbol_has_its_kind_of_failure() {
         assert!(parse("[a.so A_0 legacy]\nf\n").is_err());
         assert!(parse("[a.so A_0]\nf null\n").is_err());
         assert!(parse("f\n").is_err());
@@ -189,7 +189,7 @@ mod tests {
 
     /// A private name is in all nodes of its range, and one of them has the default version.
     #[test]
-    fn a_private_symbol_is_in_the_nodes_of_its_range() {
+    fn a_private_symbol_is_in_the_version_nodes_of_its_range() {
         let text = "[a.so P private 25 34 65]\nall\nold -25\nnew 65-\nhook_* void\nflag data\n";
         let symbols = parse(text).unwrap();
         let of = |name: &str| -> Vec<(&str, Version)> {

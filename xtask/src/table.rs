@@ -29,7 +29,7 @@ fn replace(text: &str, table: &str) -> Result<String> {
         .ok_or("README.md has no marker for the table")?;
     let (_old, after) = rest
         .split_once(END)
-        .ok_or("README.md has no marker behind the table")?;
+        .ok_or("README.md has no marker after the table")?;
     Ok(format!("{before}{BEGIN}\n{table}{END}{after}"))
 }
 
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_between_the_markers_changes() {
+    fn only_text_between_the_markers_changes() {
         let text = format!("a\n{BEGIN}\nold\n{END}\nb\n");
 
         assert_eq!(

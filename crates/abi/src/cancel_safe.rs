@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_held_lives_until_it_is_released_or_the_thread_ends() {
+    fn held_objects_live_until_released_or_the_thread_ends() {
         let what = Arc::new(7);
         let held = Held::new(&what);
         assert_eq!((*held.get(), Arc::strong_count(&what)), (7, 2));
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_held_twice() {
+    fn an_object_can_be_held_twice() {
         let what = Arc::new(7);
         let (outer, inner) = (Held::new(&what), Held::new(&what));
         assert_eq!(Arc::strong_count(&what), 3);

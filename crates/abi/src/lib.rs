@@ -160,7 +160,7 @@ mod tests {
 
     /// `-1` is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
     #[test]
-    fn refused_functions_fail_the_way_c_reads_it() {
+    fn refused_functions_fail_by_the_convention_of_their_type() {
         super::ffi::set_errno(0);
         assert_eq!(refused::anywarp_test_refused(), -1);
         assert_eq!(refused::anywarp_test_refused() as c_int, -1);

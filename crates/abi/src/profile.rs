@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_as_many_of_a_kind_as_the_device_has() {
+    fn the_number_of_objects_is_limited_to_that_of_the_device() {
         let held: Vec<_> = (0..3)
             .map(|_| Place::take_of(Counted::Mw, 3).unwrap())
             .collect();

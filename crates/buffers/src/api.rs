@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_that_are_zero_have_their_defaults() {
+    fn zero_attributes_have_defaults() {
         let mut attr = Attr {
             size: size_of::<Attr>(),
             send_access: 0,

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn options_behind_the_program_belong_to_the_program() {
+    fn options_after_the_program_belong_to_the_program() {
         let cli = Cli::try_parse_from([
             "anywarp", "run", "--log", "info", "rping", "-s", "--log", "x",
         ])

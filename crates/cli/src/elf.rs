@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_other_and_no_panic() {
+    fn invalid_files_are_classified_as_other() {
         let dir = std::env::temp_dir().join(format!("anywarp-elf3-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let file = dir.join("file");

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn our_files_stand_in_front_of_what_was_set() {
+    fn our_files_precede_existing_values() {
         let [(_, preload), (_, path)] =
             variables(&[("LD_PRELOAD", "/a.so /b.so"), ("LD_LIBRARY_PATH", "/x:/y")]);
 

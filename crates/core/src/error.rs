@@ -292,7 +292,7 @@ impl fmt::Display for PeerError {
             Self::UnexpectedResponse { opcode } => {
                 write!(
                     f,
-                    "response with opcode 0x{opcode:x} that nothing asked for"
+                    "response with opcode 0x{opcode:x} that answers no request"
                 )
             }
             Self::ResponseMismatch(what) => write!(f, "response differs from its request: {what}"),

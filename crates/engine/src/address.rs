@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gid_is_the_address_and_back() {
+    fn an_address_survives_the_conversion_to_a_gid() {
         for a in ["10.77.0.1", "fd00::2", "::1"] {
             let ip: IpAddr = a.parse().unwrap();
             assert_eq!(ip_of(gid_of(ip)), ip);

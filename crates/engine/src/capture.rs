@@ -270,7 +270,7 @@ fn checksum(parts: &[&[u8]]) -> u16 {
     !u16::try_from(sum).unwrap_or(0)
 }
 
-/// An IP packet with `data` behind a TCP or UDP header. The checksum is written into that header at `sum_at`.
+/// An IP packet with `data` after a TCP or UDP header. The checksum is written into that header at `sum_at`.
 fn ip(
     protocol: u8,
     from: IpAddr,
@@ -480,8 +480,8 @@ pub(crate) fn closed(fd: RawFd) {
     }
 }
 
-/// Splits the start-up frame of MPA from the FPDUs behind it, which one call may receive together. They become
-/// separate packets, because Wireshark ignores bytes behind such a frame. The frame is empty if the bytes do not
+/// Splits the start-up frame of MPA from the FPDUs after it, which one call may receive together. They become
+/// separate packets, because Wireshark ignores bytes after such a frame. The frame is empty if the bytes do not
 /// begin with a whole one.
 fn split_startup(data: &[u8]) -> (&[u8], &[u8]) {
     let len = match StartupFrame::parse(data) {

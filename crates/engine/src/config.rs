@@ -374,8 +374,8 @@ mod tests {
         }
     }
 
-    /// The files that read it check whether the program has more privileges than its caller. `pages.rs` looks for
-    /// valgrind, which cannot run such a program.
+    /// The files listed here may read the environment: they check whether the program has more privileges than its
+    /// caller. `pages.rs` does not need the check: it looks for valgrind, which cannot run such a program.
     #[test]
     fn no_other_file_of_the_libraries_reads_the_environment() {
         let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();

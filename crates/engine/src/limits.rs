@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peers_hold_a_quarter_also_of_few_descriptors() {
+    fn half_open_connections_use_at_most_a_quarter_of_the_descriptors() {
         let limits = [Some(4), Some(24), Some(1024), Some(1 << 40), None];
         assert_eq!(limits.map(share_of), [2, 6, 256, 512, 512]);
     }

@@ -116,10 +116,10 @@ impl Memory for UserMemory {
         let (source, len) = range(from, offset, len);
         out.reserve(len);
         let end = out.len();
-        // SAFETY: the source lies inside the pinned region; `reserve` made room for `len` bytes behind `end`, which do
+        // SAFETY: the source lies inside the pinned region; `reserve` made room for `len` bytes after `end`, which do
         // not overlap it since they belong to our own vector.
         unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(end), len) };
-        // SAFETY: the `len` bytes behind `end` were just written.
+        // SAFETY: the `len` bytes after `end` were just written.
         unsafe { out.set_len(end + len) };
     }
 

@@ -629,7 +629,7 @@ mod tests {
 
     /// Each bit of index and key is set in half of all STags. No STag depends on the one before, and each is different.
     #[test]
-    fn stags_have_no_pattern() {
+    fn stags_are_random() {
         const MANY: usize = 4096;
         // Six standard deviations of the number of heads in `MANY` coin tosses.
         const SLACK: usize = 192;

@@ -1,6 +1,6 @@
 //! State for each process: global values ([`PerProcess`]), and the handling of the parent's state in a forked child.
 //!
-//! A forked child has copies of its parent's objects, but not the parent's threads: a lock may be held for ever, and
+//! A forked child has copies of its parent's objects, but not the parent's threads: a lock may be held forever, and
 //! a connection still belongs to the parent. So each object records the [`generation`] in which it was created, the
 //! child creates its own globals, and [`watch_fork`] replaces the parent's descriptors in the child.
 

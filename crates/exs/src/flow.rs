@@ -1312,7 +1312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_behind_reads_into_its_buffer_and_one_that_is_ahead_into_its_receive() {
+    fn a_stream_reads_into_its_buffer_unless_a_receive_is_posted() {
         let mut flow = stream();
         let mut out = Vec::new();
         let read = |number, to, at| Action::Read {
@@ -1495,7 +1495,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_receive_of_all_bytes_ends_like_any_empty_receive() {
+    fn an_empty_waitall_receive_ends_like_any_empty_receive() {
         let ends = |wait_all| {
             let mut flow = stream();
             let mut out = Vec::new();
@@ -1551,7 +1551,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receive_of_all_bytes_takes_a_persistent_send_once() {
+    fn a_waitall_receive_reads_a_persistent_send_once() {
         let mut flow = stream();
         let mut out = Vec::new();
         let block = Message::Advert {

@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vectors_of_the_document_are_what_is_read_and_written() {
+    fn the_vectors_of_the_document_are_parsed_and_written() {
         let document = include_str!("../../../docs/exs.md");
         let lines = document.lines().filter_map(|l| l.strip_prefix("vector "));
         let mut seen = 0;
@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_of_the_protocol_is_refused() {
+    fn messages_outside_the_protocol_are_refused() {
         let good = Message::Fin { seq: 8 }.bytes();
         for at in [0, 1, 2, 3, 15, 16, 24, 31] {
             let mut bad = good.clone();

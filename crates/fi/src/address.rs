@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_read_as_it_was_made() {
+    fn a_name_survives_the_wire() {
         for peer in [peer("127.0.0.1", 0x00ab_cd07), peer("fe80::1", 0x0000_0100)] {
             let (name, len) = peer.name();
             assert_eq!(len, name_len(format_of(peer.ip)));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_refused() {
+    fn invalid_names_are_refused() {
         let (name, len) = peer("10.0.0.1", 0x0001_0000).name();
         assert!(Remote::from_name(&name[..len]).is_some());
         for bad in [

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn swaps_compare_what_is_given_with_what_is_there() {
+    fn swaps_compare_the_given_value_with_the_stored_one() {
         let swap = |op, than| compute(Type::Signed(4), op, 10, 99, than);
         assert_eq!((swap(FI_CSWAP, 10), swap(FI_CSWAP, 11)), (99, 10));
         assert_eq!((swap(FI_CSWAP_NE, 10), swap(FI_CSWAP_NE, 11)), (10, 99));

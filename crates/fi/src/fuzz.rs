@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn no_messages_break_a_promise() {
+    fn no_messages_violate_an_invariant() {
         let mut random = Random(1);
         for _ in 0..3000 {
             let mut all = Vec::new();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_fuzzer_found_stays_found() {
+    fn inputs_found_by_the_fuzzer_pass() {
         let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/provider");
         let mut n = 0;
         for file in std::fs::read_dir(dir).unwrap() {

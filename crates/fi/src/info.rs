@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn what_open_mpi_and_mpich_ask_for_is_answered() {
+    fn hints_of_open_mpi_and_mpich_are_accepted() {
         let open_mpi = asks(
             FI_TAGGED | FI_LOCAL_COMM | FI_REMOTE_COMM | FI_DIRECTED_RECV,
             0,
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_not_is_refused() {
+    fn unsupported_hints_are_refused() {
         assert!(asks(1 << 5, 0).answer(NOW).is_err(), "multicast");
         assert!(asks(1 << 47, MR_MODE).answer(NOW).is_err(), "other memory");
         let refuses = |change: &dyn Fn(&mut Hints)| {
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_echoed() {
+    fn requested_attributes_are_returned() {
         let mut hints = asks(FI_MSG, 0);
         hints.domain = Some(fi_domain_attr {
             threading: 3,

@@ -32,7 +32,7 @@ pub const UNEXPECTED: usize = 64 << 20;
 pub const SHARED: usize = 32 << 20;
 /// The smallest share of a sender in bytes.
 pub const SHARE_MIN: usize = 256 << 10;
-/// The most bytes that a sender may store after it was told that its share is used up. An endpoint of this library sends at most
+/// The most bytes that a sender may store after the notice that its share is used up. An endpoint of this library sends at most
 /// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads this, and about as many while it handles
 /// the completions before it.
 pub const LATE: usize = 8 << 20;
@@ -58,7 +58,7 @@ pub const MULTI_RECV_MIN: usize = 64;
 pub const MESSAGE: usize = 1 << 40;
 /// The longest request to the device in bytes. Longer messages, reads and writes consist of several requests, one after the other.
 pub const PIECE: usize = 1 << 30;
-/// The most operations that wait behind an operation with `FI_FENCE`. Beyond that, operations are refused (`FI_EAGAIN`).
+/// The most operations that wait because of an operation with `FI_FENCE`. Beyond that, operations are refused (`FI_EAGAIN`).
 pub const POSTPONED: usize = 1024;
 /// The most peers of an address vector. Each has a name of 16 bytes, and the device communicates with 65,536 peers at once.
 pub const PEERS: usize = 1 << 20;

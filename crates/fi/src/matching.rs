@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn announced_messages_of_a_lost_peer_go() {
+    fn announced_messages_of_a_lost_peer_are_removed() {
         let mut m = Matching::<()>::default();
         m.keep(message(1, 7, b"abc"));
         let announced = Message {

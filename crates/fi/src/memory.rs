@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn an_area_ends_where_it_ends() {
+    fn an_area_has_a_bound() {
         let mut area = Area::new(8192).unwrap();
         // SAFETY: no device uses the area.
         unsafe {

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_keep_their_place_among_the_successes() {
+    fn failures_keep_their_order_among_the_successes() {
         let mut queue = Queue::new(1);
         queue.push(Entry::new(1, 0));
         queue.push(Entry::new(2, 0).failed(5));

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_round() {
+    fn names_are_reused() {
         let mut slab = Slab::default();
         let first = slab.insert(0).unwrap();
         slab.remove(first);

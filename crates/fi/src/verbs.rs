@@ -1133,7 +1133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_and_its_gid_are_the_same() {
+    fn an_address_equals_its_gid() {
         for ip in ["10.1.2.3", "fe80::1:2", "127.0.0.1"] {
             let ip: IpAddr = ip.parse().unwrap();
             assert_eq!(ip_of(gid_of(ip)), ip);

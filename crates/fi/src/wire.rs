@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_is_read_as_it_was_written() {
+    fn a_header_survives_the_wire() {
         for kind in Kind::ALL {
             let header = Header {
                 kind,
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_headers_are_refused() {
         let good = Header::new(Kind::Eager).encode();
         assert!(Header::decode(&good).is_some());
         assert!(Header::decode(&good[..HEADER - 1]).is_none());
@@ -281,6 +281,6 @@ mod tests {
         }
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
-        assert!(Header::decode(&more).is_none(), "bytes behind a grant");
+        assert!(Header::decode(&more).is_none(), "bytes after a grant");
     }
 }

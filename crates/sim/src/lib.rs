@@ -1,6 +1,6 @@
 //! Two ends of the software RNIC on a simulated network.
 //!
-//! A test is a conversation with a seed. [`World`] has the clock and the links. Each end is a [`Connection`] of the
+//! A test simulates a conversation, which a seed determines. [`World`] has the clock and the links. Each end is a [`Connection`] of the
 //! core with memory, completion queues and a byte stream, which arrives late and in pieces of any size, through a
 //! pipe that is often full and that may break at any byte. The same seed gives the same conversation:
 //!
@@ -25,7 +25,7 @@
 //! | `world.rs` | time, links, steps |
 //! | `end.rs` | one end, as an application sees it |
 //! | `pipe.rs` | one direction of a byte stream |
-//! | `ether.rs` | datagram queue pairs on a network that loses |
+//! | `ether.rs` | datagram queue pairs on a lossy network |
 //! | `memory.rs` | an address space |
 //! | `raw.rs` | a scripted peer, which sends and receives single FPDUs |
 //! | `script.rs` | conversations with a scripted peer, as text |

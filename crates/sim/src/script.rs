@@ -169,7 +169,7 @@ impl Stage {
 
     fn finish(&mut self) {
         self.settle();
-        assert!(self.heard.is_empty(), "also heard: {:#?}", self.heard);
+        assert!(self.heard.is_empty(), "also received: {:#?}", self.heard);
         assert!(self.completed.is_empty(), "also: {:#?}", self.completed);
         assert!(self.received.is_empty(), "also: {:#?}", self.received);
         let (end, raw) = self.ends();
@@ -263,7 +263,7 @@ impl Stage {
                 };
                 let (end, _) = self.ends();
                 if !self.world[end].heard(event) {
-                    self.fail("the event was not heard");
+                    self.fail("the event was not raised");
                 }
             }
             "memory" => self.memory(words),
@@ -501,11 +501,11 @@ impl Stage {
     fn hears(&mut self, text: &str) {
         self.settle();
         if self.heard.is_empty() {
-            self.fail("nothing was heard");
+            self.fail("nothing was received");
         }
         let got = self.heard.remove(0);
         if got != text {
-            self.fail(&format!("heard: {got}"));
+            self.fail(&format!("received: {got}"));
         }
     }
 

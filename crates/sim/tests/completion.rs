@@ -52,7 +52,7 @@ impl Ledger {
             let one = |c: &&Completion| c.status != Status::Flushed;
             assert!(
                 behind.iter().filter(one).count() <= 1,
-                "behind a failure: {:?}",
+                "after a failure: {:?}",
                 statuses(list)
             );
             assert!(behind.iter().all(|c| c.status != Status::Success));
@@ -306,7 +306,7 @@ fn each_request_to_a_standard_peer_completes_once() {
 }
 
 #[test]
-fn a_reset_forgets_everything_and_the_other_end_notices() {
+fn a_reset_discards_everything_and_the_other_end_notices() {
     each_seed(30, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
@@ -606,7 +606,7 @@ fn an_invalid_request_fails_with_remote_invalid_request() {
 }
 
 #[test]
-fn a_request_that_fails_here_does_not_disturb_the_ones_before_it() {
+fn a_locally_failed_request_does_not_disturb_earlier_ones() {
     each_seed(10, |seed| {
         let wrong = |sge: Sge| Sge {
             lkey: Stag(sge.lkey.0 ^ 0x0101_0100),
@@ -651,7 +651,7 @@ fn a_request_that_fails_here_does_not_disturb_the_ones_before_it() {
 }
 
 #[test]
-fn a_receive_into_memory_that_is_not_ours_fails_at_both_ends() {
+fn a_receive_into_foreign_memory_fails_at_both_ends() {
     each_seed(10, |seed| {
         for size in [10, 60_000] {
             let mut w = World::new(seed);

@@ -327,7 +327,7 @@ fn requests_that_wait_for_a_receive_fail_when_the_receiver_is_created_again() {
 
 /// A message that arrives long after many messages with higher numbers is delivered as new.
 #[test]
-fn an_old_number_is_not_late() {
+fn an_old_message_number_is_accepted() {
     let (mut net, a, b) = pair(12, Link::default(), options(false));
     let theirs = net[b].host.register(16_000, access::ALL);
     let other = net[b].host.register(16_000, access::ALL);
@@ -368,7 +368,7 @@ fn an_old_number_is_not_late() {
 
 /// A request that is refused fails alone, even if others are under way at the same time.
 #[test]
-fn a_refused_message_fails_alone() {
+fn a_refused_message_fails_only_itself() {
     const MANY: u64 = 60;
     const ROOM: usize = 9000;
     each_seed(12, |seed| {

@@ -24,7 +24,7 @@ fn random(seed: u64, most: usize) -> Vec<u8> {
 }
 
 #[test]
-fn any_bytes_at_all() {
+fn any_bytes() {
     each_seed(1500, |seed| {
         let mut bytes = random(seed, 3_000);
         if seed % 2 == 0 {

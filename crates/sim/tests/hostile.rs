@@ -278,7 +278,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
 /// A peer that sends Reads and never acknowledges the answers: its queued answers are limited, and other peers are
 /// served.
 #[test]
-fn answers_that_nobody_acknowledges_are_bounded() {
+fn unacknowledged_answers_are_bounded() {
     let options = Options {
         patience: LONG,
         ..options()
@@ -313,7 +313,7 @@ fn answers_that_nobody_acknowledges_are_bounded() {
 /// When strangers use all entries for incomplete messages, a message of a good peer that is acknowledged in part is
 /// kept.
 #[test]
-fn a_reliable_message_is_never_given_up_for_another() {
+fn a_reliable_message_is_never_abandoned_for_another() {
     let mut net = Ether::new(3, Link::default());
     let a = net.join(Kind::Rd, options());
     let b = net.join(Kind::Rd, options());
@@ -532,7 +532,7 @@ fn a_send_longer_than_agreed_consumes_no_receive() {
 }
 
 #[test]
-fn messages_under_way_of_one_source_are_bounded_and_newer_ones_end_older_ones() {
+fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
     // The numbers decrease, so that no message is followed by one with a larger number.
     let (mut net, b, mr) = ear(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
@@ -733,7 +733,7 @@ fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
 /// A Read Request that is padded to the length of its answer needs no cookie. If the answer is one byte longer, it
 /// does.
 #[test]
-fn an_answer_without_a_cookie_is_as_long_as_its_question() {
+fn an_answer_without_a_cookie_is_not_longer_than_its_request() {
     for (more, answered) in [(0, true), (1, false)] {
         let (mut net, b, mr) = ear(options());
         let addr = net[b].addr;
@@ -821,7 +821,7 @@ fn a_writer_may_ask_for_a_record_of_each_datagram() {
 }
 
 #[test]
-fn a_read_is_of_no_more_than_may_be_read_at_once() {
+fn a_read_longer_than_the_limit_is_refused() {
     let options = Options {
         max_read: 1000,
         ..options()
@@ -1050,7 +1050,7 @@ fn queued_challenges_are_limited() {
 /// Acknowledgements that were not requested are sent after a number of packets (fewer while packets are missing), or
 /// after a part of the window.
 #[test]
-fn acknowledgements_come_in_time_and_seldom() {
+fn acknowledgements_are_sent_in_time_and_are_few() {
     let of = |len: usize| {
         let mut net = Ether::new(12, Link::default());
         let b = net.join(Kind::Rd, options());
@@ -1078,7 +1078,7 @@ fn acknowledgements_come_in_time_and_seldom() {
     };
     let acks = of(8);
     let times: Vec<u32> = acks.iter().map(|(after, _)| *after).collect();
-    // A packet behind a gap is acknowledged at once.
+    // A packet after a gap is acknowledged at once.
     assert_eq!(times, [32, 41, 57, 73]);
     let told = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
     assert_eq!(told(0), (1032, vec![]));
@@ -1095,7 +1095,7 @@ fn acknowledgements_come_in_time_and_seldom() {
 /// A peer that has returned a token is sent three times the bytes that it sent, including repetitions, until it
 /// returns a number from a packet sent to it. Then there is no limit.
 #[test]
-fn a_silent_reliable_peer_gets_little() {
+fn a_silent_reliable_peer_is_sent_few_bytes() {
     let mut net = Ether::new(15, Link::default());
     let b = net.join(Kind::Rd, options());
     const MANY: u32 = 1 << 20;
@@ -1132,7 +1132,7 @@ fn a_silent_reliable_peer_gets_little() {
 
 /// Control messages inside packets are dropped.
 #[test]
-fn a_packet_holds_no_control() {
+fn control_in_a_packet_is_refused() {
     let mut net = Ether::new(13, Link::default());
     let b = net.join(Kind::Rd, options());
     let seen = watch(&mut net);

@@ -35,7 +35,7 @@ const PATTERN: &str = "ANYWARP_TEST_PATTERN";
 
 /// Each order runs in a separate process, whose memory no other test uses.
 #[test]
-fn what_waits_takes_no_more_memory_than_it_is_charged() {
+fn waiting_packets_use_no_more_memory_than_they_are_charged() {
     // Under a sanitizer each takes ten times as long, and memory is not measured.
     let patterns = if cfg!(sanitized) { 1 } else { PATTERNS.len() };
     for (at, pattern) in PATTERNS.iter().enumerate().take(patterns) {
@@ -147,7 +147,7 @@ fn hold_all_places() {
             continue;
         };
         asked += 1;
-        // The packet is behind a gap, so it waits.
+        // The packet waits, because an earlier one is missing.
         let packet = Packet {
             echo,
             seq: 103,

@@ -155,7 +155,7 @@ fn messages_arrive_in_order_and_fill_receives_in_order() {
 }
 
 #[test]
-fn inline_data_is_taken_when_it_is_posted() {
+fn inline_data_is_copied_when_it_is_posted() {
     for setup in both() {
         let mut w = World::new(3);
         let (a, b) = w.pair(&setup);
@@ -465,7 +465,7 @@ fn immediates_arrive_in_the_order_of_posting() {
 }
 
 #[test]
-fn an_atomic_completes_when_its_answer_comes_and_not_before() {
+fn an_atomic_completes_only_with_its_response() {
     // RFC 7306 §5.4 (1), (7) [atomic-complete]
     let mut w = World::new(9);
     let (end, peer) = w.raw(&Setup::standard(), true);
@@ -759,7 +759,7 @@ fn a_read_without_any_ord_fails_where_it_was_posted() {
 }
 
 #[test]
-fn a_request_from_memory_that_is_not_ours_fails_behind_the_good_ones_before_it() {
+fn a_request_from_foreign_memory_fails_after_the_earlier_ones() {
     for setup in both() {
         each_seed(5, |seed| {
             let mut w = World::new(seed);
@@ -795,7 +795,7 @@ fn a_request_from_memory_that_is_not_ours_fails_behind_the_good_ones_before_it()
 }
 
 #[test]
-fn every_traffic_at_once_in_both_directions() {
+fn all_operations_in_both_directions() {
     for setup in both() {
         each_seed(12, |seed| {
             let mut w = World::new(seed);

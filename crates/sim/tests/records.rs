@@ -157,7 +157,7 @@ fn a_write_is_recorded_and_takes_no_receive() {
 
 /// One datagram of a message of ten is lost: in each mode, each of the ten once.
 #[test]
-fn the_loss_of_one_datagram_costs_its_own_bytes() {
+fn the_loss_of_a_datagram_loses_only_its_bytes() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
         for lost in 0..10 {
             let (mut net, a, b) = pair(2, Link::default(), options(mode));
@@ -200,7 +200,7 @@ fn the_loss_of_one_datagram_costs_its_own_bytes() {
 
 /// Messages of 1 MiB on paths that lose 1 % or 5 % of the datagrams; no datagram is longer than the MTU of the path.
 #[test]
-fn what_arrives_of_a_lossy_path_is_recorded_to_the_byte() {
+fn records_are_exact_on_a_lossy_path() {
     each_seed(2, |seed| {
         for (loss, mode) in [
             (0.01, RecordMode::Robust),
@@ -247,7 +247,7 @@ fn what_arrives_of_a_lossy_path_is_recorded_to_the_byte() {
 
 /// A duplicate of a datagram that arrives after the end of its message changes nothing.
 #[test]
-fn late_copies_never_touch_memory() {
+fn late_duplicates_never_change_memory() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {
         let (mut net, a, b) = pair(4, Link::default(), options(mode));
         let kept = Rc::new(RefCell::new(Vec::new()));
@@ -331,7 +331,7 @@ fn a_repeated_end_closes_a_message() {
 }
 
 #[test]
-fn the_end_is_repeated_as_often_as_the_option_says() {
+fn the_end_is_repeated_by_the_number_of_the_option() {
     for repeats in [0, 1, 3] {
         let options = Options {
             repeats,
@@ -496,7 +496,7 @@ fn a_long_send_arrives_completely_or_its_receive_is_put_back() {
 // ---------------------------------------------------------------------- Read
 
 #[test]
-fn a_read_brings_what_is_there() {
+fn a_read_returns_the_memory_contents() {
     for len in [0, 1, 40, 1000, 2000, 300_000] {
         let (mut net, a, b) = pair(13, Link::default(), options(RecordMode::Robust));
         let text = text(1, len);
@@ -553,7 +553,7 @@ fn a_late_answer_is_not_placed() {
 
 /// The responder sends no more bytes to a forged source address than the requests from there had.
 #[test]
-fn a_responder_is_no_amplifier() {
+fn a_responder_does_not_amplify() {
     let (mut net, a, b) = pair(15, Link::default(), options(RecordMode::Robust));
     let victim = SocketAddr::new(IpAddr::from([10, 9, 9, 9]), 4000);
     let theirs = net[b].host.register(1 << 20, access::ALL);

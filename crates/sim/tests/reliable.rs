@@ -199,7 +199,7 @@ fn sends_wait_for_receives() {
 }
 
 #[test]
-fn a_peer_that_never_has_a_receive_ends_the_request_when_it_may() {
+fn a_missing_receive_fails_the_request_after_rnr_retry() {
     let (mut net, a, b) = pair(6, Link::default(), options());
     net[a].qp.attr_mut().rnr_retry = 3;
     let mr = net[a].host.register(100, access::ALL);
@@ -217,7 +217,7 @@ fn a_peer_that_never_has_a_receive_ends_the_request_when_it_may() {
 /// Requests to a failed peer fail. The queue pair stops, and continues when it is moved to RTS again (DG-14). With
 /// the option `keep_going` it never stops.
 #[test]
-fn a_dead_peer_fails_its_requests_alone() {
+fn a_dead_peer_fails_only_its_requests() {
     for keep_going in [false, true] {
         let options = Options {
             keep_going,
@@ -387,7 +387,7 @@ fn tcp_model(loss: f64, trip: Duration) -> f64 {
 }
 
 #[test]
-fn random_loss_costs_what_was_lost_and_little_more() {
+fn random_loss_costs_little_more_than_the_lost_bytes() {
     let link = |loss| Link {
         loss,
         delay: 5 * MS,

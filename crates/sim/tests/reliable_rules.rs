@@ -125,7 +125,7 @@ fn blank() -> Packet {
 /// Of packets that were sent at the same time, one counts as lost when the sixteenth after it has arrived, and not
 /// before. Later ones do not count as lost.
 #[test]
-fn a_packet_that_sixteen_overtook_is_lost() {
+fn a_packet_overtaken_by_sixteen_is_lost() {
     let mut far = Far::met();
     far.sends(1..20);
     let sent = far.hears();
@@ -146,7 +146,7 @@ fn a_packet_that_sixteen_overtook_is_lost() {
         };
         far.says(&ack);
         let heard: Vec<u32> = far.hears().iter().map(|(p, _)| p.seq).collect();
-        assert_eq!(heard, again, "{arrived} behind it");
+        assert_eq!(heard, again, "{arrived} after it");
     }
     let counters = far.net[far.near].qp.counters();
     assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));
@@ -262,7 +262,7 @@ fn lost_packets_are_sent_again_within_the_window() {
 
 /// An atomic on an address that is not a multiple of eight is refused by the responder as well.
 #[test]
-fn an_atomic_beside_its_place_is_refused() {
+fn a_misaligned_atomic_is_refused() {
     for (at, status) in [(0, Status::Success), (4, Status::RemoteInvalidRequest)] {
         let mut net = Ether::new(2, Link::default());
         let a = net.join(Kind::Rd, options());

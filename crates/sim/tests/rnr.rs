@@ -110,7 +110,7 @@ fn after_rnr_retry_attempts_the_send_fails_and_later_requests_are_flushed() {
 }
 
 #[test]
-fn seven_tries_are_tries_for_ever() {
+fn seven_retries_are_unlimited() {
     let setup = Setup {
         min_rnr_timer: 1,
         ..Setup::anywarp()
@@ -154,7 +154,7 @@ fn a_write_with_immediate_repeats_only_the_immediate() {
 }
 
 #[test]
-fn everything_behind_a_waiting_send_is_done_once_and_in_order() {
+fn requests_after_a_waiting_send_are_executed_once_and_in_order() {
     each_seed(60, |seed| {
         let setup = Setup {
             ord: 4,
@@ -277,7 +277,7 @@ fn both_ends_may_wait_for_each_other() {
 }
 
 #[test]
-fn a_bind_behind_a_waiting_send_is_done_once() {
+fn a_bind_after_a_waiting_send_is_executed_once() {
     each_seed(20, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
@@ -361,7 +361,7 @@ fn controls(fpdus: &[Fpdu]) -> Vec<Control> {
 }
 
 #[test]
-fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
+fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
     let mut w = World::new(1);
     let setup = Setup {
         min_rnr_timer: 9,
@@ -399,7 +399,7 @@ fn requests_behind_a_dropped_send_are_dropped_until_the_restart() {
     w[peer].sends(&write(2));
     w[peer].sends(&send(2));
     w.run();
-    assert_eq!(w[end].bytes(&mr)[0], 1, "the Write behind was dropped");
+    assert_eq!(w[end].bytes(&mr)[0], 1, "the Write after it was dropped");
     let heard = w[peer].heard();
     let said = controls(&heard);
     assert!(

@@ -308,7 +308,7 @@ fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
 // ---------------------------------------------------------------------- receiving
 
 #[test]
-fn reserved_bits_and_an_stag_that_is_none_are_ignored() {
+fn reserved_bits_and_an_unused_stag_field_are_ignored() {
     for twist in [0x3c_u8, 0x04, 0x20] {
         let (mut w, end, peer) = answering(u64::from(twist));
         let mr = w[end].register(64, access::WRITE);
@@ -380,7 +380,7 @@ fn a_message_is_delivered_with_its_last_segment_and_once() {
 }
 
 #[test]
-fn a_read_sees_what_was_written_before_it() {
+fn a_read_returns_earlier_writes() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = answering(seed);
         let mr = w[end].register(64, Access::REMOTE_READ | access::WRITE);
@@ -405,7 +405,7 @@ fn a_read_sees_what_was_written_before_it() {
 }
 
 #[test]
-fn a_read_completes_with_the_last_segment_of_its_response_and_not_before() {
+fn a_read_completes_only_with_the_last_segment_of_its_response() {
     each_seed(20, |seed| {
         let (mut w, end, peer) = opened(seed);
         let mr = w[end].register(64, access::LOCAL);
@@ -486,7 +486,7 @@ fn ord_limits_the_outstanding_reads() {
 // ---------------------------------------------------------------------- how it ends
 
 #[test]
-fn what_has_completed_arrives_though_its_sender_leaves_at_once() {
+fn completed_requests_arrive_although_the_sender_disconnects_at_once() {
     each_seed(5, |seed| {
         let mut w = World::new(seed);
         let setup = Setup {

@@ -53,7 +53,7 @@ fn open(
         }
     });
     let accepted = responder.accept(ird, ord, b"welcome").unwrap();
-    // FPDUs may come right behind the Reply.
+    // FPDUs may come directly after the Reply.
     let progress = arrive(
         rng,
         &accepted.reply,

@@ -141,7 +141,7 @@ fn an_aligned_batch_holds_one_message() {
 
 /// RFC 5041 §4.3 [ddp-msn-modulo]: message sequence numbers wrap, and so do the sequence numbers of two anywarp ends.
 #[test]
-fn numbers_wrap_and_nothing_is_lost_or_done_twice() {
+fn numbers_wrap_without_loss_or_repetition() {
     for setup in [Setup::standard(), Setup::anywarp()] {
         each_seed(20, |seed| {
             let mut w = World::new(seed);

@@ -124,7 +124,7 @@ fn a_frame_with_a_flipped_bit_fails_its_crc_and_is_not_delivered() {
 }
 
 #[test]
-fn a_flipped_bit_in_a_large_frame_is_found_though_its_payload_went_straight_to_memory() {
+fn a_flipped_bit_in_a_large_directly_received_frame_is_detected() {
     each_seed(300, |seed| {
         let (mut w, end, peer) = started(seed);
         let mr = w[end].register(60_000, access::WRITE);

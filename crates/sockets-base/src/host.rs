@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_loopback_is_here_and_on_its_interface() {
+    fn the_loopback_address_belongs_to_the_host_and_its_interface() {
         let one: IpAddr = [127, 0, 0, 1].into();
         assert!(Machine.is_here(one) && Machine.is_here([127, 9, 9, 9].into()));
         assert!(!Machine.is_here([192, 0, 2, 1].into()));
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_has_its_addresses() {
+    fn a_prefix_matches_its_addresses() {
         let is_in =
             |p: &str, bits, a: &str| in_prefix(p.parse().unwrap(), bits, a.parse().unwrap());
         assert!(is_in("10.0.0.0", 8, "10.255.0.1") && !is_in("10.0.0.0", 8, "11.0.0.1"));

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_told() {
+    fn an_invalid_address_is_reported() {
         for word in [
             "localhost",
             "example.com",

@@ -373,7 +373,7 @@ impl<'a> Line<'a> {
             } else {
                 "connect"
             };
-            return Err(self.mistake(column, format!("expected tcp behind {word}")));
+            return Err(self.mistake(column, format!("expected tcp after {word}")));
         }
         let (_, at, ports) = self.place()?;
         let mut other = Where::Any;
@@ -397,7 +397,7 @@ impl<'a> Line<'a> {
         let (column, kind) = self.next();
         if kind != "udp" {
             let word = if role == Role::Bind { "bind" } else { "send" };
-            return Err(self.mistake(column, format!("expected udp behind {word}")));
+            return Err(self.mistake(column, format!("expected udp after {word}")));
         }
         let (_, at, ports) = self.place()?;
         let mut rule = self.rule(Some(role), whom);
@@ -681,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn the_source_that_is_read_last_is_looked_at_first() {
+    fn the_last_source_is_searched_first() {
         let mut p = read("all tcp; set crc off; set window 8K");
         p.read("u", "all prefer; set crc on").unwrap();
         assert_eq!(connect(&p, "x", "1.2.3.4:5"), Some(Mode::Prefer));
@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn listeners_at_all_addresses_are_decided_about_by_connection() {
+    fn listeners_at_all_addresses_are_decided_for_each_connection() {
         let listener =
             |text: &str, addr: &str| read(text).listener(&who("x"), addr.parse().unwrap(), &Here);
         let all = Listener::All;
@@ -737,7 +737,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_end_is_looked_at_where_a_rule_says_so() {
+    fn the_other_end_is_compared_if_a_rule_names_it() {
         let p = read(
             "connect tcp *:80 from 10.0.0.0/24 prefer; connect tcp *:80 from 11.0.0.0/8 require; all tcp",
         );
@@ -756,7 +756,7 @@ mod tests {
     }
 
     #[test]
-    fn datagrams_have_rules_of_their_own() {
+    fn datagrams_have_separate_rules() {
         let p = read(
             "program sipp\nbind udp *:5060 datagram\nsend udp 224.0.0.0/4 udp\nsend udp 10.0.0.0/8 record require\n\
              program *\nall prefer",
@@ -806,7 +806,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_has_its_place() {
+    fn an_error_has_a_position() {
         for (text, line, column) in [
             ("all tcp\n  conect tcp * tcp", 2, 3),
             ("all tcp; conect tcp * tcp", 1, 10),

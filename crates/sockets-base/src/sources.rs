@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_nearer_to_the_program_is_read_later() {
+    fn specific_sources_are_read_after_general_ones() {
         let dir = std::env::temp_dir().join(format!("anywarp-sources-{}", std::process::id()));
         std::fs::create_dir_all(dir.join("anywarp")).unwrap();
         let own = dir.join("anywarp/sockets.conf");
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_no_file() {
+    fn rules_are_not_taken_for_a_file() {
         assert!(is_file("./rules") && is_file("/etc/x"));
         assert!(!is_file("connect tcp 10.0.0.0/8 tcp") && !is_file("rules"));
     }

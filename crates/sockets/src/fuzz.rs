@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_found_is_right() {
+    fn inputs_found_by_the_fuzzer_are_handled() {
         let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/sockets");
         let mut files = 0;
         for entry in std::fs::read_dir(corpus).unwrap() {
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn any_input_is_right() {
+    fn any_input_is_handled() {
         let mut state = 1u64;
         let mut next = || {
             state = state

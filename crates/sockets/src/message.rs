@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_opened() {
+    fn messages_are_decoded() {
         for payload in [&b""[..], b"hello", &[0xdc; 1000], &vec![1; LONGEST]] {
             for kind in [Kind::Send, Kind::Record] {
                 let all = message(kind, payload);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_not_opened() {
+    fn other_datagrams_are_not_decoded() {
         for kind in [Kind::Send, Kind::Record] {
             let right = message(kind, b"hello");
             for at in 0..right.len() {

@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_known_is_found_until_it_is_forgotten() {
+    fn entries_are_found_until_they_are_removed() {
         let of = |port: u16| SocketAddr::from(([192, 0, 2, 9], port));
         let all = [
             None,
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_never_find_what_was_not_written() {
+    fn threads_never_find_partial_entries() {
         let of = |n: u16| SocketAddr::from(([198, 51, (n >> 8) as u8, n as u8], 7));
         std::thread::scope(|s| {
             for thread in 0..4u16 {

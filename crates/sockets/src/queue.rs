@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_come_out_as_they_went_in_and_only_verified() {
+    fn bytes_are_returned_unchanged_and_only_verified() {
         let mut q = Queue::default();
         q.push(b"abc", true);
         q.push(b"def", false);

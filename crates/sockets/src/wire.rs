@@ -270,7 +270,7 @@ pub enum Broken {
     /// The peer sent a Reset message.
     Reset,
     /// Data after the End message.
-    Behind,
+    AfterEnd,
 }
 
 impl std::fmt::Display for Broken {
@@ -282,7 +282,7 @@ impl std::fmt::Display for Broken {
             Self::Limit => f.write_str("the peer sent a limit that is lower than the last"),
             Self::Credit => f.write_str("the peer sent more than its limit allows"),
             Self::Reset => f.write_str("the peer reset the stream"),
-            Self::Behind => f.write_str("the peer sent data behind the end of its stream"),
+            Self::AfterEnd => f.write_str("the peer sent data after the end of its stream"),
         }
     }
 }
@@ -519,7 +519,7 @@ impl Rx {
         let kind = kind.ok_or(Broken::Kind)?;
         let len = extent.ulpdu - Untagged::LEN - KIND_HEADER;
         match kind {
-            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::Behind),
+            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::AfterEnd),
             Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
             Kind::Data => self.received = self.received.wrapping_add(len as u32),
             Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn private_data_comes_back_and_other_private_data_does_not() {
+    fn private_data_survives_the_wire_and_other_data_is_refused() {
         let b = peer(65536).emit();
         assert_eq!(Private::parse(&b), Some(peer(65536)));
         assert_eq!(Private::parse(&b[..27]), None);
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_back_in_any_pieces_with_and_without_crc() {
+    fn messages_survive_any_segmentation_with_and_without_crc() {
         for crc in [false, true] {
             let mut tx = Tx::new(&peer(1000), crc);
             let mut wire = Vec::new();
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn each_flipped_bit_is_found_with_crc() {
+    fn each_flipped_bit_is_detected_with_crc() {
         let mut tx = Tx::new(&peer(1000), true);
         let wire = bytes(&mut tx, Kind::Data, 100, b"hello");
         for bit in 16..wire.len() * 8 {
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_breaks_a_rule_is_found() {
+    fn protocol_violations_are_detected() {
         let new = || Tx::new(&peer(100_000), false);
         let long = bytes(&mut new(), Kind::Data, 100, &[7; 1001]);
         assert_eq!(rx(&long, false).err(), Some(Broken::Credit));
@@ -658,7 +658,7 @@ mod tests {
         let behind = bytes(&mut tx, Kind::Data, 100, b"x");
         assert_eq!(
             rx(&[end, behind].concat(), false).err(),
-            Some(Broken::Behind)
+            Some(Broken::AfterEnd)
         );
         let reset = bytes(&mut new(), Kind::Reset, 100, &[]);
         assert_eq!(rx(&reset, false).err(), Some(Broken::Reset));
@@ -671,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn payload_may_go_straight_to_the_program() {
+    fn payload_may_be_received_directly_into_the_program() {
         let mut tx = Tx::new(&peer(1000), false);
         let wire = bytes(&mut tx, Kind::Data, 100, &[5; 100]);
         let mut got = Got::default();

@@ -368,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_in_trouble_is_told_from_one_that_is_well() {
+    fn kernel_errors_are_distinguished_from_normal_lines() {
         for trouble in [
             "[    9.1] Call Trace:\n",
             "[    9.2] Kernel panic - not syncing: sysrq",

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_sent_twice_counts_once_and_what_is_missing_is_told() {
+    fn repetitions_count_once_and_gaps_are_reported() {
         let mut all = sent(&[24, 1032, 2040]);
         let again = all[&25][100..].to_vec();
         all.insert(125, again);

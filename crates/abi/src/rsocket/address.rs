@@ -137,14 +137,14 @@ mod tests {
     }
 
     #[test]
-    fn addresses_go_to_c_and_back() {
+    fn addresses_survive_the_conversion_to_c() {
         there_and_back("10.1.2.3:77", libc::AF_INET, "10.1.2.3:77");
         there_and_back("[fd00::1]:77", libc::AF_INET6, "[fd00::1]:77");
         there_and_back("10.1.2.3:77", libc::AF_INET6, "[::ffff:10.1.2.3]:77");
     }
 
     #[test]
-    fn too_little_room_cuts_and_tells_the_length() {
+    fn a_short_buffer_truncates_and_returns_the_full_length() {
         let mut len: socklen_t = 0;
         // SAFETY: null is passed for the address.
         unsafe {

@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_an_address_space_is_no_range() {
+    fn parts_beyond_an_address_space_are_refused() {
         let parts = [(std::ptr::null(), usize::MAX / 2), (std::ptr::null(), 2)];
         // SAFETY: the memory is not accessed.
         assert!(unsafe { Caller::gather(parts.into_iter()) }.is_none());

@@ -677,7 +677,7 @@ mod tests {
 
     /// Only as many bytes of a value are read as the option has.
     #[test]
-    fn the_length_of_an_option_is_believed_as_far_as_it_can_be() {
+    fn the_length_of_an_option_is_limited_to_valid_values() {
         let socket = make(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();
         let value = [0x10_u8; options::LONGEST];
         let set = |len: socklen_t| {

@@ -461,7 +461,7 @@ mod tests {
 
     /// In any order of events, every byte arrives once and at the right position, and the stream never stalls.
     #[test]
-    fn a_stream_arrives_as_it_was_sent() {
+    fn a_stream_arrives_unchanged() {
         for seed in 1..60_u64 {
             let mut r = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let credits = 16 + (random(&mut r) % 50) as u16;
@@ -496,7 +496,7 @@ mod tests {
 
     // [rsock-bounds]
     #[test]
-    fn a_peer_that_says_it_wrote_more_than_it_may_is_found_out() {
+    fn a_peer_that_reports_too_many_written_bytes_is_detected() {
         let mut rx = Receiver::new(16, 1000);
         rx.data(400).unwrap();
         let wrong = rx.data(101).unwrap_err();
@@ -528,7 +528,7 @@ mod tests {
 
     // [rsock-credits]
     #[test]
-    fn a_peer_without_credits_is_found_out() {
+    fn a_peer_that_exceeds_its_credits_is_detected() {
         let mut rx = begun();
         for _ in 0..16 {
             rx.data(1).unwrap();
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn control_is_limited() {
+    fn control_messages_are_limited() {
         let mut tx = Sender::new(16, 100);
         assert!(tx.take_control(2));
         assert!(tx.take_control(2));

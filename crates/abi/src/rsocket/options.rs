@@ -311,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_administrator_says_what_sockets_begin_with() {
+    fn files_of_the_administrator_set_defaults_of_sockets() {
         let mut options = Options::fresh();
         options.configure(|name| match name {
             "mem_default" => Some(1_000_000),

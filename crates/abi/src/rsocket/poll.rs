@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_poll_refuses_is_refused() {
+    fn arguments_that_poll_refuses_are_refused() {
         let ignored = libc::pollfd {
             fd: -1,
             events: 0,

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_keeps_its_bell() {
+    fn a_thread_keeps_its_wake_up_descriptor() {
         let mine = bell().unwrap();
         assert!(Arc::ptr_eq(&mine, &bell().unwrap()));
         let other = std::thread::spawn(|| bell().unwrap()).join().unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_ends_with_the_time_the_bell_or_a_descriptor() {
+    fn waiting_ends_by_time_out_wake_up_or_descriptor() {
         let engine = anywarp_engine::engine::engine().unwrap();
         let bell = Bell::new().unwrap();
         let soon = || Some(Instant::now() + Duration::from_millis(5));

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_private_data_is_laid_out_as_librdmacm_does_it() {
+    fn the_private_data_has_the_layout_of_librdmacm() {
         let bytes = hello().emit();
         assert_eq!(bytes[..8], [1, 2, 1, 0x80, 0, 0, 0, 5]);
         assert_eq!(bytes[8..16], 0x1122_3344_5566_7788_u64.to_be_bytes());
@@ -337,7 +337,7 @@ mod tests {
 
     // [rsock-hello]
     #[test]
-    fn strange_private_data_is_refused() {
+    fn invalid_private_data_is_refused() {
         let good = hello().emit();
         for n in 0..HELLO {
             assert_eq!(Hello::parse(&good[..n]), Err(Strange::Short));
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_mappings_survives_eight_bits() {
+    fn the_number_of_mappings_survives_its_eight_bit_encoding() {
         for n in 0..=128 {
             assert_eq!(unscale(scale(n)), n);
         }

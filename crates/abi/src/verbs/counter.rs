@@ -256,7 +256,7 @@ mod tests {
 
     /// The layout is that of the structures of rdma-core 65.
     #[test]
-    fn the_structures_have_their_offsets() {
+    fn the_structures_have_the_offsets_of_the_headers() {
         assert_eq!(size_of::<ibv_comp_cntr>(), 16);
         assert_eq!(offset_of!(ibv_comp_cntr, handle), 8);
         assert_eq!(size_of::<ibv_comp_cntr_init_attr>(), 12);

@@ -131,7 +131,7 @@ mod tests {
 
     /// A trailing newline is removed and a NUL is appended. A text that leaves no room for the NUL is an error.
     #[test]
-    fn a_sysfs_file_is_read_whole_or_not_at_all() {
+    fn a_sysfs_file_is_read_completely_or_not_at_all() {
         let path = std::env::temp_dir().join(format!("anywarp-sysfs-{}", std::process::id()));
         std::fs::write(&path, "abc\n").unwrap();
         assert_eq!(read(&path, 0).0, 0);

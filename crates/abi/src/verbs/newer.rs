@@ -201,7 +201,7 @@ mod tests {
 
     /// The layout is that of the headers of rdma-core 64 and later on 64-bit architectures.
     #[test]
-    fn the_structure_has_its_offsets() {
+    fn the_structure_has_the_offsets_of_the_headers() {
         assert_eq!(size_of::<ibv_mr_init_attr>(), 72);
         let offsets = [
             offset_of!(ibv_mr_init_attr, access),

@@ -187,7 +187,7 @@ unsafe fn request_of(
     if datagram && !matches!(op, Op::Send { .. }) && !op.is_local() {
         // The destination (`ud`) and the address in the peer's memory (`rdma`) share a union, so a request cannot have both.
         return Err(Misuse::InvalidArgument(
-            "an operation that datagram queue pairs have in ibv_wr_* only",
+            "an operation that datagram queue pairs support only with ibv_wr_*",
         ));
     }
     if datagram {

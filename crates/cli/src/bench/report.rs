@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_of_medians_and_one_step_decides() {
+    fn targets_compare_medians() {
         let mut seen = seen("event-64");
         for v in [10.0, 11.0, 9.0] {
             seen.add(0, value(v));
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_read_again() {
+    fn written_results_are_parsed_again() {
         let mut report = Report::new("0,1", true, 3);
         let mut row = seen("rate-64");
         row.add(0, value(0.3));

@@ -657,7 +657,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_perftest_are_understood() {
+    fn lines_of_perftest_are_parsed() {
         let latency = "\
  #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   99% percentile[usec]   99.9% percentile[usec] 
  64      1000          4.05           33.18        4.27     	       4.41        	1.00   		5.65    		33.18  
@@ -678,7 +678,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_are_understood() {
+    fn lines_of_peers_are_parsed() {
         let fi = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n\
                   64      2k      =2k      250k        0.02s     11.34       5.64       0.18\n";
         let how = How::Peer("fi_pingpong", "", "");

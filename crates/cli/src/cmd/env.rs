@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shell_keeps_what_it_had() {
+    fn the_shell_keeps_previous_values() {
         let text = shell(&[("LD_PRELOAD", "/opt/it's/libibverbs.so.1".to_owned())]);
 
         assert_eq!(

@@ -30,7 +30,7 @@ pub(crate) fn exec(mut command: Command) -> Failure {
 /// Returns the command with its variables.
 pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     let Some((name, rest)) = args.started.parts() else {
-        return Err(Failure::NotFound(String::new())); // clap asks for one
+        return Err(Failure::NotFound(String::new())); // clap requires a program
     };
     let faults = args.faults.as_deref().map(check_faults).transpose()?;
     let program = find(name)?;
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_searched_for_and_a_path_is_taken_as_it_is() {
+    fn a_name_is_searched_and_a_path_is_used_unchanged() {
         assert!(find(OsStr::new("sh")).unwrap().ends_with("sh"));
         assert_eq!(find(OsStr::new("/bin/sh")).unwrap(), Path::new("/bin/sh"));
         assert!(matches!(

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_added_is_told() {
+    fn increments_are_reported() {
         let (_, before) = parse(TEXT).unwrap();
         let (_, now) = parse(&TEXT.replace("requests=10", "requests=25")).unwrap();
         let added = since(&before, &now);
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_answers_for_another_is_not_believed() {
+    fn an_answer_from_another_process_is_refused() {
         // The parent of this test is a process that runs and serves no counters.
         let other = std::os::unix::process::parent_id();
         let name = SocketAddr::from_abstract_name(format!("anywarp-stat-{other}")).unwrap();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn the_users_of_a_process_are_known() {
+    fn the_users_of_a_process_are_read() {
         let me = rustix::process::geteuid().as_raw();
         let users = users_of(std::process::id()).unwrap();
         assert!(users.len() == 4 && users.contains(&me), "{users:?}");
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_without_end_is_not_read_whole() {
+    fn an_endless_answer_is_limited() {
         let memory = rustix::fs::memfd_create("answer", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let memory = File::from(memory);
         memory.set_len(ANSWER_MAX).unwrap();
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_counters_is_told_in_words() {
+    fn a_process_without_counters_is_explained() {
         // No process has this number.
         let why = ask(1 << 30).unwrap_err();
         assert!(why.contains("--stat"), "{why}");

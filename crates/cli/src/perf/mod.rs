@@ -70,7 +70,7 @@ pub(crate) fn note_interrupts(interrupted: &Arc<AtomicBool>) {
             signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(interrupted))
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(interrupted)));
         if let Err(e) = set {
-            eprintln!("anywarp: warning: an interrupt will lose what was measured: {e}");
+            eprintln!("anywarp: warning: an interrupt will discard the measurements: {e}");
         }
     }
 }
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &Perf, ping: bool) -> Result<ExitCode, Failure> {
     };
     Ok(match done {
         Ok(_) if args.host.is_some() && interrupted.load(Ordering::Relaxed) => {
-            eprintln!("anywarp: interrupted: not all was measured that was asked for");
+            eprintln!("anywarp: interrupted: the measurement is incomplete");
             ExitCode::from(INTERRUPTED)
         }
         Ok(true) => ExitCode::SUCCESS,
@@ -335,7 +335,7 @@ fn measure(
 
 #[expect(
     clippy::too_many_arguments,
-    reason = "what one run needs; a type of it would have one use"
+    reason = "the parameters of one run; a struct for them would be used only here"
 )]
 fn one_run(
     args: &Perf,
@@ -427,7 +427,7 @@ fn one_run(
 fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bool, String> {
     if args.with_parent {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
-            .map_err(|e| format!("the end of the parent cannot be noticed: {e}"))?;
+            .map_err(|e| format!("cannot detect the end of the parent process: {e}"))?;
     }
     let any: IpAddr = Ipv6Addr::UNSPECIFIED.into();
     let listener = TcpListener::bind((any, args.port))

@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_says_whether_all_of_it_was_measured() {
+    fn a_table_reports_incomplete_measurements() {
         let words = ["anywarp", "blast", "127.0.0.1", "-t", "ud"];
         let Command::Blast(args) = Cli::try_parse_from(words).unwrap().command else {
             panic!("not blast")
@@ -610,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_that_comes_twice_is_wrong_unless_the_network_may_copy_it() {
+    fn a_duplicate_message_is_wrong_unless_the_network_may_duplicate() {
         let run = Run {
             server: numbers(&[("bad", 1), ("map_bad", 2), ("duplicate", 4)]),
             ..Run::default()
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_in_one_go_has_no_rate() {
+    fn messages_received_at_once_have_no_rate() {
         let run = Run {
             server: numbers(&[("bytes", 1000), ("first_bytes", 100), ("span_ns", 900)]),
             ..Run::default()

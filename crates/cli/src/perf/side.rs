@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_port_is_known_as_such() {
+    fn a_port_of_another_program_is_recognized() {
         let cases: [(&[u8], &str); 5] = [
             (b"SSH-2.0-OpenSSH_9.2\r\n", "is not an end"),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not an end"),
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_is_missed() {
+    fn a_lost_connection_is_detected() {
         let (side, events) =
             greet(b"{\"greeting\":{\"magic\":\"anywarp-perf-2\",\"version\":\"0\"}}\n\"tick\"\n");
         let _side = side.unwrap();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_words_are_not_kept() {
+    fn endless_lines_are_not_stored() {
         let long = vec![b'x'; 1 << 20];
         assert!(matches!(read(&mut &long[..]), Err(Unread::Foreign)));
     }

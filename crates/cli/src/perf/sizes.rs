@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_said_in_their_largest_unit() {
+    fn sizes_are_printed_in_their_largest_unit() {
         assert_eq!(
             [1, 1000, 1024, 1 << 20].map(text),
             ["1 B", "1000 B", "1 KiB", "1 MiB"]

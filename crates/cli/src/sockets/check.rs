@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rule_that_decides_is_shown_with_its_place() {
+    fn the_deciding_rule_is_shown_with_its_position() {
         let mut policy = Policy::default();
         policy
             .read("f", "program nginx\nconnect tcp 10.0.0.0/8:6379 require\nlisten tcp *:80 from 10.0.0.0/8 off")

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_form_keeps_what_has_a_meaning_there() {
+    fn each_format_contains_only_its_variables() {
         let rest = [("R", "program a'b$c%d\"e".to_owned())];
         assert_eq!(
             shell("/l.so", &rest),

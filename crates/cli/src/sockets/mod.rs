@@ -71,7 +71,7 @@ impl Rules {
 /// Executes the program.
 fn start(args: &Run) -> Result<ExitCode, Failure> {
     let Some((name, rest)) = args.started.parts() else {
-        return Err(Failure::NotFound(String::new())); // clap asks for one
+        return Err(Failure::NotFound(String::new())); // clap requires a program
     };
     args.rules.read()?;
     let program = find(name)?;
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_is_shown_with_its_place() {
+    fn an_error_is_shown_with_its_position() {
         let why = rules(&["all prefr"]).read().unwrap_err().to_string();
         assert!(
             why.starts_with("--rule:1:5: expected tcp, prefer, require or off, or for ")
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_has_the_names_of_its_link_and_its_file() {
+    fn a_program_is_matched_by_the_names_of_its_link_and_file() {
         assert_eq!(names(&"no-such-program".into()), ["no-such-program"]);
         assert!(names(&"/bin/sh".into()).contains(&"sh".to_owned()));
     }

@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_lines_are_read() {
+    fn lines_of_the_kernel_are_parsed() {
         if cfg!(target_endian = "little") {
             let v4 = "   0: 0100007F:18EB 0100007F:A3F2 01 00000000:00000000 00:00000000 00000000     0        0 4711 1 0";
             let (inode, (local, peer)) = line(v4).unwrap();
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_the_library_is_told_in_words() {
+    fn a_process_without_the_library_is_explained() {
         let why = read(std::process::id()).unwrap_err();
         assert!(why.contains("anywarp sockets run"), "{why}");
         assert!(read(u32::MAX).unwrap_err().contains("there is none"));

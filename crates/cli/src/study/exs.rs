@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_of_its_tests_are_understood() {
+    fn both_tests_are_parsed() {
         let of = |text: &str, name: &str| understand(text).unwrap().get(name).copied();
         let rate =
             "{\"mib_per_s\": 1.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0}\n";

@@ -765,7 +765,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_of_the_tree_are_understood() {
+    fn the_files_of_the_tree_are_parsed() {
         let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../studies"));
         let all = read(folder).unwrap();
         let figures: usize = all.iter().map(|e| e.figures.len()).sum();

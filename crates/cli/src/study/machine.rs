@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_of_the_time_between_two_looks() {
+    fn shares_of_the_time_between_two_samples() {
         let then =
             Times::parse("cpu  10 0 10 70 0 0 0 10 5 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n").unwrap();
         let now = Times::parse("cpu  30 0 30 110 10 0 0 20 5 0\n").unwrap();

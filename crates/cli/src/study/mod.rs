@@ -251,7 +251,7 @@ impl<'a> Work<'a> {
         print!("{}", report.summary(&ids));
         println!("{}", page.display());
         if self.over() {
-            eprintln!("anywarp: interrupted: the same command goes on from here");
+            eprintln!("anywarp: interrupted: the same command continues here");
             return Ok(ExitCode::from(INTERRUPTED));
         }
         Ok(if report.failed(&ids) {

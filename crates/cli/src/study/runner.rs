@@ -682,7 +682,7 @@ mod tests {
     }
 
     #[test]
-    fn each_command_is_one_that_the_command_line_knows() {
+    fn each_command_is_accepted_by_the_command_line() {
         for op in ["send", "write", "write-imm", "read"] {
             let words = said(Runner::Blast, &[("op", op), ("posting", "list")]).unwrap();
             let all = ["anywarp", "blast", HERE]

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_there_after_a_restart_and_half_a_line_is_not() {
+    fn samples_survive_a_restart_and_a_partial_line_is_dropped() {
         let folder = std::env::temp_dir().join(format!("anywarp-store-{}", std::process::id()));
         let open = |extent, fresh| Store::open(&folder, extent, "d", fresh).unwrap();
         let mut store = open(Extent::Quick, true);

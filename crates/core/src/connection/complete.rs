@@ -183,7 +183,7 @@ impl Connection {
         let Some((number, posted)) = found else {
             return;
         };
-        // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try for ever.
+        // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try forever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
                 // The peer executed none of the later requests. The queue is rewound, so that this is the last one taken.
@@ -209,7 +209,7 @@ impl Connection {
         self.not_ready += 1;
         let wait = Duration::from_micros(crate::verbs::qp::rnr_timer_us(timer));
         self.timers.start(Timer::Rnr, now + wait);
-        // In SQD the requests behind the rewound position count as not begun, so the queue may be drained now.
+        // In SQD the requests after the rewound position count as not begun, so the queue may be drained now.
         self.retire();
     }
 

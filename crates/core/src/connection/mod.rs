@@ -193,7 +193,7 @@ impl Connection {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
 
-    /// Whether posted requests may wait to be sent together, behind requests that the peer has not acknowledged: the
+    /// Whether posted requests may wait to be sent together, after requests that the peer has not acknowledged: the
     /// acknowledgement sends them at the latest.
     ///
     /// `longest`: payload bytes of the longest request of the list that was posted.

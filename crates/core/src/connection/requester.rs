@@ -259,7 +259,7 @@ impl Requester {
         self.read(UNPOSTED, None, NO_STAG, To(0), 0)
     }
 
-    /// The Atomic Request that `request` makes of its identifier; the old value goes to `sink`.
+    /// The Atomic Request that `request` builds from its identifier; the old value goes to `sink`.
     pub(super) fn atomic(
         &mut self,
         number: u64,
@@ -396,7 +396,7 @@ impl Requester {
         self.selected_srq = None;
     }
 
-    /// Forgets the Reads, atomics and messages of request `number` and those behind it.
+    /// Forgets the Reads, atomics and messages of request `number` and those after it.
     pub(super) fn forget_from(&mut self, number: u64) {
         self.reads
             .retain(|r| r.request < number || r.request == UNPOSTED);

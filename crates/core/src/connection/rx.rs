@@ -417,8 +417,8 @@ impl Connection {
         Some(tail)
     }
 
-    /// The memory that the next bytes of the stream belong in, if they are payload that is received straight into user
-    /// memory: the ranges, the number of bytes that they contain already, and the number of bytes to come.
+    /// Where the next bytes of the stream are received if they are payload that goes directly to user memory: the ranges,
+    /// the number of bytes that were already received into them, and the number of bytes still to come.
     pub fn direct(&self) -> Option<(&[Placement], u64, u64)> {
         let d = self.stream.as_ref()?.direct.as_ref()?;
         (d.left > 0 && d.violation.is_none()).then_some((d.targets.as_slice(), d.placed, d.left))

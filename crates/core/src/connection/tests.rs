@@ -149,7 +149,7 @@ fn completed(cq: &Cq) -> Vec<(u64, Status)> {
 }
 
 #[test]
-fn zero_follows_the_last_number_of_what_is_sent() {
+fn sent_message_numbers_wrap_to_zero() {
     let (mut conn, cq) = near_the_end();
     let remote = Remote {
         rkey: Stag(0x700),
@@ -170,7 +170,7 @@ fn zero_follows_the_last_number_of_what_is_sent() {
 }
 
 #[test]
-fn zero_follows_the_last_number_of_what_arrives() {
+fn received_message_numbers_wrap_to_zero() {
     let (mut conn, cq) = near_the_end();
     let request = ReadRequest {
         sink_stag: Stag(1),

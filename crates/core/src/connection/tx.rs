@@ -1,6 +1,6 @@
 //! Transmit side of a connection: takes the next request or response, and segments and frames it.
 //!
-//! Requests are taken in order. A request and all behind it wait while it is fenced and an earlier Read or atomic is not
+//! Requests are taken in order. A request and all after it wait while it is fenced and an earlier Read or atomic is not
 //! done, while it needs an ORD slot and none is free, or while the RNR timer runs. Responses never wait for requests, so
 //! that two ends whose requests wait cannot block each other (RFC 5040 §5.3).
 

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cookie_is_good_for_its_peer_for_a_while() {
+    fn a_cookie_is_valid_for_its_peer_for_a_limited_time() {
         let secret = Secret::new([1, 2]);
         let peer = |host: u8, index| (([10, 0, 0, host], 4000).into(), index);
         let at = |s| Duration::from_secs(s);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_good_for_its_peer_for_a_shorter_while() {
+    fn a_token_is_valid_for_its_peer_for_a_shorter_time() {
         let secret = Secret::new([1, 2]);
         let peer = |host: u8| (([10, 0, 0, host], 4000).into(), 3);
         let at = |s| Duration::from_secs(s);

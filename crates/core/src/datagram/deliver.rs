@@ -144,7 +144,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Copies the route header and the message behind it. Returns false if the memory was deregistered.
+    /// Copies the route header and the message after it. Returns false if the memory was deregistered.
     fn place_with_lead(&self, places: &Places, lead: &[u8], payload: &[u8]) -> bool {
         let at = lead.len() as u64;
         // Most receives have one range, which is pinned once for both copies.

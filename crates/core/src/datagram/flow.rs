@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_reads_as_it_was_written() {
+    fn a_report_survives_the_wire() {
         let report = Report {
             id: 0xfedc_ba98,
             end: 0x1234,
@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_cost_a_bounded_amount() {
+    fn unknown_sources_use_a_bounded_amount_of_memory() {
         let mut flow = Flow::new();
         for port in 0..u16::MAX {
             flow.came(peer(port), 1000);

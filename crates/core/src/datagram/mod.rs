@@ -1,7 +1,7 @@
 //! Queue pairs without a stream: unreliable datagrams (UD), reliable ones (RD), and the unreliable connection to one
 //! fixed peer (UC).
 //!
-//! The same segments as on a stream travel in UDP datagrams, behind the shim of [`crate::wire::dgram`]. Unreliable
+//! The same segments as on a stream travel in UDP datagrams, after the shim of [`crate::wire::dgram`]. Unreliable
 //! services acknowledge nothing and send nothing again: a request is complete when the socket has taken its
 //! datagrams, and a loss is not reported. Reliable services send datagrams in the packets of [`crate::wire::rd`], and
 //! a request is complete when its peer has acknowledged all of it.

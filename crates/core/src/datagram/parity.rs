@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_one_of_a_group_is_made_from_the_others() {
+    fn any_datagram_of_a_group_is_restored_from_the_others() {
         let message: Vec<u8> = (0..1050_u32).map(|n| (n * 7 % 251) as u8).collect();
         let cut: Vec<(u32, &[u8])> = message
             .chunks(100)

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_entry_used_last_is_that_of_its_key() {
+    fn the_cached_entry_is_used_only_for_its_key() {
         let mut recent = Recent::default();
         for n in 0..10_u16 {
             assert_eq!(recent.get(&n), None);

@@ -1,4 +1,4 @@
-//! Two queue pairs with a table for memory and a list for a network.
+//! Tests with two queue pairs, a simple memory table, and a list of datagrams instead of a network.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -281,7 +281,7 @@ fn statuses(all: &[Completion]) -> Vec<(u64, Status)> {
 // ---------------------------------------------------------------------- UD
 
 #[test]
-fn ud_send_of_every_form_arrives_behind_its_route_header() {
+fn ud_send_of_every_form_arrives_after_its_route_header() {
     let bytes = pattern(300);
     for op in [SEND, SEND_IMM] {
         for solicited in [false, true] {
@@ -375,7 +375,7 @@ fn ud_message_of_4096_bytes_fits_and_of_one_more_fails_locally() {
             (3, Status::Flushed)
         ]
     );
-    // The send queue alone stopped; a change back to RTS starts it again.
+    // Only the send queue stopped; a change back to RTS starts it again.
     assert_eq!(a.qp.state(), State::Sqe);
     a.qp.post_send(request(4, SEND, inline(b"x"), &b)).unwrap();
     assert_eq!(statuses(&a.done()), [(4, Status::Flushed)]);
@@ -422,7 +422,7 @@ fn ud_without_a_receive_drops_and_counts() {
 }
 
 #[test]
-fn ud_multicast_reaches_a_queue_pair_whatever_its_index() {
+fn ud_multicast_reaches_a_queue_pair_with_any_index() {
     let (mut a, mut b) = pair(Kind::Ud);
     b.recv(1, 0, 100);
     let mut wr = request(1, SEND, inline(b"x"), &b);
@@ -513,7 +513,7 @@ fn operations_that_the_kind_does_not_do_are_refused_when_posted() {
 }
 
 #[test]
-fn what_may_be_posted_and_received_depends_on_the_state() {
+fn posting_and_receiving_depend_on_the_state() {
     let (mut a, mut b) = pair(Kind::Ud);
     a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
     let sent = a.tx();
@@ -598,7 +598,7 @@ fn every_request_is_flushed_exactly_once_and_in_order() {
 }
 
 #[test]
-fn a_send_completes_when_the_socket_took_it_and_not_before() {
+fn a_send_completes_only_when_the_socket_accepted_it() {
     let (mut a, b) = pair(Kind::Ud);
     for id in 0..3 {
         let mut wr = request(id, SEND, inline(b"x"), &b);
@@ -737,7 +737,7 @@ fn a_shared_queue_provides_receives_and_raises_the_limit_and_last_wqe_events() {
 }
 
 #[test]
-fn a_receive_under_way_goes_back_to_the_shared_queue_on_reset() {
+fn a_used_receive_returns_to_the_shared_queue_on_reset() {
     let (mut a, _) = pair(Kind::Uc);
     let srq = Arc::new(Srq::new(8, 1, 0, PD));
     let mut b = End::new(Kind::Uc, 2, 5000, 6, Some(srq.clone()));
@@ -817,7 +817,7 @@ fn uc_message_of_every_kind_arrives_in_any_order_of_its_datagrams() {
 }
 
 #[test]
-fn uc_loss_of_any_datagram_loses_its_message_alone() {
+fn uc_loss_of_any_datagram_loses_only_its_message() {
     for which in 0..4 {
         for lost in 0..5 {
             let (mut a, mut b) = pair(Kind::Uc);
@@ -913,7 +913,7 @@ fn uc_messages_without_bytes() {
 }
 
 #[test]
-fn uc_accepts_its_peer_alone() {
+fn uc_accepts_only_its_peer() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32);
     let sent = five(&mut a, &b, SEND, 1);
@@ -1025,7 +1025,7 @@ fn uc_datagrams_of_a_new_epoch_are_received_and_those_of_the_old_one_are_not() {
 }
 
 #[test]
-fn uc_flush_completes_the_receive_under_way_first() {
+fn uc_flush_completes_the_receive_in_use_first() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32);
     b.recv(2, 2000, LEN as u32);
@@ -1106,7 +1106,7 @@ fn uc_memory_operations_are_local() {
 }
 
 #[test]
-fn uc_large_message_goes_out_in_bounded_batches() {
+fn uc_large_message_is_sent_in_bounded_batches() {
     let (mut a, mut b) = pair(Kind::Uc);
     a.qp.set_segment(0);
     assert_eq!(a.qp.segment, bounds::DATAGRAM_PAYLOAD_MIN);
@@ -1226,7 +1226,7 @@ fn a_receiver_that_never_reports_stalls_its_sender_once() {
 // ---------------------------------------------------------------------- random datagrams
 
 #[test]
-fn no_datagram_whatever_breaks_a_queue_pair() {
+fn no_datagram_breaks_a_queue_pair() {
     let mut next = numbers(0x5eed);
     for kind in [Kind::Ud, Kind::Uc] {
         let (mut a, mut b) = pair(kind);
@@ -1262,7 +1262,7 @@ fn no_datagram_whatever_breaks_a_queue_pair() {
                     }
                 }
             }
-            // Most have a correct checksum, so that the checks behind it are reached.
+            // Most have a correct checksum, so that the checks after it are reached.
             if !next().is_multiple_of(16) {
                 dgram::seal(&mut bytes);
             }
@@ -1481,7 +1481,7 @@ fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
 /// The attributes of a reliable connection limit how long a peer may be silent, but the limit is at least the option
 /// `patience`.
 #[test]
-fn a_silent_peer_is_waited_for_as_the_attributes_say() {
+fn the_wait_for_a_silent_peer_follows_the_attributes() {
     // 4.096 µs × 2^timeout, eight times.
     for (timeout, from, to) in [(20, 34, 37), (10, 5, 8), (0, 90, 100)] {
         use mask::*;

@@ -318,7 +318,7 @@ impl<'a> Word<'a> {
         }
     }
 
-    /// The part behind byte `at`.
+    /// The part after byte `at`.
     fn from(&self, at: usize) -> Self {
         let (before, text) = self.text.split_at_checked(at).unwrap_or((self.text, ""));
         let passed = u32::try_from(before.chars().count()).unwrap_or(u32::MAX);
@@ -563,7 +563,7 @@ fn rule(matches: Word<'_>, action: Word<'_>) -> Result<Rule, Wrong> {
     }
     let mut words = action.pieces(char::is_whitespace);
     let Some(word) = words.next() else {
-        return Err(action.wrong("an action is missing behind '->'"));
+        return Err(action.wrong("an action is missing after '->'"));
     };
     if let Some(more) = words.next() {
         return Err(more.wrong(format!(

@@ -150,7 +150,7 @@ fn probabilities_are_met() {
 }
 
 #[test]
-fn the_link_works_in_its_direction_alone() {
+fn link_faults_apply_in_their_direction_only() {
     for (text, tx, rx) in [
         ("loss=1", true, false),
         ("loss=1,dir=rx", false, true),
@@ -258,7 +258,7 @@ fn one_bit_is_wrong() {
 }
 
 #[test]
-fn a_plan_of_anything_is_read_or_refused() {
+fn any_text_is_parsed_or_refused() {
     // The parser neither panics nor hangs on any text.
     let pieces = [
         "loss=", "->", "=", ";", "\n", "#", "qp=#", "1", "é", " ", "drop", "delay=", "9e9", "s",

@@ -1,4 +1,4 @@
-//! Lower layer: how a segment travels. Over TCP this is MPA, which finds the segments in a byte
-//! stream again and guards them with a CRC.
+//! Lower layer: how segments are transferred. Over TCP this is MPA, which delimits the segments in the
+//! byte stream and protects them with a CRC.
 
 pub mod mpa;

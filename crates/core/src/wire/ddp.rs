@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn random_bytes_parse_to_what_emits_the_same_or_to_an_error() {
+    fn parsed_random_bytes_are_written_unchanged() {
         let mut x = 0x9e37_79b9_7f4a_7c15u64;
         for _ in 0..50_000 {
             let mut bytes = [0u8; 18];

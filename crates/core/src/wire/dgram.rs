@@ -1,4 +1,4 @@
-//! Datagrams over UDP: RFC 5041 segments behind a shim, and messages of the connection manager.
+//! Datagrams over UDP: RFC 5041 segments after a shim, and messages of the connection manager.
 //!
 //! The shim contains what TCP and MPA provide on a stream: identity, length and order. Both kinds of datagram end
 //! with a CRC32C, least significant byte first, which is always present and always checked. The first byte
@@ -514,7 +514,7 @@ pub(crate) fn checked(bytes: &[u8]) -> Result<&[u8], DgramError> {
 /// Largest private data in a connection manager message, bytes: `RDMA_MAX_PRIVATE_DATA` of the rdma_cm ABI.
 pub const CM_PRIVATE_DATA: usize = 256;
 
-/// Bytes behind the payload.
+/// Bytes after the payload.
 pub const CRC: usize = 4;
 
 const MAGIC_DATA: u8 = 0xdc;
@@ -690,7 +690,7 @@ mod tests {
 
     /// A datagram that is shorter than its headers, with a correct CRC. Such a datagram crashed a kernel driver.
     #[test]
-    fn a_datagram_shorter_than_its_headers_is_dropped_whatever_its_crc() {
+    fn a_datagram_shorter_than_its_headers_is_dropped_with_any_crc() {
         let kinds = [
             emit_head(&shim(1, 5), &send(1)),
             emit_head(&record_shim(2, 8), &record(0x1000)),
@@ -828,7 +828,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bytes_with_a_good_crc_make_it_panic() {
+    fn no_bytes_with_a_correct_crc_cause_a_panic() {
         let mut x = 5u64;
         for round in 0..20_000 {
             let mut bytes = emit_head(&record_shim(1, 8), &record(0x1000));

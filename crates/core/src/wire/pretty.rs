@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_printed_like_this() {
+    fn messages_are_printed_in_this_form() {
         // RFC 5044 §4.1: length, ULPDU and padding, without the CRC.
         #[rustfmt::skip]
         let table = [

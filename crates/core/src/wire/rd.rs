@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_reads_as_it_was_written() {
+    fn a_packet_survives_the_wire() {
         let cases = [
             packet(),
             Packet {

@@ -169,7 +169,7 @@ mod tests {
     };
 
     #[test]
-    fn messages_are_read_as_they_are_written() {
+    fn messages_survive_the_wire() {
         for message in [
             Message::Ask(PORT, 1),
             Message::Release(PORT, u64::MAX),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_no_message() {
+    fn other_bytes_are_refused() {
         let good = Message::Answer(PORT, 7, Status::Listening(40_000)).emit();
         assert_eq!(Message::parse(&good[1..]), None);
         assert_eq!(Message::parse(&[&good[..], &[0]].concat()), None);

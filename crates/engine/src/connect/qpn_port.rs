@@ -255,7 +255,7 @@ mod tests {
 
     /// [sec-number-guess]
     #[test]
-    fn queue_pair_numbers_are_not_counted_up() {
+    fn queue_pair_numbers_are_not_sequential() {
         let engine = engine().unwrap();
         let mut held = Vec::new();
         for _ in 0..64 {

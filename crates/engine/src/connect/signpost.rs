@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_place_goes_before_the_second() {
+    fn the_first_place_precedes_the_second() {
         let (mut asking, [first, second]) = asking();
         answer(&second, Status::Listening(4000));
         assert_eq!(asking.location(), None, "the first place may still answer");

@@ -62,7 +62,7 @@ pub struct Opened {
     pub fd: EngineFd,
     /// The parameters that both ends agreed on.
     pub params: StreamParams,
-    /// Bytes that were received behind the Reply.
+    /// Bytes that were received after the Reply.
     pub leftover: Vec<u8>,
     /// Private data of the Reply.
     pub private_data: Vec<u8>,

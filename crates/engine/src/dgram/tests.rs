@@ -216,7 +216,7 @@ fn ud_messages_of_many_lengths_arrive_with_their_route() {
 }
 
 #[test]
-fn ud_burst_goes_out_in_runs_and_arrives_in_order() {
+fn ud_burst_is_sent_in_runs_and_arrives_in_order() {
     let a = End::new(Kind::Ud, 64 * 1024);
     let b = End::new(Kind::Ud, 400 * 200);
     a.go(None);
@@ -415,7 +415,7 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
 }
 
 #[test]
-fn a_destination_that_cannot_be_reached_fails_its_request_alone() {
+fn an_unreachable_destination_fails_only_its_request() {
     let a = End::new(Kind::Ud, 4096);
     let b = End::new(Kind::Ud, 4096);
     a.go(None);
@@ -432,7 +432,7 @@ fn a_destination_that_cannot_be_reached_fails_its_request_alone() {
 }
 
 #[test]
-fn numbers_come_back_and_a_destroyed_queue_pair_is_silent() {
+fn numbers_are_reused_and_a_destroyed_queue_pair_sends_nothing() {
     let a = End::new(Kind::Ud, 4096);
     let b = End::new(Kind::Ud, 4096);
     a.go(None);

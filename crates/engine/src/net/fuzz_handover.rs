@@ -181,7 +181,7 @@ impl Both {
             .is_open();
         assert!(
             !self.tcp.receives_by_memory() || self.has_proved || self.memory.is_some(),
-            "the stream is read from memory that the peer has not shown to have opened"
+            "the stream is read from the memory although the peer has not proved that it opened it"
         );
         open
     }

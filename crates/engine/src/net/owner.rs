@@ -11,7 +11,7 @@ const BY_FAMILY: u16 = 20;
 const REQUEST: u16 = 1;
 /// Bytes of a `struct nlmsghdr`.
 const HEADER: usize = 16;
-/// Bytes of a `struct inet_diag_req_v2` behind its header.
+/// Bytes of a `struct inet_diag_req_v2` after its header.
 const QUERY: usize = 56;
 /// Offset of the user in a `struct inet_diag_msg`, with its header.
 const USER: usize = HEADER + 64;
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_stands_for_all_unknown_users_is_no_user() {
+    fn the_overflow_uid_is_not_accepted_as_a_user() {
         let initial = "         0          0 4294967295\n";
         let own = "         0       1000          1\n     65534     165534          1\n";
         assert!(stands_for_one(65534, "65534\n", initial));

@@ -234,7 +234,7 @@ struct Record {
     left: usize,
     /// Position of its next unread byte in the ring.
     at: u64,
-    /// Position behind its last byte.
+    /// Position after its last byte.
     end: u64,
 }
 
@@ -821,7 +821,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_any_number_come_in_order_round_the_ring() {
+    fn any_number_of_bytes_stays_in_order_in_the_ring() {
         let (mut one, mut other) = pair();
         let (mut sent, mut got) = (Vec::new(), Vec::new());
         let mut state = 7_u32;

@@ -51,7 +51,7 @@ pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(
 pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
     // RFC 5042 §6.4: keepalives detect that a peer has failed even if nothing is sent to it, so that its connection
-    // does not use resources for ever.
+    // does not use resources forever.
     set_option(fd.get(), libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);

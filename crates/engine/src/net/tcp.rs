@@ -208,7 +208,7 @@ impl Tcp {
     }
 
     /// Handles a hand-over message of the peer, if there is one. Returns whether the peer's stream uses shared memory
-    /// from here on. `behind`: number of bytes that were received behind the message.
+    /// from here on. `behind`: number of bytes that were received after the message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         if conn.has_handover_message() {
             self.answer_handover(conn, behind)
@@ -249,7 +249,7 @@ impl Tcp {
                     }
                     conn.send_handover(Handover::Switch);
                 }
-                // Bytes behind the peer's last hand-over message only wake this end.
+                // Bytes after the peer's last hand-over message only wake this end.
                 if !shm.count_wakeups(behind) {
                     return Handled::Violation;
                 }
@@ -407,7 +407,7 @@ impl Tcp {
         let mut outcome = Outcome::Open;
         let mut received = 0;
         let mut time = Duration::ZERO;
-        // Bytes that were received behind the Reply of start-up count as newly received.
+        // Bytes that were received after the Reply of start-up count as newly received.
         let mut fresh = filled > 0;
         loop {
             if fresh {

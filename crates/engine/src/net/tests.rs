@@ -132,7 +132,7 @@ fn terminate(mut peer: TcpStream, flags: u8) -> (u8, u8, u8) {
 }
 
 #[test]
-fn a_peer_that_needs_more_reads_than_we_serve_hears_of_it_before_the_end() {
+fn a_peer_that_needs_more_reads_than_served_is_notified_before_the_end() {
     // RFC 6581 §9.1 [mpa-ird-insufficient] [mpa-startup-terminated], RFC 5044 §4.3 [mpa-markers-able]
     for flags in [C, C | M] {
         let (end, peer) = dial(
@@ -150,7 +150,7 @@ fn a_peer_that_needs_more_reads_than_we_serve_hears_of_it_before_the_end() {
 }
 
 #[test]
-fn a_peer_without_a_common_ready_to_receive_message_hears_of_it_before_the_end() {
+fn a_peer_without_a_common_ready_to_receive_message_is_notified_before_the_end() {
     // RFC 6581 §9.2 [mpa-rtr-none] [mpa-startup-terminated]
     let config = InitiatorConfig {
         rtr: RtrForms {
@@ -168,7 +168,7 @@ fn a_peer_without_a_common_ready_to_receive_message_hears_of_it_before_the_end()
 }
 
 #[test]
-fn the_owner_is_told_what_the_peer_named_whether_it_accepts_or_not() {
+fn the_owner_gets_the_depths_of_the_peer_in_any_case() {
     // RFC 6581 §9.1 [mpa-depths-told]
     let named = Some(Depths { ird: 5, ord: 7 });
     let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);

@@ -17,7 +17,7 @@ use crate::reactor::PolledMemory;
 use crate::reactor::Token;
 
 impl Inner {
-    /// Queues a call of the manager, made when the lock is released.
+    /// Queues a notice for the connection manager, which is called after the lock is released.
     fn notify(&mut self, notice: Notice) {
         if let Some(manager) = &self.manager {
             self.notices.push_back((Weak::clone(manager), notice));

@@ -222,7 +222,7 @@ impl Lease {
             return Actions::NONE;
         }
         // No lease runs. If the worker receives everything that completes, the polls of this thread always find
-        // something and never start a lease. The thread and the worker would then contend for the sockets for ever.
+        // something and never start a lease. The thread and the worker would then contend for the sockets forever.
         let polls = self.polls.load(Ordering::Relaxed);
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn a_thread_that_polls_without_a_pause_gets_the_longer_lease_until_it_pauses() {
         let lease = Lease::new();
-        // The second run begins behind a pause that is longer than a lease.
+        // The second run begins after a pause that is longer than a lease.
         for start in [MILLISECOND, 1000 * MILLISECOND] {
             let mut t = start;
             while t < start + nanos(STEADY_AFTER) {
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_share_a_lease() {
+    fn several_waits_share_a_lease() {
         let lease = Lease::new();
         let slice = WAIT_SLICE;
         let mut timers = 0;

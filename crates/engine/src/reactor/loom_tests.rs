@@ -20,7 +20,7 @@ fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
         let worker = thread::spawn({
             let (cork, lease, clock) = (Arc::clone(&cork), Arc::clone(&lease), Arc::clone(&clock));
             move || {
-                // The time of the end has come.
+                // The lease ends now.
                 clock.store(end, Ordering::Relaxed);
                 lease.on_wake(end).is_none() && cork.is_corked()
             }

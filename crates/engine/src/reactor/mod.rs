@@ -463,7 +463,7 @@ impl Reactor {
     }
 
     /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because every poll found something.
-    /// Without this limit, a peer that sends without a pause would delay the acknowledgements to all others for ever.
+    /// Without this limit, a peer that sends without a pause would delay the acknowledgements to all others forever.
     fn is_delayed_too_long(&self, t: u64) -> bool {
         if self.delayed_count.load(Ordering::Relaxed) == 0 {
             return false;

@@ -159,7 +159,7 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
 
 /// Delayed acknowledgements are sent before the worker spins, and the answers to them are received in the same turn.
 #[test]
-fn a_worker_that_spins_receives_what_arrives_during_the_spin() {
+fn a_spinning_worker_receives_arriving_data() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
     // An arrival in time adds credit. The next spin, in which nothing arrives, halves it. A late arrival adds none.
     let cases = [
@@ -216,7 +216,7 @@ fn delayed_acknowledgements_are_sent_after_any_number_of_rounds() {
         let qp = Arc::new(Acknowledges(other, Duration::ZERO));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
         reactor.sleep_and_work(&mut budget());
-        assert!(reactor.take_delayed().is_empty(), "behind {rounds} rounds");
+        assert!(reactor.take_delayed().is_empty(), "after {rounds} rounds");
     }
 }
 

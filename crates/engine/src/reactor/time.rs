@@ -29,7 +29,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_time_too_far_away_for_the_integer_is_the_last_one() {
+    fn a_time_beyond_the_integer_range_is_the_latest_time() {
         let start = Instant::now();
         let epoch = Epoch::new(start);
         assert_eq!(epoch.nanos(start + Duration::new(3, 7)), 3_000_000_007);

@@ -204,7 +204,7 @@ impl Reactor {
             self.wake();
         }
         if self.is_broken() {
-            // The sockets of a broken device are not read, so they would wake the worker for ever.
+            // The sockets of a broken device are not read, so they would wake the worker forever.
             return;
         }
         let _ = epoll::modify(

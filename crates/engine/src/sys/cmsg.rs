@@ -29,7 +29,7 @@ pub(super) fn read(msg: &libc::msghdr) -> Received {
         segment: 0,
     };
     let int = |c: *mut libc::cmsghdr| {
-        // SAFETY: called for kinds behind whose header the kernel puts an int.
+        // SAFETY: called only for kinds whose header is followed by an int.
         unsafe { libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned() }
     };
     let byte = |n: libc::c_int| u8::try_from(n & 0xff).unwrap_or(0);
@@ -43,7 +43,7 @@ pub(super) fn read(msg: &libc::msghdr) -> Received {
                 out.segment = usize::try_from(int(c)).unwrap_or(0);
             }
             (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
-                // SAFETY: the kernel puts this structure behind such a header.
+                // SAFETY: the kernel puts this structure after such a header.
                 let info = unsafe {
                     libc::CMSG_DATA(c)
                         .cast::<libc::in_pktinfo>()
@@ -52,7 +52,7 @@ pub(super) fn read(msg: &libc::msghdr) -> Received {
                 out.to = Some(Ipv4Addr::from(u32::from_be(info.ipi_addr.s_addr)).into());
             }
             (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
-                // SAFETY: the kernel puts this structure behind such a header.
+                // SAFETY: the kernel puts this structure after such a header.
                 let info = unsafe {
                     libc::CMSG_DATA(c)
                         .cast::<libc::in6_pktinfo>()
@@ -65,7 +65,7 @@ pub(super) fn read(msg: &libc::msghdr) -> Received {
             }
             (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => out.traffic_class = byte(int(c)),
             (libc::IPPROTO_IP, libc::IP_TOS) => {
-                // SAFETY: behind this header the kernel puts one byte.
+                // SAFETY: after this header the kernel puts one byte.
                 out.traffic_class = unsafe { libc::CMSG_DATA(c).read() };
             }
             _ => {}
@@ -98,7 +98,7 @@ impl Control {
         head.cmsg_len = len as _;
         head.cmsg_level = level;
         head.cmsg_type = kind;
-        // SAFETY: a header and the value behind it take at most `space` bytes.
+        // SAFETY: a header and the value after it take at most `space` bytes.
         unsafe { at.cast::<libc::cmsghdr>().write_unaligned(head) };
         // SAFETY: CMSG_LEN(0) is where the value starts.
         let data = unsafe { at.add(libc::CMSG_LEN(0) as usize) };

@@ -110,7 +110,7 @@ fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     };
     let len = usize::try_from(end - from).map_err(|_| libc::ENOMEM)?;
     let advice = if write { WRITE } else { READ };
-    // SAFETY: changes no byte; what is not mapped is an error.
+    // SAFETY: changes no byte; if a page is not mapped, the call fails.
     match unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(at), len, advice) } {
         0 => Ok(()),
         _ => Err(errno()),
@@ -164,7 +164,7 @@ pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
     let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) else {
         return Err(libc::ENOMEM);
     };
-    // SAFETY: changes no byte; what is not mapped is an error.
+    // SAFETY: changes no byte; if a page is not mapped, the call fails.
     match unsafe { libc::mlock(std::ptr::with_exposed_provenance(at), len) } {
         0 => Ok(()),
         _ => Err(errno()),
@@ -174,7 +174,7 @@ pub fn lock_pages(start: u64, len: u64) -> Result<(), i32> {
 /// Unlocks pages that were locked. They may have been unmapped.
 pub fn unlock_pages(start: u64, len: u64) {
     if let (Ok(at), Ok(len)) = (usize::try_from(start), usize::try_from(len)) {
-        // SAFETY: changes no byte; what is not mapped is an error, which says that nothing is locked there.
+        // SAFETY: changes no byte. If a page is not mapped the call fails, and that page is not locked.
         unsafe { libc::munlock(std::ptr::with_exposed_provenance(at), len) };
     }
 }
@@ -204,7 +204,7 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
 /// The errno, also if only a part was copied (EFAULT).
 ///
 /// # Safety
-/// What is mapped at `target`, as far as `bytes` reach, is memory that the caller may write.
+/// Every mapped byte of `target..target + bytes.len()` is memory that the caller may write.
 pub(crate) unsafe fn write_own_memory(target: *mut u8, bytes: &[u8]) -> Result<(), i32> {
     let local = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),

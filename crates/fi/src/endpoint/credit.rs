@@ -12,7 +12,7 @@ pub(super) struct Credit {
     used_up: HashMap<Remote, Arc<()>>,
     /// The references to it are those of the copies of injected messages, and this one.
     copies: Arc<()>,
-    /// Senders that were told that their share is used up, with the bytes that they had stored then.
+    /// Senders that were notified that their share is used up, with the bytes that they had stored then.
     told: HashMap<Remote, usize>,
     /// Whether a sender has ignored this. The first one is logged.
     ignored: bool,
@@ -62,13 +62,13 @@ impl Endpoint {
         (limits::SHARED.saturating_sub(used) / 2).max(limits::SHARE_MIN)
     }
 
-    /// Returns whether one more message of a sender may be stored. If not, the sender ignores what it was told.
+    /// Returns whether one more message of a sender may be stored. If not, the sender ignores the notice.
     pub(super) fn may_store(&self, from: Remote) -> bool {
         let then = self.credit.told.get(&from);
         then.is_none_or(|then| self.stored_of(from) <= then + limits::LATE)
     }
 
-    /// Counts a message of a sender that ignores what it was told.
+    /// Counts a message of a sender that ignores the notice.
     pub(super) fn ignored(&mut self, from: Remote) {
         if !std::mem::replace(&mut self.credit.ignored, true) {
             crate::log::warn(&format!(
@@ -104,8 +104,8 @@ impl Endpoint {
         }
     }
 
-    /// Called for an announced message. If it is short enough to be sent with its content, and its sender was not told to announce it,
-    /// an earlier endpoint with this address has told it so.
+    /// Called for an announced message. If it is short enough to be sent with its content, and its sender was not required to announce it,
+    /// an earlier endpoint with this address has required it.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
         if short && !self.credit.told.contains_key(&from) && self.deferred.is_empty() {

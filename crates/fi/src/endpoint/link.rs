@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Only messages that are matched use the link: kinds 1 and 2. The receiver reads no message of the link before `moved`, which is
-//! behind all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
+//! after all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
 //! messages it has received on it. The others are sent again as datagrams, from the memory of the link, before any new one.
 
 use std::collections::HashMap;
@@ -82,7 +82,7 @@ struct Link {
     remote: Option<u32>,
     /// Messages to the peer use the link.
     sends: bool,
-    /// The peer has told that its messages use the link.
+    /// The peer has reported that its messages use the link.
     receives: bool,
     posted: u64,
     received: u64,
@@ -92,7 +92,7 @@ struct Link {
     /// The number of windows that are being bound.
     binds: usize,
     broken: bool,
-    /// The peer was told of it.
+    /// Whether the peer was notified of the failure.
     told: bool,
     /// The number of messages that the peer has received on the link, which has failed.
     count: Option<u64>,
@@ -432,7 +432,7 @@ impl Endpoint {
             return self.window_bound(cx, name);
         }
         if wc.wr_id >> KIND == LINK_SEND {
-            // When the peer has told its count, the queue does not contain this message any more.
+            // When the peer has reported its count, the queue does not contain this message any more.
             if link.count.is_none()
                 && let Some(sent) = link.sent.pop_front()
             {

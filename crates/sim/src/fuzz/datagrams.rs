@@ -196,7 +196,7 @@ impl Ear {
         let state = format!("{:?}", self.qp).len();
         assert!(state < 1 << 18, "{state} bytes of state");
         self.qp.set_state(State::Error);
-        // Datagrams that were returned and not written complete only when the engine reports them.
+        // The datagrams were returned but not sent. They complete only when the engine reports that they were sent.
         self.collect();
         let (mut recvs, mut sends): (Vec<u64>, Vec<u64>) =
             self.delivered.iter().partition(|id| **id < 1_000);
@@ -223,7 +223,7 @@ fn source(peer: usize) -> SocketAddr {
     SocketAddr::new(IpAddr::from([10, 0, 0, host]), port)
 }
 
-/// A kind of queue pair, and its options.
+/// Chooses a kind of queue pair and its options.
 fn chosen(input: &mut Input<'_>) -> (Kind, Options) {
     let one_sided = Options {
         one_sided: true,
@@ -248,7 +248,7 @@ fn chosen(input: &mut Input<'_>) -> (Kind, Options) {
     }
 }
 
-/// A kind of queue pair, then datagrams and calls of the application.
+/// Creates a queue pair of some kind, then passes datagrams and calls of the application to it.
 pub fn datagrams(data: &[u8]) {
     let mut input = Input::new(data);
     let (kind, options) = chosen(&mut input);
@@ -320,7 +320,7 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
     let kept = ear.qp.handle_rx(&arrival, bytes);
     let after = ear.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
-    // Packets that waited behind this one may be delivered even if this one is not.
+    // Packets that waited for this one may be delivered even if this one is not.
     if kept.is_err() && ear.qp.kind() != Kind::Rd {
         assert_eq!(after.rx_messages, before.rx_messages);
     }
@@ -349,7 +349,7 @@ fn sealed(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
     bytes
 }
 
-/// A packet whose fields are right, or almost, around a datagram of the same kind.
+/// A packet with valid or nearly valid fields that contains such a datagram.
 fn packet(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     let ahead = u32::from(input.byte() % 8);
     let mut arrived = SmallVec::new();
@@ -412,7 +412,7 @@ fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> 
     Some(bytes)
 }
 
-/// A datagram with a correct checksum whose fields are right, or almost.
+/// A datagram with a correct checksum and valid or nearly valid fields.
 fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     let opcode = input.one_of(&[
         Opcode::Send,

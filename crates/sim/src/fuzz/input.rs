@@ -1,10 +1,10 @@
-//! Choices that are made by the bytes of the input.
+//! Choices that the fuzzer's input bytes make.
 
 /// The rest of the input. After its last byte all numbers are 0.
 #[derive(Debug)]
 pub(super) struct Input<'a> {
     bytes: &'a [u8],
-    /// Of 256 choices this number is odd.
+    /// How many of 256 choices are odd, that is, something that a correct program or peer rarely does.
     odds: u8,
 }
 
@@ -13,12 +13,12 @@ impl<'a> Input<'a> {
         Self { bytes, odds: 60 }
     }
 
-    /// Chooses how often something odd is chosen from now on.
+    /// Chooses the share of odd choices from now on.
     pub(super) fn set_odds(&mut self) {
         self.odds = self.one_of(&[0, 1, 8, 60]);
     }
 
-    /// Whether to do something odd.
+    /// Decides whether the next choice is an odd one.
     pub(super) fn odd(&mut self) -> bool {
         self.byte() < self.odds
     }

@@ -72,7 +72,7 @@ fn responder(input: &mut Input<'_>) {
             }
         }
     };
-    assert_eq!(asked.consumed, seen, "bytes behind the request were taken");
+    assert_eq!(asked.consumed, seen, "bytes after the request were taken");
     let reply = if accepts {
         let accepted = responder.accept(ird, ord, b"welcome").expect("accept");
         assert!(accepted.params.ird <= limits.max_ird.clamp(1, MAX_DEPTH));
@@ -105,7 +105,7 @@ fn initiator(input: &mut Input<'_>) {
             other => break other,
         }
     };
-    // Bytes behind the Reply make no difference.
+    // Bytes after the Reply make no difference.
     let at_once = initiator.handle_rx(bytes);
     assert_eq!(at_once, outcome);
     match outcome {

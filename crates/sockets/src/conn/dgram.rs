@@ -253,7 +253,7 @@ impl Dgram {
         }
     }
 
-    /// Makes the socket plain for good. Messages that have arrived or are on the way are still unwrapped.
+    /// Makes the socket plain permanently. Messages that have arrived or are on the way are still unwrapped.
     pub fn pin(&self, fd: c_int, why: Why) {
         self.put(PINNED, true);
         let name = self.name.load(Ordering::Acquire);

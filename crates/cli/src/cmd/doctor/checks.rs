@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_profile_is_told_and_an_unknown_one_is_a_fault() {
+    fn a_device_profile_is_reported_and_an_unknown_one_is_an_error() {
         assert!(device_profile("").is_none());
         assert!(device_profile("anywarp").is_none());
         let known = device_profile("siw").unwrap();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_read() {
+    fn limits_are_parsed() {
         let text = "Limit                     Soft Limit           Hard Limit           Units\n\
                     Max open files            1024                 1048576              files\n";
 
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_that_is_not_ok_says_what_to_do() {
+    fn every_problem_has_a_remedy() {
         for line in machine() {
             assert_eq!(line.level == Level::Ok, line.advice.is_none(), "{line:?}");
         }

@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_says_what_it_is_linked_with() {
+    fn the_needed_libraries_of_a_program_are_read() {
         let own = std::env::current_exe().unwrap();
         let facts = read(&own).unwrap();
         assert!(facts.needed.iter().any(|n| n == "libc.so.6"), "{facts:?}");
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn libraries_are_told_apart() {
+    fn libraries_are_distinguished() {
         assert_eq!(
             told("/bin/x", facts(&["libibverbs.so.1", "libc.so.6"])),
             [(false, "linked with libibverbs.so.1".to_owned())]
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_packages_are_asked_for() {
+    fn only_valid_package_names_are_queried() {
         for name in ["", "os;exit()", "a-b", "--help", "a/b"] {
             assert_eq!(python_package(OsStr::new(name)), None, "{name}");
         }

@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_line_is_told_in_words() {
+    fn an_address_line_is_parsed() {
         let line = gid("gid 1 ::ffff:127.0.0.1 ifindex 1").unwrap();
         assert_eq!(line.found, "GID 1 is 127.0.0.1 (lo)");
         assert_eq!(line.level, Level::Ok);

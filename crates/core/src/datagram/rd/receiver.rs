@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn unordered_packets_are_delivered_as_they_arrive() {
+    fn unordered_packets_are_delivered_on_arrival() {
         let mut rx = Receiver::new(0);
         for seq in [3, 1, 2] {
             assert_eq!(rx.sort(seq), Arrived::Ahead);

@@ -120,7 +120,7 @@ fn a_peer_that_sends_is_not_forgotten_and_its_window_is_updated() {
 
 /// A peer that was forgotten remembers the numbers of old packets, so new numbers are larger.
 #[test]
-fn numbers_go_on_when_a_peer_was_forgotten() {
+fn numbers_continue_after_a_peer_was_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let at = Duration::from_secs;
     assert!(!rd.may_send(&peer(), Way::default(), 50, at(1)));
@@ -249,7 +249,7 @@ fn a_peer_that_left_a_gap_is_forgotten() {
 
 /// Of few packets under way 32 are acknowledged together, of many a quarter, and never more than 128.
 #[test]
-fn the_more_is_under_way_the_more_is_acknowledged_together() {
+fn more_packets_in_flight_share_an_acknowledgement() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     rd.set_room(bounds::DATAGRAM_WINDOW_MAX);
     let now = Duration::from_secs(5);

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_do_not_matter() {
+    fn pieces_give_the_same_checksum() {
         let bytes: Vec<u8> = (0..700u32).map(|i| (i * 7 + i / 256) as u8).collect();
         let whole = Crc32c::of(&bytes);
         for split in 0..bytes.len() {

@@ -13,7 +13,7 @@ pub const CRC: usize = 4;
 pub struct Extent {
     /// Bytes of the ULPDU.
     pub ulpdu: usize,
-    /// Bytes of padding behind it.
+    /// Bytes of padding after it.
     pub pad: usize,
 }
 

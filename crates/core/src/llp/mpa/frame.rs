@@ -181,7 +181,7 @@ pub struct Invalidated;
 
 /// Appends the FPDU of `segment`, whose payload comes from `source`, to `batch`.
 ///
-/// On error the batch is as it was.
+/// On error the batch is unchanged.
 pub fn frame(
     segment: &Segment,
     source: &Source,
@@ -229,7 +229,7 @@ fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
 
 impl TxBatch {
     /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the
-    /// batch stays as it was and this returns false.
+    /// batch is unchanged and this returns false.
     // If the length of the header is a constant, copying it takes two instructions.
     #[inline(always)]
     pub(crate) fn push_fpdu(

@@ -7,7 +7,7 @@ use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
 /// The configuration of an initiator.
 #[derive(Clone, Debug)]
 pub struct InitiatorConfig {
-    /// MPA revision: 2, or 1 for a second try towards an old stack.
+    /// MPA revision: 2, or 1 for a second try to an older implementation.
     pub rev: u8,
     /// Ask for CRCs.
     pub crc: bool,
@@ -50,7 +50,7 @@ pub enum Progress {
     NeedMore,
     /// FPDUs may be sent at once, the ready-to-receive message first if there is one.
     Established {
-        /// Bytes of the Reply. The bytes behind it are FPDUs.
+        /// Bytes of the Reply. The bytes after it are FPDUs.
         consumed: usize,
         /// The agreed parameters.
         params: StreamParams,
@@ -116,8 +116,8 @@ impl Progress {
 ///   |  up  |          |   for   | -------> NoCommonRtr, InsufficientIrd  [Terminate; close]
 ///   +------+          |  Reply  | -------> PeerError     [close, nothing is sent]
 ///                     +---------+
-///                      timeout, TCP closed: the caller's; a close without any Reply is how a stack
-///                      without revision 2 says no: try again with `InitiatorConfig::older`
+///                      timeout, TCP closed: the caller's; a stack without revision 2 closes
+///                      without a Reply: try again with `InitiatorConfig::older`
 /// ```
 #[derive(Clone, Debug)]
 pub struct Initiator {

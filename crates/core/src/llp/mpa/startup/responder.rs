@@ -88,7 +88,7 @@ pub struct Accepted {
 ///   | waiting |        | asking    | ----------> rejected   [Reply with R; close]
 ///   |  for    |        | the ULP   |  reject()
 ///   | Request |        +-----------+
-///   +---------+ -----> PeerError [close, nothing is sent] <- bytes behind the Request
+///   +---------+ -----> PeerError [close, nothing is sent] <- bytes after the Request
 /// ```
 #[derive(Clone, Debug)]
 pub struct Responder {
