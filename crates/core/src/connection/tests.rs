@@ -217,6 +217,23 @@ fn an_acknowledgement_without_data_is_sent_after_ack_after_requests() {
     }
 }
 
+/// The acknowledgement of a message comes before the answer of the program to it: the peer's Send completes before the
+/// receive of the answer.
+#[test]
+fn an_acknowledgement_is_sent_before_the_next_message() {
+    let (mut conn, _cq) = near_the_end();
+    let s = conn.stream.as_mut().unwrap();
+    s.peer = Peer::Anywarp;
+    s.responder.request_done();
+    let send = Op::Send {
+        imm: None,
+        invalidate: None,
+    };
+    post(&mut conn, 7, send);
+    let opcodes: Vec<Opcode> = hears(&mut conn).into_iter().map(|(o, _)| o).collect();
+    assert_eq!(opcodes, [Opcode::Control, Opcode::Send]);
+}
+
 /// A process that ends right after a receive completes has no time to acknowledge it. Its transport had acknowledged
 /// the bytes of the Send.
 #[test]
