@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Builds the wheel: python3 python/wheel.py VERSION DIST FOLDER. `cargo xtask wheel` calls it.
+"""Builds the wheel: python3 python/wheel.py VERSION ARCHITECTURE DIST FOLDER. `cargo xtask wheel` calls it.
 
 A wheel is a zip archive with a list of its files. The same input gives the same bytes: files are sorted, dates are fixed.
 """
@@ -7,7 +7,6 @@ A wheel is a zip archive with a list of its files. The same input gives the same
 import base64
 import hashlib
 import os
-import platform
 import stat
 import sys
 import zipfile
@@ -58,8 +57,8 @@ def contents(version, dist, tag):
         yield f"{info}/licenses/{name}", (root / name).read_bytes(), False
 
 
-def main(version, dist, folder):
-    tag = f"py3-none-manylinux_2_28_{platform.machine()}"
+def main(version, architecture, dist, folder):
+    tag = f"py3-none-manylinux_2_28_{architecture}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"anywarp-{version}-{tag}.whl"
     record = f"anywarp-{version}.dist-info/RECORD"
@@ -81,4 +80,4 @@ def main(version, dist, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))

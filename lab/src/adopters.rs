@@ -1,7 +1,8 @@
-//! `cargo lab adopters`: installs programs of other projects from PyPI, unchanged, and runs them on the device.
+//! `cargo lab adopters`: builds or installs programs of other projects, unchanged, and runs them on the device.
 //!
-//! Each program has a separate Python environment in `target/adopters`, which is created again if its versions differ from
-//! those listed here. The programs are started as users start them: by `anywarp run`, without other environment variables,
+//! Python packages of PyPI have a separate environment each in `target/adopters`, which is created again if its versions differ
+//! from those listed here. Rust crates are built there from crates.io with their own lock file. Programs and libraries of Debian
+//! are those of the system. The programs are started as users start them: by `anywarp run`, without other environment variables,
 //! each in a new network namespace. Each program compares the data that it received with the data that was sent. The log of
 //! the device shows whether the device transferred the data.
 
@@ -10,10 +11,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde::Deserialize;
+
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// The time limit for installing a program; `RUN` is that for running it.
+/// The time limit for installing or building a program; `RUN` is that for running it.
 const INSTALL: Duration = Duration::from_secs(280);
 const RUN: Duration = Duration::from_secs(120);
 
@@ -23,12 +26,33 @@ const EQUAL: &str = "equal ";
 const CONNECTED: &str = ": connected to ";
 
 struct Adopter {
-    /// The name of the script in `tests/adopters`, and of the environment.
+    /// The name of the program in `tests/adopters`, without its ending.
     name: &'static str,
-    /// The required packages with their versions. Dependencies that are not used here, such as torch, are omitted.
-    packages: &'static [&'static str],
+    source: Source,
     /// Run only with `--nightly`: the packages are large, or other runs have the same paths.
     nightly: bool,
+}
+
+/// Where the software comes from, and what the program in `tests/adopters` is.
+enum Source {
+    /// PyPI; a Python program. The required packages with their versions. Dependencies that are not used here, such as torch, are
+    /// omitted.
+    Python(&'static [&'static str]),
+    /// Debian; a program for Debian's Python, which uses modules or runs programs of packages of this system.
+    Debian,
+    /// Debian; a program in C or C++: its ending, the compiler, and the libraries.
+    Library {
+        ending: &'static str,
+        compiler: &'static str,
+        libraries: &'static [&'static str],
+    },
+    /// crates.io; a Python program that is given the folder of the built examples and the tests.
+    Crate {
+        package: &'static str,
+        version: &'static str,
+        /// The integration tests that use the device.
+        tests: &'static [&'static str],
+    },
 }
 
 /// Options of `cargo lab adopters`.
@@ -45,27 +69,71 @@ pub(crate) struct Options {
 const ADOPTERS: &[Adopter] = &[
     Adopter {
         name: "dlslime_endpoints",
-        packages: &["dlslime==0.1.23"],
+        source: Source::Python(&["dlslime==0.1.23"]),
         nightly: false,
     },
     Adopter {
         name: "mooncake_engine",
-        packages: &["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
+        source: Source::Python(&["mooncake-transfer-engine-non-cuda==0.3.13.post1"]),
         nightly: false,
     },
     Adopter {
         name: "infinistore_blocks",
-        packages: &["infinistore==0.2.35", "uvloop==0.21.0", "numpy==2.4.6"],
+        source: Source::Python(&["infinistore==0.2.35", "uvloop==0.21.0", "numpy==2.4.6"]),
+        nightly: false,
+    },
+    Adopter {
+        name: "gloo_ranks",
+        source: Source::Library {
+            ending: "cc",
+            compiler: "c++",
+            libraries: &["gloo"],
+        },
+        nightly: false,
+    },
+    Adopter {
+        name: "rpma_regions",
+        source: Source::Library {
+            ending: "c",
+            compiler: "cc",
+            libraries: &["rpma", "ibverbs"],
+        },
+        nightly: false,
+    },
+    Adopter {
+        name: "iser_disk",
+        source: Source::Debian,
+        nightly: false,
+    },
+    Adopter {
+        name: "sideway_crate",
+        source: Source::Crate {
+            package: "sideway",
+            version: "0.4.3",
+            tests: &[
+                "test_qp",
+                "test_cq",
+                "test_mr_and_cq",
+                "test_post_send",
+                "test_atomic",
+            ],
+        },
         nightly: false,
     },
     Adopter {
         name: "mpi4py_ranks",
-        packages: &["mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6"],
+        source: Source::Python(&["mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6"]),
+        nightly: true,
+    },
+    // Needs python3-torch, which brings 117 other packages.
+    Adopter {
+        name: "tensorpipe_rpc",
+        source: Source::Debian,
         nightly: true,
     },
     Adopter {
         name: "nixl_agents",
-        packages: &["nixl==1.5.1", "nixl-cu12==1.5.1", "numpy==2.4.6"],
+        source: Source::Python(&["nixl==1.5.1", "nixl-cu12==1.5.1", "numpy==2.4.6"]),
         nightly: true,
     },
 ];
@@ -80,34 +148,168 @@ pub(crate) fn run(options: &Options) -> Result {
     };
     for adopter in ADOPTERS.iter().filter(chosen) {
         let begin = Instant::now();
-        let done = environment(adopter).and_then(|python| transfer(adopter, &python));
+        let done = prepare(adopter).and_then(|command| transfer(&command));
         tally.report(adopter.name, done);
         println!("      {} s", begin.elapsed().as_secs());
     }
     tally.end("adopters")
 }
 
-/// Creates the environment of a program if it is not up to date. Returns the path of its Python.
-fn environment(adopter: &Adopter) -> Result<PathBuf> {
+/// Installs or builds what a program needs. Returns its command.
+fn prepare(adopter: &Adopter) -> Result<Vec<PathBuf>> {
     let dir = sh::target().join("adopters").join(adopter.name);
+    let program = |ending| sh::root().join(format!("tests/adopters/{}.{ending}", adopter.name));
+    Ok(match &adopter.source {
+        Source::Python(packages) => vec![environment(&dir, packages)?, program("py")],
+        Source::Debian => vec!["/usr/bin/python3".into(), program("py")],
+        Source::Library {
+            ending,
+            compiler,
+            libraries,
+        } => {
+            fs::create_dir_all(&dir)?;
+            let binary = dir.join("program");
+            step(
+                Command::new(compiler)
+                    .args(["-O1", "-o"])
+                    .arg(&binary)
+                    .arg(program(ending))
+                    .args(libraries.iter().map(|library| format!("-l{library}"))),
+            )?;
+            vec![binary]
+        }
+        Source::Crate {
+            package,
+            version,
+            tests,
+        } => {
+            let manifest = unpacked(&dir, package, version)?;
+            let mut command = vec!["python3".into(), program("py"), dir.join("debug/examples")];
+            command.extend(built(&dir, &manifest, tests)?);
+            command
+        }
+    })
+}
+
+/// Creates the Python environment of a program if it is not up to date. Returns the path of its Python.
+fn environment(dir: &Path, packages: &[&str]) -> Result<PathBuf> {
     let python = dir.join("bin/python");
     let stamp = dir.join("installed");
-    let wanted = adopter.packages.join("\n");
+    let wanted = packages.join("\n");
     if fs::read_to_string(&stamp).is_ok_and(|has| has == wanted) {
         return Ok(python);
     }
     if dir.exists() {
-        fs::remove_dir_all(&dir)?;
+        fs::remove_dir_all(dir)?;
     }
-    step(Command::new("python3").args(["-m", "venv"]).arg(&dir))?;
+    step(Command::new("python3").args(["-m", "venv"]).arg(dir))?;
     step(
         Command::new(&python)
             .args(["-m", "pip", "install", "--quiet", "--no-deps"])
             .args(["--disable-pip-version-check", "--only-binary=:all:"])
-            .args(adopter.packages),
+            .args(packages),
     )?;
     fs::write(&stamp, wanted)?;
     Ok(python)
+}
+
+/// The part of cargo's messages and metadata that is used.
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    manifest_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Message {
+    target: Option<Target>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    kind: Vec<String>,
+}
+
+/// Downloads a crate, as a dependency of a package that is written for this. Returns the path of its manifest.
+fn unpacked(dir: &Path, package: &str, version: &str) -> Result<PathBuf> {
+    let user = dir.join("user");
+    fs::create_dir_all(user.join("src"))?;
+    let manifest = user.join("Cargo.toml");
+    fs::write(
+        &manifest,
+        format!(
+            "[package]\nname = \"user\"\nedition = \"2024\"\n[dependencies]\n{package} = \"={version}\"\n[workspace]\n"
+        ),
+    )?;
+    fs::write(user.join("src/lib.rs"), "")?;
+    let mut cargo = sh::cargo();
+    cargo
+        .args([
+            "metadata",
+            "--quiet",
+            "--format-version=1",
+            "--manifest-path",
+        ])
+        .arg(&manifest);
+    let metadata: Metadata = serde_json::from_slice(&captured(&mut cargo)?)?;
+    let mut packages = metadata.packages.into_iter();
+    let found = packages.find(|p| p.name == package);
+    Ok(found
+        .ok_or("cargo metadata does not name the crate")?
+        .manifest_path)
+}
+
+/// Builds the examples and some tests of a crate. Returns the paths of the tests.
+fn built(dir: &Path, manifest: &Path, tests: &[&str]) -> Result<Vec<PathBuf>> {
+    let cargo = |task| {
+        let mut cargo = sh::cargo();
+        cargo
+            .args([task, "--quiet", "--locked", "--manifest-path"])
+            .arg(manifest)
+            .arg("--target-dir")
+            .arg(dir)
+            .env("CARGO_PROFILE_DEV_DEBUG", "0");
+        cargo
+    };
+    step(cargo("build").arg("--examples"))?;
+    let names = tests.iter().flat_map(|test| ["--test", test]);
+    let mut command = cargo("test");
+    command
+        .args(["--no-run", "--message-format=json", "--lib"])
+        .args(names);
+    let messages = captured(&mut command)?;
+    let mut programs = Vec::new();
+    for message in serde_json::Deserializer::from_slice(&messages).into_iter::<Message>() {
+        if let Message {
+            target: Some(target),
+            executable: Some(program),
+        } = message?
+            && (target.kind == ["test"] || target.kind == ["lib"])
+        {
+            programs.push(program);
+        }
+    }
+    if programs.len() != tests.len() + 1 {
+        return Err(format!("{} tests were built", programs.len()).into());
+    }
+    Ok(programs)
+}
+
+/// Returns what a command writes.
+fn captured(command: &mut Command) -> Result<Vec<u8>> {
+    let name = command.get_program().to_owned();
+    command.stdout(Stdio::piped());
+    let done = Process::start_group(command)?.output(INSTALL)?;
+    if done.status.success() {
+        return Ok(done.stdout);
+    }
+    Err(format!("{}: {}", name.display(), done.status).into())
 }
 
 fn step(command: &mut Command) -> Result {
@@ -119,16 +321,14 @@ fn step(command: &mut Command) -> Result {
 }
 
 /// Runs the program of an adopter.
-fn transfer(adopter: &Adopter, python: &Path) -> Result {
-    let script = sh::root().join(format!("tests/adopters/{}.py", adopter.name));
+fn transfer(program: &[PathBuf]) -> Result {
     let mut command = Command::new("unshare");
     command
         .args(["--map-root-user", "--net", "sh", "-c"])
         .args(["ip link set lo up && exec \"$@\"", "sh"])
         .arg(sh::dist().join("bin/anywarp"))
         .args(["run", "--log", "info", "--"])
-        .arg(python)
-        .arg(script)
+        .args(program)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let done = Process::start_group(&mut command)?.output(RUN)?;

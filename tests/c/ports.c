@@ -837,7 +837,7 @@ static const char *taken_at_one_address(size_t arg)
 	any.sin6_port = htons(port);
 	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, id, "id");
-	ENSURE(rdma_bind_addr(id, (struct sockaddr *)&any) && errno == EADDRINUSE, "two processes have one port of rdma_cm");
+	ENSURE(rdma_bind_addr(id, (struct sockaddr *)&any) && errno == EADDRNOTAVAIL, "two processes have one port of rdma_cm");
 	return NULL;
 }
 

@@ -37,9 +37,15 @@ enum Task {
         prefix: String,
     },
     /// Create Debian packages from the result of `dist`.
-    Deb,
+    Deb {
+        #[command(flatten)]
+        other: Other,
+    },
     /// Create a Python wheel from the result of `dist`, with a pytest plugin.
-    Wheel,
+    Wheel {
+        #[command(flatten)]
+        other: Other,
+    },
     /// Compare the symbols of the built libraries with those of the distribution, write crates/abi/MATRIX.md, and load the
     /// libraries in all ways that programs use.
     Matrix,
@@ -60,22 +66,29 @@ enum Task {
 /// A build for another architecture.
 #[derive(Debug, clap::Args)]
 struct Other {
-    /// Build for this Rust target, such as aarch64-unknown-linux-gnu, into target/dist-ARCHITECTURE.
+    /// For this Rust target, such as aarch64-unknown-linux-gnu. The name of the folder in `target` ends with the architecture.
     #[arg(long, value_name = "TARGET")]
     target: Option<String>,
+}
+
+impl Other {
+    /// Runs a task for the target.
+    fn run(&self, task: fn() -> xtask::Result) -> xtask::Result {
+        match self.target.as_deref().filter(|t| !sh::builds_for(t)) {
+            Some(target) => sh::build_for(target),
+            None => task(),
+        }
+    }
 }
 
 fn main() -> ExitCode {
     finish(match Task::parse() {
         Task::Check => check::run(),
         Task::Floors { check } => floors::run(check),
-        Task::Dist { other } => match other.target.as_deref().filter(|t| !sh::builds_for(t)) {
-            Some(target) => sh::build_for(target),
-            None => dist::run(),
-        },
+        Task::Dist { other } => other.run(dist::run),
         Task::Install { prefix } => package::install(&prefix),
-        Task::Deb => package::deb(),
-        Task::Wheel => package::wheel(),
+        Task::Deb { other } => other.run(package::deb),
+        Task::Wheel { other } => other.run(package::wheel),
         Task::Matrix => matrix::run(),
         Task::Table { check } => table::run(check),
         Task::Conformance { check } => conformance::run(check),

@@ -47,11 +47,8 @@ pub(crate) fn install(prefix: &str) -> Result {
 /// Creates the Debian packages.
 pub(crate) fn deb() -> Result {
     let from = built()?;
-    let work = sh::target().join("deb");
-    if work.exists() {
-        fs::remove_dir_all(&work)?;
-    }
-    let architecture = sh::output(Command::new("dpkg").arg("--print-architecture"))?;
+    let work = folder("deb")?;
+    let architecture = architecture()?;
     let version = env!("CARGO_PKG_VERSION");
 
     let tool = work.join("anywarp");
@@ -81,7 +78,7 @@ pub(crate) fn deb() -> Result {
         &[
             ("Package", "anywarp"),
             ("Version", version),
-            ("Architecture", architecture.trim()),
+            ("Architecture", &architecture),
             ("Section", "net"),
             ("Priority", "optional"),
             ("Maintainer", "the anywarp authors <anywarp@example.org>"),
@@ -95,7 +92,7 @@ pub(crate) fn deb() -> Result {
     let first = build(
         &tool,
         &work,
-        &format!("anywarp_{version}_{}.deb", architecture.trim()),
+        &format!("anywarp_{version}_{}.deb", &architecture),
     )?;
 
     control(
@@ -103,7 +100,7 @@ pub(crate) fn deb() -> Result {
         &[
             ("Package", "anywarp-dev"),
             ("Version", version),
-            ("Architecture", architecture.trim()),
+            ("Architecture", &architecture),
             ("Section", "libdevel"),
             ("Priority", "optional"),
             ("Maintainer", "the anywarp authors <anywarp@example.org>"),
@@ -120,7 +117,7 @@ pub(crate) fn deb() -> Result {
     let dev = build(
         &development,
         &work,
-        &format!("anywarp-dev_{version}_{}.deb", architecture.trim()),
+        &format!("anywarp-dev_{version}_{}.deb", &architecture),
     )?;
 
     let system = work.join("anywarp-system");
@@ -161,18 +158,41 @@ pub(crate) fn deb() -> Result {
 /// Creates the Python wheel.
 pub(crate) fn wheel() -> Result {
     let from = built()?;
-    let work = sh::target().join("wheel");
-    if work.exists() {
-        fs::remove_dir_all(&work)?;
-    }
+    let work = folder("wheel")?;
     // The tag of the wheel states the oldest supported glibc.
     glibc::check(&from)?;
     let mut python = Command::new("python3");
     python
         .arg(sh::root().join("python/wheel.py"))
-        .arg(env!("CARGO_PKG_VERSION"))
+        .args([env!("CARGO_PKG_VERSION"), &sh::arch()])
         .args([&from, &work]);
     sh::run(&mut python)
+}
+
+/// Returns the folder for packages of a kind, which does not exist yet. As with `dist`, its name contains the architecture if that is not this
+/// machine's.
+fn folder(kind: &str) -> Result<PathBuf> {
+    let work = sh::target().join(match sh::cross_target() {
+        Some(_) => format!("{kind}-{}", sh::arch()),
+        None => kind.to_owned(),
+    });
+    if work.exists() {
+        fs::remove_dir_all(&work)?;
+    }
+    Ok(work)
+}
+
+/// Returns Debian's name of the architecture.
+fn architecture() -> Result<String> {
+    match (sh::cross_target(), sh::arch().as_str()) {
+        (None, _) => {
+            let name = sh::output(Command::new("dpkg").arg("--print-architecture"))?;
+            Ok(name.trim().to_owned())
+        }
+        (Some(_), "aarch64") => Ok("arm64".to_owned()),
+        (Some(_), "x86_64") => Ok("amd64".to_owned()),
+        (Some(target), _) => Err(format!("{target}: no packages for this architecture").into()),
+    }
 }
 
 fn built() -> Result<PathBuf> {

@@ -12,6 +12,7 @@ use crate::ddp::tx::{Address, Message, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
 use crate::llp::mpa::frame::{TxBatch, frame_bytes};
 use crate::verbs::cq::Cq;
+use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::{Memory, Pinned, Regions};
 use crate::verbs::qp::{Capacity, State};
 use crate::verbs::qp_base::Parts;
@@ -217,6 +218,23 @@ fn an_acknowledgement_without_data_is_sent_after_ack_after_requests() {
     }
 }
 
+/// The acknowledgement of a message comes before the answer of the program to it: the peer's Send completes before the
+/// receive of the answer.
+#[test]
+fn an_acknowledgement_is_sent_before_the_next_message() {
+    let (mut conn, _cq) = near_the_end();
+    let s = conn.stream.as_mut().unwrap();
+    s.peer = Peer::Anywarp;
+    s.responder.request_done();
+    let send = Op::Send {
+        imm: None,
+        invalidate: None,
+    };
+    post(&mut conn, 7, send);
+    let opcodes: Vec<Opcode> = hears(&mut conn).into_iter().map(|(o, _)| o).collect();
+    assert_eq!(opcodes, [Opcode::Control, Opcode::Send]);
+}
+
 /// A process that ends right after a receive completes has no time to acknowledge it. Its transport had acknowledged
 /// the bytes of the Send.
 #[test]
@@ -239,6 +257,30 @@ fn a_send_whose_bytes_were_acknowledged_completes_when_the_stream_ends() {
         assert_eq!(completed(&cq), []);
         conn.handle_eof(reset, all_taken);
         assert_eq!(completed(&cq), [(7, status)]);
+    }
+}
+
+/// As on RoCE, a completion is enough to report that the peer is gone. The event is for a program that has nothing posted.
+#[test]
+fn an_event_reports_a_lost_connection_only_if_no_completion_does() {
+    for (sends, receives, fatal) in [(1, 0, false), (0, 1, false), (1, 1, false), (0, 0, true)] {
+        let (mut conn, cq) = near_the_end();
+        conn.stream.as_mut().unwrap().peer = Peer::Anywarp;
+        conn.stream.as_mut().unwrap().config.managed = false;
+        for id in 0..sends {
+            let imm = None;
+            let invalidate = None;
+            post(&mut conn, id, Op::Send { imm, invalidate });
+        }
+        for id in 0..receives {
+            let sges = smallvec![];
+            conn.post_recv(RecvRequest { id, sges }).unwrap();
+        }
+        conn.poll_tx(now(), false, &mut TxBatch::default());
+        conn.handle_eof(true, false);
+        let events: Vec<_> = std::iter::from_fn(|| conn.poll_event()).collect();
+        assert_eq!(events.contains(&AsyncEvent::QpFatal), fatal, "{events:?}");
+        assert_eq!(completed(&cq).len(), (sends + receives) as usize);
     }
 }
 

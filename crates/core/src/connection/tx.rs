@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::Connection;
 use super::build::Unbuildable;
 use super::responder::Response;
-use super::stream::{End, Outgoing};
+use super::stream::{End, Outgoing, Stream};
 use super::timers::Timer;
 use crate::ddp::rx::Violation;
 use crate::ddp::tx::{Address, Message, segment};
@@ -54,10 +54,14 @@ enum Taken {
 }
 
 impl Connection {
-    /// Adds all messages to `batch` that may be sent now; with `flush` also an acknowledgement alone. Returns whether
-    /// the batch was full before the messages ended.
+    /// Adds all messages to `batch` that may be sent now, after an acknowledgement if one is due; with `flush` also an
+    /// acknowledgement alone. Returns whether the batch was full before the messages ended.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
-        let before = batch.len();
+        // The answer to a message must not overtake its acknowledgement: programs expect the completion of their Send
+        // before that of the receive.
+        if self.ack_due() && (flush || self.must_ack() || self.has_messages()) {
+            self.send_ack(batch);
+        }
         let mut more = true;
         while !batch.is_full() {
             if self.send_short(now, batch) {
@@ -78,34 +82,40 @@ impl Connection {
                 break;
             }
         }
-        let must_ack = self.must_ack();
-        if self.ack_due()
-            && let Some(s) = &mut self.stream
-            && s.may_send
-            && !s.handover.is_tx_sealed()
-            && (flush || must_ack || batch.len() > before)
-        {
-            let mut message = control(s.responder.acknowledge());
-            let segment = segment(&mut message, s.config.mulpdu);
-            let framed = frame_marked(
-                &mut s.markers,
-                s.crc_tx,
-                &segment,
-                &message.source,
-                &*self.base.rnic.memory,
-                batch,
-            );
-            debug_assert!(framed.is_ok(), "a control message has no user memory");
-            self.base.observe_all(|| {
-                [
-                    Step::Build(Opcode::Control, 0),
-                    Step::Segment(0, true),
-                    Step::Frame(segment.header.len()),
-                ]
-            });
-        }
         self.after();
         more
+    }
+
+    /// Whether messages are queued or under way.
+    fn has_messages(&self) -> bool {
+        let is_idle = self.stream.as_ref().is_none_or(Stream::is_tx_idle);
+        !is_idle || self.base.sq.untaken() > 0
+    }
+
+    /// Frames an acknowledgement of all requests of the peer that are done.
+    fn send_ack(&mut self, batch: &mut TxBatch) {
+        let Some(s) = &mut self.stream else { return };
+        if !s.may_send || s.handover.is_tx_sealed() {
+            return;
+        }
+        let mut message = control(s.responder.acknowledge());
+        let segment = segment(&mut message, s.config.mulpdu);
+        let framed = frame_marked(
+            &mut s.markers,
+            s.crc_tx,
+            &segment,
+            &message.source,
+            &*self.base.rnic.memory,
+            batch,
+        );
+        debug_assert!(framed.is_ok(), "a control message has no user memory");
+        self.base.observe_all(|| {
+            [
+                Step::Build(Opcode::Control, 0),
+                Step::Segment(0, true),
+                Step::Frame(segment.header.len()),
+            ]
+        });
     }
 
     /// Cuts and frames one segment. Returns whether its message ends with it.

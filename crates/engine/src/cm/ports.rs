@@ -111,6 +111,25 @@ impl Address {
         };
         self.ip == other.ip || takes_all(self, other) || takes_all(other, self)
     }
+
+    /// The error of a bind to a port that an identifier with the address `other` has, or one of another process, whose
+    /// address is not known. It is that of the kernel's rdma_cm.
+    fn taken(self, other: Option<Self>) -> Errno {
+        let is_any = |a: Self| a.ip.is_unspecified();
+        if is_any(self) || other.is_some_and(is_any) {
+            Errno::ADDRNOTAVAIL
+        } else {
+            Errno::ADDRINUSE
+        }
+    }
+}
+
+/// Whether a port could not be bound because another socket or identifier has it.
+fn is_taken(e: &io::Error) -> bool {
+    matches!(
+        e.raw_os_error(),
+        Some(libc::EADDRINUSE | libc::EADDRNOTAVAIL)
+    )
 }
 
 /// The port of an identifier, which is released when this is dropped.
@@ -242,7 +261,7 @@ pub(super) fn take(
         let bound = reserve(engine, id, wish, local, tcp);
         let is_good = match &bound {
             Ok(bound) => bound.place.signpost.is_some(),
-            Err(e) => e.raw_os_error() != Some(libc::EADDRINUSE),
+            Err(e) => !is_taken(e),
         };
         if is_good || left == 0 || clock::now() >= until {
             return bound;
@@ -273,7 +292,7 @@ fn reserve(
     Ok(Bound { local, place, tcp })
 }
 
-/// Adds a port to the list. `EADDRINUSE` if an identifier of this process has it.
+/// Adds a port to the list. Fails if an identifier of this process has it ([`Address::taken`]).
 fn enter(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
@@ -285,8 +304,8 @@ fn enter(
     let mut taken = TAKEN.get().lock();
     let is_same =
         |t: &Taken| t.port == port && t.address.conflicts(address) && !(t.reuse && wish.reuse);
-    if taken.iter().any(is_same) {
-        return Err(Errno::ADDRINUSE.into());
+    if let Some(other) = taken.iter().find(|t| is_same(t)) {
+        return Err(address.taken(Some(other.address)).into());
     }
     taken.push(Taken {
         id: id.clone(),
@@ -305,7 +324,7 @@ fn enter(
 }
 
 /// Binds a socket to the first place of `port` that is free and is not `except`. `None` if there is none.
-/// `EADDRINUSE` if another process has the port.
+/// Fails if another process has the port ([`Address::taken`]).
 fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<EngineFd>> {
     let address = wish.address();
     // Signposts of this process need no query.
@@ -329,18 +348,18 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
                 let shared = wish.reuse.then(|| at_place(wish, second)).transpose()?;
                 return match shared.flatten() {
                     Some(fd) => Ok(Some(fd)),
-                    None => Err(Errno::ADDRINUSE.into()),
+                    None => Err(address.taken(None).into()),
                 };
             }
             Some(fd) => return Ok(Some(fd)),
-            None if is_elsewhere(first) => return Err(Errno::ADDRINUSE.into()),
+            None if is_elsewhere(first) => return Err(address.taken(None).into()),
             None => log_taken(port, first, &own),
         }
     }
     if except != Some(second) {
         match at_place(wish, second)? {
             Some(fd) => return Ok(Some(fd)),
-            None if is_elsewhere(second) => return Err(Errno::ADDRINUSE.into()),
+            None if is_elsewhere(second) => return Err(address.taken(None).into()),
             None => log_taken(port, second, &own),
         }
     }
@@ -373,8 +392,8 @@ fn log_taken(port: Port, place: u16, own: &[u16]) {
 }
 
 impl Place {
-    /// Records that the identifier listens on the kernel's port `at`. `EADDRINUSE` if another identifier of this
-    /// process listens on this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR`.
+    /// Records that the identifier listens on the kernel's port `at`. Fails if another identifier of this process listens
+    /// on this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR` ([`Address::taken`]).
     pub(super) fn listen(&self, at: u16, tcp: bool) -> io::Result<()> {
         let mut taken = TAKEN.get().lock();
         let Some(mine) = taken.iter().position(|t| t.id.ptr_eq(&self.id)) else {
@@ -384,11 +403,11 @@ impl Place {
             Some(t) => (t.port, t.address),
             None => return Ok(()),
         };
-        let other = taken.iter().enumerate().any(|(n, t)| {
-            n != mine && t.port == port && t.listening.is_some() && t.address.conflicts(address)
+        let other = taken.iter().enumerate().find(|(n, t)| {
+            *n != mine && t.port == port && t.listening.is_some() && t.address.conflicts(address)
         });
-        if other {
-            return Err(Errno::ADDRINUSE.into());
+        if let Some((_, other)) = other {
+            return Err(address.taken(Some(other.address)).into());
         }
         if let Some(t) = taken.get_mut(mine) {
             t.listening = Some(at);
