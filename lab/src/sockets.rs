@@ -7,11 +7,11 @@ use std::process::Command;
 use xtask::{Result, sh};
 
 /// The time limit of the run in seconds.
-const LIMIT: &str = "420";
+const LIMIT: &str = "600";
 
 /// The script that runs in a new network namespace: the test program for streams, the checks, the command, its tests, hostile
 /// peers, and the test program for datagrams. The latter runs with two MTUs: that of the loopback interface, and that of
-/// Ethernet.
+/// Ethernet. Then programs of UDP, also over a path that loses packets.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'
@@ -25,6 +25,8 @@ datagrams() {
         echo "== tests/c/datagrams.c, $1, ${mode% *}"
         DATAGRAMS_HEAD=${mode#* } ANYWARP_SOCKETS_RULES="all ${mode% *}" LD_PRELOAD="$3" "$2"
     done
+    echo "== tests/c/datagrams.c, $1, reliable"
+    DATAGRAMS_RELIABLE=1 ANYWARP_SOCKETS_RULES='all reliable' LD_PRELOAD="$3" "$2"
 }
 datagrams 'MTU of lo' "$7" "$1"
 ip link set lo mtu 1500
@@ -36,6 +38,8 @@ echo '== tests/sockets/hostile'
 "$6" "$4"
 echo '== tests/sockets/datagrams'
 "$8" "$4"
+echo '== tests/sockets/reliable'
+"$9" "$4" "${10}"
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
@@ -45,8 +49,9 @@ pub(crate) fn run() -> Result {
     if !library.exists() {
         return Err(format!("{}: missing; run `cargo xtask dist`", library.display()).into());
     }
-    let program = compiled("sockets.c", "sockets-semantics")?;
-    let datagrams = compiled("datagrams.c", "datagrams-semantics")?;
+    let program = compiled("c/sockets.c", "sockets-semantics")?;
+    let datagrams = compiled("c/datagrams.c", "datagrams-semantics")?;
+    let relay = compiled("netlab/relay.c", "sockets-relay")?;
     let mut check = Command::new("timeout");
     check
         .arg(LIMIT)
@@ -62,11 +67,13 @@ pub(crate) fn run() -> Result {
         .arg(sh::root().join("tests/sockets/command"))
         .arg(sh::root().join("tests/sockets/hostile"))
         .arg(datagrams)
-        .arg(sh::root().join("tests/sockets/datagrams"));
+        .arg(sh::root().join("tests/sockets/datagrams"))
+        .arg(sh::root().join("tests/sockets/reliable"))
+        .arg(relay);
     sh::run(&mut check)
 }
 
-/// Builds a test program of tests/c.
+/// Builds a program of `tests`.
 fn compiled(source: &str, name: &str) -> Result<PathBuf> {
     let program = sh::target().join(name);
     let mut cc = sh::cc();
@@ -80,7 +87,7 @@ fn compiled(source: &str, name: &str) -> Result<PathBuf> {
         "-o",
     ])
     .arg(&program)
-    .arg(sh::root().join("tests/c").join(source))
+    .arg(sh::root().join("tests").join(source))
     .arg("-lpthread");
     sh::run(&mut cc)?;
     Ok(program)

@@ -4,6 +4,9 @@
  * libanywarp-sockets.so and a rule that upgrades its datagrams to messages. Both runs must give the same results. All
  * ends are in this process and use the loopback interface.
  *
+ * With DATAGRAMS_RELIABLE the datagrams are to be reliable. A thread of the library then reads the socket, so a datagram
+ * may arrive after the call that sent it has returned. The test reads what was sent from the network interface.
+ *
  * If the datagrams are to be messages, DATAGRAMS_HEAD is the number of bytes before the payload of a message: 44 for a
  * Send, 40 for a Write-Record. The test reads what was sent by direct system calls, which the library does not
  * intercept.
@@ -11,6 +14,7 @@
 #include "check.h"
 
 #include <arpa/inet.h>
+#include <linux/if_ether.h>
 #include <linux/errqueue.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
@@ -41,6 +45,18 @@ static size_t head_of_messages(void)
 	const char *text = getenv("DATAGRAMS_HEAD");
 
 	return text ? strtoul(text, NULL, 10) : 0;
+}
+
+static bool is_reliable(void)
+{
+	return getenv("DATAGRAMS_RELIABLE") != NULL;
+}
+
+/* What was sent before this has arrived: on the kernel's sockets at once. */
+static void settle(void)
+{
+	if (is_reliable())
+		sleep_ms(SHORT_MS);
 }
 
 struct at {
@@ -153,6 +169,40 @@ static const char *nothing(int fd)
 	return NULL;
 }
 
+/* Opens a socket that receives all packets of the interface. */
+static const char *tapped(int *tap)
+{
+	*tap = socket(AF_PACKET, SOCK_DGRAM | SOCK_CLOEXEC, htons(ETH_P_ALL));
+	ENSURE(*tap >= 0, "packet socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)*tap, "tap");
+	return NULL;
+}
+
+static size_t seen_at, seen_bytes;
+
+/*
+ * Ensures that the text was sent in a packet of reliable datagrams, or otherwise as it is. The payload is at `seen_at` of
+ * `big`.
+ */
+static const char *seen(int tap, const char *text, bool in_packet)
+{
+	ssize_t n;
+
+	while ((n = recv(tap, big, sizeof big, MSG_DONTWAIT)) > 0) {
+		size_t ip = big[0] >> 4 == 6 ? 40 : 20;
+		const char *payload = big + ip + 8;
+
+		if ((size_t)n <= ip + 8 || !memmem(payload, (size_t)n - ip - 8, text, strlen(text)))
+			continue;
+		ENSURE(((unsigned char)payload[0] == 0xde) == in_packet, "'%s' was sent with the first byte %02x", text,
+		       (unsigned char)payload[0]);
+		seen_at = ip + 8;
+		seen_bytes = (size_t)n - seen_at;
+		return NULL;
+	}
+	return because("'%s' was not seen on the interface", text);
+}
+
 /* The length of the next datagram as the kernel received it. */
 static long raw_length(int fd)
 {
@@ -169,7 +219,16 @@ static const char *send_kind(int fd, const char *text, const struct at *at, int 
 {
 	size_t head = as_message ? head_of_messages() : 0;
 	long n, expected = (long)(strlen(text) + head + (head ? TAIL : 0));
+	int tap;
 
+	if (is_reliable()) {
+		TRY(tapped(&tap));
+		TRY(text_to(fd, text, at));
+		TRY(takes(into, text));
+		TRY(seen(tap, text, as_message));
+		close(tap);
+		return NULL;
+	}
 	TRY(text_to(fd, text, at));
 	n = raw_length(into);
 	ENSURE(n == expected, "%ld bytes received, expected %ld", n, expected);
@@ -191,6 +250,8 @@ static const char *is_upgraded(size_t family)
 	TRY(send_kind(e.server, "answer", &from, e.client, true));
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
 	ENSURE(write(e.client, "word", 4) == 4, "write: %s", strerror(errno));
+	if (is_reliable())
+		return takes(e.server, "word");
 	n = raw_length(e.server);
 	ENSURE((n > 4) == (head_of_messages() > 0), "%ld bytes received by write", n);
 	return takes(e.server, "word");
@@ -299,7 +360,8 @@ static const char *packet_info(size_t arg)
 	info = (struct in_pktinfo){ .ipi_spec_dst.s_addr = htonl(0x7f000009) };
 	memcpy(CMSG_DATA(c), &info, sizeof info);
 	ENSURE(sendmsg(server, &m, 0) == 5, "sendmsg: %s", strerror(errno));
-	ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the reply as received");
+	if (!is_reliable())
+		ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the reply as received");
 	TRY(takes_from(client, "where", &from));
 	return same_address(&from, &at);
 }
@@ -396,6 +458,7 @@ static const char *empty(size_t arg)
 	ENSURE(send(e.client, "", 0, 0) == 0, "send: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == 0, "recv: %s", strerror(errno));
 	ENSURE(write(e.client, "", 0) == 0, "write: %s", strerror(errno));
+	settle();
 	ENSURE(recv(e.server, got, sizeof got, MSG_DONTWAIT) == 0, "write of 0 bytes: %s", strerror(errno));
 	ENSURE(writev(e.client, &none, 1) == 0, "writev: %s", strerror(errno));
 	TRY(nothing(e.server));
@@ -419,6 +482,7 @@ static const char *bytes_available(size_t arg)
 	ENSURE(!ioctl(e.server, FIONREAD, &n) && n == 0, "FIONREAD: %d", n);
 	TRY(text_to(e.client, "hello", &e.at));
 	TRY(text_to(e.client, "and more", &e.at));
+	settle();
 	ENSURE(!ioctl(e.server, FIONREAD, &n) && n == 5, "FIONREAD: %d", n);
 	TRY(takes(e.server, "hello"));
 	ENSURE(!ioctl(e.server, FIONREAD, &n) && n == 8, "FIONREAD: %d", n);
@@ -462,6 +526,7 @@ static const char *lists(size_t arg)
 		ENSURE(in[i].msg_len == strlen(texts[i]) && !memcmp(buf[i], texts[i], in[i].msg_len), "datagram %zu", i);
 	/* The datagrams that have arrived already are returned with the first. */
 	ENSURE(sendmmsg(e.client, out, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
+	settle();
 	ENSURE(recvmmsg(e.server, in, 4, MSG_WAITFORONE, NULL) == 2, "MSG_WAITFORONE: %s", strerror(errno));
 	ENSURE(recvmmsg(e.server, in, 4, MSG_DONTWAIT, NULL) < 0 && errno == EAGAIN, "MSG_DONTWAIT: %s", strerror(errno));
 	/* The buffers are too short. */
@@ -521,8 +586,10 @@ static const char *mixed_list(size_t arg)
 	ENSURE(sendmmsg(e.client, out, 5, 0) == 5, "sendmmsg: %s", strerror(errno));
 	for (size_t i = 0; i < COUNT(out); i++)
 		ENSURE(out[i].msg_len == parts[i].iov_len, "datagram %zu: %u bytes sent", i, out[i].msg_len);
+	settle();
 	n = raw_length(e.server);
-	ENSURE((n > 10) == (head_of_messages() > 0), "%ld bytes received", n);
+	if (!is_reliable())
+		ENSURE((n > 10) == (head_of_messages() > 0), "%ld bytes received", n);
 	for (size_t i = 0; i < COUNT(out); i++) {
 		int fd = i % 2 ? plain : e.server;
 
@@ -551,6 +618,7 @@ static const char *nonblocking(size_t arg)
 	ENSURE(!fcntl(e.server, F_SETFL, O_NONBLOCK), "fcntl: %s", strerror(errno));
 	ENSURE(read(e.server, got, sizeof got) < 0 && errno == EAGAIN, "read: %s", strerror(errno));
 	TRY(text_to(e.client, "late", &e.at));
+	settle();
 	return takes(e.server, "late");
 }
 
@@ -605,6 +673,7 @@ static const char *sets(size_t flags)
 	ENSURE(epoll_wait(set, out, 2, LONG_MS) == 1 && out[0].events == EPOLLIN && out[0].data.u64 == 7, "the first event");
 	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "the event again");
 	TRY(text_to(e.client, "two", &e.at));
+	settle();
 	ENSURE(epoll_wait(set, out, 2, 0) == (flags != EPOLLONESHOT), "the event of the second datagram");
 	if (flags == EPOLLONESHOT) {
 		ENSURE(!epoll_ctl(set, EPOLL_CTL_MOD, e.server, &ev), "epoll_ctl: %s", strerror(errno));
@@ -634,16 +703,28 @@ static const char *connections(size_t arg)
 	ENSURE(send(e.client, "one", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(e.server, "one"));
 	/* A connected socket receives datagrams of its peer only. */
-	TRY(text_to(other, "stranger", &at));
+	if (is_reliable()) /* a reliable datagram would be repeated until the connection ends */
+		ENSURE(syscall(SYS_sendto, other, "stranger", 8, 0, name(&at), at.len) == 8, "sendto: %s", strerror(errno));
+	else
+		TRY(text_to(other, "stranger", &at));
 	TRY(text_to(e.server, "peer", &at));
 	TRY(takes(e.client, "peer"));
 	TRY(nothing(e.client));
-	/* A connected socket can still send to another address. */
-	TRY(send_kind(e.client, "elsewhere", &other_at, other, true));
+	/*
+	 * A connected socket can still send to another address, but not reliably: the kernel drops the acknowledgements
+	 * of that address.
+	 */
+	if (is_reliable()) {
+		TRY(text_to(e.client, "elsewhere", &other_at));
+		TRY(takes(other, "elsewhere"));
+	} else {
+		TRY(send_kind(e.client, "elsewhere", &other_at, other, true));
+	}
 	/* A second connect changes the peer. */
 	ENSURE(!connect(e.client, name(&other_at), other_at.len), "connect again: %s", strerror(errno));
 	ENSURE(send(e.client, "two", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(other, "two"));
+	settle(); /* the acknowledgement goes to the current port of the socket */
 	/* AF_UNSPEC removes the peer. */
 	ENSURE(!connect(e.client, &none, sizeof none), "AF_UNSPEC: %s", strerror(errno));
 	ENSURE(send(e.client, "x", 1, 0) < 0 && errno == EDESTADDRREQ, "send after AF_UNSPEC: %s", strerror(errno));
@@ -831,7 +912,7 @@ static const char *plain_peers(size_t arg)
 	struct at at, from;
 	struct ends e;
 	long wire;
-	int plain;
+	int plain, tap;
 
 	(void)arg;
 	TRY(both(&e));
@@ -849,10 +930,21 @@ static const char *plain_peers(size_t arg)
 	ENSURE(syscall(SYS_sendto, plain, vector, sizeof vector, 0, name(&e.at), e.at.len) == sizeof vector, "sendto");
 	ENSURE(recv(e.server, got, sizeof got, 0) == sizeof vector && !memcmp(got, vector, sizeof vector), "another's message");
 	/* A message that the library has sent, with one bit changed. */
-	TRY(text_to(e.client, "message", &e.at));
-	wire = raw_length(e.server);
-	memcpy(big, got, (size_t)wire);
-	TRY(takes(e.server, "message"));
+	if (is_reliable()) {
+		TRY(text_to(e.client, "first", &e.at));
+		TRY(takes(e.server, "first"));
+		TRY(tapped(&tap));
+		TRY(text_to(e.client, "message", &e.at));
+		TRY(takes(e.server, "message"));
+		TRY(seen(tap, "message", true));
+		wire = (long)seen_bytes;
+		memmove(big, big + seen_at, seen_bytes);
+	} else {
+		TRY(text_to(e.client, "message", &e.at));
+		wire = raw_length(e.server);
+		memcpy(big, got, (size_t)wire);
+		TRY(takes(e.server, "message"));
+	}
 	for (long bit = 0; bit < wire * 8; bit++) {
 		big[bit / 8] ^= (char)(1 << bit % 8);
 		ENSURE(syscall(SYS_sendto, plain, big, wire, 0, name(&e.at), e.at.len) == wire, "sendto: %s", strerror(errno));
@@ -948,6 +1040,7 @@ static const char *passed(size_t arg)
 	TRY(both(&e));
 	TRY(send_kind(e.client, "one", &e.at, e.server, true));
 	TRY(text_to(e.client, "before", &e.at));
+	settle();
 	ENSURE(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), "socketpair: %s", strerror(errno));
 	*c = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
 	memcpy(CMSG_DATA(c), &e.server, sizeof(int));
@@ -1096,7 +1189,7 @@ static const char *interrupted(size_t arg)
 	return takes(e.server, "after");
 }
 
-/* Datagrams that exceed the socket's buffer are dropped, and the others are complete. */
+/* Datagrams that exceed the socket's buffer are dropped, and the others are complete. Reliable ones are not dropped. */
 static const char *overflow(size_t arg)
 {
 	struct ends e;
@@ -1108,9 +1201,9 @@ static const char *overflow(size_t arg)
 	ENSURE(!setsockopt(e.server, SOL_SOCKET, SO_RCVBUF, &size, sizeof size), "SO_RCVBUF: %s", strerror(errno));
 	for (uint32_t i = 0; i < 1000; i++)
 		TRY(send_to(e.client, &i, sizeof i, &e.at));
-	for (uint32_t i; recv(e.server, &i, sizeof i, MSG_DONTWAIT) == sizeof i; n++)
+	for (uint32_t i; n < 1000 && recv(e.server, &i, sizeof i, is_reliable() ? 0 : MSG_DONTWAIT) == sizeof i; n++)
 		ENSURE(i == n, "datagram %u, expected %zu", i, n);
-	ENSURE(n > 0 && n < 1000, "%zu datagrams", n);
+	ENSURE(n > 0 && (n < 1000) != is_reliable(), "%zu datagrams", n);
 	TRY(text_to(e.client, "after", &e.at));
 	return takes(e.server, "after");
 }
@@ -1158,7 +1251,8 @@ static const char *many_sockets(size_t arg)
 		TRY(takes(server, "hello"));
 	}
 	ENSURE(errno == EMFILE, "socket: %s", strerror(errno));
-	ENSURE(n >= 256 - 256 / 8 - 16, "%d sockets", n);
+	/* A reliable one takes five descriptors. */
+	ENSURE(n >= 256 - 256 / 8 - 16 - (is_reliable() ? 256 / 8 * 4 : 0), "%d sockets", n);
 	while (n > 0)
 		close(fds[--n]);
 	ENSURE((fds[0] = socket(AF_INET, SOCK_DGRAM, 0)) >= 0, "socket: %s", strerror(errno));
@@ -1255,13 +1349,16 @@ static const char *pending_error(size_t arg)
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
 	TRY(own_name(e.client, &at));
 	TRY(text_to(e.server, "hello", &at));
+	settle();
 	close(e.server);
-	ENSURE(send(e.client, "one", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
+	ENSURE(send(e.client, "one", 3, 0) == 3, "send without a receiver: %s", strerror(errno));
+	settle();
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n >= 5, "FIONREAD: %d", n);
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 5, "FIONREAD: %d", n);
 	TRY(takes(e.client, "hello"));
-	ENSURE(send(e.client, "two", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
+	ENSURE(send(e.client, "two", 3, 0) == 3, "send without a receiver: %s", strerror(errno));
+	settle();
 	ENSURE(!ioctl(e.client, FIONREAD, &n) && n == 0, "FIONREAD: %d", n);
 	ENSURE(!getsockopt(e.client, SOL_SOCKET, SO_ERROR, &error, &len) && error == ECONNREFUSED, "SO_ERROR: %d", error);
 	return NULL;
@@ -1283,6 +1380,7 @@ static const char *invalid_buffers(size_t arg)
 	list[0].msg_hdr.msg_iovlen = 1;
 	ENSURE(sendmmsg(e.client, list, 2, 0) == 1, "sendmmsg with a wrong one: %s", strerror(errno));
 	ENSURE(recvmsg(e.server, &m, 0) < 0 && errno == EMSGSIZE, "recvmsg to too many parts: %s", strerror(errno));
+	settle();
 	ENSURE(recvmmsg(e.server, list, 2, MSG_DONTWAIT, NULL) == 1, "recvmmsg: %s", strerror(errno));
 	list[0].msg_hdr.msg_iovlen = 1025;
 	ENSURE(recvmmsg(e.server, list, 1, MSG_DONTWAIT, NULL) < 0 && errno == EMSGSIZE, "recvmmsg to too many parts: %s", strerror(errno));

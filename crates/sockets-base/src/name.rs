@@ -1,5 +1,5 @@
 //! The abstract UNIX socket name by which a process registers a listener that understands a Request, or a UDP socket that
-//! understands messages.
+//! understands messages or reliable datagrams.
 
 use std::fmt::{self, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -9,8 +9,10 @@ use std::net::{IpAddr, SocketAddr};
 pub enum Protocol {
     /// A listener.
     Tcp,
-    /// A UDP socket.
+    /// A UDP socket that understands messages.
     Udp,
+    /// A UDP socket that also understands packets of reliable datagrams.
+    Reliable,
 }
 
 /// The length of the longest name: an IPv6 address with all its digits.
@@ -62,6 +64,7 @@ pub fn of(protocol: Protocol, addr: IpAddr, port: u16, v6_only: bool) -> Name {
     let protocol = match protocol {
         Protocol::Tcp => "tcp",
         Protocol::Udp => "udp",
+        Protocol::Reliable => "rd",
     };
     let more = if v6_only { "/v6" } else { "" };
     let addr = addr.to_canonical();

@@ -3,8 +3,9 @@
 //! ```text
 //! program GLOB [tag TAG]                                  # applies to the rules up to the next such line
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
-//! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | datagram [require] | record [require]
+//! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | DATAGRAMS [require]
 //! all                                                     any of these modes
+//! DATAGRAMS: datagram | record | reliable
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent
 //! ```
 //!
@@ -32,11 +33,20 @@ pub enum Mode {
     Datagram,
     /// Datagrams are sent as Write-Records of datagram-iWARP to peers that are known to understand them.
     Record,
+    /// Datagrams are sent as reliable Sends of datagram-iWARP to peers that are known to understand them. Lost ones are sent
+    /// again.
+    Reliable,
 }
 
 impl Mode {
     const TCP: [Self; 4] = [Self::Tcp, Self::Prefer, Self::Require, Self::Off];
-    const UDP: [Self; 4] = [Self::Udp, Self::Datagram, Self::Record, Self::Off];
+    const UDP: [Self; 5] = [
+        Self::Udp,
+        Self::Datagram,
+        Self::Record,
+        Self::Reliable,
+        Self::Off,
+    ];
 
     /// Returns the keyword of the mode.
     pub fn word(self) -> &'static str {
@@ -48,13 +58,20 @@ impl Mode {
             Self::Udp => "udp",
             Self::Datagram => "datagram",
             Self::Record => "record",
+            Self::Reliable => "reliable",
         }
+    }
+
+    /// Returns whether datagrams become messages.
+    pub fn is_messages(self) -> bool {
+        matches!(self, Self::Datagram | Self::Record | Self::Reliable)
     }
 
     /// Returns whether the mode allows an upgrade of connections or datagrams.
     pub fn upgrades(self) -> bool {
         match self {
-            Self::Prefer | Self::Require | Self::Datagram | Self::Record => true,
+            Self::Prefer | Self::Require => true,
+            Self::Datagram | Self::Record | Self::Reliable => true,
             Self::Tcp | Self::Off | Self::Udp => false,
         }
     }
@@ -308,18 +325,13 @@ impl<'a> Line<'a> {
     fn mode(&mut self, modes: &[Mode], expected: &str) -> Result<Mode, Mistake> {
         let (column, word) = self.next();
         let found = modes.iter().find(|mode| mode.word() == word);
-        let what = match word {
-            "reliable" if modes.contains(&Mode::Udp) => {
-                format!("reliable is not supported yet: expected {expected}")
-            }
-            _ => format!("expected {expected}"),
-        };
-        found.copied().ok_or_else(|| self.mistake(column, what))
+        let what = || self.mistake(column, format!("expected {expected}"));
+        found.copied().ok_or_else(what)
     }
 
     /// Parses an optional `require` after a mode of datagrams.
     fn unasked(&mut self, mode: Mode) -> bool {
-        let is_there = self.peek().1 == "require" && matches!(mode, Mode::Datagram | Mode::Record);
+        let is_there = self.peek().1 == "require" && mode.is_messages();
         self.at += usize::from(is_there);
         is_there
     }
@@ -403,7 +415,7 @@ impl<'a> Line<'a> {
         let mut rule = self.rule(Some(role), whom);
         rule.at = at;
         rule.ports = ports.unwrap_or((0, u16::MAX));
-        rule.mode = self.mode(&Mode::UDP, "udp, datagram, record or off")?;
+        rule.mode = self.mode(&Mode::UDP, "udp, datagram, record, reliable or off")?;
         rule.unasked = self.unasked(rule.mode);
         Ok(rule)
     }
@@ -411,10 +423,10 @@ impl<'a> Line<'a> {
     /// Parses the rest of an `all` rule.
     fn all(&mut self, whom: &For) -> Result<Rule, Mistake> {
         let mut rule = self.rule(None, whom);
-        let modes = [Mode::TCP, Mode::UDP].concat();
+        let modes = [&Mode::TCP[..], &Mode::UDP].concat();
         rule.mode = self.mode(
             &modes,
-            "tcp, prefer, require or off, or for datagrams udp, datagram or record",
+            "tcp, prefer, require or off, or for datagrams udp, datagram, record or reliable",
         )?;
         rule.unasked = self.unasked(rule.mode);
         Ok(rule)
@@ -553,8 +565,16 @@ impl Policy {
 
     /// Returns whether a rule may turn datagrams of this process into messages.
     pub fn has_datagrams(&self, who: &Who) -> bool {
-        let may = |mode| matches!(mode, Mode::Datagram | Mode::Record);
-        self.rules.iter().any(|r| may(r.mode) && r.whom.has(who))
+        self.may(who, Mode::is_messages)
+    }
+
+    /// Returns whether a rule may make datagrams of this process reliable.
+    pub fn has_reliable(&self, who: &Who) -> bool {
+        self.may(who, |mode| mode == Mode::Reliable)
+    }
+
+    fn may(&self, who: &Who, is_it: impl Fn(Mode) -> bool) -> bool {
+        self.rules.iter().any(|r| is_it(r.mode) && r.whom.has(who))
     }
 
     /// Returns what the rules say about a listener. If the listener is bound to a wildcard address, or a matching rule has
@@ -775,6 +795,12 @@ mod tests {
         assert_eq!(sipp(Role::Send, "10.0.0.1:1"), Some((Mode::Record, true)));
         assert_eq!(udp(&p, Role::Send, "x", "10.0.0.1:1"), None);
         assert!(p.has_datagrams(&who("sipp")) && !p.has_datagrams(&who("x")));
+        assert!(!p.has_reliable(&who("sipp")));
+        let p = read("program sipp\nbind udp *:5060 reliable\nsend udp *:5060 reliable require");
+        let sipp = |role| udp(&p, role, "sipp", "10.0.0.1:5060");
+        assert_eq!(sipp(Role::Bind), Some((Mode::Reliable, false)));
+        assert_eq!(sipp(Role::Send), Some((Mode::Reliable, true)));
+        assert!(p.has_reliable(&who("sipp")) && !p.has_reliable(&who("x")));
         // An `all` rule applies to the protocol of its mode; `off` applies to both.
         let at = "10.0.0.1:1";
         let p = read("all datagram; all require");
@@ -820,7 +846,7 @@ mod tests {
             ("connect tcp *:80 tcp more", 1, 22),
             ("listen tcp *:80 from 1.2.3.4:5 tcp", 1, 22),
             ("bind tcp *:80 udp", 1, 6),
-            ("bind udp *:80 reliable", 1, 15),
+            ("bind udp *:80 relaible", 1, 15),
             ("bind udp *:80 udp require", 1, 19),
             ("bind udp *:80 datagram requir", 1, 24),
             ("all datagram require more", 1, 22),
@@ -845,7 +871,7 @@ mod tests {
                 .read("f", "all prefr")
                 .unwrap_err()
                 .to_string(),
-            "f:1:5: expected tcp, prefer, require or off, or for datagrams udp, datagram or record\n  \
+            "f:1:5: expected tcp, prefer, require or off, or for datagrams udp, datagram, record or reliable\n  \
              all prefr\n      ^"
         );
     }

@@ -64,6 +64,10 @@ states! {
         Datagram = 5 "datagram",
         /// A UDP socket whose datagrams may be sent as Write-Records.
         Record = 6 "record",
+        /// A UDP socket whose datagrams may be sent reliably.
+        Reliable = 7 "reliable",
+        /// A descriptor of the library, which is not shown.
+        Own = 8 "library",
     }
 }
 

@@ -1,7 +1,7 @@
 //! The directory of a network namespace: which listeners understand a Request, and which UDP sockets understand messages.
 //!
 //! To register, a process binds a UNIX socket to an abstract name and listens on it: `anywarp/tcp/ADDR/PORT` for a listener,
-//! `anywarp/udp/ADDR/PORT` for a UDP socket. A query connects to the name, which succeeds while a process holds it. A socket bound
+//! `anywarp/udp/ADDR/PORT` for a UDP socket, and also `anywarp/rd/ADDR/PORT` if it understands reliable datagrams. A query connects to the name, which succeeds while a process holds it. A socket bound
 //! to `::` that accepts no IPv4 uses the name with the suffix `/v6`. A socket that is bound to one interface is not registered.
 //! The owner of the name must be root or the user of the querying process; names of other users are ignored.
 
@@ -122,8 +122,8 @@ pub struct Stop {
 }
 
 /// Registers a UDP socket. Returns the descriptor that holds its name, and whether the descriptor is new.
-pub fn enter_udp(fd: c_int, addr: SocketAddr) -> Option<(c_int, bool)> {
-    let text = name_for(fd, Protocol::Udp, addr)?;
+pub fn enter_udp(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<(c_int, bool)> {
+    let text = name_for(fd, protocol, addr)?;
     let mut held = udp()?;
     let udp = held.get()?;
     if let Some((name, sockets)) = udp.by_addr.get_mut(text.as_ref()) {
@@ -200,12 +200,12 @@ pub enum Answer {
     Busy,
 }
 
-/// Queries whether the UDP socket at `addr` in this namespace understands messages.
-pub fn ask_udp(addr: SocketAddr) -> Answer {
+/// Queries whether the UDP socket at `addr` in this namespace understands messages, or reliable datagrams.
+pub fn ask_udp(protocol: Protocol, addr: SocketAddr) -> Answer {
     if !is_here(addr) {
         return Answer::No;
     }
-    let names = name::to_ask(Protocol::Udp, addr);
+    let names = name::to_ask(protocol, addr);
     let mut answers = names.iter().map(ask_name);
     answers
         .find(|answer| *answer != Answer::No)

@@ -13,6 +13,8 @@
 //! | `wire.rs` | the protocol of two ends: private data and message headers |
 //! | `conn/dgram.rs` | a UDP socket: whether it receives iWARP messages, and which peers it sends them to |
 //! | `message.rs` | the datagram-iWARP message in a datagram |
+//! | `reliable.rs` | the queue pair of a UDP socket whose datagrams are reliable |
+//! | `conn/reliable.rs`, `record.rs` | the thread that serves these sockets, and what passes between it and the program's calls |
 //! | `peers.rs` | a cache of what is known about the peers of datagrams |
 //! | `conn/show.rs` | the table that `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
@@ -32,6 +34,8 @@ pub mod peers;
 pub mod policy;
 pub mod queue;
 pub mod real;
+pub mod record;
+pub mod reliable;
 #[cfg(not(fuzzing))]
 pub mod start;
 pub mod stream;

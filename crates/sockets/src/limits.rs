@@ -1,5 +1,7 @@
 //! All limits, with unit and reason.
 
+use std::time::Duration;
+
 /// Bytes received from the carrier by a call that waits for events. The rest is read directly into the program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
@@ -73,3 +75,36 @@ pub const TRIES: usize = 100;
 /// At most one in this many of the descriptors that the process may open holds the directory name of a UDP
 /// socket.
 pub const NAMES_PART: usize = 8;
+/// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
+/// their senders are told.
+pub const RECEIVES: usize = 64;
+/// The most reliable datagrams of a socket that are sent and not yet delivered. Then the program's calls wait, or fail with EAGAIN.
+pub const SENDS: usize = 1024;
+/// The most payload bytes of these datagrams: about what a path of 1 Gbit/s and 30 ms holds.
+pub const SEND_BYTES: usize = 4 << 20;
+/// The number of datagrams that the thread for reliable datagrams receives by one call.
+pub const INBOX: usize = 32;
+/// Bytes of the control messages of a received datagram: room for the address, the lifetime, the class, the overflow count and
+/// several time stamps.
+pub const CONTROL: usize = 256;
+/// The longest record between the program and the thread for reliable datagrams, in bytes: headers, control messages, payload.
+pub const RECORD: usize = 66 * 1024;
+/// Bytes of received datagrams that are kept for a program that does not read, in addition to those in a socket. Above this the
+/// peers' datagrams are not acknowledged.
+pub const BACKLOG: usize = 1 << 20;
+/// The number of datagrams that are received for one socket before other sockets are served.
+pub const TURN: usize = 256;
+/// Milliseconds that closing a UDP socket waits until the thread for reliable datagrams has released it.
+pub const RELEASE: u64 = 20;
+/// Milliseconds for which the MTU of a path is cached.
+pub const PATH: u64 = 1000;
+/// The most paths whose MTU is cached.
+pub const PATHS: usize = 4096;
+/// Bytes of the kernel's queue between the program and the thread for reliable datagrams, in each direction.
+pub const PAIR: i32 = 1 << 20;
+/// The age up to which a datagram that fails is sent once more, because its peer has restarted. One that fails later has failed
+/// because the peer does not answer: that takes five seconds.
+pub const RESTART: Duration = Duration::from_secs(3);
+/// At most one in this many of the descriptors that the process may open are UDP sockets with reliable datagrams, each of which uses up
+/// to five.
+pub const RELIABLE_PART: usize = 8;

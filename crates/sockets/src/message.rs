@@ -30,6 +30,8 @@ pub enum Kind {
     Send,
     /// Write-Record.
     Record,
+    /// A reliable Send. Where the queue pair cannot send it, it is an unreliable one.
+    Reliable,
 }
 
 /// Writes the header of a message of `length` payload bytes, and returns the length of the header. `epoch`: the number of the
@@ -42,7 +44,7 @@ pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]
         length: u32::try_from(length).unwrap_or(u32::MAX),
         offset: 0,
         sub_op: match kind {
-            Kind::Send => dgram::SUB_PLAIN,
+            Kind::Send | Kind::Reliable => dgram::SUB_PLAIN,
             Kind::Record => dgram::SUB_RECORD,
         },
         attributes: 0,
@@ -57,7 +59,7 @@ pub fn head(kind: Kind, epoch: u16, id: u32, length: usize, out: &mut [u8; HEAD]
     let (first, rest) = out.split_at_mut(Shim::LEN);
     first.copy_from_slice(&shim_bytes(&shim));
     match kind {
-        Kind::Send => {
+        Kind::Send | Kind::Reliable => {
             let header = Untagged {
                 last: true,
                 opcode: Opcode::Send,

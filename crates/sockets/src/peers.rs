@@ -16,6 +16,23 @@ pub struct Known {
     pub rule: Option<(Mode, bool)>,
     /// Whether the peer understands messages. `None`: the directory was not queried, because no rule requires that.
     pub understands: Option<bool>,
+    /// The same for reliable datagrams.
+    pub reliable: Option<bool>,
+}
+
+fn answer_bits(answer: Option<bool>) -> u64 {
+    match answer {
+        None => 0,
+        Some(false) => 1,
+        Some(true) => 2,
+    }
+}
+
+fn answer_of(bits: u64) -> Option<bool> {
+    match bits & 3 {
+        0 => None,
+        n => Some(n == 2),
+    }
 }
 
 impl Known {
@@ -24,29 +41,24 @@ impl Known {
             None => 0,
             Some((Mode::Datagram, unasked)) => 2 | u64::from(unasked),
             Some((Mode::Record, unasked)) => 4 | u64::from(unasked),
+            Some((Mode::Reliable, unasked)) => 6 | u64::from(unasked),
             Some(_) => 1,
         };
-        let understands = match self.understands {
-            None => 0,
-            Some(false) => 1,
-            Some(true) => 2,
-        };
-        rule << 2 | understands
+        rule << 4 | answer_bits(self.reliable) << 2 | answer_bits(self.understands)
     }
 
     fn of(bits: u64) -> Self {
-        let unasked = bits & 4 != 0;
+        let unasked = bits & 16 != 0;
         Self {
-            rule: match bits >> 2 & 7 {
+            rule: match bits >> 4 & 7 {
                 0 => None,
                 2 | 3 => Some((Mode::Datagram, unasked)),
                 4 | 5 => Some((Mode::Record, unasked)),
+                6 | 7 => Some((Mode::Reliable, unasked)),
                 _ => Some((Mode::Udp, false)),
             },
-            understands: match bits & 3 {
-                0 => None,
-                n => Some(n == 2),
-            },
+            understands: answer_of(bits),
+            reliable: answer_of(bits >> 2),
         }
     }
 }
@@ -156,10 +168,17 @@ mod tests {
             Some((Mode::Datagram, true)),
             Some((Mode::Record, false)),
             Some((Mode::Record, true)),
+            Some((Mode::Reliable, false)),
+            Some((Mode::Reliable, true)),
         ];
+        let answers = [None, Some(false), Some(true)];
         for (port, rule) in (1..).zip(all) {
-            for understands in [None, Some(false), Some(true)] {
-                let known = Known { rule, understands };
+            for (understands, reliable) in answers.iter().flat_map(|a| answers.map(|b| (*a, b))) {
+                let known = Known {
+                    rule,
+                    understands,
+                    reliable,
+                };
                 assert_eq!(Known::of(known.bits()), known);
                 set(of(port), known);
                 assert_eq!(get(of(port)), Some(known));
@@ -184,6 +203,7 @@ mod tests {
                         let known = Known {
                             rule: (n % 2 == 0).then_some((Mode::Datagram, false)),
                             understands: (n % 3 > 0).then_some(n % 3 == 1),
+                            reliable: (n % 5 > 0).then_some(n % 5 == 1),
                         };
                         set(of(n), known);
                         if let Some(found) = get(of(n)) {

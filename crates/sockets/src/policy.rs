@@ -18,6 +18,7 @@ struct Mine {
     /// All sockets stay plain, whatever the rules say.
     left_alone: bool,
     datagrams: bool,
+    reliable: bool,
 }
 
 static MINE: OnceLock<Mine> = OnceLock::new();
@@ -65,6 +66,7 @@ fn mine() -> &'static Mine {
         Mine {
             settings: policy.settings(&who),
             left_alone: who.is_left_alone(),
+            reliable: policy.has_reliable(&who) && !who.is_left_alone(),
             datagrams: policy.has_datagrams(&who) && !who.is_left_alone(),
             policy,
             who,
@@ -88,6 +90,11 @@ pub fn decide(role: Role, addr: SocketAddr, other: impl Fn() -> Option<IpAddr>) 
 pub fn has_datagrams() -> bool {
     let mine = mine();
     mine.datagrams
+}
+
+/// Returns whether a rule may make datagrams of this process reliable.
+pub fn has_reliable() -> bool {
+    mine().reliable
 }
 
 /// Returns the rule for datagrams, and whether peers are assumed to understand messages without a query. `None`: there is no rule.

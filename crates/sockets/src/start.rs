@@ -1,5 +1,6 @@
 //! Code that runs at the start and end of the process, and at forks.
 
+use crate::conn::reliable;
 use crate::conn::show;
 use crate::conn::sock::LIVE;
 use crate::conn::table::{self, Entry};
@@ -57,15 +58,16 @@ extern "C" fn end() {
             }
         });
     }
+    reliable::end();
     worker::finish(Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64));
 }
 
 thread_local! {
-    static HELD: RefCell<Option<(worker::Held, directory::Stop)>> = const { RefCell::new(None) };
+    static HELD: RefCell<Option<(worker::Held, reliable::Held, directory::Stop)>> = const { RefCell::new(None) };
 }
 
 extern "C" fn before_fork() {
-    let held = (worker::hold(), directory::stop());
+    let held = (worker::hold(), reliable::hold(), directory::stop());
     let _ = HELD.try_with(|place| {
         if let Ok(mut place) = place.try_borrow_mut() {
             *place = Some(held);
@@ -86,8 +88,9 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
-    if let Ok(Some((worker, directory))) = held {
+    if let Ok(Some((worker, reliable, directory))) = held {
         drop(directory);
+        reliable.forked();
         worker.forked();
     }
     owner::forked();

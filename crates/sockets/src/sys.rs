@@ -2,9 +2,9 @@
 
 use crate::limits;
 use crate::real;
-use libc::{c_int, iovec, msghdr, pollfd, sockaddr, socklen_t};
+use libc::{c_int, c_uint, iovec, msghdr, pollfd, sockaddr, socklen_t};
 use std::io::{IoSlice, IoSliceMut};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 /// Returns errno.
 pub fn errno() -> c_int {
@@ -562,5 +562,360 @@ pub fn unmap(at: *mut u8, size: usize) {
     // SAFETY: the caller got the mapping from `shared` and does not use it any more.
     unsafe {
         libc::munmap(at.cast(), size);
+    }
+}
+
+/// Creates two connected sockets that keep message boundaries, with high numbers.
+pub fn pair() -> Option<[c_int; 2]> {
+    let mut low = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
+    // SAFETY: the array has room for two descriptors.
+    if unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, low.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    let high = low.map(copy_high);
+    low.into_iter().for_each(close);
+    if let [Some(a), Some(b)] = high {
+        return Some([a, b]);
+    }
+    high.into_iter().flatten().for_each(close);
+    None
+}
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
+}
+
+/// While it exists, this thread is not cancelled.
+#[derive(Debug)]
+pub struct NotCancelled(c_int);
+
+impl NotCancelled {
+    /// Turns cancellation of this thread off.
+    pub fn begin() -> Self {
+        const DISABLE: c_int = 1;
+        let mut before = 0;
+        // SAFETY: the pointer is valid.
+        unsafe { pthread_setcancelstate(DISABLE, &raw mut before) };
+        Self(before)
+    }
+}
+
+impl Drop for NotCancelled {
+    fn drop(&mut self) {
+        let mut ours = 0;
+        // SAFETY: the pointer is valid, and the state is the former one.
+        unsafe { pthread_setcancelstate(self.0, &raw mut ours) };
+    }
+}
+
+/// Copies the value of an option from one socket to another.
+pub fn copy_option(from: c_int, to: c_int, name: c_int) {
+    let mut value = [0u8; 16];
+    let mut len = value.len() as socklen_t;
+    // SAFETY: the length is that of the value.
+    unsafe {
+        let at = value.as_mut_ptr().cast();
+        if real::getsockopt(from, libc::SOL_SOCKET, name, at, &raw mut len) == 0 {
+            real::setsockopt(to, libc::SOL_SOCKET, name, at, len);
+        }
+    }
+}
+
+/// Returns whether a process with this id exists.
+pub fn exists(pid: u32) -> bool {
+    // SAFETY: signal 0 is not sent.
+    unsafe { libc::kill(pid as libc::pid_t, 0) == 0 || errno() == libc::EPERM }
+}
+
+/// Returns the UDP payload, in bytes, that the path to `ip` carries without fragmentation, as far as this host knows.
+pub fn path_mtu(ip: IpAddr) -> u16 {
+    const ETHERNET: c_int = 1500;
+    let ip = ip.to_canonical();
+    let (addr, len) = raw_address(SocketAddr::new(ip, 9));
+    let family = c_int::from(addr.ss_family);
+    // SAFETY: no pointer is passed.
+    let fd = unsafe { real::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    // SAFETY: the length is that of the address.
+    let connected = fd >= 0 && unsafe { real::connect(fd, (&raw const addr).cast(), len) } == 0;
+    let (level, name, headers) = if ip.is_ipv4() {
+        (libc::IPPROTO_IP, libc::IP_MTU, 28)
+    } else {
+        (libc::IPPROTO_IPV6, libc::IPV6_MTU, 48)
+    };
+    let mtu = if connected {
+        option(fd, level, name).unwrap_or(ETHERNET)
+    } else {
+        ETHERNET
+    };
+    if fd >= 0 {
+        close(fd);
+    }
+    (mtu.clamp(576, 65_535) - headers) as u16
+}
+
+/// Creates an epoll set with a high number.
+pub fn epoll() -> Option<c_int> {
+    // SAFETY: no pointer is passed.
+    let low = unsafe { real::epoll_create1(libc::EPOLL_CLOEXEC) };
+    if low < 0 {
+        return None;
+    }
+    let high = copy_high(low);
+    close(low);
+    high
+}
+
+/// Changes an epoll set.
+pub fn epoll_change(set: c_int, op: c_int, fd: c_int, events: u32, data: u64) {
+    let mut event = libc::epoll_event { events, u64: data };
+    // SAFETY: the event is a local variable.
+    unsafe {
+        real::epoll_ctl(set, op, fd, &raw mut event);
+    }
+}
+
+/// Waits for events. Returns their number, which is 0 after a time-out or a signal.
+pub fn epoll_wait(set: c_int, events: &mut [libc::epoll_event], timeout: c_int) -> usize {
+    let most = c_int::try_from(events.len()).unwrap_or(c_int::MAX);
+    // SAFETY: the slice has this many elements.
+    let n = unsafe { real::epoll_wait(set, events.as_mut_ptr(), most, timeout) };
+    usize::try_from(n).unwrap_or(0)
+}
+
+/// Control messages of a datagram to send.
+struct Controls {
+    bytes: [u64; 12],
+    len: usize,
+}
+
+impl Controls {
+    fn add<T>(&mut self, level: c_int, kind: c_int, value: T) {
+        let space = {
+            // SAFETY: this only computes a length.
+            unsafe { libc::CMSG_SPACE(size_of::<T>() as c_uint) as usize }
+        };
+        if self.len + space > size_of_val(&self.bytes) {
+            return;
+        }
+        let at = self.bytes.as_mut_ptr().wrapping_byte_add(self.len);
+        let head = at.cast::<libc::cmsghdr>();
+        // SAFETY: there is room for the header and the value, and the place is aligned for the header.
+        unsafe {
+            (*head).cmsg_level = level;
+            (*head).cmsg_type = kind;
+            (*head).cmsg_len = libc::CMSG_LEN(size_of::<T>() as c_uint) as usize;
+            libc::CMSG_DATA(head).cast::<T>().write_unaligned(value);
+        }
+        self.len += space;
+    }
+
+    /// Adds the address to send from.
+    fn add_source(&mut self, from: IpAddr, is_v6: bool) {
+        // SAFETY: all-zero structures are valid.
+        let (mut v4, mut v6): (libc::in_pktinfo, libc::in6_pktinfo) =
+            unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+        match from.to_canonical() {
+            IpAddr::V4(ip) if !is_v6 => {
+                v4.ipi_spec_dst.s_addr = u32::from(ip).to_be();
+                self.add(libc::IPPROTO_IP, libc::IP_PKTINFO, v4);
+            }
+            IpAddr::V4(ip) => {
+                v6.ipi6_addr.s6_addr = ip.to_ipv6_mapped().octets();
+                self.add(libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, v6);
+            }
+            IpAddr::V6(ip) => {
+                v6.ipi6_addr.s6_addr = ip.octets();
+                self.add(libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, v6);
+            }
+        }
+    }
+}
+
+/// How a datagram is sent.
+#[derive(Debug, Clone, Copy)]
+pub struct Route {
+    /// Its destination.
+    pub to: SocketAddr,
+    /// The address to send from. `None`: the kernel chooses.
+    pub from: Option<IpAddr>,
+    /// The socket has IPv6 addresses.
+    pub is_v6: bool,
+    /// `UDP_SEGMENT` of the socket does not apply.
+    pub is_whole: bool,
+}
+
+/// Returns the destination address in a control message `IP_PKTINFO` or `IPV6_PKTINFO`; `None` if it is another one.
+pub fn destination(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
+    match (level, kind) {
+        (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+            let at = std::mem::offset_of!(libc::in_pktinfo, ipi_addr);
+            Some(IpAddr::from(*data.get(at..)?.first_chunk::<4>()?))
+        }
+        (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
+            Some(IpAddr::from(*data.first_chunk::<16>()?).to_canonical())
+        }
+        _ => None,
+    }
+}
+
+/// Returns the address to send from in such a control message of the program.
+pub fn chosen_source(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
+    match (level, kind) {
+        (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+            let at = std::mem::offset_of!(libc::in_pktinfo, ipi_spec_dst);
+            Some(IpAddr::from(*data.get(at..)?.first_chunk::<4>()?))
+        }
+        _ => destination(level, kind, data),
+    }
+}
+
+/// Returns an address as the kernel returns it for a socket, which has IPv6 addresses if `is_v6`, and its length.
+pub fn name_bytes(addr: SocketAddr, is_v6: bool) -> ([u8; 28], usize) {
+    let addr = match addr {
+        SocketAddr::V4(a) if is_v6 => SocketAddr::new(a.ip().to_ipv6_mapped().into(), a.port()),
+        addr => addr,
+    };
+    let (all, len) = raw_address(addr);
+    let mut bytes = [0u8; 28];
+    // SAFETY: the storage is larger than this, and all of it is initialized.
+    unsafe {
+        std::ptr::copy_nonoverlapping((&raw const all).cast(), bytes.as_mut_ptr(), bytes.len());
+    }
+    (bytes, len as usize)
+}
+
+/// Sends a datagram without blocking.
+pub fn send_datagram(fd: c_int, bytes: &[u8], route: &Route) -> Result<(), c_int> {
+    const UDP_SEGMENT: c_int = 103;
+    let to = match route.to {
+        SocketAddr::V4(to) if route.is_v6 => {
+            SocketAddr::new(to.ip().to_ipv6_mapped().into(), to.port())
+        }
+        to => to,
+    };
+    let (mut addr, len) = raw_address(to);
+    let mut part = iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    };
+    let mut m = message(&raw mut part, 1);
+    m.msg_name = (&raw mut addr).cast();
+    m.msg_namelen = len;
+    let mut control = Controls {
+        bytes: [0; 12],
+        len: 0,
+    };
+    if let Some(from) = route.from {
+        control.add_source(from, route.is_v6);
+    }
+    if route.is_whole {
+        control.add(libc::IPPROTO_UDP, UDP_SEGMENT, 0u16);
+    }
+    if control.len > 0 {
+        m.msg_control = control.bytes.as_mut_ptr().cast();
+        m.msg_controllen = control.len;
+    }
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: address, bytes and control data are local variables or borrowed.
+    size(unsafe { real::sendmsg(fd, &raw const m, flags) }).map(|_| ())
+}
+
+/// Memory for datagrams that are received by one call.
+#[derive(Debug)]
+pub struct Inbox {
+    bytes: Vec<u8>,
+    control: Vec<u64>,
+    names: Vec<libc::sockaddr_storage>,
+    heads: Vec<libc::mmsghdr>,
+    parts: Vec<iovec>,
+}
+
+/// A datagram in an [`Inbox`].
+#[derive(Debug, Clone, Copy)]
+pub struct Received<'a> {
+    /// The payload.
+    pub bytes: &'a [u8],
+    /// The source, as an address and as the bytes of the kernel.
+    pub from: SocketAddr,
+    /// See `from`.
+    pub name: &'a [u8],
+    /// The control messages, in the format of cmsg(3).
+    pub control: &'a [u8],
+}
+
+impl Inbox {
+    /// Bytes of control messages of a datagram: those of all options that a program can set for UDP.
+    const CONTROL: usize = limits::CONTROL;
+
+    /// Allocates memory for [`limits::INBOX`] datagrams.
+    pub fn allocate() -> Self {
+        // SAFETY: all-zero headers and addresses are valid.
+        let (name, head) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+        let none = iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        };
+        Self {
+            bytes: vec![0; limits::INBOX * limits::DATAGRAM],
+            control: vec![0; limits::INBOX * Self::CONTROL / size_of::<u64>()],
+            names: vec![name; limits::INBOX],
+            heads: vec![head; limits::INBOX],
+            parts: vec![none; limits::INBOX],
+        }
+    }
+
+    /// Receives datagrams without blocking. Returns their number.
+    pub fn receive(&mut self, fd: c_int) -> Result<usize, c_int> {
+        let (bytes, control) = (self.bytes.as_mut_ptr(), self.control.as_mut_ptr());
+        let all = self
+            .heads
+            .iter_mut()
+            .zip(&mut self.parts)
+            .zip(&mut self.names);
+        for (i, ((head, part), name)) in all.enumerate() {
+            part.iov_base = bytes.wrapping_add(i * limits::DATAGRAM).cast();
+            part.iov_len = limits::DATAGRAM;
+            head.msg_len = 0;
+            let m = &mut head.msg_hdr;
+            m.msg_name = std::ptr::from_mut(name).cast();
+            m.msg_namelen = size_of::<libc::sockaddr_storage>() as socklen_t;
+            m.msg_iov = part;
+            m.msg_iovlen = 1;
+            m.msg_control = control.wrapping_byte_add(i * Self::CONTROL).cast();
+            m.msg_controllen = Self::CONTROL;
+            m.msg_flags = 0;
+        }
+        let n = self.heads.len() as c_uint;
+        // SAFETY: each header names parts of the vectors that no other one names.
+        let n = unsafe {
+            let none = std::ptr::null_mut();
+            real::recvmmsg(fd, self.heads.as_mut_ptr(), n, libc::MSG_DONTWAIT, none)
+        };
+        usize::try_from(n).map_err(|_| errno())
+    }
+
+    /// Returns datagram `i` of the last call. `None`: there is none, or it has no address.
+    pub fn get(&self, i: usize) -> Option<Received<'_>> {
+        let head = self.heads.get(i)?;
+        let from = i * limits::DATAGRAM;
+        let bytes = self.bytes.get(from..from + head.msg_len as usize)?;
+        let name = self.names.get(i)?;
+        let len = (head.msg_hdr.msg_namelen as usize).min(size_of::<libc::sockaddr_in6>());
+        // SAFETY: the kernel has written the address, and all of the storage is initialized.
+        let name: &[u8] =
+            unsafe { std::slice::from_raw_parts(std::ptr::from_ref(name).cast(), len) };
+        // SAFETY: as above.
+        let from = unsafe { address(name.as_ptr().cast(), len as socklen_t) }?;
+        let control = (head.msg_hdr.msg_controllen).min(Self::CONTROL);
+        let all = self.control.get(i * Self::CONTROL / size_of::<u64>()..)?;
+        // SAFETY: the vector has this many bytes for each datagram, which are initialized.
+        let control = unsafe { std::slice::from_raw_parts(all.as_ptr().cast(), control) };
+        Some(Received {
+            bytes,
+            from,
+            name,
+            control,
+        })
     }
 }

@@ -61,8 +61,8 @@ fn answer(
     match policy.rule(role, who, address, || from, &Machine) {
         Some(rule) => {
             let peers = match (rule.mode, rule.unasked) {
-                (Mode::Datagram | Mode::Record, true) => " to all peers, without asking",
-                (Mode::Datagram | Mode::Record, false) => {
+                (mode, true) if mode.is_messages() => " to all peers, without asking",
+                (mode, false) if mode.is_messages() => {
                     " to peers that are known to understand them"
                 }
                 _ => "",
@@ -88,6 +88,10 @@ fn meaning(role: Role, mode: Mode) -> &'static str {
     match (role, mode) {
         (Role::Bind, Mode::Datagram) => "messages are understood, and answers are Sends",
         (Role::Bind, Mode::Record) => "messages are understood, and answers are Write-Records",
+        (Role::Bind, Mode::Reliable) => {
+            "messages and reliable datagrams are understood, and answers are reliable Sends"
+        }
+        (_, Mode::Reliable) => "reliable Sends, which are sent again when they are lost,",
         (_, Mode::Datagram) => "Sends",
         (_, Mode::Record) => "Write-Records",
         (_, Mode::Udp) => "the kernel's UDP",

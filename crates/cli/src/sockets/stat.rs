@@ -101,6 +101,9 @@ fn read(pid: u32) -> Result<Found, String> {
     let sockets = inodes.into_iter().filter_map(|(fd, inode)| {
         let (local, peer, udp) = *kernel.get(&inode)?;
         let record = table.record(fd).filter(|r| r.state != State::Unknown);
+        if record.is_some_and(|r| r.state == State::Own) {
+            return None;
+        }
         Some(Socket {
             fd,
             local,
@@ -160,7 +163,15 @@ fn text(pid: u32, name: &str, sockets: &[Socket], (upgraded, stayed): (u64, u64)
     };
     let mut text = format!(
         "process {pid} ({name}): {} upgraded, {} plain, {} undecided; since its start {upgraded} upgraded, {stayed} plain\n",
-        count(State::Upgraded) + count(State::Datagram) + count(State::Record),
+        [
+            State::Upgraded,
+            State::Datagram,
+            State::Record,
+            State::Reliable,
+        ]
+        .map(count)
+        .iter()
+        .sum::<usize>(),
         count(State::Plain),
         count(State::Undecided),
     );
@@ -177,7 +188,7 @@ fn text(pid: u32, name: &str, sockets: &[Socket], (upgraded, stayed): (u64, u64)
                 "{:>12} {:>12} {:>8} {:>8}",
                 r.bytes_in, r.bytes_out, r.window, r.memory
             ),
-            State::Datagram | State::Record => {
+            State::Datagram | State::Record | State::Reliable => {
                 format!("{:>12} {:>12}", r.bytes_in, r.bytes_out)
             }
             State::Plain if s.peer.is_some() || s.udp => r.why.text().to_owned(),

@@ -3,23 +3,30 @@
 //! Each datagram in the kernel's socket is delivered to the program: a message as its payload, any other (*plain*) datagram
 //! unchanged. The library queues nothing and sends nothing of its own, so all waiting is done by the kernel. A datagram that
 //! cannot be sent as a message is sent plain, which every receiver accepts.
+//!
+//! If a rule may make datagrams reliable, a thread of the library has the kernel's socket, and the program's calls use an end of a
+//! pair of local sockets: see `reliable.rs`.
 
+use crate::conn::reliable::{self, Shared};
 use crate::conn::show;
 use crate::conn::table;
 use crate::directory::{self, Answer};
 use crate::limits;
 use crate::log;
 use crate::message::Kind;
+use crate::owner;
 use crate::peers::{self, Known};
 use crate::policy;
+use crate::record;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::c_int;
+use sockets_base::name::Protocol;
 use sockets_base::rules::{Mode, Role};
 use sockets_base::stat::{State, Why};
 use std::net::SocketAddr;
-use std::sync::RwLock;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 
 /// The socket is registered in the directory as one that understands messages.
 const ENTERED: u32 = 1;
@@ -51,14 +58,21 @@ pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 #[derive(Debug)]
 pub struct Dgram {
     state: AtomicU32,
-    /// The rule for the local address: 0 none, 1 Send, 2 Write-Record. The flag 4 is added if
+    /// The rule for the local address: 0 none, 1 Send, 2 Write-Record, 3 reliable Send. The flag 4 is added if
     /// peers are assumed to understand messages.
     own: AtomicU8,
-    /// 1: the table of sockets shows this socket as one that sends Write-Records.
+    /// What the table of sockets shows: the kind of messages that this socket sends, as a number of the rule.
     shown: AtomicU8,
     numbers: AtomicUsize,
     /// The descriptor that holds the socket's name in the directory, or -1.
     name: AtomicI32,
+    /// The same for its name as a socket that understands reliable datagrams.
+    reliable_name: AtomicI32,
+    /// The program's end of the pair of local sockets, or -1.
+    pair: AtomicI32,
+    /// The process whose thread serves the socket. 0: none does.
+    server: RwLock<Option<&'static AtomicU32>>,
+    shared: RwLock<Arc<Shared>>,
     /// The socket's number in the headers of its messages. Random, as is the first message number.
     epoch: AtomicU32,
     id: AtomicU32,
@@ -74,6 +88,7 @@ fn rule_bits(rule: Option<(Mode, bool)>) -> u8 {
     match rule {
         Some((Mode::Datagram, unasked)) => 1 | u8::from(unasked) << 2,
         Some((Mode::Record, unasked)) => 2 | u8::from(unasked) << 2,
+        Some((Mode::Reliable, unasked)) => 3 | u8::from(unasked) << 2,
         _ => 0,
     }
 }
@@ -82,6 +97,7 @@ fn kind_of(bits: u8) -> Option<Kind> {
     match bits & 3 {
         1 => Some(Kind::Send),
         2 => Some(Kind::Record),
+        3 => Some(Kind::Reliable),
         _ => None,
     }
 }
@@ -106,6 +122,10 @@ impl Dgram {
                 shown: AtomicU8::new(0),
                 numbers: AtomicUsize::new(1),
                 name: AtomicI32::new(-1),
+                reliable_name: AtomicI32::new(-1),
+                pair: AtomicI32::new(-1),
+                server: RwLock::new(None),
+                shared: RwLock::new(Arc::default()),
                 epoch: AtomicU32::new(0),
                 id: AtomicU32::new(0),
                 received: AtomicU32::new(0),
@@ -218,11 +238,18 @@ impl Dgram {
         if self.state.fetch_or(ENTERED | EXPECTS, Ordering::AcqRel) & ENTERED != 0 {
             return;
         }
-        if let Some((name, is_new)) = directory::enter_udp(fd, own) {
+        // A socket without its pair cannot be reliable.
+        let reliable = self
+            .pair()
+            .map(|_| (Protocol::Reliable, &self.reliable_name));
+        for (protocol, place) in [(Protocol::Udp, &self.name)].into_iter().chain(reliable) {
+            let Some((name, is_new)) = directory::enter_udp(fd, protocol, own) else {
+                continue;
+            };
             if is_new {
                 table::own(name);
             }
-            self.name.store(name, Ordering::Release);
+            place.store(name, Ordering::Release);
             if !self.has(ENTERED) {
                 // Another thread has closed the socket meanwhile.
                 self.leave(fd);
@@ -230,15 +257,15 @@ impl Dgram {
             }
         }
         log::with(|| format!("datagrams {fd}: {own} understands messages"));
-        self.shown
-            .store(u8::from(kind == Kind::Record), Ordering::Relaxed);
+        self.shown.store(kind as u8, Ordering::Relaxed);
         show::datagrams(fd, self.shown());
     }
 
     fn shown(&self) -> State {
         match self.shown.load(Ordering::Relaxed) {
             0 => State::Datagram,
-            _ => State::Record,
+            1 => State::Record,
+            _ => State::Reliable,
         }
     }
 
@@ -247,32 +274,55 @@ impl Dgram {
         if self.state.fetch_and(!ENTERED, Ordering::AcqRel) & ENTERED != 0 {
             show::forget(fd);
         }
-        let name = self.name.swap(-1, Ordering::AcqRel);
-        if name >= 0 && directory::leave_udp(name) {
-            table::close_own(name);
+        for place in self.names() {
+            let name = place.swap(-1, Ordering::AcqRel);
+            if name >= 0 && directory::leave_udp(name) {
+                table::close_own(name);
+            }
         }
+    }
+
+    fn names(&self) -> [&AtomicI32; 2] {
+        [&self.name, &self.reliable_name]
     }
 
     /// Makes the socket plain permanently. Messages that have arrived or are on the way are still unwrapped.
     pub fn pin(&self, fd: c_int, why: Why) {
         self.put(PINNED, true);
-        let name = self.name.load(Ordering::Acquire);
-        if name >= 0 {
-            // This also ends the name for processes that inherited it by fork.
-            directory::end_udp(name);
+        for place in self.names() {
+            let name = place.load(Ordering::Acquire);
+            if name >= 0 {
+                // This also ends the name for processes that inherited it by fork.
+                directory::end_udp(name);
+            }
         }
         self.leave(fd);
         show::plain(fd, why);
     }
 
+    /// Makes the socket plain because it is passed to another program, which has to get its datagrams.
+    pub fn hand_over(&self, fd: c_int) {
+        self.release();
+        self.pin(fd, Why::Handed);
+    }
+
     /// Records `UDP_CORK`.
     pub fn cork(&self, on: bool) {
         self.put(CORKED, on);
+        if on {
+            self.with_shared(|shared| shared.build(true));
+        }
+    }
+
+    /// Called after the kernel has sent what was corked.
+    pub fn uncorked(&self) {
+        self.with_shared(|shared| shared.build(self.has(CORKED | MORE)));
     }
 
     /// Records `UDP_SEGMENT`.
     pub fn segment(&self, on: bool) {
         self.put(SEGMENTS, on);
+        self.with_shared(|shared| shared.segment(on));
     }
 
     /// Records `IP_RECVERR`.
@@ -285,6 +335,11 @@ impl Dgram {
         self.put(WHOLE, on);
     }
 
+    /// Returns whether the kernel refuses datagrams that are longer than the path MTU.
+    pub fn is_kept_whole(&self) -> bool {
+        self.has(WHOLE)
+    }
+
     /// Returns whether the kernel holds the beginning of a datagram, which the next call continues.
     pub fn holds_back(&self) -> bool {
         self.has(MORE)
@@ -293,6 +348,7 @@ impl Dgram {
     /// See [`Self::holds_back`].
     pub fn hold_back(&self, on: bool) {
         self.put(MORE, on);
+        self.with_shared(|shared| shared.build(on || self.has(CORKED)));
     }
 
     /// Returns whether datagrams may be sent as messages. Not with `IP_RECVERR` and fragmentation off: a datagram that exceeds the
@@ -308,15 +364,30 @@ impl Dgram {
         let own = self.own.load(Ordering::Relaxed);
         let known = match peers::get(peer) {
             // The entry may have been made for a socket without a rule, which does not query the directory.
-            Some(known) if known.understands.is_some() || known.rule.is_some() || own == 0 => known,
-            _ => find_out(peer, own != 0),
+            Some(known) if known.rule.is_some() || own == 0 || is_known(known, own) => known,
+            known => find_out(peer, own, known),
         };
         let bits = match known.rule {
             None => own,
             rule => rule_bits(rule),
         };
-        let may = !is_group(peer) && (known.understands == Some(true) || bits & 4 != 0);
-        kind_of(bits).filter(|_| may)
+        let kind = kind_of(bits)?;
+        let answer = match kind {
+            Kind::Reliable => known.reliable,
+            Kind::Send | Kind::Record => known.understands,
+        };
+        let may = !is_group(peer) && (answer == Some(true) || bits & 4 != 0);
+        let is_possible = kind != Kind::Reliable || self.may_be_reliable(peer);
+        may.then_some(if is_possible { kind } else { Kind::Send })
+    }
+
+    /// Returns whether datagrams to `peer` may be reliable. A connected socket does not receive the acknowledgements of other
+    /// peers. An error report quotes a datagram, which is unwrapped only if it is a message.
+    fn may_be_reliable(&self, peer: SocketAddr) -> bool {
+        let is_peer = |own: SocketAddr| {
+            own.port() == peer.port() && own.ip().to_canonical() == peer.ip().to_canonical()
+        };
+        self.pair().is_some() && !self.has(REPORTS) && self.peer().is_none_or(is_peer)
     }
 
     /// Returns the numbers for the next message: that of the socket and that of the message. Registers the socket, because the peer
@@ -341,12 +412,14 @@ impl Dgram {
         }
         let n = self.received.fetch_add(1, Ordering::Relaxed);
         if n.is_multiple_of(limits::ASKED) {
-            let name = self.name.load(Ordering::Acquire);
-            if name >= 0 {
-                let errno = sys::errno();
-                directory::sweep_udp(name);
-                sys::set_errno(errno);
+            let errno = sys::errno();
+            for place in self.names() {
+                let name = place.load(Ordering::Acquire);
+                if name >= 0 {
+                    directory::sweep_udp(name);
+                }
             }
+            sys::set_errno(errno);
         }
     }
 
@@ -359,6 +432,7 @@ impl Dgram {
     pub fn closing(&'static self, fd: c_int) {
         if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.leave(fd);
+            self.part();
             LIVE.fetch_sub(1, Ordering::Relaxed);
             if let Some(mut free) = FREE.try_lock() {
                 free.push(self);
@@ -367,27 +441,243 @@ impl Dgram {
     }
 }
 
-/// Looks a peer up in the rules and the directory, and caches the result.
-fn find_out(peer: SocketAddr, bound: bool) -> Known {
+/// Reliable datagrams.
+impl Dgram {
+    /// Prepares a new socket for reliable datagrams. Without descriptors for the pair its datagrams are unreliable.
+    pub fn make_reliable(&self, fd: c_int) {
+        let most = sys::descriptors() / limits::RELIABLE_PART;
+        if reliable::LIVE.load(Ordering::Acquire) >= most {
+            return;
+        }
+        let Some([pair, other]) = sys::pair() else {
+            return;
+        };
+        for name in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
+            sys::copy_option(fd, pair, name);
+        }
+        // As much as the kernel permits: fewer turns between the program and the thread.
+        for end in [pair, other] {
+            let _ = sys::set_option(end, libc::SOL_SOCKET, libc::SO_SNDBUF, limits::PAIR);
+        }
+        let is_v6 = sys::option(fd, libc::SOL_SOCKET, libc::SO_DOMAIN) == Ok(libc::AF_INET6);
+        let (level, name) = if is_v6 {
+            (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
+        } else {
+            (libc::IPPROTO_IP, libc::IP_PKTINFO)
+        };
+        let shared = Arc::<Shared>::default();
+        shared.set_end(other);
+        shared.want_info(sys::option(fd, level, name).unwrap_or(0) != 0);
+        // Acknowledgements have to come from the address that the packet was sent to.
+        let _ = sys::set_option(fd, level, name, 1);
+        table::own(pair);
+        table::own(other);
+        if let Ok(mut place) = self.server.write() {
+            *place = owner::word();
+            if let Some(word) = *place {
+                word.store(0, Ordering::Release);
+            }
+        }
+        if let Ok(mut place) = self.shared.write() {
+            *place = shared;
+        }
+        self.pair.store(pair, Ordering::Release);
+        reliable::LIVE.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn with_shared<R: Default>(&self, call: impl FnOnce(&Shared) -> R) -> R {
+        if self.pair().is_none() {
+            return R::default();
+        }
+        self.shared
+            .try_read()
+            .map_or_else(|_| R::default(), |shared| call(&shared))
+    }
+
+    /// Called before a datagram is sent by the kernel's socket, and not by the pair.
+    pub fn sends_itself(&self) {
+        self.with_shared(Shared::sends_itself);
+    }
+
+    /// Returns whether an error waits for the program.
+    pub fn has_error(&self) -> bool {
+        self.with_shared(Shared::has_error)
+    }
+
+    /// Takes the pending error of a socket with a pair, or 0.
+    pub fn take_error(&self) -> i32 {
+        self.with_shared(Shared::take_error)
+    }
+
+    /// Moves descriptors of the library to other numbers, because the program is about to put one of its own at `fd`.
+    pub fn move_away(&self, fd: c_int) {
+        if self.pair() == Some(fd) {
+            reliable::move_to_other(&self.pair);
+        }
+        self.with_shared(|shared| shared.move_away(fd));
+    }
+
+    /// Returns the program's end of the pair, if datagrams of the socket may be reliable.
+    #[inline]
+    pub fn pair(&self) -> Option<c_int> {
+        let pair = self.pair.load(Ordering::Acquire);
+        (pair >= 0).then_some(pair)
+    }
+
+    /// Returns the program's end for a call that reads, writes or waits. Starts the thread that serves the socket if none does.
+    pub fn served(&self, fd: c_int) -> Option<c_int> {
+        let pair = self.pair()?;
+        let word = self.server.try_read().ok().and_then(|word| *word)?;
+        let me = owner::me();
+        let server = word.load(Ordering::Acquire);
+        // In a child of a fork, the parent's thread serves the socket while the parent lives.
+        if server != me && !owner::is_visitor() && (server == 0 || !sys::exists(server)) {
+            let _stays = sys::NotCancelled::begin();
+            let taken = word.compare_exchange(server, me, Ordering::AcqRel, Ordering::Acquire);
+            if taken.is_ok() && !self.start(fd) {
+                word.store(0, Ordering::Release);
+            }
+        }
+        Some(pair)
+    }
+
+    fn start(&self, fd: c_int) -> bool {
+        let errno = sys::errno();
+        let is_readable = sys::poll_one(fd, libc::POLLIN, 0) == Ok(libc::POLLIN);
+        let shared = self.shared.try_read().map(|shared| Arc::clone(&shared));
+        let is_served = shared.is_ok_and(|shared| reliable::serve(fd, shared));
+        // A first call that does not wait has to find what is there.
+        if is_served
+            && is_readable
+            && let Some(pair) = self.pair()
+        {
+            let _ = sys::poll_one(pair, libc::POLLIN, limits::RELEASE as i32);
+        }
+        sys::set_errno(errno);
+        is_served
+    }
+
+    /// Called when the process exits: the thread does not serve the socket any longer.
+    pub fn leave_to_others(&self) {
+        if let Some(word) = self.server.try_read().ok().and_then(|word| *word) {
+            let me = owner::me();
+            let _ = word.compare_exchange(me, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// Records whether the program wants the destination address of each datagram. Returns whether the option is not changed.
+    pub fn want_info(&self, on: bool) -> bool {
+        self.with_shared(|shared| {
+            shared.want_info(on);
+            true
+        })
+    }
+
+    /// Called after the program has shut down the socket. Further datagrams go to the kernel, which returns the error.
+    pub fn shut_down(&self, how: c_int) {
+        if how != libc::SHUT_RD {
+            self.put(PINNED, true);
+        }
+        if how != libc::SHUT_WR
+            && let Some(pair) = self.pair()
+        {
+            // SAFETY: no pointer is passed.
+            unsafe {
+                crate::real::shutdown(pair, libc::SHUT_RD);
+            }
+        }
+    }
+
+    /// Closes the program's end.
+    fn part(&self) {
+        let pair = self.pair.swap(-1, Ordering::AcqRel);
+        if pair < 0 {
+            return;
+        }
+        reliable::LIVE.fetch_sub(1, Ordering::AcqRel);
+        let word = self.server.try_read().ok().and_then(|word| *word);
+        let server = word.map_or(0, |word| word.load(Ordering::Acquire));
+        let end = self.shared.try_read().map_or(-1, |shared| shared.end());
+        table::close_own(pair);
+        if server != owner::me() {
+            // No thread of this process has the other end.
+            table::close_own(end);
+        } else if let Ok(shared) = self.shared.try_read() {
+            let errno = sys::errno();
+            reliable::wait_released(&shared);
+            sys::set_errno(errno);
+        }
+    }
+
+    /// Ends reliable datagrams: the socket is passed to another program. What the thread has received before is still read.
+    fn release(&self) {
+        if let Some(pair) = self.pair() {
+            let bytes = record::Record::bare(record::Kind::Release).emit();
+            let _ = sys::send(pair, &[std::io::IoSlice::new(&bytes)], libc::MSG_NOSIGNAL);
+            let word = self.server.try_read().ok().and_then(|word| *word);
+            if word.is_none_or(|word| word.load(Ordering::Acquire) == 0) {
+                self.part();
+            }
+        }
+    }
+
+    /// Called when the program's end has no more datagrams. Returns whether the socket was released, so that the call goes to the
+    /// kernel's socket.
+    pub fn is_over(&self) -> bool {
+        let is_over = self.has(PINNED);
+        if is_over {
+            self.part();
+        }
+        is_over
+    }
+}
+
+fn is_known(known: Known, own: u8) -> bool {
+    let answer = match kind_of(own) {
+        Some(Kind::Reliable) => known.reliable,
+        _ => known.understands,
+    };
+    answer.is_some()
+}
+
+/// Looks a peer up in the rules and the directory, and caches the result. `own`: the rule of the local address. `known`: what is
+/// cached, with an answer for the other kind of messages.
+fn find_out(peer: SocketAddr, own: u8, known: Option<Known>) -> Known {
     let errno = sys::errno();
     let rule = policy::datagrams(Role::Send, peer);
     let asks = match rule {
-        None => bound,
+        None => own != 0,
         Some((mode, unasked)) => mode.upgrades() && !unasked,
     };
-    let may = rule.map_or(bound, |(mode, _)| mode.upgrades()) && !is_group(peer);
+    let may = rule.map_or(own != 0, |(mode, _)| mode.upgrades()) && !is_group(peer);
     // A broadcast address is treated as a group.
     let is_alone = may && !sys::is_broadcast(peer);
-    let answer = (asks && is_alone).then(|| directory::ask_udp(peer));
+    let bits = rule.map_or(own, |rule| rule_bits(Some(rule)));
+    let is_reliable = kind_of(bits) == Some(Kind::Reliable);
+    let protocol = if is_reliable {
+        Protocol::Reliable
+    } else {
+        Protocol::Udp
+    };
+    let answer = (asks && is_alone).then(|| directory::ask_udp(protocol, peer));
+    let understands = answer.map(|answer| answer == Answer::Yes);
     let known = if may && !is_alone {
         Known {
             rule: Some((Mode::Udp, false)),
             understands: Some(false),
+            reliable: Some(false),
+        }
+    } else if is_reliable {
+        Known {
+            rule,
+            understands: known.and_then(|known| known.understands),
+            reliable: understands,
         }
     } else {
         Known {
             rule,
-            understands: answer.map(|answer| answer == Answer::Yes),
+            understands,
+            reliable: known.and_then(|known| known.reliable),
         }
     };
     if answer != Some(Answer::Busy) {

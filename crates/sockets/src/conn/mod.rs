@@ -4,6 +4,7 @@
 //! set, then the connection.
 
 pub mod dgram;
+pub mod reliable;
 pub mod set;
 pub mod show;
 pub mod sock;

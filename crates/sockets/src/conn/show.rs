@@ -153,6 +153,11 @@ pub fn datagrams(fd: c_int, state: State) {
     }
 }
 
+/// Hides a descriptor of the library.
+pub fn own(fd: c_int) {
+    set(fd, State::Own, Why::NotSeen);
+}
+
 /// Counts payload bytes of messages that the program has read or written.
 #[inline]
 pub fn message(fd: c_int, state: State, bytes_in: usize, bytes_out: usize) {

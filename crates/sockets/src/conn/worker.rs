@@ -45,7 +45,11 @@ fn start(work: &mut Work) {
         MORE.notify_one();
         return;
     }
-    // The new thread blocks all signals, so that threads of the program handle them.
+    work.running = spawn("anywarp-sockets", run);
+}
+
+/// Starts a thread of the library. It blocks all signals, so that threads of the program handle them. Returns whether there is one.
+pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> bool {
     // SAFETY: the sets are local; the mask of this thread is restored below.
     let old = unsafe {
         let (mut all, mut old) = (std::mem::zeroed(), std::mem::zeroed());
@@ -54,14 +58,14 @@ fn start(work: &mut Work) {
         old
     };
     let thread = std::thread::Builder::new()
-        .name("anywarp-sockets".to_owned())
+        .name(name.to_owned())
         .stack_size(128 * 1024)
         .spawn(run);
-    work.running = thread.is_ok();
     // SAFETY: as above.
     unsafe {
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, std::ptr::null_mut());
     }
+    thread.is_ok()
 }
 
 /// Makes the worker send the pending bytes of the stream of `fd`, unless the program's next call sends them first.

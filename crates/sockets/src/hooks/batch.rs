@@ -1,11 +1,12 @@
 //! `sendmmsg` and `recvmmsg` for lists that contain messages of datagram-iWARP, with one system call for each list.
 
-use super::dgram::{self, is_sound, join, parts, plan, reader, receive, scatter};
-use super::fail;
+use super::buffers::{is_sound, parts, scatter};
+use super::dgram::{self, join, plan, reader, receive};
+use super::{fail, reliable};
 use crate::conn::dgram::Dgram;
 use crate::conn::table;
 use crate::limits;
-use crate::message::{self, HEAD, TAIL};
+use crate::message::{self, HEAD, Kind, TAIL};
 use crate::real;
 use crate::sys;
 use libc::{c_int, c_uint, iovec, mmsghdr, timespec};
@@ -73,10 +74,15 @@ pub(super) unsafe fn sendmmsg(
     for i in 0..n {
         // SAFETY: upheld by the caller.
         if let Some(plan) = unsafe { plan(dgram, &raw const (*msgs.add(i)).msg_hdr, flags) } {
+            if plan.kind == Kind::Reliable {
+                // SAFETY: upheld by the caller.
+                return Some(unsafe { send_each(fd, msgs, n, flags) });
+            }
             total = total.saturating_add(plan.length + HEAD + TAIL);
             messages += 1;
         }
     }
+    dgram.sends_itself();
     if messages == 0 {
         return None;
     }
@@ -194,6 +200,10 @@ pub(super) unsafe fn recvmmsg(
         .count();
     if n == 0 {
         return None;
+    }
+    if let Some(pair) = reliable::reader(fd, dgram, flags) {
+        // SAFETY: upheld by the caller.
+        return Some(unsafe { reliable::recvmmsg(fd, dgram, pair, msgs, n, flags, timeout) });
     }
     if flags & libc::MSG_ERRQUEUE != 0 {
         // SAFETY: upheld by the caller.

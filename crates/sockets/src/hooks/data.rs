@@ -12,7 +12,6 @@ use libc::{
     c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
     timespec,
 };
-use sockets_base::stat::Why;
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
@@ -592,7 +591,7 @@ unsafe fn hand_over(msg: *const msghdr) {
                 for i in 0..bytes / size_of::<c_int>() {
                     let fd = first.add(i).read_unaligned();
                     if let Some(dgram) = table::dgram(fd) {
-                        dgram.pin(fd, Why::Handed);
+                        dgram.hand_over(fd);
                     }
                     if let Some(sock) = table::sock(fd)
                         && !(sock.is_ours(fd) && sock.hand_over(fd))

@@ -2,6 +2,8 @@
 //!
 //! The kernel's calls still wait, report errors, and fill in addresses and control data. The library only replaces the buffers.
 
+use super::buffers::{Plan, gather, give_back, header, is_sound, parts, result, scatter, take};
+use super::reliable;
 use crate::conn::dgram::Dgram;
 use crate::conn::table;
 use crate::limits;
@@ -10,117 +12,8 @@ use crate::peers;
 use crate::real;
 use crate::sys;
 use libc::{c_int, c_void, iovec, msghdr, size_t, sockaddr, socklen_t};
-use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
-
-/// A buffer of a thread for one datagram. Callers hold a raw pointer and no guard: when a thread is cancelled in the kernel's
-/// call, nothing has to be dropped.
-struct Buffer {
-    at: Cell<*mut u8>,
-    /// The buffer is in use, by a call that a signal handler has interrupted.
-    busy: Cell<bool>,
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        free(self.at.get());
-    }
-}
-
-thread_local! {
-    static BUFFER: Buffer = const { Buffer { at: Cell::new(std::ptr::null_mut()), busy: Cell::new(false) } };
-}
-
-fn free(at: *mut u8) {
-    // SAFETY: the pointer is null or was returned by `malloc`.
-    unsafe { libc::free(at.cast()) }
-}
-
-/// Returns a buffer of [`limits::DATAGRAM`] bytes, which the caller must release. Null: there is no memory.
-fn take() -> *mut u8 {
-    // SAFETY: `malloc` has no requirements. Only bytes that the kernel has written are read.
-    let make = || unsafe { libc::malloc(limits::DATAGRAM) }.cast::<u8>();
-    let own = BUFFER.try_with(|b| {
-        if b.busy.replace(true) {
-            return None;
-        }
-        if b.at.get().is_null() {
-            b.at.set(make());
-        }
-        Some(b.at.get())
-    });
-    own.ok().flatten().unwrap_or_else(make)
-}
-
-fn give_back(at: *mut u8) {
-    let is_own = BUFFER.try_with(|b| b.at.get() == at && b.busy.replace(false));
-    if is_own != Ok(true) {
-        free(at);
-    }
-}
-
-/// Returns whether the kernel would accept the buffer list of the message. Other calls are passed to the kernel, which returns
-/// the error.
-///
-/// # Safety
-/// `msg` is readable, and so is its list, unless the list is longer than the kernel accepts.
-pub(super) unsafe fn is_sound(msg: *const msghdr) -> bool {
-    // SAFETY: upheld by the caller.
-    unsafe {
-        (*msg).msg_iovlen <= limits::BUFFERS
-            && ((*msg).msg_iovlen == 0 || !(*msg).msg_iov.is_null())
-            && parts(msg)
-                .iter()
-                .all(|part| !part.iov_base.is_null() || part.iov_len == 0)
-    }
-}
-
-/// Returns the buffer list of a message.
-///
-/// # Safety
-/// The message is valid.
-pub(super) unsafe fn parts<'a>(msg: *const msghdr) -> &'a [iovec] {
-    // SAFETY: upheld by the caller.
-    unsafe {
-        if (*msg).msg_iov.is_null() {
-            return &[];
-        }
-        std::slice::from_raw_parts((*msg).msg_iov, (*msg).msg_iovlen)
-    }
-}
-
-/// Copies bytes to a list of buffers. Returns the number of bytes copied.
-///
-/// # Safety
-/// The buffers are writable.
-pub(super) unsafe fn scatter(bytes: &[u8], parts: &[iovec]) -> usize {
-    let mut done = 0;
-    for part in parts {
-        let n = part.iov_len.min(bytes.len() - done);
-        if n > 0 {
-            // SAFETY: upheld by the caller; at least `n` bytes are left in both.
-            unsafe {
-                std::ptr::copy_nonoverlapping(bytes.as_ptr().add(done), part.iov_base.cast(), n);
-            }
-        }
-        done += n;
-    }
-    done
-}
-
-/// Copies the bytes of a list of buffers to `at`.
-///
-/// # Safety
-/// The buffers are readable, and `at` has room for all of them.
-unsafe fn gather(parts: &[iovec], at: *mut u8) {
-    let mut done = 0;
-    for part in parts.iter().filter(|part| part.iov_len > 0) {
-        // SAFETY: upheld by the caller.
-        unsafe { std::ptr::copy_nonoverlapping(part.iov_base.cast(), at.add(done), part.iov_len) };
-        done += part.iov_len;
-    }
-}
 
 /// Returns the bytes of a datagram that the program gets, and whether the datagram is a message. `is_report`: the bytes are the
 /// quoted datagram in an error report, which may be cut off.
@@ -171,21 +64,17 @@ unsafe fn deliver(
     Some((done, length))
 }
 
-/// Returns the value that the call returns to the program.
-fn result((done, length): (usize, usize), flags: c_int) -> isize {
-    // For an error report the kernel does not return the full length.
-    if flags & libc::MSG_TRUNC != 0 && flags & libc::MSG_ERRQUEUE == 0 {
-        length as isize
-    } else {
-        done as isize
-    }
-}
-
 /// Receives a datagram like `recvmsg`.
 ///
 /// # Safety
 /// The requirements of `recvmsg` apply.
 pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: c_int) -> isize {
+    if let Some(pair) = reliable::reader(fd, dgram, flags) {
+        // SAFETY: upheld by the caller.
+        if let Some(n) = unsafe { reliable::receive(fd, dgram, pair, msg, flags) } {
+            return n;
+        }
+    }
     // SAFETY: upheld by the caller.
     let (mut own, parts) = unsafe { (*msg, parts(msg)) };
     let buffer = take();
@@ -217,14 +106,6 @@ pub(super) unsafe fn receive(fd: c_int, dgram: &Dgram, msg: *mut msghdr, flags: 
     result(found, flags)
 }
 
-fn header(parts: *mut iovec, n: size_t) -> msghdr {
-    // SAFETY: an all-zero message header is valid.
-    let mut m: msghdr = unsafe { std::mem::zeroed() };
-    m.msg_iov = parts;
-    m.msg_iovlen = n as _;
-    m
-}
-
 /// Returns the socket of a read call if received messages must be unwrapped. This holds for sockets that are not registered
 /// yet too: another thread may send a message, which registers the socket, while this call waits.
 #[inline]
@@ -245,11 +126,24 @@ pub(super) unsafe fn recvfrom(
     addr: *mut sockaddr,
     alen: *mut socklen_t,
 ) -> Option<isize> {
-    let dgram = reader(fd, flags).filter(|_| !buf.is_null() || len == 0)?;
+    let dgram = reader(fd, flags)?;
+    let is_wrong = buf.is_null() && len > 0;
     let part = iovec {
         iov_base: buf,
-        iov_len: len,
+        iov_len: if is_wrong { 0 } else { len },
     };
+    if let Some(pair) = reliable::reader(fd, dgram, flags) {
+        // SAFETY: upheld by the caller.
+        match unsafe { recvfrom_pair(fd, dgram, pair, part, flags, addr, alen) } {
+            // The kernel consumes the datagram too.
+            Some(0..) if is_wrong => return Some(super::fail_long(libc::EFAULT)),
+            Some(n) => return Some(n),
+            None => {}
+        }
+    }
+    if is_wrong {
+        return None;
+    }
     let buffer = take();
     if buffer.is_null() {
         return None;
@@ -259,6 +153,34 @@ pub(super) unsafe fn recvfrom(
         let n = real::recvfrom(fd, buffer.cast(), limits::DATAGRAM, flags, addr, alen);
         let found = deliver(fd, dgram, buffer, n, &[part], flags);
         Some(found.map_or(n, |found| result(found, flags)))
+    }
+}
+
+/// Handles `recvfrom` of a socket whose datagrams may be reliable.
+///
+/// # Safety
+/// The requirements of `recvfrom` apply.
+unsafe fn recvfrom_pair(
+    fd: c_int,
+    dgram: &Dgram,
+    pair: c_int,
+    mut part: iovec,
+    flags: c_int,
+    addr: *mut sockaddr,
+    alen: *mut socklen_t,
+) -> Option<isize> {
+    let mut msg = header(&raw mut part, 1);
+    // SAFETY: upheld by the caller.
+    unsafe {
+        if !addr.is_null() && !alen.is_null() {
+            msg.msg_name = addr.cast();
+            msg.msg_namelen = *alen;
+        }
+        let n = reliable::receive(fd, dgram, pair, &raw mut msg, flags)?;
+        if n >= 0 && !msg.msg_name.is_null() {
+            *alen = msg.msg_namelen;
+        }
+        Some(n)
     }
 }
 
@@ -331,20 +253,13 @@ unsafe fn is_segmented(msg: *const msghdr) -> bool {
     }
 }
 
-/// How to send a datagram as a message.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Plan {
-    peer: SocketAddr,
-    kind: Kind,
-    /// Payload bytes.
-    pub(super) length: usize,
-}
-
 /// Decides how to send a datagram as a message. `None`: it is sent plain.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
 pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<Plan> {
+    /// All paths carry this many bytes (RFC 791: a datagram of 576 bytes).
+    const SHORT: usize = 512;
     const PLAIN: c_int = libc::MSG_OOB | libc::MSG_ZEROCOPY | libc::MSG_MORE;
     // SAFETY: upheld by the caller.
     if !dgram.may_send() || flags & PLAIN != 0 || unsafe { !is_sound(msg) } {
@@ -363,11 +278,27 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     let length = parts
         .iter()
         .fold(0usize, |sum, part| sum.saturating_add(part.iov_len));
+    // The kernel would refuse a datagram that exceeds the path MTU. Reliable ones are sent in several packets.
+    let is_refused = kind == Kind::Reliable
+        && dgram.is_kept_whole()
+        && length > SHORT
+        && length > usize::from(sys::path_mtu(peer.ip()));
+    let kind = if is_refused { Kind::Send } else { kind };
+    let is_long = length > message::LONGEST && kind != Kind::Reliable;
     // SAFETY: upheld by the caller.
-    if length > message::LONGEST || unsafe { is_segmented(msg) } {
+    if is_long || length > longest(&peer) || unsafe { is_segmented(msg) } {
         return None;
     }
     Some(Plan { peer, kind, length })
+}
+
+/// Returns the longest payload of a datagram to this address, beyond which the kernel refuses it.
+fn longest(peer: &SocketAddr) -> usize {
+    if peer.ip().to_canonical().is_ipv4() {
+        crate::reliable::LONGEST
+    } else {
+        message::LONGEST
+    }
 }
 
 /// Writes a whole message to `at`. Returns its length.
@@ -428,11 +359,23 @@ unsafe fn put_together(
 /// The requirements of `sendmsg` apply.
 unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Option<isize> {
     // SAFETY: upheld by the caller.
+    let planned = unsafe { plan(dgram, msg, flags) };
+    if let Some(plan) = planned.as_ref().filter(|plan| plan.kind == Kind::Reliable) {
+        // SAFETY: upheld by the caller.
+        if let Some(n) = unsafe { reliable::transmit(fd, dgram, plan, msg, flags) } {
+            return Some(n);
+        }
+    }
+    dgram.sends_itself();
+    // SAFETY: upheld by the caller.
     if let Some(n) = unsafe { put_together(fd, dgram, msg, flags) } {
         return Some(n);
     }
     // SAFETY: upheld by the caller.
-    let (plan, mut own, parts) = unsafe { (plan(dgram, msg, flags)?, *msg, parts(msg)) };
+    let (plan, mut own, parts) = unsafe { (planned?, *msg, parts(msg)) };
+    if plan.length > message::LONGEST {
+        return None;
+    }
     let length = plan.length;
     let n = if length <= limits::JOINED {
         let mut all = [const { MaybeUninit::<u8>::uninit() }; HEAD + limits::JOINED + TAIL];
@@ -573,7 +516,10 @@ pub(super) unsafe fn writev(fd: c_int, iov: *const iovec, n: c_int) -> Option<is
 
 /// Returns the length of the next datagram for `FIONREAD`. Returns `None` if the call goes to the kernel.
 pub(super) fn readable(fd: c_int) -> Option<usize> {
-    reader(fd, 0)?;
+    let dgram = reader(fd, 0)?;
+    if let Some(pair) = reliable::reader(fd, dgram, 0) {
+        return Some(reliable::readable(pair));
+    }
     let mut there: c_int = 0;
     // SAFETY: the argument is the address of an integer, which this request writes.
     let r = unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut there).expose_provenance()) };

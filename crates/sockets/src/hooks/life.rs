@@ -1,7 +1,9 @@
 //! The hooks for the life of descriptors: socket, connect, accept, dup, close, exec, and socket options.
 
+use super::reliable as pairs;
 use super::{dgram, fail};
 use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
+use crate::conn::reliable;
 use crate::conn::set::Set;
 use crate::conn::show;
 use crate::conn::sock::{LIVE, Mode as State, Sock};
@@ -50,12 +52,22 @@ pub extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     let entry = match kind & 0xf {
         libc::SOCK_STREAM if inet && (protocol == 0 || protocol == libc::IPPROTO_TCP) => Entry::Tcp,
         _ if is_udp && (protocol == 0 || protocol == libc::IPPROTO_UDP) && may_have_messages() => {
-            Entry::Dgram(Dgram::new())
+            Entry::Dgram(new_dgram(fd))
         }
         _ => Entry::Other,
     };
     set_entry(fd, entry);
     fd
+}
+
+fn new_dgram(fd: c_int) -> &'static Dgram {
+    let dgram = Dgram::new();
+    if policy::has_reliable() {
+        let errno = sys::errno();
+        dgram.make_reliable(fd);
+        sys::set_errno(errno);
+    }
+    dgram
 }
 
 /// Returns whether UDP sockets of this process may send and receive messages.
@@ -73,7 +85,12 @@ fn may_have_messages() -> bool {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn bind(fd: c_int, addr: *const sockaddr, len: socklen_t) -> c_int {
     // SAFETY: upheld by the caller.
-    let r = unsafe { real::bind(fd, addr, len) };
+    let mut r = unsafe { real::bind(fd, addr, len) };
+    // A socket that the program has closed may keep the port until its reliable datagrams are acknowledged.
+    if r < 0 && sys::errno() == libc::EADDRINUSE && reliable::abandon() {
+        // SAFETY: upheld by the caller.
+        r = unsafe { real::bind(fd, addr, len) };
+    }
     if r == 0
         && let Some(dgram) = table::dgram(fd)
     {
@@ -314,7 +331,13 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
         return result.map_or_else(fail, |()| 0);
     }
     // SAFETY: no pointer is passed.
-    unsafe { real::shutdown(fd, how) }
+    let r = unsafe { real::shutdown(fd, how) };
+    if r == 0
+        && let Some(dgram) = table::dgram(fd)
+    {
+        dgram.shut_down(how);
+    }
+    r
 }
 
 /// See `close(2)`.
@@ -437,6 +460,12 @@ fn overwrites(fd: c_int, to: c_int) {
         if let Entry::Own = table::get(to) {
             directory::lost(to);
             show::lost(to);
+            reliable::move_away(to);
+            table::for_each(|_, entry| {
+                if let Entry::Dgram(dgram) = entry {
+                    dgram.move_away(to);
+                }
+            });
         }
         set_entry(to, Entry::Other);
     }
@@ -556,6 +585,17 @@ pub unsafe extern "C-unwind" fn getsockopt(
         }
     }
     if r == 0
+        && level == libc::SOL_SOCKET
+        && name == libc::SO_ERROR
+        && let Some(dgram) = table::dgram(fd)
+    {
+        let error = pairs::take_error(dgram);
+        if error != 0 {
+            // SAFETY: as above.
+            unsafe { value.cast::<c_int>().write_unaligned(error) };
+        }
+    }
+    if r == 0
         && let Some(which) = delay(level, name)
         && let Some(sock) = table::sock(fd)
         && let Some((Some(own), _)) = sock.with(|s| s.delays.get(which).copied())
@@ -643,6 +683,17 @@ pub unsafe extern "C-unwind" fn setsockopt(
         };
         let on = number != 0;
         match (level, name) {
+            (libc::IPPROTO_IP, libc::IP_PKTINFO) | (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
+                if has_number && dgram.want_info(on) =>
+            {
+                return 0;
+            }
+            (libc::SOL_SOCKET, libc::SO_RCVTIMEO | libc::SO_SNDTIMEO) => {
+                if let Some(pair) = dgram.pair() {
+                    // SAFETY: upheld by the caller.
+                    unsafe { real::setsockopt(pair, level, name, value, len) };
+                }
+            }
             (libc::IPPROTO_UDP, libc::UDP_CORK) => dgram.cork(on),
             (libc::IPPROTO_UDP, UDP_SEGMENT) => dgram.segment(on),
             (libc::IPPROTO_IP, libc::IP_RECVERR) | (libc::IPPROTO_IPV6, libc::IPV6_RECVERR) => {
@@ -677,7 +728,14 @@ pub unsafe extern "C-unwind" fn setsockopt(
         }
     }
     // SAFETY: upheld by the caller.
-    unsafe { real::setsockopt(fd, level, name, value, len) }
+    let r = unsafe { real::setsockopt(fd, level, name, value, len) };
+    if level == libc::IPPROTO_UDP
+        && name == libc::UDP_CORK
+        && let Some(dgram) = table::dgram(fd)
+    {
+        dgram.uncorked();
+    }
+    r
 }
 
 /// Returns whether a value of `IP_MTU_DISCOVER` turns fragmentation off: all values except DONT, WANT and OMIT.
@@ -724,7 +782,7 @@ fn before_exec() {
             && fd <= libc::STDERR_FILENO
             && !is_visitor
         {
-            dgram.pin(fd, Why::Handed);
+            dgram.hand_over(fd);
         }
         let Entry::Sock(sock) = entry else { return };
         // SAFETY: no pointer is passed.
@@ -770,7 +828,7 @@ pub(crate) fn adopt_connection(fd: c_int) {
 pub(crate) fn adopt_dgram(fd: c_int) {
     let bound = own_address(fd).is_some_and(|own| own.port() != 0);
     if bound && may_have_messages() {
-        let dgram = Dgram::new();
+        let dgram = new_dgram(fd);
         set_entry(fd, Entry::Dgram(dgram));
         let option = |level, name| sys::option(fd, level, name).unwrap_or(0);
         let udp = |name| option(libc::IPPROTO_UDP, name) != 0;
@@ -887,6 +945,23 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
     }
     // SAFETY: upheld by the caller.
     unsafe { real::fdopen(fd, mode) }
+}
+
+/// See `_exit(2)`. Reliable datagrams are sent before, which the kernel would do for its own.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn _exit(status: c_int) -> ! {
+    if !owner::is_visitor() {
+        reliable::end();
+    }
+    // SAFETY: no pointer is passed.
+    unsafe { real::syscall(libc::SYS_exit_group, status as usize, 0, 0, 0, 0, 0) };
+    std::process::abort()
+}
+
+/// See `_Exit(3)`.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn _Exit(status: c_int) -> ! {
+    _exit(status)
 }
 
 /// See `syscall(2)`: io_uring would read and write streams unseen.

@@ -4,9 +4,11 @@
 //! cancelled while it waits in the kernel, which unwinds its stack: such calls are made from frames without destructors.
 
 mod batch;
+mod buffers;
 pub mod data;
 mod dgram;
 pub mod life;
+mod reliable;
 pub mod wait;
 
 use crate::sys;

@@ -1,6 +1,7 @@
 //! The hooks that wait: `poll`, `select`, `epoll_wait` and their variants.
 
 use super::fail;
+use crate::conn::reliable::LIVE as RELIABLE;
 use crate::conn::set::Call;
 use crate::conn::sock::{LIVE, Mode, Sock};
 use crate::conn::table::{self, Entry};
@@ -47,14 +48,20 @@ impl Until {
     }
 }
 
-/// Returns whether no descriptor of the list is one of a stream or a set with streams.
+/// Returns whether no descriptor of the list is one of a stream, a set with streams, or a socket with reliable datagrams.
 fn is_plain(fds: &[pollfd]) -> bool {
-    LIVE.load(Ordering::Relaxed) == 0
+    is_unused()
         || fds.iter().all(|p| match table::get(p.fd) {
             Entry::Sock(_) => false,
             Entry::Set(set) => !set.is_used(),
+            Entry::Dgram(dgram) => dgram.pair().is_none(),
             _ => true,
         })
+}
+
+/// Returns whether the process has no streams and no sockets with reliable datagrams.
+fn is_unused() -> bool {
+    LIVE.load(Ordering::Relaxed) == 0 && RELIABLE.load(Ordering::Relaxed) == 0
 }
 
 /// A stream in the list of a `poll` call.
@@ -87,7 +94,7 @@ fn members(fds: &[pollfd]) -> Vec<Member> {
 const WRITES: i16 = libc::POLLOUT | libc::POLLWRNORM;
 
 /// Handles `poll` for a list that contains streams.
-fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
+fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
     let mut members = members(fds);
     let wanted: Vec<i16> = fds.iter().map(|p| p.events).collect();
     loop {
@@ -172,6 +179,31 @@ fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
             return n as c_int;
         }
     }
+}
+
+/// Waits for a list that contains streams or sockets with reliable datagrams. For the latter the program's end of the pair is waited
+/// for.
+fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
+    let mut changed = Vec::new();
+    if RELIABLE.load(Ordering::Relaxed) > 0 {
+        for (i, p) in fds.iter_mut().enumerate() {
+            if let Some(dgram) = table::dgram(p.fd)
+                && let Some(pair) = dgram.served(p.fd)
+            {
+                changed.push((i, p.fd, dgram));
+                p.fd = pair;
+            }
+        }
+    }
+    let r = wait_streams(fds, until, mask);
+    for (i, fd, dgram) in changed {
+        let Some(p) = fds.get_mut(i) else { continue };
+        p.fd = fd;
+        if r >= 0 && p.revents != 0 && dgram.has_error() {
+            p.revents |= libc::POLLERR;
+        }
+    }
+    r
 }
 
 fn restore(fds: &mut [pollfd], wanted: &[i16]) {
@@ -288,7 +320,7 @@ fn put(set: *mut fd_set, fd: c_int, on: bool) {
     }
 }
 
-/// Handles `select` by polling. Returns `None` if no descriptor is a stream.
+/// Handles `select` by polling. Returns `None` if no descriptor is a stream or a socket with reliable datagrams.
 fn select_with(
     n: c_int,
     r: *mut fd_set,
@@ -297,7 +329,7 @@ fn select_with(
     until: impl FnOnce() -> Until,
     mask: *const sigset_t,
 ) -> Option<c_int> {
-    if LIVE.load(Ordering::Relaxed) == 0 || n < 0 {
+    if is_unused() || n < 0 {
         return None;
     }
     let mut fds = Vec::new();
@@ -441,6 +473,11 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
             }
             // SAFETY: upheld by the caller.
             unsafe { real::epoll_ctl(epfd, op, fd, event) }
+        }
+        (_, Entry::Dgram(dgram)) => {
+            let member = dgram.served(fd).unwrap_or(fd);
+            // SAFETY: upheld by the caller.
+            unsafe { real::epoll_ctl(epfd, op, member, event) }
         }
         // SAFETY: upheld by the caller.
         _ => unsafe { real::epoll_ctl(epfd, op, fd, event) },

@@ -1,0 +1,322 @@
+//! The hooks that read and write UDP sockets whose datagrams may be reliable: they use an end of a pair of local sockets instead,
+//! whose other end a thread of the library has.
+
+use super::buffers::{Plan, give_back, header, parts, result, scatter, take};
+use crate::conn::dgram::Dgram;
+use crate::limits;
+use crate::message::Kind;
+use crate::peers;
+use crate::real;
+use crate::record::{self, Controls, HEAD, Record};
+use crate::sys;
+use libc::{c_int, c_uint, iovec, mmsghdr, msghdr, timespec};
+use std::mem::MaybeUninit;
+use std::time::{Duration, Instant};
+
+/// Returns the flags for the pair: it blocks as the program's socket does.
+fn flags_for(fd: c_int, flags: c_int) -> c_int {
+    let flags = flags & (libc::MSG_PEEK | libc::MSG_DONTWAIT) | libc::MSG_NOSIGNAL;
+    if flags & libc::MSG_DONTWAIT == 0 && sys::is_nonblocking(fd) {
+        flags | libc::MSG_DONTWAIT
+    } else {
+        flags
+    }
+}
+
+/// Returns the program's end of the pair for a read. `None`: the call goes to the kernel's socket.
+pub(super) fn reader(fd: c_int, dgram: &Dgram, flags: c_int) -> Option<c_int> {
+    if flags & (libc::MSG_ERRQUEUE | libc::MSG_OOB) != 0 {
+        return None;
+    }
+    dgram.served(fd)
+}
+
+/// Receives a datagram like `recvmsg`. `pair`: the program's end. Returns `None` if the socket was passed on, so that the call goes to
+/// the kernel's socket.
+///
+/// # Safety
+/// The requirements of `recvmsg` apply. The buffer list is sound.
+pub(super) unsafe fn receive(
+    fd: c_int,
+    dgram: &Dgram,
+    pair: c_int,
+    msg: *mut msghdr,
+    flags: c_int,
+) -> Option<isize> {
+    let error = take_error(dgram);
+    if error != 0 {
+        return Some(super::fail_long(error));
+    }
+    let buffer = take();
+    if buffer.is_null() {
+        return Some(super::fail_long(libc::ENOMEM));
+    }
+    let own = flags_for(fd, flags);
+    // SAFETY: the buffer has this many bytes.
+    let n = unsafe { real::recv(pair, buffer.cast(), limits::RECORD, own) };
+    let Ok(n) = usize::try_from(n) else {
+        let errno = sys::errno();
+        give_back(buffer);
+        sys::set_errno(errno);
+        return Some(-1);
+    };
+    // SAFETY: the kernel has written `n` bytes of the buffer.
+    let bytes = unsafe { std::slice::from_raw_parts(buffer, n) };
+    let record = Record::parse(bytes);
+    let Some(record) = record.filter(|r| r.kind == record::Kind::Datagram) else {
+        give_back(buffer);
+        if n > 0 {
+            if own & libc::MSG_PEEK != 0 {
+                skip_error(pair);
+            }
+            // This woke the call for an error, which another call may have taken.
+            // SAFETY: upheld by the caller.
+            return unsafe { receive(fd, dgram, pair, msg, flags) };
+        }
+        // Otherwise the program has shut the socket down.
+        return (!dgram.is_over()).then_some(0);
+    };
+    // SAFETY: upheld by the caller.
+    let done = unsafe {
+        let done = scatter(record.payload, parts(msg));
+        (*msg).msg_flags = 0;
+        if done < record.payload.len() {
+            (*msg).msg_flags |= libc::MSG_TRUNC;
+        }
+        if (*msg).msg_name.is_null() {
+            (*msg).msg_namelen = 0;
+        } else {
+            let room = ((*msg).msg_namelen as usize).min(record.name.len());
+            std::ptr::copy_nonoverlapping(record.name.as_ptr(), (*msg).msg_name.cast(), room);
+            (*msg).msg_namelen = record.name.len() as c_uint;
+        }
+        give_controls(record.control, msg);
+        done
+    };
+    let length = record.payload.len();
+    if record.is_message && flags & libc::MSG_PEEK == 0 {
+        dgram.received(fd, done);
+    }
+    give_back(buffer);
+    Some(result((done, length), flags))
+}
+
+/// Copies the control messages that fit.
+///
+/// # Safety
+/// The requirements of `recvmsg` apply.
+unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
+    // SAFETY: upheld by the caller.
+    unsafe {
+        let room = if (*msg).msg_control.is_null() {
+            0
+        } else {
+            (*msg).msg_controllen
+        };
+        let mut done = 0;
+        for c in Controls(bytes) {
+            if c.all.len() > room - done {
+                (*msg).msg_flags |= libc::MSG_CTRUNC;
+                break;
+            }
+            let to = (*msg).msg_control.cast::<u8>().add(done);
+            std::ptr::copy_nonoverlapping(c.all.as_ptr(), to, c.all.len());
+            done += c.all.len();
+        }
+        (*msg).msg_controllen = done;
+    }
+}
+
+/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message: with control messages that the queue pair
+/// cannot pass on, or to an address of one link, which needs more than an address.
+///
+/// # Safety
+/// The requirements of `sendmsg` apply.
+pub(super) unsafe fn transmit(
+    fd: c_int,
+    dgram: &Dgram,
+    plan: &Plan,
+    msg: *const msghdr,
+    flags: c_int,
+) -> Option<isize> {
+    // SAFETY: upheld by the caller.
+    let (control, parts) = unsafe { (controls(msg), parts(msg)) };
+    let mut from = None;
+    for c in Controls(control) {
+        from = Some(sys::chosen_source(c.level, c.kind, c.data)?);
+    }
+    if let std::net::IpAddr::V6(ip) = plan.peer.ip()
+        && ip.is_unicast_link_local()
+    {
+        return None;
+    }
+    let pair = dgram.served(fd)?;
+    let error = take_error(dgram);
+    if error != 0 {
+        return Some(super::fail_long(error));
+    }
+    // Registers the socket, as the first message of any kind does.
+    dgram.next(fd, Kind::Reliable);
+    let (name, name_len) = sys::name_bytes(plan.peer, false);
+    let source = from.filter(|ip| !ip.is_unspecified()).map(record::source);
+    let (source, source_len) = source.unwrap_or(([0; 16], 0));
+    let record = Record {
+        is_message: true,
+        name: name.get(..name_len)?,
+        control: source.get(..source_len)?,
+        ..Record::bare(record::Kind::Datagram)
+    };
+    let mut head = [0u8; HEAD + 16];
+    let head_len = HEAD + source_len;
+    head.get_mut(..HEAD)?
+        .copy_from_slice(&record.head(plan.length));
+    head.get_mut(HEAD..head_len)?
+        .copy_from_slice(record.control);
+    let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 1];
+    let all = parts.len() + 1;
+    let is_long = all > few.len();
+    // Cancelling a thread in the call unwinds this frame without running destructors, so a long list leaks then.
+    let list = if is_long {
+        // SAFETY: no pointer is passed.
+        unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()
+    } else {
+        few.as_mut_ptr().cast()
+    };
+    if list.is_null() {
+        return None;
+    }
+    let mut own = header(list, all);
+    let flags = flags_for(fd, flags & !libc::MSG_PEEK);
+    // SAFETY: the list has `all` elements; the kernel only reads the header; the rest is upheld by the caller.
+    let n = unsafe {
+        list.write(iovec {
+            iov_base: head.as_mut_ptr().cast(),
+            iov_len: head_len,
+        });
+        std::ptr::copy_nonoverlapping(parts.as_ptr(), list.add(1), parts.len());
+        own.msg_iovlen = all.min(limits::BUFFERS);
+        let n = real::sendmsg(pair, &raw const own, flags);
+        if is_long {
+            let errno = sys::errno();
+            libc::free(list.cast());
+            sys::set_errno(errno);
+        }
+        n
+    };
+    if n < 0 {
+        return Some(n);
+    }
+    dgram.sent(fd, plan.length);
+    Some(plan.length as isize)
+}
+
+/// Returns the control messages of a program's datagram.
+///
+/// # Safety
+/// The requirements of `sendmsg` apply.
+unsafe fn controls<'a>(msg: *const msghdr) -> &'a [u8] {
+    // SAFETY: upheld by the caller.
+    unsafe {
+        if (*msg).msg_control.is_null() {
+            return &[];
+        }
+        std::slice::from_raw_parts((*msg).msg_control.cast(), (*msg).msg_controllen)
+    }
+}
+
+/// Receives a list of datagrams like `recvmmsg`.
+///
+/// # Safety
+/// The requirements of `recvmmsg` apply. The first `n` headers are sound.
+pub(super) unsafe fn recvmmsg(
+    fd: c_int,
+    dgram: &Dgram,
+    pair: c_int,
+    msgs: *mut mmsghdr,
+    n: usize,
+    flags: c_int,
+    timeout: *mut timespec,
+) -> c_int {
+    let started = Instant::now();
+    // SAFETY: upheld by the caller.
+    let limit = (!timeout.is_null()).then(|| unsafe {
+        let t = *timeout;
+        let nanos = t.tv_nsec.clamp(0, 999_999_999) as u32;
+        Duration::new(t.tv_sec.max(0) as u64, nanos)
+    });
+    let mut done = 0;
+    for i in 0..n {
+        let more = if i > 0 && flags & libc::MSG_WAITFORONE != 0 {
+            libc::MSG_DONTWAIT
+        } else {
+            0
+        };
+        // SAFETY: upheld by the caller.
+        let got = unsafe {
+            let msg = &raw mut (*msgs.add(i)).msg_hdr;
+            // A list of a socket that was passed on ends here.
+            receive(fd, dgram, pair, msg, flags | more)
+                .unwrap_or_else(|| super::fail_long(libc::EAGAIN))
+        };
+        if got < 0 {
+            if i == 0 {
+                return -1;
+            }
+            break;
+        }
+        // SAFETY: upheld by the caller.
+        unsafe { (*msgs.add(i)).msg_len = got as c_uint };
+        done += 1;
+        // Like the kernel's, the time-out is only looked at after a datagram.
+        if limit.is_some_and(|limit| started.elapsed() >= limit) {
+            break;
+        }
+    }
+    if let Some(limit) = limit {
+        let left = limit.saturating_sub(started.elapsed());
+        // SAFETY: upheld by the caller.
+        unsafe {
+            (*timeout).tv_sec = left.as_secs() as libc::time_t;
+            (*timeout).tv_nsec = libc::c_long::from(left.subsec_nanos() as i32);
+        }
+    }
+    done
+}
+
+/// Takes the pending error of the socket. 0: there is none.
+pub(super) fn take_error(dgram: &Dgram) -> c_int {
+    if !dgram.has_error() {
+        return 0;
+    }
+    let error = dgram.take_error();
+    if let Some(pair) = dgram.pair().filter(|_| error != 0) {
+        skip_error(pair);
+    }
+    if error == libc::ECONNREFUSED
+        && let Some(peer) = dgram.peer()
+    {
+        peers::forget(peer);
+    }
+    error
+}
+
+/// Takes the next record if it is one that only wakes the program.
+fn skip_error(pair: c_int) {
+    let errno = sys::errno();
+    let mut head = [0u8; HEAD];
+    let n = sys::peek(pair, &mut head).unwrap_or(0);
+    let record = head.get(..n).and_then(Record::parse);
+    if record.is_some_and(|r| r.kind == record::Kind::Error) {
+        let _ = sys::recv(pair, &mut [std::io::IoSliceMut::new(&mut head)]);
+    }
+    sys::set_errno(errno);
+}
+
+/// Returns the payload length of the next datagram, 0 if there is none.
+pub(super) fn readable(pair: c_int) -> usize {
+    let mut head = [0u8; HEAD];
+    let errno = sys::errno();
+    let n = sys::peek(pair, &mut head).unwrap_or(0);
+    sys::set_errno(errno);
+    Record::length(head.get(..n).unwrap_or(&[])).unwrap_or(0)
+}
