@@ -1,6 +1,8 @@
 //! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`,
 //! over iWARP, and perftest over the device.
 
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -30,6 +32,11 @@ const XRC_FILES: [&str; 2] = ["/tmp/xrc_domain_server", "/tmp/xrc_domain_client"
 
 /// The stream of the player, in the folder of the report.
 const FILM: &str = "film.ts";
+
+/// The page that three tiers answer: its name, its length, and the number of clients that ask for it.
+const PAGE: &str = "/page";
+const PAGE_BYTES: usize = 4000;
+const CLIENTS: u32 = 8;
 
 /// The number of frames after which a player has started: one second.
 const FRAMES: u32 = 25;
@@ -90,12 +97,23 @@ struct Programs<'a> {
 impl Programs<'_> {
     /// Starts the program with this name and these arguments, in the folder of the report.
     fn start(&mut self, part: Part, words: &[String]) -> Result<Ended, Miss> {
+        self.start_with(part, self.carrier.rule, words)
+    }
+
+    /// Starts a program with another rule than the carrier's, if the carrier has any.
+    fn start_with(
+        &mut self,
+        part: Part,
+        rule: Option<&str>,
+        words: &[String],
+    ) -> Result<Ended, Miss> {
+        let rule = rule.filter(|_| self.carrier.rule.is_some());
         let own = env::current_exe().map_err(|e| e.to_string())?;
         let (program, arguments) = words.split_first().ok_or_else(|| "no program".to_owned())?;
         let device = if self.carrier.memory { "auto" } else { "tcp" };
         let mut command;
         let mut said = String::new();
-        match self.carrier.rule {
+        match rule {
             Some(rule) => {
                 command = Command::new(&own);
                 command
@@ -193,6 +211,7 @@ impl Apps {
             "clients" => clients(&mut programs, get("clients"), interrupted),
             "player" => self.player(&mut programs, interrupted),
             "perftest" => perftest(&mut programs, point, extent, interrupted),
+            "tiers" => self.tiers(&mut programs, interrupted),
             "pingpong" => pingpong(&mut programs, get("size"), interrupted),
             "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
             other => Err(Miss::Failed(format!("there is no application {other}"))),
@@ -238,6 +257,134 @@ impl Apps {
         let values = [("seconds", seconds), ("us", seconds * 1e6)];
         Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
     }
+}
+
+impl Apps {
+    /// Returns the rate and the response times of pages that three programs answer together: a proxy asks a web server, which asks a
+    /// database. The clients use the kernel's sockets.
+    fn tiers(&self, programs: &mut Programs<'_>, interrupted: &Interrupted) -> Outcome {
+        need("ab", "apache2-utils")?;
+        need("memcached", "memcached")?;
+        for (program, package) in [("nginx", "nginx"), ("haproxy", "haproxy")] {
+            // Debian installs them in a folder that not every user searches.
+            if !Path::new("/usr/sbin").join(program).is_file() {
+                need(program, package)?;
+            }
+        }
+        let port = || sys::free_port().map_err(|e| e.to_string());
+        let (front, middle, back) = (port()?, port()?, port()?);
+        let folder = self.folder.join("tiers");
+        let write = |name: &str, text: String| {
+            fs::create_dir_all(&folder)
+                .and_then(|()| fs::write(folder.join(name), text))
+                .map_err(|e| format!("{}: {e}", folder.display()))
+        };
+        write("haproxy.cfg", proxy(front, middle))?;
+        write("nginx.conf", web(middle, back))?;
+        let path = |name: &str| {
+            std::path::absolute(folder.join(name))
+                .map(|path| path.display().to_string())
+                .map_err(|e| e.to_string())
+        };
+        // The connections between the tiers must be RDMA, those of other clients need not.
+        let rule = |to: u16| format!("connect tcp {HERE}:{to} require; all prefer");
+        let mut tier = |rule: &str, text: &str, more: &[String], port: u16| {
+            let arguments: Vec<String> = words(text)
+                .into_iter()
+                .chain(more.iter().cloned())
+                .collect();
+            let started = programs.start_with(Part::Background, Some(rule), &arguments)?;
+            ready(port, true)?;
+            Ok::<Ended, Miss>(started)
+        };
+        let database = format!("memcached -u nobody -l {HERE} -p {back} -U 0");
+        let database = tier("all prefer", &database, &[], back)?;
+        store_page(back).map_err(|e| format!("memcached: {e}"))?;
+        let arguments = [
+            "-p".to_owned(),
+            path("")?,
+            "-c".to_owned(),
+            path("nginx.conf")?,
+        ];
+        let server = tier(&rule(back), "/usr/sbin/nginx", &arguments, middle)?;
+        let arguments = ["-f".to_owned(), path("haproxy.cfg")?];
+        let front_end = tier(&rule(middle), "/usr/sbin/haproxy", &arguments, front)?;
+        let times = path("times.csv")?;
+        let text = format!("ab -q -k -c {CLIENTS} -t 1 -n 1000000 -e");
+        let mut arguments = words(&text);
+        arguments.extend([times.clone(), format!("http://{HERE}:{front}{PAGE}")]);
+        let text = programs
+            .start_with(Part::Measured, None, &arguments)?
+            .output(interrupted)?;
+        drop((front_end, server, database));
+        let number = |name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name))?;
+            line.split_whitespace()
+                .find_map(|word| word.parse::<f64>().ok())
+        };
+        let bad = || format!("not understood: {}", text.trim());
+        if number("Failed requests:") != Some(0.0) || text.contains("Non-2xx") {
+            return Err(Miss::Failed("some pages were not answered".to_owned()));
+        }
+        let rate = number("Requests per second:").ok_or_else(bad)?;
+        // "99,1.234": the time in milliseconds within which this percentage was answered
+        let times = fs::read_to_string(&times).map_err(|e| format!("{times}: {e}"))?;
+        let within = |percent: &str| {
+            let line = times.lines().find(|line| line.starts_with(percent))?;
+            line.split(',').nth(1)?.trim().parse::<f64>().ok()
+        };
+        let (half, most) = (
+            within("50,").ok_or_else(bad)?,
+            within("99,").ok_or_else(bad)?,
+        );
+        let values = [
+            ("rate", rate),
+            ("us", half * 1000.0),
+            ("median_us", half * 1000.0),
+            ("p99_us", most * 1000.0),
+        ];
+        Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+    }
+}
+
+/// Stores the page in a database, in the protocol of memcached.
+fn store_page(port: u16) -> io::Result<()> {
+    let mut stream = TcpStream::connect((HERE, port))?;
+    stream.set_read_timeout(Some(READY))?;
+    let page = "x".repeat(PAGE_BYTES);
+    write!(stream, "set {PAGE} 0 0 {PAGE_BYTES}\r\n{page}\r\n")?;
+    let mut answer = [0; 8];
+    stream.read_exact(&mut answer)?;
+    if &answer == b"STORED\r\n" {
+        Ok(())
+    } else {
+        Err(io::Error::other("it does not store the page"))
+    }
+}
+
+/// Returns the configuration of haproxy.
+fn proxy(own: u16, next: u16) -> String {
+    format!(
+        "global\n    maxconn 1000\n\
+         defaults\n    mode http\n    timeout connect 5s\n    timeout client 30s\n    timeout server 30s\n    http-reuse always\n\
+         frontend web\n    bind {HERE}:{own}\n    default_backend application\n\
+         backend application\n    server one {HERE}:{next}\n"
+    )
+}
+
+/// Returns the configuration of nginx.
+fn web(own: u16, next: u16) -> String {
+    let folders: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .map(|name| format!("    {name}_temp_path {name};\n"))
+        .concat();
+    format!(
+        "daemon off;\nworker_processes 1;\npid nginx.pid;\nerror_log stderr warn;\n\
+         events {{ worker_connections 512; }}\n\
+         http {{\n    access_log off;\n{folders}\
+         \x20   upstream database {{ server {HERE}:{next}; keepalive 32; }}\n\
+         \x20   server {{\n        listen {HERE}:{own};\n        keepalive_requests 1000000;\n\
+         \x20       location / {{ set $memcached_key $uri; memcached_pass database; default_type text/html; }}\n    }}\n}}\n"
+    )
 }
 
 fn make_film(folder: &Path, interrupted: &Interrupted) -> Result<(), Miss> {

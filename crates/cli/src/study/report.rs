@@ -93,6 +93,7 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
         "seconds" => ("time", "s"),
         "mb" => ("memory", "MB"),
         "steps" => ("steps", "1/s"),
+        "rate" => ("pages", "1/s"),
         "ready_us" => ("time without the transfer", "µs"),
         _ => ("value", ""),
     }
