@@ -38,10 +38,12 @@ pub(crate) enum Command {
     ///
     /// Sets LD_PRELOAD and LD_LIBRARY_PATH so that the program and all its children load anywarp's
     /// libibverbs.so.1 and librdmacm.so.1, and then executes the program in the same process. Earlier values of both
-    /// variables are kept after anywarp's part. `--log info` shows what is set, and why. No variables of other software
-    /// are set: UCX, libfabric and others find the device as they find hardware.
+    /// variables are kept after anywarp's part. `--log info` shows what is set, and why. UCX,
+    /// libfabric and others find the device as they find hardware, without variables.
     ///
-    /// If anywarp's provider for libfabric is installed, its folder is put first in FI_PROVIDER_PATH: docs/mpi.md.
+    /// If anywarp's provider for libfabric is installed, its folder is put first in FI_PROVIDER_PATH: docs/mpi.md. On a
+    /// machine with at most two processors MC_WORKERS_PER_CTX is set to 1 unless it is set: by default two threads of
+    /// Mooncake poll without a pause, and leave no processor to the other end.
     ///
     /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
     /// that gains privileges; for these a warning is printed.

@@ -16,6 +16,13 @@ use crate::cli::{LogLevel, Run};
 use crate::elf;
 use crate::library::Library;
 
+/// The variable for the number of threads with which an engine of Mooncake polls, by default two. They never pause, nor does the thread of
+/// the program that waits for a transfer.
+const MOONCAKE_WORKERS: &str = "MC_WORKERS_PER_CTX";
+/// On so many processors or fewer these threads would leave none to the other end, which gets one only when the time slice of
+/// such a thread ends: a transfer of 4 KiB takes milliseconds instead of 50 µs.
+const FEW_PROCESSORS: usize = 2;
+
 /// Does not return on success, because this process executes the program.
 pub(crate) fn run(args: &Run) -> Result<ExitCode, Failure> {
     Err(exec(command(args)?))
@@ -51,6 +58,10 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
         .arg0(name)
         .args(rest)
         .envs(library.variables(!args.no_path_shim, |name| env::var_os(name)));
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if let Some(workers) = mooncake_workers(processors, env::var_os(MOONCAKE_WORKERS)) {
+        command.env(MOONCAKE_WORKERS, workers);
+    }
     if let Some(level) = args.log {
         command.env("ANYWARP_LOG", level.as_str());
     }
@@ -75,6 +86,11 @@ pub(crate) fn command(args: &Run) -> Result<Command, Failure> {
     Ok(command)
 }
 
+/// Returns the value of [`MOONCAKE_WORKERS`] to set, if any. `inherited`: the value that the user has set.
+fn mooncake_workers(processors: usize, inherited: Option<OsString>) -> Option<&'static str> {
+    (processors <= FEW_PROCESSORS && inherited.is_none()).then_some("1")
+}
+
 /// Returns one line for each variable that is set, with the reason.
 fn explanations(command: &Command) -> Vec<String> {
     let why = |name: &str| match name {
@@ -82,6 +98,8 @@ fn explanations(command: &Command) -> Vec<String> {
             "the program's libibverbs and librdmacm are anywarp's, also if it brings its own"
         }
         "LD_LIBRARY_PATH" => "and so are those that it opens by name later",
+        "FI_PROVIDER_PATH" => "libfabric finds anywarp's provider",
+        MOONCAKE_WORKERS => "this machine has few processors, and each worker of Mooncake uses one",
         "ANYWARP_LOG" => "--log",
         "ANYWARP_DEVICE_PROFILE" => "--profile",
         "ANYWARP_FAULTS" | "ANYWARP_FAULTS_FILE" => "--faults",
@@ -176,16 +194,27 @@ mod tests {
     fn each_variable_has_its_reason() {
         let mut command = Command::new("true");
         command.env("LD_PRELOAD", "/a.so").env("ANYWARP_STAT", "1");
+        command.env("FI_PROVIDER_PATH", "/lib");
+        command.env(MOONCAKE_WORKERS, "1");
         command.env_remove("ANYWARP_FAULTS_FILE");
         let lines = explanations(&command);
-        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert_eq!(lines.len(), 5, "{lines:?}");
         for start in [
             "sets LD_PRELOAD=/a.so: ",
+            "sets FI_PROVIDER_PATH=/lib: libfabric ",
+            "sets MC_WORKERS_PER_CTX=1: this machine ",
             "sets ANYWARP_STAT=1: --stat",
             "removes ANYWARP_FAULTS_FILE: --faults",
         ] {
             assert!(lines.iter().any(|l| l.starts_with(start)), "{lines:?}");
         }
+    }
+
+    #[test]
+    fn few_processors_get_one_worker_unless_the_user_decides() {
+        assert_eq!(mooncake_workers(2, None), Some("1"));
+        assert_eq!(mooncake_workers(2, Some("4".into())), None);
+        assert_eq!(mooncake_workers(3, None), None);
     }
 
     #[test]
