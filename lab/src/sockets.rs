@@ -40,6 +40,8 @@ echo '== tests/sockets/datagrams'
 "$8" "$4"
 echo '== tests/sockets/reliable'
 "$9" "$4" "${10}"
+echo '== tests/sockets/hosts'
+"${11}" "$4"
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
@@ -69,7 +71,8 @@ pub(crate) fn run() -> Result {
         .arg(datagrams)
         .arg(sh::root().join("tests/sockets/datagrams"))
         .arg(sh::root().join("tests/sockets/reliable"))
-        .arg(relay);
+        .arg(relay)
+        .arg(sh::root().join("tests/sockets/hosts"));
     sh::run(&mut check)
 }
 

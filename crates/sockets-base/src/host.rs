@@ -38,6 +38,21 @@ impl Host for Machine {
     }
 }
 
+/// Returns whether `addr` is the address of another host in a network that this machine is in.
+pub fn is_neighbour(addr: IpAddr) -> bool {
+    let addr = addr.to_canonical();
+    let all = addresses();
+    !all.iter().any(|a| a.addr == addr)
+        && all
+            .iter()
+            .any(|a| !a.addr.is_loopback() && in_prefix(a.addr, a.bits, addr))
+}
+
+/// Returns whether this machine has an address that other hosts can reach.
+pub fn has_network() -> bool {
+    addresses().iter().any(|a| !a.addr.is_loopback())
+}
+
 /// Returns whether `addr` begins with the first `bits` of `prefix`.
 pub fn in_prefix(prefix: IpAddr, bits: u8, addr: IpAddr) -> bool {
     let bits = u32::from(bits);

@@ -4,6 +4,7 @@
 pub mod host;
 pub mod name;
 pub mod place;
+pub mod query;
 pub mod rules;
 pub mod sources;
 pub mod stat;

@@ -6,7 +6,8 @@
 //! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | DATAGRAMS [require]
 //! all                                                     any of these modes
 //! DATAGRAMS: datagram | record | reliable
-//! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent
+//! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent|error
+//! set ask TIME|off
 //! ```
 //!
 //! The source that was read last has precedence. Within a source the first matching rule decides.
@@ -172,6 +173,17 @@ pub enum Listener {
     Each,
 }
 
+/// What happens if a connection that a rule would upgrade cannot be upgraded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fallback {
+    /// It stays plain.
+    Silent,
+    /// It stays plain, and a line is logged.
+    Log,
+    /// `connect` fails.
+    Error,
+}
+
 /// The settings of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
@@ -181,8 +193,10 @@ pub struct Settings {
     pub window: (u32, u32),
     /// Refuse `io_uring_setup`, because the library cannot intercept I/O through a ring.
     pub hides_io_uring: bool,
-    /// Log a line for each connection that might have been upgraded and stays plain.
-    pub logs_fallback: bool,
+    /// What happens if a connection that a rule would upgrade cannot be.
+    pub fallback: Fallback,
+    /// Microseconds to wait for the answer of another host. 0: other hosts are not asked.
+    pub ask: u32,
 }
 
 /// The smallest window in bytes: one page, so that a request of usual length fits one message.
@@ -197,7 +211,8 @@ impl Default for Settings {
             // The initial window has room for a usual request and its response. Larger maximums do not increase the throughput.
             window: (16 << 10, 1 << 20),
             hides_io_uring: true,
-            logs_fallback: false,
+            fallback: Fallback::Silent,
+            ask: 1000,
         }
     }
 }
@@ -207,7 +222,8 @@ enum Setting {
     Crc(bool),
     Window(u32, u32),
     IoUring(bool),
-    Fallback(bool),
+    Fallback(Fallback),
+    Ask(u32),
 }
 
 /// A mistake in a configuration.
@@ -452,7 +468,12 @@ impl<'a> Line<'a> {
         match name {
             "crc" => Ok(Setting::Crc(self.either("on", "off")?)),
             "io_uring" => Ok(Setting::IoUring(self.either("hide", "leave")?)),
-            "fallback" => Ok(Setting::Fallback(self.either("log", "silent")?)),
+            "fallback" => match self.next() {
+                (_, "log") => Ok(Setting::Fallback(Fallback::Log)),
+                (_, "silent") => Ok(Setting::Fallback(Fallback::Silent)),
+                (_, "error") => Ok(Setting::Fallback(Fallback::Error)),
+                (column, _) => Err(self.mistake(column, "expected log, silent or error")),
+            },
             "window" => {
                 let (column, value) = self.next();
                 let (a, b) = value.split_once("..").unwrap_or((value, value));
@@ -466,9 +487,23 @@ impl<'a> Line<'a> {
                     )),
                 }
             }
+            "ask" => {
+                let (column, value) = self.next();
+                let micros = if value == "off" {
+                    Some(0)
+                } else {
+                    micros(value)
+                };
+                micros.map(Setting::Ask).ok_or_else(|| {
+                    self.mistake(
+                        column,
+                        "expected off, or a time such as 500us or 2ms, up to 1s",
+                    )
+                })
+            }
             _ => Err(self.mistake(
                 column,
-                "expected the name of a setting: crc, window, io_uring or fallback",
+                "expected the name of a setting: crc, window, io_uring, fallback or ask",
             )),
         }
     }
@@ -486,6 +521,19 @@ fn size(text: &str) -> Option<u32> {
         return None;
     }
     digits.parse::<u32>().ok()?.checked_mul(unit)
+}
+
+/// Parses a time with the unit us, ms or s, of at most a second and not 0, as microseconds.
+fn micros(text: &str) -> Option<u32> {
+    let units = [("us", 1), ("ms", 1000), ("s", 1_000_000)];
+    let (digits, unit) = units
+        .iter()
+        .find_map(|(suffix, unit)| Some((text.strip_suffix(suffix)?, *unit)))?;
+    if !digits.chars().all(|c| c.is_ascii_digit()) {
+        return None;
+    }
+    let micros = digits.parse::<u32>().ok()?.checked_mul(unit)?;
+    (1..=1_000_000).contains(&micros).then_some(micros)
 }
 
 impl Policy {
@@ -614,7 +662,8 @@ impl Policy {
                 Setting::Crc(on) => all.crc = on,
                 Setting::Window(least, most) => all.window = (least, most),
                 Setting::IoUring(hides) => all.hides_io_uring = hides,
-                Setting::Fallback(logs) => all.logs_fallback = logs,
+                Setting::Fallback(fallback) => all.fallback = fallback,
+                Setting::Ask(micros) => all.ask = micros,
             }
         }
         all
@@ -728,8 +777,17 @@ mod tests {
             (Mode::Tcp, Mode::Prefer)
         );
         let (a, b) = (p.settings(&edge), p.settings(&who("nginx")));
-        assert!(a.logs_fallback && a.window.1 == 4 << 20 && !a.hides_io_uring);
-        assert!(!b.logs_fallback && b.window.1 == 1 << 20 && !b.hides_io_uring);
+        assert!(a.fallback == Fallback::Log && a.window.1 == 4 << 20 && !a.hides_io_uring);
+        assert!(b.fallback == Fallback::Silent && b.window.1 == 1 << 20 && !b.hides_io_uring);
+        let texts = [
+            "",
+            "set ask off",
+            "set ask 500us",
+            "set ask 2ms",
+            "set ask 1s",
+        ];
+        let asks = texts.map(|text| read(text).settings(&who("x")).ask);
+        assert_eq!(asks, [1000, 0, 500, 2000, 1_000_000]);
     }
 
     #[test]
@@ -853,7 +911,12 @@ mod tests {
             ("send udp *:80 tcp", 1, 15),
             ("set crc maybe", 1, 9),
             ("set io_uring off", 1, 14),
-            ("set fallback error", 1, 14),
+            ("set fallback errors", 1, 14),
+            ("set ask", 1, 9),
+            ("set ask 5", 1, 9),
+            ("set ask 0ms", 1, 9),
+            ("set ask 1001ms", 1, 9),
+            ("set ask ms", 1, 9),
             ("set window 16K..8K", 1, 12),
             ("set window 1K", 1, 12),
             ("set window +16K", 1, 12),

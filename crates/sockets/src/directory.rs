@@ -7,6 +7,7 @@
 
 use crate::limits;
 use crate::real;
+use crate::remote;
 use crate::sys;
 use anywarp_core::lock::Mutex;
 use libc::{c_int, sockaddr_un, socklen_t};
@@ -180,10 +181,10 @@ pub fn lost(fd: c_int) {
     }
 }
 
-/// Returns whether the listener at `addr` in this namespace understands a Request.
+/// Returns whether the listener at `addr` understands a Request.
 pub fn ask(addr: SocketAddr) -> bool {
     if !is_here(addr) {
-        return false;
+        return remote::ask(Protocol::Tcp, addr);
     }
     let names = name::to_ask(Protocol::Tcp, addr);
     names.iter().any(|name| ask_name(name) == Answer::Yes)
@@ -200,10 +201,14 @@ pub enum Answer {
     Busy,
 }
 
-/// Queries whether the UDP socket at `addr` in this namespace understands messages, or reliable datagrams.
+/// Queries whether the UDP socket at `addr` understands messages, or reliable datagrams.
 pub fn ask_udp(protocol: Protocol, addr: SocketAddr) -> Answer {
     if !is_here(addr) {
-        return Answer::No;
+        return if remote::ask(protocol, addr) {
+            Answer::Yes
+        } else {
+            Answer::No
+        };
     }
     let names = name::to_ask(protocol, addr);
     let mut answers = names.iter().map(ask_name);
@@ -228,24 +233,43 @@ fn ask_name(name: &Name) -> Answer {
     answer
 }
 
+/// Returns the user who holds the name of the socket that receives what is sent to `addr` in this namespace.
+pub fn owner(protocol: Protocol, addr: SocketAddr) -> Option<u32> {
+    name::to_ask(protocol, addr).iter().find_map(|name| {
+        let fd = unix()?;
+        let (un, len) = address(name);
+        // SAFETY: the length is that of the address.
+        let is_there = unsafe { real::connect(fd, (&raw const un).cast(), len) } == 0;
+        let user = is_there.then(|| user_of(fd)).flatten();
+        sys::close(fd);
+        user
+    })
+}
+
 fn is_trusted(fd: c_int) -> bool {
+    // SAFETY: no pointer is passed.
+    user_of(fd).is_some_and(|user| user == 0 || user == unsafe { libc::geteuid() })
+}
+
+/// Returns the user at the other end of a connection.
+fn user_of(fd: c_int) -> Option<u32> {
     let mut cred = libc::ucred {
         pid: 0,
         uid: u32::MAX,
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as socklen_t;
-    // SAFETY: the length is that of the value; the second call takes no pointer.
-    unsafe {
+    // SAFETY: the length is that of the value.
+    let r = unsafe {
         real::getsockopt(
             fd,
             libc::SOL_SOCKET,
             libc::SO_PEERCRED,
             (&raw mut cred).cast(),
             &raw mut len,
-        ) == 0
-            && (cred.uid == 0 || cred.uid == libc::geteuid())
-    }
+        )
+    };
+    (r == 0).then_some(cred.uid)
 }
 
 /// Returns whether an address belongs to this namespace. The kernel then uses the same address as source of packets to it.

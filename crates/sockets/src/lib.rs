@@ -18,6 +18,7 @@
 //! | `peers.rs` | a cache of what is known about the peers of datagrams |
 //! | `conn/show.rs` | the table that `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
+//! | `remote.rs`, `conn/answers.rs` | the same for those between hosts: queries, and the thread that answers them |
 
 pub mod conn;
 pub mod directory;
@@ -36,6 +37,7 @@ pub mod queue;
 pub mod real;
 pub mod record;
 pub mod reliable;
+pub mod remote;
 #[cfg(not(fuzzing))]
 pub mod start;
 pub mod stream;

@@ -100,6 +100,12 @@ pub const RELEASE: u64 = 20;
 pub const PATH: u64 = 1000;
 /// The most paths whose MTU is cached.
 pub const PATHS: usize = 4096;
+/// Seconds for which the answer of another host is cached, and the absence of an answer.
+pub const REMOTE: u64 = 60;
+/// The most answers of other hosts that are cached.
+pub const REMOTES: usize = 4096;
+/// The most queries of other hosts that a process looks up in a second. Each may read the kernel's list of sockets.
+pub const LOOKUPS: u32 = 200;
 /// Bytes of the kernel's queue between the program and the thread for reliable datagrams, in each direction.
 pub const PAIR: i32 = 1 << 20;
 /// The age up to which a datagram that fails is sent once more, because its peer has restarted. One that fails later has failed

@@ -3,7 +3,7 @@
 use crate::log;
 use crate::sys;
 use sockets_base::host::Machine;
-use sockets_base::rules::{Listener, Mode, Policy, Role, Settings, Who};
+use sockets_base::rules::{Fallback, Listener, Mode, Policy, Role, Settings, Who};
 use sockets_base::sources;
 use sockets_base::stat::Why;
 use std::net::{IpAddr, SocketAddr};
@@ -120,7 +120,7 @@ pub fn settings() -> &'static Settings {
 
 /// Logs that a connection that might have been upgraded stays plain.
 pub fn stays_plain(fd: i32, why: Why) {
-    if settings().logs_fallback {
+    if settings().fallback == Fallback::Log {
         log::always(&format!("connection {fd} stays plain: {}", why.text()));
     } else {
         log::with(|| format!("connection {fd} stays plain: {}", why.text()));

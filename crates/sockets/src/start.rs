@@ -1,5 +1,6 @@
 //! Code that runs at the start and end of the process, and at forks.
 
+use crate::conn::answers;
 use crate::conn::reliable;
 use crate::conn::show;
 use crate::conn::sock::LIVE;
@@ -95,6 +96,7 @@ extern "C" fn in_child() {
     }
     owner::forked();
     show::forked();
+    answers::forked();
     table::for_each(|_, entry| match entry {
         Entry::Sock(sock) => sock.after_fork(),
         Entry::Set(set) => {

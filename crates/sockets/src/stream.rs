@@ -4,6 +4,7 @@ use crate::limits;
 use crate::log;
 use crate::policy;
 use crate::queue::{Dest, Queue};
+use crate::remote;
 use crate::sys;
 use crate::wire::{Broken, Frame, Kind, LONGEST, Private, Rx, Sink, Tx};
 use anywarp_core::llp::mpa::startup::{
@@ -513,6 +514,7 @@ impl Stream {
                         log::line(&format!(
                             "stream {fd}: the peer's Reply is of another protocol"
                         ));
+                        remote::distrust(fd);
                         self.fail(libc::ECONNRESET);
                         return;
                     };
@@ -530,6 +532,7 @@ impl Stream {
                     log::line(&format!(
                         "stream {fd}: no MPA Reply from a peer that should send one; set it to tcp"
                     ));
+                    remote::distrust(fd);
                     sys::reset_on_close(fd);
                     self.fail(libc::ECONNRESET);
                     return;

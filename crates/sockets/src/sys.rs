@@ -2,9 +2,11 @@
 
 use crate::limits;
 use crate::real;
+use crate::record;
 use libc::{c_int, c_uint, iovec, msghdr, pollfd, sockaddr, socklen_t};
 use std::io::{IoSlice, IoSliceMut};
 use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
 
 /// Returns errno.
 pub fn errno() -> c_int {
@@ -821,6 +823,77 @@ pub fn send_datagram(fd: c_int, bytes: &[u8], route: &Route) -> Result<(), c_int
     size(unsafe { real::sendmsg(fd, &raw const m, flags) }).map(|_| ())
 }
 
+/// Sends a datagram and waits for the first one that `is_answer` accepts. `None`: there is none in time, or the port is closed.
+pub fn exchange<R>(
+    to: SocketAddr,
+    bytes: &[u8],
+    wait: Duration,
+    mut is_answer: impl FnMut(&[u8]) -> Option<R>,
+) -> Option<R> {
+    let (addr, len) = raw_address(to);
+    let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC;
+    // SAFETY: no pointer is passed.
+    let fd = unsafe { real::socket(c_int::from(addr.ss_family), kind, 0) };
+    if fd < 0 {
+        return None;
+    }
+    let until = Instant::now() + wait;
+    // SAFETY: the length is that of the address.
+    let is_connected = unsafe { real::connect(fd, (&raw const addr).cast(), len) } == 0;
+    let is_sent = is_connected && send(fd, &[IoSlice::new(bytes)], libc::MSG_NOSIGNAL).is_ok();
+    let mut found = None;
+    while is_sent && found.is_none() {
+        let left = until.saturating_duration_since(Instant::now());
+        let time = libc::timespec {
+            tv_sec: left.as_secs() as libc::time_t,
+            tv_nsec: libc::c_long::from(left.subsec_nanos() as i32),
+        };
+        let mut p = pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: the list has one element, and the time is a local variable.
+        let ready = unsafe { real::ppoll(&raw mut p, 1, &raw const time, std::ptr::null()) };
+        let mut got = [0u8; 64];
+        match recv(fd, &mut [IoSliceMut::new(&mut got)]) {
+            Ok(n) => found = got.get(..n).and_then(&mut is_answer),
+            Err(libc::EAGAIN | libc::EINTR) if ready != 0 && !left.is_zero() => {}
+            Err(_) => break,
+        }
+    }
+    close(fd);
+    found
+}
+
+/// Creates a UDP socket that several processes of one user may bind to the same port of all addresses. Returns its number, and
+/// whether it has IPv6 addresses.
+pub fn shared_udp(port: u16) -> Option<(c_int, bool)> {
+    let any = [IpAddr::from([0u8; 16]), IpAddr::from([0u8; 4])];
+    any.into_iter().find_map(|any| {
+        let (addr, len) = raw_address(SocketAddr::new(any, port));
+        let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC;
+        // SAFETY: no pointer is passed.
+        let fd = unsafe { real::socket(c_int::from(addr.ss_family), kind, 0) };
+        if fd < 0 {
+            return None;
+        }
+        let (level, info) = if any.is_ipv6() {
+            let _ = set_option(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 0);
+            (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
+        } else {
+            (libc::IPPROTO_IP, libc::IP_PKTINFO)
+        };
+        let is_ready = set_option(fd, libc::SOL_SOCKET, libc::SO_REUSEPORT, 1).is_ok()
+            && set_option(fd, level, info, 1).is_ok()
+            // SAFETY: the length is that of the address.
+            && unsafe { real::bind(fd, (&raw const addr).cast(), len) } == 0;
+        let high = is_ready.then(|| copy_high(fd)).flatten();
+        close(fd);
+        Some((high?, any.is_ipv6()))
+    })
+}
+
 /// Memory for datagrams that are received by one call.
 #[derive(Debug)]
 pub struct Inbox {
@@ -842,6 +915,13 @@ pub struct Received<'a> {
     pub name: &'a [u8],
     /// The control messages, in the format of cmsg(3).
     pub control: &'a [u8],
+}
+
+impl Received<'_> {
+    /// Returns the address to which it was sent, if the socket reports it.
+    pub fn destination(&self) -> Option<IpAddr> {
+        record::Controls(self.control).find_map(|c| destination(c.level, c.kind, c.data))
+    }
 }
 
 impl Inbox {

@@ -1,12 +1,15 @@
 //! `anywarp sockets ask`: queries the directory of listeners and UDP sockets.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{self, UnixStream};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use sockets_base::host::{Host, Machine};
 use sockets_base::name::{self, Protocol};
+use sockets_base::query;
 
 use super::args::Ask;
 use crate::cmd::Failure;
@@ -18,11 +21,24 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         (Protocol::Tcp, args.address)
     };
     if !Machine.is_here(address.ip().to_canonical()) {
-        println!(
-            "{address}: not asked: it is no address of this network namespace, and other hosts have no directory yet; the \
-             rule `require` upgrades without asking"
-        );
-        return Ok(ExitCode::FAILURE);
+        return Ok(match query_host(protocol, address) {
+            Ok(true) => {
+                println!("{address}: yes, says the directory of the host");
+                ExitCode::SUCCESS
+            }
+            Ok(false) => {
+                println!("{address}: no, says the directory of the host");
+                ExitCode::FAILURE
+            }
+            Err(e) => {
+                println!(
+                    "{address}: the directory of the host does not answer at UDP port {}: {e}; the rule `require` upgrades without \
+                     asking",
+                    query::PORT
+                );
+                ExitCode::FAILURE
+            }
+        });
     }
     match find(protocol, address) {
         Some((pid, uid)) if uid == 0 || uid == rustix::process::geteuid().as_raw() => {
@@ -47,6 +63,32 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
             Ok(ExitCode::FAILURE)
         }
     }
+}
+
+/// Asks the directory of another host.
+fn query_host(protocol: Protocol, address: SocketAddr) -> io::Result<bool> {
+    const WAIT: Duration = Duration::from_millis(500);
+    let any: IpAddr = if address.is_ipv4() {
+        [0u8; 4].into()
+    } else {
+        [0u8; 16].into()
+    };
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect((address.ip(), query::PORT))?;
+    socket.set_read_timeout(Some(WAIT))?;
+    let mut nonce = [0u8; 8];
+    rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
+    let asked = query::query(protocol, address.port(), u64::from_ne_bytes(nonce));
+    socket.send(&asked)?;
+    let mut got = [0u8; 64];
+    let until = Instant::now() + WAIT;
+    while Instant::now() < until {
+        let n = socket.recv(&mut got)?;
+        if let Some(yes) = query::parse_answer(got.get(..n).unwrap_or(&[]), &asked) {
+            return Ok(yes);
+        }
+    }
+    Err(io::ErrorKind::TimedOut.into())
 }
 
 /// Returns the process and the user that hold the name of a listener.

@@ -7,6 +7,7 @@
 //! If a rule may make datagrams reliable, a thread of the library has the kernel's socket, and the program's calls use an end of a
 //! pair of local sockets: see `reliable.rs`.
 
+use crate::conn::answers;
 use crate::conn::reliable::{self, Shared};
 use crate::conn::show;
 use crate::conn::table;
@@ -256,6 +257,7 @@ impl Dgram {
                 return;
             }
         }
+        answers::start();
         log::with(|| format!("datagrams {fd}: {own} understands messages"));
         self.shown.store(kind as u8, Ordering::Relaxed);
         show::datagrams(fd, self.shown());

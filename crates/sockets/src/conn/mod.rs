@@ -3,6 +3,7 @@
 //! A connection refers to its sets and a set to its connections, so these modules depend on each other. Lock order: first the
 //! set, then the connection.
 
+pub mod answers;
 pub mod dgram;
 pub mod reliable;
 pub mod set;

@@ -2,6 +2,7 @@
 
 use super::reliable as pairs;
 use super::{dgram, fail};
+use crate::conn::answers;
 use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
 use crate::conn::reliable;
 use crate::conn::set::Set;
@@ -14,7 +15,7 @@ use crate::policy;
 use crate::real;
 use crate::sys;
 use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, sockaddr, socklen_t};
-use sockets_base::rules::{Listener, Mode, Role};
+use sockets_base::rules::{Fallback, Listener, Mode, Role};
 use sockets_base::stat::Why;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -150,6 +151,7 @@ pub(crate) fn adopt_listener(fd: c_int) {
         if let Some(name) = directory::enter(fd, addr) {
             table::own(name);
         }
+        answers::start();
     }
     sys::set_errno(errno);
 }
@@ -175,6 +177,8 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
             };
             set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
             show::undecided(fd);
+            // In the child of a fork the thread has not been started yet.
+            answers::start();
             if ACCEPTED.fetch_add(1, Ordering::Relaxed) % 512 == 511 {
                 directory::sweep();
             }
@@ -276,6 +280,9 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         return unsafe { real::connect(fd, addr, len) };
     };
     if let Some(why) = obstacle(fd, to) {
+        if why == Why::NotListed && policy::settings().fallback == Fallback::Error {
+            return fail(libc::ECONNREFUSED);
+        }
         // SAFETY: as above.
         let r = unsafe { real::connect(fd, addr, len) };
         let errno = sys::errno();
@@ -461,6 +468,7 @@ fn overwrites(fd: c_int, to: c_int) {
             directory::lost(to);
             show::lost(to);
             reliable::move_away(to);
+            answers::lost(to);
             table::for_each(|_, entry| {
                 if let Entry::Dgram(dgram) = entry {
                     dgram.move_away(to);
