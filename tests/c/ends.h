@@ -154,6 +154,7 @@ struct want {
 	uint32_t send_wr, recv_wr, sge, inline_data;
 	int cq_depth;
 	bool channels;   /* completion channels on the receive CQs */
+	bool one_cq;     /* an end has one CQ for sends and receives */
 	bool srq;        /* receive queues are shared, one SRQ an end */
 	bool sig_all;
 	bool by_lid;     /* address vector with a LID and no GRH */
@@ -198,7 +199,7 @@ UNUSED static const char *open_end(struct end *e, const struct want *w)
 	}
 	e->scq = new_cq(depth, NULL);
 	ENSURE(e->scq, "ibv_create_cq: %s", strerror(errno));
-	e->rcq = new_cq(depth, e->channel);
+	e->rcq = w->one_cq ? e->scq : new_cq(depth, e->channel);
 	ENSURE(e->rcq, "ibv_create_cq: %s", strerror(errno));
 	if (w->srq) {
 		struct ibv_srq_init_attr attr = { .attr = { .max_wr = 256, .max_sge = 2 } };
