@@ -155,6 +155,7 @@ struct want {
 	uint32_t send_wr, recv_wr, sge, inline_data;
 	int cq_depth;
 	bool channels;   /* create completion channels for the receive CQs */
+	bool one_cq;     /* create one CQ for sends and receives of an end */
 	bool srq;        /* create a shared receive queue for each end */
 	bool sig_all;
 	bool by_lid;     /* the address vector has a LID and no GRH */
@@ -199,7 +200,7 @@ UNUSED static const char *open_end(struct end *e, const struct want *w)
 	}
 	e->scq = new_cq(depth, NULL);
 	ENSURE(e->scq, "ibv_create_cq: %s", strerror(errno));
-	e->rcq = new_cq(depth, e->channel);
+	e->rcq = w->one_cq ? e->scq : new_cq(depth, e->channel);
 	ENSURE(e->rcq, "ibv_create_cq: %s", strerror(errno));
 	if (w->srq) {
 		struct ibv_srq_init_attr attr = { .attr = { .max_wr = 256, .max_sge = 2 } };

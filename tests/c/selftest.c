@@ -302,6 +302,27 @@ static const char *rc_events(size_t count)
 	return NULL;
 }
 
+/* A Send is acknowledged before the answer of the peer arrives: its completion comes first. */
+static const char *rc_answered(size_t count)
+{
+	struct want w = { .one_cq = true };
+	struct ibv_send_wr question = send_wr(1, IBV_WR_SEND, NULL, 0), answer = send_wr(2, IBV_WR_SEND, NULL, 0);
+	struct pair p;
+
+	TRY(open_pair(&p, &w));
+	for (size_t i = 0; i < count; i++) {
+		TRY(post_recv(p.b.qp, 3, NULL, 0));
+		TRY(post_recv(p.a.qp, 4, NULL, 0));
+		TRY(post(p.a.qp, &question));
+		TRY(expect_ok(p.b.rcq, 3, IBV_WC_RECV, NULL));
+		TRY(post(p.b.qp, &answer));
+		TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
+		TRY(expect_ok(p.a.rcq, 4, IBV_WC_RECV, NULL));
+		TRY(expect_ok(p.b.scq, 2, IBV_WC_SEND, NULL));
+	}
+	return NULL;
+}
+
 static const char *rc_solicited(size_t arg)
 {
 	struct want w = { .channels = true };
@@ -1630,6 +1651,7 @@ static const struct test tests[] = {
 	{ "rc_unsignaled", rc_unsignaled, 64, 0, false },
 	{ "rc_chain", rc_chain, 64, 0, false },
 	{ "rc_events", rc_events, 20, 0, false },
+	{ "rc_answered", rc_answered, 200, 0, false },
 	{ "rc_solicited", rc_solicited, 0, 0, false },
 	{ "rc_write_0", rc_write, 0, 0, false },
 	{ "rc_write_1", rc_write, 1, 0, false },

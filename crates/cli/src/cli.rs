@@ -43,7 +43,7 @@ pub(crate) enum Command {
     ///
     /// If anywarp's provider for libfabric is installed, its folder is put first in FI_PROVIDER_PATH: docs/mpi.md. On a
     /// machine with at most two processors MC_WORKERS_PER_CTX is set to 1 unless it is set: by default two threads of
-    /// Mooncake poll without a pause, and leave no processor to the other end.
+    /// Mooncake poll without a pause, and leave no processor to the other end. `anywarp env` does not print this variable.
     ///
     /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
     /// that gains privileges; for these a warning is printed.
