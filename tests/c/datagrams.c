@@ -751,6 +751,7 @@ static const char *refused(size_t arg)
 	ENSURE(send(e.client, "two", 3, 0) == 3, "send to a closed port: %s", strerror(errno));
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
 	ENSURE(send(e.client, "three", 5, 0) == 5, "send to a closed port: %s", strerror(errno));
+	settle();
 	ENSURE(send(e.client, "four", 4, 0) < 0 && errno == ECONNREFUSED, "send: %s", strerror(errno));
 	ENSURE(send(e.client, "five", 4, 0) == 4, "send to a closed port: %s", strerror(errno));
 	p.fd = e.client;

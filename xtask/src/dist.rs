@@ -194,9 +194,9 @@ fn cmake_package(lib: &Path) -> Result {
     Ok(())
 }
 
-/// Links the preloaded library for sockets. It exports its wrappers, whose names are taken from their source text.
-fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
-    const NAME: &str = "libanywarp-sockets.so";
+/// Returns the symbols that the preloaded library for sockets exports, each with a semicolon: its wrappers, whose names are taken from
+/// their source text.
+pub fn exports_of_sockets() -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(sh::root().join("crates/sockets/src/hooks"))? {
         let text = fs::read_to_string(entry?.path())?;
@@ -208,6 +208,13 @@ fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
     if names.is_empty() {
         return Err("crates/sockets/src/hooks: no wrappers".into());
     }
+    Ok(names)
+}
+
+/// Links the preloaded library for sockets.
+fn preloaded_sockets(built: &Path, lib: &Path, work: &Path) -> Result {
+    const NAME: &str = "libanywarp-sockets.so";
+    let names = exports_of_sockets()?;
     // Calls inside the library reach its own wrappers.
     let options = ["-Wl,-Bsymbolic-functions"];
     loadable(NAME, &names, &options, built, lib, work)

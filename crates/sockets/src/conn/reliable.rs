@@ -313,6 +313,9 @@ struct Thread {
 
 struct Socket {
     fd: c_int,
+    now: Duration,
+    /// The size of the socket's receive buffer.
+    room: u32,
     is_v6: bool,
     shared: Arc<Shared>,
     rd: Reliable,
@@ -324,6 +327,8 @@ struct Socket {
     deadline: Option<Duration>,
     /// The UDP socket may have datagrams that were not received yet.
     has_more: bool,
+    /// The program has sent a datagram since the last error.
+    has_sent: bool,
     /// The epoll events of the thread's end.
     asked: u32,
     /// The thread's end is no longer in the epoll set.
@@ -430,7 +435,10 @@ impl Thread {
             };
             let fd = job.shared.socket();
             let option = |name| sys::option(fd, libc::SOL_SOCKET, name);
+            let room = option(libc::SO_RCVBUF).unwrap_or(0);
             let mut socket = Socket {
+                now: Duration::ZERO,
+                room: u32::try_from(room).unwrap_or(0),
                 fd: job.fd,
                 is_v6: option(libc::SO_DOMAIN) == Ok(libc::AF_INET6),
                 shared: job.shared,
@@ -440,13 +448,13 @@ impl Thread {
                 unsent: VecDeque::new(),
                 deadline: None,
                 has_more: false,
+                has_sent: false,
                 asked: IN,
                 has_left: false,
                 until: None,
                 is_passed_on: false,
             };
-            let room = option(libc::SO_RCVBUF).unwrap_or(0);
-            socket.rd.set_room(u32::try_from(room).unwrap_or(0));
+            socket.rd.set_room(socket.room);
             let id = self.next;
             self.next += 1;
             let add = libc::EPOLL_CTL_ADD;
@@ -463,6 +471,7 @@ impl Thread {
         let Some(socket) = self.sockets.get_mut(&id) else {
             return false;
         };
+        socket.now = now;
         socket.rd.set_now(now);
         socket.receive(&mut self.inbox);
         if socket.rd.timeout().is_some_and(|at| at <= now) {
@@ -644,9 +653,22 @@ impl Socket {
 
     /// Handles an error of the UDP socket.
     fn failed(&mut self, errno: c_int) {
-        // An acknowledgement may be refused because its peer has ended. The program has sent nothing then, and would get no error.
-        let has_sent = self.shared.direct.swap(false, Ordering::AcqRel) || self.rd.is_busy();
-        if has_sent || errno != libc::ECONNREFUSED {
+        // Each datagram of the program causes at most one error, as the kernel's do. Packets that are sent again, and
+        // acknowledgements, which may be refused because their peer has ended, cause none.
+        let is_direct = self.shared.direct.swap(false, Ordering::AcqRel);
+        let has_sent = self.rd.is_busy() && std::mem::take(&mut self.has_sent);
+        // The socket is connected, and its peer has ended. Packets that are sent again would cause further errors, which the
+        // kernel would return to calls of the program.
+        if errno == libc::ECONNREFUSED
+            && self.rd.is_busy()
+            && let Some(rd) = Reliable::new(path_mtu, sys::random)
+        {
+            self.rd = rd;
+            self.rd.set_now(self.now);
+            self.rd.set_room(self.room);
+            self.unsent.clear();
+        }
+        if is_direct || has_sent || errno != libc::ECONNREFUSED {
             self.shared.error.store(errno, Ordering::Release);
             self.give(&Record::bare(Kind::Error));
         }
@@ -713,6 +735,7 @@ impl Socket {
         let to = unsafe { sys::address(record.name.as_ptr().cast(), record.name.len() as u32) };
         let Some(to) = to else { return };
         let from = parse_source(record.control);
+        self.has_sent = true;
         if !self.rd.send(to, from, record.payload) {
             log::line(&format!("datagrams {}: one to {to} was not sent", self.fd));
         }

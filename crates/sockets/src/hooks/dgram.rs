@@ -366,6 +366,10 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
             return Some(n);
         }
     }
+    let error = reliable::take_error(dgram);
+    if error != 0 {
+        return Some(super::fail_long(error));
+    }
     dgram.sends_itself();
     // SAFETY: upheld by the caller.
     if let Some(n) = unsafe { put_together(fd, dgram, msg, flags) } {
