@@ -191,7 +191,7 @@ impl DatagramQp {
         let ordered = options.ordered || kind.is_connected();
         let rd = kind
             .is_reliable()
-            .then(|| Box::new(Reliable::new(secret, index, ordered, options.patience)));
+            .then(|| Box::new(Reliable::new(secret, index, ordered, options.peer_timeout)));
         Self {
             base: QpBase::new(parts),
             kind,
@@ -580,7 +580,7 @@ impl DatagramQp {
             // A peer's acknowledgements are sent by a program that may have to wait for its processor. The limit is
             // therefore no less than the one for this end.
             let limit = self.base.attr.silence_limit();
-            rd.set_patience(limit.map_or(Duration::MAX, |t| t.max(self.options.patience)));
+            rd.set_peer_timeout(limit.map_or(Duration::MAX, |t| t.max(self.options.peer_timeout)));
         }
         match to {
             State::Reset => self.reset(),

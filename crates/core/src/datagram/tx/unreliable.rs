@@ -169,7 +169,7 @@ impl DatagramQp {
         true
     }
 
-    /// Takes, builds and cuts the next request in one step, if it is a Send or a Write of one datagram, as is usual.
+    /// Takes the next request and builds its datagram in one step, if it is a Send or a Write that fits in one datagram, as most do.
     ///
     /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths
     /// send the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
