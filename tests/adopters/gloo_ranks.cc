@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// Three ranks of Gloo whose pairs are queue pairs (transport ibverbs): collectives of every size, compared.
+// Three ranks of Gloo with the transport ibverbs. Compares the results of collectives of many sizes.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -59,8 +59,8 @@ int64_t of_the_last(size_t at, size_t) { return value(RANKS - 1, at); }
 
 int64_t of_each(size_t at, size_t length) { return value(int(at / length), at % length); }
 
-// The last message of an algorithm may still be under way when it returns, and Gloo aborts if the algorithm is destroyed
-// then. Programs keep their algorithms; so does this one.
+// Never destroys the algorithm: its last message may still be under way when it returns, and Gloo would abort. Other programs keep
+// their algorithms too.
 template <typename Algorithm, typename... Arguments>
 Algorithm& kept(const Context& context, Arguments... arguments) {
   return *new Algorithm(context, arguments...);
@@ -121,7 +121,7 @@ int main() {
         fprintf(stderr, "rank %d: %s\n", rank, e.what());
         _exit(1);
       }
-      // A rank ends when all are done: the others may still send to it.
+      // A rank exits when all ranks are done, because the others may still send to it.
       char byte = 0;
       _exit(write(done[1], &byte, 1) != 1 || read(end[0], &byte, 1) != 0);
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A server and a client of InfiniStore on one host. Stores blocks of many sizes by RDMA, reads them and compares them.
 
-The server process registers the server with an event loop, as `python -m infinistore.server` does. This script does not run that
-command, because it protects itself from the OOM killer, which only root may do.
+The server process registers the server with an event loop, as `python -m infinistore.server` does. The script does not run that
+command, because the command protects itself from the OOM killer, which only root may do.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A disk that tgt exports by iSER: QEMU's block driver (libiscsi) writes and reads it, and the disk's file is compared."""
+"""tgt exports a disk by iSER. QEMU's block driver (libiscsi) writes and reads it, and the script compares the disk's file."""
 
 import os
 import random
@@ -12,7 +12,7 @@ ADDRESS, PORT, CONTROL = "127.0.0.1", "3260", "1"
 TARGET, INITIATOR = "iqn.2026-01.example:disk", "iqn.2026-01.example:client"
 SIZE = 32 << 20
 SECTOR = 512
-# libiscsi sends no longer requests by iSER.
+# The last length is the longest request that libiscsi sends by iSER.
 LENGTHS = [SECTOR, 4096, 65536, 256 << 10]
 PATH = "/usr/sbin:/sbin:" + os.environ["PATH"]
 
@@ -45,13 +45,13 @@ def serve(disk):
 def offer(disk):
     tgtadm("target", "new", "--targetname", TARGET)
     tgtadm("logicalunit", "new", "--lun", "1", "--backing-store", disk)
-    # tgt 1.0.85 wants both for iSER.
+    # With iSER, tgt 1.0.85 accepts an initiator only if both its address and its name are bound.
     tgtadm("target", "bind", "--initiator-address", "ALL")
     tgtadm("target", "bind", "--initiator-name", INITIATOR)
 
 
 def transfer(disk):
-    """Writes and reads parts of the disk, which qemu-io compares with the patterns, and compares the file."""
+    """Writes parts of the disk, reads them back with qemu-io, which compares them, and compares the file of the disk."""
     image = f"driver=iscsi,transport=iser,portal={ADDRESS}:{PORT},target={TARGET},lun=1,initiator-name={INITIATOR}"
     numbers = random.Random(1)
     wanted = bytearray(SIZE)
@@ -63,7 +63,7 @@ def transfer(disk):
     run("qemu-io", "--image-opts", image, *commands, "-c", "flush")
     with open(disk, "rb") as file:
         if file.read() != wanted:
-            raise SystemExit("the file of the disk has other bytes")
+            raise SystemExit("the file of the disk differs from what was written")
     return len(LENGTHS) * 4
 
 
@@ -78,7 +78,7 @@ with tempfile.TemporaryDirectory() as folder:
         url = f"iser://{ADDRESS}:{PORT}/{TARGET}/1"
         size = run("iscsi-readcapacity16", "-i", INITIATOR, url)
         if f"Total size:{SIZE}" not in size:
-            raise SystemExit(f"another size: {size}")
+            raise SystemExit(f"the size of the disk is {size}")
         count = transfer(disk)
     finally:
         tgtd.kill()

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// A server of librpma that exposes a region, and a client that writes, flushes and reads it, with messages about it.
+// librpma: a server exposes a memory region, and a client writes, flushes and reads it. After each write the client sends the length,
+// and the server checks the region.
 
 #include <errno.h>
 #include <inttypes.h>
@@ -19,7 +20,7 @@
 
 static const size_t lengths[] = { 1, 8, 4096, 65536 + 3, REGION };
 
-/* What both sides have. */
+/* The state of the server or of the client. */
 struct side {
 	struct rpma_peer *peer;
 	struct rpma_conn *conn;
@@ -92,7 +93,7 @@ static void must_come(struct rpma_conn *conn, enum rpma_conn_event wanted)
 
 	must(rpma_conn_next_event(conn, &event), "rpma_conn_next_event");
 	if (event != wanted) {
-		fprintf(stderr, "%s instead of %s\n", rpma_utils_conn_event_2str(event),
+		fprintf(stderr, "event %s instead of %s\n", rpma_utils_conn_event_2str(event),
 			rpma_utils_conn_event_2str(wanted));
 		exit(1);
 	}
@@ -106,12 +107,12 @@ static void complete(struct side *side, enum ibv_wc_opcode opcode)
 	int rc;
 
 	must(rpma_conn_get_cq(side->conn, &cq), "rpma_conn_get_cq");
-	/* One event may stand for several completions. */
+	/* Several completions may raise only one event. */
 	while ((rc = rpma_cq_get_wc(cq, 1, &wc, NULL)) == RPMA_E_NO_COMPLETION)
 		must(rpma_cq_wait(cq), "rpma_cq_wait");
 	must(rc, "rpma_cq_get_wc");
 	if (wc.status != IBV_WC_SUCCESS || wc.opcode != opcode) {
-		fprintf(stderr, "completion of %d: %s, opcode %d\n", (int)opcode, ibv_wc_status_str(wc.status),
+		fprintf(stderr, "completion with opcode %d expected: status %s, opcode %d\n", (int)opcode, ibv_wc_status_str(wc.status),
 			(int)wc.opcode);
 		exit(1);
 	}
@@ -129,14 +130,14 @@ static void say(struct side *side, const void *words, size_t length)
 	complete(side, IBV_WC_SEND);
 }
 
-/* The message that arrived. */
+/* Waits for a message, and returns it. */
 static const uint8_t *hear(struct side *side)
 {
 	complete(side, IBV_WC_RECV);
 	return side->messages + MESSAGE;
 }
 
-/* Tells the client what its region is, and checks each length that the client has written. */
+/* The server: sends the descriptor of its region, and checks the region after each write of the client. */
 static int serve(int ready)
 {
 	struct rpma_conn_private_data none = { NULL, 0 };
@@ -206,12 +207,12 @@ static void use(void)
 		must(rpma_read(side.conn, side.region_mr, 0, remote, 0, length, RPMA_F_COMPLETION_ALWAYS, NULL),
 		     "rpma_read");
 		complete(&side, IBV_WC_RDMA_READ);
-		must_be(side.region, length, turn, "what was read");
+		must_be(side.region, length, turn, "the bytes that were read");
 
 		receive(&side);
 		say(&side, &length, sizeof length);
 		if (memcmp(hear(&side), "checked", 8)) {
-			fprintf(stderr, "another message arrived\n");
+			fprintf(stderr, "the client received an unexpected message\n");
 			exit(1);
 		}
 	}
@@ -224,7 +225,7 @@ static void use(void)
 	must(rpma_read(side.conn, side.region_mr, 0, remote, 0, sizeof eight, RPMA_F_COMPLETION_ALWAYS, NULL), "rpma_read");
 	complete(&side, IBV_WC_RDMA_READ);
 	if (memcmp(side.region, &eight, sizeof eight)) {
-		fprintf(stderr, "the atomic write has not arrived\n");
+		fprintf(stderr, "the read after the atomic write returned another value\n");
 		exit(1);
 	}
 	must(rpma_mr_remote_delete(&remote), "rpma_mr_remote_delete");

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The tests and the examples of the Rust crate sideway: `sideway_crate.py EXAMPLES TEST...`, the folder and the built tests."""
+"""Runs the tests and the examples of the Rust crate sideway: `sideway_crate.py EXAMPLES TEST...`, where EXAMPLES is the folder of the
+built examples and each TEST is a built test."""
 
 import re
 import subprocess
@@ -33,7 +34,7 @@ def tests(programs):
 def pairs(folder):
     for (server, *options), client in PAIRS:
         command = [f"{folder}/{server}", *options]
-        # A client that starts before its server is refused, and tried again.
+        # A client that starts before its server listens is refused. It is started again.
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
             try:
                 printed = connect([*command, *client])
@@ -43,7 +44,7 @@ def pairs(folder):
         if other.returncode != 0:
             raise SystemExit(f"the server of {server}: status {other.returncode}\n{out}{err}")
         if server.startswith("rc_pingpong") and f"{2 * ITERATIONS * SIZE} bytes" not in printed:
-            raise SystemExit(f"{server} transferred something else:\n{printed}")
+            raise SystemExit(f"{server} did not transfer the expected number of bytes:\n{printed}")
     return len(PAIRS)
 
 
@@ -52,7 +53,7 @@ def connect(command):
         try:
             return run(command)
         except SystemExit as end:
-            # cmtime does not show the reason.
+            # The second text is that of cmtime, which does not print why it could not connect.
             reasons = ("Connection refused", "Failed to receive cm_id")
             if attempt == 99 or not any(reason in str(end) for reason in reasons):
                 raise

@@ -8,8 +8,8 @@
  * may arrive after the call that sent it has returned. The test reads what was sent from the network interface.
  *
  * If the datagrams are to be messages, DATAGRAMS_HEAD is the number of bytes before the payload of a message: 44 for a
- * Send, 40 for a Write-Record. The test reads what was sent by direct system calls, which the library does not
- * intercept.
+ * Send, 40 for a Write-Record. To read messages as they were sent, the test uses direct system calls, which the library
+ * does not intercept.
  */
 #include "check.h"
 
@@ -52,7 +52,7 @@ static bool is_reliable(void)
 	return getenv("DATAGRAMS_RELIABLE") != NULL;
 }
 
-/* What was sent before this has arrived: on the kernel's sockets at once. */
+/* Waits until everything that was sent has arrived. Unreliable datagrams have arrived when the call that sends them returns. */
 static void settle(void)
 {
 	if (is_reliable())
@@ -181,8 +181,8 @@ static const char *tapped(int *tap)
 static size_t seen_at, seen_bytes;
 
 /*
- * Ensures that the text was sent in a packet of reliable datagrams, or otherwise as it is. The payload is at `seen_at` of
- * `big`.
+ * Ensures that the text was sent in a packet of reliable datagrams if `in_packet`, otherwise as a plain datagram. Stores the
+ * position of the UDP payload in `big` in `seen_at`, and its length in `seen_bytes`.
  */
 static const char *seen(int tap, const char *text, bool in_packet)
 {
@@ -211,7 +211,7 @@ static long raw_length(int fd)
 
 static const char *same_address(const struct at *a, const struct at *b)
 {
-	ENSURE(a->len == b->len && !memcmp(&a->addr, &b->addr, a->len), "another address, of %u bytes", a->len);
+	ENSURE(a->len == b->len && !memcmp(&a->addr, &b->addr, a->len), "the addresses differ; the first has %u bytes", a->len);
 	return NULL;
 }
 
@@ -272,7 +272,7 @@ static const char *sources(size_t family)
 	TRY(own_name(e.client, &at));
 	ENSURE(*port_of(&at), "no port after the first datagram");
 	TRY(takes_from(e.server, "one", &from));
-	ENSURE(*port_of(&from) == *port_of(&at), "the port of the source");
+	ENSURE(*port_of(&from) == *port_of(&at), "the source has another port");
 	at = loopback((int)family);
 	*port_of(&at) = *port_of(&from);
 	TRY(same_address(&at, &from));
@@ -284,7 +284,7 @@ static const char *sources(size_t family)
 	TRY(text_to(e.client, "three", &e.at));
 	from.len = sizeof small;
 	ENSURE(recvfrom(e.server, got, sizeof got, 0, (struct sockaddr *)small, &from.len) == 5, "recvfrom");
-	ENSURE(from.len == at.len && !memcmp(small, &at.addr, sizeof small), "a short address: %u", from.len);
+	ENSURE(from.len == at.len && !memcmp(small, &at.addr, sizeof small), "an address that is cut off has length %u", from.len);
 	peer.len = sizeof peer.addr;
 	ENSURE(getpeername(e.client, name(&peer), &peer.len) < 0 && errno == ENOTCONN, "getpeername before connect");
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
@@ -361,7 +361,7 @@ static const char *packet_info(size_t arg)
 	memcpy(CMSG_DATA(c), &info, sizeof info);
 	ENSURE(sendmsg(server, &m, 0) == 5, "sendmsg: %s", strerror(errno));
 	if (!is_reliable())
-		ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the reply as received");
+		ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the kind of the reply");
 	TRY(takes_from(client, "where", &from));
 	return same_address(&from, &at);
 }
@@ -425,7 +425,7 @@ static const char *cut_off(size_t arg)
 	TRY(text_to(e.client, "0123456789", &e.at));
 	memset(got, '-', 8);
 	ENSURE(recv(e.server, got, 4, MSG_PEEK) == 4 && !memcmp(got, "0123----", 8), "peek: %.8s", got);
-	ENSURE(recv(e.server, got, 4, MSG_PEEK | MSG_TRUNC) == 10, "peek at the length");
+	ENSURE(recv(e.server, got, 4, MSG_PEEK | MSG_TRUNC) == 10, "MSG_PEEK with MSG_TRUNC does not return the length");
 	memset(a, '-', sizeof a);
 	memset(b, '-', sizeof b);
 	n = recvmsg(e.server, &m, MSG_PEEK);
@@ -551,7 +551,7 @@ static const char *lists(size_t arg)
 	ENSURE(recvmmsg(e.server, in, 3, 0, NULL) == 3, "recvmmsg: %s", strerror(errno));
 	/* The second datagram has no address. */
 	out[1].msg_hdr.msg_name = NULL;
-	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg with a wrong one");
+	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg with an invalid datagram");
 	ENSURE(sendmmsg(e.client, out + 1, 1, 0) < 0 && errno == EDESTADDRREQ, "sendmmsg without address: %s", strerror(errno));
 	return takes(e.server, "one");
 }
@@ -724,7 +724,7 @@ static const char *connections(size_t arg)
 	ENSURE(!connect(e.client, name(&other_at), other_at.len), "connect again: %s", strerror(errno));
 	ENSURE(send(e.client, "two", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(other, "two"));
-	settle(); /* the acknowledgement goes to the current port of the socket */
+	settle(); /* AF_UNSPEC changes the port of the socket, and the acknowledgement must arrive at the old one */
 	/* AF_UNSPEC removes the peer. */
 	ENSURE(!connect(e.client, &none, sizeof none), "AF_UNSPEC: %s", strerror(errno));
 	ENSURE(send(e.client, "x", 1, 0) < 0 && errno == EDESTADDRREQ, "send after AF_UNSPEC: %s", strerror(errno));
@@ -864,7 +864,7 @@ static const char *corked(size_t arg)
 	TRY(send_kind(e.client, "alone", &e.at, e.server, true));
 	/* A call that fails does not add its data. */
 	ENSURE(send(e.client, "nine ", 5, MSG_MORE) == 5, "MSG_MORE: %s", strerror(errno));
-	ENSURE(send(e.client, big, 65536, 0) < 0 && errno == EMSGSIZE, "too much: %s", strerror(errno));
+	ENSURE(send(e.client, big, 65536, 0) < 0 && errno == EMSGSIZE, "a datagram that is too long: %s", strerror(errno));
 	ENSURE(send(e.client, "ten", 3, 0) == 3, "send: %s", strerror(errno));
 	TRY(takes(e.server, "nine ten"));
 	ENSURE(!setsockopt(e.client, IPPROTO_UDP, UDP_CORK, &on, sizeof on), "UDP_CORK: %s", strerror(errno));
@@ -1375,18 +1375,18 @@ static const char *invalid_buffers(size_t arg)
 	(void)arg;
 	TRY(both(&e));
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
-	ENSURE(send(e.client, NULL, 10, 0) < 0 && errno == EFAULT, "send of nowhere: %s", strerror(errno));
+	ENSURE(send(e.client, NULL, 10, 0) < 0 && errno == EFAULT, "send from a null pointer: %s", strerror(errno));
 	ENSURE(sendmsg(e.client, &m, 0) < 0 && errno == EMSGSIZE, "sendmsg of too many parts: %s", strerror(errno));
 	ENSURE(sendmmsg(e.client, list, 2, 0) < 0 && errno == EMSGSIZE, "sendmmsg of too many parts: %s", strerror(errno));
 	list[0].msg_hdr.msg_iovlen = 1;
-	ENSURE(sendmmsg(e.client, list, 2, 0) == 1, "sendmmsg with a wrong one: %s", strerror(errno));
+	ENSURE(sendmmsg(e.client, list, 2, 0) == 1, "sendmmsg with an invalid datagram: %s", strerror(errno));
 	ENSURE(recvmsg(e.server, &m, 0) < 0 && errno == EMSGSIZE, "recvmsg to too many parts: %s", strerror(errno));
 	settle();
 	ENSURE(recvmmsg(e.server, list, 2, MSG_DONTWAIT, NULL) == 1, "recvmmsg: %s", strerror(errno));
 	list[0].msg_hdr.msg_iovlen = 1025;
 	ENSURE(recvmmsg(e.server, list, 1, MSG_DONTWAIT, NULL) < 0 && errno == EMSGSIZE, "recvmmsg to too many parts: %s", strerror(errno));
 	TRY(text_to(e.client, "lost", &e.at));
-	ENSURE(recv(e.server, NULL, 10, 0) < 0 && errno == EFAULT, "recv to nowhere: %s", strerror(errno));
+	ENSURE(recv(e.server, NULL, 10, 0) < 0 && errno == EFAULT, "recv to a null pointer: %s", strerror(errno));
 	TRY(text_to(e.client, "after", &e.at));
 	return takes(e.server, "after");
 }

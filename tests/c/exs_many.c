@@ -318,7 +318,7 @@ static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *co
 			killed = true;
 			kill(child, SIGKILL);
 			waitpid(child, NULL, 0);
-			/* No peer ends a connection that was never established. */
+			/* Accepts for which no connection was established do not end with the peer. */
 			if (!listens)
 				exs_cancel(open[0], EXS_CAF_FILDES, 0);
 		}

@@ -3,7 +3,7 @@
  * A host that runs out of descriptors, ports or memory.
  *
  * The same scenario runs repeatedly, each time in a new process and with a higher limit, from a limit that is too low
- * for the first call to one that is sufficient for all. A lack must be reported by errno, an event or the status of a
+ * for the first call to one that is sufficient for all. A shortage must be reported by errno, an event or the status of a
  * completion. The process must not crash or hang, and no data may be damaged. When the limit is removed, the same
  * process must complete the scenario.
  */
@@ -26,12 +26,12 @@
 /* The result of a scenario: complete, incomplete because of the limit, or failed. */
 enum outcome { DONE, WITHOUT, WRONG };
 
-static bool scarce;           /* a limit is set, so a failure that reports the lack is allowed */
+static bool scarce;           /* a limit is set, so a failure that reports a shortage is allowed */
 static char missed[160];      /* the call that failed because of the limit */
 static unsigned int wait_ms = WAIT_MS;
 
-/* Errno values that report a lack. */
-static bool reports_lack(int e)
+/* Errno values that report a shortage. */
+static bool reports_shortage(int e)
 {
 	return e == EMFILE || e == ENFILE || e == ENOMEM || e == EAGAIN || e == EADDRINUSE || e == EADDRNOTAVAIL ||
 	       e == ENOBUFS;
@@ -45,7 +45,7 @@ static bool reports_lack(int e)
 		errno = 0;                                                                              \
 		if (!(cond)) {                                                                          \
 			int e_ = (e);                                                                   \
-			ENSURE(scarce && reports_lack(e_), "%s: %s", what, strerror(e_));               \
+			ENSURE(scarce && reports_shortage(e_), "%s: %s", what, strerror(e_));               \
 			snprintf(missed, sizeof missed, "%s: %s", what, strerror(e_));                  \
 			return MISSED;                                                                  \
 		}                                                                                       \
@@ -313,7 +313,7 @@ static const char *by_manager(void)
 	return reason;
 }
 
-/* Runs the scenario. Prints a line and returns WRONG if it fails otherwise than by reporting a lack. */
+/* Runs the scenario. Prints a line and returns WRONG if it fails in another way than by reporting a shortage. */
 static enum outcome scenario(void)
 {
 	const char *reason, *cleanup;
@@ -425,7 +425,7 @@ static int with_little(const struct scarcity *s, long n)
 	return first == WRONG || second != DONE ? 91 : first == DONE ? 0 : 1;
 }
 
-static const char *ever_more(size_t which)
+static const char *rising_limits(size_t which)
 {
 	const struct scarcity *s = &scarcities[which];
 	unsigned long too_little = 0, enough = 0;
@@ -518,7 +518,7 @@ static const char *no_memory_at_all(size_t arg)
 		free(taken[--n]);
 	setrlimit(RLIMIT_AS, &was);
 	TRY(reason);
-	ENSURE(refused > 100, "refused %u times", refused);
+	ENSURE(refused > 100, "only %u calls were refused", refused);
 	scarce = false;
 	wait_ms = WAIT_MS;
 	TRY(both(qp, cq, 3));
@@ -569,14 +569,14 @@ static const char *deep_queues(size_t arg)
 		free(taken[--n]);
 	setrlimit(RLIMIT_AS, &was);
 	ENSURE(rc == ENOMEM && posted < DEPTH, "%zu receives, then %s", posted, strerror(rc));
-	ENSURE(shared_rc == ENOMEM, "a shared receive: %s", strerror(shared_rc));
+	ENSURE(shared_rc == ENOMEM, "ibv_post_srq_recv without memory: %s", strerror(shared_rc));
 	/* The posted receives complete once each, and no others. */
 	TRY(to_state(qp, IBV_QPS_ERR));
 	for (size_t i = 0; i < posted; i++)
 		TRY(expect_status(init.recv_cq, 7, IBV_WC_WR_FLUSH_ERR));
 	TRY(no_wc(init.recv_cq, QUIET_MS));
 	rc = ibv_post_srq_recv(srq, &recv, &bad_recv);
-	ENSURE(!rc, "with memory again: %s", strerror(rc));
+	ENSURE(!rc, "ibv_post_srq_recv after the limit was removed: %s", strerror(rc));
 	return NULL;
 }
 
@@ -707,8 +707,8 @@ static const char *descriptors_closed(size_t rounds)
 
 static const struct test tests[] = {
 	{ "descriptors_closed", descriptors_closed, 200, 60, true },
-	{ "few_descriptors", ever_more, 0, 200, true },
-	{ "little_memory", ever_more, 1, 300, true },
+	{ "few_descriptors", rising_limits, 0, 200, true },
+	{ "little_memory", rising_limits, 1, 300, true },
 	{ "no_memory_at_all", no_memory_at_all, 0, 60, true },
 	{ "deep_queues", deep_queues, 0, 60, true },
 	{ "few_ports", few_ports, 0, 200, true },

@@ -100,8 +100,8 @@ fn options_of(attr: &anywarpdv_qp_init_attr) -> Result<Options, Errno> {
         max_read: or_default(attr.max_read_size, usual.max_read),
         report_errors: has(ANYWARPDV_QP_REPORT_ERRORS),
         ordered: !has(ANYWARPDV_QP_UNORDERED),
-        patience: match attr.peer_timeout_ms {
-            0 => usual.patience,
+        peer_timeout: match attr.peer_timeout_ms {
+            0 => usual.peer_timeout,
             ms => Duration::from_millis(ms.into()),
         },
         keep_going: has(ANYWARPDV_QP_KEEP_GOING),

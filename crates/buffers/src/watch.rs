@@ -241,7 +241,7 @@ impl Watch {
     }
 }
 
-/// Returns whether these pages are private anonymous memory. Only changes of such memory are all reported: another process
+/// Returns whether these pages are private anonymous memory. For other memory some changes are not reported: another process
 /// can truncate a file, and segments of `shmat(2)` are detached without an event.
 pub(crate) fn anonymous(pages: &Range<usize>) -> bool {
     // Names of files may contain any bytes.

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Measures costs of verbs other than those of messages, using only public verbs. `anywarp bench` and `anywarp study` run it.
+ * Measures what perf.c does not: registration, connecting, idle queue pairs, and fairness. Uses only public verbs. `anywarp bench`
+ * and `anywarp study` run it.
  *
  *   ping    latency of a 64-byte Send, with --idle more queue pairs that are connected and idle
  *   read    latency of a 64-byte RDMA Read while the target polls
@@ -452,7 +453,7 @@ static volatile unsigned long calls;
 static void called(int signal)
 {
 	(void)signal;
-	/* The first system call is enough. The call itself is not made, and fails. */
+	/* Only the first system call is counted. It fails without being executed. */
 	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
 	calls++;
 }
@@ -510,11 +511,11 @@ static void passive(void)
 	selector = SYSCALL_DISPATCH_FILTER_BLOCK;
 	syscall(SYS_getppid);
 	if (calls != 1)
-		die("system calls are not seen");
+		die("system calls are not intercepted");
 	calls = 0;
 	selector = SYSCALL_DISPATCH_FILTER_BLOCK;
 	for (unsigned long turns = 0; *flag != 1; turns++)
-		if (turns % (1 << 20) == 0 && now_ns() - began > WAIT_NS) /* the clock is no system call (vDSO) */
+		if (turns % (1 << 20) == 0 && now_ns() - began > WAIT_NS) /* reading the clock makes no system call (vDSO) */
 			break;
 	selector = SYSCALL_DISPATCH_FILTER_ALLOW;
 	MUST(!prctl(PR_SET_SYSCALL_USER_DISPATCH, PR_SYS_DISPATCH_OFF, 0ul, 0ul, 0ul));

@@ -83,7 +83,7 @@ fn is_link_local(ip: IpAddr) -> bool {
     }
 }
 
-/// The LID: the low 16 bits of the first IPv4 address, made non-zero and below the multicast range.
+/// The LID for an address: its low 16 bits, changed so that the LID is neither zero nor a multicast LID.
 pub fn lid_of(ip: IpAddr) -> u16 {
     let low = match ip {
         IpAddr::V4(v4) => {

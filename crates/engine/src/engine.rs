@@ -64,32 +64,32 @@ impl Deref for Engine {
 pub(crate) type ListConnected = fn() -> Vec<Arc<dyn DeviceListener>>;
 
 /// The engine of a process, and the lock for its creation.
-struct Home {
+struct EngineCell {
     engine: OnceLock<&'static Engine>,
     creation: Mutex<()>,
 }
 
-static HOME: PerProcess<Home> = PerProcess::new(|| Home {
+static ENGINE: PerProcess<EngineCell> = PerProcess::new(|| EngineCell {
     engine: OnceLock::new(),
     creation: Mutex::new(Rank::EngineCreation, ()),
 });
 
 /// The engine of this process, if it was created.
 pub(crate) fn current() -> Option<&'static Engine> {
-    HOME.get().engine.get().copied()
+    ENGINE.get().engine.get().copied()
 }
 
 /// The engine of this process. The first call creates it and its thread; a forked child creates its own. `EIO` when the
 /// device is broken.
 pub fn engine() -> io::Result<&'static Engine> {
     process::watch_fork();
-    let home = HOME.get();
-    if let Some(engine) = home.engine.get() {
+    let cell = ENGINE.get();
+    if let Some(engine) = cell.engine.get() {
         engine.has_room_io()?;
         return Ok(engine);
     }
-    let _creation = home.creation.lock();
-    if let Some(engine) = home.engine.get() {
+    let _creation = cell.creation.lock();
+    if let Some(engine) = cell.engine.get() {
         return Ok(engine);
     }
     for warning in &config().warnings {
@@ -103,7 +103,7 @@ pub fn engine() -> io::Result<&'static Engine> {
     worker::spawn(take, |payload| caught("the worker", payload))?;
     let engine: &'static Engine = Box::leak(engine);
     let _ = give.send(&engine.reactor);
-    let _ = home.engine.set(engine);
+    let _ = cell.engine.set(engine);
     Ok(engine)
 }
 

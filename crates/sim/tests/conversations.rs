@@ -31,18 +31,18 @@ use anywarp_sim::{
 const MS: Duration = Duration::from_millis(1);
 
 /// A datagram: whether it goes from the first end to the second, and its bytes.
-type Said = (bool, Vec<u8>);
+type Sent = (bool, Vec<u8>);
 
 /// Two ends, and all datagrams that they send.
-struct Talk {
+struct Conversation {
     net: Ether,
     a: Id,
     b: Id,
-    said: Rc<RefCell<Vec<Said>>>,
+    sent: Rc<RefCell<Vec<Sent>>>,
     lose: Rc<RefCell<Vec<usize>>>,
 }
 
-impl Talk {
+impl Conversation {
     fn new(kind: Kind, options: Options) -> Self {
         let mut net = Ether::new(7, Link::default());
         let a = net.join(kind, options);
@@ -51,9 +51,9 @@ impl Talk {
             // Datagrams are short, so that a message has several and the text stays readable.
             net[end].qp.set_paths(|_| 0);
         }
-        let said = Rc::new(RefCell::new(Vec::new()));
+        let sent = Rc::new(RefCell::new(Vec::new()));
         let lose = Rc::new(RefCell::new(Vec::new()));
-        let (log, lost, to_b) = (Rc::clone(&said), Rc::clone(&lose), net[b].addr);
+        let (log, lost, to_b) = (Rc::clone(&sent), Rc::clone(&lose), net[b].addr);
         net.filter = Some(Box::new(move |datagram| {
             let mut log = log.borrow_mut();
             log.push((datagram.to == to_b, datagram.bytes.to_vec()));
@@ -63,14 +63,14 @@ impl Talk {
             net,
             a,
             b,
-            said,
+            sent,
             lose,
         }
     }
 
     /// Makes the `nth` datagram from now on be lost.
     fn lose(&self, nth: usize) {
-        self.lose.borrow_mut().push(self.said.borrow().len() + nth);
+        self.lose.borrow_mut().push(self.sent.borrow().len() + nth);
     }
 
     /// Runs until a request ends, and checks its status.
@@ -83,7 +83,7 @@ impl Talk {
 
     fn text(&self) -> String {
         let mut text = String::new();
-        for (to_b, bytes) in self.said.borrow().iter() {
+        for (to_b, bytes) in self.sent.borrow().iter() {
             let (from, to) = if *to_b { ("a", "b") } else { ("b", "a") };
             writeln!(text, "{from} {to} {}", pretty::udp(bytes)).unwrap();
             for line in bytes.chunks(64) {
@@ -167,75 +167,75 @@ fn unreliable_datagrams() {
         repeats: 1,
         ..options()
     };
-    let mut talk = Talk::new(Kind::Ud, options);
-    let (a, b) = (talk.a, talk.b);
+    let mut ends = Conversation::new(Kind::Ud, options);
+    let (a, b) = (ends.a, ends.b);
     const LEN: usize = 1300;
     const MESSAGE: usize = 300;
-    let mine = talk.net[a].host.register(LEN, access::ALL);
-    let theirs = talk.net[b].host.register(LEN, access::ALL);
-    let closed = talk.net[b].host.register(LEN, access::LOCAL);
-    talk.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
-    talk.net[b].recv(1, &[theirs.all()]);
+    let mine = ends.net[a].host.register(LEN, access::ALL);
+    let theirs = ends.net[b].host.register(LEN, access::ALL);
+    let closed = ends.net[b].host.register(LEN, access::LOCAL);
+    ends.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
+    ends.net[b].recv(1, &[theirs.all()]);
     let part = mine.part(0, 20);
-    talk.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
-    talk.end(1, Status::Success);
-    talk.net
+    ends.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
+    ends.end(1, Status::Success);
+    ends.net
         .post(a, b, write(2, theirs.remote(0)).from(&[part]));
-    talk.end(2, Status::Success);
+    ends.end(2, Status::Success);
     // A message of many datagrams, one of which is lost and restored from the others.
-    talk.lose(2);
+    ends.lose(2);
     let request = write_imm(3, theirs.remote(0), [1, 2, 3, 4]);
-    talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
-    talk.end(3, Status::Success);
-    assert_eq!(talk.net[b].qp.counters().rx_repaired, 1);
-    assert_eq!(talk.net[b].qp.records().len(), 2);
-    // A Read whose answer is longer than the credit of its source needs a cookie.
-    talk.net
+    ends.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
+    ends.end(3, Status::Success);
+    assert_eq!(ends.net[b].qp.counters().rx_repaired, 1);
+    assert_eq!(ends.net[b].qp.records().len(), 2);
+    // A responder sends no more bytes than it has received from the requester's address. A longer response needs a cookie.
+    ends.net
         .post(a, b, read(4, theirs.remote(0)).from(&[mine.all()]));
-    talk.end(4, Status::Success);
-    talk.net
+    ends.end(4, Status::Success);
+    ends.net
         .post(a, b, write(5, closed.remote(0)).from(&[part]));
-    talk.end(5, Status::Success);
-    assert!(talk.net[a].qp.poll_error().is_some());
-    talk.compare("ud");
+    ends.end(5, Status::Success);
+    assert!(ends.net[a].qp.poll_error().is_some());
+    ends.compare("ud");
 }
 
 #[test]
 fn reliable_datagrams() {
-    let mut talk = Talk::new(Kind::Rd, options());
-    let (a, b) = (talk.a, talk.b);
+    let mut ends = Conversation::new(Kind::Rd, options());
+    let (a, b) = (ends.a, ends.b);
     const LEN: usize = 1300;
     const MESSAGE: usize = 300;
-    let mine = talk.net[a].host.register(LEN, access::ALL);
-    let theirs = talk.net[b].host.register(LEN, access::ALL);
-    let closed = talk.net[b].host.register(LEN, access::LOCAL);
-    talk.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
+    let mine = ends.net[a].host.register(LEN, access::ALL);
+    let theirs = ends.net[b].host.register(LEN, access::ALL);
+    let closed = ends.net[b].host.register(LEN, access::LOCAL);
+    ends.net[a].host.fill(&mine, &Rng::new(1).bytes(LEN));
     // The first contact, and a Send that waits for a receive.
     let part = mine.part(0, 20);
-    talk.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
-    talk.net.run(100 * MS);
-    talk.net[b].recv(1, &[theirs.all()]);
-    talk.end(1, Status::Success);
+    ends.net.post(a, b, send_imm(1, *b"imm.").from(&[part]));
+    ends.net.run(100 * MS);
+    ends.net[b].recv(1, &[theirs.all()]);
+    ends.end(1, Status::Success);
     // A message of many datagrams, one of which is lost.
-    talk.lose(2);
+    ends.lose(2);
     let request = write_imm(2, theirs.remote(0), [1, 2, 3, 4]);
-    talk.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
-    talk.end(2, Status::Success);
-    talk.net
+    ends.net.post(a, b, request.from(&[mine.part(0, MESSAGE)]));
+    ends.end(2, Status::Success);
+    ends.net
         .post(a, b, read(3, theirs.remote(0)).from(&[mine.part(0, 200)]));
-    talk.end(3, Status::Success);
+    ends.end(3, Status::Success);
     let word = mine.part(0, 8);
-    talk.net
+    ends.net
         .post(a, b, fetch_add(4, theirs.remote(8), 5).from(&[word]));
-    talk.end(4, Status::Success);
-    talk.net
+    ends.end(4, Status::Success);
+    ends.net
         .post(a, b, compare_swap(5, theirs.remote(8), 0, 1).from(&[word]));
-    talk.end(5, Status::Success);
-    talk.net
+    ends.end(5, Status::Success);
+    ends.net
         .post(a, b, write(6, closed.remote(0)).from(&[part]));
-    talk.end(6, Status::RemoteAccess);
-    talk.net[b].recv(2, &[theirs.all()]);
-    talk.net.post(a, b, send(7).from(&[part]));
-    talk.end(7, Status::Success);
-    talk.compare("rd");
+    ends.end(6, Status::RemoteAccess);
+    ends.net[b].recv(2, &[theirs.all()]);
+    ends.net.post(a, b, send(7).from(&[part]));
+    ends.end(7, Status::Success);
+    ends.compare("rd");
 }

@@ -280,7 +280,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
 #[test]
 fn unacknowledged_answers_are_bounded() {
     let options = Options {
-        patience: LONG,
+        peer_timeout: LONG,
         ..options()
     };
     let mut net = Ether::new(2, Link::default());

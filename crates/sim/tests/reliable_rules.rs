@@ -23,7 +23,7 @@ const MS: Duration = Duration::from_millis(1);
 fn options() -> Options {
     Options {
         one_sided: true,
-        patience: 60 * 1000 * MS,
+        peer_timeout: 60 * 1000 * MS,
         ..Options::default()
     }
 }

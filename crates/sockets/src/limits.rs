@@ -76,7 +76,7 @@ pub const TRIES: usize = 100;
 /// socket.
 pub const NAMES_PART: usize = 8;
 /// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
-/// their senders are told.
+/// their acknowledgements report this to the senders.
 pub const RECEIVES: usize = 64;
 /// The most reliable datagrams of a socket that are sent and not yet delivered. Then the program's calls wait, or fail with EAGAIN.
 pub const SENDS: usize = 1024;
@@ -89,8 +89,8 @@ pub const INBOX: usize = 32;
 pub const CONTROL: usize = 256;
 /// The longest record between the program and the thread for reliable datagrams, in bytes: headers, control messages, payload.
 pub const RECORD: usize = 66 * 1024;
-/// Bytes of received datagrams that are kept for a program that does not read, in addition to those in a socket. Above this the
-/// peers' datagrams are not acknowledged.
+/// Bytes of received datagrams that the thread keeps for a program that does not read, in addition to those in the pair. Above this
+/// it receives no more packets.
 pub const BACKLOG: usize = 1 << 20;
 /// The number of datagrams that are received for one socket before other sockets are served.
 pub const TURN: usize = 256;

@@ -35,7 +35,7 @@ pub const LONGEST: usize = 65_507;
 /// The size of the address range of a receive: the route header and the longest payload.
 const STRIDE: u64 = 1 << 17;
 
-/// The buffers of the receives. Buffer `n` has the addresses from `n * STRIDE` on, and is as long as what was placed in it.
+/// The buffers of the receives. Buffer `n` has the addresses from `n * STRIDE` on. It grows with the bytes that are placed in it.
 #[derive(Debug, Clone)]
 struct Buffers(Arc<Mutex<Vec<Vec<u8>>>>);
 
@@ -84,7 +84,7 @@ impl Memory for Buffers {
 pub struct Delivered {
     /// Its source.
     pub from: SocketAddr,
-    /// The payload behind the route header.
+    /// The route header and the payload.
     bytes: Vec<u8>,
 }
 
@@ -95,7 +95,7 @@ impl Delivered {
     }
 }
 
-/// What became of datagrams that were sent.
+/// The numbers of sent datagrams by their outcome.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Done {
     /// Datagrams that their peers have delivered.
@@ -104,7 +104,7 @@ pub struct Done {
     pub failed: usize,
 }
 
-/// A datagram that was sent and is not done.
+/// A datagram that was sent and whose outcome is not known.
 #[derive(Debug)]
 struct Pending {
     to: SocketAddr,
@@ -123,9 +123,9 @@ pub struct Reliable {
     buffers: Buffers,
     sends: Arc<Cq>,
     receives: Arc<Cq>,
-    /// The datagrams that were sent and are not done, oldest first.
+    /// The datagrams that were sent and whose outcome is not known, oldest first.
     pending: VecDeque<Pending>,
-    /// The payload bytes of these.
+    /// The sum of the payload lengths of `pending`.
     bytes: usize,
     now: Duration,
     /// Receives that are not posted, because the program has not read enough.
@@ -201,7 +201,7 @@ impl Reliable {
         Some(it)
     }
 
-    /// Sets the time, counted from any moment, before other calls.
+    /// Sets the time since a fixed moment. To be called before other methods.
     pub fn set_now(&mut self, now: Duration) {
         self.now = now;
         self.qp.set_now(now);
@@ -217,7 +217,7 @@ impl Reliable {
         self.pending.len() < limits::SENDS && self.bytes < limits::SEND_BYTES
     }
 
-    /// Returns whether datagrams were sent that are not done.
+    /// Returns whether there are datagrams whose outcome is not known.
     pub fn is_busy(&self) -> bool {
         !self.pending.is_empty()
     }
@@ -287,7 +287,7 @@ impl Reliable {
         }
     }
 
-    /// Reports that the socket accepted so many packets.
+    /// Reports that the socket accepted these packets.
     pub fn written(&mut self, packets: impl Iterator<Item = TxDatagram>) {
         for packet in packets {
             self.qp.handle_written(1);
@@ -338,10 +338,10 @@ impl Reliable {
         any
     }
 
-    /// Returns what became of datagrams that were sent, since the last call.
+    /// Returns how many datagrams were delivered and how many failed since the last call.
     ///
     /// A datagram that fails soon after it was sent was on the way when its peer restarted, or when another socket took the peer's
-    /// port. It is sent once more, to the one that is there now.
+    /// port. It is sent once more, to the socket that has the port now.
     pub fn done(&mut self) -> Done {
         let mut done = Done::default();
         let mut all = Vec::new();
@@ -417,7 +417,7 @@ mod tests {
         }
     }
 
-    /// Carries packets for a second of virtual time, or until both ends are done. One of `lost` packets is lost.
+    /// Carries packets for a second of virtual time. One in `lost` packets is lost; 0: none.
     fn carry(ends: &mut [End; 2], now: &mut Duration, lost: u32, reads: bool) {
         let mut n = 0u32;
         for _ in 0..10_000 {

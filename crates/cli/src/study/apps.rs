@@ -21,19 +21,19 @@ const HERE: &str = "127.0.0.1";
 /// The time limit for the start of a server.
 const READY: Duration = Duration::from_secs(10);
 
-/// The time for which each client of a SIP server stays, in milliseconds.
-const STAY: u64 = 3000;
+/// The duration of each SIP call, in milliseconds.
+const CALL_MS: u64 = 3000;
 
 /// The pause between two readings of the memory.
-const LOOK: Duration = Duration::from_millis(50);
+const MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
 /// The files by which perftest names its XRC domains. It leaves them, and another user could not use them.
 const XRC_FILES: [&str; 2] = ["/tmp/xrc_domain_server", "/tmp/xrc_domain_client"];
 
-/// The stream of the player, in the folder of the report.
+/// The file with the video for the player, in the folder of the report.
 const FILM: &str = "film.ts";
 
-/// The page that three tiers answer: its name, its length, and the number of clients that ask for it.
+/// The page that the three tiers provide: its name, its length, and the number of clients that request it.
 const PAGE: &str = "/page";
 const PAGE_BYTES: usize = 4000;
 const CLIENTS: u32 = 8;
@@ -74,7 +74,7 @@ impl Carrier {
     }
 }
 
-/// What the program is for.
+/// The role of a program in a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     /// It runs until the measurement is over.
@@ -91,7 +91,7 @@ struct Programs<'a> {
     /// The programs use the device directly.
     device: bool,
     /// The commands as a user would type them.
-    said: Vec<String>,
+    commands: Vec<String>,
 }
 
 impl Programs<'_> {
@@ -100,7 +100,7 @@ impl Programs<'_> {
         self.start_with(part, self.carrier.rule, words)
     }
 
-    /// Starts a program with another rule than the carrier's, if the carrier has any.
+    /// Starts a program with this rule instead of the carrier's. If the carrier has no rule, this one does not apply either.
     fn start_with(
         &mut self,
         part: Part,
@@ -112,7 +112,7 @@ impl Programs<'_> {
         let (program, arguments) = words.split_first().ok_or_else(|| "no program".to_owned())?;
         let device = if self.carrier.memory { "auto" } else { "tcp" };
         let mut command;
-        let mut said = String::new();
+        let mut typed = String::new();
         match rule {
             Some(rule) => {
                 command = Command::new(&own);
@@ -121,7 +121,7 @@ impl Programs<'_> {
                     .args(words)
                     .env("ANYWARP_LIB", self.library.dir())
                     .env("ANYWARP_CARRIER", device);
-                said.push_str(&format!(
+                typed.push_str(&format!(
                     "ANYWARP_CARRIER={device} anywarp sockets run --rule '{rule}' -- "
                 ));
             }
@@ -133,15 +133,15 @@ impl Programs<'_> {
                     .env("ANYWARP_LIB", self.library.dir())
                     .env("ANYWARP_ADDR", HERE)
                     .env("ANYWARP_CARRIER", device);
-                said.push_str(&format!("ANYWARP_CARRIER={device} anywarp run -- "));
+                typed.push_str(&format!("ANYWARP_CARRIER={device} anywarp run -- "));
             }
             None => {
                 command = Command::new(program);
                 command.args(arguments);
             }
         }
-        said.push_str(&words.join(" "));
-        self.said.push(said);
+        typed.push_str(&words.join(" "));
+        self.commands.push(typed);
         // Nothing reads the output of a program in the background, and SIPp prints more than a pipe holds.
         let streams = match part {
             Part::Background => [Stdio::null(), Stdio::null()],
@@ -196,7 +196,7 @@ impl Apps {
             .as_deref()
             .and_then(|all| Some((all, all.first()?)))
         else {
-            let why = format!("there are no sockets {}", get("sockets"));
+            let why = format!("unknown kind of sockets: {}", get("sockets"));
             return (String::new(), Err(Miss::Failed(why)));
         };
         let mut programs = Programs {
@@ -204,7 +204,7 @@ impl Apps {
             library,
             folder: &self.folder,
             device: false,
-            said: Vec::new(),
+            commands: Vec::new(),
         };
         let outcome = match get("app") {
             "calls" => calls(&mut programs, extent, interrupted),
@@ -214,13 +214,13 @@ impl Apps {
             "tiers" => self.tiers(&mut programs, interrupted),
             "pingpong" => pingpong(&mut programs, get("size"), interrupted),
             "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
-            other => Err(Miss::Failed(format!("there is no application {other}"))),
+            other => Err(Miss::Failed(format!("unknown application: {other}"))),
         };
-        (programs.said.join(" & "), outcome)
+        (programs.commands.join(" & "), outcome)
     }
 
-    /// Returns the time until a player has received the first second of a stream that is sent in real time: over UDP to its port,
-    /// or over HTTP from the sender's.
+    /// Returns the time until a player has received the first second of a video that is sent in real time. Over UDP the sender
+    /// sends to the player's port; over HTTP the player connects to the sender's port.
     fn player(&self, programs: &mut Programs<'_>, interrupted: &Interrupted) -> Outcome {
         need("ffmpeg", "ffmpeg")?;
         let film = self.folder.join(FILM);
@@ -286,7 +286,7 @@ impl Apps {
                 .map(|path| path.display().to_string())
                 .map_err(|e| e.to_string())
         };
-        // The connections between the tiers must be RDMA, those of other clients need not.
+        // The connections between the tiers must use RDMA; those of the clients need not.
         let rule = |to: u16| format!("connect tcp {HERE}:{to} require; all prefer");
         let mut tier = |rule: &str, text: &str, more: &[String], port: u16| {
             let arguments: Vec<String> = words(text)
@@ -322,7 +322,7 @@ impl Apps {
             line.split_whitespace()
                 .find_map(|word| word.parse::<f64>().ok())
         };
-        let bad = || format!("not understood: {}", text.trim());
+        let bad = || format!("output not understood: {}", text.trim());
         if number("Failed requests:") != Some(0.0) || text.contains("Non-2xx") {
             return Err(Miss::Failed("some pages were not answered".to_owned()));
         }
@@ -429,13 +429,13 @@ fn calls(programs: &mut Programs<'_>, extent: Extent, interrupted: &Interrupted)
         .start(Part::Measured, &arguments)?
         .output(interrupted)?;
     drop(server);
-    let sample: Sample =
-        serde_json::from_str(&text).map_err(|_| format!("not understood: {}", text.trim()))?;
+    let sample: Sample = serde_json::from_str(&text)
+        .map_err(|_| format!("output not understood: {}", text.trim()))?;
     Ok(sample)
 }
 
-/// Returns the memory of a SIP client that has a socket for each of its calls: that of the process, and what the kernel's
-/// allocator of objects has gained.
+/// Returns the memory of a SIP client that has a socket for each of its calls: the memory of the process, and the growth of the
+/// kernel's slab.
 fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) -> Outcome {
     let (server, port) = server(programs)?;
     let count: u64 = count
@@ -444,7 +444,7 @@ fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) 
     let transport = if programs.carrier.tcp { "tn" } else { "un" };
     let rate = (count / 2).max(50);
     let text = format!(
-        "sipp -sn uac {HERE}:{port} -i {HERE} -t {transport} -max_socket {} -m {count} -l {count} -r {rate} -d {STAY} -nostdin \
+        "sipp -sn uac {HERE}:{port} -i {HERE} -t {transport} -max_socket {} -m {count} -l {count} -r {rate} -d {CALL_MS} -nostdin \
          -timeout 60 -timeout_error",
         count + 10
     );
@@ -458,7 +458,7 @@ fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) 
             if private + kernel > most.0 {
                 most = (private + kernel, private, kernel);
             }
-            thread::sleep(LOOK);
+            thread::sleep(MEMORY_PAUSE);
         }
         most
     });
@@ -477,8 +477,8 @@ fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) 
     Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
 }
 
-/// Returns the time or the throughput of Sends whose receives are of the queue pair, shared, or shared by all connections of an XRC
-/// domain.
+/// Returns the time or the throughput of Sends whose receives are posted to the queue pair, to a shared receive queue, or to the
+/// shared receive queue of an XRC domain.
 fn perftest(
     programs: &mut Programs<'_>,
     point: &Point,
@@ -496,7 +496,7 @@ fn perftest(
         "own" => "",
         "shared" => "--use-srq",
         "xrc" => "-c XRC",
-        other => return Err(Miss::Failed(format!("there are no receives {other}"))),
+        other => return Err(Miss::Failed(format!("unknown kind of receives: {other}"))),
     };
     let size: f64 = get("size").parse().unwrap_or(1.0);
     let streams = point.params.get("streams").map_or("1", String::as_str);
@@ -530,7 +530,7 @@ fn perftest(
         let numbers: Result<Vec<f64>, _> = line.split_whitespace().map(str::parse).collect();
         numbers.ok().filter(|numbers| numbers.len() >= 4)
     });
-    let bad = || format!("not understood: {}", text.trim());
+    let bad = || format!("output not understood: {}", text.trim());
     let numbers = numbers.ok_or_else(bad)?;
     let mut sample = Sample::new();
     if name == "ib_send_lat" {
@@ -560,7 +560,7 @@ fn pingpong(programs: &mut Programs<'_>, size: &str, interrupted: &Interrupted) 
     let line = text.lines().find(|line| line.contains("percentile 50.000"));
     let us: f64 = line
         .and_then(|line| line.split('=').nth(1)?.trim().parse().ok())
-        .ok_or_else(|| format!("not understood: {}", text.trim()))?;
+        .ok_or_else(|| format!("output not understood: {}", text.trim()))?;
     Ok([("us".to_owned(), us)].into())
 }
 
@@ -592,16 +592,16 @@ fn streams(
     let mut mbps = 0.0;
     for client in running {
         let text = client.output(interrupted)?;
-        let value: serde_json::Value =
-            serde_json::from_str(&text).map_err(|_| format!("not understood: {}", text.trim()))?;
+        let value: serde_json::Value = serde_json::from_str(&text)
+            .map_err(|_| format!("output not understood: {}", text.trim()))?;
         let rate = value.pointer("/end/sum_received/bits_per_second");
         mbps += rate
             .and_then(serde_json::Value::as_f64)
-            .ok_or_else(|| "iperf3 has no rate".to_owned())?
+            .ok_or_else(|| "the output of iperf3 has no rate".to_owned())?
             / 1e6;
     }
     drop(servers);
-    // The time of 64 KiB stands for the throughput where noise is judged.
+    // Noise is judged by `us`, so the throughput is also given as the time of 64 KiB.
     let us = 65_536.0 * 8.0 / mbps;
     let values = [("mbps", mbps), ("us", us)];
     Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
@@ -615,7 +615,7 @@ fn field(path: &str, name: &str) -> Option<f64> {
     Some(kib * 1024.0 / 1e6)
 }
 
-/// Returns the memory of the kernel's allocator of objects.
+/// Returns the size of the kernel's slab.
 fn slab() -> Result<f64, String> {
     field("/proc/meminfo", "Slab:").ok_or_else(|| "/proc/meminfo has no Slab".to_owned())
 }
@@ -625,7 +625,7 @@ fn private(pid: u32) -> Option<f64> {
     field(&format!("/proc/{pid}/smaps_rollup"), "Private_Dirty:")
 }
 
-/// Waits until a server has its port.
+/// Waits until a server is bound to its port.
 fn ready(port: u16, tcp: bool) -> Result<(), String> {
     let end = Instant::now() + READY;
     let wanted = format!(":{port:04X}");

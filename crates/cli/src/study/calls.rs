@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::args::Calls;
 
 /// The time limit of one response.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest message of the server.
 const LONGEST: usize = 16_384;
@@ -18,23 +18,23 @@ const LONGEST: usize = 16_384;
 const WARM_UP: usize = 10;
 
 /// The connection to the server. With UDP each datagram is one message.
-enum Line {
+enum Connection {
     Tcp(TcpStream),
     Udp(UdpSocket),
 }
 
-impl Line {
+impl Connection {
     fn open(server: SocketAddr, tcp: bool) -> io::Result<(Self, SocketAddr)> {
         if tcp {
-            let stream = TcpStream::connect_timeout(&server, PATIENCE)?;
-            stream.set_read_timeout(Some(PATIENCE))?;
+            let stream = TcpStream::connect_timeout(&server, TIMEOUT)?;
+            stream.set_read_timeout(Some(TIMEOUT))?;
             stream.set_nodelay(true)?;
             let own = stream.local_addr()?;
             return Ok((Self::Tcp(stream), own));
         }
         let socket = UdpSocket::bind((server.ip(), 0))?;
         socket.connect(server)?;
-        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(TIMEOUT))?;
         let own = socket.local_addr()?;
         Ok((Self::Udp(socket), own))
     }
@@ -68,7 +68,7 @@ fn first_message(bytes: &str) -> Option<usize> {
 
 /// A client with its connection.
 struct Client {
-    line: Line,
+    connection: Connection,
     own: SocketAddr,
     server: SocketAddr,
     /// Received bytes of messages that are not complete.
@@ -78,9 +78,9 @@ struct Client {
 impl Client {
     fn request(&self, method: &str, call: usize, sequence: usize) -> String {
         let (own, server) = (self.own, self.server);
-        let transport = match self.line {
-            Line::Tcp(_) => "TCP",
-            Line::Udp(_) => "UDP",
+        let transport = match self.connection {
+            Connection::Tcp(_) => "TCP",
+            Connection::Udp(_) => "UDP",
         };
         format!(
             "{method} sip:service@{server} SIP/2.0\r\n\
@@ -106,7 +106,7 @@ impl Client {
                     return Ok(());
                 }
             }
-            let got = self.line.receive(&mut bytes)?;
+            let got = self.connection.receive(&mut bytes)?;
             let text = bytes.get(..got).map(str::from_utf8);
             match text {
                 Some(Ok(text)) if got > 0 && self.received.len() < LONGEST => {
@@ -120,11 +120,11 @@ impl Client {
     /// Makes a call. Returns the time until the server has answered it.
     fn call(&mut self, number: usize) -> io::Result<Duration> {
         let began = Instant::now();
-        self.line.send(&self.request("INVITE", number, 1))?;
+        self.connection.send(&self.request("INVITE", number, 1))?;
         self.wait(number)?;
         let took = began.elapsed();
-        self.line.send(&self.request("ACK", number, 1))?;
-        self.line.send(&self.request("BYE", number, 2))?;
+        self.connection.send(&self.request("ACK", number, 1))?;
+        self.connection.send(&self.request("BYE", number, 2))?;
         self.wait(number)?;
         Ok(took)
     }
@@ -133,9 +133,9 @@ impl Client {
 /// Makes the calls. Returns the median of their times as JSON.
 pub(crate) fn run(args: &Calls) -> Result<String, String> {
     let failed = |e: io::Error| format!("{}: {e}", args.server);
-    let (line, own) = Line::open(args.server, args.tcp).map_err(failed)?;
+    let (connection, own) = Connection::open(args.server, args.tcp).map_err(failed)?;
     let mut client = Client {
-        line,
+        connection,
         own,
         server: args.server,
         received: String::new(),

@@ -88,7 +88,7 @@ pub(crate) fn measure(
 
 /// Parses the output of `exs-ttcp`.
 fn understand(text: &str) -> Result<Sample, String> {
-    let bad = || format!("not understood: {}", text.trim());
+    let bad = || format!("output not understood: {}", text.trim());
     let line = text.lines().find(|line| line.starts_with('{'));
     let value: Value = line
         .and_then(|line| serde_json::from_str(line).ok())

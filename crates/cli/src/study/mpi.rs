@@ -17,7 +17,7 @@ const LAUNCHER: &str = "mpiexec.openmpi";
 /// The command that installs them.
 const INSTALL: &str = "apt install openmpi-bin libopenmpi-dev";
 
-/// The two MPI programs of the folder of the figures.
+/// The two MPI programs. Their sources are in the folder of the figures.
 const PROGRAMS: [&str; 2] = ["mpi", "kernels"];
 
 /// The number of outstanding messages in a test of bandwidth.
@@ -60,7 +60,7 @@ impl Mpi {
         let failed = |why: String| (String::new(), Err(Miss::Failed(why)));
         let network = point.params.get("network").map_or("", String::as_str);
         let Some(network) = NETWORKS.iter().find(|n| n.name == network) else {
-            return failed(format!("there is no network {network}"));
+            return failed(format!("unknown network: {network}"));
         };
         let words = words(&point.params, extent);
         let own = match env::current_exe() {
@@ -71,7 +71,7 @@ impl Mpi {
         let mut command = Command::new(LAUNCHER);
         let options = ["-n", ranks, "--oversubscribe", "--bind-to", "none"];
         command.args(options).args(network.options);
-        let mut said = format!(
+        let mut typed = format!(
             "{LAUNCHER} {} {}",
             options.join(" "),
             network.options.join(" ")
@@ -88,7 +88,7 @@ impl Mpi {
                 .env("ANYWARP_LIB", library.dir())
                 .arg(own)
                 .args(["run", "--"]);
-            said.push_str(" anywarp run --");
+            typed.push_str(" anywarp run --");
         }
         let (program, words) = words;
         let program = programs.join(program);
@@ -98,12 +98,12 @@ impl Mpi {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        said.push_str(&format!(" {} {}", program.display(), words.join(" ")));
+        typed.push_str(&format!(" {} {}", program.display(), words.join(" ")));
         let size = number(&point.params, "size");
         let outcome = Ended::start(&mut command)
             .and_then(|ended| ended.output(interrupted))
-            .and_then(|text| understand(&text, size));
-        (said, outcome.map_err(Miss::Failed))
+            .and_then(|text| parse_output(&text, size));
+        (typed, outcome.map_err(Miss::Failed))
     }
 }
 
@@ -161,7 +161,7 @@ const NETWORKS: [Network; 5] = [
             ("OMPI_MCA_btl", "^vader,tcp,openib"),
         ],
     },
-    // Without links all messages are datagrams, although the ranks are on one host.
+    // FI_ANYWARP_LINKS=0: all messages are datagrams. Otherwise ranks on one host would use connections.
     Network {
         name: "datagrams",
         options: &[
@@ -213,14 +213,14 @@ fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
 }
 
 /// Parses the output of either program. Messages have `size` bytes.
-fn understand(text: &str, size: u64) -> Result<Sample, String> {
-    let bad = || format!("not understood: {}", text.trim());
+fn parse_output(text: &str, size: u64) -> Result<Sample, String> {
+    let bad = || format!("output not understood: {}", text.trim());
     if let Some(line) = text.lines().rev().find(|line| line.starts_with('{')) {
         let mut sample: Sample = serde_json::from_str(line).map_err(|_| bad())?;
         if let Some(us) = sample.get("us").copied() {
             sample.insert("mbps".to_owned(), size as f64 * 8.0 / us);
         }
-        // Memory takes the place of the time by which noise is judged.
+        // Noise is judged by `us`, so `us` is the memory in a measurement of memory.
         if let Some(mb) = sample.get("mb").copied() {
             sample.insert("us".to_owned(), mb);
         }
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn points_become_commands() {
-        let said = |values: &[(&str, &str)]| {
+        let typed = |values: &[(&str, &str)]| {
             let pairs = values
                 .iter()
                 .map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned()));
@@ -283,30 +283,30 @@ mod tests {
             format!("{program} {}", words.join(" "))
         };
         assert_eq!(
-            said(&[("test", "lat"), ("size", "1000000")]),
+            typed(&[("test", "lat"), ("size", "1000000")]),
             "mpi lat 1000000 59"
         );
         assert_eq!(
-            said(&[("test", "both"), ("size", "1")]),
+            typed(&[("test", "both"), ("size", "1")]),
             "mpi both 1 5999 16"
         );
         assert_eq!(
-            said(&[("test", "steps"), ("size", "9"), ("compute", "990")]),
+            typed(&[("test", "steps"), ("size", "9"), ("compute", "990")]),
             "mpi steps 9 60 990"
         );
         assert_eq!(
-            said(&[("test", "memory"), ("size", "1024"), ("ranks", "4")]),
+            typed(&[("test", "memory"), ("size", "1024"), ("ranks", "4")]),
             "mpi memory 1024"
         );
-        assert_eq!(said(&[("test", "cg"), ("class", "W")]), "kernels W cg");
+        assert_eq!(typed(&[("test", "cg"), ("class", "W")]), "kernels W cg");
     }
 
     #[test]
-    fn the_output_of_both_programs_is_understood() {
-        let of = |text: &str, name: &str| understand(text, 1000).unwrap().get(name).copied();
+    fn the_output_of_both_programs_is_parsed() {
+        let of = |text: &str, name: &str| parse_output(text, 1000).unwrap().get(name).copied();
         assert_eq!(of("x\n{\"us\": 4.0}\n", "mbps"), Some(2000.0));
         assert_eq!(of("{\"mb\": 4.5}\n", "mb"), Some(4.5));
         assert_eq!(of("2 ranks, is.W 0.103 s\n", "seconds"), Some(0.103));
-        assert!(understand("2 ranks, is.W failed\n", 1).is_err());
+        assert!(parse_output("2 ranks, is.W failed\n", 1).is_err());
     }
 }

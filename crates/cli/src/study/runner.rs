@@ -417,7 +417,7 @@ impl Bench {
         command.push_str(&format!("{} {}", program.display(), words.join(" ")));
         let outcome = run().and_then(|text| {
             let mut sample: Sample = serde_json::from_str(&text)
-                .map_err(|_| format!("not understood: {}", text.trim()))?;
+                .map_err(|_| format!("output not understood: {}", text.trim()))?;
             if point.params.get("over").is_some_and(|over| over == "tcp") {
                 let tcp = sample.get("tcp_us").copied();
                 sample.insert("us".to_owned(), tcp.ok_or("no time of TCP")?);

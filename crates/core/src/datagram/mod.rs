@@ -98,7 +98,7 @@ use reads::Reads;
 use reassemble::Incoming;
 use spare::Spare;
 use table::Table;
-use types::{Given, Peer, Resource};
+use types::{Peer, Resource, SendEffect};
 
 /// How long a sender waits for a receive of its peer for each retry that `rnr_retry` allows.
 const RNR_WAIT: Duration = Duration::from_millis(100);
@@ -138,7 +138,7 @@ pub struct DatagramQp {
     ready: VecDeque<Peer>,
     last_tag: u64,
     /// An entry for each datagram that [`Self::poll_tx`] has returned and that is not sent yet.
-    given_out: VecDeque<Given>,
+    unwritten: VecDeque<SendEffect>,
     flow: Flow,
     reads: Reads,
     /// Failed requests by number, with their status.
@@ -191,7 +191,7 @@ impl DatagramQp {
         let ordered = options.ordered || kind.is_connected();
         let rd = kind
             .is_reliable()
-            .then(|| Box::new(Reliable::new(secret, index, ordered, options.patience)));
+            .then(|| Box::new(Reliable::new(secret, index, ordered, options.peer_timeout)));
         Self {
             base: QpBase::new(parts),
             kind,
@@ -215,7 +215,7 @@ impl DatagramQp {
             rx_full: false,
             ready: VecDeque::new(),
             last_tag: 0,
-            given_out: VecDeque::new(),
+            unwritten: VecDeque::new(),
             flow: Flow::new(),
             reads: Reads::default(),
             failures: VecDeque::new(),
@@ -580,7 +580,7 @@ impl DatagramQp {
             // A peer's acknowledgements are sent by a program that may have to wait for its processor. The limit is
             // therefore no less than the one for this end.
             let limit = self.base.attr.silence_limit();
-            rd.set_patience(limit.map_or(Duration::MAX, |t| t.max(self.options.patience)));
+            rd.set_peer_timeout(limit.map_or(Duration::MAX, |t| t.max(self.options.peer_timeout)));
         }
         match to {
             State::Reset => self.reset(),
@@ -647,7 +647,7 @@ impl DatagramQp {
         self.lanes_len = 0;
         self.lanes_answers = 0;
         self.ready.clear();
-        self.given_out.clear();
+        self.unwritten.clear();
         self.reads.clear();
         self.flow.reset();
         if let Some(rd) = &mut self.rd {

@@ -63,7 +63,7 @@ pub struct Options {
     /// Reliable services: messages of a peer are delivered in the order in which it sent them.
     pub ordered: bool,
     /// Reliable services: how long a peer may be silent before operations with it fail.
-    pub patience: Duration,
+    pub peer_timeout: Duration,
     /// Reliable services: the failure of one peer does not put the queue pair into the error state.
     pub keep_going: bool,
     /// Reliable services: Writes leave no record.
@@ -90,7 +90,7 @@ impl Default for Options {
             max_read: 1 << 20,
             report_errors: false,
             ordered: true,
-            patience: Duration::from_secs(5),
+            peer_timeout: Duration::from_secs(5),
             keep_going: false,
             plain_writes: false,
             port: 0,

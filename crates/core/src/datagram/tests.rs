@@ -1479,7 +1479,7 @@ fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
 }
 
 /// The attributes of a reliable connection limit how long a peer may be silent, but the limit is at least the option
-/// `patience`.
+/// `peer_timeout`.
 #[test]
 fn the_wait_for_a_silent_peer_follows_the_attributes() {
     // 4.096 µs × 2^timeout, eight times.

@@ -210,10 +210,10 @@ pub struct ErrorReport {
     pub request: Option<u64>,
 }
 
-/// The effect on a request of having sent a datagram.
+/// What it means for a request that the socket has accepted a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Given {
-    /// No effect: the datagram belongs to no request, or is sent for one that is not complete by sending.
+pub(super) enum SendEffect {
+    /// Nothing: the datagram belongs to no request, or completes its request in another way.
     Nothing,
     /// The request has more datagrams.
     Part(u64),
@@ -271,7 +271,7 @@ pub struct Counters {
     pub tx_dgrams: u64,
     /// Refused by the socket.
     pub tx_errors: u64,
-    /// The number of stalls of sending that no report ended.
+    /// How often sending waited for a report of the peer until the time limit.
     pub tx_stalls: u64,
     /// Reliable services: packets that were sent again.
     pub rd_again: u64,

@@ -29,8 +29,7 @@ struct State {
     armed: Armed,
     /// An event was raised, and the queue was not polled since. The program is expected to poll.
     event_pending: bool,
-    /// The kind of the entries that arrived while the queue was neither armed nor had an event pending, and that were not
-    /// polled yet.
+    /// The kind of the entries that were not polled yet, and that raised no event although no event was pending.
     missed: Armed,
     broken: bool,
     overrun_allowed: bool,

@@ -75,13 +75,13 @@ impl Holder for CmId {
 
     fn leave(&self, kind: SocketType, number: u16) -> bool {
         let mut state = self.lock();
-        let Some(wish) = state.wish else {
+        let Some(bind_request) = state.bind_request else {
             return false;
         };
         if kind == SocketType::DGRAM {
             let own = state.local.map_or(0, |l| l.port());
             let place = state.place.as_mut();
-            return place.is_some_and(|place| place.move_signpost(wish, own));
+            return place.is_some_and(|place| place.move_signpost(bind_request, own));
         }
         // Without a signpost, peers find the listener only at the TCP port of its number, so it must not move.
         let Some(place) = state.place.as_ref().filter(|p| p.signpost().is_some()) else {

@@ -42,7 +42,7 @@ use crate::net::socket::{local_addr, unmapped};
 use crate::objects::QueuePair;
 use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
-use ports::{Holder, Place, Wish};
+use ports::{BindRequest, Holder, Place};
 pub use ports::{PortSpace, make_room};
 use state::{Input, Phase};
 
@@ -145,7 +145,7 @@ struct State {
     /// The port, if the identifier was bound to one.
     place: Option<Place>,
     /// Address and options of the bind.
-    wish: Option<Wish>,
+    bind_request: Option<BindRequest>,
     /// Reserves the TCP port between bind and listen or connect.
     bound: Option<EngineFd>,
     listener: Option<(EngineFd, Token)>,
@@ -196,8 +196,8 @@ impl State {
     }
 
     /// Address and options of a bind to `to`.
-    fn wish(&self, space: PortSpace, to: SocketAddr) -> Wish {
-        Wish {
+    fn bind_request(&self, space: PortSpace, to: SocketAddr) -> BindRequest {
+        BindRequest {
             space,
             to,
             reuse: self.reuse,
@@ -262,7 +262,7 @@ impl CmId {
                     local: None,
                     remote: None,
                     place: None,
-                    wish: None,
+                    bind_request: None,
                     bound: None,
                     listener: None,
                     backlog: 0,
@@ -338,11 +338,11 @@ impl CmId {
     pub fn bind(&self, to: SocketAddr) -> io::Result<()> {
         let mut state = self.lock();
         state.allows(Input::Bind)?;
-        let wish = state.wish(self.port_space, unmapped(to));
+        let bind_request = state.bind_request(self.port_space, unmapped(to));
         let id: Weak<dyn Holder> = self.me.clone();
-        let bound = ports::take(self.engine, &id, wish)?;
+        let bound = ports::take(self.engine, &id, bind_request)?;
         state.local = Some(bound.local);
-        state.wish = Some(wish);
+        state.bind_request = Some(bind_request);
         state.place = Some(bound.place);
         state.bound = bound.tcp;
         state.step(Input::Bind)
@@ -356,10 +356,12 @@ impl CmId {
         }
         let mut state = self.lock();
         state.allows(Input::Bind)?;
-        let wish = state.wish(self.port_space, unmapped(from));
-        let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
+        let bind_request = state.bind_request(self.port_space, unmapped(from));
+        let fd = bind_request
+            .stream(0)?
+            .ok_or_else(|| os(libc::EADDRINUSE))?;
         let port = local_addr(&fd).map_or(0, |a| a.port());
-        state.local = Some(SocketAddr::new(wish.to.ip(), port));
+        state.local = Some(SocketAddr::new(bind_request.to.ip(), port));
         if !self.is_datagram() {
             state.bound = Some(fd);
         }

@@ -27,7 +27,7 @@ const KERNEL_BACKLOG: i32 = 512;
 impl State {
     /// Listens on the bound TCP port, or on another one if a plain socket has it.
     fn open_listener(&mut self, engine: &'static Engine, id: &Weak<CmId>) -> io::Result<()> {
-        let wish = self.wish.ok_or_else(|| os(libc::EINVAL))?;
+        let bind_request = self.bind_request.ok_or_else(|| os(libc::EINVAL))?;
         // The program's backlog limits the connect requests that it has not answered. The kernel's queue contains all
         // new connections, and a peer that finds it full retries only after a second.
         let backlog = i32::try_from(self.backlog)
@@ -45,7 +45,9 @@ impl State {
         };
         // The identifier stays bound until it listens, so that the program may try again after a failure.
         if !at_port {
-            let fd = wish.stream(0)?.ok_or_else(|| os(libc::EADDRINUSE))?;
+            let fd = bind_request
+                .stream(0)?
+                .ok_or_else(|| os(libc::EADDRINUSE))?;
             listen(&fd)?;
             let token = self.watch_listener(engine, id, &fd)?;
             self.bound = None;

@@ -150,14 +150,14 @@ impl Drop for Place {
 
 /// Address and options of a bind.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wish {
+pub(super) struct BindRequest {
     pub(super) space: PortSpace,
     pub(super) to: SocketAddr,
     pub(super) reuse: bool,
     pub(super) v6only: bool,
 }
 
-impl Wish {
+impl BindRequest {
     fn is_stream(self) -> bool {
         matches!(self.space, PortSpace::Tcp | PortSpace::Ib)
     }
@@ -236,29 +236,29 @@ pub(super) struct Bound {
 pub(super) fn take(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
-    wish: Wish,
+    bind_request: BindRequest,
 ) -> io::Result<Bound> {
-    if wish.to.port() != 0 {
-        let tcp = match wish.is_stream() && !config().ports_apart {
-            true => wish.stream(wish.to.port())?,
+    if bind_request.to.port() != 0 {
+        let tcp = match bind_request.is_stream() && !config().ports_apart {
+            true => bind_request.stream(bind_request.to.port())?,
             false => None,
         };
-        return reserve(engine, id, wish, wish.to, tcp);
+        return reserve(engine, id, bind_request, bind_request.to, tcp);
     }
     let until = clock::now() + TRY_TIME;
     let mut left = TRIES;
     loop {
         left -= 1;
         // The kernel selects a number that no socket of this kind has.
-        let fd = if wish.is_stream() {
-            wish.stream(0)?.ok_or(Errno::ADDRINUSE)?
+        let fd = if bind_request.is_stream() {
+            bind_request.stream(0)?.ok_or(Errno::ADDRINUSE)?
         } else {
-            wish.datagram()?
+            bind_request.datagram()?
         };
         let number = local_addr(&fd).map_or(0, |a| a.port());
-        let local = at_port(wish.to, number);
-        let tcp = (wish.is_stream() && !config().ports_apart).then_some(fd);
-        let bound = reserve(engine, id, wish, local, tcp);
+        let local = at_port(bind_request.to, number);
+        let tcp = (bind_request.is_stream() && !config().ports_apart).then_some(fd);
+        let bound = reserve(engine, id, bind_request, local, tcp);
         let is_good = match &bound {
             Ok(bound) => bound.place.signpost.is_some(),
             Err(e) => !is_taken(e),
@@ -273,13 +273,19 @@ pub(super) fn take(
 fn reserve(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
-    wish: Wish,
+    bind_request: BindRequest,
     local: SocketAddr,
     tcp: Option<EngineFd>,
 ) -> io::Result<Bound> {
-    let port = wish.port(local.port());
-    let mut place = enter(engine, id, wish, port, tcp.as_ref().map(|_| local.port()))?;
-    match put_up(wish, port, None)? {
+    let port = bind_request.port(local.port());
+    let mut place = enter(
+        engine,
+        id,
+        bind_request,
+        port,
+        tcp.as_ref().map(|_| local.port()),
+    )?;
+    match put_up(bind_request, port, None)? {
         Some(signpost) => place.attach(signpost)?,
         // A listener with neither a signpost nor the TCP port of its number could not be found by peers.
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
@@ -296,14 +302,15 @@ fn reserve(
 fn enter(
     engine: &'static Engine,
     id: &Weak<dyn Holder>,
-    wish: Wish,
+    bind_request: BindRequest,
     port: Port,
     tcp: Option<u16>,
 ) -> io::Result<Place> {
-    let address = wish.address();
+    let address = bind_request.address();
     let mut taken = TAKEN.get().lock();
-    let is_same =
-        |t: &Taken| t.port == port && t.address.conflicts(address) && !(t.reuse && wish.reuse);
+    let is_same = |t: &Taken| {
+        t.port == port && t.address.conflicts(address) && !(t.reuse && bind_request.reuse)
+    };
     if let Some(other) = taken.iter().find(|t| is_same(t)) {
         return Err(address.taken(Some(other.address)).into());
     }
@@ -311,7 +318,7 @@ fn enter(
         id: id.clone(),
         port,
         address,
-        reuse: wish.reuse,
+        reuse: bind_request.reuse,
         place: None,
         tcp,
         listening: None,
@@ -325,8 +332,12 @@ fn enter(
 
 /// Binds a socket to the first place of `port` that is free and is not `except`. `None` if there is none.
 /// Fails if another process has the port ([`Address::taken`]).
-fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<EngineFd>> {
-    let address = wish.address();
+fn put_up(
+    bind_request: BindRequest,
+    port: Port,
+    except: Option<u16>,
+) -> io::Result<Option<EngineFd>> {
+    let address = bind_request.address();
     // Signposts of this process need no query.
     let own: Vec<u16> = {
         let taken = TAKEN.get().lock();
@@ -337,15 +348,18 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
     let is_elsewhere = |place| {
         except.is_none()
             && !own.contains(&place)
-            && is_taken_here(port, place, &reached_by(address, wish.to))
+            && is_taken_here(port, place, &reached_by(address, bind_request.to))
     };
     let [first, second] = port.places();
     if except != Some(first) {
-        match at_place(wish, first)? {
+        match at_place(bind_request, first)? {
             // A listener that found the first place taken stays at the second one, even when the first becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
                 // The second place can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
-                let shared = wish.reuse.then(|| at_place(wish, second)).transpose()?;
+                let shared = bind_request
+                    .reuse
+                    .then(|| at_place(bind_request, second))
+                    .transpose()?;
                 return match shared.flatten() {
                     Some(fd) => Ok(Some(fd)),
                     None => Err(address.taken(None).into()),
@@ -357,7 +371,7 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
         }
     }
     if except != Some(second) {
-        match at_place(wish, second)? {
+        match at_place(bind_request, second)? {
             Some(fd) => return Ok(Some(fd)),
             None if is_elsewhere(second) => return Err(address.taken(None).into()),
             None => log_taken(port, second, &own),
@@ -367,14 +381,14 @@ fn put_up(wish: Wish, port: Port, except: Option<u16>) -> io::Result<Option<Engi
 }
 
 /// A socket at the UDP port `place`. `None` if another socket has it.
-fn at_place(wish: Wish, place: u16) -> io::Result<Option<EngineFd>> {
-    let fd = wish.socket(SocketType::DGRAM)?;
-    if wish.reuse {
+fn at_place(bind_request: BindRequest, place: u16) -> io::Result<Option<EngineFd>> {
+    let fd = bind_request.socket(SocketType::DGRAM)?;
+    if bind_request.reuse {
         // SO_REUSEPORT permits sharing among sockets of one user only. With SO_REUSEADDR, any user could bind to the
         // place and receive its queries.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
     }
-    match wish.bind(&fd, place) {
+    match bind_request.bind(&fd, place) {
         Ok(()) => Ok(Some(fd)),
         Err(Errno::ADDRINUSE) => Ok(None),
         Err(e) => Err(not_here(e)),
@@ -450,12 +464,12 @@ impl Place {
 
     /// Moves the signpost to its other place, because a plain socket needs the present one. Returns true if it has
     /// moved.
-    pub(super) fn move_signpost(&mut self, wish: Wish, number: u16) -> bool {
+    pub(super) fn move_signpost(&mut self, bind_request: BindRequest, number: u16) -> bool {
         let Some((old, _)) = &self.signpost else {
             return false;
         };
         let except = local_addr(old).map(|a| a.port());
-        match put_up(wish, wish.port(number), except) {
+        match put_up(bind_request, bind_request.port(number), except) {
             Ok(Some(new)) => self.attach(new).is_ok(),
             _ => false,
         }

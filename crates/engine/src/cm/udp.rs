@@ -64,8 +64,8 @@ impl CmId {
 
     /// Listens for datagram requests.
     pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
-        let wish = state.wish.ok_or_else(|| os(libc::EINVAL))?;
-        let fd = wish.datagram()?;
+        let bind_request = state.bind_request.ok_or_else(|| os(libc::EINVAL))?;
+        let fd = bind_request.datagram()?;
         let at = socket::local_addr(&fd).map_or(0, |a| a.port());
         let endpoint = self.watch_udp(fd, None)?;
         if let Some(place) = &state.place
@@ -123,9 +123,9 @@ impl CmId {
             };
             if let Some(pause) = endpoint.send_request() {
                 self.engine.deadline(endpoint.token, clock::now() + pause);
-                let wanders = endpoint.to.is_none();
+                let is_unlocated = endpoint.to.is_none();
                 drop(state);
-                if let (true, Some(remote)) = (wanders, remote) {
+                if let (true, Some(remote)) = (is_unlocated, remote) {
                     self.find_listener(remote);
                 }
                 return;

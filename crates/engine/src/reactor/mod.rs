@@ -119,9 +119,9 @@ pub struct Reactor {
     corked: Mutex<Vec<Arc<dyn DelayedAck>>>,
     delayed: Mutex<DelayedAcks>,
     delayed_count: AtomicUsize,
-    /// When a poll that found something first left acknowledgements delayed; 0: there are none.
+    /// The time of the first poll that found something and did not send the delayed acknowledgements; 0: there was none.
     delayed_since: AtomicU64,
-    /// The time of the first idle poll that received nothing, since the last one that did.
+    /// The time of the first idle poll that received nothing after the last one that received something; 0: there was none.
     quiet_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
@@ -475,10 +475,10 @@ impl Reactor {
         since != 0 && t.saturating_sub(since) > ACK_DELAY_MAX
     }
 
-    /// Whether idle polls have received nothing for [`ACK_HOLD`], which is the time for acknowledgements on sockets. `found`: whether this
-    /// poll has received something.
+    /// Whether idle polls have received nothing for [`ACK_HOLD`], so that delayed acknowledgements are to be sent. `found`: whether this poll
+    /// has received something.
     fn is_held_long_enough(&self, found: bool, t: u64) -> bool {
-        // In shared memory a message of its own costs less than the wait.
+        // In shared memory a separate message for the acknowledgement costs less than waiting for the answer.
         if self.has_memories() {
             return !found;
         }

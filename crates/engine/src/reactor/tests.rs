@@ -11,7 +11,7 @@ use super::*;
 /// Longer than any delay of a loaded machine between two lines of a test.
 const LONG: Duration = Duration::from_millis(20);
 
-/// A budget with spins so long that bytes sent by a test during one arrive before its end.
+/// A budget whose spins last long enough to receive bytes that a test sends during a spin.
 fn budget() -> SpinBudget {
     SpinBudget::new(LONG)
 }

@@ -4,8 +4,8 @@
 //! unchanged. The library queues nothing and sends nothing of its own, so all waiting is done by the kernel. A datagram that
 //! cannot be sent as a message is sent plain, which every receiver accepts.
 //!
-//! If a rule may make datagrams reliable, a thread of the library has the kernel's socket, and the program's calls use an end of a
-//! pair of local sockets: see `reliable.rs`.
+//! If a rule may make datagrams reliable, a thread of the library reads and writes the kernel's socket, and the program's calls use one
+//! end of a pair of local sockets: see `reliable.rs`.
 
 use crate::conn::answers;
 use crate::conn::reliable::{self, Shared};
@@ -384,7 +384,8 @@ impl Dgram {
     }
 
     /// Returns whether datagrams to `peer` may be reliable. A connected socket does not receive the acknowledgements of other
-    /// peers. An error report quotes a datagram, which is unwrapped only if it is a message.
+    /// peers. With IP_RECVERR an error report contains the datagram that was sent, and the library can
+    /// unwrap it only if it is a message.
     fn may_be_reliable(&self, peer: SocketAddr) -> bool {
         let is_peer = |own: SocketAddr| {
             own.port() == peer.port() && own.ip().to_canonical() == peer.ip().to_canonical()
@@ -434,7 +435,7 @@ impl Dgram {
     pub fn closing(&'static self, fd: c_int) {
         if self.numbers.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.leave(fd);
-            self.part();
+            self.close_end();
             LIVE.fetch_sub(1, Ordering::Relaxed);
             if let Some(mut free) = FREE.try_lock() {
                 free.push(self);
@@ -457,7 +458,7 @@ impl Dgram {
         for name in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
             sys::copy_option(fd, pair, name);
         }
-        // As much as the kernel permits: fewer turns between the program and the thread.
+        // A large buffer, so that the program and the thread wake each other less often.
         for end in [pair, other] {
             let _ = sys::set_option(end, libc::SOL_SOCKET, libc::SO_SNDBUF, limits::PAIR);
         }
@@ -548,7 +549,7 @@ impl Dgram {
         let is_readable = sys::poll_one(fd, libc::POLLIN, 0) == Ok(libc::POLLIN);
         let shared = self.shared.try_read().map(|shared| Arc::clone(&shared));
         let is_served = shared.is_ok_and(|shared| reliable::serve(fd, shared));
-        // A first call that does not wait has to find what is there.
+        // The first call may be one that does not wait. It must find datagrams that have arrived before it.
         if is_served
             && is_readable
             && let Some(pair) = self.pair()
@@ -567,7 +568,8 @@ impl Dgram {
         }
     }
 
-    /// Records whether the program wants the destination address of each datagram. Returns whether the option is not changed.
+    /// Records whether the program wants the destination address of each datagram. Returns whether the socket has a pair: then the
+    /// option of the kernel's socket must stay set, because the library needs these addresses.
     pub fn want_info(&self, on: bool) -> bool {
         self.with_shared(|shared| {
             shared.want_info(on);
@@ -591,7 +593,7 @@ impl Dgram {
     }
 
     /// Closes the program's end.
-    fn part(&self) {
+    fn close_end(&self) {
         let pair = self.pair.swap(-1, Ordering::AcqRel);
         if pair < 0 {
             return;
@@ -602,7 +604,7 @@ impl Dgram {
         let end = self.shared.try_read().map_or(-1, |shared| shared.end());
         table::close_own(pair);
         if server != owner::me() {
-            // No thread of this process has the other end.
+            // This process has a copy of the other end that no thread of it uses.
             table::close_own(end);
         } else if let Ok(shared) = self.shared.try_read() {
             let errno = sys::errno();
@@ -611,14 +613,15 @@ impl Dgram {
         }
     }
 
-    /// Ends reliable datagrams: the socket is passed to another program. What the thread has received before is still read.
+    /// Ends reliable datagrams, because the socket is passed to another program. This program can still read datagrams that the thread
+    /// has received before.
     fn release(&self) {
         if let Some(pair) = self.pair() {
             let bytes = record::Record::bare(record::Kind::Release).emit();
             let _ = sys::send(pair, &[std::io::IoSlice::new(&bytes)], libc::MSG_NOSIGNAL);
             let word = self.server.try_read().ok().and_then(|word| *word);
             if word.is_none_or(|word| word.load(Ordering::Acquire) == 0) {
-                self.part();
+                self.close_end();
             }
         }
     }
@@ -628,7 +631,7 @@ impl Dgram {
     pub fn is_over(&self) -> bool {
         let is_over = self.has(PINNED);
         if is_over {
-            self.part();
+            self.close_end();
         }
         is_over
     }

@@ -1,17 +1,17 @@
 //! The thread for the reliable datagrams of the process.
 //!
-//! A program waits for its UDP socket by calls of the kernel, and a socket has datagrams that are nothing to the program:
-//! acknowledgements, repeated packets, and packets that wait for an earlier one. So a second pair of local sockets exists for each
-//! such UDP socket. The calls of the program read, write and wait at one end. A thread of the library has the other end, and the
-//! UDP socket:
+//! The UDP socket also receives datagrams that the program must not see: acknowledgements, repeated packets, and packets that wait
+//! for an earlier one. If the program waited for the UDP socket, they would wake it. So the library creates a pair of connected
+//! local sockets for each such UDP socket. The program's calls read, write and wait at one end. A thread of the library has the
+//! other end and the UDP socket:
 //!
 //! ```text
 //!  program's calls <-> end | end <-> thread: queue pair <-> UDP socket <-> network
 //! ```
 //!
-//! The kernel's queue between the ends makes blocking, time-outs, signals and all kinds of waits those of the kernel. The thread
-//! starts with the first use of such a socket. It also serves the children of a fork; when the process that runs the thread has
-//! ended, the next process that uses the socket starts its own.
+//! Because the program calls the kernel for a local socket, blocking, time-outs, signals and all kinds of waits work as without the
+//! library. The thread starts when such a socket is first used. It also serves the children of a fork. After the process that runs
+//! the thread has ended, the next process that uses the socket starts its own thread.
 
 use crate::conn::show;
 use crate::conn::table;
@@ -38,21 +38,22 @@ pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 /// What the program's calls and the thread share about a socket.
 #[derive(Debug, Default)]
 pub struct Shared {
-    /// The thread has closed the UDP socket, or its copy is all that holds the port.
+    /// The program's `close` need not wait: the thread has closed its copy of the UDP socket, or keeps it open only to send what is
+    /// not acknowledged.
     released: AtomicBool,
     /// The program has set `IP_PKTINFO` or `IPV6_RECVPKTINFO`, so it gets these control messages.
     wants_info: AtomicBool,
-    /// The pending error of the UDP socket, or 0. A record wakes the program.
+    /// The pending error of the UDP socket, or 0. A record of the kind `Error` wakes the program.
     error: AtomicI32,
-    /// The numbers of the thread's descriptors.
+    /// The numbers of the thread's descriptors: its end of the pair, and its copy of the UDP socket.
     end: AtomicI32,
     socket: AtomicI32,
     /// The program has sent a datagram by the UDP socket itself, since the last error.
     direct: AtomicBool,
     /// `UDP_SEGMENT` is set. It must not apply to packets.
     segments: AtomicBool,
-    /// True while the kernel builds a datagram of several calls of the program: a packet would become a part of it. Locked by the
-    /// thread while it sends.
+    /// True while the kernel collects a datagram from several calls of the program (MSG_MORE, UDP_CORK): a packet that is sent
+    /// meanwhile would become a part of it. The thread holds the lock while it sends.
     builds: Mutex<bool>,
 }
 
@@ -72,12 +73,12 @@ impl Shared {
         self.error.swap(0, Ordering::AcqRel)
     }
 
-    /// Gives the thread's end its number.
+    /// Sets the descriptor number of the thread's end.
     pub fn set_end(&self, end: c_int) {
         self.end.store(end, Ordering::Release);
     }
 
-    /// Returns the number of the thread's end.
+    /// Returns the descriptor number of the thread's end.
     pub fn end(&self) -> c_int {
         self.end.load(Ordering::Acquire)
     }
@@ -105,11 +106,11 @@ impl Shared {
         self.segments.store(on, Ordering::Release);
     }
 
-    /// Called before the kernel begins to build a datagram of several calls, and after the last call.
+    /// Called before the first and after the last of several calls from which the kernel builds a datagram.
     pub fn build(&self, on: bool) {
         let was = std::mem::replace(&mut *self.builds.lock(), on);
         if was && !on {
-            kick();
+            wake_thread();
         }
     }
 }
@@ -130,8 +131,9 @@ struct Job {
     shared: Arc<Shared>,
 }
 
+/// Whether the thread runs, and the sockets that it has not taken over yet.
 #[derive(Debug, Default)]
-struct Office {
+struct ThreadState {
     new: Vec<Job>,
     is_running: bool,
 }
@@ -140,15 +142,15 @@ struct Office {
 static WAKE: AtomicI32 = AtomicI32::new(-1);
 static SET: AtomicI32 = AtomicI32::new(-1);
 
-static OFFICE: Mutex<Option<Office>> = Mutex::new(None);
-/// Sockets that the program has closed are to be closed now, because it needs their port.
+static THREAD: Mutex<Option<ThreadState>> = Mutex::new(None);
+/// Tells the thread to close its copies of sockets that the program has closed, because the program needs their port.
 static ABANDONS: AtomicBool = AtomicBool::new(false);
 /// The number of closed sockets whose datagrams are not all acknowledged.
 static DRAINING: AtomicUsize = AtomicUsize::new(0);
-/// The process ends: 1 the thread has to find out whether all is acknowledged, 2 it is.
-static ENDS: AtomicU32 = AtomicU32::new(0);
+/// Set when the process exits. 1 asks the thread to report when all datagrams are acknowledged, and 2 is its report.
+static EXIT: AtomicU32 = AtomicU32::new(0);
 
-fn kick() {
+fn wake_thread() {
     let fd = WAKE.load(Ordering::Acquire);
     if fd >= 0 {
         let one = 1u64.to_ne_bytes();
@@ -157,7 +159,8 @@ fn kick() {
     }
 }
 
-/// Called when the program is about to put a descriptor of its own at a number of the thread.
+/// Moves the eventfd or the epoll set to another number if it is at `fd`, because the program is about to put a descriptor of its
+/// own there.
 pub fn move_away(fd: c_int) {
     for place in [&WAKE, &SET] {
         if place.load(Ordering::Acquire) == fd {
@@ -166,21 +169,27 @@ pub fn move_away(fd: c_int) {
     }
 }
 
-/// Makes the thread serve the UDP socket `fd`. Returns false if there is no thread, or no descriptor.
+/// Makes the thread serve the UDP socket `fd`. Returns false if no thread or descriptor can be created.
 pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
-    let mut guard = OFFICE.lock();
-    let office = guard.get_or_insert_default();
-    if !office.is_running {
+    let mut guard = THREAD.lock();
+    let thread = guard.get_or_insert_default();
+    if !thread.is_running {
         let (Some(set), Some(wake)) = (sys::epoll(), sys::eventfd()) else {
             return false;
         };
         table::own(set);
         table::own(wake);
-        sys::epoll_change(set, libc::EPOLL_CTL_ADD, wake, libc::EPOLLIN as u32, KICK);
+        sys::epoll_change(
+            set,
+            libc::EPOLL_CTL_ADD,
+            wake,
+            libc::EPOLLIN as u32,
+            WAKE_EVENT,
+        );
         WAKE.store(wake, Ordering::Release);
         SET.store(set, Ordering::Release);
-        office.is_running = spawn("anywarp-rd", || Thread::new().run());
-        if !office.is_running {
+        thread.is_running = spawn("anywarp-rd", || Thread::new().run());
+        if !thread.is_running {
             return false;
         }
     }
@@ -190,8 +199,8 @@ pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
     table::own(socket);
     show::own(socket);
     shared.socket.store(socket, Ordering::Release);
-    office.new.push(Job { fd, shared });
-    kick();
+    thread.new.push(Job { fd, shared });
+    wake_thread();
     true
 }
 
@@ -203,14 +212,14 @@ pub fn wait_released(shared: &Shared) {
     }
 }
 
-/// Closes the sockets that the program has closed, although their datagrams are not all acknowledged: the program needs their port.
-/// Returns whether there were any.
+/// Makes the thread close its copies of the sockets that the program has closed, although not all datagrams are acknowledged: the
+/// program needs a port that they hold. Returns whether there were any.
 pub fn abandon() -> bool {
     if DRAINING.load(Ordering::Acquire) == 0 {
         return false;
     }
     ABANDONS.store(true, Ordering::Release);
-    kick();
+    wake_thread();
     let until = Instant::now() + Duration::from_millis(limits::RELEASE);
     while DRAINING.load(Ordering::Acquire) > 0 && Instant::now() < until {
         std::thread::sleep(Duration::from_micros(50));
@@ -218,7 +227,8 @@ pub fn abandon() -> bool {
     true
 }
 
-/// Waits until the peers have the reliable datagrams of the program. Then other processes with the sockets may serve them.
+/// Called when the process exits: waits until the peers have acknowledged its datagrams, then lets other processes that have the
+/// sockets serve them.
 pub fn end() {
     if LIVE.load(Ordering::Relaxed) + DRAINING.load(Ordering::Relaxed) == 0 {
         return;
@@ -231,27 +241,27 @@ pub fn end() {
     });
 }
 
-/// Called when the process exits: waits until the peers have acknowledged all datagrams, but not longer than `until`.
+/// Waits until the peers have acknowledged all datagrams, but not longer than `until`.
 fn finish(until: Instant) {
-    let is_running = OFFICE.lock().as_ref().is_some_and(|o| o.is_running);
+    let is_running = THREAD.lock().as_ref().is_some_and(|t| t.is_running);
     if !is_running {
         return;
     }
-    ENDS.store(1, Ordering::Release);
-    kick();
-    while ENDS.load(Ordering::Acquire) == 1 && Instant::now() < until {
+    EXIT.store(1, Ordering::Release);
+    wake_thread();
+    while EXIT.load(Ordering::Acquire) == 1 && Instant::now() < until {
         std::thread::sleep(Duration::from_micros(200));
     }
 }
 
-/// Keeps the list of new sockets unchanged while the process forks.
+/// Locks the state of the thread while the process forks.
 pub fn hold() -> Held {
-    Held(OFFICE.lock())
+    Held(THREAD.lock())
 }
 
-/// A lock that is held during a fork.
+/// The lock of [`hold`].
 #[derive(Debug)]
-pub struct Held(std::sync::MutexGuard<'static, Option<Office>>);
+pub struct Held(std::sync::MutexGuard<'static, Option<ThreadState>>);
 
 impl Held {
     /// Called in the child of a fork, which has no thread.
@@ -270,8 +280,8 @@ impl Held {
 
 // ---------------------------------------------------------------------- the thread
 
-/// The epoll data of the eventfd. Those of a socket are twice its number, plus one for the UDP socket.
-const KICK: u64 = u64::MAX;
+/// The epoll data of the eventfd. The data of a socket is twice its key in [`Thread::sockets`], plus one for its UDP socket.
+const WAKE_EVENT: u64 = u64::MAX;
 const IN: u32 = libc::EPOLLIN as u32;
 const OUT: u32 = libc::EPOLLOUT as u32;
 const EDGE: u32 = libc::EPOLLET as u32;
@@ -329,11 +339,11 @@ struct Socket {
     has_more: bool,
     /// The program has sent a datagram since the last error.
     has_sent: bool,
-    /// The epoll events of the thread's end.
-    asked: u32,
+    /// The epoll events that are requested for the thread's end.
+    events: u32,
     /// The thread's end is no longer in the epoll set.
     has_left: bool,
-    /// The program has closed its end, or passed the socket on. Then: when the socket is closed at the latest.
+    /// Set when the program has closed its end or passed the socket on: the latest time at which the thread closes the socket.
     until: Option<Instant>,
     /// The thread must not use the UDP socket any more.
     is_passed_on: bool,
@@ -373,8 +383,8 @@ impl Thread {
             let mut ready: BTreeSet<u64> = again.drain(..).collect();
             for event in events.iter().take(n) {
                 let data = event.u64;
-                if data == KICK {
-                    self.listen();
+                if data == WAKE_EVENT {
+                    self.add_new();
                     // A socket may be able to send again.
                     let waits = self.sockets.iter().filter(|(_, s)| !s.unsent.is_empty());
                     ready.extend(waits.map(|(id, _)| *id));
@@ -396,7 +406,7 @@ impl Thread {
                 self.deadlines.pop_first();
                 ready.insert(id);
             }
-            if ENDS.load(Ordering::Acquire) == 1 || ABANDONS.load(Ordering::Acquire) {
+            if EXIT.load(Ordering::Acquire) == 1 || ABANDONS.load(Ordering::Acquire) {
                 ready.extend(self.sockets.keys());
             }
             let abandons = ABANDONS.swap(false, Ordering::AcqRel);
@@ -405,17 +415,17 @@ impl Thread {
                     again.push(id);
                 }
             }
-            if ENDS.load(Ordering::Acquire) == 1
+            if EXIT.load(Ordering::Acquire) == 1
                 && again.is_empty()
                 && !self.sockets.values().any(Socket::is_busy)
             {
-                ENDS.store(2, Ordering::Release);
+                EXIT.store(2, Ordering::Release);
             }
         }
     }
 
-    /// Accepts new sockets.
-    fn listen(&mut self) {
+    /// Takes over the new sockets.
+    fn add_new(&mut self) {
         let mut eight = [0u8; 8];
         // SAFETY: the buffer has eight bytes.
         let _ = unsafe {
@@ -425,10 +435,10 @@ impl Thread {
                 eight.len(),
             )
         };
-        let new = OFFICE
+        let new = THREAD
             .lock()
             .as_mut()
-            .map_or_else(Vec::new, |office| std::mem::take(&mut office.new));
+            .map_or_else(Vec::new, |thread| std::mem::take(&mut thread.new));
         for job in new {
             let Some(rd) = Reliable::new(path_mtu, sys::random) else {
                 continue;
@@ -449,7 +459,7 @@ impl Thread {
                 deadline: None,
                 has_more: false,
                 has_sent: false,
-                asked: IN,
+                events: IN,
                 has_left: false,
                 until: None,
                 is_passed_on: false,
@@ -465,7 +475,7 @@ impl Thread {
         }
     }
 
-    /// Does what can be done for a socket. Returns whether there is more to do at once.
+    /// Receives, delivers and sends for a socket what is possible without waiting. Returns whether there is more to do at once.
     fn turn(&mut self, id: u64, abandons: bool) -> bool {
         let now = self.now();
         let Some(socket) = self.sockets.get_mut(&id) else {
@@ -481,12 +491,12 @@ impl Thread {
         let was_open = socket.until.is_none();
         let more = socket.take(&mut self.bytes);
         socket.transmit(&mut self.packets);
-        if socket.done() && socket.asked & IN == 0 {
+        if socket.done() && socket.events & IN == 0 {
             // There is room for further datagrams of the program now.
             socket.take(&mut self.bytes);
             socket.transmit(&mut self.packets);
         }
-        socket.ask(id);
+        socket.request_events(id);
         let deadline = socket.rd.timeout();
         if deadline != socket.deadline
             && let Some(old) = std::mem::replace(&mut socket.deadline, deadline)
@@ -507,7 +517,7 @@ impl Thread {
             self.close(id);
             return false;
         }
-        // Without packets that are repeated there may be no deadline.
+        // If no packet waits for an acknowledgement, the queue pair may have no deadline.
         let latest = now + until.saturating_duration_since(Instant::now());
         if deadline.is_none_or(|at| at > latest)
             && let Some(socket) = self.sockets.get_mut(&id)
@@ -653,8 +663,8 @@ impl Socket {
 
     /// Handles an error of the UDP socket.
     fn failed(&mut self, errno: c_int) {
-        // Each datagram of the program causes at most one error, as the kernel's do. Packets that are sent again, and
-        // acknowledgements, which may be refused because their peer has ended, cause none.
+        // Each datagram of the program causes at most one error, as with the kernel. Repeated packets cause none, and neither do
+        // acknowledgements, which are refused if their peer has exited.
         let is_direct = self.shared.direct.swap(false, Ordering::AcqRel);
         let has_sent = self.rd.is_busy() && std::mem::take(&mut self.has_sent);
         // The socket is connected, and its peer has ended. Packets that are sent again would cause further errors, which the
@@ -703,7 +713,7 @@ impl Socket {
     /// Takes datagrams of the program, as long as there is room for them. Returns whether there are more.
     fn take(&mut self, bytes: &mut [u8]) -> bool {
         for _ in 0..limits::TURN {
-            // After the program has closed its end, what it has sent before is in the kernel's queue, which is bounded.
+            // What the program sent before it closed its end stays in the kernel's queue until there is room.
             if self.until.is_some() || !self.rd.has_room() {
                 return false;
             }
@@ -737,7 +747,10 @@ impl Socket {
         let from = parse_source(record.control);
         self.has_sent = true;
         if !self.rd.send(to, from, record.payload) {
-            log::line(&format!("datagrams {}: one to {to} was not sent", self.fd));
+            log::line(&format!(
+                "datagrams {}: a datagram to {to} was not sent",
+                self.fd
+            ));
         }
     }
 
@@ -773,10 +786,15 @@ impl Socket {
                 // The epoll set reports when there is room again.
                 Err(libc::EAGAIN | libc::ENOBUFS) => return,
                 Err(libc::EINTR) => {}
-                // This is an error of an earlier datagram. The packet was not sent.
+                // The error belongs to an earlier datagram. The packet was not sent.
                 Err(libc::ECONNREFUSED) => self.failed(libc::ECONNREFUSED),
                 Err(errno) => {
-                    log::with(|| format!("datagrams {}: to {}: errno {errno}", self.fd, packet.to));
+                    log::with(|| {
+                        format!(
+                            "datagrams {}: a packet to {} was not sent: errno {errno}",
+                            self.fd, packet.to
+                        )
+                    });
                     self.unsent.pop_front();
                     self.rd.refused();
                 }
@@ -784,7 +802,7 @@ impl Socket {
         }
     }
 
-    /// Counts the datagrams that are done. Returns whether there is room for further ones.
+    /// Removes the datagrams whose outcome is known. Returns whether there is room for further ones.
     fn done(&mut self) -> bool {
         let done = self.rd.done();
         if done.failed > 0 {
@@ -796,23 +814,29 @@ impl Socket {
         self.rd.has_room()
     }
 
-    /// Changes the events of the thread's end.
-    fn ask(&mut self, id: u64) {
-        let mut asks = 0;
+    /// Changes the epoll events of the thread's end.
+    fn request_events(&mut self, id: u64) {
+        let mut events = 0;
         if self.rd.has_room() {
-            asks |= IN;
+            events |= IN;
         }
         if !self.records.is_empty() {
-            asks |= OUT;
+            events |= OUT;
         }
-        if asks != self.asked && self.until.is_none() && !self.has_left {
-            sys::epoll_change(set(), libc::EPOLL_CTL_MOD, self.shared.end(), asks, id << 1);
-            self.asked = asks;
+        if events != self.events && self.until.is_none() && !self.has_left {
+            sys::epoll_change(
+                set(),
+                libc::EPOLL_CTL_MOD,
+                self.shared.end(),
+                events,
+                id << 1,
+            );
+            self.events = events;
         }
     }
 
-    /// Removes the thread's end from the epoll set, which would report its end again and again. What the program has sent before is
-    /// read when there is room.
+    /// Removes the thread's end from the epoll set, which would report the hang-up again and again. What the program has sent before
+    /// is read when there is room.
     fn leave_set(&mut self) {
         if !self.has_left {
             sys::epoll_change(set(), libc::EPOLL_CTL_DEL, self.shared.end(), 0, 0);

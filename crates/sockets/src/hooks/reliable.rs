@@ -1,5 +1,5 @@
-//! The hooks that read and write UDP sockets whose datagrams may be reliable: they use an end of a pair of local sockets instead,
-//! whose other end a thread of the library has.
+//! The functions that read and write UDP sockets whose datagrams may be reliable. Instead of the UDP socket they use one end of a pair
+//! of local sockets. A thread of the library has the other end (see [`crate::conn::reliable`]).
 
 use super::buffers::{Plan, give_back, header, parts, result, scatter, take};
 use crate::conn::dgram::Dgram;
@@ -69,7 +69,7 @@ pub(super) unsafe fn receive(
             if own & libc::MSG_PEEK != 0 {
                 skip_error(pair);
             }
-            // This woke the call for an error, which another call may have taken.
+            // This record reports an error. Another call may have taken the error already.
             // SAFETY: upheld by the caller.
             return unsafe { receive(fd, dgram, pair, msg, flags) };
         }
@@ -127,8 +127,8 @@ unsafe fn give_controls(bytes: &[u8], msg: *mut msghdr) {
     }
 }
 
-/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message: with control messages that the queue pair
-/// cannot pass on, or to an address of one link, which needs more than an address.
+/// Sends a datagram reliably. Returns `None` if it must be sent as an unreliable message, because it has control messages that the
+/// queue pair cannot pass on, or a link-local destination, which is valid only with the number of an interface.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
@@ -254,7 +254,7 @@ pub(super) unsafe fn recvmmsg(
         // SAFETY: upheld by the caller.
         let got = unsafe {
             let msg = &raw mut (*msgs.add(i)).msg_hdr;
-            // A list of a socket that was passed on ends here.
+            // If the socket was passed on, the list ends here.
             receive(fd, dgram, pair, msg, flags | more)
                 .unwrap_or_else(|| super::fail_long(libc::EAGAIN))
         };
@@ -300,7 +300,7 @@ pub(super) fn take_error(dgram: &Dgram) -> c_int {
     error
 }
 
-/// Takes the next record if it is one that only wakes the program.
+/// Removes the next record if it only reports an error.
 fn skip_error(pair: c_int) {
     let errno = sys::errno();
     let mut head = [0u8; HEAD];

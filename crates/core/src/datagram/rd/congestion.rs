@@ -125,7 +125,7 @@ impl Congestion {
     }
 
     /// How long to wait for an acknowledgement before a probe is sent.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn probe_timeout(&self) -> Duration {
         match self.smoothed {
             // Both ends may be busy for a while, and a needless probe costs a packet.
             Some(smoothed) => {

@@ -232,7 +232,7 @@ pub(super) struct Reliable {
     /// Deliver the packets of a peer in the order in which they were sent.
     ordered: bool,
     /// How long a peer may stay silent.
-    patience: Duration,
+    peer_timeout: Duration,
     peers: Table<Peer, PeerState>,
     /// The use of peer entries and of memory for waiting packets by each host and network.
     shares: Shares,
@@ -257,7 +257,7 @@ pub(super) struct Reliable {
 }
 
 impl Reliable {
-    pub(super) fn new(secret: Secret, index: u8, ordered: bool, patience: Duration) -> Self {
+    pub(super) fn new(secret: Secret, index: u8, ordered: bool, peer_timeout: Duration) -> Self {
         Self {
             counts: RdCounts::default(),
             secret,
@@ -267,7 +267,7 @@ impl Reliable {
             guessed: None,
             index,
             ordered,
-            patience,
+            peer_timeout,
             peers: Table::default(),
             shares: Shares::default(),
             queued: VecDeque::new(),

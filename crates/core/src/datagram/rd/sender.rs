@@ -167,7 +167,8 @@ impl Sender {
         open
     }
 
-    /// Counts a new packet of `len` bytes. Returns whether the packet should request an immediate acknowledgement.
+    /// Counts a new packet of `len` bytes. `alone`: no other packet follows at once. Returns whether the packet should request
+    /// an immediate acknowledgement.
     /// The caller calls [`Self::keep`] next.
     pub(super) fn push(
         &mut self,
@@ -252,8 +253,8 @@ impl Sender {
     }
 
     fn arm(&mut self, now: Duration, cc: &Congestion) {
-        let wait = cc.patience().min(MOST_PATIENCE) * (1 << self.probes.min(6));
-        self.deadline = Some(now + wait.min(MOST_PATIENCE));
+        let wait = cc.probe_timeout().min(MAX_PROBE_TIMEOUT) * (1 << self.probes.min(6));
+        self.deadline = Some(now + wait.min(MAX_PROBE_TIMEOUT));
     }
 
     /// Handles an acknowledgement. Calls `done` with each message that is acknowledged completely, and moves
@@ -337,8 +338,8 @@ impl Sender {
             if !runs.is_empty() {
                 acked.lost = self.find_lost(newest.order, newest.at, cc.reordering());
             }
-            // Acknowledgements may arrive in bursts, and packets may be sent in bursts. Either makes its
-            // interval too short, so the rate is computed from the longer one.
+            // A burst of acknowledgements shortens the interval between arrivals, and a burst of packets the interval
+            // between transmissions. So the rate is computed from the longer of the two intervals.
             let arriving = now.saturating_sub(newest.delivered_at);
             let took = arriving.max(newest.at.saturating_sub(newest.before));
             self.newest_at = newest.at;
@@ -450,7 +451,7 @@ impl Sender {
         Some(Outgoing { seq, data })
     }
 
-    /// Returns the packet to send to a peer that has been silent for too long, and which the peer must answer: the
+    /// Returns a probe: a packet for a peer that has been silent for too long, which the peer must answer. The probe is the
     /// first packet that has not arrived, or an empty packet if all have arrived or if data may not be sent.
     pub(super) fn probe(&mut self, data: bool, now: Duration, cc: &mut Congestion) -> Outgoing<'_> {
         self.probes += 1;
@@ -488,7 +489,8 @@ impl Sender {
         }
     }
 
-    /// Sets the next deadline without a probe, for a peer that is not known yet.
+    /// Sets the next deadline and counts a probe that is not sent: data may not be sent yet, or lost packets are sent
+    /// instead.
     pub(super) fn wait(&mut self, now: Duration, cc: &Congestion) {
         self.probes += 1;
         self.arm(now, cc);
@@ -538,5 +540,5 @@ impl Sender {
 const OVERTAKEN: u64 = 16;
 /// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
-/// Longest time between two probes.
-const MOST_PATIENCE: Duration = Duration::from_secs(1);
+/// The longest time between two probes.
+const MAX_PROBE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -17,8 +17,8 @@ impl Reliable {
     }
 
     /// Sets how long a peer may stay silent before it is given up.
-    pub(in crate::datagram) fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub(in crate::datagram) fn set_peer_timeout(&mut self, peer_timeout: Duration) {
+        self.peer_timeout = peer_timeout;
     }
 
     /// Handles the deadlines that have passed.
@@ -32,7 +32,7 @@ impl Reliable {
                 break;
             }
             self.timers.pop_first();
-            let patience = self.patience;
+            let peer_timeout = self.peer_timeout;
             let Some(state) = self.peers.get_mut(&peer) else {
                 continue;
             };
@@ -49,7 +49,7 @@ impl Reliable {
                 .blocked_on
                 .zip(blocked)
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
-            if hungry || now.saturating_sub(tx.heard) >= patience {
+            if hungry || now.saturating_sub(tx.heard) >= peer_timeout {
                 state.tx = None;
                 // The packet numbers continue, and the base of the next packet tells the peer where.
                 let why = if hungry {

@@ -5,7 +5,7 @@ use super::head::header_of;
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, Trailer, peer_of};
 use crate::datagram::parity;
-use crate::datagram::types::{Given, TxDatagram};
+use crate::datagram::types::{SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
@@ -92,11 +92,11 @@ impl DatagramQp {
         last: bool,
         out: &mut Vec<TxDatagram>,
     ) -> usize {
-        self.given_out.push_back(match current.request {
-            Some(request) if current.asks => Given::Ask(request),
-            Some(request) if last => Given::End(request),
-            Some(request) => Given::Part(request),
-            None => Given::Nothing,
+        self.unwritten.push_back(match current.request {
+            Some(request) if current.asks => SendEffect::Ask(request),
+            Some(request) if last => SendEffect::End(request),
+            Some(request) => SendEffect::Part(request),
+            None => SendEffect::Nothing,
         });
         let mut size = bytes.len();
         let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
@@ -180,7 +180,7 @@ impl DatagramQp {
             let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
             self.flow.sent(peer, current.shim.id, end, size, self.now);
         }
-        self.given_out.push_back(Given::Nothing);
+        self.unwritten.push_back(SendEffect::Nothing);
         out.push(self.datagram(current, bytes));
         size
     }

@@ -1,4 +1,4 @@
-//! Memory that requests name: the checks of its keys, and copies of it into datagrams.
+//! The memory of requests: checks its keys, and copies it into datagrams.
 
 use crate::llp::mpa::frame::for_each_part;
 use crate::verbs::access::Access;

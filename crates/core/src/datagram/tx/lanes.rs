@@ -2,7 +2,7 @@
 
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, OURS, Taken, Way, has_room, peer_of, way_of};
-use crate::datagram::types::{Bytes, Given, Peer, TxDatagram};
+use crate::datagram::types::{Bytes, Peer, SendEffect, TxDatagram};
 
 /// Largest number of datagrams to a peer in one turn.
 const LANE_TURN: usize = 16;
@@ -193,7 +193,7 @@ impl DatagramQp {
         bytes: Bytes,
         out: &mut Vec<TxDatagram>,
     ) {
-        self.given_out.push_back(Given::Nothing);
+        self.unwritten.push_back(SendEffect::Nothing);
         out.push(TxDatagram {
             to: peer.0,
             from: way.from,

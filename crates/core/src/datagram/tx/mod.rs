@@ -17,7 +17,7 @@ mod unreliable;
 
 use crate::bounds;
 use crate::datagram::DatagramQp;
-use crate::datagram::types::{Given, TxDatagram};
+use crate::datagram::types::{SendEffect, TxDatagram};
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 
@@ -33,13 +33,13 @@ impl DatagramQp {
             && let Some((peer, from, report)) = self.flow.next_report()
         {
             let datagram = self.report(peer, from, &report);
-            self.given_out.push_back(Given::Nothing);
+            self.unwritten.push_back(SendEffect::Nothing);
             out.push(datagram);
         }
         while out.len() < bounds::DATAGRAM_BATCH
             && let Some(datagram) = self.outbox.pop_front()
         {
-            self.given_out.push_back(Given::Nothing);
+            self.unwritten.push_back(SendEffect::Nothing);
             out.push(datagram);
         }
         if self.rd.is_some() {
@@ -65,11 +65,11 @@ impl DatagramQp {
     /// Called when the socket has accepted the next `datagrams` datagrams of [`Self::poll_tx`].
     pub fn handle_written(&mut self, datagrams: usize) {
         for _ in 0..datagrams {
-            let Some(given) = self.given_out.pop_front() else {
+            let Some(effect) = self.unwritten.pop_front() else {
                 break;
             };
             self.counters.tx_dgrams += 1;
-            if let Given::End(request) = given {
+            if let SendEffect::End(request) = effect {
                 self.sent(request);
             }
         }
@@ -81,18 +81,18 @@ impl DatagramQp {
     /// an unreliable service its request fails and the queue pair continues, because an error of one destination does
     /// not concern others. In a reliable service it counts as a lost packet.
     pub fn handle_send_error(&mut self) {
-        let Some(given) = self.given_out.pop_front() else {
+        let Some(effect) = self.unwritten.pop_front() else {
             return;
         };
         self.counters.tx_errors += 1;
-        match given {
-            Given::Nothing => return,
-            Given::Part(request) => self.mark_failed(request, Status::LocalQpOperation),
-            Given::End(request) => {
+        match effect {
+            SendEffect::Nothing => return,
+            SendEffect::Part(request) => self.mark_failed(request, Status::LocalQpOperation),
+            SendEffect::End(request) => {
                 self.mark_failed(request, Status::LocalQpOperation);
                 self.sent(request);
             }
-            Given::Ask(request) => {
+            SendEffect::Ask(request) => {
                 self.mark_failed(request, Status::LocalQpOperation);
                 self.reads.remove_number(request);
                 self.sent(request);

@@ -8,7 +8,7 @@ use super::head::{HEAD_MAX, header_of};
 use crate::bounds;
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, HEAD, Taken, has_room, index, is_many, peer_of, way_of};
-use crate::datagram::types::{Given, Kind, TxDatagram};
+use crate::datagram::types::{Kind, SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
 use crate::verbs::sq::Phase;
@@ -155,7 +155,7 @@ impl DatagramQp {
         self.base.sq.advance();
         self.next_id = id.wrapping_add(1);
         self.issued.add(id, request_id);
-        self.given_out.push_back(Given::End(number));
+        self.unwritten.push_back(SendEffect::End(number));
         self.base.observe_all(|| {
             [
                 Step::Take(request_id),
@@ -169,7 +169,7 @@ impl DatagramQp {
         true
     }
 
-    /// Takes, builds and cuts the next request in one step, if it is a Send or a Write of one datagram, as is usual.
+    /// Takes the next request and builds its datagram in one step, if it is a Send or a Write that fits in one datagram, as most do.
     ///
     /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths
     /// send the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
@@ -258,7 +258,7 @@ impl DatagramQp {
             return true;
         }
         dgram::seal(&mut datagram);
-        self.given_out.push_back(Given::End(number));
+        self.unwritten.push_back(SendEffect::End(number));
         if let Some(peer) = pace {
             self.flow
                 .sent(peer, shim.id, shim.length, datagram.len(), now);
@@ -357,7 +357,7 @@ impl DatagramQp {
             return false;
         };
         out.push(trailer.datagram.clone());
-        self.given_out.push_back(Given::Nothing);
+        self.unwritten.push_back(SendEffect::Nothing);
         trailer.left -= 1;
         if trailer.left > 0 {
             self.trailers.push_back(trailer);
