@@ -11,8 +11,10 @@
 )]
 
 use crate::message;
+use crate::record::{Controls, Record};
 use crate::stream;
 use crate::wire::{Broken, Kind, LONGEST, Private, Rx, Sink, Tx};
+use sockets_base::query;
 use sockets_base::rules::Policy;
 
 /// Choices derived from the input. After its last byte all choices are 0.
@@ -185,8 +187,21 @@ fn datagram(input: &mut Input<'_>) {
     }
 }
 
-/// Runs the target that the first byte selects.
+/// Parses the input as a query of another host, a record of the thread for reliable datagrams, and control messages.
+fn short_formats(data: &[u8]) {
+    if let Some((protocol, port, nonce)) = query::parse(data) {
+        assert_eq!(query::query(protocol, port, nonce), data);
+    }
+    if let Some(record) = Record::parse(data) {
+        assert_eq!(record.emit().len(), data.len());
+    }
+    let all: usize = Controls(data).map(|c| c.all.len()).sum();
+    assert!(all <= data.len());
+}
+
+/// Runs the target that the first byte selects, after the parsers of short formats.
 pub fn run(data: &[u8]) {
+    short_formats(data);
     let mut input = Input(data);
     let what = input.byte();
     let crc = what & 0x80 != 0;
