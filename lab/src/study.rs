@@ -28,7 +28,7 @@ const FIGURES: [&str; 13] = [
     "mc:4b",
     "exs:5",
     "thesis:3.8",
-    "thesis:4.9",
+    "thesis:4.14",
     "thesis:5.11",
     "thesis:6.12",
 ];
