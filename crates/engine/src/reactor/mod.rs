@@ -18,6 +18,7 @@ mod lease;
 #[cfg(test)]
 #[cfg(loom)]
 mod loom_tests;
+mod quiet;
 mod sources;
 #[cfg(test)]
 #[cfg(not(loom))]
@@ -49,6 +50,7 @@ use cork::{Cork, IdlePoll};
 use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
 use lease::{Actions, Lease, WAIT_SLICE};
+use quiet::Quiet;
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
@@ -113,6 +115,7 @@ pub struct Reactor {
     deadlines: Deadlines,
     lease: Lease,
     cork: Cork,
+    quiet: Quiet,
     hot: HotSocket,
     buffers: Buffers,
     /// Queue pairs with corked requests.
@@ -163,6 +166,7 @@ impl Reactor {
             #[cfg(test)]
             lease: Lease::for_slow_machines(),
             cork: Cork::new(),
+            quiet: Quiet::new(),
             hot: HotSocket::new(),
             buffers: Buffers::new(),
             corked: Mutex::new(Rank::Corked, Vec::new()),
@@ -345,6 +349,9 @@ impl Reactor {
         // Polling threads run deadlines too: the worker may get no processor while this thread uses one.
         if self.deadlines.is_due(t) {
             self.run_deadlines();
+        }
+        if self.quiet.on_poll(idle_polls, found) {
+            rustix::thread::sched_yield();
         }
     }
 
