@@ -9,7 +9,7 @@ mod guest;
 mod wire;
 
 use crate::c_tests;
-use crate::programs::{self, CHECK_EVERY, Failed, Host, INSIDE, Player, plain};
+use crate::programs::{self, CHECK_EVERY, Failed, Host, INSIDE, LocalProcess, plain};
 use guest::{Guest, Remote};
 use std::env;
 use std::fs;
@@ -51,16 +51,16 @@ pub(crate) struct Options {
     list: bool,
 }
 
-/// A case with the roles of the two stacks.
-struct Scene<'a> {
+/// A case, and the stack that runs its server. The other stack runs its clients.
+struct Variant<'a> {
     name: String,
     case: &'a Case,
     server: Server,
 }
 
-/// Returns the cases and their roles. Those with the default parameters of the driver come before those that change them.
-fn scenes<'a>(programs: &'a [Program], options: &Options) -> Vec<Scene<'a>> {
-    let mut scenes: Vec<Scene<'_>> = Vec::new();
+/// Returns each case with each stack as the server. Cases that change parameters of the siw driver come last.
+fn variants<'a>(programs: &'a [Program], options: &Options) -> Vec<Variant<'a>> {
+    let mut variants: Vec<Variant<'_>> = Vec::new();
     for (program, case) in programs::all(programs) {
         for server in [Server::Siw, Server::Anywarp] {
             let name = format!("{server}/{}/{}", program.name, case.name);
@@ -69,25 +69,25 @@ fn scenes<'a>(programs: &'a [Program], options: &Options) -> Vec<Scene<'a>> {
                 .as_ref()
                 .is_none_or(|part| name.contains(part.as_str()));
             if wanted && case.interop.only.is_none_or(|only| only == server) {
-                scenes.push(Scene { name, case, server });
+                variants.push(Variant { name, case, server });
             }
         }
     }
-    scenes.sort_by_key(|scene| !scene.case.interop.siw.is_empty());
-    scenes
+    variants.sort_by_key(|variant| !variant.case.interop.siw.is_empty());
+    variants
 }
 
 /// Runs the cases that the arguments select.
 pub(crate) fn run(options: &Options) -> Result {
     let programs = expect::read_folder("tests/interop")?;
-    let scenes = scenes(&programs, options);
+    let variants = variants(&programs, options);
     if options.list {
-        for scene in &scenes {
-            println!("{}", scene.name);
+        for variant in &variants {
+            println!("{}", variant.name);
         }
         return Ok(());
     }
-    if scenes.is_empty() {
+    if variants.is_empty() {
         return Err("no case has such a name".into());
     }
     if env::var_os(INSIDE).is_none() {
@@ -96,18 +96,18 @@ pub(crate) fn run(options: &Options) -> Result {
         return programs::in_namespaces();
     }
     let start = Instant::now();
-    let mut stage = Stage::new(options)?;
+    let mut environment = Environment::new(options)?;
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (number, scene) in scenes.iter().enumerate() {
+    for (number, variant) in variants.iter().enumerate() {
         if start.elapsed() > RUN {
-            let left = scenes.len() - number;
+            let left = variants.len() - number;
             return Err(format!("{left} cases are left after {} s", RUN.as_secs()).into());
         }
         let start = Instant::now();
-        let outcome = stage.play_in_health(scene, true)?;
+        let outcome = environment.run_with_retry(variant, true)?;
         let seconds = start.elapsed().as_secs_f64();
-        let name = &scene.name;
-        match (outcome, scene.case.skipped(expect::Place::Namespaces)) {
+        let name = &variant.name;
+        match (outcome, variant.case.skipped(expect::Place::Namespaces)) {
             (Ok(()), None) => {
                 passed += 1;
                 println!("ok    {name}  ({seconds:.1} s)");
@@ -141,7 +141,7 @@ pub(crate) fn run(options: &Options) -> Result {
 }
 
 /// The environment of the cases.
-struct Stage {
+struct Environment {
     work: PathBuf,
     guest: Guest,
     log: Option<String>,
@@ -152,51 +152,51 @@ struct Stage {
     reboots: u32,
 }
 
-impl Drop for Stage {
+impl Drop for Environment {
     fn drop(&mut self) {
         let _gone = fs::remove_dir_all(&self.work);
     }
 }
 
 /// A program of a case, on the host or in the guest.
-enum Actor {
-    Here(Player),
-    There(Remote),
+enum Process {
+    Local(LocalProcess),
+    Remote(Remote),
 }
 
-impl Actor {
+impl Process {
     fn finish(&mut self, side: &str, expected: Option<Exit>, end: Instant) -> Result {
         match self {
-            Self::Here(player) => player.finish(expected, end),
-            Self::There(remote) => remote.finish(side, expected, end),
+            Self::Local(process) => process.finish(expected, end),
+            Self::Remote(remote) => remote.finish(side, expected, end),
         }
     }
 
     fn end(&mut self) -> Result {
         match self {
-            Self::Here(player) => player.end(),
-            Self::There(remote) => remote.end(),
+            Self::Local(process) => process.end(),
+            Self::Remote(remote) => remote.end(),
         }
     }
 
     /// Returns the output, without the log.
     fn printed(&self, logs: bool) -> String {
         match self {
-            Self::Here(player) if logs => player.output("out"),
-            Self::Here(player) => player.output("out") + &player.output("err"),
-            Self::There(remote) => remote.output(),
+            Self::Local(process) if logs => process.output("out"),
+            Self::Local(process) => process.output("out") + &process.output("err"),
+            Self::Remote(remote) => remote.output(),
         }
     }
 
     fn tail(&self) -> String {
         match self {
-            Self::Here(player) => player.tail(),
-            Self::There(remote) => remote.tail(),
+            Self::Local(process) => process.tail(),
+            Self::Remote(remote) => remote.tail(),
         }
     }
 }
 
-impl Stage {
+impl Environment {
     fn new(options: &Options) -> Result<Self> {
         let work = programs::new_folder(&env::temp_dir())?;
         if !sh::dist().join("bin/anywarp").exists() {
@@ -224,23 +224,27 @@ impl Stage {
 
     /// Runs a case, and a second time if it fails. If the guest has failed, the second run is in a new one. A case counts as
     /// failed if it fails twice.
-    fn play_in_health(
+    fn run_with_retry(
         &mut self,
-        scene: &Scene<'_>,
+        variant: &Variant<'_>,
         again: bool,
     ) -> Result<std::result::Result<(), Failed>> {
-        let outcome = self.play(scene);
-        let well = matches!(outcome, Ok(Ok(())));
-        let Some(reason) = self.guest.illness(well) else {
+        let outcome = self.run_case(variant);
+        let passed = matches!(outcome, Ok(Ok(())));
+        let Some(reason) = self.guest.failure(passed) else {
             if let (true, Ok(Err(failed))) = (again, &outcome) {
-                // The guest's processors are emulated, which occasionally exposes a race in siw. A bug of anywarp fails twice.
-                println!("again {}: {}\n{}", scene.name, failed.reason, failed.output);
-                return self.play_in_health(scene, false);
+                // The guest's processors are emulated, which occasionally exposes a race in siw. Such a case passes the second time, and
+                // one that fails because of anywarp fails again.
+                println!(
+                    "again {}: {}\n{}",
+                    variant.name, failed.reason, failed.output
+                );
+                return self.run_with_retry(variant, false);
             }
             return outcome;
         };
         let output = self.guest.console_text();
-        let name = &scene.name;
+        let name = &variant.name;
         if self.reboots == 0 {
             return Err(format!("{name}: {reason}, and no reboot is left\n{output}").into());
         }
@@ -248,14 +252,14 @@ impl Stage {
         println!("reboot after {name}: {reason}\n{output}");
         self.guest.reboot(&self.work)?;
         if again {
-            return self.play_in_health(scene, false);
+            return self.run_with_retry(variant, false);
         }
         Ok(Err(Failed { reason, output }))
     }
 
     /// Runs a case. The outer error is one of the test environment, the inner one a failure of the case.
-    fn play(&mut self, scene: &Scene<'_>) -> Result<std::result::Result<(), Failed>> {
-        let case = scene.case;
+    fn run_case(&mut self, variant: &Variant<'_>) -> Result<std::result::Result<(), Failed>> {
+        let case = variant.case;
         self.port += 1;
         let port = case.port.unwrap_or(self.port);
         self.guest.set_up(&case.interop.siw)?;
@@ -263,19 +267,19 @@ impl Stage {
         let capture = (judged || self.keep.is_some())
             .then(|| Capture::start(&self.work.join(format!("{port}.pcap")), port))
             .transpose()?;
-        let mut cast = Vec::new();
-        let mut played = self.act(scene, port, &mut cast);
-        for (_, actor) in &mut cast {
-            if let Err(left) = actor.end() {
-                played = Err(match played {
+        let mut processes = Vec::new();
+        let mut outcome = self.run_programs(variant, port, &mut processes);
+        for (_, process) in &mut processes {
+            if let Err(left) = process.end() {
+                outcome = Err(match outcome {
                     Ok(()) => left,
                     Err(why) => format!("{why}; {left}").into(),
                 });
             }
         }
         let file = capture.map(Capture::finish).transpose()?;
-        let verdict = match played {
-            Ok(()) => self.verdict(case, &cast).map_or(Ok(()), Err),
+        let verdict = match outcome {
+            Ok(()) => self.verdict(case, &processes).map_or(Ok(()), Err),
             Err(reason) => Err(reason.to_string()),
         };
         let verdict = match (verdict, &file) {
@@ -284,32 +288,37 @@ impl Stage {
         };
         if let (Some(keep), Some(file)) = (&self.keep, &file) {
             fs::create_dir_all(keep)?;
-            fs::copy(file, keep.join(scene.name.replace('/', "-") + ".pcap"))?;
+            fs::copy(file, keep.join(variant.name.replace('/', "-") + ".pcap"))?;
         }
         Ok(verdict.map_err(|reason| Failed {
             reason,
-            output: cast
+            output: processes
                 .iter()
-                .map(|(_, actor)| actor.tail())
+                .map(|(_, process)| process.tail())
                 .collect::<Vec<_>>()
                 .join("\n"),
         }))
     }
 
-    fn act(&self, scene: &Scene<'_>, port: u16, cast: &mut Vec<(Host, Actor)>) -> Result {
-        let case = scene.case;
+    fn run_programs(
+        &self,
+        variant: &Variant<'_>,
+        port: u16,
+        processes: &mut Vec<(Host, Process)>,
+    ) -> Result {
+        let case = variant.case;
         let end = Instant::now() + case.timeout;
         if let Some(line) = &case.server {
-            let actor = self.actor(scene, Host::Server, line, port)?;
-            cast.push((Host::Server, actor));
-            let Some((_, actor)) = cast.last_mut() else {
+            let process = self.start(variant, Host::Server, line, port)?;
+            processes.push((Host::Server, process));
+            let Some((_, process)) = processes.last_mut() else {
                 return Err("no server".into());
             };
             let latest = Instant::now() + READY.min(case.timeout);
-            match actor {
-                Actor::Here(player) => {
-                    while !player.listens(port) {
-                        if player.poll()?.is_some() {
+            match process {
+                Process::Local(process) => {
+                    while !process.listens(port) {
+                        if process.poll()?.is_some() {
                             return Err("the server ends before it listens".into());
                         }
                         if Instant::now() > latest {
@@ -318,25 +327,25 @@ impl Stage {
                         sleep(CHECK_EVERY);
                     }
                 }
-                Actor::There(remote) => self.guest.await_listener(port, remote, latest)?,
+                Process::Remote(remote) => self.guest.await_listener(port, remote, latest)?,
             }
         }
         for line in &case.clients {
-            let mut client = self.actor(scene, Host::Client, line, port)?;
+            let mut client = self.start(variant, Host::Client, line, port)?;
             let finished = client.finish("client", case.client_exit, end);
-            cast.push((Host::Client, client));
+            processes.push((Host::Client, client));
             finished?;
         }
-        if let Some((Host::Server, server)) = cast.first_mut() {
+        if let Some((Host::Server, server)) = processes.first_mut() {
             server.finish("server", case.server_exit, end)?;
         }
         Ok(())
     }
 
     /// Starts a program of a case on its host.
-    fn actor(&self, scene: &Scene<'_>, host: Host, line: &str, port: u16) -> Result<Actor> {
+    fn start(&self, variant: &Variant<'_>, host: Host, line: &str, port: u16) -> Result<Process> {
         let address = |host: Host| {
-            if here(scene.server, host) {
+            if is_local(variant.server, host) {
                 guest::HOST
             } else {
                 guest::GUEST
@@ -347,8 +356,8 @@ impl Stage {
             .replace("{server}", address(Host::Server))
             .replace("{client}", address(Host::Client))
             .replace("{own}", address(host));
-        if !here(scene.server, host) {
-            return Ok(Actor::There(self.guest.start(&line)?));
+        if !is_local(variant.server, host) {
+            return Ok(Process::Remote(self.guest.start(&line)?));
         }
         let mut words = line.split_whitespace();
         let program = words.next().ok_or("an empty command line")?;
@@ -370,20 +379,23 @@ impl Stage {
         }
         match &self.log {
             Some(level) => command.env("ANYWARP_LOG", level),
-            None if !scene.case.interop.log.is_empty() => command.env("ANYWARP_LOG", "info"),
+            None if !variant.case.interop.log.is_empty() => command.env("ANYWARP_LOG", "info"),
             None => command.env_remove("ANYWARP_LOG"),
         };
-        command.envs(scene.case.env.iter().map(|(name, value)| (name, value)));
-        Ok(Actor::Here(Player::start(command, line, host, &self.work)?))
+        command.envs(variant.case.env.iter().map(|(name, value)| (name, value)));
+        Ok(Process::Local(LocalProcess::start(
+            command, line, host, &self.work,
+        )?))
     }
 
     /// Checks the output. Returns `None` if it is as expected.
-    fn verdict(&self, case: &Case, cast: &[(Host, Actor)]) -> Option<String> {
+    fn verdict(&self, case: &Case, processes: &[(Host, Process)]) -> Option<String> {
         let logs = self.log.is_some() || !case.interop.log.is_empty();
         let printed = |host: Option<Host>| -> String {
-            cast.iter()
+            processes
+                .iter()
                 .filter(|(h, _)| host.is_none_or(|host| host == *h))
-                .map(|(_, actor)| actor.printed(logs) + "\n")
+                .map(|(_, process)| process.printed(logs) + "\n")
                 .collect()
         };
         for (host, expected) in [
@@ -396,11 +408,11 @@ impl Stage {
                 return Some(format!("the {side} does not print {missing}"));
             }
         }
-        let log: String = cast
+        let log: String = processes
             .iter()
-            .map(|(_, actor)| match actor {
-                Actor::Here(player) => player.output("err"),
-                Actor::There(_) => String::new(),
+            .map(|(_, process)| match process {
+                Process::Local(process) => process.output("err"),
+                Process::Remote(_) => String::new(),
             })
             .collect();
         if let Some(missing) = case.interop.log.iter().find(|regex| !regex.is_match(&log)) {
@@ -414,7 +426,7 @@ impl Stage {
 }
 
 /// Returns whether this end runs on anywarp.
-fn here(server: Server, host: Host) -> bool {
+fn is_local(server: Server, host: Host) -> bool {
     (server == Server::Anywarp) == (host == Host::Server)
 }
 

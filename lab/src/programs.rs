@@ -121,13 +121,13 @@ pub(crate) fn run(options: &Options) -> Result {
     if (options.netns || options.tree.is_some()) && env::var_os(INSIDE).is_none() {
         return in_namespaces();
     }
-    let stage = Stage::new(options)?;
+    let environment = Environment::new(options)?;
     if options.doctor {
-        stage.doctor()?;
+        environment.doctor()?;
     }
     let mut tally = Tally::default();
     for (program, case) in options.cases(&programs) {
-        tally.judge(&stage, program, case)?;
+        tally.judge(&environment, program, case)?;
     }
     tally.report();
     if tally.failed > 0 || tally.unsteady > UNSTEADY {
@@ -191,12 +191,12 @@ impl Tally {
         );
     }
 
-    fn judge(&mut self, stage: &Stage, program: &Program, case: &Case) -> Result {
+    fn judge(&mut self, environment: &Environment, program: &Program, case: &Case) -> Result {
         let name = format!("{}/{}", program.name, case.name);
-        let place = stage.place;
+        let place = environment.place;
         let start = Instant::now();
-        let skipped = stage.skipped(program, case);
-        let outcome = stage.play(case, skipped.is_some())?;
+        let skipped = environment.skipped(program, case);
+        let outcome = environment.run_case(case, skipped.is_some())?;
         let seconds = start.elapsed().as_secs_f64();
         match (outcome, skipped) {
             (Ok(()), None) => {
@@ -215,7 +215,7 @@ impl Tally {
             }
             (Err(why), None) => {
                 self.show("FAIL", &format!("{place:8}  {name}"), &why, seconds);
-                match stage.play(case, false)? {
+                match environment.run_case(case, false)? {
                     Ok(()) => {
                         self.passed += 1;
                         self.unsteady += 1;
@@ -251,7 +251,7 @@ pub(crate) struct Failed {
 }
 
 /// The environment of the cases: the installed files, a folder for output, and two hosts.
-struct Stage {
+struct Environment {
     place: Place,
     work: PathBuf,
     anywarp: PathBuf,
@@ -264,7 +264,7 @@ struct Stage {
     drop_root: bool,
 }
 
-impl Drop for Stage {
+impl Drop for Environment {
     fn drop(&mut self) {
         let _gone_or_not_ours = fs::remove_dir_all(&self.work);
     }
@@ -299,7 +299,7 @@ impl Host {
     }
 }
 
-impl Stage {
+impl Environment {
     fn new(options: &Options) -> Result<Self> {
         let tree = options.tree.as_deref().map(enter).transpose()?;
         let work = match &tree {
@@ -310,7 +310,7 @@ impl Stage {
         // The runtime directory of the programs' user, which is removed at the end.
         fs::create_dir(work.join("run"))?;
         fs::set_permissions(work.join("run"), fs::Permissions::from_mode(0o1777))?;
-        let stage = Self {
+        let environment = Self {
             place: if options.netns {
                 Place::Namespaces
             } else {
@@ -333,13 +333,16 @@ impl Stage {
         }
         // A copy in a folder that an ordinary user can read.
         let mut copy = Command::new("cp");
-        copy.arg("-rL").arg(sh::dist()).arg(stage.work.join("dist"));
+        copy.arg("-rL")
+            .arg(sh::dist())
+            .arg(environment.work.join("dist"));
         sh::run(&mut copy)?;
         let mut open = Command::new("chmod");
-        open.args(["-R", "a+rX,u+w"]).arg(stage.work.join("dist"));
+        open.args(["-R", "a+rX,u+w"])
+            .arg(environment.work.join("dist"));
         sh::run(&mut open)?;
         for program in ["bin/anywarp", "lib/anywarp/anywarp-selftest"] {
-            let path = stage.work.join("dist").join(program);
+            let path = environment.work.join("dist").join(program);
             if path.exists() {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
             }
@@ -347,15 +350,16 @@ impl Stage {
         // The files that commands name as files/NAME. Commands run in this folder.
         dist::copy_tree(
             &sh::root().join("tests/programs/files"),
-            &stage.work.join("files"),
+            &environment.work.join("files"),
         )?;
         let mut open = Command::new("chmod");
-        open.args(["-R", "a+rX"]).arg(stage.work.join("files"));
+        open.args(["-R", "a+rX"])
+            .arg(environment.work.join("files"));
         sh::run(&mut open)?;
         if options.netns {
             make_hosts()?;
         }
-        Ok(stage)
+        Ok(environment)
     }
 
     /// Returns why a case is known not to pass, if so.
@@ -380,7 +384,7 @@ impl Stage {
         let mut command = Command::new(program);
         command.args(arguments).arg("doctor").stdin(Stdio::null());
         let line = "anywarp doctor".to_owned();
-        let mut doctor = Player::start(command, line, Host::Client, &self.work)?;
+        let mut doctor = LocalProcess::start(command, line, Host::Client, &self.work)?;
         let done = doctor.finish(Some(Exit::Code(0)), Instant::now() + DOCTOR);
         doctor.end()?;
         done.map_err(|e| format!("doctor: {e}\n{}", doctor.tail()))?;
@@ -421,23 +425,23 @@ impl Stage {
     }
 
     /// Runs a case. The outer error is one of the test environment, the inner one a failure of the case.
-    fn play(&self, case: &Case, skipped: bool) -> Result<std::result::Result<(), Failed>> {
-        let mut cast = Cast::default();
+    fn run_case(&self, case: &Case, skipped: bool) -> Result<std::result::Result<(), Failed>> {
+        let mut processes = Processes::default();
         self.remove(&case.removes);
-        let played = self.act(case, skipped, &mut cast);
-        for player in cast.server.iter_mut().chain(&mut cast.clients) {
-            player.end()?;
+        let outcome = self.run_programs(case, skipped, &mut processes);
+        for process in processes.server.iter_mut().chain(&mut processes.clients) {
+            process.end()?;
         }
         self.remove(&case.removes);
-        let reason = match played {
-            Ok(()) => cast.verdict(case, self.log.is_some()),
+        let reason = match outcome {
+            Ok(()) => processes.verdict(case, self.log.is_some()),
             Err(reason) => Some(reason.to_string()),
         };
         Ok(match reason {
             None => Ok(()),
             Some(reason) => Err(Failed {
                 reason,
-                output: cast.tails(),
+                output: processes.tails(),
             }),
         })
     }
@@ -451,7 +455,7 @@ impl Stage {
     }
 
     /// Starts the server, waits for it, runs the clients, and waits for the server's exit.
-    fn act(&self, case: &Case, skipped: bool, cast: &mut Cast) -> Result {
+    fn run_programs(&self, case: &Case, skipped: bool, processes: &mut Processes) -> Result {
         let limit = if skipped {
             case.timeout.min(SKIPPED)
         } else {
@@ -461,8 +465,8 @@ impl Stage {
         let port = case.port.map_or_else(free_port, Ok)?;
 
         if let Some(line) = &case.server {
-            let player = self.player(Host::Server, line, case, port)?;
-            let server = cast.server.insert(player);
+            let process = self.start(Host::Server, line, case, port)?;
+            let server = processes.server.insert(process);
             let settled = case.settle.map(|time| Instant::now() + time);
             let latest = Instant::now() + READY.min(limit);
             while !settled.map_or_else(|| server.listens(port), |time| Instant::now() >= time) {
@@ -476,19 +480,19 @@ impl Stage {
             }
         }
         for line in &case.clients {
-            let mut client = self.player(Host::Client, line, case, port)?;
+            let mut client = self.start(Host::Client, line, case, port)?;
             let finished = client.finish(case.client_exit, end);
-            cast.clients.push(client);
+            processes.clients.push(client);
             finished?;
         }
-        if let Some(server) = &mut cast.server {
+        if let Some(server) = &mut processes.server {
             server.finish(case.server_exit, end)?;
         }
         Ok(())
     }
 
     /// Prepares a program of a case.
-    fn player(&self, host: Host, line: &str, case: &Case, port: u16) -> Result<Player> {
+    fn start(&self, host: Host, line: &str, case: &Case, port: u16) -> Result<LocalProcess> {
         let address = |host: Host| host.address(self.place, case.ipv6).to_string();
         let line = line
             .replace("{port}", &port.to_string())
@@ -536,7 +540,7 @@ impl Stage {
             command.env("ANYWARP_LOG", level);
         }
         command.envs(case.env.iter().map(|(name, value)| (name, value)));
-        Player::start(command, line, host, &self.work)
+        LocalProcess::start(command, line, host, &self.work)
     }
 }
 
@@ -663,17 +667,17 @@ pub(crate) fn free_port() -> Result<u16> {
 
 /// The programs of a case.
 #[derive(Debug, Default)]
-struct Cast {
-    server: Option<Player>,
-    clients: Vec<Player>,
+struct Processes {
+    server: Option<LocalProcess>,
+    clients: Vec<LocalProcess>,
 }
 
-impl Cast {
-    fn all(&self) -> impl Iterator<Item = &Player> {
+impl Processes {
+    fn all(&self) -> impl Iterator<Item = &LocalProcess> {
         self.server.iter().chain(&self.clients)
     }
 
-    fn of(&self, host: Host) -> impl Iterator<Item = &Player> {
+    fn of(&self, host: Host) -> impl Iterator<Item = &LocalProcess> {
         self.all().filter(move |p| p.host == host)
     }
 
@@ -716,7 +720,10 @@ impl Cast {
     }
 
     fn tails(&self) -> String {
-        self.all().map(Player::tail).collect::<Vec<_>>().join("\n")
+        self.all()
+            .map(LocalProcess::tail)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 }
 
@@ -727,7 +734,7 @@ pub(crate) fn plain(pattern: &str) -> &str {
 
 /// A program that is running or has exited.
 #[derive(Debug)]
-pub(crate) struct Player {
+pub(crate) struct LocalProcess {
     host: Host,
     line: String,
     process: Process,
@@ -735,7 +742,7 @@ pub(crate) struct Player {
     files: PathBuf,
 }
 
-impl Player {
+impl LocalProcess {
     pub(crate) fn start(
         mut command: Command,
         line: String,

@@ -9,9 +9,8 @@ use xtask::{Result, sh};
 /// The time limit of the run in seconds.
 const LIMIT: &str = "600";
 
-/// The script that runs in a new network namespace: the test program for streams, the checks, the command, its tests, hostile
-/// peers, and the test program for datagrams. The latter runs with two MTUs: that of the loopback interface, and that of
-/// Ethernet. Then programs of UDP, also over a path that loses packets.
+/// The script that runs in a new network namespace. It runs the test program for streams, the test program for datagrams with
+/// the MTUs of the loopback interface and of Ethernet, and the tests of tests/sockets.
 const SCRIPT: &str = r#"set -e
 ip link set lo up
 echo '== tests/c/sockets.c, sockets of the kernel'

@@ -189,7 +189,7 @@ static const char *survive(int fd, int parent, size_t way)
 		TRY(post(e.qp, &wr));
 	}
 	if (way == PATIENT) {
-		/* Timeout 0 means no limit: when the link comes back in time, no request has failed. */
+		/* Timeout 0 means no limit: no request fails while the link is down, and all complete when it is up again. */
 		TRY(no_wc(e.scq, 2000));
 		ENSURE(write(parent, "!", 1) == 1 && read(parent, &word, 1) == 1, "the test has ended");
 		for (; done < 30; done++)
@@ -287,7 +287,7 @@ static const char *vanish(size_t way)
 	close(up[1]);
 	for (int round = 0; round < (way == PATIENT ? 2 : 1); round++) {
 		if (readable(up[0], WAIT_MS) || read(up[0], &word, 1) != 1)
-			break; /* its exit status reports the result */
+			break; /* the exit status of the program reports why it ended */
 		ENSURE(!run("ip -n %s link set vb %s", space[1], round ? "up" : "down"), "ip link");
 		ENSURE(write(up[0], "!", 1) == 1, "write: %s", strerror(errno));
 	}

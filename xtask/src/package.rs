@@ -28,7 +28,7 @@ const DEVELOPMENT: [&str; 8] = [
 pub(crate) fn install(prefix: &str) -> Result {
     let prefix = PathBuf::from(prefix);
     if !prefix.is_absolute() {
-        return Err("install --prefix: an absolute path".into());
+        return Err("install --prefix needs an absolute path".into());
     }
     let from = built()?;
     dist::copy_tree(&from, &prefix)?;
@@ -198,7 +198,7 @@ fn architecture() -> Result<String> {
 fn built() -> Result<PathBuf> {
     let from = sh::dist();
     if !from.join("bin/anywarp").exists() {
-        return Err("nothing is built: cargo xtask dist".into());
+        return Err("there is no build to package: run `cargo xtask dist` first".into());
     }
     Ok(from)
 }

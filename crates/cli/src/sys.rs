@@ -131,5 +131,10 @@ pub(crate) fn free_port() -> io::Result<u16> {
     (0..4_000)
         .map(|_| start + NEXT.fetch_add(1, Ordering::Relaxed) % 4_000)
         .find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok())
-        .ok_or_else(|| io::Error::other("no TCP port from 20000 to 31999 is free"))
+        .ok_or_else(|| {
+            io::Error::other(format!(
+                "no TCP port from {start} to {} is free",
+                start + 3_999
+            ))
+        })
 }

@@ -3,9 +3,9 @@
 //! [`engine`] owns the RNIC and the [`reactor`], which decides which thread receives and sends: a thread of the
 //! program, or a worker thread. [`context`] is an open device, [`objects`] has the objects created in it, [`qp`] and
 //! [`dgram`] the queue pairs, [`cm`] the connection manager, [`connect`] connections that no queue pair owns yet. The
-//! table of all files, by floor, is in ARCHITECTURE.md. A file uses only files of lower floors.
+//! table of all files, by floor, is in ARCHITECTURE.md. A file uses only files of its own floor and of lower ones.
 //!
-//! `unsafe` code is in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
+//! Outside tests, `unsafe` blocks are only in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
 
 #![allow(
     rustdoc::private_intra_doc_links,

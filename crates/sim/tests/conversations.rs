@@ -124,7 +124,7 @@ fn document(name: &str) -> PathBuf {
     crates.join("../../docs").join(name)
 }
 
-/// The document also has vectors in backticks, with spaces between the fields.
+/// `docs/datagram-iwarp.md` contains vectors in backticks, with spaces between the fields.
 #[test]
 fn the_vectors_in_the_text_are_whole_datagrams() {
     let page = std::fs::read_to_string(document("datagram-iwarp.md")).unwrap();

@@ -23,12 +23,13 @@ use anywarp_sim::Space;
 
 const KINDS: [QpType; 4] = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::Rd];
 
-/// A queue pair of any kind whose completion queue has room for two entries.
+/// The state machine of a queue pair of any kind.
 enum Machine {
     Stream(Box<Connection>),
     Datagram(Box<DatagramQp>),
 }
 
+/// A queue pair of any kind whose completion queue has room for two entries.
 struct Qp {
     machine: Machine,
     kind: QpType,
@@ -278,7 +279,7 @@ fn sqd_without_notification_raises_no_event() {
 }
 
 #[test]
-fn requests_are_accepted_in_the_states_of_the_manual_page() {
+fn requests_are_refused_in_the_reset_state() {
     for kind in KINDS {
         let mut qp = Qp::new(kind);
         let recv = RecvRequest {

@@ -258,7 +258,7 @@ fn packets_wait_only_for_the_resource_that_they_need() {
 
 /// On a bad network, with receives posted at any time, no request completes before its message is delivered.
 #[test]
-fn nothing_is_done_before_it_is_delivered() {
+fn no_request_completes_before_its_message_is_delivered() {
     const MANY: u64 = 40;
     each_seed(6, |seed| {
         for ordered in [true, false] {
@@ -345,7 +345,7 @@ fn an_old_message_number_is_accepted() {
         }));
         let request = write(0, theirs.remote(0)).from(&[mine.part(0, len)]);
         net.post(a, b, request);
-        // More messages than the numbers that are stored for an unreliable source.
+        // For a source of unreliable datagrams, fewer message numbers are stored than there are messages here.
         for id in 1..1500 {
             net.post(a, b, write(id, other.remote(0)).from(&[mine.part(0, 8)]));
         }
@@ -565,7 +565,7 @@ fn long_read(seed: u64, rate: u64, options: Options) -> (Ether, Id, Id, [Mr; 2])
     (net, a, b, [mine, theirs])
 }
 
-/// When the source memory of a Read is deregistered meanwhile, the Read fails at once.
+/// When the source memory of a Read is deregistered during the Read, the Read fails at once.
 #[test]
 fn a_read_whose_source_is_deregistered_fails() {
     for keep_going in [true, false] {
@@ -585,8 +585,8 @@ fn a_read_whose_source_is_deregistered_fails() {
     }
 }
 
-/// A peer that has acknowledged a Read Request fails or restarts before it has sent the whole answer. No packet is
-/// under way to it whose loss would show that, so it has to be probed.
+/// A peer that has acknowledged a Read Request fails or restarts before it has sent the whole answer. The requester has
+/// no unacknowledged packet whose retransmission would reveal the failure, so it must probe the peer.
 #[test]
 fn a_read_from_a_peer_that_dies_fails() {
     for restarts in [false, true] {
@@ -617,7 +617,7 @@ fn a_slow_answer_is_waited_for() {
     assert_eq!(statuses(&mut net, a), [(1, Status::Success)]);
 }
 
-/// As above for a receive of an unreliable queue pair, which completes once.
+/// A receive of an unreliable queue pair into memory that was deregistered completes once, in error.
 #[test]
 fn a_broken_receive_of_datagrams_completes_once() {
     let link = Link {

@@ -97,7 +97,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// The first datagram of a Send of two datagrams.
+/// The first or the second datagram of a Send of two datagrams.
 fn half(id: u32, second: bool) -> Vec<u8> {
     let offset = if second { 8 } else { 0 };
     let header = untagged(Opcode::Send, QN_SEND, id, offset, second);
@@ -145,7 +145,7 @@ struct Stranger {
 }
 
 impl Stranger {
-    /// Returns a peer that has received a packet number, which proves its address.
+    /// Returns a peer that has received a token, which it echoes in its further packets to prove its address.
     fn meets(net: &mut Ether, seen: &Seen, n: u32, to: Id) -> Self {
         let mut s = Self {
             addr: stranger(n),
@@ -226,7 +226,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
                 &[0; 4],
             ),
         ];
-        // Also packets with guessed numbers, and packets without data.
+        // Also packets with guessed tokens, with data and as challenges.
         let mut guess = Stranger {
             addr: stranger(0),
             to,
@@ -252,7 +252,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
             let bytes = sealed(bytes.clone());
             net[b].recv(n as u64, &[inbox.all()]);
             for source in 0..1500_u32 {
-                // One datagram that is repeated, and others that are sent once.
+                // Half of the datagrams have one source address. Each of the others has an address of its own.
                 let n = (n as u32 + 1) << 16;
                 let from = stranger(if source % 2 == 0 { n | source } else { n | 1 });
                 *sent.entry(from).or_default() += bytes.len();
@@ -299,7 +299,7 @@ fn unacknowledged_answers_are_bounded() {
     }
     let busy = net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
     assert!(busy > 0, "{:?}", net[b].drops);
-    // The limit is the time that the good peer and the program need without the others, and some more.
+    // The time limit is a little longer than these two requests take without the other peers.
     net.post(a, b, read(1, open.remote(0)).from(&[theirs.all()]));
     net.post(b, a, write(2, theirs.remote(0)).from(&[open.part(0, 1000)]));
     net.run(5 * 1000 * MS);
@@ -323,14 +323,14 @@ fn a_reliable_message_is_never_abandoned_for_another() {
     net[a].host.fill(&mr, &text);
     let inbox = net[b].host.register(20_000, access::ALL);
     net[b].recv(7, &[inbox.all()]);
-    // Its first datagram arrives, then the link is cut.
-    let cut = Rc::new(RefCell::new(None));
+    // The first datagram of the message arrives. Its other datagrams are dropped until `cut` is false.
+    let cut = Rc::new(RefCell::new(true));
     let (at, left) = (net[b].addr, Rc::clone(&cut));
     let (mut inner, mut data) = (net.filter.take().unwrap(), 0);
     net.filter = Some(Box::new(move |d| {
         if d.to == at && d.bytes.len() > 1000 {
             data += 1;
-            if data > 1 && left.borrow().is_none() {
+            if data > 1 && *left.borrow() {
                 return false;
             }
         }
@@ -353,7 +353,7 @@ fn a_reliable_message_is_never_abandoned_for_another() {
         }
     }
     assert!(net[b].drops.contains_key(&Dropped::Busy));
-    *cut.borrow_mut() = Some(());
+    *cut.borrow_mut() = false;
     net.run(2000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     let got = net[b].received();
@@ -434,7 +434,7 @@ fn a_long_message_without_order_may_have_many_gaps() {
         net[a].host.fill(&mr, &text);
         let inbox = net[b].host.register(len + 40, access::ALL);
         net[b].recv(1, &[inbox.all()]);
-        // The sender's window has to grow before.
+        // These Writes enlarge the sender's window, so that many datagrams are under way at the same time below.
         let warm = net[b].host.register(len, access::ALL);
         for _ in 0..10 {
             net.post(a, b, write(0, warm.remote(0)).from(&[mr.all()]));
@@ -459,8 +459,8 @@ fn a_long_message_without_order_may_have_many_gaps() {
     }
 }
 
-/// A queue pair that receives datagrams made by the test, its memory, and the datagrams that it sends.
-fn ear(options: Options) -> (Ether, Id, Mr) {
+/// A network with a queue pair that receives datagrams made by the test, and memory of that queue pair.
+fn receiver(options: Options) -> (Ether, Id, Mr) {
     let mut net = Ether::new(6, Link::default());
     let b = net.join(Kind::Ud, options);
     let mr = net[b].host.register(1 << 16, access::ALL);
@@ -491,7 +491,7 @@ fn hears(net: &mut Ether, to: Id, (shim, header, payload): (Shim, Header, Vec<u8
 
 #[test]
 fn datagrams_of_a_message_that_contradict_it_are_dropped() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     hears(&mut net, b, part(&mr, 1, 24, 0));
     let (good, header, payload) = part(&mr, 1, 24, 16);
     let longer = (Shim { length: 32, ..good }, part(&mr, 1, 32, 16).1);
@@ -523,7 +523,7 @@ fn a_send_longer_than_agreed_consumes_no_receive() {
         ..options()
     };
     for (length, fits) in [(5000, true), (5001, false)] {
-        let (mut net, b, mr) = ear(options);
+        let (mut net, b, mr) = receiver(options);
         net[b].recv(1, &[mr.all()]);
         let header = untagged(Opcode::Send, QN_SEND, 1, 0, false);
         hears(&mut net, b, (shim(1, length, 0), header, vec![1; 8]));
@@ -534,7 +534,7 @@ fn a_send_longer_than_agreed_consumes_no_receive() {
 #[test]
 fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
     // The numbers decrease, so that no message is followed by one with a larger number.
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
     for id in 0..most {
         hears(&mut net, b, part(&mr, 1000 - id, 16, 0));
@@ -544,7 +544,7 @@ fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
     assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
     assert!(net[b].qp.poll_record().is_none());
     // Reordering may explain a number that is larger by eight, but not one that is larger by nine.
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
     hears(&mut net, b, part(&mr, 7, 16, 0));
     assert!(net[b].qp.poll_record().is_none());
@@ -561,7 +561,7 @@ fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
 
 #[test]
 fn another_epoch_begins_with_any_number() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     for epoch in [1, 2] {
         let (shim, header, payload) = part(&mr, 5, 8, 0);
         hears(&mut net, b, (Shim { epoch, ..shim }, header, payload));
@@ -572,7 +572,7 @@ fn another_epoch_begins_with_any_number() {
 /// A Write to a multicast group is dropped (section 5.5.1 of the thesis).
 #[test]
 fn a_write_to_a_group_is_not_placed() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let (shim, header, payload) = part(&mr, 5, 8, 0);
     let bytes = sealed(body(&shim, &header, &payload));
     for (to, fits) in [([239, 0, 0, 1], false), ([10, 0, 0, 9], true)] {
@@ -589,7 +589,7 @@ fn a_write_to_a_group_is_not_placed() {
 
 #[test]
 fn bytes_that_have_arrived_are_not_placed_again() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     hears(&mut net, b, part(&mr, 1, 32, 0));
     let (shim, header, _) = part(&mr, 1, 32, 0);
     hears(&mut net, b, (shim, header, vec![9; 16]));
@@ -599,7 +599,7 @@ fn bytes_that_have_arrived_are_not_placed_again() {
 
 #[test]
 fn a_record_is_made_after_the_grace_time_or_the_deadline() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let (start, arrival) = (
         net.now(),
         Arrival {
@@ -638,7 +638,7 @@ fn a_record_is_made_after_the_grace_time_or_the_deadline() {
 /// gives up a message.
 #[test]
 fn datagrams_that_waited_in_the_socket_are_not_late() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let arrival = Arrival {
         from: stranger(1),
         to: Some(net[b].addr.ip()),
@@ -657,10 +657,10 @@ fn datagrams_that_waited_in_the_socket_are_not_late() {
     assert!(qp.poll_record().unwrap().complete);
 }
 
-/// A datagram to a multicast group is never answered, even if the account of its source would allow it.
+/// A datagram to a multicast group is never answered, even if its source has enough credit.
 #[test]
 fn datagrams_to_a_group_are_not_answered() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let addr = net[b].addr;
     // The first datagrams of a source are each answered by a flow report. After them, only error reports are sent.
     for _ in 0..20 {
@@ -694,7 +694,7 @@ fn datagrams_to_a_group_are_not_answered() {
 /// The parity group size of a message is that of its first datagram. Datagrams with a different size are dropped.
 #[test]
 fn groups_of_parity_are_those_of_the_first_datagram() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let arrival = Arrival {
         from: stranger(1),
         to: Some(net[b].addr.ip()),
@@ -735,9 +735,9 @@ fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
 #[test]
 fn an_answer_without_a_cookie_is_not_longer_than_its_request() {
     for (more, answered) in [(0, true), (1, false)] {
-        let (mut net, b, mr) = ear(options());
+        let (mut net, b, mr) = receiver(options());
         let addr = net[b].addr;
-        // The credit of the source is used up first.
+        // The flow reports for these datagrams first use up the credit of the source.
         for id in 10..20 {
             hears(&mut net, b, part(&mr, id, 8, 0));
         }
@@ -758,7 +758,7 @@ fn an_answer_without_a_cookie_is_not_longer_than_its_request() {
 #[test]
 fn answers_are_limited_by_the_bytes_of_the_requests() {
     for size in [0, 40, 41, 5000] {
-        let (mut net, b, mr) = ear(options());
+        let (mut net, b, mr) = receiver(options());
         let addr = net[b].addr;
         let (mut came, mut went) = (0, 0);
         for id in 0..40 {
@@ -778,7 +778,7 @@ fn answers_are_limited_by_the_bytes_of_the_requests() {
 /// Error reports are limited to a number per second, for all peers together.
 #[test]
 fn error_reports_per_second_are_limited() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let (mut told, wrong) = (0, Stag(mr.stag().0 ^ 0x0100));
     for id in 0..3 * bounds::ERRORS_A_SECOND {
         let (shim, header, payload) = part(&mr, id, 8, 0);
@@ -799,7 +799,7 @@ fn error_reports_per_second_are_limited() {
 
 #[test]
 fn queued_read_answers_are_limited() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let addr = net[b].addr;
     let most = u32::from(options().max_reads);
     for id in 0..most + 3 {
@@ -811,7 +811,7 @@ fn queued_read_answers_are_limited() {
 
 #[test]
 fn a_writer_may_ask_for_a_record_of_each_datagram() {
-    let (mut net, b, mr) = ear(options());
+    let (mut net, b, mr) = receiver(options());
     let (shim, header, payload) = part(&mr, 1, 24, 8);
     let attributes = dgram::ATTR_RECORD | dgram::ATTR_NOT_AGGREGATED;
     hears(&mut net, b, (Shim { attributes, ..shim }, header, payload));
@@ -827,7 +827,7 @@ fn a_read_longer_than_the_limit_is_refused() {
         ..options()
     };
     for (size, why) in [(1000, None), (1001, Some(&1))] {
-        let (mut net, b, mr) = ear(options);
+        let (mut net, b, mr) = receiver(options);
         let addr = net[b].addr;
         net.hear(stranger(1), addr, &sealed(read_request(1, size, &mr, 0)));
         assert_eq!(net[b].drops.get(&Dropped::TooLong), why);
@@ -896,7 +896,7 @@ fn an_unsolicited_answer_is_not_placed() {
 /// A datagram in a packet must have the same destination, source and Q_Key as the packet.
 #[test]
 fn a_packet_and_the_datagram_in_it_agree() {
-    // Offsets in the datagram of the source's index, the destination's index and the Q_Key; `None` changes nothing.
+    // Which byte of the packet is changed: the datagram's source index, destination index or Q_Key, or none.
     for (at, status) in [
         (None, Status::Success),
         (Some(63), Status::RemoteInvalidRequest),
@@ -914,7 +914,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
         let theirs = net[b].host.register(8, access::ALL);
         let held = Rc::new(RefCell::new(Vec::new()));
         let hold = Rc::clone(&held);
-        // Only packets of the test have data.
+        // Packets with data are stored instead of delivered. The test changes and delivers them.
         net.filter = Some(Box::new(move |datagram| {
             let data = datagram.bytes[1] & 1 == 1;
             if data {
@@ -930,7 +930,7 @@ fn a_packet_and_the_datagram_in_it_agree() {
             bytes[at] ^= 1;
         }
         let (from, to) = (net[a].addr, net[b].addr);
-        // A packet from another queue pair at that address belongs to no request.
+        // A packet to another queue pair index is dropped.
         let mut stray = bytes.clone();
         stray[22] ^= 1;
         net.hear(from, to, &sealed(stray));
@@ -1092,8 +1092,8 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
     assert_eq!((acks[0].0, acks[1].0), (quarter, 2 * quarter));
 }
 
-/// A peer that has returned a token is sent three times the bytes that it sent, including repetitions, until it
-/// returns a number from a packet sent to it. Then there is no limit.
+/// A peer that has echoed a token is sent at most three times the bytes that it sent, including repetitions, until it
+/// echoes the time of a packet sent to it. Then there is no limit.
 #[test]
 fn a_silent_reliable_peer_is_sent_few_bytes() {
     let mut net = Ether::new(15, Link::default());

@@ -1,4 +1,5 @@
-//! The memory that strangers can make a reliable queue pair use is no more than it charges. Measured on the process.
+//! A reliable queue pair charges for the packets of its peers that wait. These tests compare the charged bytes with the resident
+//! memory of the process while hostile peers send as much as they can.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -53,10 +54,10 @@ fn waiting_packets_use_no_more_memory_than_they_are_charged() {
 /// A peer that has proved its address uses less memory than SECURITY.md says, even if the table of peers is full and
 /// a packet of each peer waits.
 #[test]
-fn all_places_take_no_more_memory_than_is_promised() {
+fn a_full_table_of_peers_uses_no_more_memory_than_documented() {
     let this = std::env::current_exe().unwrap();
     let mut child = Command::new(this);
-    child.args(["--exact", "hold_all_places", "--ignored", "--nocapture"]);
+    child.args(["--exact", "fill_table_of_peers", "--ignored", "--nocapture"]);
     let out = child.output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     let errors = String::from_utf8_lossy(&out.stderr);
@@ -107,7 +108,7 @@ fn datagram() -> Vec<u8> {
 
 #[test]
 #[ignore = "run by a test above"]
-fn hold_all_places() {
+fn fill_table_of_peers() {
     // A sanitizer uses additional memory for each allocation, and ten times as long.
     let peers = if cfg!(sanitized) { 1024 } else { 65_536_u32 };
     let mut net = Ether::new(1, Link::default());
@@ -125,7 +126,7 @@ fn hold_all_places() {
     let mut data = datagram();
     data[22] = 5;
     let before = resident();
-    let mut asked = 0;
+    let mut challenged = 0;
     for n in 0..peers {
         // One host of each of 2,048 networks in turn, so that no network reaches its limit.
         let (network, host) = (n % 2048, n / 2048 + 1);
@@ -146,7 +147,7 @@ fn hold_all_places() {
         let Some(echo) = token.borrow_mut().take() else {
             continue;
         };
-        asked += 1;
+        challenged += 1;
         // The packet waits, because an earlier one is missing.
         let packet = Packet {
             echo,
@@ -161,10 +162,13 @@ fn hold_all_places() {
         net.hear(from, at, &bytes);
     }
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
-    println!("{asked} peers: charged {charged} for what waits, held {held}");
-    assert!(asked > peers / 10 * 9, "{asked} of {peers} were asked");
+    println!("{challenged} peers: charged {charged}, held {held}");
+    assert!(
+        challenged > peers / 10 * 9,
+        "{challenged} of {peers} peers were challenged"
+    );
     // Nearly all of them have an entry, and their packets wait.
-    assert!(charged > asked as usize / 10 * 9 * 144, "{charged}");
+    assert!(charged > challenged as usize / 10 * 9 * 144, "{charged}");
     assert!(
         cfg!(sanitized) || held <= charged + peers as usize * 1536,
         "{held}"

@@ -124,7 +124,7 @@ fn measure(
                     Err(why) => failures.push(format!("{name}: {stack}: {why}")),
                 }
             }
-            if let Some(why) = guest.illness(true) {
+            if let Some(why) = guest.failure(true) {
                 return Err(format!("{name}: {why}\n{}", guest.console_text()).into());
             }
         }

@@ -134,8 +134,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Returns why the guest must be replaced, if so. After a case that went `well`, the agent is not queried.
-    pub(super) fn illness(&mut self, well: bool) -> Option<String> {
+    /// Returns why the guest must be replaced, if so. After a case that `passed`, the agent is not queried.
+    pub(super) fn failure(&mut self, passed: bool) -> Option<String> {
         if let Ok(Some(status)) = self.qemu.poll() {
             return Some(format!("QEMU ends with {status}"));
         }
@@ -143,7 +143,7 @@ impl Guest {
         if complains(&String::from_utf8_lossy(&text)) {
             return Some("the guest's kernel complains".into());
         }
-        if !well && let Err(why) = self.ask("true") {
+        if !passed && let Err(why) = self.ask("true") {
             return Some(format!("the guest does not answer: {why}"));
         }
         None

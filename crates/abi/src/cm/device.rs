@@ -23,27 +23,28 @@ pub(super) struct Shared {
     xrcd: OnceLock<AtomicPtr<ibv_xrcd>>,
 }
 
+/// [`Shared`], and the lock under which it is created.
 #[derive(Default)]
-struct Home {
+struct State {
     shared: OnceLock<Shared>,
-    making: Mutex<()>,
+    creation: Mutex<()>,
 }
 
 /// Returns the shared context. Opens the device at the first call.
 pub(super) fn shared() -> Result<&'static Shared, Errno> {
-    static HOME: PerProcess<Home> = PerProcess::new(Home::default);
-    let home = HOME.get();
-    if let Some(shared) = home.shared.get() {
+    static STATE: PerProcess<State> = PerProcess::new(State::default);
+    let state = STATE.get();
+    if let Some(shared) = state.shared.get() {
         return Ok(shared);
     }
-    let _making = home.making.lock();
-    if let Some(shared) = home.shared.get() {
+    let _creation = state.creation.lock();
+    if let Some(shared) = state.shared.get() {
         return Ok(shared);
     }
     let context = open()?;
     // SAFETY: the context was opened above.
     let pd = unsafe { ibv_alloc_pd(context) };
-    Ok(home.shared.get_or_init(|| Shared {
+    Ok(state.shared.get_or_init(|| Shared {
         context: AtomicPtr::new(context),
         pd: AtomicPtr::new(pd),
         xrcd: OnceLock::new(),

@@ -236,7 +236,7 @@ pub(crate) enum Shape {
     AtMost,
     /// a ≥ limit
     AtLeast,
-    /// a is above b at the first x and below it at the last: the crossing is between the limits
+    /// a is above b at the first x, and the first x with a below b is between `from` and `to`
     Crosses,
 }
 
@@ -521,7 +521,10 @@ impl Experiment {
                 continue;
             }
             if self.runner == Runner::None {
-                return Some(format!("{} has neither a runner nor a reason", figure.name));
+                return Some(format!(
+                    "{}: a figure without a runner must say why it is blank",
+                    figure.name
+                ));
             }
             let selects = figure
                 .finding
@@ -550,7 +553,7 @@ impl Experiment {
                 let limited = matches!(finding.shape, Shape::AtMost | Shape::AtLeast);
                 if limited != finding.limit.is_some() {
                     return Some(format!(
-                        "{}: a limit is for at-most and at-least",
+                        "{}: at-most and at-least need a limit, and other shapes have none",
                         figure.name
                     ));
                 }
@@ -726,7 +729,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_a_figure_its_number_a_paper_or_all() {
+    fn a_name_selects_a_figure_all_its_parts_a_paper_or_all_papers() {
         let all = [parse(FILE).unwrap()];
         let count = |name: &str| {
             let chosen = choose(&all, &[name.to_owned()]).unwrap_or_default();

@@ -47,10 +47,10 @@ pub struct Options {
     pub max_records: u32,
     /// Each record also makes a completion in the receive completion queue.
     pub records_complete: bool,
-    /// How often the end of a Write-Record is repeated.
+    /// How many times the final datagram of a Write-Record is repeated.
     pub repeats: u8,
-    /// The number of datagrams of a Write-Record after which a parity datagram is sent, from which one lost datagram
-    /// of the group is restored. 0: none are sent.
+    /// A parity datagram is sent after each group of this number of datagrams of a Write-Record. It restores one lost
+    /// datagram of its group. 0: no parity datagrams.
     pub parity: u8,
     /// How long the answer to a Read may take on an unreliable queue pair.
     pub read_timeout: Duration,

@@ -89,7 +89,7 @@ pub(super) enum Taken {
 }
 
 /// Bit of a tag: the message is an answer, not a request of the send queue.
-pub(super) const OURS: Tag = 1 << 63;
+pub(super) const ANSWER: Tag = 1 << 63;
 
 /// Whether an address is a multicast address or the limited broadcast address.
 #[inline]

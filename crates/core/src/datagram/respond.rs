@@ -6,7 +6,7 @@ use super::rd::Event;
 use super::reads::{REQUEST, Wanted};
 
 use super::DatagramQp;
-use super::outgoing::{OURS, peer_of};
+use super::outgoing::{ANSWER, peer_of};
 use super::types::{Arrival, Dropped, ErrorReport, Peer};
 use crate::bounds;
 use crate::ddp::tx::Address;
@@ -332,7 +332,7 @@ impl DatagramQp {
             .and_then(super::rd::Reliable::poll_event)
         {
             match event {
-                Event::Done(first, _) if first & OURS != 0 => {}
+                Event::Done(first, _) if first & ANSWER != 0 => {}
                 Event::Done(first, last) => {
                     for tag in first..=last {
                         // A request with an answer is done when the answer arrives.
@@ -368,14 +368,14 @@ impl DatagramQp {
             let before = lane.queue.len();
             lane.queue.retain(|c| c.tag != tag);
             let gone = before - lane.queue.len();
-            if tag & OURS == 0 {
+            if tag & ANSWER == 0 {
                 self.lanes_len -= gone;
             } else {
                 lane.answers -= gone;
                 self.lanes_answers -= gone;
             }
         }
-        if tag & OURS != 0 {
+        if tag & ANSWER != 0 {
             return;
         }
         let TermCode { layer, etype, code } = Dropped::Access.terminate();

@@ -1,5 +1,5 @@
-//! The port of an identifier in use: its signpost answers queries, and it releases kernel ports that plain sockets
-//! need.
+//! What an identifier does for the rdma_cm port that it holds: it answers the queries that arrive at its signpost (a UDP
+//! socket, see `wire::signpost`), and releases kernel ports to which programs bind ordinary sockets.
 
 use std::net::SocketAddr;
 

@@ -75,7 +75,7 @@ impl End {
         }
     }
 
-    fn go(&self, route: Option<Route>) {
+    fn to_rts(&self, route: Option<Route>) {
         use mask::*;
         let uc = route.is_some();
         let attr = Attr {
@@ -184,8 +184,8 @@ fn ud_messages_of_many_lengths_arrive_with_their_route() {
     let mut a = End::new(Kind::Ud, 8192);
     let b = End::new(Kind::Ud, 8192);
     pattern(&mut a.buffer);
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     for len in [0, 1, 100, 1428, 1429, 4096] {
         b.recv(9, 0, 4096 + 40);
         a.send(SEND, 0, len, Some(b.destination()));
@@ -219,8 +219,8 @@ fn ud_messages_of_many_lengths_arrive_with_their_route() {
 fn ud_burst_is_sent_in_runs_and_arrives_in_order() {
     let a = End::new(Kind::Ud, 64 * 1024);
     let b = End::new(Kind::Ud, 400 * 200);
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     for id in 0..400 {
         b.recv(id, 200 * id as usize, 200);
     }
@@ -244,8 +244,9 @@ fn ud_burst_is_sent_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
-/// Repeated attempts: polls of other tests count as polls of this process, and idle polls end corking.
-fn while_others_poll() -> impl Iterator<Item = ()> {
+/// Attempts for up to 30 seconds. A single one may fail, because the idle polls of tests that run at the same time are
+/// counted too, and end corking.
+fn attempts() -> impl Iterator<Item = ()> {
     let until = clock::now() + Duration::from_secs(30);
     std::iter::from_fn(move || {
         std::thread::sleep(Duration::from_millis(1));
@@ -269,8 +270,8 @@ fn post_until_corked(a: &End, b: &End) -> usize {
 #[test]
 fn corked_requests_are_sent_when_polling_ends() {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     let posted = post_until_corked(&a, &b);
     let until = clock::now() + Duration::from_secs(5);
     let mut done = 0;
@@ -283,15 +284,15 @@ fn corked_requests_are_sent_when_polling_ends() {
     assert_eq!(done, posted);
 }
 
-/// Returns whether a request is corked that is posted after `go` has caused earlier requests to be sent.
-fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
+/// Corks requests, makes `flush` send them, and posts another request. Returns whether that request is corked.
+fn is_corked_after(flush: impl Fn(&End, &End)) -> bool {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
-    a.go(None);
-    b.go(None);
-    while_others_poll().any(|()| {
+    a.to_rts(None);
+    b.to_rts(None);
+    attempts().any(|()| {
         post_until_corked(&a, &b);
         while a.qp.lock().cork.has_posted() {
-            go(&a, &b);
+            flush(&a, &b);
         }
         a.send(SEND, 0, 100, Some(b.destination()));
         let held = a.qp.lock().cork.posted_requests();
@@ -302,8 +303,8 @@ fn is_corked_behind(go: impl Fn(&End, &End)) -> bool {
 
 #[test]
 fn datagrams_posted_after_a_full_run_are_corked_too() {
-    // Either the run is full, or another thread sends it; no thread polls.
-    assert!(is_corked_behind(|a, b| a.send(
+    // Further requests fill the run, which is then sent, unless another thread sends it earlier. This thread does not poll.
+    assert!(is_corked_after(|a, b| a.send(
         SEND,
         0,
         100,
@@ -312,8 +313,8 @@ fn datagrams_posted_after_a_full_run_are_corked_too() {
 }
 
 #[test]
-fn polls_that_uncork_datagrams_do_not_count_as_waiting() {
-    assert!(is_corked_behind(|a, _| {
+fn datagrams_posted_after_an_idle_poll_that_sends_corked_ones_are_corked_too() {
+    assert!(is_corked_after(|a, _| {
         a.qp.common.context.engine.count_poll();
         a.qp.common.context.engine.on_idle_poll();
     }));
@@ -322,8 +323,8 @@ fn polls_that_uncork_datagrams_do_not_count_as_waiting() {
 #[test]
 fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
     let (a, b) = (End::new(Kind::Ud, 100), End::new(Kind::Ud, 200));
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     let posted = post_until_corked(&a, &b);
     a.qp.set_state(State::Error);
     let all = a.qp.counters().tx_dgrams;
@@ -345,8 +346,8 @@ fn uc_messages_larger_than_a_datagram() {
             traffic_class: 0,
         })
     };
-    a.go(route(&a, &b));
-    b.go(route(&b, &a));
+    a.to_rts(route(&a, &b));
+    b.to_rts(route(&b, &a));
     let write = Op::Write {
         remote: Remote {
             rkey: b.region.stag(),
@@ -384,7 +385,7 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
         let b = End::new(Kind::Ud, 4096);
         let c = End::new(Kind::Ud, 4096);
         for end in [&a, &b, &c] {
-            end.go(None);
+            end.to_rts(None);
             for id in 0..3 {
                 end.recv(id, 0, 4096);
             }
@@ -418,8 +419,8 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
 fn an_unreachable_destination_fails_only_its_request() {
     let a = End::new(Kind::Ud, 4096);
     let b = End::new(Kind::Ud, 4096);
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     b.recv(1, 0, 4096);
     let mut nowhere = b.destination();
     // No datagram goes to port 0.
@@ -435,8 +436,8 @@ fn an_unreachable_destination_fails_only_its_request() {
 fn numbers_are_reused_and_a_destroyed_queue_pair_sends_nothing() {
     let a = End::new(Kind::Ud, 4096);
     let b = End::new(Kind::Ud, 4096);
-    a.go(None);
-    b.go(None);
+    a.to_rts(None);
+    b.to_rts(None);
     b.recv(1, 0, 4096);
     let (port, number) = (Arc::clone(&b.qp.common.port), b.qp.number());
     b.qp.destroy();
@@ -445,7 +446,7 @@ fn numbers_are_reused_and_a_destroyed_queue_pair_sends_nothing() {
     assert_eq!(a.next(false).unwrap().status, Status::Success);
     // When a later datagram to the same port has arrived, the earlier one has too.
     let c = End::new(Kind::Ud, 4096);
-    c.go(None);
+    c.to_rts(None);
     c.recv(2, 0, 4096);
     let behind = Destination {
         addr: b.destination().addr,

@@ -367,9 +367,11 @@ impl Endpoint {
             Some(link) => {
                 let first = self.held.iter().any(|h| h.link.is_none() && h.from == from);
                 match self.links.message(link, at, length) {
+                    // Earlier messages of the peer that came without the link are handled first.
                     Some(_) if first => return false,
                     Some(Ok(message)) => message,
-                    Some(Err(_before_move)) => return false,
+                    // Earlier messages of the peer have not arrived yet.
+                    Some(Err(())) => return false,
                     None => return true,
                 }
             }
@@ -501,7 +503,7 @@ impl Endpoint {
             "records come in the order of their completions"
         );
         let Some(name) = record.word else {
-            return; // A write of a program that is not one of ours.
+            return; // A write of a program that does not use this library.
         };
         if self.incoming.get(name).is_some_and(|i| fits(i, &record)) {
             self.placed(cx, name, record.length as usize);

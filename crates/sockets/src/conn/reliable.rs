@@ -48,7 +48,7 @@ pub struct Shared {
     /// The numbers of the thread's descriptors: its end of the pair, and its copy of the UDP socket.
     end: AtomicI32,
     socket: AtomicI32,
-    /// The program has sent a datagram by the UDP socket itself, since the last error.
+    /// Since the last error, the program has sent a datagram directly by the UDP socket, and not by the thread.
     direct: AtomicBool,
     /// `UDP_SEGMENT` is set. It must not apply to packets.
     segments: AtomicBool,
@@ -96,7 +96,7 @@ impl Shared {
         }
     }
 
-    /// Called before the program sends a datagram by the UDP socket itself.
+    /// Called before the program sends a datagram directly by the UDP socket.
     pub fn sends_itself(&self) {
         self.direct.store(true, Ordering::Release);
     }
@@ -850,7 +850,7 @@ impl Socket {
         self.backlog = 0;
         self.leave_set();
         table::close_own(self.shared.end());
-        // From now on the program's close does not wait.
+        // The thread may keep the UDP socket open for a while. The program's `close` does not wait for that.
         if self.is_busy() {
             self.shared.released.store(true, Ordering::Release);
         }

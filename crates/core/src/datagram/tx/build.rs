@@ -10,7 +10,7 @@ use super::head::NO_STAG;
 use crate::bounds;
 use crate::datagram::DatagramQp;
 use crate::datagram::options::{RecordMode, Segment};
-use crate::datagram::outgoing::{Current, OURS, Taken, index, peer_of};
+use crate::datagram::outgoing::{ANSWER, Current, Taken, index, peer_of};
 use crate::datagram::reads::{self, Reading, Wanted};
 use crate::datagram::reassemble::Coverage;
 use crate::datagram::types::{Kind, Peer};
@@ -429,7 +429,7 @@ impl DatagramQp {
             },
             request: number,
             asks: true,
-            tag: number.unwrap_or(OURS),
+            tag: number.unwrap_or(ANSWER),
             to,
             shim,
             segment: bounds::DATAGRAM_PAYLOAD as u64,

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use crate::datagram::DatagramQp;
 use crate::datagram::flow::Report;
-use crate::datagram::outgoing::{Current, OURS, index};
+use crate::datagram::outgoing::{ANSWER, Current, index};
 use crate::datagram::types::{Peer, TxDatagram};
 use crate::ddp::tx::{Address, Message};
 use crate::verbs::source::Source;
@@ -152,7 +152,7 @@ impl DatagramQp {
             },
             request: None,
             asks: false,
-            tag: OURS | self.last_tag,
+            tag: ANSWER | self.last_tag,
             to,
             shim,
             segment: self.segment_for(&to, false),

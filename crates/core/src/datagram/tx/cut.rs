@@ -185,7 +185,7 @@ impl DatagramQp {
         size
     }
 
-    /// A datagram without payload that contains the end of the message.
+    /// A copy of the final datagram of a message, without payload. It tells the receiver where the message ends.
     pub(super) fn end_again(&self, current: &Current) -> TxDatagram {
         let message = &current.message;
         let shim = Shim {

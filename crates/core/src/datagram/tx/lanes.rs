@@ -1,7 +1,7 @@
 //! Sends messages of reliable queue pairs. Each peer has a queue, its lane, and the lanes are served in turn.
 
 use crate::datagram::DatagramQp;
-use crate::datagram::outgoing::{Current, OURS, Taken, Way, has_room, peer_of, way_of};
+use crate::datagram::outgoing::{ANSWER, Current, Taken, Way, has_room, peer_of, way_of};
 use crate::datagram::types::{Bytes, Peer, SendEffect, TxDatagram};
 
 /// Largest number of datagrams to a peer in one turn.
@@ -145,7 +145,7 @@ impl DatagramQp {
         }
         let lane = self.lanes.get_mut(peer)?;
         let current = lane.queue.pop_front()?;
-        if current.tag & OURS == 0 {
+        if current.tag & ANSWER == 0 {
             self.lanes_len -= 1;
         } else {
             self.lanes_answers -= 1;
@@ -159,7 +159,7 @@ impl DatagramQp {
     pub(super) fn enter_lane(&mut self, current: Current, front: bool, ready: bool) {
         let peer = peer_of(&current.to);
         let lane = self.lanes.entry(peer).or_default();
-        if current.tag & OURS == 0 {
+        if current.tag & ANSWER == 0 {
             self.lanes_len += 1;
         } else {
             self.lanes_answers += 1;
