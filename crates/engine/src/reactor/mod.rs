@@ -350,7 +350,7 @@ impl Reactor {
         if self.deadlines.is_due(t) {
             self.run_deadlines();
         }
-        if self.quiet.on_poll(idle_polls, found) {
+        if self.quiet.on_poll(idle_polls, found, t) {
             rustix::thread::sched_yield();
         }
     }

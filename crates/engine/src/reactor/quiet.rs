@@ -2,21 +2,20 @@
 //!
 //! A program that polls uses its processor fully, even while nothing arrives. If more threads poll than there are processors, the
 //! thread with something to do waits until the scheduler ends the time slice of another one, which takes milliseconds. So
-//! polls yield after a number of idle polls that have received nothing. While messages arrive they do not: a yield is a system
-//! call, and another thread may then use the processor for a time slice.
+//! polls yield when nothing has been received for some time. While messages arrive they do not: another thread may then use
+//! the processor for a whole time slice.
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Number of idle polls without a received message after which polls yield. It is more than between two messages of a ping-pong:
-/// such a poll takes 0.1 µs with polled memory, and 0.3 µs with sockets.
-const QUIET_POLLS: u64 = 64;
+/// The time without a received message after which polls yield. It is several times that of a round trip on one host.
+const QUIET: u64 = 50_000;
 /// After that, one of this number of idle polls yields.
 const YIELD_EACH: u64 = 8;
 
-/// The state of all threads together.
+/// The state of all threads together. Times are in nanoseconds.
 #[derive(Debug)]
 pub(super) struct Quiet {
-    /// The number of idle polls before the last one that received something.
+    /// The time of the last idle poll that received something.
     found_at: AtomicU64,
 }
 
@@ -27,17 +26,16 @@ impl Quiet {
         }
     }
 
-    /// Handles the result of an idle poll; `idle_polls` is the number of those before it. Returns whether the thread
-    /// should yield.
+    /// Handles the result of the idle poll with the number `poll`. Returns whether the thread should yield.
     #[inline]
-    pub(super) fn on_poll(&self, idle_polls: u64, found: bool) -> bool {
+    pub(super) fn on_poll(&self, poll: u64, found: bool, now: u64) -> bool {
         if found {
-            self.found_at.store(idle_polls, Ordering::Relaxed);
+            self.found_at.store(now, Ordering::Relaxed);
             return false;
         }
-        // Another thread may have stored a larger number.
-        let quiet = idle_polls.saturating_sub(self.found_at.load(Ordering::Relaxed));
-        quiet > QUIET_POLLS && quiet.is_multiple_of(YIELD_EACH)
+        // Another thread may have stored a later time.
+        let quiet = now.saturating_sub(self.found_at.load(Ordering::Relaxed));
+        quiet > QUIET && poll.is_multiple_of(YIELD_EACH)
     }
 }
 
@@ -48,18 +46,17 @@ mod tests {
     #[test]
     fn polls_yield_only_when_nothing_has_arrived_for_some_time() {
         let quiet = Quiet::new();
-        let yields = |polls: std::ops::Range<u64>| {
-            let yields = polls.filter(|&poll| quiet.on_poll(poll, false));
-            yields.collect::<Vec<u64>>()
+        let yields = |polls: u64, now: u64| {
+            let yields = (0..polls).filter(|&poll| quiet.on_poll(poll, false, now));
+            yields.count()
         };
-        assert_eq!(yields(0..65), []);
-        assert_eq!(yields(65..90), [72, 80, 88]);
+        assert!(!quiet.on_poll(0, true, 1_000_000));
+        assert_eq!(yields(80, 1_000_000 + QUIET), 0);
+        assert_eq!(yields(80, 1_000_001 + QUIET), 10);
         // A received message ends the quiet time.
-        assert!(!quiet.on_poll(100, true));
-        assert_eq!(yields(101..165), []);
-        assert_eq!(yields(165..175), [172]);
+        assert!(!quiet.on_poll(0, true, 2_000_000));
+        assert_eq!(yields(80, 2_000_000 + QUIET), 0);
         // A thread whose poll began before another thread received something does not yield.
-        assert!(!quiet.on_poll(1000, true));
-        assert_eq!(yields(900..1000), []);
+        assert_eq!(yields(80, 1_900_000), 0);
     }
 }
