@@ -2,10 +2,8 @@
 """Runs Python programs under `anywarp sockets run`, for the tests in this directory."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 
 ANYWARP = sys.argv[1]
 PRELUDE = "import os, socket, subprocess, sys\n"
