@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
 use super::figures::{Extent, Point};
-use super::process::Ended;
+use super::process::{Ended, READY, ready};
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -17,9 +17,6 @@ use crate::sys;
 
 /// The address of both ends.
 const HERE: &str = "127.0.0.1";
-
-/// The time limit for the start of a server.
-const READY: Duration = Duration::from_secs(10);
 
 /// The duration of each SIP call, in milliseconds.
 const CALL_MS: u64 = 3000;
@@ -257,9 +254,7 @@ impl Apps {
         let values = [("seconds", seconds), ("us", seconds * 1e6)];
         Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
     }
-}
 
-impl Apps {
     /// Returns the rate and the response times of pages that three programs answer together: a proxy asks a web server, which asks a
     /// database. The clients use the kernel's sockets.
     fn tiers(&self, programs: &mut Programs<'_>, interrupted: &Interrupted) -> Outcome {
@@ -623,30 +618,4 @@ fn slab() -> Result<f64, String> {
 /// Returns the private memory of a process that was written, while the process exists.
 fn private(pid: u32) -> Option<f64> {
     field(&format!("/proc/{pid}/smaps_rollup"), "Private_Dirty:")
-}
-
-/// Waits until a server is bound to its port.
-fn ready(port: u16, tcp: bool) -> Result<(), String> {
-    let end = Instant::now() + READY;
-    let wanted = format!(":{port:04X}");
-    let tables: [(&str, &str); 2] = if tcp {
-        [("/proc/net/tcp", "0A"), ("/proc/net/tcp6", "0A")]
-    } else {
-        [("/proc/net/udp", "07"), ("/proc/net/udp6", "07")]
-    };
-    while Instant::now() < end {
-        for (table, state) in tables {
-            let text = fs::read_to_string(table).unwrap_or_default();
-            let bound = |line: &str| {
-                let mut fields = line.split_whitespace().skip(1);
-                fields.next().is_some_and(|local| local.ends_with(&wanted))
-                    && fields.nth(1) == Some(state)
-            };
-            if text.lines().any(bound) {
-                return Ok(());
-            }
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
-    Err("the server does not start".to_owned())
 }

@@ -3,12 +3,15 @@
 use std::io::Read;
 use std::process::{Child, Command};
 use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::perf::Interrupted;
+
+/// The time limit for the start of a server.
+pub(crate) const READY: Duration = Duration::from_secs(10);
 
 /// The longest duration of one run.
 const LONGEST: Duration = Duration::from_secs(120);
@@ -82,4 +85,30 @@ impl Ended {
         let last = text.lines().rev().find(|line| !line.trim().is_empty());
         Err(last.unwrap_or("it failed").to_owned())
     }
+}
+
+/// Waits until a server is bound to its port.
+pub(crate) fn ready(port: u16, tcp: bool) -> Result<(), String> {
+    let end = Instant::now() + READY;
+    let wanted = format!(":{port:04X}");
+    let tables: [(&str, &str); 2] = if tcp {
+        [("/proc/net/tcp", "0A"), ("/proc/net/tcp6", "0A")]
+    } else {
+        [("/proc/net/udp", "07"), ("/proc/net/udp6", "07")]
+    };
+    while Instant::now() < end {
+        for (table, state) in tables {
+            let text = fs::read_to_string(table).unwrap_or_default();
+            let bound = |line: &str| {
+                let mut fields = line.split_whitespace().skip(1);
+                fields.next().is_some_and(|local| local.ends_with(&wanted))
+                    && fields.nth(1) == Some(state)
+            };
+            if text.lines().any(bound) {
+                return Ok(());
+            }
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    Err("the server does not start".to_owned())
 }

@@ -1,11 +1,11 @@
 //! Measures one point by `anywarp ping`, `blast` or `anywarp-cost`, with options that follow from the values of its axes.
 
 use std::collections::BTreeMap;
+use std::env;
 use std::io;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
-use std::{env, fs};
 
 use clap::Parser;
 
@@ -13,7 +13,7 @@ use super::apps::Apps;
 use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::mpi::Mpi;
-use super::process::Ended;
+use super::process::{Ended, READY, ready};
 use super::store::{Miss, Outcome, Sample};
 use crate::cli::{self, Cli};
 use crate::library::Library;
@@ -21,9 +21,6 @@ use crate::perf::Interrupted;
 use crate::perf::args::Perf;
 use crate::perf::session::Session;
 use crate::sys;
-
-/// The longest time until a server answers.
-const READY: Duration = Duration::from_secs(10);
 
 /// The time after which an unused session is closed. The server waits twice as long.
 const IDLE: Duration = Duration::from_secs(5);
@@ -390,7 +387,7 @@ impl Bench {
                     pin(server);
                 }
                 server = Some(start(&client)?);
-                listens(port)?;
+                ready(port, true)?;
                 client.push(HERE.to_owned());
             }
             if let Some((_, client)) = &self.processors {
@@ -504,25 +501,6 @@ fn together(samples: &[Sample]) -> Sample {
         all.insert(name.clone(), value);
     }
     all
-}
-
-/// Waits until a program listens on `port`, without connecting, because the connection would count as a client.
-fn listens(port: u16) -> Result<(), String> {
-    let end = Instant::now() + READY;
-    let wanted = format!(":{port:04X}");
-    while Instant::now() < end {
-        let table = fs::read_to_string("/proc/net/tcp").map_err(|e| e.to_string())?;
-        let found = table.lines().any(|line| {
-            let mut fields = line.split_whitespace().skip(1);
-            fields.next().is_some_and(|local| local.ends_with(&wanted))
-                && fields.nth(1) == Some("0A")
-        });
-        if found {
-            return Ok(());
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
-    Err("the server does not start".to_owned())
 }
 
 /// Returns the options of `anywarp ping` and `blast` for a point.
