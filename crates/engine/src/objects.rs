@@ -92,8 +92,10 @@ impl CompletionQueue {
 
     /// Returns up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
-        self.engine.count_poll();
         let n = self.core.poll(max, &mut each);
+        if n > 0 {
+            self.engine.on_successful_poll();
+        }
         if n > 0 || max == 0 {
             return n;
         }
@@ -150,9 +152,10 @@ impl CompletionCounter {
     /// Reads a value. If nothing was counted since the last call, the sockets that are ready are handled first: a
     /// program may poll the counter instead of a completion queue.
     pub fn read(&self, entry: Entry) -> u64 {
-        self.engine.count_poll();
         if self.sum() == self.seen.load(Ordering::Relaxed) {
             self.engine.on_idle_poll();
+        } else {
+            self.engine.on_successful_poll();
         }
         self.seen.store(self.sum(), Ordering::Relaxed);
         self.core.read(entry)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::wc::{Completion, Status, WcOp};
 use crate::ring::Ring;
-use crate::sync::{AtomicUsize, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
 
 /// Receives the events of a completion queue. It is called without the queue's lock.
 pub trait Notify: Send + Sync {
@@ -31,7 +31,6 @@ struct State {
     event_pending: bool,
     /// The kind of the entries that were not polled yet, and that raised no event although no event was pending.
     missed: Armed,
-    broken: bool,
     overrun_allowed: bool,
 }
 
@@ -40,6 +39,8 @@ pub struct Cq {
     state: Mutex<State>,
     /// Number of entries, readable without the lock so that polling an empty queue is cheap.
     waiting: AtomicUsize,
+    /// An entry was dropped. Readable without the lock for the same reason; set with the lock held.
+    broken: AtomicBool,
     notify: Option<Arc<dyn Notify>>,
 }
 
@@ -57,10 +58,10 @@ impl Cq {
                 armed: Armed::No,
                 event_pending: false,
                 missed: Armed::No,
-                broken: false,
                 overrun_allowed: false,
             }),
             waiting: AtomicUsize::new(0),
+            broken: AtomicBool::new(false),
             notify,
         }
     }
@@ -86,8 +87,8 @@ impl Cq {
             if state.overrun_allowed {
                 return Ok(());
             }
-            let first = !state.broken;
-            state.broken = true;
+            let first = !self.is_broken();
+            self.broken.store(true, Ordering::Release);
             drop(state);
             if first && let Some(notify) = &self.notify {
                 notify.overflow();
@@ -196,9 +197,9 @@ impl Cq {
         self.state().overrun_allowed = true;
     }
 
-    /// Whether an entry was dropped.
+    /// Whether an entry was dropped. Takes no lock.
     pub fn is_broken(&self) -> bool {
-        self.state().broken
+        self.broken.load(Ordering::Acquire)
     }
 }
 
@@ -214,7 +215,7 @@ impl fmt::Debug for Cq {
             .field("waiting", &state.entries.len())
             .field("capacity", &state.capacity)
             .field("armed", &state.armed)
-            .field("broken", &state.broken)
+            .field("broken", &self.is_broken())
             .finish_non_exhaustive()
     }
 }

@@ -78,10 +78,10 @@ pub(super) struct Lease {
     polled_until: AtomicU64,
     /// The last post without a running lease; 0 after a completion queue was armed.
     posted_at: AtomicU64,
-    /// The number of polls at that post.
+    /// The number of successful polls at that post.
     polls_at_post: AtomicU64,
-    /// Number of polls of completion queues, including those that found something.
-    polls: AtomicU64,
+    /// Number of polls that found completions.
+    successful_polls: AtomicU64,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
     lengths: (Duration, Duration),
@@ -96,7 +96,7 @@ impl Lease {
             polled_until: AtomicU64::new(0),
             posted_at: AtomicU64::new(0),
             polls_at_post: AtomicU64::new(0),
-            polls: AtomicU64::new(0),
+            successful_polls: AtomicU64::new(0),
             #[cfg(test)]
             lengths: (LEASE, STEADY_LEASE),
         }
@@ -130,15 +130,15 @@ impl Lease {
         return STEADY_LEASE;
     }
 
-    /// Counts a poll of a completion queue.
+    /// Counts a poll that found completions.
     #[inline]
-    pub(super) fn count_poll(&self) {
-        self.polls.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn count_successful_poll(&self) {
+        self.successful_polls.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The number of polls of completion queues.
-    pub(super) fn polls(&self) -> u64 {
-        self.polls.load(Ordering::Relaxed)
+    /// The number of polls that found completions.
+    pub(super) fn successful_polls(&self) -> u64 {
+        self.successful_polls.load(Ordering::Relaxed)
     }
 
     /// Called at a poll that found nothing, whose thread handles the sockets.
@@ -223,7 +223,7 @@ impl Lease {
         }
         // No lease runs. If the worker receives everything that completes, the polls of this thread always find
         // something and never start a lease. The thread and the worker would then contend for the sockets forever.
-        let polls = self.polls.load(Ordering::Relaxed);
+        let polls = self.successful_polls();
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
         if polled && t <= before + nanos(POSTS_EXTEND_FOR) {
@@ -410,15 +410,15 @@ mod tests {
         let _ = lease.on_post(later(1));
         let _ = lease.on_post(later(2));
         assert!(!has_lease(later(2)), "it only posts");
-        lease.count_poll();
+        lease.count_successful_poll();
         lease.on_arm();
         let _ = lease.on_post(later(3));
         assert!(!has_lease(later(3)), "it waits for events");
-        lease.count_poll();
+        lease.count_successful_poll();
         let posting = nanos(POSTS_EXTEND_FOR);
         let _ = lease.on_post(later(4) + posting);
         assert!(!has_lease(later(4) + posting), "it posted long ago");
-        lease.count_poll();
+        lease.count_successful_poll();
         let actions = lease.on_post(later(5) + posting);
         assert!(has_lease(later(5) + posting));
         assert!(actions.take_sockets);

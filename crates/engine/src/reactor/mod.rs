@@ -24,9 +24,11 @@ mod sources;
 #[cfg(not(loom))]
 mod tests;
 mod time;
+mod turns;
 pub(crate) mod worker;
 
 use std::io;
+use std::iter;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -54,6 +56,7 @@ use quiet::Quiet;
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
+use turns::Turns;
 
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
@@ -61,7 +64,7 @@ const READY_MAX: usize = 32;
 /// memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
 /// While polled memory has nothing to receive, the sockets are checked in one of this number of idle polls.
-const SOCKETS_EACH_MISS: u64 = 8;
+const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
@@ -94,6 +97,8 @@ pub(crate) trait PolledMemory: Send + Sync {
 
 /// Polled memory and the source that uses it.
 type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
+/// Users of memory that is ready.
+type ReadyMemories = SmallVec<[Weak<dyn Source>; 2]>;
 /// Queue pairs with scheduled acknowledgements. Each message schedules one. Usually there is one queue pair, which
 /// needs no allocation.
 type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
@@ -116,6 +121,7 @@ pub struct Reactor {
     lease: Lease,
     cork: Cork,
     quiet: Quiet,
+    turns: Turns,
     hot: HotSocket,
     buffers: Buffers,
     /// Queue pairs with corked requests.
@@ -167,6 +173,7 @@ impl Reactor {
             lease: Lease::for_slow_machines(),
             cork: Cork::new(),
             quiet: Quiet::new(),
+            turns: Turns::new(),
             hot: HotSocket::new(),
             buffers: Buffers::new(),
             corked: Mutex::new(Rank::Corked, Vec::new()),
@@ -306,16 +313,19 @@ impl Reactor {
 
     // ------------------------------------------------------------------ polls and posts
 
-    /// Counts a poll of a completion queue.
+    /// Counts a poll that found completions.
     #[inline]
-    pub(crate) fn count_poll(&self) {
-        self.lease.count_poll();
+    pub(crate) fn on_successful_poll(&self) {
+        self.lease.count_successful_poll();
     }
 
     /// The number of polls of completion queues, and of those that found nothing.
     pub(crate) fn polls(&self) -> Polls {
         Polls {
-            all: self.lease.polls(),
+            all: self
+                .lease
+                .successful_polls()
+                .wrapping_add(self.cork.idle_polls()),
             idle: self.cork.idle_polls(),
         }
     }
@@ -326,13 +336,18 @@ impl Reactor {
         let IdlePoll::Proceed { flush } = then else {
             return;
         };
+        let ready = self.ready_memories();
+        if ready.is_empty() && !flush && self.may_skip_turn(idle_polls) {
+            return;
+        }
         let now = clock::now();
         let t = self.epoch.nanos(now);
+        self.turns.on_turn(t);
         self.perform(self.lease.on_poll(t));
         if flush {
             self.flush_corked(now);
         }
-        let from_memory = self.poll_memory(now);
+        let from_memory = handle_memories(&ready, now);
         let sockets_each = if from_memory {
             SOCKETS_EACH_HIT
         } else {
@@ -341,7 +356,8 @@ impl Reactor {
         let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
         let found = from_sockets || from_memory;
-        if self.is_delayed_too_long(t) || self.is_held_long_enough(found, t) {
+        let due = self.is_delayed_too_long(t) || self.is_held_long_enough(found, t);
+        if due && self.has_delayed() {
             for qp in self.take_delayed() {
                 qp.flush_due(now);
             }
@@ -353,6 +369,12 @@ impl Reactor {
         if self.quiet.on_poll(idle_polls, found, t) {
             rustix::thread::sched_yield();
         }
+    }
+
+    /// Whether this idle poll only had to look at the memory.
+    #[inline]
+    fn may_skip_turn(&self, idle_polls: u64) -> bool {
+        self.has_memories() && !self.has_delayed() && self.turns.may_skip(idle_polls)
     }
 
     /// Called when a request was posted and sent.
@@ -472,7 +494,7 @@ impl Reactor {
     /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because every poll found something.
     /// Without this limit, a peer that sends without a pause would delay the acknowledgements to all others forever.
     fn is_delayed_too_long(&self, t: u64) -> bool {
-        if self.delayed_count.load(Ordering::Relaxed) == 0 {
+        if !self.has_delayed() {
             return false;
         }
         let since = self.delayed_since.load(Ordering::Relaxed);
@@ -502,8 +524,12 @@ impl Reactor {
         since != 0 && t.saturating_sub(since) > ACK_HOLD
     }
 
+    fn has_delayed(&self) -> bool {
+        self.delayed_count.load(Ordering::Acquire) > 0
+    }
+
     fn take_delayed(&self) -> DelayedAcks {
-        if self.delayed_count.load(Ordering::Acquire) == 0 {
+        if !self.has_delayed() {
             return DelayedAcks::new();
         }
         self.delayed_since.store(0, Ordering::Relaxed);
@@ -534,22 +560,25 @@ impl Reactor {
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
+    /// The users of memory that is ready.
+    #[inline]
+    fn ready_memories(&self) -> ReadyMemories {
+        if !self.has_memories() || self.is_broken() {
+            return ReadyMemories::new();
+        }
+        let memories = self.memories.read();
+        let mut ready = memories.iter().filter(|(memory, _)| memory.is_ready());
+        // Most polls find nothing, and make no list.
+        let Some((_, first)) = ready.next() else {
+            return ReadyMemories::new();
+        };
+        let others = ready.map(|(_, source)| Weak::clone(source));
+        iter::once(Weak::clone(first)).chain(others).collect()
+    }
+
     /// Handles memory that is ready. Returns whether there was any.
     fn poll_memory(&self, now: Instant) -> bool {
-        if !self.has_memories() || self.is_broken() {
-            return false;
-        }
-        let ready: SmallVec<[Weak<dyn Source>; 8]> = {
-            let memories = self.memories.read();
-            let ready = memories.iter().filter(|(memory, _)| memory.is_ready());
-            ready.map(|(_, source)| Weak::clone(source)).collect()
-        };
-        for source in &ready {
-            if let Some(source) = source.upgrade() {
-                source.memory_ready(now);
-            }
-        }
-        !ready.is_empty()
+        handle_memories(&self.ready_memories(), now)
     }
 
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
@@ -710,6 +739,16 @@ impl Reactor {
         }
         Ok(())
     }
+}
+
+/// Lets the users of memory receive what is in it. Returns whether there are any.
+fn handle_memories(ready: &ReadyMemories, now: Instant) -> bool {
+    for source in ready {
+        if let Some(source) = source.upgrade() {
+            source.memory_ready(now);
+        }
+    }
+    !ready.is_empty()
 }
 
 /// A signal handler that interrupts system calls (one without `SA_RESTART`) has run.

@@ -1,0 +1,78 @@
+//! Turns: which idle polls read the clock and handle what depends on the time.
+//!
+//! While memory is polled, an idle poll has little to do, and reading the clock takes as long as all the rest. So only one of
+//! several idle polls of a busy loop makes a *turn*: it reads the clock, renews the lease, checks the sockets and runs
+//! deadlines. The others only look at the memory. Polls that follow each other slowly all make a turn, because the lease would
+//! end otherwise.
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// One of this number of idle polls of a busy loop makes a turn. The numbers of polls after which the sockets are
+/// checked, and after which a quiet thread yields, are multiples of it.
+const TURN_EACH: u64 = 4;
+/// The longest time between two turns of a busy loop, in nanoseconds.
+const CLOSE: u64 = 2_000;
+
+/// The state of all threads together. Times are in nanoseconds.
+#[derive(Debug)]
+pub(super) struct Turns {
+    /// The time of the last turn.
+    last: AtomicU64,
+    /// The time between the last two turns.
+    apart: AtomicU64,
+}
+
+impl Turns {
+    pub(super) fn new() -> Self {
+        Self {
+            last: AtomicU64::new(0),
+            apart: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// Whether the idle poll with the number `poll` needs no turn.
+    #[inline]
+    pub(super) fn may_skip(&self, poll: u64) -> bool {
+        !poll.is_multiple_of(TURN_EACH) && self.apart.load(Ordering::Relaxed) < CLOSE
+    }
+
+    /// Records a turn at `now`.
+    #[inline]
+    pub(super) fn on_turn(&self, now: u64) {
+        let last = self.last.load(Ordering::Relaxed);
+        self.last.store(now, Ordering::Relaxed);
+        // Another thread may have stored a later time.
+        let apart = now.saturating_sub(last);
+        self.apart.store(apart, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+
+    /// Polls 80 times, `apart` nanoseconds from each other. Returns the number of turns.
+    fn turns(turns: &Turns, from: u64, apart: u64) -> usize {
+        (0..80)
+            .filter(|&poll| {
+                let makes_one = !turns.may_skip(poll);
+                if makes_one {
+                    turns.on_turn(from + poll * apart);
+                }
+                makes_one
+            })
+            .count()
+    }
+
+    #[test]
+    fn a_busy_loop_makes_few_turns_and_a_slow_one_makes_all() {
+        let state = Turns::new();
+        let busy = turns(&state, 1_000_000, 100);
+        assert!((20..=24).contains(&busy), "{busy}");
+        // The first slow polls may still be skipped, until the next turn.
+        let slow = turns(&state, 2_000_000, CLOSE);
+        assert!(slow >= 77, "{slow}");
+        assert_eq!(turns(&state, 3_000_000, CLOSE), 80);
+    }
+}
