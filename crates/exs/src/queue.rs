@@ -5,7 +5,10 @@ use crate::socket::Socket;
 use libc::{c_int, c_void};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    Ordering::SeqCst,
+};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -51,6 +54,8 @@ pub(crate) struct State {
     list: Option<Arc<[Arc<Socket>]>>,
     /// The descriptor for the program, once it has requested it. It is readable while there are events.
     eventfd: Option<c_int>,
+    /// The number of threads that sleep on [`Queue::pushed`].
+    sleepers: usize,
     /// The queue is deleted.
     closed: bool,
 }
@@ -60,45 +65,13 @@ pub(crate) struct State {
 pub(crate) struct Queue {
     state: Mutex<State>,
     depth: AtomicUsize,
-    /// The number of entries that are reserved for the events of calls in progress, and that of the events.
-    used: Used,
-    /// The number of events added so far, modulo 2^32. Waiting threads use it as a futex.
+    /// The number of events and of entries that are reserved for the events of calls in progress. It is limited by the depth, and
+    /// calls reserve entries without the lock.
+    used: AtomicUsize,
+    /// The number of events added so far, modulo 2^32. It changes only with the lock held. Waiting threads use it as a futex.
     pushed: AtomicU32,
-    sleepers: AtomicU32,
     /// Distinguishes this queue from all others, also from those that were deleted.
     number: u64,
-}
-
-/// Two counters in one word, so that a call can reserve entries without the lock: reserved entries in the upper half, and
-/// events in the lower half. Both are limited by the depth of the queue.
-#[derive(Debug)]
-struct Used(AtomicU64);
-
-impl Used {
-    const RESERVED: u64 = 1 << 32;
-
-    /// Reserves entries if there is room for them in a queue of this depth.
-    fn reserve(&self, entries: usize, depth: usize) -> bool {
-        let reserved = entries as u64 * Self::RESERVED;
-        let before = self.0.fetch_add(reserved, SeqCst);
-        let has_room = Self::reserved(before) + Self::events(before) + entries <= depth;
-        if !has_room {
-            self.0.fetch_sub(reserved, SeqCst);
-        }
-        has_room
-    }
-
-    fn release(&self, entries: usize) {
-        self.0.fetch_sub(entries as u64 * Self::RESERVED, SeqCst);
-    }
-
-    fn reserved(used: u64) -> usize {
-        (used >> 32) as usize
-    }
-
-    fn events(used: u64) -> usize {
-        (used & (Self::RESERVED - 1)) as usize
-    }
 }
 
 impl Queue {
@@ -113,12 +86,12 @@ impl Queue {
                 members: FxHashMap::default(),
                 list: None,
                 eventfd: None,
+                sleepers: 0,
                 closed: false,
             }),
             depth: AtomicUsize::new(depth),
-            used: Used(AtomicU64::new(0)),
+            used: AtomicUsize::new(0),
             pushed: AtomicU32::new(0),
-            sleepers: AtomicU32::new(0),
             number: NUMBER.fetch_add(1, Relaxed),
         }
     }
@@ -137,7 +110,8 @@ impl Queue {
 
     /// Reserves entries for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
-        if !self.used.reserve(events, self.depth()) {
+        if self.used.fetch_add(events, SeqCst) + events > self.depth() {
+            self.release(events);
             return Err(libc::EAGAIN);
         }
         // The socket stays a member until it is closed, and most sockets use one queue.
@@ -155,7 +129,7 @@ impl Queue {
     /// Releases reserved entries that no event will use.
     pub(crate) fn release(&self, events: usize) {
         if events > 0 {
-            self.used.release(events);
+            self.used.fetch_sub(events, SeqCst);
         }
     }
 
@@ -170,9 +144,7 @@ impl Queue {
 
     /// Adds the event of a call, for which room was reserved.
     pub(crate) fn push(&self, event: Event) {
-        let mut state = self.lock();
-        self.used.release(1);
-        self.add(&mut state, event);
+        self.add(&mut self.lock(), event);
     }
 
     /// Adds an event of a call that will have more events. If an event of the same call is still in the queue, increments its counter
@@ -191,14 +163,15 @@ impl Queue {
             *length = length.wrapping_add(more);
             *flags = flags.wrapping_add(1 << 32);
         } else {
+            self.used.fetch_add(1, SeqCst);
             self.add(&mut state, event);
         }
     }
 
+    /// Adds an event, which is already part of [`Queue::used`].
     fn add(&self, state: &mut State, event: Event) {
         let first = state.events.is_empty();
         state.events.push_back(event);
-        self.used.0.fetch_add(1, SeqCst);
         if first {
             if let Some(fd) = state.eventfd {
                 make_readable(fd);
@@ -208,8 +181,9 @@ impl Queue {
                 unsafe { libc::kill(libc::getpid(), signal) };
             }
         }
-        self.pushed.fetch_add(1, SeqCst);
-        if self.sleepers.load(SeqCst) > 0 {
+        let pushed = self.pushed.load(Relaxed).wrapping_add(1);
+        self.pushed.store(pushed, Release);
+        if state.sleepers > 0 {
             // This cannot fail, because the word is mapped memory of this process.
             let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
         }
@@ -252,7 +226,8 @@ impl Queue {
 
     /// Returns whether no call in progress will add an event.
     pub(crate) fn is_idle(&self) -> bool {
-        Used::reserved(self.used.0.load(SeqCst)) == 0
+        let state = self.lock();
+        self.used.load(SeqCst) == state.events.len()
     }
 
     pub(crate) fn waiting(&self) -> usize {
@@ -284,8 +259,8 @@ impl Queue {
         let mut began = None;
         let mut latest = None;
         loop {
-            let seen = self.pushed.load(SeqCst);
             let mut state = self.lock();
+            let seen = self.pushed.load(Relaxed);
             if state.events.len() >= least {
                 if let (Some(began), Some(latest)) = (began, latest) {
                     state.spin = spin_after(Instant::saturating_duration_since(&latest, began));
@@ -323,9 +298,10 @@ impl Queue {
                 member.stop_polling();
             }
             let timeout = until.map(|until| until.saturating_duration_since(now));
-            self.sleepers.fetch_add(1, SeqCst);
+            self.lock().sleepers += 1;
+            // If an event was added since `seen` was read, this returns at once.
             let result = self.futex(libc::FUTEX_WAIT, seen, timeout);
-            self.sleepers.fetch_sub(1, SeqCst);
+            self.lock().sleepers -= 1;
             latest = Some(Instant::now());
             if result == Err(libc::EINTR) {
                 return Err(libc::EINTR);
@@ -349,7 +325,7 @@ impl Queue {
                 for member in members {
                     member.spin();
                 }
-                if self.pushed.load(SeqCst) != seen {
+                if self.pushed.load(Acquire) != seen {
                     return latest;
                 }
                 std::hint::spin_loop();
@@ -367,7 +343,7 @@ impl Queue {
         for (to, event) in into.iter_mut().zip(state.events.drain(..count)) {
             *to = event;
         }
-        self.used.0.fetch_sub(count as u64, SeqCst);
+        self.release(count);
         if let Some(fd) = state.eventfd
             && state.events.is_empty()
             && count > 0

@@ -28,7 +28,6 @@ mod turns;
 pub(crate) mod worker;
 
 use std::io;
-use std::iter;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -336,7 +335,8 @@ impl Reactor {
         let IdlePoll::Proceed { flush } = then else {
             return;
         };
-        let ready = self.ready_memories();
+        let mut ready = ReadyMemories::new();
+        self.find_ready_memories(&mut ready);
         if ready.is_empty() && !flush && self.may_skip_turn(idle_polls) {
             return;
         }
@@ -560,25 +560,23 @@ impl Reactor {
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
-    /// The users of memory that is ready.
+    /// Adds the users of memory that is ready. Most polls find none, and make no list.
     #[inline]
-    fn ready_memories(&self) -> ReadyMemories {
-        if !self.has_memories() || self.is_broken() {
-            return ReadyMemories::new();
+    fn find_ready_memories(&self, found: &mut ReadyMemories) {
+        if self.has_memories() && !self.is_broken() {
+            for (memory, source) in self.memories.read().iter() {
+                if memory.is_ready() {
+                    found.push(Weak::clone(source));
+                }
+            }
         }
-        let memories = self.memories.read();
-        let mut ready = memories.iter().filter(|(memory, _)| memory.is_ready());
-        // Most polls find nothing, and make no list.
-        let Some((_, first)) = ready.next() else {
-            return ReadyMemories::new();
-        };
-        let others = ready.map(|(_, source)| Weak::clone(source));
-        iter::once(Weak::clone(first)).chain(others).collect()
     }
 
     /// Handles memory that is ready. Returns whether there was any.
     fn poll_memory(&self, now: Instant) -> bool {
-        handle_memories(&self.ready_memories(), now)
+        let mut ready = ReadyMemories::new();
+        self.find_ready_memories(&mut ready);
+        handle_memories(&ready, now)
     }
 
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
@@ -742,6 +740,7 @@ impl Reactor {
 }
 
 /// Lets the users of memory receive what is in it. Returns whether there are any.
+#[inline]
 fn handle_memories(ready: &ReadyMemories, now: Instant) -> bool {
     for source in ready {
         if let Some(source) = source.upgrade() {
