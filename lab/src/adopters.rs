@@ -1,6 +1,6 @@
 //! `cargo lab adopters`: builds or installs programs of other projects, unchanged, and runs them on the device.
 //!
-//! Python packages of PyPI have a separate environment each in `target/adopters`, which is created again if its versions differ
+//! Python packages of PyPI have an environment each in `target/adopters`, which is created again if its versions differ
 //! from those listed here. Rust crates are built there from crates.io with their own lock file. Programs and libraries of Debian
 //! are those of the system. The programs are started as users start them: by `anywarp run`, without other environment variables,
 //! each in a new network namespace. Each program compares the data that it received with the data that was sent. The log of
@@ -74,6 +74,11 @@ const ADOPTERS: &[Adopter] = &[
     },
     Adopter {
         name: "mooncake_engine",
+        source: Source::Python(&["mooncake-transfer-engine-non-cuda==0.3.13.post1"]),
+        nightly: false,
+    },
+    Adopter {
+        name: "mooncake_store",
         source: Source::Python(&["mooncake-transfer-engine-non-cuda==0.3.13.post1"]),
         nightly: false,
     },
@@ -157,10 +162,16 @@ pub(crate) fn run(options: &Options) -> Result {
 
 /// Installs or builds what a program needs. Returns its command.
 fn prepare(adopter: &Adopter) -> Result<Vec<PathBuf>> {
-    let dir = sh::target().join("adopters").join(adopter.name);
+    let folder = |name| sh::target().join("adopters").join(name);
+    let dir = folder(adopter.name);
     let program = |ending| sh::root().join(format!("tests/adopters/{}.{ending}", adopter.name));
     Ok(match &adopter.source {
-        Source::Python(packages) => vec![environment(&dir, packages)?, program("py")],
+        Source::Python(packages) => {
+            // Programs that use the same package share its environment.
+            let package = packages.first().and_then(|p| p.split("==").next());
+            let dir = folder(package.unwrap_or(adopter.name));
+            vec![environment(&dir, packages)?, program("py")]
+        }
         Source::Debian => vec!["/usr/bin/python3".into(), program("py")],
         Source::Library {
             ending,
