@@ -32,6 +32,7 @@ const SHORT: &[(&str, &[&str])] = &[
     (UNIT, &[]),
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
     ("fork", &[]),
+    (FI, OF_FI),
     ("scale", &["--qps=32", "--threads=8"]),
     ("selftest", &[]),
     ("cm", &[]),
@@ -64,6 +65,19 @@ const SHORT: &[(&str, &[&str])] = &[
             "--kills=8",
         ],
     ),
+];
+
+/// The program that uses the provider for libfabric.
+const FI: &str = "fi";
+
+/// Not the tests of messages longer than 1 GiB, and not each variant of a link that fails.
+const OF_FI: &[&str] = &[
+    "--without=1gib",
+    "--without=1536mib",
+    "--without=link_fails_at",
+    "--without=link_binds",
+    "--without=with_loss",
+    "--without=pieces",
 ];
 
 /// The tests of `datagrams.c`, except `visited`, in which a program without the sanitizer's runtime loads the library.
@@ -319,7 +333,8 @@ impl Build {
             self.cargo()
                 .args(["build", "--target", &self.target])
                 .args(["--package=anywarp-abi", "--package=anywarp-exs"])
-                .args(["--package=anywarp-buffers", "--package=anywarp-sockets"]),
+                .args(["--package=anywarp-buffers", "--package=anywarp-sockets"])
+                .arg("--package=anywarp-fi"),
         )?;
         let built = self.work.join("build").join(&self.target).join("debug");
         let archive = built.join("libanywarp_abi.a");
@@ -334,21 +349,22 @@ impl Build {
             &out,
             Some(&self.link),
         )?;
-        let sockets = out.join("libanywarp-sockets.so");
-        let map = self.work.join("sockets.map");
-        let exports = xtask::dist::exports_of_sockets()?.join(" ");
-        fs::write(&map, format!("{{ global: {exports} local: *; }};\n"))?;
-        let mut cc = sh::cc();
-        cc.args(["-shared", "-fPIC"])
-            .arg(format!("-Wl,--version-script={}", map.display()))
-            .args(["-Wl,-z,nodelete", "-Wl,-z,now", "-Wl,-Bsymbolic-functions"])
-            .arg("-Wl,--whole-archive")
-            .arg(built.join("libanywarp_sockets.a"))
-            .arg("-Wl,--no-whole-archive")
-            .args(&self.link)
-            .args(["-lgcc_s", "-lm", "-lc", "-o"])
-            .arg(sockets);
-        sh::run(&mut cc)?;
+        let of_sockets = xtask::dist::exports_of_sockets()?.join(" ");
+        for (name, exports) in [("sockets", of_sockets.as_str()), (FI, "fi_prov_ini;")] {
+            let map = self.work.join(name).with_extension("map");
+            fs::write(&map, format!("{{ global: {exports} local: *; }};\n"))?;
+            let mut cc = sh::cc();
+            cc.args(["-shared", "-fPIC"])
+                .arg(format!("-Wl,--version-script={}", map.display()))
+                .args(["-Wl,-z,nodelete", "-Wl,-z,now", "-Wl,-Bsymbolic-functions"])
+                .arg("-Wl,--whole-archive")
+                .arg(built.join(format!("libanywarp_{name}.a")))
+                .arg("-Wl,--no-whole-archive")
+                .args(&self.link)
+                .args(["-lgcc_s", "-lm", "-lc", "-o"])
+                .arg(out.join(format!("libanywarp-{name}.so")));
+            sh::run(&mut cc)?;
+        }
         // Libraries that use these.
         for name in ["exs", "anywarp-buffers"] {
             let mut cc = sh::cc();
@@ -430,6 +446,7 @@ impl Build {
             .arg(&self.runtime)
             .args(["-Wl,--no-whole-archive", "-Wl,--export-dynamic"])
             .args(above.map(|library| format!("-l{library}")))
+            .args((name == FI).then_some("-lfabric"))
             .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm", "-lrt", "-ldl"])
             .arg("-o")
             .arg(&program);
@@ -440,6 +457,7 @@ impl Build {
             .env("LD_LIBRARY_PATH", libraries)
             // Uses the loopback interface, whatever other addresses this machine has.
             .env("ANYWARP_ADDR", "127.0.0.1")
+            .env("FI_PROVIDER_PATH", libraries)
             // One line is enough for deliberate panics.
             .env("RUST_BACKTRACE", "0");
         if let Some((_, variables)) = preloaded {

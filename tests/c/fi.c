@@ -52,11 +52,12 @@ static int close_fid(void *fid)
 
 static const char *find_provider(void)
 {
-	struct fi_info *hints = fi_allocinfo();
+	struct fi_info *hints;
 	int rc;
 
 	if (info)
 		return NULL;
+	hints = fi_allocinfo();
 	hints->fabric_attr->prov_name = strdup("anywarp");
 	hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_DIRECTED_RECV | FI_SOURCE | FI_MULTI_RECV;
