@@ -290,6 +290,39 @@ fn a_send_with_invalidate_ends_a_window_of_type_2() {
 }
 
 #[test]
+fn a_window_of_another_queue_pair_is_not_invalidated_by_a_send() {
+    for setup in both() {
+        let mut w = World::new(8);
+        let (near, far) = (w.host(), w.host());
+        let (a, b) = w.connect(&near, &setup, &far, &setup);
+        let (c, d) = w.connect(&near, &setup, &far, &setup);
+        let mr = far.register(64, access::ALL);
+        let rkey = bind(&mut w, d, &mr, access::WRITE);
+        w[b].recv(1, &[]);
+        w[a].post(send_invalidate(2, rkey));
+        w.run();
+        // RFC 5040 §5.3 [rdmap-invalidate]: the window is of another stream, so this stream fails.
+        assert_eq!(w[b].conn.state(), State::Error);
+        assert_eq!(w[b].received()[0].status, Status::Flushed);
+        if setup.peer == Peer::Anywarp {
+            assert_eq!(w[a].completed()[0].status, Status::RemoteAccess);
+        }
+        // The stream of the window can still use the window, and invalidate it.
+        let remote = anywarp_core::verbs::wr::Remote {
+            rkey,
+            ..mr.remote(16)
+        };
+        w[d].recv(3, &[]);
+        w[c].post(write(4, remote).inline(b"window"));
+        w[c].post(send_invalidate(5, rkey));
+        w.run();
+        ok(&w[c].completed(), &[4, 5]);
+        assert_eq!(w[d].received()[0].invalidated, Some(rkey));
+        assert_eq!(far.bytes(&mr)[16..22], *b"window");
+    }
+}
+
+#[test]
 fn a_region_is_not_invalidated_by_a_send() {
     let mut w = World::new(7);
     let (a, b) = w.pair(&Setup::anywarp());
