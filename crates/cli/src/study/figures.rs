@@ -117,14 +117,6 @@ impl Runner {
         };
         extent.seconds() * 1.1 + start
     }
-
-    /// Returns the name of the value by which the noise of samples is judged: a time.
-    pub(crate) fn primary(self) -> &'static str {
-        match self {
-            Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
-            Self::Memory | Self::First | Self::Buffers | Self::Mpi | Self::Apps => "us",
-        }
-    }
 }
 
 /// A value of an axis, as text.
