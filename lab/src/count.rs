@@ -50,7 +50,7 @@ pub(crate) fn run(write: bool) -> Result {
         return Ok(());
     }
     Err(format!(
-        "more instructions than before: {} (if that is right: cargo lab count --write)",
+        "more instructions than before: {} (if this is intended: cargo lab count --write)",
         worse.join(", ")
     )
     .into())
@@ -82,7 +82,7 @@ fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>>
     for (at, line) in String::from_utf8(run.stdout)?.lines().enumerate() {
         let (name, times) = line
             .split_once(' ')
-            .ok_or("count: a line without a number")?;
+            .ok_or("count: a line of the output has no number")?;
         let total = total(Path::new(&format!("{}.{}", out.display(), at + 1)))?;
         let each = total / times.parse::<u64>()?;
         let name = format!("{prefix}{name}");
@@ -147,7 +147,7 @@ fn total(dump: &Path) -> Result<u64> {
     let total = text
         .lines()
         .find_map(|line| line.strip_prefix("totals: "))
-        .ok_or("count: a dump without totals")?;
+        .ok_or("count: the dump has no totals")?;
     Ok(total.trim().parse()?)
 }
 

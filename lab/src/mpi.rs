@@ -318,7 +318,7 @@ pub(crate) fn run(options: &Options) -> Result {
     }
     println!("{passed} passed, {failed} failed");
     if failed > 0 {
-        return Err("an MPI does not work over the device".into());
+        return Err("some MPI programs failed over the device".into());
     }
     Ok(())
 }

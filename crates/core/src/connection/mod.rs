@@ -193,8 +193,8 @@ impl Connection {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
 
-    /// Whether posted requests may wait to be sent together, after requests that the peer has not acknowledged: the
-    /// acknowledgement sends them at the latest.
+    /// Whether posted requests may wait to be sent together because earlier requests are not acknowledged yet. They are
+    /// sent at the latest when the acknowledgement arrives.
     ///
     /// `longest`: payload bytes of the longest request of the list that was posted.
     pub fn may_coalesce_behind_ack(&self, limits: &bounds::Coalesce, longest: u64) -> bool {

@@ -526,7 +526,7 @@ impl DatagramQp {
         self.post_send_with(given(Ok(request)))
     }
 
-    /// As [`Self::post_send`], but `fill` makes the request in its place in the queue.
+    /// As [`Self::post_send`], but `fill` writes the request directly into the entry of the queue.
     #[inline]
     pub fn post_send_with(
         &mut self,

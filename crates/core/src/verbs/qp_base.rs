@@ -89,7 +89,7 @@ impl QpBase {
 
     // ------------------------------------------------------------------ posting
 
-    /// Adds a send request that `fill` makes in place, if the state allows posting (`ibv_post_send(3)`).
+    /// Adds a send request, which `fill` writes directly into the entry of the queue, if the state allows posting (`ibv_post_send(3)`).
     #[inline]
     pub(crate) fn post_send_with(
         &mut self,
