@@ -124,8 +124,6 @@ pub struct Reactor {
     delayed_count: AtomicUsize,
     /// The time of the first poll that found something and did not send the delayed acknowledgements; 0: there was none.
     delayed_since: AtomicU64,
-    /// The time of the first idle poll that received nothing after the last one that received something; 0: there was none.
-    quiet_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
     /// Number of times that the worker returned from the kernel.
@@ -173,7 +171,6 @@ impl Reactor {
             delayed: Mutex::new(Rank::DelayedAcks, DelayedAcks::new()),
             delayed_count: AtomicUsize::new(0),
             delayed_since: AtomicU64::new(0),
-            quiet_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
             wakes: AtomicU64::new(0),
@@ -341,6 +338,7 @@ impl Reactor {
         let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
         let found = from_sockets || from_memory;
+        self.quiet.on_poll(found, t);
         if self.is_delayed_too_long(t) || self.is_held_long_enough(found, t) {
             for qp in self.take_delayed() {
                 qp.flush_due(now);
@@ -350,7 +348,7 @@ impl Reactor {
         if self.deadlines.is_due(t) {
             self.run_deadlines();
         }
-        if self.quiet.on_poll(idle_polls, found, t) {
+        if !found && self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
         }
     }
@@ -489,17 +487,7 @@ impl Reactor {
         if self.has_memories() {
             return !found;
         }
-        let since = self.quiet_since.load(Ordering::Relaxed);
-        if found {
-            if since != 0 {
-                self.quiet_since.store(0, Ordering::Relaxed);
-            }
-            return false;
-        }
-        if since == 0 {
-            self.quiet_since.store(t.max(1), Ordering::Relaxed);
-        }
-        since != 0 && t.saturating_sub(since) > ACK_HOLD
+        !found && self.quiet.polled_in_vain(t) > ACK_HOLD
     }
 
     fn take_delayed(&self) -> DelayedAcks {
