@@ -7,7 +7,7 @@
 //!  +------------+       +------------+          +------+
 //!    ^  | refused, retry     | closed without a Reply: retry with an older MPA revision
 //!    +--+--------------------+
-//!    | before it connects: for a port of rdma_cm, the answer of its signpost
+//!    | before it connects: the query for the TCP port of an rdma_cm port (`signpost`)
 //!
 //!               Request                  accept, reject
 //!  +------------+       +------------+          +------+
@@ -121,7 +121,7 @@ pub struct Dial {
     pub timeout: Duration,
     /// How long attempts to connect to a port that refuses are repeated.
     pub retry_refused: Duration,
-    /// The port space of an rdma_cm port, whose TCP port the signpost reports. `None`: the port is a TCP port.
+    /// The port space of an rdma_cm port, for which the TCP port of the listener is queried. `None`: the port is a TCP port.
     pub port_space: Option<u16>,
 }
 
@@ -137,7 +137,7 @@ struct Initiating {
 }
 
 enum Phase {
-    /// Queries the signpost for the TCP port of the peer.
+    /// Queries the TCP port of the peer's listener.
     Asking(Box<InitiatorConfig>),
     Connecting(Box<Initiating>),
     Requesting(Box<Initiating>),
@@ -151,7 +151,7 @@ struct State {
     fd: Option<EngineFd>,
     token: Token,
     question: Option<Arc<Question>>,
-    /// The query to the signpost was neither answered nor refused.
+    /// The query for the TCP port was neither answered nor refused.
     silent: bool,
     received: Vec<u8>,
     deadline: Instant,
@@ -227,7 +227,7 @@ impl Startup {
         Ok(startup)
     }
 
-    /// Connects to the peer, after a query to its signpost for the TCP port.
+    /// Connects to the peer, after a query for its TCP port if `port_space` is set.
     fn connect(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
         let Some(space) = self.port_space else {
             return self.connect_to(config, self.peer.port());
@@ -257,7 +257,7 @@ impl Startup {
         }
     }
 
-    /// Handles the answer of the signpost, or its absence.
+    /// Handles the answer to the query for the TCP port, or its absence.
     fn handle_answer(self: &Arc<Self>, location: Location) {
         let config = {
             let mut state = self.lock();

@@ -283,7 +283,7 @@ fn run(both: &mut Both, data: &[u8]) {
             }
             8 => both.transmit(),
             9 => both.receive(small & 1 != 0),
-            // A Send of a few bytes, or bytes that are no FPDU, on the carrier of the peer's stream.
+            // A Send of a few bytes, or bytes that are not an FPDU, on the carrier of the peer's stream.
             10 => {
                 let ulpdu = [
                     &[

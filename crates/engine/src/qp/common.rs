@@ -95,7 +95,7 @@ impl Common {
             _ => self.c_object.load(Ordering::Relaxed),
         };
         if c_object == 0 {
-            // The queue pair of a bare connection (`cm`), which no program can access.
+            // The queue pair of a connection for which the program has none (`cm::bare`).
             return;
         }
         self.context.events.push(AsyncItem {
