@@ -1101,7 +1101,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
         text.push_str(
             "\nRD compared with UD on a path without loss, in turn; MB/s and their ratio, medians. On loopback both ends poll; with \
              the relay they wait for events. A request of UD completes when it is sent, one of RD when it is acknowledged. A request of RD \
-             therefore occupies its place in the send queue for a round trip, and a queue that is too short for the path reduces the rate.\n\n\
+             therefore occupies its entry of the send queue for a round trip, and a queue that is too short for the path reduces the rate.\n\n\
              | path | size | depth | UD | RD | RD / UD | runs |\n|---|---:|---:|---:|---:|---:|---:|\n",
         );
         let sizes = [("1K", 512), ("64K", 64), ("1M", 16)];
