@@ -101,12 +101,12 @@ const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
     ("rx/write/1024", "receive", &["write/1024"], "counted"),
     ("ud/tx/64", "datagram", &["ud", "64"], "sent"),
     ("ud/tx/1024", "datagram", &["ud", "1024"], "sent"),
-    ("ud/rx/64", "datagram", &["ud", "64"], "came"),
-    ("ud/rx/1024", "datagram", &["ud", "1024"], "came"),
+    ("ud/rx/64", "datagram", &["ud", "64"], "received"),
+    ("ud/rx/1024", "datagram", &["ud", "1024"], "received"),
     ("rd/tx/64", "datagram", &["rd", "64"], "sent"),
-    ("rd/rx/64", "datagram", &["rd", "64"], "came"),
-    ("rd/rx/1024", "datagram", &["rd", "1024"], "came"),
-    ("rd/ack/64", "datagram", &["rd", "64"], "told"),
+    ("rd/rx/64", "datagram", &["rd", "64"], "received"),
+    ("rd/rx/1024", "datagram", &["rd", "1024"], "received"),
+    ("rd/ack/64", "datagram", &["rd", "64"], "acknowledged"),
 ];
 
 /// Counts the operations of one message in the core alone, without threads and sockets.

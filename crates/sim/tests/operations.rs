@@ -284,7 +284,7 @@ fn a_send_with_invalidate_ends_a_window_of_type_2() {
                 assert_eq!(status, Status::RemoteAccess);
             }
             assert_eq!(w[b].conn.state(), State::Error);
-            assert!(w[b].heard(AsyncEvent::QpAccess));
+            assert!(w[b].raised(AsyncEvent::QpAccess));
         }
     }
 }
@@ -505,9 +505,9 @@ fn an_atomic_completes_only_with_its_response() {
     w[end].post(fetch_add(1, remote, 2).from(&[old.all()]));
     w.run();
     assert_eq!(
-        w[peer].heard().len(),
+        w[peer].received().len(),
         2,
-        "ready to receive, and the request"
+        "the ready-to-receive message and the request"
     );
     assert!(w[end].completed().is_empty() && w[end].conn.state() == State::Rts);
     let header = Untagged {
@@ -545,9 +545,9 @@ fn headers_of_atomic_and_immediate_messages() {
     let request = AtomicRequest::fetch_add(7, mr.stag(), mr.remote(0).to, 1);
     w[peer].sends(&[&header.emit()[..], &request.emit()].concat());
     w.run();
-    let heard = w[peer].heard();
+    let fpdus = w[peer].received();
     let mut untagged = Vec::new();
-    for f in &heard {
+    for f in &fpdus {
         if let Header::Untagged(h) = f.header() {
             assert_eq!((h.inv_stag, h.mo, h.last), (Stag(0), 0, true));
             untagged.push((h.opcode, h.qn));
@@ -577,12 +577,12 @@ fn an_atomic_into_deregistered_memory_is_reported_to_the_peer() {
     w.run();
     let done: Vec<_> = w[end].completed().iter().map(|c| c.status).collect();
     assert_eq!(done, [Status::LocalProtection]);
-    let heard = w[peer].heard();
-    let [_ready, told] = &heard[..] else {
-        panic!("{heard:?}");
+    let fpdus = w[peer].received();
+    let [_ready, terminate_fpdu] = &fpdus[..] else {
+        panic!("{fpdus:?}");
     };
-    assert_eq!(told.opcode(), Opcode::Terminate);
-    let terminate = Terminate::parse(told.payload());
+    assert_eq!(terminate_fpdu.opcode(), Opcode::Terminate);
+    let terminate = Terminate::parse(terminate_fpdu.payload());
     let code = (terminate.layer, terminate.etype, terminate.code);
     assert_eq!(code, (0, 0, 0));
     assert!(terminate.ddp_header.is_none() && terminate.read_request.is_none());
@@ -724,11 +724,7 @@ fn reads_above_ord_wait_and_none_is_lost() {
                 w.run();
                 ok(&w[a].completed(), &(0..40).collect::<Vec<_>>());
                 assert!(w[a].bytes(&here) == data || w[a].bytes(&here) == vec![0; 40_000]);
-                assert_eq!(
-                    w[b].conn.state(),
-                    State::Rts,
-                    "the peer's IRD was not exceeded"
-                );
+                assert_eq!(w[b].conn.state(), State::Rts, "the peer's IRD was exceeded");
             });
         }
     }
@@ -917,7 +913,7 @@ fn a_responder_sends_nothing_before_the_first_message() {
         let stuck = w[b].register(8, access::LOCAL);
         w[b].recv(5, &[stuck.all()]);
         w.run();
-        assert!(w[b].heard(AsyncEvent::Started), "{first:?}");
+        assert!(w[b].raised(AsyncEvent::Started), "{first:?}");
         ok(&w[b].completed(), &[1]);
         ok(&w[a].received(), &[1]);
         // The ready-to-receive message consumed no receive of the application.
@@ -935,7 +931,7 @@ fn a_responder_sends_nothing_before_the_first_message() {
     let (a, b) = w.pair(&silent);
     w[b].post(send(1));
     w.run();
-    assert!(w[b].completed().is_empty() && !w[b].heard(AsyncEvent::Started));
+    assert!(w[b].completed().is_empty() && !w[b].raised(AsyncEvent::Started));
     w[b].recv(1, &[]);
     w[a].recv(1, &[]);
     w[a].post(send(1));
@@ -998,7 +994,7 @@ fn a_standard_peer_gets_no_control_messages() {
         w.run();
         // They complete as soon as they are passed to the stream.
         ok(&w[end].completed(), &[1, 2, 3]);
-        let opcodes: Vec<_> = w[peer].heard().iter().map(|f| f.opcode()).collect();
+        let opcodes: Vec<_> = w[peer].received().iter().map(|f| f.opcode()).collect();
         let send = [Opcode::Send; 4];
         let write = [Opcode::Write; 4];
         assert_eq!(
@@ -1034,7 +1030,7 @@ fn markers_are_sent_to_a_peer_that_requests_them() {
             w[end].post(send(2).inline(b"small"));
             w.run();
             ok(&w[end].completed(), &[1, 2]);
-            let got = w[peer].heard();
+            let got = w[peer].received();
             // The FPDUs of the Write: the first one is the ready-to-receive message, and the last one is the Send.
             let body: Vec<u8> = got[1..got.len() - 1]
                 .iter()
@@ -1094,7 +1090,7 @@ fn segments_fill_the_mulpdu_and_no_more() {
         let mr = w[end].register(200_000, access::ALL);
         w[end].post(send(1).from(&[mr.all()]));
         w.run();
-        let got = w[peer].heard();
+        let got = w[peer].received();
         let (last, full) = got[1..].split_last().unwrap();
         assert!(full.iter().all(|f| f.ulpdu.len() == mulpdu));
         assert!(last.ulpdu.len() <= mulpdu);
@@ -1136,7 +1132,7 @@ fn segments_are_small_until_the_hello_of_the_peer() {
         let mr = w[end].register(50_000, access::ALL);
         w[end].post(send(1).from(&[mr.all()]));
         w.run();
-        let got = w[peer].heard();
+        let got = w[peer].received();
         assert_eq!(got.iter().map(|f| f.ulpdu.len()).max(), Some(largest));
     }
 }
