@@ -16,8 +16,9 @@ use serde::Deserialize;
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// The time limit for installing or building a program. `RUN` is the limit for running it.
+/// The time limit for installing or building a program.
 const INSTALL: Duration = Duration::from_secs(280);
+/// The time limit for running a program.
 const RUN: Duration = Duration::from_secs(120);
 
 /// The beginning of the line that a program prints when all data has arrived unchanged.

@@ -972,12 +972,12 @@ static const char *false_signpost(size_t lie)
 		ENSURE(sendto(liar, answer, (size_t)n, 0, (struct sockaddr *)&from, len) == n, "sendto: %s", strerror(errno));
 	}
 	if (lie == ELSEWHERE) {
-		int heard;
+		int accepted;
 
 		TRY(readable(plain, WAIT_MS));
-		heard = accept(plain, NULL, NULL);
-		ENSURE(heard >= 0, "accept: %s", strerror(errno));
-		close(heard);
+		accepted = accept(plain, NULL, NULL);
+		ENSURE(accepted >= 0, "accept: %s", strerror(errno));
+		close(accepted);
 		TRY(readable(s.clients->fd, WAIT_MS));
 		ENSURE(!rdma_get_cm_event(s.clients, &e), "rdma_get_cm_event: %s", strerror(errno));
 		got = e->event;

@@ -33,10 +33,11 @@ pub struct Case {
     pub clients: Vec<String>,
     /// The expected exit status of the server. `None`: the server does not exit by itself and is killed.
     pub server_exit: Option<Exit>,
-    /// The expected exit status of each client. `None`: as for the server.
+    /// The expected exit status of each client. `None`: the clients do not exit by themselves and are killed.
     pub client_exit: Option<Exit>,
-    /// Patterns that must match the output of the clients; `server_stdout` is for the server.
+    /// Patterns that must match the output of the clients.
     pub stdout: Vec<Regex>,
+    /// Patterns that must match the output of the server.
     pub server_stdout: Vec<Regex>,
     /// Patterns that must not match the output of either side.
     pub never: Vec<Regex>,

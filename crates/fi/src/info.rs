@@ -369,7 +369,9 @@ fn ends(
         }
     }
     if let (None, Some(service), true) = (node, service, is_source) {
-        port = service.parse().map_err(|_| "a service that is no port")?;
+        port = service
+            .parse()
+            .map_err(|_| "a service that is not a port number")?;
     }
     let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
     let ip = match local {

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use xtask::expect::Exit;
 use xtask::{Result, sh};
 
-/// The address of the host's end of the link; `GUEST` is that of the guest's end.
+/// The address of the host's end of the link.
 pub(super) const HOST: &str = "10.88.0.1";
+/// The address of the guest's end.
 pub(super) const GUEST: &str = "10.88.0.2";
 const AGENT: ([u8; 4], u16) = ([10, 88, 0, 2], 1);
 

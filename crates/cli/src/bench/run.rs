@@ -95,7 +95,7 @@ impl Stage {
             for (end, cpu) in ends.iter_mut().zip([server, client]) {
                 let _: u16 = cpu
                     .parse()
-                    .map_err(|_| format!("--cpus: {cpu} is no processor"))?;
+                    .map_err(|_| format!("--cpus: {cpu} is not the number of a processor"))?;
                 end.extend(words("taskset -c"));
                 end.push(cpu.to_owned());
             }

@@ -21,7 +21,7 @@ use super::Failure;
 use crate::cli::Stat;
 
 /// The longest wait for an answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// The most bytes of an answer: some 300 for each of 65,536 queue pairs, with a margin.
 const ANSWER_MAX: u64 = 64 << 20;
@@ -113,7 +113,7 @@ fn ask(pid: u32) -> Result<String, String> {
         ));
     }
     stream
-        .set_read_timeout(Some(PATIENCE))
+        .set_read_timeout(Some(TIME_LIMIT))
         .map_err(|e| text(&e))?;
     let mut byte = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -257,8 +257,9 @@ pub(crate) struct Finding {
     /// The points b, each of which is compared with the a that is equal on all other axes.
     #[serde(default)]
     pub(crate) b: Select,
-    /// The first x that counts; `to` is the last.
+    /// The lowest x for which the assertion is made.
     pub(crate) from: Option<f64>,
+    /// The highest such x.
     pub(crate) to: Option<f64>,
     /// The factor of the assertion.
     #[serde(default = "one")]
