@@ -53,7 +53,7 @@ pub struct Case {
     pub port: Option<u16>,
     /// Whether to use IPv6.
     pub ipv6: bool,
-    /// The case takes so long that it runs only when requested.
+    /// Whether the case takes so long that it runs only when requested.
     pub nightly: bool,
     /// Why the case cannot pass, for each [`Place`].
     pub skip: [Option<String>; 2],

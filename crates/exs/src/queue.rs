@@ -51,7 +51,7 @@ pub(crate) struct State {
     list: Option<Arc<[Arc<Socket>]>>,
     /// The descriptor for the program, once it has requested it. It is readable while there are events.
     eventfd: Option<c_int>,
-    /// The queue is deleted.
+    /// Whether the queue is deleted.
     closed: bool,
 }
 

@@ -58,7 +58,7 @@ pub(crate) struct Stage {
     client: Vec<String>,
     /// The server's address.
     host: String,
-    /// Divide all counts by ten.
+    /// Whether to divide all counts by ten.
     pub(crate) short: bool,
     /// Set by an interrupt.
     pub(crate) interrupted: Arc<AtomicBool>,

@@ -54,11 +54,11 @@ use timers::{Timer, Timers};
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// The peer of a stream without connection manager closed it in order, or cannot be reached. Posted requests fail
-    /// after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
+    /// Whether the peer of a stream without connection manager closed it in order, or cannot be reached. Posted
+    /// requests fail after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
     peer_left: bool,
     timers: Timers,
-    /// Short messages may take the shortcuts `send_short` and `receive_short`.
+    /// Whether short messages may take the shortcuts `send_short` and `receive_short`.
     shortcuts: bool,
     /// Receives that have completed with success.
     received: u64,

@@ -68,9 +68,9 @@ pub struct Opened {
     pub private_data: Vec<u8>,
     /// The depths in the Reply, from the peer's point of view.
     pub peer_depths: Option<Depths>,
-    /// The peer may be anywarp. A responder knows only when the first message has arrived.
+    /// Whether the peer may be anywarp. A responder knows only when the first message has arrived.
     pub may_be_anywarp: bool,
-    /// The first message is a ready-to-receive message.
+    /// Whether the first message is a ready-to-receive message.
     pub expects_rtr: bool,
 }
 
@@ -151,7 +151,7 @@ struct State {
     fd: Option<EngineFd>,
     token: Token,
     question: Option<Arc<Question>>,
-    /// The query for the TCP port was neither answered nor refused.
+    /// Whether the query for the TCP port was neither answered nor refused.
     silent: bool,
     received: Vec<u8>,
     deadline: Instant,

@@ -72,10 +72,10 @@ struct Both {
     addresses: (SocketAddr, SocketAddr),
     /// The memory that the peer has offered or accepted.
     memory: Option<Shm>,
-    /// The peer's stream goes through that memory.
+    /// Whether the peer's stream goes through that memory.
     shared: bool,
     crc: bool,
-    /// The peer has sent the proof that it opened the memory of the tested end.
+    /// Whether the peer has sent the proof that it opened the memory of the tested end.
     has_proved: bool,
 }
 

@@ -21,7 +21,7 @@ pub struct Common {
     pub(crate) c_object: AtomicUsize,
     /// Address of the shared receive queue's C object.
     srq_c_object: Option<Arc<AtomicUsize>>,
-    /// The engine has this queue pair in its list of delayed acknowledgements.
+    /// Whether the engine has this queue pair in its list of delayed acknowledgements.
     ack_scheduled: AtomicBool,
     /// Injected faults.
     pub(crate) faults: Option<Box<Faults>>,

@@ -128,7 +128,7 @@ pub struct Reactor {
     memory_count: AtomicUsize,
     /// Number of times that the worker returned from the kernel.
     wakes: AtomicU64,
-    /// An internal error was caught: nothing is sent or received any more.
+    /// Whether an internal error was caught. Nothing is sent or received after it.
     broken: AtomicBool,
 }
 

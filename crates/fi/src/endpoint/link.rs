@@ -80,9 +80,9 @@ struct Link {
     peer: Remote,
     /// The queue pair of the peer, when it is known.
     remote: Option<u32>,
-    /// Messages to the peer use the link.
+    /// Whether messages to the peer use the link.
     sends: bool,
-    /// The peer has reported that its messages use the link.
+    /// Whether the peer has reported that its messages use the link.
     receives: bool,
     posted: u64,
     received: u64,
@@ -96,7 +96,7 @@ struct Link {
     told: bool,
     /// The number of messages that the peer has received on the link, which has failed.
     count: Option<u64>,
-    /// The peer has closed its endpoint.
+    /// Whether the peer has closed its endpoint.
     closed: bool,
 }
 
@@ -127,7 +127,7 @@ pub(super) struct Links {
     counts: HashMap<Remote, u32>,
     generation: u16,
     enabled: bool,
-    /// Some link has failed and still exists.
+    /// Whether some link has failed and still exists.
     pub(super) any_broken: bool,
 }
 

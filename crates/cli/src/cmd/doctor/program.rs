@@ -50,9 +50,9 @@ struct Facts {
     interpreter: Option<PathBuf>,
     /// The libraries that the file is linked with.
     needed: Vec<String>,
-    /// The file defines the functions of libibverbs.
+    /// Whether the file defines the functions of libibverbs.
     has_verbs: bool,
-    /// The file contains the name of libibverbs as a string.
+    /// Whether the file contains the name of libibverbs as a string.
     opens_verbs: bool,
     uses_netlink: bool,
 }
