@@ -377,7 +377,7 @@ fn ends(
     let ip = match local {
         Some(ip) if !ip.is_unspecified() => {
             device
-                .place_of(ip)
+                .gid_index_of(ip)
                 .ok_or("a source address that the device does not have")?;
             ip
         }

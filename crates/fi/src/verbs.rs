@@ -174,7 +174,7 @@ impl Device {
     }
 
     /// Returns the index of an address in the GID table of the device.
-    pub fn place_of(&self, wanted: IpAddr) -> Option<u8> {
+    pub fn gid_index_of(&self, wanted: IpAddr) -> Option<u8> {
         let found = self.addresses.iter().find(|(ip, _)| *ip == wanted);
         found.map(|(_, index)| *index)
     }

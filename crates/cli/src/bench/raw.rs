@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::door::{self, Shared};
+use super::raw_sys::{self, Shared};
 
 /// The longest wait for the other end.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
@@ -112,7 +112,7 @@ fn server(raw: &Raw) -> io::Result<()> {
     }
     let listener = TcpListener::bind((raw.bind.as_str(), 0))?;
     if let Some(name) = wanted_congestion() {
-        door::choose_congestion(&listener, &name)?;
+        raw_sys::choose_congestion(&listener, &name)?;
     }
     ready(&listener.local_addr()?.port().to_string())?;
     let mut control = Control(BufReader::new(accept(&listener)?));
@@ -145,7 +145,7 @@ fn client(raw: &Raw, host: &str, word: &str) -> io::Result<Value> {
     match raw.probe {
         Probe::TcpSpin | Probe::TcpSleep => {
             let stream = connect(host, port)?;
-            let congestion = door::congestion(&stream)?;
+            let congestion = raw_sys::congestion(&stream)?;
             let mut end = Tcp::new(stream, raw.probe == Probe::TcpSpin)?;
             let mut seen = ping(&mut end, raw)?;
             if let Some(members) = seen.as_object_mut() {
@@ -205,7 +205,7 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
 fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
     let stream = TcpStream::connect((host, port))?;
     if let Some(name) = wanted_congestion() {
-        door::choose_congestion(&stream, &name)?;
+        raw_sys::choose_congestion(&stream, &name)?;
     }
     stream.set_read_timeout(Some(TIME_LIMIT))?;
     stream.set_nodelay(true)?;
@@ -402,7 +402,7 @@ fn pong(end: &mut impl Exchange, raw: &Raw) -> io::Result<()> {
 /// Sends as much as possible in the given time.
 fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<Value> {
     let size = raw.size as usize;
-    let congestion = door::congestion(&stream)?;
+    let congestion = raw_sys::congestion(&stream)?;
     let message = pattern(size);
     let mut list: Vec<IoSlice<'_>> = Vec::new();
     let limit = Duration::from_millis(raw.millis);
@@ -466,10 +466,10 @@ fn drain(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<
 /// Returns the server's UDP socket, connected to the client's.
 fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((raw.bind.as_str(), 0))?;
-    door::room(&socket, UDP_ROOM)?;
+    raw_sys::room(&socket, UDP_ROOM)?;
     socket.set_read_timeout(Some(TIME_LIMIT))?;
     if raw.probe == Probe::UdpGso {
-        door::coalesce(&socket)?;
+        raw_sys::coalesce(&socket)?;
     }
     control.send(&[socket.local_addr()?.port().into()])?;
     let theirs = control.receive()?;
@@ -482,7 +482,7 @@ fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
 fn meet_there(host: &str, control: &mut Control) -> io::Result<UdpSocket> {
     let local = control.0.get_ref().local_addr()?.ip();
     let socket = UdpSocket::bind((local, 0))?;
-    door::room(&socket, UDP_ROOM)?;
+    raw_sys::room(&socket, UDP_ROOM)?;
     socket.set_read_timeout(Some(TIME_LIMIT))?;
     let theirs = control.receive()?;
     socket.connect((host, port_of(&theirs)?))?;
@@ -506,7 +506,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         _ => 1,
     };
     if each > 1 {
-        door::segment(socket, u16::try_from(size).unwrap_or(u16::MAX))?;
+        raw_sys::segment(socket, u16::try_from(size).unwrap_or(u16::MAX))?;
     }
     let mut out = Vec::new();
     for _ in 0..each {
@@ -670,7 +670,7 @@ fn shm_client(raw: &Raw, path: &str) -> io::Result<Value> {
 }
 
 fn cma_server(raw: &Raw) -> io::Result<()> {
-    door::allow_access();
+    raw_sys::allow_access();
     let target = vec![1u8; raw.size as usize];
     ready(&format!(
         "{}:{}",
@@ -693,14 +693,14 @@ fn cma_client(raw: &Raw, word: &str) -> io::Result<Value> {
     let began = Instant::now();
     let mut messages: u64 = 0;
     while began.elapsed() < limit {
-        door::write_into(pid, address, &from)?;
+        raw_sys::write_into(pid, address, &from)?;
         messages += 1;
     }
     let took = began.elapsed().as_secs_f64();
     let mut back = vec![0; from.len()];
-    door::read_from(pid, address, &mut back)?;
+    raw_sys::read_from(pid, address, &mut back)?;
     if back != from {
-        return Err(wrong("the written bytes are not there"));
+        return Err(wrong("the written bytes have not arrived"));
     }
     Ok(json!({
         "gb_s": (messages * u64::from(raw.size)) as f64 / took / 1e9, "m_s": messages as f64 / took / 1e6,

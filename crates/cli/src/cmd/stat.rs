@@ -131,7 +131,7 @@ fn ask(pid: u32) -> Result<String, String> {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         })
-        .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
+        .ok_or_else(|| format!("process {pid} answers only queries of its own user"))?;
     // A file of a FUSE file system could block the read forever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
         return Err(format!(

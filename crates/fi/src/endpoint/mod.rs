@@ -201,7 +201,7 @@ enum Op {
     /// A message that checks whether a peer responds.
     Probe { to: Remote },
     /// A message that tells a peer with a link that this endpoint is closed.
-    Goodbye { to: Remote },
+    CloseNotice { to: Remote },
     /// An atomic operation that waits for its answer.
     Atomic {
         done: Done,
@@ -454,7 +454,7 @@ pub struct Endpoint {
     /// Whether the endpoint was enabled.
     pub enabled: bool,
     name: Remote,
-    place: u8,
+    gid_index: u8,
     job: Job,
     ops: Slab<Op>,
     incoming: Slab<Incoming>,
@@ -494,7 +494,7 @@ impl Endpoint {
         shared: &Shared,
         device: &'static Device,
         channel: &Arc<Channel>,
-        (ip, place): (IpAddr, u8),
+        (ip, gid_index): (IpAddr, u8),
         port: u16,
         job: Job,
         binding: Binding,
@@ -538,7 +538,7 @@ impl Endpoint {
             binding,
             enabled: false,
             name,
-            place,
+            gid_index,
             job,
             ops: Slab::default(),
             incoming: Slab::default(),
