@@ -51,7 +51,7 @@ pub const DEVICE_MEMORY_MAX: usize = 256 * 1024;
 /// Largest alignment of device memory, as a power of two: a page.
 pub const DEVICE_MEMORY_ALIGN_LOG: u32 = 12;
 
-/// RDMA Reads and atomics that one queue pair serves, or has outstanding, at once (IRD, ORD).
+/// RDMA Reads and atomics that one queue pair serves, or has outstanding, at the same time (IRD, ORD).
 ///
 /// 128 is the largest number that the kernel's siw offers. Each slot uses some 100 bytes.
 pub const MAX_RD_ATOMIC: u8 = 128;

@@ -47,9 +47,9 @@ struct PendingAtomic {
 /// The requester of one stream.
 #[derive(Debug)]
 pub(super) struct Requester {
-    /// Reads and atomics outstanding at most.
+    /// Largest number of outstanding Reads and atomics.
     ord: u32,
-    /// Messages of the request that was taken last, still to be sent.
+    /// Messages of the request that was taken last that are not sent yet.
     parts: VecDeque<Message>,
     /// Number of the request that `parts` belong to.
     parts_of: u64,

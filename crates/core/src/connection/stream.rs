@@ -38,7 +38,7 @@ pub struct StreamConfig {
     pub mulpdu_anywarp: usize,
     /// The implementation at the other end.
     pub peer: Peer,
-    /// Reads and atomics of the peer that are served at once (IRD).
+    /// Number of Reads and atomics of the peer that are served at the same time (IRD).
     pub ird: u32,
     /// Reads and atomics outstanding at most (ORD).
     pub ord: u32,

@@ -52,7 +52,7 @@ const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a Request may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// End of log lines that a peer can cause at any rate.
+/// The end of log lines that peers can cause at any rate. They are limited in number.
 const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
 
 /// A connection whose start-up succeeded.
@@ -513,7 +513,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: sent more before its MPA Request was answered; closed {LOGGED_ONCE}",
+                        "{}: sent more data before its MPA Request was answered; connection closed {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -620,7 +620,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: closed before an MPA Request came; a port scan? {LOGGED_ONCE}",
+                        "{}: closed the connection before it sent an MPA Request, like a port scan {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -694,7 +694,7 @@ impl Startup {
                 self.broken(state, libc::EPROTO)
             }
             Err(error) => {
-                log!(Info, "{}: bad MPA Reply: {error}", self.peer);
+                log!(Info, "{}: invalid MPA Reply: {error}", self.peer);
                 self.broken(state, libc::EPROTO)
             }
         }
@@ -721,7 +721,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: not an MPA Request: {error}; closed {LOGGED_ONCE}",
+                        "{}: not an MPA Request: {error}; connection closed {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -746,7 +746,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: no MPA Request within {} s; closed {LOGGED_ONCE}",
+                        "{}: no MPA Request within {} s; connection closed {LOGGED_ONCE}",
                         self.peer,
                         REQUEST_TIMEOUT.as_secs()
                     );

@@ -100,7 +100,7 @@ struct Inner {
     notices: VecDeque<(Weak<dyn Manager>, Notice)>,
     /// Whether a thread is calling the manager.
     notifying: bool,
-    /// Whether the connection manager passes the connection.
+    /// Whether the connection manager establishes the connection. Otherwise the queue pairs of the two ends do.
     managed: bool,
     destroyed: bool,
     /// Whether the socket is not in the engine's epoll set yet.

@@ -11,7 +11,7 @@ pub struct ResponderLimits {
     pub crc: bool,
     /// Whether to ask the peer to send markers.
     pub markers: bool,
-    /// Largest number of inbound Reads served at once.
+    /// Largest number of inbound Reads served at the same time.
     pub max_ird: u16,
     /// Largest number of outbound Reads outstanding.
     pub max_ord: u16,
@@ -180,7 +180,7 @@ impl Responder {
         Ok(Incoming::Request(request))
     }
 
-    /// Accepts the connection for the ULP, which serves `ird` Reads at once and has at most `ord` outstanding.
+    /// Accepts the connection for the ULP, which serves `ird` Reads at the same time and has at most `ord` outstanding.
     ///
     /// # Errors
     /// There is no Request to answer, or the private data does not fit the frame. In the second case the caller may
