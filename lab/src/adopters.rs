@@ -16,8 +16,9 @@ use serde::Deserialize;
 use crate::process::Process;
 use xtask::{Result, sh};
 
-/// The time limit for installing or building a program; `RUN` is that for running it.
+/// The time limit for installing or building a program.
 const INSTALL: Duration = Duration::from_secs(280);
+/// The time limit for running a program.
 const RUN: Duration = Duration::from_secs(120);
 
 /// The beginning of the line that a program prints when all data has arrived unchanged.
@@ -33,20 +34,20 @@ struct Adopter {
     nightly: bool,
 }
 
-/// Where the software comes from, and what the program in `tests/adopters` is.
+/// Where the software comes from, and the language of the program in `tests/adopters`.
 enum Source {
-    /// PyPI; a Python program. The required packages with their versions. Dependencies that are not used here, such as torch, are
-    /// omitted.
+    /// From PyPI, with a Python program. The value lists the required packages with their versions, without dependencies that are
+    /// not used here, such as torch.
     Python(&'static [&'static str]),
-    /// Debian; a program for Debian's Python, which uses modules or runs programs of packages of this system.
+    /// From Debian, with a program for Debian's Python, which uses installed modules or runs installed programs.
     Debian,
-    /// Debian; a program in C or C++: its ending, the compiler, and the libraries.
+    /// From Debian, with a program in C or C++.
     Library {
         ending: &'static str,
         compiler: &'static str,
         libraries: &'static [&'static str],
     },
-    /// crates.io; a Python program that is given the folder of the built examples and the tests.
+    /// From crates.io, with a Python program whose arguments are the folder of the built examples and the tests.
     Crate {
         package: &'static str,
         version: &'static str,
@@ -348,9 +349,9 @@ fn transfer(program: &[PathBuf]) -> Result {
     let what = if !done.status.success() {
         done.status.to_string()
     } else if !printed.lines().any(|line| line.starts_with(EQUAL)) {
-        "it did not compare what it transferred".to_owned()
+        "it did not report that the received data is equal".to_owned()
     } else if !log.contains(CONNECTED) {
-        "it did not use the device".to_owned()
+        "the log shows no connection of the device".to_owned()
     } else {
         return Ok(());
     };

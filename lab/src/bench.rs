@@ -33,7 +33,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result {
     let anywarp = sh::dist().join("bin/anywarp");
     if !anywarp.exists() {
-        return Err("the built libraries are not there: run `cargo xtask dist` first".into());
+        return Err("the libraries are not built: run `cargo xtask dist` first".into());
     }
     if options.netns && env::var_os(INSIDE).is_none() {
         return programs::in_namespaces();
@@ -114,7 +114,7 @@ fn build_mpi() -> Result<Option<PathBuf>> {
         Ok(status) if status.success() => Ok(Some(program)),
         Ok(_) => Err("studies/mpi.c does not compile".into()),
         Err(_) => {
-            println!("no Open MPI in the rows: {COMPILER} is not installed");
+            println!("the rows have no Open MPI, because {COMPILER} is not installed");
             Ok(None)
         }
     }
@@ -140,7 +140,7 @@ fn bench(anywarp: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
     while let Some(word) = words.next() {
         command.arg(word);
         if let ("--json" | "--report", Some(mtu)) = (*word, mtu) {
-            let path = Path::new(words.next().ok_or("--json takes a file")?);
+            let path = Path::new(words.next().ok_or("--json needs a file")?);
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
             let kind = path.extension().unwrap_or_default().to_string_lossy();
             command.arg(path.with_file_name(format!("{name}-{mtu}.{kind}")));

@@ -1,4 +1,4 @@
-//! Runs several test programs at the same time, because most of them wait most of the time.
+//! Runs several test programs at the same time. Most of them spend most of their time waiting.
 
 use std::io::Write as _;
 use std::process::{Command, Output};

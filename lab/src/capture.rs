@@ -20,7 +20,7 @@ struct Case {
     name: &'static str,
     server: &'static str,
     client: &'static str,
-    /// Both ends use standard iWARP, without anywarp's control messages.
+    /// Both ends send only messages of standard iWARP, without anywarp's control messages.
     standard: bool,
     finds: &'static [(&'static str, usize)],
 }
@@ -209,7 +209,7 @@ const WITHOUT: [&str; 2] = ["--disable-protocol", "rpcordma"];
 const NAMELESS: [&str; 2] = ["OpCode: Unknown (0x8)", "OpCode: Unknown (0x9)"];
 
 /// The time limit of a program.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run() -> Result {
     let dist = sh::dist();
@@ -298,7 +298,7 @@ impl Case {
         loop {
             let mut client = self.start(anywarp, file, self.client)?;
             let done = wait(&mut client, self.client);
-            if done.is_ok() || begin.elapsed() > PATIENCE || server.poll()?.is_some() {
+            if done.is_ok() || begin.elapsed() > TIME_LIMIT || server.poll()?.is_some() {
                 return done;
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -351,13 +351,17 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     let block = page.split_once(&format!("<!-- {name} -->\n```text\n"));
     let (block, _) = block
         .and_then(|(_, rest)| rest.split_once("```"))
-        .ok_or("no such block")?;
+        .ok_or("the page has no such block")?;
     let mut all: Vec<Said> = Vec::new();
     for line in block.lines() {
         if let Some(hex) = line.strip_prefix("   ") {
-            let decoded = all.last_mut().ok_or("bytes of nothing")?;
+            let decoded = all
+                .last_mut()
+                .ok_or("bytes without a line that describes them")?;
             for at in (0..hex.len()).step_by(2) {
-                let byte = hex.get(at..at + 2).ok_or("half a byte")?;
+                let byte = hex
+                    .get(at..at + 2)
+                    .ok_or("an odd number of hexadecimal digits")?;
                 decoded.bytes.push(u8::from_str_radix(byte, 16)?);
             }
         } else {
@@ -443,7 +447,7 @@ fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
         "0x0b" => "Atomic Response ",
         "0x0f" if tagged => "Write-Record ",
         "0x0f" => "Control ",
-        _ => "an opcode that no conversation has",
+        _ => "an opcode that occurs in no conversation",
     };
     all.push(name.to_owned());
     if tagged {
@@ -508,7 +512,7 @@ fn checksum(bytes: &[u8], more: u32) -> u16 {
 }
 
 fn wait(process: &mut Process, line: &str) -> Result {
-    match process.status(PATIENCE) {
+    match process.status(TIME_LIMIT) {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(format!("{line}: {status}").into()),
         Err(e) => Err(format!("{line}: {e}").into()),

@@ -50,7 +50,7 @@ pub(crate) fn run(write: bool) -> Result {
         return Ok(());
     }
     Err(format!(
-        "more instructions than before: {} (if that is right: cargo lab count --write)",
+        "more instructions than before: {} (if this is intended: cargo lab count --write)",
         worse.join(", ")
     )
     .into())
@@ -82,7 +82,7 @@ fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>>
     for (at, line) in String::from_utf8(run.stdout)?.lines().enumerate() {
         let (name, times) = line
             .split_once(' ')
-            .ok_or("count: a line without a number")?;
+            .ok_or("count: a line of the output has no number")?;
         let total = total(Path::new(&format!("{}.{}", out.display(), at + 1)))?;
         let each = total / times.parse::<u64>()?;
         let name = format!("{prefix}{name}");
@@ -101,12 +101,12 @@ const OF_CORE: [(&str, &str, &[&str], &str); 11] = [
     ("rx/write/1024", "receive", &["write/1024"], "counted"),
     ("ud/tx/64", "datagram", &["ud", "64"], "sent"),
     ("ud/tx/1024", "datagram", &["ud", "1024"], "sent"),
-    ("ud/rx/64", "datagram", &["ud", "64"], "came"),
-    ("ud/rx/1024", "datagram", &["ud", "1024"], "came"),
+    ("ud/rx/64", "datagram", &["ud", "64"], "received"),
+    ("ud/rx/1024", "datagram", &["ud", "1024"], "received"),
     ("rd/tx/64", "datagram", &["rd", "64"], "sent"),
-    ("rd/rx/64", "datagram", &["rd", "64"], "came"),
-    ("rd/rx/1024", "datagram", &["rd", "1024"], "came"),
-    ("rd/ack/64", "datagram", &["rd", "64"], "told"),
+    ("rd/rx/64", "datagram", &["rd", "64"], "received"),
+    ("rd/rx/1024", "datagram", &["rd", "1024"], "received"),
+    ("rd/ack/64", "datagram", &["rd", "64"], "acknowledged"),
 ];
 
 /// Counts the operations of one message in the core alone, without threads and sockets.
@@ -147,7 +147,7 @@ fn total(dump: &Path) -> Result<u64> {
     let total = text
         .lines()
         .find_map(|line| line.strip_prefix("totals: "))
-        .ok_or("count: a dump without totals")?;
+        .ok_or("count: the dump has no totals")?;
     Ok(total.trim().parse()?)
 }
 

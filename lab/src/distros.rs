@@ -55,7 +55,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result {
     for name in &options.releases {
         if !RELEASES.iter().any(|(known, _)| known == name) {
-            return Err(format!("{name}: no such release").into());
+            return Err(format!("{name}: this release is not listed").into());
         }
     }
     let short: &[&str] = if options.arm64 { &ARM64 } else { &SHORT };

@@ -2,7 +2,7 @@
 //! connections, as in chapter 6 of the thesis on datagram-iWARP (figures 6.4 to 6.7), on this machine.
 //!
 //! All processes run in namespaces that end with this process. `tests/netlab/relay.c` causes loss and delay, with a decision
-//! for each packet; it is compared with faults that the device itself injects. These are errors: a wrong byte, an inexact
+//! for each packet; it is compared with faults that the device itself injects. The following are errors: a wrong byte, an inexact
 //! validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that are too slow in
 //! comparison with the kernel's TCP or with unreliable datagrams. The last two are medians of ratios of consecutive runs, of
 //! three times as many runs if the bound is not met at first. Other values depend on the machine and are only printed. The
@@ -114,7 +114,7 @@ struct Lab {
 
 pub(crate) fn run(options: &Options) -> Result {
     if !sh::dist().join("bin/anywarp").exists() {
-        return Err("target/dist is not there: run `cargo xtask dist` first".into());
+        return Err("target/dist does not exist: run `cargo xtask dist` first".into());
     }
     if env::var_os(INSIDE).is_none() {
         return programs::in_namespaces();
@@ -395,7 +395,7 @@ fn table(columns: &[(&str, Vec<Row>)], value: &str) -> String {
     text
 }
 
-/// Returns the difference between two lines in percent, at the sizes that the thesis names.
+/// Returns the difference between two lines in percent, for the sizes that the thesis names.
 fn ratios(columns: &[(&str, Vec<Row>)], value: &str, named: &[(&str, &str, f64, &str)]) -> String {
     let mut text = String::from("| | here | thesis |\n|---|---:|---:|\n");
     for (new, old, size, thesis) in named {
@@ -1080,7 +1080,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
                 let share = get(&row, "delivered_share");
                 if share.is_nan() || (share - 1.0).abs() > 1e-9 {
                     lab.failures
-                        .push(format!("{note}: {share} of what was sent arrives"));
+                        .push(format!("{note}: only {share} of the sent messages arrived"));
                 }
                 Ok((get(&row, "arrived_mb_s"), tcp_rate(seconds)?))
             })?;
@@ -1101,7 +1101,7 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
         text.push_str(
             "\nRD compared with UD on a path without loss, in turn; MB/s and their ratio, medians. On loopback both ends poll; with \
              the relay they wait for events. A request of UD completes when it is sent, one of RD when it is acknowledged. A request of RD \
-             therefore occupies its place in the send queue for a round trip, and a queue that is too short for the path reduces the rate.\n\n\
+             therefore occupies its entry of the send queue for a round trip, and a queue that is too short for the path reduces the rate.\n\n\
              | path | size | depth | UD | RD | RD / UD | runs |\n|---|---:|---:|---:|---:|---:|---:|\n",
         );
         let sizes = [("1K", 512), ("64K", 64), ("1M", 16)];
@@ -1178,7 +1178,7 @@ fn versus(
         && !reaches(&ratios)
     {
         lab.failures.push(format!(
-            "{what}: {:.2}, the median of {} runs, and {bar:.2} is what has to be",
+            "{what}: {:.2}, the median of {} runs; the target is {bar:.2}",
             median(ratios.clone()),
             ratios.len()
         ));
@@ -1208,7 +1208,7 @@ fn tcp_rate(seconds: u64) -> Result<f64> {
     let mut client = Lab::on(Place::Net, "client", &own);
     client.args(["experiments-tcp", "give", &port, &seconds.to_string()]);
     Process::start(&mut client)?.status(LIMIT)?;
-    let rate = lines.next().ok_or("the receiver prints nothing")??;
+    let rate = lines.next().ok_or("the receiver printed no rate")??;
     Ok(rate.parse()?)
 }
 

@@ -350,7 +350,7 @@ pub(crate) fn run(options: &Options) -> Result {
     }
     if figures.copied > 0 {
         return Err(format!(
-            "{} bytes were copied where nothing is to be",
+            "{} bytes were copied in modes that do not copy",
             figures.copied
         )
         .into());
@@ -445,7 +445,7 @@ fn rust_example() -> Result {
     if output.contains("4 messages") && output.contains("memory was read and written") {
         return Ok(());
     }
-    Err(format!("the example echo prints {output}").into())
+    Err(format!("unexpected output of the example echo: {output}").into())
 }
 
 /// Returns a command that runs a program with the device, over a transport.
@@ -529,7 +529,7 @@ fn await_listener(port: u16) -> Result {
 
 fn exs_figures(row: &Row, text: &str, figures: &mut Figures) -> Result<f64> {
     let line = text.lines().find(|line| line.starts_with('{'));
-    let value: Value = serde_json::from_str(line.ok_or("it prints no JSON")?)?;
+    let value: Value = serde_json::from_str(line.ok_or("the program printed no JSON")?)?;
     let number = |name: &str| value.get(name).and_then(Value::as_f64);
     let cpu = number("cpu_client_percent").zip(number("cpu_server_percent"));
     figures.cpu.entry(row.name).or_default().extend(cpu);

@@ -88,7 +88,7 @@ pub(crate) fn run(options: &Options) -> Result {
         return Ok(());
     }
     if variants.is_empty() {
-        return Err("no case has such a name".into());
+        return Err("no case matches the filter".into());
     }
     if env::var_os(INSIDE).is_none() {
         // Before entering the namespaces, because packages are downloaded.
@@ -101,7 +101,7 @@ pub(crate) fn run(options: &Options) -> Result {
     for (number, variant) in variants.iter().enumerate() {
         if start.elapsed() > RUN {
             let left = variants.len() - number;
-            return Err(format!("{left} cases are left after {} s", RUN.as_secs()).into());
+            return Err(format!("{left} cases were not run within {} s", RUN.as_secs()).into());
         }
         let start = Instant::now();
         let outcome = environment.run_with_retry(variant, true)?;
@@ -118,7 +118,7 @@ pub(crate) fn run(options: &Options) -> Result {
             }
             (Ok(()), Some(reason)) => {
                 failed += 1;
-                println!("FAIL  {name}  passes, and is skipped for: {reason}");
+                println!("FAIL  {name}  passes, although it is skipped with the reason: {reason}");
             }
             (Err(why), None) => {
                 failed += 1;
@@ -135,7 +135,7 @@ pub(crate) fn run(options: &Options) -> Result {
         start.elapsed().as_secs()
     );
     if failed > 0 {
-        return Err("anywarp and siw do not agree".into());
+        return Err("some cases between anywarp and siw failed".into());
     }
     Ok(())
 }
@@ -200,7 +200,7 @@ impl Environment {
     fn new(options: &Options) -> Result<Self> {
         let work = programs::new_folder(&env::temp_dir())?;
         if !sh::dist().join("bin/anywarp").exists() {
-            return Err("there is no build to test: run `cargo xtask dist` first".into());
+            return Err("target/dist does not exist: run `cargo xtask dist` first".into());
         }
         let peer = work.join("root/bin/peer");
         fs::create_dir_all(work.join("root/bin"))?;
@@ -246,7 +246,10 @@ impl Environment {
         let output = self.guest.console_text();
         let name = &variant.name;
         if self.reboots == 0 {
-            return Err(format!("{name}: {reason}, and no reboot is left\n{output}").into());
+            return Err(format!(
+                "{name}: {reason}; the guest has been rebooted too often\n{output}"
+            )
+            .into());
         }
         self.reboots -= 1;
         println!("reboot after {name}: {reason}\n{output}");
@@ -319,7 +322,7 @@ impl Environment {
                 Process::Local(process) => {
                     while !process.listens(port) {
                         if process.poll()?.is_some() {
-                            return Err("the server ends before it listens".into());
+                            return Err("the server exited before it listened".into());
                         }
                         if Instant::now() > latest {
                             return Err("the server does not listen".into());

@@ -45,7 +45,7 @@ const WAYS: [(bool, bool, &str); 5] = [
 
 /// Lower bounds for the rate of blast in MB/s, for the best of a few runs: a tenth or less of what two slow processors
 /// achieve. A lower value means that one end waits for a processor or for a timer.
-const FLOORS: [(&str, &str, u32); 9] = [
+const LEAST_RATES: [(&str, &str, u32); 9] = [
     ("tcp", "-t rc -o write -s 1K --list 16", 80),
     ("tcp", "-t rc -o send -s 64", 4),
     ("tcp", "-t rc -o write -s 64K", 400),
@@ -58,7 +58,7 @@ const FLOORS: [(&str, &str, u32); 9] = [
 ];
 
 /// The time limit of a short run, and of both ends after an interrupt or with a wrong port.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(8);
 
 pub(crate) fn run() -> Result {
@@ -69,10 +69,10 @@ pub(crate) fn run() -> Result {
             tally.report(&name, every_way(command, kind, operations));
         }
     }
-    for (carrier, words, floor) in FLOORS {
+    for (carrier, words, least) in LEAST_RATES {
         tally.report(
             &format!("blast {words}, {carrier}"),
-            reaches(carrier, words, floor),
+            reaches(carrier, words, least),
         );
     }
     tally.report("interrupted client", interrupted(true));
@@ -88,7 +88,7 @@ pub(crate) fn run() -> Result {
         let name = format!("duplicates of {size}");
         tally.report(&name, duplicates(size));
     }
-    tally.end("of ping and blast")
+    tally.end("tests of ping and blast")
 }
 
 /// A running server, which is killed when this is dropped.
@@ -149,7 +149,7 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
                 continue;
             }
             let words = format!("-t {kind} -o {operation} -n 60 --warmup 5 -r 1 -q {way}");
-            let output = client(command, server.port, &words)?.output(PATIENCE)?;
+            let output = client(command, server.port, &words)?.output(TIME_LIMIT)?;
             if !output.status.success() {
                 let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
                 return Err(format!("{words}: {}: {stderr}", output.status).into());
@@ -159,7 +159,9 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
             let rows = table.lines().filter(|line| line.starts_with(' '));
             // The first line contains the names of the columns.
             if rows.count() != sizes + 1 {
-                return Err(format!("{words}: not a line for each size:\n{table}").into());
+                return Err(
+                    format!("{words}: the table has not one line for each size:\n{table}").into(),
+                );
             }
         }
     }
@@ -167,9 +169,9 @@ fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
 }
 
 /// Checks that a rate is above its lower bound.
-fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
+fn reaches(carrier: &str, words: &str, least: u32) -> Result {
     let server = Server::start_over(carrier, "blast")?;
-    let csv = sh::target().join("perf-floor.csv");
+    let csv = sh::target().join("perf-rate.csv");
     let mut client = anywarp();
     client
         .env("ANYWARP_CARRIER", carrier)
@@ -179,7 +181,7 @@ fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
         .args(words.split(' '))
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let output = Process::start(&mut client)?.output(PATIENCE)?;
+    let output = Process::start(&mut client)?.output(TIME_LIMIT)?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         return Err(format!("{}: {stderr}", output.status).into());
@@ -189,9 +191,9 @@ fn reaches(carrier: &str, words: &str, floor: u32) -> Result {
     let names = lines.next().ok_or("no table")?;
     let most = names.zip(lines.next().ok_or("no line")?);
     let most = most.into_iter().find(|(name, _)| *name == "most_mb_s");
-    let most: f64 = most.ok_or("no column most_mb_s")?.1.parse()?;
-    println!("      {most:.0} MB/s, at least {floor}");
-    if most < f64::from(floor) {
+    let most: f64 = most.ok_or("the table has no column most_mb_s")?.1.parse()?;
+    println!("      {most:.0} MB/s, at least {least}");
+    if most < f64::from(least) {
         return Err(format!("{most} MB/s in the best of five runs").into());
     }
     Ok(())
@@ -209,7 +211,7 @@ fn duplicates(sizes: &str) -> Result {
         .arg(&csv)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let output = Process::start(&mut client)?.output(PATIENCE)?;
+    let output = Process::start(&mut client)?.output(TIME_LIMIT)?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         return Err(format!("{}: {stderr}", output.status).into());
@@ -230,7 +232,7 @@ fn duplicates(sizes: &str) -> Result {
         // A slow receiver may miss some messages, but none may count twice.
         let sound = (0.5..=1.0).contains(&share) && value("wrong")? == 0.0 && duplicates > 1000.0;
         if !sound {
-            return Err(format!("not each message once: {line}").into());
+            return Err(format!("a message was lost or counted twice: {line}").into());
         }
         rows += 1;
     }
@@ -247,8 +249,8 @@ fn interrupted(the_client: bool) -> Result {
     let csv = json.with_extension("csv");
     let words = format!(
         "-t rd -o send -s 4K -d 60 -r 1 --json {} --csv {}",
-        json.to_str().ok_or("a path that is no text")?,
-        csv.to_str().ok_or("a path that is no text")?
+        json.to_str().ok_or("the path is not UTF-8")?,
+        csv.to_str().ok_or("the path is not UTF-8")?
     );
     let mut client = client("blast", server.port, &words)?;
     // The client prints its progress once the run has started.
@@ -256,7 +258,7 @@ fn interrupted(the_client: bool) -> Result {
     let mut line = String::new();
     stderr.read_line(&mut line)?;
     if !line.contains("msgs=") {
-        return Err(format!("instead of how far it is: {line}").into());
+        return Err(format!("not a line of progress: {line}").into());
     }
     let end = if the_client { &client } else { &server.process };
     end.signal(Signal::INT);
@@ -268,7 +270,7 @@ fn interrupted(the_client: bool) -> Result {
     }
     let written = std::fs::read_to_string(&json)?;
     if !written.contains("\"partial\": true") {
-        return Err(format!("not marked as partial: {written}").into());
+        return Err(format!("the results are not marked as partial: {written}").into());
     }
     let table = std::fs::read_to_string(&csv)?;
     let mut lines = table.lines();
@@ -276,14 +278,14 @@ fn interrupted(the_client: bool) -> Result {
         && lines.clone().all(|l| l.ends_with(",1"));
     // A server that has exited cannot report what it received.
     if !marked || lines.count() != usize::from(the_client) {
-        return Err(format!("not marked as unfinished: {table}").into());
+        return Err(format!("the table is not marked as unfinished: {table}").into());
     }
     if the_client {
         // The server must serve the next client.
         let next = "-t rd -o send -n 10 -r 1 -q";
-        let output = self::client("blast", server.port, next)?.output(PATIENCE)?;
+        let output = self::client("blast", server.port, next)?.output(TIME_LIMIT)?;
         if !output.status.success() {
-            return Err(format!("the next client: {}", output.status).into());
+            return Err(format!("the next client failed: {}", output.status).into());
         }
         return Ok(());
     }
@@ -322,7 +324,7 @@ fn silent_strangers() -> Result {
     let _strangers = strangers.collect::<std::io::Result<Vec<_>>>()?;
     let begin = Instant::now();
     let client = client("blast", server.port, "-t rc -o send -s 64 -d 0.1 -r 1")?;
-    let output = client.output(PATIENCE)?;
+    let output = client.output(TIME_LIMIT)?;
     // The server waits 5 s for a greeting.
     let time = begin.elapsed();
     if !output.status.success() || time > Duration::from_secs(4) {

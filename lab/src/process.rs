@@ -80,7 +80,7 @@ impl Process {
             }
         });
         let line = receiver.recv_timeout(limit);
-        Ok(line.map_err(|_| format!("{}: no line on stderr", self.name))?)
+        Ok(line.map_err(|_| format!("{}: printed no line on stderr", self.name))?)
     }
 
     /// Returns the exit status if the program has exited.
@@ -114,7 +114,7 @@ impl Process {
             return Ok(status);
         }
         self.kill();
-        Err(format!("{}: not over after {limit:?}", self.name).into())
+        Err(format!("{}: did not exit within {limit:?}", self.name).into())
     }
 
     /// Returns the exit status and the output of pipes. A program that does not exit within `limit` is killed, which is an

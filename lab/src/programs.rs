@@ -131,10 +131,10 @@ pub(crate) fn run(options: &Options) -> Result {
     }
     tally.report();
     if tally.failed > 0 || tally.unsteady > UNSTEADY {
-        return Err("not every program does what it must".into());
+        return Err("some cases failed".into());
     }
     if tally.passed + tally.skipped == 0 {
-        return Err("no case has such a name".into());
+        return Err("no case matches the filter".into());
     }
     Ok(())
 }
@@ -209,7 +209,9 @@ impl Tally {
             }
             (Ok(()), Some(reason)) => {
                 self.failed += 1;
-                let line = format!("FAIL  {place:8}  {name}  passes, and is skipped for: {reason}");
+                let line = format!(
+                    "FAIL  {place:8}  {name}  passes, although it is skipped with the reason: {reason}"
+                );
                 println!("{line}");
                 self.reasons.push(line);
             }
@@ -329,7 +331,7 @@ impl Environment {
             drop_root: geteuid().is_root() && is_initial_user_namespace(),
         };
         if !sh::dist().join("bin/anywarp").exists() {
-            return Err("target/dist is not there: run `cargo xtask dist` first".into());
+            return Err("target/dist does not exist: run `cargo xtask dist` first".into());
         }
         // A copy in a folder that an ordinary user can read.
         let mut copy = Command::new("cp");
@@ -471,7 +473,7 @@ impl Environment {
             let latest = Instant::now() + READY.min(limit);
             while !settled.map_or_else(|| server.listens(port), |time| Instant::now() >= time) {
                 if server.poll()?.is_some() {
-                    return Err("the server ends before it listens".into());
+                    return Err("the server exited before it listened".into());
                 }
                 if Instant::now() > latest {
                     return Err(format!("the server does not listen on port {port}").into());
@@ -555,7 +557,7 @@ pub(crate) fn new_folder(within: &Path) -> Result<PathBuf> {
             Err(e) => return Err(format!("{}: {e}", path.display()).into()),
         }
     }
-    Err("no free name for a folder".into())
+    Err("no unused name for a folder was found".into())
 }
 
 /// Returns whether this process is in the initial user namespace, where root can change to any other user.
@@ -793,13 +795,13 @@ impl LocalProcess {
         let side = self.host.namespace();
         let Some(expected) = expected else {
             if let Some(status) = self.process.wait(STAY)? {
-                return Err(format!("the {side} should stay, and ends with {status}").into());
+                return Err(format!("the {side} should not exit, but exited with {status}").into());
             }
             return self.end();
         };
         let left = end.saturating_duration_since(Instant::now());
         let status = self.process.wait(left)?;
-        let status = status.ok_or_else(|| format!("the {side} does not end in time"))?;
+        let status = status.ok_or_else(|| format!("the {side} did not exit in time"))?;
         match expected {
             Exit::Code(code) if status.code() != Some(code) => {
                 Err(format!("the {side} ends with {status}, expected {code}").into())

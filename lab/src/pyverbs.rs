@@ -18,7 +18,7 @@ const SOURCE: &str = "/usr/share/doc/rdma-core/tests";
 const VENDORS: [&str; 3] = ["test_mlx5_", "test_efa", "test_cuda_"];
 
 /// The time limit of one module in seconds.
-const PATIENCE: &str = "120";
+const TIME_LIMIT: &str = "120";
 
 /// The settings of the device in one pass.
 struct Pass {
@@ -100,7 +100,7 @@ pub(crate) fn run(only: Option<&str>) -> Result {
             }
             if seen == 0 {
                 println!("{output}");
-                wrong.push(format!("{}: {module}: no test ran", pass.name));
+                wrong.push(format!("{}: {module}: no test was run", pass.name));
             }
         }
         let mut sum = [0; 3];
@@ -136,7 +136,11 @@ pub(crate) fn run(only: Option<&str>) -> Result {
     if wrong.is_empty() {
         return Ok(());
     }
-    Err(format!("{} tests of rdma-core do not end as expected", wrong.len()).into())
+    Err(format!(
+        "{} tests of rdma-core have an unexpected result",
+        wrong.len()
+    )
+    .into())
 }
 
 /// Returns why an outcome is not the expected one, if so.
@@ -153,7 +157,7 @@ fn judge(lines: &mut [Line], pass: &str, word: Word, id: &str) -> Option<&'stati
     match (expected, word) {
         (a, b) if a == b => None,
         (Word::Maybe, Word::Ok | Word::Skip) => None,
-        (_, Word::Ok) => Some("passes, so its line in the expectations must go"),
+        (_, Word::Ok) => Some("passes: remove its line from the expectations"),
         (_, Word::Skip) => Some("skips itself"),
         _ => Some("fails"),
     }
@@ -288,7 +292,7 @@ fn modules(folder: &Path) -> Result<Vec<String>> {
 /// Runs one module and returns its output.
 fn one(folder: &Path, module: &str, pass: &Pass) -> Result<String> {
     let output = Command::new("timeout")
-        .arg(PATIENCE)
+        .arg(TIME_LIMIT)
         .arg(sh::dist().join("bin/anywarp"))
         .args(["run", "--device-ip", pass.device_ip, "--"])
         .arg("/usr/bin/python3")

@@ -222,7 +222,7 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
     let names: Vec<&str> = arguments.iter().copied().take_while(|a| known(a)).collect();
     let rest = arguments.get(names.len()..).unwrap_or_default();
     if !rest.is_empty() && names.len() != 1 {
-        return Err(format!("sanitize: {}: no such program", rest.join(" ")).into());
+        return Err(format!("sanitize: {}: there is no such program", rest.join(" ")).into());
     }
 
     let build = Build::new(kind)?;

@@ -14,7 +14,7 @@ use crate::process::Process;
 use xtask::{Result, sh};
 
 /// The time limit of one command.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIME_LIMIT: Duration = Duration::from_secs(120);
 
 /// A figure of each runner.
 const FIGURES: [&str; 13] = [
@@ -59,15 +59,18 @@ pub(crate) fn run() -> Result {
     tally.report("each runner", each_runner(&folder));
     tally.report("a second run measures nothing", nothing_new(&folder));
     tally.report(
-        "goes on after an interrupt",
+        "an interrupted run is continued",
         goes_on(&folder.join("interrupted")),
     );
     tally.report("killed", killed(&folder.join("killed")));
-    tally.report("a server elsewhere", elsewhere(&folder.join("elsewhere")));
+    tally.report(
+        "a server on another host",
+        elsewhere(&folder.join("elsewhere")),
+    );
     tally.report("list", list());
     tally.report("hints", hints(&folder));
-    tally.report("what is refused", refused(&folder));
-    tally.end("of studies")
+    tally.report("invalid arguments are refused", refused(&folder));
+    tally.end("tests of studies")
 }
 
 fn anywarp(words: &[&str], folder: &Path) -> Command {
@@ -84,7 +87,7 @@ fn anywarp(words: &[&str], folder: &Path) -> Command {
 }
 
 fn output(words: &[&str], folder: &Path, expected: i32) -> Result<Output> {
-    let output = Process::start(&mut anywarp(words, folder))?.output(PATIENCE)?;
+    let output = Process::start(&mut anywarp(words, folder))?.output(TIME_LIMIT)?;
     if output.status.code() != Some(expected) {
         let text = [output.stdout.as_slice(), output.stderr.as_slice()].concat();
         let text = String::from_utf8_lossy(&text).into_owned();
@@ -112,13 +115,13 @@ fn each_runner(folder: &Path) -> Result {
             .lines()
             .any(|line| line.split(' ').next() == Some(figure))
         {
-            return Err(format!("no line for {figure}:\n{table}").into());
+            return Err(format!("the table has no line for {figure}:\n{table}").into());
         }
         let name = figure.replace(':', "-");
         let csv = fs::read_to_string(folder.join(format!("{name}.csv")))?;
         let columns: BTreeSet<usize> = csv.lines().map(|line| line.split(',').count()).collect();
         if csv.lines().count() < 3 || columns.len() != 1 {
-            return Err(format!("{name}.csv is not a table:\n{csv}").into());
+            return Err(format!("{name}.csv has not the form of a table:\n{csv}").into());
         }
     }
     let names = FIGURES.map(|figure| figure.replace(':', "-"));
@@ -146,7 +149,7 @@ fn nothing_new(folder: &Path) -> Result {
     let before = samples(folder)?;
     output(&smoke(), folder, 0)?;
     if samples(folder)? != before {
-        return Err("it measured again what was there".into());
+        return Err("existing samples were measured again".into());
     }
     Ok(())
 }
@@ -155,15 +158,15 @@ fn nothing_new(folder: &Path) -> Result {
 fn goes_on(folder: &Path) -> Result {
     const FIGURE: [&str; 4] = ["run", "--smoke", "--quiet", "pb:8a"];
     let process = Process::start(&mut anywarp(&FIGURE, folder))?;
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     while samples(folder).unwrap_or_default() < 3 {
         if Instant::now() > end {
-            return Err("it measures nothing".into());
+            return Err("no sample was measured".into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
     process.signal(Signal::INT);
-    let stopped = process.output(PATIENCE)?;
+    let stopped = process.output(TIME_LIMIT)?;
     if stopped.status.code() != Some(130)
         || !text(&stopped.stderr).contains("the same command continues here")
     {
@@ -218,19 +221,19 @@ fn killed(folder: &Path) -> Result {
         &["run", "--quick", "--quiet", "pb:8a"],
         folder,
     ))?;
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     while samples(folder).unwrap_or_default() < 2 {
         if Instant::now() > end {
-            return Err("it measures nothing".into());
+            return Err("no sample was measured".into());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
     let servers = children(process.id())?;
     if servers.is_empty() {
-        return Err("it has no server".into());
+        return Err("the run has no server process".into());
     }
     process.signal(Signal::KILL);
-    process.output(PATIENCE)?;
+    process.output(TIME_LIMIT)?;
     let end = Instant::now() + Duration::from_secs(5);
     for pid in servers {
         // A zombie that its new parent has not reaped yet counts as exited.
@@ -238,7 +241,7 @@ fn killed(folder: &Path) -> Result {
             .is_ok_and(|stat| !stat.contains(") Z "))
         {
             if Instant::now() > end {
-                return Err(format!("process {pid} is still there").into());
+                return Err(format!("process {pid} still exists").into());
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -255,7 +258,7 @@ fn elsewhere(folder: &Path) -> Result {
             .stdout(Stdio::null())
             .stderr(Stdio::piped()),
     )?;
-    let port = waiting_port(&server.first_line(PATIENCE, false)?)?.to_string();
+    let port = waiting_port(&server.first_line(TIME_LIMIT, false)?)?.to_string();
     let words = [
         "run",
         "--smoke",
@@ -294,7 +297,7 @@ fn hints(folder: &Path) -> Result {
         .lines()
         .any(|line| line.starts_with("- ") && line.ends_with("[pb:1b]"))
     {
-        return Err(format!("no advice from pb:1b:\n{advice}").into());
+        return Err(format!("the advice of pb:1b is missing:\n{advice}").into());
     }
     // The table of suitability contains measured and unmeasured rows.
     for (parameter, measured, why) in [
@@ -309,7 +312,10 @@ fn hints(folder: &Path) -> Result {
     ] {
         let row = advice.lines().find(|line| line.starts_with(parameter));
         if !row.is_some_and(|row| row.contains(" ? ") != measured && row.ends_with(why)) {
-            return Err(format!("no row of {parameter}, {why}:\n{advice}").into());
+            return Err(format!(
+                "the table has no row for {parameter} with the reason {why}:\n{advice}"
+            )
+            .into());
         }
     }
     Ok(())

@@ -36,7 +36,7 @@ pub(crate) fn run(arguments: &[&str]) -> Result {
     if failed.is_empty() {
         return Ok(());
     }
-    Err(format!("under valgrind fail: {}", failed.join(", ")).into())
+    Err(format!("failed under valgrind: {}", failed.join(", ")).into())
 }
 
 /// Runs a program and returns the errors that memcheck reports.

@@ -490,7 +490,7 @@ static const char *queue_pair_gone(size_t arg)
 {
 	static const uint8_t reply[] = "MPA ID Rep Frame\x50\x02\x00\x04\x80\x10\x80\x10";
 	struct rdma_conn_param p = params(NULL, 0);
-	uint8_t heard[256];
+	uint8_t received[256];
 	size_t got = 0;
 	int fd, accepted;
 	struct scene s;
@@ -507,19 +507,19 @@ static const char *queue_pair_gone(size_t arg)
 	accepted = accept4(fd, NULL, NULL, SOCK_CLOEXEC);
 	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)accepted, "socket");
-	ENSURE(recv(accepted, heard, 24, MSG_WAITALL) == 24, "no MPA Request");
+	ENSURE(recv(accepted, received, 24, MSG_WAITALL) == 24, "no MPA Request");
 	rdma_destroy_qp(s.client);
 	ENSURE(write(accepted, reply, 24) == 24, "write: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, &t));
 	do {
 		TRY(readable(accepted, WAIT_MS));
-		n = read(accepted, heard + got, sizeof heard - got);
+		n = read(accepted, received + got, sizeof received - got);
 		ENSURE(n >= 0, "read: %s", strerror(errno));
 		got += (size_t)n;
 	} while (n);
 	/* Checks the length, the header of 18 bytes, and the layer, type and code of the Terminate. */
-	ENSURE(got >= 24 && (heard[3] & 0x0f) == 7, "%zu bytes, expected a Terminate", got);
-	ENSURE(heard[20] == 0x20 && heard[21] == 5, "Terminate 0x%02x 0x%02x, expected 2/0/5", heard[20], heard[21]);
+	ENSURE(got >= 24 && (received[3] & 0x0f) == 7, "%zu bytes, expected a Terminate", got);
+	ENSURE(received[20] == 0x20 && received[21] == 5, "Terminate 0x%02x 0x%02x, expected 2/0/5", received[20], received[21]);
 	return NULL;
 }
 

@@ -708,9 +708,9 @@ static const char *wrong_text(size_t arg)
 	static const struct {
 		const char *faults, *says;
 	} all[] = {
-		{ "seed=1,los=0.1", "ANYWARP_FAULTS, line 1, character 8: 'los' is no setting" },
+		{ "seed=1,los=0.1", "ANYWARP_FAULTS, line 1, character 8: 'los' is not one of the settings" },
 		{ "@/no/such/file", "ANYWARP_FAULTS: /no/such/file: No such file" },
-		{ "op=send -> explode", "character 12: 'explode' is no action" },
+		{ "op=send -> explode", "character 12: 'explode' is not one of the actions" },
 	};
 	char *log = new_log();
 

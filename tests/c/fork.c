@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * fork(2): the device belongs to the process that opened it, and the parent can go on using it. A child may call any
+ * fork(2): the device belongs to the process that opened it, and the parent continues to use it. A child may call any
  * verb on inherited objects without harm to itself or its parent, and may open the device for itself.
  */
 #include "ends.h"

@@ -260,14 +260,14 @@ UNUSED static int dial(unsigned int which)
 	struct sockaddr_in from = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f000002u + which % 8) };
 	struct sockaddr_in to = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
 				  .sin_port = htons(target.port) };
-	struct timeval patience = { .tv_sec = 5 };
+	struct timeval time_limit = { .tv_sec = 5 };
 	int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
 	if (fd < 0)
 		return -1;
 	setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
-	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &time_limit, sizeof time_limit);
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &time_limit, sizeof time_limit);
 	setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
 	if (bind(fd, (struct sockaddr *)&from, sizeof from) || connect(fd, (struct sockaddr *)&to, sizeof to)) {
 		close(fd);

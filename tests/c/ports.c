@@ -461,7 +461,7 @@ static int close_many(void *p)
 	return failed;
 }
 
-/* Among many listeners some have their signposts at the second place, and each is found. */
+/* Among many listeners some have their signposts at the second candidate port, and each is found. */
 static const char *many_listeners(size_t n)
 {
 	static uint16_t ports[COUNT(many)];
@@ -781,25 +781,25 @@ static const char *apart(size_t arg)
 
 /* ---------------------------------------------------------------- signposts */
 
-/* Computes the places of a signpost as docs/ports.md defines them. */
-static void places_of(uint16_t port, uint16_t place[2])
+/* Computes the two candidate ports of a signpost as docs/ports.md defines them. */
+static void candidate_ports(uint16_t port, uint16_t candidate[2])
 {
 	uint32_t first = port < 1024 ? 600 : 61000, count = port < 1024 ? 400 : 4536;
 
-	place[0] = (uint16_t)(first + (port + RDMA_PS_TCP * 97u) % count);
-	place[1] = (uint16_t)(first + (port * 7u + port / count * 331u + RDMA_PS_TCP * 61u + count / 2) % count);
+	candidate[0] = (uint16_t)(first + (port + RDMA_PS_TCP * 97u) % count);
+	candidate[1] = (uint16_t)(first + (port * 7u + port / count * 331u + RDMA_PS_TCP * 61u + count / 2) % count);
 }
 
 /*
- * A listener of another process has its signpost at the second place, because the first was taken when it started. The
- * first is free now, but the port is still taken.
+ * A listener of another process has its signpost at the second candidate port, because the first was taken when it
+ * started. The first is free now, but the port is still taken.
  */
-static const char *taken_at_second_place(size_t arg)
+static const char *taken_at_second_candidate(size_t arg)
 {
 	static struct helper h;
 	struct rdma_cm_id *id;
 	struct sockaddr_in name;
-	uint16_t port, place[2];
+	uint16_t port, candidate[2];
 	struct scene s;
 	int plain;
 
@@ -808,9 +808,9 @@ static const char *taken_at_second_place(size_t arg)
 	TRY(plain_listener(&plain, 0));
 	port = port_of(plain);
 	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
-	places_of(port, place);
+	candidate_ports(port, candidate);
 	TRY(new_plain(&plain, SOCK_DGRAM));
-	TRY(bind_plain(plain, place[0], false));
+	TRY(bind_plain(plain, candidate[0], false));
 	TRY(helper_takes(&h, &port));
 	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
 	TRY(open_scene(&s, RDMA_PS_TCP));
@@ -845,7 +845,7 @@ static const char *taken_at_one_address(size_t arg)
 static const char *moved_signpost_not_shared(size_t arg)
 {
 	struct sockaddr_in name = at(0);
-	uint16_t place[2];
+	uint16_t candidate[2];
 	struct scene s;
 	int plain, thief, on = 1;
 
@@ -858,40 +858,40 @@ static const char *moved_signpost_not_shared(size_t arg)
 	ENSURE(!rdma_bind_addr(s.listener, (struct sockaddr *)&name), "rdma_bind_addr: %s", strerror(errno));
 	ENSURE(!rdma_listen(s.listener, 8), "rdma_listen: %s", strerror(errno));
 	s.port = ntohs(rdma_get_src_port(s.listener));
-	places_of(s.port, place);
+	candidate_ports(s.port, candidate);
 	TRY(new_plain(&plain, SOCK_DGRAM));
-	TRY(bind_plain(plain, place[0], false));
+	TRY(bind_plain(plain, candidate[0], false));
 	TRY(new_plain(&thief, SOCK_DGRAM));
 	ENSURE(!setsockopt(thief, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on), "SO_REUSEPORT: %s", strerror(errno));
-	name = at(place[1]);
+	name = at(candidate[1]);
 	/* A direct system call, because the library's bind would move the signpost. */
 	ENSURE(syscall(SYS_bind, thief, &name, sizeof name) && errno == EADDRINUSE, "another socket shares the signpost's UDP port");
 	return rdma_works(&s);
 }
 
-/* A plain socket binds the place of a signpost, which moves to the other place. */
+/* A plain socket binds the port of a signpost, which moves to its other candidate port. */
 static const char *signpost_moves(size_t arg)
 {
-	uint16_t place[2];
+	uint16_t candidate[2];
 	struct scene s;
 	int plain, both;
 
 	(void)arg;
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
-	places_of(s.port, place);
+	candidate_ports(s.port, candidate);
 	TRY(plain_listener(&plain, s.port));
 	TRY(new_plain(&both, SOCK_DGRAM));
-	TRY(bind_plain(both, place[0], false));
+	TRY(bind_plain(both, candidate[0], false));
 	TRY(rdma_works(&s));
 	return plain_works(plain, s.port);
 }
 
-/* Both places are taken: the listener is found at the TCP port of its number, after a short time. */
-static const char *both_places_taken(size_t arg)
+/* Both candidate ports are taken: the listener is found at the TCP port of its number, after a short time. */
+static const char *both_candidates_taken(size_t arg)
 {
 	struct sockaddr_in name;
-	uint16_t place[2];
+	uint16_t candidate[2];
 	struct scene s;
 	uint64_t since;
 	int plain;
@@ -900,10 +900,10 @@ static const char *both_places_taken(size_t arg)
 	TRY(plain_listener(&plain, 0));
 	name = at(port_of(plain));
 	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
-	places_of(ntohs(name.sin_port), place);
+	candidate_ports(ntohs(name.sin_port), candidate);
 	for (int i = 0; i < 2; i++) {
 		TRY(new_plain(&plain, SOCK_DGRAM));
-		TRY(bind_plain(plain, place[i], false));
+		TRY(bind_plain(plain, candidate[i], false));
 	}
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, ntohs(name.sin_port)));
@@ -929,7 +929,7 @@ static const char *false_signpost(size_t lie)
 	struct rdma_cm_event *e;
 	struct rdma_cm_id *client;
 	int liar, plain, listener;
-	uint16_t place[2], port;
+	uint16_t candidate[2], port;
 	struct scene s;
 	ssize_t n;
 
@@ -937,11 +937,11 @@ static const char *false_signpost(size_t lie)
 	TRY(plain_listener(&listener, 0)); /* provides a free port number */
 	port = port_of(listener);
 	ENSURE(!close_now((void *)(intptr_t)listener), "close: %s", strerror(errno));
-	places_of(port, place);
+	candidate_ports(port, candidate);
 	TRY(new_plain(&liar, SOCK_DGRAM));
-	TRY(bind_plain(liar, place[0], false));
+	TRY(bind_plain(liar, candidate[0], false));
 	TRY(open_scene(&s, RDMA_PS_TCP));
-	TRY(listen_rdma(&s, port)); /* has its signpost at the second place */
+	TRY(listen_rdma(&s, port)); /* has its signpost at the second candidate port */
 	name = at(port_of(plain));
 	if (lie == ELSEWHERE) {
 		/*
@@ -972,12 +972,12 @@ static const char *false_signpost(size_t lie)
 		ENSURE(sendto(liar, answer, (size_t)n, 0, (struct sockaddr *)&from, len) == n, "sendto: %s", strerror(errno));
 	}
 	if (lie == ELSEWHERE) {
-		int heard;
+		int accepted;
 
 		TRY(readable(plain, WAIT_MS));
-		heard = accept(plain, NULL, NULL);
-		ENSURE(heard >= 0, "accept: %s", strerror(errno));
-		close(heard);
+		accepted = accept(plain, NULL, NULL);
+		ENSURE(accepted >= 0, "accept: %s", strerror(errno));
+		close(accepted);
 		TRY(readable(s.clients->fd, WAIT_MS));
 		ENSURE(!rdma_get_cm_event(s.clients, &e), "rdma_get_cm_event: %s", strerror(errno));
 		got = e->event;
@@ -996,15 +996,15 @@ static const char *only_queries_answered(size_t arg)
 {
 	unsigned char bytes[64] = "aWsp\x11";
 	struct sockaddr_in name;
-	uint16_t place[2], port;
+	uint16_t candidate[2], port;
 	struct scene s;
 	int fd;
 
 	(void)arg;
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
-	places_of(s.port, place);
-	name = at(place[0]);
+	candidate_ports(s.port, candidate);
+	name = at(candidate[0]);
 	port = htons(s.port);
 	bytes[6] = RDMA_PS_TCP >> 8;
 	bytes[7] = RDMA_PS_TCP & 0xff;
@@ -1039,7 +1039,7 @@ static const char *only_queries_answered(size_t arg)
 static const char *flooded(size_t arg)
 {
 	unsigned char bytes[64] = "aWsp\x11";
-	uint16_t place[2], wire;
+	uint16_t candidate[2], wire;
 	struct sockaddr_in name;
 	unsigned int asked = 0, answered = 0;
 	struct scene s;
@@ -1051,8 +1051,8 @@ static const char *flooded(size_t arg)
 	TRY(open_scene(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(rdma_works(&s));
-	places_of(s.port, place);
-	name = at(place[0]);
+	candidate_ports(s.port, candidate);
+	name = at(candidate[0]);
 	wire = htons(s.port);
 	bytes[6] = RDMA_PS_TCP >> 8;
 	bytes[7] = RDMA_PS_TCP & 0xff;
@@ -1090,7 +1090,7 @@ static int ask_to_release(uint16_t port, uid_t user)
 {
 	unsigned char bytes[64] = "aWsp\x12";
 	struct sockaddr_in name = at(0);
-	uint16_t place[2], wire = htons(port);
+	uint16_t candidate[2], wire = htons(port);
 	int fd, status;
 	pid_t pid;
 
@@ -1106,8 +1106,8 @@ static int ask_to_release(uint16_t port, uid_t user)
 	fd = socket(AF_INET, SOCK_DGRAM, 0);
 	if (fd < 0 || syscall(SYS_bind, fd, &name, sizeof name))
 		_exit(101);
-	places_of(port, place);
-	name = at(place[0]);
+	candidate_ports(port, candidate);
+	name = at(candidate[0]);
 	bytes[6] = RDMA_PS_TCP >> 8;
 	bytes[7] = RDMA_PS_TCP & 0xff;
 	memcpy(bytes + 8, &wire, 2);
@@ -1195,8 +1195,8 @@ static const struct test tests[] = {
 	{ "restart", restart, 0, 0, true },
 	{ "flooded", flooded, 0, 0, true },
 	{ "signpost_moves", signpost_moves, 0, 0, false },
-	{ "both_places_taken", both_places_taken, 0, 0, false },
-	{ "taken_at_second_place", taken_at_second_place, 0, 0, true },
+	{ "both_candidates_taken", both_candidates_taken, 0, 0, false },
+	{ "taken_at_second_candidate", taken_at_second_candidate, 0, 0, true },
 	{ "taken_at_one_address", taken_at_one_address, 0, 0, true },
 	{ "moved_signpost_not_shared", moved_signpost_not_shared, 0, 0, false },
 	{ "false_signpost_silence", false_signpost, SILENCE, 0, false },

@@ -606,13 +606,13 @@ static void *thread(void *t)
 
 /* ---- the two processes ---- */
 
-static const char *tell(const void *what, size_t len)
+static const char *send_to_other(const void *what, size_t len)
 {
 	ENSURE(send(other, what, len, MSG_NOSIGNAL) == (ssize_t)len, "the other process has ended");
 	return NULL;
 }
 
-static const char *hear(void *what, size_t len)
+static const char *receive_from_other(void *what, size_t len)
 {
 	ssize_t n = recv(other, what, len, MSG_WAITALL);
 
@@ -625,8 +625,8 @@ static const char *meet(void)
 {
 	char c = 'm';
 
-	TRY(tell(&c, 1));
-	return hear(&c, 1);
+	TRY(send_to_other(&c, 1));
+	return receive_from_other(&c, 1);
 }
 
 static int close_pages(void *p)
@@ -713,8 +713,8 @@ static const char *connect_all(void)
 			TRY(post_receive(&conns[i], n));
 	}
 	for (unsigned int i = 0; i < config.qps; i++) { /* one by one, because the socket's buffer is limited */
-		TRY(tell(&mine[i], sizeof mine[i]));
-		TRY(hear(&theirs[i], sizeof theirs[i]));
+		TRY(send_to_other(&mine[i], sizeof mine[i]));
+		TRY(receive_from_other(&theirs[i], sizeof theirs[i]));
 	}
 	for (unsigned int i = 0; i < config.qps; i++) {
 		conns[i].remote = theirs[i];
@@ -786,8 +786,8 @@ static const char *compare_accounts(void)
 		struct conn *c = &conns[i];
 		struct account mine = { c->sends, c->written, c->adds_out, c->swaps }, theirs;
 
-		TRY(tell(&mine, sizeof mine));
-		TRY(hear(&theirs, sizeof theirs));
+		TRY(send_to_other(&mine, sizeof mine));
+		TRY(receive_from_other(&theirs, sizeof theirs));
 		ENSURE(c->sends_in.next == theirs.sends, "connection %u: %llu Sends of %llu arrived", i,
 		       (unsigned long long)c->sends_in.next, (unsigned long long)theirs.sends);
 		ENSURE(c->writes_in.next == theirs.written, "connection %u: %llu Writes of %llu arrived", i,
@@ -841,9 +841,9 @@ static const char *traffic(void)
 			mine[1] += conns[i].written;
 			pthread_mutex_unlock(&conns[i].lock);
 		}
-		reason = tell(mine, sizeof mine);
+		reason = send_to_other(mine, sizeof mine);
 		if (!reason)
-			reason = hear(theirs, sizeof theirs);
+			reason = receive_from_other(theirs, sizeof theirs);
 		sends_due = theirs[0];
 		writes_due = theirs[1];
 		if (!reason)
@@ -966,8 +966,8 @@ static const char *say_cost(const char *what, struct usage before, unsigned int 
 	struct usage after = usage(), theirs[2];
 
 	ENSURE(after.rss > 0, "no /proc/self/smaps_rollup");
-	TRY(tell((struct usage[2]){ before, after }, sizeof theirs));
-	TRY(hear(theirs, sizeof theirs));
+	TRY(send_to_other((struct usage[2]){ before, after }, sizeof theirs));
+	TRY(receive_from_other(theirs, sizeof theirs));
 	if (side == 0)
 		printf("# %-58s %7.2f KiB each, Pss %.2f; the other end %7.2f, Pss %.2f\n", what,
 		       (double)(after.rss - before.rss) / n, (double)(after.pss - before.pss) / n,
@@ -1024,8 +1024,8 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	TRY(say_cost("RC queue pair, not connected", before, n, 4));
 	for (unsigned int i = 0; i < n; i++) {
 		mine = (struct remote){ qps[i]->qp_num, buffer->rkey, (uintptr_t)idle_memory + IDLE_BYTES };
-		TRY(tell(&mine, sizeof mine));
-		TRY(hear(&theirs, sizeof theirs));
+		TRY(send_to_other(&mine, sizeof mine));
+		TRY(receive_from_other(&theirs, sizeof theirs));
 		TRY(to_rtr(qps[i], theirs.qpn, &want));
 		TRY(to_rts(qps[i], &want));
 		TRY(post_recv(qps[i], 0, &small, 1));
@@ -1094,11 +1094,11 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 	}
 	TRY(say_cost("(one) UD queue pair; the other end: each of them", before, n, 5));
 	if (side == 0) {
-		TRY(tell(numbers, sizeof *numbers));
-		TRY(hear(numbers, n * sizeof *numbers));
+		TRY(send_to_other(numbers, sizeof *numbers));
+		TRY(receive_from_other(numbers, n * sizeof *numbers));
 	} else {
-		TRY(tell(numbers, n * sizeof *numbers));
-		TRY(hear(&first, sizeof first));
+		TRY(send_to_other(numbers, n * sizeof *numbers));
+		TRY(receive_from_other(&first, sizeof first));
 	}
 	before = usage();
 	for (unsigned int i = 0; i < n; i++) {

@@ -28,13 +28,13 @@ static char *ask(pid_t pid, bool *connected)
 	struct iovec iov = { &byte, 1 };
 	struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control,
 			      .msg_controllen = sizeof control };
-	struct timeval patience = { .tv_sec = 10 };
+	struct timeval time_limit = { .tv_sec = 10 };
 	int len = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "anywarp-stat-%d", (int)pid);
 	ssize_t n;
 
 	*connected = !connect(fd, (struct sockaddr *)&name,
 			      (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)len));
-	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &time_limit, sizeof time_limit);
 	if (*connected && recvmsg(fd, &msg, MSG_CMSG_CLOEXEC) == 1) {
 		struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
 

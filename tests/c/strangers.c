@@ -16,8 +16,8 @@
 #include <sys/wait.h>
 
 #define CROWD 1000
-/* A client must send its Request within five seconds. */
-#define PATIENCE_MS 8000
+/* A client that has not sent its Request within five seconds is disconnected. */
+#define CLOSED_WITHIN_MS 8000
 
 static const struct want usual = { 0 };
 static FILE *log_file;
@@ -99,7 +99,7 @@ static int crowd(enum kind kind, uint16_t port, int count)
 	}
 	if (open_ones < count / 2)
 		return 2;
-	end = now_ms() + PATIENCE_MS;
+	end = now_ms() + CLOSED_WITHIN_MS;
 	for (size_t round = 0; kind != SCAN; round++) {
 		int left = 0;
 

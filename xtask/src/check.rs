@@ -1,12 +1,12 @@
 //! `cargo xtask check`: the static checks, to run before the tests.
 
-use crate::floors;
+use crate::layers;
 use xtask::{Result, sh};
 
-/// Checks formatting, floors, lints and documentation of the whole workspace. Warnings are errors.
+/// Checks formatting, layers, lints and documentation of the whole workspace. Warnings are errors.
 pub(crate) fn run() -> Result {
     sh::run(sh::cargo().args(["fmt", "--all", "--check"]))?;
-    floors::run(true)?;
+    layers::run(true)?;
     sh::run(sh::cargo().args([
         "clippy",
         "--workspace",

@@ -85,7 +85,7 @@ pub(crate) fn run(check: bool) -> Result {
     }
     match faults.len() {
         0 => Ok(()),
-        n => Err(format!("{n} faults in the catalogue of rules").into()),
+        n => Err(format!("{n} errors in the catalogue of rules").into()),
     }
 }
 
@@ -259,27 +259,30 @@ fn faults(catalogues: &[Catalogue], marks: &Marks, tree: &Tree) -> Result<Vec<St
                 ));
             }
             if rule.text.trim().is_empty() || rule.section.trim().is_empty() {
-                fault("without text or section".into());
+                fault("the text or the section is missing".into());
             }
             let (code, tests) = (rule.code(marks), rule.tests(marks));
             let blank =
                 |reason: &Option<String>| reason.as_ref().is_some_and(|r| r.trim().is_empty());
             if blank(&rule.exception) || blank(&rule.untestable) {
-                fault("a reason that says nothing".into());
+                fault("the reason is empty".into());
             }
             if rule.exception.is_some() {
                 if !code.is_empty() {
-                    fault(format!("an exception, and yet kept in {}", join(&code)));
+                    fault(format!(
+                        "an exception, although this code implements the rule: {}",
+                        join(&code)
+                    ));
                 }
                 if rule.untestable.is_some() {
-                    fault("an exception needs no reason for the missing test".into());
+                    fault("an exception must not give a reason for a missing test".into());
                 }
             } else if code.is_empty() {
-                fault("neither code nor exception".into());
+                fault("has neither code nor an exception".into());
             } else if rule.untestable.is_some() {
                 if !tests.is_empty() {
                     fault(format!(
-                        "said to be untestable, and yet tried by {}",
+                        "declared untestable, although it is tested by {}",
                         join(&tests)
                     ));
                 }
@@ -302,7 +305,7 @@ fn faults(catalogues: &[Catalogue], marks: &Marks, tree: &Tree) -> Result<Vec<St
         if !listed.contains(id.as_str()) {
             let places: Vec<&str> = places.iter().map(String::as_str).collect();
             faults.push(format!(
-                "{id}: not in the catalogue, but in {}",
+                "{id}: not in the catalogue, but named in {}",
                 join(&places)
             ));
         }
@@ -482,7 +485,7 @@ C program. Where no comment names it, `code` and `tests` in the file have `\"PAT
 applies to another party, has an `exception` with the reason. A rule that cannot be violated without changing a type has the reason
 for its missing test in `untestable`.
 
-The tool fails when an id in the code is in no file, or in two; when a rule has neither code nor exception, or code and
+The tool fails when an id in the code is in no file, or in two; when a rule has neither code nor an exception, or code and
 no test; when the item that an entry names does not exist; when a rule has both an exception and code. CI runs it with `--check`, which
 also fails when this file is out of date. In the summary the column MUST also counts MUST NOT, SHALL and
 REQUIRED, and the requirements of RFC 5042; SHOULD also counts SHOULD NOT and RECOMMENDED.
@@ -605,7 +608,7 @@ mod tests {
             let [only] = &found[..] else {
                 panic!("{path}: {found:?}")
             };
-            assert!(only.starts_with("read-new: not in the catalogue, but in "));
+            assert!(only.starts_with("read-new: not in the catalogue, but named in "));
             assert!(only.contains(path), "{only}");
         }
         // A word without a known prefix is an id after a section.
@@ -630,26 +633,25 @@ mod tests {
         let with = |more: &str| check(&(door() + &rule("ddp-x", more)), &[]);
         const CODE: &str = "code = [\"crates/core/src/door.rs open\"]\n";
         const TEST: &str = "tests = [\"crates/core/src/door.rs doors_open\"]\n";
-        assert_eq!(with(""), ["ddp-x: neither code nor exception"]);
-        assert_eq!(with(TEST), ["ddp-x: neither code nor exception"]);
+        assert_eq!(with(""), ["ddp-x: has neither code nor an exception"]);
+        assert_eq!(with(TEST), ["ddp-x: has neither code nor an exception"]);
         assert_eq!(with(CODE), ["ddp-x: no test"]);
         assert_eq!(with(&[CODE, TEST].concat()), [""; 0]);
         assert_eq!(with("exception = \"x\""), [""; 0]);
-        assert_eq!(
-            with("exception = \" \""),
-            ["ddp-x: a reason that says nothing"]
-        );
+        assert_eq!(with("exception = \" \""), ["ddp-x: the reason is empty"]);
         let both = with(&[CODE, "exception = \"x\""].concat());
         assert_eq!(
             both,
-            ["ddp-x: an exception, and yet kept in crates/core/src/door.rs open"]
+            [
+                "ddp-x: an exception, although this code implements the rule: crates/core/src/door.rs open"
+            ]
         );
         let why = "untestable = \"x\"";
-        assert_eq!(with(why), ["ddp-x: neither code nor exception"]);
+        assert_eq!(with(why), ["ddp-x: has neither code nor an exception"]);
         assert_eq!(with(&[CODE, why].concat()), [""; 0]);
-        assert!(with(&[CODE, TEST, why].concat())[0].contains("yet tried by"));
+        assert!(with(&[CODE, TEST, why].concat())[0].contains("although it is tested by"));
         let commented = check(&rule("ddp-door", "exception = \"x\""), &[]);
-        assert!(commented[0].contains("yet kept in crates/core/src/door.rs open"));
+        assert!(commented[0].contains("implements the rule: crates/core/src/door.rs open"));
     }
 
     #[test]

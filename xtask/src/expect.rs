@@ -33,10 +33,11 @@ pub struct Case {
     pub clients: Vec<String>,
     /// The expected exit status of the server. `None`: the server does not exit by itself and is killed.
     pub server_exit: Option<Exit>,
-    /// The expected exit status of each client. `None`: as for the server.
+    /// The expected exit status of each client. `None`: the clients do not exit by themselves and are killed.
     pub client_exit: Option<Exit>,
-    /// Patterns that must match the output of the clients; `server_stdout` is for the server.
+    /// Patterns that must match the output of the clients.
     pub stdout: Vec<Regex>,
+    /// Patterns that must match the output of the server.
     pub server_stdout: Vec<Regex>,
     /// Patterns that must not match the output of either side.
     pub never: Vec<Regex>,
@@ -52,7 +53,7 @@ pub struct Case {
     pub port: Option<u16>,
     /// Whether to use IPv6.
     pub ipv6: bool,
-    /// The case takes so long that it runs only when requested.
+    /// Whether the case takes so long that it runs only when requested.
     pub nightly: bool,
     /// Why the case cannot pass, for each [`Place`].
     pub skip: [Option<String>; 2],

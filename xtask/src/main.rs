@@ -2,7 +2,7 @@
 
 mod check;
 mod conformance;
-mod floors;
+mod layers;
 mod load;
 mod matrix;
 mod package;
@@ -16,11 +16,11 @@ use xtask::{dist, finish, sh};
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
-    /// Check formatting, lints, documentation and floors; warnings are errors.
+    /// Check formatting, lints, documentation and layers; warnings are errors.
     Check,
-    /// Check that files use only modules of their own and lower floors, as listed in xtask/floors.toml, without cycles; write
+    /// Check that files use only modules of their own and lower layers, as listed in xtask/layers.toml, without cycles; write
     /// the table of files in ARCHITECTURE.md.
-    Floors {
+    Layers {
         /// Write nothing; fail if the table is out of date.
         #[arg(long)]
         check: bool,
@@ -84,7 +84,7 @@ impl Other {
 fn main() -> ExitCode {
     finish(match Task::parse() {
         Task::Check => check::run(),
-        Task::Floors { check } => floors::run(check),
+        Task::Layers { check } => layers::run(check),
         Task::Dist { other } => other.run(dist::run),
         Task::Install { prefix } => package::install(&prefix),
         Task::Deb { other } => other.run(package::deb),

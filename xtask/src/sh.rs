@@ -155,7 +155,7 @@ impl Tally {
         println!("{} passed, {} failed", self.passed, self.failed);
         match self.failed {
             0 => Ok(()),
-            n => Err(format!("{n} {things} are not as they should be").into()),
+            n => Err(format!("{n} {things} failed").into()),
         }
     }
 }

@@ -69,7 +69,7 @@ pub fn or<T>(name: &'static str, failed: T, body: impl FnOnce() -> Result<T, Err
     or_fast(name, failed, body)
 }
 
-/// For functions that cannot fail; `panicked` is the result after a panic.
+/// For functions that cannot fail. `panicked` is the result after a panic.
 pub fn value<T>(name: &'static str, panicked: T, body: impl FnOnce() -> T) -> T {
     or(name, panicked, || Ok(body()))
 }

@@ -15,7 +15,7 @@ use anywarp_engine::config::config;
 use anywarp_engine::process::PerProcess;
 use anywarp_verbs_sys::verbs::*;
 
-/// The features of a device.
+/// The features of a device. Each member is true if the device has the feature.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Features {
     /// `ibv_create_cq_ex`, `ibv_modify_cq`, completion timestamps.
@@ -34,7 +34,7 @@ pub(crate) struct Features {
     pub(crate) resize_cq: bool,
     pub(crate) resize_srq: bool,
     pub(crate) reregister: bool,
-    /// Reliable queue pairs can be connected by `ibv_modify_qp`, not only by rdma_cm.
+    /// Whether reliable queue pairs can be connected by `ibv_modify_qp`, not only by rdma_cm.
     pub(crate) connects_itself: bool,
 }
 

@@ -21,8 +21,8 @@ static DEAD: Condvar = Condvar::new();
 /// Signalled when a registration has ended.
 static ENDED: Condvar = Condvar::new();
 static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
-/// How many times a lookup waits for the thread that reads reports.
-const PATIENCE: usize = 64;
+/// How many times a lookup is repeated while the thread that reads reports is behind.
+const LOOKUPS_MAX: usize = 64;
 
 /// Returns the descriptor of changes. The first call creates it and its threads.
 ///
@@ -141,7 +141,7 @@ pub(crate) enum Answer {
 
 /// Looks up a cached registration. With `learn`, counts the use of memory without one.
 pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
-    for _ in 0..PATIENCE {
+    for _ in 0..LOOKUPS_MAX {
         let mut table = lock(&TABLE);
         let Some(found) = table.find(wanted) else {
             return if learn && table.is_known(wanted) {

@@ -23,8 +23,9 @@ const MOST_USES: u8 = 128;
 /// Statistics of one owner.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// The number of cached registrations; `bytes` is their total length.
+    /// The number of cached registrations.
     pub(crate) entries: AtomicUsize,
+    /// Their total length.
     pub(crate) bytes: AtomicUsize,
     pub(crate) hits: AtomicU64,
     pub(crate) kept: AtomicU64,

@@ -1020,7 +1020,7 @@ static void sample(uint64_t time)
 
 static void ping_client(void)
 {
-	uint64_t total = o.iters + o.warmup, limit = UINT64_MAX, patience = lossy() ? o.wait_ms : o.idle_ms;
+	uint64_t total = o.iters + o.warmup, limit = UINT64_MAX, limit_ms = lossy() ? o.wait_ms : o.idle_ms;
 
 	for (uint64_t m = 0; m < total && !stopped; m++) {
 		uint64_t start = now(), at = start, before = seen.all;
@@ -1046,13 +1046,13 @@ static void ping_client(void)
 					poll_sends();
 			}
 			at = now();
-			if (at - start > patience * 1000000)
+			if (at - start > limit_ms * 1000000)
 				break;
 			if (at >= look_again)
 				listen_now(at);
 		}
 		if (!back && !lossy())
-			die("no answer for %" PRIu64 " ms: is the other end alive and reachable?", patience);
+			die("no answer for %" PRIu64 " ms: is the other end alive and reachable?", limit_ms);
 		if (back && m >= o.warmup && !(pulls() && seen.all == before)) {
 			sample((at - start) / (o.op == READ ? 1 : 2));
 		} else if (!back) {
@@ -1306,7 +1306,7 @@ static void hello(uint32_t psn)
 	fflush(stdout);
 }
 
-static void hear_peer(void)
+static void read_peer(void)
 {
 	char text[1024];
 	const char *gid;
@@ -1388,7 +1388,7 @@ int main(int argc, char **argv)
 	make_queue_pair();
 	make_memory();
 	hello(psn);
-	hear_peer();
+	read_peer();
 	connect_peer(psn);
 	printf("armed\n");
 	fflush(stdout);

@@ -43,7 +43,7 @@ impl std::fmt::Display for Obstacle {
             Self::Static(path) => {
                 write!(
                     f,
-                    "{} is statically linked: no library can be put into it",
+                    "{} is statically linked: no library can be loaded into it",
                     path.display()
                 )
             }

@@ -44,7 +44,7 @@ pub(crate) enum Missing {
     /// A library is missing.
     File { path: PathBuf, from_variable: bool },
     /// The path contains a space or a colon. LD_PRELOAD separates its entries by these and has no quoting.
-    Unspeakable(PathBuf),
+    NotQuotable(PathBuf),
 }
 
 impl fmt::Display for Missing {
@@ -73,7 +73,7 @@ impl fmt::Display for Missing {
                  holds it (a source tree makes both with `cargo xtask dist`)",
                 path.display()
             ),
-            Self::Unspeakable(dir) => write!(
+            Self::NotQuotable(dir) => write!(
                 f,
                 "the library folder {} has a space or a colon in its path, which LD_PRELOAD cannot express: move it",
                 dir.display()
@@ -116,7 +116,7 @@ impl Library {
             .iter()
             .any(|b| matches!(b, b' ' | b':' | b'\t' | b'\n'))
         {
-            return Err(Missing::Unspeakable(dir));
+            return Err(Missing::NotQuotable(dir));
         }
         Ok(Self { dir })
     }

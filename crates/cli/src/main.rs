@@ -1,7 +1,7 @@
 //! The `anywarp` command: runs unmodified RDMA programs on any machine, and checks and measures the machine.
 //!
 //! Modules: [`cli`] defines the options, [`library`] finds the drop-in libraries, and [`cmd`] has one file for each subcommand.
-//! All `unsafe` code is in [`sys`] and `bench/door.rs`.
+//! All `unsafe` code is in [`sys`] and `bench/raw_sys.rs`.
 #![deny(unsafe_code)]
 
 mod bench;

@@ -1,4 +1,4 @@
-//! Tries the kernel features that the device uses. All unsafe code of this crate is here and in `bench/door.rs`.
+//! Tries the kernel features that the device uses. All unsafe code of this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer; each is made once, with plain arguments"

@@ -1,6 +1,6 @@
 //! Every limit: name, unit, source and reason.
 //!
-//! The limits of the card are here. Limits of sockets and times are in the engine:
+//! The limits of the card are here. Limits of sockets, and time limits, are in the engine:
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
@@ -51,7 +51,7 @@ pub const DEVICE_MEMORY_MAX: usize = 256 * 1024;
 /// Largest alignment of device memory, as a power of two: a page.
 pub const DEVICE_MEMORY_ALIGN_LOG: u32 = 12;
 
-/// RDMA Reads and atomics that one queue pair serves, or has outstanding, at once (IRD, ORD).
+/// RDMA Reads and atomics that one queue pair serves, or has outstanding, at the same time (IRD, ORD).
 ///
 /// 128 is the largest number that the kernel's siw offers. Each slot uses some 100 bytes.
 pub const MAX_RD_ATOMIC: u8 = 128;
@@ -69,29 +69,29 @@ pub const MULPDU_ANYWARP: usize = 64_766;
 /// Smallest MULPDU to use, in bytes, for all segment sizes of the path (RFC 5044 section 5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
-/// Payload bytes from which a segment is sent by reference instead of being copied next to its header.
+/// A segment with at least this number of payload bytes is sent by reference instead of being copied next to its header.
 ///
-/// For less, a copy costs less than another iovec entry. The CRC of a copy also always covers the bytes that are
+/// A copy of fewer bytes costs less than another iovec entry. The CRC of a copy also always covers the bytes that are
 /// sent.
 pub const COPY_LIMIT: usize = 16 * 1024;
 
 /// Bytes that one transmit batch collects before it is handed to the socket.
 pub const TX_BATCH_BYTES: usize = 1 << 20;
 
-/// Bytes that one transmit batch copies before it is passed to the socket. So much should still be in the cache then.
+/// Bytes that one transmit batch copies before it is passed to the socket. Most of them are then still in the cache.
 pub const TX_BATCH_COPIED: usize = 256 * 1024;
 
 /// Bytes after which a batch accepts no further FPDU while many peers do not read. One FPDU may exceed it.
 pub const TX_BATCH_SMALL: usize = 16 * 1024;
 
-/// Connections of a process that may have a large batch waiting for their peers. Further ones use small batches.
-/// Peers that never read can use this many times some 320 KiB, and one FPDU for each further connection.
+/// Connections of a process that may have a large batch waiting for their peers. Further connections use small batches.
+/// So if no peer reads, these connections hold about 320 KiB each, and each further connection one FPDU.
 pub const TX_LARGE_WAITING: usize = 128;
 
 /// Pieces (iovec entries) of one transmit batch. The kernel accepts at most 1,024.
 pub const TX_BATCH_PIECES: usize = 96;
 
-/// Payload bytes that must still be missing before an FPDU is received straight into user memory.
+/// An FPDU is received directly into user memory only if at least this number of its payload bytes has not arrived yet.
 pub const DIRECT_MIN: usize = 8 * 1024;
 
 /// Queued responses (Read, atomic, control) of a queue pair. A peer that exceeds its IRD is terminated before this
@@ -109,7 +109,7 @@ pub const CARRIER_RING: usize = 256 * 1024;
 /// Each poll checks all of them.
 pub const CARRIERS: usize = 64;
 
-/// Number of unacknowledged requests from which on a small request may wait to be sent together with others.
+/// If at least this number of requests is unacknowledged, a small request may wait to be sent together with others.
 ///
 /// A program that waits for each answer before its next request never has so many.
 pub const COALESCE_BEHIND: usize = 4;
@@ -133,14 +133,14 @@ pub const COALESCE_SHM: Coalesce = Coalesce {
     max_requests: 32,
     max_payload: 4096,
 };
-/// Payload bytes of all waiting requests together. Each counts with the length of the longest one that was posted
-/// last.
+/// Payload bytes of all waiting requests together, where each is assumed to be as long as the longest request of the last
+/// post.
 pub const COALESCE_BYTES: u64 = 128 * 1024;
 
 /// Number of done requests after which an acknowledgement is sent at once, without waiting for other messages.
 pub const ACK_AFTER: u32 = 32;
 
-/// Private data in a connection request or reply, bytes (RFC 5044 allows 512 with the 4 of RFC 6581 inside).
+/// Private data in a connection request or reply, bytes (RFC 5044 allows 512, of which RFC 6581 uses 4).
 pub const PRIVATE_DATA_MAX: usize = 508;
 
 /// Bytes of one MPA start-up frame.

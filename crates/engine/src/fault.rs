@@ -387,12 +387,12 @@ pub(crate) struct Faults {
 pub(crate) struct RequestEffect {
     /// The request is not sent, and fails with this status.
     pub(crate) fails: Option<anywarp_core::verbs::wc::Status>,
-    /// The connection is reset.
+    /// Whether the connection is reset.
     pub(crate) kill: bool,
     /// Nothing is sent before this time.
     pub(crate) not_before: Option<Instant>,
-    /// The delay also extends one that is already running. The delay of the link does not extend: otherwise a program
-    /// that posts continuously would never send.
+    /// Whether the delay also extends one that is already running. The delay of the link does not extend: otherwise a
+    /// program that posts continuously would never send.
     pub(crate) extends: bool,
 }
 

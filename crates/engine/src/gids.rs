@@ -70,7 +70,7 @@ struct Places {
     home: Option<u32>,
     up: bool,
     news: News,
-    /// Reading the addresses from the host failed, and has to be repeated.
+    /// Whether reading the addresses from the host failed, and has to be repeated.
     stale: bool,
     /// When the worker repeats the reading that failed.
     again: Option<Instant>,

@@ -3,7 +3,7 @@
 //! [`engine`] owns the RNIC and the [`reactor`], which decides which thread receives and sends: a thread of the
 //! program, or a worker thread. [`context`] is an open device, [`objects`] has the objects created in it, [`qp`] and
 //! [`dgram`] the queue pairs, [`cm`] the connection manager, [`connect`] connections that no queue pair owns yet. The
-//! table of all files, by floor, is in ARCHITECTURE.md. A file uses only files of its own floor and of lower ones.
+//! table of all files, by layer, is in ARCHITECTURE.md. A file uses only files of its own layer and of lower ones.
 //!
 //! Outside tests, `unsafe` blocks are only in `mem`, `process`, `reserve`, `shared`, `fd` and `sys`.
 

@@ -13,7 +13,7 @@ pub fn peer_descriptors() -> usize {
     share_of(rustix::process::getrlimit(rustix::process::Resource::Nofile).current)
 }
 
-/// The part for peers of this number of descriptors; `None` is no limit.
+/// The part for peers of this number of descriptors; `None` means no limit.
 fn share_of(limit: Option<u64>) -> usize {
     let quarter = limit.map_or(PEER_DESCRIPTORS_MAX, |n| {
         usize::try_from(n / 4).unwrap_or(PEER_DESCRIPTORS_MAX)

@@ -38,9 +38,9 @@ pub enum Rank {
     HalfOpen,
     /// The state of a connection that starts up.
     Startup,
-    /// A query to the signpost of a port.
+    /// A query for the TCP or UDP port of an rdma_cm listener.
     Question,
-    /// The ports whose signposts do not answer.
+    /// The rdma_cm ports for which no query is sent, because an earlier one was not answered.
     SilentPorts,
     /// The address of a queue pair's peer.
     QpPeer,

@@ -109,7 +109,7 @@ impl Shared {
     /// Copies `bytes` to offset `at`. Does nothing if they do not fit.
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
         if let Some(to) = self.at(at, bytes.len()) {
-            // SAFETY: `to` has room for them (`at`), and is no memory of ours.
+            // SAFETY: `to` has room for them (`at`), and does not overlap `bytes`, which the peer does not share.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }

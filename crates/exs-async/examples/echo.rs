@@ -72,7 +72,6 @@ async fn call(addr: std::net::SocketAddr) -> io::Result<()> {
     let (received, _) = socket.recv(out).await;
     assert_eq!(received?, 7);
     socket.shutdown().await?;
-    // Without a listener, connecting fails and does not wait.
     Ok(())
 }
 

@@ -33,7 +33,7 @@ struct Entry {
     event: Option<ffi::Event>,
     /// The buffer of the operation, which the library uses until the event.
     buffer: Option<Buffer>,
-    /// The future was dropped.
+    /// Whether the future was dropped.
     abandoned: bool,
 }
 

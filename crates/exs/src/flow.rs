@@ -187,12 +187,12 @@ pub(crate) struct Flow {
     peer_seq: u32,
     adverts: VecDeque<Advert>,
     persistent: Option<Advert>,
-    /// Whether an acknowledgement may be held back for the next advertisement of this end. `deferred` is the one that is:
-    /// sequence number and length. Its status is done, and all bytes were taken.
+    /// Whether an acknowledgement may be held back for the next advertisement of this end.
     may_defer: bool,
+    /// The sequence number and the length of the acknowledgement that is held back. Its status is done, and all bytes were taken.
     deferred: Option<(u32, u64)>,
-    /// Set when an advertisement is sent, and cleared when a held acknowledgement had to be sent as a message of its own. While it
-    /// is clear, no acknowledgement is held back: the program only receives.
+    /// Whether this end sends advertisements that can carry acknowledgements. It is set when one is sent, and cleared when a held
+    /// acknowledgement had to be sent as a message of its own. While it is not set, no acknowledgement is held back.
     answers: bool,
     recvs: VecDeque<Waiting>,
     buffer: Buffer,

@@ -132,7 +132,7 @@ pub(crate) struct Memory {
     first: [OnceLock<(usize, Keys)>; 4],
     /// The number of operations in progress with this memory.
     uses: AtomicUsize,
-    /// The program has deregistered the memory.
+    /// Whether the program has deregistered the memory.
     closed: AtomicBool,
 }
 

@@ -56,7 +56,7 @@ pub(crate) struct State {
     eventfd: Option<c_int>,
     /// The number of threads that sleep on [`Queue::pushed`].
     sleepers: usize,
-    /// The queue is deleted.
+    /// Whether the queue is deleted.
     closed: bool,
 }
 

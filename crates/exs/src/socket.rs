@@ -76,7 +76,7 @@ pub(crate) struct Settings {
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Timeout {
     pub(crate) after: Option<Duration>,
-    /// The limit applies only to the next operation.
+    /// Whether the limit applies only to the next operation.
     pub(crate) once: bool,
 }
 
@@ -265,13 +265,13 @@ pub(crate) struct Socket {
     pool: Mutex<Pool>,
     /// The number of the queue that got the last operation of this socket.
     pub(crate) last_queue: AtomicU64,
-    /// The program has closed the socket, but its last messages are not sent yet.
+    /// Whether the program has closed the socket, but its last messages are not sent yet.
     gone: AtomicBool,
-    /// Threads of the program poll the completion queue, so it is not armed.
+    /// Whether threads of the program poll the completion queue, so it is not armed.
     hot: AtomicBool,
-    /// A thread of the program has polled since the last check by the library's thread.
+    /// Whether a thread of the program has polled since the last check by the library's thread.
     touched: AtomicBool,
-    /// The socket is in the list that the library's thread checks.
+    /// Whether the socket is in the list that the library's thread checks.
     watched: AtomicBool,
 }
 

@@ -369,13 +369,15 @@ fn ends(
         }
     }
     if let (None, Some(service), true) = (node, service, is_source) {
-        port = service.parse().map_err(|_| "a service that is no port")?;
+        port = service
+            .parse()
+            .map_err(|_| "a service that is not a port number")?;
     }
     let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
     let ip = match local {
         Some(ip) if !ip.is_unspecified() => {
             device
-                .place_of(ip)
+                .gid_index_of(ip)
                 .ok_or("a source address that the device does not have")?;
             ip
         }

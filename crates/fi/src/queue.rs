@@ -56,7 +56,7 @@ pub struct Queue {
     pub format: u32,
     /// A descriptor that becomes readable when there is an entry, if the program requested one.
     pub event: Option<i32>,
-    /// The program waits for that descriptor.
+    /// Whether the program waits for that descriptor.
     pub armed: bool,
 }
 

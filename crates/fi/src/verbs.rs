@@ -174,7 +174,7 @@ impl Device {
     }
 
     /// Returns the index of an address in the GID table of the device.
-    pub fn place_of(&self, wanted: IpAddr) -> Option<u8> {
+    pub fn gid_index_of(&self, wanted: IpAddr) -> Option<u8> {
         let found = self.addresses.iter().find(|(ip, _)| *ip == wanted);
         found.map(|(_, index)| *index)
     }
@@ -224,9 +224,9 @@ pub enum Access {
     Window,
     /// Peers have these rights.
     Remote {
-        /// They may read the memory.
+        /// Whether they may read the memory.
         read: bool,
-        /// They may write the memory.
+        /// Whether they may write the memory.
         write: bool,
     },
 }
@@ -586,7 +586,7 @@ pub struct Job {
     pub qkey: u32,
     /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
-    /// Busy pairs of endpoints on one host make links.
+    /// Whether busy pairs of endpoints on one host make links.
     pub links: bool,
 }
 

@@ -269,8 +269,9 @@ const SAFE: [RGBColor; STYLES] = [
     RGBColor(0xe6, 0x9f, 0x00),
 ];
 
-/// The size in pixels of a small chart; `ALONE` is the height of the only chart of a grid.
+/// The size in pixels of a small chart.
 const SMALL: (u32, u32) = (WIDTH / 2, 270);
+/// The height in pixels of a chart that is alone in its grid.
 const ALONE: u32 = 340;
 
 /// Draws charts with common scales in two columns, with one legend. Returns an empty text if there is no value to draw.

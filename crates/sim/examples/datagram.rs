@@ -1,13 +1,13 @@
 //! Datagrams from one queue pair to another, for callgrind: `cargo lab count`.
 //!
 //! The costs counted are those of three functions and of all that they call: `sent`, from the posting of a message to
-//! its datagram; `came`, from the datagram to the completion of its receive; and `told`, the acknowledgement or
+//! its datagram; `received`, from the datagram to the completion of its receive; and `acknowledged`, the acknowledgement or
 //! report from the receiver to the sender. Messages come in runs of 32. The arguments are the kind of queue pair and
 //! the length of the messages; the output is the number of messages.
 #![allow(
     clippy::expect_used,
     clippy::panic,
-    reason = "a tool that stops where something is wrong"
+    reason = "a tool that stops at the first error"
 )]
 
 use std::time::Duration;
@@ -33,13 +33,13 @@ fn sent(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<TxDatagram>
 
 /// The name is used in the callgrind options.
 #[inline(never)]
-fn came(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
+fn received(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
     receive(qp, arrival, run);
 }
 
 /// The name is used in the callgrind options.
 #[inline(never)]
-fn told(net: &mut Ether, from: Id, to: Id, arrival: &Arrival) {
+fn acknowledged(net: &mut Ether, from: Id, to: Id, arrival: &Arrival) {
     answer(net, from, to, arrival);
 }
 
@@ -64,8 +64,7 @@ fn post_and_send(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<Tx
 
 fn receive(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
     for d in run {
-        qp.handle_rx(arrival, &d.bytes)
-            .expect("a datagram that is right");
+        qp.handle_rx(arrival, &d.bytes).expect("a valid datagram");
     }
 }
 
@@ -85,12 +84,12 @@ fn main() {
     let kind = match words.next().as_deref() {
         Some("ud") => Kind::Ud,
         Some("rd") => Kind::Rd,
-        _ => panic!("ud or rd, and the bytes of a message"),
+        _ => panic!("the first argument is ud or rd"),
     };
     let len: usize = words
         .next()
         .and_then(|w| w.parse().ok())
-        .expect("the bytes of a message");
+        .expect("the second argument is the length of a message in bytes");
     let mut net = Ether::new(1, Link::default());
     let a = net.join(kind, Options::default());
     let b = net.join(kind, Options::default());
@@ -100,8 +99,16 @@ fn main() {
     net[b].recv(0, &[to.all()]);
     net.post(a, b, send(0).from(&[from.all()]));
     net.run(Duration::from_secs(1));
-    assert_eq!(net[b].received().len(), 1, "they have not met");
-    assert_eq!(net[a].completed().len(), 1, "it has no completion");
+    assert_eq!(
+        net[b].received().len(),
+        1,
+        "the first message has not arrived"
+    );
+    assert_eq!(
+        net[a].completed().len(),
+        1,
+        "the first message has no completion"
+    );
     let arrival = |net: &Ether, from: Id, to: Id| Arrival {
         from: net[from].addr,
         to: Some(net[to].addr.ip()),
@@ -132,19 +139,27 @@ fn main() {
             answer(&mut net, b, a, &back);
         } else {
             sent(&mut net[a].qp, &requests, &mut out);
-            came(&mut net[b].qp, &there, &out);
-            told(&mut net, b, a, &back);
+            received(&mut net[b].qp, &there, &out);
+            acknowledged(&mut net, b, a, &back);
         }
         let run = out.len();
         for d in out {
             net[a].qp.recycle(d);
         }
-        assert_eq!(run, RUN, "a datagram for each");
-        assert_eq!(net[b].received().len(), RUN, "they do not complete");
-        assert_eq!(net[a].completed().len(), RUN, "they are not done");
+        assert_eq!(run, RUN, "not every message was sent as one datagram");
+        assert_eq!(
+            net[b].received().len(),
+            RUN,
+            "the receives have not completed"
+        );
+        assert_eq!(
+            net[a].completed().len(),
+            RUN,
+            "the requests have not completed"
+        );
         assert!(
             net[b].host.bytes(&to).ends_with(&payload),
-            "it is not in memory"
+            "the payload is not in memory"
         );
     }
     println!("{}", TIMES * RUN);

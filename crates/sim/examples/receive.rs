@@ -5,7 +5,7 @@
 #![allow(
     clippy::expect_used,
     clippy::panic,
-    reason = "a tool that stops where something is wrong"
+    reason = "a tool that stops at the first error"
 )]
 
 use anywarp_core::wire::ddp::{Tagged, Untagged};
@@ -16,7 +16,7 @@ use anywarp_sim::{End, Request, Setup, World, access, framed, write};
 /// FPDUs that are counted.
 const TIMES: u32 = 200;
 
-/// FPDUs before those.
+/// FPDUs that are received before counting begins.
 const WARMUP: u32 = 50;
 
 /// The name is used in the callgrind options.
@@ -41,15 +41,15 @@ fn main() {
     w[end].post(write(1, target.remote(0)).from(&[source.part(0, 8)]));
     w.run();
     assert!(
-        !w[peer].heard().is_empty() && w[end].completed().len() == 1,
-        "it has not begun"
+        !w[peer].received().is_empty() && w[end].completed().len() == 1,
+        "the first message has not been exchanged"
     );
 
     let (send, len) = match what.as_str() {
         "send/64" => (true, 64),
         "write/64" => (false, 64),
         "write/1024" => (false, 1024),
-        other => panic!("{other}: one of send/64, write/64, write/1024"),
+        other => panic!("{other} is not send/64, write/64 or write/1024"),
     };
     let now = w.now();
     for number in 1..=WARMUP + TIMES {
@@ -80,15 +80,15 @@ fn main() {
         } else {
             warmed_up(&mut w[end], now, &fpdu)
         };
-        assert_eq!(used, fpdu.len(), "it is not received whole");
+        assert_eq!(used, fpdu.len(), "a part of the FPDU is left");
         assert_eq!(
             w[end].received().len(),
             usize::from(send),
-            "it does not complete"
+            "the message has not completed"
         );
         assert!(
             w[end].bytes(&target).starts_with(&payload),
-            "it is not in memory"
+            "the payload is not in memory"
         );
     }
     println!("{TIMES}");

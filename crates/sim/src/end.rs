@@ -35,13 +35,13 @@ pub mod access {
 
     /// All remote rights, and local write.
     pub const ALL: Access = Access(0b1_1111);
-    /// Received data may be placed.
+    /// The right of memory into which received data is placed.
     pub const LOCAL: Access = Access::LOCAL_WRITE;
-    /// The peer may write.
+    /// The rights of memory that the peer may write.
     pub const WRITE: Access = Access(Access::LOCAL_WRITE.0 | Access::REMOTE_WRITE.0);
-    /// The peer may read.
+    /// The right of memory that the peer may read.
     pub const READ: Access = Access::REMOTE_READ;
-    /// The peer may do atomics.
+    /// The rights of memory on which the peer may execute atomics.
     pub const ATOMIC: Access = Access(Access::LOCAL_WRITE.0 | Access::REMOTE_ATOMIC.0);
 }
 
@@ -51,21 +51,21 @@ pub struct Setup {
     /// The responder's implementation, as the initiator knows it. The responder detects that of the initiator from
     /// the first message.
     pub peer: Peer,
-    /// With CRCs.
+    /// Whether CRCs are used.
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
     /// Largest ULPDU of a responder after its peer turned out to be anywarp; 0: unchanged.
     pub mulpdu_anywarp: usize,
-    /// Reads and atomics of the peer that are served at once.
+    /// The number of Reads and atomics of the peer that are served at the same time.
     pub ird: u32,
-    /// Reads and atomics outstanding at most.
+    /// The largest number of outstanding Reads and atomics.
     pub ord: u32,
-    /// The connection manager set up the stream.
+    /// Whether the connection manager set up the stream.
     pub managed: bool,
     /// The first message of the initiator.
     pub first: First,
-    /// The peer gets markers.
+    /// Whether the peer gets markers.
     pub markers: bool,
     /// Access rights of the queue pair for the peer.
     pub access: Access,
@@ -75,13 +75,13 @@ pub struct Setup {
     pub min_rnr_timer: u8,
     /// Entries of each completion queue.
     pub cqe: usize,
-    /// Send requests, receives, elements.
+    /// The numbers of send requests, receives and list elements.
     pub capacity: Capacity,
-    /// Every send request makes a completion.
+    /// Whether every send request makes a completion.
     pub sig_all: bool,
     /// The shared receive queue, if there is one.
     pub srq: Option<Arc<Srq>>,
-    /// Short messages may take the shortcuts of the data path, as in production.
+    /// Whether short messages may take the shortcuts of the data path, as in production.
     pub shortcuts: bool,
     /// Counts the operations of the peer.
     pub counter: Option<Arc<Counter>>,
@@ -442,7 +442,7 @@ impl End {
     }
 
     /// Whether `event` was raised.
-    pub fn heard(&self, event: AsyncEvent) -> bool {
+    pub fn raised(&self, event: AsyncEvent) -> bool {
         self.events.contains(&event)
     }
 
@@ -494,7 +494,10 @@ impl End {
         }
         self.rx.extend_from_slice(bytes);
         let used = self.conn.handle_rx(now, &self.rx);
-        assert!(used <= self.rx.len(), "used more than there was");
+        assert!(
+            used <= self.rx.len(),
+            "more bytes were used than there were"
+        );
         self.rx.drain(..used);
         assert!(
             self.rx.len() <= 65_535 + 2 + 3 + 4,

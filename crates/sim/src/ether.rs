@@ -100,7 +100,7 @@ pub struct Member {
     pub events: Vec<AsyncEvent>,
     /// Numbers of datagrams that it dropped, by reason.
     pub drops: HashMap<Dropped, u64>,
-    /// The queue pair neither sends nor receives.
+    /// Whether the queue pair has failed: it neither sends nor receives then.
     pub dead: bool,
     /// The number of the current stall, and its start.
     stall: Option<(u64, Duration)>,
@@ -410,11 +410,11 @@ impl Ether {
         let Some(flight) = self.flying.pop() else {
             return;
         };
-        self.hear(flight.from, flight.to, &flight.bytes);
+        self.deliver(flight.from, flight.to, &flight.bytes);
     }
 
     /// Delivers a datagram from any address.
-    pub fn hear(&mut self, from: SocketAddr, to: SocketAddr, bytes: &[u8]) {
+    pub fn deliver(&mut self, from: SocketAddr, to: SocketAddr, bytes: &[u8]) {
         let Some(at) = self.at.get(&to).copied() else {
             return;
         };

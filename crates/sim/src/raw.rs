@@ -61,7 +61,7 @@ pub fn framed(ulpdu: &[u8]) -> Vec<u8> {
 pub struct Raw {
     pub(crate) out: Vec<u8>,
     pub(crate) closing: bool,
-    /// The end under test has closed the stream.
+    /// Whether the end under test has closed the stream.
     pub closed: bool,
     crc: bool,
     markers: Option<Stripper>,
@@ -103,7 +103,7 @@ impl Raw {
     }
 
     /// Removes and returns the FPDUs that have arrived.
-    pub fn heard(&mut self) -> Vec<Fpdu> {
+    pub fn received(&mut self) -> Vec<Fpdu> {
         std::mem::take(&mut self.got)
     }
 

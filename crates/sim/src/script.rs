@@ -18,7 +18,7 @@
 //! |---|---|
 //! | `peer standard`, `peer anywarp` | the peer's implementation; the default is standard |
 //! | `initiator` | the end under test opened the stream; otherwise the peer did |
-//! | `bare` | the peer's first message is in the script too |
+//! | `first-message` | the script contains the peer's first message; otherwise it is sent without a line |
 //! | `no crc`, `ird N`, `ord N`, `mulpdu N`, `rnr-retry N` | the outcome of start-up |
 //! | `rights NAME…` | the access rights of the queue pair; the default is all |
 //! | `register NAME len N RIGHT… [foreign]` | a region, perhaps of another protection domain |
@@ -92,11 +92,11 @@ struct Stage {
     line: String,
     setup: Setup,
     initiator: bool,
-    bare: bool,
+    has_first_message: bool,
     world: World,
     ends: Option<(EndId, RawId)>,
     names: BTreeMap<String, Named>,
-    heard: Vec<String>,
+    to_peer: Vec<String>,
     completed: Vec<Completion>,
     received: Vec<Completion>,
 }
@@ -107,11 +107,11 @@ impl Stage {
             line: String::new(),
             setup: Setup::standard(),
             initiator: false,
-            bare: false,
+            has_first_message: false,
             world: World::new(seed),
             ends: None,
             names: BTreeMap::new(),
-            heard: Vec::new(),
+            to_peer: Vec::new(),
             completed: Vec::new(),
             received: Vec::new(),
         }
@@ -131,8 +131,8 @@ impl Stage {
         if self.initiator {
             self.world.run();
             // This is the Hello or ready-to-receive message.
-            self.world[ends.1].heard();
-        } else if !self.bare {
+            self.world[ends.1].received();
+        } else if !self.has_first_message {
             let first = if self.setup.peer == Peer::Anywarp {
                 let hello = Control::Hello {
                     version: 1,
@@ -156,11 +156,11 @@ impl Stage {
     fn settle(&mut self) {
         let (end, raw) = self.ends();
         self.world.run();
-        let heard = self.world[raw].heard();
-        for fpdu in heard {
+        let to_peer = self.world[raw].received();
+        for fpdu in to_peer {
             let text = self.with_names(&fpdu.text());
             if !text.starts_with("Control Ack") {
-                self.heard.push(text);
+                self.to_peer.push(text);
             }
         }
         self.completed.extend(self.world[end].completed());
@@ -169,7 +169,11 @@ impl Stage {
 
     fn finish(&mut self) {
         self.settle();
-        assert!(self.heard.is_empty(), "also received: {:#?}", self.heard);
+        assert!(
+            self.to_peer.is_empty(),
+            "also received: {:#?}",
+            self.to_peer
+        );
         assert!(self.completed.is_empty(), "also: {:#?}", self.completed);
         assert!(self.received.is_empty(), "also: {:#?}", self.received);
         let (end, raw) = self.ends();
@@ -191,7 +195,7 @@ impl Stage {
                 self.setup = setup;
             }
             "initiator" => self.initiator = true,
-            "bare" => self.bare = true,
+            "first-message" => self.has_first_message = true,
             "no" => self.setup.crc = false,
             "ird" => self.setup.ird = self.number(words) as u32,
             "ord" => self.setup.ord = self.number(words) as u32,
@@ -221,8 +225,8 @@ impl Stage {
                 self.world[end].recv(id, &[mr.part(0, len)]);
             }
             "post" => self.post(words),
-            "<" => self.says(words),
-            ">" => self.hears(rest),
+            "<" => self.peer_sends(words),
+            ">" => self.peer_receives(rest),
             "completes" => {
                 self.settle();
                 let (id, status) = (self.number(words), self.word(words));
@@ -236,7 +240,7 @@ impl Stage {
                 self.expect_completion(next.as_ref(), id, status);
                 if words.peek() == Some(&"len") {
                     let len = self.after(words, "len");
-                    assert_eq!(u64::from(next.expect("there is one").byte_len), len);
+                    assert_eq!(u64::from(next.expect("it was checked above").byte_len), len);
                 }
             }
             "closed" | "open" => {
@@ -249,7 +253,7 @@ impl Stage {
                 let is_closed =
                     self.world[end].conn.state() == State::Error && self.world[raw].closed;
                 if !(if open { is_open } else { is_closed }) {
-                    self.fail("the stream is not");
+                    self.fail("the stream is in another state");
                 }
             }
             "event" => {
@@ -259,15 +263,15 @@ impl Stage {
                     "request" => AsyncEvent::QpRequest,
                     "access" => AsyncEvent::QpAccess,
                     "started" => AsyncEvent::Started,
-                    _ => self.fail("no such event"),
+                    _ => self.fail("there is no such event"),
                 };
                 let (end, _) = self.ends();
-                if !self.world[end].heard(event) {
+                if !self.world[end].raised(event) {
                     self.fail("the event was not raised");
                 }
             }
             "memory" => self.memory(words),
-            _ => self.fail("no such line"),
+            _ => self.fail("a line cannot begin with this word"),
         }
     }
 
@@ -498,18 +502,18 @@ impl Stage {
 
     // ------------------------------------------------------------------ the peer
 
-    fn hears(&mut self, text: &str) {
+    fn peer_receives(&mut self, text: &str) {
         self.settle();
-        if self.heard.is_empty() {
+        if self.to_peer.is_empty() {
             self.fail("nothing was received");
         }
-        let got = self.heard.remove(0);
+        let got = self.to_peer.remove(0);
         if got != text {
             self.fail(&format!("received: {got}"));
         }
     }
 
-    fn says(&mut self, words: &mut Words<'_>) {
+    fn peer_sends(&mut self, words: &mut Words<'_>) {
         let (_, raw) = self.ends();
         let what = self.word(words);
         match what {
@@ -524,7 +528,7 @@ impl Stage {
             _ => {}
         }
         let (opcode, mut body) = self.opcode(what, words);
-        let mut m = Said::new(opcode);
+        let mut m = PeerMessage::new(opcode);
         while let Some(word) = words.next() {
             m.word(self, word, words);
         }
@@ -614,7 +618,7 @@ impl Stage {
 }
 
 /// A message of the peer, and its deliberate errors.
-struct Said {
+struct PeerMessage {
     opcode: Opcode,
     tagged: bool,
     last: bool,
@@ -640,7 +644,7 @@ struct Said {
     value: u64,
 }
 
-impl Said {
+impl PeerMessage {
     fn new(opcode: Opcode) -> Self {
         Self {
             opcode,

@@ -426,7 +426,7 @@ fn a_managed_queue_pair_fails_when_its_connection_ends() {
     w[b].conn.leave("disconnected");
     w.run();
     assert_eq!(w[a].conn.state(), State::Error);
-    assert!(w[a].heard(AsyncEvent::PeerGone));
+    assert!(w[a].raised(AsyncEvent::PeerGone));
     assert_eq!(statuses(&w[a].received()), [(1, Status::Flushed)]);
 }
 
@@ -485,19 +485,26 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
     let limit = w[end].conn.silence_limit().unwrap();
     // The time of silence begins with the request, not with the last message before it.
     w.run_for(Duration::from_secs(100));
-    w[peer].heard();
+    w[peer].received();
     w[end].post(send(1));
     w.run_for(limit / 8);
-    assert_eq!(w[peer].heard().len(), 1);
+    assert_eq!(w[peer].received().len(), 1);
     w.run_for(limit);
-    let probes: Vec<_> = w[peer].heard().iter().map(|f| f.text()).collect();
+    let probes: Vec<_> = w[peer].received().iter().map(|f| f.text()).collect();
     assert_eq!(probes, ["Control Ping"]);
     w[peer].sends(&Control::Pong.header().emit());
     w.run_for(limit);
-    assert_eq!(w[peer].heard().len(), 1, "after an answer the next one");
+    assert_eq!(
+        w[peer].received().len(),
+        1,
+        "no second probe was sent after the answer"
+    );
     w[peer].sends(&Control::Ack { seq: 1 }.header().emit());
     w.run_for(limit * 4);
-    assert!(w[peer].heard().is_empty(), "nothing is outstanding");
+    assert!(
+        w[peer].received().is_empty(),
+        "a probe was sent although nothing is outstanding"
+    );
     assert_eq!(statuses(&w[end].completed()), [(1, Status::Success)]);
 }
 
@@ -527,8 +534,8 @@ fn with_bad(
     assert_eq!(w[a].conn.state(), State::Error);
     assert_eq!(w[b].conn.state(), State::Error);
     let events = [
-        w[b].heard(AsyncEvent::QpAccess),
-        w[b].heard(AsyncEvent::QpRequest),
+        w[b].raised(AsyncEvent::QpAccess),
+        w[b].raised(AsyncEvent::QpRequest),
     ];
     (
         statuses(&w[a].completed()),
@@ -782,6 +789,6 @@ fn an_overflowing_completion_queue_ends_its_queue_pair() {
     w.run();
     assert_eq!(w[a].conn.state(), State::Error);
     assert!(w[a].send_cq.is_broken());
-    assert!(w[a].heard(AsyncEvent::QpFatal));
+    assert!(w[a].raised(AsyncEvent::QpFatal));
     assert_eq!(w[a].completed().len(), 3);
 }

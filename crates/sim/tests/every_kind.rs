@@ -1,5 +1,9 @@
 //! Rules that hold for queue pairs of every kind, checked for each of them.
-#![allow(clippy::unwrap_used, reason = "a test stops where something is wrong")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test stops where something is wrong"
+)]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -114,8 +118,8 @@ impl Qp {
         }
     }
 
-    /// Moves from RESET to RTS with the attributes that the kind requires, and a peer.
-    fn connect(&mut self) {
+    /// Moves from RESET to `last`, which is INIT, RTR or RTS, with the attributes that the kind requires.
+    fn advance(&mut self, last: State) {
         use mask::*;
         let (init, rtr, rts) = match self.kind {
             QpType::Ud | QpType::Rd => (QKEY, 0, SQ_PSN),
@@ -126,9 +130,22 @@ impl Qp {
                 TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC,
             ),
         };
-        self.modify(PKEY_INDEX | PORT | init, State::Init).unwrap();
-        self.modify(rtr, State::Rtr).unwrap();
-        self.modify(rts, State::Rts).unwrap();
+        let steps = [
+            (PKEY_INDEX | PORT | init, State::Init),
+            (rtr, State::Rtr),
+            (rts, State::Rts),
+        ];
+        for (attr_mask, state) in steps {
+            self.modify(attr_mask, state).unwrap();
+            if state == last {
+                return;
+            }
+        }
+    }
+
+    /// Moves from RESET to RTS, and sets a peer.
+    fn connect(&mut self) {
+        self.advance(State::Rts);
         match &mut self.machine {
             Machine::Stream(conn) => conn.attach(
                 StreamConfig {
@@ -150,19 +167,20 @@ impl Qp {
         }
     }
 
-    fn recv(&mut self, id: u64) {
+    /// Posts a receive.
+    fn recv(&mut self, id: u64) -> Result<(), Misuse> {
         let request = RecvRequest {
             id,
             sges: Default::default(),
         };
         match &mut self.machine {
-            Machine::Stream(conn) => conn.post_recv(request).unwrap(),
-            Machine::Datagram(qp) => qp.post_recv(request).unwrap(),
+            Machine::Stream(conn) => conn.post_recv(request),
+            Machine::Datagram(qp) => qp.post_recv(request),
         }
     }
 
-    /// Posts a Send, and calls `poll_tx` for its bytes.
-    fn send(&mut self, id: u64) {
+    /// Posts a Send.
+    fn send(&mut self, id: u64) -> Result<(), Misuse> {
         let connected = matches!(self.kind, QpType::Rc | QpType::Uc);
         let request = WorkRequest {
             id,
@@ -178,15 +196,24 @@ impl Qp {
             srq: None,
         };
         match &mut self.machine {
+            Machine::Stream(conn) => conn.post_send(request),
+            Machine::Datagram(qp) => qp.post_send(request),
+        }
+    }
+
+    /// Calls `poll_tx` for the bytes of posted requests. Returns whether there were any.
+    fn transmit(&mut self) -> bool {
+        match &mut self.machine {
             Machine::Stream(conn) => {
-                conn.post_send(request).unwrap();
-                conn.poll_tx(now(), true, &mut TxBatch::default());
+                let mut batch = TxBatch::default();
+                conn.poll_tx(now(), true, &mut batch);
+                !batch.is_empty()
             }
             Machine::Datagram(qp) => {
-                qp.post_send(request).unwrap();
                 let mut out = Vec::new();
                 qp.poll_tx(&mut out);
                 self.unwritten += out.len();
+                !out.is_empty()
             }
         }
     }
@@ -229,7 +256,7 @@ fn reset_after_a_completion_queue_overflow_makes_the_queue_pair_usable_again() {
         let mut qp = Qp::new(kind);
         qp.connect();
         for id in 0..3 {
-            qp.recv(id);
+            qp.recv(id).unwrap();
         }
         // Three flushed receives for a queue of two entries.
         qp.modify(0, State::Error).unwrap();
@@ -237,7 +264,8 @@ fn reset_after_a_completion_queue_overflow_makes_the_queue_pair_usable_again() {
         qp.modify(0, State::Reset).unwrap();
         qp.events();
         qp.connect();
-        qp.send(7);
+        qp.send(7).unwrap();
+        assert!(qp.transmit(), "{kind:?}");
         assert_eq!(qp.state(), State::Rts, "{kind:?}");
         if qp.written() {
             assert_eq!(qp.completions(), [(7, Status::Success)], "{kind:?}");
@@ -251,7 +279,8 @@ fn a_change_of_attributes_in_sqd_does_not_cancel_sq_drained() {
     for kind in [QpType::Rc, QpType::Uc, QpType::Ud] {
         let mut qp = Qp::new(kind);
         qp.connect();
-        qp.send(1);
+        qp.send(1).unwrap();
+        assert!(qp.transmit(), "{kind:?}");
         qp.modify(mask::EN_SQD_ASYNC_NOTIFY, State::Sqd).unwrap();
         assert_eq!(qp.events(), [], "{kind:?}: request 1 is outstanding");
         qp.modify(mask::PKEY_INDEX, State::Sqd).unwrap();
@@ -278,23 +307,71 @@ fn sqd_without_notification_raises_no_event() {
     }
 }
 
+/// The states, with whether each accepts receives and whether it accepts send requests (`ibv_post_recv(3)`,
+/// `ibv_post_send(3)`). SQE is not among them because no call enters it; the unit tests of `datagram` test it.
+const STATES: [(State, bool, bool); 6] = [
+    (State::Reset, false, false),
+    (State::Init, true, false),
+    (State::Rtr, true, false),
+    (State::Rts, true, true),
+    (State::Sqd, true, true),
+    (State::Error, true, true),
+];
+
+impl Qp {
+    /// A queue pair of `kind` in `state`, which has a peer if the state needs one.
+    fn in_state(kind: QpType, state: State) -> Self {
+        let mut qp = Self::new(kind);
+        match state {
+            State::Reset => {}
+            State::Init | State::Rtr => qp.advance(state),
+            State::Rts => qp.connect(),
+            _ => {
+                qp.connect();
+                qp.modify(0, state).unwrap();
+            }
+        }
+        assert_eq!(qp.state(), state, "{kind:?}");
+        qp
+    }
+}
+
 #[test]
-fn requests_are_refused_in_the_reset_state() {
+fn each_state_accepts_and_refuses_the_requests_that_verbs_specify() {
     for kind in KINDS {
-        let mut qp = Qp::new(kind);
-        let recv = RecvRequest {
-            id: 1,
-            sges: Default::default(),
-        };
-        let refused = match &mut qp.machine {
-            Machine::Stream(conn) => conn.post_recv(recv),
-            Machine::Datagram(qp) => qp.post_recv(recv),
-        };
-        assert!(matches!(refused, Err(Misuse::WrongState(_))), "{kind:?}");
-        let refused = match &mut qp.machine {
-            Machine::Stream(conn) => conn.post_send(WorkRequest::blank()),
-            Machine::Datagram(qp) => qp.post_send(WorkRequest::blank()),
-        };
-        assert!(matches!(refused, Err(Misuse::WrongState(_))), "{kind:?}");
+        for (state, takes_receives, takes_sends) in STATES {
+            let mut qp = Qp::in_state(kind, state);
+            for (result, accepts) in [(qp.recv(1), takes_receives), (qp.send(2), takes_sends)] {
+                match result {
+                    Ok(()) => assert!(accepts, "{kind:?} {state:?}"),
+                    Err(Misuse::WrongState(_)) => assert!(!accepts, "{kind:?} {state:?}"),
+                    Err(other) => panic!("{kind:?} {state:?}: {other}"),
+                }
+            }
+            // Only RTS sends.
+            assert_eq!(qp.transmit(), state == State::Rts, "{kind:?} {state:?}");
+            // An accepted request is flushed in the error state, and otherwise stays posted.
+            let mut done = qp.completions();
+            done.sort_unstable_by_key(|(id, _)| *id);
+            let expected: &[_] = match state {
+                State::Error => &[(1, Status::Flushed), (2, Status::Flushed)],
+                _ => &[],
+            };
+            assert_eq!(done, expected, "{kind:?} {state:?}");
+        }
+    }
+}
+
+#[test]
+fn requests_posted_in_sqd_are_sent_after_the_return_to_rts() {
+    for kind in KINDS {
+        let mut qp = Qp::in_state(kind, State::Sqd);
+        qp.send(1).unwrap();
+        assert!(!qp.transmit(), "{kind:?}");
+        qp.modify(0, State::Rts).unwrap();
+        assert!(qp.transmit(), "{kind:?}");
+        if qp.written() {
+            assert_eq!(qp.completions(), [(1, Status::Success)], "{kind:?}");
+        }
     }
 }

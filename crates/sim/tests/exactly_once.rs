@@ -99,12 +99,12 @@ fn a_write_waits_for_room_for_its_record() {
                     net.post(a, b, request.from(&[mine.part(0, text.len())]));
                 }
                 // For each message: the number of bytes in its records, and the number of its records.
-                let mut told = vec![(0, 0); MANY as usize];
+                let mut recorded = vec![(0, 0); MANY as usize];
                 let mut done = 0;
                 let mut steps = 0;
                 while done < MANY as usize {
                     steps += 1;
-                    assert!(steps < 1000, "{what}: {told:?}");
+                    assert!(steps < 1000, "{what}: {recorded:?}");
                     net.run_until(3000 * MS, |net| {
                         done += net[a].completed().len();
                         let waiting = net[b].qp.records().len();
@@ -113,7 +113,7 @@ fn a_write_waits_for_room_for_its_record() {
                         let whole = |(bytes, records): &(usize, usize), text: &Vec<u8>| {
                             *records > 0 && *bytes == text.len()
                         };
-                        let taken = told.iter().zip(&texts).filter(|(t, x)| whole(t, x));
+                        let taken = recorded.iter().zip(&texts).filter(|(t, x)| whole(t, x));
                         assert!(done <= taken.count() + waiting, "{what}");
                         false
                     });
@@ -134,19 +134,22 @@ fn a_write_waits_for_room_for_its_record() {
                         let bytes = &net[b].host.bytes(&theirs)[from..from + r.valid as usize];
                         let part = r.offset as usize..(r.offset + r.valid) as usize;
                         assert_eq!(bytes, &text[part], "{what}");
-                        told[id].0 += r.valid as usize;
-                        told[id].1 += 1;
+                        recorded[id].0 += r.valid as usize;
+                        recorded[id].1 += 1;
                     }
                 }
                 while let Some(r) = net[b].qp.poll_record() {
                     let id = u32::from_be_bytes(r.imm.unwrap()) as usize;
-                    told[id].0 += r.valid as usize;
-                    told[id].1 += 1;
+                    recorded[id].0 += r.valid as usize;
+                    recorded[id].1 += 1;
                 }
-                for ((bytes, records), text) in told.iter().zip(&texts) {
-                    assert_eq!(*bytes, text.len(), "{what}: {told:?}");
+                for ((bytes, records), text) in recorded.iter().zip(&texts) {
+                    assert_eq!(*bytes, text.len(), "{what}: {recorded:?}");
                     let one = record != RecordMode::Chunk || text.len() < 1300;
-                    assert!(*records == 1 || !one && *records > 1, "{what}: {told:?}");
+                    assert!(
+                        *records == 1 || !one && *records > 1,
+                        "{what}: {recorded:?}"
+                    );
                 }
                 assert_eq!(net[b].qp.counters().rec_overflow, 0, "{what}");
                 assert_eq!(net[a].qp.state(), State::Rts, "{what}");

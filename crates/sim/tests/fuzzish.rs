@@ -109,7 +109,7 @@ fn a_damaged_stream_delivers_no_wrong_data() {
         w[other].post(send(2).from(&[from.all()]));
         w.run();
         let mut stream: Vec<u8> = w[ear]
-            .heard()
+            .received()
             .iter()
             .flat_map(|f| framed(&f.ulpdu))
             .collect();

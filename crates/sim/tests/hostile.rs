@@ -153,7 +153,7 @@ impl Stranger {
             echo: 0,
             seq: 1000,
         };
-        s.says(net, None);
+        s.sends(net, None);
         net.run(Duration::ZERO);
         let answers = seen.borrow_mut().remove(&s.addr).unwrap();
         let (answer, data) = rd::parse(&answers[0]).unwrap();
@@ -176,12 +176,12 @@ impl Stranger {
         }
     }
 
-    fn says(&mut self, net: &mut Ether, data: Option<&[u8]>) {
+    fn sends(&mut self, net: &mut Ether, data: Option<&[u8]>) {
         let mut bytes = Vec::new();
         self.packet().put(data.is_some(), &mut bytes);
         bytes.extend_from_slice(data.unwrap_or(&[]));
         self.seq += u32::from(data.is_some());
-        net.hear(self.addr, self.to, &sealed(bytes));
+        net.deliver(self.addr, self.to, &sealed(bytes));
     }
 }
 
@@ -256,7 +256,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
                 let n = (n as u32 + 1) << 16;
                 let from = stranger(if source % 2 == 0 { n | source } else { n | 1 });
                 *sent.entry(from).or_default() += bytes.len();
-                net.hear(from, to, &bytes);
+                net.deliver(from, to, &bytes);
                 if source % 100 == 0 {
                     net.run(MS);
                 }
@@ -294,7 +294,7 @@ fn unacknowledged_answers_are_bounded() {
         .collect();
     for id in 0..500 {
         for s in &mut strangers {
-            s.says(&mut net, Some(&read_request(id, 1 << 20, &open, 0)));
+            s.sends(&mut net, Some(&read_request(id, 1 << 20, &open, 0)));
         }
     }
     let busy = net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
@@ -349,7 +349,7 @@ fn a_reliable_message_is_never_abandoned_for_another() {
         .collect();
     for id in 0..70 {
         for s in &mut strangers {
-            s.says(&mut net, Some(&half(id, false)));
+            s.sends(&mut net, Some(&half(id, false)));
         }
     }
     assert!(net[b].drops.contains_key(&Dropped::Busy));
@@ -484,15 +484,15 @@ fn part(mr: &Mr, id: u32, length: u32, offset: u32) -> (Shim, Header, Vec<u8>) {
     (shim, header, vec![(id as u8).wrapping_add(1).max(1); 8])
 }
 
-fn hears(net: &mut Ether, to: Id, (shim, header, payload): (Shim, Header, Vec<u8>)) {
+fn deliver(net: &mut Ether, to: Id, (shim, header, payload): (Shim, Header, Vec<u8>)) {
     let addr = net[to].addr;
-    net.hear(stranger(1), addr, &sealed(body(&shim, &header, &payload)));
+    net.deliver(stranger(1), addr, &sealed(body(&shim, &header, &payload)));
 }
 
 #[test]
 fn datagrams_of_a_message_that_contradict_it_are_dropped() {
     let (mut net, b, mr) = receiver(options());
-    hears(&mut net, b, part(&mr, 1, 24, 0));
+    deliver(&mut net, b, part(&mr, 1, 24, 0));
     let (good, header, payload) = part(&mr, 1, 24, 16);
     let longer = (Shim { length: 32, ..good }, part(&mr, 1, 32, 16).1);
     let moved = (
@@ -506,12 +506,12 @@ fn datagrams_of_a_message_that_contradict_it_are_dropped() {
         ..good
     };
     for (shim, header) in [longer, moved, (immediate, header)] {
-        hears(&mut net, b, (shim, header, payload.clone()));
+        deliver(&mut net, b, (shim, header, payload.clone()));
     }
     assert_eq!(net[b].drops.get(&Dropped::Mismatch), Some(&3));
     assert!(net[b].host.bytes(&mr)[8..].iter().all(|b| *b == 0));
-    hears(&mut net, b, part(&mr, 1, 24, 16));
-    hears(&mut net, b, part(&mr, 1, 24, 8));
+    deliver(&mut net, b, part(&mr, 1, 24, 16));
+    deliver(&mut net, b, part(&mr, 1, 24, 8));
     let record = net[b].qp.poll_record().unwrap();
     assert!(record.complete && record.valid == 24);
 }
@@ -526,7 +526,7 @@ fn a_send_longer_than_agreed_consumes_no_receive() {
         let (mut net, b, mr) = receiver(options);
         net[b].recv(1, &[mr.all()]);
         let header = untagged(Opcode::Send, QN_SEND, 1, 0, false);
-        hears(&mut net, b, (shim(1, length, 0), header, vec![1; 8]));
+        deliver(&mut net, b, (shim(1, length, 0), header, vec![1; 8]));
         assert_eq!(net[b].drops.get(&Dropped::TooLong), (!fits).then_some(&1));
     }
 }
@@ -537,18 +537,18 @@ fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
     let (mut net, b, mr) = receiver(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
     for id in 0..most {
-        hears(&mut net, b, part(&mr, 1000 - id, 16, 0));
+        deliver(&mut net, b, part(&mr, 1000 - id, 16, 0));
     }
     assert!(net[b].qp.poll_record().is_none());
-    hears(&mut net, b, part(&mr, 1000 - most, 16, 0));
+    deliver(&mut net, b, part(&mr, 1000 - most, 16, 0));
     assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
     assert!(net[b].qp.poll_record().is_none());
     // Reordering may explain a number that is larger by eight, but not one that is larger by nine.
     let (mut net, b, mr) = receiver(options());
-    hears(&mut net, b, part(&mr, u32::MAX, 16, 0));
-    hears(&mut net, b, part(&mr, 7, 16, 0));
+    deliver(&mut net, b, part(&mr, u32::MAX, 16, 0));
+    deliver(&mut net, b, part(&mr, 7, 16, 0));
     assert!(net[b].qp.poll_record().is_none());
-    hears(&mut net, b, part(&mr, 8, 16, 0));
+    deliver(&mut net, b, part(&mr, 8, 16, 0));
     let record = net[b].qp.poll_record().unwrap();
     assert_eq!(
         (record.id, record.valid, record.complete),
@@ -564,7 +564,7 @@ fn another_epoch_begins_with_any_number() {
     let (mut net, b, mr) = receiver(options());
     for epoch in [1, 2] {
         let (shim, header, payload) = part(&mr, 5, 8, 0);
-        hears(&mut net, b, (Shim { epoch, ..shim }, header, payload));
+        deliver(&mut net, b, (Shim { epoch, ..shim }, header, payload));
         assert!(net[b].qp.poll_record().unwrap().complete, "{epoch}");
     }
 }
@@ -590,9 +590,9 @@ fn a_write_to_a_group_is_not_placed() {
 #[test]
 fn bytes_that_have_arrived_are_not_placed_again() {
     let (mut net, b, mr) = receiver(options());
-    hears(&mut net, b, part(&mr, 1, 32, 0));
+    deliver(&mut net, b, part(&mr, 1, 32, 0));
     let (shim, header, _) = part(&mr, 1, 32, 0);
-    hears(&mut net, b, (shim, header, vec![9; 16]));
+    deliver(&mut net, b, (shim, header, vec![9; 16]));
     let bytes = net[b].host.bytes(&mr);
     assert_eq!((&bytes[..8], &bytes[8..16]), (&[2; 8][..], &[9; 8][..]));
 }
@@ -664,7 +664,7 @@ fn datagrams_to_a_group_are_not_answered() {
     let addr = net[b].addr;
     // The first datagrams of a source are each answered by a flow report. After them, only error reports are sent.
     for _ in 0..20 {
-        hears(&mut net, b, part(&mr, 1, 24, 0));
+        deliver(&mut net, b, part(&mr, 1, 24, 0));
         let mut out = Vec::new();
         net[b].qp.poll_tx(&mut out);
         net[b].qp.handle_written(out.len());
@@ -701,7 +701,7 @@ fn groups_of_parity_are_those_of_the_first_datagram() {
         hop_limit: 9,
         traffic_class: 0,
     };
-    let mut says = |offset, group, segment| {
+    let mut receive = |offset, group, segment| {
         let (shim, header, payload) = part(&mr, 1, 40, offset);
         let shim = Shim {
             group,
@@ -711,14 +711,14 @@ fn groups_of_parity_are_those_of_the_first_datagram() {
         let bytes = sealed(body(&shim, &header, &payload));
         net[b].qp.handle_rx(&arrival, &bytes)
     };
-    assert_eq!(says(0, 2, 8), Ok(()));
-    assert_eq!(says(8, 3, 8), Err(Dropped::Mismatch));
-    assert_eq!(says(8, 2, 16), Err(Dropped::Mismatch));
+    assert_eq!(receive(0, 2, 8), Ok(()));
+    assert_eq!(receive(8, 3, 8), Err(Dropped::Mismatch));
+    assert_eq!(receive(8, 2, 16), Err(Dropped::Mismatch));
     assert_eq!(net[b].host.bytes(&mr)[8..16], [0; 8]);
 }
 
 /// The opcodes of the datagrams that a queue pair sends now.
-fn says(net: &mut Ether, of: Id) -> Vec<Opcode> {
+fn sent_opcodes(net: &mut Ether, of: Id) -> Vec<Opcode> {
     let mut out = Vec::new();
     net[of].qp.poll_tx(&mut out);
     net[of].qp.handle_written(out.len());
@@ -739,18 +739,22 @@ fn an_answer_without_a_cookie_is_not_longer_than_its_request() {
         let addr = net[b].addr;
         // The flow reports for these datagrams first use up the credit of the source.
         for id in 10..20 {
-            hears(&mut net, b, part(&mr, id, 8, 0));
+            deliver(&mut net, b, part(&mr, id, 8, 0));
         }
-        says(&mut net, b);
+        sent_opcodes(&mut net, b);
         let request = sealed(read_request(1, 0, &mr, 0));
         let fits = (request.len() - 44) as u32;
-        net.hear(
+        net.deliver(
             stranger(1),
             addr,
             &sealed(read_request(1, fits + more, &mr, 0)),
         );
-        let said = says(&mut net, b);
-        assert_eq!(said.contains(&Opcode::ReadResponse), answered, "{said:?}");
+        let opcodes = sent_opcodes(&mut net, b);
+        assert_eq!(
+            opcodes.contains(&Opcode::ReadResponse),
+            answered,
+            "{opcodes:?}"
+        );
     }
 }
 
@@ -764,7 +768,7 @@ fn answers_are_limited_by_the_bytes_of_the_requests() {
         for id in 0..40 {
             let request = sealed(read_request(id, size, &mr, 0));
             came += request.len();
-            net.hear(stranger(1), addr, &request);
+            net.deliver(stranger(1), addr, &request);
             let mut out = Vec::new();
             net[b].qp.poll_tx(&mut out);
             net[b].qp.handle_written(out.len());
@@ -779,7 +783,7 @@ fn answers_are_limited_by_the_bytes_of_the_requests() {
 #[test]
 fn error_reports_per_second_are_limited() {
     let (mut net, b, mr) = receiver(options());
-    let (mut told, wrong) = (0, Stag(mr.stag().0 ^ 0x0100));
+    let (mut reports, wrong) = (0, Stag(mr.stag().0 ^ 0x0100));
     for id in 0..3 * bounds::ERRORS_A_SECOND {
         let (shim, header, payload) = part(&mr, id, 8, 0);
         let Header::Tagged(tagged) = header else {
@@ -790,11 +794,11 @@ fn error_reports_per_second_are_limited() {
             ..tagged
         });
         let addr = net[b].addr;
-        net.hear(stranger(1), addr, &sealed(body(&shim, &wrong, &payload)));
-        let said = says(&mut net, b);
-        told += said.iter().filter(|o| **o == Opcode::Terminate).count();
+        net.deliver(stranger(1), addr, &sealed(body(&shim, &wrong, &payload)));
+        let opcodes = sent_opcodes(&mut net, b);
+        reports += opcodes.iter().filter(|o| **o == Opcode::Terminate).count();
     }
-    assert_eq!(told, bounds::ERRORS_A_SECOND as usize);
+    assert_eq!(reports, bounds::ERRORS_A_SECOND as usize);
 }
 
 #[test]
@@ -803,10 +807,10 @@ fn queued_read_answers_are_limited() {
     let addr = net[b].addr;
     let most = u32::from(options().max_reads);
     for id in 0..most + 3 {
-        net.hear(stranger(1), addr, &sealed(read_request(id, 8, &mr, 0)));
+        net.deliver(stranger(1), addr, &sealed(read_request(id, 8, &mr, 0)));
     }
     assert_eq!(net[b].drops.get(&Dropped::Busy), Some(&3));
-    assert_eq!(says(&mut net, b).len() as u32, most);
+    assert_eq!(sent_opcodes(&mut net, b).len() as u32, most);
 }
 
 #[test]
@@ -814,7 +818,7 @@ fn a_writer_may_ask_for_a_record_of_each_datagram() {
     let (mut net, b, mr) = receiver(options());
     let (shim, header, payload) = part(&mr, 1, 24, 8);
     let attributes = dgram::ATTR_RECORD | dgram::ATTR_NOT_AGGREGATED;
-    hears(&mut net, b, (Shim { attributes, ..shim }, header, payload));
+    deliver(&mut net, b, (Shim { attributes, ..shim }, header, payload));
     let record = net[b].qp.poll_record().unwrap();
     assert!(record.chunk && !record.complete);
     assert_eq!((record.offset, record.valid, record.map), (8, 8, 0));
@@ -829,7 +833,7 @@ fn a_read_longer_than_the_limit_is_refused() {
     for (size, why) in [(1000, None), (1001, Some(&1))] {
         let (mut net, b, mr) = receiver(options);
         let addr = net[b].addr;
-        net.hear(stranger(1), addr, &sealed(read_request(1, size, &mr, 0)));
+        net.deliver(stranger(1), addr, &sealed(read_request(1, size, &mr, 0)));
         assert_eq!(net[b].drops.get(&Dropped::TooLong), why);
     }
 }
@@ -871,25 +875,25 @@ fn an_unsolicited_answer_is_not_placed() {
         sealed(body(&shim, &header, &[7; 16]))
     };
     let (b_addr, right) = (net[b].addr, answer(id, 16, sink_stag, sink_to.0, 5));
-    net.hear(stranger(1), to, &right);
-    net.hear(b_addr, to, &answer(id, 16, sink_stag, sink_to.0, 6));
-    net.hear(b_addr, to, &answer(id + 1, 16, sink_stag, sink_to.0, 5));
-    net.hear(
+    net.deliver(stranger(1), to, &right);
+    net.deliver(b_addr, to, &answer(id, 16, sink_stag, sink_to.0, 6));
+    net.deliver(b_addr, to, &answer(id + 1, 16, sink_stag, sink_to.0, 5));
+    net.deliver(
         b_addr,
         to,
         &answer(id, 16, Stag(sink_stag.0 ^ 1), sink_to.0, 5),
     );
-    net.hear(b_addr, to, &answer(id, 16, sink_stag, sink_to.0 + 8, 5));
-    net.hear(b_addr, to, &answer(id, 24, sink_stag, sink_to.0, 5));
+    net.deliver(b_addr, to, &answer(id, 16, sink_stag, sink_to.0 + 8, 5));
+    net.deliver(b_addr, to, &answer(id, 24, sink_stag, sink_to.0, 5));
     let drops = |net: &Ether, why| net[a].drops.get(&why).copied().unwrap_or(0);
     assert_eq!(drops(&net, Dropped::Late), 3);
     assert_eq!(drops(&net, Dropped::Mismatch), 3);
     assert!(net[a].host.bytes(&sink).iter().all(|b| *b == 0));
     assert!(net[a].completed().is_empty());
-    net.hear(b_addr, to, &right);
+    net.deliver(b_addr, to, &right);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[a].host.bytes(&sink)[..16], [7; 16]);
-    net.hear(b_addr, to, &right);
+    net.deliver(b_addr, to, &right);
     assert_eq!(drops(&net, Dropped::Late), 4);
 }
 
@@ -933,11 +937,11 @@ fn a_packet_and_the_datagram_in_it_agree() {
         // A packet to another queue pair index is dropped.
         let mut stray = bytes.clone();
         stray[22] ^= 1;
-        net.hear(from, to, &sealed(stray));
+        net.deliver(from, to, &sealed(stray));
         assert_eq!(net[b].drops.get(&Dropped::Index), Some(&1));
         net.run(MS);
         assert!(net[a].completed().is_empty());
-        net.hear(from, to, &sealed(bytes));
+        net.deliver(from, to, &sealed(bytes));
         net.run(5 * MS);
         let ends: Vec<_> = net[a].completed().iter().map(|c| c.status).collect();
         assert_eq!(ends, [status], "{at:?}");
@@ -975,7 +979,7 @@ fn a_challenge_from_a_wrong_source_is_dropped() {
         };
         let mut bytes = Vec::new();
         challenge.put(false, &mut bytes);
-        net.hear(from, to, &sealed(bytes));
+        net.deliver(from, to, &sealed(bytes));
         net.run(500 * MS);
         let last = echoes.borrow().last().copied();
         assert_eq!(last.map(|(_, echo)| echo == 99), Some(believed));
@@ -1038,7 +1042,7 @@ fn queued_challenges_are_limited() {
             echo: 0,
             seq: 1,
         };
-        s.says(&mut net, None);
+        s.sends(&mut net, None);
     }
     net.run(Duration::ZERO);
     assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
@@ -1057,12 +1061,12 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
         let mr = net[b].host.register(1 << 16, access::ALL);
         let seen = watch(&mut net);
         let mut s = Stranger::meets(&mut net, &seen, 1, b);
-        let mut says = move |id: u32, missing: bool| {
+        let mut send = move |id: u32, missing: bool| {
             let (shim, header, _) = part(&mr, id, 8, 0);
             let length = len as u32;
             let data = body(&Shim { length, ..shim }, &header, &vec![1; len]);
             s.seq += u32::from(missing);
-            s.says(&mut net, Some(&data));
+            s.sends(&mut net, Some(&data));
             net.run(Duration::ZERO);
             let answers = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
             assert!(answers.len() <= 1);
@@ -1072,7 +1076,7 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
         let many = 80;
         let mut answered = Vec::new();
         for id in 0..many {
-            answered.extend(says(id, id == 40).map(|ack| (id + 1, ack)));
+            answered.extend(send(id, id == 40).map(|ack| (id + 1, ack)));
         }
         answered
     };
@@ -1080,10 +1084,10 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
     let times: Vec<u32> = acks.iter().map(|(after, _)| *after).collect();
     // A packet after a gap is acknowledged at once.
     assert_eq!(times, [32, 41, 57, 73]);
-    let told = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
-    assert_eq!(told(0), (1032, vec![]));
-    assert_eq!(told(1), (1040, vec![(1041, 1042)]));
-    assert_eq!(told(3), (1040, vec![(1041, 1074)]));
+    let ack = |n: usize| (acks[n].1.0, acks[n].1.1.clone());
+    assert_eq!(ack(0), (1032, vec![]));
+    assert_eq!(ack(1), (1040, vec![(1041, 1042)]));
+    assert_eq!(ack(3), (1040, vec![(1041, 1074)]));
     // The socket's buffer is charged twice the bytes of a packet, and a fixed amount.
     let acks = of(60_000);
     let (_, _, window, len) = acks[0].1;
@@ -1104,26 +1108,26 @@ fn a_silent_reliable_peer_is_sent_few_bytes() {
     for (n, size) in [8, 100, 1000, MANY].into_iter().enumerate() {
         let mut s = Stranger::meets(&mut net, &seen, n as u32, b);
         let data = read_request(1, size, &mr, 0);
-        s.says(&mut net, Some(&data));
+        s.sends(&mut net, Some(&data));
         let came = Packet::LEN + data.len() + dgram::CRC;
         net.run(2000 * MS);
-        let heard = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
-        let bytes = |heard: &Vec<Vec<u8>>| heard.iter().map(Vec::len).sum::<usize>();
+        let packets = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+        let bytes = |packets: &Vec<Vec<u8>>| packets.iter().map(Vec::len).sum::<usize>();
         assert!(
-            bytes(&heard) <= 3 * came,
+            bytes(&packets) <= 3 * came,
             "{size}: {} for {came}",
-            bytes(&heard)
+            bytes(&packets)
         );
-        let packets: Vec<_> = heard.iter().map(|p| rd::parse(p).unwrap()).collect();
-        let answered = packets.iter().any(|(_, data)| data.is_some());
+        let parsed: Vec<_> = packets.iter().map(|p| rd::parse(p).unwrap()).collect();
+        let answered = parsed.iter().any(|(_, data)| data.is_some());
         assert_eq!(answered, size < 150);
         let proof = Packet {
-            time_echo: packets[0].0.time,
+            time_echo: parsed[0].0.time,
             ..s.packet()
         };
         let mut bytes_of = Vec::new();
         proof.put(false, &mut bytes_of);
-        net.hear(s.addr, s.to, &sealed(bytes_of));
+        net.deliver(s.addr, s.to, &sealed(bytes_of));
         net.run(2000 * MS);
         let more = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
         assert!(size < MANY || bytes(&more) > 10_000, "{}", bytes(&more));
@@ -1140,7 +1144,7 @@ fn control_in_a_packet_is_refused() {
     let mut header = Control::Cookie.header();
     header.msn = Msn(1);
     let data = body(&shim(1, 8, 0), &Header::Untagged(header), &[1; 8]);
-    s.says(&mut net, Some(&data));
+    s.sends(&mut net, Some(&data));
     assert_eq!(net[b].drops.get(&Dropped::Operation), Some(&1));
     net.run(Duration::ZERO);
     let answer = rd::parse(&seen.borrow()[&s.addr][0]).unwrap().0;
@@ -1162,21 +1166,21 @@ fn queued_answers_are_limited_for_each_peer_and_for_all() {
     let busy = |net: &Ether| net[b].drops.get(&Dropped::Busy).copied().unwrap_or(0);
     let asks = |net: &mut Ether, s: &mut Stranger, many: usize| {
         for id in 0..many {
-            s.says(net, Some(&read_request(id as u32, 8, &mr, 0)));
+            s.sends(net, Some(&read_request(id as u32, 8, &mr, 0)));
         }
     };
     for (n, s) in strangers.iter_mut().enumerate().take(all as usize) {
         asks(&mut net, s, bounds::RD_ANSWERS_PEER);
         assert_eq!(busy(&net), n as u64);
         // One request more waits until one of the answers has been sent.
-        s.says(&mut net, Some(&read_request(999, 8, &mr, 0)));
+        s.sends(&mut net, Some(&read_request(999, 8, &mr, 0)));
         assert_eq!(busy(&net), n as u64 + 1);
     }
     for s in strangers.iter_mut().skip(all as usize) {
         let before = busy(&net);
         asks(&mut net, s, 4);
         assert_eq!(busy(&net), before);
-        s.says(&mut net, Some(&read_request(999, 8, &mr, 0)));
+        s.sends(&mut net, Some(&read_request(999, 8, &mr, 0)));
         assert_eq!(busy(&net), before + 1);
     }
 }
@@ -1212,7 +1216,7 @@ fn a_reader_repeats_its_request_once() {
         let mut header = Control::Cookie.header();
         header.msn = Msn(request.shim.id);
         let bytes = body(&shim, &Header::Untagged(header), &cookie.to_be_bytes());
-        net.hear(far, near, &sealed(bytes));
+        net.deliver(far, near, &sealed(bytes));
         net.run(MS);
     }
     let asked = asked.borrow();

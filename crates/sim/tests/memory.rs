@@ -142,7 +142,7 @@ fn fill_table_of_peers() {
         let mut bytes = Vec::new();
         blank.put(false, &mut bytes);
         dgram::seal(&mut bytes);
-        net.hear(from, at, &bytes);
+        net.deliver(from, at, &bytes);
         net.run(Duration::from_micros(10));
         let Some(echo) = token.borrow_mut().take() else {
             continue;
@@ -159,7 +159,7 @@ fn fill_table_of_peers() {
         packet.put(true, &mut bytes);
         bytes.extend_from_slice(&data);
         dgram::seal(&mut bytes);
-        net.hear(from, at, &bytes);
+        net.deliver(from, at, &bytes);
     }
     let (charged, held) = (net[near].qp.waiting(), resident() - before);
     println!("{challenged} peers: charged {charged}, held {held}");
@@ -197,12 +197,12 @@ fn fill() {
         false
     }));
     let strangers: Vec<SocketAddr> = (0..60_u8).map(|n| ([10, 1, n, 1], 4000).into()).collect();
-    let says = |net: &mut Ether, from, packet: &Packet, data: Option<&[u8]>| {
+    let send = |net: &mut Ether, from, packet: &Packet, data: Option<&[u8]>| {
         let mut bytes = Vec::new();
         packet.put(data.is_some(), &mut bytes);
         bytes.extend_from_slice(data.unwrap_or(&[]));
         dgram::seal(&mut bytes);
-        net.hear(from, at, &bytes);
+        net.deliver(from, at, &bytes);
     };
     let blank = Packet {
         token: 99,
@@ -212,7 +212,7 @@ fn fill() {
         ..Packet::default()
     };
     for stranger in &strangers {
-        says(&mut net, *stranger, &blank, None);
+        send(&mut net, *stranger, &blank, None);
         net.run(Duration::from_millis(1));
     }
     let tokens = std::mem::take(&mut *tokens.borrow_mut());
@@ -235,7 +235,7 @@ fn fill() {
                 base: 100,
                 ..blank.clone()
             };
-            says(&mut net, *stranger, &packet, Some(&data));
+            send(&mut net, *stranger, &packet, Some(&data));
         }
     }
     let (charged, held) = (net[near].qp.waiting(), resident() - before);

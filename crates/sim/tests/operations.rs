@@ -284,8 +284,41 @@ fn a_send_with_invalidate_ends_a_window_of_type_2() {
                 assert_eq!(status, Status::RemoteAccess);
             }
             assert_eq!(w[b].conn.state(), State::Error);
-            assert!(w[b].heard(AsyncEvent::QpAccess));
+            assert!(w[b].raised(AsyncEvent::QpAccess));
         }
+    }
+}
+
+#[test]
+fn a_window_of_another_queue_pair_is_not_invalidated_by_a_send() {
+    for setup in both() {
+        let mut w = World::new(8);
+        let (near, far) = (w.host(), w.host());
+        let (a, b) = w.connect(&near, &setup, &far, &setup);
+        let (c, d) = w.connect(&near, &setup, &far, &setup);
+        let mr = far.register(64, access::ALL);
+        let rkey = bind(&mut w, d, &mr, access::WRITE);
+        w[b].recv(1, &[]);
+        w[a].post(send_invalidate(2, rkey));
+        w.run();
+        // RFC 5040 §5.3 [rdmap-invalidate]: the window is of another stream, so this stream fails.
+        assert_eq!(w[b].conn.state(), State::Error);
+        assert_eq!(w[b].received()[0].status, Status::Flushed);
+        if setup.peer == Peer::Anywarp {
+            assert_eq!(w[a].completed()[0].status, Status::RemoteAccess);
+        }
+        // The stream of the window can still use the window, and invalidate it.
+        let remote = anywarp_core::verbs::wr::Remote {
+            rkey,
+            ..mr.remote(16)
+        };
+        w[d].recv(3, &[]);
+        w[c].post(write(4, remote).inline(b"window"));
+        w[c].post(send_invalidate(5, rkey));
+        w.run();
+        ok(&w[c].completed(), &[4, 5]);
+        assert_eq!(w[d].received()[0].invalidated, Some(rkey));
+        assert_eq!(far.bytes(&mr)[16..22], *b"window");
     }
 }
 
@@ -472,9 +505,9 @@ fn an_atomic_completes_only_with_its_response() {
     w[end].post(fetch_add(1, remote, 2).from(&[old.all()]));
     w.run();
     assert_eq!(
-        w[peer].heard().len(),
+        w[peer].received().len(),
         2,
-        "ready to receive, and the request"
+        "the ready-to-receive message and the request"
     );
     assert!(w[end].completed().is_empty() && w[end].conn.state() == State::Rts);
     let header = Untagged {
@@ -512,9 +545,9 @@ fn headers_of_atomic_and_immediate_messages() {
     let request = AtomicRequest::fetch_add(7, mr.stag(), mr.remote(0).to, 1);
     w[peer].sends(&[&header.emit()[..], &request.emit()].concat());
     w.run();
-    let heard = w[peer].heard();
+    let fpdus = w[peer].received();
     let mut untagged = Vec::new();
-    for f in &heard {
+    for f in &fpdus {
         if let Header::Untagged(h) = f.header() {
             assert_eq!((h.inv_stag, h.mo, h.last), (Stag(0), 0, true));
             untagged.push((h.opcode, h.qn));
@@ -544,12 +577,12 @@ fn an_atomic_into_deregistered_memory_is_reported_to_the_peer() {
     w.run();
     let done: Vec<_> = w[end].completed().iter().map(|c| c.status).collect();
     assert_eq!(done, [Status::LocalProtection]);
-    let heard = w[peer].heard();
-    let [_ready, told] = &heard[..] else {
-        panic!("{heard:?}");
+    let fpdus = w[peer].received();
+    let [_ready, terminate_fpdu] = &fpdus[..] else {
+        panic!("{fpdus:?}");
     };
-    assert_eq!(told.opcode(), Opcode::Terminate);
-    let terminate = Terminate::parse(told.payload());
+    assert_eq!(terminate_fpdu.opcode(), Opcode::Terminate);
+    let terminate = Terminate::parse(terminate_fpdu.payload());
     let code = (terminate.layer, terminate.etype, terminate.code);
     assert_eq!(code, (0, 0, 0));
     assert!(terminate.ddp_header.is_none() && terminate.read_request.is_none());
@@ -691,11 +724,7 @@ fn reads_above_ord_wait_and_none_is_lost() {
                 w.run();
                 ok(&w[a].completed(), &(0..40).collect::<Vec<_>>());
                 assert!(w[a].bytes(&here) == data || w[a].bytes(&here) == vec![0; 40_000]);
-                assert_eq!(
-                    w[b].conn.state(),
-                    State::Rts,
-                    "the peer's IRD was not exceeded"
-                );
+                assert_eq!(w[b].conn.state(), State::Rts, "the peer's IRD was exceeded");
             });
         }
     }
@@ -884,7 +913,7 @@ fn a_responder_sends_nothing_before_the_first_message() {
         let stuck = w[b].register(8, access::LOCAL);
         w[b].recv(5, &[stuck.all()]);
         w.run();
-        assert!(w[b].heard(AsyncEvent::Started), "{first:?}");
+        assert!(w[b].raised(AsyncEvent::Started), "{first:?}");
         ok(&w[b].completed(), &[1]);
         ok(&w[a].received(), &[1]);
         // The ready-to-receive message consumed no receive of the application.
@@ -902,7 +931,7 @@ fn a_responder_sends_nothing_before_the_first_message() {
     let (a, b) = w.pair(&silent);
     w[b].post(send(1));
     w.run();
-    assert!(w[b].completed().is_empty() && !w[b].heard(AsyncEvent::Started));
+    assert!(w[b].completed().is_empty() && !w[b].raised(AsyncEvent::Started));
     w[b].recv(1, &[]);
     w[a].recv(1, &[]);
     w[a].post(send(1));
@@ -965,7 +994,7 @@ fn a_standard_peer_gets_no_control_messages() {
         w.run();
         // They complete as soon as they are passed to the stream.
         ok(&w[end].completed(), &[1, 2, 3]);
-        let opcodes: Vec<_> = w[peer].heard().iter().map(|f| f.opcode()).collect();
+        let opcodes: Vec<_> = w[peer].received().iter().map(|f| f.opcode()).collect();
         let send = [Opcode::Send; 4];
         let write = [Opcode::Write; 4];
         assert_eq!(
@@ -1001,7 +1030,7 @@ fn markers_are_sent_to_a_peer_that_requests_them() {
             w[end].post(send(2).inline(b"small"));
             w.run();
             ok(&w[end].completed(), &[1, 2]);
-            let got = w[peer].heard();
+            let got = w[peer].received();
             // The FPDUs of the Write: the first one is the ready-to-receive message, and the last one is the Send.
             let body: Vec<u8> = got[1..got.len() - 1]
                 .iter()
@@ -1061,7 +1090,7 @@ fn segments_fill_the_mulpdu_and_no_more() {
         let mr = w[end].register(200_000, access::ALL);
         w[end].post(send(1).from(&[mr.all()]));
         w.run();
-        let got = w[peer].heard();
+        let got = w[peer].received();
         let (last, full) = got[1..].split_last().unwrap();
         assert!(full.iter().all(|f| f.ulpdu.len() == mulpdu));
         assert!(last.ulpdu.len() <= mulpdu);
@@ -1103,7 +1132,7 @@ fn segments_are_small_until_the_hello_of_the_peer() {
         let mr = w[end].register(50_000, access::ALL);
         w[end].post(send(1).from(&[mr.all()]));
         w.run();
-        let got = w[peer].heard();
+        let got = w[peer].received();
         assert_eq!(got.iter().map(|f| f.ulpdu.len()).max(), Some(largest));
     }
 }

@@ -14,11 +14,13 @@ use anywarp_core::datagram::Kind;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::verbs::qp::State;
 use anywarp_core::verbs::wc::{Status, WcOp};
+use anywarp_core::verbs::wr::Bind;
 use anywarp_core::wire::ddp::Header;
-use anywarp_core::wire::{dgram, rd};
+use anywarp_core::wire::{Stag, dgram, rd};
 use anywarp_sim::ether::{Ether, Id, Link};
 use anywarp_sim::{
-    Request, Rng, access, compare_swap, each_seed, fetch_add, read, send, send_imm, write,
+    Request, Rng, access, compare_swap, each_seed, fetch_add, read, send, send_imm,
+    send_invalidate, write,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -308,6 +310,51 @@ fn a_refused_write_fails_at_its_source() {
         net.run(LONG);
         assert_eq!(net[a].completed()[0].status, Status::Success);
     }
+}
+
+/// A Send with Invalidate whose window is bound to another queue pair of the receiver is refused like any other access
+/// that is not allowed, and the window stays valid.
+#[test]
+fn a_window_of_another_queue_pair_is_not_invalidated_by_a_send() {
+    let (mut net, a, b) = pair(11, Link::default(), options());
+    let host = net[b].host.clone();
+    let regions = &host.rnic.regions;
+    let mr = host.register(64, access::ALL);
+    let inbox = host.register(100, access::ALL);
+    let qpn = net[b].destination().qpn;
+    let bound_to = |qpn: u32| {
+        let window = regions.alloc_window(host.pd, true, &mut || host.random());
+        let window = window.unwrap();
+        let rkey = Stag(window.0 ^ 0x55);
+        let bind = Bind {
+            window,
+            rkey,
+            mr: mr.stag(),
+            addr: mr.all().addr,
+            len: 64,
+            access: access::WRITE,
+        };
+        regions.bind(&bind, host.pd, qpn).unwrap();
+        rkey
+    };
+    let (own, other) = (bound_to(qpn), bound_to(qpn + 1));
+    let is_valid = |rkey, qpn| {
+        regions
+            .check(rkey, host.pd, qpn, access::WRITE, mr.remote(0).to, 64)
+            .is_ok()
+    };
+    for id in 0..2 {
+        net[b].recv(id, &[inbox.all()]);
+    }
+    net.post(a, b, send_invalidate(1, own));
+    net.post(a, b, send_invalidate(2, other));
+    net.run(LONG);
+    let done = net[a].completed();
+    let done: Vec<_> = done.iter().map(|c| (c.wr_id, c.status)).collect();
+    assert_eq!(done, [(1, Status::Success), (2, Status::RemoteAccess)]);
+    assert_eq!(net[b].received()[0].invalidated, Some(own));
+    assert!(!is_valid(own, qpn));
+    assert!(is_valid(other, qpn + 1));
 }
 
 /// A queue pair that is created again at the same address is another peer: requests that were under way to the

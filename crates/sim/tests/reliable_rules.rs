@@ -34,7 +34,7 @@ struct Far {
     near: Id,
     far: Id,
     mr: Mr,
-    heard: Rc<RefCell<Vec<(Packet, usize)>>>,
+    packets: Rc<RefCell<Vec<(Packet, usize)>>>,
 }
 
 /// The token of the test's peer.
@@ -47,8 +47,8 @@ impl Far {
         let far = net.join(Kind::Rd, options());
         net[far].dead = true;
         let mr = net[near].host.register(64, access::ALL);
-        let heard = Rc::new(RefCell::new(Vec::new()));
-        let (store, at) = (Rc::clone(&heard), net[far].addr);
+        let packets = Rc::new(RefCell::new(Vec::new()));
+        let (store, at) = (Rc::clone(&packets), net[far].addr);
         net.filter = Some(Box::new(move |d| {
             if d.to == at {
                 let (packet, data) = rd::parse(&d.bytes).unwrap();
@@ -63,15 +63,15 @@ impl Far {
             near,
             far,
             mr,
-            heard,
+            packets,
         }
     }
 
     /// Answers the request for the peer's token.
     fn met() -> Self {
         let mut far = Self::new();
-        far.sends(0..1);
-        let asked = far.hears();
+        far.post_sends(0..1);
+        let asked = far.received();
         let (asking, len) = &asked[0];
         assert!(asked.len() == 1 && asking.echo == 0 && *len == 0);
         let challenge = Packet {
@@ -80,11 +80,11 @@ impl Far {
             time_echo: asking.time,
             ..blank()
         };
-        far.says(&challenge);
+        far.sends(&challenge);
         far
     }
 
-    fn sends(&mut self, ids: std::ops::Range<u64>) {
+    fn post_sends(&mut self, ids: std::ops::Range<u64>) {
         for id in ids {
             let sges = [self.mr.part(0, 8)];
             self.net.post(self.near, self.far, send(id).from(&sges));
@@ -92,17 +92,18 @@ impl Far {
     }
 
     /// The packets that have arrived since the last call.
-    fn hears(&mut self) -> Vec<(Packet, usize)> {
+    fn received(&mut self) -> Vec<(Packet, usize)> {
         self.net.run(MS / 2);
-        std::mem::take(&mut self.heard.borrow_mut())
+        std::mem::take(&mut self.packets.borrow_mut())
     }
 
-    fn says(&mut self, packet: &Packet) {
+    /// Sends a packet of the test to the queue pair.
+    fn sends(&mut self, packet: &Packet) {
         let mut bytes = Vec::new();
         packet.put(false, &mut bytes);
         dgram::seal(&mut bytes);
         let (from, to) = (self.net[self.far].addr, self.net[self.near].addr);
-        self.net.hear(from, to, &bytes);
+        self.net.deliver(from, to, &bytes);
     }
 
     fn statuses(&mut self) -> Vec<(u64, Status)> {
@@ -127,8 +128,8 @@ fn blank() -> Packet {
 #[test]
 fn a_packet_overtaken_by_sixteen_is_lost() {
     let mut far = Far::met();
-    far.sends(1..20);
-    let sent = far.hears();
+    far.post_sends(1..20);
+    let sent = far.received();
     assert_eq!(sent.len(), 20);
     let (first, token) = (sent[0].0.seq, sent[0].0.token);
     for (arrived, again) in [
@@ -144,9 +145,9 @@ fn a_packet_overtaken_by_sixteen_is_lost() {
                 .collect(),
             ..blank()
         };
-        far.says(&ack);
-        let heard: Vec<u32> = far.hears().iter().map(|(p, _)| p.seq).collect();
-        assert_eq!(heard, again, "{arrived} after it");
+        far.sends(&ack);
+        let packets: Vec<u32> = far.received().iter().map(|(p, _)| p.seq).collect();
+        assert_eq!(packets, again, "{arrived} after it");
     }
     let counters = far.net[far.near].qp.counters();
     assert_eq!((counters.rd_again, counters.rd_probes), (3, 0));
@@ -160,22 +161,22 @@ fn a_packet_overtaken_by_sixteen_is_lost() {
 #[test]
 fn acknowledged_messages_complete() {
     let mut far = Far::met();
-    far.sends(1..4);
-    let sent = far.hears();
+    far.post_sends(1..4);
+    let sent = far.received();
     let (first, token) = (sent[0].0.seq, sent[0].0.token);
-    let says = |ack, runs: &[(u32, u32)]| Packet {
+    let ack_of = |ack, runs: &[(u32, u32)]| Packet {
         echo: token,
         ack: Some(ack),
         arrived: runs.iter().copied().collect(),
         ..blank()
     };
-    far.says(&says(first, &[(first + 1, first + 4)]));
+    far.sends(&ack_of(first, &[(first + 1, first + 4)]));
     assert_eq!(far.statuses(), []);
-    far.says(&says(first + 2, &[(first + 3, first + 4)]));
+    far.sends(&ack_of(first + 2, &[(first + 3, first + 4)]));
     let done = [(0, Status::Success), (1, Status::Success)];
     assert_eq!(far.statuses(), done);
     // An acknowledgement of more than was sent.
-    far.says(&says(first + 9, &[]));
+    far.sends(&ack_of(first + 9, &[]));
     let done = [(2, Status::Success), (3, Status::Success)];
     assert_eq!(far.statuses(), done);
 }
@@ -184,25 +185,25 @@ fn acknowledged_messages_complete() {
 #[test]
 fn an_unsolicited_challenge_is_not_accepted() {
     let mut far = Far::met();
-    let sent = far.hears();
+    let sent = far.received();
     let (packet, _) = &sent[0];
     let ack = Packet {
         echo: packet.token,
         ack: Some(packet.seq + 1),
         ..blank()
     };
-    far.says(&ack);
+    far.sends(&ack);
     assert_eq!(far.statuses(), [(0, Status::Success)]);
-    assert_eq!(far.hears(), []);
+    assert_eq!(far.received(), []);
     let other = Packet {
         token: TOKEN + 1,
         challenge: true,
         echo: packet.token,
         ..blank()
     };
-    far.says(&other);
-    far.sends(1..2);
-    let echoes: Vec<u32> = far.hears().iter().map(|(p, _)| p.echo).collect();
+    far.sends(&other);
+    far.post_sends(1..2);
+    let echoes: Vec<u32> = far.received().iter().map(|(p, _)| p.echo).collect();
     assert_eq!(echoes, [TOKEN]);
 }
 
@@ -212,26 +213,26 @@ fn an_unsolicited_challenge_is_not_accepted() {
 fn even_a_small_window_is_respected() {
     for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {
         let mut far = Far::met();
-        let asked = far.hears();
+        let asked = far.received();
         let (seq, token) = (asked[0].0.seq, asked[0].0.token);
-        let says = |ack, window| Packet {
+        let ack_of = |ack, window| Packet {
             echo: token,
             ack: Some(ack),
             window,
             ..blank()
         };
-        far.says(&says(seq + 1, window));
-        far.sends(1..10);
-        let data = |heard: &[(Packet, usize)]| heard.iter().filter(|(_, len)| *len > 0).count();
-        assert_eq!(data(&far.hears()), first, "{window}");
+        far.sends(&ack_of(seq + 1, window));
+        far.post_sends(1..10);
+        let data = |packets: &[(Packet, usize)]| packets.iter().filter(|(_, len)| *len > 0).count();
+        assert_eq!(data(&far.received()), first, "{window}");
         if window == 0 {
             far.net.run(400 * MS);
-            let heard = std::mem::take(&mut *far.heard.borrow_mut());
-            assert_eq!(data(&heard), 0);
-            let asks = heard.iter().filter(|(p, _)| p.ack_now).count();
+            let packets = std::mem::take(&mut *far.packets.borrow_mut());
+            assert_eq!(data(&packets), 0);
+            let asks = packets.iter().filter(|(p, _)| p.ack_now).count();
             assert!((1..=8).contains(&asks), "{asks}");
-            far.says(&says(seq + 1, 1 << 20));
-            assert_eq!(data(&far.hears()), 9);
+            far.sends(&ack_of(seq + 1, 1 << 20));
+            assert_eq!(data(&far.received()), 9);
         }
     }
 }
@@ -241,22 +242,22 @@ fn even_a_small_window_is_respected() {
 fn lost_packets_are_sent_again_within_the_window() {
     for (window, expected) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 40)] {
         let mut far = Far::met();
-        let asked = far.hears();
+        let asked = far.received();
         let (seq, token) = (asked[0].0.seq, asked[0].0.token);
-        let says = |window, arrived: std::ops::Range<u32>| Packet {
+        let ack_of = |window, arrived: std::ops::Range<u32>| Packet {
             echo: token,
             ack: Some(seq + 1),
             window,
             arrived: [(arrived.start, arrived.end)].into_iter().collect(),
             ..blank()
         };
-        let data = |heard: &[(Packet, usize)]| heard.iter().filter(|(_, len)| *len > 0).count();
-        far.says(&says(1 << 20, seq + 1..seq + 1));
-        far.sends(1..61);
-        assert_eq!(data(&far.hears()), 60);
+        let data = |packets: &[(Packet, usize)]| packets.iter().filter(|(_, len)| *len > 0).count();
+        far.sends(&ack_of(1 << 20, seq + 1..seq + 1));
+        far.post_sends(1..61);
+        assert_eq!(data(&far.received()), 60);
         // The first 40 are lost, and the last 20 have arrived.
-        far.says(&says(window, seq + 41..seq + 61));
-        assert_eq!(data(&far.hears()), expected, "{window}");
+        far.sends(&ack_of(window, seq + 41..seq + 61));
+        assert_eq!(data(&far.received()), expected, "{window}");
     }
 }
 

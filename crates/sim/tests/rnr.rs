@@ -399,15 +399,19 @@ fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
     w[peer].sends(&write(2));
     w[peer].sends(&send(2));
     w.run();
-    assert_eq!(w[end].bytes(&mr)[0], 1, "the Write after it was dropped");
-    let heard = w[peer].heard();
-    let said = controls(&heard);
+    assert_eq!(
+        w[end].bytes(&mr)[0],
+        1,
+        "the Write that followed the dropped Send was placed"
+    );
+    let fpdus = w[peer].received();
+    let sent = controls(&fpdus);
     assert!(
-        said.contains(&Control::Rnr { seq: 2, timer: 9 }),
-        "{said:?}"
+        sent.contains(&Control::Rnr { seq: 2, timer: 9 }),
+        "{sent:?}"
     );
     assert_eq!(
-        said.iter()
+        sent.iter()
             .filter(|c| matches!(c, Control::Rnr { .. }))
             .count(),
         1
@@ -423,7 +427,7 @@ fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
     assert_eq!(statuses(&w[end].received()), good(1..2));
     assert_eq!(w[end].bytes(&mr)[0], 3);
     assert_eq!(
-        controls(&w[peer].heard()).last(),
+        controls(&w[peer].received()).last(),
         Some(&Control::Ack { seq: 3 })
     );
     // A Restart without a preceding receiver-not-ready message.
@@ -444,7 +448,7 @@ fn a_missing_receive_terminates_the_stream_of_a_standard_peer() {
         assert_eq!(statuses(&w[a].completed()), good(1..2));
         assert_eq!(w[b].conn.state(), State::Error);
         assert_eq!(w[a].conn.state(), State::Error);
-        assert!(w[b].heard(AsyncEvent::QpRequest));
+        assert!(w[b].raised(AsyncEvent::QpRequest));
 
         let (end, peer) = w.raw(&Setup::standard(), false);
         let header = anywarp_core::wire::ddp::Untagged {
@@ -458,15 +462,15 @@ fn a_missing_receive_terminates_the_stream_of_a_standard_peer() {
         let ulpdu = [&header.emit()[..], b"abc"].concat();
         w[peer].sends(&ulpdu);
         w.run();
-        let heard = w[peer].heard();
-        let t = heard[0].terminate().unwrap();
+        let fpdus = w[peer].received();
+        let t = fpdus[0].terminate().unwrap();
         assert_eq!(
             TermCode::new(t.layer, t.etype, t.code),
             TermCode::new(1, 2, 2)
         );
         assert_eq!(t.ddp_len, Some(21));
         assert_eq!(t.ddp_header.unwrap().as_slice(), &header.emit());
-        assert_eq!(heard.len(), 1);
+        assert_eq!(fpdus.len(), 1);
         assert!(w[peer].closed);
         assert_eq!(w[end].conn.state(), State::Error);
     });

@@ -120,10 +120,10 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w[end].post(send(2));
         w[end].post(send_invalidate(3, Stag(0x900)).from(&[mr.part(0, 200)]));
         w.run();
-        let heard = w[peer].heard();
+        let fpdus = w[peer].received();
         // RFC 5041 §5.2 [ddp-segment] [ddp-mo-offset], §4.1 [ddp-last], §4.3 [ddp-mo-zero] [ddp-msn-first]
         // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: room for 111 bytes each.
-        let got: Vec<_> = heard
+        let got: Vec<_> = fpdus
             .iter()
             .map(|f| {
                 let h = untagged_of(f);
@@ -142,9 +142,9 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
             ]
         );
         // RFC 5041 §5.2 [ddp-send-all]
-        assert_eq!(payload(&heard.iter().take(3).collect::<Vec<_>>()), data);
+        assert_eq!(payload(&fpdus.iter().take(3).collect::<Vec<_>>()), data);
         // RFC 5041 §4.3 [ddp-rsvdulp-same], RFC 5040 §4.1 [rdmap-inv-stag] [rdmap-inv-stag-zero]: in all segments alike.
-        for (f, inv) in heard.iter().zip([0, 0, 0, 0, 0x900, 0x900]) {
+        for (f, inv) in fpdus.iter().zip([0, 0, 0, 0, 0x900, 0x900]) {
             assert_eq!(untagged_of(f).inv_stag, Stag(inv));
             assert_eq!(f.ulpdu[2..6], u32::to_be_bytes(inv));
             assert!(f.ulpdu.len() <= 129);
@@ -162,10 +162,10 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w[end].post(write(1, THERE).from(&[mr.all()]));
         w[end].post(write(2, THERE));
         w.run();
-        let heard = w[peer].heard();
+        let fpdus = w[peer].received();
         // RFC 5041 §5.2 [ddp-segment] [ddp-to-offset] [ddp-zero-len-one], §4.1 [ddp-last], §4.2 [ddp-stag-sent]: room for
         // 115 bytes each.
-        let got: Vec<_> = heard
+        let got: Vec<_> = fpdus
             .iter()
             .map(|f| {
                 let h = tagged_of(f);
@@ -181,8 +181,8 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
             ]
         );
         assert_eq!((got.len(), got[3].1, got[3].2), (4, 0, true));
-        assert!(heard[..3].iter().all(|f| tagged_of(f).stag == THERE.rkey));
-        assert_eq!(payload(&heard.iter().collect::<Vec<_>>()), data);
+        assert!(fpdus[..3].iter().all(|f| tagged_of(f).stag == THERE.rkey));
+        assert_eq!(payload(&fpdus.iter().collect::<Vec<_>>()), data);
     });
 }
 
@@ -209,10 +209,10 @@ fn every_header_bit_has_its_specified_value() {
     w[peer].sends(&read_request(1, source));
     w[peer].sends(&tagged(Opcode::Write, Stag(2), 0, true, b"bad"));
     w.run();
-    let heard = w[peer].heard();
+    let fpdus = w[peer].received();
     // RFC 5040 §4.1 [rdmap-control] [rdmap-reserved] [rdmap-version] [rdmap-opcode] [rdmap-model] [rdmap-queues],
     // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: control octets, and the queue of untagged messages.
-    let got: Vec<_> = heard
+    let got: Vec<_> = fpdus
         .iter()
         .map(|f| {
             let untagged = f.ulpdu[0] & 0x80 == 0;
@@ -233,7 +233,7 @@ fn every_header_bit_has_its_specified_value() {
             (0x41, 0x47, Some(2)),
         ]
     );
-    for f in &heard {
+    for f in &fpdus {
         let valid = matches!(
             f.opcode(),
             Opcode::SendInvalidate | Opcode::SendSolicitedInvalidate
@@ -252,11 +252,11 @@ fn every_header_bit_has_its_specified_value() {
         &THERE.to.0.to_be_bytes(),
     ]
     .concat();
-    assert_eq!(heard[5].payload(), request);
+    assert_eq!(fpdus[5].payload(), request);
     // RFC 5040 §4.8 [term-header] [term-control] [term-reserved]: invalid STag, with length and header of the segment.
     let bad = tagged(Opcode::Write, Stag(2), 0, true, &[]);
     let terminate = [&[0x11, 0x00, 0xc0, 0, 0, 17][..], &bad].concat();
-    assert_eq!(heard[7].payload(), terminate);
+    assert_eq!(fpdus[7].payload(), terminate);
 }
 
 #[test]
@@ -278,8 +278,8 @@ fn read_responses_come_in_the_order_of_the_requests_and_name_their_sinks() {
             w[peer].sends(&read_request(i as u32 + 1, request));
         }
         w.run();
-        let heard = w[peer].heard();
-        let mut rest = &heard[..];
+        let fpdus = w[peer].received();
+        let mut rest = &fpdus[..];
         for (i, size) in sizes.into_iter().enumerate() {
             // RFC 5040 §4.4 [read-sink-copied], §5.2.1 [read-response] [read-process-order], §5.2.2 [read-order]
             // [read-response-sink], §5.5 (20).
@@ -335,7 +335,7 @@ fn reserved_bits_and_an_unused_stag_field_are_ignored() {
         assert_eq!(got[0].invalidated, None);
         assert_eq!(w[end].bytes(&mr)[..15], *b"ignored!written");
         assert_eq!(w[end].conn.state(), State::Rts);
-        assert!(w[peer].heard().is_empty());
+        assert!(w[peer].received().is_empty());
     }
 }
 
@@ -398,8 +398,8 @@ fn a_read_returns_earlier_writes() {
         w[peer].sends(&untagged(Opcode::Send, 1, 0, true, &[8; 32]));
         w[peer].sends(&read_request(1, request));
         w.run();
-        let heard = w[peer].heard();
-        let got = payload(&of(&heard, Opcode::ReadResponse));
+        let fpdus = w[peer].received();
+        let got = payload(&of(&fpdus, Opcode::ReadResponse));
         assert_eq!(got, [[7; 32], [8; 32]].concat());
     });
 }
@@ -415,7 +415,7 @@ fn a_read_completes_only_with_the_last_segment_of_its_response() {
         w.run();
         // RFC 5040 §5.5 (15) [rdmap-complete-order]: the Write was sent, and its completion waits for the preceding
         // Reads.
-        assert_eq!(of(&w[peer].heard(), Opcode::Write).len(), 1);
+        assert_eq!(of(&w[peer].received(), Opcode::Write).len(), 1);
         assert!(w[end].completed().is_empty());
         let part = |at: usize, len: usize, last| {
             let (stag, to) = (mr.stag(), mr.all().addr + at as u64);
@@ -463,7 +463,7 @@ fn ord_limits_the_outstanding_reads() {
         // RFC 5040 §6.1 [read-ord-told] [read-ord-limit]: each response allows one more request.
         let mut asked: Vec<ReadRequest> = Vec::new();
         for answered in 0..8 {
-            for f in w[peer].heard() {
+            for f in w[peer].received() {
                 assert_eq!(untagged_of(&f).msn.0, asked.len() as u32 + 1);
                 asked.push(ReadRequest::parse(f.payload().try_into().unwrap()));
             }
@@ -511,11 +511,11 @@ fn completed_requests_arrive_although_the_sender_disconnects_at_once() {
         w[end].conn.leave("disconnected");
         w.run();
         // RFC 5041 §6.2.1 [ddp-graceful-flush]
-        let heard = w[peer].heard();
+        let fpdus = w[peer].received();
         assert!(w[peer].closed);
-        let whole = heard.iter().filter(|f| f.header().last()).count();
+        let whole = fpdus.iter().filter(|f| f.header().last()).count();
         assert!(whole >= done.len(), "{whole} of {}", done.len());
-        for f in &heard {
+        for f in &fpdus {
             let at = untagged_of(f).mo as usize;
             assert_eq!(f.payload(), &data[at..at + f.payload().len()]);
         }
@@ -562,11 +562,11 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
             w[end].post(send(2).from(&[sge]));
             w[end].post(send(3).inline(b"behind"));
             w.run();
-            let heard = w[peer].heard();
+            let fpdus = w[peer].received();
             // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: nothing is sent after it.
-            assert_eq!(heard.len(), 2, "{heard:?}");
-            assert_eq!(heard[0].payload(), b"good");
-            assert!(is_local(&heard[1]), "{}", heard[1].text());
+            assert_eq!(fpdus.len(), 2, "{fpdus:?}");
+            assert_eq!(fpdus[0].payload(), b"good");
+            assert!(is_local(&fpdus[1]), "{}", fpdus[1].text());
             let done = statuses(&w[end].completed());
             assert_eq!(
                 done,
@@ -582,7 +582,7 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
             w[end].post(send(4).inline(b"too late"));
             w.run();
             assert_eq!(statuses(&w[end].completed()), [(4, Status::Flushed)]);
-            assert!(w[peer].heard().is_empty());
+            assert!(w[peer].received().is_empty());
         });
     }
 }
@@ -595,13 +595,13 @@ fn memory_deregistered_during_a_send_causes_a_terminate() {
         w.pipe_from(end).capacity = 10_000;
         w[end].post(send(1).from(&[mr.all()]));
         let until = w.now() + Duration::from_secs(1);
-        while w[peer].heard().is_empty() {
+        while w[peer].received().is_empty() {
             assert!(w.turn(until));
         }
         w[end].deregister(&mr);
         w.run();
-        let heard = w[peer].heard();
-        let (terminate, before) = heard.split_last().unwrap();
+        let fpdus = w[peer].received();
+        let (terminate, before) = fpdus.split_last().unwrap();
         assert!(is_local(terminate), "{}", terminate.text());
         assert!(before.iter().all(|f| !f.header().last()), "cut short");
         let done = statuses(&w[end].completed());
@@ -625,15 +625,15 @@ fn a_read_that_fails_in_the_middle_is_reported_with_its_remainder() {
         };
         w[peer].sends(&read_request(1, request));
         let until = w.now() + Duration::from_secs(1);
-        let mut heard = Vec::new();
-        while heard.is_empty() {
+        let mut fpdus = Vec::new();
+        while fpdus.is_empty() {
             assert!(w.turn(until));
-            heard.extend(w[peer].heard());
+            fpdus.extend(w[peer].received());
         }
         w[end].deregister(&mr);
         w.run();
-        heard.extend(w[peer].heard());
-        let (terminate, before) = heard.split_last().unwrap();
+        fpdus.extend(w[peer].received());
+        let (terminate, before) = fpdus.split_last().unwrap();
         let got = payload(&before.iter().collect::<Vec<_>>()).len() as u64;
         assert!(got > 0 && got < len as u64);
         // RFC 5040 §4.8 [term-rdma-header]: the header describes the part of the Read that was not sent.
@@ -667,15 +667,15 @@ fn the_first_error_is_reported_and_later_segments_are_dropped() {
         w[peer].sends(&tagged(Opcode::Write, mr.stag(), base, true, &[4; 8]));
         w[peer].sends(&untagged(Opcode::Send, 1, 0, true, &[5; 9]));
         w.run();
-        let heard = w[peer].heard();
+        let fpdus = w[peer].received();
         // RFC 5040 §7.1 (4) [term-first], §5.4 [term-once], RFC 5041 §7.1 [ddp-silent] [ddp-cease].
-        assert_eq!(heard.len(), 1);
-        let t = heard[0].terminate().unwrap();
+        assert_eq!(fpdus.len(), 1);
+        let t = fpdus[0].terminate().unwrap();
         assert_eq!((t.layer, t.etype, t.code), (1, 1, 1));
         assert_eq!(t.ddp_len, Some(19));
         assert_eq!(w[end].bytes(&mr), [0; 64]);
         assert_eq!(statuses(&w[end].received()), [(1, Status::Flushed)]);
-        assert!(w[end].heard(AsyncEvent::QpAccess));
+        assert!(w[end].raised(AsyncEvent::QpAccess));
     });
 }
 
@@ -725,13 +725,13 @@ fn an_overflow_towards_a_standard_peer_is_reported_with_a_terminate() {
         w[end].post(send(id));
     }
     w.run();
-    let heard = w[peer].heard();
-    assert!(is_local(heard.last().unwrap()));
+    let fpdus = w[peer].received();
+    assert!(is_local(fpdus.last().unwrap()));
     assert!(
-        heard[..heard.len() - 1]
+        fpdus[..fpdus.len() - 1]
             .iter()
             .all(|f| f.opcode() == Opcode::Send)
     );
-    assert!(w[end].heard(AsyncEvent::QpFatal));
+    assert!(w[end].raised(AsyncEvent::QpFatal));
     assert!(w[peer].closed);
 }

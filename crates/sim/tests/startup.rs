@@ -12,7 +12,7 @@ use anywarp_core::llp::mpa::startup::{
 };
 use anywarp_sim::{Rng, each_seed};
 
-/// Passes `bytes` to `handle` as they arrive, in pieces. `behind` follows them.
+/// Passes `bytes`, followed by `behind`, to `handle` in pieces of random lengths until it returns a result.
 fn arrive<T>(
     rng: &mut Rng,
     bytes: &[u8],
@@ -27,7 +27,10 @@ fn arrive<T>(
         if let Some(done) = handle(&all[..here]) {
             return done;
         }
-        assert!(here < all.len(), "the machine wants more than there is");
+        assert!(
+            here < all.len(),
+            "the state machine waits for more bytes than were sent"
+        );
     }
 }
 
@@ -127,7 +130,10 @@ fn any_two_configurations_agree() {
                         anywarp_core::llp::mpa::startup::Rtr::Write => config.rtr.write,
                         anywarp_core::llp::mpa::startup::Rtr::Read => config.rtr.read,
                     };
-                    assert!(can, "a form that the initiator cannot send");
+                    assert!(
+                        can,
+                        "the responder chose a form that the initiator cannot send"
+                    );
                 }
                 params
             }
@@ -155,13 +161,13 @@ fn any_two_configurations_agree() {
         if config.rev == 2 && config.ord != 0x3fff && theirs.ird != 0x3fff {
             assert!(
                 ours.ord <= theirs.ird,
-                "more reads than the responder serves"
+                "the initiator sends more Reads than the responder serves"
             );
         }
         if config.rev == 2 && config.ird != 0x3fff && wanted.1 != 0x3fff {
             assert!(
                 theirs.ord <= ours.ird,
-                "more reads than the initiator serves"
+                "the responder sends more Reads than the initiator serves"
             );
         }
         // An anywarp initiator is recognized if and only if its configuration allows it.

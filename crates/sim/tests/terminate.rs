@@ -86,7 +86,7 @@ fn started_with(seed: u64, setup: &Setup) -> (World, EndId, RawId) {
 
 fn codes(w: &mut World, peer: RawId) -> Vec<(u8, u8, u8)> {
     w[peer]
-        .heard()
+        .received()
         .iter()
         .filter_map(|f| f.terminate().map(|t| (t.layer, t.etype, t.code)))
         .collect()
@@ -158,7 +158,7 @@ fn a_flipped_bit_in_a_large_directly_received_frame_is_detected() {
         assert_eq!(got, [(1, Status::Flushed), (2, Status::Flushed)]);
         assert_eq!(w[end].bytes(&other), vec![0; 60_000]);
         w[end].check_guards(&[&mr, &other]);
-        assert!(!w[end].heard(AsyncEvent::QpAccess) && !w[end].heard(AsyncEvent::QpRequest));
+        assert!(!w[end].raised(AsyncEvent::QpAccess) && !w[end].raised(AsyncEvent::QpRequest));
     });
 }
 
@@ -208,13 +208,13 @@ fn large_and_small_frames_follow_the_same_rules() {
             let ulpdu = make(&mr, &payload);
             w[peer].sends(&ulpdu);
             w.run();
-            let heard = w[peer].heard();
-            let t = heard[0].terminate().unwrap();
+            let fpdus = w[peer].received();
+            let t = fpdus[0].terminate().unwrap();
             assert_eq!((t.layer, t.etype, t.code), code);
             assert_eq!(usize::from(t.ddp_len.unwrap()), ulpdu.len());
             let header = t.ddp_header.unwrap();
             assert_eq!(*header.as_slice(), ulpdu[..header.as_slice().len()]);
-            assert_eq!(heard.len(), 1);
+            assert_eq!(fpdus.len(), 1);
             let got: Vec<_> = w[end]
                 .received()
                 .iter()
@@ -333,7 +333,7 @@ fn one_read_above_the_ird_ends_the_stream() {
                 assert!(terminates.is_empty());
             } else {
                 assert_eq!(terminates, [(1, 2, 2)]);
-                assert!(w[end].heard(AsyncEvent::QpRequest));
+                assert!(w[end].raised(AsyncEvent::QpRequest));
             }
         }
     }
@@ -436,6 +436,6 @@ fn responses_to_a_peer_that_does_not_read_are_bounded() {
     w.run();
     w.pipe_from(end).capacity = 1 << 20;
     w.run();
-    assert!(w[peer].heard().len() <= bounds::RESPONSES_MAX * 2 + 2);
+    assert!(w[peer].received().len() <= bounds::RESPONSES_MAX * 2 + 2);
     assert_eq!(w[end].conn.state(), State::Rts);
 }

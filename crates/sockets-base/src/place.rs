@@ -57,7 +57,7 @@ fn is_interface(text: &str) -> bool {
 fn host(text: &str) -> Result<Where, String> {
     let wrong = || {
         format!(
-            "{text} is no address: write 10.0.0.0/8, an address, * for all, @same-host, or the name of an interface"
+            "{text} is not an address: write 10.0.0.0/8, an address, * for all, @same-host, or the name of an interface"
         )
     };
     match text {

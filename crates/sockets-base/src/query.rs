@@ -89,7 +89,7 @@ mod tests {
             for yes in [false, true] {
                 let said = answer(about, yes);
                 assert_eq!(parse_answer(&said, &asked), Some(yes));
-                assert_eq!(parse(&said), None, "an answer is no query");
+                assert_eq!(parse(&said), None, "an answer is not a query");
                 let others = [query(protocol, 6379, 9), query(protocol, 80, about.2)];
                 for other in others {
                     assert_eq!(parse_answer(&said, &other), None);

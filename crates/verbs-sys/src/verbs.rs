@@ -842,7 +842,7 @@ c_types! {
         _dummy2: Option<unsafe extern "C" fn(context: *mut ibv_context)>,
     }
 
-    /// Allocate additional zeroed memory after it: libmlx5 and libefa check the memory after it for a value of theirs.
+    /// Allocate additional zeroed memory after it: libmlx5 and libefa recognize their devices by a pointer there.
     struct ibv_device {
         _ops: _ibv_device_ops,
         node_type: ibv_node_type,

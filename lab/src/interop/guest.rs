@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use xtask::expect::Exit;
 use xtask::{Result, sh};
 
-/// The address of the host's end of the link; `GUEST` is that of the guest's end.
+/// The address of the host's end of the link.
 pub(super) const HOST: &str = "10.88.0.1";
+/// The address of the guest's end.
 pub(super) const GUEST: &str = "10.88.0.2";
 const AGENT: ([u8; 4], u16) = ([10, 88, 0, 2], 1);
 
@@ -141,7 +142,7 @@ impl Guest {
         }
         let text = fs::read(&self.console).unwrap_or_default();
         if complains(&String::from_utf8_lossy(&text)) {
-            return Some("the guest's kernel complains".into());
+            return Some("the guest's kernel reported an error".into());
         }
         if !passed && let Err(why) = self.ask("true") {
             return Some(format!("the guest does not answer: {why}"));
@@ -211,7 +212,7 @@ impl Guest {
         while look.poll()?.is_none() {
             if server.poll()?.is_some() {
                 look.end()?;
-                return Err("the server ends before it listens".into());
+                return Err("the server exited before it listened".into());
             }
             if Instant::now() > latest {
                 look.end()?;
@@ -256,7 +257,7 @@ ip addr add 10.88.0.1/24 dev guest
 ip link set guest up
 ";
     sh::run(Command::new("sh").args(["-c", SCRIPT]))
-        .map_err(|e| format!("{e}\nis /dev/net/tun there, and are we allowed to open it?").into())
+        .map_err(|e| format!("{e}\ndoes /dev/net/tun exist, and may this user open it?").into())
 }
 
 /// A program in the guest.
@@ -286,7 +287,7 @@ impl Remote {
             }
         }
         match self.status() {
-            None if self.over => Err("the guest's agent ends without a status".into()),
+            None if self.over => Err("the guest's agent exited without a status".into()),
             status => Ok(status),
         }
     }
@@ -313,11 +314,13 @@ impl Remote {
                     return Err(format!("the {side} ends with {status}, expected {code}").into());
                 }
                 (Some(status), None) => {
-                    return Err(format!("the {side} should stay, and ends with {status}").into());
+                    return Err(
+                        format!("the {side} should not exit, but exited with {status}").into(),
+                    );
                 }
                 (None, None) if Instant::now() > end => return Ok(()),
                 (None, _) if Instant::now() > end => {
-                    return Err(format!("the {side} does not end in time").into());
+                    return Err(format!("the {side} did not exit in time").into());
                 }
                 (None, _) => {}
             }
@@ -333,7 +336,7 @@ impl Remote {
                 break;
             }
             if Instant::now() > latest {
-                return Err(format!("{}: cannot be ended in the guest", self.line).into());
+                return Err(format!("{}: cannot be killed in the guest", self.line).into());
             }
         }
         Ok(())

@@ -85,7 +85,7 @@ impl Capture {
         let latest = Instant::now() + LIMIT;
         while !fs::read(&self.file)?.ends_with(LAST) {
             if Instant::now() > latest {
-                return Err("tcpdump does not see the last packet".into());
+                return Err("tcpdump did not capture the last packet".into());
             }
             sleep(CHECK_EVERY);
         }
@@ -93,7 +93,7 @@ impl Capture {
         self.tcpdump.status(LIMIT)?;
         let printed = fs::read_to_string(self.file.with_extension("err"))?;
         if !printed.contains("\n0 packets dropped by kernel") {
-            return Err(format!("tcpdump did not see everything: {printed}").into());
+            return Err(format!("tcpdump dropped packets: {printed}").into());
         }
         Ok(self.file)
     }
@@ -127,10 +127,10 @@ pub(super) fn judge(file: &Path, interop: &Interop) -> Option<String> {
         match look(filter) {
             Err(why) => return Some(why),
             Ok(text) if wanted && text.is_empty() => {
-                return Some(format!("no packet passes {filter}"));
+                return Some(format!("no packet matches {filter}"));
             }
             Ok(text) if !wanted && !text.is_empty() => {
-                return Some(format!("a packet passes {filter}: {}", first(&text)));
+                return Some(format!("a packet matches {filter}: {}", first(&text)));
             }
             Ok(_) => {}
         }
@@ -140,7 +140,7 @@ pub(super) fn judge(file: &Path, interop: &Interop) -> Option<String> {
         Err(why) => Some(why.to_string()),
         Ok((begin, all)) if all < BULK => Some(format!("{all} large FPDUs, {begin} aligned")),
         Ok((begin, all)) if begin * 100 < all * wanted => Some(format!(
-            "{begin} of {all} large FPDUs begin with a TCP segment, not {wanted} percent"
+            "only {begin} of {all} large FPDUs begin at the start of a TCP segment, which is less than {wanted} percent"
         )),
         Ok(_) => None,
     }

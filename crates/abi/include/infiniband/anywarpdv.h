@@ -63,7 +63,7 @@ enum anywarpdv_qp_flags {
 };
 
 /*
- * The opcode of the completion of a record: wr_id is the message, byte_len the number of bytes that have arrived, and src_qp the
+ * The opcode of the completion of a record: wr_id is the number of the message, byte_len the number of bytes that have arrived, and src_qp the
  * queue pair of the writer. anywarpdv_wc_read_record returns the record.
  */
 #define ANYWARPDV_WC_RECORD IBV_WC_DRIVER1
@@ -72,12 +72,12 @@ struct anywarpdv_qp_init_attr {
 	uint64_t comp_mask;		/* must be 0 */
 	uint32_t driver_qp_type;	/* enum anywarpdv_qp_type */
 	uint32_t flags;			/* enum anywarpdv_qp_flags */
-	uint8_t segment;		/* enum anywarpdv_segment; 0 with segment_size */
+	uint8_t segment;		/* enum anywarpdv_segment; must be 0 if segment_size is set */
 	uint8_t record_mode;		/* enum anywarpdv_record_mode, of records of this queue pair */
 	uint8_t repeats;		/* how often the last datagram of a Write-Record is repeated */
 	uint8_t parity;			/* UD: datagrams for each parity datagram, 1 to 15; 0: no parity */
 	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. Above 4096 it must be equal at the peer */
-	uint32_t max_records;		/* stored records, and waiting RD writers; 0: 4096 */
+	uint32_t max_records;		/* most stored records; with RD, further writers wait; 0: 4096 */
 	uint32_t max_reads;		/* outstanding Reads and atomics, and waiting responses; 0: 16 */
 	uint32_t max_read_size;		/* UD: longest Read of a peer; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */

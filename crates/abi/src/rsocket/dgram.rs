@@ -36,13 +36,15 @@ use anywarp_verbs_sys::cm::RDMA_UDP_QKEY;
 pub(super) const PAYLOAD_MAX: usize = bounds::UD_MTU as usize - DATAGRAM_HEADER;
 /// The length in bytes of the route header (GRH) before a received datagram.
 const ROUTE: usize = bounds::GRH_LEN as usize;
-/// The size in bytes of a slot for a received datagram; `OUT` is that for a sent one.
+/// The size in bytes of a slot for a received datagram.
 const IN: usize = 4160;
+/// The size in bytes of a slot for a datagram to send.
 const OUT: usize = 4096;
 /// The number of slots for datagrams that are being sent.
 const SENDS: u32 = 256;
-/// The bytes of `SO_RCVBUF` for each slot of a received datagram. `RECEIVES` limits the number of these slots.
-const PER_PLACE: usize = 1024;
+/// The number of slots for received datagrams is the value of `SO_RCVBUF` divided by this, within [`RECEIVES`].
+const BUFFER_PER_SLOT: usize = 1024;
+/// The smallest and the largest number of slots for received datagrams.
 const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
 /// The largest number of peers whose queue pairs a socket caches.
 const PEERS: usize = 1024;
@@ -67,7 +69,7 @@ struct Peer {
 /// A datagram that has arrived.
 #[derive(Debug, Clone, Copy)]
 struct Arrived {
-    place: u32,
+    slot: u32,
     len: usize,
     from: SocketAddr,
 }
@@ -90,8 +92,9 @@ pub(super) struct Datagrams {
     id: Arc<CmId>,
     end: Option<End>,
     peers: HashMap<SocketAddr, Peer>,
-    /// The peer set by `rconnect`; `source` is the local address for it.
+    /// The peer set by `rconnect`.
     to: Option<SocketAddr>,
+    /// The local address for datagrams to that peer.
     source: Option<IpAddr>,
     error: c_int,
 }
@@ -99,8 +102,9 @@ pub(super) struct Datagrams {
 /// A received datagram for the caller.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Got {
-    /// The number of copied bytes; `len` is the full length of the datagram.
+    /// The number of copied bytes.
     pub(super) copied: usize,
+    /// The full length of the datagram.
     pub(super) len: usize,
     pub(super) from: SocketAddr,
 }
@@ -109,7 +113,7 @@ impl End {
     fn new(socket: &Socket) -> Result<Self, c_int> {
         let device = socket.device;
         let (engine, pd) = (device.context.engine, &device.pd);
-        let room = socket.options().recv_buffer / PER_PLACE;
+        let room = socket.options().recv_buffer / BUFFER_PER_SLOT;
         let receives = room.clamp(*RECEIVES.start(), *RECEIVES.end());
         let failed = |e: std::io::Error| os_errno(&e);
         let incoming = Buffer::new(engine, pd, receives * IN, false).map_err(failed)?;
@@ -164,10 +168,10 @@ impl End {
     }
 
     fn post_receives(&self, places: impl Iterator<Item = u32>) -> Result<(), (usize, Misuse)> {
-        let requests = places.map(|place| {
+        let requests = places.map(|slot| {
             Ok(RecvRequest {
-                id: RECEIVE | u64::from(place),
-                sges: [self.incoming.sge(place as usize * IN, IN)]
+                id: RECEIVE | u64::from(slot),
+                sges: [self.incoming.sge(slot as usize * IN, IN)]
                     .into_iter()
                     .collect(),
             })
@@ -183,10 +187,10 @@ impl End {
     }
 
     /// Sends the datagram in a slot. The slot becomes free when the request has completed.
-    fn post(&mut self, place: u32, len: usize, to: Destination) -> Result<(), c_int> {
-        let sge = self.outgoing.sge(place as usize * OUT, len);
+    fn post(&mut self, slot: u32, len: usize, to: Destination) -> Result<(), c_int> {
+        let sge = self.outgoing.sge(slot as usize * OUT, len);
         let request = WorkRequest {
-            id: place.into(),
+            id: slot.into(),
             op: Op::Send {
                 imm: None,
                 invalidate: None,
@@ -200,7 +204,7 @@ impl End {
         };
         let posted = self.qp.post_send(std::iter::once(Ok(request)));
         posted.map_err(|(_, e)| {
-            self.free.push(place);
+            self.free.push(slot);
             misuse("rsocket", &e)
         })
     }
@@ -215,12 +219,12 @@ impl End {
                     self.free.push(c.wr_id as u32);
                     continue;
                 }
-                let place = c.wr_id as u32;
-                match self.judge(place, &c) {
+                let slot = c.wr_id as u32;
+                match self.judge(slot, &c) {
                     Some(arrived) if only.is_none_or(|o| o == arrived.from) => {
                         self.arrived.push_back(arrived);
                     }
-                    _ if c.status == Status::Success => again.push(place),
+                    _ if c.status == Status::Success => again.push(slot),
                     _ => {}
                 }
             }
@@ -230,16 +234,16 @@ impl End {
     }
 
     /// Returns the datagram in a slot, if a datagram socket sent it.
-    fn judge(&self, place: u32, c: &Completion) -> Option<Arrived> {
+    fn judge(&self, slot: u32, c: &Completion) -> Option<Arrived> {
         if c.status != Status::Success {
             return None;
         }
         let len = (c.byte_len as usize).checked_sub(ROUTE + DATAGRAM_HEADER)?;
-        let at = place as usize * IN;
+        let at = slot as usize * IN;
         let route: [u8; ROUTE] = self.incoming.load(at);
         let port = datagram_port(self.incoming.load(at + ROUTE))?;
         let from = SocketAddr::new(source_of(&route, c.sl)?, port);
-        Some(Arrived { place, len, from })
+        Some(Arrived { slot, len, from })
     }
 }
 
@@ -319,7 +323,7 @@ impl Datagrams {
                 .arrived
                 .iter()
                 .filter(|a| a.from != to)
-                .map(|a| a.place)
+                .map(|a| a.slot)
                 .collect();
             end.arrived.retain(|a| a.from == to);
             end.repost(others);
@@ -406,8 +410,7 @@ impl Datagrams {
                 id.destroy();
             }
             if let Some(end) = &mut self.end {
-                end.free
-                    .extend(peer.waiting.iter().map(|(place, _)| *place));
+                end.free.extend(peer.waiting.iter().map(|(slot, _)| *slot));
             }
         }
     }
@@ -484,8 +487,8 @@ impl Datagrams {
         }
         let waiting = std::mem::take(&mut peer.waiting);
         if let Some(end) = &mut self.end {
-            for (place, len) in waiting {
-                let _lost = end.post(place, len, destination);
+            for (slot, len) in waiting {
+                let _lost = end.post(slot, len, destination);
             }
         }
     }
@@ -515,20 +518,20 @@ impl Datagrams {
         }
         let port = self.id.local().map_or(0, |a| a.port());
         let (end, peer) = (self.end.as_mut()?, self.peers.get_mut(&to)?);
-        let place = end.free.pop()?;
-        let (at, len) = (place as usize * OUT, DATAGRAM_HEADER + from.len());
+        let slot = end.free.pop()?;
+        let (at, len) = (slot as usize * OUT, DATAGRAM_HEADER + from.len());
         let header = datagram_header(to.is_ipv6(), port);
         end.outgoing.store(at, &header);
         let body = [(at + DATAGRAM_HEADER, from.len()), (0, 0)];
         end.outgoing.fill(body, from, 0);
         match peer.known {
             Some(destination) => {
-                if let Err(e) = end.post(place, len, destination) {
+                if let Err(e) = end.post(slot, len, destination) {
                     return Some(Err(e));
                 }
             }
             None => {
-                peer.waiting.push_back((place, len));
+                peer.waiting.push_back((slot, len));
                 if peer.waiting.len() > WAITING
                     && let Some((lost, _)) = peer.waiting.pop_front()
                 {
@@ -550,11 +553,11 @@ impl Datagrams {
         let end = self.end.as_mut()?;
         let arrived = *end.arrived.front()?;
         let copied = arrived.len.min(to.len());
-        let at = arrived.place as usize * IN + ROUTE + DATAGRAM_HEADER;
+        let at = arrived.slot as usize * IN + ROUTE + DATAGRAM_HEADER;
         end.incoming.drain([(at, copied), (0, 0)], to, 0);
         if !peek {
             end.arrived.pop_front();
-            end.repost([arrived.place]);
+            end.repost([arrived.slot]);
         }
         Some(Ok(Got {
             copied,
@@ -644,8 +647,8 @@ pub(super) fn send(
         Some(to) => plain(to),
         None => state(socket)?.to.ok_or(libc::EDESTADDRREQ)?,
     };
-    let patience = socket.patience(flags, socket.options().send_timeout);
-    socket.block(patience, |arm| {
+    let limit = socket.wait_limit(flags, socket.options().send_timeout);
+    socket.block(limit, |arm| {
         let mut state = match state(socket) {
             Ok(state) => state,
             Err(e) => return Some(Err(e)),
@@ -660,9 +663,9 @@ pub(super) fn send(
 
 /// `rrecvfrom`.
 pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<Got, c_int> {
-    let patience = socket.patience(flags, socket.options().recv_timeout);
+    let limit = socket.wait_limit(flags, socket.options().recv_timeout);
     let peek = flags & libc::MSG_PEEK != 0;
-    socket.block(patience, |arm| {
+    socket.block(limit, |arm| {
         let mut state = match state(socket) {
             Ok(state) => state,
             Err(e) => return Some(Err(e)),

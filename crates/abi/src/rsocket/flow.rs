@@ -34,7 +34,7 @@ impl std::fmt::Display for Violation {
             Self::Bytes { said, allowed } => {
                 write!(
                     f,
-                    "the peer says that it wrote {said} bytes, and was given memory for {allowed}"
+                    "the peer announced {said} written bytes, but it was granted memory for {allowed}"
                 )
             }
             Self::Messages => f.write_str("the peer sent more messages than it had credits for"),
@@ -57,8 +57,9 @@ fn pieces(size: usize, at: usize, len: usize) -> Pieces {
 /// The sending half of a stream.
 #[derive(Debug)]
 pub(super) struct Sender {
-    /// The number of messages sent, modulo 2^16; `limit` is the number of the first message that may not be sent.
+    /// The number of messages sent, modulo 2^16.
     sent: u16,
+    /// The number of the first message that may not be sent.
     limit: u16,
     /// The unused part of the memory that the peer has granted.
     target: Area,
@@ -68,9 +69,11 @@ pub(super) struct Sender {
     requests: u32,
     /// The number of free send queue entries for control messages.
     control: u32,
-    /// The ring with copies of the bytes in flight: its size, the next position, and its free bytes.
+    /// The size of the ring with copies of the bytes in flight.
     size: usize,
+    /// The position in the ring of the next copy.
     at: usize,
+    /// The number of free bytes of the ring.
     free: usize,
 }
 
@@ -203,23 +206,31 @@ pub(super) struct Grant {
 /// The receiving half of a stream.
 #[derive(Debug)]
 pub(super) struct Receiver {
+    /// The size of the ring that the peer writes into.
     size: usize,
+    /// The position in the ring of the first unread byte.
     at: usize,
+    /// The number of unread bytes.
     readable: usize,
     /// The unread bytes of each message.
     messages: VecDeque<u32>,
+    /// The number of posted receives, each of which is a credit of the peer.
     credits: u16,
-    /// The number of messages read, modulo 2^16. When it reaches `tell_at`, the peer gets new credits.
+    /// The number of messages read, modulo 2^16.
     read: u16,
+    /// The value of `read` at which the peer gets new credits.
     tell_at: u16,
-    /// The number of messages that the peer may still send; `granted` is the number of bytes that it may still write.
+    /// The number of messages that the peer may still send.
     allowed: u32,
+    /// The number of bytes that the peer may still write.
     granted: usize,
-    /// The number of bytes of the ring that are free and not granted; `grant_at` is where the next grant begins.
+    /// The number of bytes of the ring that are free and not granted.
     free: usize,
+    /// The position in the ring of the next grant.
     grant_at: usize,
-    /// The number of entries of the peer's list; `slot` is the next one to fill.
+    /// The number of entries of the peer's list of free memory.
     slots: u32,
+    /// The entry of that list to fill next.
     slot: u32,
 }
 

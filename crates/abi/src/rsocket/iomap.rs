@@ -121,10 +121,10 @@ pub(super) fn write(
     flags: c_int,
 ) -> Result<usize, c_int> {
     let mut offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
-    let patience = socket.patience(flags, socket.options().send_timeout);
+    let limit = socket.wait_limit(flags, socket.options().send_timeout);
     let mut written = 0;
     while written < from.len() {
-        let more = socket.block(patience, |arm| {
+        let more = socket.block(limit, |arm| {
             let mut stream = match socket.stream() {
                 Ok(stream) => stream,
                 Err(e) => return Some(Err(e)),

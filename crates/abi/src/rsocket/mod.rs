@@ -161,7 +161,7 @@ impl Drop for Hung<'_> {
 
 /// How long a call waits.
 #[derive(Debug, Clone, Copy)]
-enum Patience {
+enum Wait {
     /// The call does not wait: it returns `EAGAIN`.
     None,
     /// The call waits until this time, or without a limit.
@@ -266,17 +266,17 @@ impl Socket {
     }
 
     /// Returns how long a call with these flags waits. `time` is the socket's time-out.
-    fn patience(&self, flags: c_int, time: Option<Duration>) -> Patience {
+    fn wait_limit(&self, flags: c_int, time: Option<Duration>) -> Wait {
         if flags & libc::MSG_DONTWAIT != 0 || self.nonblocking.load(Ordering::Relaxed) {
-            return Patience::None;
+            return Wait::None;
         }
-        Patience::Until(time.and_then(|t| Instant::now().checked_add(t)))
+        Wait::Until(time.and_then(|t| Instant::now().checked_add(t)))
     }
 
     /// Calls `attempt` until it returns a result. Its argument tells whether to request notifications of completions.
     fn block<T>(
         &self,
-        patience: Patience,
+        limit: Wait,
         mut attempt: impl FnMut(bool) -> Option<Result<T, c_int>>,
     ) -> Result<T, c_int> {
         if let Some(done) = attempt(false) {
@@ -286,7 +286,7 @@ impl Socket {
         if let Some(done) = attempt(false) {
             return done;
         }
-        let Patience::Until(until) = patience else {
+        let Wait::Until(until) = limit else {
             return Err(libc::EAGAIN);
         };
         let bell = wait::bell().map_err(|e| os_errno(&e))?;

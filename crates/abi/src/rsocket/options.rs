@@ -286,8 +286,9 @@ pub(super) fn get(socket: &Socket, level: c_int, name: c_int) -> Result<Vec<u8>,
 fn tcp_info(socket: &Socket, options: &Options) -> Vec<u8> {
     const ESTABLISHED: u8 = 1;
     const CLOSE: u8 = 7;
-    /// The offsets of `tcpi_snd_mss` and `tcpi_rcv_mss`; `WINDOW` is that of `tcpi_snd_cwnd`.
+    /// The offsets of `tcpi_snd_mss` and `tcpi_rcv_mss`.
     const MSS: [usize; 2] = [16, 20];
+    /// The offset of `tcpi_snd_cwnd`.
     const WINDOW: usize = 80;
     const LEN: usize = 104;
     let open = socket.stream().is_ok_and(|s| s.is_open());

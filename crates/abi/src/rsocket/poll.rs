@@ -41,8 +41,9 @@ impl Socket {
 struct Set<'a> {
     fds: &'a mut [libc::pollfd],
     sockets: Vec<(usize, Arc<Socket>)>,
-    /// The indexes of the other descriptors in `fds`; `others` contains the descriptors.
+    /// The indexes in `fds` of the descriptors that are not sockets.
     places: Vec<usize>,
+    /// These descriptors.
     others: Vec<libc::pollfd>,
 }
 

@@ -36,7 +36,7 @@ use super::flow::{CONTROL, Pieces, Receiver, Sender, Violation};
 use super::iomap::Maps;
 use super::options::Options;
 use super::wire::{self, AREA, AREAS, Area, Hello, MAPPING, MESSAGE, Message};
-use super::{Kind, Patience, Socket};
+use super::{Kind, Socket, Wait};
 use crate::ffi::{misuse, os_errno};
 
 /// The most bytes of the stream in one RDMA Write. With its header it is one FPDU.
@@ -84,10 +84,11 @@ pub(super) struct Stream {
     /// The accepted connections that are queued for `raccept`.
     accepted: VecDeque<Arc<Socket>>,
     backlog: usize,
-    /// The queue of accepted connections is full, so the channel is not watched.
+    /// Whether the queue of accepted connections is full. The channel is not watched then.
     full: bool,
-    /// The peer may still send; `sending`: this end may still send.
+    /// Whether the peer may still send.
     receiving: bool,
+    /// Whether this end may still send.
     sending: bool,
     /// The errno of a connection that ended with an error.
     broken: Option<c_int>,
@@ -99,12 +100,13 @@ pub(super) struct Stream {
 pub(super) struct End {
     qp: Arc<RcQp>,
     cq: Arc<Cq>,
-    /// Memory that the peer writes to: the ring of the stream, and `list`, which contains grants of the peer's memory followed by its
-    /// mappings.
+    /// The ring of the stream, to which the peer writes.
     ring: Buffer,
+    /// The list to which the peer writes its grants of memory, and after it the table of its mappings.
     list: Buffer,
-    /// Copies of the bytes that are being sent; `notes` is the memory of the receives.
+    /// Copies of the bytes that are being sent.
     copies: Buffer,
+    /// The memory of the receives, each for one message.
     notes: Buffer,
     pub(super) sender: Sender,
     receiver: Receiver,
@@ -413,7 +415,7 @@ impl End {
                     self.sent(&c, &mut news);
                 } else if c.status == Status::Success {
                     let slot = c.wr_id as u32;
-                    self.heard(slot, c.byte_len, &mut news);
+                    self.received_message(slot, c.byte_len, &mut news);
                     again.push(slot);
                 }
             }
@@ -447,7 +449,7 @@ impl End {
     }
 
     /// Handles a received message. [`Receiver`] checks that the peer keeps within its limits.
-    fn heard(&mut self, slot: u32, len: u32, news: &mut News) {
+    fn received_message(&mut self, slot: u32, len: u32, news: &mut News) {
         if news.violation.is_some() {
             return;
         }
@@ -1048,7 +1050,7 @@ fn param(hello: Hello) -> ConnParam {
 pub(super) fn connect(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
     socket.stream()?.connect(socket, to)?;
     let time = socket.options().send_timeout;
-    let done = socket.block(socket.patience(0, time), |_| {
+    let done = socket.block(socket.wait_limit(0, time), |_| {
         let mut stream = match socket.stream() {
             Ok(stream) => stream,
             Err(e) => return Some(Err(e)),
@@ -1074,7 +1076,7 @@ pub(super) fn connect(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
 /// `raccept`.
 pub(super) fn accept_next(socket: &Socket) -> Result<Arc<Socket>, c_int> {
     let time = socket.options().recv_timeout;
-    socket.block(socket.patience(0, time), |_| {
+    socket.block(socket.wait_limit(0, time), |_| {
         let mut stream = match socket.stream() {
             Ok(stream) => stream,
             Err(e) => return Some(Err(e)),
@@ -1085,10 +1087,10 @@ pub(super) fn accept_next(socket: &Socket) -> Result<Arc<Socket>, c_int> {
 
 /// Sends all bytes, or as many as possible without waiting if the socket is non-blocking.
 pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize, c_int> {
-    let patience = socket.patience(flags, socket.options().send_timeout);
+    let limit = socket.wait_limit(flags, socket.options().send_timeout);
     let mut sent = 0;
     loop {
-        let more = socket.block(patience, |arm| {
+        let more = socket.block(limit, |arm| {
             let mut stream = match socket.stream() {
                 Ok(stream) => stream,
                 Err(e) => return Some(Err(e)),
@@ -1126,7 +1128,7 @@ pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<usiz
     if flags & libc::MSG_OOB != 0 {
         return Err(libc::EOPNOTSUPP);
     }
-    let patience = socket.patience(flags, socket.options().recv_timeout);
+    let limit = socket.wait_limit(flags, socket.options().recv_timeout);
     let peek = flags & libc::MSG_PEEK != 0;
     let all = flags & libc::MSG_WAITALL != 0 && !peek;
     let mut got = 0;
@@ -1134,7 +1136,7 @@ pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<usiz
         if got >= to.len() && got > 0 {
             return Ok(got);
         }
-        let more = socket.block(patience, |arm| {
+        let more = socket.block(limit, |arm| {
             let mut stream = match socket.stream() {
                 Ok(stream) => stream,
                 Err(e) => return Some(Err(e)),
@@ -1168,7 +1170,7 @@ pub(super) fn shutdown(socket: &Socket, how: c_int) -> Result<(), c_int> {
         return Err(libc::EINVAL);
     }
     let until = Instant::now().checked_add(LINGER);
-    let done = socket.block(Patience::Until(until), |arm| {
+    let done = socket.block(Wait::Until(until), |arm| {
         let mut stream = match socket.stream() {
             Ok(stream) => stream,
             Err(e) => return Some(Err(e)),
@@ -1192,7 +1194,7 @@ pub(super) fn finish(socket: &Socket) {
         return;
     }
     let wait = |until, done: fn(&mut Stream) -> bool| {
-        let _done = socket.block(Patience::Until(until), |arm| {
+        let _done = socket.block(Wait::Until(until), |arm| {
             let Kind::Stream(stream) = &socket.kind else {
                 return Some(Ok(()));
             };

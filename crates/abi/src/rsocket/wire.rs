@@ -118,9 +118,9 @@ impl std::fmt::Display for Strange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Short => {
-                f.write_str("the peer is no rsocket: private data of less than 40 bytes")
+                f.write_str("the peer is not an rsocket: its private data has less than 40 bytes")
             }
-            Self::Version(v) => write!(f, "the peer is no rsocket of version 1: version {v}"),
+            Self::Version(v) => write!(f, "the peer is an rsocket of version {v}, not 1"),
             Self::BigEndian => f.write_str("the peer is a big-endian rsocket"),
             Self::List(n) => write!(f, "the peer's list of free memory has {n} entries"),
         }

@@ -378,7 +378,7 @@ pub(crate) struct QpObject {
     pub(crate) _uses: [Option<Use>; 4],
     /// The uses of completion counters.
     pub(crate) counters: Mutex<Vec<Use>>,
-    /// The queue pair has the extended send interface: `ibv_qp_to_qp_ex` may be used.
+    /// Whether the queue pair has the extended send interface, for which `ibv_qp_to_qp_ex` is called.
     pub(crate) extended: bool,
     pub(crate) _place: Place,
 }

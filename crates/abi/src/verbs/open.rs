@@ -17,7 +17,7 @@ use crate::ffi::{Errno, fail, os_errno, put};
 use crate::profile::{self, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// The public device structure. libmlx5 and libefa check memory after it for a value of theirs, so zeros follow.
+/// The public device structure. libmlx5 and libefa recognize their devices by a pointer behind it, so zeros follow.
 #[repr(C)]
 struct DeviceObject {
     c: ibv_device,

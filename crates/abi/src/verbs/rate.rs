@@ -1,4 +1,4 @@
-//! Static rates: `ibv_rate_to_mbps(3)` and its siblings.
+//! Static rates: `ibv_rate_to_mbps(3)` and related functions.
 
 use crate::entry;
 use anywarp_verbs_sys::verbs::{

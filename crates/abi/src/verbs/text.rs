@@ -1,4 +1,4 @@
-//! Names of enum values: `ibv_wc_status_str(3)` and its siblings.
+//! Names of enum values: `ibv_wc_status_str(3)` and related functions.
 //!
 //! The texts are those of rdma-core, because users search their logs for them.
 

@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 /// Arguments of `anywarp bench`.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// Measure only the rows with these names from --list, or whose names begin so
+    /// Measure only the rows of --list with these names, or whose names begin with these words
     #[arg(long, value_name = "ROW", num_args = 1..)]
     pub(crate) only: Vec<String>,
 

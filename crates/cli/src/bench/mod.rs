@@ -1,13 +1,13 @@
 //! `anywarp bench`: measures plain sockets, this device and other installed software on this machine in turn.
 //!
 //! `rows` defines the measurements and comparisons, `run` measures once, `raw` implements the plain sockets (with system calls in
-//! `door`), `report` prints the results and `plot` draws them. Only values of one run are compared: each repetition measures all
+//! `raw_sys`), `report` prints the results and `plot` draws them. Only values of one run are compared: each repetition measures all
 //! parties of a row one after the other, and medians are over repetitions.
 
 pub(crate) mod args;
-mod door;
 mod plot;
 pub(crate) mod raw;
+mod raw_sys;
 mod report;
 mod rows;
 mod run;

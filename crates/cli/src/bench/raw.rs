@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use super::door::{self, Shared};
+use super::raw_sys::{self, Shared};
 
 /// The longest wait for the other end.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIME_LIMIT: Duration = Duration::from_secs(10);
 
 /// The number of polls of a socket between two reads of the clock.
 const LOOKS: u32 = 1 << 14;
@@ -112,7 +112,7 @@ fn server(raw: &Raw) -> io::Result<()> {
     }
     let listener = TcpListener::bind((raw.bind.as_str(), 0))?;
     if let Some(name) = wanted_congestion() {
-        door::choose_congestion(&listener, &name)?;
+        raw_sys::choose_congestion(&listener, &name)?;
     }
     ready(&listener.local_addr()?.port().to_string())?;
     let mut control = Control(BufReader::new(accept(&listener)?));
@@ -145,7 +145,7 @@ fn client(raw: &Raw, host: &str, word: &str) -> io::Result<Value> {
     match raw.probe {
         Probe::TcpSpin | Probe::TcpSleep => {
             let stream = connect(host, port)?;
-            let congestion = door::congestion(&stream)?;
+            let congestion = raw_sys::congestion(&stream)?;
             let mut end = Tcp::new(stream, raw.probe == Probe::TcpSpin)?;
             let mut seen = ping(&mut end, raw)?;
             if let Some(members) = seen.as_object_mut() {
@@ -185,12 +185,12 @@ fn wanted_congestion() -> Option<String> {
 
 fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
     listener.set_nonblocking(true)?;
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIME_LIMIT;
     loop {
         match listener.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(false)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIME_LIMIT))?;
                 stream.set_nodelay(true)?;
                 return Ok(stream);
             }
@@ -205,9 +205,9 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
 fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
     let stream = TcpStream::connect((host, port))?;
     if let Some(name) = wanted_congestion() {
-        door::choose_congestion(&stream, &name)?;
+        raw_sys::choose_congestion(&stream, &name)?;
     }
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIME_LIMIT))?;
     stream.set_nodelay(true)?;
     Ok(stream)
 }
@@ -223,7 +223,7 @@ impl Control {
             .write_all(format!("{}\n", words.join(" ")).as_bytes())
     }
 
-    fn hear(&mut self) -> io::Result<Vec<u64>> {
+    fn receive(&mut self) -> io::Result<Vec<u64>> {
         let mut line = String::new();
         if self.0.read_line(&mut line)? == 0 {
             return Err(wrong("the other end has disconnected"));
@@ -231,7 +231,7 @@ impl Control {
         line.split_whitespace()
             .map(|word| {
                 word.parse()
-                    .map_err(|_| wrong("the other end sent no number"))
+                    .map_err(|_| wrong("the other end sent something that is not a number"))
             })
             .collect()
     }
@@ -257,7 +257,7 @@ trait Exchange {
     fn take(&mut self, message: &mut [u8]) -> io::Result<()>;
 }
 
-/// Repeats a non-blocking call until it succeeds or `PATIENCE` has expired.
+/// Repeats a non-blocking call until it succeeds or `TIME_LIMIT` has expired.
 fn until<T>(mut look: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let mut began = None;
     let mut looks = 0;
@@ -268,7 +268,7 @@ fn until<T>(mut look: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             other => return other,
         }
         looks += 1;
-        if looks % LOOKS == 0 && began.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+        if looks % LOOKS == 0 && began.get_or_insert_with(Instant::now).elapsed() > TIME_LIMIT {
             return Err(wrong("the other end sent nothing"));
         }
         std::hint::spin_loop();
@@ -402,7 +402,7 @@ fn pong(end: &mut impl Exchange, raw: &Raw) -> io::Result<()> {
 /// Sends as much as possible in the given time.
 fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<Value> {
     let size = raw.size as usize;
-    let congestion = door::congestion(&stream)?;
+    let congestion = raw_sys::congestion(&stream)?;
     let message = pattern(size);
     let mut list: Vec<IoSlice<'_>> = Vec::new();
     let limit = Duration::from_millis(raw.millis);
@@ -431,7 +431,7 @@ fn pour(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<V
         }
     }
     stream.shutdown(std::net::Shutdown::Write)?;
-    let seen = control.hear()?;
+    let seen = control.receive()?;
     let took = began.elapsed().as_secs_f64();
     match *seen.as_slice() {
         [bytes, 0] if bytes == messages * u64::from(raw.size) => Ok(json!({
@@ -466,13 +466,13 @@ fn drain(mut stream: TcpStream, control: &mut Control, raw: &Raw) -> io::Result<
 /// Returns the server's UDP socket, connected to the client's.
 fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind((raw.bind.as_str(), 0))?;
-    door::room(&socket, UDP_ROOM)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
+    raw_sys::room(&socket, UDP_ROOM)?;
+    socket.set_read_timeout(Some(TIME_LIMIT))?;
     if raw.probe == Probe::UdpGso {
-        door::coalesce(&socket)?;
+        raw_sys::coalesce(&socket)?;
     }
     control.send(&[socket.local_addr()?.port().into()])?;
-    let theirs = control.hear()?;
+    let theirs = control.receive()?;
     let port = port_of(&theirs)?;
     socket.connect((control.0.get_ref().peer_addr()?.ip(), port))?;
     control.send(&[1])?;
@@ -482,12 +482,12 @@ fn meet(raw: &Raw, control: &mut Control) -> io::Result<UdpSocket> {
 fn meet_there(host: &str, control: &mut Control) -> io::Result<UdpSocket> {
     let local = control.0.get_ref().local_addr()?.ip();
     let socket = UdpSocket::bind((local, 0))?;
-    door::room(&socket, UDP_ROOM)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
-    let theirs = control.hear()?;
+    raw_sys::room(&socket, UDP_ROOM)?;
+    socket.set_read_timeout(Some(TIME_LIMIT))?;
+    let theirs = control.receive()?;
     socket.connect((host, port_of(&theirs)?))?;
     control.send(&[socket.local_addr()?.port().into()])?;
-    control.hear()?;
+    control.receive()?;
     Ok(socket)
 }
 
@@ -506,7 +506,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         _ => 1,
     };
     if each > 1 {
-        door::segment(socket, u16::try_from(size).unwrap_or(u16::MAX))?;
+        raw_sys::segment(socket, u16::try_from(size).unwrap_or(u16::MAX))?;
     }
     let mut out = Vec::new();
     for _ in 0..each {
@@ -534,7 +534,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         let _the_reader_may_be_gone = socket.send(&end);
         std::thread::sleep(Duration::from_millis(1));
     }
-    let seen = control.hear()?;
+    let seen = control.receive()?;
     match *seen.as_slice() {
         [messages, ns, 0] if messages > 0 => {
             let seconds = ns as f64 / 1e9;
@@ -574,7 +574,7 @@ fn collect(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<(
             messages += 1;
         }
     }
-    control.hear()?;
+    control.receive()?;
     let ns = times.map_or(0, |(first, last)| last.duration_since(first).as_nanos());
     control.send(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
 }
@@ -670,7 +670,7 @@ fn shm_client(raw: &Raw, path: &str) -> io::Result<Value> {
 }
 
 fn cma_server(raw: &Raw) -> io::Result<()> {
-    door::allow_access();
+    raw_sys::allow_access();
     let target = vec![1u8; raw.size as usize];
     ready(&format!(
         "{}:{}",
@@ -693,14 +693,14 @@ fn cma_client(raw: &Raw, word: &str) -> io::Result<Value> {
     let began = Instant::now();
     let mut messages: u64 = 0;
     while began.elapsed() < limit {
-        door::write_into(pid, address, &from)?;
+        raw_sys::write_into(pid, address, &from)?;
         messages += 1;
     }
     let took = began.elapsed().as_secs_f64();
     let mut back = vec![0; from.len()];
-    door::read_from(pid, address, &mut back)?;
+    raw_sys::read_from(pid, address, &mut back)?;
     if back != from {
-        return Err(wrong("the written bytes are not there"));
+        return Err(wrong("the written bytes have not arrived"));
     }
     Ok(json!({
         "gb_s": (messages * u64::from(raw.size)) as f64 / took / 1e9, "m_s": messages as f64 / took / 1e6,

@@ -255,7 +255,7 @@ impl Report {
             }
         }
         if self.partial {
-            text.push_str("interrupted: this is not all\n");
+            text.push_str("interrupted: not all rows were measured\n");
         }
         text.trim_end().to_owned()
     }

@@ -58,7 +58,7 @@ pub(crate) struct Stage {
     client: Vec<String>,
     /// The server's address.
     host: String,
-    /// Divide all counts by ten.
+    /// Whether to divide all counts by ten.
     pub(crate) short: bool,
     /// Set by an interrupt.
     pub(crate) interrupted: Arc<AtomicBool>,
@@ -95,7 +95,7 @@ impl Stage {
             for (end, cpu) in ends.iter_mut().zip([server, client]) {
                 let _: u16 = cpu
                     .parse()
-                    .map_err(|_| format!("--cpus: {cpu} is no processor"))?;
+                    .map_err(|_| format!("--cpus: {cpu} is not the number of a processor"))?;
                 end.extend(words("taskset -c"));
                 end.push(cpu.to_owned());
             }

@@ -182,7 +182,9 @@ mod tests {
             other => panic!("{spec}: {other:?}"),
         };
         let text = why("seed=1;op=send -> explode");
-        assert!(text.starts_with("--faults: line 1, character 19: 'explode' is no action"));
+        assert!(
+            text.starts_with("--faults: line 1, character 19: 'explode' is not one of the actions")
+        );
         assert!(
             text.ends_with("\n  seed=1;op=send -> explode\n                    ^"),
             "{text}"

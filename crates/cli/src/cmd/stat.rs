@@ -21,7 +21,7 @@ use super::Failure;
 use crate::cli::Stat;
 
 /// The longest wait for an answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// The most bytes of an answer: some 300 for each of 65,536 queue pairs, with a margin.
 const ANSWER_MAX: u64 = 64 << 20;
@@ -113,7 +113,7 @@ fn ask(pid: u32) -> Result<String, String> {
         ));
     }
     stream
-        .set_read_timeout(Some(PATIENCE))
+        .set_read_timeout(Some(TIME_LIMIT))
         .map_err(|e| text(&e))?;
     let mut byte = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -131,7 +131,7 @@ fn ask(pid: u32) -> Result<String, String> {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         })
-        .ok_or_else(|| format!("process {pid} answers another user's questions only"))?;
+        .ok_or_else(|| format!("process {pid} answers only queries of its own user"))?;
     // A file of a FUSE file system could block the read forever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
         return Err(format!(

@@ -348,12 +348,12 @@ fn one_run(
     interrupted: &Interrupted,
     mut progress: impl FnMut(&str),
 ) -> Result<Run, Lost> {
-    let patience = Duration::from_secs(args.timeout + 10);
+    let limit = Duration::from_secs(args.timeout + 10);
     side.send(&Word::Run(plan.clone())).map_err(Lost::Peer)?;
     let mut end = watch.start(args, library, address, plan, variables)?;
     let outcome = (|| {
         let (mut mine, mut theirs) = (None, None);
-        watch.until(side, "queue pair", patience, |event| {
+        watch.until(side, "queue pair", limit, |event| {
             match event {
                 Event::Line { line, .. } if line.starts_with("hello ") => mine = Some(line),
                 Event::Word(Word::Pair(pair)) => theirs = Some(pair),
@@ -366,7 +366,7 @@ fn one_run(
         end.write_line(&theirs.replacen("hello", "peer", 1))
             .map_err(Lost::Run)?;
         let (mut here, mut there) = (false, false);
-        watch.until(side, "connection", patience, |event| {
+        watch.until(side, "connection", limit, |event| {
             match event {
                 Event::Line { line, .. } if line == "armed" => here = true,
                 Event::Word(Word::Armed) => there = true,
@@ -401,15 +401,10 @@ fn one_run(
         };
         let sent = mine.get("posted").copied().unwrap_or_default();
         side.send(&Word::Stop { sent }).map_err(Lost::Peer)?;
-        let theirs = watch.until(
-            side,
-            "result of the server",
-            patience,
-            |event| match event {
-                Event::Word(Word::Seen(seen)) => Some(seen),
-                _ => None,
-            },
-        )?;
+        let theirs = watch.until(side, "result of the server", limit, |event| match event {
+            Event::Word(Word::Seen(seen)) => Some(seen),
+            _ => None,
+        })?;
         Ok(Run {
             client: mine,
             server: theirs,
@@ -628,14 +623,14 @@ fn serve_run(
 ) -> Result<(), Lost> {
     let mut plan = checked(plan)?;
     plan.insert("gid_index".to_owned(), args.gid_index);
-    let patience = Duration::from_secs(args.timeout + 10);
+    let limit = Duration::from_secs(args.timeout + 10);
     let mut end = watch.start(args, library, address, &plan, &[])?;
-    let mine = watch.until(side, "queue pair", patience, line("hello"))?;
+    let mine = watch.until(side, "queue pair", limit, line("hello"))?;
     side.send(&Word::Pair(mine)).map_err(Lost::Peer)?;
     let theirs = watch.until(
         side,
         "queue pair of the client",
-        patience,
+        limit,
         |event| match event {
             Event::Word(Word::Pair(pair)) => Some(pair),
             _ => None,
@@ -643,7 +638,7 @@ fn serve_run(
     )?;
     end.write_line(&theirs.replacen("hello", "peer", 1))
         .map_err(Lost::Run)?;
-    watch.until(side, "connection", patience, line("armed"))?;
+    watch.until(side, "connection", limit, line("armed"))?;
     end.write_line("go").map_err(Lost::Run)?;
     side.send(&Word::Armed).map_err(Lost::Peer)?;
     // From now on the client measures. There is no time limit while it sends keep-alive messages.

@@ -70,7 +70,7 @@ pub(crate) struct Side {
 impl Side {
     /// Exchanges greetings with the other end of `stream`. Later messages become events.
     pub(crate) fn greet(stream: TcpStream, events: Sender<Event>) -> Result<Self, String> {
-        let failed = |e: io::Error| format!("the side connection fails: {e}");
+        let failed = |e: io::Error| format!("the control connection fails: {e}");
         stream.set_nodelay(true).map_err(failed)?;
         stream.set_read_timeout(Some(GREETING)).map_err(failed)?;
         stream.set_write_timeout(Some(GREETING)).map_err(failed)?;
@@ -86,7 +86,7 @@ impl Side {
             Ok(Word::Greeting { magic, .. }) if magic == MAGIC => {}
             Ok(Word::Greeting { magic, .. }) => {
                 return Err(format!(
-                    "it speaks {magic}, and this is {MAGIC}: install the same version at both ends"
+                    "its protocol is {magic}, and that of this end is {MAGIC}: install the same version at both ends"
                 ));
             }
             Ok(_) | Err(Unread::Foreign) => {
@@ -121,12 +121,12 @@ impl Side {
                         }
                         continue;
                     }
-                    Err(Unread::Closed) => "the other end has gone".to_owned(),
+                    Err(Unread::Closed) => "the other end has disconnected".to_owned(),
                     Err(Unread::Foreign) => "the other end sent an invalid message".to_owned(),
                     Err(Unread::Failed(e)) if is_timeout(&e) => {
                         format!("the other end has sent nothing for {} s", SILENCE.as_secs())
                     }
-                    Err(Unread::Failed(e)) => format!("the other end has gone: {e}"),
+                    Err(Unread::Failed(e)) => format!("the other end has disconnected: {e}"),
                 };
                 let _receiver_gone = events.send(Event::Gone(gone));
                 return;
@@ -141,7 +141,7 @@ impl Side {
         line.push('\n');
         self.stream
             .write_all(line.as_bytes())
-            .map_err(|e| format!("the other end has gone: {e}"))
+            .map_err(|e| format!("the other end has disconnected: {e}"))
     }
 }
 

@@ -20,7 +20,7 @@ impl FromStr for Sizes {
                 Some((from, to)) => {
                     let (from, to) = (number(from)?, number(to)?);
                     if from > to {
-                        return Err(format!("{item}: begins beyond its end"));
+                        return Err(format!("{item}: the range begins above its end"));
                     }
                     let doubled = std::iter::successors(Some(from), |size| Some(size * 2));
                     sizes.extend(doubled.take_while(|&size| size <= to));

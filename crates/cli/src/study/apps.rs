@@ -251,8 +251,7 @@ impl Apps {
         player.output(interrupted)?;
         let seconds = began.elapsed().as_secs_f64();
         drop(sender);
-        let values = [("seconds", seconds), ("us", seconds * 1e6)];
-        Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+        Ok([("seconds".to_owned(), seconds)].into())
     }
 
     /// Returns the rate and the response times of pages that three programs answer together: a proxy asks a web server, which asks a
@@ -334,7 +333,6 @@ impl Apps {
         );
         let values = [
             ("rate", rate),
-            ("us", half * 1000.0),
             ("median_us", half * 1000.0),
             ("p99_us", most * 1000.0),
         ];
@@ -463,12 +461,7 @@ fn clients(programs: &mut Programs<'_>, count: &str, interrupted: &Interrupted) 
         .map_err(|_| "the memory was not read".to_owned())?;
     drop(server);
     ended?;
-    let values = [
-        ("mb", mb),
-        ("us", mb),
-        ("private_mb", private),
-        ("kernel_mb", kernel),
-    ];
+    let values = [("mb", mb), ("private_mb", private), ("kernel_mb", kernel)];
     Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
 }
 
@@ -533,7 +526,6 @@ fn perftest(
     } else {
         let mbps = numbers.get(3).ok_or_else(bad)? * 8.388_608;
         sample.insert("mbps".to_owned(), mbps);
-        sample.insert("us".to_owned(), size * 8.0 / mbps);
     }
     Ok(sample)
 }
@@ -596,10 +588,7 @@ fn streams(
             / 1e6;
     }
     drop(servers);
-    // Noise is judged by `us`, so the throughput is also given as the time of 64 KiB.
-    let us = 65_536.0 * 8.0 / mbps;
-    let values = [("mbps", mbps), ("us", us)];
-    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+    Ok([("mbps".to_owned(), mbps)].into())
 }
 
 /// Returns a field of a file of /proc, in units of 1,000,000 bytes.

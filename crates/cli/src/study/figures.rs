@@ -117,14 +117,6 @@ impl Runner {
         };
         extent.seconds() * 1.1 + start
     }
-
-    /// Returns the name of the value by which the noise of samples is judged: a time.
-    pub(crate) fn primary(self) -> &'static str {
-        match self {
-            Self::Ping | Self::Blast | Self::Exs | Self::None => "oneway_us",
-            Self::Memory | Self::First | Self::Buffers | Self::Mpi | Self::Apps => "us",
-        }
-    }
 }
 
 /// A value of an axis, as text.
@@ -265,8 +257,9 @@ pub(crate) struct Finding {
     /// The points b, each of which is compared with the a that is equal on all other axes.
     #[serde(default)]
     pub(crate) b: Select,
-    /// The first x that counts; `to` is the last.
+    /// The lowest x for which the assertion is made.
     pub(crate) from: Option<f64>,
+    /// The highest such x.
     pub(crate) to: Option<f64>,
     /// The factor of the assertion.
     #[serde(default = "one")]

@@ -273,8 +273,7 @@ impl<'a> Work<'a> {
                 .iter()
                 .filter(|point| {
                     let known = self.store.known(point);
-                    known.samples.len() < extent.samples() + round
-                        && known.noise(point.runner.primary()).is_some()
+                    known.samples.len() < extent.samples() + round && known.noise().is_some()
                 })
                 .cloned()
                 .collect();

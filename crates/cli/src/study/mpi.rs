@@ -220,10 +220,6 @@ fn parse_output(text: &str, size: u64) -> Result<Sample, String> {
         if let Some(us) = sample.get("us").copied() {
             sample.insert("mbps".to_owned(), size as f64 * 8.0 / us);
         }
-        // Noise is judged by `us`, so `us` is the memory in a measurement of memory.
-        if let Some(mb) = sample.get("mb").copied() {
-            sample.insert("us".to_owned(), mb);
-        }
         return Ok(sample);
     }
     // "2 ranks, is.W 0.103 s"
@@ -232,8 +228,7 @@ fn parse_output(text: &str, size: u64) -> Result<Sample, String> {
         .and_then(|line| line.strip_suffix(" s")?.split(' ').next_back())
         .and_then(|seconds| seconds.parse::<f64>().ok())
         .ok_or_else(bad)?;
-    let values = [("seconds", seconds), ("us", seconds * 1e6)];
-    Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+    Ok([("seconds".to_owned(), seconds)].into())
 }
 
 fn compile(studies: &Path, folder: &Path) -> Result<PathBuf, Miss> {

@@ -236,7 +236,7 @@ impl<'a> Seen<'a> {
                 note(&mut missing, why, point);
             } else {
                 measured += 1;
-                if known.noise(point.runner.primary()).is_some() {
+                if known.noise().is_some() {
                     note(
                         &mut noisy,
                         "values that differ much from run to run".to_owned(),
@@ -365,7 +365,7 @@ impl<'a> Seen<'a> {
                             median: middle.median,
                             least: middle.lower,
                             most: middle.upper,
-                            doubtful: known.noise(point.runner.primary()).is_some(),
+                            doubtful: known.noise().is_some(),
                         })
                     })
                     .collect();
@@ -481,7 +481,7 @@ impl<'a> Seen<'a> {
                     "lower": middle.map(|m| m.lower),
                     "upper": middle.map(|m| m.upper),
                     "samples": known.samples.len(),
-                    "noisy": known.noise(point.runner.primary()),
+                    "noisy": known.noise(),
                     "blank": self.experiment.blank(&point.params).or(known.blank.as_deref()),
                     "failed": known.failures.last(),
                     "command": known.command,

@@ -34,7 +34,10 @@ impl From<String> for Miss {
 /// The outcome of one attempt.
 pub(crate) type Outcome = Result<Sample, Miss>;
 
-/// The spread of the time, as a share of the median, above which a point is noisy.
+/// The values whose spread decides whether a point is noisy. The first one that its samples have counts.
+const JUDGED: [&str; 6] = ["oneway_us", "us", "seconds", "median_us", "mbps", "mb"];
+
+/// The spread of that value, as a share of the median, above which a point is noisy.
 const SPREAD: f64 = 0.25;
 
 /// The share of the time that an end waited for a processor, above which a point is noisy.
@@ -88,8 +91,8 @@ impl Known {
     }
 
     /// Returns why the point is noisy, if it is.
-    pub(crate) fn noise(&self, primary: &str) -> Option<String> {
-        let middle = self.middle(primary)?;
+    pub(crate) fn noise(&self) -> Option<String> {
+        let middle = JUDGED.iter().find_map(|name| self.middle(name))?;
         let spread = (middle.upper - middle.lower) / middle.median;
         if spread > SPREAD {
             return Some(format!("spread {:.0} %", spread * 100.0));
@@ -334,10 +337,16 @@ mod tests {
             samples: us.iter().map(|us| sample(*us)).collect(),
             ..Known::default()
         };
-        assert_eq!(known(&[1.0, 1.1, 1.2]).noise("oneway_us"), None);
-        assert!(known(&[1.0, 1.1, 2.0, 2.1]).noise("oneway_us").is_some());
+        assert_eq!(known(&[1.0, 1.1, 1.2]).noise(), None);
+        assert!(known(&[1.0, 1.1, 2.0, 2.1]).noise().is_some());
         let mut waited = known(&[1.0]);
         waited.samples[0].insert("waited".to_owned(), 0.5);
-        assert!(waited.noise("oneway_us").unwrap().contains("50 %"));
+        assert!(waited.noise().unwrap().contains("50 %"));
+        let memory = |mb: f64| Sample::from([("mb".to_owned(), mb), ("kernel_mb".to_owned(), 0.0)]);
+        let memory = Known {
+            samples: [1.0, 1.1, 2.0, 2.1].map(memory).into(),
+            ..Known::default()
+        };
+        assert!(memory.noise().unwrap().contains("spread"));
     }
 }

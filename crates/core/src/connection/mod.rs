@@ -54,11 +54,11 @@ use timers::{Timer, Timers};
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// The peer of a stream without connection manager closed it in order, or cannot be reached. Posted requests fail
-    /// after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
+    /// Whether the peer of a stream without connection manager closed it in order, or cannot be reached. Posted
+    /// requests fail after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
     peer_left: bool,
     timers: Timers,
-    /// Short messages may take the shortcuts `send_short` and `receive_short`.
+    /// Whether short messages may take the shortcuts `send_short` and `receive_short`.
     shortcuts: bool,
     /// Receives that have completed with success.
     received: u64,
@@ -193,8 +193,8 @@ impl Connection {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
 
-    /// Whether posted requests may wait to be sent together, after requests that the peer has not acknowledged: the
-    /// acknowledgement sends them at the latest.
+    /// Whether posted requests may wait to be sent together because earlier requests are not acknowledged yet. They are
+    /// sent at the latest when the acknowledgement arrives.
     ///
     /// `longest`: payload bytes of the longest request of the list that was posted.
     pub fn may_coalesce_behind_ack(&self, limits: &bounds::Coalesce, longest: u64) -> bool {

@@ -47,9 +47,9 @@ struct PendingAtomic {
 /// The requester of one stream.
 #[derive(Debug)]
 pub(super) struct Requester {
-    /// Reads and atomics outstanding at most.
+    /// Largest number of outstanding Reads and atomics.
     ord: u32,
-    /// Messages of the request that was taken last, still to be sent.
+    /// Messages of the request that was taken last that are not sent yet.
     parts: VecDeque<Message>,
     /// Number of the request that `parts` belong to.
     parts_of: u64,
@@ -123,7 +123,7 @@ impl Requester {
         Msn(self.next_send_msn)
     }
 
-    /// Numbers a message on queue 0 that is no request.
+    /// Numbers a message on queue 0 that is not a request.
     pub(super) fn next_send_msn(&mut self) -> u32 {
         let msn = self.next_send_msn;
         self.next_send_msn = msn.wrapping_add(1);
@@ -195,7 +195,7 @@ impl Requester {
         if !needs_slot(next) || self.outstanding() <= self.ord as usize {
             return Some(false);
         }
-        // Messages of this request that are not sent yet are pending already, and use no slot.
+        // `outstanding` also counts messages of this request that are not sent yet, which use no slot.
         let unsent = self.parts.iter().filter(|m| needs_slot(m)).count();
         Some(self.outstanding().saturating_sub(unsent) >= self.ord as usize)
     }

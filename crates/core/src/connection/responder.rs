@@ -40,9 +40,9 @@ pub(super) struct ReceiveUnderWay {
 /// The responder of one stream.
 #[derive(Debug)]
 pub(super) struct Responder {
-    /// Reads and atomics of the peer that are served at once.
+    /// Number of Reads and atomics of the peer that are served at the same time.
     ird: u32,
-    /// Reads and atomics of the peer whose responses are not sent.
+    /// Number of Reads and atomics of the peer whose responses are not sent yet.
     serving: u32,
     responses: VecDeque<Response>,
     /// Sequence number of the last request message of the peer that is done.

@@ -345,7 +345,7 @@ impl Connection {
         let Some(s) = &self.stream else { return false };
         let opcode = header.opcode();
         let data = opcode == Opcode::Write || opcode == Opcode::ReadResponse || opcode.is_send();
-        // Only a complete FPDU counts as the first message, or as one without a receive.
+        // The first message of the peer, and a Send without a posted receive, are handled when their FPDU is complete.
         let waits = opcode.is_send() && !s.responder.is_receiving_send() && self.base.rq.is_empty();
         if !data || !s.started || s.responder.is_discarding() || waits {
             return false;

@@ -42,15 +42,15 @@ pub(super) struct ShmHandover {
     phase: Phase,
     /// Number of requests after which memory is offered. `None`: this end does not use shared memory.
     offer_after: Option<u32>,
-    /// This end accepts offers of the peer.
+    /// Whether this end accepts offers of the peer.
     accepts_offer: bool,
-    /// The peer's Hello had the feature bit.
+    /// Whether the peer's Hello had the feature bit.
     peer_can: bool,
     /// The peer's last message, for the engine.
     received: Option<Handover>,
-    /// Our last FPDU on the connection is framed: the next one waits until the engine has switched.
+    /// Whether the last FPDU of this end on the connection is framed. The next one waits until the engine has switched.
     tx_sealed: bool,
-    /// The peer's last FPDU on the connection arrived.
+    /// Whether the peer's last FPDU on the connection arrived.
     rx_sealed: bool,
 }
 

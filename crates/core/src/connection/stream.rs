@@ -30,7 +30,7 @@ pub enum Peer {
 /// The outcome of start-up.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamConfig {
-    /// CRCs are calculated and checked.
+    /// Whether CRCs are calculated and checked.
     pub crc: bool,
     /// Largest ULPDU to send.
     pub mulpdu: usize,
@@ -38,17 +38,17 @@ pub struct StreamConfig {
     pub mulpdu_anywarp: usize,
     /// The implementation at the other end.
     pub peer: Peer,
-    /// Reads and atomics of the peer that are served at once (IRD).
+    /// Number of Reads and atomics of the peer that are served at the same time (IRD).
     pub ird: u32,
     /// Reads and atomics outstanding at most (ORD).
     pub ord: u32,
-    /// This end opened the connection and sends first. The other end sends nothing before the first message.
+    /// Whether this end opened the connection and sends first. The other end sends nothing before the first message.
     pub initiator: bool,
     /// The message that makes the stream ready, to be sent first.
     pub first: First,
-    /// The connection manager set up the stream: the queue pair fails when the stream ends.
+    /// Whether the connection manager set up the stream. The queue pair then fails when the stream ends.
     pub managed: bool,
-    /// The peer requests markers in the stream that it receives.
+    /// Whether the peer requests markers in the stream that it receives.
     pub markers: bool,
     /// Number of requests after which shared memory is offered to the peer; `None`: the peer is on another host.
     pub shm_handover: Option<u32>,
@@ -86,7 +86,7 @@ pub(super) struct Outgoing {
     pub(super) message: Message,
     /// Number of the request that it belongs to; `None` for responses.
     pub(super) request: Option<u64>,
-    /// Last message of its request.
+    /// Whether this is the last message of its request.
     pub(super) last: bool,
 }
 
@@ -101,19 +101,19 @@ pub(super) struct Stream {
     /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
     pub(super) short_limit: u64,
     // --- transmit ---
-    /// CRCs are calculated.
+    /// Whether CRCs are calculated.
     pub(super) crc_tx: bool,
-    /// A responder of MPA sends nothing before the first FPDU has arrived.
+    /// Whether this end may send: a responder of MPA sends nothing before the first FPDU has arrived.
     pub(super) may_send: bool,
     pub(super) current: Option<Outgoing>,
-    /// A Terminate was queued.
+    /// Whether a Terminate was queued.
     pub(super) terminated: bool,
     /// Inserts markers into the sent stream, if the peer requests them.
     pub(super) markers: Option<Inserter>,
     // --- receive ---
-    /// CRCs are checked.
+    /// Whether CRCs are checked.
     pub(super) crc_rx: bool,
-    /// A message of the peer has arrived.
+    /// Whether a message of the peer has arrived.
     pub(super) started: bool,
     /// The peer's ready-to-receive message was a Write or a Read, which the completion counters have to ignore.
     pub(super) ready_to_receive: Option<Ops>,

@@ -3,9 +3,9 @@
 //! A socket drops datagrams that its owner does not fetch in time. A program that posts a hundred sends at once to
 //! the same host would lose most of them, while hardware loses none. So a receiver sends *reports* from time to time:
 //! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than that is
-//! under way. A report that is lost, wrong or missing costs time, never a message. A sender stops waiting for a peer
-//! that stays silent until the peer reports again; for a peer that has never reported it waits once. Without reports
-//! it sends at a fixed rate, low enough that no queue on the path overflows.
+//! under way. A report that is lost, wrong or missing costs time, never a message. If a peer stays
+//! silent, a sender stops waiting, until the peer reports again; for a peer that has never reported it waits once.
+//! Without reports it sends at a fixed rate, low enough that no queue on the path overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -51,7 +51,7 @@ impl Report {
         (header, [e0, e1, e2, e3, r0, r1, r2, r3])
     }
 
-    /// Parses a report. `None` if the datagram is no report.
+    /// Parses a report. `None` if the datagram is not a report.
     pub(super) fn parse(header: &Untagged, payload: &[u8]) -> Option<Self> {
         let Ok(Control::Ack { seq }) = Control::parse(header) else {
             return None;
@@ -310,7 +310,7 @@ impl Flow {
             .get_or_insert(peer, bounds::DATAGRAM_PEERS, Source::default);
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
-        // Until its first report a sender sends no more than the first window, which may be two datagrams, and any report
+        // A sender that has received no report sends no more than the first window, which may be two datagrams, and any report
         // may be lost.
         source.reports_sent < EARLY || source.since >= quarter
     }

@@ -42,11 +42,11 @@ pub struct Record {
     pub offset: u32,
     /// Immediate data.
     pub imm: Option<[u8; 4]>,
-    /// All bytes of the message have arrived.
+    /// Whether all bytes of the message have arrived.
     pub complete: bool,
-    /// The record is of one datagram. Other datagrams of the message may have records too.
+    /// Whether the record is of one datagram. Other datagrams of the message may have records too.
     pub chunk: bool,
-    /// The final datagram of the message, or its end-of-message datagram, has arrived.
+    /// Whether the final datagram of the message, or its end-of-message datagram, has arrived.
     pub final_seen: bool,
     /// Identifies the map of the bytes that have arrived, until the program releases it. 0 if there is no map: the
     /// message is complete, or the record is of one datagram.
@@ -203,9 +203,9 @@ pub(super) struct Open {
     pub(super) receive: Option<RecvRequest>,
     /// The memory of the message.
     pub(super) places: Places,
-    /// The message is a Write-Record.
+    /// Whether the message is a Write-Record.
     pub(super) record: bool,
-    /// The final datagram has arrived.
+    /// Whether the final datagram has arrived.
     pub(super) final_seen: bool,
     pub(super) parity: Option<Box<Groups>>,
     /// When the last datagram arrived.

@@ -107,7 +107,7 @@ const RNR_WAIT: Duration = Duration::from_millis(100);
 pub struct DatagramQp {
     base: QpBase,
     kind: Kind,
-    /// Messages of one datagram may take the shortcuts `send_ud`, `send_single` and `receive_whole`.
+    /// Whether messages of one datagram may take the shortcuts `send_ud`, `send_single` and `receive_whole`.
     shortcuts: bool,
     peer: Option<Destination>,
     counters: Counters,
@@ -143,7 +143,7 @@ pub struct DatagramQp {
     reads: Reads,
     /// Failed requests by number, with their status.
     failures: VecDeque<(u64, Status)>,
-    /// A reliable connection has failed: all later requests complete as flushed, even if they have arrived.
+    /// Whether a reliable connection has failed. All later requests then complete as flushed, even if they have arrived.
     broken: bool,
     // --- receive ---
     incoming: Incoming,
@@ -164,7 +164,7 @@ pub struct DatagramQp {
     path: Option<(IpAddr, Duration, u16)>,
     spare: Spare,
     now: Duration,
-    /// Sending has stopped, because the peer has not reported.
+    /// Whether sending has stopped, because the peer has not reported.
     was_stalled: bool,
     /// Reliable services: packets wait because there are too many open messages or answers.
     rx_full: bool,
@@ -526,7 +526,7 @@ impl DatagramQp {
         self.post_send_with(given(Ok(request)))
     }
 
-    /// As [`Self::post_send`], but `fill` makes the request in its place in the queue.
+    /// As [`Self::post_send`], but `fill` writes the request directly into the entry of the queue.
     #[inline]
     pub fn post_send_with(
         &mut self,

@@ -31,7 +31,7 @@ pub enum RecordMode {
 /// Options of a datagram queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// The queue pair executes Writes and Reads, not only Sends.
+    /// Whether the queue pair executes Writes and Reads, not only Sends.
     pub one_sided: bool,
     /// Length of datagrams.
     pub segment: Segment,
@@ -45,7 +45,7 @@ pub struct Options {
     pub deadline: Duration,
     /// The largest number of records that wait for the program.
     pub max_records: u32,
-    /// Each record also makes a completion in the receive completion queue.
+    /// Whether each record also makes a completion in the receive completion queue.
     pub records_complete: bool,
     /// How many times the final datagram of a Write-Record is repeated.
     pub repeats: u8,
@@ -58,7 +58,7 @@ pub struct Options {
     pub max_reads: u16,
     /// The longest Read of a peer, bytes.
     pub max_read: u32,
-    /// A peer gets an error report when its message is refused.
+    /// Whether a peer gets an error report when its message is refused.
     pub report_errors: bool,
     /// Reliable services: messages of a peer are delivered in the order in which it sent them.
     pub ordered: bool,

@@ -26,7 +26,7 @@ pub(super) struct Current {
     pub(super) message: Message,
     /// Number of its request. `None` for an answer to a peer.
     pub(super) request: Option<u64>,
-    /// The request is complete when an answer arrives.
+    /// Whether the request is complete when an answer arrives.
     pub(super) asks: bool,
     /// Identifies the message in the reliability layer.
     pub(super) tag: Tag,

@@ -44,7 +44,7 @@ pub(super) enum Wanted {
         coverage: Coverage,
         /// The request, which may have to be sent again with a cookie.
         request: ReadRequest,
-        /// The request was sent with a cookie.
+        /// Whether the request was sent with a cookie.
         with_cookie: bool,
     },
     /// The old value of an atomic.

@@ -367,7 +367,7 @@ impl<'a> Word<'a> {
             Some(digits) => u64::from_str_radix(digits, 16),
             None => self.text.parse(),
         };
-        parsed.map_err(|_| self.wrong(format!("'{}' is no whole number", self.text)))
+        parsed.map_err(|_| self.wrong(format!("'{}' is not a whole number", self.text)))
     }
 
     fn count(&self) -> Result<u64, Wrong> {
@@ -385,7 +385,7 @@ impl<'a> Word<'a> {
         match digits.parse::<f64>() {
             Ok(p) if (0.0..=scale).contains(&p) => Ok(p / scale),
             _ => Err(self.wrong(format!(
-                "'{}' is no probability: give 0 to 1, or 0% to 100%",
+                "'{}' is not a probability: give 0 to 1, or 0% to 100%",
                 self.text
             ))),
         }
@@ -405,7 +405,7 @@ impl<'a> Word<'a> {
             _ => {
                 let names: Vec<_> = units.iter().map(|(name, _)| *name).collect();
                 Err(self.wrong(format!(
-                    "'{}' is no {what}: give a number and one of {}",
+                    "'{}' is not a {what}: give a number with one of the units {}",
                     self.text,
                     names.join(", ")
                 )))
@@ -443,7 +443,7 @@ impl<'a> Word<'a> {
             "tx" => Ok(Some(Direction::Tx)),
             "rx" => Ok(Some(Direction::Rx)),
             "both" => Ok(None),
-            other => Err(self.wrong(format!("'{other}' is no direction: tx, rx or both"))),
+            other => Err(self.wrong(format!("'{other}' is not a direction: use tx, rx or both"))),
         }
     }
 
@@ -452,7 +452,7 @@ impl<'a> Word<'a> {
         found.map(|(_, value)| *value).ok_or_else(|| {
             let all: Vec<_> = names.iter().map(|(name, _)| *name).collect();
             self.wrong(format!(
-                "'{}' is no {what}: there are {}",
+                "'{}' is not one of the {what}: {}",
                 self.text,
                 all.join(", ")
             ))
@@ -461,7 +461,7 @@ impl<'a> Word<'a> {
 }
 
 impl Plan {
-    /// Reads a plan: lines, or parts between semicolons, that are settings, rules or comments.
+    /// Reads a plan: each line, or part of a line between semicolons, is a list of settings, a rule or a comment.
     ///
     /// # Errors
     /// The first error in the text.
@@ -507,16 +507,16 @@ impl Plan {
             "jitter" => link.jitter = value.duration()?,
             "rate" => link.rate = Some(value.rate()?),
             "dir" => link.dir = value.direction()?,
-            "summary" => self.summary = value.one_of(&[("on", true), ("off", false)], "choice")?,
+            "summary" => self.summary = value.one_of(&[("on", true), ("off", false)], "choices")?,
             "qp" | "peer" | "op" | "nth" | "every" | "p" | "times" => {
                 return Err(name.wrong(format!(
-                    "'{}' belongs to a rule, which goes on with '-> ACTION'",
+                    "'{}' is only allowed in a rule, which ends with '-> ACTION'",
                     name.text
                 )));
             }
             other => {
                 return Err(name.wrong(format!(
-                    "'{other}' is no setting: there are seed, loss, dup, reorder, corrupt, kill, delay, jitter, \
+                    "'{other}' is not one of the settings: seed, loss, dup, reorder, corrupt, kill, delay, jitter, \
                      rate, dir, summary"
                 )));
             }
@@ -545,7 +545,7 @@ fn rule(matches: Word<'_>, action: Word<'_>) -> Result<Rule, Wrong> {
             "qp" => rule.qp = which_qp(value)?,
             "peer" => rule.peer = peer(value)?,
             "op" if value.text == "any" => rule.what = None,
-            "op" => rule.what = Some(value.one_of(&WHATS, "operation")?),
+            "op" => rule.what = Some(value.one_of(&WHATS, "operations")?),
             "dir" => {
                 rule.dir = value.direction()?;
                 rx = (rule.dir != Some(Direction::Tx)).then_some(value);
@@ -556,25 +556,25 @@ fn rule(matches: Word<'_>, action: Word<'_>) -> Result<Rule, Wrong> {
             "times" => rule.times = value.count()?,
             other => {
                 return Err(name.wrong(format!(
-                    "'{other}' is nothing to match: there are qp, peer, op, nth, every, p, times, dir"
+                    "'{other}' is not one of the matches: qp, peer, op, nth, every, p, times, dir"
                 )));
             }
         }
     }
     let mut words = action.pieces(char::is_whitespace);
     let Some(word) = words.next() else {
-        return Err(action.wrong("an action is missing after '->'"));
+        return Err(action.wrong("the action after '->' is missing"));
     };
     if let Some(more) = words.next() {
         return Err(more.wrong(format!(
-            "'{}' is too much: a rule has one action",
+            "'{}' is not allowed here: a rule has only one action",
             more.text
         )));
     }
     rule.action = self::action(word)?;
     if let (true, Some(dir)) = (rule.action.is_of_requests(), rx) {
         return Err(dir.wrong(format!(
-            "'{}' is done to requests that are posted here: dir=tx",
+            "'{}' applies only to requests that this process posts: use dir=tx",
             word.text
         )));
     }
@@ -585,7 +585,7 @@ fn which_qp(value: Word<'_>) -> Result<WhichQp, Wrong> {
     if value.text == "any" {
         return Ok(WhichQp::Any);
     }
-    let small = |n: u64| u32::try_from(n).map_err(|_| value.wrong("is no queue pair number"));
+    let small = |n: u64| u32::try_from(n).map_err(|_| value.wrong("is not a queue pair number"));
     if value.text.starts_with('#') {
         return Ok(WhichQp::Nth(small(value.from(1).count()?)?));
     }
@@ -602,7 +602,7 @@ fn peer(value: Word<'_>) -> Result<Option<(IpAddr, Option<u16>)>, Wrong> {
     match value.text.parse::<SocketAddr>() {
         Ok(addr) => Ok(Some((addr.ip(), Some(addr.port())))),
         Err(_) => Err(value.wrong(format!(
-            "'{}' is no address: any, an IP address, or address:port ([address]:port for IPv6)",
+            "'{}' is not an address: use any, an IP address, or address:port ([address]:port for IPv6)",
             value.text
         ))),
     }
@@ -620,7 +620,7 @@ fn action(word: Word<'_>) -> Result<Action, Wrong> {
     }
     let unknown = || {
         word.wrong(format!(
-            "'{}' is no action: there are drop, corrupt, dup, reorder, delay=TIME, slow=RATE, kill, error=STATUS, \
+            "'{}' is not one of the actions: drop, corrupt, dup, reorder, delay=TIME, slow=RATE, kill, error=STATUS, \
              rnr, rnr=TIMES",
             word.text
         ))
@@ -629,7 +629,7 @@ fn action(word: Word<'_>) -> Result<Action, Wrong> {
     match name.text {
         "delay" => Ok(Action::Delay(value.duration()?)),
         "slow" => Ok(Action::Slow(value.rate()?)),
-        "error" => Ok(Action::Fail(value.one_of(&STATUSES, "status")?)),
+        "error" => Ok(Action::Fail(value.one_of(&STATUSES, "statuses")?)),
         "rnr" => {
             let times = value.count()?;
             Ok(Action::Rnr(u32::try_from(times).unwrap_or(u32::MAX)))

@@ -27,7 +27,7 @@ struct State {
     entries: Ring<Completion>,
     capacity: usize,
     armed: Armed,
-    /// An event was raised, and the queue was not polled since. The program is expected to poll.
+    /// Whether an event was raised, and the queue was not polled since. The program is expected to poll.
     event_pending: bool,
     /// The kind of the entries that were not polled yet, and that raised no event although no event was pending.
     missed: Armed,

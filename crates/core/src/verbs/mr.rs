@@ -305,7 +305,7 @@ impl Placement {
         To(self.region.base.wrapping_add(self.offset))
     }
 
-    /// Address of the first byte modulo 8, for the alignment rule of atomics.
+    /// Whether atomics are refused, because the address of the first byte is not a multiple of 8.
     pub fn misaligned(&self) -> bool {
         !self.at.is_multiple_of(8)
     }

@@ -35,7 +35,7 @@ pub struct Parts {
     pub rq: RecvQueue,
     /// Sizes of the queues.
     pub capacity: qp::Capacity,
-    /// Every send request makes a completion (`sq_sig_all`).
+    /// Whether every send request makes a completion (`sq_sig_all`).
     pub sig_all: bool,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct QpBase {
     pub(crate) rq: RecvQueue,
     /// Asynchronous events that were not polled yet.
     pub(crate) events: VecDeque<AsyncEvent>,
-    /// A completion found no room in its queue.
+    /// Whether a completion found no room in its queue.
     overflowed: bool,
     /// [`AsyncEvent::LastWqe`] was raised since the last reset.
     last_wqe_raised: bool,
@@ -89,7 +89,7 @@ impl QpBase {
 
     // ------------------------------------------------------------------ posting
 
-    /// Adds a send request that `fill` makes in place, if the state allows posting (`ibv_post_send(3)`).
+    /// Adds a send request, which `fill` writes directly into the entry of the queue, if the state allows posting (`ibv_post_send(3)`).
     #[inline]
     pub(crate) fn post_send_with(
         &mut self,

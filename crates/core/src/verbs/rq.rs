@@ -42,7 +42,7 @@ pub enum RecvQueue {
 pub struct TakenRecv {
     /// The oldest posted receive.
     pub request: RecvRequest,
-    /// The shared queue fell below its limit.
+    /// Whether the shared queue fell below its limit.
     pub srq_limit_reached: bool,
 }
 

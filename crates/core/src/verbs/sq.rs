@@ -102,7 +102,7 @@ pub struct Retired {
     pub id: u64,
     /// The operation.
     pub op: WcOp,
-    /// A completion is made on success too.
+    /// Whether a completion is made on success too.
     pub signaled: bool,
     /// Bytes transferred.
     pub bytes: u64,
@@ -157,7 +157,7 @@ pub struct SendQueue {
     front: u64,
     /// Number of the first request that was not taken.
     next: u64,
-    /// A request that was taken has failed: no further request is taken.
+    /// Whether a request that was taken has failed. No further request is then taken.
     blocked: bool,
     max_wr: u32,
     max_sge: u32,

@@ -26,7 +26,7 @@ pub struct Srq {
 pub struct Taken {
     /// The oldest posted receive.
     pub request: RecvRequest,
-    /// The queue has just fallen below its limit, so `IBV_EVENT_SRQ_LIMIT_REACHED` is due.
+    /// Whether the queue has just fallen below its limit, so `IBV_EVENT_SRQ_LIMIT_REACHED` is due.
     pub limit_reached: bool,
 }
 

@@ -187,11 +187,11 @@ pub struct WorkRequest {
     pub op: Op,
     /// Local data: source, or sink of a Read or atomic.
     pub payload: Payload,
-    /// A completion is made on success too.
+    /// Whether a completion is made on success too.
     pub signaled: bool,
-    /// Ask the peer to raise a solicited event.
+    /// Whether to ask the peer to raise a solicited event.
     pub solicited: bool,
-    /// Wait until earlier Reads and atomics are complete.
+    /// Whether the request waits until earlier Reads and atomics are complete.
     pub fence: bool,
     /// For datagram queue pairs: the destination.
     pub destination: Option<Destination>,

@@ -22,7 +22,7 @@ use crate::error::PeerError;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tagged {
-    /// This is the last segment of its message.
+    /// Whether this is the last segment of its message.
     pub last: bool,
     /// The opcode of the message.
     pub opcode: Opcode,
@@ -43,7 +43,7 @@ pub struct Tagged {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Untagged {
-    /// This is the last segment of its message.
+    /// Whether this is the last segment of its message.
     pub last: bool,
     /// The opcode of the message.
     pub opcode: Opcode,

@@ -68,7 +68,7 @@ pub const SUB_ERROR: u8 = 3;
 
 /// Attribute: a solicited event is requested.
 pub const ATTR_SOLICITED: u8 = 0x01;
-/// Attribute: a record is requested.
+/// Attribute of Write-Records. It has no meaning, and receivers ignore it.
 pub const ATTR_RECORD: u8 = 0x02;
 /// Attribute: copy of the final datagram.
 pub const ATTR_FINAL_COPY: u8 = 0x04;
@@ -203,7 +203,7 @@ pub fn parse_covered(bytes: &[u8]) -> Result<Datagram<'_>, DgramError> {
     })
 }
 
-/// Checks the rules that relate shim, DDP header and payload (DG/1, section B.1 of the design).
+/// Checks the rules that relate shim, DDP header and payload (docs/datagram-iwarp.md, section 2).
 fn check(shim: &Shim, header: &Header, payload: usize) -> Result<(), DgramError> {
     let fits = match (header.opcode(), shim.sub_op) {
         (Opcode::WriteRecord, SUB_RECORD) | (Opcode::Terminate, SUB_ERROR) => true,

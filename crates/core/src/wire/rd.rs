@@ -179,7 +179,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     Ok((packet, data.then_some(rest)))
 }
 
-/// Whether this is a packet rather than a bare datagram. Only the first byte is checked.
+/// Whether this is a packet, not a datagram without one. Only the first byte is checked.
 pub fn is_packet(bytes: &[u8]) -> bool {
     bytes.first() == Some(&MAGIC)
 }

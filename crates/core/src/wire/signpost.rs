@@ -1,27 +1,27 @@
-//! Signposts: the messages that find the listener of an rdma_cm port.
+//! Signposts: the messages by which a peer finds the listener of an rdma_cm port.
 //!
-//! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket on one of two ports
-//! (*places*) that follow from the rdma_cm port. There it answers with the TCP or UDP port on which it listens. The
-//! answer has the length of the question, so a forged question causes no amplification. It repeats the random number
-//! of the question, so only a host on the path can forge an answer.
+//! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket, the *signpost*, which answers
+//! with the TCP or UDP port on which the program listens. The signpost is bound to one of two UDP ports that are computed
+//! from the rdma_cm port (`places`). The answer has the length of the query, so a forged query causes no amplification. It
+//! repeats the random number of the query, so only a host on the path can forge an answer.
 //!
 //! ```text
 //!  0          4    5      6            8      10      12            20
 //! +----------+----+------+------------+------+-------+-------------+
 //! |  "aWsp"  |1 kd|status| port space | port | place |    nonce    |
 //! +----------+----+------+------------+------+-------+-------------+
-//!       kd: 1 ask, 2 release, 3 answer; status and place are 0 but in an answer
+//!       kd: 1 query, 2 release, 3 answer; status and place (the port of the listener) are 0 except in an answer
 //! ```
 
 /// Bytes of each message.
 pub const LEN: usize = 20;
 const MAGIC: [u8; 4] = *b"aWsp";
 const VERSION: u8 = 1;
-/// The first port that needs no privilege. Ports below it have their places below it too.
+/// The first port that needs no privilege. The signposts of ports below it are below it too.
 pub const UNPRIVILEGED: u16 = 1024;
-/// The places of unprivileged ports, first and count: above the ephemeral ports of Linux, up to the last port.
+/// The ports for signposts of unprivileged ports, first and count: above the ephemeral ports of Linux, up to the last port.
 const HIGH: (u16, u32) = (61_000, 4536);
-/// The places of privileged ports, first and count. `rpcbind` and similar programs assign these ports to the
+/// The ports for signposts of privileged ports, first and count. `rpcbind` and similar programs assign these ports to the
 /// superuser.
 const LOW: (u16, u32) = (600, 400);
 
@@ -35,7 +35,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// The two UDP ports of which the signpost has one. Neighbouring ports have different places.
+    /// The two UDP ports to one of which the signpost is bound. They differ for neighbouring ports.
     #[must_use]
     pub fn places(self) -> [u16; 2] {
         let (first, count) = if self.number < UNPRIVILEGED {
@@ -44,7 +44,7 @@ impl Port {
             HIGH
         };
         let (space, number) = (u32::from(self.space), u32::from(self.number));
-        // The numbers of `enum rdma_port_space` differ by 11 or more, so port spaces have different places too.
+        // The numbers of `enum rdma_port_space` differ by 11 or more, so the signposts of two port spaces have different ports too.
         let one = number + space * 97;
         let two = number * 7 + number / count * 331 + space * 61 + count / 2;
         [one, two].map(|n| first + u16::try_from(n % count).unwrap_or(0))
@@ -67,11 +67,11 @@ pub enum Status {
 /// A message to or from a signpost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Asks for the port of a listener.
+    /// Queries the port of a listener.
     Ask(Port, u64),
-    /// Asks the listener to release the kernel's port of its number, for a plain socket on the same host.
+    /// Requests that the listener releases the kernel's port of its number, for a plain socket on the same host.
     Release(Port, u64),
-    /// The answer to both.
+    /// The answer to either of them.
     Answer(Port, u64, Status),
 }
 

@@ -1,4 +1,4 @@
-//! Bare connections: connections for which the program has no queue pair.
+//! Connections for which the program has no queue pair.
 //!
 //! On InfiniBand the connection manager has its own messages, and some programs (UCX) use only those: they connect
 //! with the number of a queue pair that they never use, exchange addresses as private data, and detect from the end
@@ -46,8 +46,8 @@ fn end() -> io::Result<Arc<RcQp>> {
 }
 
 impl CmId {
-    /// Returns the queue pair that `find_qp` finds. For an unknown number other than 0, creates one for a bare
-    /// connection.
+    /// Returns the queue pair that `find_qp` finds. If there is none with this number, and the number is not 0, creates a
+    /// queue pair that the program cannot access.
     pub(super) fn find_or_make_qp(&self, number: u32) -> io::Result<Option<(Arc<RcQp>, bool)>> {
         let found = self.find_qp(number);
         if found.is_some() || number == 0 {
@@ -64,7 +64,7 @@ impl CmId {
         Ok(Some((made, false)))
     }
 
-    /// Moves the queue pair of a bare connection to RTS. The passive side does so when it accepts.
+    /// Moves a queue pair that this file created to RTS. The passive side does so when it accepts.
     pub(super) fn ready_bare(&self) {
         let Some(qp) = self.lock().bare.clone() else {
             return;
@@ -75,7 +75,7 @@ impl CmId {
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 
-    /// Makes the active side of a bare connection ready (`rdma_establish(3)`). The passive side is established only then.
+    /// Makes the active side ready (`rdma_establish(3)`). The passive side is established only then.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
             self.ready_bare();

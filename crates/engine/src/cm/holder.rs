@@ -1,5 +1,6 @@
-//! What an identifier does for the rdma_cm port that it holds: it answers the queries that arrive at its signpost (a UDP
-//! socket, see `wire::signpost`), and releases kernel ports to which programs bind ordinary sockets.
+//! What an identifier does for the rdma_cm port that it holds: it answers the queries that arrive at its *signpost*, a UDP
+//! socket that names the TCP or UDP port of the listener (`wire::signpost`), and releases kernel ports to which programs bind
+//! ordinary sockets.
 
 use std::net::SocketAddr;
 

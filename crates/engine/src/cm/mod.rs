@@ -153,11 +153,11 @@ struct State {
     /// Connect requests that the program has not answered.
     pending: Vec<Weak<CmId>>,
     qp: Option<Arc<RcQp>>,
-    /// The queue pair of a bare connection.
+    /// The queue pair of a connection for which the program has none (`bare`).
     bare: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
-    /// The outstanding query to the signpost of a datagram peer.
+    /// The outstanding query for the UDP port of a datagram peer's listener (`connect::signpost`).
     question: Option<Arc<Question>>,
     requester: Option<Requester>,
     startup: Option<Arc<Startup>>,
@@ -498,8 +498,7 @@ impl CmId {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// Returns the queue pair to connect: that of the identifier, that of a bare connection, or the one with this
-    /// number. The flag is true for that of the identifier, whose state the identifier changes.
+    /// Returns the queue pair to connect: that of the identifier, the one that `bare` created, or the one with this number. The flag is true for that of the identifier, whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();

@@ -1,9 +1,9 @@
 //! The port spaces of rdma_cm.
 //!
 //! As on InfiniBand and RoCE, a port of an identifier is independent of the kernel's port of the same number: a
-//! program may have both, and two programs may have one each. A port is taken if it has a signpost, a UDP socket at
-//! one of two places that follow from space and number ([`Port::places`]). A peer asks the signpost for the port of
-//! the listener.
+//! program may have both, and two programs may have one each. A port is taken if it has a *signpost*: a UDP socket at one
+//! of two UDP ports that are computed from space and number ([`Port::places`]). In this file these two ports are called
+//! *places*. A peer queries the signpost for the TCP or UDP port of the listener.
 //!
 //! A listener of reliable connections also has the TCP port of its number, if that is free, because standard iWARP
 //! peers do not use signposts. It moves to another TCP port when a plain socket needs that one ([`make_room`], called
@@ -33,7 +33,7 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Number of ports tried until one is free in the kernel and in the port space, and has a place for a signpost.
+/// Number of ports tried until one is free in the kernel and in the port space, and has a free place for a signpost.
 const TRIES: u32 = 64;
 /// How long ports are tried. Each place that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);
@@ -112,8 +112,8 @@ impl Address {
         self.ip == other.ip || takes_all(self, other) || takes_all(other, self)
     }
 
-    /// The error of a bind to a port that an identifier with the address `other` has, or one of another process, whose
-    /// address is not known. It is that of the kernel's rdma_cm.
+    /// The error of a bind to a port that another identifier has. `other`: the address of that identifier, or `None` if it
+    /// belongs to another process. The error is that of the kernel's rdma_cm.
     fn taken(self, other: Option<Self>) -> Errno {
         let is_any = |a: Self| a.ip.is_unspecified();
         if is_any(self) || other.is_some_and(is_any) {
@@ -291,7 +291,7 @@ fn reserve(
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
-            "cm: port {} has no signpost, so its listener keeps its TCP port",
+            "cm: both UDP ports for queries about rdma_cm port {} are taken, so its listener keeps its TCP port",
             port.number
         ),
     }
@@ -399,7 +399,7 @@ fn log_taken(port: Port, place: u16, own: &[u16]) {
     if !own.contains(&place) {
         log!(
             Info,
-            "cm: UDP port {place} is taken, a place of the signpost of port {}",
+            "cm: UDP port {place}, one of two for queries about rdma_cm port {}, is taken",
             port.number
         );
     }

@@ -26,7 +26,7 @@ pub(super) const REJECT: u8 = 2;
 pub(super) struct Endpoint {
     pub(super) fd: EngineFd,
     pub(super) token: Token,
-    /// UDP address of the passive side's listener. Set when the signpost has answered.
+    /// UDP address of the passive side's listener, once the query for it is answered (`connect::signpost`).
     pub(super) to: Option<SocketAddr>,
     /// The request of the active side.
     pub(super) request: Option<Outstanding>,

@@ -1,7 +1,7 @@
 //! Datagram identifiers: one request and one reply instead of a connection.
 //!
-//! The active side asks the signpost of the port (see the glossary) for the listener's UDP port, and sends
-//! its request to that port until a reply arrives. The reply contains a queue pair number and its Q_Key.
+//! The active side queries the signpost of the port (a UDP socket of the listener, see `ports`) for the listener's UDP
+//! port, and sends its request to that port until a reply arrives. The reply contains a queue pair number and its Q_Key.
 //! Multicast groups are joined here too.
 
 use std::io;
@@ -141,7 +141,7 @@ impl CmId {
         self.push(EventKind::Unreachable, -libc::ETIMEDOUT);
     }
 
-    /// Asks the peer's signpost for the listener's UDP port, unless a query is outstanding.
+    /// Queries the peer's signpost for the listener's UDP port, unless a query is outstanding.
     fn find_listener(&self, remote: SocketAddr) {
         let port = Port {
             space: self.port_space as u16,

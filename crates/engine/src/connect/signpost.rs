@@ -1,7 +1,8 @@
-//! Queries to the signposts of other processes, for the listener of an rdma_cm port.
+//! Queries for the listener of an rdma_cm port.
 //!
-//! The end that connects queries both places of a signpost ([`Port::places`]). A listener uses the first place unless
-//! it is taken. So an answer from the second place counts only if the first one refuses, is the signpost of another
+//! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *places*, that are computed from the rdma_cm port
+//! ([`Port::places`]). It answers with the listener's TCP or UDP port. The end that connects queries both places. A listener
+//! uses the first place unless it is taken. So an answer from the second place counts only if the first one refuses, is the signpost of another
 //! port, or has not answered for a while. Otherwise a program could mislead peers by binding the second place of a
 //! port that is in use.
 //!
@@ -39,12 +40,12 @@ const SENT_AT: [Duration; 5] = [
 ];
 /// Largest number of datagrams and errors that are received from the socket of a query in one call.
 const RECEIVES_MAX: usize = 16;
-/// How long a call that waits for an answer waits for another process of this host.
+/// How long a call waits for the answer of another process of this host.
 const LOCAL_PATIENCE: Duration = Duration::from_millis(100);
 /// A call that waits for several answers sleeps on the socket of the first one, and reads the others at this
 /// interval.
 const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
-/// How long a port that was found to be a standard iWARP listener is not queried, if the query would cause a wait.
+/// How long a port is not queried after it was found to be a standard iWARP listener that did not answer a query.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
 /// Largest number of such ports that are stored.
 const SILENT_MAX: usize = 64;

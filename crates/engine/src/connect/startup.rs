@@ -7,7 +7,7 @@
 //!  +------------+       +------------+          +------+
 //!    ^  | refused, retry     | closed without a Reply: retry with an older MPA revision
 //!    +--+--------------------+
-//!    | before it connects: for a port of rdma_cm, the answer of its signpost
+//!    | before it connects: the query for the TCP port of an rdma_cm port (`signpost`)
 //!
 //!               Request                  accept, reject
 //!  +------------+       +------------+          +------+
@@ -52,7 +52,7 @@ const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a Request may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// End of log lines that a peer can cause at any rate.
+/// The end of log lines that peers can cause at any rate. They are limited in number.
 const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
 
 /// A connection whose start-up succeeded.
@@ -68,9 +68,9 @@ pub struct Opened {
     pub private_data: Vec<u8>,
     /// The depths in the Reply, from the peer's point of view.
     pub peer_depths: Option<Depths>,
-    /// The peer may be anywarp. A responder knows only when the first message has arrived.
+    /// Whether the peer may be anywarp. A responder knows only when the first message has arrived.
     pub may_be_anywarp: bool,
-    /// The first message is a ready-to-receive message.
+    /// Whether the first message is a ready-to-receive message.
     pub expects_rtr: bool,
 }
 
@@ -121,7 +121,7 @@ pub struct Dial {
     pub timeout: Duration,
     /// How long attempts to connect to a port that refuses are repeated.
     pub retry_refused: Duration,
-    /// The port space of an rdma_cm port, whose TCP port the signpost reports. `None`: the port is a TCP port.
+    /// The port space of an rdma_cm port, for which the TCP port of the listener is queried. `None`: the port is a TCP port.
     pub port_space: Option<u16>,
 }
 
@@ -137,7 +137,7 @@ struct Initiating {
 }
 
 enum Phase {
-    /// Queries the signpost for the TCP port of the peer.
+    /// Queries the TCP port of the peer's listener.
     Asking(Box<InitiatorConfig>),
     Connecting(Box<Initiating>),
     Requesting(Box<Initiating>),
@@ -151,7 +151,7 @@ struct State {
     fd: Option<EngineFd>,
     token: Token,
     question: Option<Arc<Question>>,
-    /// The query to the signpost was neither answered nor refused.
+    /// Whether the query for the TCP port was neither answered nor refused.
     silent: bool,
     received: Vec<u8>,
     deadline: Instant,
@@ -227,7 +227,7 @@ impl Startup {
         Ok(startup)
     }
 
-    /// Connects to the peer, after a query to its signpost for the TCP port.
+    /// Connects to the peer, after a query for its TCP port if `port_space` is set.
     fn connect(self: &Arc<Self>, config: InitiatorConfig) -> io::Result<()> {
         let Some(space) = self.port_space else {
             return self.connect_to(config, self.peer.port());
@@ -257,7 +257,7 @@ impl Startup {
         }
     }
 
-    /// Handles the answer of the signpost, or its absence.
+    /// Handles the answer to the query for the TCP port, or its absence.
     fn handle_answer(self: &Arc<Self>, location: Location) {
         let config = {
             let mut state = self.lock();
@@ -513,7 +513,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: sent more before its MPA Request was answered; closed {LOGGED_ONCE}",
+                        "{}: sent more data before its MPA Request was answered; connection closed {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -620,7 +620,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: closed before an MPA Request came; a port scan? {LOGGED_ONCE}",
+                        "{}: closed the connection before it sent an MPA Request, like a port scan {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -694,7 +694,7 @@ impl Startup {
                 self.broken(state, libc::EPROTO)
             }
             Err(error) => {
-                log!(Info, "{}: bad MPA Reply: {error}", self.peer);
+                log!(Info, "{}: invalid MPA Reply: {error}", self.peer);
                 self.broken(state, libc::EPROTO)
             }
         }
@@ -721,7 +721,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: not an MPA Request: {error}; closed {LOGGED_ONCE}",
+                        "{}: not an MPA Request: {error}; connection closed {LOGGED_ONCE}",
                         self.peer
                     );
                 }
@@ -746,7 +746,7 @@ impl Startup {
                 if LIMIT.now() {
                     log!(
                         Warn,
-                        "{}: no MPA Request within {} s; closed {LOGGED_ONCE}",
+                        "{}: no MPA Request within {} s; connection closed {LOGGED_ONCE}",
                         self.peer,
                         REQUEST_TIMEOUT.as_secs()
                     );

@@ -52,7 +52,7 @@ struct Inner {
     /// Datagrams taken from the core. The first `sent` of them were passed to the kernel.
     pending: Vec<TxDatagram>,
     sent: usize,
-    /// The socket's send buffer was full.
+    /// Whether the socket's send buffer was full.
     blocked: bool,
     /// Numbers of datagrams and bytes received since the last responses to them were sent.
     unanswered: (usize, usize),

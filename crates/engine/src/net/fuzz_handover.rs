@@ -72,10 +72,10 @@ struct Both {
     addresses: (SocketAddr, SocketAddr),
     /// The memory that the peer has offered or accepted.
     memory: Option<Shm>,
-    /// The peer's stream goes through that memory.
+    /// Whether the peer's stream goes through that memory.
     shared: bool,
     crc: bool,
-    /// The peer has sent the proof that it opened the memory of the tested end.
+    /// Whether the peer has sent the proof that it opened the memory of the tested end.
     has_proved: bool,
 }
 
@@ -283,7 +283,7 @@ fn run(both: &mut Both, data: &[u8]) {
             }
             8 => both.transmit(),
             9 => both.receive(small & 1 != 0),
-            // A Send of a few bytes, or bytes that are no FPDU, on the carrier of the peer's stream.
+            // A Send of a few bytes, or bytes that are not an FPDU, on the carrier of the peer's stream.
             10 => {
                 let ulpdu = [
                     &[

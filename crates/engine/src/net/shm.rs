@@ -5,6 +5,9 @@
 //! polling sets its `asleep` flag; the peer then wakes it with a byte on the TCP connection when there is something
 //! to do. When the connection ends, the stream ends.
 //!
+//! One end offers the memory with the control message Offer, and the other accepts it with Take (`wire::control` of the
+//! core).
+//!
 //! ```text
 //! page 0: positions and flags                      ring of the end that offered     ring of the other end
 //!
@@ -52,7 +55,7 @@ const CONNECTION_LEN: usize = 160;
 /// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
 const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
-/// Largest number of bytes that the peer may send at once to wake this end: one system call receives many of them. An
+/// Largest number of bytes that the peer may send in one burst to wake this end: one system call receives many of them. An
 /// end that sleeps and is woken alternately has one or two.
 const WAKEUPS_MAX: u32 = 4096;
 

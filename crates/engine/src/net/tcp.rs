@@ -86,15 +86,15 @@ pub struct Tcp {
     /// Bytes that are received into the engine's buffer at a time.
     rx_limit: usize,
     framing: Framing,
-    /// The last batch was sent in part only. The socket is watched for being writable.
+    /// Whether the last batch was sent in part only. The socket is watched for being writable.
     pub(crate) blocked: bool,
     waiting: Option<Waiting>,
     pub(crate) counts: Counters,
     /// The memory shared with the peer. Set when it is offered.
     shm: Option<Shm>,
-    /// The stream to the peer goes through `shm`.
+    /// Whether the stream to the peer goes through `shm`.
     tx_shm: bool,
-    /// The stream from the peer goes through `shm`.
+    /// Whether the stream from the peer goes through `shm`.
     rx_shm: bool,
 }
 

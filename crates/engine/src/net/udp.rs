@@ -154,13 +154,13 @@ pub(crate) enum Batch {
 /// The result of [`receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Received {
-    /// At least one datagram.
+    /// Whether at least one datagram was received.
     any: bool,
-    /// More than a single datagram, so the next call is likely to find several as well.
+    /// Whether more than one datagram was received, so that the next call is likely to find several as well.
     many: bool,
     /// System calls that received something.
     calls: u64,
-    /// The last system call received nothing.
+    /// Whether the last system call received nothing.
     empty: bool,
 }
 
@@ -239,7 +239,7 @@ pub(crate) struct UdpPort<S> {
     waiting: Mutex<Vec<Weak<S>>>,
     /// Locked by the thread that receives.
     receiving: Mutex<ReceiveCalls>,
-    /// The last receive found many datagrams.
+    /// Whether the last receive found many datagrams.
     many: AtomicBool,
     token: Mutex<Token>,
 }

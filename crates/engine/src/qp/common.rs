@@ -21,7 +21,7 @@ pub struct Common {
     pub(crate) c_object: AtomicUsize,
     /// Address of the shared receive queue's C object.
     srq_c_object: Option<Arc<AtomicUsize>>,
-    /// The engine has this queue pair in its list of delayed acknowledgements.
+    /// Whether the engine has this queue pair in its list of delayed acknowledgements.
     ack_scheduled: AtomicBool,
     /// Injected faults.
     pub(crate) faults: Option<Box<Faults>>,
@@ -95,7 +95,7 @@ impl Common {
             _ => self.c_object.load(Ordering::Relaxed),
         };
         if c_object == 0 {
-            // The queue pair of a bare connection (`cm`), which no program can access.
+            // The queue pair of a connection for which the program has none (`cm::bare`).
             return;
         }
         self.context.events.push(AsyncItem {

@@ -98,14 +98,14 @@ struct Inner {
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.
     notices: VecDeque<(Weak<dyn Manager>, Notice)>,
-    /// A thread is calling the manager.
+    /// Whether a thread is calling the manager.
     notifying: bool,
-    /// The connection manager passes the connection.
+    /// Whether the connection manager establishes the connection. Otherwise the queue pairs of the two ends do.
     managed: bool,
     destroyed: bool,
-    /// The socket is not in the engine's epoll set yet.
+    /// Whether the socket is not in the engine's epoll set yet.
     unwatched: bool,
-    /// Requests are corked, and the engine has this queue pair in its list.
+    /// Whether requests are corked, and the engine has this queue pair in its list.
     corked: bool,
     /// Requests that were posted, and their bytes.
     requests: (u64, u64),

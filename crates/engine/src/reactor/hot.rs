@@ -23,9 +23,9 @@ const POLL_ALL_EACH_MISS: u64 = 4;
 /// The result of a receive on the hot socket.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tried {
-    /// Something was received.
+    /// Whether something was received.
     pub(super) found: bool,
-    /// All sockets have to be checked.
+    /// Whether all sockets have to be checked.
     pub(super) poll_all: bool,
 }
 

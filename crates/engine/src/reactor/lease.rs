@@ -39,7 +39,7 @@ const fn nanos(duration: Duration) -> u64 {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[must_use]
 pub(super) struct Actions {
-    /// Stop waking the worker for sockets, which it handled until now.
+    /// Whether to stop waking the worker for sockets, which it handled until now.
     pub(super) take_sockets: bool,
     /// Set the timer that wakes the worker. This must be the last action. If the timer were set first, it could fire
     /// before the sockets are taken, and the worker would then sleep with neither a socket nor a timer to wake it.

@@ -129,13 +129,11 @@ pub struct Reactor {
     delayed_count: AtomicUsize,
     /// The time of the first poll that found something and did not send the delayed acknowledgements; 0: there was none.
     delayed_since: AtomicU64,
-    /// The time of the first idle poll that received nothing after the last one that received something; 0: there was none.
-    quiet_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
     /// Number of times that the worker returned from the kernel.
     wakes: AtomicU64,
-    /// An internal error was caught: nothing is sent or received any more.
+    /// Whether an internal error was caught. Nothing is sent or received after it.
     broken: AtomicBool,
 }
 
@@ -179,7 +177,6 @@ impl Reactor {
             delayed: Mutex::new(Rank::DelayedAcks, DelayedAcks::new()),
             delayed_count: AtomicUsize::new(0),
             delayed_since: AtomicU64::new(0),
-            quiet_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
             wakes: AtomicU64::new(0),
@@ -356,6 +353,7 @@ impl Reactor {
         let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
         let found = from_sockets || from_memory;
+        self.quiet.on_poll(found, t);
         let due = self.is_delayed_too_long(t) || self.is_held_long_enough(found, t);
         if due && self.has_delayed() {
             for qp in self.take_delayed() {
@@ -366,7 +364,7 @@ impl Reactor {
         if self.deadlines.is_due(t) {
             self.run_deadlines();
         }
-        if self.quiet.on_poll(idle_polls, found, t) {
+        if !found && self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
         }
     }
@@ -511,17 +509,7 @@ impl Reactor {
         if self.has_memories() {
             return !found;
         }
-        let since = self.quiet_since.load(Ordering::Relaxed);
-        if found {
-            if since != 0 {
-                self.quiet_since.store(0, Ordering::Relaxed);
-            }
-            return false;
-        }
-        if since == 0 {
-            self.quiet_since.store(t.max(1), Ordering::Relaxed);
-        }
-        since != 0 && t.saturating_sub(since) > ACK_HOLD
+        !found && self.quiet.polled_in_vain(t) > ACK_HOLD
     }
 
     fn has_delayed(&self) -> bool {

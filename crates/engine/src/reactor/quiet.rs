@@ -1,4 +1,5 @@
-//! Yielding: when a polling thread lets other threads use its processor.
+//! How long polls have received nothing. This decides when delayed acknowledgements are sent, and when a polling thread
+//! lets other threads use its processor.
 //!
 //! A program that polls uses its processor fully, even while nothing arrives. If more threads poll than there are processors, the
 //! thread with something to do waits until the scheduler ends the time slice of another one, which takes milliseconds. So
@@ -16,25 +17,50 @@ const YIELD_EACH: u64 = 8;
 #[derive(Debug)]
 pub(super) struct Quiet {
     /// The time of the last idle poll that received something.
-    found_at: AtomicU64,
+    received_at: AtomicU64,
+    /// The time of the first idle poll after that one; 0: there was none. It is much later than `received_at` if the program
+    /// computed between the two polls.
+    polling_since: AtomicU64,
 }
 
 impl Quiet {
     pub(super) fn new() -> Self {
         Self {
-            found_at: AtomicU64::new(0),
+            received_at: AtomicU64::new(0),
+            polling_since: AtomicU64::new(0),
         }
     }
 
-    /// Handles the result of the idle poll with the number `poll`. Returns whether the thread should yield.
+    /// Handles the result of an idle poll.
     #[inline]
-    pub(super) fn on_poll(&self, poll: u64, found: bool, now: u64) -> bool {
+    pub(super) fn on_poll(&self, found: bool, now: u64) {
+        let since = self.polling_since.load(Ordering::Relaxed);
         if found {
-            self.found_at.store(now, Ordering::Relaxed);
-            return false;
+            self.received_at.store(now, Ordering::Relaxed);
+            if since != 0 {
+                self.polling_since.store(0, Ordering::Relaxed);
+            }
+        } else if since == 0 {
+            self.polling_since.store(now.max(1), Ordering::Relaxed);
         }
+    }
+
+    /// How long idle polls have received nothing. The time before the first of them does not count.
+    #[inline]
+    pub(super) fn polled_in_vain(&self, now: u64) -> u64 {
+        match self.polling_since.load(Ordering::Relaxed) {
+            0 => 0,
+            since => now.saturating_sub(since),
+        }
+    }
+
+    /// Whether the thread should yield after the idle poll with the number `poll`, which has received nothing. A program that
+    /// has computed since the last message yields at once: the next message may depend on a thread that waits for the
+    /// processor.
+    #[inline]
+    pub(super) fn should_yield(&self, poll: u64, now: u64) -> bool {
         // Another thread may have stored a later time.
-        let quiet = now.saturating_sub(self.found_at.load(Ordering::Relaxed));
+        let quiet = now.saturating_sub(self.received_at.load(Ordering::Relaxed));
         quiet > QUIET && poll.is_multiple_of(YIELD_EACH)
     }
 }
@@ -47,16 +73,28 @@ mod tests {
     fn polls_yield_only_when_nothing_has_arrived_for_some_time() {
         let quiet = Quiet::new();
         let yields = |polls: u64, now: u64| {
-            let yields = (0..polls).filter(|&poll| quiet.on_poll(poll, false, now));
+            let yields = (0..polls).filter(|&poll| quiet.should_yield(poll, now));
             yields.count()
         };
-        assert!(!quiet.on_poll(0, true, 1_000_000));
+        quiet.on_poll(true, 1_000_000);
         assert_eq!(yields(80, 1_000_000 + QUIET), 0);
         assert_eq!(yields(80, 1_000_001 + QUIET), 10);
         // A received message ends the quiet time.
-        assert!(!quiet.on_poll(0, true, 2_000_000));
+        quiet.on_poll(true, 2_000_000);
         assert_eq!(yields(80, 2_000_000 + QUIET), 0);
         // A thread whose poll began before another thread received something does not yield.
         assert_eq!(yields(80, 1_900_000), 0);
+    }
+
+    #[test]
+    fn the_time_of_polls_begins_with_the_first_one_that_receives_nothing() {
+        let quiet = Quiet::new();
+        quiet.on_poll(true, 1_000_000);
+        assert_eq!(quiet.polled_in_vain(1_500_000), 0);
+        quiet.on_poll(false, 2_000_000);
+        quiet.on_poll(false, 2_000_500);
+        assert_eq!(quiet.polled_in_vain(2_000_700), 700);
+        quiet.on_poll(true, 2_000_800);
+        assert_eq!(quiet.polled_in_vain(2_000_900), 0);
     }
 }

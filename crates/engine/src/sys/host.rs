@@ -13,9 +13,9 @@ pub struct HostAddress {
     pub index: u32,
     /// The address.
     pub ip: IpAddr,
-    /// The interface is up.
+    /// Whether the interface is up.
     pub up: bool,
-    /// It is a loopback interface.
+    /// Whether it is a loopback interface.
     pub loopback: bool,
 }
 
@@ -80,7 +80,7 @@ pub fn host_addresses() -> Option<Vec<HostAddress>> {
 pub struct HostLink {
     /// Its index.
     pub index: u32,
-    /// It is up.
+    /// Whether it is up.
     pub up: bool,
     /// Its hardware address.
     pub hardware: Vec<u8>,

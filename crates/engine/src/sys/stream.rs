@@ -78,7 +78,7 @@ fn send_pieces(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize, flags: libc::c_
 /// Sends the bytes of the vectors.
 ///
 /// # Safety
-/// The kernel may read what the vectors name.
+/// The kernel may read the memory of the vectors.
 unsafe fn send_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec], flags: libc::c_int) -> Io {
     let seen = capture::begin();
     if iov.is_empty() {

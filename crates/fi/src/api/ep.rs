@@ -104,7 +104,9 @@ pub(crate) unsafe extern "C" fn open(
         let port = wanted.map_or(0, |(_, port, _)| port);
         let wanted = wanted.map(|(ip, ..)| ip);
         let from = match wanted {
-            Some(ip) if !ip.is_unspecified() => (ip, device.place_of(ip).ok_or(FI_EADDRNOTAVAIL)?),
+            Some(ip) if !ip.is_unspecified() => {
+                (ip, device.gid_index_of(ip).ok_or(FI_EADDRNOTAVAIL)?)
+            }
             _ => device.address(None).ok_or(FI_EADDRNOTAVAIL)?,
         };
         // SAFETY: the caller passes null or a valid pointer.

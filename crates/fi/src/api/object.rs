@@ -55,7 +55,7 @@ pub(crate) type CqObject = Object<fid_cq, Waiting>;
 pub(crate) struct Waiting {
     /// The descriptors, if the program waits for them.
     pub(crate) wait: Option<Wait>,
-    /// `fi_cq_signal` was called: a waiting thread must return.
+    /// Whether `fi_cq_signal` was called, after which a waiting thread must return.
     pub(crate) signaled: AtomicBool,
 }
 

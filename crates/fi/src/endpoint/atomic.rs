@@ -101,7 +101,7 @@ impl Endpoint {
         kept: impl FnOnce(Option<u16>) -> Op,
     ) -> Result<(), i32> {
         let total = HEADER + content.len();
-        let way = cx.way(to.ip, self.place)?;
+        let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,

@@ -7,13 +7,13 @@ use super::*;
 /// The state of both directions.
 #[derive(Debug, Default)]
 pub(super) struct Credit {
-    /// Peers where the share of this endpoint is used up. The references to a value are those of the messages that are announced to
-    /// this peer, and one of this map.
+    /// Peers where the share of this endpoint is used up. Each message that is announced to such a peer holds a reference to the
+    /// value, so the number of references limits these messages.
     used_up: HashMap<Remote, Arc<()>>,
-    /// The references to it are those of the copies of injected messages, and this one.
+    /// Each copy of an injected message holds a reference to this, so the number of references limits the copies.
     copies: Arc<()>,
     /// Senders that were notified that their share is used up, with the bytes that they had stored then.
-    told: HashMap<Remote, usize>,
+    notified: HashMap<Remote, usize>,
     /// Whether a sender has ignored this. The first one is logged.
     ignored: bool,
 }
@@ -47,7 +47,7 @@ impl Credit {
     /// Forgets what was agreed with a peer that is lost.
     pub(super) fn forget(&mut self, peer: Remote) {
         self.used_up.remove(&peer);
-        self.told.remove(&peer);
+        self.notified.remove(&peer);
     }
 }
 
@@ -64,7 +64,7 @@ impl Endpoint {
 
     /// Returns whether one more message of a sender may be stored. If not, the sender ignores the notice.
     pub(super) fn may_store(&self, from: Remote) -> bool {
-        let then = self.credit.told.get(&from);
+        let then = self.credit.notified.get(&from);
         then.is_none_or(|then| self.stored_of(from) <= then + limits::LATE)
     }
 
@@ -80,26 +80,28 @@ impl Endpoint {
 
     /// Tells the sender of a message that was stored if its share is used up.
     pub(super) fn after_storing(&mut self, cx: &mut Shared, from: Remote) {
-        if self.credit.told.contains_key(&from) {
+        if self.credit.notified.contains_key(&from) {
             return;
         }
         let stored = self.stored_of(from);
         if stored > self.share() {
-            self.credit.told.insert(from, stored);
+            self.credit.notified.insert(from, stored);
             self.hold(cx, from, true);
         }
     }
 
     /// Tells senders whose messages have been received that they need not announce all messages any more.
     pub(super) fn release(&mut self, cx: &mut Shared) {
-        if self.credit.told.is_empty() {
+        if self.credit.notified.is_empty() {
             return;
         }
         let least = self.share() / 2;
-        let told = self.credit.told.keys().copied();
-        let free: Vec<Remote> = told.filter(|from| self.stored_of(*from) <= least).collect();
+        let notified = self.credit.notified.keys().copied();
+        let free: Vec<Remote> = notified
+            .filter(|from| self.stored_of(*from) <= least)
+            .collect();
         for from in free {
-            self.credit.told.remove(&from);
+            self.credit.notified.remove(&from);
             self.hold(cx, from, false);
         }
     }
@@ -108,7 +110,7 @@ impl Endpoint {
     /// an earlier endpoint with this address has required it.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
-        if short && !self.credit.told.contains_key(&from) && self.deferred.is_empty() {
+        if short && !self.credit.notified.contains_key(&from) && self.deferred.is_empty() {
             self.hold(cx, from, false);
         }
     }
@@ -120,7 +122,7 @@ impl Endpoint {
     }
 
     /// Handles what a peer tells of the share of this endpoint.
-    pub(super) fn told(&mut self, cx: &Shared, from: Remote, header: &Header) {
+    pub(super) fn handle_hold(&mut self, cx: &Shared, from: Remote, header: &Header) {
         if header.length == 0 {
             self.credit.used_up.remove(&from);
         } else if self.source(cx, from) != FI_ADDR_NOTAVAIL {

@@ -17,12 +17,12 @@ use std::collections::HashMap;
 use super::send::fill;
 use super::*;
 
-const PLACE: usize = (HEADER + limits::EAGER).next_multiple_of(64);
+const MESSAGE_ROOM: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
-/// The name of a link: its place, and a number that no other link of this place has had recently.
+/// The name of a link: its index in the table of links, and a number that no other link of this index has had recently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Name {
-    place: u8,
+    link_index: u8,
     generation: u16,
 }
 
@@ -30,14 +30,14 @@ impl Name {
     fn id(self, kind: u64, index: usize) -> u64 {
         kind << KIND
             | u64::from(self.generation) << 40
-            | u64::from(self.place) << 32
+            | u64::from(self.link_index) << 32
             | (index as u64 & u64::from(u32::MAX))
     }
 
     fn of(id: u64) -> (Self, usize) {
-        let [_, high, low, place, ..] = id.to_be_bytes();
+        let [_, high, low, link_index, ..] = id.to_be_bytes();
         let name = Self {
-            place,
+            link_index,
             generation: u16::from_be_bytes([high, low]),
         };
         (name, (id & u64::from(u32::MAX)) as usize)
@@ -80,9 +80,9 @@ struct Link {
     peer: Remote,
     /// The queue pair of the peer, when it is known.
     remote: Option<u32>,
-    /// Messages to the peer use the link.
+    /// Whether messages to the peer use the link.
     sends: bool,
-    /// The peer has reported that its messages use the link.
+    /// Whether the peer has reported that its messages use the link.
     receives: bool,
     posted: u64,
     received: u64,
@@ -93,17 +93,17 @@ struct Link {
     binds: usize,
     broken: bool,
     /// Whether the peer was notified of the failure.
-    told: bool,
+    notified: bool,
     /// The number of messages that the peer has received on the link, which has failed.
     count: Option<u64>,
-    /// The peer has closed its endpoint.
+    /// Whether the peer has closed its endpoint.
     closed: bool,
 }
 
 impl Link {
     fn post_receive(&self, at: usize) -> Result<(), i32> {
         let piece = Piece {
-            at: self.area.address(at * PLACE),
+            at: self.area.address(at * MESSAGE_ROOM),
             len: HEADER + limits::EAGER,
             lkey: self.region.lkey(),
         };
@@ -113,9 +113,9 @@ impl Link {
     }
 
     /// Returns the offset of the memory of message number `number`.
-    fn place_of(number: u64) -> usize {
+    fn offset_of(number: u64) -> usize {
         let index = usize::try_from(number % limits::LINK_DEPTH as u64).unwrap_or(0);
-        (limits::LINK_DEPTH + index) * PLACE
+        (limits::LINK_DEPTH + index) * MESSAGE_ROOM
     }
 }
 
@@ -127,7 +127,7 @@ pub(super) struct Links {
     counts: HashMap<Remote, u32>,
     generation: u16,
     enabled: bool,
-    /// Some link has failed and still exists.
+    /// Whether some link has failed and still exists.
     pub(super) any_broken: bool,
 }
 
@@ -148,12 +148,12 @@ impl Links {
     }
 
     fn get(&self, name: Name) -> Option<&Link> {
-        let link = self.all.get(usize::from(name.place))?.as_ref()?;
+        let link = self.all.get(usize::from(name.link_index))?.as_ref()?;
         (link.name == name).then_some(link)
     }
 
     fn get_mut(&mut self, name: Name) -> Option<&mut Link> {
-        let link = self.all.get_mut(usize::from(name.place))?.as_mut()?;
+        let link = self.all.get_mut(usize::from(name.link_index))?.as_mut()?;
         (link.name == name).then_some(link)
     }
 
@@ -179,7 +179,7 @@ impl Links {
         }
         // SAFETY: the receive has completed and is not posted again yet.
         Some(Ok(unsafe {
-            link.area.received(at.saturating_mul(PLACE), length)
+            link.area.received(at.saturating_mul(MESSAGE_ROOM), length)
         }))
     }
 }
@@ -190,11 +190,11 @@ impl Endpoint {
         if to.ip != self.name.ip || !self.links.enabled {
             return Ok(None);
         }
-        let Some(place) = self.links.find(to) else {
+        let Some(link_index) = self.links.find(to) else {
             self.count_message(cx, to);
             return Ok(None);
         };
-        let Some(link) = self.links.all.get(place).and_then(Option::as_ref) else {
+        let Some(link) = self.links.all.get(link_index).and_then(Option::as_ref) else {
             return Ok(None);
         };
         let Some(remote) = link.remote else {
@@ -205,7 +205,7 @@ impl Endpoint {
             return match (link.closed, link.broken || full) {
                 (true, _) => Ok(None),
                 (false, true) => Err(FI_EAGAIN),
-                (false, false) => Ok(Some(place)),
+                (false, false) => Ok(Some(link_index)),
             };
         }
         if link.broken || link.closed {
@@ -215,32 +215,32 @@ impl Endpoint {
         if self.post_header(cx, to, ANSWER << KIND, &header).is_err() {
             return Ok(None);
         }
-        if let Some(link) = self.links.all.get_mut(place).and_then(Option::as_mut) {
+        if let Some(link) = self.links.all.get_mut(link_index).and_then(Option::as_mut) {
             link.sends = true;
         }
-        Ok(Some(place))
+        Ok(Some(link_index))
     }
 
     /// Sends a message on a link that has room for it.
     pub(super) fn post_on_link(
         &mut self,
-        place: usize,
+        link_index: usize,
         op: u32,
         header: &Header,
         content: &UserMemory,
     ) -> Result<(), i32> {
-        let link = self.links.all.get_mut(place).and_then(Option::as_mut);
+        let link = self.links.all.get_mut(link_index).and_then(Option::as_mut);
         let link = link.ok_or(FI_EAGAIN)?;
         let length = HEADER + content.len();
-        let at = Link::place_of(link.posted);
-        // SAFETY: fewer messages than the link has places are outstanding, so no request uses this one.
+        let at = Link::offset_of(link.posted);
+        // SAFETY: fewer messages are outstanding than the link has memory for, so no request uses this one.
         fill(unsafe { link.area.to_send(at, length) }, header, content);
         let piece = Piece {
             at: link.area.address(at),
             len: length,
             lkey: link.region.lkey(),
         };
-        // SAFETY: the area is registered, and this place is not reused before the completion.
+        // SAFETY: the area is registered, and this part of it is not reused before the completion.
         unsafe { link.stream.send(link.name.id(LINK_SEND, 0), piece) }?;
         link.posted += 1;
         link.sent.push_back(Sent {
@@ -281,12 +281,12 @@ impl Endpoint {
     /// Creates a link. Returns the number of its queue pair. `remote`: the peer's, to which it is connected.
     fn new_link(&mut self, cx: &Shared, peer: Remote, remote: Option<u32>) -> Result<u32, i32> {
         let free = self.links.all.iter().position(Option::is_none);
-        let place = free.unwrap_or(self.links.all.len());
-        if place >= limits::LINKS {
+        let link_index = free.unwrap_or(self.links.all.len());
+        if link_index >= limits::LINKS {
             return Err(FI_EAGAIN);
         }
-        let area = Area::new(2 * limits::LINK_DEPTH * PLACE).ok_or(FI_ENOMEM)?;
-        // SAFETY: the area is live as long as its region. Each place is used either by the device or by this endpoint.
+        let area = Area::new(2 * limits::LINK_DEPTH * MESSAGE_ROOM).ok_or(FI_ENOMEM)?;
+        // SAFETY: the area is live as long as its region. Each part is used either by the device or by this endpoint.
         let region = unsafe { Region::new(&cx.pd, area.address(0), area.size(), Access::Sink) }?;
         let stream = Stream::new(&cx.pd, &self.cq)?;
         self.links.generation = self.links.generation.wrapping_add(1);
@@ -295,7 +295,7 @@ impl Endpoint {
             region,
             area,
             name: Name {
-                place: u8::try_from(place).unwrap_or(u8::MAX),
+                link_index: u8::try_from(link_index).unwrap_or(u8::MAX),
                 generation: self.links.generation,
             },
             peer,
@@ -308,7 +308,7 @@ impl Endpoint {
             writes: VecDeque::new(),
             binds: 0,
             broken: false,
-            told: false,
+            notified: false,
             count: None,
             closed: false,
         };
@@ -319,13 +319,13 @@ impl Endpoint {
         if free.is_none() {
             self.links.all.push(None);
         }
-        if let Some(to) = self.links.all.get_mut(place) {
+        if let Some(to) = self.links.all.get_mut(link_index) {
             *to = Some(link);
         }
         if let Some(remote) = remote
-            && let Err(why) = self.connect(place, remote)
+            && let Err(why) = self.connect(link_index, remote)
         {
-            if let Some(link) = self.links.all.get_mut(place) {
+            if let Some(link) = self.links.all.get_mut(link_index) {
                 *link = None;
             }
             return Err(why);
@@ -334,15 +334,15 @@ impl Endpoint {
     }
 
     /// Connects a link to the peer's queue pair.
-    fn connect(&mut self, place: usize, remote: u32) -> Result<(), i32> {
-        let link = self.links.all.get_mut(place).and_then(Option::as_mut);
+    fn connect(&mut self, link_index: usize, remote: u32) -> Result<(), i32> {
+        let link = self.links.all.get_mut(link_index).and_then(Option::as_mut);
         let link = link.ok_or(FI_EINVAL)?;
         link.remote = Some(remote);
         let peer = Remote {
             ip: link.peer.ip,
             qpn: remote,
         };
-        link.stream.connect(peer, self.place)
+        link.stream.connect(peer, self.gid_index)
     }
 
     /// Handles a step of a peer.
@@ -350,9 +350,9 @@ impl Endpoint {
         let Some(step_of_peer) = Step::from_number(header.length) else {
             return;
         };
-        let place = self.links.find(from);
+        let link_index = self.links.find(from);
         if step_of_peer == Step::Offer {
-            let welcome = place.is_none()
+            let welcome = link_index.is_none()
                 && self.links.enabled
                 && from < self.name
                 && from.ip == self.name.ip
@@ -368,8 +368,8 @@ impl Endpoint {
             };
             return self.answer(cx, from, answer);
         }
-        let Some(place) = place else { return };
-        let Some(Some(link)) = self.links.all.get_mut(place) else {
+        let Some(link_index) = link_index else { return };
+        let Some(Some(link)) = self.links.all.get_mut(link_index) else {
             return;
         };
         // The step may be of an earlier link.
@@ -379,12 +379,12 @@ impl Endpoint {
         match step_of_peer {
             Step::Offer => {}
             Step::Accept if link.remote.is_none() => {
-                if self.connect(place, header.id).is_err() {
-                    self.break_link(cx, place);
+                if self.connect(link_index, header.id).is_err() {
+                    self.break_link(cx, link_index);
                 }
             }
             Step::Refuse if link.remote.is_none() => {
-                if let Some(link) = self.links.all.get_mut(place) {
+                if let Some(link) = self.links.all.get_mut(link_index) {
                     *link = None;
                 }
             }
@@ -404,7 +404,7 @@ impl Endpoint {
                 for op in lost {
                     self.forget_grant(op);
                 }
-                self.break_link(cx, place);
+                self.break_link(cx, link_index);
             }
             Step::Closed => {
                 link.closed = true;
@@ -423,8 +423,8 @@ impl Endpoint {
             return;
         };
         if err != 0 {
-            let place = usize::from(name.place);
-            return self.break_link(cx, place);
+            let link_index = usize::from(name.link_index);
+            return self.break_link(cx, link_index);
         }
         if wc.wr_id >> KIND == LINK_BIND {
             link.binds = link.binds.saturating_sub(1);
@@ -437,7 +437,7 @@ impl Endpoint {
                 && let Some(sent) = link.sent.pop_front()
             {
                 self.link_sent(cx, sent, 0);
-                self.write_waiting(cx, usize::from(name.place));
+                self.write_waiting(cx, usize::from(name.link_index));
             }
             return;
         }
@@ -466,7 +466,7 @@ impl Endpoint {
             from,
         };
         // SAFETY: the receive has completed and is not posted again yet.
-        let message = unsafe { link.area.received(at.saturating_mul(PLACE), length) };
+        let message = unsafe { link.area.received(at.saturating_mul(MESSAGE_ROOM), length) };
         let matched = Header::decode(message)
             .is_some_and(|(header, _)| matches!(header.kind, Kind::Eager | Kind::Announce));
         if !matched {
@@ -492,21 +492,21 @@ impl Endpoint {
         if from.ip != self.name.ip {
             return None;
         }
-        let place = self.links.find(from)?;
-        let link = self.links.all.get(place)?.as_ref()?;
+        let link_index = self.links.find(from)?;
+        let link = self.links.all.get(link_index)?.as_ref()?;
         let usable = link.receives && link.remote.is_some() && !link.broken && !link.closed;
-        (usable && link.binds < limits::BINDS).then_some(place)
+        (usable && link.binds < limits::BINDS).then_some(link_index)
     }
 
     /// Binds a window for the memory of an announced message. The grant is sent when it is bound.
     pub(super) fn bind_window(
         &mut self,
         cx: &mut Shared,
-        place: usize,
+        link_index: usize,
         name: u32,
         mut grant: Header,
     ) {
-        let Some(link) = self.links.all.get_mut(place).and_then(Option::as_mut) else {
+        let Some(link) = self.links.all.get_mut(link_index).and_then(Option::as_mut) else {
             return;
         };
         let Some(incoming) = self.incoming.get_mut(name) else {
@@ -601,14 +601,14 @@ impl Endpoint {
             return self.forget_grant(op);
         };
         link.writes.push_back(op);
-        let place = usize::from(link.name.place);
-        self.write_waiting(cx, place);
+        let link_index = usize::from(link.name.link_index);
+        self.write_waiting(cx, link_index);
     }
 
     /// Posts the writes for which a link has room.
-    fn write_waiting(&mut self, cx: &mut Shared, place: usize) {
+    fn write_waiting(&mut self, cx: &mut Shared, link_index: usize) {
         loop {
-            let Some(Some(link)) = self.links.all.get_mut(place) else {
+            let Some(Some(link)) = self.links.all.get_mut(link_index) else {
                 return;
             };
             if link.sent.len() >= limits::LINK_DEPTH || link.broken {
@@ -636,7 +636,7 @@ impl Endpoint {
             let posted = unsafe { link.stream.write(id, grant.word, there, &pieces) };
             if posted.is_err() {
                 link.writes.push_front(op);
-                return self.break_link(cx, place);
+                return self.break_link(cx, link_index);
             }
             *written = from + length;
             link.posted += 1;
@@ -663,8 +663,8 @@ impl Endpoint {
     }
 
     /// Called when a link has failed. All completions of messages that have arrived on it were handled before.
-    fn break_link(&mut self, cx: &mut Shared, place: usize) {
-        let Some(Some(link)) = self.links.all.get_mut(place) else {
+    fn break_link(&mut self, cx: &mut Shared, link_index: usize) {
+        let Some(Some(link)) = self.links.all.get_mut(link_index) else {
             return;
         };
         if !std::mem::replace(&mut link.broken, true) {
@@ -676,8 +676,8 @@ impl Endpoint {
 
     /// Sends the messages of failed links as datagrams, and removes the links that are not needed any more.
     pub(super) fn mend_links(&mut self, cx: &mut Shared) {
-        for place in 0..self.links.all.len() {
-            let Some(Some(link)) = self.links.all.get_mut(place) else {
+        for link_index in 0..self.links.all.len() {
+            let Some(Some(link)) = self.links.all.get_mut(link_index) else {
                 continue;
             };
             if !link.broken {
@@ -689,22 +689,22 @@ impl Endpoint {
                 continue;
             }
             let Some(remote) = link.remote else { continue };
-            if !std::mem::replace(&mut link.told, true) {
+            if !std::mem::replace(&mut link.notified, true) {
                 let name = link.name;
                 let mut header = step(Step::Broken, link.stream.number(), remote);
                 header.tag = link.received;
                 self.answer(cx, peer, header);
                 self.grant_again(cx, name);
             }
-            self.send_again(cx, place);
+            self.send_again(cx, link_index);
         }
         self.links.any_broken = self.links.all.iter().flatten().any(|l| l.broken);
     }
 
     /// Sends the messages that the peer has not received on a failed link as datagrams, when their number is known.
-    fn send_again(&mut self, cx: &mut Shared, place: usize) {
+    fn send_again(&mut self, cx: &mut Shared, link_index: usize) {
         loop {
-            let Some(Some(link)) = self.links.all.get_mut(place) else {
+            let Some(Some(link)) = self.links.all.get_mut(link_index) else {
                 return;
             };
             let Some(count) = link.count else { return };
@@ -714,7 +714,7 @@ impl Endpoint {
                 // Messages that have arrived on the link may still wait for a receive.
                 let name = link.name;
                 if !self.held.iter().any(|h| h.link == Some(name))
-                    && let Some(link) = self.links.all.get_mut(place)
+                    && let Some(link) = self.links.all.get_mut(link_index)
                 {
                     *link = None;
                 }
@@ -726,8 +726,8 @@ impl Endpoint {
                 continue;
             }
             // SAFETY: the link has failed, so the device does not read this memory any more.
-            let bytes = unsafe { link.area.received(Link::place_of(number), sent.length) };
-            let Ok(way) = cx.way(peer.ip, self.place) else {
+            let bytes = unsafe { link.area.received(Link::offset_of(number), sent.length) };
+            let Ok(way) = cx.way(peer.ip, self.gid_index) else {
                 return;
             };
             let to = To {
@@ -767,7 +767,7 @@ impl Endpoint {
                 if full(why) == FI_EAGAIN {
                     return;
                 }
-                if let Some(Some(link)) = self.links.all.get_mut(place) {
+                if let Some(Some(link)) = self.links.all.get_mut(link_index) {
                     link.sent.pop_front();
                 }
                 self.link_sent(cx, sent, why);
@@ -776,7 +776,7 @@ impl Endpoint {
             if let Some(Op::Sent { slot: of_op, .. }) = self.ops.get_mut(sent.op) {
                 *of_op = slot;
             }
-            if let Some(Some(link)) = self.links.all.get_mut(place) {
+            if let Some(Some(link)) = self.links.all.get_mut(link_index) {
                 link.sent.pop_front();
             }
         }
@@ -785,8 +785,8 @@ impl Endpoint {
     /// Ends the links to peers that are lost, and the messages to them. Messages that have arrived on a link stay until they are
     /// received.
     pub(super) fn lose_link(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
-        for place in 0..self.links.all.len() {
-            let Some(to) = self.links.all.get_mut(place) else {
+        for link_index in 0..self.links.all.len() {
+            let Some(to) = self.links.all.get_mut(link_index) else {
                 return;
             };
             let Some(link) = to.as_mut().filter(|link| which(link.peer)) else {
@@ -814,14 +814,14 @@ impl Endpoint {
     }
 
     /// Tells the peers with links that this endpoint is being closed, so that they do not report failed links to it.
-    pub(super) fn say_goodbye(&mut self, cx: &mut Shared) {
+    pub(super) fn notify_peers_of_close(&mut self, cx: &mut Shared) {
         let links = self.links.all.iter().flatten();
         let open = links.filter(|l| !l.closed);
         let peers: Vec<(Remote, u32, u32)> = open
             .filter_map(|l| Some((l.peer, l.stream.number(), l.remote?)))
             .collect();
         for (to, number, remote) in peers {
-            let Ok(op) = self.ops.insert(Op::Goodbye { to }) else {
+            let Ok(op) = self.ops.insert(Op::CloseNotice { to }) else {
                 return;
             };
             let id = OP << KIND | u64::from(op);
@@ -835,12 +835,12 @@ impl Endpoint {
     /// Returns whether only peers that are closed too have to acknowledge something.
     pub(super) fn is_left_alone(&self) -> bool {
         let closed = |peer: &Remote| {
-            let place = self.links.find(*peer);
-            let link = place.and_then(|place| self.links.all.get(place)?.as_ref());
+            let link_index = self.links.find(*peer);
+            let link = link_index.and_then(|link_index| self.links.all.get(link_index)?.as_ref());
             link.is_none_or(|l| l.closed)
         };
         let left = self.ops.iter();
-        let left = left.filter(|(_, op)| matches!(op, Op::Goodbye { to } if closed(to)));
+        let left = left.filter(|(_, op)| matches!(op, Op::CloseNotice { to } if closed(to)));
         self.deferred.is_empty() && self.postponed.is_empty() && left.count() == self.outstanding
     }
 }
@@ -860,8 +860,12 @@ mod tests {
 
     #[test]
     fn a_completion_names_its_link() {
-        for (place, generation, index) in [(0, 0, 0), (7, 1, 31), (255, u16::MAX, 0xffff_ffff)] {
-            let name = Name { place, generation };
+        for (link_index, generation, index) in [(0, 0, 0), (7, 1, 31), (255, u16::MAX, 0xffff_ffff)]
+        {
+            let name = Name {
+                link_index,
+                generation,
+            };
             for kind in [LINK_SEND, LINK_RECEIVE, LINK_BIND] {
                 let id = name.id(kind, index);
                 assert_eq!((id >> KIND, Name::of(id)), (kind, (name, index)));

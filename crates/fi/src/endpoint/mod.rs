@@ -43,9 +43,9 @@ pub struct Registered {
     pub at: usize,
     /// Its length.
     pub len: usize,
-    /// Peers may read it.
+    /// Whether peers may read it.
     pub read: bool,
-    /// Peers may write it.
+    /// Whether peers may write it.
     pub write: bool,
 }
 
@@ -150,7 +150,7 @@ impl Counts {
 struct Done {
     context: usize,
     flags: u64,
-    /// Report success too, not only failure.
+    /// Whether to report success too, not only failure.
     reported: bool,
     counts: Counts,
 }
@@ -175,7 +175,7 @@ enum Op {
         /// dropped after them.
         _copy: Option<(Vec<u8>, Arc<()>)>,
         _counted: Option<Arc<()>>,
-        /// The device has delivered the announcement.
+        /// Whether the device has delivered the announcement.
         known: bool,
         grant: Option<Grant>,
         /// The number of bytes that have been written, or are being written.
@@ -201,7 +201,7 @@ enum Op {
     /// A message that checks whether a peer responds.
     Probe { to: Remote },
     /// A message that tells a peer with a link that this endpoint is closed.
-    Goodbye { to: Remote },
+    CloseNotice { to: Remote },
     /// An atomic operation that waits for its answer.
     Atomic {
         done: Done,
@@ -209,7 +209,7 @@ enum Op {
         result: UserMemory,
         /// The length of the answer in bytes.
         expects: usize,
-        /// The device has delivered the request.
+        /// Whether the device has delivered the request.
         known: bool,
     },
     /// The message that requests the operation `of`.
@@ -221,7 +221,7 @@ enum Op {
 /// Memory of a peer that an announced message may be written to.
 #[derive(Debug, Clone, Copy)]
 struct Grant {
-    /// The message is written over the link.
+    /// Whether the message is written over the link.
     linked: bool,
     rkey: u32,
     word: u32,
@@ -245,7 +245,7 @@ struct Multi {
     used: usize,
     /// The number of messages that are being written to it.
     underway: usize,
-    /// The buffer accepts no more messages.
+    /// Whether the buffer accepts no more messages.
     over: bool,
 }
 
@@ -319,7 +319,7 @@ pub struct Outgoing {
     pub context: usize,
     /// `FI_COMPLETION`, `FI_INJECT`, and completion levels.
     pub flags: u64,
-    /// Report no completion: `fi_inject` and its variants.
+    /// Whether to report no completion: `fi_inject` and its variants.
     pub silent: bool,
 }
 
@@ -363,7 +363,7 @@ pub struct AtomicRequest {
     pub context: usize,
     /// The same flags as in [`Outgoing`].
     pub flags: u64,
-    /// Report no completion.
+    /// Whether to report no completion.
     pub silent: bool,
 }
 
@@ -384,7 +384,7 @@ pub struct OneSidedRequest {
     pub context: usize,
     /// The same flags as in [`Outgoing`].
     pub flags: u64,
-    /// Report no completion.
+    /// Whether to report no completion.
     pub silent: bool,
 }
 
@@ -423,7 +423,7 @@ pub struct Binding {
     pub vector: Option<u32>,
     /// Counters, in the order of [`Counts::ALL`].
     pub counters: [Option<u32>; 6],
-    /// Receives are matched by source (`FI_DIRECTED_RECV`).
+    /// Whether receives are matched by source (`FI_DIRECTED_RECV`).
     pub directed: bool,
     /// The default flags of outgoing operations.
     pub send_flags: u64,
@@ -454,7 +454,7 @@ pub struct Endpoint {
     /// Whether the endpoint was enabled.
     pub enabled: bool,
     name: Remote,
-    place: u8,
+    gid_index: u8,
     job: Job,
     ops: Slab<Op>,
     incoming: Slab<Incoming>,
@@ -472,7 +472,7 @@ pub struct Endpoint {
     bad: u64,
     /// Whether a peer has refused a message. The first one is logged.
     refused: bool,
-    /// The queue pair has failed.
+    /// Whether the queue pair has failed.
     failed: bool,
 }
 
@@ -494,7 +494,7 @@ impl Endpoint {
         shared: &Shared,
         device: &'static Device,
         channel: &Arc<Channel>,
-        (ip, place): (IpAddr, u8),
+        (ip, gid_index): (IpAddr, u8),
         port: u16,
         job: Job,
         binding: Binding,
@@ -538,7 +538,7 @@ impl Endpoint {
             binding,
             enabled: false,
             name,
-            place,
+            gid_index,
             job,
             ops: Slab::default(),
             incoming: Slab::default(),

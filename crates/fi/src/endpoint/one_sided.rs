@@ -118,7 +118,7 @@ impl Endpoint {
         else {
             return Ok(());
         };
-        let way = cx.way(to.ip, self.place)?;
+        let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,

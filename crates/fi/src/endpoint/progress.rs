@@ -140,7 +140,7 @@ impl Endpoint {
                 self.free_slots.extend(slot);
                 self.requested(cx, of, err);
             }
-            Op::Atomic { .. } | Op::Goodbye { .. } => {}
+            Op::Atomic { .. } | Op::CloseNotice { .. } => {}
         }
     }
 
@@ -328,7 +328,7 @@ impl Endpoint {
                 cx.push(self.binding.receive_queue, entry);
             }
             Kind::AtomicDone => self.operated(cx, from, &header, at, length),
-            Kind::Hold => self.told(cx, from, &header),
+            Kind::Hold => self.handle_hold(cx, from, &header),
             Kind::Probe => {}
         }
         self.again(at);
@@ -415,7 +415,7 @@ impl Endpoint {
         } else {
             &mut self.untagged
         };
-        let Some((place, receive)) = matching.receive_for(&envelope) else {
+        let Some((index, receive)) = matching.receive_for(&envelope) else {
             if !self.may_store(from) {
                 self.ignored(from);
                 return true;
@@ -445,7 +445,7 @@ impl Endpoint {
         if announced {
             let target = self.target(&receive, header.length);
             if self.is_over(&receive) {
-                self.matching(tagged).remove_receive(place);
+                self.matching(tagged).remove_receive(index);
             }
             self.grant(cx, target, arrived, header.id);
             self.correct(cx, from, header.length);
@@ -459,7 +459,7 @@ impl Endpoint {
         let len = memory.write(0, content);
         let target = self.target(&receive, header.length);
         if self.is_over(&receive) {
-            self.matching(tagged).remove_receive(place);
+            self.matching(tagged).remove_receive(index);
         }
         self.received(cx, &target, &arrived, len, 0);
         true
@@ -541,7 +541,7 @@ impl Endpoint {
         drop((tagged, untagged));
         let until = Instant::now() + limits::LINGER;
         self.progress(cx);
-        self.say_goodbye(cx);
+        self.notify_peers_of_close(cx);
         while !self.is_idle() && !self.is_left_alone() && Instant::now() < until {
             self.progress(cx);
         }

@@ -265,11 +265,11 @@ impl Endpoint {
         };
         match self.incoming.insert(incoming) {
             Ok(name) => {
-                if let Some(place) = link {
+                if let Some(link_index) = link {
                     header.flags |= LINKED;
                     header.length = granted as u64;
                     header.data = base;
-                    return self.bind_window(cx, place, name, header);
+                    return self.bind_window(cx, link_index, name, header);
                 }
                 header.length = granted as u64;
                 header.tag = u64::from(rkey) << 32 | u64::from(name);

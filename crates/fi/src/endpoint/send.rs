@@ -35,7 +35,7 @@ impl Endpoint {
     ) -> Result<(), i32> {
         let to = self.peer(cx, message.to)?;
         let link = self.link_to(cx, to)?;
-        let way = cx.way(to.ip, self.place)?;
+        let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
@@ -215,7 +215,7 @@ impl Endpoint {
         id: u64,
         header: &Header,
     ) -> Result<(), i32> {
-        let way = cx.way(to.ip, self.place)?;
+        let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
             qpn: to.qpn,
@@ -243,7 +243,7 @@ impl Endpoint {
             self.write_on_link(cx, op);
             return true;
         }
-        let way = match cx.way(to.ip, self.place) {
+        let way = match cx.way(to.ip, self.gid_index) {
             Ok(way) => way,
             Err(why) => {
                 if let Some(Op::Announced { done, .. }) = self.ops.remove(op) {

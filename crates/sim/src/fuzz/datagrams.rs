@@ -30,7 +30,7 @@ use super::input::Input;
 const QKEY: u32 = 0x1111_1111;
 const QPN: u32 = 4000 << 8 | 5;
 
-struct Ear {
+struct Receiver {
     qp: DatagramQp,
     host: Host,
     cq: Arc<Cq>,
@@ -49,7 +49,7 @@ struct Ear {
     next: u32,
 }
 
-impl Ear {
+impl Receiver {
     fn new(kind: Kind, options: Options) -> Self {
         let host = World::new(1).host();
         let cq = Arc::new(Cq::new(512, None));
@@ -252,16 +252,16 @@ fn chosen(input: &mut Input<'_>) -> (Kind, Options) {
 pub fn datagrams(data: &[u8]) {
     let mut input = Input::new(data);
     let (kind, options) = chosen(&mut input);
-    let mut ear = Ear::new(kind, options);
-    ear.meet();
+    let mut receiver = Receiver::new(kind, options);
+    receiver.meet();
     let mut steps = 0;
     while !input.is_done() && steps < 300 {
         steps += 1;
-        ear.now += Duration::from_micros(u64::from(input.byte()) * 37);
-        ear.qp.set_now(ear.now);
+        receiver.now += Duration::from_micros(u64::from(input.byte()) * 37);
+        receiver.qp.set_now(receiver.now);
         match input.byte() {
-            0..40 => ear.recv(&mut input),
-            40..60 => ear.send(&mut input),
+            0..40 => receiver.recv(&mut input),
+            40..60 => receiver.send(&mut input),
             60..70 => {
                 let len = usize::from(input.u16() % 200);
                 let mut bytes = input.take(len).to_vec();
@@ -270,41 +270,41 @@ pub fn datagrams(data: &[u8]) {
                 }
                 let _ = Cm::parse(&bytes);
                 let _ = datagram::rx::destination_index(&bytes);
-                hears(&mut ear, &mut input, &bytes);
+                receive(&mut receiver, &mut input, &bytes);
             }
-            70..72 => ear.qp.handle_stall(),
-            72..75 => ear.qp.flush(),
+            70..72 => receiver.qp.handle_stall(),
+            72..75 => receiver.qp.flush(),
             75..80 => {
-                ear.now += Duration::from_millis(u64::from(input.byte()) * 10);
-                ear.qp.set_now(ear.now);
-                ear.qp.handle_timeout();
+                receiver.now += Duration::from_millis(u64::from(input.byte()) * 10);
+                receiver.qp.set_now(receiver.now);
+                receiver.qp.handle_timeout();
             }
             80..85 => {
-                while let Some(record) = ear.qp.poll_record() {
+                while let Some(record) = receiver.qp.poll_record() {
                     assert!(record.valid <= record.length);
                     assert_eq!(record.map == 0, record.complete || record.chunk);
                     if input.byte() < 200 {
-                        assert_eq!(ear.qp.release_map(record.map), record.map != 0);
+                        assert_eq!(receiver.qp.release_map(record.map), record.map != 0);
                     }
                 }
-                while ear.qp.poll_error().is_some() {}
+                while receiver.qp.poll_error().is_some() {}
             }
             _ if kind == Kind::Rd => {
-                let bytes = packet(&ear, &mut input);
-                hears(&mut ear, &mut input, &bytes);
+                let bytes = packet(&receiver, &mut input);
+                receive(&mut receiver, &mut input, &bytes);
             }
             _ => {
-                let bytes = datagram(&ear, &mut input);
-                hears(&mut ear, &mut input, &bytes);
+                let bytes = datagram(&receiver, &mut input);
+                receive(&mut receiver, &mut input, &bytes);
             }
         }
-        ear.collect();
-        ear.qp.check_accounts();
+        receiver.collect();
+        receiver.qp.check_accounts();
     }
-    ear.check();
+    receiver.check();
 }
 
-fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
+fn receive(receiver: &mut Receiver, input: &mut Input<'_>, bytes: &[u8]) {
     let to = match input.byte() {
         0..30 => Some(IpAddr::from([239, 0, 0, 1])),
         30..40 => None,
@@ -316,12 +316,12 @@ fn hears(ear: &mut Ear, input: &mut Input<'_>, bytes: &[u8]) {
         hop_limit: 9,
         traffic_class: 0,
     };
-    let before = ear.qp.counters();
-    let kept = ear.qp.handle_rx(&arrival, bytes);
-    let after = ear.qp.counters();
+    let before = receiver.qp.counters();
+    let kept = receiver.qp.handle_rx(&arrival, bytes);
+    let after = receiver.qp.counters();
     assert_eq!(after.rx_dgrams, before.rx_dgrams + 1);
     // Packets that waited for this one may be delivered even if this one is not.
-    if kept.is_err() && ear.qp.kind() != Kind::Rd {
+    if kept.is_err() && receiver.qp.kind() != Kind::Rd {
         assert_eq!(after.rx_messages, before.rx_messages);
     }
 }
@@ -350,19 +350,19 @@ fn sealed(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
 }
 
 /// A packet with valid or nearly valid fields that contains such a datagram.
-fn packet(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
+fn packet(receiver: &Receiver, input: &mut Input<'_>) -> Vec<u8> {
     let ahead = u32::from(input.byte() % 8);
     let mut arrived = SmallVec::new();
     for _ in 0..input.byte() % 3 {
         let start = input.u32();
         arrived.push((start, start.wrapping_add(u32::from(input.byte()))));
     }
-    let token = input_token(ear, input.byte());
+    let token = input_token(receiver, input.byte());
     let packet = Packet {
         token: 7 + u32::from(input.byte() > 250),
         echo: input.near(token),
-        seq: input.near(ear.next.wrapping_add(ahead)),
-        base: input.near(ear.next),
+        seq: input.near(receiver.next.wrapping_add(ahead)),
+        base: input.near(receiver.next),
         ack: (input.byte() < 128).then(|| input.u32()),
         window: input.u32(),
         time: input.u32(),
@@ -375,21 +375,26 @@ fn packet(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         arrived,
         ..transport()
     };
-    let inner = datagram(ear, input);
+    let inner = datagram(receiver, input);
     let data = (input.byte() < 230).then(|| &inner[..inner.len() - 4]);
     sealed(&packet, data)
 }
 
-fn input_token(ear: &Ear, which: u8) -> u32 {
-    ear.tokens[usize::from(which % 3)]
+fn input_token(receiver: &Receiver, which: u8) -> u32 {
+    receiver.tokens[usize::from(which % 3)]
 }
 
 /// The payload of a Read Request or Atomic Request, mostly for registered memory.
-fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> {
+fn request(receiver: &Receiver, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> {
     if !matches!(opcode, Opcode::ReadRequest | Opcode::AtomicRequest) || input.byte() < 60 {
         return None;
     }
-    let mr = input.one_of(&[&ear.readable, &ear.readable, &ear.readable, &ear.closed]);
+    let mr = input.one_of(&[
+        &receiver.readable,
+        &receiver.readable,
+        &receiver.readable,
+        &receiver.closed,
+    ]);
     let (stag, to) = (
         Stag(input.near(mr.stag().0)),
         To(mr.all().addr + u64::from(input.u16() % 4200)),
@@ -407,13 +412,13 @@ fn request(ear: &Ear, input: &mut Input<'_>, opcode: Opcode) -> Option<Vec<u8>> 
     };
     let mut bytes = asked.emit().to_vec();
     // Some cookies are the right one, which was sent before.
-    let cookie = input.one_of(&[0, 0, ear.cookie, 1]);
+    let cookie = input.one_of(&[0, 0, receiver.cookie, 1]);
     bytes.extend_from_slice(&cookie.to_be_bytes());
     Some(bytes)
 }
 
 /// A datagram with a correct checksum and valid or nearly valid fields.
-fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
+fn datagram(receiver: &Receiver, input: &mut Input<'_>) -> Vec<u8> {
     let opcode = input.one_of(&[
         Opcode::Send,
         Opcode::Send,
@@ -429,7 +434,7 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
         Opcode::Control,
         Opcode::Terminate,
     ]);
-    let asked = request(ear, input, opcode);
+    let asked = request(receiver, input, opcode);
     let len = usize::from(input.byte()) * input.one_of(&[1, 16, 250]);
     // A valid request fills its datagram with padding.
     let len = asked.as_ref().map_or(len, |r| r.len() + len % 1100);
@@ -468,9 +473,9 @@ fn datagram(ear: &Ear, input: &mut Input<'_>) -> Vec<u8> {
     let header = match opcode {
         Opcode::Write | Opcode::WriteRecord | Opcode::ReadResponse => {
             let mr = if input.byte() < 220 {
-                &ear.writable
+                &receiver.writable
             } else {
-                &ear.closed
+                &receiver.closed
             };
             Header::Tagged(Tagged {
                 last,

@@ -28,29 +28,29 @@ pub fn converse(data: &[u8]) -> bool {
         };
         t.w[peer].sends(&hello.header().emit());
     }
-    let mut says = Says::default();
+    let mut numbers = Numbers::default();
     let mut steps = 0;
     while !input.is_done() && steps < 200 {
         steps += 1;
         match input.byte() {
             0..170 => {
-                let ulpdu = says.message(&t, &mut input);
+                let ulpdu = numbers.message(&t, &mut input);
                 t.w[peer].sends(&ulpdu);
             }
             170..190 if input.odd() => {
                 // A damaged segment in a valid frame.
-                let mut ulpdu = says.message(&t, &mut input);
+                let mut ulpdu = numbers.message(&t, &mut input);
                 damage(&mut ulpdu, &mut input);
                 t.w[peer].sends(&ulpdu);
             }
             190..195 if input.odd() => {
                 // The segment twice.
-                let frame = framed(&says.message(&t, &mut input));
+                let frame = framed(&numbers.message(&t, &mut input));
                 t.w[peer].sends_bytes(&frame);
                 t.w[peer].sends_bytes(&frame);
             }
             195..198 if input.odd() => {
-                let mut frame = framed(&says.message(&t, &mut input));
+                let mut frame = framed(&numbers.message(&t, &mut input));
                 let bit = usize::from(input.u16()) % (frame.len() * 8);
                 frame[bit / 8] ^= 1 << (bit % 8);
                 t.w[peer].sends_bytes(&frame);
@@ -88,14 +88,14 @@ fn damage(ulpdu: &mut Vec<u8>, input: &mut Input<'_>) {
 }
 
 /// The numbers that a peer counts.
-struct Says {
+struct Numbers {
     send_msn: u32,
     read_msn: u32,
     atomic_msn: u32,
     seq: u32,
 }
 
-impl Default for Says {
+impl Default for Numbers {
     fn default() -> Self {
         Self {
             send_msn: 1,
@@ -138,7 +138,7 @@ fn tagged(opcode: Opcode, mr: &Mr, at: u64, input: &mut Input<'_>, body: &[u8]) 
     [&header.emit()[..], body].concat()
 }
 
-impl Says {
+impl Numbers {
     /// Returns a message that is valid as far as the peer can know, unless the input chooses an error.
     fn message(&mut self, t: &Target, input: &mut Input<'_>) -> Vec<u8> {
         let len = match input.byte() {

@@ -86,7 +86,7 @@ fn responder(input: &mut Input<'_>) {
     };
     let (frame, len) = StartupFrame::parse(&reply)
         .expect("our own reply")
-        .expect("all of it");
+        .expect("a complete frame");
     assert_eq!(len, reply.len());
     assert!(frame.reply && frame.reject != accepts && frame.rev == asked.rev);
 }
@@ -133,7 +133,7 @@ fn both(input: &mut Input<'_>) {
         .handle_rx(&initiator.request())
         .expect("our request")
     else {
-        panic!("our own request is not whole");
+        panic!("the responder waits for more bytes than the request has");
     };
     let accepted = responder.accept(ird, ord, &[]).expect("accept");
     let there = accepted.params;

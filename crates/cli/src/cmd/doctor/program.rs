@@ -50,9 +50,9 @@ struct Facts {
     interpreter: Option<PathBuf>,
     /// The libraries that the file is linked with.
     needed: Vec<String>,
-    /// The file defines the functions of libibverbs.
+    /// Whether the file defines the functions of libibverbs.
     has_verbs: bool,
-    /// The file contains the name of libibverbs as a string.
+    /// Whether the file contains the name of libibverbs as a string.
     opens_verbs: bool,
     uses_netlink: bool,
 }
@@ -170,8 +170,11 @@ fn verbs_lines(files: &[(PathBuf, Facts)], is_interpreter: bool) -> Vec<Line> {
         if facts.uses_netlink {
             lines.push(Line::warn(
                 "netlink",
-                format!("{} asks the kernel for RDMA devices (NETLINK_RDMA)", path.display()),
-                "what it learns there does not include anywarp0; use the library's functions or ibv_devinfo",
+                format!(
+                    "{} asks the kernel for RDMA devices (NETLINK_RDMA)",
+                    path.display()
+                ),
+                "the kernel does not list anywarp0; use the library's functions or ibv_devinfo",
             ));
         }
     }
@@ -179,8 +182,8 @@ fn verbs_lines(files: &[(PathBuf, Facts)], is_interpreter: bool) -> Vec<Line> {
         lines.push(Line::ok(
             "verbs",
             format!(
-                "brings its own library ({}); LD_PRELOAD goes before it, LD_LIBRARY_PATH alone does not: use anywarp run, or \
-                 all variables of anywarp env",
+                "brings its own library ({}), which only LD_PRELOAD replaces: use anywarp run, or all variables of anywarp \
+                 env",
                 join(&own)
             ),
         ));

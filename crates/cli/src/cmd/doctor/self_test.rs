@@ -20,7 +20,7 @@ const CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// The result of a program.
 struct Outcome {
-    /// The exit status was 0.
+    /// Whether the exit status was 0.
     good: bool,
     /// The standard output, followed by the standard error.
     text: String,

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// Returns the number of packets that one acknowledgement covers if none is missing: a part of those under way, so
-/// that the sender can continue meanwhile, between a lower and an upper limit. If packets are missing,
-/// [`ACK_WITH_GAPS`] applies.
+/// Returns the number of packets that one acknowledgement covers if none is missing. It is a part of those under way, so
+/// that the sender can continue meanwhile, and has a lower and an upper limit. If packets are missing, [`ACK_WITH_GAPS`]
+/// applies.
 pub(super) fn together(under_way: u32) -> u32 {
     (under_way / PART).clamp(ACK_EACH, ACK_MOST)
 }

@@ -82,7 +82,7 @@ pub(super) struct Acked {
     pub(super) delivered: u64,
     /// Bytes per second that arrived while the newest of these packets was under way.
     pub(super) rate: Option<u64>,
-    /// The program provided less data than the window allowed, so the rate is not the limit of the path.
+    /// Whether the program provided less data than the window allowed, so the rate is not the limit of the path.
     pub(super) app_limited: bool,
 }
 

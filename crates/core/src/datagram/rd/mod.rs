@@ -126,7 +126,7 @@ struct PeerState {
     instance: u32,
     /// Sent instead of the time in packets to the peer, until the peer has returned it once.
     nonce: u32,
-    /// The peer has shown that it receives at its address, in the second `proven_at`.
+    /// Whether the peer has shown that it receives at its address, in the second `proven_at`.
     is_proven: bool,
     proven_at: u32,
     /// Bytes that may be sent to the peer until it has shown that.
@@ -141,11 +141,11 @@ struct PeerState {
     /// Size of the peer's socket buffer.
     room: u32,
     used: Duration,
-    /// The peer is in the list of those to which something can be sent.
+    /// Whether the peer is in the list of those to which something can be sent.
     queued: bool,
     /// The lists of waiting peers that contain this one, as bits of [`Resource`].
     stands: u8,
-    /// An empty packet that requires an answer has to be sent.
+    /// Whether an empty packet that requires an answer has to be sent.
     ask: bool,
     /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
     timer: Option<Duration>,
@@ -229,7 +229,7 @@ pub(super) struct Reliable {
     /// The host from whose address the limit of wrong echoes was reached, until the queue pair reads it.
     pub(super) guessed: Option<IpAddr>,
     index: u8,
-    /// Deliver the packets of a peer in the order in which they were sent.
+    /// Whether to deliver the packets of a peer in the order in which they were sent.
     ordered: bool,
     /// How long a peer may stay silent.
     peer_timeout: Duration,

@@ -49,7 +49,7 @@ pub(super) struct Receiver {
     pub(super) unacknowledged: u32,
     /// The charge of these packets.
     pub(super) since: u64,
-    /// An acknowledgement has to be sent now.
+    /// Whether an acknowledgement has to be sent now.
     pub(super) due: bool,
     /// An acknowledgement has to be sent by this time, and may travel with another packet before.
     pub(super) soon: Option<Duration>,
@@ -61,7 +61,7 @@ pub(super) struct Receiver {
     pub(super) refused: Option<u8>,
     /// Missing packets before this number will never arrive.
     given_up: u64,
-    /// A missing packet was skipped, and not all waiting packets before `given_up` are delivered.
+    /// Whether a missing packet was skipped, and not all waiting packets before `given_up` are delivered.
     lossy: bool,
     /// Messages without a packet from this number on will never be complete.
     pub(super) skipped: Option<u64>,

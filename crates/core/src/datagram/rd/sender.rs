@@ -33,7 +33,7 @@ struct Sent {
     tag: Option<Tag>,
     last: bool,
     state: State,
-    /// The packet was sent more than once.
+    /// Whether the packet was sent more than once.
     again: bool,
     /// Sequence number of the transmission, over all packets.
     order: u64,
@@ -102,7 +102,7 @@ pub(super) struct Sender {
     delivered_at: Duration,
     /// When the newest packet that was delivered had been sent.
     newest_at: Duration,
-    /// The window did not limit sending.
+    /// Whether the window did not limit sending.
     app_limited: bool,
     /// Probes since the peer's last datagram.
     probes: u32,

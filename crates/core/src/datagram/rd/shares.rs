@@ -1,8 +1,8 @@
 //! Limits for hosts and networks: entries in the table of peers, and memory of waiting packets.
 //!
 //! A host is an IPv4 address or the first 64 bits of an IPv6 address. A network is the first 24 or 48 bits. The
-//! limits leave a part for others: a network may use half of the total, the next network half of the rest, and a host
-//! a third of what its network could use.
+//! limits leave a part for others: one network may use half of the total, the next one half of the rest, and so on. Of the
+//! entries, one host may use a third instead of half.
 
 use std::net::IpAddr;
 

@@ -23,9 +23,9 @@ pub struct TxBatch {
     own: Vec<u8>,
     pieces: Vec<Piece>,
     bytes: usize,
-    /// The batch ends with a message, so that the next message begins a TCP segment.
+    /// Whether the batch ends with a message, so that the next message begins a TCP segment.
     aligned: bool,
-    /// The batch copies as little payload as possible.
+    /// Whether the batch copies as little payload as possible.
     small: bool,
 }
 

@@ -9,11 +9,11 @@ use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
 pub struct InitiatorConfig {
     /// MPA revision: 2, or 1 for a second try to an older implementation.
     pub rev: u8,
-    /// Ask for CRCs.
+    /// Whether to ask for CRCs.
     pub crc: bool,
-    /// Ask the peer to send markers.
+    /// Whether to ask the peer to send markers.
     pub markers: bool,
-    /// Offer to send a ready-to-receive message first. Revision 2 only.
+    /// Whether to offer to send a ready-to-receive message first. Revision 2 only.
     pub peer_to_peer: bool,
     /// The ready-to-receive messages that this end can send.
     pub rtr: RtrForms,
@@ -60,8 +60,8 @@ pub enum Progress {
         peer_depths: Option<Depths>,
         /// The message to send first. To an anywarp peer a Control Hello is sent instead.
         rtr: Option<Rtr>,
-        /// This end requested CRCs, and the C bit of the Reply is clear. RFC 5044 requires CRCs in this case. The
-        /// peer may not know that, so the caller logs it.
+        /// Whether this end requested CRCs, and the C bit of the Reply is clear. RFC 5044 requires CRCs in this case.
+        /// The peer may not know that, so the caller logs it.
         crc_unconfirmed: bool,
     },
     /// The peer's ULP rejected the connection. TCP is still open.

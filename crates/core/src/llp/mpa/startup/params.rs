@@ -5,11 +5,11 @@ use crate::wire::mpa::Enhanced;
 /// The parameters that both ends agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamParams {
-    /// CRCs are computed and checked. Otherwise the field is present but ignored.
+    /// Whether CRCs are computed and checked. Otherwise the field is present but ignored.
     pub crc: bool,
-    /// This end inserts markers.
+    /// Whether this end inserts markers.
     pub send_markers: bool,
-    /// The peer inserts markers.
+    /// Whether the peer inserts markers.
     pub recv_markers: bool,
     /// Inbound Reads and atomics that this end serves at once.
     pub ird: u16,
@@ -17,11 +17,11 @@ pub struct StreamParams {
     pub ord: u16,
     /// MPA revision of both frames.
     pub rev: u8,
-    /// The initiator's first message is a ready-to-receive message.
+    /// Whether the initiator's first message is a ready-to-receive message.
     pub peer_to_peer: bool,
     /// Its form: the initiator sends it, and the responder expects it.
     pub rtr: Option<Rtr>,
-    /// The other end is anywarp too. On a responder this is set when a Hello has arrived.
+    /// Whether the other end is anywarp too. On a responder this is set when a Hello has arrived.
     pub peer_is_anywarp: bool,
 }
 
@@ -39,11 +39,11 @@ pub enum Rtr {
 /// A set of ready-to-receive forms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RtrForms {
-    /// Zero-length Send.
+    /// Whether the set contains the zero-length Send.
     pub send: bool,
-    /// Zero-length RDMA Write.
+    /// Whether the set contains the zero-length RDMA Write.
     pub write: bool,
-    /// Zero-length RDMA Read.
+    /// Whether the set contains the zero-length RDMA Read.
     pub read: bool,
 }
 

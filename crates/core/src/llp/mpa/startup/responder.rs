@@ -7,15 +7,15 @@ use crate::wire::mpa::{DEPTH_NOT_NEGOTIATED, Enhanced, MAX_DEPTH, StartupFrame};
 /// Limits of a responder.
 #[derive(Clone, Copy, Debug)]
 pub struct ResponderLimits {
-    /// Ask for CRCs even if the peer does not.
+    /// Whether to ask for CRCs even if the peer does not.
     pub crc: bool,
-    /// Ask the peer to send markers.
+    /// Whether to ask the peer to send markers.
     pub markers: bool,
-    /// Largest number of inbound Reads served at once.
+    /// Largest number of inbound Reads served at the same time.
     pub max_ird: u16,
     /// Largest number of outbound Reads outstanding.
     pub max_ord: u16,
-    /// Confirm all three ready-to-receive messages, so that an anywarp peer recognizes this end.
+    /// Whether to confirm all three ready-to-receive messages, so that an anywarp peer recognizes this end.
     pub known: bool,
 }
 
@@ -38,11 +38,11 @@ pub struct Request {
     pub consumed: usize,
     /// MPA revision.
     pub rev: u8,
-    /// The peer requests CRCs.
+    /// Whether the peer requests CRCs.
     pub crc: bool,
-    /// The peer requests markers.
+    /// Whether the peer requests markers.
     pub markers: bool,
-    /// The peer will send a ready-to-receive message first.
+    /// Whether the peer will send a ready-to-receive message first.
     pub peer_to_peer: bool,
     /// The forms of that message which it offers.
     pub rtr: RtrForms,
@@ -52,8 +52,8 @@ pub struct Request {
     pub ord: Option<u16>,
     /// Private data of the peer's ULP.
     pub private_data: Vec<u8>,
-    /// The peer offers all three ready-to-receive messages, as anywarp does. It is certain only when a Control Hello
-    /// arrives instead.
+    /// Whether the peer offers all three ready-to-receive messages, as anywarp does. That it is anywarp is certain only when a Control
+    /// Hello arrives instead.
     pub peer_may_be_anywarp: bool,
 }
 
@@ -73,8 +73,8 @@ pub struct Accepted {
     pub reply: Vec<u8>,
     /// The agreed parameters.
     pub params: StreamParams,
-    /// The first message is a ready-to-receive message (or a Control Hello). It is not delivered to the ULP, and the
-    /// ULP is connected when it has arrived. No FPDU may be sent before the first one of the peer.
+    /// Whether the first message is a ready-to-receive message (or a Control Hello). It is not delivered to the ULP,
+    /// and the ULP is connected when it has arrived. No FPDU may be sent before the first one of the peer.
     pub expects_rtr: bool,
     /// See [`Request::peer_may_be_anywarp`].
     pub peer_may_be_anywarp: bool,
@@ -180,7 +180,7 @@ impl Responder {
         Ok(Incoming::Request(request))
     }
 
-    /// Accepts the connection for the ULP, which serves `ird` Reads at once and has at most `ord` outstanding.
+    /// Accepts the connection for the ULP, which serves `ird` Reads at the same time and has at most `ord` outstanding.
     ///
     /// # Errors
     /// There is no Request to answer, or the private data does not fit the frame. In the second case the caller may

@@ -1,7 +1,7 @@
-//! `cargo xtask floors`: checks the layers ("floors") of modules. A file may use only modules of its own and of lower floors.
+//! `cargo xtask layers`: checks the layers of modules. A file may use only modules of its own and of lower layers.
 //!
-//! `xtask/floors.toml` lists the modules of each crate, lowest floor first. Errors are a file that names a module of a higher
-//! floor, and files of one floor that depend on each other in a cycle. A file names a module by a path that begins with
+//! `xtask/layers.toml` lists the modules of each crate, lowest layer first. Errors are a file that names a module of a higher
+//! layer, and files of one layer that depend on each other in a cycle. A file names a module by a path that begins with
 //! `crate`, `super`, `self` or one of its submodules. Tests may name any module. The root of a crate (`lib.rs`) is not
 //! checked: it lists the modules and defines macros.
 //!
@@ -16,8 +16,8 @@ use std::path::Path;
 use xtask::{Result, sh};
 
 /// The markers around the table in ARCHITECTURE.md.
-const BEGIN: &str = "<!-- floors: made by `cargo xtask floors` -->\n";
-const END: &str = "<!-- end of floors -->";
+const BEGIN: &str = "<!-- layers: made by `cargo xtask layers` -->\n";
+const END: &str = "<!-- end of layers -->";
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -33,21 +33,21 @@ struct Crate {
     /// Modules in which cycles between files are not errors.
     #[serde(default)]
     whole: Vec<String>,
-    /// The floors, lowest first.
-    floor: Vec<Floor>,
+    /// The layers, lowest first.
+    layer: Vec<Layer>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Floor {
+struct Layer {
     name: String,
     /// Module paths, such as `verbs::qp`. A module includes its submodules that no other entry names.
     modules: Vec<String>,
 }
 
 impl Crate {
-    fn name_of(&self, floor: usize) -> &str {
-        self.floor.get(floor).map_or("", |floor| &floor.name)
+    fn name_of(&self, layer: usize) -> &str {
+        self.layer.get(layer).map_or("", |layer| &layer.name)
     }
 }
 
@@ -70,7 +70,7 @@ struct File {
 
 /// Checks every crate in the list and writes the table of ARCHITECTURE.md. With `check`, fails if the table is out of date.
 pub(crate) fn run(check: bool) -> Result {
-    let list: List = toml::from_str(&fs::read_to_string(sh::root().join("xtask/floors.toml"))?)?;
+    let list: List = toml::from_str(&fs::read_to_string(sh::root().join("xtask/layers.toml"))?)?;
     let mut errors = Vec::new();
     let mut table = String::new();
     for crate_ in &list.crates {
@@ -83,7 +83,9 @@ pub(crate) fn run(check: bool) -> Result {
     }
     match errors.len() {
         0 => write_table(&table, check),
-        n => Err(format!("{n} arrows between files point up or in a circle").into()),
+        n => Err(
+            format!("{n} references between files point to a higher layer or form a cycle").into(),
+        ),
     }
 }
 
@@ -315,82 +317,82 @@ fn is_below(path: &str, entry: &str) -> bool {
         .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
 }
 
-/// Returns the floor of a module: that of the longest entry that contains it.
-fn floor_of(crate_: &Crate, module: &Module) -> Option<usize> {
+/// Returns the layer of a module: that of the longest entry that contains it.
+fn layer_of(crate_: &Crate, module: &Module) -> Option<usize> {
     let path = module.join("::");
-    let entries = crate_.floor.iter().enumerate();
+    let entries = crate_.layer.iter().enumerate();
     entries
-        .flat_map(|(floor, f)| f.modules.iter().map(move |entry| (floor, entry)))
+        .flat_map(|(layer, f)| f.modules.iter().map(move |entry| (layer, entry)))
         .filter(|(_, entry)| is_below(&path, entry))
         .max_by_key(|(_, entry)| entry.len())
-        .map(|(floor, _)| floor)
+        .map(|(layer, _)| layer)
 }
 
-/// Finds references to higher floors, cycles, and entries of the list that match no module.
+/// Finds references to higher layers, cycles, and entries of the list that match no module.
 fn judge(crate_: &Crate, files: &BTreeMap<Module, File>, errors: &mut Vec<String>) {
-    for entry in crate_.floor.iter().flat_map(|floor| &floor.modules) {
+    for entry in crate_.layer.iter().flat_map(|layer| &layer.modules) {
         if !files
             .keys()
             .any(|m| m.join("::") == *entry || m.join("::").starts_with(&format!("{entry}::")))
         {
             errors.push(format!(
-                "xtask/floors.toml: {}: there is no module {entry}",
+                "xtask/layers.toml: {}: there is no module {entry}",
                 crate_.name
             ));
         }
     }
     for (module, file) in files {
-        let Some(floor) = floor_of(crate_, module) else {
-            errors.push(format!("{}: not in xtask/floors.toml", file.path));
+        let Some(layer) = layer_of(crate_, module) else {
+            errors.push(format!("{}: not in xtask/layers.toml", file.path));
             continue;
         };
         for (other, line) in &file.names {
-            if let Some(above) = floor_of(crate_, other).filter(|above| *above > floor) {
+            if let Some(above) = layer_of(crate_, other).filter(|above| *above > layer) {
                 errors.push(format!(
                     "{}:{line}: up: {} ({}) names {} ({})",
                     file.path,
                     module.join("::"),
-                    crate_.name_of(floor),
+                    crate_.name_of(layer),
                     other.join("::"),
                     crate_.name_of(above),
                 ));
             }
         }
     }
-    for circle in circles(files) {
-        let circle: Vec<String> = circle.iter().map(|m| m.join("::")).collect();
-        let inside = |whole: &String| circle.iter().all(|module| is_below(module, whole));
+    for cycle in cycles(files) {
+        let cycle: Vec<String> = cycle.iter().map(|m| m.join("::")).collect();
+        let inside = |whole: &String| cycle.iter().all(|module| is_below(module, whole));
         if crate_.whole.iter().any(inside) {
             continue;
         }
         errors.push(format!(
-            "crates/{}: circle: {}",
+            "crates/{}: cycle: {}",
             crate_.name,
-            circle.join(" -> ")
+            cycle.join(" -> ")
         ));
     }
 }
 
 /// Returns the shortest cycle of each strongly connected set of files.
-fn circles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
+fn cycles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
     let mut found: Vec<Vec<Module>> = Vec::new();
     let mut seen = BTreeSet::new();
     for start in files.keys() {
-        let Some(circle) = shortest_circle(files, start) else {
+        let Some(cycle) = shortest_cycle(files, start) else {
             continue;
         };
-        let mut members = circle.clone();
+        let mut members = cycle.clone();
         members.sort();
         members.dedup();
         if seen.insert(members) {
-            found.push(circle);
+            found.push(cycle);
         }
     }
     found
 }
 
 /// Returns the shortest cycle through a file, along the files that are named.
-fn shortest_circle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec<Module>> {
+fn shortest_cycle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec<Module>> {
     let mut ways: Vec<Vec<Module>> = vec![vec![start.clone()]];
     let mut seen = BTreeSet::new();
     while !ways.is_empty() {
@@ -412,17 +414,17 @@ fn shortest_circle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec
     None
 }
 
-/// Writes the table of one crate, its highest floor first.
+/// Writes the table of one crate, its highest layer first.
 fn describe(crate_: &Crate, files: &BTreeMap<Module, File>, table: &mut String) -> Result {
     writeln!(
         table,
-        "\n### `crates/{}`\n\n| floor | file | what |\n| --- | --- | --- |",
+        "\n### `crates/{}`\n\n| layer | file | what |\n| --- | --- | --- |",
         crate_.name
     )?;
-    for (floor, Floor { name, .. }) in crate_.floor.iter().enumerate().rev() {
+    for (layer, Layer { name, .. }) in crate_.layer.iter().enumerate().rev() {
         let mut name = name.as_str();
         for (module, file) in files {
-            if floor_of(crate_, module) == Some(floor) {
+            if layer_of(crate_, module) == Some(layer) {
                 let path = file
                     .path
                     .split_once("/src/")
@@ -432,13 +434,13 @@ fn describe(crate_: &Crate, files: &BTreeMap<Module, File>, table: &mut String) 
             }
         }
     }
-    for (floor, Floor { name, .. }) in crate_.floor.iter().enumerate().rev() {
+    for (layer, Layer { name, .. }) in crate_.layer.iter().enumerate().rev() {
         let lines: usize = files
             .iter()
-            .filter(|(module, _)| floor_of(crate_, module) == Some(floor))
+            .filter(|(module, _)| layer_of(crate_, module) == Some(layer))
             .map(|(_, file)| file.lines)
             .sum();
-        println!("{:>7} lines  {} {floor}: {name}", lines, crate_.name);
+        println!("{:>7} lines  {} {layer}: {name}", lines, crate_.name);
     }
     Ok(())
 }
@@ -448,7 +450,7 @@ fn write_table(table: &str, check: bool) -> Result {
     let path = sh::root().join("ARCHITECTURE.md");
     let text = fs::read_to_string(&path)?;
     let (Some(begin), Some(end)) = (text.find(BEGIN), text.find(END)) else {
-        return Err("ARCHITECTURE.md has no place for the table of floors".into());
+        return Err("ARCHITECTURE.md lacks the markers around the table of layers".into());
     };
     let new = format!("{}{table}\n{}", &text[..begin + BEGIN.len()], &text[end..]);
     if new == text {
@@ -456,7 +458,7 @@ fn write_table(table: &str, check: bool) -> Result {
     }
     if check {
         return Err(
-            "the table of files in ARCHITECTURE.md is not up to date: run `cargo xtask floors`"
+            "the table of files in ARCHITECTURE.md is not up to date: run `cargo xtask layers`"
                 .into(),
         );
     }
@@ -509,20 +511,20 @@ mod tests {
         }
     }
 
-    /// Returns the errors for these files, where `low` is the lower floor.
+    /// Returns the errors for these files, where `low` is the lower layer.
     fn judged(files: &[(&str, &[&str])]) -> Vec<String> {
         let files = files
             .iter()
             .map(|(m, names)| (vec![(*m).to_owned()], file(names)))
             .collect();
-        let floor = |name: &str, modules: &[&str]| Floor {
+        let layer = |name: &str, modules: &[&str]| Layer {
             name: name.into(),
             modules: modules.iter().map(|m| (*m).to_owned()).collect(),
         };
         let crate_ = Crate {
             name: "c".into(),
             whole: vec!["w".into()],
-            floor: vec![floor("ground", &["low", "low2"]), floor("first", &["high"])],
+            layer: vec![layer("lower", &["low", "low2"]), layer("upper", &["high"])],
         };
         let mut errors = Vec::new();
         judge(&crate_, &files, &mut errors);
@@ -536,18 +538,18 @@ mod tests {
             [""; 0]
         );
         let up = judged(&[("low", &["high"]), ("low2", &[]), ("high", &[])]);
-        assert_eq!(up, [":1: up: low (ground) names high (first)"]);
+        assert_eq!(up, [":1: up: low (lower) names high (upper)"]);
     }
 
     #[test]
-    fn cycles_on_one_floor_are_reported_once() {
+    fn cycles_in_one_layer_are_reported_once() {
         let errors = judged(&[("low", &["low2"]), ("low2", &["low"]), ("high", &[])]);
-        assert_eq!(errors, ["crates/c: circle: low -> low2 -> low"]);
+        assert_eq!(errors, ["crates/c: cycle: low -> low2 -> low"]);
     }
 
     #[test]
     fn cycles_inside_a_whole_module_are_ignored() {
-        let circle = |a: &str| {
+        let cycle = |a: &str| {
             let b = format!("{a}::b");
             let names = |other: &str| {
                 let path = other.split("::").map(str::to_owned).collect();
@@ -562,20 +564,20 @@ mod tests {
             let crate_ = Crate {
                 name: "c".into(),
                 whole: vec!["w".into()],
-                floor: vec![Floor {
-                    name: "ground".into(),
+                layer: vec![Layer {
+                    name: "lower".into(),
                     modules: vec![a.into()],
                 }],
             };
             judge(&crate_, &files, &mut errors);
             errors.len()
         };
-        assert_eq!((circle("w"), circle("x")), (0, 1));
+        assert_eq!((cycle("w"), cycle("x")), (0, 1));
     }
 
     #[test]
-    fn a_file_without_a_floor_is_an_error() {
+    fn a_file_without_a_layer_is_an_error() {
         let errors = judged(&[("low", &[]), ("low2", &[]), ("high", &[]), ("new", &[])]);
-        assert_eq!(errors, [": not in xtask/floors.toml"]);
+        assert_eq!(errors, [": not in xtask/layers.toml"]);
     }
 }
