@@ -2,7 +2,9 @@
 //! next.
 //!
 //! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program
-//! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once.
+//! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once. If it then posts
+//! many without a poll, for example because the peer has granted a window, the first ones are sent at once and the others
+//! are corked.
 
 use std::time::{Duration, Instant};
 
@@ -12,6 +14,8 @@ use crate::reactor::Polls;
 
 /// Number of posted bytes from which on nothing is corked: about one run.
 const RUN_BYTES: u64 = 48 << 10;
+/// Number of transmissions since the last poll from which on a program counts as sending a burst.
+const BURST: u32 = 4;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
 
@@ -38,6 +42,8 @@ pub(super) struct Cork {
     idle_polls_at_post: u64,
     /// Number of polls at the last transmission.
     polls_at_send: u64,
+    /// Number of transmissions with that number of polls.
+    sent_since_poll: u32,
     sent_at: Instant,
     /// Replaces [`BUSY_FOR`] in tests.
     #[cfg(test)]
@@ -54,6 +60,7 @@ impl Cork {
             polls_at_cork: 0,
             idle_polls_at_post: 0,
             polls_at_send: 0,
+            sent_since_poll: 0,
             sent_at: start,
             #[cfg(test)]
             busy_for: BUSY_FOR,
@@ -107,13 +114,16 @@ impl Cork {
         let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
         let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
         let full = self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES;
-        // A program that has not polled since the last transmission, or sent last too long ago, may not post again soon.
-        let busy =
-            polls.all != self.polls_at_send && now.duration_since(self.sent_at) < self.busy_for();
+        // A program that has not polled since it sent a few datagrams, or sent last too long ago, may not post again soon.
+        let polled = polls.all != self.polls_at_send;
+        let busy = (polled || self.sent_since_poll >= BURST)
+            && now.duration_since(self.sent_at) < self.busy_for();
         if waits_for_something || full || !busy {
             // A full run is sent because of its length alone, so requests that are posted after it may be corked as a
             // new run.
             if !full {
+                let before = if polled { 0 } else { self.sent_since_poll };
+                self.sent_since_poll = before.saturating_add(1);
                 self.polls_at_send = polls.all;
             }
             self.sent_at = now;
@@ -192,6 +202,43 @@ mod tests {
         assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
         cork.posted(100);
         assert_eq!(cork.decide(polls(6, 1), now + BUSY_FOR), Decision::SendNow);
+    }
+
+    #[test]
+    fn a_burst_without_polls_is_corked_after_its_first_datagrams() {
+        let (mut cork, now) = busy();
+        let post = |cork: &mut Cork, at| {
+            cork.posted(100);
+            let decision = cork.decide(polls(5, 0), at);
+            if decision == Decision::SendNow {
+                cork.sending();
+            }
+            decision
+        };
+        for _ in 1..BURST {
+            assert_eq!(post(&mut cork, now), Decision::SendNow);
+        }
+        assert_eq!(post(&mut cork, now), FIRST);
+        assert_eq!(post(&mut cork, now), MORE);
+        // After a wait the first ones are sent at once again.
+        cork.uncork(polls(7, 2), now);
+        cork.sending();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(9, 4), now), Decision::SendNow);
+        cork.sending();
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(9, 4), now), Decision::SendNow);
+    }
+
+    #[test]
+    fn slow_posts_without_polls_are_sent_at_once() {
+        let (mut cork, start) = busy();
+        for n in 1..2 * BURST {
+            cork.posted(100);
+            let now = start + n * BUSY_FOR;
+            assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
+            cork.sending();
+        }
     }
 
     #[test]

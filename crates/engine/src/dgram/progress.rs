@@ -32,7 +32,10 @@ impl DgramQp {
     pub(super) fn send_or_cork(&self, inner: &mut Inner, now: Instant) {
         let polls = self.common.context.engine.polls();
         match inner.cork.decide(polls, now) {
-            Decision::SendNow => self.transmit(inner),
+            Decision::SendNow => {
+                self.transmit(inner);
+                self.common.context.engine.on_post(now);
+            }
             Decision::Cork { first } => {
                 let me = if first { self.me.upgrade() } else { None };
                 let me = me.map(|me| me as Arc<dyn DelayedAck>);
