@@ -148,7 +148,7 @@ static void both(const char *what, uint32_t length) {
     }
 }
 
-static void meet(void) {
+static void exchange_hellos(void) {
     struct hello us = {.addr = (uintptr_t)mine->addr, .rkey = mine->rkey, .size = (uint32_t)opt.size};
     if (opt.server) {
         good_wc("the client's first message");
@@ -164,7 +164,7 @@ static void meet(void) {
 }
 
 // A Write to the peer, as many concurrent Reads of its data as allowed, and a Send.
-static void speak(int round) {
+static void send_round(int round) {
     int seed = 2 * round + opt.server;
     fill(work->addr, opt.size, seed);
     post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr, peer.rkey, false);
@@ -183,7 +183,7 @@ static void speak(int round) {
     post(IBV_WR_SEND, 0, opt.size, 0, 0, opt.server);
 }
 
-static void listen_to(int round) {
+static void check_round(int round) {
     int seed = 2 * round + !opt.server;
     compare(box->addr, opt.size, seed, "the message");
     compare(mine->addr, opt.size, seed, "the data of the Write");
@@ -191,7 +191,7 @@ static void listen_to(int round) {
 }
 
 // The client's last message, after which the server disconnects.
-static void part(void) {
+static void finish(void) {
     if (opt.server) {
         good_wc("the last message");
         if (rdma_disconnect(id)) fail("rdma_disconnect: %s", strerror(errno));
@@ -200,16 +200,16 @@ static void part(void) {
     }
 }
 
-static void converse(void) {
+static void run_rounds(void) {
     for (int round = 0; round < opt.rounds; round++) {
         if (opt.server) {
             good_wc("the client's message");
-            listen_to(round);
-            speak(round);
+            check_round(round);
+            send_round(round);
         } else {
-            speak(round);
+            send_round(round);
             both("the server's message", (uint32_t)opt.size);
-            listen_to(round);
+            check_round(round);
         }
     }
     printf("rounds %d of %d bytes, %d reads at once\n", opt.rounds, opt.size, reads);
@@ -363,7 +363,7 @@ static void await_the_end(bool culprit) {
     if (!culprit) {
         const uint8_t *guard = (uint8_t *)mine->addr + opt.size;
         for (int i = 0; i < ROOM; i++)
-            if (guard[i] != 0xee) fail("byte %d after the memory was changed", i);
+            if (guard[i] != 0xee) fail("byte %d behind the registered memory was changed", i);
     }
 }
 
@@ -501,10 +501,10 @@ int main(int argc, char **argv) {
     if (opt.server) serve(info);
     else ask(info);
     if (opt.reject) return 0;
-    meet();
+    exchange_hellos();
     if (opt.rest && opt.server) take_the_rest();
     else if (opt.rest) do_the_rest();
-    converse();
+    run_rounds();
     if (*opt.bad) {
         ready();
         if (culprit) misbehave();
@@ -515,7 +515,7 @@ int main(int argc, char **argv) {
         post(IBV_WR_RDMA_WRITE, 0, opt.size, peer.addr, peer.rkey, false);
         _exit(0);
     }
-    if (!strcmp(opt.end, "disconnect")) part();
+    if (!strcmp(opt.end, "disconnect")) finish();
     await_the_end(false);
     return 0;
 }

@@ -129,50 +129,50 @@ pub(crate) fn os_errno(e: &std::io::Error) -> Errno {
 /// Returns a structure that C passes by pointer. `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid for reads, and C does not write it while the reference is live.
-pub(crate) unsafe fn arg<'a, T>(place: *const T) -> Result<&'a T, Errno> {
+/// `pointer` is null or valid for reads, and C does not write it while the reference is live.
+pub(crate) unsafe fn arg<'a, T>(pointer: *const T) -> Result<&'a T, Errno> {
     // SAFETY: upheld by the caller.
-    unsafe { place.as_ref() }.ok_or(libc::EINVAL)
+    unsafe { pointer.as_ref() }.ok_or(libc::EINVAL)
 }
 
 /// Returns a structure that C passes by pointer and that the call changes. `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid, and C does not access the structure while the reference is live.
-pub(crate) unsafe fn arg_mut<'a, T>(place: *mut T) -> Result<&'a mut T, Errno> {
+/// `pointer` is null or valid, and C does not access the structure while the reference is live.
+pub(crate) unsafe fn arg_mut<'a, T>(pointer: *mut T) -> Result<&'a mut T, Errno> {
     // SAFETY: upheld by the caller.
-    unsafe { place.as_mut() }.ok_or(libc::EINVAL)
+    unsafe { pointer.as_mut() }.ok_or(libc::EINVAL)
 }
 
 /// Writes a result through a pointer that C passes. `EINVAL` for null.
 ///
 /// # Safety
-/// `place` is null or valid for writes.
-pub(crate) unsafe fn put<T>(place: *mut T, value: T) -> Result<(), Errno> {
-    if place.is_null() {
+/// `pointer` is null or valid for writes.
+pub(crate) unsafe fn put<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
+    if pointer.is_null() {
         return Err(libc::EINVAL);
     }
     // SAFETY: the caller passes null or a valid pointer, and null was excluded.
-    unsafe { place.write(value) };
+    unsafe { pointer.write(value) };
     Ok(())
 }
 
 /// Writes the first `len` bytes of a structure, for a caller that was compiled with an older, shorter one.
 ///
 /// # Safety
-/// `place` is null or points to `len` bytes.
+/// `pointer` is null or points to `len` bytes.
 pub(crate) unsafe fn put_prefix<T: Copy>(
-    place: *mut T,
+    pointer: *mut T,
     value: &T,
     len: usize,
 ) -> Result<(), Errno> {
-    if place.is_null() {
+    if pointer.is_null() {
         return Err(libc::EINVAL);
     }
     let len = len.min(size_of::<T>());
     // SAFETY: the caller's structure has `len` bytes (guaranteed by the caller), and so has `value`.
     unsafe {
-        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), place.cast(), len);
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(value).cast::<u8>(), pointer.cast(), len);
     }
     Ok(())
 }

@@ -24,7 +24,7 @@ pub enum Rank {
     CmPorts,
     /// The list of UDP ports, held while one is opened.
     UdpPorts,
-    /// The list of QPN ports, held while one is opened.
+    /// The list of QPN ports (`connect::qpn_port`), held while one is opened.
     Ports,
     /// The numbers in use of one QPN port.
     PortIndexes,

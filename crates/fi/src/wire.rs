@@ -19,14 +19,14 @@ pub const HEADER: usize = 32;
 pub enum Kind {
     /// A message of the program, with its content after the header.
     Eager,
-    /// An announced message of `length` bytes, which the sender keeps under the name `id`.
+    /// An announced message of `length` bytes, which the sender identifies by `id`.
     Announce,
     /// The answer to an announcement: `length` bytes may be written to the address `data`. `tag` contains the key (high half)
-    /// and the name that the receiver has assigned to the message (low half), which is the immediate data of the write.
+    /// and the number that the receiver has assigned to the message (low half), which is the immediate data of the write.
     Grant,
     /// A write of `length` bytes has completed. `data` is the immediate data for the target's program.
     Written,
-    /// An atomic operation. `id` is its name, `tag` the address, `data` the key (high half), the operation and the type (16
+    /// An atomic operation. `id` identifies it, `tag` is the address, `data` the key (high half), the operation and the type (16
     /// bits each), and `length` the number of elements. The operands follow, then the values to compare with.
     Atomic,
     /// The answer to an atomic operation. `id` is that of the request, `tag` is 0 or an error, and `length` is the number of
@@ -34,8 +34,8 @@ pub enum Kind {
     AtomicDone,
     /// A message without content. Its delivery shows that the peer responds.
     Probe,
-    /// `length` 1: too many messages of this sender have no receive, and it announces all its messages from now on. `length`
-    /// 0: it need not any more.
+    /// With `length` 1: too many messages that the recipient of this one has sent have no receive, so it is to announce all its
+    /// messages from now on. With `length` 0: it may send messages without an announcement again.
     Hold,
     /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
     /// the number of messages that the sender has received on the link.
@@ -110,7 +110,6 @@ pub const DATA: u8 = 2;
 pub const FETCH: u8 = 4;
 /// An atomic operation with values to compare with.
 pub const COMPARE: u8 = 8;
-
 /// A grant of memory that is written over the link.
 pub const LINKED: u8 = 16;
 
@@ -123,7 +122,7 @@ pub struct Header {
     pub kind: Kind,
     /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`].
     pub flags: u8,
-    /// The name of the operation at its sender.
+    /// Identifies the operation at its sender.
     pub id: u32,
     /// The meaning of this field depends on [`Self::kind`].
     pub length: u64,

@@ -51,11 +51,11 @@ const PEERS: usize = 1024;
 /// The largest number of datagrams to one peer that are queued until an answer arrives.
 const WAITING: usize = 32;
 /// The time after which an answer expires.
-const FRESH: Duration = Duration::from_secs(1);
+const ANSWER_VALID: Duration = Duration::from_secs(1);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
 /// The largest number of unanswered requests for the queue pair.
-const QUESTIONS: c_int = 1024;
+const REQUESTS_MAX: c_int = 1024;
 
 /// A peer that datagrams are sent to.
 struct Peer {
@@ -167,8 +167,8 @@ impl End {
         Ok(end)
     }
 
-    fn post_receives(&self, places: impl Iterator<Item = u32>) -> Result<(), (usize, Misuse)> {
-        let requests = places.map(|slot| {
+    fn post_receives(&self, slots: impl Iterator<Item = u32>) -> Result<(), (usize, Misuse)> {
+        let requests = slots.map(|slot| {
             Ok(RecvRequest {
                 id: RECEIVE | u64::from(slot),
                 sges: [self.incoming.sge(slot as usize * IN, IN)]
@@ -297,7 +297,7 @@ impl Datagrams {
             e => e,
         })?;
         self.end = Some(End::new(socket)?);
-        self.id.listen(QUESTIONS).map_err(|e| os_errno(&e))
+        self.id.listen(REQUESTS_MAX).map_err(|e| os_errno(&e))
     }
 
     /// Binds to any free port, unless the socket is bound already.
@@ -467,16 +467,16 @@ impl Datagrams {
         let Some(to) = self.asked(&event.id) else {
             return;
         };
-        let (Some(peer), Some(said)) = (self.peers.get_mut(&to), event.peer) else {
+        let (Some(peer), Some(answer)) = (self.peers.get_mut(&to), event.peer) else {
             return;
         };
         // The datagrams get the source address that the socket is bound to, because the peer may be connected to that address.
         let bound = self.id.local().map(|a| a.ip().to_canonical());
         let destination = Destination {
-            addr: said.addr,
+            addr: answer.addr,
             source: bound.filter(|ip| !ip.is_unspecified() && ip.is_ipv4() == to.is_ipv4()),
-            qpn: said.qpn,
-            qkey: said.qkey,
+            qpn: answer.qpn,
+            qkey: answer.qkey,
             hop_limit: 0,
             traffic_class: 0,
         };
@@ -510,7 +510,7 @@ impl Datagrams {
             return Some(Err(e));
         }
         let now = Instant::now();
-        let fresh = |p: &Peer| p.known.is_some() && now.duration_since(p.since) < FRESH;
+        let fresh = |p: &Peer| p.known.is_some() && now.duration_since(p.since) < ANSWER_VALID;
         if !self.peers.get(&to).is_some_and(fresh)
             && let Err(e) = self.ask(socket, to)
         {

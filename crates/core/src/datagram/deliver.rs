@@ -230,7 +230,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Returns the memory of the whole message that a Write names. A message that leaves the region is rejected
+    /// Returns the memory of the whole message that a Write names. A message that extends beyond the region is rejected
     /// before any of it is placed.
     fn target(&self, peer: &Peer, identity: &Identity) -> Result<Option<Placement>, Dropped> {
         let Some((stag, to)) = identity.base else {

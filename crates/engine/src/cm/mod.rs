@@ -74,7 +74,7 @@ pub enum EventKind {
 /// A destination of datagrams: the queue pair in a peer's reply, or a multicast group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Address and port of its QPN port.
+    /// Its address and the UDP port of its queue pair.
     pub addr: SocketAddr,
     /// Its queue pair number.
     pub qpn: u32,
@@ -95,7 +95,7 @@ pub struct Event {
     pub status: i32,
     /// Private data of the peer.
     pub private_data: Vec<u8>,
-    /// RDMA Reads and atomics that this end serves at once.
+    /// RDMA Reads and atomics that this end serves at the same time.
     pub responder_resources: u8,
     /// RDMA Reads and atomics that this end may have outstanding.
     pub initiator_depth: u8,
@@ -113,7 +113,7 @@ pub type EventChannel = Channel<Event>;
 pub struct ConnParam {
     /// Private data for the peer.
     pub private_data: Vec<u8>,
-    /// RDMA Reads and atomics that this end serves at once.
+    /// RDMA Reads and atomics that this end serves at the same time.
     pub responder_resources: u8,
     /// RDMA Reads and atomics that this end may have outstanding.
     pub initiator_depth: u8,
@@ -498,7 +498,8 @@ impl CmId {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// Returns the queue pair to connect: that of the identifier, the one that `bare` created, or the one with this number. The flag is true for that of the identifier, whose state the identifier changes.
+    /// Returns the queue pair to connect: that of the identifier, the one that `bare` created, or the one with this
+    /// number. The flag is true for that of the identifier, whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();

@@ -1,8 +1,9 @@
 //! How a reliable queue pair gets its connection.
 //!
 //! Without the connection manager, the program passes the address and the number of each end to the other
-//! (`ibv_modify_qp(3)`). The end with the smaller (address, number) connects to the QPN port of the other end. Work
-//! requests may be posted before there is a connection. A queue pair that is connected to itself uses a socket pair.
+//! (`ibv_modify_qp(3)`). The end with the smaller (address, number) connects to the TCP port in the other end's queue
+//! pair number (`connect::qpn_port`). Work requests may be posted before there is a connection. A queue pair that is
+//! connected to itself uses a socket pair.
 //!
 //! With the connection manager, the manager opens the connection and passes it to [`RcQp::attach_managed`].
 

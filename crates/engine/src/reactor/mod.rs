@@ -472,8 +472,9 @@ impl Reactor {
         }
     }
 
-    /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by the next idle poll, by
-    /// the worker before it sleeps, or when they have waited for [`ACK_DELAY_MAX`].
+    /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by an idle poll when polls
+    /// have received nothing for [`ACK_HOLD`], by the worker before it sleeps, or when they have waited for
+    /// [`ACK_DELAY_MAX`].
     pub(crate) fn schedule_ack(&self, qp: Arc<dyn DelayedAck>) {
         self.delayed.lock().push(qp);
         self.delayed_count.fetch_add(1, Ordering::Release);
@@ -502,8 +503,8 @@ impl Reactor {
         since != 0 && t.saturating_sub(since) > ACK_DELAY_MAX
     }
 
-    /// Whether idle polls have received nothing for [`ACK_HOLD`], so that delayed acknowledgements are to be sent. `found`: whether this poll
-    /// has received something.
+    /// Whether idle polls have received nothing for [`ACK_HOLD`], so that delayed acknowledgements are to be sent.
+    /// `found`: whether this poll has received something.
     fn is_held_long_enough(&self, found: bool, t: u64) -> bool {
         // In shared memory a separate message for the acknowledgement costs less than waiting for the answer.
         if self.has_memories() {
