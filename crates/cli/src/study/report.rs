@@ -94,6 +94,12 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
         "mb" => ("memory", "MB"),
         "steps" => ("steps", "1/s"),
         "rate" => ("pages", "1/s"),
+        "answers" => ("answers", "1/s"),
+        "share" => ("share of the processor time", "%"),
+        "ratio" => ("favoured / other", ""),
+        "followed" => ("ratio / weight", ""),
+        "filled" => ("throughput / rate of the link", ""),
+        "favoured_mbps" => ("throughput of the favoured streams", "Mbit/s"),
         "ready_us" => ("time without the transfer", "µs"),
         _ => ("value", ""),
     }
