@@ -281,7 +281,7 @@ impl Apps {
                 }
             })?;
         }
-        let (mut all, mut of_part) = (0.0, 0.0);
+        let (mut all, mut of_part, mut rest) = (0.0, 0.0, 0.0);
         for end in ["server", "client"] {
             let report = format!("perf report -q -i {end}.perf --stdio --sort sym -F sample,sym");
             let text = programs
@@ -289,13 +289,22 @@ impl Apps {
                 .output(interrupted)?;
             for (samples, symbol) in text.lines().filter_map(sampled) {
                 all += samples;
-                if part_of(symbol) == part {
+                let found = part_of(symbol);
+                if found == part {
                     of_part += samples;
+                }
+                if found == "rest" {
+                    rest += samples;
                 }
             }
         }
         if all == 0.0 {
             return Err(Miss::Failed("perf has recorded nothing".to_owned()));
+        }
+        if rest == all {
+            // Without privileges perf records nothing of the kernel, or does not know its functions.
+            let why = "perf shows no functions of the kernel here: run it as root";
+            return Err(Miss::Blank(why.to_owned()));
         }
         let share = of_part * 100.0 / all;
         let values = [("share", share), ("us", share), ("samples", all)];
@@ -384,7 +393,8 @@ impl Apps {
             ready(port, true)?;
             Ok::<Ended, Miss>(started)
         };
-        let database = format!("memcached -u nobody -l {HERE} -p {back} -U 0");
+        let user = if has_one_user() { "root" } else { "nobody" };
+        let database = format!("memcached -u {user} -l {HERE} -p {back} -U 0");
         let database = tier("all prefer", &database, &[], back)?;
         store_page(back).map_err(|e| format!("memcached: {e}"))?;
         let arguments = [
@@ -501,6 +511,12 @@ fn store_page(port: u16) -> io::Result<()> {
     }
 }
 
+/// Returns whether this process is in a user namespace that has no other user, so that a program cannot change to one.
+fn has_one_user() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_whitespace().nth(2) == Some("1")
+}
+
 /// Returns the configuration of haproxy.
 fn proxy(own: u16, next: u16) -> String {
     format!(
@@ -513,11 +529,12 @@ fn proxy(own: u16, next: u16) -> String {
 
 /// Returns the configuration of nginx.
 fn web(own: u16, next: u16) -> String {
+    let user = if has_one_user() { "user root;\n" } else { "" };
     let folders: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|name| format!("    {name}_temp_path {name};\n"))
         .concat();
     format!(
-        "daemon off;\nworker_processes 1;\npid nginx.pid;\nerror_log stderr warn;\n\
+        "{user}daemon off;\nworker_processes 1;\npid nginx.pid;\nerror_log stderr warn;\n\
          events {{ worker_connections 512; }}\n\
          http {{\n    access_log off;\n{folders}\
          \x20   upstream database {{ server {HERE}:{next}; keepalive 32; }}\n\

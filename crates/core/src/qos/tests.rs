@@ -89,6 +89,13 @@ fn a_weight_of_zero_is_served_from_the_other_table_only() {
         [64_000, 64_000],
     );
     assert!(is_near(got, 3.0, 0.02), "{got}");
+
+    // Also if no other lane waits.
+    for level in [0, 1] {
+        let mut link = link("qos_vlarb_high=1:4,0:0;qos_vlarb_low=0:1,1:0");
+        let sent = run(&mut link, &mut [Sender::new(level, 4096)]);
+        assert!(is_near(sent[0] as f64, 125e6, 0.01), "{level}: {sent:?}");
+    }
 }
 
 #[test]
