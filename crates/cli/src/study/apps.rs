@@ -281,27 +281,24 @@ impl Apps {
                 }
             })?;
         }
-        let (mut all, mut of_part, mut rest) = (0.0, 0.0, 0.0);
+        let (mut all, mut of_part, mut kernel) = (0.0, 0.0, false);
         for end in ["server", "client"] {
             let report = format!("perf report -q -i {end}.perf --stdio --sort sym -F sample,sym");
             let text = programs
                 .start(Part::Measured, &words(&report))?
                 .output(interrupted)?;
+            kernel |= has_kernel(&text);
             for (samples, symbol) in text.lines().filter_map(sampled) {
                 all += samples;
-                let found = part_of(symbol);
-                if found == part {
+                if part_of(symbol) == part {
                     of_part += samples;
-                }
-                if found == "rest" {
-                    rest += samples;
                 }
             }
         }
         if all == 0.0 {
             return Err(Miss::Failed("perf has recorded nothing".to_owned()));
         }
-        if rest == all {
+        if !kernel {
             // Without privileges perf records nothing of the kernel, or does not know its functions.
             let why = "perf shows no functions of the kernel here: run it as root";
             return Err(Miss::Blank(why.to_owned()));
@@ -472,6 +469,12 @@ pub(super) fn inside(args: &Inside) -> Result<String, String> {
         Err(Miss::Blank(why)) => Err(format!("{BLANK}{why}")),
         Err(Miss::Failed(why)) => Err(why),
     }
+}
+
+/// Returns whether a report of perf names a function of the kernel.
+fn has_kernel(report: &str) -> bool {
+    let mut functions = report.lines().filter_map(|line| line.split_once("[k] "));
+    functions.any(|(_, symbol)| !symbol.starts_with("0x"))
 }
 
 /// Parses a line of `perf report`: the number of samples and the symbol.
@@ -804,5 +807,9 @@ mod tests {
         );
         let parts: Vec<_> = all.iter().map(|(_, symbol)| part_of(symbol)).collect();
         assert_eq!(parts, ["copy", "protocol", "rest"]);
+        assert!(has_kernel(text));
+        assert!(!has_kernel(
+            " 3 [.] iperf_tcp_recv\n 4 [k] 0xffffffff81000000\n"
+        ));
     }
 }
