@@ -393,10 +393,13 @@ impl<'a> Seen<'a> {
                 axis => label(axis, place),
             })
             .collect();
-        let (what, unit) = unit(&figure.metric);
+        let axis = match unit(&figure.metric) {
+            (what, "") => what.to_owned(),
+            (what, unit) => format!("{what}, {unit}"),
+        };
         anywarp_plot::grid(
             &Grid {
-                unit: &format!("{what}, {unit}"),
+                unit: &axis,
                 across: across(&figure.x),
                 places: &shown,
                 legend: &legend,
