@@ -118,7 +118,7 @@ impl Runner {
             Self::Ping | Self::Blast | Self::None => 0.08,
             Self::Memory => 0.02,
             Self::Exs | Self::Buffers => 0.1,
-            Self::Broadcast => 0.2,
+            Self::Broadcast => 0.4,
             Self::Mpi | Self::First => 0.6,
             Self::Apps => 2.5,
             Self::Lanes => 2.0,
