@@ -34,6 +34,7 @@ const PROGRAMS: &[&str] = &[
     "newer",
     "ports",
     "profiles",
+    "qos",
     "rsockets",
     "surface",
     ELEVATED,

@@ -162,6 +162,7 @@ struct want {
 	uint8_t timeout, retry, rnr_retry, min_rnr; /* rnr_retry: 0 selects 7, NEVER selects 0 */
 	unsigned int access; /* access flags of the queue pair; 0: all */
 	uint8_t rd_atomic;
+	uint8_t level; /* service level */
 };
 
 #define NEVER 0xff
@@ -262,6 +263,7 @@ UNUSED static const char *to_rtr(struct ibv_qp *qp, uint32_t dest, const struct 
 	int mask = IBV_QP_STATE;
 	int rc;
 
+	attr.ah_attr.sl = w->level;
 	if (qp->qp_type != IBV_QPT_UD)
 		mask |= IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
 	if (qp->qp_type == IBV_QPT_RC)

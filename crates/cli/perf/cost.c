@@ -14,6 +14,7 @@
  *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
  *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
  *           provided by libanywarp-buffers, whole or in pieces
+ *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of what they receive
  *
  * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
  */
@@ -31,6 +32,7 @@
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -41,6 +43,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -1096,6 +1099,162 @@ static void first(void)
 	printf("{\"us\": %.4f, \"tcp_us\": %.4f}\n", median_us(rdma_ns, count), median_us(tcp_ns, count));
 }
 
+/* ---------------------------------------------------------------- one sender, several receivers */
+
+#define MEMBERS 8u
+#define GRH 40u
+#define RECEIVES 1024u
+#define SENDS 64u
+#define GROUP_QKEY 0x2468acu
+#define WARM_NS 50000000ull
+
+/* What the processes have in common. */
+static struct {
+	_Atomic unsigned int ready;
+	_Atomic bool counts, stop;
+	_Atomic uint64_t bytes[MEMBERS];
+} *group;
+
+/* Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group. */
+static union ibv_gid join_group(unsigned int slots, size_t slot, bool sends)
+{
+	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_UD, .cap = { .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qkey = GROUP_QKEY };
+	union ibv_gid gid = { .raw = { [10] = 0xff, [11] = 0xff, [12] = 239, [13] = 88, [14] = 1, [15] = (uint8_t)(getppid() & 0xff) } };
+
+	open_device();
+	cq = ibv_create_cq(device, (int)slots + 1, NULL, NULL, 0);
+	memory = calloc(slots, slot);
+	MUST(cq && memory);
+	mr = ibv_reg_mr(pd, memory, slots * slot, IBV_ACCESS_LOCAL_WRITE);
+	MUST(mr);
+	init.send_cq = init.recv_cq = cq;
+	*(sends ? &init.cap.max_send_wr : &init.cap.max_recv_wr) = slots;
+	qp[0] = ibv_create_qp(pd, &init);
+	MUST(qp[0]);
+	MUST(!(errno = ibv_modify_qp(qp[0], &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY)));
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR };
+	MUST(!(errno = ibv_modify_qp(qp[0], &attr, IBV_QP_STATE)));
+	attr.qp_state = IBV_QPS_RTS;
+	MUST(!(errno = ibv_modify_qp(qp[0], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN)));
+	return gid;
+}
+
+/* Receives until the sender has ended, and compares each message: all its bytes are equal. */
+static void member(unsigned int number)
+{
+	uint64_t end = now_ns() + WAIT_NS;
+	size_t slot = size + GRH;
+	union ibv_gid gid = join_group(RECEIVES, slot, false);
+	struct ibv_wc wc[16];
+
+	/* The number of the group is that of the sender's process, which is the parent. */
+	MUST(!(errno = ibv_attach_mcast(qp[0], &gid, 0)));
+	for (unsigned int i = 0; i < RECEIVES; i++)
+		receive(0, memory + i * slot, (uint32_t)slot);
+	group->ready++;
+	for (unsigned int next = 0; !group->stop && now_ns() < end;) {
+		int n = ibv_poll_cq(cq, 16, wc);
+
+		MUST(n >= 0);
+		for (int i = 0; i < n; i++, next = (next + 1) % RECEIVES) {
+			uint8_t *at = memory + next * slot, *message = at + GRH;
+
+			if (wc[i].status || wc[i].byte_len != slot)
+				die("a receive ends with %s and %u bytes", ibv_wc_status_str(wc[i].status), wc[i].byte_len);
+			if (memcmp(message, message + 1, size - 1))
+				die("a message was changed");
+			if (group->counts)
+				group->bytes[number] += size;
+			receive(0, at, (uint32_t)slot);
+		}
+		if (!n)
+			sched_yield();
+	}
+}
+
+static void broadcast(void)
+{
+	struct ibv_ah_attr to = { .is_global = 1, .port_num = 1 };
+	uint64_t end = now_ns() + WAIT_NS, began = 0, sent = 0, received = 0, taken;
+	unsigned int outstanding = 0;
+	pid_t members[MEMBERS];
+	struct ibv_wc wc[16];
+	struct ibv_ah *ah;
+	uint8_t value = 0;
+
+	if (qps > MEMBERS || size < 2 || size > 4096)
+		die("broadcast has up to %u --qps, and a --size from 2 to 4096", MEMBERS);
+	group = mmap(NULL, sizeof(*group), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	MUST(group != MAP_FAILED);
+	for (unsigned int i = 0; i < qps; i++) {
+		members[i] = fork();
+		MUST(members[i] >= 0);
+		if (!members[i]) {
+			prctl(PR_SET_PDEATHSIG, SIGKILL);
+			member(i);
+			_exit(0);
+		}
+	}
+	to.grh.dgid = join_group(SENDS, size, true);
+	to.grh.dgid.raw[15] = (uint8_t)(getpid() & 0xff);
+	to.grh.hop_limit = 1;
+	ah = ibv_create_ah(pd, &to);
+	MUST(ah);
+	while (group->ready < qps) {
+		if (now_ns() > end || waitpid(-1, NULL, WNOHANG) > 0)
+			die("a receiver does not start");
+		sched_yield();
+	}
+	end = now_ns() + WARM_NS;
+	for (unsigned int next = 0;;) {
+		int n = ibv_poll_cq(cq, 16, wc);
+		uint64_t now = now_ns();
+
+		MUST(n >= 0);
+		outstanding -= (unsigned int)n;
+		for (int i = 0; i < n; i++)
+			if (wc[i].status)
+				die("a send ends with %s", ibv_wc_status_str(wc[i].status));
+		if (now > end && began) {
+			taken = now - began;
+			break;
+		}
+		if (now > end) {
+			group->counts = true;
+			began = now;
+			end = now + millis * 1000000u;
+		}
+		for (; outstanding < SENDS; outstanding++, next = (next + 1) % SENDS) {
+			struct ibv_sge sge = { .addr = (uintptr_t)(memory + next * size), .length = (uint32_t)size, .lkey = mr->lkey };
+			struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED },
+					   *bad;
+
+			memset(memory + next * size, value++, size);
+			wr.wr.ud.ah = ah;
+			wr.wr.ud.remote_qpn = 0xffffff;
+			wr.wr.ud.remote_qkey = GROUP_QKEY;
+			MUST(!(errno = ibv_post_send(qp[0], &wr, &bad)));
+			sent += began != 0;
+		}
+	}
+	group->counts = false;
+	group->stop = true;
+	for (unsigned int i = 0; i < qps; i++) {
+		int status;
+
+		MUST(waitpid(members[i], &status, 0) == members[i]);
+		if (status)
+			die("a receiver has failed");
+		received += group->bytes[i];
+	}
+	if (!received)
+		die("nothing was received");
+	printf("{\"us\": %.4f, \"mbps\": %.4f, \"sent_mbps\": %.4f, \"delivered\": %.4f}\n", (double)taken / 1000 * (double)size / (double)received,
+	       (double)received * 8000 / (double)taken, (double)(sent * size) * 8000 / (double)taken,
+	       100.0 * (double)received / (double)(sent * size * qps));
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -1105,7 +1264,7 @@ int main(int argc, char **argv)
 	} tests[] = {
 		{ "ping", ping, true }, { "read", reads, true }, { "spread", spread, true }, { "passive", passive, true },
 		{ "idle", idle, true }, { "reg", reg, false }, { "memory", memory_costs, false }, { "first", first, true },
-		{ "buffers", buffers_cost, true },
+		{ "buffers", buffers_cost, true }, { "broadcast", broadcast, false },
 	};
 	struct {
 		const char *name;
@@ -1145,5 +1304,5 @@ int main(int argc, char **argv)
 			tests[t].run();
 			return 0;
 		}
-	die("usage: %s ping|read|spread|passive|idle|reg|memory|first|buffers [options] [HOST]", argv[0]);
+	die("usage: %s ping|read|spread|passive|idle|reg|memory|first|buffers|broadcast [options] [HOST]", argv[0]);
 }

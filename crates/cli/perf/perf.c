@@ -50,7 +50,7 @@ enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };
 
 static struct {
 	uint64_t server, blast, transport, op, size, depth, list, signal_every, inlined, event, slots, gather, iters,
-		duration_ms, warmup, segment, record_mode, parity, repeats, deadline_ms, exact, idle_ms, wait_ms, gid_index, unordered,
+		duration_ms, warmup, segment, record_mode, parity, repeats, deadline_ms, exact, idle_ms, wait_ms, gid_index, sl, unordered,
 		mtu, fill;
 } o = { .depth = 16, .list = 1, .signal_every = 1, .gather = 1, .size = 64, .idle_ms = 10000, .wait_ms = 200 };
 
@@ -59,7 +59,7 @@ static const struct { const char *name; uint64_t *at; } options[] = {
 	OPTION(server), OPTION(blast), OPTION(transport), OPTION(op), OPTION(size), OPTION(depth), OPTION(list),
 	OPTION(signal_every), OPTION(inlined), OPTION(event), OPTION(slots), OPTION(gather), OPTION(iters),
 	OPTION(duration_ms), OPTION(warmup), OPTION(segment), OPTION(record_mode), OPTION(parity), OPTION(repeats),
-	OPTION(deadline_ms), OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(unordered), OPTION(mtu),
+	OPTION(deadline_ms), OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(sl), OPTION(unordered), OPTION(mtu),
 	OPTION(fill),
 };
 
@@ -1264,6 +1264,7 @@ static void connect_peer(uint32_t psn)
 	to.grh.dgid = peer.gid;
 	to.grh.sgid_index = (uint8_t)o.gid_index;
 	to.grh.hop_limit = 64;
+	to.sl = (uint8_t)o.sl;
 	if (connected)
 		attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | (rc ? IBV_ACCESS_REMOTE_READ : 0);
 	modify(&attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | (connected ? IBV_QP_ACCESS_FLAGS : IBV_QP_QKEY), "to INIT");

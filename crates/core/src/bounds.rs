@@ -91,6 +91,18 @@ pub const TX_LARGE_WAITING: usize = 128;
 /// Pieces (iovec entries) of one transmit batch. The kernel accepts at most 1,024.
 pub const TX_BATCH_PIECES: usize = 96;
 
+/// Bytes of a packet on a link with virtual lanes: the largest MTU of InfiniBand.
+pub const QOS_PACKET: i64 = 4096;
+
+/// Nanoseconds that a link with virtual lanes makes up for if no thread of its senders ran when a packet was due.
+pub const QOS_CATCH_UP: u64 = 10_000_000;
+
+/// Bytes for which a sender on a link with virtual lanes may at least be late to send.
+pub const QOS_AHEAD: i64 = 256 * 1024;
+
+/// Nanoseconds after which a silent sender on a link that processes share counts as ended.
+pub const QOS_SILENCE: u64 = 1_000_000_000;
+
 /// An FPDU is received directly into user memory only if at least this number of its payload bytes has not arrived yet.
 pub const DIRECT_MIN: usize = 8 * 1024;
 

@@ -174,6 +174,17 @@ pub const VARIABLES: &[Variable] = &[
         text: "The name of a file with the text of ANYWARP_FAULTS. Only one of the two variables may be set.",
     },
     Variable {
+        name: "ANYWARP_QOS",
+        reader: Reader::Device,
+        default: "none",
+        value: "SETTINGS|@FILE",
+        text: "A link with virtual lanes on which the device sends, to test how programs share a slow link: \
+               rate=1Gbit/s and, with the names and forms of OpenSM, qos_max_vls, qos_high_limit, qos_vlarb_high, \
+               qos_vlarb_low and qos_sl2vl, on lines or between semicolons. The service level of a queue pair selects \
+               its lane. With link=FILE, all processes that name the file share one link. If the text is invalid, the \
+               device does not open. anywarp-qos(7) describes the settings.",
+    },
+    Variable {
         name: "ANYWARP_STAT",
         reader: Reader::Device,
         default: "0",

@@ -14,7 +14,7 @@
 //! Read in this order: [`verbs`] (the objects that the application uses), [`connection`] (one reliable queue pair and
 //! its stream), [`datagram`] (queue pairs without a stream), [`rdmap`] (the meaning of operations), [`ddp`] (the
 //! placement of bytes), [`llp`] (the transport of segments), [`wire`] (byte layouts). [`fault`] decides which faults
-//! are injected.
+//! are injected, and [`qos`] which queue pair sends next on a slow link.
 #![forbid(unsafe_code)]
 
 pub mod bounds;
@@ -27,6 +27,7 @@ pub mod fault;
 pub mod llp;
 pub mod lock;
 pub mod observe;
+pub mod qos;
 pub mod rdmap;
 mod ring;
 mod sync;

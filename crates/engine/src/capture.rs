@@ -113,12 +113,29 @@ fn sink() -> Option<&'static Sink> {
 
 /// Opens a file to append packets, and writes its head if it is empty.
 ///
-/// The file contains payload of the program, so only its user may access it, even if others could read an existing
-/// file before. A file that belongs to another user, a symbolic link and a file with several names (hard links) are
-/// refused: another user could read the captured data, or could have chosen the file.
+/// The file contains payload of the program, so only its user may access it.
 fn open(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .append(true)
+    let file = open_private(OpenOptions::new().append(true), path)?;
+    // Of several processes that open the file at the same time, one writes the head.
+    let begin = Instant::now();
+    while let Err(e) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        if e != rustix::io::Errno::WOULDBLOCK || begin.elapsed() > HEAD_WAIT {
+            return Err(e.into());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if file.metadata()?.len() == 0 {
+        (&file).write_all(&head())?;
+    }
+    rustix::fs::flock(&file, FlockOperation::Unlock)?;
+    Ok(file)
+}
+
+/// Opens or creates a file that only its user may access, even if others could read an existing file before. A file
+/// that belongs to another user, a symbolic link and a file with several names (hard links) are refused: another user
+/// could read its contents, or could have chosen the file.
+pub(crate) fn open_private(how: &mut OpenOptions, path: &Path) -> io::Result<File> {
+    let file = how
         .create(true)
         .mode(0o600)
         // A FIFO without a reader does not block, and is refused below.
@@ -140,18 +157,6 @@ fn open(path: &Path) -> io::Result<File> {
     if about.mode() & 0o077 != 0 {
         file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
     }
-    // Of several processes that open the file at the same time, one writes the head.
-    let begin = Instant::now();
-    while let Err(e) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        if e != rustix::io::Errno::WOULDBLOCK || begin.elapsed() > HEAD_WAIT {
-            return Err(e.into());
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    if file.metadata()?.len() == 0 {
-        (&file).write_all(&head())?;
-    }
-    rustix::fs::flock(&file, FlockOperation::Unlock)?;
     Ok(file)
 }
 

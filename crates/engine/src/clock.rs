@@ -8,6 +8,13 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
+/// Nanoseconds of the host's monotonic clock, which is the same in all processes.
+pub(crate) fn nanos() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let (seconds, nanos) = (u64::try_from(now.tv_sec), u64::try_from(now.tv_nsec));
+    seconds.unwrap_or(0) * 1_000_000_000 + nanos.unwrap_or(0)
+}
+
 /// The start of the core's time scale: the first call of this function.
 pub fn start() -> Instant {
     static START: OnceLock<Instant> = OnceLock::new();

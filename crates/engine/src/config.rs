@@ -61,6 +61,8 @@ pub struct Config {
     pub faults: Option<OsString>,
     /// `ANYWARP_FAULTS_FILE`: the name of a file that holds a fault plan.
     pub faults_file: Option<PathBuf>,
+    /// `ANYWARP_QOS`: the settings of a link with virtual lanes, or `@` and the name of a file that holds them.
+    pub qos: Option<OsString>,
     /// `ANYWARP_STAT`: whether `anywarp stat` may read the counters of this process.
     pub stat: bool,
     /// `ANYWARP_CAPTURE` and its limits.
@@ -234,6 +236,7 @@ impl Config {
             uc_over_rd: reader.choice("ANYWARP_UC", false, &[("udp", false), ("rd", true)]),
             faults: lookup("ANYWARP_FAULTS"),
             faults_file: lookup("ANYWARP_FAULTS_FILE").map(PathBuf::from),
+            qos: lookup("ANYWARP_QOS"),
             stat: is_on("ANYWARP_STAT"),
             capture: lookup("ANYWARP_CAPTURE").map(|path| Capture {
                 path: PathBuf::from(path),

@@ -56,6 +56,7 @@ impl Context {
     /// Opens the device: starts the engine if this is the first time.
     pub fn open() -> io::Result<Arc<Self>> {
         crate::fault::check()?;
+        crate::qos::check()?;
         Ok(Arc::new(Self {
             engine: engine()?,
             events: Arc::new(Channel::new()?),

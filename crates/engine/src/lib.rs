@@ -35,6 +35,7 @@ pub mod objects;
 mod pin;
 pub mod process;
 mod provoke;
+pub mod qos;
 pub mod qp;
 pub mod random;
 pub mod reactor;

@@ -74,6 +74,8 @@ pub enum Rank {
     FaultLane,
     /// Datagrams that an injected fault delays.
     DelayedDatagrams,
+    /// The link with virtual lanes that queue pairs send on.
+    Link,
     /// The events of a channel.
     Events,
     /// Shared memory that is polled.

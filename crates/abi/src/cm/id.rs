@@ -415,7 +415,10 @@ entry! {
         };
         let options = &id.engine;
         match (level, name, int) {
-            (RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, _) => Ok(()),
+            (RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, _) => {
+                options.set_tos(byte);
+                Ok(())
+            }
             (RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, Some(on)) => options.set_options(Some(on != 0), None, None),
             (RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, Some(on)) => options.set_options(None, Some(on != 0), None),
             (RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, _) => options.set_options(None, None, Some(byte & 31)),

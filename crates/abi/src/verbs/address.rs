@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use anywarp_engine::address::ip_of;
-use anywarp_engine::{gids, reserve};
+use anywarp_engine::{gids, qos, reserve};
 
 use super::convert::{c_gid, remote_ip, source_to};
 use super::handle::{CStruct, into_c, live, returned};
@@ -34,12 +34,13 @@ pub(crate) unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut 
         handle: 0,
     };
     let global = attr.is_global != 0;
+    let class = if global { attr.grh.traffic_class } else { 0 };
     Ok(into_c(AhObject {
         c: CStruct::new(c),
         ip,
         source: source_to(ip, attr),
         hop_limit: if global { attr.grh.hop_limit } else { 0 },
-        traffic_class: if global { attr.grh.traffic_class } else { 0 },
+        traffic_class: qos::service(attr.sl, class).1,
         pd: Arc::clone(&domain.engine),
         _place: place,
     }))

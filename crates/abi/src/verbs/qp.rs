@@ -17,6 +17,7 @@ use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_engine::config::{Face, config};
 use anywarp_engine::dgram::DgramQp;
 use anywarp_engine::objects::QueuePair;
+use anywarp_engine::qos;
 use anywarp_engine::qp::{RcQp, Route};
 
 use super::async_event::forget_events;
@@ -381,12 +382,14 @@ fn route_of(attr: &ibv_qp_attr) -> Result<Option<Route>, Misuse> {
     } else {
         ibv_global_route::default()
     };
+    let (level, traffic_class) = qos::service(attr.ah_attr.sl, grh.traffic_class);
     Ok(own_ip(grh.sgid_index).map(|local| Route {
         local,
         remote,
         qpn: attr.dest_qp_num,
         hop_limit: grh.hop_limit,
-        traffic_class: grh.traffic_class,
+        traffic_class,
+        level,
     }))
 }
 

@@ -132,6 +132,10 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..256))]
     pub(crate) gid_index: u64,
 
+    /// Service level of the queue pairs: selects their lane (ANYWARP_QOS)
+    #[arg(long, value_name = "LEVEL", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..16), hide_default_value = true)]
+    pub(crate) sl: u64,
+
     /// Use the system's libibverbs and its first device instead of anywarp
     #[arg(long)]
     pub(crate) system: bool,

@@ -257,6 +257,7 @@ fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
         ("unordered", number(args.unordered)),
         ("exact", number(args.exact)),
         ("gid_index", args.gid_index),
+        ("sl", args.sl),
         ("idle_ms", args.timeout * 1000),
     ]
     .into_iter()

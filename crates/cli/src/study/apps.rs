@@ -8,7 +8,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
-use super::figures::{Extent, Point};
+use super::args::Inside;
+use super::figures::{Extent, Params, Point, Runner};
+use super::namespace::{self, BLANK, system};
 use super::process::{Ended, READY, ready};
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
@@ -33,7 +35,7 @@ const FILM: &str = "film.ts";
 /// The page that the three tiers provide: its name, its length, and the number of clients that request it.
 const PAGE: &str = "/page";
 const PAGE_BYTES: usize = 4000;
-const CLIENTS: u32 = 8;
+const CLIENTS: &str = "8";
 
 /// The number of frames after which a player has started: one second.
 const FRAMES: u32 = 25;
@@ -161,7 +163,7 @@ fn words(text: &str) -> Vec<String> {
 }
 
 /// Ensures that a program is installed.
-fn need(program: &str, package: &str) -> Result<(), Miss> {
+pub(super) fn need(program: &str, package: &str) -> Result<(), Miss> {
     let path = env::var_os("PATH").unwrap_or_default();
     if env::split_paths(&path).any(|folder| folder.join(program).is_file()) {
         return Ok(());
@@ -196,6 +198,9 @@ impl Apps {
             let why = format!("unknown kind of sockets: {}", get("sockets"));
             return (String::new(), Err(Miss::Failed(why)));
         };
+        if point.params.contains_key("mtu") {
+            return self.in_namespace(point, extent, library, interrupted);
+        }
         let mut programs = Programs {
             carrier,
             library,
@@ -208,12 +213,99 @@ impl Apps {
             "clients" => clients(&mut programs, get("clients"), interrupted),
             "player" => self.player(&mut programs, interrupted),
             "perftest" => perftest(&mut programs, point, extent, interrupted),
-            "tiers" => self.tiers(&mut programs, interrupted),
+            "tiers" => self.tiers(&mut programs, point, interrupted),
+            "profile" => self.profile(&mut programs, get("part"), interrupted),
             "pingpong" => pingpong(&mut programs, get("size"), interrupted),
             "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
             other => Err(Miss::Failed(format!("unknown application: {other}"))),
         };
         (programs.commands.join(" & "), outcome)
+    }
+
+    /// Measures a point in a network namespace, whose loopback interface has shorter packets.
+    fn in_namespace(
+        &self,
+        point: &Point,
+        extent: Extent,
+        library: &Library,
+        interrupted: &Interrupted,
+    ) -> (String, Outcome) {
+        let folder = match std::path::absolute(&self.folder) {
+            Ok(folder) => folder.display().to_string(),
+            Err(e) => return (String::new(), Err(Miss::Failed(e.to_string()))),
+        };
+        let mut words: Vec<String> = words("study inside --report");
+        words.push(folder);
+        if extent == Extent::Smoke {
+            words.push("--smoke".to_owned());
+        }
+        for (axis, value) in &point.params {
+            match (axis.as_str(), value.as_str()) {
+                ("mtu", mtu) => words.extend(["--mtu".to_owned(), mtu.to_owned()]),
+                ("offload", "false") => words.push("--no-offload".to_owned()),
+                ("offload", _) => {}
+                (axis, value) => words.push(format!("{axis}={value}")),
+            }
+        }
+        namespace::measure(&words, library, interrupted)
+    }
+
+    /// Returns the share of a part of the processor time of a TCP transfer, in percent: of both ends together.
+    fn profile(
+        &self,
+        programs: &mut Programs<'_>,
+        part: &str,
+        interrupted: &Interrupted,
+    ) -> Outcome {
+        need("perf", "linux-perf")?;
+        need("iperf3", "iperf3")?;
+        let port = sys::free_port().map_err(|e| e.to_string())?;
+        let record = |end: &str, arguments: &str| {
+            words(&format!(
+                "perf record -q -F 999 -e cpu-clock -o {end}.perf -- iperf3 {arguments}"
+            ))
+        };
+        let server = record("server", &format!("-s -1 -B {HERE} -p {port}"));
+        // It ends with its client.
+        let server = programs.start(Part::Measured, &server)?;
+        ready(port, true)?;
+        let client = record("client", &format!("-c {HERE} -p {port} -t 1 -l 1M"));
+        let client = programs.start(Part::Measured, &client)?;
+        for end in [client, server] {
+            end.output(interrupted).map_err(|why| {
+                // The kernel does not let every user see where it spends its time.
+                if why.contains("perf_event_paranoid") || why.contains("ermission") {
+                    Miss::Blank("perf may not profile the kernel here: run it as root, or sysctl kernel.perf_event_paranoid=1".to_owned())
+                } else {
+                    Miss::Failed(why)
+                }
+            })?;
+        }
+        let (mut all, mut of_part, mut kernel) = (0.0, 0.0, false);
+        for end in ["server", "client"] {
+            let report = format!("perf report -q -i {end}.perf --stdio --sort sym -F sample,sym");
+            let text = programs
+                .start(Part::Measured, &words(&report))?
+                .output(interrupted)?;
+            kernel |= has_kernel(&text);
+            for (samples, symbol) in text.lines().filter_map(sampled) {
+                all += samples;
+                if part_of(symbol) == part {
+                    of_part += samples;
+                }
+            }
+        }
+        if all == 0.0 {
+            return Err(Miss::Failed("perf has recorded nothing".to_owned()));
+        }
+        if !kernel {
+            // Without privileges perf records nothing of the kernel, or does not know its functions.
+            let why = "perf shows no functions of the kernel here: run it as root";
+            return Err(Miss::Blank(why.to_owned()));
+        }
+        let share = of_part * 100.0 / all;
+        let values = [("share", share), ("samples", all)];
+        Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
     }
 
     /// Returns the time until a player has received the first second of a video that is sent in real time. Over UDP the sender
@@ -256,7 +348,13 @@ impl Apps {
 
     /// Returns the rate and the response times of pages that three programs answer together: a proxy asks a web server, which asks a
     /// database. The clients use the kernel's sockets.
-    fn tiers(&self, programs: &mut Programs<'_>, interrupted: &Interrupted) -> Outcome {
+    fn tiers(
+        &self,
+        programs: &mut Programs<'_>,
+        point: &Point,
+        interrupted: &Interrupted,
+    ) -> Outcome {
+        let clients = point.params.get("clients").map_or(CLIENTS, String::as_str);
         need("ab", "apache2-utils")?;
         need("memcached", "memcached")?;
         for (program, package) in [("nginx", "nginx"), ("haproxy", "haproxy")] {
@@ -291,7 +389,8 @@ impl Apps {
             ready(port, true)?;
             Ok::<Ended, Miss>(started)
         };
-        let database = format!("memcached -u nobody -l {HERE} -p {back} -U 0");
+        let user = if has_one_user() { "root" } else { "nobody" };
+        let database = format!("memcached -u {user} -l {HERE} -p {back} -U 0");
         let database = tier("all prefer", &database, &[], back)?;
         store_page(back).map_err(|e| format!("memcached: {e}"))?;
         let arguments = [
@@ -304,7 +403,7 @@ impl Apps {
         let arguments = ["-f".to_owned(), path("haproxy.cfg")?];
         let front_end = tier(&rule(middle), "/usr/sbin/haproxy", &arguments, front)?;
         let times = path("times.csv")?;
-        let text = format!("ab -q -k -c {CLIENTS} -t 1 -n 1000000 -e");
+        let text = format!("ab -q -k -c {clients} -t 1 -n 1000000 -e");
         let mut arguments = words(&text);
         arguments.extend([times.clone(), format!("http://{HERE}:{front}{PAGE}")]);
         let text = programs
@@ -340,6 +439,64 @@ impl Apps {
     }
 }
 
+/// Measures one point in this namespace. Returns the sample as JSON.
+pub(super) fn inside(args: &Inside) -> Result<String, String> {
+    system(&format!("ip link set lo up mtu {}", args.mtu))?;
+    if args.no_offload {
+        system("ip link set lo gso_max_segs 1")?;
+    }
+    let pair = |text: &String| {
+        let (axis, value) = text.split_once('=')?;
+        Some((axis.to_owned(), value.to_owned()))
+    };
+    let params: Option<Params> = args.values.iter().map(pair).collect();
+    let point = Point {
+        runner: Runner::Apps,
+        params: params.ok_or("the values have the form axis=value")?,
+    };
+    let extent = if args.smoke {
+        Extent::Smoke
+    } else {
+        Extent::Quick
+    };
+    let library = Library::find().map_err(|e| e.to_string())?;
+    let apps = Apps::new(&args.report);
+    let (_, outcome) = apps.measure(&point, extent, &library, &Interrupted::default());
+    match outcome {
+        Ok(sample) => serde_json::to_string(&sample).map_err(|e| e.to_string()),
+        Err(Miss::Blank(why)) => Err(format!("{BLANK}{why}")),
+        Err(Miss::Failed(why)) => Err(why),
+    }
+}
+
+/// Returns whether a report of perf names a function of the kernel.
+fn has_kernel(report: &str) -> bool {
+    let mut functions = report.lines().filter_map(|line| line.split_once("[k] "));
+    functions.any(|(_, symbol)| !symbol.starts_with("0x"))
+}
+
+/// Parses a line of `perf report`: the number of samples and the symbol.
+fn sampled(line: &str) -> Option<(f64, &str)> {
+    let (samples, rest) = line.trim_start().split_once(char::is_whitespace)?;
+    let symbol = rest.trim_start().split_once(']')?.1.trim();
+    Some((samples.parse().ok()?, symbol))
+}
+
+/// Returns the part of a transfer that a function of the kernel or of the program belongs to.
+fn part_of(symbol: &str) -> &'static str {
+    let has = |words: &[&str]| words.iter().any(|word| symbol.contains(word));
+    if has(&["copy", "memcpy", "memmove", "rep_movs"]) {
+        "copy"
+    } else if has(&[
+        "tcp", "ip_", "inet", "skb", "sock", "sk_", "csum", "napi", "softirq", "net_", "dev_",
+        "xmit", "backlog", "loopback",
+    ]) {
+        "protocol"
+    } else {
+        "rest"
+    }
+}
+
 /// Stores the page in a database, in the protocol of memcached.
 fn store_page(port: u16) -> io::Result<()> {
     let mut stream = TcpStream::connect((HERE, port))?;
@@ -355,6 +512,12 @@ fn store_page(port: u16) -> io::Result<()> {
     }
 }
 
+/// Returns whether this process is in a user namespace that has no other user, so that a program cannot change to one.
+fn has_one_user() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_whitespace().nth(2) == Some("1")
+}
+
 /// Returns the configuration of haproxy.
 fn proxy(own: u16, next: u16) -> String {
     format!(
@@ -367,11 +530,12 @@ fn proxy(own: u16, next: u16) -> String {
 
 /// Returns the configuration of nginx.
 fn web(own: u16, next: u16) -> String {
+    let user = if has_one_user() { "user root;\n" } else { "" };
     let folders: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
         .map(|name| format!("    {name}_temp_path {name};\n"))
         .concat();
     format!(
-        "daemon off;\nworker_processes 1;\npid nginx.pid;\nerror_log stderr warn;\n\
+        "{user}daemon off;\nworker_processes 1;\npid nginx.pid;\nerror_log stderr warn;\n\
          events {{ worker_connections 512; }}\n\
          http {{\n    access_log off;\n{folders}\
          \x20   upstream database {{ server {HERE}:{next}; keepalive 32; }}\n\
@@ -522,7 +686,12 @@ fn perftest(
     let numbers = numbers.ok_or_else(bad)?;
     let mut sample = Sample::new();
     if name == "ib_send_lat" {
-        sample.insert("us".to_owned(), *numbers.get(4).ok_or_else(bad)?);
+        let us = *numbers.get(4).ok_or_else(bad)?;
+        sample.insert("us".to_owned(), us);
+        // A request and its answer take twice that time.
+        sample.insert("answers".to_owned(), 1e6 / (2.0 * us));
+        let most = *numbers.get(7).ok_or_else(bad)?;
+        sample.insert("p99_us".to_owned(), most);
     } else {
         let mbps = numbers.get(3).ok_or_else(bad)? * 8.388_608;
         sample.insert("mbps".to_owned(), mbps);
@@ -607,4 +776,29 @@ fn slab() -> Result<f64, String> {
 /// Returns the private memory of a process that was written, while the process exists.
 fn private(pid: u32) -> Option<f64> {
     field(&format!("/proc/{pid}/smaps_rollup"), "Private_Dirty:")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_belong_to_a_part_of_a_transfer() {
+        let text = "        42  [k] _copy_from_iter\n   7  [k] tcp_sendmsg_locked\n 1  [.] main\n\nnot a line\n";
+        let all: Vec<_> = text.lines().filter_map(sampled).collect();
+        assert_eq!(
+            all,
+            [
+                (42.0, "_copy_from_iter"),
+                (7.0, "tcp_sendmsg_locked"),
+                (1.0, "main")
+            ]
+        );
+        let parts: Vec<_> = all.iter().map(|(_, symbol)| part_of(symbol)).collect();
+        assert_eq!(parts, ["copy", "protocol", "rest"]);
+        assert!(has_kernel(text));
+        assert!(!has_kernel(
+            " 3 [.] iperf_tcp_recv\n 4 [k] 0xffffffff81000000\n"
+        ));
+    }
 }

@@ -38,6 +38,77 @@ pub(crate) enum Task {
     /// Call a SIP server, one call at a time, and print the time of a response
     #[command(hide = true)]
     Calls(Calls),
+    /// Measure two kinds of streams on a slow link, and print their rates; changes the loopback interface of its network
+    /// namespace
+    #[command(hide = true)]
+    Lanes(Lanes),
+    /// Measure a point of an application, and print the values; changes the loopback interface of its network namespace
+    #[command(hide = true)]
+    Inside(Inside),
+}
+
+/// Arguments of `anywarp study inside`.
+#[derive(Debug, Args)]
+pub(crate) struct Inside {
+    /// The values of the axes: app=tiers
+    #[arg(required = true, value_name = "AXIS=VALUE")]
+    pub(crate) values: Vec<String>,
+
+    /// Length of the packets on the loopback interface, bytes
+    #[arg(long)]
+    pub(crate) mtu: u32,
+
+    /// Each segment of TCP is a packet of its own when it passes the interface
+    #[arg(long)]
+    pub(crate) no_offload: bool,
+
+    /// Folder for the files of the programs
+    #[arg(long, value_name = "DIR")]
+    pub(crate) report: PathBuf,
+
+    /// Measure briefly
+    #[arg(long)]
+    pub(crate) smoke: bool,
+}
+
+/// Arguments of `anywarp study lanes`.
+#[derive(Debug, Args)]
+pub(crate) struct Lanes {
+    /// The favoured streams: rc, rdma (sockets over RDMA) or kernel (sockets of the kernel), and their number: rdma:3
+    #[arg(long, default_value = "rc:1")]
+    pub(crate) favoured: String,
+
+    /// The other streams
+    #[arg(long, default_value = "rc:1")]
+    pub(crate) background: String,
+
+    /// Weight of the favoured streams; with --blocking the high limit
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..))]
+    pub(crate) factor: u8,
+
+    /// Rate of the link, Mbit/s
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) rate: u32,
+
+    /// Length of messages, bytes
+    #[arg(long, default_value_t = 8192)]
+    pub(crate) size: u32,
+
+    /// rc: largest number of outstanding messages
+    #[arg(long, default_value_t = 64)]
+    pub(crate) depth: u32,
+
+    /// Duration of the measurement
+    #[arg(long, default_value_t = 1.0)]
+    pub(crate) seconds: f64,
+
+    /// The favoured streams have a lane of high priority, instead of a weight
+    #[arg(long)]
+    pub(crate) blocking: bool,
+
+    /// The kernel arbitrates, by the DSCP of packets, instead of the device
+    #[arg(long)]
+    pub(crate) kernel: bool,
 }
 
 /// Arguments of `anywarp study calls`.

@@ -80,12 +80,16 @@ pub(crate) enum Runner {
     First,
     /// `anywarp-cost buffers`: ways to prepare memory, and a Write of it.
     Buffers,
+    /// `anywarp-cost broadcast`: datagrams to a group.
+    Broadcast,
     /// `studies/mpi.c` and `studies/kernels.c`, under Open MPI.
     Mpi,
     /// `exs-ttcp`
     Exs,
     /// SIPp, ffmpeg, sockperf, iperf3 and perftest.
     Apps,
+    /// Streams of two kinds on a slow link with lanes.
+    Lanes,
     /// No program: all figures of the file are blank.
     None,
 }
@@ -99,9 +103,11 @@ impl Runner {
             Self::Memory => "memory",
             Self::First => "first",
             Self::Buffers => "buffers",
+            Self::Broadcast => "broadcast",
             Self::Mpi => "mpi",
             Self::Exs => "exs",
             Self::Apps => "apps",
+            Self::Lanes => "lanes",
             Self::None => "none",
         }
     }
@@ -112,8 +118,10 @@ impl Runner {
             Self::Ping | Self::Blast | Self::None => 0.08,
             Self::Memory => 0.02,
             Self::Exs | Self::Buffers => 0.1,
+            Self::Broadcast => 0.4,
             Self::Mpi | Self::First => 0.6,
             Self::Apps => 2.5,
+            Self::Lanes => 2.0,
         };
         extent.seconds() * 1.1 + start
     }

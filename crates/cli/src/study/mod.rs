@@ -9,8 +9,10 @@ mod calls;
 mod exs;
 mod figures;
 mod finding;
+mod lanes;
 mod machine;
 mod mpi;
+mod namespace;
 mod process;
 mod report;
 mod runner;
@@ -56,8 +58,14 @@ const OURS: &str = "anywarp";
 
 /// Runs the command.
 pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
-    if let Task::Calls(calls) = &args.task {
-        return Ok(calls::run(calls).map_or_else(
+    let inner = match &args.task {
+        Task::Calls(calls) => Some(calls::run(calls)),
+        Task::Lanes(lanes) => Some(lanes::run(lanes)),
+        Task::Inside(inside) => Some(apps::inside(inside)),
+        Task::List(_) | Task::Run(_) | Task::Hints(_) => None,
+    };
+    if let Some(done) = inner {
+        return Ok(done.map_or_else(
             |why| {
                 eprintln!("anywarp: {why}");
                 ExitCode::from(FAILED)
@@ -79,8 +87,8 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
         Task::List(list) => self::list(list, &all),
         Task::Run(run) => Work::new(run, &all, library, &folder)?.run(),
         Task::Hints(hints) => self::hints(hints, &all),
-        // Handled above: it needs neither the library nor the figures.
-        Task::Calls(_) => Ok(ExitCode::SUCCESS),
+        // Handled above: they need no figures.
+        Task::Calls(_) | Task::Lanes(_) | Task::Inside(_) => Ok(ExitCode::SUCCESS),
     });
     Ok(done.unwrap_or_else(|why| {
         eprintln!("anywarp: {why}");

@@ -94,6 +94,12 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
         "mb" => ("memory", "MB"),
         "steps" => ("steps", "1/s"),
         "rate" => ("pages", "1/s"),
+        "answers" => ("answers", "1/s"),
+        "share" => ("share of the processor time", "%"),
+        "ratio" => ("favoured / other", ""),
+        "followed" => ("ratio / weight", ""),
+        "filled" => ("throughput / rate of the link", ""),
+        "favoured_mbps" => ("throughput of the favoured streams", "Mbit/s"),
         "ready_us" => ("time without the transfer", "µs"),
         _ => ("value", ""),
     }
@@ -387,10 +393,13 @@ impl<'a> Seen<'a> {
                 axis => label(axis, place),
             })
             .collect();
-        let (what, unit) = unit(&figure.metric);
+        let axis = match unit(&figure.metric) {
+            (what, "") => what.to_owned(),
+            (what, unit) => format!("{what}, {unit}"),
+        };
         anywarp_plot::grid(
             &Grid {
-                unit: &format!("{what}, {unit}"),
+                unit: &axis,
                 across: across(&figure.x),
                 places: &shown,
                 legend: &legend,

@@ -12,6 +12,7 @@ use clap::Parser;
 use super::apps::Apps;
 use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
+use super::lanes;
 use super::mpi::Mpi;
 use super::process::{Ended, READY, ready};
 use super::store::{Miss, Outcome, Sample};
@@ -113,7 +114,7 @@ impl Bench {
         };
         if matches!(
             point.runner,
-            Runner::Memory | Runner::First | Runner::Buffers
+            Runner::Memory | Runner::First | Runner::Buffers | Runner::Broadcast
         ) {
             return self.cost(point, &variables);
         }
@@ -128,6 +129,10 @@ impl Bench {
             return self
                 .apps
                 .measure(point, self.extent, &self.library, &self.interrupted);
+        }
+        if point.runner == Runner::Lanes {
+            self.pin_all();
+            return lanes::start(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Exs {
             self.pin_all();
@@ -204,8 +209,8 @@ impl Bench {
             }
         }
         if self.device.is_some() {
-            if matches!(point.runner, Runner::Mpi | Runner::Apps) {
-                return Some("MPI and applications are measured with anywarp's own device");
+            if matches!(point.runner, Runner::Mpi | Runner::Apps | Runner::Lanes) {
+                return Some("MPI, applications and lanes are measured with anywarp's own device");
             }
             if !is("carrier", &["tcp"]) && point.params.contains_key("carrier") {
                 return Some("with --device that device alone is measured");
@@ -339,7 +344,7 @@ impl Bench {
         };
         let mut words = vec![point.runner.as_str().to_owned()];
         let mut add = |name: &str, value: &str| words.extend([name.to_owned(), value.to_owned()]);
-        let two = point.runner != Runner::Memory;
+        let two = matches!(point.runner, Runner::First | Runner::Buffers);
         if point.runner == Runner::First {
             add(
                 "--count",
@@ -355,12 +360,19 @@ impl Bench {
                     ("action" | "size" | "threads" | "policy", value) => {
                         add(&format!("--{axis}"), value);
                     }
+                    ("receivers", value) => add("--qps", value),
                     ("resident" | "huge" | "fresh", "true") => add(&format!("--{axis}"), "1"),
                     ("at_once", "true") => add("--at-once", "1"),
                     _ => {}
                 }
             }
-            let millis = self.extent.seconds() * 1000.0;
+            // Each receiver needs a processor during the measurement.
+            let least = if point.runner == Runner::Broadcast {
+                200.0
+            } else {
+                0.0
+            };
+            let millis = f64::max(self.extent.seconds() * 1000.0, least);
             add("--millis", &format!("{millis:.0}"));
         }
         let start = |words: &[String]| {

@@ -35,7 +35,16 @@ impl From<String> for Miss {
 pub(crate) type Outcome = Result<Sample, Miss>;
 
 /// The values whose spread decides whether a point is noisy. The first one that its samples have counts.
-const JUDGED: [&str; 6] = ["oneway_us", "us", "seconds", "median_us", "mbps", "mb"];
+const JUDGED: [&str; 8] = [
+    "oneway_us",
+    "us",
+    "seconds",
+    "median_us",
+    "favoured_mbps",
+    "mbps",
+    "mb",
+    "share",
+];
 
 /// The spread of that value, as a share of the median, above which a point is noisy.
 const SPREAD: f64 = 0.25;

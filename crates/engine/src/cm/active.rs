@@ -52,6 +52,7 @@ impl CmId {
         {
             let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
             qp.manage(manager);
+            self.apply_tos(qp);
         }
         let me: Arc<dyn Owner> = self.me.upgrade().ok_or_else(|| os(libc::EINVAL))?;
         let config = InitiatorConfig {

@@ -26,6 +26,7 @@ use std::sync::{Arc, Weak};
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{Depths, Request};
+use anywarp_core::qos::level_of_class;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::State as QpState;
 
@@ -168,6 +169,8 @@ struct State {
     reuse: bool,
     v6only: bool,
     ack_timeout: Option<u8>,
+    /// Type of service of the packets (`RDMA_OPTION_ID_TOS`).
+    tos: u8,
     destroyed: bool,
 }
 
@@ -279,6 +282,7 @@ impl CmId {
                     reuse: false,
                     v6only: false,
                     ack_timeout: None,
+                    tos: 0,
                     destroyed: false,
                 },
             ),
@@ -327,6 +331,19 @@ impl CmId {
             state.ack_timeout = ack_timeout;
         }
         Ok(())
+    }
+
+    /// `RDMA_OPTION_ID_TOS`: the type of service of the connection's packets. Its upper three bits are the service level.
+    pub fn set_tos(&self, tos: u8) {
+        self.lock().tos = tos;
+    }
+
+    /// Sets the service of a queue pair before it is connected.
+    fn apply_tos(&self, qp: &RcQp) {
+        let tos = self.lock().tos;
+        if tos != 0 {
+            qp.set_service_of(level_of_class(tos), tos);
+        }
     }
 
     /// The acknowledgement timeout that the program set, or the default.

@@ -164,6 +164,7 @@ impl CmId {
             let manager: Weak<dyn Manager> = Arc::downgrade(&(me as Arc<dyn Manager>));
             qp.manage(manager);
         }
+        self.apply_tos(&qp);
         let opened = match startup.accept(ird.into(), ord.into(), &param.private_data) {
             Ok(opened) => opened,
             Err(e) => {

@@ -39,6 +39,7 @@ use crate::log;
 use crate::net::route::{MulticastHome, is_broadcast, path_mtu};
 use crate::net::udp::{self, DatagramSink, ReceiveCalls, UdpPort};
 use crate::process::PerProcess;
+use crate::qos::Paced;
 use crate::qp::Route;
 use crate::qp::common::Common;
 use crate::random::random_u32;
@@ -558,6 +559,16 @@ impl HasCounters for DgramQp {
             " tx_calls={sent} port_rx_calls={} port_rx_empty={empty}",
             found + empty
         );
+    }
+}
+
+impl Paced for DgramQp {
+    fn granted(self: Arc<Self>, _now: Instant) {
+        let mut inner = self.lock();
+        if !inner.destroyed && !inner.blocked {
+            self.transmit(&mut inner);
+            self.deliver_events(&mut inner);
+        }
     }
 }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anywarp_core::bounds;
-use anywarp_core::datagram::Arrival;
+use anywarp_core::datagram::{Arrival, TxDatagram};
+use anywarp_core::qos::level_of_class;
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::pretty;
@@ -26,6 +27,18 @@ const RELIABLE_ANSWER_EACH: usize = 64;
 const ANSWER_BYTES: usize = 128 << 10;
 /// Number of bytes that a queue pair sends in one turn, so that a busy queue pair does not delay others.
 const TURN_BYTES: usize = 1 << 20;
+
+/// The datagrams at the front of a list that have this traffic class, until one exceeds `bytes`.
+fn of_class(list: &[TxDatagram], class: u8, bytes: usize) -> &[TxDatagram] {
+    let mut left = bytes;
+    let count = list.iter().take_while(|datagram| {
+        let fits = left > 0 && datagram.traffic_class == class;
+        left = left.saturating_sub(datagram.bytes.len());
+        fits
+    });
+    let count = count.count();
+    list.get(..count).unwrap_or(list)
+}
 
 impl DgramQp {
     /// Sends or corks posted requests.
@@ -165,6 +178,19 @@ impl DgramQp {
                 }
             }
             let rest = inner.pending.get(inner.sent..).unwrap_or(&[]);
+            let rest = match &self.common.flow {
+                None => rest,
+                Some(flow) => {
+                    let class = rest.first().map_or(0, |d| d.traffic_class);
+                    flow.set_level(level_of_class(class));
+                    of_class(rest, class, flow.ask(&self.me, clock::now()))
+                }
+            };
+            if rest.is_empty() {
+                // The link is busy, and calls this queue pair when it may send.
+                self.schedule(inner);
+                return;
+            }
             inner.calls += 1;
             let sent = match &self.common.faults {
                 None => self
@@ -177,9 +203,14 @@ impl DgramQp {
             };
             match sent {
                 Ok(n) => {
-                    bytes += rest.iter().take(n).map(|d| d.bytes.len()).sum::<usize>();
+                    let sent = rest.iter().take(n).map(|d| d.bytes.len()).sum::<usize>();
+                    bytes += sent;
                     inner.sent += n;
                     inner.core.handle_written(n);
+                    if let Some(flow) = &self.common.flow {
+                        let more = inner.sent < inner.pending.len() || inner.core.wants_tx();
+                        flow.sent(&self.me, clock::now(), sent as u64, more);
+                    }
                 }
                 Err(Io::Broken(e)) => {
                     static LIMIT: log::Rarely = log::Rarely::new();
@@ -204,6 +235,9 @@ impl DgramQp {
         }
         // Sending continues when the socket is writable.
         inner.blocked = true;
+        if let Some(flow) = &self.common.flow {
+            flow.sent(&self.me, clock::now(), 0, false);
+        }
         self.udp.wait_writable(self.me.clone());
     }
 

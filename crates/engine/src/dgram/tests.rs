@@ -346,6 +346,7 @@ fn uc_messages_larger_than_a_datagram() {
             qpn: to.qp.common.number,
             hop_limit: 5,
             traffic_class: 0,
+            level: 0,
         })
     };
     a.to_rts(route(&a, &b));

@@ -88,6 +88,10 @@ pub struct Tcp {
     framing: Framing,
     /// Whether the last batch was sent in part only. The socket is watched for being writable.
     pub(crate) blocked: bool,
+    /// Bytes that may be sent in one turn.
+    most: usize,
+    /// The last turn ended because of `most`.
+    limited: bool,
     waiting: Option<Waiting>,
     pub(crate) counts: Counters,
     /// The memory shared with the peer. Set when it is offered.
@@ -159,6 +163,8 @@ impl Tcp {
             rx_limit: RX_BUFFER_LEN,
             framing,
             blocked: false,
+            most: usize::MAX,
+            limited: false,
             waiting: None,
             counts: Counters::default(),
             shm: None,
@@ -506,6 +512,17 @@ impl Tcp {
         outcome
     }
 
+    /// Limits the bytes of each turn of sending. The last FPDU may exceed the limit.
+    pub(crate) fn limit(&mut self, bytes: usize) {
+        self.most = bytes;
+        self.batch.limit(bytes);
+    }
+
+    /// Whether the last turn of sending ended because of the limit.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limited
+    }
+
     /// Sends as much as possible: *frame* fills the batch, *gather* and *send* pass it to the kernel.
     pub fn transmit(
         &mut self,
@@ -596,7 +613,12 @@ impl Tcp {
     ) -> Outcome {
         let mut written = 0;
         let mut more = true;
+        self.limited = false;
         loop {
+            if written >= self.most && self.batch.is_empty() {
+                self.limited = true;
+                return Outcome::Open;
+            }
             if written >= TX_TURN_BYTES && !self.tx_shm {
                 // The next turn begins when the socket is reported writable.
                 self.blocked = true;

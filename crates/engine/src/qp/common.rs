@@ -10,6 +10,7 @@ use crate::connect::qpn_port::Port;
 use crate::context::Context;
 use crate::events::{AsyncItem, event};
 use crate::fault::Faults;
+use crate::qos::Flow;
 use crate::reactor::DelayedAck;
 
 /// The part of a queue pair that does not depend on its kind.
@@ -25,6 +26,8 @@ pub struct Common {
     ack_scheduled: AtomicBool,
     /// Injected faults.
     pub(crate) faults: Option<Box<Faults>>,
+    /// The sending side on a link with virtual lanes.
+    pub(crate) flow: Option<Box<Flow>>,
 }
 
 impl std::fmt::Debug for Common {
@@ -52,6 +55,7 @@ impl Common {
             srq_c_object,
             ack_scheduled: AtomicBool::new(false),
             faults: Faults::of(context.engine, number).map(Box::new),
+            flow: Flow::of(context.engine).map(Box::new),
         })
     }
 

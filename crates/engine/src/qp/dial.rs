@@ -334,6 +334,7 @@ impl RcQp {
         }
         inner.tcp = Some(tcp);
         self.set_user_timeout(inner);
+        self.mark_packets(inner);
         self.progress(inner, now, Receive::All, false);
     }
 

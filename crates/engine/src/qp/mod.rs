@@ -38,6 +38,7 @@ use crate::net::drain::{Draining, drain};
 use crate::net::tcp::{Outcome, Tcp};
 use crate::process::PerProcess;
 use crate::provoke;
+use crate::qos::Paced;
 use crate::reactor::{DelayedAck, PolledMemory, Source, Token};
 use crate::stat::{self, HasCounters};
 use crate::sys::socket::set_option;
@@ -78,8 +79,10 @@ pub struct Route {
     pub qpn: u32,
     /// Hop limit or time to live of datagrams, 0 for the system's default.
     pub hop_limit: u8,
-    /// Traffic class or type of service of datagrams.
+    /// Traffic class or type of service of packets.
     pub traffic_class: u8,
+    /// Service level.
+    pub level: u8,
 }
 
 struct Inner {
@@ -111,6 +114,10 @@ struct Inner {
     requests: (u64, u64),
     /// The last connection, while it is being drained.
     draining: Draining,
+    /// Traffic class or type of service of packets.
+    traffic_class: u8,
+    /// It may not send before [`Paced::granted`].
+    paced: bool,
 }
 
 /// A reliable queue pair.
@@ -195,6 +202,8 @@ impl RcQp {
                     corked: false,
                     requests: (0, 0),
                     draining: Draining::default(),
+                    traffic_class: 0,
+                    paced: false,
                 },
             ),
             peer: Mutex::new(Rank::QpPeer, None),
@@ -429,6 +438,9 @@ impl RcQp {
                 State::Reset => self.drop_stream(inner),
                 State::Rtr if before != State::Rtr => {
                     inner.route = route;
+                    if let Some(route) = route {
+                        self.set_service(inner, route.level, route.traffic_class);
+                    }
                     self.find_peer(inner, now);
                 }
                 State::Rts if !inner.managed => self.limit_dialing(inner, now),
@@ -534,6 +546,31 @@ impl RcQp {
             self.engine.remove_memory(&memory);
         }
         Some(tcp)
+    }
+
+    /// Sets the service level, and the traffic class of its packets, for the connection manager.
+    pub(crate) fn set_service_of(&self, level: u8, class: u8) {
+        let mut inner = self.lock();
+        self.set_service(&mut inner, level, class);
+    }
+
+    fn set_service(&self, inner: &mut Inner, level: u8, class: u8) {
+        inner.traffic_class = class;
+        if let Some(flow) = &self.common.flow {
+            flow.set_level(level);
+        }
+        self.mark_packets(inner);
+    }
+
+    /// Sets the traffic class of the packets of the connection.
+    fn mark_packets(&self, inner: &Inner) {
+        let Some(tcp) = inner.tcp.as_ref().filter(|_| inner.traffic_class != 0) else {
+            return;
+        };
+        // A socket has one of the two options, or both.
+        let (fd, class) = (tcp.fd().get(), i32::from(inner.traffic_class));
+        set_option(fd, libc::IPPROTO_IP, libc::IP_TOS, class);
+        set_option(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, class);
     }
 
     /// Sets how long TCP waits for the peer's host to acknowledge data.
@@ -686,6 +723,12 @@ impl DelayedAck for RcQp {
                 self.progress(inner, now, Receive::Nothing, true);
             }
         });
+    }
+}
+
+impl Paced for RcQp {
+    fn granted(self: Arc<Self>, now: Instant) {
+        self.with(|inner| self.progress(inner, now, Receive::Nothing, true));
     }
 }
 

@@ -34,6 +34,16 @@ impl RcQp {
         let mut receive = receive;
         let live = is_live(inner.conn.state());
         let delayed = inner.timers.get(Timer::Delay).is_some() && self.is_delayed(inner, now);
+        let allowed = self.common.flow.as_ref().map(|flow| {
+            let ends = inner.destroyed || inner.conn.state() == State::Error;
+            let allowed = if ends {
+                usize::MAX
+            } else {
+                flow.ask(&self.me, now)
+            };
+            inner.paced = allowed == 0;
+            allowed
+        });
         if inner.unwatched
             && live
             && let Some(tcp) = &inner.tcp
@@ -69,8 +79,17 @@ impl RcQp {
                 tcp.offer_shm(&mut inner.conn);
             }
             let was_blocked = tcp.blocked;
-            if !delayed {
+            if !delayed && allowed != Some(0) {
+                let before = tcp.counts.tx_bytes;
+                if let Some(allowed) = allowed {
+                    tcp.limit(allowed);
+                }
                 let sent = tcp.transmit(self.engine, &mut inner.conn, now, flush);
+                if let Some(flow) = &self.common.flow {
+                    let bytes = tcp.counts.tx_bytes - before;
+                    inner.paced = tcp.is_limited();
+                    flow.sent(&self.me, now, bytes, inner.paced);
+                }
                 if outcome == Outcome::Open {
                     outcome = sent;
                 }
@@ -127,7 +146,7 @@ impl RcQp {
         };
         let only_sends =
             !inner.unwatched && inner.timers.get(Timer::Delay).is_none() && inner.conn.only_sends();
-        if !only_sends {
+        if !only_sends || self.common.flow.is_some() {
             return false;
         }
         let Some(outcome) = tcp.transmit_posted(self.engine, &mut inner.conn, now) else {
@@ -172,7 +191,7 @@ impl RcQp {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);
         }
-        if inner.conn.ack_due() && inner.timers.get(Timer::Delay).is_none() {
+        if inner.conn.ack_due() && inner.timers.get(Timer::Delay).is_none() && !inner.paced {
             self.schedule_ack();
         }
     }

@@ -17,7 +17,7 @@ use crate::verbs::mr::{Memory, Placement};
 use crate::verbs::source::Source;
 
 /// Bytes to send, in order: bytes that the batch holds, and references to user memory.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct TxBatch {
     /// Headers, small payloads, padding, checksums.
     own: Vec<u8>,
@@ -27,6 +27,21 @@ pub struct TxBatch {
     aligned: bool,
     /// Whether the batch copies as little payload as possible.
     small: bool,
+    /// The bytes with which it is full.
+    most: usize,
+}
+
+impl Default for TxBatch {
+    fn default() -> Self {
+        Self {
+            own: Vec::new(),
+            pieces: Vec::new(),
+            bytes: 0,
+            aligned: false,
+            small: false,
+            most: bounds::TX_BATCH_BYTES,
+        }
+    }
 }
 
 /// One run of bytes of a batch.
@@ -56,7 +71,7 @@ impl TxBatch {
 
     /// Whether the batch contains as many bytes as one system call should send.
     pub fn is_full(&self) -> bool {
-        self.bytes >= bounds::TX_BATCH_BYTES
+        self.bytes >= self.most
             || self.own.len() >= self.copied_most()
             || self.pieces.len() >= bounds::TX_BATCH_PIECES
     }
@@ -67,6 +82,11 @@ impl TxBatch {
         } else {
             bounds::TX_BATCH_COPIED
         }
+    }
+
+    /// Sets the bytes with which the batch is full. Its last FPDU may exceed them. Emptying the batch does not change this.
+    pub fn limit(&mut self, bytes: usize) {
+        self.most = bytes.clamp(1, bounds::TX_BATCH_BYTES);
     }
 
     /// Sets whether the batch copies as little payload as possible, to save memory when many peers do not read.

@@ -1,0 +1,440 @@
+//! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
+//! anywarp-qos(7).
+//!
+//! Each queue pair has a [`Flow`], asks it before it sends, and is called when a waiting flow may send. Without settings
+//! a queue pair has no flow, and only checks that. The link is in this process, or in a file that several processes lock
+//! and change in turn (docs/decisions/034). A process that waits looks at the link after some time by itself, so that
+//! processes do not have to wake each other, and one that is killed delays the others only briefly.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::qos::{FlowId, Link, Settings, level_of_class};
+use rustix::fs::FlockOperation;
+
+use crate::capture::open_private;
+use crate::clock;
+use crate::config::config;
+use crate::engine::Engine;
+use crate::locks::{Mutex, Rank};
+use crate::log;
+use crate::process::PerProcess;
+use crate::reactor::{Source, Token};
+use crate::sys::thread::Uncancelled;
+
+/// Shortest time until a waiting flow is looked at again. A timer for each packet would cost more than the packet.
+const TICK: Duration = Duration::from_micros(100);
+
+// ---------------------------------------------------------------------- settings
+
+/// The settings of the environment, which are read once. `Err`: they cannot be read or parsed, which is logged once.
+fn settings() -> Result<Option<&'static Settings>, ()> {
+    static SETTINGS: OnceLock<Result<Option<Settings>, ()>> = OnceLock::new();
+    let settings = SETTINGS.get_or_init(|| {
+        read().map_err(|why| log::write(log::Level::Error, format_args!("ANYWARP_QOS: {why}")))
+    });
+    match settings {
+        Ok(settings) => Ok(settings.as_ref()),
+        Err(()) => Err(()),
+    }
+}
+
+fn read() -> Result<Option<Settings>, String> {
+    let Some(text) = &config().qos else {
+        return Ok(None);
+    };
+    let text = text.to_string_lossy();
+    let settings = match text.strip_prefix('@') {
+        None => Settings::parse(&text).map_err(|e| e.to_string())?,
+        Some(file) => {
+            let text = std::fs::read_to_string(file).map_err(|e| format!("{file}: {e}"))?;
+            Settings::parse(&text).map_err(|e| format!("{file}: {e}"))?
+        }
+    };
+    if let Some(path) = &settings.link {
+        let _inside = Uncancelled::new();
+        let wrong = |why: String| format!("link={}: {why}", path.display());
+        let file = open(path).map_err(|e| wrong(e.to_string()))?;
+        Locked::new(&file)
+            .and_then(|locked| locked.link(&settings))
+            .map_err(|e| wrong(e.to_string()))?;
+    }
+    Ok(Some(settings))
+}
+
+/// Returns `EINVAL` if the settings of the environment cannot be used: without its lanes a program would measure
+/// something else.
+pub(crate) fn check() -> io::Result<()> {
+    settings()
+        .map(|_| ())
+        .map_err(|()| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+/// The service level and the traffic class of a path, from those that the program has set. With lanes, each one that is 0
+/// follows from the other: a level is the upper three bits of a class.
+pub fn service(level: u8, class: u8) -> (u8, u8) {
+    if !matches!(settings(), Ok(Some(_))) {
+        return (level, class);
+    }
+    match (level & 15, class) {
+        (0, class) => (level_of_class(class), class),
+        // Levels above 7 have no class, because a class has three bits for them.
+        (level @ 1..8, 0) => (level, level << 5),
+        (level, class) => (level, class),
+    }
+}
+
+// ---------------------------------------------------------------------- the link
+
+/// Opens the file by which processes share a link.
+fn open(path: &Path) -> io::Result<File> {
+    open_private(OpenOptions::new().read(true).write(true), path)
+}
+
+/// The file of a link, locked until this is dropped.
+struct Locked<'a>(&'a File);
+
+impl<'a> Locked<'a> {
+    fn new(file: &'a File) -> io::Result<Self> {
+        rustix::fs::flock(file, FlockOperation::LockExclusive)?;
+        Ok(Self(file))
+    }
+
+    /// The link that the file describes; a new one if it is empty.
+    fn link(&self, settings: &Settings) -> io::Result<Link> {
+        let len = usize::try_from(self.0.metadata()?.len()).unwrap_or(0);
+        if len == 0 {
+            return Ok(Link::new(settings));
+        }
+        let mut bytes = vec![0; len];
+        self.0.read_exact_at(&mut bytes, 0)?;
+        Link::decode(settings, &bytes, clock::nanos()).map_err(io::Error::other)
+    }
+
+    fn store(&self, link: &Link, fingerprint: u64) -> io::Result<()> {
+        let bytes = link.encode(fingerprint);
+        self.0.write_all_at(&bytes, 0)?;
+        // What is behind the state of fewer flows than before is not read, so the file need not become shorter.
+        Ok(())
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(self.0, FlockOperation::Unlock);
+    }
+}
+
+/// The link of this process, and the flows that wait.
+struct Sender {
+    settings: &'static Settings,
+    /// The file with the link, if processes share it.
+    shared: Option<Arc<File>>,
+    /// The link, if they do not.
+    own: Link,
+    waiting: BTreeMap<FlowId, Weak<dyn Paced>>,
+    token: Option<Token>,
+    alarm: Option<Instant>,
+}
+
+static SENDER: PerProcess<OnceLock<Option<Mutex<Sender>>>> = PerProcess::new(OnceLock::new);
+/// Number of the last flow of this process.
+static FLOWS: AtomicU32 = AtomicU32::new(0);
+
+/// The link of this process, if there are settings.
+fn sender() -> Option<&'static Mutex<Sender>> {
+    let sender = SENDER.get().get_or_init(|| {
+        let settings = settings().ok().flatten()?;
+        let shared = settings.link.as_ref().and_then(|path| {
+            let _inside = Uncancelled::new();
+            let file = open(path).map_err(|e| on_its_own(&e)).ok()?;
+            Some(Arc::new(file))
+        });
+        let sender = Sender {
+            settings,
+            shared,
+            own: Link::new(settings),
+            waiting: BTreeMap::new(),
+            token: None,
+            alarm: None,
+        };
+        Some(Mutex::new(Rank::Link, sender))
+    });
+    sender.as_ref()
+}
+
+/// Reports why the file of the link cannot be used any more.
+fn on_its_own(why: &io::Error) {
+    log!(
+        Error,
+        "ANYWARP_QOS: the file of the link: {why}; this process uses a link of its own from now on"
+    );
+}
+
+impl Sender {
+    /// Changes the link.
+    fn with<R>(&mut self, f: impl FnOnce(&mut Link, u64) -> R) -> R {
+        let Some(file) = self.shared.clone() else {
+            return f(&mut self.own, clock::nanos());
+        };
+        let _inside = Uncancelled::new();
+        let read = Locked::new(&file).and_then(|locked| {
+            let link = locked.link(self.settings)?;
+            Ok((locked, link))
+        });
+        match read {
+            Ok((locked, mut link)) => {
+                let now = clock::nanos();
+                link.forget_silent(now);
+                let result = f(&mut link, now);
+                if let Err(e) = locked.store(&link, self.settings.fingerprint()) {
+                    on_its_own(&e);
+                    self.shared = None;
+                }
+                result
+            }
+            Err(e) => {
+                on_its_own(&e);
+                self.shared = None;
+                f(&mut self.own, clock::nanos())
+            }
+        }
+    }
+
+    /// Sets the deadline for the flow that can be served first.
+    fn watch(&mut self, engine: &'static Engine, next: Option<u64>, now: Instant) {
+        let Some(next) = next else { return };
+        let wait = Duration::from_nanos(next.saturating_sub(clock::nanos()));
+        let at = now + wait.max(TICK);
+        if self.alarm.is_some_and(|alarm| alarm <= at) {
+            return;
+        }
+        let token = *self
+            .token
+            .get_or_insert_with(|| engine.reserve(Arc::new(Clock(engine))));
+        self.alarm = Some(at);
+        engine.deadline(token, at);
+    }
+}
+
+/// Lets the waiting flows send that may.
+struct Clock(&'static Engine);
+
+impl Source for Clock {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
+        // It has no socket, so it is never called for one.
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let Some(sender) = sender() else { return };
+        let ready: Vec<_> = {
+            let mut sender = sender.lock();
+            sender.alarm = None;
+            let waiting: Vec<_> = sender.waiting.keys().copied().collect();
+            let (ready, next) = sender.with(|link, t| {
+                for &id in &waiting {
+                    link.touch(t, id);
+                }
+                link.serve(t);
+                let (ready, rest): (Vec<_>, Vec<_>) =
+                    waiting.iter().partition(|id| link.allowance(**id) > 0);
+                (ready, rest.into_iter().filter_map(|id| link.next(id)).min())
+            });
+            sender.watch(self.0, next, now);
+            let ready = ready.iter().filter_map(|id| sender.waiting.remove(id));
+            ready.collect()
+        };
+        for flow in ready.iter().filter_map(Weak::upgrade) {
+            flow.granted(now);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------- a queue pair
+
+/// A queue pair whose flow waits.
+pub(crate) trait Paced: Send + Sync {
+    /// The flow may send.
+    fn granted(self: Arc<Self>, now: Instant);
+}
+
+/// The sending side of a queue pair on the link.
+pub(crate) struct Flow {
+    engine: &'static Engine,
+    id: FlowId,
+    level: AtomicU8,
+}
+
+impl Flow {
+    /// The flow of a new queue pair; `None` without settings.
+    pub(crate) fn of(engine: &'static Engine) -> Option<Self> {
+        let _configured = sender()?;
+        let number = FLOWS.fetch_add(1, Ordering::Relaxed);
+        Some(Self {
+            engine,
+            id: u64::from(std::process::id()) << 32 | u64::from(number),
+            level: AtomicU8::new(0),
+        })
+    }
+
+    /// Sets the service level.
+    pub(crate) fn set_level(&self, level: u8) {
+        self.level.store(level, Ordering::Relaxed);
+    }
+
+    /// How many bytes the queue pair may send now. 0: `me` is called when it may.
+    pub(crate) fn ask(&self, me: &Weak<impl Paced + 'static>, now: Instant) -> usize {
+        let Some(sender) = sender() else {
+            return usize::MAX;
+        };
+        let level = self.level.load(Ordering::Relaxed);
+        let mut sender = sender.lock();
+        let (allowed, next) =
+            sender.with(|link, t| (link.ask(t, self.id, level), link.next(self.id)));
+        if allowed == 0 {
+            sender.waiting.insert(self.id, me.clone());
+            sender.watch(self.engine, next, now);
+        }
+        usize::try_from(allowed).unwrap_or(usize::MAX)
+    }
+
+    /// The queue pair has sent `bytes`. With `more` it has more to send, and `me` is called when it may.
+    pub(crate) fn sent(
+        &self,
+        me: &Weak<impl Paced + 'static>,
+        now: Instant,
+        bytes: u64,
+        more: bool,
+    ) {
+        let Some(sender) = sender() else { return };
+        let level = self.level.load(Ordering::Relaxed);
+        let mut sender = sender.lock();
+        let next = sender.with(|link, t| {
+            link.sent(t, self.id, level, bytes, more);
+            link.next(self.id)
+        });
+        if more {
+            sender.waiting.insert(self.id, me.clone());
+            sender.watch(self.engine, next, now);
+        } else {
+            sender.waiting.remove(&self.id);
+        }
+    }
+}
+
+impl Drop for Flow {
+    fn drop(&mut self) {
+        if let Some(sender) = sender() {
+            let mut sender = sender.lock();
+            sender.waiting.remove(&self.id);
+            sender.with(|link, _| link.leave(self.id));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    const TEXT: &str = "rate=1Gbit/s;qos_vlarb_low=0:1,1:4";
+
+    /// A folder that is removed at the end.
+    struct Folder(std::path::PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("anywarp-qos-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn sender(settings: &'static Settings, file: &Path) -> Sender {
+        Sender {
+            settings,
+            shared: Some(Arc::new(open(file).unwrap())),
+            own: Link::new(settings),
+            waiting: BTreeMap::new(),
+            token: None,
+            alarm: None,
+        }
+    }
+
+    fn leaked(text: &str) -> &'static Settings {
+        Box::leak(Box::new(Settings::parse(text).unwrap()))
+    }
+
+    #[test]
+    fn two_users_of_a_file_have_one_link() {
+        let folder = Folder::new("two");
+        let file = folder.0.join("link");
+        let settings = leaked(TEXT);
+        let (mut one, mut other) = (sender(settings, &file), sender(settings, &file));
+        let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        // The first one sends far too much, so that the link is busy for the second one.
+        assert!(one.with(|link, t| link.ask(t, 1, 0)) > 0);
+        one.with(|link, t| link.sent(t, 1, 0, 1 << 20, true));
+        let waits = other.with(|link, t| {
+            link.ask(t, 2, 0);
+            link.sent(t, 2, 0, 1 << 20, true);
+            (link.next(1).is_some(), link.next(2).unwrap() - t)
+        });
+        assert!(waits.0);
+        assert!(waits.1 > 4_000_000, "{waits:?}");
+        assert!(one.with(|link, _| link.next(2).is_some()));
+    }
+
+    #[test]
+    fn a_damaged_file_is_not_used_any_more() {
+        let folder = Folder::new("damaged");
+        let file = folder.0.join("link");
+        let mut one = sender(leaked(TEXT), &file);
+        one.with(|link, t| link.ask(t, 1, 0));
+        std::fs::write(&file, "something else").unwrap();
+        assert!(one.with(|link, t| link.ask(t, 2, 0)) > 0);
+        assert!(one.shared.is_none());
+        assert_eq!(std::fs::read(&file).unwrap(), b"something else");
+    }
+
+    #[test]
+    fn processes_with_other_settings_are_refused() {
+        let folder = Folder::new("other");
+        let path = folder.0.join("link");
+        sender(leaked(TEXT), &path).with(|link, t| link.ask(t, 1, 0));
+        let file = open(&path).unwrap();
+        let of = |text: &str| {
+            let settings = Settings::parse(text).unwrap();
+            let locked = Locked::new(&file).unwrap();
+            locked
+                .link(&settings)
+                .map(|_| ())
+                .map_err(|e| e.to_string())
+        };
+        of(TEXT).unwrap();
+        let why = of("rate=2Gbit/s;qos_vlarb_low=0:1,1:4").unwrap_err();
+        assert!(why.contains("other settings"), "{why}");
+    }
+
+    #[test]
+    fn a_level_and_a_class_follow_from_each_other_only_with_lanes() {
+        // This process has no settings.
+        assert_eq!(service(3, 0), (3, 0));
+        assert_eq!(service(0, 0x60), (0, 0x60));
+    }
+}
