@@ -164,6 +164,8 @@ pub struct Stream {
     run: u8,
     /// The carrier may delay bytes, to join long messages. See [`Self::joins`].
     joins: bool,
+    /// The carrier's maximum segment size in bytes. 0: not known yet.
+    segment: usize,
     /// The values of `TCP_NODELAY` and `TCP_CORK` that the program has set. On the carrier `TCP_CORK` is never set, and `TCP_NODELAY`
     /// is set except while many long messages are sent.
     pub delays: [c_int; 2],
@@ -324,6 +326,7 @@ impl Stream {
             news: News::default(),
             run: 0,
             joins: false,
+            segment: 0,
             delays: [0; 2],
             bytes_in: 0,
             bytes_out: 0,
@@ -366,7 +369,7 @@ impl Stream {
         }
         // With `TCP_NODELAY`, what the carrier delays is sent.
         if !self.plain && self.delays[0] != 0 {
-            self.joins(fd, false);
+            self.joins(fd, 0);
         }
     }
 
@@ -1017,13 +1020,17 @@ impl Stream {
         !self.broken
     }
 
-    /// Called before a message is sent. If the program sends many long messages, and has not set `TCP_NODELAY`, the carrier joins them
-    /// to long segments, as it does with such writes of a plain program. It must not delay other messages: the peer may wait for a
-    /// limit or for a short answer.
-    fn joins(&mut self, fd: c_int, is_long: bool) {
-        let joins = if is_long && self.delays[0] == 0 {
+    /// Called before a message with `len` bytes of payload is sent. If the program sends many long messages that are shorter than a
+    /// segment, and has not set `TCP_NODELAY`, the carrier joins them to long segments, as it does with such writes of a plain
+    /// program. It must not delay other messages: the peer may wait for a limit or for a short answer.
+    fn joins(&mut self, fd: c_int, len: usize) {
+        let joins = if len > limits::COPIED && self.delays[0] == 0 {
             self.run = self.run.saturating_add(1).min(limits::RUN);
-            self.run == limits::RUN
+            if self.run == limits::RUN && self.segment == 0 {
+                let segment = sys::option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+                self.segment = segment.map_or(1, |n| usize::try_from(n).unwrap_or(1).max(1));
+            }
+            self.run == limits::RUN && len < self.segment
         } else {
             self.run = 0;
             false
@@ -1041,7 +1048,7 @@ impl Stream {
 
     /// Sends a message without payload. What the carrier does not accept at once is queued.
     fn control(&mut self, fd: c_int, kind: Kind) {
-        self.joins(fd, false);
+        self.joins(fd, 0);
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else { return };
         let frame = tx.frame(kind, limit, std::iter::empty());
@@ -1062,7 +1069,7 @@ impl Stream {
         if len == 0 {
             return Err(libc::EAGAIN);
         }
-        self.joins(fd, len > limits::COPIED);
+        self.joins(fd, len);
         let Some(tx) = &mut self.tx else {
             return Err(libc::EAGAIN);
         };
@@ -1169,7 +1176,7 @@ impl Stream {
         if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        self.joins(fd, false);
+        self.joins(fd, 0);
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else {
             return Err(libc::EAGAIN);
