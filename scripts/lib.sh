@@ -59,7 +59,8 @@ PROGRAM_PACKAGES=(ibv_devinfo=ibverbs-utils rping=rdmacm-utils ib_write_bw=perft
 TEST_PACKAGES=(/usr/lib/python3/dist-packages/pytest=python3-pytest /usr/share/doc/python3-venv=python3-venv tshark=tshark gunzip=gzip /usr/lib/python3/dist-packages/pyverbs=python3-pyverbs
     redis-server=redis-server redis-cli=redis-tools /usr/sbin/nginx=nginx-light curl=curl wget=wget
     memcached=memcached iperf3=iperf3 /usr/sbin/sshd=openssh-server ssh=openssh-client /usr/sbin/haproxy=haproxy socat=socat ab=apache2-utils
-    sipp=sip-tester sockperf=sockperf ffmpeg=ffmpeg
+    sipp=sip-tester sockperf=sockperf ffmpeg=ffmpeg wrk=wrk /usr/share/doc/postgresql=postgresql
+    cvlc=vlc-bin /usr/share/doc/vlc-plugin-base=vlc-plugin-base
     ucx_perftest=ucx-utils fi_pingpong=libfabric-bin /usr/include/rdma/fabric.h=libfabric-dev fio=fio mpiexec.mpich=mpich mpicc.mpich=libmpich-dev
     mpiexec.openmpi=openmpi-bin mpicc.openmpi=libopenmpi-dev
     pkg-config=pkg-config cmake=cmake)

@@ -41,6 +41,8 @@ echo '== tests/sockets/reliable'
 "$9" "$4" "${10}"
 echo '== tests/sockets/hosts'
 "${11}" "$4"
+echo '== tests/sockets/memory'
+"${12}" "$4"
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
@@ -71,7 +73,8 @@ pub(crate) fn run() -> Result {
         .arg(sh::root().join("tests/sockets/datagrams"))
         .arg(sh::root().join("tests/sockets/reliable"))
         .arg(relay)
-        .arg(sh::root().join("tests/sockets/hosts"));
+        .arg(sh::root().join("tests/sockets/hosts"))
+        .arg(sh::root().join("tests/sockets/memory"));
     sh::run(&mut check)
 }
 

@@ -322,6 +322,17 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 			printf("# %s: %s [%s]\n", argv[2], reason, failed_at);
 		return reason ? 1 : 0;
 	}
+	/* A name that selects nothing would be a test that never runs. */
+	for (int i = 1; i < argc; i++) {
+		bool found = argv[i][0] == '-';
+
+		for (size_t k = 0; k < count && !found; k++)
+			found = strstr(tests[k].name, argv[i]);
+		if (!found) {
+			printf("FAIL %s: no test has this name\n", argv[i]);
+			return 1;
+		}
+	}
 	for (size_t i = 0; i < count; i++)
 		if (selected(tests[i].name, argc, argv))
 			run_test(&tests[i], true);

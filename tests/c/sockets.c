@@ -773,6 +773,173 @@ static const char *both_ways(size_t arg)
 	return at_b.error;
 }
 
+/* A program that waits for room only gets it, although bytes that it has not read arrived before the peer made the room. */
+static const char *room_behind_data(size_t arg)
+{
+	static char block[1 << 16];
+	size_t from_a, from_b;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int i = 0; i < 200; i++) {
+		ENSURE(write(p.a, block, 8000) == 8000 && write(p.b, block, 8000) == 8000, "write: %s", strerror(errno));
+		TRY(take_all(p.b, 8000));
+		TRY(take_all(p.a, 8000));
+	}
+	TRY(nonblocking(p.a));
+	TRY(nonblocking(p.b));
+	TRY(fill(p.b, &from_b));
+	TRY(fill(p.a, &from_a));
+	/* Ends in the middle of what the peer has written at once, also on an upgraded connection. */
+	ENSURE(read(p.a, block, 40000) == 40000 && read(p.a, block, 32) == 32, "read: %s", strerror(errno));
+	ENSURE(!fcntl(p.b, F_SETFL, 0), "fcntl: %s", strerror(errno));
+	TRY(take_all(p.b, from_a));
+	ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, LONG_MS) == 1, "no room after the peer has read everything");
+	return NULL;
+}
+
+/* FIONREAD counts all bytes that have arrived, also those of a long message of which poll has seen only the begin. */
+static const char *available(size_t arg)
+{
+	static char piece[60000];
+	int n = 0;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int i = 0; i < 50; i++) {
+		ENSURE(write(p.a, piece, 8000) == 8000, "write: %s", strerror(errno));
+		TRY(take_all(p.b, 8000));
+	}
+	ENSURE(write(p.a, piece, sizeof piece) == sizeof piece, "write: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll");
+	for (uint64_t start = now_ms(); n != sizeof piece && now_ms() - start < LONG_MS; sleep_ms(1))
+		ENSURE(!ioctl(p.b, FIONREAD, &n), "FIONREAD: %s", strerror(errno));
+	ENSURE(n == sizeof piece, "FIONREAD returns %d", n);
+	return take_all(p.b, sizeof piece);
+}
+
+/* ---------------------------------------------------------------- threads */
+
+struct waiter {
+	int fd;
+	ssize_t n;
+	char c;
+};
+
+static void *read_one(void *arg)
+{
+	struct waiter *w = arg;
+
+	w->n = read(w->fd, &w->c, 1);
+	return NULL;
+}
+
+/* A thread polls while another one is blocked in a read. It learns of the bytes that the read leaves. */
+static const char *read_and_polled(size_t arg)
+{
+	struct pollfd fds = { .events = POLLIN };
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int i = 0; i < 20; i++) {
+		struct waiter w = { .fd = p.b };
+		pthread_t reader;
+		int n;
+
+		fds.fd = p.b;
+		ENSURE(!pthread_create(&reader, NULL, read_one, &w), "pthread_create");
+		sleep_ms(2);
+		TRY(text(p.a, "yz"));
+		n = poll(&fds, 1, LONG_MS);
+		pthread_join(reader, NULL);
+		ENSURE(n == 1 && fds.revents == POLLIN, "poll beside a read: %d, %#x", n, (unsigned int)fds.revents);
+		TRY(takes(p.b, "z"));
+	}
+	return NULL;
+}
+
+struct two {
+	int fd;
+	struct pollfd fds;
+	int n;
+};
+
+static void *poll_long(void *arg)
+{
+	struct two *t = arg;
+
+	t->n = poll(&t->fds, 1, LONG_MS);
+	return NULL;
+}
+
+/* The same, where the thread is in poll before bytes arrive, and the read takes them first. */
+static const char *polled_after_read(size_t arg)
+{
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int i = 0; i < 20; i++) {
+		struct waiter w = { .fd = p.b };
+		struct two t = { .fds = { .fd = p.b, .events = POLLIN } };
+		pthread_t reader, poller;
+		uint64_t start;
+
+		ENSURE(!pthread_create(&reader, NULL, read_one, &w), "pthread_create");
+		sleep_ms(2);
+		ENSURE(!pthread_create(&poller, NULL, poll_long, &t), "pthread_create");
+		sleep_ms(2);
+		start = now_ms();
+		TRY(text(p.a, "yz"));
+		pthread_join(reader, NULL);
+		pthread_join(poller, NULL);
+		ENSURE(w.n == 1 && w.c == 'y', "read: %zd", w.n);
+		ENSURE(t.n == 1 && t.fds.revents == POLLIN, "poll: %d, %#x", t.n, (unsigned int)t.fds.revents);
+		ENSURE(now_ms() - start < LONG_MS / 2, "the calls end after %llu ms", (unsigned long long)(now_ms() - start));
+		TRY(takes(p.b, "z"));
+	}
+	return NULL;
+}
+
+static void *poll_for_ever(void *arg)
+{
+	struct pollfd fds = { .fd = *(int *)arg, .events = POLLIN };
+
+	poll(&fds, 1, -1);
+	return NULL;
+}
+
+static void *read_for_ever(void *arg)
+{
+	char c;
+
+	return (void *)(intptr_t)read(*(int *)arg, &c, 1);
+}
+
+/* Threads are cancelled while they wait for a connection. Others can use it then. */
+static const char *cancelled(size_t with_poll)
+{
+	struct pair p;
+
+	TRY(connected(&p));
+	for (int i = 0; i < 20; i++) {
+		pthread_t thread;
+		void *result;
+
+		ENSURE(!pthread_create(&thread, NULL, with_poll ? poll_for_ever : read_for_ever, &p.b), "pthread_create");
+		sleep_ms(2);
+		ENSURE(!pthread_cancel(thread) && !pthread_join(thread, &result), "pthread_cancel");
+		ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
+		TRY(text(p.a, "ab"));
+		ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll after a thread was cancelled");
+		TRY(takes(p.b, "ab"));
+	}
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -798,6 +965,12 @@ static const struct test tests[] = {
 	{ "half_closed_reply", half_closed_reply, 0, 0, false },
 	{ "writable_does_not_block", writable_does_not_block, 0, 0, false },
 	{ "both_ways", both_ways, 0, 0, false },
+	{ "room_behind_data", room_behind_data, 0, 0, false },
+	{ "available", available, 0, 0, false },
+	{ "read_and_polled", read_and_polled, 0, 0, false },
+	{ "polled_after_read", polled_after_read, 0, 0, false },
+	{ "cancelled_read", cancelled, 0, 0, false },
+	{ "cancelled_poll", cancelled, 1, 0, false },
 };
 
 int main(int argc, char **argv)

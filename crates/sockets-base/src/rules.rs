@@ -3,11 +3,12 @@
 //! ```text
 //! program GLOB [tag TAG]                                  # applies to the rules up to the next such line
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
+//! connect tcp ADDR to ADDR[:PORT[-PORT]]                  the same, with the local address first
 //! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | DATAGRAMS [require]
 //! all                                                     any of these modes
 //! DATAGRAMS: datagram | record | reliable
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent|error
-//! set ask TIME|off
+//! set ask TIME|off;  set pool SIZE;  set share process|off
 //! ```
 //!
 //! The source that was read last has precedence. Within a source the first matching rule decides.
@@ -197,8 +198,16 @@ pub struct Settings {
     pub fallback: Fallback,
     /// Microseconds to wait for the answer of another host. 0: other hosts are not asked.
     pub ask: u32,
+    /// The most memory in bytes for received bytes that the program has not read, of all streams of the process.
+    pub pool: u32,
+    /// Streams without such bytes have no receive buffer: the buffers are shared.
+    pub shares: bool,
 }
 
+/// The smallest pool in bytes: a few buffers.
+pub const POOL_LEAST: u32 = 64 << 10;
+/// The largest pool in bytes.
+pub const POOL_MOST: u32 = 1 << 30;
 /// The smallest window in bytes: one page, so that a request of usual length fits one message.
 pub const WINDOW_LEAST: u32 = 4 << 10;
 /// The largest window in bytes. A reader that stalls may buffer this much.
@@ -213,6 +222,8 @@ impl Default for Settings {
             hides_io_uring: true,
             fallback: Fallback::Silent,
             ask: 1000,
+            pool: 64 << 20,
+            shares: true,
         }
     }
 }
@@ -224,6 +235,8 @@ enum Setting {
     IoUring(bool),
     Fallback(Fallback),
     Ask(u32),
+    Pool(u32),
+    Share(bool),
 }
 
 /// A mistake in a configuration.
@@ -403,9 +416,17 @@ impl<'a> Line<'a> {
             };
             return Err(self.mistake(column, format!("expected tcp after {word}")));
         }
-        let (_, at, ports) = self.place()?;
+        let (column, mut at, mut ports) = self.place()?;
         let mut other = Where::Any;
-        if self.peek().1 == "from" {
+        if self.peek().1 == "to" && role == Role::Connect {
+            if ports.is_some() {
+                let what = "an address without port is expected before to: it is the local one";
+                return Err(self.mistake(column, what));
+            }
+            self.at += 1;
+            other = at;
+            (_, at, ports) = self.place()?;
+        } else if self.peek().1 == "from" {
             self.at += 1;
             let (column, from, ports) = self.place()?;
             if ports.is_some() {
@@ -501,9 +522,17 @@ impl<'a> Line<'a> {
                     )
                 })
             }
+            "pool" => {
+                let (column, value) = self.next();
+                let bytes = size(value).filter(|n| (POOL_LEAST..=POOL_MOST).contains(n));
+                bytes
+                    .map(Setting::Pool)
+                    .ok_or_else(|| self.mistake(column, "expected a size from 64K to 1024M"))
+            }
+            "share" => Ok(Setting::Share(self.either("process", "off")?)),
             _ => Err(self.mistake(
                 column,
-                "expected the name of a setting: crc, window, io_uring, fallback or ask",
+                "expected the name of a setting: crc, window, io_uring, fallback, ask, pool or share",
             )),
         }
     }
@@ -664,6 +693,8 @@ impl Policy {
                 Setting::IoUring(hides) => all.hides_io_uring = hides,
                 Setting::Fallback(fallback) => all.fallback = fallback,
                 Setting::Ask(micros) => all.ask = micros,
+                Setting::Pool(bytes) => all.pool = bytes,
+                Setting::Share(shares) => all.shares = shares,
             }
         }
         all
@@ -788,6 +819,12 @@ mod tests {
         ];
         let asks = texts.map(|text| read(text).settings(&who("x")).ask);
         assert_eq!(asks, [1000, 0, 500, 2000, 1_000_000]);
+        let pool = |text| {
+            let all = read(text).settings(&who("x"));
+            (all.pool, all.shares)
+        };
+        assert_eq!(pool(""), (64 << 20, true));
+        assert_eq!(pool("set pool 1M; set share off"), (1 << 20, false));
     }
 
     #[test]
@@ -820,6 +857,12 @@ mod tests {
             "connect tcp *:80 from 10.0.0.0/24 prefer; connect tcp *:80 from 11.0.0.0/8 require; all tcp",
         );
         assert_eq!(connect(&p, "x", "12.0.0.1:80"), Some(Mode::Prefer));
+        // The same with the local address first.
+        let text = "connect tcp 10.0.0.0/24 to 12.0.0.0/8:80-90 prefer; connect tcp 11.0.0.0/8 to *:80 require; all tcp";
+        let p = read(text);
+        assert_eq!(connect(&p, "x", "12.0.0.1:90"), Some(Mode::Prefer));
+        assert_eq!(connect(&p, "x", "12.0.0.1:91"), Some(Mode::Tcp));
+        assert_eq!(connect(&p, "x", "13.0.0.1:80"), Some(Mode::Tcp));
         let p = read("listen tcp @same-host:80 from eth0 require; all tcp");
         let mode = |from: [u8; 4]| {
             let at = "10.0.0.7:80".parse().unwrap();
@@ -920,7 +963,14 @@ mod tests {
             ("set window 16K..8K", 1, 12),
             ("set window 1K", 1, 12),
             ("set window +16K", 1, 12),
-            ("set pool 64M", 1, 5),
+            ("set pools 64M", 1, 5),
+            ("set pool 63K", 1, 10),
+            ("set pool 1025M", 1, 10),
+            ("set share host", 1, 11),
+            ("connect tcp eth0 to", 1, 21),
+            ("connect tcp eth0:80 to 10.0.0.1 tcp", 1, 13),
+            ("connect tcp eth0 to 10.0.0.1 from eth0 tcp", 1, 30),
+            ("listen tcp eth0 to 10.0.0.1 tcp", 1, 17),
             ("program", 1, 9),
             ("program x tag", 1, 15),
             ("program x y", 1, 11),

@@ -4,15 +4,25 @@ use std::time::Duration;
 
 /// Bytes received from the carrier by a call that waits for events. The rest is read directly into the program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
+/// The same if long messages are expected: enough to learn that there is one.
+pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
 /// The number of such buffers that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
+/// The largest receive buffer in bytes that the streams of a process share. A wait receives about this much for a stream.
+pub const SLAB: usize = 32 * 1024;
+/// The most shared receive buffers that are kept while no stream uses them: two megabytes.
+pub const SLABS_KEPT: usize = 64;
+/// Bytes that a wait receives for a stream when the pool is used up: enough for a head, so that the program learns of the message.
+pub const POOL_EMPTY: usize = 64;
 /// Bytes that a program may write before the peer's MPA Reply has arrived: about what a kernel socket accepts while the peer does
 /// not read.
 pub const HELD: usize = 64 * 1024;
 /// Payloads of a Send up to this many bytes are copied next to their headers: a copy costs less than two more iovec entries.
 pub const COPIED: usize = 4096;
+/// The number of consecutive long messages after which the carrier may join them to longer segments.
+pub const RUN: u8 = 8;
 /// The most iovec entries of a program's buffer list that one Send carries. The next Send carries further
 /// entries.
 pub const PARTS: usize = 64;

@@ -1,19 +1,50 @@
 //! The queue of received bytes that the program has not read, and the buffers of a call that reads.
 
+use crate::limits;
+use anywarp_core::lock::Mutex;
 use std::io::IoSliceMut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The memory of all queues in bytes.
+static USED: AtomicUsize = AtomicUsize::new(0);
+/// Buffers that no queue uses.
+static FREE: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+/// Returns the memory of all queues in bytes.
+pub fn used() -> usize {
+    USED.load(Ordering::Relaxed)
+}
 
 /// A byte queue. Bytes at the end may be unverified (their CRC has not been checked yet); these cannot be read.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Queue {
     bytes: Vec<u8>,
     from: usize,
     unverified: usize,
+    /// An empty queue gives its buffer to other queues.
+    shares: bool,
 }
 
-/// The capacity in bytes that an empty queue keeps.
+/// The capacity in bytes that an empty queue keeps if it does not share.
 const KEEP: usize = 32 * 1024;
 
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
 impl Queue {
+    /// Returns an empty queue. `shares`: it has memory only while it has bytes.
+    pub fn new(shares: bool) -> Self {
+        Self {
+            bytes: Vec::new(),
+            from: 0,
+            unverified: 0,
+            shares,
+        }
+    }
+
     /// Returns the number of readable bytes.
     pub fn len(&self) -> usize {
         self.bytes.len() - self.from - self.unverified
@@ -36,11 +67,22 @@ impl Queue {
 
     /// Appends bytes. Unverified bytes become readable with [`Self::verify`].
     pub fn push(&mut self, bytes: &[u8], verified: bool) {
+        if bytes.is_empty() {
+            return;
+        }
         if self.from > 0 && self.from >= self.bytes.len() / 2 {
             self.bytes.drain(..self.from);
             self.from = 0;
         }
+        let before = self.bytes.capacity();
+        if before == 0
+            && self.shares
+            && let Some(buffer) = FREE.lock().pop()
+        {
+            self.bytes = buffer;
+        }
         self.bytes.extend_from_slice(bytes);
+        USED.fetch_add(self.bytes.capacity() - before, Ordering::Relaxed);
         if !verified {
             self.unverified += bytes.len();
         }
@@ -64,8 +106,21 @@ impl Queue {
         if self.from == self.bytes.len() {
             self.from = 0;
             self.bytes.clear();
-            if self.bytes.capacity() > KEEP {
-                self.bytes = Vec::new();
+            if self.shares || self.bytes.capacity() > KEEP {
+                self.give_back();
+            }
+        }
+    }
+
+    /// Gives the buffer up, for other queues if it has a usual size.
+    fn give_back(&mut self) {
+        let mut buffer = std::mem::take(&mut self.bytes);
+        USED.fetch_sub(buffer.capacity(), Ordering::Relaxed);
+        if self.shares && (1..=limits::SLAB).contains(&buffer.capacity()) {
+            buffer.clear();
+            let mut free = FREE.lock();
+            if free.len() < limits::SLABS_KEPT {
+                free.push(buffer);
             }
         }
     }
@@ -106,6 +161,17 @@ impl<'a, 'b> Dest<'a, 'b> {
         self.parts.first_mut().map_or(&mut [], |p| &mut *p)
     }
 
+    /// Returns the length of [`Self::place`].
+    pub fn room(&self) -> usize {
+        self.parts.first().map_or(0, |p| p.len())
+    }
+
+    /// Returns `n` bytes of [`Self::place`] from `from` on.
+    pub fn bytes(&self, from: usize, n: usize) -> &[u8] {
+        let place = self.parts.first().map_or(&[][..], |p| p);
+        place.get(from..from + n).unwrap_or(&[])
+    }
+
     /// Records that the first `n` bytes of [`Self::place`] were filled.
     pub fn advance(&mut self, n: usize) {
         self.done += n;
@@ -137,7 +203,7 @@ mod tests {
 
     #[test]
     fn bytes_are_returned_unchanged_and_only_verified() {
-        let mut q = Queue::default();
+        let mut q = Queue::new(false);
         q.push(b"abc", true);
         q.push(b"def", false);
         assert_eq!((q.peek(), q.held()), (&b"abc"[..], 6));
@@ -150,6 +216,22 @@ mod tests {
         assert_eq!(q.peek(), b"fg");
         q.consume(2);
         assert_eq!(q.held(), 0);
+    }
+
+    #[test]
+    fn an_empty_queue_that_shares_has_no_memory() {
+        let (mut own, mut shared) = (Queue::new(false), Queue::new(true));
+        for q in [&mut own, &mut shared] {
+            q.push(&[7; 1000], true);
+            assert!(q.room() >= 1000);
+            q.consume(1000);
+        }
+        assert!(own.room() >= 1000);
+        assert_eq!(shared.room(), 0);
+        // The buffer is used again, without its old bytes.
+        shared.push(b"a", true);
+        assert_eq!(shared.peek(), b"a");
+        assert!(used() >= own.room() + shared.room());
     }
 
     #[test]

@@ -13,6 +13,14 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
+/// Where the functions are looked up. With a sanitizer the library is not preloaded, and the functions are those of the
+/// sanitizer's runtime in the program (`lab/src/sanitize.rs`).
+const WHERE: *mut c_void = if cfg!(sanitized) {
+    libc::RTLD_DEFAULT
+} else {
+    libc::RTLD_NEXT
+};
+
 /// The return value of a function that this C library does not have. Programs that look such a function up by name find the hook.
 trait Missing {
     fn missing() -> Self;
@@ -50,7 +58,7 @@ macro_rules! originals {
             let mut at = AT.load(Ordering::Relaxed);
             if at.is_null() {
                 // SAFETY: the name is a C string.
-                at = unsafe { dlsym(libc::RTLD_NEXT, concat!(stringify!($name), "\0").as_ptr().cast()) };
+                at = unsafe { dlsym(WHERE, concat!(stringify!($name), "\0").as_ptr().cast()) };
                 if at.is_null() {
                     return Missing::missing();
                 }

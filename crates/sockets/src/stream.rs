@@ -3,10 +3,11 @@
 use crate::limits;
 use crate::log;
 use crate::policy;
-use crate::queue::{Dest, Queue};
+use crate::queue::{self, Dest, Queue};
 use crate::remote;
 use crate::sys;
-use crate::wire::{Broken, Frame, Kind, LONGEST, Private, Rx, Sink, Tx};
+use crate::wire::{Broken, Frame, HEAD, Kind, LONGEST, Private, Rx, Sink, TAIL, Tx};
+use anywarp_core::llp::mpa::deframe::CRC;
 use anywarp_core::llp::mpa::startup::{
     Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits,
 };
@@ -18,15 +19,87 @@ use std::time::Instant;
 /// Buffers for data that is not received directly into the program's memory.
 static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
 
-fn scratch() -> Box<[u8]> {
-    let kept = SCRATCH.lock().pop();
-    kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice())
+/// The most bytes between two payloads: the end of an FPDU and the head of the next one.
+const BEHIND: usize = TAIL + HEAD;
+
+/// Where the bytes of one receive go: first those of a head (if `head`), then `there` bytes into the program's memory, then `own`
+/// bytes into a buffer of the library.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan {
+    head: bool,
+    there: usize,
+    own: usize,
 }
 
-fn keep(buffer: Box<[u8]>) {
-    let mut all = SCRATCH.lock();
-    if all.len() < limits::SCRATCH_KEPT {
-        all.push(buffer);
+impl Plan {
+    fn asked(&self) -> usize {
+        usize::from(self.head) * HEAD + self.there + self.own
+    }
+}
+
+/// The memory of the library for one receive.
+#[derive(Debug)]
+pub struct Room {
+    head: [u8; HEAD],
+    buffer: Box<[u8]>,
+}
+
+impl Default for Room {
+    /// Takes a buffer from those that are kept for reuse.
+    fn default() -> Self {
+        let kept = SCRATCH.lock().pop();
+        Self {
+            head: [0; HEAD],
+            buffer: kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice()),
+        }
+    }
+}
+
+impl Room {
+    /// Calls `recv` with the buffers of the plan.
+    pub fn receive(
+        &mut self,
+        plan: &Plan,
+        dest: Option<&mut Dest<'_, '_>>,
+        recv: impl FnOnce(&mut [IoSliceMut<'_>]) -> Result<usize, c_int>,
+    ) -> Result<usize, c_int> {
+        let own = self.buffer.get_mut(..plan.own).unwrap_or(&mut []);
+        let there = dest
+            .and_then(|d| d.place().get_mut(..plan.there))
+            .unwrap_or(&mut []);
+        let own = IoSliceMut::new(own);
+        match (plan.head, plan.there) {
+            (false, 0) => recv(&mut [own]),
+            (false, _) => recv(&mut [IoSliceMut::new(there), own]),
+            (true, _) => {
+                let head = IoSliceMut::new(&mut self.head);
+                recv(&mut [head, IoSliceMut::new(there), own])
+            }
+        }
+    }
+
+    /// Inserts bytes before the `behind` bytes that were received into the buffer.
+    fn put_before(&mut self, bytes: &[u8], behind: usize) {
+        if bytes.is_empty() {
+            return;
+        }
+        self.buffer.copy_within(..behind, bytes.len());
+        if let Some(place) = self.buffer.get_mut(..bytes.len()) {
+            place.copy_from_slice(bytes);
+        }
+    }
+
+    fn behind(&self, moved: usize, behind: usize) -> &[u8] {
+        self.buffer.get(..moved + behind).unwrap_or(&[])
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let mut all = SCRATCH.lock();
+        if all.len() < limits::SCRATCH_KEPT {
+            all.push(std::mem::take(&mut self.buffer));
+        }
     }
 }
 
@@ -80,9 +153,21 @@ pub struct Stream {
     full: bool,
     /// The last receive returned fewer bytes than it asked for, so the carrier's receive buffer is empty.
     drained: bool,
+    /// The carrier's receive buffer has payload.
+    has_payload: bool,
+    /// A thread that receives from the carrier without the lock of the stream may take bytes at any time, although the stream is
+    /// closed. What arrives is therefore discarded.
+    blind: bool,
     urgent: Option<u8>,
     news: News,
-    /// The values of `TCP_NODELAY` and `TCP_CORK` that the program has set. They are not set on the carrier, which never delays.
+    /// The number of long messages that were sent since the last other one, up to [`limits::RUN`].
+    run: u8,
+    /// The carrier may delay bytes, to join long messages. See [`Self::joins`].
+    joins: bool,
+    /// The carrier's maximum segment size in bytes. 0: not known yet.
+    segment: usize,
+    /// The values of `TCP_NODELAY` and `TCP_CORK` that the program has set. On the carrier `TCP_CORK` is never set, and `TCP_NODELAY`
+    /// is set except while many long messages are sent.
     pub delays: [c_int; 2],
     /// Payload bytes that the program has read.
     pub bytes_in: u64,
@@ -217,7 +302,7 @@ impl Stream {
             rx: Rx::new(window_first(), crc),
             tx: None,
             start: None,
-            queue: Queue::default(),
+            queue: Queue::new(policy::settings().shares),
             held: Vec::new(),
             out: Vec::new(),
             out_from: 0,
@@ -235,8 +320,13 @@ impl Stream {
             said_plain: false,
             full: false,
             drained: true,
+            has_payload: false,
+            blind: false,
             urgent: None,
             news: News::default(),
+            run: 0,
+            joins: false,
+            segment: 0,
             delays: [0; 2],
             bytes_in: 0,
             bytes_out: 0,
@@ -272,11 +362,27 @@ impl Stream {
         }
     }
 
+    /// Records that the program has set `TCP_NODELAY` (0) or `TCP_CORK` (1).
+    pub fn set_delay(&mut self, fd: c_int, which: usize, value: c_int) {
+        if let Some(place) = self.delays.get_mut(which) {
+            *place = value;
+        }
+        // With `TCP_NODELAY`, what the carrier delays is sent.
+        if !self.plain && self.delays[0] != 0 {
+            self.joins(fd, 0);
+        }
+    }
+
     // ------------------------------------------------------------------ readiness
 
     /// Returns whether a read returns at once.
     pub fn is_readable(&self) -> bool {
-        !self.queue.is_empty() || self.eof || self.error != 0 || self.broken || self.shut_rd
+        !self.queue.is_empty()
+            || self.has_payload
+            || self.eof
+            || self.error != 0
+            || self.broken
+            || self.shut_rd
     }
 
     /// Returns whether a write accepts at least one byte, or fails, at once.
@@ -420,51 +526,83 @@ impl Stream {
     }
 
     /// Receives from the carrier once, about `most` bytes. Returns whether there were any.
-    pub fn pull(&mut self, fd: c_int, dest: Option<&mut Dest<'_, '_>>, most: usize) -> bool {
+    pub fn pull(&mut self, fd: c_int, mut dest: Option<&mut Dest<'_, '_>>, most: usize) -> bool {
         if self.closed || self.broken {
             return false;
         }
-        let mut buffer = scratch();
-        let got = self.pull_into(fd, dest, most, &mut buffer);
-        keep(buffer);
-        got
+        let mut room = Room::default();
+        let plan = self.plan(dest.as_deref(), most);
+        let result = room.receive(&plan, dest.as_deref_mut(), |parts| sys::recv(fd, parts));
+        self.arrived(fd, &plan, result, dest, &mut room)
     }
 
-    fn pull_into(
+    /// Returns whether the next read has to wait for bytes from the carrier, so that the caller may receive them by a call that
+    /// blocks.
+    pub fn awaits_bytes(&self) -> bool {
+        self.tx.is_some() && !self.closed && self.urgent.is_none() && !self.is_readable()
+    }
+
+    /// Returns whether the streams of the process have received as many bytes as they may keep for the program. With CRCs, bytes become
+    /// readable only when their whole message has been received, so these streams are not limited.
+    fn is_exhausted(&self) -> bool {
+        queue::used() >= policy::settings().pool as usize && !self.rx.has_crc()
+    }
+
+    /// Decides where the next bytes from the carrier are received, of which `most` at most are received into a buffer of the library.
+    ///
+    /// Payload of long messages is received directly into the program's memory. At the begin of a message its length is not known:
+    /// it is expected to be as long as the last one. If it is another message, the bytes are moved.
+    pub fn plan(&self, dest: Option<&Dest<'_, '_>>, most: usize) -> Plan {
+        let most = match dest {
+            _ if !self.is_exhausted() => most,
+            Some(dest) => most.min(dest.room() + HEAD),
+            None => most.min(limits::POOL_EMPTY),
+        };
+        let plain = Plan {
+            head: false,
+            there: 0,
+            own: most.min(limits::SCRATCH),
+        };
+        // For short reads it is better to receive many bytes at once.
+        let Some(dest) = dest.filter(|d| d.room() > limits::COPIED) else {
+            return plain;
+        };
+        if self.queue.held() > 0 || self.tx.is_none() || self.blind {
+            return plain;
+        }
+        let straight = self.rx.straight();
+        let expected = self.rx.expected();
+        let (head, payload) = if straight > 0 {
+            (false, straight)
+        } else if expected > limits::COPIED {
+            (true, expected.min(limits::SCRATCH - BEHIND))
+        } else {
+            return plain;
+        };
+        let there = payload.min(dest.room());
+        let own = if payload > limits::COPIED || there < payload {
+            // The rest of this message and the head of the next one, whose payload can then be received directly too.
+            payload.wrapping_neg() % 4 + CRC + HEAD
+        } else {
+            limits::COPIED
+        };
+        Plan { head, there, own }
+    }
+
+    /// Processes the result of a receive according to `plan`. Returns whether there were any bytes.
+    pub fn arrived(
         &mut self,
         fd: c_int,
+        plan: &Plan,
+        result: Result<usize, c_int>,
         mut dest: Option<&mut Dest<'_, '_>>,
-        most: usize,
-        buffer: &mut [u8],
+        room: &mut Room,
     ) -> bool {
-        let most = most.min(buffer.len());
-        let Some(own) = buffer.get_mut(..most) else {
-            return false;
-        };
-        let straight = if self.queue.held() == 0 && self.tx.is_some() {
-            self.rx.straight()
-        } else {
-            0
-        };
-        let mut there = 0;
-        let result = match &mut dest {
-            Some(dest) if straight > 0 && !dest.is_full() => {
-                let place = dest.place();
-                there = straight.min(place.len());
-                let place = place.get_mut(..there).unwrap_or(&mut []);
-                // At most one more message is received after the payload, so that its payload can be received directly too.
-                let own = own.get_mut(..limits::COPIED).unwrap_or(&mut []);
-                let asked = there + own.len();
-                sys::recv(fd, &mut [IoSliceMut::new(place), IoSliceMut::new(own)]).inspect(|n| {
-                    self.drained = *n < asked;
-                })
-            }
-            _ => sys::recv(fd, &mut [IoSliceMut::new(own)]).inspect(|n| self.drained = *n < most),
-        };
+        self.has_payload = false;
         let n = match result {
             Ok(0) => {
                 // A FIN ends the stream cleanly only between two messages.
-                if self.start.is_none() && (self.plain || self.rx.is_between()) {
+                if self.blind || self.start.is_none() && (self.plain || self.rx.is_between()) {
                     self.eof = true;
                     self.closed = true;
                     self.news.readable = true;
@@ -485,15 +623,30 @@ impl Stream {
                 return true;
             }
         };
-        let went = n.min(there);
-        if went > 0 {
-            self.rx.went_straight(went);
-            if let Some(dest) = &mut dest {
-                dest.advance(went);
-            }
+        self.drained = n < plan.asked();
+        if self.blind {
+            return true;
         }
-        let bytes = own.get(..n - went).unwrap_or(&[]);
-        self.take_bytes(fd, bytes, dest);
+        let head = if plan.head { n.min(HEAD) } else { 0 };
+        let there = (n - head).min(plan.there);
+        let behind = n - head - there;
+        if head > 0 {
+            let bytes = room.head;
+            self.take_bytes(fd, bytes.get(..head).unwrap_or(&[]), None);
+        }
+        // The bytes in the program's memory that are payload of the current message stay there.
+        let straight = there.min(self.rx.straight());
+        let moved = there - straight;
+        if straight > 0 {
+            self.rx.went_straight(straight);
+        }
+        if let Some(dest) = &mut dest {
+            room.put_before(dest.bytes(straight, moved), behind);
+            dest.advance(straight);
+        }
+        if moved + behind > 0 {
+            self.take_bytes(fd, room.behind(moved, behind), dest);
+        }
         true
     }
 
@@ -548,6 +701,9 @@ impl Stream {
             return;
         }
         let bytes = behind.as_deref().unwrap_or(bytes);
+        if self.broken {
+            return;
+        }
         let Some(tx) = &mut self.tx else { return };
         let credit = (tx.credit() > 0, tx.has_room());
         let before = (self.queue.len(), self.urgent.is_some());
@@ -638,11 +794,27 @@ impl Stream {
     /// Handles events of the carrier: receives until there is something to report, and sends queued bytes.
     pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
-        if events & inward != 0 && may_pull {
+        // Without room to write, a limit may be behind the payload.
+        let is_enough = events & inward == libc::POLLIN && self.is_writable();
+        if events & inward == 0 || !may_pull {
+            // Nothing is received.
+        } else if is_enough && self.rx.straight() > 0 && self.queue.held() == 0 {
+            // What has arrived is payload.
+            self.news.readable |= !self.has_payload;
+            self.has_payload = true;
+        } else if is_enough && self.is_exhausted() && !self.queue.is_empty() {
+            // There is something to report already, and no memory for more.
+        } else {
             let before = self.queue.len();
             self.drained = false;
-            // Each pass receives what the peer was allowed to send, so there are few passes.
-            while self.queue.len() == before && self.pull(fd, None, limits::WAIT_READ) {
+            // Each pass receives what the peer was allowed to send, so there are few passes. Most of a long message is left for the
+            // program's call, which receives it directly.
+            let most = if is_enough && self.rx.is_long() {
+                limits::WAIT_LONG
+            } else {
+                limits::WAIT_READ
+            };
+            while self.queue.len() == before && self.pull(fd, None, most) {
                 if self.drained {
                     break;
                 }
@@ -654,8 +826,15 @@ impl Stream {
         }
     }
 
+    /// Receives all bytes that are in the carrier's receive buffer, so that [`Self::readable_bytes`] counts them.
+    pub fn fill(&mut self, fd: c_int) {
+        self.drained = false;
+        while !self.is_exhausted() && self.pull(fd, None, limits::SCRATCH) && !self.drained {}
+    }
+
     /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
-    /// nothing is received from the carrier.
+    /// nothing is received from the carrier. `start`: the length of `dest` without the bytes that [`Self::arrived`] has received for
+    /// this call.
     ///
     /// # Errors
     /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.
@@ -663,6 +842,7 @@ impl Stream {
         &mut self,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
+        start: usize,
         peek: bool,
         all: bool,
         may_pull: bool,
@@ -671,7 +851,6 @@ impl Stream {
             while may_pull && self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
             dest.put(self.queue.peek());
         } else {
-            let start = dest.done();
             self.take_queued(dest);
             // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
             while may_pull && !dest.is_full() && (dest.done() == start || !self.drained || all) {
@@ -841,8 +1020,35 @@ impl Stream {
         !self.broken
     }
 
+    /// Called before a message with `len` bytes of payload is sent. If the program sends many long messages that are shorter than a
+    /// segment, and has not set `TCP_NODELAY`, the carrier joins them to long segments, as it does with such writes of a plain
+    /// program. It must not delay other messages: the peer may wait for a limit or for a short answer.
+    fn joins(&mut self, fd: c_int, len: usize) {
+        let joins = if len > limits::COPIED && self.delays[0] == 0 {
+            self.run = self.run.saturating_add(1).min(limits::RUN);
+            if self.run == limits::RUN && self.segment == 0 {
+                let segment = sys::option(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+                self.segment = segment.map_or(1, |n| usize::try_from(n).unwrap_or(1).max(1));
+            }
+            self.run == limits::RUN && len < self.segment
+        } else {
+            self.run = 0;
+            false
+        };
+        if joins != self.joins {
+            self.joins = joins;
+            let _ = sys::set_option(
+                fd,
+                libc::IPPROTO_TCP,
+                libc::TCP_NODELAY,
+                c_int::from(!joins),
+            );
+        }
+    }
+
     /// Sends a message without payload. What the carrier does not accept at once is queued.
     fn control(&mut self, fd: c_int, kind: Kind) {
+        self.joins(fd, 0);
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else { return };
         let frame = tx.frame(kind, limit, std::iter::empty());
@@ -863,12 +1069,17 @@ impl Stream {
         if len == 0 {
             return Err(libc::EAGAIN);
         }
+        self.joins(fd, len);
+        let Some(tx) = &mut self.tx else {
+            return Err(libc::EAGAIN);
+        };
         let payload = Cut::new(parts, len);
         let frame = tx.frame(Kind::Data, limit, payload.clone());
-        let sent = if len <= limits::COPIED {
-            let mut copy = [0u8; limits::COPIED + crate::wire::HEAD + crate::wire::TAIL];
-            let n = gather(&mut copy, &frame, payload.clone());
-            sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
+        let sent = if len <= SHORT {
+            // Most messages are short, and clearing a long buffer takes longer than copying them.
+            send_copy::<{ SHORT + BEHIND }>(fd, &frame, payload.clone(), flags)
+        } else if len <= limits::COPIED {
+            send_copy::<{ limits::COPIED + BEHIND }>(fd, &frame, payload.clone(), flags)
         } else {
             let mut list = [IoSlice::new(&[]); limits::PARTS + 2];
             let mut n = 0;
@@ -965,6 +1176,7 @@ impl Stream {
         if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
+        self.joins(fd, 0);
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else {
             return Err(libc::EAGAIN);
@@ -1017,12 +1229,16 @@ impl Stream {
         Ok(())
     }
 
-    /// Called when the program closes the stream. Returns whether bytes are left to send, which [`Self::flush`] does.
-    pub fn close(&mut self, fd: c_int) -> bool {
+    /// Called when the program closes the stream. Returns whether bytes are left to send, which [`Self::flush`] does. Without
+    /// `may_pull` another thread receives from the carrier.
+    pub fn close(&mut self, fd: c_int, may_pull: bool) -> bool {
         if self.broken {
             return false;
         }
-        self.pull(fd, None, limits::WAIT_READ);
+        self.blind = !may_pull;
+        if may_pull {
+            self.pull(fd, None, limits::WAIT_READ);
+        }
         if !self.queue.is_empty() || sys::linger(fd) == Some(0) {
             // Unread data is lost, so the peer's connection is reset, as TCP does.
             sys::reset_on_close(fd);
@@ -1083,6 +1299,21 @@ impl<'a> Iterator for Cut<'a, '_> {
         self.left -= now.len();
         Some(now)
     }
+}
+
+/// The longest payload that is copied into the smaller of two buffers, in bytes.
+const SHORT: usize = 400;
+
+/// Sends an FPDU from a copy of `N` bytes.
+fn send_copy<'a, const N: usize>(
+    fd: c_int,
+    frame: &'a Frame,
+    payload: impl Iterator<Item = &'a [u8]>,
+    flags: c_int,
+) -> Result<usize, c_int> {
+    let mut copy = [0u8; N];
+    let n = gather(&mut copy, frame, payload);
+    sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
 }
 
 /// Copies an FPDU into one buffer. Returns its length.

@@ -51,15 +51,18 @@ pub fn send(fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_i
 
 /// Receives without blocking.
 pub fn recv(fd: c_int, parts: &mut [IoSliceMut<'_>]) -> Result<usize, c_int> {
+    recv_as(fd, parts, libc::MSG_DONTWAIT)
+}
+
+/// Receives with flags.
+pub fn recv_as(fd: c_int, parts: &mut [IoSliceMut<'_>], flags: c_int) -> Result<usize, c_int> {
     if let [one] = parts {
         // SAFETY: the slice is writable.
-        return size(unsafe {
-            real::recv(fd, one.as_mut_ptr().cast(), one.len(), libc::MSG_DONTWAIT)
-        });
+        return size(unsafe { real::recv(fd, one.as_mut_ptr().cast(), one.len(), flags) });
     }
     let mut m = message(parts.as_mut_ptr().cast(), parts.len());
     // SAFETY: the parts are writable.
-    size(unsafe { real::recvmsg(fd, &raw mut m, libc::MSG_DONTWAIT) })
+    size(unsafe { real::recvmsg(fd, &raw mut m, flags) })
 }
 
 /// Receives with the program's flags, so it may block.
@@ -135,6 +138,20 @@ pub fn eventfd() -> Option<c_int> {
     high.or(Some(fd))
 }
 
+/// Makes an eventfd readable.
+pub fn ring(fd: c_int) {
+    let one = 1u64.to_ne_bytes();
+    // SAFETY: the buffer has eight bytes.
+    let _ = unsafe { real::write(fd, one.as_ptr().cast(), one.len()) };
+}
+
+/// Makes an eventfd unreadable.
+pub fn hush(fd: c_int) {
+    let mut count = [0u8; 8];
+    // SAFETY: the buffer has eight bytes.
+    let _ = unsafe { real::read(fd, count.as_mut_ptr().cast(), count.len()) };
+}
+
 /// Waits for events of a descriptor, or until `kick`, an eventfd, is written. Without `kick` the wait is short.
 pub fn poll_kicked(
     fd: c_int,
@@ -155,9 +172,7 @@ pub fn poll_kicked(
     let found = done(unsafe { real::poll(list.as_mut_ptr(), 2, ms) })?;
     let [carrier, kick] = list;
     if kick.revents != 0 {
-        let mut count = [0u8; 8];
-        // SAFETY: the buffer has eight bytes.
-        let _ = unsafe { real::read(kick.fd, count.as_mut_ptr().cast(), count.len()) };
+        hush(kick.fd);
     }
     Ok(match (carrier.revents, found) {
         (0, 0) if !is_soon => Kicked::TimeOut,
@@ -561,7 +576,7 @@ pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int
 
 /// Removes a mapping made by [`shared`].
 pub fn unmap(at: *mut u8, size: usize) {
-    // SAFETY: the caller got the mapping from `shared` and does not use it any more.
+    // SAFETY: the caller has made the mapping and does not use it any more.
     unsafe {
         libc::munmap(at.cast(), size);
     }

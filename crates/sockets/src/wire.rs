@@ -11,6 +11,7 @@
 //! Flag 1 of a Reply refuses the upgrade: plain TCP follows in both directions. The connecting end sends nothing after the Request
 //! before it has the Reply.
 
+use crate::limits;
 use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::deframe::{CRC, Extent, LENGTH, verify};
@@ -305,6 +306,8 @@ pub struct Rx {
     have: usize,
     /// The number of missing bytes of the payload.
     left: usize,
+    /// The length of the last payload.
+    last: usize,
     tail: [u8; TAIL],
     tail_len: usize,
     kind: Kind,
@@ -336,6 +339,7 @@ impl Rx {
             head: [0; HEAD],
             have: 0,
             left: 0,
+            last: 0,
             tail: [0; TAIL],
             tail_len: 0,
             kind: Kind::Data,
@@ -356,6 +360,20 @@ impl Rx {
         } else {
             0
         }
+    }
+
+    /// Returns the expected length of the next payload: that of the last one. 0 if this is not the begin of a message, or with CRCs.
+    pub fn expected(&self) -> usize {
+        if self.is_between() && !self.with_crc {
+            self.last
+        } else {
+            0
+        }
+    }
+
+    /// Returns whether the last payload was so long that it is worth being received directly.
+    pub fn is_long(&self) -> bool {
+        self.last > limits::COPIED && !self.with_crc
     }
 
     /// Records that `n` payload bytes were received directly into the program's memory; at most [`Self::straight`].
@@ -521,7 +539,10 @@ impl Rx {
         match kind {
             Kind::Data | Kind::Urgent if self.ended => return Err(Broken::AfterEnd),
             Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
-            Kind::Data => self.received = self.received.wrapping_add(len as u32),
+            Kind::Data => {
+                self.received = self.received.wrapping_add(len as u32);
+                self.last = len;
+            }
             Kind::Urgent if len != 1 || self.open() == 0 => return Err(Broken::Message),
             Kind::Urgent => self.received = self.received.wrapping_add(1),
             Kind::Limit | Kind::End | Kind::Reset | Kind::Plain if len != 0 => {

@@ -243,7 +243,10 @@ pub fn end() {
 
 /// Waits until the peers have acknowledged all datagrams, but not longer than `until`.
 fn finish(until: Instant) {
-    let is_running = THREAD.lock().as_ref().is_some_and(|t| t.is_running);
+    // A signal handler may end the process while this thread holds the lock.
+    let is_running = THREAD
+        .try_lock()
+        .is_some_and(|t| t.as_ref().is_some_and(|t| t.is_running));
     if !is_running {
         return;
     }
@@ -406,7 +409,9 @@ impl Thread {
                 self.deadlines.pop_first();
                 ready.insert(id);
             }
-            if EXIT.load(Ordering::Acquire) == 1 || ABANDONS.load(Ordering::Acquire) {
+            // Loaded before the turns: the report below is about everything that the program has written before it has set this.
+            let exits = EXIT.load(Ordering::Acquire) == 1;
+            if exits || ABANDONS.load(Ordering::Acquire) {
                 ready.extend(self.sockets.keys());
             }
             let abandons = ABANDONS.swap(false, Ordering::AcqRel);
@@ -415,10 +420,7 @@ impl Thread {
                     again.push(id);
                 }
             }
-            if EXIT.load(Ordering::Acquire) == 1
-                && again.is_empty()
-                && !self.sockets.values().any(Socket::is_busy)
-            {
+            if exits && again.is_empty() && !self.sockets.values().any(Socket::is_busy) {
                 EXIT.store(2, Ordering::Release);
             }
         }

@@ -8,7 +8,7 @@ use crate::limits;
 use crate::log;
 use crate::policy;
 use crate::queue::Dest;
-use crate::stream::{self, First, News, Stream};
+use crate::stream::{self, First, News, Room, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
@@ -52,6 +52,12 @@ pub struct Sock {
     /// nothing to read. While the number is not 0, no other thread receives from the carrier: it could take the bytes that a thread
     /// is about to sleep for.
     sleepers: AtomicI32,
+    /// A thread receives from the carrier without `inner` locked. It is counted in `sleepers`, was the only one, and changes this
+    /// with `inner` locked.
+    direct: AtomicBool,
+    /// The eventfds of threads that poll the connection while a thread receives in this way: the kernel does not tell them of bytes
+    /// that this thread has taken.
+    watchers: Mutex<Vec<c_int>>,
     /// A writer without credit (the *leader*) sleeps until the carrier has bytes, and is counted in `sleepers`. Other threads may
     /// receive these bytes if they then wake the leader by `kick`.
     leads: AtomicBool,
@@ -79,6 +85,44 @@ pub struct Sock {
 
 /// Returned in place of an errno: the connection has become plain, so the caller passes the call to the kernel.
 pub const GONE: c_int = -1;
+
+/// A thread that receives from the carrier without the lock of the stream.
+struct Receiver<'a> {
+    sock: &'a Sock,
+    is_over: bool,
+}
+
+impl<'a> Receiver<'a> {
+    /// The stream must be locked.
+    fn new(sock: &'a Sock) -> Self {
+        sock.sleepers.fetch_add(1, Ordering::SeqCst);
+        sock.direct.store(true, Ordering::SeqCst);
+        Self {
+            sock,
+            is_over: false,
+        }
+    }
+
+    /// Called when the stream is locked again.
+    fn end(&mut self) {
+        self.is_over = true;
+        self.sock.direct.store(false, Ordering::SeqCst);
+        self.sock.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// The stream must not be locked. The thread can have been cancelled in the kernel's call.
+impl Drop for Receiver<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.end();
+        }
+        self.sock.wake_followers();
+        for kick in lock(&self.sock.watchers).iter() {
+            sys::ring(*kick);
+        }
+    }
+}
 
 /// What a writer that can send nothing now has to wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +175,8 @@ impl Sock {
             numbers: AtomicI32::new(0),
             inner: Mutex::new(None),
             sleepers: AtomicI32::new(0),
+            direct: AtomicBool::new(false),
+            watchers: Mutex::new(Vec::new()),
             leads: AtomicBool::new(false),
             kick: AtomicI32::new(-1),
             taken: Condvar::new(),
@@ -153,6 +199,7 @@ impl Sock {
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
         sock.sleepers.store(0, Ordering::Relaxed);
+        sock.direct.store(false, Ordering::Relaxed);
         sock.copied.store(false, Ordering::Relaxed);
         sock.forked.store(false, Ordering::Relaxed);
         sock.lost.store(false, Ordering::Relaxed);
@@ -318,7 +365,9 @@ impl Sock {
         let mut inner = lock(&self.inner);
         if self.mode() == Mode::Up {
             let until = Instant::now() + Duration::from_millis(limits::HAND_OVER);
-            let is_plain = inner.as_mut().is_some_and(|s| s.hand_over(fd, until));
+            // Another thread that receives from the carrier does not return.
+            let is_free = !self.direct.load(Ordering::SeqCst);
+            let is_plain = is_free && inner.as_mut().is_some_and(|s| s.hand_over(fd, until));
             drop(inner);
             if is_plain {
                 self.settle(fd, Why::Handed);
@@ -394,7 +443,10 @@ impl Sock {
             && let Some(word) = *owner
             && word.load(Ordering::Relaxed) == crate::owner::me()
         {
-            word.store(0, Ordering::Release);
+            // A thread that receives from the carrier keeps the connection for this process.
+            if !self.direct.load(Ordering::SeqCst) {
+                word.store(0, Ordering::Release);
+            }
             self.forked.store(true, Ordering::Release);
         }
     }
@@ -404,10 +456,15 @@ impl Sock {
         if self.inner.try_lock().is_none()
             || self.sets.try_lock().is_none()
             || self.owner.try_lock().is_none()
+            || self.watchers.try_lock().is_none_or(|mut w| {
+                w.clear();
+                false
+            })
         {
             self.lost.store(true, Ordering::Relaxed);
         }
         self.sleepers.store(0, Ordering::Relaxed);
+        self.direct.store(false, Ordering::Relaxed);
     }
 
     /// Returns whether this process may use the stream; makes it the owner if there is none.
@@ -457,8 +514,9 @@ impl Sock {
         }
     }
 
-    /// Reads without blocking; see [`Stream::read`]. With `sleeps`, the caller is counted in `sleepers` if less than it needs was
-    /// available; the second value is true then.
+    /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If less than the caller
+    /// needs was available and other threads sleep for bytes of the carrier too, the caller is counted in `sleepers`; the second
+    /// value is true then.
     pub fn read(
         &'static self,
         fd: c_int,
@@ -467,25 +525,95 @@ impl Sock {
         all: bool,
         sleeps: bool,
     ) -> (Result<(), c_int>, bool) {
-        let mut inner = lock(&self.inner);
-        let Some(stream) = inner.as_mut() else {
-            return (Err(GONE), false);
+        let mut start = dest.done();
+        loop {
+            let mut inner = lock(&self.inner);
+            let mut received = None;
+            let mut failed = 0;
+            if sleeps
+                && !peek
+                && !dest.is_full()
+                && self.may_pull()
+                && inner.as_ref().is_some_and(|s| s.awaits_bytes())
+            {
+                let receiver = received.insert(Receiver::new(self));
+                (inner, failed) = self.receive(inner, fd, dest);
+                receiver.end();
+            }
+            let Some(stream) = inner.as_mut() else {
+                return (Err(GONE), false);
+            };
+            let may_pull = failed == 0 && self.may_pull();
+            let mut result = stream.read(fd, dest, start, peek, all, may_pull);
+            let more =
+                result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
+            let repeats = sleeps && more && failed == 0;
+            let is_alone = repeats && !peek && self.may_pull() && stream.awaits_bytes();
+            if failed != 0 && result == Err(libc::EAGAIN) {
+                result = Err(failed);
+            }
+            let is_counted = repeats && !is_alone;
+            if is_counted {
+                self.sleepers.fetch_add(1, Ordering::SeqCst);
+            }
+            let mut news = stream.news();
+            news.readable &= stream.is_readable();
+            show::moved(fd, stream);
+            let is_over = stream.is_over();
+            drop(inner);
+            drop(received);
+            self.notify_sets(news);
+            if is_alone {
+                start = dest.done();
+                continue;
+            }
+            if is_over && !is_counted {
+                self.settle(fd, Why::Refused);
+            }
+            return (result, is_counted);
+        }
+    }
+
+    /// Receives from the carrier by a call that blocks, while the stream is not locked. Also returns the errno with which the call of
+    /// the program fails if it has read nothing, or 0.
+    fn receive<'a>(
+        &'a self,
+        inner: MutexGuard<'a, Option<Box<Stream>>>,
+        fd: c_int,
+        dest: &mut Dest<'_, '_>,
+    ) -> (MutexGuard<'a, Option<Box<Stream>>>, c_int) {
+        let Some(stream) = inner.as_ref() else {
+            return (inner, 0);
         };
-        let result = stream.read(fd, dest, peek, all, self.may_pull());
-        let more = result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
-        if sleeps && more {
-            self.sleepers.fetch_add(1, Ordering::SeqCst);
-        }
-        let mut news = stream.news();
-        news.readable &= stream.is_readable();
-        show::moved(fd, stream);
-        let is_over = stream.is_over();
+        let plan = stream.plan(Some(dest), limits::SCRATCH);
         drop(inner);
-        self.notify_sets(news);
-        if is_over && !(sleeps && more) {
-            self.settle(fd, Why::Refused);
+        let mut room = Room::default();
+        let result = room.receive(&plan, Some(dest), |parts| sys::recv_as(fd, parts, 0));
+        let mut inner = lock(&self.inner);
+        if let Some(stream) = inner.as_mut() {
+            stream.arrived(fd, &plan, result, Some(dest), &mut room);
         }
-        (result, sleeps && more)
+        match result {
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => (inner, e),
+            _ => (inner, 0),
+        }
+    }
+
+    /// Called by a thread that is counted as a sleeper and is about to poll the carrier. If another thread receives from the carrier,
+    /// that thread will write to the eventfd that `kick` returns. Returns whether it will.
+    pub fn watch(&self, kick: impl FnOnce() -> Option<c_int>) -> bool {
+        let _inner = lock(&self.inner);
+        if !self.direct.load(Ordering::SeqCst) {
+            return false;
+        }
+        let Some(kick) = kick() else { return false };
+        lock(&self.watchers).push(kick);
+        true
+    }
+
+    /// Ends [`Self::watch`].
+    pub fn unwatch(&self, kick: c_int) {
+        lock(&self.watchers).retain(|k| *k != kick);
     }
 
     /// Called by a counted sleeper after it was woken.
@@ -510,10 +638,7 @@ impl Sock {
             self.wake_followers();
         }
         if news.writable && self.leads.load(Ordering::SeqCst) {
-            let one = 1u64.to_ne_bytes();
-            let kick = self.kick.load(Ordering::Acquire);
-            // SAFETY: the buffer has eight bytes.
-            let _ = unsafe { crate::real::write(kick, one.as_ptr().cast(), one.len()) };
+            sys::ring(self.kick.load(Ordering::Acquire));
         }
     }
 
@@ -695,7 +820,7 @@ impl Sock {
             {
                 let taken = lock(&self.inner).take();
                 if let Some(mut stream) = taken
-                    && stream.close(fd)
+                    && stream.close(fd, !self.direct.load(Ordering::SeqCst))
                 {
                     worker::drain(fd, stream);
                 }
@@ -735,7 +860,8 @@ impl Sock {
             }
         }
         while let Some((false, _)) = self.with(|s| {
-            while s.pull(fd, None, limits::WAIT_READ) {}
+            let is_free = !self.direct.load(Ordering::SeqCst);
+            while is_free && s.pull(fd, None, limits::WAIT_READ) {}
             sys::is_delivered(fd)
         }) {
             let left = until.saturating_duration_since(Instant::now());

@@ -2,6 +2,7 @@
 
 use crate::limits;
 use crate::message::Kind;
+use crate::sys;
 use libc::{c_int, iovec, msghdr, size_t};
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -24,15 +25,26 @@ thread_local! {
     static BUFFER: Buffer = const { Buffer { at: Cell::new(std::ptr::null_mut()), busy: Cell::new(false) } };
 }
 
+/// Maps a buffer. A signal handler that has interrupted the allocator can do this too. Null: there is no memory.
+fn make() -> *mut u8 {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: this is a new mapping.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), limits::RECORD, access, flags, -1, 0) };
+    if at == libc::MAP_FAILED {
+        return std::ptr::null_mut();
+    }
+    at.cast()
+}
+
 fn free(at: *mut u8) {
-    // SAFETY: the pointer is null or was returned by `malloc`.
-    unsafe { libc::free(at.cast()) }
+    if !at.is_null() {
+        sys::unmap(at.cast(), limits::RECORD);
+    }
 }
 
 /// Returns a buffer of [`limits::RECORD`] bytes, which the caller must release. Null: there is no memory.
 pub(super) fn take() -> *mut u8 {
-    // SAFETY: `malloc` has no requirements. Only bytes that the kernel has written are read.
-    let make = || unsafe { libc::malloc(limits::RECORD) }.cast::<u8>();
     let own = BUFFER.try_with(|b| {
         if b.busy.replace(true) {
             return None;

@@ -94,10 +94,21 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
     }
 }
 
+/// A thread that is counted as a sleeper.
+struct Sleeper(&'static Sock);
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        self.0.awake();
+    }
+}
+
 /// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. False: the call fails with errno.
 fn sleep(fd: c_int, sock: &'static Sock) -> bool {
+    // The thread can be cancelled while it sleeps.
+    let sleeper = Sleeper(sock);
     if sys::is_nonblocking(fd) {
-        sock.awake();
+        drop(sleeper);
         sys::set_errno(libc::EAGAIN);
         return false;
     }
@@ -105,7 +116,7 @@ fn sleep(fd: c_int, sock: &'static Sock) -> bool {
     // SAFETY: the buffer has one byte.
     let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
     let e = sys::errno();
-    sock.awake();
+    drop(sleeper);
     sys::set_errno(e);
     // Other errors are returned and recorded by the next receive.
     n >= 0 || !matches!(e, libc::EINTR | libc::EAGAIN)
@@ -129,7 +140,9 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         };
     }
     let kernel = flags & libc::MSG_NOSIGNAL;
-    let waits = waits && !sys::is_nonblocking(fd);
+    // Whether the descriptor is non-blocking is asked only when it matters, since it is a system call.
+    let may_wait = waits;
+    let mut waits = false;
     loop {
         IoSlice::advance_slices(&mut rest, 0);
         let (result, wait) = sock.write(fd, rest, kernel, waits);
@@ -142,6 +155,10 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 }
             }
             Err(libc::EAGAIN) => {
+                if !waits && may_wait && !sys::is_nonblocking(fd) {
+                    waits = true;
+                    continue;
+                }
                 let Some(wait) = wait else {
                     return if done > 0 {
                         done as isize
@@ -178,7 +195,8 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         }
     }
     // A blocking write gives the peer time to answer the Request.
-    if sock.stream().as_ref().is_some_and(|s| s.is_starting()) && waits {
+    let is_starting = may_wait && sock.stream().as_ref().is_some_and(|s| s.is_starting());
+    if is_starting && !sys::is_nonblocking(fd) {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
             sock.process(fd, events);

@@ -538,7 +538,9 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         }
         let Some((n, _)) = sock.with(|s| {
             if request == libc::FIONREAD {
-                s.on_carrier(fd, libc::POLLIN, sock.may_pull());
+                if sock.may_pull() {
+                    s.fill(fd);
+                }
                 s.readable_bytes()
             } else {
                 s.unsent_bytes()
@@ -673,9 +675,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
         // SAFETY: upheld by the caller.
         let on = c_int::from(unsafe { value.cast::<c_int>().read_unaligned() } != 0);
         let set = sock.with(|s| {
-            if let Some(place) = s.delays.get_mut(which) {
-                *place = on;
-            }
+            s.set_delay(fd, which, on);
         });
         if set.is_some() {
             return 0;

@@ -5,9 +5,11 @@ use crate::conn::reliable::LIVE as RELIABLE;
 use crate::conn::set::Call;
 use crate::conn::sock::{LIVE, Mode, Sock};
 use crate::conn::table::{self, Entry};
+use crate::owner;
 use crate::real;
 use crate::sys;
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
+use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -70,6 +72,37 @@ struct Member {
     sock: &'static Sock,
     /// This thread is counted as a sleeper of the stream.
     sleeps: bool,
+    /// The eventfd by which another thread wakes this one; see [`Sock::watch`].
+    watched: Option<c_int>,
+}
+
+impl Member {
+    fn sleep(&mut self) {
+        self.sock.asleep();
+        self.sleeps = true;
+        let mut own = None;
+        let is_watched = self.sock.watch(|| {
+            own = kick();
+            own
+        });
+        self.watched = own.filter(|_| is_watched);
+    }
+
+    fn awake(&mut self) {
+        if let Some(kick) = self.watched.take() {
+            self.sock.unwatch(kick);
+        }
+        if std::mem::take(&mut self.sleeps) {
+            self.sock.awake();
+        }
+    }
+}
+
+/// A thread can be cancelled while it waits.
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.awake();
+    }
 }
 
 fn members(fds: &[pollfd]) -> Vec<Member> {
@@ -82,6 +115,7 @@ fn members(fds: &[pollfd]) -> Vec<Member> {
                     at,
                     sock,
                     sleeps: false,
+                    watched: None,
                 });
             }
             Entry::Set(set) if set.is_used() => set.nest(),
@@ -93,6 +127,59 @@ fn members(fds: &[pollfd]) -> Vec<Member> {
 
 const WRITES: i16 = libc::POLLOUT | libc::POLLWRNORM;
 
+/// The eventfd of a thread for [`Sock::watch`], or -1, and the process that has opened it.
+struct Kick(Cell<(c_int, u32)>);
+
+impl Drop for Kick {
+    fn drop(&mut self) {
+        let (fd, process) = self.0.get();
+        if fd >= 0 && process == owner::me() {
+            table::close_own(fd);
+        }
+    }
+}
+
+thread_local! {
+    static KICK: Kick = const { Kick(Cell::new((-1, 0))) };
+}
+
+/// Returns the eventfd of this thread, and opens it at the first call.
+fn kick() -> Option<c_int> {
+    let me = owner::me();
+    let (fd, process) = KICK.try_with(|k| k.0.get()).ok()?;
+    if fd >= 0 && process == me {
+        return Some(fd);
+    }
+    let fd = sys::eventfd()?;
+    table::own(fd);
+    KICK.try_with(|k| k.0.set((fd, me))).ok()?;
+    Some(fd)
+}
+
+/// Polls the list and the eventfd of this thread, which another thread writes that receives from a carrier of the list.
+fn poll_watched(
+    fds: &mut [pollfd],
+    kick: c_int,
+    time: *const timespec,
+    mask: *const sigset_t,
+) -> c_int {
+    let mut all = fds.to_vec();
+    all.push(pollfd {
+        fd: kick,
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    // SAFETY: the list is local, and the caller passes valid pointers.
+    let r = unsafe { real::ppoll(all.as_mut_ptr(), all.len() as nfds_t, time, mask) };
+    for (p, found) in fds.iter_mut().zip(&all) {
+        p.revents = found.revents;
+    }
+    if all.last().is_some_and(|k| k.revents != 0) {
+        sys::hush(kick);
+    }
+    r
+}
+
 /// Handles `poll` for a list that contains streams.
 fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
     let mut members = members(fds);
@@ -100,6 +187,7 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
     loop {
         // First check what can be reported without waiting.
         let mut ready = 0;
+        let mut watched = None;
         for m in &mut members {
             let Some(p) = fds.get_mut(m.at) else { continue };
             let want = wanted.get(m.at).copied().unwrap_or(0);
@@ -115,8 +203,8 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
                 continue;
             }
             // From here on other threads do not receive from the carrier, so no bytes are taken between the check and the wait.
-            m.sock.asleep();
-            m.sleeps = true;
+            m.sleep();
+            watched = watched.or(m.watched);
             let now = m.sock.process(p.fd, 0);
             if now & (want | libc::POLLERR | libc::POLLHUP) != 0 {
                 ready += 1;
@@ -132,14 +220,13 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
         };
         let left = if ready > 0 { Some(zero) } else { until.left() };
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: the list is the program's, and the time is a local variable.
-        let r = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) };
+        let r = match watched {
+            Some(kick) => poll_watched(fds, kick, time, mask),
+            // SAFETY: the list is the program's, and the time is a local variable.
+            None => unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) },
+        };
         let e = sys::errno();
-        for m in &mut members {
-            if std::mem::take(&mut m.sleeps) {
-                m.sock.awake();
-            }
-        }
+        members.iter_mut().for_each(Member::awake);
         if r < 0 {
             restore(fds, &wanted);
             return fail(e);
