@@ -550,7 +550,7 @@ impl Stream {
 
     /// Decides where the next bytes from the carrier are received, of which `most` at most are received into a buffer of the library.
     ///
-    /// Payload of long messages is received directly into the program's memory. At the begin of a message its length is not known:
+    /// Payload of long messages is received directly into the program's memory. At the beginning of a message its length is not known:
     /// it is expected to be as long as the last one. If it is another message, the bytes are moved.
     pub fn plan(&self, dest: Option<&Dest<'_, '_>>, most: usize) -> Plan {
         let most = match dest {
