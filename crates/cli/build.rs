@@ -12,7 +12,7 @@ fn main() {
     if var("CARGO_CFG_TARGET_ENV") != "gnu" {
         return;
     }
-    // The linker that cargo was given for the target, which is a C compiler.
+    // The C compiler: the linker that is configured for the target, or else `CC`, or else `cc`.
     let cc = [var("RUSTC_LINKER"), var("CC"), "cc".to_owned()];
     let cc = cc.iter().find(|cc| !cc.is_empty()).map_or("cc", |cc| cc);
     let object = Path::new(&var("OUT_DIR")).join("glibc.o");

@@ -78,8 +78,9 @@ const EXAMPLES: &str = "examples";
 /// The program that needs a build with debug assertions, in which a function of the library panics on request.
 const PANIC: &str = "panic";
 
-/// Programs that run a second time, with this carrier for their connections. In most tests the default, `auto`, uses TCP, because the
-/// tests end before the carrier changes.
+/// Programs that run again with this value of `ANYWARP_CARRIER`, the transport between processes of one host. `tcp` keeps
+/// connections on TCP. `eager` moves them to shared memory before the first request. The default, `auto`, moves them after
+/// some requests, so most tests end before that.
 const CARRIERS: &[(&str, &str)] = &[
     ("selftest", "eager"),
     ("selftest", "tcp"),
@@ -190,25 +191,25 @@ fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result
         failed.push("exs-ttcp".to_owned());
     }
     if IPV6.contains(&name) {
-        println!("== {name} by IPv6");
+        println!("== {name} over IPv6");
         if let Err(e) = std::net::UdpSocket::bind("[::1]:0") {
             println!("skip: this machine has no IPv6: {e}");
         } else {
             let mut command = on_loopback(&binary, "::1");
             command.env("TEST_ADDR", "::1");
             if !run_one(command.args(tests), name, work, skips)? {
-                failed.push(format!("{name} by IPv6"));
+                failed.push(format!("{name} over IPv6"));
             }
         }
     }
     for (_, carrier) in CARRIERS.iter().filter(|(n, _)| *n == name) {
-        println!("== {name} by {carrier}");
+        println!("== {name} with ANYWARP_CARRIER={carrier}");
         command.env("ANYWARP_CARRIER", carrier);
         if name == "chaos" {
             command.args(OF_DATAGRAMS);
         }
         if !run_one(&mut command, name, work, skips)? {
-            failed.push(format!("{name} by {carrier}"));
+            failed.push(format!("{name} with ANYWARP_CARRIER={carrier}"));
         }
     }
     Ok(failed)
@@ -329,9 +330,10 @@ impl Skips {
             let (Some(program), Some(test), Some(when), Some(_why)) =
                 (words.next(), words.next(), words.next(), words.next())
             else {
-                return Err(
-                    format!("tests/c/skips.expect: {line}: program, test, when, why").into(),
-                );
+                return Err(format!(
+                    "tests/c/skips.expect: {line}: expected program, test, condition, reason"
+                )
+                .into());
             };
             match holds(when) {
                 Some(true) => allowed.push((program.to_owned(), test.to_owned())),

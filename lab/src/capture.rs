@@ -1,8 +1,9 @@
 //! `cargo lab capture`: checks captures of real programs with tshark.
 //!
 //! Each pair of programs runs with `anywarp capture`. tshark must then find the packets that the programs caused, and no
-//! malformed, damaged or unknown ones. tshark does not know anywarp's control messages, which the dissector must explain.
-//! With `ANYWARP_PROFILE=standard` there are none, and tshark must know everything without the dissector.
+//! malformed, damaged or unknown ones. tshark itself does not know anywarp's control messages: anywarp's dissector
+//! (`anywarp.lua`) must decode them. With `ANYWARP_PROFILE=standard` there are none, and tshark must know everything
+//! without the dissector.
 //!
 //! Only the dissector understands the datagrams. It is also compared with anywarp's decoder, datagram by datagram, for the
 //! conversations in `docs/datagram-iwarp-vectors.md`, which contain the bytes and their decoded form.
@@ -80,7 +81,8 @@ const CASES: &[Case] = &[
             ("anywarp.report.room", 1),
         ],
     },
-    // Write-Record and Read without a connection, and reliable ones with atomics.
+    // The following three cases: Write-Records (RDMA Writes that are recorded at the target) over UD; Reads over UD;
+    // both, and atomics, over RD.
     Case {
         name: "records",
         server: "{dv} record_path_mtu reads restricted",
@@ -388,7 +390,12 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     }
     let listing = output(&mut command)?;
     if listing.lines().count() != all.len() {
-        return Err(format!("{} datagrams of {}", listing.lines().count(), all.len()).into());
+        return Err(format!(
+            "the dissector lists {} of {} datagrams",
+            listing.lines().count(),
+            all.len()
+        )
+        .into());
     }
     for (n, (decoded, listing)) in all.iter().zip(listing.lines()).enumerate() {
         let values: Vec<&str> = listing.split(';').collect();
@@ -404,7 +411,12 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
         }
         let acks = decoded.line.contains(" ack ");
         if acks != (get(".ack_counts") == "1" || get(".ack_counts") == "True") {
-            return Err(format!("datagram {}: acknowledges: {}", n + 1, decoded.line).into());
+            return Err(format!(
+                "datagram {}: dissector and decoder disagree about an acknowledgement: {}",
+                n + 1,
+                decoded.line
+            )
+            .into());
         }
     }
     Ok(())
@@ -434,7 +446,7 @@ fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
     if !get(".kind").contains("segment") {
         return all;
     }
-    // These are in brackets, after a packet.
+    // In a packet, the decoder prints these fields in brackets, after the fields of the packet.
     let (id, offset, length) = (get("anywarp.id"), get(".offset"), get("anywarp.length"));
     all.push(format!(" id {id} offset {offset} of {length} index "));
     let tagged = set(".tagged");

@@ -16,10 +16,13 @@
 
 /* Requests in a list. */
 #define LIST 16u
-/* Polls of another completion queue, after which a request is complete. */
+/* Number of polls of another completion queue after which a request is complete. */
 #define POLLS 200u
 
-/* Counts `thing`, which consists of `each` operations, `TIMES` times. `before` and `after` are not counted. */
+/*
+ * Counts `thing`, which consists of `each` operations, in `ROUNDS` rounds of `TIMES` repetitions, after one round that is
+ * not counted. `before` and `after` are not counted.
+ */
 #define COUNTED(name, each, before, thing, after)                                                                      \
 	do {                                                                                                           \
 		for (unsigned int i_ = 0; i_ < (ROUNDS + 1) * TIMES; i_++) {                                           \
@@ -77,7 +80,7 @@ static void receive(struct pair *p, struct region *to)
 	MUST(!ibv_post_recv(p->b.qp, &wr, &bad));
 }
 
-/* Polls an idle queue, which moves the completions of other queues into them. */
+/* Polls an idle queue. The device then runs, and adds completions to the other queues. */
 static void complete_others(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;

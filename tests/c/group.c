@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Sends to a multicast group, to the broadcast address and to the subnet's broadcast address, in one datagram and in
- * several. The hosts are network namespaces on one bridge. Members receive each message completely. A host that has not
- * joined, and a member with another Q_Key, receive nothing.
+ * several. The hosts are network namespaces on one bridge. Members receive each message completely, and drop messages
+ * with another Q_Key. A host that has not joined receives nothing.
  *
  * Host 1 sends; 2 and 3 have joined, 4 has not. The namespaces end with the processes of the test.
  */

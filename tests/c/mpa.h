@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A server of rdma_cm, an undisturbed connection in the same process, and peers that send MPA, DDP and RDMAP to the
- * server through plain sockets.
+ * A server that uses rdma_cm, and peers that attack it: they send MPA, DDP and RDMAP through plain sockets. The process
+ * of the server also has an undisturbed connection, which no peer attacks. It shows how an attack affects the process.
  */
 #ifndef ANYWARP_TESTS_MPA_H
 #define ANYWARP_TESTS_MPA_H

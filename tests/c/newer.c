@@ -197,7 +197,7 @@ static const char *buffers(size_t arg)
 	return NULL;
 }
 
-/* Functions for hardware fail as on a device without it. */
+/* Functions that need support in hardware fail, as on a device without that support. */
 static const char *hardware_only(size_t arg)
 {
 	(void)arg;
@@ -275,7 +275,7 @@ static const char *repoll_set(size_t arg)
 	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
 	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL, "no operation: %s", strerror(errno));
 	n = poll_wait(set, got, 4, 30);
-	ENSURE(n == 0, "%d ready descriptors in an empty set", n);
+	ENSURE(n == 0, "%d ready descriptors, expected none", n);
 
 	ENSURE(write(ends[1], "x", 1) == 1, "write");
 	n = poll_wait(set, got, 4, WAIT_MS);

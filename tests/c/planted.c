@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Deliberate errors that check the error detectors: `cargo lab sanitize` and `cargo lab valgrind` run this program
- * first, and continue only if the error is detected. A detector must observe both program and library to find each of
- * these errors, because one accesses memory of the other.
+ * first, and continue only if the error is detected. To find these errors, a detector must observe both the program and
+ * the library, because the library writes to the program's memory.
  *
  *   planted overflow   registers more memory than it allocated, and lets the device write beyond its end
  *   planted race       reads memory that the device writes, without synchronization

@@ -1414,7 +1414,7 @@ static const char *ud_lost(size_t arg)
 	return state_is(b.qp, IBV_QPS_RTS);
 }
 
-/* A stream of datagrams in a window that fits the buffers: all arrive completely and once. */
+/* There are never more datagrams under way than posted receives, so all arrive completely and once. */
 static const char *ud_stream(size_t count)
 {
 	struct end a, b;

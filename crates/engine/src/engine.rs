@@ -96,9 +96,9 @@ pub fn engine() -> io::Result<&'static Engine> {
         log!(Warn, "{warning}");
     }
     let engine = Box::new(Engine::new()?);
-    // The thread is created first, and receives the reactor when it runs: if it cannot be created, nothing has to be
-    // undone. The channel has no buffer, so the receiver allocates nothing: a thread that fails to allocate while it
-    // starts would abort the process.
+    // The thread is created before the engine is leaked and visible, and receives the reactor later. If the thread
+    // cannot be created, nothing has to be undone. The channel has no buffer, so that the receiver allocates nothing: a
+    // thread that fails to allocate while it starts would abort the process.
     let (give, take) = std::sync::mpsc::sync_channel::<&'static Reactor>(0);
     worker::spawn(take, |payload| caught("the worker", payload))?;
     let engine: &'static Engine = Box::leak(engine);

@@ -78,7 +78,7 @@ fn start(args: &Run) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
     let preload = library.sockets().map_err(Failure::Library)?;
     for obstacle in elf::obstacles(&program, &preload) {
-        eprintln!("anywarp: warning: {obstacle}: its sockets stay the kernel's");
+        eprintln!("anywarp: warning: {obstacle}: its sockets remain kernel sockets");
     }
     let mut command = Command::new(&program);
     command

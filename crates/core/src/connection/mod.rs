@@ -11,9 +11,9 @@
 //! | `stream.rs` | the state of one stream |
 //! | `requester.rs` | requests of this end on it: numbers, outstanding Reads and atomics, retries |
 //! | `responder.rs` | the peer's requests on it, and the responses to them |
-//! | `tx.rs` | take; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
+//! | `tx.rs` | take the next request from the send queue; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
 //! | `build.rs` | build the messages of a request |
-//! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit, place |
+//! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit (check) a segment, place its payload |
 //! | `deliver.rs` | deliver a message |
 //! | `complete.rs` | complete requests; acknowledgements; failure |
 //! | `shm_handover.rs` | from TCP to shared memory |
@@ -140,7 +140,8 @@ impl Connection {
         self.stream.as_ref().map_or(End::Dead, |s| s.end)
     }
 
-    /// Whether more than a few kilobytes wait to be framed, so that a large transmit batch is worth allocating.
+    /// Whether a message is being framed, or one of more than 2 KiB waits, so that a large transmit batch is worth
+    /// allocating.
     pub fn has_bulk(&mut self) -> bool {
         const BULK: u64 = 2048;
         let Some(s) = &self.stream else { return false };
@@ -295,8 +296,8 @@ impl Connection {
         self.base.sq.inject_error(status);
     }
 
-    /// Cuts the stream, as an injected fault. The request that was posted last fails as one without an answer, if all
-    /// requests before it are done.
+    /// Cuts the stream, as an injected fault. The oldest unfinished request fails with RETRY_EXC_ERR, whether or not it
+    /// was sent. Without a stream, the request that was posted last fails when it would be taken.
     pub fn cut(&mut self) {
         self.inject_error(Status::RetryExceeded);
         if self.stream.is_none() || self.base.state == State::Error {
@@ -402,8 +403,8 @@ impl Connection {
         }
     }
 
-    /// Records that the peer has not connected although it has to (it has the larger address and number). Posted
-    /// requests fail with RETRY_EXC_ERR after `timeout` x `retry_cnt`, unless the peer connects first.
+    /// Records that the peer has not connected although it has to (the end with the smaller address and number
+    /// connects). Posted requests fail with RETRY_EXC_ERR after `timeout` x `retry_cnt`, unless the peer connects first.
     pub fn handle_not_connected(&mut self) {
         self.peer_left = true;
     }
@@ -554,8 +555,9 @@ impl Connection {
     /// Handles the end of the stream: the peer closed it (`reset` is false), or it broke. `all_taken`: the peer's
     /// transport has acknowledged all bytes that were sent.
     pub fn handle_eof(&mut self, reset: bool, all_taken: bool) {
-        // A queue pair that closes its stream sends an acknowledgement and a Bye. If its process ended before that,
-        // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp] applies.
+        // A queue pair that closes its stream sends an acknowledgement and a Bye. If its process ended before that, the
+        // acknowledgement of its transport is enough, as for a standard peer.
+        // RFC 5040 §5.5 (14) [rdmap-complete-after-ddp]
         if all_taken && self.stream.as_ref().is_some_and(|s| !s.bye_received) {
             self.complete_sent();
         }

@@ -1,4 +1,4 @@
-//! The source of the payload of a message: bytes that the stack holds, or ranges of registered memory.
+//! The source of the payload of a message: bytes that the message holds, or ranges of registered memory.
 
 use smallvec::SmallVec;
 

@@ -104,7 +104,7 @@ fn program(name: &OsStr, path: &Path, library: &Library) -> Vec<Line> {
         lines.push(Line::fail(
             "loading",
             "the file has capabilities: the loader ignores LD_PRELOAD for it",
-            "install the package anywarp-system, or run a copy of the file, which has none",
+            "install the package anywarp-system, or run a copy of the file: a copy has no capabilities",
         ));
     }
     let Some(facts) = read(&runs) else {
@@ -196,7 +196,7 @@ fn verbs_lines(files: &[(PathBuf, Facts)], is_interpreter: bool) -> Vec<Line> {
         lines.push(Line::warn(
             "verbs",
             "names no RDMA library itself",
-            "if one of its libraries or plug-ins does, the device is found; name that file to look at it",
+            "if one of its libraries or plug-ins does, the device is found; to check that file, name it instead of the program",
         ));
     }
     lines
@@ -242,7 +242,7 @@ fn package(name: &OsStr, folders: &[PathBuf]) -> Vec<Line> {
         lines.push(Line::ok(
             "how",
             format!(
-                "anywarp run -- python3 … ({} finds the device in the program that imports it)",
+                "anywarp run -- python3 … (then {} finds the device)",
                 name.to_string_lossy()
             ),
         ));

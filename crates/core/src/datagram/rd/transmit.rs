@@ -1,4 +1,7 @@
 //! Sends packets: whether a packet may be sent to a peer now, and its header.
+//!
+//! The parent module describes tokens and proof of addresses. A *run* is a range of packet numbers that have arrived
+//! although an earlier packet is missing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +46,7 @@ impl Reliable {
                 return false;
             }
             if state.room == 0 {
-                // The peer is probed from time to time, whether its window is open again.
+                // The peer is probed from time to time, to learn whether its window is open again.
                 let tx = state.sender(now);
                 if tx.deadline.is_none() {
                     tx.deadline = Some(now + CLOSED);
@@ -74,8 +77,9 @@ impl Reliable {
         false
     }
 
-    /// Makes a packet of a datagram. `packet` has room for the packet header, then the datagram without CRC; it is
-    /// returned complete. `last`: the datagram ends the message `tag`. `alone`: no other datagram follows at once.
+    /// Makes a packet that contains a datagram, and returns it. `packet` begins with space for the packet's header, which
+    /// this function fills in; the datagram without its CRC follows. `last`: the datagram ends the message `tag`.
+    /// `alone`: no other datagram follows at once.
     pub(in crate::datagram) fn push(
         &mut self,
         peer: &Peer,
@@ -174,7 +178,7 @@ impl Reliable {
         };
         let bytes = match &mut state.tx {
             _ if state.echo == 0 => {
-                // If the address is not proven, only the token is sent.
+                // The peer's token is not known yet: the packet has the token of this end, and no data.
                 packet.ack_now = true;
                 let nothing = Outgoing {
                     seq: state.next,
@@ -270,8 +274,8 @@ fn header(
 ) -> Packet {
     let rx = state.rx.as_deref();
     let next = rx.map(Receiver::next).or(state.expected);
-    // The time is returned only with an acknowledgement that is due: otherwise the idle time would count as round
-    // trip.
+    // The peer's time is returned only with an acknowledgement that is due. Otherwise the peer would count the time
+    // for which this end was idle as part of the round trip.
     let answers = rx.filter(|rx| rx.due || rx.soon.is_some());
     Packet {
         token: state.token,
