@@ -1,4 +1,4 @@
-//! A domain: the device and the objects opened on it, protected by one lock.
+//! A domain: the device, and the objects opened on it, whose state one lock protects.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
