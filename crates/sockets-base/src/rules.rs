@@ -3,7 +3,7 @@
 //! ```text
 //! program GLOB [tag TAG]                                  # applies to the rules up to the next such line
 //! listen|connect tcp ADDR[:PORT[-PORT]] [from ADDR]       tcp | prefer | require | off
-//! connect tcp ADDR to ADDR[:PORT[-PORT]]                  the same, with the local address first
+//! connect tcp LOCAL to ADDR[:PORT[-PORT]]                 the same modes, for connections from the address LOCAL
 //! bind|send      udp ADDR[:PORT[-PORT]]                   udp | off | DATAGRAMS [require]
 //! all                                                     any of these modes
 //! DATAGRAMS: datagram | record | reliable

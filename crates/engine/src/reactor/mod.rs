@@ -354,8 +354,8 @@ impl Reactor {
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
         let found = from_sockets || from_memory;
         self.quiet.on_poll(found, t);
-        let due = self.is_delayed_too_long(t) || self.is_held_long_enough(found, t);
-        if due && self.has_delayed() {
+        if self.has_delayed() && (self.is_delayed_too_long(t) || self.is_held_long_enough(found, t))
+        {
             for qp in self.take_delayed() {
                 qp.flush_due(now);
             }
