@@ -25,7 +25,7 @@ use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::net::udp::UdpSocket;
 use crate::process::PerProcess;
-use crate::reactor::{Source, Token};
+use crate::reactor::{Alarm, Source};
 use crate::sys::{Io, thread};
 
 // ---------------------------------------------------------------------- settings
@@ -251,8 +251,7 @@ struct Late {
     datagrams: BTreeMap<Key, Delayed>,
     bytes: usize,
     next: u64,
-    token: Option<Token>,
-    alarm: Option<Instant>,
+    alarm: Alarm,
 }
 
 static LATE: PerProcess<Mutex<Late>> =
@@ -293,14 +292,10 @@ impl Late {
         let Some((&(at, _), _)) = self.datagrams.first_key_value() else {
             return;
         };
-        if self.alarm.is_some_and(|alarm| alarm <= at) {
-            return;
+        let register = || engine.reserve(Arc::new(Clock(engine)));
+        if let Some(source) = self.alarm.set(at, register) {
+            engine.deadline(source, at);
         }
-        let token = *self
-            .token
-            .get_or_insert_with(|| engine.reserve(Arc::new(Clock(engine))));
-        self.alarm = Some(at);
-        engine.deadline(token, at);
     }
 
     fn take_due(&mut self, now: Instant) -> Vec<Delayed> {
@@ -327,9 +322,7 @@ impl Source for Clock {
     fn timeout(self: Arc<Self>, now: Instant) {
         let due = {
             let mut late = LATE.get().lock();
-            if late.alarm.is_some_and(|alarm| alarm <= now) {
-                late.alarm = None;
-            }
+            late.alarm.passed(now);
             let due = late.take_due(now);
             late.watch(self.0);
             due

@@ -25,7 +25,7 @@ use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::process::PerProcess;
-use crate::reactor::{Source, Token};
+use crate::reactor::{Alarm, Source};
 use crate::sys::thread::Uncancelled;
 
 /// Shortest time until a waiting flow is looked at again. A timer for each packet would cost more than the packet.
@@ -139,8 +139,7 @@ struct Sender {
     /// The link, if they do not.
     own: Link,
     waiting: BTreeMap<FlowId, Weak<dyn Paced>>,
-    token: Option<Token>,
-    alarm: Option<Instant>,
+    alarm: Alarm,
 }
 
 static SENDER: PerProcess<OnceLock<Option<Mutex<Sender>>>> = PerProcess::new(OnceLock::new);
@@ -161,8 +160,7 @@ fn sender() -> Option<&'static Mutex<Sender>> {
             shared,
             own: Link::new(settings),
             waiting: BTreeMap::new(),
-            token: None,
-            alarm: None,
+            alarm: Alarm::default(),
         };
         Some(Mutex::new(Rank::Link, sender))
     });
@@ -212,14 +210,10 @@ impl Sender {
         let Some(next) = next else { return };
         let wait = Duration::from_nanos(next.saturating_sub(clock::nanos()));
         let at = now + wait.max(TICK);
-        if self.alarm.is_some_and(|alarm| alarm <= at) {
-            return;
+        let register = || engine.reserve(Arc::new(Clock(engine)));
+        if let Some(source) = self.alarm.set(at, register) {
+            engine.deadline(source, at);
         }
-        let token = *self
-            .token
-            .get_or_insert_with(|| engine.reserve(Arc::new(Clock(engine))));
-        self.alarm = Some(at);
-        engine.deadline(token, at);
     }
 }
 
@@ -235,7 +229,7 @@ impl Source for Clock {
         let Some(sender) = sender() else { return };
         let ready: Vec<_> = {
             let mut sender = sender.lock();
-            sender.alarm = None;
+            sender.alarm.passed(now);
             let waiting: Vec<_> = sender.waiting.keys().copied().collect();
             let (ready, next) = sender.with(|link, t| {
                 for &id in &waiting {
@@ -370,8 +364,7 @@ mod tests {
             shared: Some(Arc::new(open(file).unwrap())),
             own: Link::new(settings),
             waiting: BTreeMap::new(),
-            token: None,
-            alarm: None,
+            alarm: Alarm::default(),
         }
     }
 

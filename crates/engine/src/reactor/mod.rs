@@ -10,6 +10,7 @@
 //! The reactor does not depend on queue pairs: a queue pair is a [`Source`] with a [`Token`], and may be a
 //! [`DelayedAck`] and a user of [`PolledMemory`].
 
+mod alarm;
 mod buffers;
 mod cork;
 mod deadlines;
@@ -44,6 +45,7 @@ use crate::clock;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank, RwLock};
 use crate::sys::{socket, thread};
+pub(crate) use alarm::Alarm;
 use buffers::Buffers;
 pub use buffers::RX_BUFFER_LEN;
 pub(crate) use cork::Polls;
