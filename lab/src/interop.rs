@@ -6,6 +6,7 @@
 
 pub(crate) mod bench;
 mod guest;
+pub(crate) mod study;
 mod wire;
 
 use crate::c_tests;

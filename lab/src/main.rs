@@ -96,7 +96,14 @@ enum Task {
     /// Compare extended sockets with verbs, rsockets and plain TCP, and check the bounds.
     Exs(exs::Options),
     /// Test `anywarp study` briefly with each of its runners.
-    Study,
+    Study {
+        /// Also measure the page as Chromium shows it; needs the package chromium.
+        #[arg(long)]
+        browser: bool,
+        /// Instead run it in a QEMU guest, on anywarp, siw and rxe side by side.
+        #[arg(long, conflicts_with = "browser")]
+        guest: bool,
+    },
     /// Run the commands of docs/tutorial.md.
     Tutorial,
 }
@@ -129,7 +136,8 @@ fn run(task: &Task) -> xtask::Result {
         Task::Capture => capture::run(),
         Task::Sockets => sockets::run(),
         Task::Exs(options) => exs::run(options),
-        Task::Study => study::run(),
+        Task::Study { guest: true, .. } => interop::study::run(),
+        Task::Study { browser, .. } => study::run(browser),
         Task::Tutorial => tutorial::run(),
     }
 }

@@ -50,7 +50,30 @@ for element in page.iter():
         assert "//" not in value, f"not of this folder: {value}"
 "#;
 
-pub(crate) fn run() -> Result {
+/// Appended to a page: a script that measures the drawings as a browser shows them, and writes what is wrong into the page.
+const MEASURE: &str = r#"
+<script>
+const wrong = [];
+let drawings = 0;
+for (const svg of document.querySelectorAll("section svg")) {
+  drawings += 1;
+  const name = svg.closest("section").id, box = svg.getBoundingClientRect();
+  if (box.width < 200 || box.height < 80) wrong.push(`${name}: a drawing of ${box.width} x ${box.height}`);
+  for (const text of svg.querySelectorAll("text")) {
+    const at = text.getBoundingClientRect();
+    if (at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1)
+      wrong.push(`${name}: "${text.textContent}" is cut off`);
+  }
+}
+if (document.documentElement.scrollWidth > innerWidth) wrong.push(`${document.documentElement.scrollWidth} pixels wide`);
+const seen = document.createElement("p");
+seen.id = "measured";
+seen.textContent = `${drawings} drawings: ${wrong.join("; ") || "nothing wrong"}`;
+document.body.append(seen);
+</script>
+"#;
+
+pub(crate) fn run(browser: bool) -> Result {
     let folder = sh::target().join("study");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
@@ -67,6 +90,10 @@ pub(crate) fn run() -> Result {
         "a server on another host",
         elsewhere(&folder.join("elsewhere")),
     );
+    tally.report("side by side", side_by_side(&folder.join("beside")));
+    if browser {
+        tally.report("the page in a browser", shown(&folder));
+    }
     tally.report("list", list());
     tally.report("hints", hints(&folder));
     tally.report("invalid arguments are refused", refused(&folder));
@@ -281,6 +308,77 @@ fn elsewhere(folder: &Path) -> Result {
     Ok(())
 }
 
+/// Two carriers and plain TCP on a network that delays packets. No message can be faster than the delay.
+fn side_by_side(folder: &Path) -> Result {
+    const DELAY_US: f64 = 2000.0;
+    let words = [
+        "run",
+        "--smoke",
+        "-q",
+        "pb:1b",
+        "--vary",
+        "carrier=tcp,udp,kernel",
+        "--vary",
+        "mtu=1500",
+        "--vary",
+        "network-delay=2ms",
+    ];
+    output(&words, folder, 0)?;
+    let csv = fs::read_to_string(folder.join("pb-1b.csv"))?;
+    let mut lines = csv.lines().map(|line| line.split(',').collect::<Vec<_>>());
+    let head = lines.next().unwrap_or_default();
+    let column = |name: &str| head.iter().position(|column| *column == name);
+    let (carrier, time) = column("carrier")
+        .zip(column("oneway_us"))
+        .ok_or_else(|| format!("the columns are missing:\n{csv}"))?;
+    let mut carriers = BTreeSet::new();
+    for line in lines {
+        let us = line.get(time).and_then(|us| us.parse::<f64>().ok());
+        if !us.is_some_and(|us| us > DELAY_US && us < 10.0 * DELAY_US) {
+            return Err(format!("not delayed: {}", line.join(",")).into());
+        }
+        carriers.extend(line.get(carrier).map(|name| (*name).to_owned()));
+    }
+    if carriers.len() != 3 {
+        return Err(format!("only {carriers:?}:\n{csv}").into());
+    }
+    Ok(())
+}
+
+/// Has a browser show the page, and measures its drawings there.
+fn shown(folder: &Path) -> Result {
+    let page = folder.join("measured.html");
+    let text = fs::read_to_string(folder.join("index.html"))?;
+    fs::write(&page, text.replace("</body>", &format!("{MEASURE}</body>")))?;
+    let output = Command::new("chromium")
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--window-size=1280,1000",
+        ])
+        .arg("--dump-dom")
+        .arg(format!("file://{}", page.display()))
+        .stderr(Stdio::null())
+        .output()
+        .map_err(|e| format!("chromium: {e}: apt install chromium"))?;
+    let dom = String::from_utf8_lossy(&output.stdout).into_owned();
+    let measured = dom
+        .split("<p id=\"measured\">")
+        .nth(1)
+        .and_then(|rest| rest.split("</p>").next())
+        .ok_or("the script did not run in the browser")?;
+    let drawings: usize = measured
+        .split(' ')
+        .next()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(0);
+    if drawings < FIGURES.len() || !measured.ends_with("nothing wrong") {
+        return Err(measured.to_owned().into());
+    }
+    Ok(())
+}
+
 fn list() -> Result {
     let table = text(&output(&["list"], Path::new(""), 0)?.stdout);
     for name in ["pb:1a", "pb:8d", "pb:T1", "hc:11", "thesis:6.4"] {
@@ -324,6 +422,11 @@ fn hints(folder: &Path) -> Result {
 fn refused(folder: &Path) -> Result {
     for (words, folder, why) in [
         (&["run", "pb:9"][..], folder, "there is no figure pb:9"),
+        (
+            &["run", "pb:1a", "--vary", "colour=red"],
+            folder,
+            "no chosen figure has the axis colour",
+        ),
         (
             &["run", "pb:1a", "--device", "nosuch", "--smoke", "-q"],
             &folder.join("other"),

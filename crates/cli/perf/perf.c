@@ -18,12 +18,14 @@
  */
 #define _GNU_SOURCE
 #include <infiniband/verbs.h>
+#include <rdma/rdma_cma.h>
 #include "../../abi/include/infiniband/anywarpdv.h"
 
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <netdb.h>
 #include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -51,7 +53,7 @@ enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };
 static struct {
 	uint64_t server, blast, transport, op, size, depth, list, signal_every, inlined, event, slots, gather, iters,
 		duration_ms, warmup, segment, record_mode, parity, repeats, deadline_ms, exact, idle_ms, wait_ms, gid_index, sl, unordered,
-		mtu, fill;
+		mtu, fill, cm;
 } o = { .depth = 16, .list = 1, .signal_every = 1, .gather = 1, .size = 64, .idle_ms = 10000, .wait_ms = 200 };
 
 #define OPTION(x) { #x, &o.x }
@@ -60,7 +62,7 @@ static const struct { const char *name; uint64_t *at; } options[] = {
 	OPTION(signal_every), OPTION(inlined), OPTION(event), OPTION(slots), OPTION(gather), OPTION(iters),
 	OPTION(duration_ms), OPTION(warmup), OPTION(segment), OPTION(record_mode), OPTION(parity), OPTION(repeats),
 	OPTION(deadline_ms), OPTION(exact), OPTION(idle_ms), OPTION(wait_ms), OPTION(gid_index), OPTION(sl), OPTION(unordered), OPTION(mtu),
-	OPTION(fill),
+	OPTION(fill), OPTION(cm),
 };
 
 static struct ibv_context *device;
@@ -73,8 +75,11 @@ static struct ibv_ah *ah;
 static struct ibv_mr *ref_mr[2], *slot_mr;
 static uint8_t *ref[2], *slots;
 static uint64_t stride, receives;
-static struct { uint32_t qpn, lid, psn, rkey, slots; uint64_t addr, ref_addr, ref_rkey; union ibv_gid gid; } peer;
+static struct { uint32_t qpn, lid, psn, rkey, slots; uint64_t addr, ref_addr, ref_rkey; union ibv_gid gid; uint16_t cm; char ip[64]; } peer;
 static struct ibv_port_attr port_attr;
+static struct rdma_event_channel *cm_events;
+static struct rdma_cm_id *cm_id;
+static uint16_t cm_port;
 
 static __typeof__(anywarpdv_create_qp_ex) *dv_create;
 static __typeof__(anywarpdv_poll_records) *dv_poll_records;
@@ -1254,6 +1259,113 @@ static void modify(struct ibv_qp_attr *attr, int mask, const char *what)
 		die("%s: %s", what, strerror(rc));
 }
 
+/* An iWARP device other than anywarp's connects its queue pairs only by rdma_cm, not by addresses in ibv_modify_qp. */
+static bool by_cm(void)
+{
+	bool iwarp = device->device->transport_type == IBV_TRANSPORT_IWARP;
+
+	return o.cm || (iwarp && !dlvsym(RTLD_DEFAULT, "anywarpdv_create_qp_ex", "ANYWARPDV_1.0"));
+}
+
+/* The address of this end: that of the control connection. */
+static const char *own_ip(void)
+{
+	const char *ip = getenv("ANYWARP_ADDR");
+
+	return ip ? ip : "0.0.0.0";
+}
+
+static struct sockaddr_storage address_of(const char *ip, uint16_t port)
+{
+	struct addrinfo *found, hints = { .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV };
+	struct sockaddr_storage to = { 0 };
+	char service[8];
+	int rc;
+
+	snprintf(service, sizeof(service), "%u", port);
+	rc = getaddrinfo(ip, service, &hints, &found);
+	if (rc)
+		die("%s: %s", ip, gai_strerror(rc));
+	memcpy(&to, found->ai_addr, found->ai_addrlen);
+	freeaddrinfo(found);
+	return to;
+}
+
+static void make_cm_id(void)
+{
+	cm_events = rdma_create_event_channel();
+	if (!cm_events || rdma_create_id(cm_events, &cm_id, NULL, RDMA_PS_TCP))
+		die("rdma_create_id: %s", strerror(errno));
+}
+
+/* Waits for an event of this kind, and returns the identifier that it is for. */
+static struct rdma_cm_id *cm_event(enum rdma_cm_event_type wanted)
+{
+	struct pollfd ready = { .fd = cm_events->fd, .events = POLLIN };
+	struct rdma_cm_event *event;
+	struct rdma_cm_id *id;
+
+	if (poll(&ready, 1, (int)o.idle_ms) != 1)
+		die("rdma_cm: no %s", rdma_event_str(wanted));
+	if (rdma_get_cm_event(cm_events, &event))
+		die("rdma_get_cm_event: %s", strerror(errno));
+	if (event->event != wanted)
+		die("rdma_cm: %s (%d) instead of %s", rdma_event_str(event->event), event->status, rdma_event_str(wanted));
+	id = event->id;
+	rdma_ack_cm_event(event);
+	return id;
+}
+
+static void listen_by_cm(void)
+{
+	struct sockaddr_storage at = address_of(own_ip(), 0);
+
+	make_cm_id();
+	if (rdma_bind_addr(cm_id, (struct sockaddr *)&at) || rdma_listen(cm_id, 1))
+		die("rdma_listen on %s: %s", own_ip(), strerror(errno));
+	cm_port = ntohs(rdma_get_src_port(cm_id));
+}
+
+/* Connects the queue pair, which this program has created itself, so that its number is passed to rdma_cm. */
+static void connect_by_cm(void)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = PORT,
+				    .qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ };
+	struct rdma_conn_param param = { .responder_resources = 16, .initiator_depth = 16, .retry_count = 7, .rnr_retry_count = 7,
+					 .qp_num = qp->qp_num };
+
+	modify(&attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "to INIT");
+	if (receives)
+		post_receives(0, receives);
+	if (o.server) {
+		struct rdma_cm_id *id = cm_event(RDMA_CM_EVENT_CONNECT_REQUEST);
+
+		if (rdma_accept(id, &param))
+			die("rdma_accept: %s", strerror(errno));
+	} else {
+		struct sockaddr_storage to = address_of(peer.ip, peer.cm);
+
+		make_cm_id();
+		if (rdma_resolve_addr(cm_id, NULL, (struct sockaddr *)&to, 2000))
+			die("rdma_resolve_addr to %s: %s", peer.ip, strerror(errno));
+		cm_event(RDMA_CM_EVENT_ADDR_RESOLVED);
+		if (rdma_resolve_route(cm_id, 2000))
+			die("rdma_resolve_route: %s", strerror(errno));
+		cm_event(RDMA_CM_EVENT_ROUTE_RESOLVED);
+		if (strcmp(ibv_get_device_name(cm_id->verbs->device), ibv_get_device_name(device->device)))
+			die("%s is reached by the device %s", peer.ip, ibv_get_device_name(cm_id->verbs->device));
+		if (rdma_connect(cm_id, &param))
+			die("rdma_connect: %s", strerror(errno));
+	}
+	cm_event(RDMA_CM_EVENT_ESTABLISHED);
+	memset(&attr, 0, sizeof(attr));
+	if (ibv_query_qp(qp, &attr, IBV_QP_STATE, &(struct ibv_qp_init_attr){ 0 }))
+		die("ibv_query_qp: %s", strerror(errno));
+	if (attr.qp_state == IBV_QPS_RTS)
+		return;
+	die("rdma_cm connects only queue pairs of iWARP devices in this program: leave --cm out");
+}
+
 static void connect_peer(uint32_t psn)
 {
 	static const enum ibv_mtu mtus[] = { IBV_MTU_1024, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096 };
@@ -1299,8 +1411,8 @@ static void hello(uint32_t psn)
 	if (ibv_query_gid(device, PORT, (int)o.gid_index, &gid))
 		die("GID %" PRIu64 ": %s", o.gid_index, strerror(errno));
 	printf("hello qpn=%u lid=%u psn=%u rkey=%u addr=%" PRIu64 " slots=%" PRIu64 " ref_rkey=%u ref_addr=%" PRIu64
-	       " device=%s gid=", qp->qp_num, port_attr.lid, psn, slot_mr->rkey, (uint64_t)(uintptr_t)slots, o.slots,
-	       ref_mr[0]->rkey, (uint64_t)(uintptr_t)ref[0], ibv_get_device_name(device->device));
+	       " cm=%u ip=%s device=%s gid=", qp->qp_num, port_attr.lid, psn, slot_mr->rkey, (uint64_t)(uintptr_t)slots, o.slots,
+	       ref_mr[0]->rkey, (uint64_t)(uintptr_t)ref[0], cm_port, own_ip(), ibv_get_device_name(device->device));
 	for (int i = 0; i < 16; i++)
 		printf("%02x", gid.raw[i]);
 	printf("\n");
@@ -1323,6 +1435,10 @@ static void read_peer(void)
 	peer.slots = (uint32_t)member(text, "slots");
 	peer.ref_rkey = member(text, "ref_rkey");
 	peer.ref_addr = member(text, "ref_addr");
+	peer.cm = (uint16_t)member(text, "cm");
+	gid = strstr(text, " ip=");
+	if (!gid || sscanf(gid, " ip=%63s", peer.ip) != 1)
+		die("the other end's words have no address");
 	gid = strstr(text, " gid=");
 	if (!gid || strlen(gid) < 5 + 32 || !peer.slots)
 		die("the other end's words have no gid");
@@ -1388,9 +1504,17 @@ int main(int argc, char **argv)
 	open_device();
 	make_queue_pair();
 	make_memory();
+	if (o.server && by_cm())
+		listen_by_cm();
 	hello(psn);
 	read_peer();
-	connect_peer(psn);
+	if (o.server ? by_cm() : peer.cm != 0)
+		connect_by_cm();
+	else if (by_cm())
+		die("%s connects only by rdma_cm, which the other end does not use: give the client --cm",
+		    ibv_get_device_name(device->device));
+	else
+		connect_peer(psn);
 	printf("armed\n");
 	fflush(stdout);
 	line(text, sizeof(text));

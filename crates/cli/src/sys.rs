@@ -65,6 +65,25 @@ pub(crate) fn epoll_pwait2() -> io::Result<()> {
     }
 }
 
+/// Creates a TUN interface in the network namespace of this thread. It exists as long as the file is open.
+pub(crate) fn tun(name: &str) -> io::Result<std::fs::File> {
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/net/tun")?;
+    // SAFETY: all bytes of the structure may be zero.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // The last byte stays zero.
+    let room = request.ifr_name.len() - 1;
+    for (to, byte) in request.ifr_name.iter_mut().take(room).zip(name.bytes()) {
+        *to = byte as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as libc::c_short;
+    // SAFETY: the descriptor is open, and the request is an ifreq that outlives the call.
+    result(unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &raw mut request) })?;
+    Ok(file)
+}
+
 /// Returns the error of a call that returned -1.
 pub(crate) fn result(rc: libc::c_int) -> io::Result<()> {
     if rc < 0 {

@@ -136,6 +136,10 @@ pub(crate) struct Perf {
     #[arg(long, value_name = "LEVEL", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..16), hide_default_value = true)]
     pub(crate) sl: u64,
 
+    /// rc: connect by rdma_cm instead of addresses in ibv_modify_qp; iWARP devices of the system always do
+    #[arg(long)]
+    pub(crate) cm: bool,
+
     /// Use the system's libibverbs and its first device instead of anywarp
     #[arg(long)]
     pub(crate) system: bool,
@@ -224,6 +228,9 @@ impl Perf {
     pub(crate) fn contradiction(&self, ping: bool) -> Option<String> {
         let connected = matches!(self.transport, Transport::Rc | Transport::Uc);
         let transport = word(self.transport);
+        if self.cm && self.transport != Transport::Rc {
+            return Some("--cm is for --transport rc".to_owned());
+        }
         if self.op == Op::WriteRecord && connected {
             return Some(format!(
                 "{transport} has no Write-Record: use --op write or write-imm, or --transport ud or rd"

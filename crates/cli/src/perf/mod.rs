@@ -258,6 +258,7 @@ fn plan(args: &Perf, ping: bool, size: u64) -> Numbers {
         ("exact", number(args.exact)),
         ("gid_index", args.gid_index),
         ("sl", args.sl),
+        ("cm", number(args.cm)),
         ("idle_ms", args.timeout * 1000),
     ]
     .into_iter()

@@ -89,6 +89,8 @@ struct Programs<'a> {
     folder: &'a Path,
     /// The programs use the device directly.
     device: bool,
+    /// The device checks each message with a CRC.
+    crc: bool,
     /// The commands as a user would type them.
     commands: Vec<String>,
 }
@@ -138,6 +140,10 @@ impl Programs<'_> {
                 command = Command::new(program);
                 command.args(arguments);
             }
+        }
+        if !self.crc && !typed.is_empty() {
+            command.env("ANYWARP_CRC", "0");
+            typed.insert_str(0, "ANYWARP_CRC=0 ");
         }
         typed.push_str(&words.join(" "));
         self.commands.push(typed);
@@ -206,6 +212,7 @@ impl Apps {
             library,
             folder: &self.folder,
             device: false,
+            crc: get("crc") != "false",
             commands: Vec::new(),
         };
         let outcome = match get("app") {

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
 
+use super::figures::{Extent, Varied};
+
 /// The default folder of the report.
 const REPORT: &str = "anywarp-study";
 
@@ -45,6 +47,42 @@ pub(crate) enum Task {
     /// Measure a point of an application, and print the values; changes the loopback interface of its network namespace
     #[command(hide = true)]
     Inside(Inside),
+    /// Measure a point of ping or blast between two network namespaces, and print the values; must be started in a network
+    /// namespace of its own
+    #[command(hide = true)]
+    Between(Between),
+}
+
+/// Arguments of `anywarp study between`.
+#[derive(Debug, Args)]
+pub(crate) struct Between {
+    /// The values of the axes: size=64
+    #[arg(required = true, value_name = "AXIS=VALUE")]
+    pub(crate) values: Vec<String>,
+
+    /// Measure by ping instead of blast
+    #[arg(long)]
+    pub(crate) ping: bool,
+
+    /// Length of the packets of the network, bytes
+    #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9216))]
+    pub(crate) mtu: u32,
+
+    /// Delay of each packet: 1ms
+    #[arg(long, default_value = "0us")]
+    pub(crate) delay: String,
+
+    /// Loss of packets in each direction: 1%
+    #[arg(long, default_value = "0")]
+    pub(crate) loss: String,
+
+    /// Each segment of TCP is a packet of its own when it passes the network
+    #[arg(long)]
+    pub(crate) no_offload: bool,
+
+    /// full, quick or smoke
+    #[arg(long, default_value = "quick")]
+    pub(crate) extent: Extent,
 }
 
 /// Arguments of `anywarp study inside`.
@@ -152,6 +190,11 @@ pub(crate) struct Run {
     /// Folder of the report: index.html, a CSV file for each figure, study.json, and the samples
     #[arg(long, value_name = "DIR", default_value = REPORT, value_hint = ValueHint::DirPath)]
     pub(crate) report: PathBuf,
+
+    /// Give an axis these values, in each chosen figure that can have it: carrier=tcp,udp compares carriers, device=anywarp,siw0
+    /// devices, mtu=1500,9000 networks
+    #[arg(long, value_name = "AXIS=VALUE[,VALUE]")]
+    pub(crate) vary: Vec<Varied>,
 
     /// Measure this device of the system's libibverbs instead of anywarp
     #[arg(long, value_name = "NAME")]

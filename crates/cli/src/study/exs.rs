@@ -11,6 +11,16 @@ use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
+/// The address of both ends.
+const HERE: &str = "127.0.0.1";
+
+/// An end of a measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Server,
+    Client,
+}
+
 /// Returns the path of the program, which is installed beside the command.
 fn program(library: &Library) -> Option<PathBuf> {
     let prefix = library.dir().parent().and_then(Path::parent)?;
@@ -25,11 +35,10 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "tcp-nagle" => ("tcp", true),
         mode => (mode, false),
     };
-    // The count for the duration of a sample, at 500 MB/s and 20 µs per message, or 200 µs per ping between sleeping threads.
+    // The count for the duration of a sample, at 500 MB/s and 20 µs for each message.
     let ping = get("test") == "ping";
-    let each = if ping { 200e-6 } else { 20e-6 };
-    let count = extent.seconds() / (size as f64 / 5e8 + each);
-    let mut words: Vec<String> = ["--self", "--json", "--mode", mode, "--size", get("size")]
+    let count = extent.seconds() / (size as f64 / 5e8 + 20e-6);
+    let mut words: Vec<String> = ["--json", "--mode", mode, "--size", get("size")]
         .map(str::to_owned)
         .into();
     let count = format!("{:.0}", count.clamp(20.0, 200_000.0));
@@ -47,13 +56,15 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
     words
 }
 
-/// Measures a point. Returns the command as a user would type it, and the outcome.
+/// Measures a point. `pin` restricts what is started next to the processors of the server, or of the client. Returns the commands as
+/// a user would type them, and the outcome.
 pub(crate) fn measure(
     point: &Point,
     extent: Extent,
     ours: bool,
     variables: &[(String, String)],
     library: &Library,
+    pin: &dyn Fn(Side),
     interrupted: &Interrupted,
 ) -> (String, Outcome) {
     let Some(program) = program(library) else {
@@ -61,29 +72,44 @@ pub(crate) fn measure(
         return (String::new(), Err(Miss::Failed(why.to_owned())));
     };
     let words = words(point, extent);
-    let mut command = Command::new(&program);
-    if ours {
-        command.envs(library.variables(false, |name| std::env::var_os(name)));
-        command.env("ANYWARP_ADDR", "127.0.0.1");
-    }
-    command
-        .args(&words)
-        .envs(variables.iter().map(|(name, value)| (name, value)))
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    let mut said = String::new();
+    let start = |words: &[String]| {
+        let mut command = Command::new(&program);
+        if ours {
+            command.envs(library.variables(false, |name| std::env::var_os(name)));
+            command.env("ANYWARP_ADDR", HERE);
+        }
+        command
+            .args(words)
+            .envs(variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    };
+    let run = || {
+        pin(Side::Server);
+        let listen = ["--listen", HERE, "--port", "0"].map(str::to_owned);
+        let (server, line) = Ended::first_line(&mut start(&listen))?;
+        let port = line.rsplit(' ').next().unwrap_or_default();
+        pin(Side::Client);
+        let to = [HERE, "--port", port].map(str::to_owned);
+        let client = Ended::start(&mut start(&[to.as_slice(), &words].concat()))?;
+        let text = client.output(interrupted);
+        drop(server);
+        understand(&text?)
+    };
+    let mut before = String::new();
     for (name, value) in variables {
-        said.push_str(&format!("{name}={value} "));
+        before.push_str(&format!("{name}={value} "));
     }
     if ours {
-        said.push_str("anywarp run -- ");
+        before.push_str("anywarp run -- ");
     }
-    said.push_str(&format!("exs-ttcp {}", words.join(" ")));
-    let outcome = Ended::start(&mut command)
-        .and_then(|ended| ended.output(interrupted))
-        .and_then(|text| understand(&text));
-    (said, outcome.map_err(Miss::Failed))
+    let command = format!(
+        "{before}exs-ttcp --listen {HERE} & {before}exs-ttcp {HERE} {}",
+        words.join(" ")
+    );
+    (command, run().map_err(Miss::Failed))
 }
 
 /// Parses the output of `exs-ttcp`.

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::args::Run;
 
 /// The extent of the measurements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Extent {
     /// Everything.
     Full,
@@ -51,7 +51,7 @@ impl Extent {
     pub(crate) fn samples(self) -> usize {
         match self {
             Self::Full => 5,
-            Self::Quick => 3,
+            Self::Quick => 2,
             Self::Smoke => 1,
         }
     }
@@ -244,8 +244,18 @@ pub(crate) enum Shape {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Control {
-    /// The changed settings.
+    /// The changed settings of all points.
+    #[serde(default)]
     pub(crate) set: BTreeMap<String, Value>,
+    /// The changed settings of the points a.
+    #[serde(default)]
+    pub(crate) a: BTreeMap<String, Value>,
+    /// The changed settings of the points b.
+    #[serde(default)]
+    pub(crate) b: BTreeMap<String, Value>,
+    /// The points of the finding that are repeated, if not all.
+    #[serde(default)]
+    pub(crate) only: Select,
     /// The explanation that applies if the finding then holds.
     pub(crate) text: String,
 }
@@ -421,6 +431,85 @@ pub(crate) fn order(name: &str) -> (u64, u64, String) {
     }
 }
 
+/// An axis with the values that the command line gives it: `carrier=tcp,udp`.
+#[derive(Debug, Clone)]
+pub(crate) struct Varied {
+    axis: String,
+    values: Vec<Value>,
+}
+
+impl std::str::FromStr for Varied {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || "it has the form AXIS=VALUE,VALUE, as in carrier=tcp,udp".to_owned();
+        let (axis, values) = text.split_once('=').ok_or_else(wrong)?;
+        let values: Vec<Value> = values.split(',').map(|v| Value(v.to_owned())).collect();
+        let distinct: BTreeSet<&Value> = values.iter().collect();
+        if axis.is_empty() || values.iter().any(|v| v.0.is_empty()) {
+            return Err(wrong());
+        }
+        if distinct.len() < values.len() {
+            return Err(format!("{axis} has a value twice"));
+        }
+        Ok(Self {
+            axis: axis.to_owned(),
+            values,
+        })
+    }
+}
+
+/// The axes that every experiment of ping and blast can have.
+pub(crate) const VARIABLE: [&str; 19] = [
+    "buffers",
+    "carrier",
+    "crc",
+    "device",
+    "gro",
+    "gso",
+    "inline",
+    "loss",
+    "mode",
+    "mtu",
+    "network-delay",
+    "network-loss",
+    "offload",
+    "posting",
+    "qp",
+    "rate",
+    "segment",
+    "signaling",
+    "size",
+];
+
+/// Gives axes other values, in each experiment that can have them.
+pub(crate) fn vary(experiments: &mut [Experiment], all: &[Varied]) -> Result<(), String> {
+    for varied in all {
+        let mut taken = false;
+        for experiment in experiments.iter_mut() {
+            taken |= experiment.vary(varied);
+            if let Some(why) = experiment.fault() {
+                return Err(format!("{}={}: {why}", varied.axis, varied.text()));
+            }
+        }
+        if !taken {
+            return Err(format!(
+                "no chosen figure has the axis {}; figures of ping and blast can have {}, and each figure those of its data file",
+                varied.axis,
+                VARIABLE.join(", ")
+            ));
+        }
+    }
+    Ok(())
+}
+
+impl Varied {
+    fn text(&self) -> String {
+        let all: Vec<&str> = self.values.iter().map(|value| value.0.as_str()).collect();
+        all.join(",")
+    }
+}
+
 /// The abbreviations and titles of the papers.
 pub(crate) const PAPERS: [(&str, &str); 5] = [
     (
@@ -449,6 +538,35 @@ impl Experiment {
     /// Returns the name of a figure of this experiment, including the paper.
     pub(crate) fn id(&self, figure: &Figure) -> String {
         format!("{}:{}", self.paper, figure.name)
+    }
+
+    /// Gives an axis other values. Returns whether this experiment can have the axis.
+    fn vary(&mut self, varied: &Varied) -> bool {
+        let axis = &varied.axis;
+        let known = self.axes.contains_key(axis) || self.fixed.contains_key(axis);
+        let general = matches!(self.runner, Runner::Ping | Runner::Blast)
+            && VARIABLE.contains(&axis.as_str());
+        if !known && !general {
+            return false;
+        }
+        self.fixed.remove(axis);
+        self.axes.insert(
+            axis.clone(),
+            Axis {
+                values: varied.values.clone(),
+                quick: None,
+                smoke: Some(varied.values.clone()),
+            },
+        );
+        for figure in &mut self.figures {
+            figure.only.remove(axis);
+            let drawn =
+                figure.x == *axis || figure.lines.contains(axis) || figure.charts.contains(axis);
+            if !drawn && figure.blank.is_none() && figure.row.is_empty() {
+                figure.charts.push(axis.clone());
+            }
+        }
+        true
     }
 
     /// Returns all points, including blank ones.
@@ -743,6 +861,39 @@ mod tests {
         assert_eq!(count("all"), 2);
         for bad in ["pb:4", "p", "", "pb:", "pb:3b", "PB:3a", "all:1"] {
             assert_eq!(count(bad), 0, "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_gives_an_axis_other_values() {
+        let varied = |text: &str| text.parse::<Varied>();
+        let mut all = [parse(FILE).unwrap()];
+        vary(
+            &mut all,
+            &[varied("op=read").unwrap(), varied("mtu=1500,9000").unwrap()],
+        )
+        .unwrap();
+        let experiment = &all[0];
+        let figure = &experiment.figures[0];
+        assert_eq!(figure.charts, ["op", "mtu"]);
+        let points = experiment.points_of(figure, Extent::Quick);
+        assert_eq!(points.len(), 12);
+        assert_eq!(experiment.values("mtu", Extent::Smoke), ["1500", "9000"]);
+        assert_eq!(
+            points[0].key(),
+            "blast inline=true mtu=1500 op=read qp=rc size=1"
+        );
+        let error = vary(&mut all, &[varied("colour=red").unwrap()]).unwrap_err();
+        assert!(
+            error.contains("no chosen figure has the axis colour"),
+            "{error}"
+        );
+        let mut other = [parse(&FILE.replace("runner = \"blast\"", "runner = \"mpi\"")).unwrap()];
+        assert!(vary(&mut other, &[varied("mtu=1500").unwrap()]).is_err());
+        vary(&mut other, &[varied("size=7").unwrap()]).unwrap();
+        assert_eq!(other[0].points(Extent::Full).len(), 4);
+        for bad in ["", "mtu", "mtu=", "=1", "mtu=1,1", "mtu=1,,2"] {
+            assert!(varied(bad).is_err(), "{bad}");
         }
     }
 

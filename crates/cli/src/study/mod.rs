@@ -5,7 +5,9 @@
 
 mod apps;
 pub(crate) mod args;
+mod between;
 mod calls;
+mod devices;
 mod exs;
 mod figures;
 mod finding;
@@ -14,11 +16,12 @@ mod machine;
 mod mpi;
 mod namespace;
 mod process;
+mod relay;
 mod report;
 mod runner;
 mod store;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
@@ -62,6 +65,7 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
         Task::Calls(calls) => Some(calls::run(calls)),
         Task::Lanes(lanes) => Some(lanes::run(lanes)),
         Task::Inside(inside) => Some(apps::inside(inside)),
+        Task::Between(between) => Some(between::run(between)),
         Task::List(_) | Task::Run(_) | Task::Hints(_) => None,
     };
     if let Some(done) = inner {
@@ -88,7 +92,9 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
         Task::Run(run) => Work::new(run, &all, library, &folder)?.run(),
         Task::Hints(hints) => self::hints(hints, &all),
         // Handled above: they need no figures.
-        Task::Calls(_) | Task::Lanes(_) | Task::Inside(_) => Ok(ExitCode::SUCCESS),
+        Task::Calls(_) | Task::Lanes(_) | Task::Inside(_) | Task::Between(_) => {
+            Ok(ExitCode::SUCCESS)
+        }
     });
     Ok(done.unwrap_or_else(|why| {
         eprintln!("anywarp: {why}");
@@ -183,7 +189,8 @@ impl<'a> Work<'a> {
         library: Library,
         studies: &Path,
     ) -> Result<Self, String> {
-        let chosen = figures::choose(all, &args.figures)?;
+        let mut chosen = figures::choose(all, &args.figures)?;
+        figures::vary(&mut chosen, &args.vary)?;
         let extent = Extent::of(args);
         if args.first {
             // Programs that are started later inherit the priority.
@@ -248,7 +255,8 @@ impl<'a> Work<'a> {
         if !self.args.quiet && io::stderr().is_terminal() {
             eprint!("\r\x1b[K");
         }
-        let report = report::Report::new(self.all, &self.store, machine);
+        let shown = shown(self.all, &chosen);
+        let report = report::Report::new(&shown, &self.store, machine);
         let page = report
             .write()
             .map_err(|e| format!("{}: {e}", self.store.folder().display()))?;
@@ -365,6 +373,21 @@ impl<'a> Work<'a> {
     }
 }
 
+/// Returns all experiments, with the chosen figures as they were measured.
+fn shown(all: &[Experiment], chosen: &[Experiment]) -> Vec<Experiment> {
+    let ids: BTreeSet<String> = chosen
+        .iter()
+        .flat_map(|e| e.figures.iter().map(|figure| e.id(figure)))
+        .collect();
+    let rest = all.iter().map(|experiment| {
+        let mut rest = experiment.clone();
+        rest.figures
+            .retain(|figure| !ids.contains(&experiment.id(figure)));
+        rest
+    });
+    rest.chain(chosen.iter().cloned()).collect()
+}
+
 /// Returns the points of all figures of an experiment, without duplicates and blank points.
 fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     let of = experiment
@@ -377,16 +400,27 @@ fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     all.into_iter().collect()
 }
 
-/// Returns the point with the changes of a control.
-fn changed(point: &Point, control: &figures::Control) -> Point {
-    let mut params: Params = point.params.clone();
-    for (axis, value) in &control.set {
-        params.insert(axis.clone(), value.0.clone());
+/// Returns the point of a finding with the changes of its control, if the control repeats it.
+fn changed(point: &Point, finding: &Finding, control: &figures::Control) -> Option<Point> {
+    if !figures::selects(&control.only, &point.params) {
+        return None;
     }
-    Point {
+    let mut params: Params = point.params.clone();
+    let mut set = |changes: &BTreeMap<String, figures::Value>| {
+        for (axis, value) in changes {
+            params.insert(axis.clone(), value.0.clone());
+        }
+    };
+    set(&control.set);
+    if figures::selects(&finding.a, &point.params) {
+        set(&control.a);
+    } else {
+        set(&control.b);
+    }
+    Some(Point {
         runner: point.runner,
         params,
-    }
+    })
 }
 
 /// Returns the points of the controls of findings that do not hold.
@@ -407,7 +441,7 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
             let points = points
                 .iter()
                 .filter(named)
-                .map(|point| changed(point, control));
+                .filter_map(|point| changed(point, finding, control));
             all.extend(points.filter(|point| experiment.blank(&point.params).is_none()));
         }
     }

@@ -1,7 +1,7 @@
 //! A child process that measures. It is killed when its value is dropped.
 
-use std::io::Read;
-use std::process::{Child, Command};
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
@@ -48,6 +48,24 @@ impl Ended {
         let name = command.get_program().to_string_lossy().into_owned();
         let child = command.spawn().map_err(|e| format!("{name}: {e}"))?;
         Ok(Self(child))
+    }
+
+    /// Starts a program, and returns the first line of its output.
+    pub(crate) fn first_line(command: &mut Command) -> Result<(Self, String), String> {
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        let mut process = Self::start(command)?;
+        let mut line = String::new();
+        if let Some(stdout) = &mut process.0.stdout {
+            let mut reader = BufReader::new(stdout);
+            reader.read_line(&mut line).map_err(|e| e.to_string())?;
+        }
+        if line.is_empty() {
+            return Err("the server does not start".to_owned());
+        }
+        Ok((process, line.trim_end().to_owned()))
     }
 
     /// Returns the number of the process.

@@ -69,7 +69,11 @@ pub(crate) fn judged(
         if !needs(finding, &point.params) {
             continue;
         }
-        let measured = control.map_or_else(|| point.clone(), |control| changed(&point, control));
+        let measured = match control {
+            None => Some(point.clone()),
+            Some(control) => changed(&point, finding, control),
+        };
+        let Some(measured) = measured else { continue };
         if let Some(middle) = store.known(&measured).middle(metric) {
             values.push((point.params, middle));
         }
@@ -438,7 +442,8 @@ impl<'a> Seen<'a> {
             text.push_str(&self.id);
             for column in COLUMNS {
                 let value = match column {
-                    "device" => Some(store.device()),
+                    // All points are of one device, or it is an axis.
+                    "device" if !point.params.contains_key("device") => Some(store.device()),
                     axis => point.params.get(axis).map(String::as_str),
                 };
                 let _ = write!(text, ",{}", value.unwrap_or_default());

@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 
+use super::OURS;
 use super::apps::Apps;
+use super::between;
+use super::devices;
 use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::lanes;
@@ -29,6 +32,15 @@ const IDLE: Duration = Duration::from_secs(5);
 /// The address of a server on this machine.
 const HERE: &str = "127.0.0.1";
 
+/// The carrier that is plain TCP, without the device.
+const KERNEL: &str = "kernel";
+
+/// The most messages that `anywarp bench-raw` writes in one call.
+const MOST_IN_A_CALL: u32 = 64;
+
+/// The variable with the name of a device of the system's libibverbs.
+const SYSTEM: &str = "ANYWARP_PERF_DEVICE";
+
 /// Environment variables of the device.
 type Variables = Vec<(String, String)>;
 
@@ -41,6 +53,8 @@ pub(crate) struct Bench {
     device: Option<String>,
     /// The host and the port of a remote server.
     elsewhere: Option<(String, u16)>,
+    /// Another network namespace, in which servers are started.
+    beyond: Option<Beyond>,
     /// The processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
     /// The servers by their variables and the number of the stream.
@@ -48,6 +62,15 @@ pub(crate) struct Bench {
     mpi: Mpi,
     apps: Apps,
     interrupted: Interrupted,
+}
+
+/// A network namespace of this machine.
+#[derive(Debug)]
+pub(crate) struct Beyond {
+    /// A process in it.
+    pub(crate) process: u32,
+    /// The address that this process reaches it by.
+    pub(crate) host: String,
 }
 
 /// A local server, and the session with it. It is killed when this is dropped.
@@ -87,11 +110,38 @@ impl Bench {
             extent,
             device,
             elsewhere,
+            beyond: None,
             processors,
             servers: BTreeMap::new(),
             mpi,
             apps,
             interrupted,
+        }
+    }
+
+    /// Starts servers in another namespace from now on.
+    pub(crate) fn with_server_in(mut self, beyond: Beyond) -> Self {
+        self.beyond = Some(beyond);
+        self
+    }
+
+    /// Returns the host of the servers for a device: for one of the system's libibverbs the address of its interface.
+    fn host(&self, device: Option<&str>) -> String {
+        let elsewhere = self.elsewhere.as_ref().map(|(host, _)| host.clone());
+        let beyond = || self.beyond.as_ref().map(|beyond| beyond.host.clone());
+        let of_device = || device.and_then(devices::address);
+        elsewhere
+            .or_else(beyond)
+            .or_else(of_device)
+            .unwrap_or_else(|| HERE.to_owned())
+    }
+
+    /// Returns the device of a point: one of the system's libibverbs, or `None` for anywarp's own.
+    fn device<'a>(&'a self, params: &'a Params) -> Option<&'a str> {
+        match params.get("device").map(String::as_str) {
+            Some(OURS) => None,
+            Some(name) => Some(name),
+            None => self.device.as_deref(),
         }
     }
 
@@ -135,16 +185,31 @@ impl Bench {
             return lanes::start(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Exs {
-            self.pin_all();
             let ours = self.device.is_none();
+            let on = |side| {
+                if let Some((server, client)) = &self.processors {
+                    pin(if side == exs::Side::Server {
+                        server
+                    } else {
+                        client
+                    });
+                }
+            };
             return exs::measure(
                 point,
                 self.extent,
                 ours,
                 &variables,
                 &self.library,
+                &on,
                 &self.interrupted,
             );
+        }
+        if between::wanted(&point.params) {
+            return between::start(point, self.extent, &self.library, &self.interrupted);
+        }
+        if point.params.get("carrier").is_some_and(|c| c == KERNEL) {
+            return self.kernel(point);
         }
         let words = match words(point, self.extent) {
             Ok(words) => words,
@@ -154,12 +219,10 @@ impl Bench {
             Ok(streams) => streams,
             Err(why) => return (String::new(), Err(Miss::Failed(why))),
         };
-        let host = self.elsewhere.as_ref().map_or(HERE, |(host, _)| host);
-        let system = if self.device.is_some() {
-            " --system"
-        } else {
-            ""
-        };
+        let device = self.device(&point.params);
+        let host = self.host(device);
+        let host = host.as_str();
+        let system = if device.is_some() { " --system" } else { "" };
         let name = point.runner.as_str();
         let mut command = String::new();
         for (name, value) in &variables {
@@ -175,7 +238,7 @@ impl Bench {
         let all = ["anywarp", name, host]
             .into_iter()
             .chain(words.iter().map(String::as_str))
-            .chain(self.device.as_ref().map(|_| "--system"));
+            .chain(device.map(|_| "--system"));
         let outcome = match Cli::try_parse_from(all).map(|cli| cli.command) {
             Ok(cli::Command::Ping(args)) => self.run(&args, true, &variables, streams),
             Ok(cli::Command::Blast(args)) => self.run(&args, false, &variables, streams),
@@ -208,7 +271,16 @@ impl Bench {
                 );
             }
         }
-        if self.device.is_some() {
+        if is("carrier", &[KERNEL]) {
+            let one_way = |op: &str| ["send", "write", "write-imm"].contains(&op);
+            let op = point.params.get("op").map_or("send", String::as_str);
+            if is("qp", &["ud", "rd"]) || !one_way(op) {
+                return Some(
+                    "the kernel's TCP has messages in one direction only, as Sends and Writes of RC",
+                );
+            }
+        }
+        if self.device(&point.params).is_some() {
             if matches!(point.runner, Runner::Mpi | Runner::Apps | Runner::Lanes) {
                 return Some("MPI, applications and lanes are measured with anywarp's own device");
             }
@@ -298,7 +370,9 @@ impl Bench {
         if let Some((server, _)) = &self.processors {
             pin(server);
         }
-        let mut command = Command::new(env::current_exe().map_err(failed)?);
+        let system = variables.iter().find(|(name, _)| name == SYSTEM);
+        let host = self.host(system.map(|(_, device)| device.as_str()));
+        let mut command = self.command().map_err(failed)?;
         command
             .args([
                 "blast",
@@ -309,7 +383,7 @@ impl Bench {
                 "-p",
             ])
             .arg(port.to_string())
-            .args(self.device.as_ref().map(|_| "--system"))
+            .args(system.map(|_| "--system"))
             .env("ANYWARP_LIB", self.library.dir())
             .envs(variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
@@ -318,14 +392,14 @@ impl Bench {
         let child = command.spawn().map_err(failed)?;
         let mut server = Server {
             child: Some(child),
-            host: HERE.to_owned(),
+            host: host.clone(),
             port,
             session: None,
             used: Instant::now(),
         };
         let end = Instant::now() + READY;
         loop {
-            match Session::connect(HERE, port) {
+            match Session::connect(&host, port) {
                 Ok(session) => {
                     server.session = Some(session);
                     return Ok(server);
@@ -334,6 +408,85 @@ impl Bench {
                 Err(_) => thread::sleep(Duration::from_millis(5)),
             }
         }
+    }
+
+    /// Returns the command that starts this program where servers run.
+    fn command(&self) -> io::Result<Command> {
+        let own = env::current_exe()?;
+        let Some(beyond) = &self.beyond else {
+            return Ok(Command::new(own));
+        };
+        let mut command = Command::new("nsenter");
+        command
+            .args(["-t", &beyond.process.to_string(), "-n"])
+            .arg(own);
+        Ok(command)
+    }
+
+    /// Measures plain TCP, which has a byte stream in place of messages and no completions.
+    fn kernel(&self, point: &Point) -> (String, Outcome) {
+        let get = |axis: &str, usual: &str| {
+            let value = point.params.get(axis).map_or(usual, String::as_str);
+            value.to_owned()
+        };
+        let event = get("mode", "poll") == "event";
+        let probe = match (point.runner, event) {
+            (Runner::Ping, true) => "tcp-sleep",
+            (Runner::Ping, false) => "tcp-spin",
+            _ => "tcp-stream",
+        };
+        let (size, list) = (get("size", "64"), get("buffers", "16"));
+        let list = if probe == "tcp-stream" && get("posting", "single") == "list" {
+            list.parse().unwrap_or(1).min(MOST_IN_A_CALL)
+        } else {
+            1
+        }
+        .to_string();
+        let millis = (self.extent.seconds() * 1000.0).to_string();
+        let words = [
+            "bench-raw",
+            probe,
+            "--size",
+            &size,
+            "--list",
+            &list,
+            "--millis",
+            &millis,
+        ];
+        let command = format!("anywarp {}", words.join(" "));
+        let run = || -> Result<Sample, String> {
+            let failed = |e: io::Error| e.to_string();
+            if let Some((server, _)) = &self.processors {
+                pin(server);
+            }
+            let mut server = self.command().map_err(failed)?;
+            let (server, word) = Ended::first_line(server.args(words))?;
+            let word = word.strip_prefix("ready ").unwrap_or_default();
+            if let Some((_, client)) = &self.processors {
+                pin(client);
+            }
+            let mut client = Command::new(env::current_exe().map_err(failed)?);
+            client
+                .args(words)
+                .args(["--connect", &self.host(None), word])
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            let text = Ended::start(&mut client)?.output(&self.interrupted);
+            drop(server);
+            let text = text?;
+            let measured: Sample = raw_values(&text)
+                .ok_or_else(|| format!("output not understood: {}", text.trim()))?;
+            let bits = size.parse::<f64>().map_err(|e| e.to_string())? * 8.0;
+            let us = match (measured.get("us"), measured.get("gb_s")) {
+                (Some(us), _) => *us,
+                (_, Some(rate)) => bits / (rate * 8000.0),
+                _ => return Err(format!("output not understood: {}", text.trim())),
+            };
+            let values = [("oneway_us", us), ("median_us", us), ("mbps", bits / us)];
+            Ok(values.map(|(name, value)| (name.to_owned(), value)).into())
+        };
+        (command, run().map_err(Miss::Failed))
     }
 
     /// Runs `anywarp-cost`, with two processes if the point needs them.
@@ -450,11 +603,13 @@ impl Bench {
         let mut variables = Variables::new();
         let mut set = |name: &str, value: &str| variables.push((name.to_owned(), value.to_owned()));
         let mut faults = Vec::new();
-        if let Some(device) = &self.device {
-            set("ANYWARP_PERF_DEVICE", device);
+        let device = self.device(params);
+        if let Some(device) = device {
+            set(SYSTEM, device);
         } else {
             match params.get("carrier").map_or("tcp", String::as_str) {
                 "tcp" => set("ANYWARP_CARRIER", "tcp"),
+                KERNEL => {}
                 "memory" => set("ANYWARP_CARRIER", "auto"),
                 "udp" => {
                     set("ANYWARP_CARRIER", "tcp");
@@ -463,7 +618,7 @@ impl Bench {
                 other => return Err(format!("there is no carrier {other}")),
             }
         }
-        if self.device.is_none() && params.get("pin").is_some_and(|pin| pin == "true") {
+        if device.is_none() && params.get("pin").is_some_and(|pin| pin == "true") {
             set("ANYWARP_PIN", "1");
         }
         if params.get("crc").is_some_and(|crc| crc == "false") {
@@ -487,6 +642,13 @@ impl Bench {
         }
         Ok(variables)
     }
+}
+
+/// Returns the numbers of a line of `anywarp bench-raw`.
+fn raw_values(text: &str) -> Option<Sample> {
+    let all: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).ok()?;
+    let number = |(name, value): (String, serde_json::Value)| Some((name, value.as_f64()?));
+    Some(all.into_iter().filter_map(number).collect())
 }
 
 /// Returns the number of streams of a point.
