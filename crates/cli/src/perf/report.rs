@@ -177,9 +177,11 @@ impl Run {
             figures.extend(quantile(&all, 0.5).map(|us| ("median_us", us)));
             figures.extend(quantile(&all, 0.99).map(|us| ("p99_us", us)));
         } else {
-            let rate = self.delivered_rate(args.op, args.transport, size);
-            figures.extend(rate.map(|mb_s| ("arrived_mbps", mb_s * 8.0)));
             let delivered = self.delivered(args.op, args.transport, size);
+            let rate = self.delivered_rate(args.op, args.transport, size);
+            // If hardly a message arrives, there is no time between the first and the last.
+            let rate = rate.or_else(|| Some(float(delivered?) * 1e3 / float(elapsed)));
+            figures.extend(rate.map(|mb_s| ("arrived_mbps", mb_s * 8.0)));
             let sent = float(messages * size);
             figures.extend(delivered.map(|bytes| ("delivered", float(bytes) / sent * 100.0)));
         }

@@ -190,6 +190,30 @@ fn crossings(
     (numbers, holds)
 }
 
+/// Returns whether a control supports the reason of a finding that does not hold: the finding holds in the control, or its number is
+/// at most half as far from the bound, on a logarithmic scale.
+pub(crate) fn supports(finding: &Finding, here: &Judged, control: &Judged) -> bool {
+    if control.verdict == Verdict::Met {
+        return true;
+    }
+    let beyond = |judged: &Judged| {
+        let number = judged.number.filter(|number| *number > 0.0)?;
+        Some(match finding.shape {
+            Shape::Less => (number / finding.factor).ln(),
+            Shape::Same => number.ln().abs() - finding.factor.ln(),
+            Shape::Rises => (finding.factor / number).ln(),
+            Shape::Falls => (number * finding.factor).ln(),
+            Shape::AtMost => (number / finding.limit?).ln(),
+            Shape::AtLeast => (finding.limit? / number).ln(),
+            Shape::Crosses => return None,
+        })
+    };
+    let (Some(here), Some(there)) = (beyond(here), beyond(control)) else {
+        return false;
+    };
+    here > 0.0 && there <= here / 2.0
+}
+
 fn summary(finding: &Finding, numbers: &[f64], holds: &[bool]) -> Judged {
     if holds.is_empty() {
         return Judged {
@@ -229,6 +253,33 @@ fn summary(finding: &Finding, numbers: &[f64], holds: &[bool]) -> Judged {
 mod tests {
     use super::*;
     use crate::study::figures::parse;
+
+    #[test]
+    fn a_control_supports_a_reason_if_most_of_the_difference_is_gone() {
+        let file = "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1]\n[[figure]]\nname = 'x'\ntitle = ''\nasks = ''\n\
+             found = ''\nmetric = 'm'\nx = 'size'\n[[figure.finding]]\ntext = ''\nshape = 'less'\nfactor = 1.0\n";
+        let experiment = parse(file).unwrap();
+        let finding = &experiment.figures[0].finding[0];
+        let judged = |number: f64, verdict| Judged {
+            verdict,
+            number: Some(number),
+            text: String::new(),
+        };
+        let here = judged(2.0, Verdict::NotMet);
+        for (number, verdict, supported) in [
+            (1.1, Verdict::NotMet, true),
+            (1.41, Verdict::NotMet, true),
+            (1.42, Verdict::NotMet, false),
+            (3.0, Verdict::NotMet, false),
+            (3.0, Verdict::Met, true),
+        ] {
+            let control = judged(number, verdict);
+            assert_eq!(supports(finding, &here, &control), supported, "{number}");
+        }
+        // The median is within the bound already, only some points are not.
+        let near = judged(0.9, Verdict::NotMet);
+        assert!(!supports(finding, &near, &judged(0.5, Verdict::NotMet)));
+    }
 
     /// Checks a finding with times of polling and of events at 1, 2, 4 and 8.
     fn judged(finding: &str, poll: [f64; 4], event: [f64; 4]) -> (Verdict, Option<f64>) {

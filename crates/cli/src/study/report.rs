@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 use super::figures::{
     self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point, Row,
 };
-use super::finding::{self, Judged, Values, Verdict, digits};
+use super::finding::{self, Judged, Values, Verdict, digits, supports};
 use super::store::Store;
 use super::{changed, needs, write};
 use crate::perf::report::conditions;
@@ -479,7 +479,9 @@ impl<'a> Seen<'a> {
                     "here_text": judged.text,
                     "paper": finding.paper,
                     "because": finding.because,
-                    "control": control.as_ref().map(|c| json!({ "verdict": c.verdict.as_str(), "here": c.number })),
+                    "control": control.as_ref().map(|c| json!({
+                        "verdict": c.verdict.as_str(), "here": c.number, "supports": supports(finding, judged, c),
+                    })),
                 })
             })
             .collect();
@@ -547,7 +549,7 @@ impl<'a> Seen<'a> {
                 let _ = writeln!(
                     text,
                     "<tr><td colspan=\"4\" class=\"why\">{}</td></tr>",
-                    escape(&why(finding, control.as_ref()))
+                    escape(&why(finding, judged, control.as_ref()))
                 );
             }
         }
@@ -621,17 +623,19 @@ fn yes(suits: bool) -> &'static str {
 }
 
 /// Returns why a finding does not hold, as far as it is known.
-fn why(finding: &Finding, control: Option<&Judged>) -> String {
+fn why(finding: &Finding, here: &Judged, control: Option<&Judged>) -> String {
     let shown = control.is_some_and(|control| control.verdict == Verdict::Met);
+    let supported = control.is_some_and(|control| supports(finding, here, control));
     let mut text = match &finding.because {
-        Some(because) if shown => because.clone(),
+        Some(because) if supported => because.clone(),
         Some(because) => format!("Presumably: {because}"),
         None => "Not explained yet.".to_owned(),
     };
     if let (Some(changed), Some(judged)) = (&finding.control, control) {
-        let set: Vec<String> = changed
-            .set
-            .iter()
+        let all = [&changed.set, &changed.a, &changed.b];
+        let set: Vec<String> = all
+            .into_iter()
+            .flatten()
             .map(|(axis, value)| label(axis, &value.0))
             .collect();
         let _ = write!(
@@ -641,6 +645,9 @@ fn why(finding: &Finding, control: Option<&Judged>) -> String {
             judged.text,
             judged.verdict.as_str()
         );
+        if supported && !shown {
+            text.push_str(" Most of the difference is gone.");
+        }
         if shown {
             let _ = write!(text, " {}", changed.text);
         }
@@ -691,11 +698,39 @@ impl<'a> Report<'a> {
                         .map_or_else(String::new, |paper| format!(" (paper: {paper})"))
                 );
                 if judged.verdict == Verdict::NotMet {
-                    let _ = writeln!(text, "             {}", why(finding, control.as_ref()));
+                    let _ = writeln!(
+                        text,
+                        "             {}",
+                        why(finding, judged, control.as_ref())
+                    );
                 }
             }
         }
+        let _ = writeln!(text, "{}", self.tally(|seen| ids.contains(&seen.id)));
         text
+    }
+
+    /// Returns how many findings of these figures are met, and how many others a control explains.
+    fn tally(&self, of: impl Fn(&Seen<'_>) -> bool) -> String {
+        let (mut all, mut met, mut changed, mut partly) = (0, 0, 0, 0);
+        for seen in self.seen.iter().filter(|seen| of(seen)) {
+            for (finding, (judged, control)) in seen.figure.finding.iter().zip(&seen.findings) {
+                all += usize::from(judged.verdict != Verdict::Unknown);
+                match (judged.verdict, control) {
+                    (Verdict::Met, _) => met += 1,
+                    (Verdict::NotMet, Some(c)) if c.verdict == Verdict::Met => changed += 1,
+                    (Verdict::NotMet, Some(c)) => {
+                        partly += usize::from(supports(finding, judged, c));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        format!(
+            "{all} findings: {met} are met, {changed} are met with one condition changed, of {partly} one changed condition removes \
+             most of the difference, {} have at most a presumed reason.",
+            all - met - changed - partly
+        )
     }
 
     /// Returns advice based on the findings.
@@ -851,16 +886,7 @@ impl<'a> Report<'a> {
             escape(&self.pinning),
             env!("CARGO_PKG_VERSION")
         );
-        let met = |verdict| {
-            let all = self.seen.iter().flat_map(|seen| &seen.findings);
-            all.filter(|(judged, _)| judged.verdict == verdict).count()
-        };
-        let _ = writeln!(
-            text,
-            "<p>{} findings are met here, {} are not.</p>",
-            met(Verdict::Met),
-            met(Verdict::NotMet)
-        );
+        let _ = writeln!(text, "<p>{}</p>", escape(&self.tally(|_| true)));
         for (paper, title) in PAPERS {
             let of: Vec<&Seen<'_>> = self
                 .seen
