@@ -137,7 +137,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::Sockets => sockets::run(),
         Task::Exs(options) => exs::run(options),
         Task::Study { guest: true, .. } => interop::study::run(),
-        Task::Study { browser, .. } => study::run(browser),
+        Task::Study { browser, .. } => study::run(*browser),
         Task::Tutorial => tutorial::run(),
     }
 }

@@ -303,7 +303,9 @@ pub fn grid(grid: &Grid<'_>, charts: &[Small]) -> io::Result<String> {
         let (_, below) = area.split_vertically(top);
         for (chart, place) in charts.iter().zip(below.split_evenly((rows, columns))) {
             write(&place, &chart.title, (62, 10), HPos::Left, 13.0, TEXT)?;
-            let inner = place.margin(18, 4, 4, 20);
+            // The last label is centred below the right end of the axis.
+            let last = grid.places.last().map_or(0, |name| name.chars().count());
+            let inner = place.margin(18, 4, 4, (4 * last as i32 + 4).max(20));
             if grid.log {
                 let step = |v: f64, up: bool| {
                     let power = v.log10();
