@@ -1259,12 +1259,20 @@ static void modify(struct ibv_qp_attr *attr, int mask, const char *what)
 		die("%s: %s", what, strerror(rc));
 }
 
+static bool is_iwarp(void)
+{
+	return device->device->transport_type == IBV_TRANSPORT_IWARP;
+}
+
+static bool is_ours(void)
+{
+	return dlvsym(RTLD_DEFAULT, "anywarpdv_create_qp_ex", "ANYWARPDV_1.0");
+}
+
 /* An iWARP device other than anywarp's connects its queue pairs only by rdma_cm, not by addresses in ibv_modify_qp. */
 static bool by_cm(void)
 {
-	bool iwarp = device->device->transport_type == IBV_TRANSPORT_IWARP;
-
-	return o.cm || (iwarp && !dlvsym(RTLD_DEFAULT, "anywarpdv_create_qp_ex", "ANYWARPDV_1.0"));
+	return o.cm || (is_iwarp() && !is_ours());
 }
 
 /* The address of this end: that of the control connection. */
@@ -1298,22 +1306,36 @@ static void make_cm_id(void)
 		die("rdma_create_id: %s", strerror(errno));
 }
 
-/* Waits for an event of this kind, and returns the identifier that it is for. */
-static struct rdma_cm_id *cm_event(enum rdma_cm_event_type wanted)
+/* Waits for an event of one of these two kinds, and returns it. */
+static struct rdma_cm_event cm_event(enum rdma_cm_event_type wanted, enum rdma_cm_event_type other)
 {
 	struct pollfd ready = { .fd = cm_events->fd, .events = POLLIN };
-	struct rdma_cm_event *event;
-	struct rdma_cm_id *id;
+	struct rdma_cm_event *event, copy;
 
 	if (poll(&ready, 1, (int)o.idle_ms) != 1)
 		die("rdma_cm: no %s", rdma_event_str(wanted));
 	if (rdma_get_cm_event(cm_events, &event))
 		die("rdma_get_cm_event: %s", strerror(errno));
-	if (event->event != wanted)
+	if (event->event != wanted && event->event != other)
 		die("rdma_cm: %s (%d) instead of %s", rdma_event_str(event->event), event->status, rdma_event_str(wanted));
-	id = event->id;
+	copy = *event;
 	rdma_ack_cm_event(event);
-	return id;
+	return copy;
+}
+
+/* Moves the queue pair to a state, with the attributes that rdma_cm gives for it. */
+static void modify_by_cm(struct rdma_cm_id *id, enum ibv_qp_state state)
+{
+	struct ibv_qp_attr attr = { .qp_state = state };
+	int mask;
+
+	if (rdma_init_qp_attr(id, &attr, &mask))
+		die("rdma_init_qp_attr: %s", strerror(errno));
+	if (state == IBV_QPS_INIT)
+		attr.qp_access_flags |= IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+	modify(&attr, mask, "state by rdma_cm");
+	if (state == IBV_QPS_INIT && receives)
+		post_receives(0, receives);
 }
 
 static void listen_by_cm(void)
@@ -1326,21 +1348,22 @@ static void listen_by_cm(void)
 	cm_port = ntohs(rdma_get_src_port(cm_id));
 }
 
-/* Connects the queue pair, which this program has created itself, so that its number is passed to rdma_cm. */
+/* Connects the queue pair, which this program has created itself, so that rdma_cm gets its number and the program changes its states.
+ * An iWARP device changes them when the connection is made. */
 static void connect_by_cm(void)
 {
-	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = PORT,
-				    .qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ };
 	struct rdma_conn_param param = { .responder_resources = 16, .initiator_depth = 16, .retry_count = 7, .rnr_retry_count = 7,
 					 .qp_num = qp->qp_num };
+	struct rdma_cm_event event;
 
-	modify(&attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "to INIT");
-	if (receives)
-		post_receives(0, receives);
 	if (o.server) {
-		struct rdma_cm_id *id = cm_event(RDMA_CM_EVENT_CONNECT_REQUEST);
-
-		if (rdma_accept(id, &param))
+		event = cm_event(RDMA_CM_EVENT_CONNECT_REQUEST, RDMA_CM_EVENT_CONNECT_REQUEST);
+		modify_by_cm(event.id, IBV_QPS_INIT);
+		if (!is_iwarp()) {
+			modify_by_cm(event.id, IBV_QPS_RTR);
+			modify_by_cm(event.id, IBV_QPS_RTS);
+		}
+		if (rdma_accept(event.id, &param))
 			die("rdma_accept: %s", strerror(errno));
 	} else {
 		struct sockaddr_storage to = address_of(peer.ip, peer.cm);
@@ -1348,22 +1371,23 @@ static void connect_by_cm(void)
 		make_cm_id();
 		if (rdma_resolve_addr(cm_id, NULL, (struct sockaddr *)&to, 2000))
 			die("rdma_resolve_addr to %s: %s", peer.ip, strerror(errno));
-		cm_event(RDMA_CM_EVENT_ADDR_RESOLVED);
+		cm_event(RDMA_CM_EVENT_ADDR_RESOLVED, RDMA_CM_EVENT_ADDR_RESOLVED);
 		if (rdma_resolve_route(cm_id, 2000))
 			die("rdma_resolve_route: %s", strerror(errno));
-		cm_event(RDMA_CM_EVENT_ROUTE_RESOLVED);
+		cm_event(RDMA_CM_EVENT_ROUTE_RESOLVED, RDMA_CM_EVENT_ROUTE_RESOLVED);
 		if (strcmp(ibv_get_device_name(cm_id->verbs->device), ibv_get_device_name(device->device)))
 			die("%s is reached by the device %s", peer.ip, ibv_get_device_name(cm_id->verbs->device));
+		modify_by_cm(cm_id, IBV_QPS_INIT);
 		if (rdma_connect(cm_id, &param))
 			die("rdma_connect: %s", strerror(errno));
 	}
-	cm_event(RDMA_CM_EVENT_ESTABLISHED);
-	memset(&attr, 0, sizeof(attr));
-	if (ibv_query_qp(qp, &attr, IBV_QP_STATE, &(struct ibv_qp_init_attr){ 0 }))
-		die("ibv_query_qp: %s", strerror(errno));
-	if (attr.qp_state == IBV_QPS_RTS)
-		return;
-	die("rdma_cm connects only queue pairs of iWARP devices in this program: leave --cm out");
+	event = cm_event(RDMA_CM_EVENT_ESTABLISHED, o.server ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_CONNECT_RESPONSE);
+	if (event.event == RDMA_CM_EVENT_CONNECT_RESPONSE) {
+		modify_by_cm(cm_id, IBV_QPS_RTR);
+		modify_by_cm(cm_id, IBV_QPS_RTS);
+		if (rdma_establish(cm_id))
+			die("rdma_establish: %s", strerror(errno));
+	}
 }
 
 static void connect_peer(uint32_t psn)

@@ -136,7 +136,7 @@ pub(crate) struct Perf {
     #[arg(long, value_name = "LEVEL", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..16), hide_default_value = true)]
     pub(crate) sl: u64,
 
-    /// rc: connect by rdma_cm instead of addresses in ibv_modify_qp; iWARP devices of the system always do
+    /// rc: connect by rdma_cm instead of addresses that the two ends exchange; with iWARP devices of the system this is the default
     #[arg(long)]
     pub(crate) cm: bool,
 
