@@ -626,7 +626,7 @@ impl Shm {
     fn append(&self, position: u64, len: usize, out: &mut Vec<u8>) {
         let (shared, ring) = (&self.watch.shared, self.watch.them.ring);
         runs(position, len, |at, _, n| {
-            shared.append_to(ring + at, n, out)
+            shared.append_to(ring + at, n, out);
         });
     }
 

@@ -329,13 +329,14 @@ impl RcQp {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;
             // Reading the clock takes as long as sending a short message by shared memory.
-            let now = if shared && !renews {
+            let any_time = shared && !renews;
+            let now = if any_time {
                 inner.created
             } else {
                 clock::now()
             };
             if longest > SHORT || !self.send_posted(&mut inner, now) {
-                let now = clock::now();
+                let now = if any_time { clock::now() } else { now };
                 self.progress(&mut inner, now, Receive::Nothing, false);
                 self.engine.on_post(now);
             } else if renews {
