@@ -91,7 +91,8 @@ impl CompletionQueue {
     }
 
     /// Returns up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
-    pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
+    #[inline]
+    pub fn poll(&self, max: usize, mut each: impl FnMut(usize, &Completion)) -> usize {
         let n = self.core.poll(max, &mut each);
         if n > 0 {
             self.engine.on_successful_poll();
@@ -104,7 +105,7 @@ impl CompletionQueue {
     }
 
     /// Returns up to `max` completions that are in the queue. The sockets are not handled.
-    pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, Completion)) -> usize {
+    pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, &Completion)) -> usize {
         self.core.poll(max, each)
     }
 
@@ -549,6 +550,18 @@ impl QueuePair {
         match self {
             Self::Rc(qp) => qp.post_recv(requests),
             Self::Dgram(qp) => qp.post_recv(requests),
+        }
+    }
+
+    /// Posts receives until one is refused. Each function writes one request.
+    #[inline]
+    pub fn post_recvs<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
+    where
+        F: FnOnce(&mut RecvRequest) -> Result<(), Misuse>,
+    {
+        match self {
+            Self::Rc(qp) => qp.post_recvs(requests),
+            Self::Dgram(qp) => qp.post_recv(requests.map(RecvRequest::build)),
         }
     }
 

@@ -80,12 +80,14 @@ impl Shared {
         })
     }
 
+    #[inline]
     fn at(&self, at: usize, len: usize) -> Option<*mut u8> {
         let end = at.checked_add(len)?;
         (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.start + at))
     }
 
     /// The word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
+    #[inline]
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         static NONE: AtomicU64 = AtomicU64::new(0);
         match self.at(at, 8) {
@@ -97,6 +99,7 @@ impl Shared {
     }
 
     /// The 32-bit word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
+    #[inline]
     pub(crate) fn flag(&self, at: usize) -> &AtomicU32 {
         static NONE: AtomicU32 = AtomicU32::new(0);
         match self.at(at, 4) {
@@ -107,6 +110,7 @@ impl Shared {
     }
 
     /// Copies `bytes` to offset `at`. Does nothing if they do not fit.
+    #[inline]
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
         if let Some(to) = self.at(at, bytes.len()) {
             // SAFETY: `to` has room for them (`at`), and does not overlap `bytes`, which the peer does not share.
@@ -119,6 +123,19 @@ impl Shared {
         if let Some(from) = self.at(at, out.len()) {
             // SAFETY: the bytes are in the mapping (`at`), `out` is memory of ours.
             unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
+        }
+    }
+
+    /// Appends `len` bytes from offset `at` to `out`. Does nothing if they are not inside the memory.
+    #[inline]
+    pub(crate) fn append_to(&self, at: usize, len: usize, out: &mut Vec<u8>) {
+        let Some(from) = self.at(at, len) else { return };
+        out.reserve(len);
+        let end = out.len();
+        // SAFETY: the bytes are in the mapping (`at`). `reserve` made room for them after `end`, in memory of ours.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(end), len);
+            out.set_len(end + len);
         }
     }
 

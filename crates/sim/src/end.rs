@@ -332,7 +332,7 @@ impl std::ops::Deref for End {
 /// Takes all completions of a queue.
 pub(crate) fn completions(cq: &Cq) -> Vec<Completion> {
     let mut all = Vec::new();
-    cq.poll(usize::MAX, |_, c| all.push(c));
+    cq.poll(usize::MAX, |_, c| all.push(c.clone()));
     all
 }
 

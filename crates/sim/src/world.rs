@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anywarp_core::connection::End as StreamEnd;
-use anywarp_core::llp::mpa::frame::Piece;
+use anywarp_core::llp::mpa::frame::Run;
 use anywarp_core::observe::Observer;
 use anywarp_core::verbs::mr::Memory;
 
@@ -395,29 +395,16 @@ impl World {
 /// Returns up to `most` bytes of the batch after those already written. `None` if its user memory was deregistered.
 fn gather(end: &End, most: usize) -> Option<Vec<u8>> {
     let mut out = Vec::new();
-    let mut skip = end.sent;
-    for piece in end.batch.pieces() {
-        let len = match piece {
-            Piece::Own { from, to } => to - from,
-            Piece::User(place) => place.len() as usize,
-        };
-        if skip >= len {
-            skip -= len;
-            continue;
-        }
-        let n = (len - skip).min(most - out.len());
-        match piece {
-            Piece::Own { from, to } => {
-                out.extend_from_slice(&end.batch.own(*from, *to)[skip..skip + n]);
-            }
-            Piece::User(place) => {
+    for run in end.batch.rest(end.sent) {
+        let room = most - out.len();
+        match run {
+            Run::Own(bytes) => out.extend_from_slice(&bytes[..bytes.len().min(room)]),
+            Run::User { place, from, len } => {
                 let pinned = place.pin()?;
-                end.host
-                    .space
-                    .gather(&pinned, skip as u64, n as u64, &mut out);
+                let n = len.min(room) as u64;
+                end.host.space.gather(&pinned, from as u64, n, &mut out);
             }
         }
-        skip = 0;
         if out.len() >= most {
             break;
         }

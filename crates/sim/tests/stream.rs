@@ -2,11 +2,11 @@
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
-    clippy::panic,
+    clippy::expect_used,
     reason = "tests"
 )]
 
-use anywarp_core::llp::mpa::frame::{Piece, TxBatch, mulpdu};
+use anywarp_core::llp::mpa::frame::{TxBatch, mulpdu};
 use anywarp_sim::{Request, Rng, Setup, World, access, each_seed, fetch_add, read, send, write};
 
 /// RFC 5044 §4.3 [mpa-markers-able]: each end may request markers, and gets them, whether or not the other end
@@ -71,15 +71,8 @@ fn each_end_gets_the_markers_that_it_asked_for() {
 
 /// Lengths of the FPDUs in a batch.
 fn fpdus(batch: &TxBatch) -> Vec<usize> {
-    let mut bytes = Vec::new();
-    for piece in batch.pieces() {
-        let Piece::Own { from, to } = piece else {
-            panic!("with CRCs everything is copied");
-        };
-        bytes.extend_from_slice(batch.own(*from, *to));
-    }
+    let mut rest = batch.as_bytes().expect("with CRCs everything is copied");
     let mut lengths = Vec::new();
-    let mut rest = bytes.as_slice();
     while let Some(length) = rest.first_chunk::<2>() {
         let whole = (2 + usize::from(u16::from_be_bytes(*length))).next_multiple_of(4) + 4;
         lengths.push(whole);

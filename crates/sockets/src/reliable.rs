@@ -303,7 +303,8 @@ impl Reliable {
     /// Takes the datagrams that have arrived.
     pub fn delivered(&mut self, mut each: impl FnMut(Delivered)) {
         let mut all = Vec::new();
-        self.receives.poll(limits::RECEIVES, |_, c| all.push(c));
+        self.receives
+            .poll(limits::RECEIVES, |_, c| all.push(c.clone()));
         for c in all {
             let mut bytes = self.buffers.take(c.wr_id);
             self.spare.push(c.wr_id);

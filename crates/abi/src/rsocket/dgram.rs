@@ -212,7 +212,7 @@ impl End {
     /// Handles all completions. If `only` is given, datagrams from other senders are dropped.
     fn poll(&mut self, only: Option<SocketAddr>) {
         let mut done: Vec<Completion> = Vec::new();
-        while self.cq.poll(64, |_, c| done.push(c)) > 0 {
+        while self.cq.poll(64, |_, c| done.push(c.clone())) > 0 {
             let mut again = Vec::new();
             for c in done.drain(..) {
                 if c.wr_id & RECEIVE == 0 {

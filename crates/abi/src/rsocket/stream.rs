@@ -409,7 +409,7 @@ impl End {
         let mut again: Vec<u32> = Vec::new();
         loop {
             let mut arrived = std::mem::take(&mut self.arrived);
-            let n = self.cq.poll(64, |_, c| arrived.push(c));
+            let n = self.cq.poll(64, |_, c| arrived.push(c.clone()));
             for c in arrived.drain(..) {
                 if c.wr_id & RECEIVE == 0 {
                     self.sent(&c, &mut news);

@@ -8,7 +8,7 @@ use anywarp_core::error::Misuse;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::Attr;
 use anywarp_core::verbs::wc::Completion;
-use anywarp_core::verbs::wr::{Bind, Destination, InlineData, Sge, Sges};
+use anywarp_core::verbs::wr::{Bind, Destination, InlineData, Payload, Sge, Sges};
 use anywarp_core::wire::Stag;
 use anywarp_engine::address::ip_of;
 use anywarp_engine::gids;
@@ -96,6 +96,17 @@ pub(crate) fn attr_of(c: &ibv_qp_attr) -> Attr {
 #[inline]
 pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
     let mut sges = Sges::new();
+    // SAFETY: upheld by the caller.
+    unsafe { append_sges(&mut sges, list, n) };
+    sges
+}
+
+/// Appends a scatter/gather list to `sges`.
+///
+/// # Safety
+/// `list` has `n` elements.
+#[inline]
+pub(crate) unsafe fn append_sges(sges: &mut Sges, list: *const ibv_sge, n: c_int) {
     for i in 0..usize::try_from(n).unwrap_or(0) {
         // SAFETY: the caller passes `n` elements, and `i` is less than `n`.
         let sge = unsafe { &*list.add(i) };
@@ -105,25 +116,27 @@ pub(crate) unsafe fn sges_of(list: *const ibv_sge, n: c_int) -> Sges {
             lkey: Stag(sge.lkey),
         });
     }
-    sges
 }
 
 /// The number of bytes that [`InlineData`] stores without an allocation.
 const INLINE_WITHOUT_ALLOCATION: usize = 64;
 
-/// Copies a buffer of the program to inline data, if that needs no allocation.
+/// Copies a buffer of the program to the inline data of a request, if that needs no allocation. Returns false otherwise.
 ///
 /// # Safety
 /// `from` has `len` readable bytes.
 #[inline]
-pub(crate) unsafe fn short_inline(from: *const u8, len: usize) -> Option<InlineData> {
-    let mut bytes = [0; INLINE_WITHOUT_ALLOCATION];
-    if len > bytes.len() {
-        return None;
+pub(crate) unsafe fn short_inline(into: &mut Payload, from: *const u8, len: usize) -> bool {
+    if len > INLINE_WITHOUT_ALLOCATION {
+        return false;
     }
-    // SAFETY: `len` readable bytes (guaranteed by the caller), and as many in `bytes`.
-    unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), len) };
-    Some(InlineData::from_buf_and_len(bytes, len))
+    let data = into.make_inline();
+    // SAFETY: `len` readable bytes (guaranteed by the caller). `InlineData` has room for as many.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, data.as_mut_ptr(), len);
+        data.set_len(len);
+    }
+    true
 }
 
 /// Appends a buffer of the program to inline data.
@@ -140,15 +153,11 @@ pub(crate) unsafe fn append_inline(
     if len > (bounds::MAX_INLINE as usize).saturating_sub(end) {
         return Err(Misuse::InlineTooLarge);
     }
-    if end == 0 && len <= INLINE_WITHOUT_ALLOCATION {
-        // The common case, in which `resize` would loop over single bytes.
-        *data = InlineData::from_buf_and_len([0; INLINE_WITHOUT_ALLOCATION], len);
-    } else {
-        data.resize(end + len, 0);
-    }
-    if let Some(to) = data.get_mut(end..) {
-        // SAFETY: `from` has `len` readable bytes (guaranteed by the caller), and `to` has the same length.
-        unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), len) };
+    data.reserve(len);
+    // SAFETY: `from` has `len` readable bytes (guaranteed by the caller), and `reserve` made room for as many after `end`.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, data.as_mut_ptr().add(end), len);
+        data.set_len(end + len);
     }
     Ok(())
 }

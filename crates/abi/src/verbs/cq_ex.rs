@@ -21,12 +21,12 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
     let queue = unsafe { live::<CqObject, _>(cq) }?;
     let mut found = None;
     if first {
-        queue.engine.poll(1, |_, c| found = Some(c));
+        queue.engine.poll(1, |_, c| found = Some(c.clone()));
     } else {
         // Only completions that are already queued are polled. If this call handled sockets, a completion that arrives while
         // the program empties the queue would raise an event, and the program would find no completion when it handles that
         // event.
-        queue.engine.poll_waiting(1, |_, c| found = Some(c));
+        queue.engine.poll_waiting(1, |_, c| found = Some(c.clone()));
     }
     let completion = found.ok_or(libc::ENOENT)?;
     queue.c.set(|c| {

@@ -7,7 +7,7 @@ use anywarp_core::verbs::wr::{InlineData, Op, Payload, RecvRequest, Remote, Work
 use anywarp_core::wire::{Stag, To};
 
 use super::convert::{
-    append_inline, bind_of, destination_of, flags_of, imm_of, sges_of, short_inline,
+    append_inline, append_sges, bind_of, destination_of, flags_of, imm_of, sges_of, short_inline,
 };
 use super::handle::live;
 use super::object::{CqObject, QpObject, SrqObject};
@@ -31,7 +31,7 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
 }
 
 /// A fast path: fills the blank request `into` if the work request is a Send or a Write with at most one short inline element, as
-/// latency-bound requests usually are. Returns false for other requests, and leaves `into` blank. All profiles support such requests.
+/// latency-bound requests usually are. Returns false for other requests, and leaves `into` unchanged. All profiles support such requests.
 ///
 /// # Safety
 /// The requirements of [`request_of`] apply. The queue pair is a connected one.
@@ -65,10 +65,9 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
     };
     let from = std::ptr::with_exposed_provenance(usize::try_from(sge.addr).unwrap_or(0));
     // SAFETY: the program's buffer has this length (guaranteed by the caller).
-    let Some(data) = (unsafe { short_inline(from, sge.length as usize) }) else {
+    if !(unsafe { short_inline(&mut into.payload, from, sge.length as usize) }) {
         return false;
-    };
-    into.payload = Payload::Inline(data);
+    }
     into.id = wr.wr_id;
     into.op = op;
     into.signaled = wr.send_flags & IBV_SEND_SIGNALED != 0;
@@ -80,7 +79,27 @@ unsafe fn short_of(wr: &ibv_send_wr, into: &mut WorkRequest) -> bool {
 ///
 /// # Safety
 /// `wr` and everything that it points to are valid. `datagram` tells which union member the program has set.
+#[inline(always)]
 unsafe fn request_of(
+    wr: &ibv_send_wr,
+    datagram: bool,
+    xrc: bool,
+    into: &mut WorkRequest,
+) -> Result<(), Misuse> {
+    // SAFETY: upheld by the caller.
+    if !datagram && !xrc && unsafe { short_of(wr, into) } {
+        return Ok(());
+    }
+    // SAFETY: upheld by the caller.
+    unsafe { any_request_of(wr, datagram, xrc, into) }
+}
+
+/// [`request_of`] for all requests.
+///
+/// # Safety
+/// The requirements of [`request_of`] apply.
+#[inline(never)]
+unsafe fn any_request_of(
     wr: &ibv_send_wr,
     datagram: bool,
     xrc: bool,
@@ -91,12 +110,6 @@ unsafe fn request_of(
         | IBV_SEND_SOLICITED
         | IBV_SEND_INLINE
         | IBV_SEND_IP_CSUM;
-    if !datagram && !xrc {
-        // SAFETY: upheld by the caller.
-        if unsafe { short_of(wr, into) } {
-            return Ok(());
-        }
-    }
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
     }
@@ -175,11 +188,8 @@ unsafe fn request_of(
         Op::Send { .. } | Op::Write { .. } | Op::AtomicWrite { .. }
     );
     if wr.send_flags & IBV_SEND_INLINE != 0 && sendable {
-        into.payload = Payload::Inline(InlineData::new());
-        if let Payload::Inline(data) = &mut into.payload {
-            // SAFETY: upheld by the caller.
-            unsafe { inline_of(wr.sg_list, wr.num_sge, data) }?;
-        }
+        // SAFETY: upheld by the caller.
+        unsafe { inline_of(wr.sg_list, wr.num_sge, into.payload.make_inline()) }?;
     } else {
         // SAFETY: upheld by the caller.
         into.payload = Payload::Sges(unsafe { sges_of(wr.sg_list, wr.num_sge) });
@@ -274,20 +284,19 @@ pub(crate) unsafe extern "C" fn post_send(
     })
 }
 
-/// Converts a C receive request.
+/// Fills the blank receive `into` from a C receive request.
 ///
 /// # Safety
 /// `wr` and its scatter/gather list are valid.
 #[inline(always)]
-unsafe fn recv_of(wr: &ibv_recv_wr) -> Result<RecvRequest, Misuse> {
+unsafe fn recv_of(wr: &ibv_recv_wr, into: &mut RecvRequest) -> Result<(), Misuse> {
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
     }
-    Ok(RecvRequest {
-        id: wr.wr_id,
-        // SAFETY: upheld by the caller.
-        sges: unsafe { sges_of(wr.sg_list, wr.num_sge) },
-    })
+    into.id = wr.wr_id;
+    // SAFETY: upheld by the caller.
+    unsafe { append_sges(&mut into.sges, wr.sg_list, wr.num_sge) };
+    Ok(())
 }
 
 fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
@@ -297,13 +306,15 @@ fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
     }
 }
 
-/// Converts a linked list of C receive requests.
+/// Returns the functions that fill receives from a linked list of C receive requests.
 ///
 /// # Safety
 /// Each element and its scatter/gather list are valid.
-unsafe fn receives(wr: *mut ibv_recv_wr) -> impl Iterator<Item = Result<RecvRequest, Misuse>> {
+unsafe fn receives(
+    wr: *mut ibv_recv_wr,
+) -> impl Iterator<Item = impl FnOnce(&mut RecvRequest) -> Result<(), Misuse>> {
     // SAFETY: upheld by the caller.
-    receive_list(wr).map(|w| unsafe { recv_of(&*w) })
+    receive_list(wr).map(|w| move |into: &mut RecvRequest| unsafe { recv_of(&*w, into) })
 }
 
 /// `ibv_post_recv(3)`.
@@ -314,7 +325,7 @@ pub(crate) unsafe extern "C" fn post_recv(
 ) -> c_int {
     // SAFETY: the queue pair is null or live, and the list is valid (guaranteed by the program).
     errno_fast("ibv_post_recv", || unsafe {
-        let result = live::<QpObject, _>(qp)?.engine.post_recv(receives(wr));
+        let result = live::<QpObject, _>(qp)?.engine.post_recvs(receives(wr));
         posted("ibv_post_recv", result, receive_list(wr), bad)
     })
 }
@@ -327,7 +338,8 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
 ) -> c_int {
     // SAFETY: the queue is null or live, and the list is valid (guaranteed by the program).
     errno_fast("ibv_post_srq_recv", || unsafe {
-        let result = live::<SrqObject, _>(srq)?.engine.post(receives(wr));
+        let requests = receives(wr).map(RecvRequest::build);
+        let result = live::<SrqObject, _>(srq)?.engine.post(requests);
         posted("ibv_post_srq_recv", result, receive_list(wr), bad)
     })
 }
@@ -345,10 +357,10 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_
                 opcode: c.op as u32,
                 vendor_err: c.vendor_err,
                 byte_len: c.byte_len,
-                imm_data: imm_of(&c),
+                imm_data: imm_of(c),
                 qp_num: c.qpn,
                 src_qp: c.src_qpn,
-                wc_flags: flags_of(&c),
+                wc_flags: flags_of(c),
                 pkey_index: 0,
                 slid: 0,
                 sl: c.sl,

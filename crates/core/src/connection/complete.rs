@@ -213,6 +213,21 @@ impl Connection {
         self.retire();
     }
 
+    /// Handles an acknowledgement of all request messages up to `seq` that the carrier transported. It may be older than
+    /// the last one.
+    #[inline]
+    pub fn handle_carrier_ack(&mut self, seq: u32) {
+        let Some(s) = &self.stream else { return };
+        if !s.requester.is_new_ack(seq) || s.end != End::Open || self.base.state == State::Error {
+            return;
+        }
+        if !self.handle_ack(seq) {
+            let error = PeerError::Control("an acknowledgement of a request that was not sent");
+            self.fail_by_peer(Violation::answer(error), &TermContext::local());
+        }
+        self.after();
+    }
+
     /// Handles an acknowledgement of all request messages up to `seq`. Returns false if `seq` was not sent.
     pub(super) fn handle_ack(&mut self, seq: u32) -> bool {
         let Some(s) = self.stream.as_mut() else {

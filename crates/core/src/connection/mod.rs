@@ -184,7 +184,16 @@ impl Connection {
         stream.map_or(0, |s| s.responder.unacknowledged())
     }
 
+    /// The acknowledgement for a carrier that transports it beside the stream: the number of the last request of the
+    /// peer that is done. All of these requests are acknowledged by it.
+    #[inline]
+    pub fn carrier_ack(&mut self) -> u32 {
+        let Some(s) = &mut self.stream else { return 0 };
+        s.responder.acknowledge_all()
+    }
+
     /// Whether an acknowledgement is due.
+    #[inline]
     pub fn ack_due(&self) -> bool {
         self.unacknowledged() > 0
     }
@@ -248,6 +257,7 @@ impl Connection {
             (Timer::Probe, Some(s))
                 if s.peer == Peer::Anywarp
                     && s.end == End::Open
+                    && !s.in_memory
                     && self.base.sq.has_outstanding() =>
             {
                 Some(at + self.base.attr.probe_after()?)
@@ -664,11 +674,15 @@ impl Connection {
             .is_some_and(|s| s.handover.is_tx_sealed())
     }
 
-    /// Frames all further FPDUs for shared memory, without CRCs.
+    /// Frames all further FPDUs for shared memory, without CRCs. The carrier transports acknowledgements
+    /// ([`Self::carrier_ack`]). A silent peer is not asked for an answer: the end of its process ends the stream, and the failure of
+    /// its host is that of this one.
     pub fn switch_tx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.resume_tx();
             s.crc_tx = false;
+            s.in_memory = true;
+            self.timers.stop(Timer::Probe);
         }
     }
 

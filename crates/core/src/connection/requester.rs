@@ -150,6 +150,15 @@ impl Requester {
         posted.seq = (self.seq.wrapping_add(1), self.seq);
     }
 
+    /// Numbers `posted`, which is taken now and is one message: a Send, or a Write.
+    #[inline]
+    pub(super) fn number_short(&mut self, posted: &mut Posted, is_send: bool) {
+        posted.msn_before = (self.next_send_msn, self.next_read_msn);
+        self.number_request();
+        posted.seq = (self.seq, self.seq);
+        self.next_send_msn = self.next_send_msn.wrapping_add(u32::from(is_send));
+    }
+
     /// Whether the peer has to be sent a SelectSrq before a request for shared receive queue `number`.
     pub(super) fn select_srq(&mut self, number: u32) -> bool {
         self.selected_srq.replace(number) != Some(number)
@@ -354,6 +363,13 @@ impl Requester {
     }
 
     // ------------------------------------------------------------------ acknowledgements, retries, failure
+
+    /// Whether an acknowledgement of all request messages up to `seq` is later than the last one.
+    #[inline]
+    pub(super) fn is_new_ack(&self, seq: u32) -> bool {
+        // Serial number arithmetic.
+        (1..1 << 31).contains(&seq.wrapping_sub(self.acked))
+    }
 
     /// Handles an acknowledgement of all request messages up to `seq`: marks the requests of `sq` that are complete
     /// by it. Returns false if `seq` was not sent.

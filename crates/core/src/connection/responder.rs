@@ -163,8 +163,16 @@ impl Responder {
     /// The acknowledgement of all request messages that are done.
     #[inline]
     pub(super) fn acknowledge(&mut self) -> Control {
+        Control::Ack {
+            seq: self.acknowledge_all(),
+        }
+    }
+
+    /// Records that all request messages that are done are acknowledged, and returns the number of the last one.
+    #[inline]
+    pub(super) fn acknowledge_all(&mut self) -> u32 {
         self.done_acked = self.done;
-        Control::Ack { seq: self.done }
+        self.done
     }
 
     // ------------------------------------------------------------------ Sends and immediates

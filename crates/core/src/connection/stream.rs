@@ -106,6 +106,8 @@ pub(super) struct Stream {
     /// Whether this end may send: a responder of MPA sends nothing before the first FPDU has arrived.
     pub(super) may_send: bool,
     pub(super) current: Option<Outgoing>,
+    /// Whether shared memory carries the stream to the peer.
+    pub(super) in_memory: bool,
     /// Whether a Terminate was queued.
     pub(super) terminated: bool,
     /// Inserts markers into the sent stream, if the peer requests them.
@@ -138,6 +140,7 @@ impl Stream {
             // once.
             may_send: config.initiator || config.peer == Peer::Anywarp,
             current: None,
+            in_memory: false,
             terminated: false,
             started: false,
             ready_to_receive: None,

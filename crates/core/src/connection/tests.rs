@@ -129,7 +129,7 @@ fn says(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
 fn hears(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
     let mut batch = TxBatch::default();
     conn.poll_tx(now(), true, &mut batch);
-    let mut bytes = batch.own(0, batch.len());
+    let mut bytes = batch.as_bytes().unwrap();
     let mut heard = Vec::new();
     while let Some(extent) = Extent::of(bytes) {
         let (header, _) = Header::parse(&bytes[LENGTH..]).unwrap();
@@ -145,7 +145,7 @@ fn hears(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
 
 fn completed(cq: &Cq) -> Vec<(u64, Status)> {
     let mut all: Vec<Completion> = Vec::new();
-    cq.poll(100, |_, c| all.push(c));
+    cq.poll(100, |_, c| all.push(c.clone()));
     all.iter().map(|c| (c.wr_id, c.status)).collect()
 }
 
@@ -299,4 +299,53 @@ fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
     conn.poll_tx(now(), false, &mut TxBatch::default());
     conn.handle_eof(true, true);
     assert_eq!(completed(&cq), [(7, Status::Flushed)]);
+}
+
+/// In shared memory the carrier transports acknowledgements: no message does, and an old or repeated one is ignored.
+#[test]
+fn a_carrier_acknowledges_in_place_of_messages() {
+    let send = Op::Send {
+        imm: None,
+        invalidate: None,
+    };
+    let begun = || {
+        let (mut conn, cq) = near_the_end();
+        conn.stream.as_mut().unwrap().peer = Peer::Anywarp;
+        conn.switch_tx_to_shm();
+        for id in 0..3 {
+            post(&mut conn, id, send);
+        }
+        assert_eq!(hears(&mut conn).len(), 3);
+        (conn, cq)
+    };
+    // The numbers of the three requests are around the wrap.
+    let first = u32::MAX;
+    let (mut conn, cq) = begun();
+    for _ in 0..2 * bounds::ACK_AFTER {
+        conn.stream.as_mut().unwrap().responder.request_done();
+    }
+    assert!(conn.must_ack());
+    assert_eq!(hears(&mut conn), []);
+    let done = first.wrapping_sub(1).wrapping_add(2 * bounds::ACK_AFTER);
+    assert_eq!((conn.carrier_ack(), conn.ack_due()), (done, false));
+    assert_eq!(
+        conn.poll_timeout(),
+        None,
+        "a Ping would reach no other host"
+    );
+
+    conn.handle_carrier_ack(first.wrapping_add(1));
+    assert_eq!(completed(&cq), [(0, Status::Success), (1, Status::Success)]);
+    for old in [first, first.wrapping_add(1), first.wrapping_sub(1_000)] {
+        conn.handle_carrier_ack(old);
+        assert_eq!((completed(&cq), conn.state()), (vec![], State::Rts));
+    }
+    conn.handle_carrier_ack(first.wrapping_add(2));
+    assert_eq!(completed(&cq), [(2, Status::Success)]);
+
+    let (mut conn, cq) = begun();
+    conn.handle_carrier_ack(first.wrapping_add(3));
+    assert_eq!(conn.state(), State::Error, "a request that was not sent");
+    assert_eq!(completed(&cq).len(), 3);
+    assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
 }

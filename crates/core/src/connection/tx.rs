@@ -27,7 +27,7 @@ use crate::verbs::rnic::Rnic;
 use crate::verbs::source::Source;
 use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
-use crate::verbs::wr::{Op, Payload};
+use crate::verbs::wr::{Op, Payload, Sge};
 use crate::wire::control::Control;
 use crate::wire::ddp::{Tagged, Untagged};
 use crate::wire::rdmap::{Opcode, ReadRequest};
@@ -58,18 +58,21 @@ impl Connection {
     /// acknowledgement alone. Returns whether the batch was full before the messages ended.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         // The answer to a message must not overtake its acknowledgement: programs expect the completion of their Send
-        // before that of the receive.
-        if self.ack_due() && (flush || self.must_ack() || self.has_messages()) {
+        // before that of the receive. In shared memory the carrier transports it with the message.
+        let by_message = self.ack_due() && self.stream.as_ref().is_some_and(|s| !s.in_memory);
+        if by_message && (flush || self.must_ack() || self.has_messages()) {
             self.send_ack(batch);
         }
         let mut more = true;
-        while !batch.is_full() {
+        loop {
             if self.send_short(now, batch) {
                 more = self.has_untaken();
                 if !more || batch.is_aligned() {
                     break;
                 }
-                continue;
+            }
+            if batch.is_full() {
+                break;
             }
             let next = self.next_message(now);
             if next == Next::Nothing {
@@ -260,7 +263,7 @@ impl Connection {
                 None => {}
             }
             // The peer's silence is measured from the first request without an answer.
-            if !self.base.sq.has_outstanding() {
+            if !self.base.sq.has_outstanding() && !s.in_memory {
                 self.timers.start(Timer::Probe, now);
             }
             match self.take() {
@@ -275,91 +278,99 @@ impl Connection {
         }
     }
 
-    /// Takes, builds and frames the next request in one step, if it is one short message and no other message is to be
-    /// sent before it. Most requests are.
+    /// Takes, builds and frames requests in one step each, as long as the next one is one short message and no other
+    /// message is to be sent before it. Most requests are. Returns whether there was any.
     ///
-    /// Returns false, and has changed nothing, if the request has to take the general path ([`Self::next_message`]).
+    /// The request after them, which nothing was changed for, has to take the general path ([`Self::next_message`]).
     /// Bytes, completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
-        let outstanding = self.base.sq.has_outstanding();
-        let (Some(s), Some((_, posted))) = (&mut self.stream, self.base.sq.peek()) else {
+        let Some(s) = &mut self.stream else {
             return false;
         };
-        let request = &posted.request;
         let is_next = self.base.state == State::Rts
             && s.end == End::Open
             && s.may_send
             && s.is_tx_idle()
-            && self.timers.get(Timer::Rnr).is_none()
+            && !self.timers.runs(Timer::Rnr)
             && !s.handover.is_tx_sealed();
-        let is_plain = posted.phase == Phase::Queued
-            && posted.skip == 0
-            && posted.injected.is_none()
-            && request.srq.is_none()
-            && !(request.fence && s.requester.has_pending());
-        let len = request.payload.len();
-        if !is_next || !is_plain || len >= s.short_limit {
+        if !is_next {
             return false;
         }
-        let size = usize::try_from(len).unwrap_or(usize::MAX);
         let (rnic, pd, qpn) = (&*self.base.rnic, self.base.pd, self.base.qpn);
-        let last = &mut self.last_read;
-        let fill = |own: &mut Vec<u8>| append(&request.payload, rnic, last, pd, qpn, own);
-        let (opcode, header, framed) = match request.op {
-            Op::Send {
-                imm: None,
-                invalidate,
-            } => {
-                let header = Untagged {
-                    last: true,
-                    opcode: Opcode::send(invalidate.is_some(), request.solicited),
-                    inv_stag: invalidate.unwrap_or(Stag(0)),
-                    qn: QN_SEND,
-                    msn: s.requester.send_msn(),
-                    mo: 0,
-                };
-                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
-                (header.opcode, Untagged::LEN, framed)
+        let mut any = false;
+        while !batch.is_full() {
+            let outstanding = self.base.sq.has_outstanding();
+            let Some((_, posted)) = self.base.sq.peek() else {
+                break;
+            };
+            let request = &posted.request;
+            let is_plain = posted.phase == Phase::Queued
+                && posted.skip == 0
+                && posted.injected.is_none()
+                && request.srq.is_none()
+                && !(request.fence && s.requester.has_pending());
+            let len = request.payload.len();
+            if !is_plain || len >= s.short_limit {
+                break;
             }
-            Op::Write { remote, imm: None } => {
-                let header = Tagged {
-                    last: true,
-                    opcode: Opcode::Write,
-                    stag: write_stag(remote, len),
-                    to: remote.to,
-                };
-                let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
-                (header.opcode, Tagged::LEN, framed)
+            let size = usize::try_from(len).unwrap_or(usize::MAX);
+            let last = &mut self.last_read;
+            let fill = |own: &mut Vec<u8>| append(&request.payload, rnic, last, pd, qpn, own);
+            let (opcode, header, framed) = match request.op {
+                Op::Send {
+                    imm: None,
+                    invalidate,
+                } => {
+                    let header = Untagged {
+                        last: true,
+                        opcode: Opcode::send(invalidate.is_some(), request.solicited),
+                        inv_stag: invalidate.unwrap_or(Stag(0)),
+                        qn: QN_SEND,
+                        msn: s.requester.send_msn(),
+                        mo: 0,
+                    };
+                    let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                    (header.opcode, Untagged::LEN, framed)
+                }
+                Op::Write { remote, imm: None } => {
+                    let header = Tagged {
+                        last: true,
+                        opcode: Opcode::Write,
+                        stag: write_stag(remote, len),
+                        to: remote.to,
+                    };
+                    let framed = batch.push_fpdu(&header.emit(), size, s.crc_tx, fill);
+                    (header.opcode, Tagged::LEN, framed)
+                }
+                _ => break,
+            };
+            if !framed {
+                break;
             }
-            _ => return false,
-        };
-        if !framed {
-            return false;
+            if !outstanding && !s.in_memory {
+                // The peer's silence is measured as in `next_message`.
+                self.timers.start(Timer::Probe, now);
+            }
+            s.requester.number_short(posted, opcode != Opcode::Write);
+            posted.bytes = len;
+            posted.phase = Phase::Sent;
+            if let Some(observer) = &rnic.observer {
+                for step in [
+                    Step::Take(posted.request.id),
+                    Step::Build(opcode, len),
+                    Step::Segment(size, true),
+                    Step::Frame(header + size),
+                ] {
+                    observer.step(qpn, &step);
+                }
+            }
+            self.base.sq.advance();
+            any = true;
+            if batch.is_aligned() {
+                break;
+            }
         }
-        if !outstanding {
-            // The peer's silence is measured as in `next_message`.
-            self.timers.start(Timer::Probe, now);
-        }
-        let id = request.id;
-        s.requester.note_start(posted);
-        if opcode == Opcode::Write {
-            s.requester.number_request();
-        } else {
-            s.requester.number_send();
-        }
-        posted.seq.1 = posted.seq.0;
-        posted.bytes = len;
-        posted.phase = Phase::Sent;
-        self.base.sq.advance();
-        self.base.observe_all(|| {
-            [
-                Step::Take(id),
-                Step::Build(opcode, len),
-                Step::Segment(size, true),
-                Step::Frame(header + size),
-            ]
-        });
-        true
+        any
     }
 
     /// Takes the next request of the send queue, if it may be sent now.
@@ -463,6 +474,7 @@ impl Connection {
 }
 
 /// Appends the payload of a request. False: the request may not access the memory, or it is no longer registered.
+#[inline(always)]
 fn append(
     payload: &Payload,
     rnic: &Rnic,
@@ -476,17 +488,29 @@ fn append(
             own.extend_from_slice(data);
             true
         }
-        Payload::Sges(sges) => sges.iter().filter(|s| s.len > 0).all(|sge| {
-            let (to, len) = (To(sge.addr), u64::from(sge.len));
-            let pinned = rnic
-                .regions
-                .pin(last, sge.lkey, pd, qpn, Access::NONE, to, len);
-            pinned.is_ok_and(|pinned| {
-                rnic.memory.gather(&pinned, 0, len, own);
-                true
-            })
-        }),
+        Payload::Sges(sges) => append_memory(sges, rnic, last, pd, qpn, own),
     }
+}
+
+/// [`append`] for payload in registered memory.
+#[inline(never)]
+fn append_memory(
+    sges: &[Sge],
+    rnic: &Rnic,
+    last: &mut LastRegion,
+    pd: u32,
+    qpn: u32,
+    own: &mut Vec<u8>,
+) -> bool {
+    sges.iter().filter(|s| s.len > 0).all(|sge| {
+        let (to, len) = (To(sge.addr), u64::from(sge.len));
+        let regions = &rnic.regions;
+        let pinned = regions.pin(last, sge.lkey, pd, qpn, Access::NONE, to, len);
+        pinned.is_ok_and(|pinned| {
+            rnic.memory.gather(&pinned, 0, len, own);
+            true
+        })
+    })
 }
 
 /// The Read Request for the part of a Read Response from byte `from` on.
@@ -521,7 +545,7 @@ fn frame_marked(
     let mut whole = TxBatch::default();
     frame(segment, source, crc, memory, &mut whole)?;
     let mut marked = Vec::with_capacity(whole.len() + whole.len() / 64);
-    markers.insert(whole.own(0, whole.len()), crc, &mut marked);
+    markers.insert(whole.as_bytes().unwrap_or(&[]), crc, &mut marked);
     batch.push_raw(&marked);
     Ok(())
 }

@@ -185,7 +185,7 @@ impl End {
 
     fn done(&self) -> Vec<Completion> {
         let mut all = Vec::new();
-        self.cq.poll(64, |_, entry| all.push(entry));
+        self.cq.poll(64, |_, entry| all.push(entry.clone()));
         all
     }
 

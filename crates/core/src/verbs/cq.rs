@@ -113,23 +113,26 @@ impl Cq {
     }
 
     /// Removes up to `max` entries, calls `each` with the index and value of each, and returns their number.
-    pub fn poll(&self, max: usize, mut each: impl FnMut(usize, Completion)) -> usize {
+    #[inline]
+    pub fn poll(&self, max: usize, mut each: impl FnMut(usize, &Completion)) -> usize {
         if self.is_empty() {
             return 0;
         }
-        let mut state = self.state();
+        let mut guard = self.state();
+        let state = &mut *guard;
         let n = max.min(state.entries.len());
         for i in 0..n {
             if let Some(entry) = state.entries.get(i) {
-                each(i, entry.clone());
+                each(i, entry);
             }
         }
         state.entries.pop_front_many(n);
+        let left = state.entries.len();
         state.event_pending = false;
-        if state.entries.is_empty() {
+        if left == 0 {
             state.missed = Armed::No;
         }
-        self.waiting.store(state.entries.len(), Ordering::Release);
+        self.waiting.store(left, Ordering::Release);
         n
     }
 
@@ -147,6 +150,7 @@ impl Cq {
     }
 
     /// Whether the queue has no entries. Takes no lock.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.waiting.load(Ordering::Acquire) == 0
     }

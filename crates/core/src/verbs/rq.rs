@@ -48,6 +48,7 @@ pub struct TakenRecv {
 
 impl RecvQueue {
     /// Posts a receive (`ibv_post_recv(3)`; with a shared queue, receives are posted to that queue).
+    #[inline]
     pub fn post(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         match self {
             Self::Own {

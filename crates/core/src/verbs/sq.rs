@@ -68,8 +68,8 @@ impl Posted {
         }
     }
 
-    /// Resets the request in this slot. Cheaper than [`Self::blank`], because it does not write bytes that are not
-    /// read in a blank request.
+    /// Resets the request in this slot, except for its payload ([`WorkRequest::make_blank`]). Cheaper than
+    /// [`Self::blank`], because it does not write bytes that are not read in a blank request.
     #[inline]
     fn make_blank(&mut self) {
         let Self {
@@ -385,6 +385,7 @@ struct Making<'a> {
 }
 
 impl Drop for Making<'_> {
+    #[inline]
     fn drop(&mut self) {
         if !self.is_made {
             if let Some(posted) = self.posted.back_mut() {

@@ -46,6 +46,23 @@ impl Payload {
         }
     }
 
+    /// Makes the data inline and empty, and returns it. A request of the send queue that had inline data before is
+    /// reused: moving [`InlineData`] costs more than filling it.
+    #[inline]
+    pub fn make_inline(&mut self) -> &mut InlineData {
+        if !matches!(self, Self::Inline(data) if !data.spilled()) {
+            *self = Self::Inline(InlineData::new());
+        }
+        match self {
+            Self::Inline(data) => {
+                data.clear();
+                data
+            }
+            #[expect(clippy::unreachable, reason = "the data was just made inline")]
+            Self::Sges(_) => unreachable!(),
+        }
+    }
+
     /// Frees memory that the data uses outside the request. The data is not valid afterwards.
     #[inline]
     pub(crate) fn forget_allocation(&mut self) {
@@ -238,13 +255,14 @@ impl WorkRequest {
 }
 
 impl WorkRequest {
-    /// Makes this request one of [`Self::blank`].
+    /// Makes this request one of [`Self::blank`], except for its payload, which is that of an earlier request: posting
+    /// sets the payload of every request.
     #[inline]
     pub(crate) fn make_blank(&mut self) {
         let Self {
             id,
             op,
-            payload,
+            payload: _,
             signaled,
             solicited,
             fence,
@@ -256,7 +274,6 @@ impl WorkRequest {
             imm: None,
             invalidate: None,
         };
-        *payload = Payload::Sges(SmallVec::new());
         (*signaled, *solicited, *fence) = (false, false, false);
         (*destination, *srq) = (None, None);
     }
@@ -269,4 +286,17 @@ pub struct RecvRequest {
     pub id: u64,
     /// The memory for the message.
     pub sges: Sges,
+}
+
+impl RecvRequest {
+    /// The receive that `fill` writes.
+    #[inline]
+    pub fn build(fill: impl FnOnce(&mut Self) -> Result<(), Misuse>) -> Result<Self, Misuse> {
+        let mut request = Self {
+            id: 0,
+            sges: Sges::new(),
+        };
+        fill(&mut request)?;
+        Ok(request)
+    }
 }

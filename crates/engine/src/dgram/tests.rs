@@ -144,7 +144,7 @@ impl End {
         let until = clock::now() + Duration::from_secs(5);
         let mut found = None;
         while found.is_none() && clock::now() < until {
-            self.cq.poll(1, |_, entry| found = Some(entry));
+            self.cq.poll(1, |_, entry| found = Some(entry.clone()));
             let wanted =
                 |e: &Completion| matches!(e.op, WcOp::Recv | WcOp::RecvWriteImm) == receive;
             found = found.filter(wanted);

@@ -30,6 +30,8 @@ use crate::sys::{Io, stream};
 
 /// Bytes that a queue pair receives in one turn, so that one busy connection does not keep others waiting.
 const RX_TURN_BYTES: usize = 1 << 20;
+/// Bytes of short records that a queue pair receives from shared memory in one turn.
+const RX_RECORDS_BYTES: usize = 64 << 10;
 /// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a megabyte for each, eight
 /// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
@@ -83,6 +85,8 @@ pub struct Tcp {
     sent: usize,
     /// Bytes of an incomplete FPDU that were received.
     rest: Vec<u8>,
+    /// The record of shared memory that is received now.
+    record: Vec<u8>,
     /// Bytes that are received into the engine's buffer at a time.
     rx_limit: usize,
     framing: Framing,
@@ -160,6 +164,7 @@ impl Tcp {
             batch: TxBatch::default(),
             sent: 0,
             rest: leftover,
+            record: Vec::new(),
             rx_limit: RX_BUFFER_LEN,
             framing,
             blocked: false,
@@ -358,22 +363,62 @@ impl Tcp {
         } else {
             Outcome::Open
         };
-        let mut buffer = engine.rx_buffer();
-        let outcome = self.receive_into(&mut buffer, conn, now);
-        engine.return_rx_buffer(buffer);
+        let outcome = if self.rx_shm && self.receive_records(conn, now) {
+            Outcome::Open
+        } else {
+            let mut buffer = engine.rx_buffer();
+            let outcome = self.receive_into(&mut buffer, conn, now);
+            engine.return_rx_buffer(buffer);
+            outcome
+        };
         // Until our last hand-over message is sent, bytes on the socket belong to the stream and also wake the peer.
-        if let Some(shm) = &self.shm
+        if let Some(shm) = &mut self.shm
             && self.rx_shm
-            && self.tx_shm
-            && shm.must_wake_for_room()
         {
-            self.wake();
+            if let Some(done) = shm.take_done() {
+                conn.handle_carrier_ack(done);
+            }
+            if self.tx_shm && shm.must_wake_for_room() {
+                self.wake();
+            }
         }
         if outcome == Outcome::Open && !self.has_more() {
             connection
         } else {
             outcome
         }
+    }
+
+    /// Receives short records of shared memory, which contain whole FPDUs. Returns false if something else is to be
+    /// received by [`Self::receive_into`].
+    fn receive_records(&mut self, conn: &mut Connection, now: Instant) -> bool {
+        let Some(shm) = &mut self.shm else {
+            return false;
+        };
+        if !self.rest.is_empty() || conn.direct().is_some() {
+            return false;
+        }
+        let mut received = 0;
+        while received < RX_RECORDS_BYTES {
+            self.record.clear();
+            match shm.receive_short(&mut self.record) {
+                Ok(true) => {}
+                Ok(false) => return !shm.watch().has_bytes(),
+                Err(_) => return false,
+            }
+            let len = self.record.len();
+            received += len;
+            self.counts.rx_bytes += len as u64;
+            conn.handle_carrier_ack(shm.done_by_them());
+            let used = conn.handle_rx(now, &self.record).min(len);
+            if used < len {
+                self.rest
+                    .extend_from_slice(self.record.get(used..).unwrap_or(&[]));
+                return false;
+            }
+        }
+        // The next turn receives the rest.
+        true
     }
 
     /// Whether shared memory contains more than was received in one turn.
@@ -449,6 +494,9 @@ impl Tcp {
             self.counts.rx_calls += u64::from(!self.rx_shm);
             match self.read(direct, room) {
                 Ok((user, own)) => {
+                    if let Some(shm) = self.shm.as_ref().filter(|_| self.rx_shm) {
+                        conn.handle_carrier_ack(shm.done_by_them());
+                    }
                     self.counts.rx_bytes += (user + own) as u64;
                     if user > 0 {
                         conn.handle_direct(now, user as u64);
@@ -533,6 +581,13 @@ impl Tcp {
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
         if self.tx_shm
+            && let Some(shm) = &mut self.shm
+            && conn.ack_due()
+            && (flush || conn.must_ack())
+        {
+            shm.publish_done(conn.carrier_ack());
+        }
+        if self.tx_shm
             && let Some(shm) = &self.shm
             && shm.must_wake()
         {
@@ -549,10 +604,9 @@ impl Tcp {
         conn: &mut Connection,
         now: Instant,
     ) -> Option<Outcome> {
-        let changes_carrier = self.shm.is_some() != self.tx_shm;
         if !self.batch.is_empty()
             || self.blocked
-            || changes_carrier
+            || self.shm.is_some() != self.tx_shm
             || self.framing.aligns(conn.peer())
         {
             return None;
@@ -563,7 +617,10 @@ impl Tcp {
             return None;
         }
         let sent = match &mut self.shm {
-            Some(shm) => shm.send(&self.batch, 0),
+            Some(shm) => {
+                shm.set_done(conn.carrier_ack());
+                shm.send(&self.batch, 0)
+            }
             None => {
                 self.counts.tx_calls += 1;
                 stream::send_batch(self.tx().get(), &self.batch, 0)
@@ -592,6 +649,38 @@ impl Tcp {
             self.wake();
         }
         Some(Outcome::Open)
+    }
+
+    /// Lets the next poll that finds nothing send an acknowledgement to the peer that shares memory. Returns false if
+    /// batches are sent by the socket.
+    #[inline]
+    pub(crate) fn schedule_ack(&self) -> bool {
+        if let Some(shm) = self.shm.as_ref().filter(|_| self.tx_shm) {
+            shm.watch().set_owes_ack(true);
+        }
+        self.tx_shm
+    }
+
+    /// Whether [`Self::schedule_ack`] was called since this was last called, and no acknowledgement was sent.
+    #[inline]
+    pub(crate) fn take_owed_ack(&self) -> bool {
+        let owes = self.watch().filter(|watch| watch.owes_ack());
+        if let Some(watch) = owes {
+            watch.set_owes_ack(false);
+        }
+        owes.is_some()
+    }
+
+    /// Whether both directions go through shared memory.
+    #[inline]
+    pub(crate) fn is_shared(&self) -> bool {
+        self.rx_shm && self.tx_shm
+    }
+
+    /// Whether only one direction goes through shared memory, or none though memory was offered.
+    #[inline]
+    pub(crate) fn changes_carrier(&self) -> bool {
+        self.shm.is_some() != self.tx_shm || self.rx_shm != self.tx_shm
     }
 
     /// Cleans up when the batch is empty and there is nothing to send.
@@ -648,7 +737,10 @@ impl Tcp {
             }
             self.counts.tx_calls += u64::from(!self.tx_shm);
             let sent = match &mut self.shm {
-                Some(shm) if self.tx_shm => shm.send(&self.batch, self.sent),
+                Some(shm) if self.tx_shm => {
+                    shm.set_done(conn.carrier_ack());
+                    shm.send(&self.batch, self.sent)
+                }
                 _ => stream::send_batch(self.tx().get(), &self.batch, self.sent),
             };
             match sent {

@@ -53,6 +53,10 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 /// bytes. Larger payload needs a larger buffer.
 const SHORT: u64 = 2048;
 
+/// Short requests after which a post renews the lease of the polling thread. They take a fraction of the time for which
+/// the lease still runs when it is due to be renewed.
+const LEASE_EACH: u64 = 8;
+
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
 pub trait Manager: Send + Sync {
     /// The peer's first message arrived: the connection works in both directions.
@@ -98,6 +102,9 @@ struct Inner {
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
+    /// Whether `deadline` is not later than the time at which the connection would ask a silent peer for an answer.
+    /// That time only moves to the future while requests are posted, so a post need not compute it.
+    probe_covered: bool,
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.
     notices: VecDeque<(Weak<dyn Manager>, Notice)>,
@@ -112,6 +119,8 @@ struct Inner {
     corked: bool,
     /// Requests that were posted, and their bytes.
     requests: (u64, u64),
+    /// When the queue pair was created.
+    created: Instant,
     /// The last connection, while it is being drained.
     draining: Draining,
     /// Traffic class or type of service of packets.
@@ -193,6 +202,7 @@ impl RcQp {
                     dial_until: None,
                     timers: Timers::default(),
                     deadline: None,
+                    probe_covered: false,
                     manager: None,
                     notices: VecDeque::new(),
                     notifying: false,
@@ -201,6 +211,7 @@ impl RcQp {
                     unwatched: false,
                     corked: false,
                     requests: (0, 0),
+                    created: clock::now(),
                     draining: Draining::default(),
                     traffic_class: 0,
                     paced: false,
@@ -277,6 +288,7 @@ impl RcQp {
         self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
         let mut result = Ok(());
+        let before = inner.requests.0;
         let mut longest = 0;
         for (i, fill) in requests.enumerate() {
             let mut len = 0;
@@ -314,11 +326,22 @@ impl RcQp {
         } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
             self.schedule_ack();
         } else {
-            let now = clock::now();
+            let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
+            let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;
+            // Reading the clock takes as long as sending a short message by shared memory.
+            let any_time = shared && !renews;
+            let now = if any_time {
+                inner.created
+            } else {
+                clock::now()
+            };
             if longest > SHORT || !self.send_posted(&mut inner, now) {
+                let now = if any_time { clock::now() } else { now };
                 self.progress(&mut inner, now, Receive::Nothing, false);
+                self.engine.on_post(now);
+            } else if renews {
+                self.engine.on_post(now);
             }
-            self.engine.on_post(now);
         }
         self.unlock(inner);
         result
@@ -386,11 +409,28 @@ impl RcQp {
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
+        self.post_recvs(requests.map(|request| {
+            move |into: &mut RecvRequest| {
+                *into = request?;
+                Ok(())
+            }
+        }))
+    }
+
+    /// [`Self::post_recv`]. Each function writes one request.
+    #[inline]
+    pub fn post_recvs<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut RecvRequest) -> Result<(), Misuse>,
+    {
         self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
-        for (i, request) in requests.enumerate() {
-            let request = request.inspect(|r| provoke::posted(r.id));
-            if let Err(e) = request.and_then(|r| inner.conn.post_recv(r)) {
+        for (i, fill) in requests.enumerate() {
+            let posted = RecvRequest::build(fill).and_then(|request| {
+                provoke::posted(request.id);
+                inner.conn.post_recv(request)
+            });
+            if let Err(e) = posted {
                 return Err((i, e));
             }
         }
@@ -495,6 +535,7 @@ impl RcQp {
     pub fn with_attr(&self, change: impl FnOnce(&mut Attr)) {
         let mut inner = self.lock();
         change(inner.conn.attr_mut());
+        inner.probe_covered = false;
         self.set_user_timeout(&inner);
     }
 
@@ -591,6 +632,7 @@ impl RcQp {
         self.engine.remove(inner.token, fd);
         inner.token = Token::NONE;
         inner.deadline = None;
+        inner.probe_covered = false;
     }
 
     /// Closes the connection in order, and forgets peer and manager.
@@ -704,6 +746,14 @@ impl Source for RcQp {
     /// Called when the peer wrote to, or read from, the memory that carries the stream.
     fn memory_ready(self: Arc<Self>, now: Instant) {
         self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
+    }
+
+    fn flush_memory(self: Arc<Self>, now: Instant) {
+        self.with(|inner| {
+            if inner.conn.ack_due() {
+                self.progress(inner, now, Receive::Nothing, true);
+            }
+        });
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {

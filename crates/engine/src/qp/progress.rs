@@ -31,7 +31,7 @@ impl RcQp {
     /// `flush`: delayed acknowledgements and corked requests are sent too.
     pub(super) fn progress(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
         let mut outcome = Outcome::Open;
-        let mut receive = receive;
+        let (mut receive, mut flush) = (receive, flush);
         let live = is_live(inner.conn.state());
         let delayed = inner.timers.get(Timer::Delay).is_some() && self.is_delayed(inner, now);
         let allowed = self.common.flow.as_ref().map(|flow| {
@@ -62,13 +62,15 @@ impl RcQp {
                 outcome = tcp.receive(self.engine, &mut inner.conn, now, socket);
                 let open = outcome == Outcome::Open;
                 let in_vain = open && before == Some(tcp.counts.rx_bytes);
+                // An acknowledgement has waited for one poll, and nothing has arrived since.
+                flush |= in_vain && tcp.take_owed_ack();
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
                     // This case is frequent: most polls find nothing.
                     if in_vain {
                         return;
                     }
                     // There is nothing to send. Returning here lets the program get the completion sooner.
-                    let idle = open && !tcp.blocked && tcp.watch().is_none();
+                    let idle = open && !tcp.blocked && !tcp.changes_carrier();
                     if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
                         self.schedule(inner);
                         return;
@@ -140,6 +142,8 @@ impl RcQp {
 
     /// Sends requests that were just posted: [`Self::progress`] in one step, for the usual case that there is nothing
     /// else to do. Returns false if the caller has to call [`Self::progress`], which continues from here.
+    ///
+    /// `now` may be any earlier time for a peer that shares memory.
     pub(super) fn send_posted(&self, inner: &mut Inner, now: Instant) -> bool {
         let Some(tcp) = &mut inner.tcp else {
             return false;
@@ -149,11 +153,16 @@ impl RcQp {
         if !only_sends || self.common.flow.is_some() {
             return false;
         }
+        let shared = tcp.is_shared();
         let Some(outcome) = tcp.transmit_posted(self.engine, &mut inner.conn, now) else {
             return false;
         };
         if outcome == Outcome::Open && inner.conn.only_sends() {
-            self.schedule(inner);
+            // A deadline that was set for earlier requests is early enough for these. A peer that shares memory is not
+            // asked for an answer.
+            if !(inner.probe_covered || shared) || inner.conn.ack_due() {
+                self.schedule(inner);
+            }
         } else {
             self.note_end(inner, outcome);
             self.deliver_events(inner, outcome);
@@ -190,9 +199,13 @@ impl RcQp {
     fn schedule(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);
+            inner.probe_covered = true;
         }
         if inner.conn.ack_due() && inner.timers.get(Timer::Delay).is_none() && !inner.paced {
-            self.schedule_ack();
+            let by_memory = inner.tcp.as_ref().is_some_and(Tcp::schedule_ack);
+            if !by_memory {
+                self.schedule_ack();
+            }
         }
     }
 
@@ -231,6 +244,7 @@ impl RcQp {
     /// Handles the expired timers.
     pub(super) fn handle_timeout(&self, inner: &mut Inner, now: Instant) {
         inner.deadline = None;
+        inner.probe_covered = false;
         let mut flush = false;
         while let Some(timer) = inner.timers.take_expired(now) {
             let failed = inner.conn.state() == State::Error;

@@ -61,10 +61,10 @@ use turns::Turns;
 
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// While polled memory has something to receive, the sockets are checked in one of this number of idle polls. Polling
-/// memory needs no system call; checking the sockets does.
+/// While polled memory has something to receive, the sockets are checked in one of this number of idle polls at most
+/// ([`Turns::sockets_are_due`]). Polling memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
-/// While polled memory has nothing to receive, the sockets are checked in one of this number of idle polls.
+/// While polled memory has nothing to receive, the sockets are checked in one of this number of idle polls at most.
 const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
@@ -91,6 +91,10 @@ pub(crate) trait DelayedAck: Send + Sync {
 pub(crate) trait PolledMemory: Send + Sync {
     /// Whether there is something to receive, or again room to send.
     fn is_ready(&self) -> bool;
+    /// Whether the peer waits for an acknowledgement. Such memory is also ready.
+    fn owes_ack(&self) -> bool {
+        false
+    }
     /// Requests that the peer sends a wake-up through the socket from now on. Returns whether the memory is ready
     /// already.
     fn prepare_sleep(&self) -> bool;
@@ -99,7 +103,7 @@ pub(crate) trait PolledMemory: Send + Sync {
 /// Polled memory and the source that uses it.
 type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
 /// Users of memory that is ready.
-type ReadyMemories = SmallVec<[Weak<dyn Source>; 2]>;
+type ReadyMemories = SmallVec<[Arc<dyn Source>; 2]>;
 /// Queue pairs with scheduled acknowledgements. Each message schedules one. Usually there is one queue pair, which
 /// needs no allocation.
 type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
@@ -346,14 +350,18 @@ impl Reactor {
         if flush {
             self.flush_corked(now);
         }
-        let from_memory = handle_memories(&ready, now);
+        let from_memory = handle_memories(ready, now);
         let sockets_each = if from_memory {
             SOCKETS_EACH_HIT
         } else {
             SOCKETS_EACH_MISS
         };
-        let sockets = !self.has_memories() || idle_polls.is_multiple_of(sockets_each);
+        let sockets = !self.has_memories()
+            || idle_polls.is_multiple_of(sockets_each) && self.turns.sockets_are_due(t);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
+        if sockets {
+            self.turns.on_sockets(from_sockets, t);
+        }
         let found = from_sockets || from_memory;
         self.quiet.on_poll(found, t);
         if self.has_delayed() && (self.is_delayed_too_long(t) || self.is_held_long_enough(found, t))
@@ -490,6 +498,16 @@ impl Reactor {
         for qp in self.take_delayed() {
             qp.flush(now);
         }
+        if self.has_memories() && !self.is_broken() {
+            let mut owing = ReadyMemories::new();
+            let memories = self.memories.read();
+            let owes = memories.iter().filter(|(memory, _)| memory.owes_ack());
+            owing.extend(owes.filter_map(|(_, source)| source.upgrade()));
+            drop(memories);
+            for source in owing {
+                source.flush_memory(now);
+            }
+        }
     }
 
     /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because every poll found something.
@@ -557,7 +575,7 @@ impl Reactor {
         if self.has_memories() && !self.is_broken() {
             for (memory, source) in self.memories.read().iter() {
                 if memory.is_ready() {
-                    found.push(Weak::clone(source));
+                    found.extend(source.upgrade());
                 }
             }
         }
@@ -567,7 +585,7 @@ impl Reactor {
     fn poll_memory(&self, now: Instant) -> bool {
         let mut ready = ReadyMemories::new();
         self.find_ready_memories(&mut ready);
-        handle_memories(&ready, now)
+        handle_memories(ready, now)
     }
 
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
@@ -732,13 +750,12 @@ impl Reactor {
 
 /// Lets the users of memory receive what is in it. Returns whether there are any.
 #[inline]
-fn handle_memories(ready: &ReadyMemories, now: Instant) -> bool {
+fn handle_memories(ready: ReadyMemories, now: Instant) -> bool {
+    let any = !ready.is_empty();
     for source in ready {
-        if let Some(source) = source.upgrade() {
-            source.memory_ready(now);
-        }
+        source.memory_ready(now);
     }
-    !ready.is_empty()
+    any
 }
 
 /// A signal handler that interrupts system calls (one without `SA_RESTART`) has run.

@@ -22,6 +22,9 @@ pub trait Source: Send + Sync {
     /// Memory that was registered for this source has something to receive, or room to send.
     fn memory_ready(self: Arc<Self>, _now: Instant) {}
 
+    /// The acknowledgement that the user of registered memory owes its peer is to be sent now.
+    fn flush_memory(self: Arc<Self>, _now: Instant) {}
+
     /// A requested deadline has passed.
     fn timeout(self: Arc<Self>, now: Instant);
 }

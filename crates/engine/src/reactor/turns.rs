@@ -12,6 +12,11 @@ use crate::sync::{AtomicU64, Ordering};
 const TURN_EACH: u64 = 4;
 /// The longest time between two turns of a busy loop, in nanoseconds.
 const CLOSE: u64 = 2_000;
+/// While memory is polled and the sockets have nothing to receive, the time between two checks of the sockets, in
+/// nanoseconds. A check is a system call, and a message that arrives in memory meanwhile waits for its end.
+const SOCKETS_EACH: u64 = 5_000;
+/// The time after the last socket that had something, in nanoseconds, during which the sockets are checked more often.
+const SOCKETS_BUSY: u64 = 1_000_000;
 
 /// The state of all threads together. Times are in nanoseconds.
 #[derive(Debug)]
@@ -20,6 +25,9 @@ pub(super) struct Turns {
     last: AtomicU64,
     /// The time between the last two turns.
     apart: AtomicU64,
+    /// The time of the last check of the sockets, and of the last one that found something.
+    checked_sockets: AtomicU64,
+    found_in_sockets: AtomicU64,
 }
 
 impl Turns {
@@ -27,6 +35,24 @@ impl Turns {
         Self {
             last: AtomicU64::new(0),
             apart: AtomicU64::new(u64::MAX),
+            checked_sockets: AtomicU64::new(0),
+            found_in_sockets: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether to check the sockets at `now`, while memory is polled.
+    #[inline]
+    pub(super) fn sockets_are_due(&self, now: u64) -> bool {
+        let since = |time: &AtomicU64| now.saturating_sub(time.load(Ordering::Relaxed));
+        since(&self.checked_sockets) >= SOCKETS_EACH || since(&self.found_in_sockets) < SOCKETS_BUSY
+    }
+
+    /// Records a check of the sockets at `now`. `found`: whether one had something.
+    #[inline]
+    pub(super) fn on_sockets(&self, found: bool, now: u64) {
+        self.checked_sockets.store(now, Ordering::Relaxed);
+        if found {
+            self.found_in_sockets.store(now, Ordering::Relaxed);
         }
     }
 
@@ -63,6 +89,27 @@ mod tests {
                 makes_one
             })
             .count()
+    }
+
+    #[test]
+    fn sockets_are_checked_often_only_while_they_are_busy() {
+        let turns = Turns::new();
+        let checks = |from: u64, found: bool| {
+            let times = (from..from + 2 * SOCKETS_BUSY).step_by(500);
+            let due = times.filter(|&t| {
+                let due = turns.sockets_are_due(t);
+                if due {
+                    turns.on_sockets(found, t);
+                }
+                due
+            });
+            due.count()
+        };
+        let start = 10 * SOCKETS_BUSY;
+        assert_eq!(checks(start, false), 400);
+        assert_eq!(checks(start + 2 * SOCKETS_BUSY, true), 4_000);
+        // Half of this time is after a socket that had something.
+        assert_eq!(checks(start + 4 * SOCKETS_BUSY, false), 2_000 - 1 + 200);
     }
 
     #[test]

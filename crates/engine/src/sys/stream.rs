@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use anywarp_core::llp::mpa::frame::{Piece, TxBatch};
+use anywarp_core::llp::mpa::frame::{Run, TxBatch};
 use anywarp_core::verbs::mr::Pinned;
 use smallvec::SmallVec;
 
@@ -16,8 +16,8 @@ use crate::mem::{PinnedPart, Unfilled, UserSlice};
 pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     let record = if batch.is_aligned() { libc::MSG_EOR } else { 0 };
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | record;
-    if let [Piece::Own { from, to }] = batch.pieces() {
-        return send_run(fd, batch.own(from + skip, *to), flags);
+    if let Some(bytes) = batch.as_bytes() {
+        return send_run(fd, bytes.get(skip..).unwrap_or(&[]), flags);
     }
     send_pieces(fd, batch, skip, flags)
 }
@@ -54,14 +54,14 @@ fn send_pieces(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize, flags: libc::c_
     };
     let mut pins: SmallVec<[Pinned<'_>; 8]> = SmallVec::new();
     let mut iov: SmallVec<[libc::iovec; 16]> = SmallVec::new();
-    for (piece, gone, left) in batch.rest(skip) {
-        match piece {
-            Piece::Own { from, to } => iov.push(run(batch.own(from + gone, *to))),
-            Piece::User(place) => {
+    for part in batch.rest(skip) {
+        match part {
+            Run::Own(bytes) => iov.push(run(bytes)),
+            Run::User { place, from, len } => {
                 let Some(pinned) = place.pin() else {
                     return Io::Invalidated;
                 };
-                iov.push(UserSlice::new(&pinned, gone as u64, left as u64).iovec());
+                iov.push(UserSlice::new(&pinned, from as u64, len as u64).iovec());
                 pins.push(pinned);
             }
         }

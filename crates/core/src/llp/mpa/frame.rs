@@ -21,7 +21,10 @@ use crate::verbs::source::Source;
 pub struct TxBatch {
     /// Headers, small payloads, padding, checksums.
     own: Vec<u8>,
+    /// The runs up to the last one in user memory. Most batches have none.
     pieces: Vec<Piece>,
+    /// Start of the run of `own` that follows `pieces`.
+    tail: usize,
     bytes: usize,
     /// Whether the batch ends with a message, so that the next message begins a TCP segment.
     aligned: bool,
@@ -36,6 +39,7 @@ impl Default for TxBatch {
         Self {
             own: Vec::new(),
             pieces: Vec::new(),
+            tail: 0,
             bytes: 0,
             aligned: false,
             small: false,
@@ -44,18 +48,50 @@ impl Default for TxBatch {
     }
 }
 
-/// One run of bytes of a batch.
 #[derive(Debug, Clone)]
-pub enum Piece {
+enum Piece {
     /// `own[from..to]`.
-    Own {
-        /// First byte.
-        from: usize,
-        /// End, exclusive.
-        to: usize,
-    },
+    Own { from: usize, to: usize },
     /// User memory.
     User(Placement),
+}
+
+/// One run of bytes of a batch.
+#[derive(Debug, Clone, Copy)]
+pub enum Run<'a> {
+    /// Bytes that the batch holds.
+    Own(&'a [u8]),
+    /// `len` bytes of user memory from byte `from` of the range on.
+    User {
+        /// The range.
+        place: &'a Placement,
+        /// First byte.
+        from: usize,
+        /// Number of bytes.
+        len: usize,
+    },
+}
+
+impl<'a> Run<'a> {
+    /// Number of bytes.
+    fn len(&self) -> usize {
+        match self {
+            Self::Own(bytes) => bytes.len(),
+            Self::User { len, .. } => *len,
+        }
+    }
+
+    /// The run without its first `skip` bytes.
+    fn without(self, skip: usize) -> Self {
+        match self {
+            Self::Own(bytes) => Self::Own(bytes.get(skip..).unwrap_or(&[])),
+            Self::User { place, from, len } => Self::User {
+                place,
+                from: from + skip,
+                len: len - skip,
+            },
+        }
+    }
 }
 
 impl TxBatch {
@@ -73,7 +109,7 @@ impl TxBatch {
     pub fn is_full(&self) -> bool {
         self.bytes >= self.most
             || self.own.len() >= self.copied_most()
-            || self.pieces.len() >= bounds::TX_BATCH_PIECES
+            || self.pieces.len() + 1 >= bounds::TX_BATCH_PIECES
     }
 
     fn copied_most(&self) -> usize {
@@ -106,40 +142,52 @@ impl TxBatch {
 
     /// Whether part of it is user memory by reference.
     pub fn has_user_memory(&self) -> bool {
-        self.pieces.iter().any(|p| matches!(p, Piece::User(_)))
+        !self.pieces.is_empty()
     }
 
-    /// The runs, in order.
-    pub fn pieces(&self) -> &[Piece] {
-        &self.pieces
+    /// All bytes, if none of them are in user memory.
+    #[inline]
+    pub fn as_bytes(&self) -> Option<&[u8]> {
+        self.pieces.is_empty().then_some(&self.own)
     }
 
-    /// The runs without their first `skip` bytes: each with the number of bytes to skip, and the number of bytes that
-    /// remain.
-    pub fn rest(&self, skip: usize) -> impl Iterator<Item = (&Piece, usize, usize)> {
+    /// The runs without their first `skip` bytes, in order.
+    pub fn rest(&self, skip: usize) -> impl Iterator<Item = Run<'_>> {
+        let tail = self.own_run(self.tail, self.own.len());
         let mut skip = skip;
-        self.pieces.iter().filter_map(move |piece| {
-            let len = match piece {
-                Piece::Own { from, to } => to - from,
-                Piece::User(place) => usize::try_from(place.len()).unwrap_or(0),
-            };
-            let gone = skip.min(len);
+        let runs = self.pieces.iter().map(|piece| self.run(piece));
+        let runs = runs.chain([tail]);
+        runs.filter_map(move |run| {
+            let gone = skip.min(run.len());
             skip -= gone;
-            (gone < len).then_some((piece, gone, len - gone))
+            (gone < run.len()).then(|| run.without(gone))
         })
     }
 
-    /// The bytes of a run that the batch holds.
-    pub fn own(&self, from: usize, to: usize) -> &[u8] {
-        self.own.get(from..to).unwrap_or(&[])
+    fn own_run(&self, from: usize, to: usize) -> Run<'_> {
+        Run::Own(self.own.get(from..to).unwrap_or(&[]))
+    }
+
+    fn run<'a>(&'a self, piece: &'a Piece) -> Run<'a> {
+        match piece {
+            Piece::Own { from, to } => self.own_run(*from, *to),
+            Piece::User(place) => Run::User {
+                place,
+                from: 0,
+                len: usize::try_from(place.len()).unwrap_or(0),
+            },
+        }
     }
 
     /// Empties the batch and keeps its allocation.
     #[inline]
     pub fn clear(&mut self) {
         self.own.clear();
-        self.pieces.clear();
         self.bytes = 0;
+        self.tail = 0;
+        if !self.pieces.is_empty() {
+            self.pieces.clear();
+        }
     }
 
     /// Takes the allocation of an empty batch, to use it for another one.
@@ -160,25 +208,21 @@ impl TxBatch {
         self.own.capacity()
     }
 
-    /// Adds bytes that are not part of an FPDU: start-up frames.
+    /// Adds bytes: start-up frames, and FPDUs that are framed elsewhere.
     pub fn push_raw(&mut self, bytes: &[u8]) {
-        let from = self.own.len();
         self.own.extend_from_slice(bytes);
-        self.own_since(from);
+        self.bytes += bytes.len();
     }
 
-    /// Records that `own[from..]` was added.
-    #[inline]
-    fn own_since(&mut self, from: usize) {
-        let to = self.own.len();
-        self.bytes += to - from;
-        if let Some(Piece::Own { to: end, .. }) = self.pieces.last_mut()
-            && *end == from
-        {
-            *end = to;
-        } else if to > from {
+    /// Adds a range of user memory.
+    fn push_user(&mut self, place: Placement) {
+        let (from, to) = (self.tail, self.own.len());
+        if from < to {
             self.pieces.push(Piece::Own { from, to });
         }
+        self.tail = to;
+        self.bytes += usize::try_from(place.len()).unwrap_or(0);
+        self.pieces.push(Piece::User(place));
     }
 }
 
@@ -259,27 +303,30 @@ impl TxBatch {
         with_crc: bool,
         fill: impl FnOnce(&mut Vec<u8>) -> bool,
     ) -> bool {
-        let start = self.own.len();
+        const PAD_AND_CRC: usize = 3 + CRC;
+        let own = &mut self.own;
+        let start = own.len();
         let ulpdu = header.len() + len;
         let (length, pad) = length_and_pad(ulpdu);
-        self.own.reserve(LENGTH + ulpdu + pad + CRC);
-        self.own.extend_from_slice(&length);
-        self.own.extend_from_slice(header);
-        if !fill(&mut self.own) {
-            self.own.truncate(start);
+        own.reserve(LENGTH + ulpdu + PAD_AND_CRC);
+        own.extend_from_slice(&length);
+        own.extend_from_slice(header);
+        if !fill(own) {
+            own.truncate(start);
             return false;
         }
-        if pad > 0 {
-            self.own.resize(self.own.len() + pad, 0);
-        }
+        // A constant number of bytes is added faster than the right one.
+        let end = own.len();
+        own.extend_from_slice(&[0; PAD_AND_CRC]);
         // RFC 5044 §4.4 [mpa-fpdu-crc]: the CRC covers length field to padding. Without CRCs the field is present too.
-        let crc = if with_crc {
-            Crc32c::of(self.own.get(start..).unwrap_or(&[]))
+        if with_crc {
+            own.truncate(end + pad);
+            let crc = Crc32c::of(own.get(start..).unwrap_or(&[]));
+            own.extend_from_slice(&crc);
         } else {
-            [0; CRC]
-        };
-        self.own.extend_from_slice(&crc);
-        self.own_since(start);
+            own.truncate(end + pad + CRC);
+        }
+        self.bytes += own.len() - start;
         true
     }
 }
@@ -301,25 +348,20 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
 
 /// Without CRC the payload is not copied: the kernel reads it from user memory.
 fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBatch) {
-    let start = batch.own.len();
     let (length, pad) = length_and_pad(segment.header.len() + segment.len);
-    batch.own.extend_from_slice(&length);
-    batch.own.extend_from_slice(&segment.header);
-    batch.own_since(start);
+    batch.push_raw(&length);
+    batch.push_raw(&segment.header);
     for_each_part(
         places,
         segment.from,
         segment.len as u64,
         |place, from, len| {
-            batch.pieces.push(Piece::User(place.part(from, len)));
-            batch.bytes += usize::try_from(len).unwrap_or(0);
+            batch.push_user(place.part(from, len));
             true
         },
     );
-    let tail = batch.own.len();
     // Without CRCs the field is present too.
-    batch.own.resize(tail + pad + CRC, 0);
-    batch.own_since(tail);
+    batch.push_raw([0; 3 + CRC].get(..pad + CRC).unwrap_or(&[]));
 }
 
 /// Calls `each` for the parts of `[from, from + len)` of a list of ranges, until it returns false. True if it never did.
