@@ -500,6 +500,55 @@ mod tests {
         (socket(), socket())
     }
 
+    /// Drops what it receives.
+    struct Nowhere;
+
+    impl DatagramSink for Nowhere {
+        fn incoming(&self, _: &Arrival, _: Chunks<'_, u8>, _: Instant) {}
+        fn received(&self) {}
+        fn writable(&self) {}
+    }
+
+    #[test]
+    fn a_socket_that_is_polled_raises_no_events_until_it_is_armed_again() {
+        static PORTS: Registry<Nowhere> =
+            PerProcess::new(|| Mutex::new(Rank::UdpPorts, Vec::new()));
+        let engine = Engine::without_worker().unwrap();
+        let socket = Arc::new(UdpSocket::bind(0).unwrap());
+        let port = UdpPort::of(&PORTS, engine, &socket, &[]).unwrap();
+        let number = socket::local_addr(&socket.fd).unwrap().port();
+        let (from, _) = two_sockets();
+        let send = || {
+            let list = [datagram(number, 100)];
+            let run = Run {
+                datagrams: &list,
+                from: None,
+            };
+            assert_eq!(datagram::send_runs(from.get(), false, &[run]), Ok(1));
+        };
+        // Nobody else polls this engine, and the loopback interface delivers at once.
+        let raises_event = || engine.poll_all(clock::now());
+        send();
+        assert!(raises_event());
+        for _ in 0..200 {
+            send();
+            let before = port.calls().found;
+            let polls = (0..1000).take_while(|_| {
+                engine.on_idle_poll();
+                port.calls().found == before
+            });
+            assert!(polls.count() < 1000);
+        }
+        send();
+        assert!(!raises_event());
+        port.set_armed(true);
+        assert!(raises_event());
+        // A queue pair waits for room, so the events stay on.
+        port.wait_writable(Weak::new());
+        port.set_armed(false);
+        assert!(raises_event());
+    }
+
     #[test]
     fn a_small_batch_takes_a_lone_datagram_and_all_of_a_run() {
         let engine = crate::engine::engine().unwrap();
