@@ -139,6 +139,18 @@ impl Engine {
         })
     }
 
+    /// An engine without a worker, which only the calling test polls.
+    #[cfg(test)]
+    pub(crate) fn without_worker() -> io::Result<&'static Self> {
+        // The list keeps leak detection from reporting them.
+        static ALL: std::sync::Mutex<Vec<&Engine>> = std::sync::Mutex::new(Vec::new());
+        let engine: &'static Self = Box::leak(Box::new(Self::new()?));
+        ALL.lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .push(engine);
+        Ok(engine)
+    }
+
     /// Whether this process created the engine, and not a process from which this one was forked.
     pub fn is_current(&self) -> bool {
         self.generation == process::generation()

@@ -112,6 +112,21 @@ impl Memory for UserMemory {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, len) };
     }
 
+    fn place_both(&self, to: &Pinned<'_>, first: &[u8], second: &[u8]) {
+        let (target, len) = range(to, 0, (first.len() + second.len()) as u64);
+        if TOLERATES_UNMAPPED.get() || len < first.len() {
+            self.place(to, 0, first);
+            self.place(to, first.len() as u64, second);
+            return;
+        }
+        // SAFETY: as in `place`; `first` is not longer than `len`.
+        unsafe { std::ptr::copy_nonoverlapping(first.as_ptr(), target, first.len()) };
+        // SAFETY: `first` is not longer than `len`, so this address is in the region or just behind it.
+        let behind = unsafe { target.add(first.len()) };
+        // SAFETY: as in `place`; `len` is at most the length of both.
+        unsafe { std::ptr::copy_nonoverlapping(second.as_ptr(), behind, len - first.len()) };
+    }
+
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
         let (source, len) = range(from, offset, len);
         out.reserve(len);

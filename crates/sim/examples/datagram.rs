@@ -63,9 +63,8 @@ fn post_and_send(qp: &mut DatagramQp, requests: &[WorkRequest], out: &mut Vec<Tx
 }
 
 fn receive(qp: &mut DatagramQp, arrival: &Arrival, run: &[TxDatagram]) {
-    for d in run {
-        qp.handle_rx(arrival, &d.bytes).expect("a valid datagram");
-    }
+    let bytes = run.iter().map(|d| &*d.bytes);
+    qp.handle_rx_run(arrival, bytes, |_, why| panic!("dropped: {why:?}"));
 }
 
 /// Delivers all datagrams that `from` sends to `to`.

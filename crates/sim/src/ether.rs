@@ -180,6 +180,8 @@ pub struct Ether {
     pub filter: Option<Filter>,
     /// How late the end of a stall is noticed, as on a busy host.
     pub late: Duration,
+    /// Whether datagrams that arrive from one source at the same time are handled as one run.
+    pub coalesce: bool,
     now: Duration,
     rng: Rng,
     seed: u64,
@@ -220,6 +222,7 @@ impl Ether {
             link,
             filter: None,
             late: Duration::ZERO,
+            coalesce: false,
             now: Duration::from_secs(1),
             rng: Rng::new(seed),
             seed,
@@ -410,11 +413,29 @@ impl Ether {
         let Some(flight) = self.flying.pop() else {
             return;
         };
-        self.deliver(flight.from, flight.to, &flight.bytes);
+        let (at, from, to) = (flight.at, flight.from, flight.to);
+        let mut run = vec![flight.bytes];
+        while self.coalesce
+            && let Some(next) = self.flying.peek()
+            && (next.at, next.from, next.to) == (at, from, to)
+            && let Some(next) = self.flying.pop()
+        {
+            run.push(next.bytes);
+        }
+        self.deliver_run(from, to, run.iter().map(Vec::as_slice));
     }
 
     /// Delivers a datagram from any address.
     pub fn deliver(&mut self, from: SocketAddr, to: SocketAddr, bytes: &[u8]) {
+        self.deliver_run(from, to, std::iter::once(bytes));
+    }
+
+    fn deliver_run<'a>(
+        &mut self,
+        from: SocketAddr,
+        to: SocketAddr,
+        run: impl Iterator<Item = &'a [u8]>,
+    ) {
         let Some(at) = self.at.get(&to).copied() else {
             return;
         };
@@ -430,9 +451,10 @@ impl Ether {
             traffic_class: 0,
         };
         m.qp.set_now(now);
-        if let Err(why) = m.qp.handle_rx(&arrival, bytes) {
-            *m.drops.entry(why).or_default() += 1;
-        }
+        let drops = &mut m.drops;
+        m.qp.handle_rx_run(&arrival, run, |_, why| {
+            *drops.entry(why).or_default() += 1;
+        });
         if m.qp.peers() <= CHECKED_PEERS && m.qp.waiting() <= CHECKED_BYTES {
             m.qp.check_accounts();
         }

@@ -48,6 +48,19 @@ impl Memory for Space {
         self.bytes()[Self::range(to.start(), offset, len)].copy_from_slice(bytes);
     }
 
+    fn place_both(&self, to: &Pinned<'_>, first: &[u8], second: &[u8]) {
+        let len = first.len() + second.len();
+        assert!(
+            len as u64 <= to.len(),
+            "placed beyond what the check allowed"
+        );
+        let range = Self::range(to.start(), 0, len as u64);
+        let mut bytes = self.bytes();
+        let (to_first, to_second) = bytes[range].split_at_mut(first.len());
+        to_first.copy_from_slice(first);
+        to_second.copy_from_slice(second);
+    }
+
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>) {
         assert!(
             offset + len <= from.len(),

@@ -350,6 +350,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
             ..Link::default()
         },
     );
+    net.coalesce = rng.chance(50);
     let options = Options {
         one_sided: true,
         parity: *rng.pick(&[0, 0, 4]),

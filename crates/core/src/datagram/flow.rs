@@ -20,9 +20,11 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::time::Duration;
 
+use super::outgoing::index;
 use super::table::Recent;
-use super::types::Peer;
+use super::types::{MULTICAST_QPN, Peer};
 use crate::bounds;
+use crate::verbs::wr::Destination;
 use crate::wire::Msn;
 use crate::wire::control::Control;
 use crate::wire::ddp::Untagged;
@@ -230,6 +232,14 @@ impl Flow {
     /// Records a datagram to `peer`.
     pub(super) fn sent(&mut self, peer: Peer, id: u32, end: u32, bytes: usize, now: Duration) {
         self.window(peer).sent(id, end, bytes, now);
+    }
+
+    /// The window to `to`, if it is the peer of the last datagram. This saves most lookups the conversion of the address.
+    #[inline]
+    pub(super) fn last_window(&mut self, to: &Destination) -> Option<&mut Window> {
+        let (peer, window) = self.windows.last_mut()?;
+        let is_peer = peer.0 == to.addr && peer.1 == index(to.qpn) && to.qpn != MULTICAST_QPN;
+        is_peer.then_some(window)
     }
 
     /// The window to `peer`.

@@ -16,8 +16,9 @@
 //!
 //! `ibv_init_ah_from_wc(3)` tells the two apart by the version nibbles and the checksum of the IPv4 header.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use super::outgoing::canonical;
 use super::types::Arrival;
 use crate::bounds;
 use crate::wire::put;
@@ -32,8 +33,70 @@ const UDP_HEADER: usize = 8;
 /// Bytes of an IPv4 header without options.
 const IPV4_HEADER: usize = 20;
 
+/// The addressing of the last datagram, and what is computed from it. Most datagrams have the addressing and the length of
+/// the one before.
+#[derive(Debug, Default)]
+pub(super) struct LastArrival(Option<Known>);
+
+/// What is known about datagrams with one addressing.
+#[derive(Debug)]
+pub(super) struct Known {
+    arrival: Arrival,
+    /// The source address in canonical form.
+    pub(super) from: SocketAddr,
+    /// Whether they were sent to a group.
+    pub(super) to_group: bool,
+    /// The result of [`kind`].
+    pub(super) kind: u8,
+    /// The header of a datagram of `len` bytes.
+    len: usize,
+    header: [u8; LEN],
+}
+
+impl LastArrival {
+    /// Returns what is known about `arrival`. `to_group` tells whether an address is a group that the queue pair receives from.
+    #[inline]
+    pub(super) fn of(
+        &mut self,
+        arrival: &Arrival,
+        to_group: impl FnOnce(IpAddr) -> bool,
+    ) -> &mut Known {
+        if !self
+            .0
+            .as_ref()
+            .is_some_and(|known| known.arrival == *arrival)
+        {
+            self.0 = None;
+        }
+        self.0.get_or_insert_with(|| Known {
+            arrival: *arrival,
+            from: canonical(arrival.from),
+            to_group: arrival.to.is_some_and(to_group),
+            kind: kind(arrival),
+            len: 0,
+            header: build(arrival, 0),
+        })
+    }
+
+    /// Forgets it: the queue pair has joined or left a group.
+    pub(super) fn forget(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Known {
+    /// The route header of a datagram of `len` bytes.
+    #[inline]
+    pub(super) fn header(&mut self, len: usize) -> &[u8; LEN] {
+        if self.len != len {
+            self.len = len;
+            self.header = build(&self.arrival, len);
+        }
+        &self.header
+    }
+}
+
 /// Returns the header for a datagram of `len` bytes that arrived with this addressing.
-#[inline]
 pub fn build(arrival: &Arrival, len: usize) -> [u8; LEN] {
     let to = arrival.to.map(|to| to.to_canonical());
     match arrival.from.ip().to_canonical() {
@@ -113,7 +176,6 @@ fn ipv6(arrival: &Arrival, from: Ipv6Addr, to: Ipv6Addr, len: usize) -> [u8; LEN
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use std::net::SocketAddr;
 
     /// The fields that a program reads from the 40 bytes: source, destination, hop limit, traffic class, datagram
     /// length.

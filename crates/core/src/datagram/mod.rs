@@ -84,10 +84,11 @@ use crate::verbs::mr::LastRegion;
 use crate::verbs::qp::{Attr, State, mask};
 use crate::verbs::qp_base::{Parts, QpBase};
 use crate::verbs::sq::Phase;
-use crate::verbs::wc::Status;
+use crate::verbs::wc::{Completion, Status};
 use crate::verbs::wr::{Destination, RecvRequest, WorkRequest, given};
 use cookie::Secret;
 use flow::Flow;
+use grh::LastArrival;
 use issued::Issued;
 use messages::{Messages, Record, Records};
 use options::Options;
@@ -98,7 +99,7 @@ use reads::Reads;
 use reassemble::Incoming;
 use spare::Spare;
 use table::Table;
-use types::{Peer, Resource, SendEffect};
+use types::{Peer, Resource, Unwritten};
 
 /// How long a sender waits for a receive of its peer for each retry that `rnr_retry` allows.
 const RNR_WAIT: Duration = Duration::from_millis(100);
@@ -138,7 +139,7 @@ pub struct DatagramQp {
     ready: VecDeque<Peer>,
     last_tag: u64,
     /// An entry for each datagram that [`Self::poll_tx`] has returned and that is not sent yet.
-    unwritten: VecDeque<SendEffect>,
+    unwritten: Unwritten,
     flow: Flow,
     reads: Reads,
     /// Failed requests by number, with their status.
@@ -150,6 +151,10 @@ pub struct DatagramQp {
     messages: Messages,
     /// Multicast and broadcast addresses whose datagrams it receives.
     joined: Vec<IpAddr>,
+    /// The addressing of the last datagram.
+    last_arrival: LastArrival,
+    /// Completions of the datagrams of a run, which are added to their queue together.
+    received: Vec<Completion>,
     parity: Budget,
     records: Records,
     errors: VecDeque<ErrorReport>,
@@ -215,7 +220,7 @@ impl DatagramQp {
             rx_full: false,
             ready: VecDeque::new(),
             last_tag: 0,
-            unwritten: VecDeque::new(),
+            unwritten: Unwritten::default(),
             flow: Flow::new(),
             reads: Reads::default(),
             failures: VecDeque::new(),
@@ -223,6 +228,8 @@ impl DatagramQp {
             incoming: Incoming::default(),
             messages: Messages::new(rd.is_some()),
             joined: Vec::new(),
+            last_arrival: LastArrival::default(),
+            received: Vec::new(),
             parity: Budget::default(),
             records: Records::default(),
             errors: VecDeque::new(),
@@ -425,11 +432,13 @@ impl DatagramQp {
     /// 255.255.255.255 are recognized as such; the broadcast address of a subnet is not, and has to be joined.
     pub fn join(&mut self, group: IpAddr) {
         self.joined.push(group);
+        self.last_arrival.forget();
     }
 
     /// The opposite of [`Self::join`].
     pub fn leave(&mut self, group: IpAddr) {
         self.joined.retain(|ip| *ip != group);
+        self.last_arrival.forget();
     }
 
     /// For tests: sets whether messages of one datagram may take the shortcuts past the general data path. By default
@@ -659,6 +668,11 @@ impl DatagramQp {
 
     /// Completes requests that are done, in order.
     fn retire(&mut self) {
+        if self.failures.is_empty() && !self.broken && self.base.completes_plainly() {
+            self.base.retire_successful();
+            self.base.check_drained();
+            return;
+        }
         loop {
             let number = self.base.sq.front_number();
             let Some(posted) = self.base.sq.retire() else {

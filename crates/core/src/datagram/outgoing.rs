@@ -135,7 +135,23 @@ pub(super) fn index(qpn: u32) -> u8 {
 }
 
 /// Checks a request when it is posted (`ibv_post_send(3)`).
+#[inline]
 pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(), Misuse> {
+    let sends = matches!(
+        request.op,
+        Op::Send {
+            invalidate: None,
+            ..
+        }
+    );
+    if kind == Kind::Ud && sends && request.destination.is_some() {
+        return Ok(());
+    }
+    check_other(kind, options, request)
+}
+
+/// Checks a request that is not the most frequent one of UD.
+fn check_other(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(), Misuse> {
     let fits = match &request.op {
         Op::Send {
             invalidate: None, ..

@@ -38,15 +38,41 @@ impl DatagramQp {
     /// # Errors
     /// The reason why the datagram was dropped. The counters are updated already.
     pub fn handle_rx(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
+        let result = self.receive_one(arrival, bytes);
+        self.complete_received();
+        self.after();
+        result
+    }
+
+    /// Handles datagrams that came together from one source, in their order. `dropped` is called for each that was dropped,
+    /// with the reason.
+    pub fn handle_rx_run<'a>(
+        &mut self,
+        arrival: &Arrival,
+        run: impl Iterator<Item = &'a [u8]>,
+        mut dropped: impl FnMut(&[u8], Dropped),
+    ) {
+        for bytes in run {
+            if let Err(why) = self.receive_one(arrival, bytes) {
+                dropped(bytes, why);
+            }
+        }
+        self.complete_received();
+        self.after();
+    }
+
+    #[inline]
+    fn receive_one(&mut self, arrival: &Arrival, bytes: &[u8]) -> Result<(), Dropped> {
         self.counters.rx_dgrams += 1;
         // Only Reads expire here. Messages do not: this datagram may be a missing part of one.
         if !self.reads.is_empty() {
+            self.complete_received();
             self.expire_reads();
         }
         if self.receive_whole(arrival, bytes) {
-            self.after();
             return Ok(());
         }
+        self.complete_received();
         let result = if self.rd.is_some() {
             self.receive_packet(arrival, bytes)
         } else {

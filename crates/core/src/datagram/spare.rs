@@ -17,6 +17,7 @@ impl Spare {
     const LARGE: usize = 8 << 10;
 
     /// Returns an empty buffer with room for `len` bytes.
+    #[inline]
     pub(super) fn take(&mut self, len: usize) -> Vec<u8> {
         let buffers = if len >= Self::LARGE {
             &mut self.large
@@ -34,6 +35,7 @@ impl Spare {
         }
     }
 
+    #[inline]
     pub(super) fn give(&mut self, buffer: Vec<u8>) {
         if self.bytes + buffer.capacity() > bounds::DATAGRAM_SPARE {
             return;

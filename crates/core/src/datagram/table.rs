@@ -58,6 +58,13 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         Some(place)
     }
 
+    /// The entry that was used last, with its key.
+    #[inline]
+    pub(super) fn last_mut(&mut self) -> Option<(&K, &mut V)> {
+        let (key, value) = self.entries.get_mut(self.last.get())?;
+        Some((key, value))
+    }
+
     /// Returns the entry of `key`.
     #[inline]
     pub(super) fn get(&self, key: &K) -> Option<&V> {

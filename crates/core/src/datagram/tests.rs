@@ -1520,3 +1520,80 @@ fn the_wait_for_a_silent_peer_follows_the_attributes() {
         assert!(from <= gave_up && gave_up <= to, "{timeout}: {gave_up} s");
     }
 }
+
+#[test]
+fn datagrams_of_consecutive_requests_share_an_entry_until_they_are_written() {
+    use super::types::{SendEffect, Unwritten};
+    let effects = [
+        SendEffect::End(4),
+        SendEffect::End(5),
+        SendEffect::End(6),
+        SendEffect::End(8),
+        SendEffect::Nothing,
+        SendEffect::Nothing,
+        SendEffect::Part(9),
+        SendEffect::Part(9),
+        SendEffect::End(9),
+        SendEffect::Ask(10),
+        SendEffect::End(11),
+        SendEffect::End(12),
+    ];
+    for most in 1..=effects.len() {
+        let mut unwritten = Unwritten::default();
+        effects.iter().for_each(|effect| unwritten.push(*effect));
+        let mut taken = Vec::new();
+        while let Some((effect, count)) = unwritten.take(most) {
+            assert!(count as usize <= most && count > 0);
+            taken.extend((0..count).map(|n| effect.after(n)));
+        }
+        assert_eq!(taken, effects, "at most {most}");
+    }
+}
+
+#[test]
+fn each_message_of_a_run_has_its_own_route_header() {
+    let (mut a, mut b) = pair(Kind::Ud);
+    let mut c = End::new(Kind::Ud, 3, 4000, 5, None);
+    c.go(State::Rts);
+    let lens = [10, 10, 40, 0, 40];
+    for (n, len) in lens.iter().enumerate() {
+        b.recv(n as u64, 200 * n as u64, 200);
+        let payload = inline(&vec![n as u8; *len]);
+        a.qp.post_send(request(0, SEND, payload.clone(), &b))
+            .unwrap();
+        c.qp.post_send(request(0, SEND, payload, &b)).unwrap();
+    }
+    let (from_a, from_c) = (a.tx(), c.tx());
+    let run = |list: &[TxDatagram], b: &mut End, from: &Arrival| {
+        let bytes = list.iter().map(|d| &*d.bytes);
+        b.qp.handle_rx_run(from, bytes, |_, why| panic!("dropped: {why:?}"));
+    };
+    // The second source, and another hop limit of the first one.
+    let arrival = a.arrival(&b);
+    let farther = Arrival {
+        hop_limit: 3,
+        ..arrival
+    };
+    let other = c.arrival(&b);
+    run(&from_a[..2], &mut b, &arrival);
+    run(&from_c[2..3], &mut b, &other);
+    run(&from_a[3..4], &mut b, &farther);
+    run(&from_a[4..], &mut b, &arrival);
+    let arrivals = [arrival, arrival, other, farther, arrival];
+    let done = b.done();
+    assert_eq!(done.len(), lens.len());
+    for (n, (len, arrival)) in lens.iter().zip(arrivals).enumerate() {
+        let grh = b.table.read(200 * n as u64, grh::LEN);
+        let datagram = 44 + len + 4;
+        let route = (
+            arrival.from.ip(),
+            b.addr.ip(),
+            arrival.hop_limit,
+            arrival.traffic_class,
+            datagram,
+        );
+        assert_eq!(read(&grh), Some(route), "message {n}");
+        assert_eq!(done[n].wr_id, n as u64);
+        assert_eq!(b.table.read(200 * n as u64 + 40, *len), vec![n as u8; *len]);
+    }
+}

@@ -1,5 +1,6 @@
 //! The types of datagram queue pairs: kinds, datagrams, reasons to drop one, counters.
 
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -221,6 +222,61 @@ pub(super) enum SendEffect {
     End(u64),
     /// The request is complete when its answer arrives.
     Ask(u64),
+}
+
+impl SendEffect {
+    /// Whether this is the effect of the datagram that follows `count` datagrams, the first of which has the effect `first`.
+    #[inline]
+    fn continues(self, first: Self, count: u32) -> bool {
+        match (first, self) {
+            (Self::End(first), Self::End(this)) => this == first + u64::from(count),
+            (first, this) => first == this,
+        }
+    }
+
+    /// The effect of the datagram that follows `count` datagrams, the first of which has this effect.
+    pub(super) fn after(self, count: u32) -> Self {
+        match self {
+            Self::End(first) => Self::End(first + u64::from(count)),
+            same => same,
+        }
+    }
+}
+
+/// The effects of datagrams that are not sent yet, in their order. Datagrams of consecutive requests share an entry.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten {
+    /// The effect of the first datagram of a run, and the number of its datagrams.
+    runs: VecDeque<(SendEffect, u32)>,
+}
+
+impl Unwritten {
+    #[inline]
+    pub(super) fn push(&mut self, effect: SendEffect) {
+        match self.runs.back_mut() {
+            Some((first, count)) if effect.continues(*first, *count) => *count += 1,
+            _ => self.runs.push_back((effect, 1)),
+        }
+    }
+
+    /// Removes a run of at most `most` datagrams: the effect of its first one, and their number.
+    #[inline]
+    pub(super) fn take(&mut self, most: usize) -> Option<(SendEffect, u32)> {
+        let most = u32::try_from(most).unwrap_or(u32::MAX);
+        let (first, count) = self.runs.front_mut()?;
+        let (effect, taken) = (*first, most.min(*count));
+        if taken == *count {
+            self.runs.pop_front();
+        } else {
+            *first = effect.after(taken);
+            *count -= taken;
+        }
+        Some((effect, taken))
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.runs.clear();
+    }
 }
 
 /// The counters of a queue pair. They count datagrams unless their description says otherwise.

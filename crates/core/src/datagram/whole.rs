@@ -4,10 +4,12 @@
 //! Everything that the general path ([`rx`](super::rx), [`deliver`](super::deliver)) would check is checked here
 //! first. If a check fails, nothing has changed, and the datagram takes the general path.
 //! `crates/sim/tests/shortcuts.rs` compares the two paths.
+//!
+//! The completions of a run of datagrams are added to their queue together ([`DatagramQp::complete_received`]).
 
-use super::outgoing::{canonical, index, is_group};
+use super::DatagramQp;
+use super::outgoing::{index, is_group};
 use super::types::{Arrival, Kind};
-use super::{DatagramQp, grh};
 use crate::bounds;
 use crate::observe::Step;
 use crate::verbs::access::Access;
@@ -17,6 +19,15 @@ use crate::wire::ddp::Header;
 use crate::wire::dgram::{self, SendHead};
 
 impl DatagramQp {
+    /// Adds the completions of [`Self::receive_whole`] to their queue. Called after a run, and before the general path may
+    /// complete something.
+    #[inline]
+    pub(super) fn complete_received(&mut self) {
+        if !self.received.is_empty() {
+            self.base.complete_recvs(self.received.drain(..));
+        }
+    }
+
     /// Receives the datagram if it is a whole Send to a UD queue pair. Returns false if it has to take the general
     /// path.
     #[inline]
@@ -29,7 +40,8 @@ impl DatagramQp {
             return false;
         };
         let to_group = |ip| is_group(ip) || self.joined.contains(&ip);
-        let to_group = arrival.to.is_some_and(to_group);
+        let known = self.last_arrival.of(arrival, to_group);
+        let to_group = known.to_group;
         let is_ours = (to_group || head.dst_index == index(self.base.qpn))
             && head.qkey == self.base.attr.qkey
             && head.length <= self.options.max_send.max(bounds::UD_MTU);
@@ -50,16 +62,16 @@ impl DatagramQp {
         let Ok(pinned) = regions.pin(last, sge.lkey, pd, qpn, need, at, room) else {
             return false;
         };
-        let memory = &self.base.rnic.memory;
-        memory.place(&pinned, 0, &grh::build(arrival, bytes.len()));
-        memory.place(&pinned, bounds::GRH_LEN.into(), payload);
+        let header = known.header(bytes.len());
+        self.base.rnic.memory.place_both(&pinned, header, payload);
         drop(pinned);
         let port = arrival.from.port();
-        let peer = (canonical(arrival.from), head.src_index);
+        let (peer, sl) = ((known.from, head.src_index), known.kind);
         let tell = !to_group && self.flow.came(peer, bytes.len());
         self.base.rq.drop_own();
         self.counters.rx_messages += 1;
-        if self.base.is_observed() {
+        let plain = self.base.completes_plainly();
+        if !plain {
             let header = Header::Untagged(head.untagged());
             self.base.observe(|| Step::Deframe(&header, payload.len()));
             if !payload.is_empty() {
@@ -67,14 +79,19 @@ impl DatagramQp {
             }
             self.base.observe(|| Step::Deliver(head.opcode()));
         }
-        self.base.complete_recv(Completion {
+        let entry = Completion {
             byte_len: received,
             src_qpn: u32::from(port) << 8 | u32::from(head.src_index),
             grh: true,
-            sl: grh::kind(arrival),
+            sl,
             solicited: head.solicited,
             ..Completion::new(id, Status::Success, WcOp::Recv, qpn)
-        });
+        };
+        if plain {
+            self.received.push(entry);
+        } else {
+            self.base.complete_recv(entry);
+        }
         if tell {
             self.flow.heard(peer, arrival.to, head.id, head.length);
         }

@@ -34,6 +34,21 @@ struct State {
     overrun_allowed: bool,
 }
 
+impl State {
+    /// Records an entry that raises no event.
+    #[inline]
+    fn note_missed(&mut self, solicited: bool) {
+        if self.event_pending {
+            return;
+        }
+        self.missed = match self.missed {
+            Armed::Solicited => Armed::Solicited,
+            _ if solicited => Armed::Solicited,
+            _ => Armed::Any,
+        };
+    }
+}
+
 /// A completion queue.
 pub struct Cq {
     state: Mutex<State>,
@@ -100,16 +115,39 @@ impl Cq {
             Armed::Any => true,
             Armed::Solicited => solicited,
         };
-        if !fires && !state.event_pending {
-            state.missed = match state.missed {
-                Armed::Solicited => Armed::Solicited,
-                _ if solicited => Armed::Solicited,
-                _ => Armed::Any,
-            };
+        if !fires {
+            state.note_missed(solicited);
         }
         self.waiting.store(state.entries.len(), Ordering::Release);
         self.unlock_and_raise(state, fires);
         Ok(())
+    }
+
+    /// Adds the entries that `next` returns, as [`Self::complete`] does, but with one lock for all of them. `next` is called
+    /// with the lock held. The result is an error if at least one entry was dropped.
+    pub(crate) fn complete_all(
+        &self,
+        mut next: impl FnMut() -> Option<Completion>,
+    ) -> Result<(), Overflow> {
+        let mut result = Ok(());
+        let mut state = self.state();
+        while let Some(entry) = next() {
+            let plain = state.armed == Armed::No && state.entries.len() < state.capacity;
+            let solicited = entry.solicited || entry.status != Status::Success;
+            if plain && let Ok(place) = state.entries.push(blank) {
+                *place = entry;
+                state.note_missed(solicited);
+            } else {
+                // The entry raises an event, or has no room.
+                self.waiting.store(state.entries.len(), Ordering::Release);
+                drop(state);
+                let added = self.complete(entry);
+                result = result.and(added);
+                state = self.state();
+            }
+        }
+        self.waiting.store(state.entries.len(), Ordering::Release);
+        result
     }
 
     /// Removes up to `max` entries, calls `each` with the index and value of each, and returns their number.

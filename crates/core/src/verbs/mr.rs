@@ -340,6 +340,11 @@ impl Pinned<'_> {
 pub trait Memory {
     /// Writes `bytes` to `to`, from its byte `offset` on. Bytes beyond its end are not written.
     fn place(&self, to: &Pinned<'_>, offset: u64, bytes: &[u8]);
+    /// Writes `first` to the beginning of `to`, and `second` after it. Bytes beyond its end are not written.
+    fn place_both(&self, to: &Pinned<'_>, first: &[u8], second: &[u8]) {
+        self.place(to, 0, first);
+        self.place(to, first.len() as u64, second);
+    }
     /// Appends `from[offset..offset + len]` to `out`, as far as it exists.
     fn gather(&self, from: &Pinned<'_>, offset: u64, len: u64, out: &mut Vec<u8>);
     /// Replaces the aligned 64-bit word at `at` by the result of `change`, atomically, and returns the old value.

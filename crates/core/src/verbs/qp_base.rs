@@ -236,6 +236,40 @@ impl QpBase {
         }
     }
 
+    /// Whether completions only have to be added to their queue: nobody counts or observes them.
+    #[inline]
+    pub(crate) fn completes_plainly(&self) -> bool {
+        self.counters.is_none() && self.rnic.observer.is_none()
+    }
+
+    /// Completes the requests at the front of the send queue that are done. All of them have succeeded, and
+    /// [`Self::completes_plainly`] is true.
+    pub(crate) fn retire_successful(&mut self) {
+        if !self.sq.is_front_done() {
+            return;
+        }
+        let (sq, sig_all, qpn) = (&mut self.sq, self.sig_all, self.qpn);
+        let next = || {
+            while let Some(retired) = sq.retire() {
+                if retired.signaled || sig_all {
+                    return Some(retired.completion(Status::Success, qpn));
+                }
+            }
+            None
+        };
+        if self.send_cq.complete_all(next).is_err() {
+            self.overflowed = true;
+        }
+    }
+
+    /// Completes several receives of the queue pair's own receive queue. [`Self::completes_plainly`] is true.
+    pub(crate) fn complete_recvs(&mut self, entries: impl Iterator<Item = Completion>) {
+        let mut entries = entries;
+        if self.recv_cq.complete_all(|| entries.next()).is_err() {
+            self.overflowed = true;
+        }
+    }
+
     /// Completes a receive.
     #[inline]
     pub(crate) fn complete_recv(&mut self, entry: Completion) {

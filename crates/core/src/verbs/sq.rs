@@ -286,6 +286,13 @@ impl SendQueue {
         first.failed.map(|(_, why)| why)
     }
 
+    /// Whether [`Self::retire`] has something to remove.
+    #[inline]
+    pub fn is_front_done(&self) -> bool {
+        let front = self.posted.front();
+        front.is_some_and(|first| first.phase == Phase::Done && first.failed.is_none())
+    }
+
     /// Removes the front request if it is done and did not fail.
     #[inline]
     pub fn retire(&mut self) -> Option<Retired> {

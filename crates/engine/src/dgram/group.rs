@@ -101,7 +101,7 @@ impl<S: DatagramSink> Group<S> {
         members.iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn readable(&self) {
+    fn readable(&self, now: Instant) {
         let Some(_receiving) = self.receiving.try_lock() else {
             return;
         };
@@ -115,7 +115,7 @@ impl<S: DatagramSink> Group<S> {
                     ..*arrival
                 };
                 for sink in self.members() {
-                    sink.incoming(&arrival, bytes.chunks(size));
+                    sink.incoming(&arrival, bytes.chunks(size), now);
                 }
             },
         );
@@ -136,9 +136,9 @@ impl<S> Drop for Group<S> {
 struct Listener<S>(Weak<Group<S>>);
 
 impl<S: DatagramSink> Source for Listener<S> {
-    fn ready(self: Arc<Self>, readable: bool, _writable: bool, _now: Instant) {
+    fn ready(self: Arc<Self>, readable: bool, _writable: bool, now: Instant) {
         if readable && let Some(group) = self.0.upgrade() {
-            group.readable();
+            group.readable(now);
         }
     }
 

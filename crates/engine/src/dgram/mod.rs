@@ -50,6 +50,8 @@ use group::Group;
 
 struct Inner {
     core: DatagramQp,
+    /// The time that the core knows.
+    now: Instant,
     /// Datagrams taken from the core. The first `sent` of them were passed to the kernel.
     pending: Vec<TxDatagram>,
     sent: usize,
@@ -71,6 +73,19 @@ struct Inner {
     destroyed: bool,
     /// Number of system calls that sent datagrams.
     calls: u64,
+}
+
+impl Inner {
+    /// Sets the time of the core. A thread may have read the clock before another one that was faster to get the lock, so an
+    /// earlier time is possible, and changes nothing.
+    #[inline]
+    fn set_now(&mut self, now: Instant) {
+        if now > self.now {
+            self.now = now;
+            self.core
+                .set_now(now.saturating_duration_since(clock::start()));
+        }
+    }
 }
 
 /// A datagram queue pair.
@@ -145,6 +160,7 @@ impl DgramQp {
                 Rank::DatagramQp,
                 Inner {
                     core,
+                    now: clock::start(),
                     pending: Vec::new(),
                     sent: 0,
                     blocked: false,
@@ -178,9 +194,7 @@ impl DgramQp {
     fn lock_now(&self) -> (MutexGuard<'_, Inner>, Instant) {
         let mut inner = self.lock_timeless();
         let now = clock::now();
-        inner
-            .core
-            .set_now(now.saturating_duration_since(clock::start()));
+        inner.set_now(now);
         (inner, now)
     }
 
@@ -227,7 +241,7 @@ impl DgramQp {
             .engine
             .takes_requests()
             .map_err(|e| (0, e))?;
-        let (mut inner, now) = self.lock_now();
+        let mut inner = self.lock_timeless();
         let mut result = Ok(());
         for (i, fill) in requests.enumerate() {
             let mut len = 0;
@@ -248,7 +262,7 @@ impl DgramQp {
             inner.cork.posted(len);
         }
         if !inner.blocked {
-            self.send_or_cork(&mut inner, now);
+            self.send_or_cork(&mut inner);
         }
         self.deliver_events(&mut inner);
         result
@@ -466,9 +480,9 @@ impl DgramQp {
 }
 
 impl DatagramSink for DgramQp {
-    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>) {
+    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant) {
         match &self.common.faults {
-            None => self.deliver_run(arrival, run),
+            None => self.deliver_run(arrival, run, now),
             Some(faults) => run.for_each(|bytes| {
                 let sink: Weak<dyn Deliver> = self.me.clone();
                 faults.receive(&sink, arrival, bytes);
@@ -490,7 +504,7 @@ impl DatagramSink for DgramQp {
 
 impl Deliver for DgramQp {
     fn deliver(&self, arrival: &Arrival, bytes: &[u8]) {
-        self.deliver_run(arrival, std::iter::once(bytes));
+        self.deliver_run(arrival, std::iter::once(bytes), clock::now());
         self.answer();
     }
 }

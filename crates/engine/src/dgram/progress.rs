@@ -42,8 +42,15 @@ fn of_class(list: &[TxDatagram], class: u8, bytes: usize) -> &[TxDatagram] {
 
 impl DgramQp {
     /// Sends or corks posted requests.
-    pub(super) fn send_or_cork(&self, inner: &mut Inner, now: Instant) {
+    #[inline]
+    pub(super) fn send_or_cork(&self, inner: &mut Inner) {
         let polls = self.common.context.engine.polls();
+        if inner.cork.goes_on(polls) {
+            self.common.context.engine.cork_more();
+            return;
+        }
+        let now = clock::now();
+        inner.set_now(now);
         match inner.cork.decide(polls, now) {
             Decision::SendNow => {
                 self.transmit(inner);
@@ -66,9 +73,21 @@ impl DgramQp {
         }
     }
 
-    /// Receives datagrams into which no fault was injected.
-    pub(super) fn deliver_run<'a>(&self, arrival: &Arrival, run: impl Iterator<Item = &'a [u8]>) {
-        let mut inner = self.lock();
+    /// Receives datagrams into which no fault was injected. `now`: a time shortly before they were received.
+    pub(super) fn deliver_run<'a>(
+        &self,
+        arrival: &Arrival,
+        run: impl Iterator<Item = &'a [u8]>,
+        now: Instant,
+    ) {
+        let mut inner = self.lock_timeless();
+        // Only reliable services measure how long an answer takes.
+        let now = if self.kind.is_reliable() {
+            clock::now()
+        } else {
+            now
+        };
+        inner.set_now(now);
         if inner.destroyed {
             return;
         }
@@ -78,34 +97,51 @@ impl DgramQp {
         } else {
             ANSWER_EACH
         };
-        for bytes in run {
-            // One answer for many datagrams saves work, but it must be sent before the sender's window is used up.
-            inner.unanswered.0 += 1;
-            inner.unanswered.1 += bytes.len();
-            if inner.unanswered.0 >= answer || inner.unanswered.1 >= ANSWER_BYTES {
-                inner.unanswered = (0, 0);
-                if !inner.blocked && inner.core.wants_tx() {
-                    self.transmit(&mut inner);
+        let mut run = run.peekable();
+        while run.peek().is_some() {
+            let Inner {
+                core, unanswered, ..
+            } = &mut *inner;
+            let is_answer_due =
+                |&(datagrams, bytes): &(usize, usize)| datagrams >= answer || bytes >= ANSWER_BYTES;
+            let part = std::iter::from_fn(|| {
+                if is_answer_due(unanswered) {
+                    return None;
                 }
-            }
-            log!(
-                Trace,
-                "qp 0x{number:06x}: from {from}: {}",
-                pretty::udp(bytes)
-            );
-            if let Err(why) = inner.core.handle_rx(arrival, bytes) {
+                let bytes = run.next()?;
+                *unanswered = (unanswered.0 + 1, unanswered.1 + bytes.len());
+                log!(
+                    Trace,
+                    "qp 0x{number:06x}: from {from}: {}",
+                    pretty::udp(bytes)
+                );
+                Some(bytes)
+            });
+            core.handle_rx_run(arrival, part, |bytes, why| {
                 log!(
                     Debug,
                     "qp 0x{number:06x}: dropped a datagram from {from}: {why:?}: {}",
                     pretty::udp(bytes)
                 );
+            });
+            // One answer for many datagrams saves work, but it must be sent before the sender's window is used up.
+            if is_answer_due(unanswered) {
+                *unanswered = (0, 0);
+                if !inner.blocked && inner.core.wants_tx() {
+                    self.transmit(&mut inner);
+                }
             }
         }
     }
 
     /// Sends the answers to received datagrams.
     pub(super) fn answer(&self) {
-        let mut inner = self.lock();
+        // The time was set when the datagrams were received.
+        let mut inner = if self.kind.is_reliable() {
+            self.lock()
+        } else {
+            self.lock_timeless()
+        };
         if inner.destroyed {
             return;
         }
@@ -160,7 +196,7 @@ impl DgramQp {
 
     /// Sends as many datagrams as possible.
     pub(super) fn transmit(&self, inner: &mut Inner) {
-        let mut bytes = 0;
+        let (mut bytes, mut more) = (0, true);
         inner.cork.sending();
         loop {
             if inner.sent >= inner.pending.len() {
@@ -168,7 +204,9 @@ impl DgramQp {
                     inner.core.recycle(datagram);
                 }
                 inner.sent = 0;
-                inner.core.poll_tx(&mut inner.pending);
+                if more {
+                    more = inner.core.poll_tx(&mut inner.pending);
+                }
                 if inner.pending.is_empty() {
                     self.schedule(inner);
                     return;
@@ -225,6 +263,7 @@ impl DgramQp {
                     }
                     inner.sent += 1;
                     inner.core.handle_send_error();
+                    more = true;
                 }
                 Err(_) => break,
             }

@@ -15,6 +15,7 @@ use anywarp_core::wire::To;
 use smallvec::smallvec;
 
 use super::*;
+use crate::engine::Engine;
 use crate::net::route::GROUP_PORT;
 
 const PD: u32 = 7;
@@ -30,7 +31,10 @@ struct End {
 
 impl End {
     fn new(kind: Kind, size: usize) -> Self {
-        let context = Context::open().unwrap();
+        Self::with(&Context::open().unwrap(), kind, size)
+    }
+
+    fn with(context: &Arc<Context>, kind: Kind, size: usize) -> Self {
         let cq = Arc::new(Cq::new(4096, None));
         let rnic = Arc::clone(&context.engine.rnic);
         let buffer = vec![0_u8; size].into_boxed_slice();
@@ -44,7 +48,7 @@ impl End {
             present: None,
         };
         let region = rnic.regions.register(&what, &mut random_u32).unwrap();
-        let qp = DgramQp::new(&context, None, kind, Options::default(), |qpn| Parts {
+        let qp = DgramQp::new(context, None, kind, Options::default(), |qpn| Parts {
             rnic,
             qpn,
             pd: PD,
@@ -331,6 +335,45 @@ fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
     a.qp.set_state(State::Error);
     let all = a.qp.counters().tx_dgrams;
     assert_eq!(all, posted as u64);
+}
+
+/// Without this, the worker wakes in the middle of a list of posts and contends for the socket: 1,800 times a second in a
+/// ping-pong.
+#[test]
+fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
+    // The port of this queue pair belongs to the engine of the process, also when the other one shares it.
+    let b = End::new(Kind::Ud, 200);
+    let shared = Context::open().unwrap();
+    let context = Arc::new(Context {
+        engine: Engine::without_worker().unwrap(),
+        events: Arc::clone(&shared.events),
+        c_object: AtomicUsize::new(0),
+        command: shared.command.try_clone().unwrap(),
+    });
+    let a = End::with(&context, Kind::Ud, 100);
+    a.to_rts(None);
+    b.to_rts(None);
+    let engine = context.engine;
+    // Posts after a number of idle polls and a pause, until the lease has not ended meanwhile.
+    let renews = |idle_polls: usize| {
+        attempts().any(|()| {
+            for _ in 0..idle_polls {
+                engine.on_idle_poll();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+            let (before, _) = engine.lease_end();
+            a.send(SEND, 0, 100, Some(b.destination()));
+            let (after, runs) = engine.lease_end();
+            let is_corked = a.qp.lock().cork.has_posted();
+            while a.cq.poll(64, |_, _| ()) > 0 {}
+            // A post after two idle polls is sent at once, and one after a single idle poll is corked.
+            let tested = runs && is_corked == (idle_polls == 1);
+            assert!(!tested || after > before, "{idle_polls} idle polls");
+            tested
+        })
+    };
+    assert!(renews(2), "no post was sent at once");
+    assert!(renews(1), "no post was corked");
 }
 
 #[test]

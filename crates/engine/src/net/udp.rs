@@ -20,6 +20,7 @@ use smallvec::SmallVec;
 
 use super::route::MulticastHome;
 use super::socket::{self, unmapped};
+use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank, RwLock};
@@ -47,8 +48,8 @@ const RUN_BYTES_MAX: usize = 65_000;
 
 /// The receiver of datagrams of a UDP port: a datagram queue pair.
 pub(crate) trait DatagramSink: Send + Sync + 'static {
-    /// Datagrams arrived from one source, in this order. [`Self::received`] follows.
-    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>);
+    /// Datagrams arrived from one source, in this order, after `now`. [`Self::received`] follows.
+    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant);
     /// Called when no more datagrams are received in this turn. The sink may send its answers.
     fn received(&self);
     /// The socket has room again, after a call of [`UdpPort::wait_writable`].
@@ -323,6 +324,18 @@ impl<S: DatagramSink> UdpPort<S> {
         waiting.push(sink);
     }
 
+    /// Turns readiness events of the socket on, or off if no queue pair waits for room.
+    fn set_armed(&self, armed: bool) {
+        let waiting = self.waiting.lock();
+        let token = *self.token.lock();
+        let fd = self.socket.fd.get();
+        if armed {
+            self.engine.want_write(token, fd, !waiting.is_empty());
+        } else if waiting.is_empty() {
+            self.engine.disarm(token, fd);
+        }
+    }
+
     fn writable(&self) {
         let waiting = {
             let mut waiting = self.waiting.lock();
@@ -338,14 +351,14 @@ impl<S: DatagramSink> UdpPort<S> {
     /// Receives all datagrams in the socket's buffer.
     pub(crate) fn catch_up(&self) {
         for _ in 0..CATCH_UP_TURNS {
-            if !self.readable(Batch::Full) {
+            if !self.readable(Batch::Full, clock::now()) {
                 break;
             }
         }
     }
 
-    /// Receives queued datagrams. Returns whether there were any.
-    fn readable(&self, batch: Batch) -> bool {
+    /// Receives queued datagrams. Returns whether there were any. `now`: a recent time.
+    fn readable(&self, batch: Batch, now: Instant) -> bool {
         // Dropped after the lock is released: this may be the last reference to a queue pair that is being destroyed,
         // and dropping it closes ports.
         let mut sinks = Sinks(SmallVec::new());
@@ -367,7 +380,7 @@ impl<S: DatagramSink> UdpPort<S> {
                         members.get(&index).and_then(Weak::upgrade)
                     };
                     if let Some(sink) = index.and_then(|index| sinks.of(index, member)) {
-                        sink.incoming(arrival, run.chunks(size));
+                        sink.incoming(arrival, run.chunks(size), now);
                     }
                 }
             },
@@ -386,9 +399,9 @@ impl<S: DatagramSink> UdpPort<S> {
     }
 
     /// Receives without having been notified that the socket is readable.
-    fn try_recv(&self) -> bool {
+    fn try_recv(&self, now: Instant) -> bool {
         let many = self.many.load(Ordering::Relaxed);
-        self.readable(if many { Batch::Full } else { Batch::One })
+        self.readable(if many { Batch::Full } else { Batch::One }, now)
     }
 }
 
@@ -432,7 +445,7 @@ impl<S> Drop for UdpPort<S> {
 struct Listener<S>(Weak<UdpPort<S>>);
 
 impl<S: DatagramSink> Source for Listener<S> {
-    fn ready(self: Arc<Self>, readable: bool, writable: bool, _now: Instant) {
+    fn ready(self: Arc<Self>, readable: bool, writable: bool, now: Instant) {
         let Some(port) = self.0.upgrade() else {
             return;
         };
@@ -440,15 +453,21 @@ impl<S: DatagramSink> Source for Listener<S> {
             // The program may free memory while the engine's thread handles its datagrams, and libraries that cache
             // registrations (UCX) unmap it before they deregister it.
             let _tolerant = is_worker().then(TolerateUnmapped::new);
-            port.readable(Batch::Full);
+            port.readable(Batch::Full, now);
         }
         if writable {
             port.writable();
         }
     }
 
-    fn try_recv_hot(self: Arc<Self>, _now: Instant) -> Option<bool> {
-        Some(self.0.upgrade()?.try_recv())
+    fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
+        Some(self.0.upgrade()?.try_recv(now))
+    }
+
+    fn set_armed(&self, armed: bool) {
+        if let Some(port) = self.0.upgrade() {
+            port.set_armed(armed);
+        }
     }
 
     fn timeout(self: Arc<Self>, _now: Instant) {}
@@ -479,6 +498,55 @@ mod tests {
             fd
         };
         (socket(), socket())
+    }
+
+    /// Drops what it receives.
+    struct Nowhere;
+
+    impl DatagramSink for Nowhere {
+        fn incoming(&self, _: &Arrival, _: Chunks<'_, u8>, _: Instant) {}
+        fn received(&self) {}
+        fn writable(&self) {}
+    }
+
+    #[test]
+    fn a_socket_that_is_polled_raises_no_events_until_it_is_armed_again() {
+        static PORTS: Registry<Nowhere> =
+            PerProcess::new(|| Mutex::new(Rank::UdpPorts, Vec::new()));
+        let engine = Engine::without_worker().unwrap();
+        let socket = Arc::new(UdpSocket::bind(0).unwrap());
+        let port = UdpPort::of(&PORTS, engine, &socket, &[]).unwrap();
+        let number = socket::local_addr(&socket.fd).unwrap().port();
+        let (from, _) = two_sockets();
+        let send = || {
+            let list = [datagram(number, 100)];
+            let run = Run {
+                datagrams: &list,
+                from: None,
+            };
+            assert_eq!(datagram::send_runs(from.get(), false, &[run]), Ok(1));
+        };
+        // Nobody else polls this engine, and the loopback interface delivers at once.
+        let raises_event = || engine.poll_all(clock::now());
+        send();
+        assert!(raises_event());
+        for _ in 0..200 {
+            send();
+            let before = port.calls().found;
+            let polls = (0..1000).take_while(|_| {
+                engine.on_idle_poll();
+                port.calls().found == before
+            });
+            assert!(polls.count() < 1000);
+        }
+        send();
+        assert!(!raises_event());
+        port.set_armed(true);
+        assert!(raises_event());
+        // A queue pair waits for room, so the events stay on.
+        port.wait_writable(Weak::new());
+        port.set_armed(false);
+        assert!(raises_event());
     }
 
     #[test]

@@ -262,6 +262,12 @@ impl Lease {
         (t < until).then(|| Duration::from_nanos(until - t))
     }
 
+    /// The end of the last lease.
+    #[cfg(test)]
+    pub(super) fn ends_at(&self) -> u64 {
+        self.until.load(Ordering::Acquire)
+    }
+
     /// Whether a lease runs.
     pub(super) fn runs(&self, t: u64) -> bool {
         t < self.until.load(Ordering::Acquire)

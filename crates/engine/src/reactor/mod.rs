@@ -671,6 +671,13 @@ impl Reactor {
         self.broken.swap(true, Ordering::AcqRel)
     }
 
+    /// The end of the lease, and whether it runs.
+    #[cfg(test)]
+    pub(crate) fn lease_end(&self) -> (u64, bool) {
+        let t = self.epoch.nanos(clock::now());
+        (self.lease.ends_at(), self.lease.runs(t))
+    }
+
     // ------------------------------------------------------------------ threads that wait for an event
 
     /// Blocks until `fd` is readable, and handles the sockets meanwhile. For threads that wait for an event.

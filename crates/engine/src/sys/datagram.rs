@@ -41,8 +41,11 @@ pub fn receive_datagrams(
     slot: usize,
     out: &mut SmallVec<[Datagram; DATAGRAMS]>,
 ) -> Result<(), Io> {
-    // Only the slots that fit the buffer: preparing all of them would slow down the receive of one.
     let slots = (buffer.len() / slot.max(1)).min(DATAGRAMS);
+    if slots == 1 {
+        out.push(receive_one(fd, buffer.get_mut(..slot).unwrap_or(&mut []))?);
+        return Ok(());
+    }
     // SAFETY: all-zero is valid for this plain C structure.
     let name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let mut names: SmallVec<[libc::sockaddr_storage; DATAGRAMS]> = SmallVec::from_elem(name, slots);
@@ -69,68 +72,99 @@ pub fn receive_datagrams(
             msg_len: 0,
         });
     }
-    let n = match msgs.as_mut_slice() {
-        // `recvmsg` costs less than `recvmmsg`, and most calls are for one datagram.
-        [one] => {
-            // SAFETY: as below.
-            let n = unsafe {
-                libc::syscall(
-                    libc::SYS_recvmsg,
-                    fd.as_raw_fd(),
-                    &raw mut one.msg_hdr,
-                    libc::MSG_DONTWAIT,
-                )
-            };
-            one.msg_len = u32::try_from(n).unwrap_or(0);
-            if n < 0 { n } else { 1 }
-        }
-        // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its
-        // length.
-        several => unsafe {
-            libc::syscall(
-                libc::SYS_recvmmsg,
-                fd.as_raw_fd(),
-                several.as_mut_ptr(),
-                several.len(),
-                libc::MSG_DONTWAIT,
-                std::ptr::null_mut::<libc::timespec>(),
-            )
-        },
+    // SAFETY: every pointer in `msgs` is to a part of `buffer` or to a local, which outlive the call, with its length.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_recvmmsg,
+            fd.as_raw_fd(),
+            msgs.as_mut_ptr(),
+            msgs.len(),
+            libc::MSG_DONTWAIT,
+            std::ptr::null_mut::<libc::timespec>(),
+        )
     };
     let Ok(n) = usize::try_from(n) else {
         return Err(failed());
     };
     for (i, (msg, name)) in msgs.iter().zip(&names).take(n).enumerate() {
-        // A UDP socket receives from IP addresses only.
-        let Some(from) = from_sockaddr(name) else {
-            continue;
-        };
-        let control = cmsg::read(&msg.msg_hdr);
-        let datagram = Datagram {
-            at: i * slot,
-            len: slot.min(msg.msg_len as usize),
-            from,
-            to: control.to,
-            hop_limit: control.hop_limit,
-            traffic_class: control.traffic_class,
-            segment: control.segment,
-        };
-        if let Some(at) = capture::begin() {
-            let bytes = buffer
-                .get(datagram.at..datagram.at + datagram.len)
-                .unwrap_or(&[]);
-            let size = if datagram.segment == 0 {
-                slot
-            } else {
-                datagram.segment
-            };
-            for one in bytes.chunks(size.max(1)) {
-                capture::datagram(fd, at, Way::In, datagram.to, datagram.from, one);
-            }
+        let at = i * slot;
+        let len = slot.min(msg.msg_len as usize);
+        if let Some(datagram) = datagram_of(&msg.msg_hdr, name, at, len) {
+            capture_received(fd, &datagram, buffer.get(at..at + len).unwrap_or(&[]));
+            out.push(datagram);
         }
-        out.push(datagram);
     }
     Ok(())
+}
+
+/// Receives a datagram, or a run. `recvmsg` costs less than `recvmmsg`, and so do locals instead of lists. Polling threads call
+/// this most of the time, and most calls find nothing.
+fn receive_one(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
+    // SAFETY: all-zero is valid for this plain C structure.
+    let mut name: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut control = [0_u64; CONTROL_WORDS];
+    let mut iov = libc::iovec {
+        iov_base: buffer.as_mut_ptr().cast(),
+        iov_len: buffer.len(),
+    };
+    let mut msg = empty_msghdr();
+    msg.msg_name = (&raw mut name).cast();
+    msg.msg_namelen = size_of_val(&name) as _;
+    msg.msg_iov = &raw mut iov;
+    msg.msg_iovlen = 1;
+    msg.msg_control = control.as_mut_ptr().cast();
+    msg.msg_controllen = size_of_val(&control) as _;
+    // SAFETY: every pointer in `msg` is to `buffer` or to a local, which outlive the call, with its length.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_recvmsg,
+            fd.as_raw_fd(),
+            &raw mut msg,
+            libc::MSG_DONTWAIT,
+        )
+    };
+    let Ok(n) = usize::try_from(n) else {
+        return Err(failed());
+    };
+    let len = n.min(buffer.len());
+    let datagram = datagram_of(&msg, &name, 0, len).ok_or(Io::WouldBlock)?;
+    capture_received(fd, &datagram, buffer.get(..len).unwrap_or(&[]));
+    Ok(datagram)
+}
+
+/// What the kernel has written for a received datagram, or run. `None`: it is not from an IP address, which a UDP socket never
+/// reports.
+#[inline]
+fn datagram_of(
+    msg: &libc::msghdr,
+    name: &libc::sockaddr_storage,
+    at: usize,
+    len: usize,
+) -> Option<Datagram> {
+    let control = cmsg::read(msg);
+    Some(Datagram {
+        at,
+        len,
+        from: from_sockaddr(name)?,
+        to: control.to,
+        hop_limit: control.hop_limit,
+        traffic_class: control.traffic_class,
+        segment: control.segment,
+    })
+}
+
+/// Adds a received datagram, or the datagrams of a run, to the capture file, if there is one.
+#[inline]
+fn capture_received(fd: BorrowedFd<'_>, datagram: &Datagram, bytes: &[u8]) {
+    if let Some(at) = capture::begin() {
+        let size = match datagram.segment {
+            0 => bytes.len(),
+            size => size,
+        };
+        for one in bytes.chunks(size.max(1)) {
+            capture::datagram(fd, at, Way::In, datagram.to, datagram.from, one);
+        }
+    }
 }
 
 /// Datagrams to one destination that are passed to the kernel as one (`UDP_SEGMENT`).

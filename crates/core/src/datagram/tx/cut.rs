@@ -92,7 +92,7 @@ impl DatagramQp {
         last: bool,
         out: &mut Vec<TxDatagram>,
     ) -> usize {
-        self.unwritten.push_back(match current.request {
+        self.unwritten.push(match current.request {
             Some(request) if current.asks => SendEffect::Ask(request),
             Some(request) if last => SendEffect::End(request),
             Some(request) => SendEffect::Part(request),
@@ -180,7 +180,7 @@ impl DatagramQp {
             let end = u32::try_from(current.message.sent).unwrap_or(u32::MAX);
             self.flow.sent(peer, current.shim.id, end, size, self.now);
         }
-        self.unwritten.push_back(SendEffect::Nothing);
+        self.unwritten.push(SendEffect::Nothing);
         out.push(self.datagram(current, bytes));
         size
     }

@@ -47,6 +47,7 @@ pub(super) fn not_allowed() -> Unbuildable {
 }
 
 /// Checks the elements of a request's list, and appends their bytes.
+#[inline]
 pub(super) fn gather_at_once(
     rnic: &Rnic,
     last: &mut LastRegion,

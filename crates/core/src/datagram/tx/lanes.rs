@@ -193,7 +193,7 @@ impl DatagramQp {
         bytes: Bytes,
         out: &mut Vec<TxDatagram>,
     ) {
-        self.unwritten.push_back(SendEffect::Nothing);
+        self.unwritten.push(SendEffect::Nothing);
         out.push(TxDatagram {
             to: peer.0,
             from: way.from,

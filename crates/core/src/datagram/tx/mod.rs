@@ -22,32 +22,34 @@ use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 
 impl DatagramQp {
-    /// Adds the datagrams that can be sent now to `out`, up to one batch.
+    /// Adds the datagrams that can be sent now to `out`, up to one batch. Returns whether there may be more of them.
     ///
     /// The caller sends them in this order, and reports each by [`Self::handle_written`] or
     /// [`Self::handle_send_error`]. It keeps datagrams that the socket does not accept yet (EAGAIN, ENOBUFS), and
     /// tries again. When the queue pair goes to RESET or to the error state, it drops those that were not sent.
-    pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) {
+    pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         self.was_stalled = false;
         while out.len() < bounds::DATAGRAM_BATCH
             && let Some((peer, from, report)) = self.flow.next_report()
         {
             let datagram = self.report(peer, from, &report);
-            self.unwritten.push_back(SendEffect::Nothing);
+            self.unwritten.push(SendEffect::Nothing);
             out.push(datagram);
         }
         while out.len() < bounds::DATAGRAM_BATCH
             && let Some(datagram) = self.outbox.pop_front()
         {
-            self.unwritten.push_back(SendEffect::Nothing);
+            self.unwritten.push(SendEffect::Nothing);
             out.push(datagram);
         }
-        if self.rd.is_some() {
+        let more = if self.rd.is_some() {
             self.poll_lanes(out);
+            true
         } else {
-            self.poll_messages(out);
-        }
+            self.poll_messages(out)
+        };
         self.after();
+        more
     }
 
     // ------------------------------------------------------------------ without reliability
@@ -64,13 +66,16 @@ impl DatagramQp {
 
     /// Called when the socket has accepted the next `datagrams` datagrams of [`Self::poll_tx`].
     pub fn handle_written(&mut self, datagrams: usize) {
-        for _ in 0..datagrams {
-            let Some(effect) = self.unwritten.pop_front() else {
-                break;
-            };
-            self.counters.tx_dgrams += 1;
-            if let SendEffect::End(request) = effect {
-                self.sent(request);
+        let mut left = datagrams;
+        while left > 0
+            && let Some((effect, count)) = self.unwritten.take(left)
+        {
+            left -= count as usize;
+            self.counters.tx_dgrams += u64::from(count);
+            if let SendEffect::End(first) = effect {
+                for request in first..first + u64::from(count) {
+                    self.sent(request);
+                }
             }
         }
         self.retire();
@@ -81,7 +86,7 @@ impl DatagramQp {
     /// an unreliable service its request fails and the queue pair continues, because an error of one destination does
     /// not concern others. In a reliable service it counts as a lost packet.
     pub fn handle_send_error(&mut self) {
-        let Some(effect) = self.unwritten.pop_front() else {
+        let Some((effect, _)) = self.unwritten.take(1) else {
             return;
         };
         self.counters.tx_errors += 1;

@@ -18,7 +18,8 @@ use crate::wire::rd::Packet;
 use crate::wire::rdmap::Opcode;
 
 impl DatagramQp {
-    pub(super) fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) {
+    /// Returns whether the batch is full, so that there may be more to send.
+    pub(super) fn poll_messages(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         let mut bytes = 0;
         let mut answer = false;
         while has_room(bytes, out) {
@@ -30,11 +31,15 @@ impl DatagramQp {
                 }
                 continue;
             }
-            let taken = match self.current.take() {
-                Some(current) => Taken::Message(current),
-                None if self.send_ud(&mut bytes, out) => Taken::Done,
-                None if self.send_single(&mut bytes, out) => Taken::Done,
-                None => self.take(),
+            // `take` copies the place of a message, so it is not called for nothing.
+            let taken = if self.current.is_some()
+                && let Some(current) = self.current.take()
+            {
+                Taken::Message(current)
+            } else if self.send_uds(&mut bytes, out) || self.send_single(&mut bytes, out) {
+                Taken::Done
+            } else {
+                self.take()
             };
             let mut current = match taken {
                 Taken::Message(current) => current,
@@ -64,12 +69,30 @@ impl DatagramQp {
                 break;
             }
         }
+        !has_room(bytes, out)
+    }
+
+    /// Sends requests by [`Self::send_ud`] until one has to take another path, or answers wait for their turn. Returns
+    /// whether there was one.
+    fn send_uds(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
+        if self.kind != Kind::Ud || !self.shortcuts {
+            return false;
+        }
+        let mut any = false;
+        while has_room(*bytes, out) && self.send_ud(bytes, out) {
+            any = true;
+            if !self.answers.is_empty() {
+                break;
+            }
+        }
+        any
     }
 
     /// As [`Self::send_single`], for the most frequent request of a UD queue pair: a Send without immediate data. Few
     /// fields of its headers change, and the window of its peer is looked up once.
+    #[inline]
     fn send_ud(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
-        if self.kind != Kind::Ud || !self.shortcuts || self.base.state != State::Rts {
+        if self.base.state != State::Rts {
             return false;
         }
         let Some((number, posted)) = self.base.sq.peek() else {
@@ -93,15 +116,14 @@ impl DatagramQp {
             return false;
         }
         let now = self.now;
-        let window = if is_many(to) {
-            None
-        } else {
-            let window = self.flow.window(peer_of(to));
-            if window.is_full(now) {
-                return false;
-            }
-            Some(window)
+        let window = match self.flow.last_window(to) {
+            Some(window) => Some(window),
+            None if is_many(to) => None,
+            None => Some(self.flow.window(peer_of(to))),
         };
+        if window.as_ref().is_some_and(|window| window.is_full(now)) {
+            return false;
+        }
         let id = self.next_id;
         let (size, length) = (len as usize, len as u32);
         let mut datagram = self.spare.take(SEND_HEAD + size + dgram::CRC);
@@ -155,7 +177,7 @@ impl DatagramQp {
         self.base.sq.advance();
         self.next_id = id.wrapping_add(1);
         self.issued.add(id, request_id);
-        self.unwritten.push_back(SendEffect::End(number));
+        self.unwritten.push(SendEffect::End(number));
         self.base.observe_all(|| {
             [
                 Step::Take(request_id),
@@ -258,7 +280,7 @@ impl DatagramQp {
             return true;
         }
         dgram::seal(&mut datagram);
-        self.unwritten.push_back(SendEffect::End(number));
+        self.unwritten.push(SendEffect::End(number));
         if let Some(peer) = pace {
             self.flow
                 .sent(peer, shim.id, shim.length, datagram.len(), now);
@@ -357,7 +379,7 @@ impl DatagramQp {
             return false;
         };
         out.push(trailer.datagram.clone());
-        self.unwritten.push_back(SendEffect::Nothing);
+        self.unwritten.push(SendEffect::Nothing);
         trailer.left -= 1;
         if trailer.left > 0 {
             self.trailers.push_back(trailer);

@@ -16,11 +16,15 @@ impl Crc32c {
         Self { state: u32::MAX }
     }
 
-    /// The checksum of one piece, as the four bytes on the wire.
+    /// The checksum of one piece, as the four bytes on the wire. Cheaper than [`Self::update`] with one piece.
+    #[inline]
     pub fn of(bytes: &[u8]) -> [u8; 4] {
-        let mut crc = Self::new();
-        crc.update(bytes);
-        crc.finish()
+        let value = if bytes.len() < SHORT || !folds() {
+            crc32c::crc32c(bytes)
+        } else {
+            crc32_iscsi(bytes)
+        };
+        Self { state: !value }.finish()
     }
 
     /// Adds bytes.

@@ -92,3 +92,56 @@ fn purge_removes_only_the_entries_of_one_queue_pair() {
     cq.poll(10, |_, e| ids.push(e.wr_id));
     assert_eq!(ids, [2]);
 }
+
+#[test]
+fn entries_that_are_added_together_have_the_effects_of_single_ones() {
+    let mut seed = 1_u32;
+    let mut random = move |most: u32| {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (seed >> 16) % most
+    };
+    let queue = |count: &Arc<Count>| Cq::new(8, Some(count.clone()));
+    let counts = [Arc::<Count>::default(), Arc::default()];
+    let [mut together, mut single] = [queue(&counts[0]), queue(&counts[1])];
+    let (mut raised, mut lost) = (0, 0);
+    for round in 0..3_000_u64 {
+        let entries: Vec<Completion> = (0..random(6))
+            .map(|n| entry(round * 8 + u64::from(n), Status::Success, random(4) == 0))
+            .collect();
+        let mut next = entries.iter().cloned();
+        let all = together.complete_all(|| next.next());
+        let each: Vec<_> = entries
+            .iter()
+            .cloned()
+            .map(|e| single.complete(e))
+            .collect();
+        assert_eq!(all.is_err(), each.iter().any(Result::is_err));
+        if random(3) == 0 {
+            let solicited_only = random(2) == 0;
+            together.arm(solicited_only);
+            single.arm(solicited_only);
+        }
+        let most = random(7) as usize;
+        let polled = [&together, &single].map(|cq| {
+            let mut polled = Vec::new();
+            let waiting = !cq.is_empty();
+            cq.poll(most, |_, e| polled.push(e));
+            (waiting, polled, cq.is_broken())
+        });
+        assert_eq!(polled[0], polled[1], "round {round}");
+        let events = [0, 1].map(|i| {
+            let Count(events, overflows) = &*counts[i];
+            (
+                events.load(Ordering::Relaxed),
+                overflows.load(Ordering::Relaxed),
+            )
+        });
+        assert_eq!(events[0], events[1], "round {round}");
+        raised = raised.max(events[0].0);
+        if together.is_broken() {
+            lost += 1;
+            [together, single] = [queue(&counts[0]), queue(&counts[1])];
+        }
+    }
+    assert!(raised > 300 && lost > 30, "{raised} {lost}");
+}
