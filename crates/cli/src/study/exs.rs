@@ -25,7 +25,8 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "tcp-nagle" => ("tcp", true),
         mode => (mode, false),
     };
-    // The count for the duration of a sample, at 500 MB/s and 20 µs per message, or 200 µs per ping between sleeping threads.
+    // The number of messages that takes about as long as a sample, if the throughput is 500 MB/s and a message takes 20 µs, or
+    // 200 µs in a ping between sleeping threads.
     let ping = get("test") == "ping";
     let each = if ping { 200e-6 } else { 20e-6 };
     let count = extent.seconds() / (size as f64 / 5e8 + each);
@@ -72,22 +73,22 @@ pub(crate) fn measure(
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let mut said = String::new();
+    let mut typed = String::new();
     for (name, value) in variables {
-        said.push_str(&format!("{name}={value} "));
+        typed.push_str(&format!("{name}={value} "));
     }
     if ours {
-        said.push_str("anywarp run -- ");
+        typed.push_str("anywarp run -- ");
     }
-    said.push_str(&format!("exs-ttcp {}", words.join(" ")));
+    typed.push_str(&format!("exs-ttcp {}", words.join(" ")));
     let outcome = Ended::start(&mut command)
         .and_then(|ended| ended.output(interrupted))
-        .and_then(|text| understand(&text));
-    (said, outcome.map_err(Miss::Failed))
+        .and_then(|text| parse_output(&text));
+    (typed, outcome.map_err(Miss::Failed))
 }
 
 /// Parses the output of `exs-ttcp`.
-fn understand(text: &str) -> Result<Sample, String> {
+fn parse_output(text: &str) -> Result<Sample, String> {
     let bad = || format!("output not understood: {}", text.trim());
     let line = text.lines().find(|line| line.starts_with('{'));
     let value: Value = line
@@ -117,7 +118,7 @@ mod tests {
 
     #[test]
     fn both_tests_are_parsed() {
-        let of = |text: &str, name: &str| understand(text).unwrap().get(name).copied();
+        let of = |text: &str, name: &str| parse_output(text).unwrap().get(name).copied();
         let rate =
             "{\"mib_per_s\": 1.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0}\n";
         assert_eq!(of(rate, "oneway_us"), Some(1000.0));
@@ -125,6 +126,6 @@ mod tests {
         assert_eq!(of(rate, "cpu_local"), Some(5.0));
         let ping = "{\"latency_us\": {\"min\": 1.0, \"median\": 2.5}}\n";
         assert_eq!(of(ping, "oneway_us"), Some(2.5));
-        assert!(understand("exs-ttcp: no").is_err());
+        assert!(parse_output("exs-ttcp: no").is_err());
     }
 }
