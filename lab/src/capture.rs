@@ -340,7 +340,7 @@ const FIELDS: [&str; 22] = [
 ];
 
 /// A datagram of a conversation.
-struct Said {
+struct Listed {
     from_a: bool,
     /// The output of anywarp's decoder.
     line: String,
@@ -354,7 +354,7 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
     let (block, _) = block
         .and_then(|(_, rest)| rest.split_once("```"))
         .ok_or("the page has no such block")?;
-    let mut all: Vec<Said> = Vec::new();
+    let mut all: Vec<Listed> = Vec::new();
     for line in block.lines() {
         if let Some(hex) = line.strip_prefix("   ") {
             let decoded = all
@@ -367,7 +367,7 @@ fn conversation(name: &str, script: &Path, folder: &Path) -> Result {
                 decoded.bytes.push(u8::from_str_radix(byte, 16)?);
             }
         } else {
-            all.push(Said {
+            all.push(Listed {
                 from_a: line.starts_with("a b "),
                 line: line.get(4..).unwrap_or_default().to_owned(),
                 bytes: Vec::new(),
@@ -480,7 +480,7 @@ fn expected<'a>(get: &impl Fn(&str) -> &'a str) -> Vec<String> {
 }
 
 /// Returns datagrams between two hosts as a pcap file: IPv4 packets, a millisecond apart.
-fn pcap(all: &[Said]) -> Vec<u8> {
+fn pcap(all: &[Listed]) -> Vec<u8> {
     let mut file = Vec::new();
     // Version 2.4, no time zone, whole packets, IP without a link layer.
     for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 0xffff, 101] {

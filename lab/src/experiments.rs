@@ -448,7 +448,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
                     let other = injected
                         .iter()
                         .find(|other| (get(other, "size") - size).abs() < 0.5);
-                    bars(lab, &note, ppm, single && at == ROBUST, row, other);
+                    check_bounds(lab, &note, ppm, single && at == ROBUST, row, other);
                     let cell = |row: &Row| {
                         format!(
                             "{} ({:.2})",
@@ -605,7 +605,14 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
 }
 
 /// Checks the bounds under loss, for large robust Write-Records in datagrams that are not fragmented.
-fn bars(lab: &mut Lab, note: &str, ppm: u32, robust: bool, network: &Row, injected: Option<&Row>) {
+fn check_bounds(
+    lab: &mut Lab,
+    note: &str,
+    ppm: u32,
+    robust: bool,
+    network: &Row,
+    injected: Option<&Row>,
+) {
     let size = get(network, "size");
     if ppm != 10_000 || !robust || size < 65536.0 {
         return;
@@ -682,9 +689,9 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
             let words = format!(
                 "-t rd -o write-record -s {size} {depth} --event --warmup 0 -d {seconds} -r 1"
             );
-            let bar = (ppm == 10_000 && delay == 5000).then_some(OF_TCP);
+            let bound = (ppm == 10_000 && delay == 5000).then_some(OF_TCP);
             let what = format!("{note}, messages of {size}iB, RD of TCP");
-            let seen = versus(lab, &what, bar, |lab| {
+            let seen = versus(lab, &what, bound, |lab| {
                 let rows = lab.measure(Place::Net, "blast", &words, &[], &note)?;
                 let row = rows.first().cloned().unwrap_or_default();
                 // The command itself reports duplicates. This checks that all messages arrived.
@@ -767,29 +774,33 @@ struct Versus {
     runs: usize,
 }
 
-/// Measures both in turn, [`ROUNDS`] times, and three times as often if the ratio is below `bar`. The median is over all
+/// Measures both in turn, [`ROUNDS`] times, and three times as often if the ratio is below `bound`. The median is over all
 /// runs, so more runs make it more certain, not higher. A ratio that stays below is a failure. In the short form both are
 /// measured once, and the ratio is only printed.
 fn versus(
     lab: &mut Lab,
     what: &str,
-    bar: Option<f64>,
+    bound: Option<f64>,
     mut run: impl FnMut(&mut Lab) -> Result<(f64, f64)>,
 ) -> Result<Versus> {
     let (mut ours, mut theirs, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    let (bar, rounds) = if lab.short { (None, 1) } else { (bar, ROUNDS) };
-    let reaches = |ratios: &[f64]| bar.is_none_or(|bar| median(ratios.to_vec()) >= bar);
+    let (bound, rounds) = if lab.short {
+        (None, 1)
+    } else {
+        (bound, ROUNDS)
+    };
+    let reaches = |ratios: &[f64]| bound.is_none_or(|bound| median(ratios.to_vec()) >= bound);
     while ratios.len() < rounds || (!reaches(&ratios) && ratios.len() < 3 * rounds) {
         let (a, b) = run(lab)?;
         ours.push(a);
         theirs.push(b);
         ratios.push(a / b);
     }
-    if let Some(bar) = bar
+    if let Some(bound) = bound
         && !reaches(&ratios)
     {
         lab.failures.push(format!(
-            "{what}: {:.2}, the median of {} runs; the target is {bar:.2}",
+            "{what}: {:.2}, the median of {} runs; the target is {bound:.2}",
             median(ratios.clone()),
             ratios.len()
         ));

@@ -200,7 +200,7 @@ const fn perftest(name: &'static str, command: &'static str, kind: Kind, count: 
 }
 
 /// A bound for the ratio of a row to another one.
-struct Bar {
+struct Bound {
     row: &'static str,
     to: &'static str,
     limit: Limit,
@@ -213,80 +213,80 @@ enum Limit {
     Shown,
 }
 
-const BARS: &[Bar] = &[
-    bar(
+const BOUNDS: &[Bound] = &[
+    bound(
         "exs normal 1 MiB",
         "ib_read_bw 1 MiB, four buffers",
         Limit::AtLeast(0.95),
     ),
-    bar("exs normal 1 MiB", "ib_read_bw 1 MiB", Limit::Shown),
-    bar("exs normal 1 MiB", "plain TCP 1 MiB", Limit::AtLeast(0.9)),
-    bar(
+    bound("exs normal 1 MiB", "ib_read_bw 1 MiB", Limit::Shown),
+    bound("exs normal 1 MiB", "plain TCP 1 MiB", Limit::AtLeast(0.9)),
+    bound(
         "exs persistent send 1 MiB",
         "ib_read_bw 1 MiB",
         Limit::AtLeast(0.95),
     ),
-    bar(
+    bound(
         "exs persistent receive 1 MiB",
         "ib_write_bw 1 MiB",
         Limit::AtLeast(0.95),
     ),
-    bar("exs normal 64 KiB", "rstream 64 KiB", Limit::AtLeast(1.0)),
-    bar("exs normal 1 MiB", "rstream 1 MiB", Limit::AtLeast(1.0)),
-    bar(
+    bound("exs normal 64 KiB", "rstream 64 KiB", Limit::AtLeast(1.0)),
+    bound("exs normal 1 MiB", "rstream 1 MiB", Limit::AtLeast(1.0)),
+    bound(
         "exs normal 1 MiB, stream",
         "rstream 1 MiB",
         Limit::AtLeast(1.0),
     ),
-    bar(
+    bound(
         "exs immediate 64 B, one way",
         "ib_send_lat 64 B",
         Limit::AtMost(1.25),
     ),
-    bar(
+    bound(
         "exs persistent receive 64 B, one way",
         "ib_write_lat 64 B",
         Limit::AtMost(1.15),
     ),
-    bar(
+    bound(
         "exs normal 64 B, one way",
         "ib_send_lat 64 B",
         Limit::AtMost(2.6),
     ),
-    bar(
+    bound(
         "exs normal 1 MiB, TCP",
         "ib_read_bw 1 MiB, TCP",
         Limit::AtLeast(0.95),
     ),
-    bar(
+    bound(
         "exs immediate 64 B, one way, TCP",
         "ib_send_lat 64 B, TCP",
         Limit::AtMost(1.25),
     ),
-    bar(
+    bound(
         "exs persistent receive 64 B, one way, TCP",
         "ib_write_lat 64 B, TCP",
         Limit::AtMost(1.15),
     ),
-    bar(
+    bound(
         "exs normal 64 B, one way, TCP",
         "ib_send_lat 64 B, TCP",
         Limit::AtMost(2.6),
     ),
-    bar(
+    bound(
         "exs immediate 64 B, one way",
         "plain TCP 64 B, one way",
         Limit::Shown,
     ),
-    bar(
+    bound(
         "exs transaction 1 MiB",
         "exs persistent send 1 MiB",
         Limit::Shown,
     ),
 ];
 
-const fn bar(row: &'static str, to: &'static str, limit: Limit) -> Bar {
-    Bar { row, to, limit }
+const fn bound(row: &'static str, to: &'static str, limit: Limit) -> Bound {
+    Bound { row, to, limit }
 }
 
 /// The most processor time, in percent, that a sender of persistent memory may use in addition to the device.
@@ -384,24 +384,24 @@ fn table(figures: &Figures, rounds: usize) -> (String, Vec<String>) {
             median(values)
         );
     }
-    text.push_str("\n| ratio | median | bar |\n| --- | ---: | --- |\n");
+    text.push_str("\n| ratio | median | bound |\n| --- | ---: | --- |\n");
     let mut missed = Vec::new();
-    for bar in BARS {
+    for bound in BOUNDS {
         let of = |name| figures.values.get(name).map_or(&[][..], Vec::as_slice);
-        let ratios: Vec<f64> = of(bar.row)
+        let ratios: Vec<f64> = of(bound.row)
             .iter()
-            .zip(of(bar.to))
+            .zip(of(bound.to))
             .map(|(a, b)| a / b)
             .collect();
         let ratio = median(&ratios);
-        let (met, said) = match bar.limit {
+        let (met, shown) = match bound.limit {
             Limit::AtLeast(limit) => (ratio >= limit, format!(">= {limit}")),
             Limit::AtMost(limit) => (ratio <= limit, format!("<= {limit}")),
             Limit::Shown => (true, String::new()),
         };
         let verdict = if met { "" } else { ", not met" };
-        let name = format!("{} : {}", bar.row, bar.to);
-        let _infallible = writeln!(text, "| {name} | {ratio:.2} | {said}{verdict} |");
+        let name = format!("{} : {}", bound.row, bound.to);
+        let _infallible = writeln!(text, "| {name} | {ratio:.2} | {shown}{verdict} |");
         if !met {
             missed.push(name);
         }
@@ -591,8 +591,8 @@ mod tests {
 
     #[test]
     fn each_target_names_existing_rows() {
-        for bar in BARS {
-            for name in [bar.row, bar.to] {
+        for bound in BOUNDS {
+            for name in [bound.row, bound.to] {
                 assert!(ROWS.iter().any(|row| row.name == name), "{name}");
             }
         }

@@ -406,7 +406,7 @@ fn hints(folder: &Path) -> Result {
             false,
             "not measured: anywarp study run exs:11",
         ),
-        ("scattered data", false, "no figure measures it"),
+        ("scattered data", false, "no figure measures this"),
     ] {
         let row = advice.lines().find(|line| line.starts_with(parameter));
         if !row.is_some_and(|row| row.contains(" ? ") != measured && row.ends_with(why)) {

@@ -131,7 +131,7 @@ static void say(struct side *side, const void *words, size_t length)
 }
 
 /* Waits for a message, and returns it. */
-static const uint8_t *hear(struct side *side)
+static const uint8_t *receive_message(struct side *side)
 {
 	complete(side, IBV_WC_RECV);
 	return side->messages + MESSAGE;
@@ -161,7 +161,7 @@ static int serve(int ready)
 	must(rpma_conn_req_connect(&request, &none, &side.conn), "rpma_conn_req_connect");
 	must_come(side.conn, RPMA_CONN_ESTABLISHED);
 	for (unsigned int turn = 0; turn < sizeof lengths / sizeof *lengths; turn++) {
-		const uint8_t *message = hear(&side);
+		const uint8_t *message = receive_message(&side);
 		uint64_t length;
 
 		memcpy(&length, message, sizeof length);
@@ -211,7 +211,7 @@ static void use(void)
 
 		receive(&side);
 		say(&side, &length, sizeof length);
-		if (memcmp(hear(&side), "checked", 8)) {
+		if (memcmp(receive_message(&side), "checked", 8)) {
 			fprintf(stderr, "the client received an unexpected message\n");
 			exit(1);
 		}

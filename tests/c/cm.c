@@ -168,14 +168,14 @@ static const char *give_qp(struct rdma_cm_id *id)
 }
 
 /* A listener, and the two event channels of the ends. */
-struct scene {
+struct fixture {
 	struct rdma_event_channel *server_channel, *client_channel;
 	struct rdma_cm_id *listener, *server, *client;
 	struct address address;
 	int family;
 };
 
-static const char *listen_at(struct scene *s, int family, enum rdma_port_space space)
+static const char *listen_at(struct fixture *s, int family, enum rdma_port_space space)
 {
 	memset(s, 0, sizeof *s);
 	s->family = family;
@@ -190,7 +190,7 @@ static const char *listen_at(struct scene *s, int family, enum rdma_port_space s
 }
 
 /* Resolves the address and the route of a client id. */
-static const char *resolve(struct scene *s, struct rdma_cm_id *id)
+static const char *resolve(struct fixture *s, struct rdma_cm_id *id)
 {
 	ENSURE(!rdma_resolve_addr(id, NULL, sa(&s->address), 2000), "rdma_resolve_addr: %s", strerror(errno));
 	TRY(event(s->client_channel, RDMA_CM_EVENT_ADDR_RESOLVED, NULL));
@@ -199,7 +199,7 @@ static const char *resolve(struct scene *s, struct rdma_cm_id *id)
 	return event(s->client_channel, RDMA_CM_EVENT_ROUTE_RESOLVED, NULL);
 }
 
-static const char *new_client(struct scene *s, enum rdma_port_space space)
+static const char *new_client(struct fixture *s, enum rdma_port_space space)
 {
 	TRY(new_id(&s->client, s->client_channel, space));
 	TRY(resolve(s, s->client));
@@ -215,7 +215,7 @@ static struct rdma_conn_param params(const char *data, size_t len)
 }
 
 /* Waits for a connection request and creates a queue pair for the new id. */
-static const char *requested(struct scene *s, struct event_copy *t)
+static const char *requested(struct fixture *s, struct event_copy *t)
 {
 	TRY(event(s->server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, t));
 	ENSURE(t->listen_id == s->listener, "request of another listener");
@@ -225,7 +225,7 @@ static const char *requested(struct scene *s, struct event_copy *t)
 	return give_qp(s->server);
 }
 
-static const char *connect_both(struct scene *s)
+static const char *connect_both(struct fixture *s)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct event_copy t;
@@ -285,7 +285,7 @@ static const char *post_any_recv(struct rdma_cm_id *id, uint64_t wr_id)
 }
 
 /* One side disconnects. Both sides get an event, and posted requests are flushed. */
-static const char *disconnect(struct scene *s)
+static const char *disconnect(struct fixture *s)
 {
 	TRY(post_any_recv(s->server, 8));
 	TRY(post_any_recv(s->client, 9));
@@ -300,7 +300,7 @@ static const char *disconnect(struct scene *s)
 
 static const char *connect_and_talk(size_t family)
 {
-	struct scene s;
+	struct fixture s;
 
 	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
 	TRY(connect_both(&s));
@@ -310,7 +310,7 @@ static const char *connect_and_talk(size_t family)
 
 static const char *server_disconnects(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -327,7 +327,7 @@ static const char *server_disconnects(size_t arg)
 /* One side destroys its id without a disconnect. The other side gets an event. */
 static const char *peer_destroys_id(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -344,7 +344,7 @@ static const char *private_data(size_t len)
 {
 	static const char hello[] = "0123456789abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ", answer[] = "welcome";
 	struct rdma_conn_param p = params(hello, len);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -383,7 +383,7 @@ static const char *reject(size_t len)
 {
 	static const char no[] = "no, and this is why";
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -408,7 +408,7 @@ static const char *reject(size_t len)
 static const char *refused(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -439,7 +439,7 @@ static const char *silent_listener(int *fd, struct address *a)
 static const char *never_answered(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 	int fd;
 
@@ -460,7 +460,7 @@ static const char *never_answered(size_t arg)
 static const char *invalid_answer(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 	int fd, accepted;
 
@@ -493,7 +493,7 @@ static const char *queue_pair_gone(size_t arg)
 	uint8_t received[256];
 	size_t got = 0;
 	int fd, accepted;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 	ssize_t n;
 
@@ -532,7 +532,7 @@ static const char *other_clients(size_t count)
 	static const char *const greetings[] = { "", "GET / HTTP/1.0\r\n\r\n", "\x16\x03\x01\x02", "MPA ID Req Frame" };
 	static int fds[1000];
 	uint64_t end;
-	struct scene s;
+	struct fixture s;
 
 	TRY(only_over_tcp());
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -566,7 +566,7 @@ static const char *other_clients(size_t count)
 static const char *client_gives_up(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -593,7 +593,7 @@ static const char *client_gives_up(size_t arg)
 static const char *server_gives_up(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -614,7 +614,7 @@ static const char *many_clients(size_t count)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct rdma_cm_id *clients[64], *servers[64];
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -647,7 +647,7 @@ static const char *many_clients(size_t count)
 static const char *addresses(size_t family)
 {
 	struct sockaddr_storage *local, *peer;
-	struct scene s;
+	struct fixture s;
 
 	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
 	TRY(connect_both(&s));
@@ -676,7 +676,7 @@ static const char *addresses(size_t family)
 static const char *migrate(size_t arg)
 {
 	struct rdma_event_channel *other;
-	struct scene s;
+	struct fixture s;
 
 	(void)arg;
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
@@ -702,7 +702,7 @@ static const char *extended(size_t arg)
 	};
 	struct rdma_conn_param p = params(NULL, 0);
 	struct ibv_qp_ex *qp;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -837,7 +837,7 @@ static const char *migrate_waits(size_t arg)
 	const char *blocked;
 	struct mover m;
 	pthread_t thread;
-	struct scene s;
+	struct fixture s;
 	int ends[2];
 
 	(void)arg;
@@ -880,7 +880,7 @@ static const char *nonblocking_channel(size_t arg)
 /* The client of the tests with synchronous ids: connects, sends one message, disconnects. */
 static void *blocking_client(void *arg)
 {
-	struct scene *s = arg;
+	struct fixture *s = arg;
 	struct rdma_conn_param p = params("sync", 4);
 	struct rdma_cm_id *id;
 	struct region r;
@@ -916,7 +916,7 @@ static const char *synchronous(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
 	struct rdma_cm_id *listener, *id;
-	struct scene s = { 0 };
+	struct fixture s = { 0 };
 	struct region r;
 	struct ibv_sge sge;
 	pthread_t thread;
@@ -950,7 +950,7 @@ static const char *synchronous(size_t arg)
 	return NULL;
 }
 
-struct endpoint_scene {
+struct endpoint_fixture {
 	const char *node;
 	char service[8];
 	bool own_memory;
@@ -958,7 +958,7 @@ struct endpoint_scene {
 
 static void *endpoint_client(void *arg)
 {
-	struct endpoint_scene *s = arg;
+	struct endpoint_fixture *s = arg;
 	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP }, *list;
 	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
 	struct rdma_cm_id *id;
@@ -998,7 +998,7 @@ static const char *endpoints(size_t arg)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *list;
 	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
-	struct endpoint_scene s = { .node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1" };
+	struct endpoint_fixture s = { .node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1" };
 	struct rdma_cm_id *listener, *id;
 	struct ibv_mr *mr;
 	struct ibv_wc wc;
@@ -1100,7 +1100,7 @@ static const char *misuse(size_t arg)
 	struct rdma_conn_param p = params(NULL, 0);
 	struct rdma_event_channel *channel;
 	struct rdma_cm_id *id, *other;
-	struct scene s;
+	struct fixture s;
 	struct address a;
 	int rc;
 
@@ -1141,7 +1141,7 @@ static const char *wildcard(size_t family)
 {
 	struct address any = { 0 };
 	struct rdma_cm_id *second;
-	struct scene s;
+	struct fixture s;
 
 	memset(&s, 0, sizeof s);
 	TRY(new_event_channel(&s.server_channel));
@@ -1166,7 +1166,7 @@ static const char *options(size_t arg)
 	struct ibv_qp_attr attr;
 	struct ibv_ece ece = { .vendor_id = 0x15b3, .options = 1 };
 	uint8_t timeout = 17, tos = 8;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 	int rc;
 
@@ -1233,7 +1233,7 @@ static const char *establish(size_t arg)
 	struct rdma_conn_param p = params(NULL, 0);
 	struct ibv_send_wr wr = send_wr(2, IBV_WR_SEND, NULL, 0);
 	struct end client, server;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -1281,15 +1281,15 @@ static const char *dummy_qp(struct rdma_cm_id *id, struct rdma_conn_param *p)
 	return NULL;
 }
 
-enum bare_end { CLIENT_DISCONNECTS, SERVER_DISCONNECTS, CLIENT_GOES, SERVER_GOES, CLIENT_GOES_EARLY, SERVER_REJECTS };
+enum connection_end { CLIENT_DISCONNECTS, SERVER_DISCONNECTS, CLIENT_GOES, SERVER_GOES, CLIENT_GOES_EARLY, SERVER_REJECTS };
 
-static const char *bare(size_t how)
+static const char *dummy_qp_connection(size_t how)
 {
 	struct rdma_conn_param ask = { .private_data = "question", .private_data_len = 8 };
 	struct rdma_conn_param answer = { .private_data = "answer", .private_data_len = 6 };
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RTR };
 	struct rdma_event_channel *other;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 	int mask;
 
@@ -1321,7 +1321,7 @@ static const char *bare(size_t how)
 	TRY(not_readable(s.server_channel->fd, QUIET_MS));
 	ENSURE(!rdma_establish(s.client), "rdma_establish: %s", strerror(errno));
 	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
-	switch ((enum bare_end)how) {
+	switch ((enum connection_end)how) {
 	case CLIENT_DISCONNECTS:
 		ENSURE(!rdma_disconnect(s.client), "rdma_disconnect: %s", strerror(errno));
 		TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
@@ -1359,7 +1359,7 @@ static const char *datagrams(size_t family)
 	struct ibv_sge sge;
 	struct ibv_ah *ah;
 	struct ibv_wc wc;
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	TRY(listen_at(&s, (int)family, RDMA_PS_UDP));
@@ -1398,7 +1398,7 @@ static const char *datagrams(size_t family)
 static const char *datagrams_rejected(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	(void)arg;
@@ -1418,7 +1418,7 @@ static const char *datagrams_rejected(size_t arg)
 static const char *datagrams_without_listener(size_t accepts)
 {
 	struct rdma_conn_param p = params(NULL, 0);
-	struct scene s;
+	struct fixture s;
 	struct event_copy t;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
@@ -1492,7 +1492,7 @@ static const char *multicast(size_t members)
 /* Sequential connections through one listener. */
 static const char *sequential(size_t count)
 {
-	struct scene s;
+	struct fixture s;
 
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	for (size_t i = 0; i < count; i++) {
@@ -1531,12 +1531,12 @@ static const struct test tests[] = {
 	{ "private_data_56", private_data, 56, 0, false },
 	{ "reject_0", reject, 0, 0, false },
 	{ "reject_19", reject, 19, 0, false },
-	{ "dummy_qp_client_disconnects", bare, CLIENT_DISCONNECTS, 0, false },
-	{ "dummy_qp_server_disconnects", bare, SERVER_DISCONNECTS, 0, false },
-	{ "dummy_qp_client_destroyed", bare, CLIENT_GOES, 0, false },
-	{ "dummy_qp_server_destroyed", bare, SERVER_GOES, 0, false },
-	{ "dummy_qp_client_destroyed_early", bare, CLIENT_GOES_EARLY, 0, false },
-	{ "dummy_qp_server_rejects", bare, SERVER_REJECTS, 0, false },
+	{ "dummy_qp_client_disconnects", dummy_qp_connection, CLIENT_DISCONNECTS, 0, false },
+	{ "dummy_qp_server_disconnects", dummy_qp_connection, SERVER_DISCONNECTS, 0, false },
+	{ "dummy_qp_client_destroyed", dummy_qp_connection, CLIENT_GOES, 0, false },
+	{ "dummy_qp_server_destroyed", dummy_qp_connection, SERVER_GOES, 0, false },
+	{ "dummy_qp_client_destroyed_early", dummy_qp_connection, CLIENT_GOES_EARLY, 0, false },
+	{ "dummy_qp_server_rejects", dummy_qp_connection, SERVER_REJECTS, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "invalid_answer", invalid_answer, 0, 0, false },

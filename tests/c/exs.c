@@ -23,7 +23,7 @@ static int close_fd(void *what)
 	return exs_close((int)(intptr_t)what);
 }
 
-static int close_bare(void *what)
+static int close_socket(void *what)
 {
 	return close((int)(intptr_t)what);
 }
@@ -627,15 +627,15 @@ static const char *connect_timeout(size_t arg)
 {
 	struct sockaddr_in addr, silent = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
 	socklen_t len = sizeof silent;
-	int fd, client, bare = socket(AF_INET, SOCK_STREAM, 0);
+	int fd, client, silent_fd = socket(AF_INET, SOCK_STREAM, 0);
 	exs_event_t e;
 
 	(void)arg;
 	TRY(begin());
 	/* Completes TCP connections but never answers. */
-	ENSURE(bare >= 0 && !bind(bare, (struct sockaddr *)&silent, len) && !listen(bare, 4) &&
-		       !getsockname(bare, (struct sockaddr *)&silent, &len), "socket: %s", strerror(errno));
-	keep(close_bare, (void *)(intptr_t)bare, "bare listener");
+	ENSURE(silent_fd >= 0 && !bind(silent_fd, (struct sockaddr *)&silent, len) && !listen(silent_fd, 4) &&
+		       !getsockname(silent_fd, (struct sockaddr *)&silent, &len), "socket: %s", strerror(errno));
+	keep(close_socket, (void *)(intptr_t)silent_fd, "TCP listener");
 	client = exs_socket(AF_INET, SOCK_SEQPACKET, 0);
 	keep(close_fd, (void *)(intptr_t)client, "socket");
 	ENSURE(!exs_fcntl(client, EXS_F_SETCONNECTTIMEOUT, 100), "fcntl: %s", strerror(errno));

@@ -706,7 +706,7 @@ static const char *survives(size_t arg)
 static const char *wrong_text(size_t arg)
 {
 	static const struct {
-		const char *faults, *says;
+		const char *faults, *expected;
 	} all[] = {
 		{ "seed=1,los=0.1", "ANYWARP_FAULTS, line 1, character 8: 'los' is not one of the settings" },
 		{ "@/no/such/file", "ANYWARP_FAULTS: /no/such/file: No such file" },
@@ -716,7 +716,7 @@ static const char *wrong_text(size_t arg)
 
 	ENSURE(log, "no memory");
 	TRY(under(all[arg].faults, "refused_text", log));
-	ENSURE(strstr(log, all[arg].says), "it says: %.300s", log);
+	ENSURE(strstr(log, all[arg].expected), "it expected: %.300s", log);
 	ENSURE(!strstr(log, "faults: seed"), "a summary without faults");
 	return NULL;
 }

@@ -761,7 +761,7 @@ static const char *goes_on(size_t arg)
 	TRY(open_victim());
 	TRY(turn(work, QUIET, &without[0]));
 	if (flood == SPOOFED && shared->no_raw)
-		SKIP("no raw sockets: not the rights for them");
+		SKIP("raw sockets are not permitted");
 	before = resident();
 	for (unsigned int i = 0; i < TURNS; i++) {
 		TRY(turn(work, QUIET, &without[i]));
@@ -776,13 +776,13 @@ static const char *goes_on(size_t arg)
 		dropped += seen[i].rx_bad_crc + seen[i].rx_bad_hdr + seen[i].rx_qkey + seen[i].rx_stag;
 	}
 	qsort(share, TURNS, sizeof *share, by_value);
-	printf("# flood of %llu datagrams, %llu dropped for what they are; the legitimate peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
+	printf("# flood of %llu datagrams, %llu dropped as invalid; the legitimate peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped, without[TURNS / 2], 100 * share[TURNS / 2],
 	       (unsigned long long)shared->lost, grown);
 	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu arrived",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
-	ENSURE(share[TURNS / 2] >= SHARE, "the legitimate peer reaches %.0f %% of what it does without the flood",
+	ENSURE(share[TURNS / 2] >= SHARE, "the legitimate peer reaches %.0f %% of its rate without the flood",
 	       100 * share[TURNS / 2]);
 	ENSURE(grown <= HOLDS, "%ld KiB more", grown);
 #endif

@@ -100,16 +100,16 @@ static int close_id(void *p)
 	return rdma_destroy_id(id) ? errno : 0;
 }
 
-struct scene {
+struct fixture {
 	struct rdma_event_channel *servers, *clients;
 	struct rdma_cm_id *listener;
 	enum rdma_port_space space;
 	uint16_t port;
 };
 
-static const char *open_scene(struct scene *s, enum rdma_port_space space)
+static const char *open_fixture(struct fixture *s, enum rdma_port_space space)
 {
-	*s = (struct scene){ .space = space };
+	*s = (struct fixture){ .space = space };
 	s->servers = rdma_create_event_channel();
 	ENSURE(s->servers, "rdma_create_event_channel: %s", strerror(errno));
 	keep(close_event_channel, s->servers, "event channel");
@@ -119,7 +119,7 @@ static const char *open_scene(struct scene *s, enum rdma_port_space space)
 	return NULL;
 }
 
-static const char *bind_rdma(struct scene *s, uint16_t port)
+static const char *bind_rdma(struct fixture *s, uint16_t port)
 {
 	struct sockaddr_in name = at(port);
 
@@ -131,7 +131,7 @@ static const char *bind_rdma(struct scene *s, uint16_t port)
 	return NULL;
 }
 
-static const char *listen_rdma(struct scene *s, uint16_t port)
+static const char *listen_rdma(struct fixture *s, uint16_t port)
 {
 	TRY(bind_rdma(s, port));
 	ENSURE(!rdma_listen(s->listener, 8), "rdma_listen on %u: %s", port, strerror(errno));
@@ -172,7 +172,7 @@ static const char *give_qp(struct rdma_cm_id *id)
 
 static const struct rdma_conn_param plainest = { .responder_resources = 1, .initiator_depth = 1, .retry_count = 7 };
 
-static const char *start_connect(struct scene *s, struct rdma_cm_id **client)
+static const char *start_connect(struct fixture *s, struct rdma_cm_id **client)
 {
 	struct sockaddr_in name = at(s->port);
 	struct rdma_conn_param p = plainest;
@@ -188,7 +188,7 @@ static const char *start_connect(struct scene *s, struct rdma_cm_id **client)
 	return NULL;
 }
 
-static const char *accept_rdma(struct scene *s)
+static const char *accept_rdma(struct fixture *s)
 {
 	struct rdma_conn_param p = plainest;
 	struct rdma_cm_id *server;
@@ -207,7 +207,7 @@ static const char *accept_rdma(struct scene *s)
 }
 
 /* An RDMA client reaches the listener, and both ends report the port that the program chose. */
-static const char *rdma_works(struct scene *s)
+static const char *rdma_works(struct fixture *s)
 {
 	struct rdma_cm_id *client;
 
@@ -223,12 +223,12 @@ static const char *rdma_works(struct scene *s)
 
 static const char *plain_then_rdma(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 	int plain;
 
 	(void)arg;
 	TRY(plain_listener(&plain, 0));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, port_of(plain)));
 	TRY(rdma_works(&s));
 	return plain_works(plain, s.port);
@@ -236,11 +236,11 @@ static const char *plain_then_rdma(size_t arg)
 
 static const char *rdma_then_plain(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 	int plain;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(plain_listener(&plain, s.port));
 	TRY(rdma_works(&s));
@@ -250,11 +250,11 @@ static const char *rdma_then_plain(size_t arg)
 /* Connections to the listener's TCP port continue, and do not prevent a plain socket from taking the port. */
 static const char *plain_after_connections(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 	int plain;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(rdma_works(&s));
 	TRY(plain_listener(&plain, s.port));
@@ -265,10 +265,10 @@ static const char *plain_after_connections(size_t arg)
 /* A plain socket with SO_REUSEADDR and an RDMA id are bound to one port before either of them listens. */
 static const char *both_bound(size_t rdma_first)
 {
-	struct scene s;
+	struct fixture s;
 	int plain;
 
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(bind_rdma(&s, 0));
 	TRY(new_plain(&plain, SOCK_STREAM));
 	TRY(bind_plain(plain, s.port, true));
@@ -286,10 +286,10 @@ static const char *plain_on_every_address(size_t family)
 {
 	struct sockaddr_in6 any6 = { .sin6_family = AF_INET6 };
 	struct sockaddr_in any = { .sin_family = AF_INET };
-	struct scene s;
+	struct fixture s;
 	int plain, rc;
 
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	plain = socket((int)family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 	ENSURE(plain >= 0, "socket: %s", strerror(errno));
@@ -307,11 +307,11 @@ static const char *plain_on_every_address(size_t family)
 static const char *plain_ports_are_taken(size_t arg)
 {
 	struct sockaddr_in name;
-	struct scene s;
+	struct fixture s;
 	int plain, second;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(plain_listener(&plain, s.port));
 	TRY(new_plain(&second, SOCK_STREAM));
@@ -325,9 +325,9 @@ static const char *rdma_ports_are_taken(size_t space)
 {
 	struct sockaddr_in name;
 	struct rdma_cm_id *second;
-	struct scene s;
+	struct fixture s;
 
-	TRY(open_scene(&s, (enum rdma_port_space)space));
+	TRY(open_fixture(&s, (enum rdma_port_space)space));
 	TRY(listen_rdma(&s, 0));
 	name = at(s.port);
 	ENSURE(!rdma_create_id(s.servers, &second, NULL, s.space), "rdma_create_id: %s", strerror(errno));
@@ -348,10 +348,10 @@ static const char *shared_by_option(size_t chosen)
 {
 	struct rdma_cm_id *id[2];
 	struct sockaddr_in name = at((uint16_t)chosen);
-	struct scene s;
+	struct fixture s;
 	int on = 1, plain;
 
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	for (int i = 0; i < 2; i++) {
 		ENSURE(!rdma_create_id(s.servers, &id[i], NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 		keep(close_id, id[i], "id");
@@ -381,11 +381,11 @@ static const char *shared_by_option(size_t chosen)
 /* A plain socket with SO_REUSEPORT does not share the TCP port with the listener: the listener leaves it. */
 static const char *reuseport(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 	int plain, on = 1;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(new_plain(&plain, SOCK_STREAM));
 	ENSURE(!setsockopt(plain, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on), "SO_REUSEPORT: %s", strerror(errno));
@@ -420,9 +420,9 @@ static const char *bind_race(size_t space)
 	struct racer racers[RACERS];
 	pthread_t threads[RACERS];
 	pthread_barrier_t start;
-	struct scene s;
+	struct fixture s;
 
-	TRY(open_scene(&s, (enum rdma_port_space)space));
+	TRY(open_fixture(&s, (enum rdma_port_space)space));
 	ENSURE(!pthread_barrier_init(&start, NULL, RACERS), "pthread_barrier_init");
 	for (int round = 0; round < ROUNDS; round++) {
 		int won = 0;
@@ -466,9 +466,9 @@ static const char *many_listeners(size_t n)
 {
 	static uint16_t ports[COUNT(many)];
 	struct sockaddr_in name;
-	struct scene s;
+	struct fixture s;
 
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	keep(close_many, many, "many listeners");
 	for (size_t i = 0; i < n; i++) {
 		name = at(0);
@@ -492,11 +492,11 @@ static const char *many_listeners(size_t n)
 static const char *udp_both(size_t rdma_first)
 {
 	struct sockaddr_in name;
-	struct scene s;
+	struct fixture s;
 	char bytes[64];
 	int plain;
 
-	TRY(open_scene(&s, RDMA_PS_UDP));
+	TRY(open_fixture(&s, RDMA_PS_UDP));
 	TRY(new_plain(&plain, SOCK_DGRAM));
 	if (rdma_first) {
 		TRY(listen_rdma(&s, 0));
@@ -516,12 +516,12 @@ static const char *udp_both(size_t rdma_first)
 /* Each port space has its own port numbers. */
 static const char *spaces_are_apart(size_t arg)
 {
-	struct scene tcp, udp;
+	struct fixture tcp, udp;
 	int stream, datagram;
 
 	(void)arg;
-	TRY(open_scene(&tcp, RDMA_PS_TCP));
-	TRY(open_scene(&udp, RDMA_PS_UDP));
+	TRY(open_fixture(&tcp, RDMA_PS_TCP));
+	TRY(open_fixture(&udp, RDMA_PS_UDP));
 	TRY(listen_rdma(&tcp, 0));
 	TRY(listen_rdma(&udp, tcp.port));
 	TRY(plain_listener(&stream, tcp.port));
@@ -557,13 +557,13 @@ static int end_helper(void *p)
 static const char *help(int from, int to, bool rdma)
 {
 	uint16_t port;
-	struct scene s;
+	struct fixture s;
 	int plain = -1;
 	char what;
 
 	ENSURE(read(from, &port, sizeof port) == sizeof port, "no port");
 	if (rdma) {
-		TRY(open_scene(&s, RDMA_PS_TCP));
+		TRY(open_fixture(&s, RDMA_PS_TCP));
 		TRY(listen_rdma(&s, port));
 		port = s.port;
 	} else {
@@ -633,11 +633,11 @@ static const char *helper_served(struct helper *h)
 static const char *plain_elsewhere(size_t rdma_first)
 {
 	static struct helper h;
-	struct scene s;
+	struct fixture s;
 	uint16_t port = 0;
 
 	TRY(start_helper(&h, false));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	if (rdma_first) {
 		TRY(listen_rdma(&s, 0));
 		port = s.port;
@@ -657,12 +657,12 @@ static const char *rdma_elsewhere(size_t rdma_first)
 {
 	static struct helper h;
 	struct rdma_cm_id *client;
-	struct scene s;
+	struct fixture s;
 	uint16_t port = 0;
 	int plain;
 
 	TRY(start_helper(&h, true));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	if (rdma_first) {
 		TRY(helper_takes(&h, &port));
 		TRY(plain_listener(&plain, port));
@@ -682,12 +682,12 @@ static const char *rdma_elsewhere(size_t rdma_first)
 /* A child of fork has no device. It can bind a plain socket to the port of its parent's listener. */
 static const char *forked_child(size_t arg)
 {
-	struct scene s;
+	struct fixture s;
 	int status;
 	pid_t pid;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(rdma_works(&s));
 	fflush(stdout);
@@ -715,14 +715,14 @@ static const char *restart(size_t arg)
 {
 	static struct helper h;
 	struct rdma_cm_id *client;
-	struct scene s;
+	struct fixture s;
 	uint16_t port = 0;
 	int status;
 
 	(void)arg;
 	TRY(start_helper(&h, true));
 	TRY(helper_takes(&h, &port));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	s.port = port;
 	TRY(helper_serves(&h));
 	TRY(start_connect(&s, &client));
@@ -743,13 +743,13 @@ static const char *taken_elsewhere(size_t arg)
 	static struct helper h;
 	struct rdma_cm_id *id;
 	struct sockaddr_in name;
-	struct scene s;
+	struct fixture s;
 	uint16_t port = 0;
 
 	(void)arg;
 	TRY(start_helper(&h, true));
 	TRY(helper_takes(&h, &port));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	name = at(port);
 	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, id, "id");
@@ -764,12 +764,12 @@ static const char *taken_elsewhere(size_t arg)
 static const char *apart(size_t arg)
 {
 	struct sockaddr_in name;
-	struct scene s;
+	struct fixture s;
 	int plain;
 
 	(void)arg;
 	setenv("ANYWARP_PORTS", "apart", 1);
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(new_plain(&plain, SOCK_STREAM));
 	name = at(s.port);
@@ -800,7 +800,7 @@ static const char *taken_at_second_candidate(size_t arg)
 	struct rdma_cm_id *id;
 	struct sockaddr_in name;
 	uint16_t port, candidate[2];
-	struct scene s;
+	struct fixture s;
 	int plain;
 
 	(void)arg;
@@ -813,7 +813,7 @@ static const char *taken_at_second_candidate(size_t arg)
 	TRY(bind_plain(plain, candidate[0], false));
 	TRY(helper_takes(&h, &port));
 	ENSURE(!close_now((void *)(intptr_t)plain), "close: %s", strerror(errno));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	name = at(port);
 	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, id, "id");
@@ -827,13 +827,13 @@ static const char *taken_at_one_address(size_t arg)
 	struct sockaddr_in6 any = { .sin6_family = AF_INET6 };
 	static struct helper h;
 	struct rdma_cm_id *id;
-	struct scene s;
+	struct fixture s;
 	uint16_t port = 0;
 
 	(void)arg;
 	TRY(start_helper(&h, true));
 	TRY(helper_takes(&h, &port));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	any.sin6_port = htons(port);
 	ENSURE(!rdma_create_id(s.servers, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, id, "id");
@@ -846,11 +846,11 @@ static const char *moved_signpost_not_shared(size_t arg)
 {
 	struct sockaddr_in name = at(0);
 	uint16_t candidate[2];
-	struct scene s;
+	struct fixture s;
 	int plain, thief, on = 1;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	ENSURE(!rdma_create_id(s.servers, &s.listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
 	keep(close_id, s.listener, "id");
 	ENSURE(!rdma_set_option(s.listener, RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, &on, sizeof on), "rdma_set_option: %s",
@@ -873,11 +873,11 @@ static const char *moved_signpost_not_shared(size_t arg)
 static const char *signpost_moves(size_t arg)
 {
 	uint16_t candidate[2];
-	struct scene s;
+	struct fixture s;
 	int plain, both;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	candidate_ports(s.port, candidate);
 	TRY(plain_listener(&plain, s.port));
@@ -892,7 +892,7 @@ static const char *both_candidates_taken(size_t arg)
 {
 	struct sockaddr_in name;
 	uint16_t candidate[2];
-	struct scene s;
+	struct fixture s;
 	uint64_t since;
 	int plain;
 
@@ -905,7 +905,7 @@ static const char *both_candidates_taken(size_t arg)
 		TRY(new_plain(&plain, SOCK_DGRAM));
 		TRY(bind_plain(plain, candidate[i], false));
 	}
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, ntohs(name.sin_port)));
 	since = now_ms();
 	TRY(rdma_works(&s));
@@ -930,7 +930,7 @@ static const char *false_signpost(size_t lie)
 	struct rdma_cm_id *client;
 	int liar, plain, listener;
 	uint16_t candidate[2], port;
-	struct scene s;
+	struct fixture s;
 	ssize_t n;
 
 	TRY(plain_listener(&plain, 0)); /* the false answers name its port */
@@ -940,7 +940,7 @@ static const char *false_signpost(size_t lie)
 	candidate_ports(port, candidate);
 	TRY(new_plain(&liar, SOCK_DGRAM));
 	TRY(bind_plain(liar, candidate[0], false));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, port)); /* has its signpost at the second candidate port */
 	name = at(port_of(plain));
 	if (lie == ELSEWHERE) {
@@ -997,11 +997,11 @@ static const char *only_queries_answered(size_t arg)
 	unsigned char bytes[64] = "aWsp\x11";
 	struct sockaddr_in name;
 	uint16_t candidate[2], port;
-	struct scene s;
+	struct fixture s;
 	int fd;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	candidate_ports(s.port, candidate);
 	name = at(candidate[0]);
@@ -1042,13 +1042,13 @@ static const char *flooded(size_t arg)
 	uint16_t candidate[2], wire;
 	struct sockaddr_in name;
 	unsigned int asked = 0, answered = 0;
-	struct scene s;
+	struct fixture s;
 	uint64_t end;
 	pid_t pid;
 	int fd, status;
 
 	(void)arg;
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	TRY(rdma_works(&s));
 	candidate_ports(s.port, candidate);
@@ -1123,12 +1123,12 @@ static const char *release_by(size_t user)
 {
 	struct sockaddr_in name;
 	bool may = user == geteuid();
-	struct scene s;
+	struct fixture s;
 	int plain, status;
 
 	if (!may && geteuid())
 		SKIP("only root can become another user");
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(listen_rdma(&s, 0));
 	status = ask_to_release(s.port, (uid_t)user);
 	ENSURE(status == (may ? 3 : 2), "status %d", status);
@@ -1152,12 +1152,12 @@ static const char *release_by_this_user(size_t arg)
 static const char *bound_only(size_t arg)
 {
 	struct rdma_cm_id *client;
-	struct scene s;
+	struct fixture s;
 	int plain, status;
 
 	(void)arg;
 	TRY(plain_listener(&plain, 0));
-	TRY(open_scene(&s, RDMA_PS_TCP));
+	TRY(open_fixture(&s, RDMA_PS_TCP));
 	TRY(bind_rdma(&s, port_of(plain)));
 	TRY(start_connect(&s, &client));
 	TRY(event(s.clients, RDMA_CM_EVENT_REJECTED, NULL, &status));

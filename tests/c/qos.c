@@ -180,7 +180,7 @@ static const char *refused(void)
 struct row {
 	const char *name, *settings;
 	const char *(*run)(void);
-	const char *said; /* on stderr */
+	const char *logged; /* on stderr */
 };
 static const struct row rows[] = {
 	{ "weights_of_connections", "rate=80Mbit/s;qos_vlarb_low=0:1,1:4", weights_of_connections, NULL },
@@ -219,7 +219,7 @@ static const char *run_row(size_t number)
 	close(ends[0]);
 	ENSURE(waitpid(pid, &status, 0) == pid, "waitpid: %s", strerror(errno));
 	ENSURE(!status, "status %#x: %s", (unsigned int)status, log);
-	ENSURE(!row->said || strstr(log, row->said), "stderr has no \"%s\": %s", row->said, log);
+	ENSURE(!row->logged || strstr(log, row->logged), "stderr has no \"%s\": %s", row->logged, log);
 	return NULL;
 }
 

@@ -571,7 +571,7 @@ struct hello {
 	struct area list, data;
 } __attribute__((packed));
 
-enum lie { NO_HELLO, OLD_VERSION, NO_LIST, TOO_MANY_BYTES, TOO_MANY_MESSAGES, WRONG_LENGTH, NO_KIND, WILD_MEMORY };
+enum violation { NO_HELLO, OLD_VERSION, NO_LIST, TOO_MANY_BYTES, TOO_MANY_MESSAGES, WRONG_LENGTH, NO_KIND, WILD_MEMORY };
 
 static struct rdma_cm_id *id;
 static struct ibv_mr *mr;
@@ -586,7 +586,7 @@ static int close_id(void *p UNUSED)
 	return 0;
 }
 
-static const char *say(uint32_t word, uint32_t len)
+static const char *send_word(uint32_t word, uint32_t len)
 {
 	struct ibv_sge sge = { (uintptr_t)words, len, mr->lkey };
 	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED }, *bad;
@@ -600,7 +600,7 @@ static const char *say(uint32_t word, uint32_t len)
 	return NULL;
 }
 
-static const char *liar(size_t lie)
+static const char *faulty_peer(size_t kind)
 {
 	struct ibv_qp_init_attr attr = { .cap = { 16, 16, 1, 1, 0 }, .qp_type = IBV_QPT_RC };
 	struct rdma_addrinfo hints = { .ai_port_space = RDMA_PS_TCP }, *info;
@@ -627,16 +627,16 @@ static const char *liar(size_t lie)
 
 		ENSURE(!ibv_post_recv(id->qp, &wr, &bad), "ibv_post_recv");
 	}
-	hello.list = (struct area){ htobe64((uintptr_t)words), htobe32(mr->rkey), htobe32(lie == NO_LIST ? 0 : 2) };
+	hello.list = (struct area){ htobe64((uintptr_t)words), htobe32(mr->rkey), htobe32(kind == NO_LIST ? 0 : 2) };
 	hello.data = (struct area){ htobe64((uintptr_t)words), htobe32(mr->rkey), htobe32(16) };
-	if (lie == WILD_MEMORY)
+	if (kind == WILD_MEMORY)
 		hello.data = (struct area){ htobe64(UINT64_MAX - 4), htobe32(4711), htobe32(UINT32_MAX) };
-	if (lie == NO_HELLO)
+	if (kind == NO_HELLO)
 		param.private_data_len = 8;
-	if (lie == OLD_VERSION)
+	if (kind == OLD_VERSION)
 		hello.version = 0;
 	rc = rdma_connect(id, &param);
-	if (lie <= NO_LIST) {
+	if (kind <= NO_LIST) {
 		ENSURE(rc, "a peer without a valid hello is accepted");
 		ENSURE(!rfcntl(listener, F_SETFL, O_NONBLOCK), "F_SETFL");
 		ENSURE(raccept(listener, NULL, NULL) == -1 && errno == EAGAIN, "raccept: %s", strerror(errno));
@@ -646,16 +646,16 @@ static const char *liar(size_t lie)
 	far = raccept(listener, NULL, NULL);
 	ENSURE(far >= 0, "raccept: %s", strerror(errno));
 	keep(close_socket, &far, "far");
-	switch (lie) {
+	switch (kind) {
 	case TOO_MANY_BYTES:
-		TRY(say(0x1fffffff, 4));
+		TRY(send_word(0x1fffffff, 4));
 		break;
 	case TOO_MANY_MESSAGES:
 		/* One byte each, and none is read: rpoll processes the messages. */
 		for (int i = 0; i < 800; i++) {
 			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };
 
-			TRY(say(1, 4));
+			TRY(send_word(1, 4));
 			if (rpoll(&p, 1, 0) == 1 && (p.revents & POLLRDHUP))
 				break;
 		}
@@ -664,10 +664,10 @@ static const char *liar(size_t lie)
 		ENSURE(n < 0 && errno == ECONNRESET, "rrecv returns %zd: %s", n, strerror(errno));
 		return NULL;
 	case WRONG_LENGTH:
-		TRY(say(0, 3));
+		TRY(send_word(0, 3));
 		break;
 	case NO_KIND:
-		TRY(say(5u << 29, 4));
+		TRY(send_word(5u << 29, 4));
 		break;
 	case WILD_MEMORY:
 		/* The peer named memory that it does not have. The Write to it is refused, and the stream ends. */
@@ -677,7 +677,7 @@ static const char *liar(size_t lie)
 	}
 	n = rrecv(far, &byte, 1, 0);
 	ENSURE(n == 0 || (n < 0 && errno == ECONNRESET), "rrecv returns %zd: %s", n, strerror(errno));
-	ENSURE(lie == WILD_MEMORY || n < 0, "the stream ends without an error");
+	ENSURE(kind == WILD_MEMORY || n < 0, "the stream ends without an error");
 	/* The listener still accepts. */
 	near = rsocket(AF_INET, SOCK_STREAM, 0);
 	keep(close_socket, &near, "near");
@@ -745,14 +745,14 @@ static const struct test tests[] = {
 	{ "datagrams_ipv6", datagrams, true, 0, false },
 	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, false },
-	{ "no_hello", liar, NO_HELLO, 0, false },
-	{ "old_version", liar, OLD_VERSION, 0, false },
-	{ "no_list", liar, NO_LIST, 0, false },
-	{ "too_many_bytes", liar, TOO_MANY_BYTES, 0, false },
-	{ "too_many_messages", liar, TOO_MANY_MESSAGES, 0, false },
-	{ "wrong_length", liar, WRONG_LENGTH, 0, false },
-	{ "no_kind", liar, NO_KIND, 0, false },
-	{ "invalid_memory", liar, WILD_MEMORY, 0, false },
+	{ "no_hello", faulty_peer, NO_HELLO, 0, false },
+	{ "old_version", faulty_peer, OLD_VERSION, 0, false },
+	{ "no_list", faulty_peer, NO_LIST, 0, false },
+	{ "too_many_bytes", faulty_peer, TOO_MANY_BYTES, 0, false },
+	{ "too_many_messages", faulty_peer, TOO_MANY_MESSAGES, 0, false },
+	{ "wrong_length", faulty_peer, WRONG_LENGTH, 0, false },
+	{ "no_kind", faulty_peer, NO_KIND, 0, false },
+	{ "invalid_memory", faulty_peer, WILD_MEMORY, 0, false },
 };
 
 int main(int argc, char **argv)

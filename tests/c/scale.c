@@ -169,7 +169,7 @@ static uint32_t source_seed(unsigned int of, unsigned int index)
 }
 
 /* Records that a number has arrived. */
-static const char *came(struct numbers *n, uint64_t number, bool in_order, const char *what)
+static const char *record_arrival(struct numbers *n, uint64_t number, bool in_order, const char *what)
 {
 	uint64_t *word = &n->bits[number % SPAN / 64], bit = 1ull << number % 64;
 
@@ -435,7 +435,7 @@ static const char *sent(struct conn *c, const struct ibv_wc *wc, struct sums *mi
 		break;
 	case FETCH_ADD:
 		memcpy(&old, (void *)(((uintptr_t)part(c, IN_PART, n) + 7) & ~7ull), 8);
-		TRY(came(&c->adds, old, false, "sum"));
+		TRY(record_arrival(&c->adds, old, false, "sum"));
 		break;
 	case CMP_SWAP:
 		memcpy(&old, (void *)(((uintptr_t)part(c, IN_PART, n) + 7) & ~7ull), 8);
@@ -468,7 +468,7 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 		ENSURE(wc->wc_flags & IBV_WC_WITH_IMM, "Write with immediate data arrives without it");
 		TRY(same(part(c, IMM_PART, number % WRITES), wc->byte_len,
 			 (uint32_t)mixed((uint64_t)number << 1 | !side), 0, "data of a Write with immediate data"));
-		TRY(came(&c->writes_in, number, in_order, "Write with immediate data"));
+		TRY(record_arrival(&c->writes_in, number, in_order, "Write with immediate data"));
 		c->compared = c->writes_in.next;
 		mine->writes_in++;
 		return NULL;
@@ -477,7 +477,7 @@ static const char *received(struct conn *c, const struct ibv_wc *wc, struct sums
 	ENSURE(wc->byte_len >= sizeof head, "%u bytes received", wc->byte_len);
 	memcpy(&head, at, sizeof head);
 	TRY(same(at + sizeof head, wc->byte_len - sizeof head, head.seed, 0, "data of a Send"));
-	TRY(came(&c->sends_in, head.number, in_order, "Send"));
+	TRY(record_arrival(&c->sends_in, head.number, in_order, "Send"));
 	ENSURE(!!(wc->wc_flags & IBV_WC_WITH_IMM) == (head.kind == SEND_IMM), "flags %#x of a %s", wc->wc_flags,
 	       kind_names[head.kind % KINDS]);
 	ENSURE(head.kind != SEND_IMM || ntohl(wc->imm_data) == (head.seed ^ wc->byte_len), "immediate data %#x",
@@ -961,7 +961,7 @@ static struct usage usage(void)
 }
 
 /* Prints the memory of `n` objects since `before`, at both ends. */
-static const char *say_cost(const char *what, struct usage before, unsigned int n, double most)
+static const char *print_cost(const char *what, struct usage before, unsigned int n, double most)
 {
 	struct usage after = usage(), theirs[2];
 
@@ -1021,7 +1021,7 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 		ENSURE(qps[i], "ibv_create_qp %u: %s", i, strerror(errno));
 		TRY(to_init(qps[i], &want));
 	}
-	TRY(say_cost("RC queue pair, not connected", before, n, 4));
+	TRY(print_cost("RC queue pair, not connected", before, n, 4));
 	for (unsigned int i = 0; i < n; i++) {
 		mine = (struct remote){ qps[i]->qp_num, buffer->rkey, (uintptr_t)idle_memory + IDLE_BYTES };
 		TRY(send_to_other(&mine, sizeof mine));
@@ -1038,7 +1038,7 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 		TRY(take(cq, 2));
 	}
 	TRY(meet());
-	TRY(say_cost("RC queue pair, connected, one Send each way", before, n, 8));
+	TRY(print_cost("RC queue pair, connected, one Send each way", before, n, 8));
 	for (unsigned int i = 0; i < n; i++) {
 		struct ibv_send_wr wr = send_wr(1, IBV_WR_RDMA_WRITE, &large, 1);
 
@@ -1049,7 +1049,7 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	}
 	TRY(meet());
 	sleep_ms(100); /* lets the engine's thread finish its work */
-	TRY(say_cost("RC queue pair, idle after an RDMA Write of 64 KiB each way", before, n, 8));
+	TRY(print_cost("RC queue pair, idle after an RDMA Write of 64 KiB each way", before, n, 8));
 	for (unsigned int i = 0; i < n; i++)
 		ENSURE(!close_now(qps[i]), "ibv_destroy_qp");
 	TRY(meet());
@@ -1059,7 +1059,7 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	 * The limit for 1,000 queue pairs: 2 MiB are buffers that the process keeps for later ones, which is 2 KiB
 	 * each. The rest is kept by malloc.
 	 */
-	return say_cost("RC queue pair, all destroyed", before, n, 3);
+	return print_cost("RC queue pair, all destroyed", before, n, 3);
 }
 
 /* One datagram queue pair, and `n` at the other end which exchange a message with it. */
@@ -1092,7 +1092,7 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 		TRY(to_rts(qps[i], &want));
 		numbers[i] = qps[i]->qp_num;
 	}
-	TRY(say_cost("(one) UD queue pair; the other end: each of them", before, n, 5));
+	TRY(print_cost("(one) UD queue pair; the other end: each of them", before, n, 5));
 	if (side == 0) {
 		TRY(send_to_other(numbers, sizeof *numbers));
 		TRY(receive_from_other(numbers, n * sizeof *numbers));
@@ -1118,7 +1118,7 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 		TRY(take(cq, 2));
 		TRY(meet());
 	}
-	return say_cost("UD peer, one message each way; the other end: each peer's", before, n, 6);
+	return print_cost("UD peer, one message each way; the other end: each peer's", before, n, 6);
 }
 
 static unsigned int idle_count;

@@ -104,7 +104,7 @@ static const char *completion(struct ibv_cq *cq, uint64_t id)
 }
 
 /* Sends a message and compares it. */
-static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_qp *to, struct ibv_cq *came, uint32_t seed)
+static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_qp *to, struct ibv_cq *received, uint32_t seed)
 {
 	struct ibv_sge out = sge_of(&one, 0, BYTES), in = sge_of(&two, 0, BYTES);
 	struct ibv_recv_wr recv = { .wr_id = 1, .sg_list = &in, .num_sge = 1 }, *bad_recv;
@@ -117,7 +117,7 @@ static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_
 	NEED(!rc, rc, "ibv_post_recv");
 	rc = ibv_post_send(from, &wr, &bad);
 	NEED(!rc, rc, "ibv_post_send");
-	TRY(completion(came, 1));
+	TRY(completion(received, 1));
 	TRY(completion(sent, 2));
 	TRY(same_pattern(two.at, BYTES, seed));
 	TRY(guards_untouched(&one));

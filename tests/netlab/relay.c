@@ -38,7 +38,7 @@ struct packet {
 
 struct direction {
 	int from, to;
-	uint64_t random, came, lost, full, refused;
+	uint64_t random, arrived, lost, full, refused;
 	uint32_t head, tail; /* never reset; the index in the ring is modulo ROOM */
 	struct packet *ring;
 };
@@ -102,7 +102,7 @@ static void take(struct direction *d, uint64_t ppm, uint64_t delay)
 
 		if (n <= 0)
 			return;
-		d->came++;
+		d->arrived++;
 		if (roll(&d->random) % 1000000 < ppm) {
 			d->lost++;
 		} else if (at == none) {
@@ -170,7 +170,7 @@ int main(int argc, char **argv)
 		}
 	}
 	for (int i = 0; i < 2; i++)
-		printf("%s: came %" PRIu64 " lost %" PRIu64 " full %" PRIu64 " refused %" PRIu64 "\n", i ? "back" : "forth", d[i].came,
+		printf("%s: arrived %" PRIu64 " lost %" PRIu64 " full %" PRIu64 " refused %" PRIu64 "\n", i ? "back" : "forth", d[i].arrived,
 		       d[i].lost, d[i].full, d[i].refused);
 	return 0;
 }

@@ -368,7 +368,7 @@ fn check_test(entry: &str, tree: &Tree) -> Result {
         Some("pkt") => ("script", item.is_empty()),
         _ if item.is_empty() => return Err("not of the form PATH TEST".into()),
         Some("rs") => ("#[test]", rust_tests(text)?.contains(item)),
-        Some("c") => ("scene", text.contains(&format!("{{ \"{item}\","))),
+        Some("c") => ("test", text.contains(&format!("{{ \"{item}\","))),
         Some("expect") => {
             let case = format!("case {item}");
             ("case", text.lines().any(|line| line.trim() == case))
@@ -663,7 +663,7 @@ mod tests {
                 "#[test]\n        fn $name() {}\n}\nm! {\n    by_macro: X,\n}\n",
             ),
             ("crates/sim/scripts/a.pkt", ""),
-            ("tests/c/a.c", "\t{ \"scene\", f, 0 },\n"),
+            ("tests/c/a.c", "\t{ \"a_test\", f, 0 },\n"),
             ("tests/programs/rping.expect", "case plain\n"),
             ("tests/interop/run", "case_x() {\n# case_y\n"),
         ]);
@@ -688,7 +688,7 @@ mod tests {
             ("crates/sim/tests/m.rs by_hand", false),
             ("crates/sim/scripts/a.pkt", true),
             ("crates/sim/scripts/b.pkt", false),
-            ("tests/c/a.c scene", true),
+            ("tests/c/a.c a_test", true),
             ("tests/c/a.c f", false),
             ("tests/programs/rping.expect plain", true),
             ("tests/programs/rping.expect other", false),

@@ -82,12 +82,12 @@ fn end_the_dead() {
             table = wait(&DEAD, table);
         }
         drop(table);
-        bury();
+        end_dead();
     }
 }
 
 /// Ends the dead registrations, except those that other threads are ending.
-fn bury() {
+fn end_dead() {
     loop {
         let Some((number, region)) = lock(&TABLE).begin_end() else {
             return;
@@ -100,8 +100,8 @@ fn bury() {
 }
 
 /// Ends the dead registrations, and waits for other threads that are ending those selected by `until`.
-fn bury_until(until: Until) {
-    bury();
+fn end_dead_until(until: Until) {
+    end_dead();
     let mut table = lock(&TABLE);
     while table.is_ending(until) {
         table = wait(&ENDED, table);
@@ -123,7 +123,7 @@ impl Drop for Kept {
         }
         let over = lock(&TABLE).release(self.id);
         if let Some(until) = over {
-            bury_until(until);
+            end_dead_until(until);
         }
     }
 }
@@ -183,7 +183,7 @@ pub(crate) unsafe fn keep(
         return Ok(None);
     }
     let reserved = lock(&TABLE).reserve(wanted, watched, watch, limit);
-    bury();
+    end_dead();
     let Some((id, access)) = reserved else {
         return Ok(None);
     };
@@ -198,7 +198,7 @@ pub(crate) unsafe fn keep(
         }
         Err(errno) => {
             lock(&TABLE).cancel(id, watch);
-            bury();
+            end_dead();
             Err(errno)
         }
     }
@@ -212,7 +212,7 @@ pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
         let ended = table.invalidate(range, Some(owner), watch, true);
         (ended, table.until(owner))
     };
-    bury_until(until);
+    end_dead_until(until);
     ended
 }
 
@@ -224,7 +224,7 @@ pub(crate) fn forget(owner: u64) {
         table.drop_owner(owner, watch);
         table.until(owner)
     };
-    bury_until(until);
+    end_dead_until(until);
 }
 
 /// Ends some cached registrations of an owner, to free resources. Returns whether there were any.
@@ -235,6 +235,6 @@ pub(crate) fn shrink(owner: u64) -> bool {
         let any = table.shrink(owner, watch);
         (any, table.until(owner))
     };
-    bury_until(until);
+    end_dead_until(until);
     any
 }

@@ -29,7 +29,7 @@ struct State {
     slabs: Vec<Slab>,
     bytes: usize,
     /// The free buffers of each size.
-    free: [Vec<Place>; CLASSES.len()],
+    free: [Vec<FreeBuffer>; CLASSES.len()],
 }
 
 #[derive(Debug)]
@@ -40,7 +40,7 @@ struct Slab {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct FreeBuffer {
     addr: u64,
     lkey: u32,
     rkey: u32,
@@ -51,7 +51,7 @@ struct Place {
 pub struct Piece {
     pool: Arc<Pool>,
     class: usize,
-    place: Place,
+    buffer: FreeBuffer,
 }
 
 impl Pool {
@@ -91,7 +91,7 @@ impl Pool {
             // SAFETY: the pool's owner keeps the domain live, and the bytes are dropped after the region.
             let region = unsafe { Region::new(self.pd.0, addr, slab, self.access) }.ok()?;
             let (lkey, rkey) = (region.lkey(), region.rkey());
-            free.extend((0..slab / size).rev().map(|i| Place {
+            free.extend((0..slab / size).rev().map(|i| FreeBuffer {
                 addr: addr + (i * size) as u64,
                 lkey,
                 rkey,
@@ -105,7 +105,7 @@ impl Pool {
         Some(Piece {
             pool: Arc::clone(self),
             class,
-            place: free.pop()?,
+            buffer: free.pop()?,
         })
     }
 }
@@ -125,13 +125,13 @@ impl Piece {
     /// Returns the address.
     #[must_use]
     pub fn addr(&self) -> u64 {
-        self.place.addr
+        self.buffer.addr
     }
 
     /// Returns the keys for local requests and for those of the peer.
     #[must_use]
     pub fn keys(&self) -> (u32, u32) {
-        (self.place.lkey, self.place.rkey)
+        (self.buffer.lkey, self.buffer.rkey)
     }
 }
 
@@ -141,7 +141,7 @@ impl Drop for Piece {
             return;
         }
         if let Some(free) = lock(&self.pool.state).free.get_mut(self.class) {
-            free.push(self.place);
+            free.push(self.buffer);
         }
     }
 }

@@ -304,7 +304,7 @@ impl Table {
             self.take_out(at, watch, true);
         } else if let Some(at) = self.detached.iter().position(|e| e.id == id) {
             let entry = self.detached.remove(at);
-            self.bury(entry);
+            self.add_dead(entry);
         }
     }
 
@@ -320,14 +320,14 @@ impl Table {
             if over {
                 let entry = self.detached.remove(at);
                 let owner = entry.owner;
-                self.bury(entry);
+                self.add_dead(entry);
                 return Some(self.until(owner));
             }
         }
         None
     }
 
-    fn bury(&mut self, entry: Entry) {
+    fn add_dead(&mut self, entry: Entry) {
         self.deaths += 1;
         self.dead.push(Dead {
             number: self.deaths,
@@ -389,7 +389,7 @@ impl Table {
             }
         }
         if entry.uses == 0 {
-            self.bury(entry);
+            self.add_dead(entry);
         } else {
             self.detached.push(entry);
         }

@@ -3,7 +3,7 @@
  * Measures what perf.c does not: registration, connecting, idle queue pairs, and fairness. Uses only public verbs. `anywarp bench`
  * and `anywarp study` run it.
  *
- *   ping    latency of a 64-byte Send, with --idle more queue pairs that are connected and idle
+ *   ping    latency of a 64-byte Send, beside --idle other queue pairs that are connected but idle
  *   read    latency of a 64-byte RDMA Read while the target polls
  *   spread  4 KiB Writes on --qps queue pairs, each refilled as it completes: the rate, and how evenly it is distributed
  *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
@@ -14,7 +14,7 @@
  *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
  *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
  *           provided by libanywarp-buffers, whole or in pieces
- *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of what they receive
+ *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of the rates that they receive
  *
  * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
  */
@@ -573,8 +573,8 @@ static double cpu_s(void)
 	return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
 }
 
-/* Counts while the other threads continue: the engine's thread takes over soon after a thread stops polling, which would
-* count as a wake-up. */
+/* Counts in a thread of its own, so that the main thread keeps polling. If it stopped to count, the engine's thread would wake to
+* poll instead, and that wake-up would be counted. */
 static void *watch(void *waits)
 {
 	long before = others_waits();
@@ -599,7 +599,7 @@ static void idle(void)
 	began = now_ns();
 	cpu = cpu_s();
 	if (polls) {
-		/* The thread counts in the middle of the time. */
+		/* This thread polls for longer than the other one counts. */
 		uint64_t until = began + millis * 1000000 + 200000000;
 		bool watched = false;
 

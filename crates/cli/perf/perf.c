@@ -44,8 +44,8 @@
 #define PORT 1
 #define BATCH 128
 #define MAX_SGE 16
-#define LATE 8192u  /* most messages by which one may arrive after the newest */
-#define SWEEP 64u /* older messages that may arrive after the newest one */
+#define LATE 8192u  /* a message that arrives after newer ones is assumed to be at most this many messages older than they */
+#define SWEEP 64u /* a message this much older than the newest is assumed to have no record, and its slot is prepared anew */
 
 enum transport { RC, UC, UD, RD };
 enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };
@@ -256,7 +256,8 @@ static bool pulls(void)
 	return o.op == READ || o.op == WRITE_READ;
 }
 
-/* Returns whether Sends carry their number as immediate data: without order, if the payload is too short for a number. */
+/* Returns whether Sends carry their number as immediate data: if they may arrive out of order, and the payload is too short for a
+* number. */
 static bool numbered(void)
 {
 	return o.op == SEND && o.size < 8 && (lossy() || o.unordered);
@@ -528,9 +529,9 @@ static uint64_t behind(void)
 
 /*
  * Compares bytes [from, to) of message m. The peer may overwrite them by a later message for the same slot before they are
- * compared, because there is no flow control. Each word then belongs to either message. The device's own thread receives
- * while this one has no processor time, so the later message may be many rounds ahead: as many as there are unread records,
- * plus one or two that have begun.
+ * compared, because there is no flow control. Each word then belongs to one of the two messages. The slots are used in turn,
+ * and the device's thread continues to receive while this thread has no processor time. So the later message may be as many
+ * messages ahead as there are unread records, plus one or two that have begun.
  */
 static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64_t to)
 {
@@ -601,7 +602,7 @@ static void one_record(const struct anywarpdv_record *r)
 		id_of_zero = r->message_id - in_region / stride;
 		id_known = true;
 	}
-	/* Ids have 32 bits, while messages are counted without limit. Answers skip numbers, and are identified by their slot. */
+	/* Message ids have 32 bits; the count of messages has 64. Answers skip numbers, so they are identified by their slot. */
 	ahead = (int32_t)(r->message_id - (uint32_t)id_of_zero - (uint32_t)expected);
 	if (!o.blast) {
 		ahead = (int64_t)((in_region / stride + o.slots - expected % o.slots) % o.slots);
@@ -651,7 +652,7 @@ static void one_record(const struct anywarpdv_record *r)
 		if (spoilt[m % o.slots] == m)
 			seen.overwritten++;
 		make_ready(m + o.slots);
-		/* Messages that will have no record: their slots are prepared for the next record too. */
+		/* Messages that will have no record. Their slots are prepared for the next message, too. */
 		for (; swept + SWEEP < m; swept++)
 			if (prepared[swept % o.slots] == swept)
 				make_ready(swept + o.slots);
@@ -751,7 +752,7 @@ static uint64_t member(const char *text, const char *key)
 	snprintf(with, sizeof(with), " %s=", key);
 	at = strstr(text, with);
 	if (!at)
-		die("the other end's words have no %s", key);
+		die("the line of the other end has no %s", key);
 	return strtoull(at + strlen(with), NULL, 0);
 }
 
@@ -787,7 +788,7 @@ static void on_alarm(int signal)
 	(void)signal;
 }
 
-/* Waits at most 50 ms for an event: an alarm interrupts the wait, and nothing else, because the signal is blocked elsewhere.
+/* Waits at most 50 ms for an event. SIGALRM ends the wait; it is blocked outside this function, so it interrupts nothing else.
 * poll(2) is not used, because a library with its own transport would need a thread switch for it. */
 static void event_comes(struct ibv_comp_channel *channel)
 {
@@ -1465,12 +1466,12 @@ static void read_peer(void)
 		die("the other end's words have no address");
 	gid = strstr(text, " gid=");
 	if (!gid || strlen(gid) < 5 + 32 || !peer.slots)
-		die("the other end's words have no gid");
+		die("the line of the other end has no gid");
 	for (int i = 0; i < 16; i++) {
 		unsigned byte;
 
 		if (sscanf(gid + 5 + 2 * i, "%2x", &byte) != 1)
-			die("the other end's gid is not one");
+			die("the gid of the other end is invalid");
 		peer.gid.raw[i] = (uint8_t)byte;
 	}
 }

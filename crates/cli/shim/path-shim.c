@@ -3,7 +3,7 @@
  * Shows the device as files, for programs that look for device files instead of using libibverbs.
  *
  *   /dev/infiniband/anywarp0    behaves like /dev/null: a character device that everyone may read and write
- *   /sys/class/infiniband/...   is a small tree that contains only anywarp0; so is infiniband_verbs next to it
+ *   /sys/class/infiniband/...   is a small tree that contains only anywarp0; /sys/class/infiniband_verbs is another one
  *
  * This preload library replaces the functions that take a path. Other paths are passed to the next library unchanged. The
  * tree consists of real files, so a folder that is opened here can be read, traversed and passed on by functions that are
@@ -301,7 +301,7 @@ static const char *tree(void)
 		for (const char *c = table[g].interface; *c; c++)
 			sum = (sum ^ (uint8_t)*c) * 16777619u;
 	}
-	/* Another version uses another tree too. */
+	/* Another version of anywarp also uses another tree. */
 	for (const char *c = ANYWARP_VERSION " " LAYOUT; *c; c++)
 		sum = (sum ^ (uint8_t)*c) * 16777619u;
 	if (good && (!base || base[0] != '/' || access(base, W_OK)))
@@ -316,7 +316,7 @@ static const char *tree(void)
 		__atomic_store_n(&state, good ? 2 : 3, __ATOMIC_RELEASE);
 	} else {
 		while ((known = __atomic_load_n(&state, __ATOMIC_ACQUIRE)) == 1)
-			; /* the other thread copies one line */
+			; /* this does not take long: the other thread only copies a path */
 	}
 	return __atomic_load_n(&state, __ATOMIC_ACQUIRE) == 2 ? made : NULL;
 }

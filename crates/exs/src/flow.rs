@@ -474,7 +474,7 @@ impl Flow {
                 if len > self.our_immediate {
                     return Err(Bad::Field);
                 }
-                // The receiving program would take an empty message of a stream for its end.
+                // In a stream, an empty message would look like the end of the data to the receiving program.
                 if self.stream && len == 0 {
                     self.answer(seq, 0, Status::Done, out);
                 } else {
@@ -1061,7 +1061,7 @@ impl Flow {
                 kind: Kind::Control,
             });
             if kind == ControlKind::Notify {
-                // The peer reports a notification as an event of a send, after the events of earlier sends.
+                // The acknowledgement of an earlier send goes first, because the peer reports both as events of sends, in order.
                 self.flush(out);
             }
             let message = match kind {

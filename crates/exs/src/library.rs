@@ -446,7 +446,7 @@ impl Library {
                 self.events_of_device(&device);
             }
             self.expire();
-            // Before sockets are closed, which may take long.
+            // This is done before sockets are closed below, because closing may take long.
             if tick.elapsed() >= TICK {
                 tick = Instant::now();
                 let hot = std::mem::take(&mut *lock(&self.hot));

@@ -64,7 +64,7 @@ impl Ops {
     }
 
     fn find(&self, id: OpId) -> Option<usize> {
-        // The oldest is the most frequent.
+        // Most often the oldest operation ends.
         if self.0.front().is_some_and(|(first, _)| *first == id) {
             return Some(0);
         }

@@ -255,7 +255,8 @@ impl Queue {
         least: usize,
         limit: Option<Duration>,
     ) -> Result<usize, c_int> {
-        // The clock is read only while there is nothing to do: the times of the beginning of the wait and of the last reading.
+        // The times at which the wait began and at which the clock was read last. The clock is read only while there is nothing
+        // to do.
         let mut began = None;
         let mut latest = None;
         loop {

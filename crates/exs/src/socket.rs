@@ -39,7 +39,7 @@ const TRUNCATED: u64 = 0x100;
 const MAX_OPS: usize = 4096;
 /// The time limit in milliseconds for each step of connecting (address, route, connection).
 const CONNECT_MS: c_int = 5000;
-/// The time that a close waits until its last messages are sent.
+/// The time that a close waits until the last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
 /// The pause between two checks of that wait.
 const CLOSE_PAUSE: Duration = Duration::from_micros(100);
@@ -292,7 +292,7 @@ const NO_RECV: ffi::ibv_recv_wr = ffi::ibv_recv_wr {
     num_sge: 0,
 };
 
-/// In place of the number of a message buffer: the empty Write of [`Link::signal_last`].
+/// Used in place of the number of a message buffer, for the empty Write of [`Link::signal_last`].
 const NO_SLOT: Slot = usize::MAX >> 8;
 
 /// How many completions one poll takes.
@@ -751,9 +751,9 @@ impl Socket {
             library::watch_polled(Arc::clone(self));
         }
         if let Ok(mut inner) = self.inner.try_lock() {
-            // The program polls again without having answered the last message.
+            // The program polls again and has not answered the last message, so its acknowledgement is not held back any longer.
             self.flush(&mut inner);
-            // Decided with the lock held: `wake` follows each change of `hot` to false, and flushes.
+            // `hot` is read with the lock held: `wake` takes the lock after each change of `hot` to false, and flushes.
             if let Some(flow) = &mut inner.flow
                 && self.hot.load(SeqCst)
                 && !self.is_gone()
@@ -1251,7 +1251,8 @@ impl Link {
         self.post_send(SENT | slot as u64, ffi::IBV_WR_SEND, sges, (0, 0), flags)
     }
 
-    /// Makes the completion of all messages so far known, if some of them are not signaled, by an empty Write that is.
+    /// If the last messages are not signaled, posts an empty Write that is. Its completion shows that all messages have
+    /// completed.
     fn signal_last(&mut self) {
         if self.unsignaled > 0 {
             self.unsignaled = 0;

@@ -66,12 +66,12 @@ struct latencies {
 	double least, median, p99, most;
 };
 
-/* One end of a row. */
-/* The most events of one call. */
+/* The most events that one call dequeues. */
 #define EVENTS 16
 
+/* One end of a row. */
 struct end {
-	struct row row;
+struct row row;
 	int control;
 	int data; /* a descriptor of libexs, or of the system in TCP mode */
 	int back; /* of a transaction: the connection over which the client reads the server's memory */

@@ -173,7 +173,7 @@ impl Hints {
                 return Err("operation flags");
             }
             if tx.msg_order & !ORDER != 0 || tx.comp_order != 0 {
-                return Err("orders that are not kept");
+                return Err("message orders that the provider does not guarantee");
             }
             wanted |= tx.caps;
         }
@@ -185,12 +185,12 @@ impl Hints {
                 return Err("operation flags");
             }
             if rx.msg_order & !ORDER != 0 || rx.comp_order != 0 {
-                return Err("orders that are not kept");
+                return Err("message orders that the provider does not guarantee");
             }
             wanted |= rx.caps;
         }
         if wanted & !ALL != 0 {
-            return Err("capabilities that there are not");
+            return Err("capabilities that the provider does not have");
         }
         let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
@@ -253,7 +253,9 @@ impl Hints {
         };
         if let Some(domain) = &self.domain {
             if domain.data_progress == FI_PROGRESS_AUTO {
-                return Err("FI_PROGRESS_AUTO: data moves while the program is in a call");
+                return Err(
+                    "FI_PROGRESS_AUTO: data is transferred only during calls of the program",
+                );
             }
             if domain.cq_data_size > 8 || domain.mr_key_size > 8 || domain.mr_iov_limit > 1 {
                 return Err("sizes of the domain");

@@ -5,7 +5,7 @@ const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
 
 #[derive(Debug)]
-struct Place<T> {
+struct Slot<T> {
     uses: u32,
     value: Option<T>,
 }
@@ -13,14 +13,14 @@ struct Place<T> {
 /// A table of named values.
 #[derive(Debug)]
 pub struct Slab<T> {
-    places: Vec<Place<T>>,
+    slots: Vec<Slot<T>>,
     free: Vec<u32>,
 }
 
 impl<T> Default for Slab<T> {
     fn default() -> Self {
         Self {
-            places: Vec::new(),
+            slots: Vec::new(),
             free: Vec::new(),
         }
     }
@@ -31,9 +31,9 @@ impl<T> Slab<T> {
     pub fn insert(&mut self, value: T) -> Result<u32, T> {
         let index = match self.free.pop() {
             Some(index) => index,
-            None => match u32::try_from(self.places.len()) {
+            None => match u32::try_from(self.slots.len()) {
                 Ok(index) if index <= INDEX => {
-                    self.places.push(Place {
+                    self.slots.push(Slot {
                         uses: 0,
                         value: None,
                     });
@@ -42,56 +42,56 @@ impl<T> Slab<T> {
                 _ => return Err(value),
             },
         };
-        match self.places.get_mut(index as usize) {
-            Some(place) => {
-                place.value = Some(value);
-                Ok(place.uses << INDEX_BITS | index)
+        match self.slots.get_mut(index as usize) {
+            Some(slot) => {
+                slot.value = Some(value);
+                Ok(slot.uses << INDEX_BITS | index)
             }
             None => Err(value),
         }
     }
 
-    fn place(&mut self, name: u32) -> Option<&mut Place<T>> {
-        let place = self.places.get_mut((name & INDEX) as usize)?;
-        (place.uses == name >> INDEX_BITS).then_some(place)
+    fn slot(&mut self, name: u32) -> Option<&mut Slot<T>> {
+        let slot = self.slots.get_mut((name & INDEX) as usize)?;
+        (slot.uses == name >> INDEX_BITS).then_some(slot)
     }
 
     /// Returns the value of a name.
     pub fn get_mut(&mut self, name: u32) -> Option<&mut T> {
-        self.place(name)?.value.as_mut()
+        self.slot(name)?.value.as_mut()
     }
 
     /// Returns the value of a name.
     pub fn get(&self, name: u32) -> Option<&T> {
-        let place = self.places.get((name & INDEX) as usize)?;
-        (place.uses == name >> INDEX_BITS).then_some(place.value.as_ref()?)
+        let slot = self.slots.get((name & INDEX) as usize)?;
+        (slot.uses == name >> INDEX_BITS).then_some(slot.value.as_ref()?)
     }
 
     /// Removes a value.
     pub fn remove(&mut self, name: u32) -> Option<T> {
-        let place = self.place(name)?;
-        let value = place.value.take()?;
-        place.uses = (place.uses + 1) & (u32::MAX >> INDEX_BITS);
+        let slot = self.slot(name)?;
+        let value = slot.value.take()?;
+        slot.uses = (slot.uses + 1) & (u32::MAX >> INDEX_BITS);
         self.free.push(name & INDEX);
         Some(value)
     }
 
     /// Returns all values with their names.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        let named = |(index, place): (u32, &Place<T>)| place.uses << INDEX_BITS | index;
+        let named = |(index, slot): (u32, &Slot<T>)| slot.uses << INDEX_BITS | index;
         (0..)
-            .zip(&self.places)
-            .filter_map(move |(index, place)| Some((named((index, place)), place.value.as_ref()?)))
+            .zip(&self.slots)
+            .filter_map(move |(index, slot)| Some((named((index, slot)), slot.value.as_ref()?)))
     }
 
     /// Returns all values.
     pub fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.places.iter_mut().filter_map(|p| p.value.as_mut())
+        self.slots.iter_mut().filter_map(|p| p.value.as_mut())
     }
 
     /// Returns whether there is no value.
     pub fn is_empty(&self) -> bool {
-        self.free.len() == self.places.len()
+        self.free.len() == self.slots.len()
     }
 }
 

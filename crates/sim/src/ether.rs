@@ -102,7 +102,8 @@ pub struct Member {
     pub drops: HashMap<Dropped, u64>,
     /// Whether the queue pair has failed: it neither sends nor receives then.
     pub dead: bool,
-    /// The number of the current stall, and its start.
+    /// The number of the current stall, and its start. A queue pair stalls when it must not send more before a peer reports
+    /// what it has received.
     stall: Option<(u64, Duration)>,
 }
 
@@ -178,7 +179,7 @@ pub struct Ether {
     pub link: Link,
     /// Called with each datagram.
     pub filter: Option<Filter>,
-    /// How late the end of a stall is noticed, as on a busy host.
+    /// How much later than [`bounds::DATAGRAM_STALL`] a stall is ended, as on a busy host.
     pub late: Duration,
     /// Whether datagrams that arrive from one source at the same time are handled as one run.
     pub coalesce: bool,

@@ -182,18 +182,18 @@ impl World {
 
     /// The pipe that `end` sends into.
     pub fn pipe_from(&mut self, end: EndId) -> &mut Pipe {
-        let (link, side) = self.place_of(Node::End(end.0)).expect("an end with a link");
+        let (link, side) = self.link_of(Node::End(end.0)).expect("an end with a link");
         &mut self.links[link].pipes[side]
     }
 
     /// Breaks the link of this end.
     pub fn kill(&mut self, end: EndId) {
-        if let Some((link, _)) = self.place_of(Node::End(end.0)) {
+        if let Some((link, _)) = self.link_of(Node::End(end.0)) {
             self.reset(link);
         }
     }
 
-    fn place_of(&self, node: Node) -> Option<(usize, usize)> {
+    fn link_of(&self, node: Node) -> Option<(usize, usize)> {
         self.links.iter().enumerate().find_map(|(i, link)| {
             let side = link.nodes.iter().position(|n| *n == node)?;
             Some((i, side))
@@ -273,7 +273,7 @@ impl World {
     }
 
     fn transmit(&mut self, i: usize, flush: bool) -> bool {
-        let Some((link, side)) = self.place_of(Node::End(i)) else {
+        let Some((link, side)) = self.link_of(Node::End(i)) else {
             self.ends[i].collect();
             return false;
         };
@@ -335,7 +335,7 @@ impl World {
 
     fn transmit_raw(&mut self, i: usize) -> bool {
         let node = Node::Raw(i);
-        let (link, side) = self.place_of(node).expect("a linked peer");
+        let (link, side) = self.link_of(node).expect("a linked peer");
         let now = self.now;
         let raw = &mut self.raws[i];
         let pipe = &mut self.links[link].pipes[side];
@@ -382,7 +382,7 @@ impl World {
                 end.conn.handle_eof(matches!(load, Load::Reset), false);
                 end.collect();
                 end.over = true;
-                let (_, side) = self.place_of(to).expect("a linked end");
+                let (_, side) = self.link_of(to).expect("a linked end");
                 let pipe = &mut self.links[link].pipes[side];
                 pipe.close(now, &mut self.rng);
             }

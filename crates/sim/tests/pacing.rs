@@ -1,4 +1,4 @@
-//! Pacing of unreliable datagrams: a lost report costs time, but no byte that arrived.
+//! Pacing of unreliable datagrams: a lost report delays the sender, but loses no data.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,

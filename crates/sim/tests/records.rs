@@ -155,7 +155,7 @@ fn a_write_is_recorded_and_takes_no_receive() {
     }
 }
 
-/// One datagram of a message of ten is lost: in each mode, each of the ten once.
+/// For each record mode, and for each of the ten datagrams of a message: if it is lost, only its bytes are missing.
 #[test]
 fn the_loss_of_a_datagram_loses_only_its_bytes() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {

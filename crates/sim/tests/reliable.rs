@@ -216,8 +216,8 @@ fn a_missing_receive_fails_the_request_after_rnr_retry() {
     assert_eq!(net[a].qp.state(), State::Error);
 }
 
-/// Requests to a failed peer fail. The queue pair stops, and continues when it is moved to RTS again (DG-14). With
-/// the option `keep_going` it never stops.
+/// Requests to a failed peer fail. The queue pair stops, and continues when it is moved to RTS again (requirement DG-14 of
+/// docs/datagram-iwarp.md). With the option `keep_going` it never stops.
 #[test]
 fn a_dead_peer_fails_only_its_requests() {
     for keep_going in [false, true] {

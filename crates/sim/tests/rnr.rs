@@ -1,4 +1,4 @@
-//! A message for which no receive is posted is sent again later, and the requests after it keep their order.
+//! A message for which no receive is posted is retransmitted later, and the requests after it keep their order.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,

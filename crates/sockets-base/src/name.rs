@@ -1,5 +1,5 @@
-//! The abstract UNIX socket name by which a process registers a listener that understands a Request, or a UDP socket that
-//! understands messages or reliable datagrams.
+//! The abstract UNIX socket name by which a process registers a listener that accepts an MPA Request, or a UDP socket that
+//! accepts messages or reliable datagrams.
 
 use std::fmt::{self, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -9,9 +9,9 @@ use std::net::{IpAddr, SocketAddr};
 pub enum Protocol {
     /// A listener.
     Tcp,
-    /// A UDP socket that understands messages.
+    /// A UDP socket that accepts messages of datagram-iWARP.
     Udp,
-    /// A UDP socket that also understands packets of reliable datagrams.
+    /// A UDP socket that also accepts packets of reliable datagrams.
     Reliable,
 }
 

@@ -1,15 +1,15 @@
-//! The query by which a program asks another host whether the socket at a port understands RDMA, and the answer.
+//! The query by which a program asks another host whether the socket at a port accepts RDMA, and the answer.
 //!
 //! ```text
 //!  "aSKd" (4) | version 1 | kind | protocol | status | port (2) | 0 (6) | nonce (8)
 //! ```
 //!
-//! The query is sent to the UDP port [`PORT`] of the host. The address in question is that to which it is sent. An answer is as long
-//! as its query, so a responder sends no more bytes than it gets.
+//! The query is sent to the UDP port [`PORT`] of the host, and to the address of the socket that it asks about. An answer is as
+//! long as its query, so a responder sends no more bytes than it gets.
 
 use crate::name::Protocol;
 
-/// The UDP port of the directory: above the ports that Linux assigns automatically, where no port is registered.
+/// The UDP port of the directory. It is above the ports that Linux assigns automatically, in a range without registered services.
 pub const PORT: u16 = 61_753;
 /// The length of a query and of an answer in bytes.
 pub const LEN: usize = 24;
@@ -68,7 +68,7 @@ pub fn answer(query: (Protocol, u16, u64), yes: bool) -> [u8; LEN] {
     emit(ANSWER, protocol, u8::from(yes), port, nonce)
 }
 
-/// Returns what `bytes` says about `query`. `None`: it is not an answer to it.
+/// Parses the answer to `query`: whether the socket accepts RDMA. Returns `None` if `bytes` are not an answer to this query.
 pub fn parse_answer(bytes: &[u8], query: &[u8; LEN]) -> Option<bool> {
     let about = parse(query)?;
     [false, true]
@@ -87,16 +87,16 @@ mod tests {
             let asked = query(protocol, 6379, about.2);
             assert_eq!(parse(&asked), Some(about));
             for yes in [false, true] {
-                let said = answer(about, yes);
-                assert_eq!(parse_answer(&said, &asked), Some(yes));
-                assert_eq!(parse(&said), None, "an answer is not a query");
+                let answered = answer(about, yes);
+                assert_eq!(parse_answer(&answered, &asked), Some(yes));
+                assert_eq!(parse(&answered), None, "an answer is not a query");
                 let others = [query(protocol, 6379, 9), query(protocol, 80, about.2)];
                 for other in others {
-                    assert_eq!(parse_answer(&said, &other), None);
+                    assert_eq!(parse_answer(&answered, &other), None);
                 }
                 for at in 0..LEN {
                     for bit in 0..8 {
-                        let mut wrong = said;
+                        let mut wrong = answered;
                         wrong[at] ^= 1 << bit;
                         let expected = (at == 7 && bit == 0).then_some(!yes);
                         assert_eq!(

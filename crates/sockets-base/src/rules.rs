@@ -23,7 +23,7 @@ use std::net::{IpAddr, SocketAddr};
 pub enum Mode {
     /// Kernel TCP.
     Tcp,
-    /// RDMA if the peer is known to understand it.
+    /// RDMA if the peer is known to accept it.
     Prefer,
     /// RDMA, or an error.
     Require,
@@ -31,12 +31,12 @@ pub enum Mode {
     Off,
     /// Kernel UDP.
     Udp,
-    /// Datagrams are sent as Sends of datagram-iWARP to peers that are known to understand them.
+    /// Datagrams are sent as Sends of datagram-iWARP to peers that are known to accept them.
     Datagram,
-    /// Datagrams are sent as Write-Records of datagram-iWARP to peers that are known to understand them.
+    /// Datagrams are sent as Write-Records of datagram-iWARP to peers that are known to accept them.
     Record,
-    /// Datagrams are sent as reliable Sends of datagram-iWARP to peers that are known to understand them. Lost ones are sent
-    /// again.
+    /// Datagrams are sent as reliable Sends of datagram-iWARP to peers that are known to accept them. Lost ones are
+    /// retransmitted.
     Reliable,
 }
 
@@ -112,7 +112,7 @@ struct For {
 }
 
 impl Who {
-    /// Returns whether all connections of the process stay plain whatever the rules say. This holds for sshd, which passes
+    /// Returns whether all connections of the process stay plain, regardless of the rules. This holds for sshd, which passes
     /// connections between processes and kills a child process that makes an unexpected system call.
     pub fn is_left_alone(&self) -> bool {
         let alone = ["sshd", "sshd-session", "sshd-auth"];
@@ -142,14 +142,14 @@ pub struct Rule {
     whom: For,
     /// `None`: all roles that the mode applies to.
     role: Option<Role>,
-    /// The addresses that the rule matches: of a listener's end, or of the peer of `connect`.
+    /// The addresses that the rule matches: for `listen` and `bind` the local ones, for `connect` and `send` those of the peer.
     at: Where,
     ports: (u16, u16),
-    /// The addresses of `from`: those of the other end.
+    /// The addresses after `from`, or before `to`: those of the other end of the connection.
     other: Where,
     /// The mode of the matching connections or datagrams.
     pub mode: Mode,
-    /// `require` for datagrams: peers are assumed to understand messages, without a query.
+    /// `require` for datagrams: peers are assumed to accept messages, without a query.
     pub unasked: bool,
     /// The name of the source.
     pub source: String,
@@ -200,7 +200,7 @@ pub struct Settings {
     pub ask: u32,
     /// The most memory in bytes for received bytes that the program has not read, of all streams of the process.
     pub pool: u32,
-    /// Streams without such bytes have no receive buffer: the buffers are shared.
+    /// A stream without such bytes has no receive buffer, because the streams of the process share the buffers.
     pub shares: bool,
 }
 
@@ -210,7 +210,7 @@ pub const POOL_LEAST: u32 = 64 << 10;
 pub const POOL_MOST: u32 = 1 << 30;
 /// The smallest window in bytes: one page, so that a request of usual length fits one message.
 pub const WINDOW_LEAST: u32 = 4 << 10;
-/// The largest window in bytes. A reader that stalls may buffer this much.
+/// The largest window in bytes. This much may be buffered for a program that does not read.
 pub const WINDOW_MOST: u32 = 64 << 20;
 
 impl Default for Settings {
@@ -345,7 +345,7 @@ impl<'a> Line<'a> {
             (_, "") => Ok(()),
             (column, word) => Err(self.mistake(
                 column,
-                format!("nothing is expected here, but there is {word}"),
+                format!("expected the end of the rule instead of {word}"),
             )),
         }
     }
@@ -420,7 +420,8 @@ impl<'a> Line<'a> {
         let mut other = Where::Any;
         if self.peek().1 == "to" && role == Role::Connect {
             if ports.is_some() {
-                let what = "an address without port is expected before to: it is the local one";
+                let what =
+                    "expected an address without a port: the address before `to` is the local one";
                 return Err(self.mistake(column, what));
             }
             self.at += 1;
@@ -430,7 +431,7 @@ impl<'a> Line<'a> {
             self.at += 1;
             let (column, from, ports) = self.place()?;
             if ports.is_some() {
-                return Err(self.mistake(column, "an address without port is expected here"));
+                return Err(self.mistake(column, "expected an address without a port"));
             }
             other = from;
         }
@@ -654,8 +655,8 @@ impl Policy {
         self.rules.iter().any(|r| is_it(r.mode) && r.whom.has(who))
     }
 
-    /// Returns what the rules say about a listener. If the listener is bound to a wildcard address, or a matching rule has
-    /// `from`, the rules are checked for each connection.
+    /// Returns the mode of a listener's connections. If the listener is bound to a wildcard address, or a matching rule has
+    /// `from`, the rules have to be checked for each connection.
     pub fn listener(&self, who: &Who, addr: SocketAddr, host: &dyn Host) -> Listener {
         let everywhere = addr.ip().to_canonical().is_unspecified();
         let mut upgrades = false;

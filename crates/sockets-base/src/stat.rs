@@ -54,7 +54,7 @@ states! {
         Unknown = 0 "unknown",
         /// A listener whose connections may be upgraded.
         Listener = 1 "listener",
-        /// A connection of which it is not decided yet whether it is upgraded.
+        /// A connection that may still be upgraded.
         Undecided = 2 "undecided",
         /// An iWARP stream.
         Upgraded = 3 "upgraded",
@@ -75,27 +75,27 @@ states! {
     /// Why a connection is plain.
     Why {
         /// The library did not see the connection being opened.
-        NotSeen = 0 "not looked at",
+        NotSeen = 0 "opened without the library",
         /// The mode of the matching rule is `tcp` or `off`.
-        Rule = 1 "a rule says so",
+        Rule = 1 "by a rule",
         /// The listener is not registered in the directory.
-        NotListed = 2 "the listener is not known to understand it",
+        NotListed = 2 "the listener is not known to accept RDMA",
         /// The first bytes from the peer are not a Request.
         NoRequest = 3 "the peer sent no Request",
         /// The program wrote before the peer sent anything.
         WroteFirst = 4 "the program wrote before a Request came",
         /// The program has set a socket option that streams do not support.
-        Option = 5 "an option of the socket",
+        Option = 5 "the program set an unsupported socket option",
         /// The program has called `fdopen`: the C library makes the system calls directly.
-        Stdio = 6 "fdopen",
+        Stdio = 6 "the program called fdopen",
         /// TCP did not connect.
         NotConnected = 7 "TCP did not connect",
         /// The socket is connected to itself.
-        Itself = 8 "it connects to itself",
+        Itself = 8 "the socket is connected to itself",
         /// The connection was passed to another program before its first use.
-        Handed = 9 "it was handed to another program",
+        Handed = 9 "the program passed it to another program",
         /// The peer passed the connection to another program before its first use.
-        Refused = 10 "the peer handed it to another program",
+        Refused = 10 "the peer passed it to another program",
     }
 }
 

@@ -1,9 +1,10 @@
-//! The directory of a network namespace: which listeners understand a Request, and which UDP sockets understand messages.
+//! The directory of a network namespace: which listeners accept an MPA Request, and which UDP sockets accept messages.
 //!
 //! To register, a process binds a UNIX socket to an abstract name and listens on it: `anywarp/tcp/ADDR/PORT` for a listener,
-//! `anywarp/udp/ADDR/PORT` for a UDP socket, and also `anywarp/rd/ADDR/PORT` if it understands reliable datagrams. A query connects to the name, which succeeds while a process holds it. A socket bound
-//! to `::` that accepts no IPv4 uses the name with the suffix `/v6`. A socket that is bound to one interface is not registered.
-//! The owner of the name must be root or the user of the querying process; names of other users are ignored.
+//! `anywarp/udp/ADDR/PORT` for a UDP socket, and also `anywarp/rd/ADDR/PORT` if the UDP socket accepts reliable datagrams. A query
+//! connects to the name, which succeeds while a process holds it. A socket bound to `::` that accepts no IPv4 uses the name
+//! with the suffix `/v6`. A socket that is bound to one interface is not registered. The owner of the name must be root or the
+//! user of the querying process; names of other users are ignored.
 
 use crate::limits;
 use crate::real;
@@ -167,7 +168,7 @@ pub fn leave(listener: c_int) -> Option<c_int> {
     held.as_mut().and_then(|h| h.remove(&listener))
 }
 
-/// Called when the program replaces the descriptor `fd` of a name by another: it is no longer used here.
+/// Called when the program puts another descriptor at `fd`, which holds a name. The library must not use it any more.
 pub fn lost(fd: c_int) {
     let mut held = HELD.lock();
     if let Some(held) = held.as_mut() {
@@ -181,7 +182,7 @@ pub fn lost(fd: c_int) {
     }
 }
 
-/// Returns whether the listener at `addr` understands a Request.
+/// Returns whether the listener at `addr` accepts an MPA Request.
 pub fn ask(addr: SocketAddr) -> bool {
     if !is_here(addr) {
         return remote::ask(Protocol::Tcp, addr);
@@ -193,7 +194,7 @@ pub fn ask(addr: SocketAddr) -> bool {
 /// The result of a query about a UDP socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// The socket understands messages.
+    /// The socket accepts messages.
     Yes,
     /// The socket is not registered.
     No,
@@ -201,7 +202,7 @@ pub enum Answer {
     Busy,
 }
 
-/// Queries whether the UDP socket at `addr` understands messages, or reliable datagrams.
+/// Queries whether the UDP socket at `addr` accepts messages, or reliable datagrams.
 pub fn ask_udp(protocol: Protocol, addr: SocketAddr) -> Answer {
     if !is_here(addr) {
         return if remote::ask(protocol, addr) {

@@ -118,9 +118,9 @@ pub const REMOTES: usize = 4096;
 pub const LOOKUPS: u32 = 200;
 /// Bytes of the kernel's queue between the program and the thread for reliable datagrams, in each direction.
 pub const PAIR: i32 = 1 << 20;
-/// The age up to which a datagram that fails is sent once more, because its peer has restarted. One that fails later has failed
-/// because the peer does not answer: that takes five seconds.
+/// A datagram that fails within this time after it was sent is sent once more, because its peer has restarted. One that fails
+/// later has failed because the peer does not answer, which takes five seconds to detect.
 pub const RESTART: Duration = Duration::from_secs(3);
-/// At most one in this many of the descriptors that the process may open are UDP sockets with reliable datagrams, each of which uses up
-/// to five.
+/// UDP sockets with reliable datagrams may be one in this many of the descriptors that the process may open. Each of them uses
+/// up to five descriptors.
 pub const RELIABLE_PART: usize = 8;

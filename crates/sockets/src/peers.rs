@@ -1,4 +1,4 @@
-//! A cache of datagram peers: the rule for each one, and whether it understands messages.
+//! A cache of datagram peers: the rule for each one, and whether it accepts messages.
 //!
 //! The table has a fixed size, is shared by all sockets of the process, and never blocks: an entry that another thread is writing,
 //! or was writing at a fork, counts as missing.
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 pub struct Known {
     /// The rule for sending to the peer, if any.
     pub rule: Option<(Mode, bool)>,
-    /// Whether the peer understands messages. `None`: the directory was not queried, because no rule requires that.
-    pub understands: Option<bool>,
+    /// Whether the peer accepts messages. `None`: the directory was not queried, because no rule requires that.
+    pub messages: Option<bool>,
     /// The same for reliable datagrams.
     pub reliable: Option<bool>,
 }
@@ -44,7 +44,7 @@ impl Known {
             Some((Mode::Reliable, unasked)) => 6 | u64::from(unasked),
             Some(_) => 1,
         };
-        rule << 4 | answer_bits(self.reliable) << 2 | answer_bits(self.understands)
+        rule << 4 | answer_bits(self.reliable) << 2 | answer_bits(self.messages)
     }
 
     fn of(bits: u64) -> Self {
@@ -57,7 +57,7 @@ impl Known {
                 6 | 7 => Some((Mode::Reliable, unasked)),
                 _ => Some((Mode::Udp, false)),
             },
-            understands: answer_of(bits),
+            messages: answer_of(bits),
             reliable: answer_of(bits >> 2),
         }
     }
@@ -173,10 +173,10 @@ mod tests {
         ];
         let answers = [None, Some(false), Some(true)];
         for (port, rule) in (1..).zip(all) {
-            for (understands, reliable) in answers.iter().flat_map(|a| answers.map(|b| (*a, b))) {
+            for (messages, reliable) in answers.iter().flat_map(|a| answers.map(|b| (*a, b))) {
                 let known = Known {
                     rule,
-                    understands,
+                    messages,
                     reliable,
                 };
                 assert_eq!(Known::of(known.bits()), known);
@@ -202,7 +202,7 @@ mod tests {
                         let n = i.wrapping_mul(7) ^ thread;
                         let known = Known {
                             rule: (n % 2 == 0).then_some((Mode::Datagram, false)),
-                            understands: (n % 3 > 0).then_some(n % 3 == 1),
+                            messages: (n % 3 > 0).then_some(n % 3 == 1),
                             reliable: (n % 5 > 0).then_some(n % 5 == 1),
                         };
                         set(of(n), known);

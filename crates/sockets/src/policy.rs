@@ -15,7 +15,7 @@ struct Mine {
     policy: Policy,
     who: Who,
     settings: Settings,
-    /// All sockets stay plain, whatever the rules say.
+    /// All sockets stay plain, regardless of the rules.
     left_alone: bool,
     datagrams: bool,
     reliable: bool,
@@ -97,7 +97,7 @@ pub fn has_reliable() -> bool {
     mine().reliable
 }
 
-/// Returns the rule for datagrams, and whether peers are assumed to understand messages without a query. `None`: there is no rule.
+/// Returns the rule for datagrams, and whether peers are assumed to accept messages without a query. `None`: there is no rule.
 pub fn datagrams(role: Role, addr: SocketAddr) -> Option<(Mode, bool)> {
     let mine = mine();
     let rule = mine.policy.rule(role, &mine.who, addr, || None, &Machine)?;

@@ -4,8 +4,8 @@
 //!  kind (1) | flags (1) | control (2) | length (4) | address length (4) | address (28) | control messages | payload
 //! ```
 //!
-//! Numbers have the byte order of the host. In a record from the program the address is the destination, in one to the program
-//! the source.
+//! Numbers have the byte order of the host. The address is the destination of a datagram from the program, and the source of a
+//! datagram to the program.
 
 use std::net::IpAddr;
 
@@ -43,7 +43,7 @@ pub struct Record<'a> {
 
 impl<'a> Record<'a> {
     /// Returns a record without address, control messages and payload.
-    pub const fn bare(kind: Kind) -> Self {
+    pub const fn empty(kind: Kind) -> Self {
         Self {
             kind,
             is_message: false,
@@ -192,7 +192,7 @@ mod tests {
                 name: &[1; ADDRESS],
                 control: &[2; 24],
                 payload,
-                ..Record::bare(Kind::Datagram)
+                ..Record::empty(Kind::Datagram)
             };
             let bytes = record.emit();
             assert_eq!(Record::parse(&bytes), Some(record));
@@ -201,7 +201,7 @@ mod tests {
                 assert_eq!(Record::parse(&bytes[..cut.min(bytes.len() - 1)]), None);
             }
         }
-        let error = Record::bare(Kind::Error);
+        let error = Record::empty(Kind::Error);
         assert_eq!(Record::parse(&error.emit()), Some(error));
         assert_eq!(Record::length(&error.emit()), None);
         assert_eq!(Record::parse(&[9; 100]), None);

@@ -1,4 +1,4 @@
-//! Queries of other hosts: whether the socket at an address understands RDMA.
+//! Queries to other hosts: whether the socket at an address accepts RDMA.
 //!
 //! A query goes to the directory's port of the host, in which any process with the library answers (see `conn/answers.rs`). Only hosts
 //! in the networks of this machine are asked, and the answer, or its absence, is cached for a minute.
@@ -19,7 +19,7 @@ type Known = FxHashMap<(Protocol, SocketAddr), (bool, u64)>;
 
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
 
-/// Returns whether the socket at `addr` of another host understands RDMA. Waits for an answer as long as `set ask` permits.
+/// Returns whether the socket at `addr` of another host accepts RDMA. Waits for an answer as long as `set ask` permits.
 pub fn ask(protocol: Protocol, addr: SocketAddr) -> bool {
     let wait = policy::settings().ask;
     if wait == 0 {
@@ -27,7 +27,7 @@ pub fn ask(protocol: Protocol, addr: SocketAddr) -> bool {
     }
     let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
     let now = sys::now_ms();
-    // A call that has interrupted another one does not wait for it.
+    // A signal handler may have interrupted a call that holds the lock, so this does not wait for it.
     let Some(mut guard) = KNOWN.try_lock() else {
         return false;
     };

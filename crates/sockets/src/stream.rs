@@ -148,7 +148,7 @@ pub struct Stream {
     /// that, and bytes received with the last message, may still be buffered here.
     plain: bool,
     /// This end has sent a Plain message.
-    said_plain: bool,
+    plain_reported: bool,
     /// The connection is plain, and the carrier's send buffer is full.
     full: bool,
     /// The last receive returned fewer bytes than it asked for, so the carrier's receive buffer is empty.
@@ -317,7 +317,7 @@ impl Stream {
             limit_due: false,
             fin: false,
             plain: false,
-            said_plain: false,
+            plain_reported: false,
             full: false,
             drained: true,
             has_payload: false,
@@ -683,7 +683,7 @@ impl Stream {
                 }
                 Ok(_) | Err(_) => {
                     log::line(&format!(
-                        "stream {fd}: no MPA Reply from a peer that should send one; set it to tcp"
+                        "stream {fd}: the peer sent no MPA Reply; add a rule with the mode tcp for it"
                     ));
                     remote::distrust(fd);
                     sys::reset_on_close(fd);
@@ -730,7 +730,7 @@ impl Stream {
             self.news.readable = true;
         }
         if self.rx.is_plain() && !self.plain {
-            self.say_plain(fd);
+            self.announce_plain(fd);
             self.go_plain(fd, &[]);
             return;
         }
@@ -740,8 +740,8 @@ impl Stream {
     }
 
     /// Sends a Plain message: this end sends plain TCP afterwards.
-    fn say_plain(&mut self, fd: c_int) {
-        if !std::mem::replace(&mut self.said_plain, true) {
+    fn announce_plain(&mut self, fd: c_int) {
+        if !std::mem::replace(&mut self.plain_reported, true) {
             self.limit_due = false;
             self.control(fd, Kind::Plain);
         }
@@ -754,7 +754,7 @@ impl Stream {
             return false;
         }
         self.flush(fd);
-        self.say_plain(fd);
+        self.announce_plain(fd);
         while !self.is_over() {
             if self.broken || self.closed || self.queue.held() > 0 {
                 return false;
@@ -794,16 +794,16 @@ impl Stream {
     /// Handles events of the carrier: receives until there is something to report, and sends queued bytes.
     pub fn on_carrier(&mut self, fd: c_int, events: i16, may_pull: bool) {
         let inward = libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLRDHUP;
-        // Without room to write, a limit may be behind the payload.
+        // If nothing can be written, everything is received, because a new limit may follow the payload.
         let is_enough = events & inward == libc::POLLIN && self.is_writable();
         if events & inward == 0 || !may_pull {
             // Nothing is received.
         } else if is_enough && self.rx.straight() > 0 && self.queue.held() == 0 {
-            // What has arrived is payload.
+            // The first received byte is payload, so the stream is readable. The payload is left for the program's call.
             self.news.readable |= !self.has_payload;
             self.has_payload = true;
         } else if is_enough && self.is_exhausted() && !self.queue.is_empty() {
-            // There is something to report already, and no memory for more.
+            // The queue has bytes to report already, and the pool has no memory for more.
         } else {
             let before = self.queue.len();
             self.drained = false;
@@ -903,7 +903,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Raises the peer's limit by what the program has read, if that is enough to be worth a message.
+    /// Raises the peer's limit by the number of bytes that the program has read, unless that is too few for a message.
     fn open_window(&mut self, fd: c_int) {
         let ahead = self.rx.open() as usize + self.queue.held();
         let gone = (self.window as usize).saturating_sub(ahead);

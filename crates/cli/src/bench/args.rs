@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 /// Arguments of `anywarp bench`.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// Measure only the rows of --list with these names, or whose names begin with these words
+    /// Measure only the rows of --list whose names are or begin with these words
     #[arg(long, value_name = "ROW", num_args = 1..)]
     pub(crate) only: Vec<String>,
 
@@ -35,7 +35,7 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) report: Option<PathBuf>,
 
-    /// Draw the --report from this file of --json without measuring
+    /// Measure nothing, and draw the --report from this file, which an earlier --json wrote
     #[arg(long, value_name = "FILE", requires = "report", value_hint = ValueHint::FilePath)]
     pub(crate) from: Option<PathBuf>,
 

@@ -1,8 +1,10 @@
 //! `anywarp bench`: measures plain sockets, this device and other installed software on this machine in turn.
 //!
 //! `rows` defines the measurements and comparisons, `run` measures once, `raw` implements the plain sockets (with system calls in
-//! `raw_sys`), `report` prints the results and `plot` draws them. Only values of one run are compared: each repetition measures all
-//! parties of a row one after the other, and medians are over repetitions.
+//! `raw_sys`), `report` prints the results and `plot` draws them.
+//!
+//! A *row* compares several *parties*, each a program or a setting. Only values of one run are compared: each repetition measures
+//! all parties of a row one after the other, and the medians are those of all repetitions.
 
 pub(crate) mod args;
 mod plot;

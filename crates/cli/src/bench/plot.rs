@@ -41,10 +41,10 @@ fn tables(report: &Report) -> String {
         );
         for party in row.parties.iter().filter(|p| p.there) {
             let held: Vec<String> = row
-                .bars
+                .bounds
                 .iter()
-                .filter(|bar| bar.of == party.name && bar.value.is_some())
-                .map(|bar| bar.text(row))
+                .filter(|bound| bound.of == party.name && bound.value.is_some())
+                .map(|bound| bound.text(row))
                 .collect();
             let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), digits);
             let _ = writeln!(
@@ -90,10 +90,10 @@ fn panel(row: &Seen) -> Panel {
     let bars = row.parties.iter().filter_map(|party| {
         let median = party.median?;
         let ratio = row
-            .bars
+            .bounds
             .iter()
             .find(|b| b.of == party.name && b.kind == "ratio");
-        let ratio = ratio.and_then(|bar| Some((&bar.by, bar.value?)));
+        let ratio = ratio.and_then(|bound| Some((&bound.by, bound.value?)));
         Some(Bar {
             name: party.name.clone(),
             colour: colour(&party.name, &party.command),
@@ -165,11 +165,11 @@ mod tests {
     fn a_drawing_has_every_party_with_a_value_and_is_escaped() {
         let text = r#"{"tool":"","version":"1","partial":false,"conditions":{"cpu":"a<b","processors":2,"kernel":"6",
             "load":"","pinned":"0,1","short":false,"repeat":3,"host_congestion_control":"reno","variables":[],
-            "seconds_since_1970":0},"rows":[{"name":"r","what":"w","unit":"µs","costs":true,"bars":[],"parties":[
+            "seconds_since_1970":0},"rows":[{"name":"r","what":"w","unit":"µs","costs":true,"bounds":[],"parties":[
             {"name":"raw TCP","command":"x","there":true,"values":[4.0],"median":4.0,"least":4.0,"most":4.0,
-             "waited":[],"said":[],"congestion":null,"failures":[]},
+             "waited":[],"numbers":[],"congestion":null,"failures":[]},
             {"name":"gone","command":"x","there":true,"values":[],"median":null,"least":null,"most":null,
-             "waited":[],"said":[],"congestion":null,"failures":["why"]}]}]}"#;
+             "waited":[],"numbers":[],"congestion":null,"failures":["why"]}]}]}"#;
         let report = Report::parse(text).unwrap();
         let drawing = svg(&report).unwrap();
         assert!(drawing.contains("raw TCP") && !drawing.contains("gone"));

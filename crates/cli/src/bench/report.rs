@@ -7,7 +7,7 @@ use std::{env, fs, io};
 
 use serde::{Deserialize, Serialize};
 
-use super::rows::{Bar, By, Row};
+use super::rows::{Bound, By, Row};
 use super::run::{Sample, Stage};
 
 /// The number of failures after which a party is not measured again.
@@ -54,7 +54,7 @@ pub(crate) struct Seen {
     /// True if lower values are better.
     pub(crate) costs: bool,
     pub(crate) parties: Vec<Values>,
-    pub(crate) bars: Vec<Held>,
+    pub(crate) bounds: Vec<Held>,
 }
 
 /// The results of one party.
@@ -71,7 +71,7 @@ pub(crate) struct Values {
     /// For each repetition, the share of the time that other programs had the processor.
     pub(crate) waited: Vec<f64>,
     /// For each repetition, the other numbers that the program printed.
-    pub(crate) said: Vec<std::collections::BTreeMap<String, f64>>,
+    pub(crate) numbers: Vec<std::collections::BTreeMap<String, f64>>,
     pub(crate) congestion: Option<String>,
     pub(crate) failures: Vec<String>,
 }
@@ -209,38 +209,44 @@ impl Report {
 
     /// Returns the number of bounds that are not met.
     pub(crate) fn missed(&self) -> usize {
-        let bars = self.rows.iter().flat_map(|row| &row.bars);
-        bars.filter(|bar| bar.met == Some(false)).count()
+        let bounds = self.rows.iter().flat_map(|row| &row.bounds);
+        bounds.filter(|bound| bound.met == Some(false)).count()
     }
 
     /// Returns the lines below the tables.
     pub(crate) fn summary(&self, took: Duration) -> String {
         let mut text = String::new();
-        let bars: Vec<(&Seen, &Held)> = self
+        let bounds: Vec<(&Seen, &Held)> = self
             .rows
             .iter()
-            .flat_map(|row| row.bars.iter().map(move |bar| (row, bar)))
-            .filter(|(_, bar)| bar.met.is_some())
+            .flat_map(|row| row.bounds.iter().map(move |bound| (row, bound)))
+            .filter(|(_, bound)| bound.met.is_some())
             .collect();
-        let met = bars.iter().filter(|(_, bar)| bar.met == Some(true)).count();
-        let aims = bars
+        let met = bounds
             .iter()
-            .filter(|(_, bar)| bar.aim_met == Some(true))
+            .filter(|(_, bound)| bound.met == Some(true))
+            .count();
+        let aims = bounds
+            .iter()
+            .filter(|(_, bound)| bound.aim_met == Some(true))
             .count();
         let _ = writeln!(
             text,
-            "{met} of {} bars met, {aims} of {} aims; {} s",
-            bars.len(),
-            bars.iter().filter(|(_, bar)| bar.aim.is_some()).count(),
+            "{met} of {} bounds met, {aims} of {} aims met; {} s",
+            bounds.len(),
+            bounds
+                .iter()
+                .filter(|(_, bound)| bound.aim.is_some())
+                .count(),
             took.as_secs(),
         );
-        for (row, bar) in bars.iter().filter(|(_, bar)| bar.met == Some(false)) {
+        for (row, bound) in bounds.iter().filter(|(_, bound)| bound.met == Some(false)) {
             let _ = writeln!(
                 text,
                 "not met: {:<14} {}: {}",
                 row.name,
-                bar.of,
-                bar.text(row)
+                bound.of,
+                bound.text(row)
             );
         }
         for row in &self.rows {
@@ -280,12 +286,12 @@ impl Seen {
                     least: None,
                     most: None,
                     waited: Vec::new(),
-                    said: Vec::new(),
+                    numbers: Vec::new(),
                     congestion: None,
                     failures: Vec::new(),
                 })
                 .collect(),
-            bars: row.bars.iter().map(Held::new).collect(),
+            bounds: row.bounds.iter().map(Held::new).collect(),
         }
     }
 
@@ -303,7 +309,7 @@ impl Seen {
             party.least = party.values.iter().copied().reduce(f64::min);
             party.most = party.values.iter().copied().reduce(f64::max);
             party.waited.extend(sample.waited);
-            party.said.push(sample.said);
+            party.numbers.push(sample.numbers);
             party.congestion = sample.congestion.or_else(|| party.congestion.take());
         }
         self.judge();
@@ -320,14 +326,14 @@ impl Seen {
     }
 
     fn judge(&mut self) {
-        let mut bars = std::mem::take(&mut self.bars);
-        for bar in &mut bars {
-            let value = self.median_of(&bar.of);
-            bar.value = match bar.kind.as_str() {
+        let mut bounds = std::mem::take(&mut self.bounds);
+        for bound in &mut bounds {
+            let value = self.median_of(&bound.of);
+            bound.value = match bound.kind.as_str() {
                 "itself" => value,
-                "beyond" => value.zip(self.median_of(&bar.by)).map(|(a, b)| a - b),
+                "beyond" => value.zip(self.median_of(&bound.by)).map(|(a, b)| a - b),
                 _ => value
-                    .zip(self.median_of(&bar.by).filter(|by| *by > 0.0))
+                    .zip(self.median_of(&bound.by).filter(|by| *by > 0.0))
                     .map(|(a, b)| a / b),
             };
             let good = |value: f64, limit: f64| {
@@ -337,10 +343,13 @@ impl Seen {
                     value >= limit
                 }
             };
-            bar.met = bar.value.map(|value| good(value, bar.limit));
-            bar.aim_met = bar.value.zip(bar.aim).map(|(value, aim)| good(value, aim));
+            bound.met = bound.value.map(|value| good(value, bound.limit));
+            bound.aim_met = bound
+                .value
+                .zip(bound.aim)
+                .map(|(value, aim)| good(value, aim));
         }
-        self.bars = bars;
+        self.bounds = bounds;
     }
 
     /// Returns the lines of the row's table.
@@ -372,14 +381,14 @@ impl Seen {
                     let _ = write!(text, "       – {why}");
                 }
             }
-            let mut bars = self
-                .bars
+            let mut bounds = self
+                .bounds
                 .iter()
-                .filter(|bar| bar.of == party.name)
+                .filter(|bound| bound.of == party.name)
                 .peekable();
-            if party.median.is_some() && bars.peek().is_some() {
-                let said: Vec<String> = bars.map(|bar| bar.text(self)).collect();
-                let _ = write!(text, " {}", said.join("; "));
+            if party.median.is_some() && bounds.peek().is_some() {
+                let texts: Vec<String> = bounds.map(|bound| bound.text(self)).collect();
+                let _ = write!(text, " {}", texts.join("; "));
             }
             text.push('\n');
         }
@@ -388,18 +397,18 @@ impl Seen {
 }
 
 impl Held {
-    fn new(bar: &Bar) -> Self {
-        let (kind, by) = match bar.by {
+    fn new(bound: &Bound) -> Self {
+        let (kind, by) = match bound.by {
             By::Ratio(by) => ("ratio", by),
             By::Beyond(by) => ("beyond", by),
             By::Itself => ("itself", ""),
         };
         Self {
-            of: bar.of.to_owned(),
+            of: bound.of.to_owned(),
             by: by.to_owned(),
             kind: kind.to_owned(),
-            limit: bar.limit,
-            aim: bar.aim,
+            limit: bound.limit,
+            aim: bound.aim,
             value: None,
             met: None,
             aim_met: None,
@@ -468,12 +477,12 @@ mod tests {
                     least: None,
                     most: None,
                     waited: Vec::new(),
-                    said: Vec::new(),
+                    numbers: Vec::new(),
                     congestion: None,
                     failures: Vec::new(),
                 })
                 .collect(),
-            bars: row.bars.iter().map(Held::new).collect(),
+            bounds: row.bounds.iter().map(Held::new).collect(),
         }
     }
 
@@ -481,7 +490,7 @@ mod tests {
         Sample {
             value,
             waited: None,
-            said: BTreeMap::new(),
+            numbers: BTreeMap::new(),
             congestion: None,
         }
     }
@@ -495,15 +504,15 @@ mod tests {
         for v in [13.0, 40.0, 1.0] {
             seen.add(1, value(v));
         }
-        let bar = &seen.bars[0];
+        let bound = &seen.bounds[0];
         assert_eq!(
-            (bar.value, bar.met, bar.aim_met),
+            (bound.value, bound.met, bound.aim_met),
             (Some(1.3), Some(true), Some(false))
         );
         for _ in 0..2 {
             seen.add(1, value(13.1));
         }
-        assert_eq!(seen.bars[0].met, Some(false));
+        assert_eq!(seen.bounds[0].met, Some(false));
     }
 
     #[test]
@@ -516,8 +525,8 @@ mod tests {
         let text = serde_json::to_string(&report).unwrap();
         assert!(text.contains("\"partial\":true"));
         let again = Report::parse(&text).unwrap();
-        assert_eq!(again.rows[0].bars[0].value.map(f64::round), Some(10.0));
-        assert_eq!(again.rows[0].bars[0].met, Some(true));
+        assert_eq!(again.rows[0].bounds[0].value.map(f64::round), Some(10.0));
+        assert_eq!(again.rows[0].bounds[0].met, Some(true));
         assert!(Report::parse("{}").is_err());
     }
 

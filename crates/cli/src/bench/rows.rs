@@ -67,14 +67,14 @@ pub(crate) struct Party {
 
 /// A bound for a value.
 #[derive(Debug, Clone)]
-pub(crate) struct Bar {
+pub(crate) struct Bound {
     /// The name of the party whose value is judged.
     pub(crate) of: &'static str,
     /// How the value is compared.
     pub(crate) by: By,
     /// The bound: an upper one if lower values are better, else a lower one.
     pub(crate) limit: f64,
-    /// A desirable bound beyond the required one.
+    /// A stricter bound, which is desirable but not required.
     pub(crate) aim: Option<f64>,
 }
 
@@ -98,7 +98,7 @@ pub(crate) struct Row {
     /// True for the rows that are measured by default.
     pub(crate) usual: bool,
     pub(crate) parties: Vec<Party>,
-    pub(crate) bars: Vec<Bar>,
+    pub(crate) bounds: Vec<Bound>,
 }
 
 fn party(name: &str, how: How) -> Party {
@@ -174,8 +174,8 @@ fn openmpi(words: &'static str) -> Party {
         .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 }
 
-fn bar(of: &'static str, by: By, limit: f64, aim: impl Into<Option<f64>>) -> Bar {
-    Bar {
+fn bound(of: &'static str, by: By, limit: f64, aim: impl Into<Option<f64>>) -> Bound {
+    Bound {
         of,
         by,
         limit,
@@ -215,7 +215,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 ping("ping", &format!("-t rc -o send -s {size} -n N:{count}")),
                 fi_pingpong(FI, fi[0], fi[1]),
             ],
-            bars: Vec::new(),
+            bounds: Vec::new(),
         }
     };
     let mut rows = Vec::new();
@@ -238,10 +238,10 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
     ));
     row.parties.push(openmpi("lat 64 N:20000"));
     for of in [SEND, WRITE] {
-        row.bars.extend([
-            bar(of, By::Ratio(RAW), 1.2, 1.1),
-            bar(of, By::Ratio(FI), 0.95, None),
-            bar(of, By::Ratio(UCX), 0.5, None),
+        row.bounds.extend([
+            bound(of, By::Ratio(RAW), 1.2, 1.1),
+            bound(of, By::Ratio(FI), 0.95, None),
+            bound(of, By::Ratio(UCX), 0.5, None),
         ]);
     }
     rows.push(row);
@@ -259,9 +259,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
     );
     row.parties.push(openmpi("lat 4096 N:20000"));
     for of in [SEND, WRITE] {
-        row.bars.extend([
-            bar(of, By::Ratio(RAW), 1.2, 1.1),
-            bar(of, By::Ratio(FI), 1.0, None),
+        row.bounds.extend([
+            bound(of, By::Ratio(RAW), 1.2, 1.1),
+            bound(of, By::Ratio(FI), 1.0, None),
         ]);
     }
     rows.push(row);
@@ -279,9 +279,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
     );
     row.parties.push(openmpi("lat 65536 N:6000"));
     for of in [SEND, WRITE] {
-        row.bars.extend([
-            bar(of, By::Ratio(RAW), 1.15, 1.1),
-            bar(of, By::Ratio(FI), 1.0, None),
+        row.bounds.extend([
+            bound(of, By::Ratio(RAW), 1.15, 1.1),
+            bound(of, By::Ratio(FI), 1.0, None),
         ]);
     }
     rows.push(row);
@@ -296,7 +296,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             perftest(SEND, "ib_send_lat", "-e -s 64 -n N:10000"),
             ping("ping", "-t rc -o send --event -s 64 -n N:10000"),
         ],
-        bars: vec![bar(SEND, By::Ratio(RAW), 1.3, 1.1)],
+        bounds: vec![bound(SEND, By::Ratio(RAW), 1.3, 1.1)],
     });
 
     rows.push(Row {
@@ -308,7 +308,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             verbs("alone", "ping --idle 0 --count N:30000"),
             verbs("64 idle", "ping --idle 64 --count N:30000"),
         ],
-        bars: vec![bar("64 idle", By::Beyond("alone"), 0.5, 0.3)],
+        bounds: vec![bound("64 idle", By::Beyond("alone"), 0.5, 0.3)],
     });
 
     rows.push(Row {
@@ -327,10 +327,10 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 "-p udp -e dgram -P {port} -I N:20000 -S 64 {host}",
             ),
         ],
-        bars: vec![
-            bar("UD Send", By::Ratio(UDP), 1.2, 1.1),
-            bar("UD Send", By::Ratio("libfabric udp"), 0.85, None),
-            bar("UD Send", By::Ratio("RC Send"), 0.75, None),
+        bounds: vec![
+            bound("UD Send", By::Ratio(UDP), 1.2, 1.1),
+            bound("UD Send", By::Ratio("libfabric udp"), 0.85, None),
+            bound("UD Send", By::Ratio("RC Send"), 0.75, None),
         ],
     });
 
@@ -345,9 +345,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             raw("raw TCP asleep", "tcp-sleep --size 64 --millis N:500").times(2.0),
             perftest("Read, target asleep", "ib_read_lat", "-s 64 -n N:10000"),
         ],
-        bars: vec![
-            bar(READ, By::Ratio(RAW), 1.25, None),
-            bar(
+        bounds: vec![
+            bound(READ, By::Ratio(RAW), 1.25, None),
+            bound(
                 "Read, target asleep",
                 By::Ratio("raw TCP asleep"),
                 1.6,
@@ -377,11 +377,11 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             ),
             openmpi("bw 1048576 N:3000 16"),
         ],
-        bars: vec![
-            bar(WRITE, By::Ratio(RAW), 0.7, 0.85),
-            bar(SEND, By::Ratio(RAW), 0.7, 0.85),
-            bar("Write, no CRC", By::Ratio(RAW), 0.85, 0.95),
-            bar("Send, no CRC", By::Ratio(RAW), 0.85, 0.95),
+        bounds: vec![
+            bound(WRITE, By::Ratio(RAW), 0.7, 0.85),
+            bound(SEND, By::Ratio(RAW), 0.7, 0.85),
+            bound("Write, no CRC", By::Ratio(RAW), 0.85, 0.95),
+            bound("Send, no CRC", By::Ratio(RAW), 0.85, 0.95),
         ],
     });
 
@@ -401,10 +401,10 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             ),
             openmpi("bw 65536 N:30000 64"),
         ],
-        bars: vec![
-            bar(WRITE, By::Ratio(RAW), 1.0, 1.1),
-            bar(SEND, By::Ratio(RAW), 1.0, 1.1),
-            bar(WRITE, By::Ratio(UCX), 1.0, None),
+        bounds: vec![
+            bound(WRITE, By::Ratio(RAW), 1.0, 1.1),
+            bound(SEND, By::Ratio(RAW), 1.0, 1.1),
+            bound(WRITE, By::Ratio(UCX), 1.0, None),
         ],
     });
 
@@ -422,7 +422,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 "{host} -p {port} -t ucp_get -s 1048576 -n N:2000 -f",
             ),
         ],
-        bars: vec![bar(READ, By::Ratio(RAW), 0.65, 0.85)],
+        bounds: vec![bound(READ, By::Ratio(RAW), 0.65, 0.85)],
     });
 
     rows.push(Row {
@@ -440,9 +440,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 "{host} -p {port} -t ucp_put_bw -s 64 -n N:500000 -f",
             ),
         ],
-        bars: vec![
-            bar(SEND, By::Ratio(RAW), 5.0, 12.0),
-            bar(WRITE, By::Ratio(RAW), 5.0, 12.0),
+        bounds: vec![
+            bound(SEND, By::Ratio(RAW), 5.0, 12.0),
+            bound(WRITE, By::Ratio(RAW), 5.0, 12.0),
         ],
     });
 
@@ -456,9 +456,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             perftest(SEND, "ib_send_bw", "-s 64 -l 32 -n N:3200000"),
             perftest(WRITE, "ib_write_bw", "-s 64 -l 32 -n N:3200000"),
         ],
-        bars: vec![
-            bar(SEND, By::Ratio(RAW), 0.7, 1.0),
-            bar(WRITE, By::Ratio(RAW), 0.7, 1.0),
+        bounds: vec![
+            bound(SEND, By::Ratio(RAW), 0.7, 1.0),
+            bound(WRITE, By::Ratio(RAW), 0.7, 1.0),
         ],
     });
 
@@ -500,9 +500,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 )
                 .times(1e3 / f64::from(size)),
             ],
-            bars: vec![
-                bar("UD Send", By::Ratio(UDP), limits[0], None),
-                bar("UD Send", By::Ratio("raw GSO+GRO"), limits[1], limits[2]),
+            bounds: vec![
+                bound("UD Send", By::Ratio(UDP), limits[0], None),
+                bound("UD Send", By::Ratio("raw GSO+GRO"), limits[1], limits[2]),
             ],
         });
     }
@@ -522,7 +522,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 "-t ud -o write-record -s 1M --depth 16 -n N:2000",
             ),
         ],
-        bars: vec![bar("Write-Record", By::Ratio("raw GSO+GRO"), 0.6, 0.75)],
+        bounds: vec![bound("Write-Record", By::Ratio("raw GSO+GRO"), 0.6, 0.75)],
     });
 
     rows.push(Row {
@@ -534,7 +534,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             verbs("1", "spread --qps 1 --count N:400000"),
             verbs("64", "spread --qps 64 --count N:400000"),
         ],
-        bars: vec![bar("64", By::Ratio("1"), 0.8, None)],
+        bounds: vec![bound("64", By::Ratio("1"), 0.8, None)],
     });
 
     rows.push(Row {
@@ -543,7 +543,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         unit: Unit::Share,
         usual: false,
         parties: vec![verbs("64", "spread --qps 64 --count N:400000").takes("unfairness", 100.0)],
-        bars: vec![bar("64", By::Itself, 10.0, None)],
+        bounds: vec![bound("64", By::Itself, 10.0, None)],
     });
 
     rows.push(Row {
@@ -555,9 +555,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             verbs("wake-ups", "passive --count N:20000").takes("wakeups", 1.0),
             verbs("system calls", "passive --count N:20000").takes("calls", 1.0),
         ],
-        bars: vec![
-            bar("wake-ups", By::Itself, 0.0, None),
-            bar("system calls", By::Itself, 0.0, None),
+        bounds: vec![
+            bound("wake-ups", By::Itself, 0.0, None),
+            bound("system calls", By::Itself, 0.0, None),
         ],
     });
 
@@ -567,7 +567,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         unit: Unit::Share,
         usual: false,
         parties: vec![verbs("asleep", "idle --qps 1000 --millis N:5000").takes("share", 100.0)],
-        bars: vec![bar("asleep", By::Itself, 0.1, None)],
+        bounds: vec![bound("asleep", By::Itself, 0.1, None)],
     });
 
     rows.push(Row {
@@ -578,7 +578,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         parties: vec![
             verbs("worker", "idle --qps 1000 --poll 1 --millis N:2000").takes("wakeups", 1.0),
         ],
-        bars: vec![bar("worker", By::Itself, 0.0, None)],
+        bounds: vec![bound("worker", By::Itself, 0.0, None)],
     });
 
     for (name, what, size) in [
@@ -596,9 +596,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 party("reg_mr", How::VerbsAlone(words.clone())),
                 party("dereg_mr", How::VerbsAlone(words)).takes("dereg_us", 1.0),
             ],
-            bars: vec![
-                bar("reg_mr", By::Itself, 1.0, None),
-                bar("dereg_mr", By::Itself, 1.0, None),
+            bounds: vec![
+                bound("reg_mr", By::Itself, 1.0, None),
+                bound("dereg_mr", By::Itself, 1.0, None),
             ],
         });
     }
@@ -617,9 +617,9 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
                 "-p shm -e rdm -P {port} -I N:50000 -S 64 {host}",
             ),
         ],
-        bars: vec![
-            bar(SEND, By::Ratio("raw memory"), 2.0, None),
-            bar(SEND, By::Ratio("libfabric shm"), 1.0, 0.65),
+        bounds: vec![
+            bound(SEND, By::Ratio("raw memory"), 2.0, None),
+            bound(SEND, By::Ratio("libfabric shm"), 1.0, 0.65),
         ],
     });
 
@@ -632,7 +632,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             raw("process_vm_writev", "cma --size 1048576 --millis N:500"),
             near(perftest(WRITE, "ib_write_bw", "-s 1048576 -t 16 -n N:5000")),
         ],
-        bars: vec![bar(WRITE, By::Ratio("process_vm_writev"), 0.9, None)],
+        bounds: vec![bound(WRITE, By::Ratio("process_vm_writev"), 0.9, None)],
     });
 
     rows.push(Row {
@@ -641,7 +641,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         unit: Unit::Ms,
         usual: false,
         parties: vec![near(perftest(SEND, "ib_send_bw", "-s 64 -n N:3000000"))],
-        bars: vec![bar(SEND, By::Itself, 5.0, 10.0)],
+        bounds: vec![bound(SEND, By::Itself, 5.0, 10.0)],
     });
 
     rows
@@ -666,9 +666,9 @@ mod tests {
             assert!(names.insert(row.name), "{} is there twice", row.name);
             let parties: BTreeSet<&str> = row.parties.iter().map(|p| p.name.as_str()).collect();
             assert_eq!(parties.len(), row.parties.len(), "{}", row.name);
-            for bar in &row.bars {
-                assert!(parties.contains(bar.of), "{}: {}", row.name, bar.of);
-                if let By::Ratio(other) | By::Beyond(other) = bar.by {
+            for bound in &row.bounds {
+                assert!(parties.contains(bound.of), "{}: {}", row.name, bound.of);
+                if let By::Ratio(other) | By::Beyond(other) = bound.by {
                     assert!(parties.contains(other), "{}: {other}", row.name);
                 }
             }

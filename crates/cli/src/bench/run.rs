@@ -38,7 +38,7 @@ pub(crate) struct Sample {
     /// The share of the client's time that other programs had its processor, if known.
     pub(crate) waited: Option<f64>,
     /// All numbers that the program printed.
-    pub(crate) said: BTreeMap<String, f64>,
+    pub(crate) numbers: BTreeMap<String, f64>,
     /// The congestion control of the program's TCP, if it reports it.
     pub(crate) congestion: Option<String>,
 }
@@ -285,7 +285,7 @@ impl Stage {
             Some(mut server) => server.last_words(),
             None => String::new(),
         };
-        let (mut said, congestion) = understand(&party.how, &output, &theirs)
+        let (mut numbers, congestion) = parse_output(&party.how, &output, &theirs)
             .map_err(|why| Lost::Failed(format!("{why}: {}", excerpt(&output))))?;
         let name = party.value.unwrap_or(match unit {
             Unit::Us => "us",
@@ -293,17 +293,17 @@ impl Stage {
             Unit::Ms => "m_s",
             Unit::Count | Unit::Share => "value",
         });
-        let value = said
+        let value = numbers
             .get(name)
             .copied()
             .filter(|v| v.is_finite())
             .ok_or_else(|| Lost::Failed(format!("no {name} in: {}", excerpt(&output))))?
             * party.factor;
-        said.remove(name);
+        numbers.remove(name);
         Ok(Sample {
             value,
             waited,
-            said,
+            numbers,
             congestion,
         })
     }
@@ -529,10 +529,10 @@ fn listen(pipe: impl Read + Send + 'static) -> Receiver<String> {
     lines
 }
 
-type Understood = (BTreeMap<String, f64>, Option<String>);
+type Parsed = (BTreeMap<String, f64>, Option<String>);
 
 /// Parses the output of the programs.
-fn understand(how: &How, client: &str, server: &str) -> Result<Understood, String> {
+fn parse_output(how: &How, client: &str, server: &str) -> Result<Parsed, String> {
     match how {
         How::Raw(_) | How::Verbs(_) | How::VerbsAlone(_) | How::Mpi(..) => {
             let line = client
@@ -682,10 +682,10 @@ mod tests {
         let fi = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n\
                   64      2k      =2k      250k        0.02s     11.34       5.64       0.18\n";
         let how = How::Peer("fi_pingpong", "", "");
-        assert_eq!(understand(&how, fi, "").unwrap().0.get("us"), Some(&5.64));
+        assert_eq!(parse_output(&how, fi, "").unwrap().0.get("us"), Some(&5.64));
         let ucx = "Final:                  5000     11.970    12.050    12.050        5.06       5.06       82988       82988\n";
         let how = How::Peer("ucx_perftest", "", "");
-        let (seen, _) = understand(&how, ucx, "").unwrap();
+        let (seen, _) = parse_output(&how, ucx, "").unwrap();
         assert_eq!(seen.get("us"), Some(&11.97));
     }
 }

@@ -16,11 +16,11 @@ use crate::cli::{LogLevel, Run};
 use crate::elf;
 use crate::library::Library;
 
-/// The variable for the number of threads with which an engine of Mooncake polls, by default two. They never pause, nor does the thread of
-/// the program that waits for a transfer.
+/// The variable for the number of threads with which an engine of Mooncake polls, by default two. These threads never pause, and
+/// neither does the thread of the program that waits for a transfer.
 const MOONCAKE_WORKERS: &str = "MC_WORKERS_PER_CTX";
-/// On so many processors or fewer these threads would leave none to the other end, which gets one only when the time slice of
-/// such a thread ends: a transfer of 4 KiB takes milliseconds instead of 50 µs.
+/// On a machine with at most this many processors, these threads occupy all of them. The other end of a transfer then runs only
+/// when the time slice of one of these threads ends, and a transfer of 4 KiB takes milliseconds instead of 50 µs.
 const FEW_PROCESSORS: usize = 2;
 
 /// Does not return on success, because this process executes the program.
@@ -95,9 +95,9 @@ fn mooncake_workers(processors: usize, inherited: Option<OsString>) -> Option<&'
 fn explanations(command: &Command) -> Vec<String> {
     let why = |name: &str| match name {
         "LD_PRELOAD" => {
-            "the program's libibverbs and librdmacm are anywarp's, also if it brings its own"
+            "the program uses anywarp's libibverbs and librdmacm, even if it brings its own"
         }
-        "LD_LIBRARY_PATH" => "and so are those that it opens by name later",
+        "LD_LIBRARY_PATH" => "libraries that the program opens later by name are also anywarp's",
         "FI_PROVIDER_PATH" => "libfabric finds anywarp's provider",
         MOONCAKE_WORKERS => "this machine has few processors, and each worker of Mooncake uses one",
         "ANYWARP_LOG" => "--log",

@@ -1,7 +1,7 @@
 //! `anywarp stat`: the counters of a running program's queue pairs.
 //!
-//! The device in that program sends the descriptor of a memory file. Its text has a line for each queue pair:
-//! the type, the number, then `NAME=VALUE` fields.
+//! The device in that program sends the descriptor of a memfd. The memfd contains a line of text for each queue pair: the type,
+//! the number, then `NAME=VALUE` fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -90,15 +90,15 @@ fn ask(pid: u32) -> Result<String, String> {
     let address = SocketAddr::from_abstract_name(name).map_err(|e| text(&e))?;
     let stream = UnixStream::connect_addr(&address).map_err(|_| {
         format!(
-            "process {pid} does not serve its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (and it has to \
-             have a queue pair, and the same network namespace)"
+            "process {pid} does not serve its counters: start it with `anywarp run --stat` or ANYWARP_STAT=1 (it must also \
+            have a queue pair, and be in the same network namespace)"
         )
     })?;
     // Any process may have bound this socket name. The kernel reports which process did.
     let peer = rustix::net::sockopt::socket_peercred(&stream).map_err(|e| text(&e))?;
     if u32::try_from(peer.pid.as_raw_pid()) != Ok(pid) {
         return Err(format!(
-            "process {pid}: another process ({}, of user {}) answers in its place, and its answer is ignored",
+            "process {pid}: another process ({}, of user {}) answers in its place; the answer is ignored",
             peer.pid.as_raw_pid(),
             peer.uid.as_raw()
         ));
@@ -109,7 +109,7 @@ fn ask(pid: u32) -> Result<String, String> {
     let user = peer.uid.as_raw();
     if !may_answer_for(user, &users) {
         return Err(format!(
-            "process {pid}: an earlier process with this id, of user {user}, has bound its name, and the answer is ignored"
+            "process {pid}: the answer comes from an earlier process with this id, of user {user}, and is ignored"
         ));
     }
     stream
@@ -135,7 +135,7 @@ fn ask(pid: u32) -> Result<String, String> {
     // A file of a FUSE file system could block the read forever.
     if rustix::fs::fcntl_get_seals(&memory).is_err() {
         return Err(format!(
-            "process {pid}: its answer is not memory of the kernel, and is not read"
+            "process {pid}: its answer is not a memfd, and is ignored"
         ));
     }
     let answer = contents(File::from(memory)).map_err(|e| text(&e))?;
@@ -399,7 +399,7 @@ mod tests {
         });
         let error = ask(pid).unwrap_err();
         server.join().unwrap();
-        assert!(error.contains("not memory of the kernel"), "{error}");
+        assert!(error.contains("not a memfd"), "{error}");
     }
 
     #[test]

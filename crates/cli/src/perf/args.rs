@@ -72,11 +72,11 @@ pub(crate) struct Perf {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=64))]
     pub(crate) list: u64,
 
-    /// Post as many requests at once as there is room for after completions
+    /// Post as many requests at once as the send queue has room for
     #[arg(long, conflicts_with = "list")]
     pub(crate) batch: bool,
 
-    /// Signal one of every so many requests; in ping of write-read, 2 does not signal the Write
+    /// Signal only every Nth request; 2 in a ping with --op write-read leaves the Write unsignaled
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..8192))]
     pub(crate) signal_every: u64,
 
@@ -124,7 +124,7 @@ pub(crate) struct Perf {
     #[arg(long)]
     pub(crate) unordered: bool,
 
-    /// Prepare the receiver's memory before each Write-Record, to determine for each byte whether it arrived; slower
+    /// Prepare the receiver's memory before each Write-Record, so that it is known for each byte whether it arrived; slower
     #[arg(long)]
     pub(crate) exact: bool,
 

@@ -131,7 +131,7 @@ impl Watch {
         match self.events.recv_timeout(CHECK_EVERY) {
             Ok(Event::Word(Word::Tick)) => Ok(None),
             Ok(Event::Gone(why)) => Err(Lost::Peer(why)),
-            Ok(Event::Word(Word::Sorry(why))) => Err(Lost::Run(format!("the other end: {why}"))),
+            Ok(Event::Word(Word::Failed(why))) => Err(Lost::Run(format!("the other end: {why}"))),
             Ok(Event::Line { of, .. } | Event::Ended { of }) if of != self.run => Ok(None),
             Ok(Event::Line { of, line }) => match line.strip_prefix("error ") {
                 Some(why) => Err(Lost::Run(why.to_owned())),
@@ -378,10 +378,10 @@ fn one_run(
         })?;
         end.write_line("go").map_err(Lost::Run)?;
         let mut samples: Vec<u64> = Vec::new();
-        let mut stop_said = false;
+        let mut stop_reported = false;
         let mine = loop {
-            if interrupted.load(Ordering::Relaxed) && !stop_said {
-                stop_said = true;
+            if interrupted.load(Ordering::Relaxed) && !stop_reported {
+                stop_reported = true;
                 end.write_line("stop").map_err(Lost::Run)?;
             }
             match watch.next(side)? {
@@ -414,7 +414,7 @@ fn one_run(
         })
     })();
     if let Err(Lost::Run(why)) = &outcome {
-        let _gone_already = side.send(&Word::Sorry(why.clone()));
+        let _gone_already = side.send(&Word::Failed(why.clone()));
     }
     outcome
 }
@@ -560,7 +560,7 @@ fn session(
     let mut failed = None;
     loop {
         if interrupted.load(Ordering::Relaxed) {
-            let _gone_already = side.send(&Word::Sorry("interrupted".to_owned()));
+            let _gone_already = side.send(&Word::Failed("interrupted".to_owned()));
             return Err("interrupted".to_owned());
         }
         let event = match watch.next(&mut side) {
@@ -586,7 +586,7 @@ fn session(
                     Ok(()) => {}
                     Err(Lost::Peer(why)) => return Err(why),
                     Err(Lost::Run(why)) => {
-                        let _gone_already = side.send(&Word::Sorry(why.clone()));
+                        let _gone_already = side.send(&Word::Failed(why.clone()));
                         failed = Some(why);
                     }
                 }

@@ -465,14 +465,14 @@ impl Report {
 
 /// Returns the options of this measurement as they were given.
 fn options(args: &Perf) -> String {
-    let mut said = vec![format!(
+    let mut options = vec![format!(
         "--transport {} --op {}",
         word(args.transport),
         word(args.op)
     )];
     let mut number = |name: &str, value: u64, usual: u64| {
         if value != usual {
-            said.push(format!("--{name} {value}"));
+            options.push(format!("--{name} {value}"));
         }
     };
     number("depth", args.depth, 16);
@@ -486,10 +486,10 @@ fn options(args: &Perf) -> String {
     number("buffers", args.buffers.unwrap_or_default(), 0);
     number("iters", args.iters.unwrap_or_default(), 0);
     if args.transport == Transport::Ud || args.transport == Transport::Rd {
-        said.push(format!("--segment {}", word(args.segment)));
+        options.push(format!("--segment {}", word(args.segment)));
     }
     if args.transport == Transport::Ud && matches!(args.op, Op::WriteRecord | Op::WriteImm) {
-        said.push(format!("--record-mode {}", word(args.record_mode)));
+        options.push(format!("--record-mode {}", word(args.record_mode)));
     }
     for (name, flag) in [
         ("batch", args.batch),
@@ -500,12 +500,12 @@ fn options(args: &Perf) -> String {
         ("system", args.system),
     ] {
         if flag {
-            said.push(format!("--{name}"));
+            options.push(format!("--{name}"));
         }
     }
-    said.extend(args.duration.map(|s| format!("--duration {s}")));
-    said.push(format!("--runs {}", args.runs));
-    said.join(" ")
+    options.extend(args.duration.map(|s| format!("--duration {s}")));
+    options.push(format!("--runs {}", args.runs));
+    options.join(" ")
 }
 
 /// Returns the properties of the machine and the variables set for the device.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 /// The first word of both ends. It distinguishes an `anywarp ping` or `blast` server from another program on the port.
-const MAGIC: &str = "anywarp-perf-2";
+const MAGIC: &str = "anywarp-perf-3";
 
 /// The longest line that is accepted, in bytes.
 const LONGEST: u64 = 1 << 16;
@@ -41,7 +41,7 @@ pub(crate) enum Word {
     /// Server: the results.
     Seen(Numbers),
     /// Both ends: the run failed, with the reason.
-    Sorry(String),
+    Failed(String),
     /// Both ends: a keep-alive message.
     Tick,
     /// Client: there are no more runs.
@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn a_lost_connection_is_detected() {
         let (side, events) =
-            greet(b"{\"greeting\":{\"magic\":\"anywarp-perf-2\",\"version\":\"0\"}}\n\"tick\"\n");
+            greet(b"{\"greeting\":{\"magic\":\"anywarp-perf-3\",\"version\":\"0\"}}\n\"tick\"\n");
         let _side = side.unwrap();
 
         assert!(matches!(events.recv().unwrap(), Event::Word(Word::Tick)));

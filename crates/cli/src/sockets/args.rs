@@ -24,21 +24,21 @@ pub(crate) enum Task {
     /// connection to a program without the library is left to the kernel. Datagrams become messages of datagram-iWARP if a
     /// rule enables that. The rules are checked first; the program is not started if they contain a mistake.
     Run(Run),
-    /// Show the sockets of a running program: which are upgraded, and why the others are plain
+    /// Show the sockets of a running program: which use RDMA (upgraded), and why the others do not (plain)
     ///
-    /// Shows for each TCP and UDP socket of the process its mode, its addresses, the bytes that the program has read and
-    /// written, and the window and the memory of an upgraded one. Forked children have process ids of their own and are shown
-    /// separately.
+    /// Shows for each TCP and UDP socket of the process its mode, its addresses and the bytes that the program has read and
+    /// written. For an upgraded TCP socket it also shows the window and the memory. A forked child is a process of its own: pass
+    /// its process id to see its sockets.
     Stat(Stat),
     /// Check the rules, or show which rule decides about a connection
     ///
     /// Without arguments it reads all sources and reports mistakes. `anywarp sockets check tcp connect 10.1.2.3:6379 nginx`
     /// shows the rule that decides when nginx connects to that address.
     Check(Check),
-    /// Query whether a listener, or a UDP socket, is known to understand RDMA
+    /// Ask whether a listener or a UDP socket is registered as one that accepts RDMA
     ///
-    /// The exit status is 0 if it is: a program with the rule `prefer` would then upgrade its connection, and one with the rule
-    /// `datagram` would send messages. Otherwise the exit status is 1.
+    /// The exit status is 0 if it is, and 1 otherwise. If it is, a program with the rule `prefer` upgrades its connection to this
+    /// address, and a program with the rule `datagram` sends messages of datagram-iWARP to it.
     Ask(Ask),
     /// Print the variables that `anywarp sockets run` sets, for a shell, a Dockerfile or a service
     Env(Env),
@@ -54,7 +54,7 @@ pub(crate) struct Rules {
     #[arg(long = "rule", value_name = "RULE")]
     pub(crate) rules: Vec<String>,
 
-    /// The tag by which `program NAME tag TAG` selects this process (sets ANYWARP_SOCKETS_TAG)
+    /// A tag for this process, which rules select with `program NAME tag TAG` (sets ANYWARP_SOCKETS_TAG)
     #[arg(long, value_name = "TAG")]
     pub(crate) tag: Option<String>,
 }
@@ -66,7 +66,7 @@ pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) rules: Rules,
 
-    /// Log on stderr what is decided about each connection (sets ANYWARP_LOG)
+    /// Log on stderr whether each connection uses RDMA, and why (sets ANYWARP_LOG)
     #[arg(long)]
     pub(crate) log: bool,
 
@@ -119,7 +119,7 @@ pub(crate) struct Check {
     #[arg(value_enum)]
     pub(crate) role: Option<Role>,
 
-    /// The address that it connects or sends to, or that it is bound to
+    /// The address that the program connects or sends to, or that its socket is bound to
     #[arg(value_name = "ADDR:PORT")]
     pub(crate) address: Option<SocketAddr>,
 

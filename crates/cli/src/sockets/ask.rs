@@ -1,4 +1,6 @@
-//! `anywarp sockets ask`: queries the directory of listeners and UDP sockets.
+//! `anywarp sockets ask`: queries a host's directory of the listeners and UDP sockets that accept RDMA.
+//!
+//! On this host the directory consists of the names of abstract Unix sockets. Another host is queried by a UDP datagram.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -23,17 +25,17 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
     if !Machine.is_here(address.ip().to_canonical()) {
         return Ok(match query_host(protocol, address) {
             Ok(true) => {
-                println!("{address}: yes, says the directory of the host");
+                println!("{address}: yes, according to the directory of that host");
                 ExitCode::SUCCESS
             }
             Ok(false) => {
-                println!("{address}: no, says the directory of the host");
+                println!("{address}: no, according to the directory of that host");
                 ExitCode::FAILURE
             }
             Err(e) => {
                 println!(
-                    "{address}: the directory of the host does not answer at UDP port {}: {e}; the rule `require` upgrades without \
-                     asking",
+                    "{address}: the directory of that host does not answer at UDP port {}: {e}; the rule `require` upgrades without \
+                    asking",
                     query::PORT
                 );
                 ExitCode::FAILURE
@@ -44,20 +46,20 @@ pub(crate) fn run(args: &Ask) -> Result<ExitCode, Failure> {
         Some((pid, uid)) if uid == 0 || uid == rustix::process::geteuid().as_raw() => {
             let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             println!(
-                "{address}: yes, process {pid} ({}) understands it",
+                "{address}: yes, process {pid} ({}) accepts RDMA",
                 name.trim().escape_debug()
             );
             Ok(ExitCode::SUCCESS)
         }
         Some((pid, uid)) => {
             println!(
-                "{address}: process {pid} of user {uid} is registered, and is ignored: only sockets of this user and of root are trusted"
+                "{address}: no: process {pid} of user {uid} is registered, but only sockets of this user and of root are trusted"
             );
             Ok(ExitCode::FAILURE)
         }
         None => {
             println!(
-                "{address}: no: no {} there has libanywarp-sockets.so, or its rules leave the port alone",
+                "{address}: no: no {} with libanywarp-sockets.so is there, or its rules exclude the port",
                 if args.udp { "UDP socket" } else { "listener" }
             );
             Ok(ExitCode::FAILURE)
@@ -91,7 +93,7 @@ fn query_host(protocol: Protocol, address: SocketAddr) -> io::Result<bool> {
     Err(io::ErrorKind::TimedOut.into())
 }
 
-/// Returns the process and the user that hold the name of a listener.
+/// Returns the process and the user that have registered a listener or a UDP socket, by binding its name.
 fn find(protocol: Protocol, address: SocketAddr) -> Option<(i32, u32)> {
     name::to_ask(protocol, address).iter().find_map(|name| {
         let name = net::SocketAddr::from_abstract_name(name).ok()?;

@@ -55,16 +55,14 @@ fn answer(
         args::Role::Send => Role::Send,
     };
     if who.is_left_alone() {
-        return "tcp: connections of sshd always stay plain: it hands them from process to process"
+        return "tcp: connections of sshd always stay plain, because it passes them between processes"
             .to_owned();
     }
     match policy.rule(role, who, address, || from, &Machine) {
         Some(rule) => {
             let peers = match (rule.mode, rule.unasked) {
-                (mode, true) if mode.is_messages() => " to all peers, without asking",
-                (mode, false) if mode.is_messages() => {
-                    " to peers that are known to understand them"
-                }
+                (mode, true) if mode.is_messages() => " to all peers, without asking them",
+                (mode, false) if mode.is_messages() => " to peers that are known to accept them",
                 _ => "",
             };
             format!(
@@ -74,7 +72,7 @@ fn answer(
             )
         }
         None => format!(
-            "{}: no rule is about it",
+            "{}: no rule applies",
             if is_udp(role) { "udp" } else { "tcp" }
         ),
     }
@@ -86,19 +84,19 @@ fn is_udp(role: Role) -> bool {
 
 fn meaning(role: Role, mode: Mode) -> &'static str {
     match (role, mode) {
-        (Role::Bind, Mode::Datagram) => "messages are understood, and answers are Sends",
-        (Role::Bind, Mode::Record) => "messages are understood, and answers are Write-Records",
+        (Role::Bind, Mode::Datagram) => "messages are accepted, and answers are Sends",
+        (Role::Bind, Mode::Record) => "messages are accepted, and answers are Write-Records",
         (Role::Bind, Mode::Reliable) => {
-            "messages and reliable datagrams are understood, and answers are reliable Sends"
+            "messages and reliable datagrams are accepted, and answers are reliable Sends"
         }
-        (_, Mode::Reliable) => "reliable Sends, which are sent again when they are lost,",
+        (_, Mode::Reliable) => "reliable Sends, which are retransmitted if they are lost,",
         (_, Mode::Datagram) => "Sends",
         (_, Mode::Record) => "Write-Records",
         (_, Mode::Udp) => "the kernel's UDP",
-        (Role::Bind | Role::Send, Mode::Off) => "the kernel's UDP, not looked at",
-        (Role::Connect, Mode::Prefer) => "RDMA if the listener is known to understand it",
+        (Role::Bind | Role::Send, Mode::Off) => "the kernel's UDP; the library ignores the socket",
+        (Role::Connect, Mode::Prefer) => "RDMA if the listener is known to accept it",
         (Role::Connect, Mode::Require) => {
-            "RDMA, without asking; a peer that does not understand it resets the connection"
+            "RDMA, without asking; a peer without the library resets the connection"
         }
         (Role::Listen, Mode::Prefer) => {
             "RDMA for peers that ask for it, on the same port as plain connections"
@@ -106,7 +104,7 @@ fn meaning(role: Role, mode: Mode) -> &'static str {
         (_, Mode::Prefer) => "RDMA",
         (_, Mode::Require) => "RDMA only: plain connections are closed",
         (_, Mode::Tcp) => "the kernel's TCP",
-        (_, Mode::Off) => "the kernel's TCP, not looked at",
+        (_, Mode::Off) => "the kernel's TCP; the library ignores the socket",
     }
 }
 
@@ -137,7 +135,7 @@ mod tests {
         );
         assert_eq!(
             ask("curl", connects, "10.1.2.3:6379", None),
-            "tcp: no rule is about it"
+            "tcp: no rule applies"
         );
         let listens = args::Role::Listen;
         assert!(ask("nginx", listens, "1.2.3.4:80", Some("10.0.0.1")).starts_with("off: "));
@@ -161,12 +159,12 @@ mod tests {
         let ask = |role, address: &str| answer(&policy, &who, role, address.parse().unwrap(), None);
         let text = ask(args::Role::Bind, "0.0.0.0:5060");
         let bound =
-            "datagram: messages are understood, and answers are Sends to peers that are known";
+            "datagram: messages are accepted, and answers are Sends to peers that are known";
         assert!(text.starts_with(bound), "{text}");
         let text = ask(args::Role::Send, "10.0.0.1:9");
-        let sent = "record: Write-Records to all peers, without asking\n  g:1: send udp";
+        let sent = "record: Write-Records to all peers, without asking them\n  g:1: send udp";
         assert!(text.starts_with(sent), "{text}");
         let text = ask(args::Role::Send, "11.0.0.1:9");
-        assert_eq!(text, "udp: no rule is about it");
+        assert_eq!(text, "udp: no rule applies");
     }
 }

@@ -1,4 +1,4 @@
-//! `anywarp sockets env`: prints the variables, for use by other tools.
+//! `anywarp sockets env`: prints the variables that `anywarp sockets run` sets, for use by other tools.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;

@@ -1,6 +1,7 @@
 //! `anywarp sockets stat`: the sockets of a running program.
 //!
-//! The process has a table of its sockets as a memfd. The addresses are read from /proc.
+//! The library in that process keeps a table of the sockets in a memfd, which this command reads through /proc. The addresses
+//! come from /proc/PID/net.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,7 +21,7 @@ use crate::cmd::Failure;
 struct Socket {
     fd: u32,
     local: SocketAddr,
-    /// `None`: the socket listens, or is an unconnected UDP socket.
+    /// `None` for a listener and for an unconnected UDP socket.
     peer: Option<SocketAddr>,
     udp: bool,
     record: Record,
@@ -41,7 +42,7 @@ type Found = (String, Vec<Socket>, (u64, u64));
 fn read(pid: u32) -> Result<Found, String> {
     let dir = format!("/proc/{pid}");
     let failed = |e: std::io::Error| match e.kind() {
-        std::io::ErrorKind::NotFound => format!("process {pid}: there is none"),
+        std::io::ErrorKind::NotFound => format!("there is no process {pid}"),
         _ => format!("process {pid}: {e}"),
     };
     let name = fs::read_to_string(format!("{dir}/comm")).map_err(failed)?;
@@ -67,7 +68,7 @@ fn read(pid: u32) -> Result<Found, String> {
     let Some(table) = table else {
         let maps = fs::read_to_string(format!("{dir}/maps")).unwrap_or_default();
         return Err(if maps.contains("libanywarp-sockets.so") {
-            format!("process {pid} ({name}) has the library, and has not used a socket yet")
+            format!("process {pid} ({name}) has the library, but has not used a socket yet")
         } else {
             format!(
                 "process {pid} ({name}) does not have the library: start it with `anywarp sockets run`"
@@ -304,6 +305,6 @@ mod tests {
     fn a_process_without_the_library_is_explained() {
         let why = read(std::process::id()).unwrap_err();
         assert!(why.contains("anywarp sockets run"), "{why}");
-        assert!(read(u32::MAX).unwrap_err().contains("there is none"));
+        assert!(read(u32::MAX).unwrap_err().contains("there is no process"));
     }
 }

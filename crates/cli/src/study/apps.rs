@@ -26,13 +26,14 @@ const CALL_MS: u64 = 3000;
 /// The pause between two readings of the memory.
 const MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
-/// The files by which perftest names its XRC domains. It leaves them, and another user could not use them.
+/// The files that identify the XRC domains of perftest. It does not remove them, and another user could not open them.
 const XRC_FILES: [&str; 2] = ["/tmp/xrc_domain_server", "/tmp/xrc_domain_client"];
 
 /// The file with the video for the player, in the folder of the report.
 const FILM: &str = "film.ts";
 
-/// The page that the three tiers provide: its name, its length, and the number of clients that request it.
+/// The page of the measurement with three tiers (proxy, web server and database): its name, its length, and the number of
+/// clients that request it.
 const PAGE: &str = "/page";
 const PAGE_BYTES: usize = 4000;
 const CLIENTS: &str = "8";
@@ -50,7 +51,7 @@ pub(crate) struct Apps {
 #[derive(Debug, Clone, Copy)]
 struct Carrier {
     tcp: bool,
-    /// The rule for `anywarp sockets run`, or the kernel's sockets.
+    /// The rule for `anywarp sockets run`; `None` for the kernel's sockets.
     rule: Option<&'static str>,
     /// Whether the device may use shared memory between processes.
     memory: bool,
@@ -87,7 +88,7 @@ struct Programs<'a> {
     carrier: Carrier,
     library: &'a Library,
     folder: &'a Path,
-    /// The programs use the device directly.
+    /// Whether the programs use the device directly, with verbs.
     device: bool,
     /// The device checks each message with a CRC.
     crc: bool,
@@ -101,7 +102,8 @@ impl Programs<'_> {
         self.start_with(part, self.carrier.rule, words)
     }
 
-    /// Starts a program with this rule instead of the carrier's. If the carrier has no rule, this one does not apply either.
+    /// Starts a program with this rule instead of that of the carrier. If the carrier has no rule, the program uses the
+    /// kernel's sockets.
     fn start_with(
         &mut self,
         part: Part,
@@ -273,7 +275,7 @@ impl Apps {
             ))
         };
         let server = record("server", &format!("-s -1 -B {HERE} -p {port}"));
-        // It ends with its client.
+        // With -1 the server exits after its client.
         let server = programs.start(Part::Measured, &server)?;
         ready(port, true)?;
         let client = record("client", &format!("-c {HERE} -p {port} -t 1 -l 1M"));
@@ -306,7 +308,7 @@ impl Apps {
             return Err(Miss::Failed("perf has recorded nothing".to_owned()));
         }
         if !kernel {
-            // Without privileges perf records nothing of the kernel, or does not know its functions.
+            // Without privileges perf does not record the kernel, or cannot name its functions.
             let why = "perf shows no functions of the kernel here: run it as root";
             return Err(Miss::Blank(why.to_owned()));
         }
@@ -353,8 +355,8 @@ impl Apps {
         Ok([("seconds".to_owned(), seconds)].into())
     }
 
-    /// Returns the rate and the response times of pages that three programs answer together: a proxy asks a web server, which asks a
-    /// database. The clients use the kernel's sockets.
+    /// Returns the rate and the response times of requests for a page. Three programs take part: a proxy asks a web server,
+    /// which asks a database. The clients use the kernel's sockets.
     fn tiers(
         &self,
         programs: &mut Programs<'_>,
@@ -365,7 +367,7 @@ impl Apps {
         need("ab", "apache2-utils")?;
         need("memcached", "memcached")?;
         for (program, package) in [("nginx", "nginx"), ("haproxy", "haproxy")] {
-            // Debian installs them in a folder that not every user searches.
+            // Debian installs these programs in a folder that is not in the PATH of every user.
             if !Path::new("/usr/sbin").join(program).is_file() {
                 need(program, package)?;
             }
@@ -515,7 +517,7 @@ fn store_page(port: u16) -> io::Result<()> {
     if &answer == b"STORED\r\n" {
         Ok(())
     } else {
-        Err(io::Error::other("it does not store the page"))
+        Err(io::Error::other("the database does not store the page"))
     }
 }
 
@@ -659,7 +661,7 @@ fn perftest(
     };
     let size: f64 = get("size").parse().unwrap_or(1.0);
     let streams = point.params.get("streams").map_or("1", String::as_str);
-    // The count for the duration of a sample, at 1 GB/s and 5 µs per message.
+    // The number of messages that takes about as long as a sample, if the throughput is 1 GB/s and a message takes 5 µs.
     let count = (extent.seconds() / (size / 1e9 + 5e-6)).max(100.0);
     let port = sys::free_port().map_err(|e| e.to_string())?;
     let mut text = format!("{name} -F -p {port} -s {size} -n {count:.0} {layout}");
@@ -695,7 +697,7 @@ fn perftest(
     if name == "ib_send_lat" {
         let us = *numbers.get(4).ok_or_else(bad)?;
         sample.insert("us".to_owned(), us);
-        // A request and its answer take twice that time.
+        // perftest prints the time of one direction; a request and its answer take twice as long.
         sample.insert("answers".to_owned(), 1e6 / (2.0 * us));
         let most = *numbers.get(7).ok_or_else(bad)?;
         sample.insert("p99_us".to_owned(), most);

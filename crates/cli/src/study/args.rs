@@ -40,11 +40,12 @@ pub(crate) enum Task {
     /// Call a SIP server, one call at a time, and print the time of a response
     #[command(hide = true)]
     Calls(Calls),
-    /// Measure two kinds of streams on a slow link, and print their rates; changes the loopback interface of its network
-    /// namespace
+    /// Measure two kinds of streams on a slow link, and print their rates; run it in a network namespace, because it changes the
+    /// loopback interface
     #[command(hide = true)]
     Lanes(Lanes),
-    /// Measure a point of an application, and print the values; changes the loopback interface of its network namespace
+    /// Measure one point with application programs, and print the values; run it in a network namespace, because it changes the
+    /// loopback interface
     #[command(hide = true)]
     Inside(Inside),
     /// Measure a point of ping or blast between two network namespaces, and print the values; must be started in a network
@@ -88,15 +89,15 @@ pub(crate) struct Between {
 /// Arguments of `anywarp study inside`.
 #[derive(Debug, Args)]
 pub(crate) struct Inside {
-    /// The values of the axes: app=tiers
+    /// The values of the axes, such as app=tiers
     #[arg(required = true, value_name = "AXIS=VALUE")]
     pub(crate) values: Vec<String>,
 
-    /// Length of the packets on the loopback interface, bytes
+    /// MTU of the loopback interface, bytes
     #[arg(long)]
     pub(crate) mtu: u32,
 
-    /// Each segment of TCP is a packet of its own when it passes the interface
+    /// Disable segmentation offload: each TCP segment passes the loopback interface as a packet of its own
     #[arg(long)]
     pub(crate) no_offload: bool,
 
@@ -112,11 +113,12 @@ pub(crate) struct Inside {
 /// Arguments of `anywarp study lanes`.
 #[derive(Debug, Args)]
 pub(crate) struct Lanes {
-    /// The favoured streams: rc, rdma (sockets over RDMA) or kernel (sockets of the kernel), and their number: rdma:3
+    /// The favoured streams: rc (queue pairs), rdma (sockets over RDMA) or kernel (sockets of the kernel), and their number,
+    /// such as rdma:3
     #[arg(long, default_value = "rc:1")]
     pub(crate) favoured: String,
 
-    /// The other streams
+    /// The other streams, in the same form
     #[arg(long, default_value = "rc:1")]
     pub(crate) background: String,
 
@@ -132,7 +134,7 @@ pub(crate) struct Lanes {
     #[arg(long, default_value_t = 8192)]
     pub(crate) size: u32,
 
-    /// rc: largest number of outstanding messages
+    /// Largest number of outstanding messages of each rc stream
     #[arg(long, default_value_t = 64)]
     pub(crate) depth: u32,
 
@@ -140,11 +142,11 @@ pub(crate) struct Lanes {
     #[arg(long, default_value_t = 1.0)]
     pub(crate) seconds: f64,
 
-    /// The favoured streams have a lane of high priority, instead of a weight
+    /// Give the favoured streams a lane of high priority instead of a weight
     #[arg(long)]
     pub(crate) blocking: bool,
 
-    /// The kernel arbitrates, by the DSCP of packets, instead of the device
+    /// Let the kernel arbitrate by the DSCP of the packets, instead of the device
     #[arg(long)]
     pub(crate) kernel: bool,
 }
@@ -200,7 +202,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "NAME")]
     pub(crate) device: Option<String>,
 
-    /// Host on which `anywarp blast --server --forever` runs; by default both ends run on this one
+    /// Host on which `anywarp blast --server --forever` runs; by default both ends run on this host
     #[arg(long, value_name = "HOST", requires = "port")]
     pub(crate) host: Option<String>,
 

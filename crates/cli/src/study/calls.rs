@@ -14,7 +14,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest message of the server.
 const LONGEST: usize = 16_384;
 
-/// The number of calls before those that count.
+/// The number of calls before those that are measured.
 const WARM_UP: usize = 10;
 
 /// The connection to the server. With UDP each datagram is one message.

@@ -35,7 +35,7 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "tcp-nagle" => ("tcp", true),
         mode => (mode, false),
     };
-    // The count for the duration of a sample, at 500 MB/s and 20 µs for each message.
+    // The number of messages that takes about as long as a sample, if the throughput is 500 MB/s and a message takes 20 µs.
     let ping = get("test") == "ping";
     let count = extent.seconds() / (size as f64 / 5e8 + 20e-6);
     let mut words: Vec<String> = ["--json", "--mode", mode, "--size", get("size")]
@@ -96,7 +96,7 @@ pub(crate) fn measure(
         let client = Ended::start(&mut start(&[to.as_slice(), &words].concat()))?;
         let text = client.output(interrupted);
         drop(server);
-        understand(&text?)
+        parse_output(&text?)
     };
     let mut before = String::new();
     for (name, value) in variables {
@@ -113,7 +113,7 @@ pub(crate) fn measure(
 }
 
 /// Parses the output of `exs-ttcp`.
-fn understand(text: &str) -> Result<Sample, String> {
+fn parse_output(text: &str) -> Result<Sample, String> {
     let bad = || format!("output not understood: {}", text.trim());
     let line = text.lines().find(|line| line.starts_with('{'));
     let value: Value = line
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn both_tests_are_parsed() {
-        let of = |text: &str, name: &str| understand(text).unwrap().get(name).copied();
+        let of = |text: &str, name: &str| parse_output(text).unwrap().get(name).copied();
         let rate =
             "{\"mib_per_s\": 1.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0}\n";
         assert_eq!(of(rate, "oneway_us"), Some(1000.0));
@@ -151,6 +151,6 @@ mod tests {
         assert_eq!(of(rate, "cpu_local"), Some(5.0));
         let ping = "{\"latency_us\": {\"min\": 1.0, \"median\": 2.5}}\n";
         assert_eq!(of(ping, "oneway_us"), Some(2.5));
-        assert!(understand("exs-ttcp: no").is_err());
+        assert!(parse_output("exs-ttcp: no").is_err());
     }
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::args::Run;
 
-/// The extent of the measurements.
+/// How many points are measured, and how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Extent {
     /// Everything.
@@ -90,7 +90,7 @@ pub(crate) enum Runner {
     Apps,
     /// Streams of two kinds on a slow link with lanes.
     Lanes,
-    /// No program: all figures of the file are blank.
+    /// No program: no figure of the file can be measured.
     None,
 }
 
@@ -220,7 +220,7 @@ pub(crate) struct Blank {
     pub(crate) why: String,
 }
 
-/// The assertion of a finding about the values a and b of two sets of points.
+/// The assertion of a finding, where a and b are the values of two sets of points.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Shape {
@@ -272,12 +272,12 @@ pub(crate) struct Finding {
     /// The points a.
     #[serde(default)]
     pub(crate) a: Select,
-    /// The points b, each of which is compared with the a that is equal on all other axes.
+    /// The points b. Each is compared with the point a that has the same values on all axes that do not distinguish a from b.
     #[serde(default)]
     pub(crate) b: Select,
     /// The lowest x for which the assertion is made.
     pub(crate) from: Option<f64>,
-    /// The highest such x.
+    /// The highest x for which the assertion is made.
     pub(crate) to: Option<f64>,
     /// The factor of the assertion.
     #[serde(default = "one")]
@@ -307,7 +307,7 @@ fn most() -> f64 {
     0.8
 }
 
-/// A row of a table that tells which programs RDMA is suited for. Findings of other figures decide it.
+/// A row of a table that shows for which programs RDMA is suited. The finding of another figure decides each row.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Row {
@@ -317,7 +317,7 @@ pub(crate) struct Row {
     pub(crate) example: String,
     /// Whether RDMA is suited according to the paper.
     pub(crate) suits: bool,
-    /// The figure and the number of its finding that decide the row on this machine, if any.
+    /// The figure whose finding decides the row on this machine, if any; `finding` is the number of that finding.
     pub(crate) figure: Option<String>,
     #[serde(default = "first")]
     pub(crate) finding: usize,
@@ -641,7 +641,7 @@ impl Experiment {
             }
             if self.runner == Runner::None {
                 return Some(format!(
-                    "{}: a figure without a runner must say why it is blank",
+                    "{}: a figure without a runner must have a reason in `blank`",
                     figure.name
                 ));
             }
@@ -771,7 +771,7 @@ pub(crate) fn choose(all: &[Experiment], names: &[String]) -> Result<Vec<Experim
             .flat_map(|e| e.figures.iter().map(|figure| e.id(figure)));
         if !ids.any(|id| matches(name, &id)) {
             return Err(format!(
-                "there is no figure {name}; `anywarp study list` has all of them"
+                "there is no figure {name}; `anywarp study list` lists the figures"
             ));
         }
     }

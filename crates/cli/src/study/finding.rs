@@ -117,7 +117,7 @@ pub(crate) fn judge(finding: &Finding, values: &Values, x: &str, places: &[Strin
     summary(finding, &numbers, &holds)
 }
 
-/// Returns whether two points are equal on all axes that the finding does not set for b.
+/// Returns whether two points have the same values on all axes, except on those by which the finding selects b.
 fn alike(finding: &Finding, one: &Params, other: &Params) -> bool {
     one.iter()
         .all(|(axis, value)| finding.b.contains_key(axis) || other.get(axis) == Some(value))

@@ -1,8 +1,8 @@
 //! Streams of two kinds that share a slow link with two lanes, in a network namespace of their own.
 //!
-//! `anywarp study lanes` runs in the namespace. The arbiter of the link is the device's (`ANYWARP_QOS`), or the kernel's HTB
-//! on the loopback interface, which selects the class by the DSCP of a packet. The rates are measured by what the peers
-//! have acknowledged in a time in which all streams run (`ss`).
+//! `anywarp study lanes` runs in the namespace. Either the device arbitrates the link (`ANYWARP_QOS`), or the kernel does: HTB on the
+//! loopback interface selects the class by the DSCP of a packet. The rates are those of the bytes that the peers acknowledge, as
+//! `ss` shows them, in an interval in which all streams run.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -24,7 +24,7 @@ const HERE: &str = "127.0.0.1";
 /// The service levels of the background and of the favoured streams. Their traffic classes are the levels times 32.
 const LEVELS: [u8; 2] = [1, 2];
 
-/// The bytes that each kind must have sent before the measurement begins.
+/// The bytes that each kind of streams must have sent before the measurement begins.
 const BEGUN: u64 = 50_000;
 
 /// The time between the first bytes and the measurement: until the windows of TCP have adapted.
@@ -78,7 +78,7 @@ fn classes(args: &Lanes) -> Vec<String> {
     all
 }
 
-/// The programs of one kind, and how they are started.
+/// One kind of streams: the programs, and how they are started.
 struct Kind<'a> {
     name: &'a str,
     streams: usize,
@@ -193,20 +193,22 @@ fn acknowledged(text: &str) -> [u64; 2] {
 /// Runs the streams in this namespace. Returns the sample as JSON.
 pub(crate) fn run(args: &Lanes) -> Result<String, String> {
     system("ip link set lo up")?;
-    // Its queue grows until it is full, so that each class has something to send.
+    // Reno increases its window until the queue of the class is full, so each class always has something to send.
     system("sysctl -q -w net.ipv4.tcp_congestion_control=reno")?;
     let link = env::temp_dir().join(format!("anywarp-{}-{LINK}", std::process::id()));
     let mut qos = settings(args, &link);
     if args.kernel {
         if args.blocking {
-            return Err("the kernel's arbiter has no high limit".to_owned());
+            return Err(
+                "--blocking is for the device's arbiter: the kernel's has no high limit".to_owned(),
+            );
         }
-        // Of long packets the class with the smallest share would get only a few in a second.
+        // If packets were longer, the class with the smallest share would send only a few in a second.
         system("ip link set lo mtu 16000 gso_max_segs 1")?;
         for command in classes(args) {
             system(&command)?;
         }
-        // The device only marks the packets.
+        // With this rate the device does not limit anything, and only sets the DSCP of the packets.
         "rate=1000Gbit/s".clone_into(&mut qos);
     }
     let (background, favoured) = (
@@ -214,7 +216,9 @@ pub(crate) fn run(args: &Lanes) -> Result<String, String> {
         Kind::parse(&args.favoured, LEVELS[1])?,
     );
     if !args.kernel && (background.name != "rc" || favoured.name != "rc") {
-        return Err("the device arbitrates only what is sent with verbs".to_owned());
+        return Err(
+            "without --kernel both kinds must be rc: the device arbitrates only verbs".to_owned(),
+        );
     }
     let mut running = Vec::new();
     let measured = background
@@ -237,7 +241,7 @@ pub(crate) fn run(args: &Lanes) -> Result<String, String> {
     serde_json::to_string(&sample).map_err(|e| e.to_string())
 }
 
-/// Returns the rates of both kinds in Mbit/s, in a time in which all their streams run.
+/// Returns the rates of both kinds in Mbit/s, over an interval in which all their streams run.
 fn measure(window: Duration) -> Result<[f64; 2], String> {
     let now = || system("ss -tinH --tos").map(|text| (Instant::now(), acknowledged(&text)));
     let end = Instant::now() + READY;
@@ -255,7 +259,7 @@ fn measure(window: Duration) -> Result<[f64; 2], String> {
     let rate = |of: usize| {
         let (before, after) = (before.get(of).copied(), after.get(of).copied());
         let bytes = after.unwrap_or(0).checked_sub(before.unwrap_or(0));
-        // A stream that ended takes its bytes along.
+        // `ss` no longer counts the bytes of a stream that has ended, so the difference may be negative.
         let bytes = bytes
             .filter(|bytes| *bytes > 0)
             .ok_or("a stream has stopped")?;

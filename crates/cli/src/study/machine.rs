@@ -1,4 +1,4 @@
-//! The processor time during a measurement: idle, and taken by the host of a virtual machine (steal).
+//! How much processor time was idle during a measurement, and how much the host of a virtual machine took (steal).
 
 use std::fs;
 
@@ -18,7 +18,7 @@ impl Times {
 
     fn parse(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
-        // Columns: user, nice, system, idle, iowait, irq, softirq, steal. The following ones are included in user and nice.
+        // Columns: user, nice, system, idle, iowait, irq, softirq, steal. The columns after these are parts of user and nice.
         let all: Vec<u64> = line
             .split_whitespace()
             .take(8)
@@ -32,7 +32,7 @@ impl Times {
         })
     }
 
-    /// Returns the percentage of time since `then` that the processors were idle, and that the host took.
+    /// Returns two percentages of the time since `then`: how much the processors were idle, and how much the host took.
     pub(crate) fn since(&self, then: &Self) -> Option<(f64, f64)> {
         let all = self.all.checked_sub(then.all).filter(|all| *all > 0)? as f64;
         let share = |now: u64, then: u64| now.saturating_sub(then) as f64 * 100.0 / all;

@@ -2,6 +2,10 @@
 //!
 //! `figures` reads the definitions of the figures from data files, `runner` measures their points, `store` keeps the samples,
 //! `finding` checks the findings of the papers, and `report` writes the results.
+//!
+//! A *point* has one value on each axis of an experiment, such as size and type of queue pair. It is measured several times; each
+//! time gives a *sample*. A point or a figure that cannot be measured is *blank*. A finding that does not hold may have a
+//! *control*: the same points with one setting changed, to test an explanation.
 
 mod apps;
 pub(crate) mod args;
@@ -83,7 +87,9 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
     let library = Library::find().map_err(Failure::Library)?;
     let folder = args.studies.clone().or_else(|| library.studies());
     let Some(folder) = folder else {
-        eprintln!("anywarp: there is no folder with the figures: reinstall anywarp");
+        eprintln!(
+            "anywarp: the folder with the data files of the figures is missing: reinstall anywarp"
+        );
         return Ok(ExitCode::from(MISUSE));
     };
     let all = figures::read(&folder);
@@ -157,7 +163,7 @@ fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
     let folder = &args.report;
     let Some((extent, device)) = Store::last(folder) else {
         return Err(format!(
-            "{}: nothing was measured there: `anywarp study run all --quick --report {}`",
+            "{}: nothing was measured there yet: run `anywarp study run all --quick --report {}`",
             folder.display(),
             folder.display()
         ));
@@ -177,7 +183,7 @@ struct Work<'a> {
     store: Store,
     bench: Bench,
     interrupted: Interrupted,
-    /// The points with the wanted number of samples.
+    /// Each point to measure, and its wanted number of samples.
     planned: Vec<(Point, usize)>,
     shown: Instant,
 }
@@ -249,7 +255,8 @@ impl<'a> Work<'a> {
         let mut machine = self.bench.pinning();
         if let Some((idle, steal)) = meanwhile {
             machine.push_str(&format!(
-                "; while it was measured the processors were idle for {idle:.0} % of the time, and its host took {steal:.1} %"
+                "; during the measurement the processors were idle for {idle:.0} % of the time, and the host of the virtual \
+                machine took {steal:.1} % of it"
             ));
         }
         if !self.args.quiet && io::stderr().is_terminal() {
@@ -277,7 +284,8 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Measures all points of an experiment in turn, then noisy ones again, then the controls of findings that do not hold.
+    /// Measures all points of an experiment in turn, then the noisy ones again, and then the controls of findings that do not
+    /// hold.
     fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
         let extent = self.store.extent();
         let all = points(experiment, extent);
@@ -388,7 +396,7 @@ fn shown(all: &[Experiment], chosen: &[Experiment]) -> Vec<Experiment> {
     rest.chain(chosen.iter().cloned()).collect()
 }
 
-/// Returns the points of all figures of an experiment, without duplicates and blank points.
+/// Returns the points of all figures of an experiment, each once, without those that are blank.
 fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     let of = experiment
         .figures

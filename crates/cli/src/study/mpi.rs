@@ -197,7 +197,7 @@ fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
     }
     let size = number(params, "size");
     let mut words = vec![test.to_owned(), size.to_string()];
-    // The count for the duration of a sample, at 1 GB/s and 10 µs per message.
+    // The number of messages that takes about as long as a sample, if the throughput is 1 GB/s and a message takes 10 µs.
     let one = match test {
         "steps" => number(params, "compute") as f64 / 1e6,
         _ => size as f64 / 1e9,

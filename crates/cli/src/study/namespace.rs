@@ -1,4 +1,5 @@
-//! Measurements in a network namespace of their own: this program starts itself in it with a command that measures one point.
+//! Measurements in a network namespace of their own: this program starts itself in the namespace, with a subcommand that measures
+//! one point.
 
 use std::env;
 use std::process::{Command, Stdio};
@@ -8,7 +9,7 @@ use super::store::{Miss, Outcome};
 use crate::library::Library;
 use crate::perf::Interrupted;
 
-/// Begins the message of a command in a namespace whose point is blank.
+/// The first word of the error message of such a subcommand if its point cannot be measured here.
 pub(super) const BLANK: &str = "blank: ";
 
 /// Runs a command of the system.
@@ -16,7 +17,7 @@ pub(super) fn system(text: &str) -> Result<String, String> {
     let mut words = text.split_whitespace();
     let program = words.next().unwrap_or_default();
     let run = |path: &str| Command::new(path).args(words.clone()).output();
-    // Debian installs them in a folder that not every user searches.
+    // Debian installs these programs in a folder that is not in the PATH of every user.
     let output = run(program)
         .or_else(|_| run(&format!("/usr/sbin/{program}")))
         .map_err(|e| format!("{program}: {e}: apt install iproute2"))?;
@@ -24,7 +25,10 @@ pub(super) fn system(text: &str) -> Result<String, String> {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let why = String::from_utf8_lossy(&output.stderr);
-    let why = why.lines().next().unwrap_or("it failed");
+    let why = why
+        .lines()
+        .next()
+        .unwrap_or("the program failed without a message");
     Err(format!("{text}: {why}"))
 }
 
@@ -35,7 +39,7 @@ pub(super) fn measure(
     library: &Library,
     interrupted: &Interrupted,
 ) -> (String, Outcome) {
-    // Without root in a user namespace, in which the process has all rights.
+    // An ordinary user also needs a user namespace, in which the process has all privileges.
     let flags = if rustix::process::geteuid().is_root() {
         "-n"
     } else {

@@ -1,4 +1,4 @@
-//! A child process that measures. It is killed when its value is dropped.
+//! A child process that measures. Dropping the value that represents it kills the process.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -68,7 +68,7 @@ impl Ended {
         Ok((process, line.trim_end().to_owned()))
     }
 
-    /// Returns the number of the process.
+    /// Returns the process id.
     pub(crate) fn pid(&self) -> u32 {
         self.0.id()
     }
@@ -81,7 +81,10 @@ impl Ended {
                 Some(status) => break status,
                 None if interrupted.load(Ordering::Relaxed) => return Err("interrupted".to_owned()),
                 None if Instant::now() >= end => {
-                    return Err(format!("it has not ended after {} s", LONGEST.as_secs()));
+                    return Err(format!(
+                        "the program has not ended after {} s",
+                        LONGEST.as_secs()
+                    ));
                 }
                 None => thread::sleep(CHECK_EVERY),
             }
@@ -101,7 +104,9 @@ impl Ended {
                 .map_err(|e| e.to_string())?;
         }
         let last = text.lines().rev().find(|line| !line.trim().is_empty());
-        Err(last.unwrap_or("it failed").to_owned())
+        Err(last
+            .unwrap_or("the program failed without a message")
+            .to_owned())
     }
 }
 

@@ -751,7 +751,7 @@ impl<'a> Report<'a> {
         }
         if text.is_empty() {
             text.push_str(
-                "what was measured is not enough for advice: `anywarp study run pb --quick`\n",
+                "there are too few measurements for advice: run `anywarp study run pb --quick`\n",
             );
         }
         for seen in self.seen.iter().filter(|s| !s.figure.row.is_empty()) {
@@ -792,7 +792,7 @@ impl<'a> Report<'a> {
                 Some((id, judged))
             });
             let (here, why) = match named {
-                None => (None, "no figure measures it".to_owned()),
+                None => (None, "no figure measures this".to_owned()),
                 Some((id, judged)) => match judged.verdict {
                     Verdict::Unknown => (None, format!("not measured: anywarp study run {id}")),
                     verdict => {

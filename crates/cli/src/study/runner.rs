@@ -57,7 +57,7 @@ pub(crate) struct Bench {
     beyond: Option<Beyond>,
     /// The processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
-    /// The servers by their variables and the number of the stream.
+    /// The local servers, by their variables and the number of the stream that uses them.
     servers: BTreeMap<(Variables, usize), Server>,
     mpi: Mpi,
     apps: Apps,
@@ -259,7 +259,7 @@ impl Bench {
             .any(|axis| point.params.contains_key(*axis) && !is(axis, &["none"]));
         if self.elsewhere.is_some() {
             if !matches!(point.runner, Runner::Ping | Runner::Blast) {
-                return Some("it is measured on one machine, without --host");
+                return Some("this point is measured on one machine, without --host");
             }
             if is("carrier", &["memory"]) {
                 return Some("two machines have no memory in common");
@@ -267,7 +267,7 @@ impl Bench {
             let offload = is("gso", &["false"]) || is("gro", &["false"]);
             if limited || offload || is("carrier", &["udp"]) || is("crc", &["false"]) {
                 return Some(
-                    "both ends need the same variables, and the server elsewhere has its own",
+                    "both ends need the same variables, and those of a server on another host cannot be set from here",
                 );
             }
         }
@@ -282,25 +282,25 @@ impl Bench {
         }
         if self.device(&point.params).is_some() {
             if matches!(point.runner, Runner::Mpi | Runner::Apps | Runner::Lanes) {
-                return Some("MPI, applications and lanes are measured with anywarp's own device");
+                return Some("MPI, applications and lanes are measured only with anywarp's device");
             }
             if !is("carrier", &["tcp"]) && point.params.contains_key("carrier") {
-                return Some("with --device that device alone is measured");
+                return Some("only anywarp's device has other carriers than TCP");
             }
             if is("qp", &["ud", "rd"]) {
-                return Some("one-sided and reliable datagrams are of anywarp's own device");
+                return Some("only anywarp's device has one-sided and reliable datagrams");
             }
             if is("pin", &["false"]) {
-                return Some("this device locks pages in any case");
+                return Some("only anywarp's device can leave pages unlocked");
             }
             if limited {
-                return Some("rates and losses are made by anywarp's own device");
+                return Some("only anywarp's device can limit rates and inject losses");
             }
         }
         None
     }
 
-    /// Lets programs that are started next run on the processors of both ends.
+    /// Allows the programs that are started next to run on the processors of both ends.
     fn pin_all(&self) {
         if let Some((server, client)) = &self.processors {
             pin(&[server.as_slice(), client.as_slice()].concat());
@@ -617,7 +617,7 @@ impl Bench {
                     set("ANYWARP_CARRIER", "tcp");
                     set("ANYWARP_RC", "udp");
                 }
-                other => return Err(format!("there is no carrier {other}")),
+                other => return Err(format!("unknown carrier {other}")),
             }
         }
         if device.is_none() && params.get("pin").is_some_and(|pin| pin == "true") {
@@ -669,7 +669,7 @@ fn together(samples: &[Sample]) -> Sample {
             .filter_map(|sample| sample.get(name).copied());
         let value = match name.as_str() {
             "mbps" | "arrived_mbps" | "messages" | "cpu_local" | "cpu_remote" => values.sum(),
-            // Concurrent streams compete for the processors on purpose, so waiting does not count as noise.
+            // Concurrent streams compete for the processors by design, so their waiting is not noise.
             "waited" if samples.len() > 1 => continue,
             "elapsed_s" => values.fold(0.0, f64::max),
             _ => values.sum::<f64>() / samples.len() as f64,
@@ -710,7 +710,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
         match get("posting") {
             None | Some("single") => {}
             Some("list") => add("--batch", ""),
-            Some(other) => return Err(format!("there is no posting {other}")),
+            Some(other) => return Err(format!("unknown posting {other}")),
         }
         if op != "write-record" {
             // Twice as many buffers at the receiver as outstanding messages.
@@ -729,7 +729,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
             add("--signal-every", &(buffers / 2).max(1).to_string());
         }
         (Some("periodic"), _) => add("--signal-every", "2"),
-        (Some(other), _) => return Err(format!("there is no signaling {other}")),
+        (Some(other), _) => return Err(format!("unknown signaling {other}")),
     }
     for (axis, value, word) in [("inline", "true", "--inline"), ("mode", "event", "--event")] {
         if get(axis) == Some(value) {
@@ -739,7 +739,8 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     if let Some(segment) = get("segment") {
         add("--segment", segment);
     }
-    // Streams do not start at the same moment. The warm-up reduces the effect of the time in which only some run.
+    // Streams do not start at the same moment. A longer warm-up shortens the part of the measurement in which only some of them
+    // run.
     add(
         "-d",
         &(extent.seconds() * streams(point)? as f64).to_string(),
@@ -773,7 +774,7 @@ fn pin(processors: &[usize]) {
 mod tests {
     use super::*;
 
-    fn said(runner: Runner, params: &[(&str, &str)]) -> Result<String, String> {
+    fn options_of(runner: Runner, params: &[(&str, &str)]) -> Result<String, String> {
         let point = Point {
             runner,
             params: params
@@ -786,7 +787,7 @@ mod tests {
 
     #[test]
     fn a_point_becomes_a_command() {
-        let blast = said(
+        let blast = options_of(
             Runner::Blast,
             &[
                 ("op", "write"),
@@ -803,7 +804,7 @@ mod tests {
             "-t rc -o write -s 912 --depth 16 --batch --buffers 32 --warmup 48 --signal-every 8 --inline --event -d 0.06 \
              -r 1 --timeout 20 -q"
         );
-        let ping = said(
+        let ping = options_of(
             Runner::Ping,
             &[("op", "write-read"), ("signaling", "periodic")],
         );
@@ -812,7 +813,10 @@ mod tests {
             "-t rc -o write-read -s 64 --warmup 20 --signal-every 2 -d 0.06 -r 1 --timeout 20 -q"
         );
         for (axis, value) in [("size", "x"), ("posting", "x"), ("signaling", "x")] {
-            assert!(said(Runner::Blast, &[(axis, value)]).is_err(), "{axis}");
+            assert!(
+                options_of(Runner::Blast, &[(axis, value)]).is_err(),
+                "{axis}"
+            );
         }
     }
 
@@ -829,16 +833,19 @@ mod tests {
         assert_eq!(of("waited"), None);
         assert_eq!(together(&[sample(1.0, 8.0)]), sample(1.0, 8.0));
         for text in ["0", "x", "65"] {
-            assert!(said(Runner::Blast, &[("streams", text)]).is_err(), "{text}");
+            assert!(
+                options_of(Runner::Blast, &[("streams", text)]).is_err(),
+                "{text}"
+            );
         }
-        let eight = said(Runner::Blast, &[("streams", "8")]).unwrap();
+        let eight = options_of(Runner::Blast, &[("streams", "8")]).unwrap();
         assert!(eight.contains(" -d 0.48 "), "{eight}");
     }
 
     #[test]
     fn each_command_is_accepted_by_the_command_line() {
         for op in ["send", "write", "write-imm", "read"] {
-            let words = said(Runner::Blast, &[("op", op), ("posting", "list")]).unwrap();
+            let words = options_of(Runner::Blast, &[("op", op), ("posting", "list")]).unwrap();
             let all = ["anywarp", "blast", HERE]
                 .into_iter()
                 .chain(words.split(' '));

@@ -34,7 +34,7 @@ impl From<String> for Miss {
 /// The outcome of one attempt.
 pub(crate) type Outcome = Result<Sample, Miss>;
 
-/// The values whose spread decides whether a point is noisy. The first one that its samples have counts.
+/// The values whose spread decides whether a point is noisy. Only the first of them that the samples contain is used.
 const JUDGED: [&str; 8] = [
     "oneway_us",
     "us",

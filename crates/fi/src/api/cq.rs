@@ -286,7 +286,7 @@ unsafe fn wait_for_entries(
     // SAFETY: upheld by the caller.
     let object = unsafe { known::<CqObject, _>(cq) }?;
     let Some(wait) = &object.rest.wait else {
-        return Err(FI_ENOSYS); // The program has said that it does not wait.
+        return Err(FI_ENOSYS); // The program opened the queue as one that it does not wait on.
     };
     let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
     let begin = Instant::now();

@@ -1,4 +1,6 @@
-//! Messages without a receive: how many of them each sender may store in this endpoint, and this endpoint in its peers.
+//! Limits for unexpected messages, which have no posted receive yet: how many bytes each sender may store in this endpoint (its
+//! *share*), and this endpoint in each of its peers. A sender that was notified that its share is used up announces all its
+//! messages.
 
 use std::collections::HashMap;
 
@@ -14,7 +16,7 @@ pub(super) struct Credit {
     copies: Arc<()>,
     /// Senders that were notified that their share is used up, with the bytes that they had stored then.
     notified: HashMap<Remote, usize>,
-    /// Whether a sender has ignored this. The first one is logged.
+    /// Whether a sender has ignored the notice. Only the first such message is logged.
     ignored: bool,
 }
 
@@ -62,7 +64,7 @@ impl Endpoint {
         (limits::SHARED.saturating_sub(used) / 2).max(limits::SHARE_MIN)
     }
 
-    /// Returns whether one more message of a sender may be stored. If not, the sender ignores the notice.
+    /// Returns whether one more message of a sender may be stored. If not, the sender has ignored the notice.
     pub(super) fn may_store(&self, from: Remote) -> bool {
         let then = self.credit.notified.get(&from);
         then.is_none_or(|then| self.stored_of(from) <= then + limits::LATE)
@@ -72,13 +74,13 @@ impl Endpoint {
     pub(super) fn ignored(&mut self, from: Remote) {
         if !std::mem::replace(&mut self.credit.ignored, true) {
             crate::log::warn(&format!(
-                "messages of {from} are dropped: it sends more of them than it may without receives"
+                "messages of {from} are dropped: it has sent more unexpected messages than it may"
             ));
         }
         self.bad = self.bad.wrapping_add(1);
     }
 
-    /// Tells the sender of a message that was stored if its share is used up.
+    /// Called after a message was stored. Notifies its sender if the sender's share is used up.
     pub(super) fn after_storing(&mut self, cx: &mut Shared, from: Remote) {
         if self.credit.notified.contains_key(&from) {
             return;
@@ -106,8 +108,8 @@ impl Endpoint {
         }
     }
 
-    /// Called for an announced message. If it is short enough to be sent with its content, and its sender was not required to announce it,
-    /// an earlier endpoint with this address has required it.
+    /// Called for an announced message. A short message is announced only if that was required. If this endpoint has not
+    /// required it, an earlier endpoint with this address has, so the sender is told that it need not.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
         if short && !self.credit.notified.contains_key(&from) && self.deferred.is_empty() {
@@ -121,7 +123,7 @@ impl Endpoint {
         self.answer(cx, from, header);
     }
 
-    /// Handles what a peer tells of the share of this endpoint.
+    /// Handles the notice of a peer about the share of this endpoint there.
     pub(super) fn handle_hold(&mut self, cx: &Shared, from: Remote, header: &Header) {
         if header.length == 0 {
             self.credit.used_up.remove(&from);

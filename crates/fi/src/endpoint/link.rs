@@ -8,9 +8,10 @@
 //!     | <--- moved ------- |
 //! ```
 //!
-//! Only messages that are matched use the link: kinds 1 and 2. The receiver reads no message of the link before `moved`, which is
-//! after all earlier datagrams, so the order of messages does not change. If the link fails, each end tells the other how many
-//! messages it has received on it. The others are sent again as datagrams, from the memory of the link, before any new one.
+//! Only messages that are matched with receives use the link: those with content, and announcements. The receiver reads no
+//! message of the link before `moved`, which follows all earlier datagrams, so the order of messages does not change. If the
+//! link fails, each end tells the other how many messages it has received on it. The others are sent again as datagrams, from
+//! the memory of the link, before any new one.
 
 use std::collections::HashMap;
 

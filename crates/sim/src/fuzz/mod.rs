@@ -2,7 +2,7 @@
 //! invariant.
 //!
 //! The fuzzer's programs (`fuzz/fuzz_targets`) are one line each. `tests/corpus.rs` runs the inputs that they found,
-//! and `tests/fuzzish.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
+//! and `tests/random_input.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
 //! anywarp-sim --test corpus` with that file in `fuzz/corpus/TARGET` replays it.
 //!
 //! | target | input |

@@ -1,8 +1,9 @@
-//! The answers to queries of other hosts: whether a socket of this namespace understands RDMA.
+//! Answers the queries of other hosts: whether a socket of this namespace accepts RDMA.
 //!
-//! Each process with names in the directory has a thread that answers. All of one user have a socket at the same port
-//! (SO_REUSEPORT), and the kernel gives each query to one of them, so when a process ends the others answer. The thread looks only at the
-//! address to which the query was sent. It answers at most [`limits::LOOKUPS`] queries a second, with as many bytes as it got.
+//! Each process with names in the directory has a thread that answers. The threads of one user's processes have sockets at the
+//! same port (SO_REUSEPORT), and the kernel gives each query to one of them. When a process ends, the others still answer. A
+//! query asks about the address to which it was sent, and no other. A thread answers at most [`limits::LOOKUPS`] queries a
+//! second, and an answer is as long as its query.
 
 use crate::conn::show;
 use crate::conn::table;
@@ -71,14 +72,15 @@ fn run(socket: c_int, is_v6: bool) {
             };
             left -= 1;
             if let Some((answer, route)) = answer(&received, is_v6) {
-                // The other host does without an answer.
+                // If this fails, the other host gets no answer, as if this host had no directory.
                 let _ = sys::send_datagram(socket, &answer, &route);
             }
         }
     }
 }
 
-/// Called when the program is about to put a descriptor of its own at `fd`: the thread must not use it.
+/// Called when the program is about to put a descriptor of its own at `fd`. If that is the thread's socket, the thread must not
+/// use it any more.
 pub fn lost(fd: c_int) {
     let _ = SOCKET.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Relaxed);
 }

@@ -29,7 +29,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
-/// The socket is registered in the directory as one that understands messages.
+/// The socket is registered in the directory as one that accepts messages.
 const ENTERED: u32 = 1;
 /// The socket stays plain.
 const PINNED: u32 = 2;
@@ -60,14 +60,14 @@ pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 pub struct Dgram {
     state: AtomicU32,
     /// The rule for the local address: 0 none, 1 Send, 2 Write-Record, 3 reliable Send. The flag 4 is added if
-    /// peers are assumed to understand messages.
+    /// peers are assumed to accept messages.
     own: AtomicU8,
-    /// What the table of sockets shows: the kind of messages that this socket sends, as a number of the rule.
+    /// The kind of messages that this socket sends, numbered as in `own`. The table of sockets shows it.
     shown: AtomicU8,
     numbers: AtomicUsize,
     /// The descriptor that holds the socket's name in the directory, or -1.
     name: AtomicI32,
-    /// The same for its name as a socket that understands reliable datagrams.
+    /// The same for its name as a socket that accepts reliable datagrams.
     reliable_name: AtomicI32,
     /// The program's end of the pair of local sockets, or -1.
     pair: AtomicI32,
@@ -103,8 +103,8 @@ fn kind_of(bits: u8) -> Option<Kind> {
     }
 }
 
-/// Returns whether the address is multicast or broadcast. Such datagrams stay plain, because not all receivers may understand
-/// messages.
+/// Returns whether the address is multicast or broadcast. Such datagrams stay plain, because some of the receivers may not
+/// accept messages.
 fn is_group(addr: SocketAddr) -> bool {
     match addr.ip().to_canonical() {
         std::net::IpAddr::V4(ip) => ip.is_multicast() || ip.is_broadcast(),
@@ -258,7 +258,7 @@ impl Dgram {
             }
         }
         answers::start();
-        log::with(|| format!("datagrams {fd}: {own} understands messages"));
+        log::with(|| format!("datagrams {fd}: {own} accepts messages"));
         self.shown.store(kind as u8, Ordering::Relaxed);
         show::datagrams(fd, self.shown());
     }
@@ -376,7 +376,7 @@ impl Dgram {
         let kind = kind_of(bits)?;
         let answer = match kind {
             Kind::Reliable => known.reliable,
-            Kind::Send | Kind::Record => known.understands,
+            Kind::Send | Kind::Record => known.messages,
         };
         let may = !is_group(peer) && (answer == Some(true) || bits & 4 != 0);
         let is_possible = kind != Kind::Reliable || self.may_be_reliable(peer);
@@ -617,7 +617,7 @@ impl Dgram {
     /// has received before.
     fn release(&self) {
         if let Some(pair) = self.pair() {
-            let bytes = record::Record::bare(record::Kind::Release).emit();
+            let bytes = record::Record::empty(record::Kind::Release).emit();
             let _ = sys::send(pair, &[std::io::IoSlice::new(&bytes)], libc::MSG_NOSIGNAL);
             let word = self.server.try_read().ok().and_then(|word| *word);
             if word.is_none_or(|word| word.load(Ordering::Acquire) == 0) {
@@ -640,13 +640,13 @@ impl Dgram {
 fn is_known(known: Known, own: u8) -> bool {
     let answer = match kind_of(own) {
         Some(Kind::Reliable) => known.reliable,
-        _ => known.understands,
+        _ => known.messages,
     };
     answer.is_some()
 }
 
-/// Looks a peer up in the rules and the directory, and caches the result. `own`: the rule of the local address. `known`: what is
-/// cached, with an answer for the other kind of messages.
+/// Looks a peer up in the rules and the directory, and caches the result. `own`: the rule of the local address. `known`: the
+/// entry that is cached, if any; its answer for the other protocol (messages or reliable datagrams) is kept.
 fn find_out(peer: SocketAddr, own: u8, known: Option<Known>) -> Known {
     let errno = sys::errno();
     let rule = policy::datagrams(Role::Send, peer);
@@ -665,23 +665,23 @@ fn find_out(peer: SocketAddr, own: u8, known: Option<Known>) -> Known {
         Protocol::Udp
     };
     let answer = (asks && is_alone).then(|| directory::ask_udp(protocol, peer));
-    let understands = answer.map(|answer| answer == Answer::Yes);
+    let accepts = answer.map(|answer| answer == Answer::Yes);
     let known = if may && !is_alone {
         Known {
             rule: Some((Mode::Udp, false)),
-            understands: Some(false),
+            messages: Some(false),
             reliable: Some(false),
         }
     } else if is_reliable {
         Known {
             rule,
-            understands: known.and_then(|known| known.understands),
-            reliable: understands,
+            messages: known.and_then(|known| known.messages),
+            reliable: accepts,
         }
     } else {
         Known {
             rule,
-            understands,
+            messages: accepts,
             reliable: known.and_then(|known| known.reliable),
         }
     };

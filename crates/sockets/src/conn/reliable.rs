@@ -589,7 +589,7 @@ impl Socket {
                 let mut record = Record {
                     is_message: true,
                     payload: d.payload(),
-                    ..Record::bare(Kind::Datagram)
+                    ..Record::empty(Kind::Datagram)
                 };
                 // The program gets the address and the control messages of the packet that completed the datagram.
                 if let Some((received, control)) = arrived.filter(|(r, _)| same(r)) {
@@ -659,7 +659,7 @@ impl Socket {
             name: received.name,
             control: &control,
             payload: opened.unwrap_or(received.bytes),
-            ..Record::bare(Kind::Datagram)
+            ..Record::empty(Kind::Datagram)
         });
     }
 
@@ -682,7 +682,7 @@ impl Socket {
         }
         if is_direct || has_sent || errno != libc::ECONNREFUSED {
             self.shared.error.store(errno, Ordering::Release);
-            self.give(&Record::bare(Kind::Error));
+            self.give(&Record::empty(Kind::Error));
         }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! The kernel's set contains the carriers (the TCP sockets) of the streams, with the program's data. When the kernel reports an
 //! event of a carrier, the library handles it and returns the events of the stream to the program instead. A stream can be
-//! ready without an event of the kernel, because of bytes that were received from the carrier earlier, or because of credit.
-//! Such streams are in a list, which is checked first.
+//! ready without an event of the kernel: it is readable if bytes were received from the carrier earlier, and it becomes writable
+//! when the peer permits more bytes (*credit*). Such streams are in a list, which is checked first.
 //!
 //! Programs change the events that they wait for several times for each request: redis-benchmark calls `epoll_ctl` five
 //! times. Here such a call becomes a system call only if the kernel has to report more events than before. The kernel's set

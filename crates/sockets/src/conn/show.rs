@@ -145,7 +145,7 @@ pub fn moved(fd: c_int, stream: &Stream) {
     }
 }
 
-/// Shows a UDP socket that understands messages.
+/// Shows a UDP socket that accepts messages.
 pub fn datagrams(fd: c_int, state: State) {
     set(fd, state, Why::NotSeen);
     if let Some(t) = table() {

@@ -1,4 +1,7 @@
 //! A TCP connection of the program that is undecided or upgraded. Plain connections (TCP without RDMA) have no state here.
+//!
+//! The *carrier* of an upgraded stream is the TCP connection that carries it. *Credit* is the number of payload bytes that the
+//! peer still permits this end to send.
 
 use crate::conn::set::{Set, for_carrier};
 use crate::conn::show;
@@ -485,7 +488,7 @@ impl Sock {
             Err(owner) if owner == me => true,
             Err(owner) => {
                 log::always(&format!(
-                    "stream {fd} is used by another process ({owner}) since a fork; use it in one process, or set it to tcp"
+                    "stream {fd} is used by another process ({owner}) since a fork; use it in one process, or add a rule with the mode tcp for it"
                 ));
                 false
             }

@@ -615,7 +615,7 @@ unsafe fn hand_over(msg: *const msghdr) {
                         && !(sock.is_ours(fd) && sock.hand_over(fd))
                     {
                         crate::log::always(&format!(
-                            "stream {fd} goes to another process, which cannot use it; set it to tcp"
+                            "stream {fd} is passed to another process, which cannot use it; add a rule with the mode tcp for it"
                         ));
                     }
                 }

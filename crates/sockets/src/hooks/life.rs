@@ -262,7 +262,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         // SAFETY: upheld by the caller.
         Entry::Dgram(dgram) => return unsafe { connect_dgram(fd, dgram, addr, len) },
         Entry::Sock(sock) if sock.mode() == State::Connecting || sock.mode() == State::Up => {
-            // SAFETY: upheld by the caller. A second `connect` returns the result of the first.
+            // SAFETY: upheld by the caller. A second `connect` only returns the result of the first.
             let r = unsafe { real::connect(fd, addr, len) };
             let errno = sys::errno();
             if r == 0 || errno == libc::EISCONN {
@@ -715,7 +715,7 @@ pub unsafe extern "C-unwind" fn setsockopt(
             (libc::IPPROTO_UDP, UDP_GRO) if on && dgram.expects() => {
                 return fail(libc::ENOPROTOOPT);
             }
-            // Code in the kernel that parses the datagrams does not understand messages.
+            // Code in the kernel that parses the datagrams would misread messages.
             (libc::IPPROTO_UDP, UDP_GRO | UDP_ENCAP)
             | (
                 libc::SOL_SOCKET,
@@ -955,7 +955,8 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
     unsafe { real::fdopen(fd, mode) }
 }
 
-/// See `_exit(2)`. Reliable datagrams are sent before, which the kernel would do for its own.
+/// See `_exit(2)`. First waits until the reliable datagrams are acknowledged: unlike those in the kernel's buffers, they would
+/// not be sent after the end of the process.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
@@ -972,7 +973,7 @@ pub extern "C-unwind" fn _Exit(status: c_int) -> ! {
     _exit(status)
 }
 
-/// See `syscall(2)`: io_uring would read and write streams unseen.
+/// See `syscall(2)`. `io_uring_setup` is refused, because the library cannot intercept reads and writes through a ring.
 ///
 /// # Safety
 /// The requirements of `syscall` apply.

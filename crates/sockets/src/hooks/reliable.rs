@@ -164,7 +164,7 @@ pub(super) unsafe fn transmit(
         is_message: true,
         name: name.get(..name_len)?,
         control: source.get(..source_len)?,
-        ..Record::bare(record::Kind::Datagram)
+        ..Record::empty(record::Kind::Datagram)
     };
     let mut head = [0u8; HEAD + 16];
     let head_len = HEAD + source_len;

@@ -97,7 +97,7 @@ pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
     match run_program(library, &["--device"], OPEN_TIME) {
         Err(e) => (vec![Line::fail("device", e.to_string(), advice)], false),
         Ok(Outcome { good: false, text }) => {
-            let said = text
+            let message = text
                 .lines()
                 .last()
                 .unwrap_or("it ended without a message")
@@ -105,7 +105,7 @@ pub(super) fn device(library: &Library) -> (Vec<Line>, bool) {
             (
                 vec![Line::fail(
                     "device",
-                    format!("does not open: {said}"),
+                    format!("does not open: {message}"),
                     advice,
                 )],
                 false,

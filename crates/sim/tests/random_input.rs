@@ -1,4 +1,4 @@
-//! A peer that sends random bytes: no panic, no growth, and no placement outside of the allowed memory.
+//! A peer that sends random bytes causes no panic, no growth of memory, and no placement outside the allowed memory.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
