@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// Binds what is linked with it to the versions that glibc 2.28 has, whatever glibc it is built on.
+// Makes a program or library that was built on a newer glibc run with glibc 2.28. It is linked with this object.
 //
-// A linker takes the newest version of each function. Some functions got a new version after 2.28 although nothing about
-// them changed (those of libpthread and libdl, which moved into libc.so.6 in 2.34), and some are new names for what was
-// there. Both kinds are defined here under their names, hidden, so that the other objects of the same program or library
-// use these: the first are jumps to the old version, the others are made of system calls. docs/decisions/025 says why.
+// A linker binds each function to its newest version. Some functions got a new version after 2.28 although they did not
+// change: those of libpthread and libdl, which moved into libc.so.6 in 2.34. Others are new names of functions that existed
+// before. This file defines both kinds as hidden symbols of the same names, which the other objects of the program or library
+// then use. The first kind are jumps to the old versions. The second kind are jumps or make a system call. See
+// docs/decisions/025.
 //
-// The loader looks for a version in all libraries that are loaded. On glibc 2.28 these are in libpthread.so.0 and
-// libdl.so.2; so both are linked to, also where they are empty.
+// On glibc 2.28 the old versions are in libpthread.so.0 and libdl.so.2. The loader finds them if these libraries are loaded,
+// so the program or library is linked with both, even on a host where they are empty.
 //
-//   -DPROGRAM   for a program, which has a beginning
-//   -DMATH      for what is linked with libm
-//   -DREPLACES  for a library that replaces functions of libc itself: only the jumps
+//   -DPROGRAM   for a program: defines the function that its start code calls
+//   -DMATH      for a program or library that is linked with libm
+//   -DREPLACES  for a library that replaces functions of libc itself: defines only the jumps
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -21,7 +22,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-// The version that all functions have which are as old as the port to the architecture.
+// The version of functions that glibc has had since it was ported to the architecture.
 #if defined(__x86_64__)
 #define OLDEST "GLIBC_2.2.5"
 #define JUMP(to) "endbr64\njmp *" to "@GOTPCREL(%rip)\n"
@@ -32,7 +33,7 @@
 #error "which glibc version is the oldest on this architecture?"
 #endif
 
-// Defines `name` as a jump to `target` of a version.
+// Defines `name` as a jump to the function `target` of this version.
 #define BIND_TO(name, target, version)                                                                                    \
     __asm__(".symver anywarp_glibc_" #name ", " #target "@" version "\n"                                                  \
             ".section .text.anywarp_glibc_" #name ",\"ax\",%progbits\n"                                                   \
@@ -75,7 +76,7 @@ BIND(pthread_setname_np);
 BIND(log);
 BIND(pow);
 #endif
-// The forms of C23, which headers from glibc 2.38 on call; they differ by the prefix 0b.
+// The variants of C23, which also accept the prefix 0b. Since glibc 2.38 the headers make programs call them.
 BIND_TO(__isoc23_strtol, strtol, OLDEST);
 BIND_TO(__isoc23_strtoul, strtoul, OLDEST);
 BIND_TO(__isoc23_strtoll, strtoll, OLDEST);
@@ -85,7 +86,7 @@ BIND_TO(__isoc23_strtoull, strtoull, OLDEST);
 
 #ifndef REPLACES
 
-// The structure of 64-bit architectures is the kernel's.
+// On 64-bit architectures `struct stat64` is the structure of the kernel.
 HIDDEN int stat64(const char *restrict path, struct stat64 *restrict s)
 {
 	return (int)syscall(SYS_newfstatat, AT_FDCWD, path, s, 0);
@@ -106,7 +107,7 @@ HIDDEN pid_t gettid(void)
 	return (pid_t)syscall(SYS_gettid);
 }
 
-// Rust's library looks whether this one is there, and does without.
+// A weak symbol in Rust's standard library. Its address is 0 here, so the library does not call the function.
 __asm__(".globl posix_spawn_file_actions_addchdir_np\n.hidden posix_spawn_file_actions_addchdir_np\n"
 	".set posix_spawn_file_actions_addchdir_np, 0\n");
 
@@ -114,8 +115,8 @@ __asm__(".globl posix_spawn_file_actions_addchdir_np\n.hidden posix_spawn_file_a
 
 #ifdef PROGRAM
 
-// Until 2.34 a program brought the loop over its own constructors, as the argument `init`; later ones leave it to libc
-// and pass null, which the old version takes as "no constructors".
+// Before 2.34 the start code of a program passed a function that calls the program's constructors, as the argument `init`.
+// Newer start code passes null, and libc calls the constructors. The old version would call none, so it gets the function below.
 typedef void constructor(int, char **, char **);
 extern constructor *__preinit_array_start[], *__preinit_array_end[], *__init_array_start[], *__init_array_end[];
 #pragma GCC visibility push(hidden)

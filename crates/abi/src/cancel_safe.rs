@@ -53,7 +53,8 @@ impl<T: Send + Sync + 'static> Held<T> {
                 one = all.iter().position(is_it).map(|i| all.swap_remove(i));
             }
         });
-        drop(one); // outside of the borrow: what it closes is not known here
+        // `HELD` is not borrowed here: dropping the last reference runs code that may hold references itself.
+        drop(one);
     }
 }
 
@@ -73,7 +74,8 @@ mod tests {
         let thread = std::thread::spawn(move || {
             let held = Held::new(&moved);
             assert_eq!(Arc::strong_count(&moved), 3);
-            held.what.is_null() // as when the thread is cancelled: it is never released
+            // `release` is not called, as in a thread that is cancelled.
+            held.what.is_null()
         });
         assert!(!thread.join().unwrap());
         assert_eq!(Arc::strong_count(&what), 1);

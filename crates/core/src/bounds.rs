@@ -1,6 +1,6 @@
-//! Every limit: name, unit, source and reason.
+//! The limits of the device, each with its unit, and with its source or reason where there is one.
 //!
-//! The limits of the card are here. Limits of sockets, and time limits, are in the engine:
+//! Limits of sockets, and time limits, are in the engine:
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
@@ -94,13 +94,15 @@ pub const TX_BATCH_PIECES: usize = 96;
 /// Bytes of a packet on a link with virtual lanes: the largest MTU of InfiniBand.
 pub const QOS_PACKET: i64 = 4096;
 
-/// Nanoseconds that a link with virtual lanes makes up for if no thread of its senders ran when a packet was due.
+/// If no thread of its senders ran when packets were due, a link with virtual lanes sends the packets of at most this number
+/// of nanoseconds afterwards.
 pub const QOS_CATCH_UP: u64 = 10_000_000;
 
-/// Bytes for which a sender on a link with virtual lanes may at least be late to send.
+/// A sender on a link with virtual lanes that does not use its turns may save up at least this number of bytes, to send them
+/// later.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
-/// Nanoseconds after which a silent sender on a link that processes share counts as ended.
+/// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
 pub const QOS_SILENCE: u64 = 1_000_000_000;
 
 /// An FPDU is received directly into user memory only if at least this number of its payload bytes has not arrived yet.
@@ -231,8 +233,8 @@ pub const OPEN_MESSAGES_SOURCE: usize = 64;
 /// Runs of bytes in all validity maps of a queue pair that the program has not released.
 pub const RECORD_RANGES: usize = 1 << 20;
 
-/// Runs of bytes of one Write-Record with gaps. The loss of 1 % of the datagrams of the longest message makes half as
-/// many.
+/// Runs of bytes of one Write-Record with gaps. If 1 % of the datagrams of the longest message are lost, there are about a
+/// quarter as many.
 pub const RECORD_GAPS: usize = 32_768;
 
 /// Runs of bytes of all open messages of a queue pair, of 8 bytes each, in allocations of up to twice the size.

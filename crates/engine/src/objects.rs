@@ -113,8 +113,8 @@ impl CompletionQueue {
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
         self.engine.on_arm();
-        // A thread that waits in a call of this library handles the sockets. One that waits in its own call does not,
-        // so the sockets would wait for the end of its lease.
+        // A thread that waits for the event in a call of this library handles the sockets. A thread that waits in a system
+        // call of its own does not, so no thread would handle them before the end of its lease.
         if self
             .channel
             .as_ref()

@@ -120,7 +120,7 @@ impl<'a> Locked<'a> {
     fn store(&self, link: &Link, fingerprint: u64) -> io::Result<()> {
         let bytes = link.encode(fingerprint);
         self.0.write_all_at(&bytes, 0)?;
-        // What is behind the state of fewer flows than before is not read, so the file need not become shorter.
+        // If flows have left, the file is longer than the state. `decode` does not read the rest, so it may stay.
         Ok(())
     }
 }
@@ -217,7 +217,7 @@ impl Sender {
     }
 }
 
-/// Lets the waiting flows send that may.
+/// Lets those waiting flows send that may send now.
 struct Clock(&'static Engine);
 
 impl Source for Clock {
@@ -282,7 +282,7 @@ impl Flow {
         self.level.store(level, Ordering::Relaxed);
     }
 
-    /// How many bytes the queue pair may send now. 0: `me` is called when it may.
+    /// How many bytes the queue pair may send now. If the result is 0, `me` is called when it may send.
     pub(crate) fn ask(&self, me: &Weak<impl Paced + 'static>, now: Instant) -> usize {
         let Some(sender) = sender() else {
             return usize::MAX;
@@ -298,7 +298,7 @@ impl Flow {
         usize::try_from(allowed).unwrap_or(usize::MAX)
     }
 
-    /// The queue pair has sent `bytes`. With `more` it has more to send, and `me` is called when it may.
+    /// Records that the queue pair has sent `bytes`. With `more` it has more to send, and `me` is called when it may.
     pub(crate) fn sent(
         &self,
         me: &Weak<impl Paced + 'static>,

@@ -54,13 +54,13 @@ use timers::{Timer, Timers};
 pub struct Connection {
     base: QpBase,
     stream: Option<Stream>,
-    /// Whether the peer of a stream without connection manager closed it in order, or cannot be reached. Posted
+    /// For a stream without a connection manager: whether the peer closed it in order, or cannot be reached. Posted
     /// requests fail after the time that retransmissions of hardware would take ([`Timer::GiveUp`]).
     peer_left: bool,
     timers: Timers,
     /// Whether short messages may take the shortcuts `send_short` and `receive_short`.
     shortcuts: bool,
-    /// Receives that have completed with success.
+    /// The number of receives that have completed with success.
     received: u64,
     not_ready: u64,
     /// The regions that payload was last sent from, and that the peer last wrote to.

@@ -7,9 +7,9 @@ use std::time::Instant;
 pub(super) enum Timer {
     /// The peer had no receive. Until the timer fires, no request is sent.
     Rnr,
-    /// The peer is silent though it has requests to answer: when it fires a Ping is sent.
+    /// The peer is silent although it has requests to answer. When the timer fires, a Ping is sent.
     Probe,
-    /// The peer has left: when it fires posted requests fail.
+    /// The peer has left. When the timer fires, posted requests fail.
     GiveUp,
 }
 

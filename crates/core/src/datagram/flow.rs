@@ -83,7 +83,7 @@ pub(super) struct Window {
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
     limit: u64,
-    /// Of a silent peer: the time up to which the charge was reduced at [`SILENT_RATE`].
+    /// The charge of a silent peer is reduced at [`SILENT_RATE`]. This is the time up to which it was reduced.
     eased: Duration,
     /// The number of stalls since the last report. A peer that has never reported starts at [`NEVER_REPORTED`].
     silence: u8,
@@ -91,7 +91,7 @@ pub(super) struct Window {
 
 /// The number of stalls after which a peer that used to report counts as silent.
 const PATIENCE: u8 = 10;
-/// The number of stalls of a peer that has never reported: one more is enough.
+/// The number of stalls with which a peer that has never reported starts: after one stall it counts as silent.
 const NEVER_REPORTED: u8 = PATIENCE - 1;
 /// The number of reports that a source gets for its first datagrams, so that the loss of one does not stop it.
 const EARLY: u8 = 4;

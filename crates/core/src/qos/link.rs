@@ -94,7 +94,7 @@ impl Table {
             for (share, credit) in self.shares.iter().zip(&mut self.credits) {
                 *credit += rounds * share.bytes();
                 if !waits(share) {
-                    // A lane that has nothing to send loses its turn, but not what it has sent too much.
+                    // A lane that has nothing to send loses its turn, but the excess of earlier turns still counts.
                     *credit = (*credit).min(0);
                 }
             }
@@ -154,7 +154,7 @@ impl Link {
         if let Some(flow) = self.flows.get_mut(&id) {
             flow.allowance -= i64::try_from(bytes).unwrap_or(i64::MAX);
             if !more {
-                // What it does not need it keeps for its next message, but not more than a packet.
+                // It keeps the rest of its allowance for its next message, at most one packet.
                 flow.allowance = flow.allowance.min(QOS_PACKET);
             }
         }
@@ -177,7 +177,7 @@ impl Link {
         }
     }
 
-    /// Carries the packets that the link has had time for until `now`.
+    /// Carries the packets for which the link has had time until `now`.
     pub fn serve(&mut self, now: Nanos) {
         while self.free_at <= now {
             let Some(len) = self.carry_packet(now) else {
@@ -194,7 +194,7 @@ impl Link {
         Some(self.free_at + self.time_of(missing))
     }
 
-    /// Removes the flows that were not asked about for [`QOS_SILENCE`]: those of processes that have ended.
+    /// Removes the flows that have not asked for [`QOS_SILENCE`], because their processes have ended.
     pub fn forget_silent(&mut self, now: Nanos) {
         let silent = |flow: &Flow| now.saturating_sub(flow.seen) > QOS_SILENCE;
         let gone: Vec<_> = self
@@ -220,7 +220,7 @@ impl Link {
         u64::try_from(time).unwrap_or(u64::MAX / 2)
     }
 
-    /// How far the allowance of a flow may grow that does not send what it may.
+    /// The largest allowance of a flow that does not use it.
     fn ahead(&self) -> i64 {
         let carried = u128::from(self.rate) * u128::from(QOS_CATCH_UP) / 1_000_000_000;
         i64::try_from(carried).unwrap_or(i64::MAX).max(QOS_AHEAD)
@@ -362,7 +362,7 @@ impl Link {
         let mut link = Self::new(settings);
         link.fill(&mut words)
             .ok_or("its end is missing: remove the file")?;
-        // The link is never busy for longer than a packet takes. A later time is of an earlier boot of the host.
+        // The link is never busy for longer than a packet takes. If the time is later, it was stored before the host was booted.
         let busy = link.free_at.saturating_sub(now);
         if busy > link.time_of(QOS_PACKET.unsigned_abs()) {
             return Ok(Self::new(settings));

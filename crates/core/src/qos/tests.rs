@@ -14,7 +14,7 @@ fn link(text: &str) -> Link {
 struct Sender {
     level: u8,
     size: u64,
-    /// The parts of each millisecond in which it has something to send, in percent.
+    /// The percentage of each millisecond in which it has something to send.
     busy: u64,
     sent: u64,
 }
@@ -31,7 +31,7 @@ impl Sender {
     }
 }
 
-/// Lets senders send for a second, each looking every 50 µs. Returns the bytes of each.
+/// Lets senders send for a second; each asks every 50 µs whether it may. Returns the bytes of each.
 fn run(link: &mut Link, senders: &mut [Sender]) -> Vec<u64> {
     for step in 0..20_000 {
         let now = 1_000 * MS + step * MS / 20;
@@ -202,7 +202,7 @@ fn the_state_is_the_same_after_encoding() {
     run(&mut link, &mut senders);
     let (bytes, now) = (link.encode(settings.fingerprint()), 2_000 * MS);
     assert_eq!(Link::decode(&settings, &bytes, now).unwrap(), link);
-    // Each end that is missing is an error and not a panic; so is a file of something else or of another link.
+    // A file that ends too early is an error and not a panic. So is a file of something else, or of another link.
     for end in 0..bytes.len() - 8 {
         Link::decode(&settings, &bytes[..end], now).unwrap_err();
     }

@@ -29,8 +29,8 @@ impl Ops {
     /// The operations of the peer that complete nothing here.
     pub const REMOTE: Self = Self(Self::REMOTE_READ.0 | Self::REMOTE_WRITE.0);
 
-    /// The operation of a completion. None for atomics, binds and invalidations, which have no bit, and for records,
-    /// which complete no request. An atomic write counts as a Write, because its message is a Write.
+    /// The operation of a completion. Atomics, binds and invalidations have no bit, and records complete no request, so they
+    /// are not counted. An atomic write counts as a Write, because its message is a Write.
     fn of(op: WcOp) -> Self {
         match op {
             WcOp::Send => Self::SEND,

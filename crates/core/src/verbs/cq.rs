@@ -27,9 +27,10 @@ struct State {
     entries: Ring<Completion>,
     capacity: usize,
     armed: Armed,
-    /// Whether an event was raised, and the queue was not polled since. The program is expected to poll.
+    /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so entries raise
+    /// no further event.
     event_pending: bool,
-    /// The kind of the entries that were not polled yet, and that raised no event although no event was pending.
+    /// The kind of the unpolled entries for which no event was raised or pending: arming for this kind raises an event.
     missed: Armed,
     overrun_allowed: bool,
 }

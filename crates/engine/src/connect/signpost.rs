@@ -1,15 +1,15 @@
 //! Queries for the listener of an rdma_cm port.
 //!
-//! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *places*, that are computed from the rdma_cm port
-//! ([`Port::places`]). It answers with the listener's TCP or UDP port. The end that connects queries both places. A listener
-//! uses the first place unless it is taken. So an answer from the second place counts only if the first one refuses, is the signpost of another
-//! port, or has not answered for a while. Otherwise a program could mislead peers by binding the second place of a
-//! port that is in use.
+//! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *places*, that are computed from the rdma_cm
+//! port ([`Port::places`]). It answers with the listener's TCP or UDP port. The end that connects queries both places.
+//! A listener uses the first place unless it is taken. So an answer from the second place counts only if the first one
+//! refuses, is the signpost of another port, or has not answered for a while. Otherwise a program could mislead peers
+//! by binding the second place of a port that is in use.
 //!
-//! On one host the answer, or the refusal of a place without a socket, is there before the call returns, unless the
-//! listener sleeps. If both places refuse, there is no signpost, and the listener is on the TCP port of that number,
-//! as with standard iWARP. Nothing is sent to that port before this is known, because it may belong to a service that
-//! does not use RDMA. See docs/decisions/026.
+//! On one host, the call usually gets the answer, or the refusal of a place without a socket, before it returns. If both
+//! places refuse, there is no signpost, and the listener is on the TCP port of that number, as with standard iWARP.
+//! Nothing is sent to that port before this is known, because it may belong to a service that does not use RDMA. See
+//! docs/decisions/026.
 
 use std::collections::VecDeque;
 use std::io;

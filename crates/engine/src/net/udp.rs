@@ -385,8 +385,8 @@ impl<S: DatagramSink> UdpPort<S> {
                 }
             },
         );
-        // All queued datagrams are received before any answers are sent. Otherwise a short request would wait for the
-        // transmissions that acknowledgements of other peers in front of it allow.
+        // All queued datagrams are received before any answers are sent. Otherwise the acknowledgements of other peers in
+        // front of a short request would start transmissions, and the request would wait for these.
         for (_, sink) in &sinks.0 {
             sink.received();
         }

@@ -209,8 +209,8 @@ fn parts<'a>(run: &'a Run<'_>) -> impl Iterator<Item = libc::iovec> + 'a {
     })
 }
 
-/// Datagrams of a run up to this length, in bytes, are copied together: the kernel needs more time for one more
-/// vector than that copy takes.
+/// Datagrams of a run up to this length, in bytes, are copied together, because an additional vector costs the kernel more
+/// time than the copy takes.
 const COPY_MAX: usize = 256;
 /// Bytes for a run of 64 datagrams that are copied together.
 const COPY_BUFFER: usize = 64 * COPY_MAX;

@@ -12,7 +12,7 @@ use crate::datagram::types::Peer;
 const SWEEP: Duration = Duration::from_secs(1);
 
 impl Reliable {
-    /// Adds a peer, if there is room for one more. Returns false otherwise. `comes`: the peer sent the first packet.
+    /// Adds a peer. Returns false if there is no room for one more. `comes`: the peer sent the first packet.
     pub(super) fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
         if let Some(state) = self.peers.get_mut(peer) {
             state.used = now;

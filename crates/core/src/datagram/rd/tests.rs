@@ -247,7 +247,7 @@ fn a_peer_that_left_a_gap_is_forgotten() {
     assert!(rd.shares.is_empty());
 }
 
-/// Of few packets under way 32 are acknowledged together, of many a quarter, and never more than 128.
+/// One acknowledgement covers 32 packets if few are under way, and a quarter of them if many are, but never more than 128.
 #[test]
 fn more_packets_in_flight_share_an_acknowledgement() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
@@ -490,8 +490,8 @@ fn a_forgotten_peer_is_recognized_again() {
     }
 }
 
-/// A packet that was under way for a minute may have arrived before the peer forgot this end. It is unknown, so the
-/// request fails.
+/// A packet that was under way for a minute may have arrived before the peer forgot this end. This end cannot know whether
+/// it has, so the request fails.
 #[test]
 fn old_packets_fail_when_the_peer_has_forgotten_this_end() {
     let mut two = Two::new();

@@ -29,9 +29,9 @@ impl Crc32c {
 
     /// Adds bytes.
     ///
-    /// Short pieces use the CRC instruction: setting up the carry-less multiplication costs more than the checksum of
-    /// a header. Longer ones use it too on a processor without that multiplication, since software folding is ten
-    /// times slower.
+    /// Long pieces are folded by carry-less multiplication. Short pieces use the CRC instruction, because setting up the
+    /// multiplication costs more than the checksum of a header. On a processor without the multiplication, long pieces use
+    /// the CRC instruction too, because folding in software is ten times slower.
     #[inline]
     pub fn update(&mut self, bytes: &[u8]) {
         if bytes.len() < SHORT || !folds() {
@@ -61,7 +61,7 @@ impl Crc32c {
     }
 }
 
-/// Length from which on folding is faster, bytes.
+/// The length in bytes from which on folding is faster than the CRC instruction.
 const SHORT: usize = 64;
 
 /// Whether this processor has instructions that `crc_fast` folds with.

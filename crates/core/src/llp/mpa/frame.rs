@@ -30,7 +30,7 @@ pub struct TxBatch {
     aligned: bool,
     /// Whether the batch copies as little payload as possible.
     small: bool,
-    /// The bytes with which it is full.
+    /// The number of bytes at which it is full.
     most: usize,
 }
 
@@ -120,7 +120,7 @@ impl TxBatch {
         }
     }
 
-    /// Sets the bytes with which the batch is full. Its last FPDU may exceed them. Emptying the batch does not change this.
+    /// Sets the number of bytes at which the batch is full. Its last FPDU may exceed it. Emptying the batch keeps the number.
     pub fn limit(&mut self, bytes: usize) {
         self.most = bytes.clamp(1, bounds::TX_BATCH_BYTES);
     }
@@ -130,7 +130,7 @@ impl TxBatch {
         self.small = small;
     }
 
-    /// Sets whether messages begin with a TCP segment. Emptying the batch does not change this.
+    /// Sets whether messages begin with a TCP segment. The setting stays when the batch is emptied.
     pub fn align(&mut self, aligned: bool) {
         self.aligned = aligned;
     }

@@ -9,10 +9,10 @@
 //!
 //! # How two anywarp ends recognize each other
 //!
-//! A mark in the private data is not possible, because this belongs to the user, and the reserved bits are echoed by
-//! some stacks. But an anywarp initiator offers all three forms of RTR, and an anywarp responder that is offered all
-//! three confirms all three, while every other known stack confirms one or two. So the initiator can be certain. The
-//! responder is certain ([`Request::peer_may_be_anywarp`]) when a Control Hello arrives instead of the RTR.
+//! The private data cannot contain a mark, because it belongs to the user. The reserved bits cannot contain one either,
+//! because some stacks echo them. Instead, an anywarp initiator offers all three forms of RTR, and an anywarp responder that
+//! is offered all three confirms all three. Every other known stack confirms one or two, so the initiator can be certain.
+//! The responder is certain ([`Request::peer_may_be_anywarp`]) when a Control Hello arrives instead of the RTR.
 
 mod initiator;
 mod params;
