@@ -773,19 +773,19 @@ impl LocalProcess {
     /// Returns whether the program's network has a bound port of this number, or the signpost of a datagram port of rdma_cm
     /// (see the glossary). Connected sockets do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
-        let places = DATAGRAM_SPACES.map(|space| {
+        let candidates = DATAGRAM_SPACES.map(|space| {
             Port {
                 space,
                 number: port,
             }
-            .places()
+            .candidate_ports()
         });
         ["tcp", "tcp6", "udp", "udp6"].iter().any(|table| {
             let path = format!("/proc/{}/net/{table}", self.process.id());
             fs::read_to_string(path).is_ok_and(|text| {
-                let signpost = |place: &u16| has_bound_port(&text, table, *place);
+                let signpost = |candidate: &u16| has_bound_port(&text, table, *candidate);
                 has_bound_port(&text, table, port)
-                    || table.starts_with("udp") && places.iter().flatten().any(signpost)
+                    || table.starts_with("udp") && candidates.iter().flatten().any(signpost)
             })
         })
     }

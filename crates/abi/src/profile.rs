@@ -523,9 +523,9 @@ impl Counted {
 
 /// Counts one object of a kind until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Place(Counted);
+pub(crate) struct CountedObject(Counted);
 
-impl Place {
+impl CountedObject {
     /// Counts one more object. `ENOMEM`: the limit is reached. `EOPNOTSUPP`: the device has no objects of this kind.
     pub(crate) fn take(kind: Counted) -> Result<Self, i32> {
         Self::take_of(kind, kind.most(profile()))
@@ -546,7 +546,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for CountedObject {
     fn drop(&mut self) {
         if let Some(count) = self.0.count() {
             count.fetch_sub(1, Ordering::Relaxed);
@@ -605,13 +605,16 @@ mod tests {
     #[test]
     fn the_number_of_objects_is_limited_to_that_of_the_device() {
         let held: Vec<_> = (0..3)
-            .map(|_| Place::take_of(Counted::Mw, 3).unwrap())
+            .map(|_| CountedObject::take_of(Counted::Mw, 3).unwrap())
             .collect();
-        assert_eq!(Place::take_of(Counted::Mw, 3).unwrap_err(), libc::ENOMEM);
-        drop(held);
-        assert!(Place::take_of(Counted::Mw, 1).is_ok());
         assert_eq!(
-            Place::take_of(Counted::Mw, 0).unwrap_err(),
+            CountedObject::take_of(Counted::Mw, 3).unwrap_err(),
+            libc::ENOMEM
+        );
+        drop(held);
+        assert!(CountedObject::take_of(Counted::Mw, 1).is_ok());
+        assert_eq!(
+            CountedObject::take_of(Counted::Mw, 0).unwrap_err(),
             libc::EOPNOTSUPP
         );
     }

@@ -11,7 +11,7 @@
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
 //! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
 //! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
-//! | connections that may wait until a queue pair names their peer | `qp/dial.rs` `PARKED_MAX` | 8 |
+//! | connections that may wait until a queue pair names their peer | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
 //! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
 //! | bytes that wait in the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in all |

@@ -6,13 +6,13 @@
 /// The queue. The number of slots is a power of two, and slots are not freed.
 #[derive(Debug)]
 pub(crate) struct Ring<T> {
-    places: Vec<T>,
+    slots: Vec<T>,
     first: usize,
     len: usize,
 }
 
 /// Number of slots that the first entry allocates.
-const FIRST_PLACES: usize = 4;
+const FIRST_SLOTS: usize = 4;
 
 /// The allocation of more slots has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ impl<T> Ring<T> {
     /// An empty queue without slots.
     pub(crate) const fn new() -> Self {
         Self {
-            places: Vec::new(),
+            slots: Vec::new(),
             first: 0,
             len: 0,
         }
@@ -43,7 +43,7 @@ impl<T> Ring<T> {
     /// Index of the slot of entry `i`.
     #[inline]
     fn at(&self, i: usize) -> usize {
-        self.first.wrapping_add(i) & self.places.len().wrapping_sub(1)
+        self.first.wrapping_add(i) & self.slots.len().wrapping_sub(1)
     }
 
     /// Entry `i`, counted from the oldest.
@@ -52,7 +52,7 @@ impl<T> Ring<T> {
         if i >= self.len {
             return None;
         }
-        self.places.get(self.at(i))
+        self.slots.get(self.at(i))
     }
 
     /// Entry `i`, counted from the oldest.
@@ -62,7 +62,7 @@ impl<T> Ring<T> {
             return None;
         }
         let at = self.at(i);
-        self.places.get_mut(at)
+        self.slots.get_mut(at)
     }
 
     /// The oldest entry.
@@ -86,24 +86,24 @@ impl<T> Ring<T> {
     /// Adds an entry. Its initial value is that of an earlier entry in the slot, or the result of `blank`.
     #[inline]
     pub(crate) fn push(&mut self, blank: fn() -> T) -> Result<&mut T, NoMemory> {
-        if self.len == self.places.len() {
+        if self.len == self.slots.len() {
             self.grow(blank)?;
         }
         let at = self.at(self.len);
-        let place = self.places.get_mut(at).ok_or(NoMemory)?;
+        let slot = self.slots.get_mut(at).ok_or(NoMemory)?;
         self.len += 1;
-        Ok(place)
+        Ok(slot)
     }
 
     #[cold]
     #[inline(never)]
     fn grow(&mut self, blank: fn() -> T) -> Result<(), NoMemory> {
-        let places = (2 * self.places.len()).max(FIRST_PLACES);
-        let more = places - self.places.len();
-        self.places.try_reserve_exact(more).map_err(|_| NoMemory)?;
-        self.places.rotate_left(self.first);
+        let slots = (2 * self.slots.len()).max(FIRST_SLOTS);
+        let more = slots - self.slots.len();
+        self.slots.try_reserve_exact(more).map_err(|_| NoMemory)?;
+        self.slots.rotate_left(self.first);
         self.first = 0;
-        self.places.resize_with(places, blank);
+        self.slots.resize_with(slots, blank);
         Ok(())
     }
 
@@ -137,18 +137,18 @@ impl<T> Ring<T> {
         let to = to.min(self.len);
         let from = from.min(to);
         // The queue may wrap around: the oldest entries are then in the second part.
-        let (last, first) = self.places.split_at_mut(self.first);
+        let (last, first) = self.slots.split_at_mut(self.first);
         first.iter_mut().chain(last).take(to).skip(from)
     }
 
     /// Keeps the entries for which `keep` returns true, in their order.
     pub(crate) fn retain(&mut self, keep: impl Fn(&T) -> bool) {
-        self.places.rotate_left(self.first);
+        self.slots.rotate_left(self.first);
         self.first = 0;
         let mut kept = 0;
         for i in 0..self.len {
-            if self.places.get(i).is_some_and(&keep) {
-                self.places.swap(i, kept);
+            if self.slots.get(i).is_some_and(&keep) {
+                self.slots.swap(i, kept);
                 kept += 1;
             }
         }

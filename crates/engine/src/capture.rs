@@ -39,7 +39,7 @@ const HEAD_WAIT: Duration = Duration::from_millis(200);
 
 /// The direction of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     In,
     Out,
 }
@@ -205,7 +205,7 @@ fn block(kind: u32, body: &[u8]) -> Vec<u8> {
 
 impl Sink {
     /// Appends one packet.
-    fn packet(&self, at: At, way: Way, packet: &[u8]) {
+    fn packet(&self, at: At, way: Direction, packet: &[u8]) {
         let At(at) = at;
         if self.stopped.load(Ordering::Relaxed) {
             return;
@@ -221,7 +221,7 @@ impl Sink {
         }
         body.extend(kept);
         body.resize(body.len().next_multiple_of(4), 0);
-        let flags: u32 = if way == Way::In { 1 } else { 2 };
+        let flags: u32 = if way == Direction::In { 1 } else { 2 };
         option(&mut body, 2, &flags.to_ne_bytes());
         end_of_options(&mut body);
         let block = block(6, &body);
@@ -372,7 +372,7 @@ struct Stream {
 impl Stream {
     /// Begins to capture a connection, with a synthesized handshake. The end that sends first has opened the
     /// connection: that is so in MPA.
-    fn open(fd: BorrowedFd<'_>, at: At, way: Way, sink: &Sink) -> Option<Self> {
+    fn open(fd: BorrowedFd<'_>, at: At, way: Direction, sink: &Sink) -> Option<Self> {
         let local = SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
         let peer = SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;
         let mut s = Self {
@@ -382,14 +382,14 @@ impl Stream {
             ack: 0,
         };
         match way {
-            Way::Out => {
+            Direction::Out => {
                 s.out(sink, at, SYN, &[]);
                 s.seq = 1;
                 s.come(sink, at, SYN | ACK, &[]);
                 s.ack = 1;
                 s.out(sink, at, ACK, &[]);
             }
-            Way::In => {
+            Direction::In => {
                 s.come(sink, at, SYN, &[]);
                 s.ack = 1;
                 s.out(sink, at, SYN | ACK, &[]);
@@ -403,19 +403,19 @@ impl Stream {
     fn out(&self, sink: &Sink, at: At, flags: u8, data: &[u8]) {
         let ack = if flags & ACK == 0 { 0 } else { self.ack };
         let packet = tcp(self.local, self.peer, self.seq, ack, flags, data);
-        sink.packet(at, Way::Out, &packet);
+        sink.packet(at, Direction::Out, &packet);
     }
 
     fn come(&self, sink: &Sink, at: At, flags: u8, data: &[u8]) {
         let ack = if flags & ACK == 0 { 0 } else { self.seq };
         let packet = tcp(self.peer, self.local, self.ack, ack, flags, data);
-        sink.packet(at, Way::In, &packet);
+        sink.packet(at, Direction::In, &packet);
     }
 
-    fn data(&mut self, sink: &Sink, at: At, way: Way, data: &[u8]) {
+    fn data(&mut self, sink: &Sink, at: At, way: Direction, data: &[u8]) {
         let is_first = match way {
-            Way::In => self.ack == 1,
-            Way::Out => self.seq == 1,
+            Direction::In => self.ack == 1,
+            Direction::Out => self.seq == 1,
         };
         let (frame, rest) = if is_first {
             split_startup(data)
@@ -429,11 +429,11 @@ impl Stream {
             }
             let len = u32::try_from(piece.len()).unwrap_or(0);
             match way {
-                Way::Out => {
+                Direction::Out => {
                     self.out(sink, at, PSH | ACK, piece);
                     self.seq = self.seq.wrapping_add(len);
                 }
-                Way::In => {
+                Direction::In => {
                     self.come(sink, at, PSH | ACK, piece);
                     self.ack = self.ack.wrapping_add(len);
                 }
@@ -449,7 +449,7 @@ fn streams() -> MutexGuard<'static, HashMap<RawFd, Stream>> {
 }
 
 /// Captures bytes that a connection sent or received.
-pub(crate) fn stream(fd: BorrowedFd<'_>, at: At, way: Way, data: &[u8]) {
+pub(crate) fn stream(fd: BorrowedFd<'_>, at: At, way: Direction, data: &[u8]) {
     if data.is_empty() {
         return;
     }
@@ -502,7 +502,7 @@ fn split_startup(data: &[u8]) -> (&[u8], &[u8]) {
 pub(crate) fn datagram(
     fd: BorrowedFd<'_>,
     at: At,
-    way: Way,
+    way: Direction,
     local: Option<IpAddr>,
     peer: SocketAddr,
     data: &[u8],
@@ -521,8 +521,8 @@ pub(crate) fn datagram(
     };
     let here = SocketAddr::new(ip, bound.port());
     let packet = match way {
-        Way::Out => udp(here, peer, data),
-        Way::In => udp(peer, here, data),
+        Direction::Out => udp(here, peer, data),
+        Direction::In => udp(peer, here, data),
     };
     sink.packet(at, way, &packet);
 }

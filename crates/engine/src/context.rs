@@ -14,7 +14,7 @@ use crate::channel::Channel;
 use crate::engine::{DeviceListener, Engine, engine};
 use crate::events::{AsyncItem, event};
 use crate::fd;
-use crate::gids::{self, News};
+use crate::gids::{self, PortChanges};
 use crate::process::PerProcess;
 
 /// The device's name.
@@ -100,8 +100,8 @@ impl DeviceListener for Context {
 }
 
 impl gids::Listener for Context {
-    fn port_changed(&self, news: &News) {
-        for event in &news.events {
+    fn port_changed(&self, changes: &PortChanges) {
+        for event in &changes.events {
             self.events.push(AsyncItem {
                 event: *event,
                 c_object: 0,

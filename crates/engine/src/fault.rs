@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::datagram::{Arrival, Bytes, TxDatagram};
-use anywarp_core::fault::{Action, Decision, Direction, Lane, Plan, Service, What};
+use anywarp_core::fault::{Action, Decision, Decisions, Direction, Plan, Service, What};
 
 use crate::clock;
 use crate::config::config;
@@ -169,7 +169,7 @@ extern "C" fn at_exit() {
 }
 
 /// Counts and logs the faults of one request or datagram.
-fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
+fn note(decisions: &Decisions, decision: &Decision, thing: &str, what: What, len: u64) {
     let mut faults = DONE.get().faults.lock();
     for cause in &decision.causes {
         // The time of a delay differs between datagrams: all delays are counted as one fault.
@@ -195,7 +195,7 @@ fn note(lane: &Lane, decision: &Decision, thing: &str, what: What, len: u64) {
                 level,
                 format_args!(
                     "fault: qp #{} {thing} {}, {what}, {len} bytes: {}{why}",
-                    lane.nth(),
+                    decisions.nth(),
                     decision.item,
                     cause.action
                 ),
@@ -339,7 +339,7 @@ impl Source for Clock {
 
 /// The state of one direction of a queue pair's datagrams.
 #[derive(Default)]
-struct Way {
+struct DirectionState {
     /// Decisions for the next datagrams, for which the socket had no room.
     decided: VecDeque<Decision>,
     /// The delayed datagrams that wait until the next one has overtaken them: one and its copies, or several in a row.
@@ -348,7 +348,7 @@ struct Way {
     busy: Option<Instant>,
 }
 
-impl Way {
+impl DirectionState {
     /// When a datagram or request of `len` bytes may be sent; `None`: now.
     fn due(&mut self, decision: &Decision, len: u64, now: Instant) -> Option<Instant> {
         let mut at = now + decision.delay;
@@ -370,9 +370,9 @@ fn time_of(len: u64, rate: u64) -> Duration {
 /// The fault injection of one queue pair.
 pub(crate) struct Faults {
     engine: &'static Engine,
-    lane: Mutex<Lane>,
-    out: Mutex<Way>,
-    into: Mutex<Way>,
+    decisions: Mutex<Decisions>,
+    out: Mutex<DirectionState>,
+    into: Mutex<DirectionState>,
 }
 
 /// The effect of the injected faults on a posted request.
@@ -397,9 +397,9 @@ impl Faults {
         log!(Debug, "fault: qp #{nth} has the number 0x{number:06x}");
         Some(Self {
             engine,
-            lane: Mutex::new(Rank::FaultLane, Lane::new(plan, nth, number)),
-            out: Mutex::new(Rank::FaultWay, Way::default()),
-            into: Mutex::new(Rank::FaultWay, Way::default()),
+            decisions: Mutex::new(Rank::FaultDecisions, Decisions::new(plan, nth, number)),
+            out: Mutex::new(Rank::FaultDirection, DirectionState::default()),
+            into: Mutex::new(Rank::FaultDirection, DirectionState::default()),
         })
     }
 
@@ -413,13 +413,13 @@ impl Faults {
         rnr: (u8, u8),
     ) -> RequestEffect {
         DONE.get().requests.fetch_add(1, Ordering::Relaxed);
-        let mut lane = self.lane.lock();
-        let mut decision = lane.request(what, peer, service);
+        let mut decisions = self.decisions.lock();
+        let mut decision = decisions.request(what, peer, service);
         if decision.is_nothing() {
             return RequestEffect::default();
         }
-        note(&lane, &decision, "request", what, len);
-        drop(lane);
+        note(&decisions, &decision, "request", what, len);
+        drop(decisions);
         let now = clock::now();
         let mut effect = RequestEffect {
             fails: decision.failure(),
@@ -456,11 +456,17 @@ impl Faults {
     ) -> Result<usize, Io> {
         let mut out = self.out.lock();
         {
-            let mut lane = self.lane.lock();
+            let mut decisions = self.decisions.lock();
             for d in datagrams.iter().skip(out.decided.len()) {
                 DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
-                let (decision, what) = lane.datagram(Direction::Tx, d.to, &d.bytes);
-                note(&lane, &decision, "tx datagram", what, d.bytes.len() as u64);
+                let (decision, what) = decisions.datagram(Direction::Tx, d.to, &d.bytes);
+                note(
+                    &decisions,
+                    &decision,
+                    "tx datagram",
+                    what,
+                    d.bytes.len() as u64,
+                );
                 out.decided.push_back(decision);
             }
         }
@@ -504,7 +510,7 @@ impl Faults {
     /// Injects the faults of `decision` into one datagram, and sends it unless it is dropped.
     fn send_one(
         &self,
-        out: &mut Way,
+        out: &mut DirectionState,
         socket: &Arc<UdpSocket>,
         datagram: &TxDatagram,
         from: Option<IpAddr>,
@@ -555,9 +561,15 @@ impl Faults {
     pub(crate) fn receive(&self, sink: &Weak<dyn Deliver>, arrival: &Arrival, bytes: &[u8]) {
         DONE.get().datagrams.fetch_add(1, Ordering::Relaxed);
         let decision = {
-            let mut lane = self.lane.lock();
-            let (decision, what) = lane.datagram(Direction::Rx, arrival.from, bytes);
-            note(&lane, &decision, "rx datagram", what, bytes.len() as u64);
+            let mut decisions = self.decisions.lock();
+            let (decision, what) = decisions.datagram(Direction::Rx, arrival.from, bytes);
+            note(
+                &decisions,
+                &decision,
+                "rx datagram",
+                what,
+                bytes.len() as u64,
+            );
             decision
         };
         if decision.does(Action::Drop) {
@@ -616,7 +628,7 @@ mod tests {
     #[test]
     fn a_rate_delays_later_datagrams_and_a_delay_does_not() {
         let now = clock::now();
-        let mut way = Way::default();
+        let mut way = DirectionState::default();
         let late = decision(Duration::from_millis(5), None);
         for _ in 0..3 {
             assert_eq!(

@@ -4,7 +4,7 @@ use std::mem::ManuallyDrop;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
-use crate::capture::{self, Way};
+use crate::capture::{self, Direction};
 use crate::process;
 use crate::sys::thread::Uncancelled;
 
@@ -25,7 +25,12 @@ impl EngineFd {
         let seen = capture::begin();
         let n = rustix::net::send(self, bytes, rustix::net::SendFlags::NOSIGNAL)?;
         if let Some(at) = seen {
-            capture::stream(self.get(), at, Way::Out, bytes.get(..n).unwrap_or(bytes));
+            capture::stream(
+                self.get(),
+                at,
+                Direction::Out,
+                bytes.get(..n).unwrap_or(bytes),
+            );
         }
         Ok(n)
     }
@@ -38,7 +43,12 @@ impl EngineFd {
             Ok(0) => capture::stream_ended(self.get(), false),
             Ok(n) => {
                 if let Some(at) = capture::begin() {
-                    capture::stream(self.get(), at, Way::In, buffer.get(..n).unwrap_or(&[]));
+                    capture::stream(
+                        self.get(),
+                        at,
+                        Direction::In,
+                        buffer.get(..n).unwrap_or(&[]),
+                    );
                 }
             }
             Err(_) => {}
@@ -51,7 +61,7 @@ impl EngineFd {
         let seen = capture::begin();
         rustix::net::sendto(self, bytes, rustix::net::SendFlags::NOSIGNAL, &to)?;
         if let Some(at) = seen {
-            capture::datagram(self.get(), at, Way::Out, None, to, bytes);
+            capture::datagram(self.get(), at, Direction::Out, None, to, bytes);
         }
         Ok(())
     }
@@ -66,7 +76,7 @@ impl EngineFd {
         let from = from.and_then(|f| SocketAddr::try_from(f).ok());
         if let (Some(at), Some(from)) = (capture::begin(), from) {
             let bytes = buffer.get(..n).unwrap_or(&[]);
-            capture::datagram(self.get(), at, Way::In, None, from, bytes);
+            capture::datagram(self.get(), at, Direction::In, None, from, bytes);
         }
         Ok((n, from))
     }

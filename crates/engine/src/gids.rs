@@ -31,7 +31,7 @@ use crate::sys::thread::Uncancelled;
 ///
 /// Almost every host has fewer addresses, so some entries are empty, as on an adapter. A larger table would slow down
 /// programs, because they query each entry, and an address vector has one byte for the index.
-pub const PLACES: usize = 64;
+pub const GID_ENTRIES: usize = 64;
 /// Pause after which the worker reads the addresses again when reading them failed, unless a reader of the table does
 /// so first.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,14 +42,14 @@ const GROUPS: u32 = 0x1 | 0x10 | 0x100;
 
 /// Changes of the port and its addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct News {
+pub(crate) struct PortChanges {
     /// Numbers of asynchronous events, in the order in which they happened.
     pub(crate) events: Vec<u32>,
     /// Addresses of interfaces whose hardware address has changed.
     pub(crate) moved: Vec<IpAddr>,
 }
 
-impl News {
+impl PortChanges {
     fn is_empty(&self) -> bool {
         self.events.is_empty() && self.moved.is_empty()
     }
@@ -58,34 +58,34 @@ impl News {
 /// An object that is notified of changes of the port.
 pub(crate) trait Listener: Send + Sync {
     /// The port or its addresses changed.
-    fn port_changed(&self, news: &News);
+    fn port_changed(&self, changes: &PortChanges);
 }
 
 /// The contents of the GID table.
 #[derive(Debug, Default)]
-struct Places {
+struct GidTable {
     entries: Vec<Option<Gid>>,
     links: Vec<HostLink>,
     /// The interface of the port.
     home: Option<u32>,
     up: bool,
-    news: News,
+    changes: PortChanges,
     /// Whether reading the addresses from the host failed, and has to be repeated.
     stale: bool,
     /// When the worker repeats the reading that failed.
     again: Option<Instant>,
 }
 
-impl Places {
+impl GidTable {
     /// A table with the present addresses of the host.
     fn of_host() -> Self {
-        let mut places = Self::default();
-        places.refresh(listing(), host::host_links());
-        if places.stale {
-            places.update(vec![loopback()], Vec::new());
+        let mut gid_table = Self::default();
+        gid_table.refresh(listing(), host::host_links());
+        if gid_table.stale {
+            gid_table.update(vec![loopback()], Vec::new());
         }
-        places.news = News::default();
-        places
+        gid_table.changes = PortChanges::default();
+        gid_table
     }
 
     /// Updates the table with the addresses and links of the host. If reading failed (`None`), the table keeps its
@@ -99,10 +99,10 @@ impl Places {
 
     #[cfg(test)]
     fn new(addresses: Vec<Gid>, links: Vec<HostLink>) -> Self {
-        let mut places = Self::default();
-        places.update(addresses, links);
-        places.news = News::default();
-        places
+        let mut gid_table = Self::default();
+        gid_table.update(addresses, links);
+        gid_table.changes = PortChanges::default();
+        gid_table
     }
 
     fn lid(&self) -> u16 {
@@ -110,13 +110,13 @@ impl Places {
         first.map_or(1, |g| lid_of(g.ip))
     }
 
-    /// Updates the table, and adds the changes to `news`.
+    /// Updates the table, and adds the changes to `changes`.
     fn update(&mut self, addresses: Vec<Gid>, links: Vec<HostLink>) {
         let lid = self.lid();
         let mut changed = false;
-        for place in &mut self.entries {
-            if place.as_ref().is_some_and(|g| !addresses.contains(g)) {
-                *place = None;
+        for entry in &mut self.entries {
+            if entry.as_ref().is_some_and(|g| !addresses.contains(g)) {
+                *entry = None;
                 changed = true;
             }
         }
@@ -124,9 +124,9 @@ impl Places {
             if self.entries.iter().flatten().any(|g| g.raw == gid.raw) {
                 continue;
             }
-            let room = self.entries.len() < PLACES;
-            match self.entries.iter_mut().find(|place| place.is_none()) {
-                Some(place) => *place = Some(gid),
+            let room = self.entries.len() < GID_ENTRIES;
+            match self.entries.iter_mut().find(|entry| entry.is_none()) {
+                Some(entry) => *entry = Some(gid),
                 None if room => self.entries.push(Some(gid)),
                 // The table is full: it keeps the addresses that it has.
                 None => continue,
@@ -140,24 +140,24 @@ impl Places {
         let up = links.is_empty() || links.iter().any(|l| Some(l.index) == self.home && l.up);
         if up != self.up {
             self.up = up;
-            self.news.events.push(if up {
+            self.changes.events.push(if up {
                 event::PORT_ACTIVE
             } else {
                 event::PORT_ERR
             });
         }
         if changed {
-            self.news.events.push(event::GID_CHANGE);
+            self.changes.events.push(event::GID_CHANGE);
         }
         if self.lid() != lid {
-            self.news.events.push(event::LID_CHANGE);
+            self.changes.events.push(event::LID_CHANGE);
         }
         for link in &links {
             let before = self.links.iter().find(|l| l.index == link.index);
             if before.is_some_and(|l| l.hardware != link.hardware) {
                 let here = self.entries.iter().flatten();
                 let here = here.filter(|g| g.interface == link.index);
-                self.news.moved.extend(here.map(|g| g.ip));
+                self.changes.moved.extend(here.map(|g| g.ip));
             }
         }
         self.links = links;
@@ -171,7 +171,7 @@ struct Watch {
     /// host.
     fd: Option<EngineFd>,
     token: OnceLock<Token>,
-    places: Mutex<Places>,
+    gid_table: Mutex<GidTable>,
     listeners: Mutex<Vec<Weak<dyn Listener>>>,
 }
 
@@ -198,7 +198,7 @@ impl Watch {
                 engine,
                 fd,
                 token: OnceLock::new(),
-                places: Mutex::new(Rank::Gids, Places::of_host()),
+                gid_table: Mutex::new(Rank::Gids, GidTable::of_host()),
                 listeners: Mutex::new(Rank::PortListeners, Vec::new()),
             });
             let source = Arc::clone(&watch) as Arc<dyn Source>;
@@ -214,8 +214,8 @@ impl Watch {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Places> {
-        self.places.lock()
+    fn lock(&self) -> MutexGuard<'_, GidTable> {
+        self.gid_table.lock()
     }
 
     /// Whether the kernel has reported a change since the last call.
@@ -238,39 +238,39 @@ impl Watch {
 
     /// The table, updated if something changed. The worker notifies the listeners, because the caller may hold locks
     /// that they need.
-    fn current(&self) -> MutexGuard<'_, Places> {
-        let mut places = self.lock();
-        if self.changed() || places.stale {
+    fn current(&self) -> MutexGuard<'_, GidTable> {
+        let mut gid_table = self.lock();
+        if self.changed() || gid_table.stale {
             // The caller may be a thread of the program that polls, and reading the addresses has cancellation points.
             let _inside = Uncancelled::new();
-            places.refresh(listing(), host::host_links());
+            gid_table.refresh(listing(), host::host_links());
             let now = clock::now();
-            let waits = places.again.is_some_and(|at| at > now);
+            let waits = gid_table.again.is_some_and(|at| at > now);
             if let Some(token) = self.token.get() {
-                if places.stale && !waits {
-                    places.again = Some(now + RETRY_INTERVAL);
+                if gid_table.stale && !waits {
+                    gid_table.again = Some(now + RETRY_INTERVAL);
                     self.engine.deadline(*token, now + RETRY_INTERVAL);
-                } else if !places.stale && !places.news.is_empty() {
+                } else if !gid_table.stale && !gid_table.changes.is_empty() {
                     self.engine.deadline(*token, now);
                 }
             }
         }
-        places
+        gid_table
     }
 
     fn notify_listeners(&self) {
-        let news = std::mem::take(&mut self.current().news);
-        if news.is_empty() {
+        let changes = std::mem::take(&mut self.current().changes);
+        if changes.is_empty() {
             return;
         }
-        log!(Info, "addresses of the host: {news:?}");
+        log!(Info, "addresses of the host: {changes:?}");
         let listeners: Vec<_> = {
             let mut all = self.listeners.lock();
             all.retain(|l| l.strong_count() > 0);
             all.iter().filter_map(Weak::upgrade).collect()
         };
         for listener in listeners {
-            listener.port_changed(&news);
+            listener.port_changed(&changes);
         }
     }
 }
@@ -294,41 +294,41 @@ pub(crate) fn listen(engine: &'static Engine, who: Weak<dyn Listener>) {
     all.push(who);
 }
 
-fn current<R>(at: impl FnOnce(&Places) -> R) -> R {
+fn current<R>(at: impl FnOnce(&GidTable) -> R) -> R {
     match WATCH.get().get() {
         Some(watch) => at(&watch.current()),
         // The device has not been opened yet.
-        None => at(&Places::of_host()),
+        None => at(&GidTable::of_host()),
     }
 }
 
 /// The entries of the GID table, up to the last one that was ever in use.
 pub fn table() -> Vec<Option<Gid>> {
-    current(|places| places.entries.clone())
+    current(|gid_table| gid_table.entries.clone())
 }
 
 /// The addresses of the GID table, without its empty entries.
 pub fn gids() -> Vec<Gid> {
-    current(|places| places.entries.iter().flatten().cloned().collect())
+    current(|gid_table| gid_table.entries.iter().flatten().cloned().collect())
 }
 
 /// The address at an index of the GID table.
-pub fn at(place: usize) -> Option<Gid> {
-    current(|places| places.entries.get(place).cloned().flatten())
+pub fn at(index: usize) -> Option<Gid> {
+    current(|gid_table| gid_table.entries.get(index).cloned().flatten())
 }
 
 /// The index of an address in the GID table.
-pub fn place_of(ip: IpAddr) -> Option<u8> {
-    current(|places| {
-        let mut entries = places.entries.iter();
-        let place = entries.position(|e| e.as_ref().is_some_and(|g| g.ip == ip))?;
-        u8::try_from(place).ok()
+pub fn index_of(ip: IpAddr) -> Option<u8> {
+    current(|gid_table| {
+        let mut entries = gid_table.entries.iter();
+        let index = entries.position(|e| e.as_ref().is_some_and(|g| g.ip == ip))?;
+        u8::try_from(index).ok()
     })
 }
 
 /// Whether the port's interface is up.
 pub fn is_up() -> bool {
-    current(|places| places.up)
+    current(|gid_table| gid_table.up)
 }
 
 /// The address of a LID: the first address of this host if it has that LID, otherwise the address in the same network
@@ -404,9 +404,9 @@ mod tests {
         }
     }
 
-    fn shown(places: &Places) -> Vec<Option<String>> {
+    fn shown(gid_table: &GidTable) -> Vec<Option<String>> {
         let text = |g: &Gid| g.ip.to_string();
-        places
+        gid_table
             .entries
             .iter()
             .map(|e| e.as_ref().map(text))
@@ -427,18 +427,21 @@ mod tests {
             gid("10.0.0.3", 2),
             gid("10.0.0.4", 2),
         );
-        let mut places = Places::new(vec![a.clone(), b.clone(), c.clone()], links());
-        assert_eq!(places.news, News::default());
-        places.update(vec![a.clone(), c.clone()], links());
-        assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
-        assert_eq!(std::mem::take(&mut places.news).events, [event::GID_CHANGE]);
-        // The order in which the host lists the addresses does not matter.
-        places.update(vec![c.clone(), a.clone()], links());
-        assert_eq!(shown(&places), some(&["10.0.0.1", "", "10.0.0.3"]));
-        assert!(places.news.is_empty());
-        places.update(vec![d, a, b, c], links());
+        let mut gid_table = GidTable::new(vec![a.clone(), b.clone(), c.clone()], links());
+        assert_eq!(gid_table.changes, PortChanges::default());
+        gid_table.update(vec![a.clone(), c.clone()], links());
+        assert_eq!(shown(&gid_table), some(&["10.0.0.1", "", "10.0.0.3"]));
         assert_eq!(
-            shown(&places),
+            std::mem::take(&mut gid_table.changes).events,
+            [event::GID_CHANGE]
+        );
+        // The order in which the host lists the addresses does not matter.
+        gid_table.update(vec![c.clone(), a.clone()], links());
+        assert_eq!(shown(&gid_table), some(&["10.0.0.1", "", "10.0.0.3"]));
+        assert!(gid_table.changes.is_empty());
+        gid_table.update(vec![d, a, b, c], links());
+        assert_eq!(
+            shown(&gid_table),
             some(&["10.0.0.1", "10.0.0.4", "10.0.0.3", "10.0.0.2"])
         );
     }
@@ -448,59 +451,59 @@ mod tests {
     fn a_host_that_does_not_answer_keeps_its_addresses() {
         let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 1));
         let links = || vec![link(1, true, 1)];
-        let mut places = Places::new(vec![a.clone(), b.clone()], links());
-        places.refresh(None, Some(links()));
-        assert!(places.stale && places.news.is_empty());
-        assert_eq!(shown(&places), some(&["10.0.0.1", "10.0.0.2"]));
-        places.refresh(Some(vec![a.clone(), b]), None);
-        assert!(places.stale);
-        places.refresh(Some(vec![a]), Some(links()));
-        assert!(!places.stale);
-        assert_eq!(shown(&places), some(&["10.0.0.1", ""]));
-        assert_eq!(places.news.events, [event::GID_CHANGE]);
+        let mut gid_table = GidTable::new(vec![a.clone(), b.clone()], links());
+        gid_table.refresh(None, Some(links()));
+        assert!(gid_table.stale && gid_table.changes.is_empty());
+        assert_eq!(shown(&gid_table), some(&["10.0.0.1", "10.0.0.2"]));
+        gid_table.refresh(Some(vec![a.clone(), b]), None);
+        assert!(gid_table.stale);
+        gid_table.refresh(Some(vec![a]), Some(links()));
+        assert!(!gid_table.stale);
+        assert_eq!(shown(&gid_table), some(&["10.0.0.1", ""]));
+        assert_eq!(gid_table.changes.events, [event::GID_CHANGE]);
     }
 
     #[test]
     fn the_table_has_an_end() {
         let many: Vec<_> = (0..200).map(|n| gid(&format!("10.1.0.{n}"), 1)).collect();
-        let mut places = Places::new(many.clone(), vec![link(1, true, 1)]);
-        assert_eq!(places.entries.len(), PLACES);
-        places.update(many.into_iter().skip(1).collect(), vec![link(1, true, 1)]);
-        assert_eq!(shown(&places).first(), some(&["10.1.0.64"]).first());
-        assert_eq!(places.entries.len(), PLACES);
+        let mut gid_table = GidTable::new(many.clone(), vec![link(1, true, 1)]);
+        assert_eq!(gid_table.entries.len(), GID_ENTRIES);
+        gid_table.update(many.into_iter().skip(1).collect(), vec![link(1, true, 1)]);
+        assert_eq!(shown(&gid_table).first(), some(&["10.1.0.64"]).first());
+        assert_eq!(gid_table.entries.len(), GID_ENTRIES);
     }
 
     #[test]
-    fn the_port_is_the_interface_of_the_first_place() {
+    fn the_port_is_the_interface_of_the_first_entry() {
         let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 2));
-        let mut places = Places::new(
+        let mut gid_table = GidTable::new(
             vec![a.clone(), b.clone()],
             vec![link(1, true, 1), link(2, true, 2)],
         );
-        let news = |places: &mut Places, addresses: &[&Gid], links: &[HostLink]| {
-            places.update(addresses.iter().copied().cloned().collect(), links.to_vec());
-            std::mem::take(&mut places.news).events
+        let changes = |gid_table: &mut GidTable, addresses: &[&Gid], links: &[HostLink]| {
+            gid_table.update(addresses.iter().copied().cloned().collect(), links.to_vec());
+            std::mem::take(&mut gid_table.changes).events
         };
         let two = link(2, true, 2);
         // The interface loses its only address, and stays up.
-        let events = news(&mut places, &[&b], &[link(1, true, 1), two.clone()]);
+        let events = changes(&mut gid_table, &[&b], &[link(1, true, 1), two.clone()]);
         assert_eq!(events, [event::GID_CHANGE, event::LID_CHANGE]);
-        assert!(places.up);
-        let events = news(&mut places, &[&b], &[link(1, false, 1), two.clone()]);
+        assert!(gid_table.up);
+        let events = changes(&mut gid_table, &[&b], &[link(1, false, 1), two.clone()]);
         assert_eq!(events, [event::PORT_ERR]);
-        let events = news(&mut places, &[&a, &b], &[link(1, true, 1), two.clone()]);
+        let events = changes(&mut gid_table, &[&a, &b], &[link(1, true, 1), two.clone()]);
         assert_eq!(
             events,
             [event::PORT_ACTIVE, event::GID_CHANGE, event::LID_CHANGE]
         );
         // The interface is gone. The port is up again when a new address of another interface takes the first entry.
-        let events = news(&mut places, &[&b], std::slice::from_ref(&two));
+        let events = changes(&mut gid_table, &[&b], std::slice::from_ref(&two));
         assert_eq!(
             events,
             [event::PORT_ERR, event::GID_CHANGE, event::LID_CHANGE]
         );
         let c = gid("10.0.0.3", 2);
-        let events = news(&mut places, &[&b, &c], &[two]);
+        let events = changes(&mut gid_table, &[&b, &c], &[two]);
         assert_eq!(
             events,
             [event::PORT_ACTIVE, event::GID_CHANGE, event::LID_CHANGE]
@@ -510,12 +513,12 @@ mod tests {
     #[test]
     fn an_interface_with_another_hardware_address_has_moved() {
         let (a, b) = (gid("10.0.0.1", 1), gid("10.0.0.2", 2));
-        let mut places = Places::new(
+        let mut gid_table = GidTable::new(
             vec![a.clone(), b.clone()],
             vec![link(1, true, 1), link(2, true, 2)],
         );
-        places.update(vec![a, b.clone()], vec![link(1, true, 1), link(2, true, 9)]);
-        assert_eq!(places.news.moved, [b.ip]);
-        assert!(places.news.events.is_empty());
+        gid_table.update(vec![a, b.clone()], vec![link(1, true, 1), link(2, true, 9)]);
+        assert_eq!(gid_table.changes.moved, [b.ip]);
+        assert!(gid_table.changes.events.is_empty());
     }
 }

@@ -39,7 +39,7 @@ pub enum Rank {
     /// The state of a connection that starts up.
     Startup,
     /// A query for the TCP or UDP port of an rdma_cm listener.
-    Question,
+    Query,
     /// The rdma_cm ports for which no query is sent, because an earlier one was not answered.
     SilentPorts,
     /// The address of a queue pair's peer.
@@ -69,9 +69,9 @@ pub enum Rank {
     /// The objects that are notified when the port changes.
     PortListeners,
     /// One direction of a queue pair's datagrams, if faults are injected.
-    FaultWay,
+    FaultDirection,
     /// The decisions about a queue pair's faults.
-    FaultLane,
+    FaultDecisions,
     /// Datagrams that an injected fault delays.
     DelayedDatagrams,
     /// The link with virtual lanes that queue pairs send on.

@@ -88,16 +88,16 @@ impl Throttle {
     /// line.
     pub(crate) fn line(&self, now: Instant) -> Option<u32> {
         let mut state = self.0.lock();
-        let (since, said, left_out) = &mut *state;
+        let (since, lines, left_out) = &mut *state;
         if since.is_none_or(|t| now.saturating_duration_since(t) >= Duration::from_secs(1)) {
             *since = Some(now);
-            *said = 0;
+            *lines = 0;
         }
-        if *said >= LINES_PER_SECOND {
+        if *lines >= LINES_PER_SECOND {
             *left_out += 1;
             return None;
         }
-        *said += 1;
+        *lines += 1;
         Some(std::mem::take(left_out))
     }
 }
@@ -111,8 +111,8 @@ mod tests {
     fn a_peer_cannot_fill_the_log() {
         let throttle = Throttle::new();
         let begin = clock::now();
-        let said = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
-        assert_eq!(said, LINES_PER_SECOND as usize);
+        let written = (0..1000).filter(|_| throttle.line(begin).is_some()).count();
+        assert_eq!(written, LINES_PER_SECOND as usize);
         // One second later, lines are written again. The first result is the number of suppressed lines.
         let later = begin + Duration::from_secs(1);
         assert_eq!(throttle.line(later), Some(1000 - LINES_PER_SECOND));

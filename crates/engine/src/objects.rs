@@ -467,13 +467,13 @@ impl SharedReceive {
             return Err(Misuse::InvalidArgument("max_wr"));
         }
         if self.core.modify(max_wr, limit)? {
-            self.tell_limit();
+            self.raise_limit_event();
         }
         Ok(())
     }
 
     /// Raises the event that fewer receives are posted than the limit of the queue.
-    pub fn tell_limit(&self) {
+    pub fn raise_limit_event(&self) {
         self.context.events.push(AsyncItem {
             event: event::SRQ_LIMIT_REACHED,
             c_object: self.c_object.load(Ordering::Relaxed),
@@ -511,7 +511,7 @@ impl QueuePair {
     }
 
     /// Whether the program sets the peer itself (`ibv_modify_qp(3)`), without the connection manager.
-    pub fn names_its_peer(&self) -> bool {
+    pub fn program_sets_peer(&self) -> bool {
         match self {
             Self::Rc(qp) => qp.route().is_some_and(|route| route.qpn != 0),
             Self::Dgram(_) => false,

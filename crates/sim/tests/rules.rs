@@ -460,7 +460,7 @@ fn ord_limits_the_outstanding_reads() {
             w[end].post(read(id, THERE).from(&[mr.part(0, 8)]));
         }
         w.run();
-        // RFC 5040 §6.1 [read-ord-told] [read-ord-limit]: each response allows one more request.
+        // RFC 5040 §6.1 [read-ord-reported] [read-ord-limit]: each response allows one more request.
         let mut asked: Vec<ReadRequest> = Vec::new();
         for answered in 0..8 {
             for f in w[peer].received() {

@@ -111,7 +111,7 @@ pub(super) fn c_port(address: Option<SocketAddr>) -> be16 {
 
 /// Returns an address vector to `remote`.
 pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah_attr {
-    let own = local.and_then(|l| gids::place_of(l.ip())).unwrap_or(0);
+    let own = local.and_then(|l| gids::index_of(l.ip())).unwrap_or(0);
     let mut attr = ibv_ah_attr {
         is_global: 1,
         port_num: 1,

@@ -30,15 +30,15 @@ unsafe fn owned(text: *const c_char) -> Option<CString> {
 }
 
 /// The arguments of a resolution. They are copies, because the program may free its own before the resolution ends.
-struct Question {
+struct Resolution {
     node: Option<CString>,
     service: Option<CString>,
     hints: Option<List>,
 }
 
-impl Question {
+impl Resolution {
     /// Resolves the addresses. An error is a negative errno, or a code of `getaddrinfo(3)`.
-    fn ask(&self) -> Result<List, c_int> {
+    fn run(&self) -> Result<List, c_int> {
         let text = |t: &Option<CString>| t.as_ref().map_or(std::ptr::null(), |t| t.as_ptr());
         let hints = self
             .hints
@@ -74,8 +74,8 @@ entry! {
             return Err(libc::EINVAL);
         }
         // SAFETY: upheld by the caller.
-        let question = unsafe {
-            Question {
+        let resolution = unsafe {
+            Resolution {
                 node: owned(node),
                 service: owned(service),
                 hints: given.map(|h| List(addrinfo::duplicate(h, false))),
@@ -86,7 +86,7 @@ entry! {
         // A name server may take long to answer, and the worker thread must not wait for it.
         let resolver = std::thread::Builder::new().name("anywarp-resolve".to_owned()).spawn(move || {
             thread::block_signals();
-            let (kind, status) = match question.ask() {
+            let (kind, status) = match resolution.run() {
                 Ok(list) => {
                     resolved.set(Some(list));
                     (EventKind::AddrinfoResolved, 0)

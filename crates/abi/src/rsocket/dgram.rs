@@ -101,7 +101,7 @@ pub(super) struct Datagrams {
 
 /// A received datagram for the caller.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Got {
+pub(super) struct ReceivedDatagram {
     /// The number of copied bytes.
     pub(super) copied: usize,
     /// The full length of the datagram.
@@ -220,7 +220,7 @@ impl End {
                     continue;
                 }
                 let slot = c.wr_id as u32;
-                match self.judge(slot, &c) {
+                match self.arrived_datagram(slot, &c) {
                     Some(arrived) if only.is_none_or(|o| o == arrived.from) => {
                         self.arrived.push_back(arrived);
                     }
@@ -234,7 +234,7 @@ impl End {
     }
 
     /// Returns the datagram in a slot, if a datagram socket sent it.
-    fn judge(&self, slot: u32, c: &Completion) -> Option<Arrived> {
+    fn arrived_datagram(&self, slot: u32, c: &Completion) -> Option<Arrived> {
         if c.status != Status::Success {
             return None;
         }
@@ -543,7 +543,7 @@ impl Datagrams {
     }
 
     /// Receives a datagram. Returns `None` if there is none.
-    fn receive(&mut self, to: &Caller, peek: bool) -> Option<Result<Got, c_int>> {
+    fn receive(&mut self, to: &Caller, peek: bool) -> Option<Result<ReceivedDatagram, c_int>> {
         if self.closed {
             return Some(Err(libc::EBADF));
         }
@@ -559,7 +559,7 @@ impl Datagrams {
             end.arrived.pop_front();
             end.repost([arrived.slot]);
         }
-        Some(Ok(Got {
+        Some(Ok(ReceivedDatagram {
             copied,
             len: arrived.len,
             from: arrived.from,
@@ -662,7 +662,11 @@ pub(super) fn send(
 }
 
 /// `rrecvfrom`.
-pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<Got, c_int> {
+pub(super) fn receive(
+    socket: &Socket,
+    to: &Caller,
+    flags: c_int,
+) -> Result<ReceivedDatagram, c_int> {
     let limit = socket.wait_limit(flags, socket.options().recv_timeout);
     let peek = flags & libc::MSG_PEEK != 0;
     socket.block(limit, |arm| {

@@ -86,13 +86,13 @@ fn receive(socket: c_int, to: Result<Caller, c_int>, flags: c_int) -> Result<usi
         Kind::Stream(_) => stream::receive(&socket, &to, flags),
         Kind::Datagrams(_) => {
             let got = dgram::receive(&socket, &to, flags)?;
-            Ok(shown(&got, flags))
+            Ok(receive_result(&got, flags))
         }
     }
 }
 
 /// Returns the result of receiving a datagram: the number of copied bytes, or the full length if the flags contain `MSG_TRUNC`.
-fn shown(got: &dgram::Got, flags: c_int) -> usize {
+fn receive_result(got: &dgram::ReceivedDatagram, flags: c_int) -> usize {
     if flags & libc::MSG_TRUNC != 0 {
         got.len
     } else {
@@ -292,7 +292,7 @@ unsafe fn receive_from(
                 // SAFETY: upheld by the caller.
                 unsafe { address::write(addr, len, socket.domain, got.from) };
             }
-            Ok((shown(&got, flags), got.copied < got.len))
+            Ok((receive_result(&got, flags), got.copied < got.len))
         }
     }
 }

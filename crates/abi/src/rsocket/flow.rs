@@ -18,7 +18,7 @@ pub(super) enum Violation {
     /// The peer wrote more bytes than it was granted memory for.
     Bytes {
         /// The bytes that the peer's message announces.
-        said: u32,
+        announced: u32,
         /// The bytes that were granted to the peer.
         allowed: usize,
     },
@@ -31,10 +31,10 @@ pub(super) enum Violation {
 impl std::fmt::Display for Violation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Bytes { said, allowed } => {
+            Self::Bytes { announced, allowed } => {
                 write!(
                     f,
-                    "the peer announced {said} written bytes, but it was granted memory for {allowed}"
+                    "the peer announced {announced} written bytes, but it was granted memory for {allowed}"
                 )
             }
             Self::Messages => f.write_str("the peer sent more messages than it had credits for"),
@@ -219,7 +219,7 @@ pub(super) struct Receiver {
     /// The number of messages read, modulo 2^16.
     read: u16,
     /// The value of `read` at which the peer gets new credits.
-    tell_at: u16,
+    credits_due_at: u16,
     /// The number of messages that the peer may still send.
     allowed: u32,
     /// The number of bytes that the peer may still write.
@@ -245,7 +245,7 @@ impl Receiver {
             messages: VecDeque::new(),
             credits,
             read: 0,
-            tell_at: credits / 2,
+            credits_due_at: credits / 2,
             allowed: credits.into(),
             granted: half,
             free: half,
@@ -285,7 +285,7 @@ impl Receiver {
             .granted
             .checked_sub(len as usize)
             .ok_or(Violation::Bytes {
-                said: len,
+                announced: len,
                 allowed: self.granted,
             })?;
         self.readable += len as usize;
@@ -331,7 +331,7 @@ impl Receiver {
         if half > 0 && self.free >= half {
             2
         } else {
-            u32::from(self.read.wrapping_sub(self.tell_at) < 1 << 15)
+            u32::from(self.read.wrapping_sub(self.credits_due_at) < 1 << 15)
         }
     }
 
@@ -346,7 +346,7 @@ impl Receiver {
             self.slot = (self.slot + 1) % self.slots;
             memory
         });
-        self.tell_at = self.read.wrapping_add(self.credits / 2);
+        self.credits_due_at = self.read.wrapping_add(self.credits / 2);
         let unread = u32::try_from(self.messages.len()).unwrap_or(u32::MAX);
         self.allowed = u32::from(self.credits).saturating_sub(unread);
         Grant {
@@ -514,7 +514,7 @@ mod tests {
         assert_eq!(
             wrong,
             Violation::Bytes {
-                said: 101,
+                announced: 101,
                 allowed: 100
             }
         );

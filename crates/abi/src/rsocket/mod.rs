@@ -45,7 +45,7 @@ use anywarp_engine::sys::thread;
 use dgram::Datagrams;
 use options::Options;
 use stream::Stream;
-use wait::{Bell, Bells};
+use wait::{Waker, Wakers};
 
 use crate::ffi::os_errno;
 
@@ -108,7 +108,7 @@ struct Socket {
     domain: c_int,
     device: &'static Device,
     channel: Arc<EventChannel>,
-    bells: Arc<Bells>,
+    wakers: Arc<Wakers>,
     nonblocking: AtomicBool,
     fd_flags: AtomicI32,
     options: Mutex<Options>,
@@ -118,15 +118,15 @@ struct Socket {
 }
 
 /// Notifies the waiting threads of a socket (see `wait`) when a completion arrives.
-struct OnCompletion(Arc<Bells>);
+struct OnCompletion(Arc<Wakers>);
 
 impl Notify for OnCompletion {
     fn completion(&self) {
-        self.0.ring();
+        self.0.wake_all();
     }
 
     fn overflow(&self) {
-        self.0.ring();
+        self.0.wake_all();
     }
 }
 
@@ -143,19 +143,19 @@ impl Source for Watch {
     fn timeout(self: Arc<Self>, _now: Instant) {}
 }
 
-/// A bell that is registered at a socket until this is dropped.
-struct Hung<'a>(&'a Bells, &'a Arc<Bell>);
+/// A waker that is registered at a socket until this is dropped.
+struct RegisteredWaker<'a>(&'a Wakers, &'a Arc<Waker>);
 
-impl<'a> Hung<'a> {
-    fn at(bells: &'a Bells, bell: &'a Arc<Bell>) -> Self {
-        bells.hang_up(bell);
-        Self(bells, bell)
+impl<'a> RegisteredWaker<'a> {
+    fn at(wakers: &'a Wakers, waker: &'a Arc<Waker>) -> Self {
+        wakers.register(waker);
+        Self(wakers, waker)
     }
 }
 
-impl Drop for Hung<'_> {
+impl Drop for RegisteredWaker<'_> {
     fn drop(&mut self) {
-        self.0.take_down(self.1);
+        self.0.unregister(self.1);
     }
 }
 
@@ -183,7 +183,7 @@ impl Socket {
             domain,
             device,
             channel,
-            bells: Arc::new(Bells::default()),
+            wakers: Arc::new(Wakers::default()),
             nonblocking: AtomicBool::new(false),
             fd_flags: AtomicI32::new(0),
             options: Mutex::new(options),
@@ -213,7 +213,7 @@ impl Socket {
 
     /// Returns the notification for a completion queue of this socket.
     fn notify(&self) -> Arc<dyn Notify> {
-        Arc::new(OnCompletion(Arc::clone(&self.bells)))
+        Arc::new(OnCompletion(Arc::clone(&self.wakers)))
     }
 
     /// Returns the state of a stream socket. `EOPNOTSUPP` for another socket.
@@ -230,7 +230,7 @@ impl Socket {
             Kind::Stream(stream) => stream.lock().step(self),
             Kind::Datagrams(state) => state.lock().step(self),
         }
-        self.bells.ring();
+        self.wakers.wake_all();
     }
 
     /// Returns the local address, if the socket has one.
@@ -289,17 +289,17 @@ impl Socket {
         let Wait::Until(until) = limit else {
             return Err(libc::EAGAIN);
         };
-        let bell = wait::bell().map_err(|e| os_errno(&e))?;
-        let _hung = Hung::at(&self.bells, &bell);
+        let waker = wait::waker().map_err(|e| os_errno(&e))?;
+        let _registered = RegisteredWaker::at(&self.wakers, &waker);
         loop {
-            while bell.pop().is_some() {}
+            while waker.pop().is_some() {}
             if let Some(done) = attempt(true) {
                 return done;
             }
             if until.is_some_and(|t| t <= Instant::now()) {
                 return Err(libc::EAGAIN);
             }
-            match wait::wait(self.engine(), &bell, &mut [], until) {
+            match wait::wait(self.engine(), &waker, &mut [], until) {
                 Err(libc::EINTR) if !thread::handlers_interrupt() => {}
                 waited => waited?,
             }
@@ -313,7 +313,7 @@ impl Socket {
         }
         self.abandon();
         // Wakes the threads that wait for this socket, so that their calls return.
-        self.bells.ring();
+        self.wakers.wake_all();
     }
 
     /// Closes the socket without waiting for the peer.

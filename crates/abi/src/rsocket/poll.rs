@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_engine::engine::Engine;
 
-use super::{Hung, Kind, Socket, device, find, wait};
+use super::{Kind, RegisteredWaker, Socket, device, find, wait};
 use crate::ffi::os_errno;
 
 /// The events that `poll(2)` reports even if they are not requested.
@@ -116,14 +116,14 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
         return Ok(0);
     }
     let until = time.and_then(|t| Instant::now().checked_add(t));
-    let bell = wait::bell().map_err(|e| os_errno(&e))?;
+    let waker = wait::waker().map_err(|e| os_errno(&e))?;
     let sockets: Vec<Arc<Socket>> = set.sockets.iter().map(|(_, s)| Arc::clone(s)).collect();
-    let _hung: Vec<Hung<'_>> = sockets
+    let _registered: Vec<RegisteredWaker<'_>> = sockets
         .iter()
-        .map(|socket| Hung::at(&socket.bells, &bell))
+        .map(|socket| RegisteredWaker::at(&socket.wakers, &waker))
         .collect();
     loop {
-        while bell.pop().is_some() {}
+        while waker.pop().is_some() {}
         let n = set.look(true)?;
         if n > 0 {
             return Ok(n);
@@ -131,7 +131,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], time: Option<Duration>) -> Result<u
         if until.is_some_and(|t| t <= Instant::now()) {
             return Ok(0);
         }
-        wait::wait(engine, &bell, &mut set.others, until)?;
+        wait::wait(engine, &waker, &mut set.others, until)?;
     }
 }
 

@@ -42,7 +42,7 @@ use crate::ffi::{misuse, os_errno};
 /// The most bytes of the stream in one RDMA Write. With its header it is one FPDU.
 pub(super) const TRANSFER: usize = 64_000;
 /// The number of receives that are posted beyond the peer's credits, because its control messages use no credits.
-const BESIDE: u32 = 2 * CONTROL;
+const EXTRA_RECEIVES: u32 = 2 * CONTROL;
 /// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);
 /// The part of that time in which `rclose` waits until a peer with librdmacm's rsockets has closed too. Sends of such a peer
@@ -54,7 +54,7 @@ const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 // The `wr_id` of a request: its kind in the upper half, the number of bytes of the ring in the lower half.
 const RECEIVE: u64 = 1 << 63;
 /// An unsignaled write before a message. The completion of the message covers both.
-const BEFORE: u64 = 1 << 32;
+const WRITE_BEFORE_MESSAGE: u64 = 1 << 32;
 /// A message that announces bytes of the stream.
 const DATA: u64 = 2 << 32;
 /// A write to a mapping of the peer.
@@ -107,7 +107,7 @@ pub(super) struct End {
     /// Copies of the bytes that are being sent.
     copies: Buffer,
     /// The memory of the receives, each for one message.
-    notes: Buffer,
+    message_buffers: Buffer,
     pub(super) sender: Sender,
     receiver: Receiver,
     credits: u16,
@@ -124,7 +124,7 @@ pub(super) struct End {
 
 /// A summary of the polled completions.
 #[derive(Default)]
-struct News {
+struct Polled {
     disconnect: bool,
     shutdown: bool,
     /// A send failed.
@@ -138,15 +138,16 @@ impl End {
         let (engine, pd) = (device.context.engine, &device.pd);
         let requests = options.send_queue;
         let credits = options.recv_queue;
-        let receives = u32::from(credits) + BESIDE;
-        let places = requests + BESIDE;
+        let receives = u32::from(credits) + EXTRA_RECEIVES;
+        let places = requests + EXTRA_RECEIVES;
         let failed = |e: std::io::Error| os_errno(&e);
         let half = options.recv_buffer.div_ceil(2);
         let ring = Buffer::new(engine, pd, half * 2, true).map_err(failed)?;
         let list_len = AREA * AREAS as usize + MAPPING * options.mappings as usize;
         let list = Buffer::new(engine, pd, list_len, true).map_err(failed)?;
         let copies = Buffer::new(engine, pd, options.send_buffer, false).map_err(failed)?;
-        let notes = Buffer::new(engine, pd, MESSAGE * receives as usize, false).map_err(failed)?;
+        let message_buffers =
+            Buffer::new(engine, pd, MESSAGE * receives as usize, false).map_err(failed)?;
         let capacity = Capacity {
             max_send_wr: places,
             max_recv_wr: receives,
@@ -180,7 +181,7 @@ impl End {
             ring,
             list,
             copies,
-            notes,
+            message_buffers,
             sender: Sender::new(requests, options.send_buffer),
             receiver: Receiver::new(credits, half * 2),
             credits,
@@ -224,7 +225,7 @@ impl End {
         let requests = slots.map(|slot| {
             Ok(RecvRequest {
                 id: RECEIVE | u64::from(slot),
-                sges: [self.notes.sge(slot as usize * MESSAGE, MESSAGE)]
+                sges: [self.message_buffers.sge(slot as usize * MESSAGE, MESSAGE)]
                     .into_iter()
                     .collect(),
             })
@@ -267,7 +268,12 @@ impl End {
         );
         match before {
             Some((to, payload)) => {
-                let write = request(BEFORE, write_to(to.key, to.addr), payload, false);
+                let write = request(
+                    WRITE_BEFORE_MESSAGE,
+                    write_to(to.key, to.addr),
+                    payload,
+                    false,
+                );
                 self.post([write, say])
             }
             None => self.post([say]),
@@ -290,7 +296,7 @@ impl End {
 
     /// Sends as many bytes of `from` as possible, from byte `skip` on. Returns 0 if there is no room.
     fn send(&mut self, from: &Caller, skip: usize) -> Result<usize, c_int> {
-        if !self.tell_maps()? {
+        if !self.announce_mappings()? {
             return Ok(0);
         }
         let list = &self.list;
@@ -313,7 +319,7 @@ impl End {
         skip: usize,
         offset: u64,
     ) -> Result<Option<usize>, c_int> {
-        if !self.tell_maps()? {
+        if !self.announce_mappings()? {
             return Ok(Some(0));
         }
         let Some((addr, key, left)) = self.find_mapping(offset) else {
@@ -343,7 +349,7 @@ impl End {
     }
 
     /// Announces new mappings to the peer. Returns false if some must wait.
-    fn tell_maps(&mut self) -> Result<bool, c_int> {
+    fn announce_mappings(&mut self) -> Result<bool, c_int> {
         let Some(peer) = self.peer else {
             return Ok(true);
         };
@@ -365,7 +371,7 @@ impl End {
     }
 
     /// Sends the grants that are due to the peer.
-    fn give(&mut self) -> Result<(), c_int> {
+    fn send_grants(&mut self) -> Result<(), c_int> {
         let Some(peer) = self.peer else { return Ok(()) };
         loop {
             let cost = self.receiver.wants();
@@ -404,18 +410,18 @@ impl End {
     }
 
     /// Handles all completions.
-    fn poll(&mut self) -> News {
-        let mut news = News::default();
+    fn poll(&mut self) -> Polled {
+        let mut polled = Polled::default();
         let mut again: Vec<u32> = Vec::new();
         loop {
             let mut arrived = std::mem::take(&mut self.arrived);
             let n = self.cq.poll(64, |_, c| arrived.push(c.clone()));
             for c in arrived.drain(..) {
                 if c.wr_id & RECEIVE == 0 {
-                    self.sent(&c, &mut news);
+                    self.sent(&c, &mut polled);
                 } else if c.status == Status::Success {
                     let slot = c.wr_id as u32;
-                    self.received_message(slot, c.byte_len, &mut news);
+                    self.received_message(slot, c.byte_len, &mut polled);
                     again.push(slot);
                 }
             }
@@ -425,11 +431,11 @@ impl End {
             }
         }
         self.repost(again);
-        news
+        polled
     }
 
     /// Handles the completion of a send.
-    fn sent(&mut self, c: &Completion, news: &mut News) {
+    fn sent(&mut self, c: &Completion, polled: &mut Polled) {
         let ring = (c.wr_id & u64::from(u32::MAX)) as usize;
         let (requests, control) = match c.wr_id & !u64::from(u32::MAX) {
             DATA => (2, 0),
@@ -443,18 +449,18 @@ impl End {
             self.sender.done(requests, control, ring);
             self.outstanding = self.outstanding.saturating_sub(1);
         }
-        if c.status != Status::Success && news.failed.is_none_or(|s| s == Status::Flushed) {
-            news.failed = Some(c.status);
+        if c.status != Status::Success && polled.failed.is_none_or(|s| s == Status::Flushed) {
+            polled.failed = Some(c.status);
         }
     }
 
     /// Handles a received message. [`Receiver`] checks that the peer keeps within its limits.
-    fn received_message(&mut self, slot: u32, len: u32, news: &mut News) {
-        if news.violation.is_some() {
+    fn received_message(&mut self, slot: u32, len: u32, polled: &mut Polled) {
+        if polled.violation.is_some() {
             return;
         }
         let message = if len as usize == MESSAGE {
-            Message::parse(self.notes.load(slot as usize * MESSAGE))
+            Message::parse(self.message_buffers.load(slot as usize * MESSAGE))
         } else {
             Message::Unknown
         };
@@ -466,17 +472,17 @@ impl End {
                 Ok(())
             }
             Message::Disconnect => {
-                news.disconnect = true;
+                polled.disconnect = true;
                 Ok(())
             }
             Message::Shutdown => {
-                news.shutdown = true;
+                polled.shutdown = true;
                 Ok(())
             }
             Message::KeepAlive => Ok(()),
             Message::Unknown => Err(Violation::Message),
         };
-        news.violation = judged.err();
+        polled.violation = judged.err();
     }
 }
 
@@ -698,24 +704,24 @@ impl Stream {
         }
         // Receives that preceded the end of the connection have completed before the end was reported.
         let Some(end) = &mut self.end else { return };
-        let news = end.poll();
+        let polled = end.poll();
         if self.phase != Phase::Open {
             return;
         }
-        let given = end.give();
-        if let Some(violation) = news.violation {
+        let given = end.send_grants();
+        if let Some(violation) = polled.violation {
             log!(Warn, "rsocket {}: {violation}", socket.number);
             self.cut_off();
-        } else if news.disconnect {
+        } else if polled.disconnect {
             self.over(None);
-        } else if let Some(status) = news.failed {
+        } else if let Some(status) = polled.failed {
             log!(Info, "rsocket {}: a send failed: {status}", socket.number);
             self.over(Some(libc::ECONNRESET));
         } else if let Some(errno) = gone {
             self.over((errno != 0).then_some(errno));
         } else if given.is_err() {
             self.cut_off();
-        } else if news.shutdown {
+        } else if polled.shutdown {
             self.receiving = false;
             if !self.sending {
                 self.over(None);
@@ -875,7 +881,7 @@ impl Stream {
         {
             let len = end.receive(to, skip, peek);
             // If a grant cannot be sent, the connection has ended. The caller still gets the bytes that were read.
-            if self.phase == Phase::Open && end.give().is_err() {
+            if self.phase == Phase::Open && end.send_grants().is_err() {
                 self.cut_off();
             }
             return Some(Ok(len));
@@ -970,20 +976,20 @@ impl Stream {
         if !end.sender.take_control(1) {
             return None;
         }
-        let said = end.post_message(CONTROL_ONE, None, message);
+        let posted = end.post_message(CONTROL_ONE, None, message);
         (self.receiving, self.sending) = (receiving, sending);
         if !receiving && !sending {
             self.phase = Phase::Over;
         }
-        Some(said)
+        Some(posted)
     }
 
     /// Returns whether the peer has received everything that was sent.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {
-                let news = end.poll();
-                end.outstanding == 0 || news.failed.is_some()
+                let polled = end.poll();
+                end.outstanding == 0 || polled.failed.is_some()
             }
             _ => true,
         }
@@ -1182,7 +1188,7 @@ pub(super) fn shutdown(socket: &Socket, how: c_int) -> Result<(), c_int> {
         stream.shut(how)
     });
     // Threads that wait for this socket check its state again.
-    socket.bells.ring();
+    socket.wakers.wake_all();
     done
 }
 
@@ -1206,9 +1212,9 @@ pub(super) fn finish(socket: &Socket) {
         });
     };
     let until = Instant::now().checked_add(linger);
-    let said = open && shutdown(socket, libc::SHUT_RDWR).is_ok();
+    let is_shut_down = open && shutdown(socket, libc::SHUT_RDWR).is_ok();
     wait(until, Stream::is_sent);
-    if said {
+    if is_shut_down {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }

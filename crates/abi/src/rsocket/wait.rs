@@ -1,7 +1,7 @@
 //! Waiting of threads for events of sockets.
 //!
-//! Each waiting thread has a [`Bell`], an event descriptor, which it registers at the sockets that it waits for. Every event
-//! of a socket makes all its registered bells readable. So several threads may wait for one socket, one thread may wait for
+//! Each waiting thread has a [`Waker`], an event descriptor, which it registers at the sockets that it waits for. Every event
+//! of a socket makes all its registered wakers readable. So several threads may wait for one socket, one thread may wait for
 //! many sockets, and no thread consumes the event of another.
 
 use std::cell::RefCell;
@@ -19,70 +19,70 @@ use anywarp_engine::reactor::{Interrupted, WAIT_WORKING};
 use crate::ffi::os_errno;
 
 /// An event descriptor that becomes readable at an event of a socket.
-pub(super) type Bell = Channel<()>;
+pub(super) type Waker = Channel<()>;
 
-/// Returns the bell of the calling thread.
-pub(super) fn bell() -> io::Result<Arc<Bell>> {
+/// Returns the waker of the calling thread.
+pub(super) fn waker() -> io::Result<Arc<Waker>> {
     thread_local! {
-        /// The bell, with the generation of the process that created it: after `fork` the child creates a new one.
-        static BELL: RefCell<Option<(u32, Arc<Bell>)>> = const { RefCell::new(None) };
+        /// The waker, with the generation of the process that created it: after `fork` the child creates a new one.
+        static WAKER: RefCell<Option<(u32, Arc<Waker>)>> = const { RefCell::new(None) };
     }
     let generation = process::generation();
-    let kept = BELL.try_with(|kept| {
+    let kept = WAKER.try_with(|kept| {
         let kept = kept.try_borrow().ok()?;
-        let (made, bell) = kept.as_ref()?;
-        (*made == generation).then(|| Arc::clone(bell))
+        let (made, waker) = kept.as_ref()?;
+        (*made == generation).then(|| Arc::clone(waker))
     });
-    if let Ok(Some(bell)) = kept {
-        return Ok(bell);
+    if let Ok(Some(waker)) = kept {
+        return Ok(waker);
     }
-    let bell = Arc::new(Bell::new()?);
-    // A thread that is ending has no thread-local storage any more, so its bell is used for this call only.
-    let _ended = BELL.try_with(|kept| {
+    let waker = Arc::new(Waker::new()?);
+    // A thread that is ending has no thread-local storage any more, so its waker is used for this call only.
+    let _ended = WAKER.try_with(|kept| {
         if let Ok(mut kept) = kept.try_borrow_mut() {
-            *kept = Some((generation, Arc::clone(&bell)));
+            *kept = Some((generation, Arc::clone(&waker)));
         }
     });
-    Ok(bell)
+    Ok(waker)
 }
 
-/// The bells that are registered at a socket.
+/// The wakers that are registered at a socket.
 #[derive(Default)]
-pub(super) struct Bells(Mutex<Vec<Arc<Bell>>>);
+pub(super) struct Wakers(Mutex<Vec<Arc<Waker>>>);
 
-impl Bells {
-    fn all(&self) -> MutexGuard<'_, Vec<Arc<Bell>>> {
+impl Wakers {
+    fn all(&self) -> MutexGuard<'_, Vec<Arc<Waker>>> {
         self.0.lock()
     }
 
-    /// Makes all bells readable.
-    pub(super) fn ring(&self) {
-        for bell in self.all().iter() {
-            if bell.is_empty() {
-                bell.push(());
+    /// Makes all wakers readable.
+    pub(super) fn wake_all(&self) {
+        for waker in self.all().iter() {
+            if waker.is_empty() {
+                waker.push(());
             }
         }
     }
 
-    /// Registers a bell until [`Self::take_down`].
-    pub(super) fn hang_up(&self, bell: &Arc<Bell>) {
-        self.all().push(Arc::clone(bell));
+    /// Registers a waker until [`Self::unregister`].
+    pub(super) fn register(&self, waker: &Arc<Waker>) {
+        self.all().push(Arc::clone(waker));
     }
 
-    /// Removes a bell.
-    pub(super) fn take_down(&self, bell: &Arc<Bell>) {
+    /// Removes a waker.
+    pub(super) fn unregister(&self, waker: &Arc<Waker>) {
         let mut all = self.all();
-        if let Some(at) = all.iter().position(|b| Arc::ptr_eq(b, bell)) {
+        if let Some(at) = all.iter().position(|b| Arc::ptr_eq(b, waker)) {
             all.swap_remove(at);
         }
     }
 }
 
-/// Waits until the bell or one of `others` is ready, or the time `until` is reached. While it waits, the calling thread handles the
+/// Waits until the waker or one of `others` is ready, or the time `until` is reached. While it waits, the calling thread handles the
 /// device's sockets. The function may return early, so the caller checks its condition again. `EINTR`: a signal handler has run.
 pub(super) fn wait(
     engine: &Engine,
-    bell: &Bell,
+    waker: &Waker,
     others: &mut [libc::pollfd],
     until: Option<Instant>,
 ) -> Result<(), c_int> {
@@ -90,16 +90,16 @@ pub(super) fn wait(
     if others.is_empty() {
         let time = until.map_or(WAIT_WORKING, left);
         engine
-            .work_for(time, bell.fd())
+            .work_for(time, waker.fd())
             .map_err(|Interrupted| libc::EINTR)?;
-        if !bell.is_empty() {
+        if !waker.is_empty() {
             return Ok(());
         }
     }
     engine.hand_over();
     let mut fds = Vec::with_capacity(others.len() + 1);
     fds.push(libc::pollfd {
-        fd: bell.raw_fd(),
+        fd: waker.raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     });
@@ -146,46 +146,46 @@ mod tests {
 
     #[test]
     fn every_waiting_thread_is_woken() {
-        let bells = Bells::default();
+        let wakers = Wakers::default();
         let (one, two) = (
-            Arc::new(Bell::new().unwrap()),
-            Arc::new(Bell::new().unwrap()),
+            Arc::new(Waker::new().unwrap()),
+            Arc::new(Waker::new().unwrap()),
         );
-        bells.hang_up(&one);
-        bells.hang_up(&two);
-        bells.ring();
-        bells.ring();
+        wakers.register(&one);
+        wakers.register(&two);
+        wakers.wake_all();
+        wakers.wake_all();
         assert!(one.pop().is_some() && one.pop().is_none());
         assert!(two.pop().is_some() && two.pop().is_none());
-        bells.take_down(&one);
-        bells.ring();
+        wakers.unregister(&one);
+        wakers.wake_all();
         assert!(one.is_empty() && !two.is_empty());
     }
 
     #[test]
     fn a_thread_keeps_its_wake_up_descriptor() {
-        let mine = bell().unwrap();
-        assert!(Arc::ptr_eq(&mine, &bell().unwrap()));
-        let other = std::thread::spawn(|| bell().unwrap()).join().unwrap();
+        let mine = waker().unwrap();
+        assert!(Arc::ptr_eq(&mine, &waker().unwrap()));
+        let other = std::thread::spawn(|| waker().unwrap()).join().unwrap();
         assert!(!Arc::ptr_eq(&mine, &other));
     }
 
     #[test]
     fn waiting_ends_by_time_out_wake_up_or_descriptor() {
         let engine = anywarp_engine::engine::engine().unwrap();
-        let bell = Bell::new().unwrap();
+        let waker = Waker::new().unwrap();
         let soon = || Some(Instant::now() + Duration::from_millis(5));
-        wait(engine, &bell, &mut [], soon()).unwrap();
-        let other = Bell::new().unwrap();
+        wait(engine, &waker, &mut [], soon()).unwrap();
+        let other = Waker::new().unwrap();
         other.push(());
         let mut fds = [libc::pollfd {
             fd: other.raw_fd(),
             events: libc::POLLIN,
             revents: 0,
         }];
-        wait(engine, &bell, &mut fds, None).unwrap();
+        wait(engine, &waker, &mut fds, None).unwrap();
         assert_eq!(fds[0].revents, libc::POLLIN);
-        bell.push(());
-        wait(engine, &bell, &mut [], None).unwrap();
+        waker.push(());
+        wait(engine, &waker, &mut [], None).unwrap();
     }
 }

@@ -103,7 +103,7 @@ pub(super) struct Hello {
 
 /// Why the private data of a peer is not supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Strange {
+pub(super) enum UnsupportedPeer {
     /// The private data is shorter than that of an rsocket.
     Short,
     /// Another version.
@@ -114,7 +114,7 @@ pub(super) enum Strange {
     List(u32),
 }
 
-impl std::fmt::Display for Strange {
+impl std::fmt::Display for UnsupportedPeer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Short => {
@@ -156,15 +156,15 @@ impl Hello {
     }
 
     // All fields of a peer's private data are checked here: [rsock-hello].
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, Strange> {
-        let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(Strange::Short)?;
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, UnsupportedPeer> {
+        let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(UnsupportedPeer::Short)?;
         let mut at = Reader(bytes);
         let [version, flags] = at.take();
         if version != VERSION {
-            return Err(Strange::Version(version));
+            return Err(UnsupportedPeer::Version(version));
         }
         if flags & FLAG_BIG_ENDIAN != 0 {
-            return Err(Strange::BigEndian);
+            return Err(UnsupportedPeer::BigEndian);
         }
         let credits = u16::from_be_bytes(at.take());
         let [_, _, _, scaled] = at.take();
@@ -175,7 +175,7 @@ impl Hello {
         };
         let (list, data) = (area(), area());
         if list.len == 0 || list.len > 1 << 16 {
-            return Err(Strange::List(list.len));
+            return Err(UnsupportedPeer::List(list.len));
         }
         let mappings = if flags & FLAG_MAPPINGS != 0 {
             unscale(scaled)
@@ -340,17 +340,17 @@ mod tests {
     fn invalid_private_data_is_refused() {
         let good = hello().emit();
         for n in 0..HELLO {
-            assert_eq!(Hello::parse(&good[..n]), Err(Strange::Short));
+            assert_eq!(Hello::parse(&good[..n]), Err(UnsupportedPeer::Short));
         }
         let with = |at: usize, value: u8| {
             let mut bytes = good;
             bytes[at] = value;
             Hello::parse(&bytes)
         };
-        assert_eq!(with(0, 2), Err(Strange::Version(2)));
-        assert_eq!(with(1, 3), Err(Strange::BigEndian));
-        assert_eq!(with(23, 0), Err(Strange::List(0)));
-        assert_eq!(with(20, 1), Err(Strange::List((1 << 24) + 2)));
+        assert_eq!(with(0, 2), Err(UnsupportedPeer::Version(2)));
+        assert_eq!(with(1, 3), Err(UnsupportedPeer::BigEndian));
+        assert_eq!(with(23, 0), Err(UnsupportedPeer::List(0)));
+        assert_eq!(with(20, 1), Err(UnsupportedPeer::List((1 << 24) + 2)));
         // Without the flag there is no table of mappings.
         assert_eq!(with(1, 0).unwrap().mappings, 0);
     }

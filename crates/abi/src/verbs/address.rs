@@ -12,7 +12,7 @@ use super::handle::{CStruct, into_c, live, returned};
 use super::object::{AhObject, PdObject};
 use crate::entry;
 use crate::ffi::{Errno, arg, misuse, put};
-use crate::profile::{Counted, Place};
+use crate::profile::{Counted, CountedObject};
 use anywarp_verbs_sys::verbs::*;
 
 /// Creates an address handle.
@@ -25,7 +25,7 @@ pub(crate) unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut 
     if reserve::is_scarce() {
         return Err(libc::ENOMEM);
     }
-    let place = Place::take(Counted::Ah)?;
+    let counted = CountedObject::take(Counted::Ah)?;
     let ip = remote_ip(attr).map_err(|e| misuse("ibv_create_ah", &e))?;
     domain.engine.enter();
     let c = ibv_ah {
@@ -42,7 +42,7 @@ pub(crate) unsafe fn create(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> Result<*mut 
         hop_limit: if global { attr.grh.hop_limit } else { 0 },
         traffic_class: qos::service(attr.sl, class).1,
         pd: Arc::clone(&domain.engine),
-        _place: place,
+        _counted: counted,
     }))
 }
 
@@ -128,7 +128,7 @@ unsafe fn answer(port: u8, wc: *mut ibv_wc, grh: *mut ibv_grh) -> Result<ibv_ah_
         let route = route_of(bytes).ok_or(libc::EINVAL)?;
         attr.is_global = 1;
         attr.grh.dgid = c_gid(route.source);
-        attr.grh.sgid_index = gids::place_of(ip_of(route.destination)).unwrap_or(0);
+        attr.grh.sgid_index = gids::index_of(ip_of(route.destination)).unwrap_or(0);
         attr.grh.hop_limit = if route.hop_limit == 0 {
             0xff
         } else {

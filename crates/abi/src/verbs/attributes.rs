@@ -139,7 +139,7 @@ fn port_attributes() -> ibv_port_attr {
         state: if up { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN },
         max_mtu: IBV_MTU_4096,
         active_mtu: IBV_MTU_4096,
-        gid_tbl_len: gids::PLACES as c_int,
+        gid_tbl_len: gids::GID_ENTRIES as c_int,
         max_msg_sz: profile().max_msg_sz,
         pkey_tbl_len: 1,
         lid,
@@ -213,7 +213,7 @@ entry! {
     /// `gid` is null or valid for writes.
     unsafe fn ibv_query_gid(_context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int, minus_one, {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
-        if port != 1 || index >= gids::PLACES {
+        if port != 1 || index >= gids::GID_ENTRIES {
             return Err(libc::EINVAL);
         }
         let raw = gids::at(index).map_or([0; 16], |g| g.raw);
@@ -229,7 +229,7 @@ entry! {
     /// # Safety
     /// `kind` is null or valid for writes.
     unsafe fn ibv_query_gid_type(_context: *mut ibv_context, port: u8, index: c_uint, kind: *mut c_uint) -> c_int, minus_one, {
-        if port != 1 || index as usize >= gids::PLACES {
+        if port != 1 || index as usize >= gids::GID_ENTRIES {
             return Err(libc::EINVAL);
         }
         let taken = gids::at(index as usize).is_some();
@@ -263,7 +263,7 @@ entry! {
         _context: *mut ibv_context, port: u32, index: u32, out: *mut ibv_gid_entry, flags: u32, size: usize,
     ) -> c_int, errno, {
         let index = index as usize;
-        if port != 1 || flags != 0 || size > size_of::<ibv_gid_entry>() || index >= gids::PLACES {
+        if port != 1 || flags != 0 || size > size_of::<ibv_gid_entry>() || index >= gids::GID_ENTRIES {
             return Err(libc::EINVAL);
         }
         let gid = gids::at(index).ok_or(libc::ENODATA)?;

@@ -13,7 +13,7 @@ use super::handle::{CStruct, Object, into_c, live, returned};
 use super::object::{ContextObject, QpObject, Users};
 use crate::entry;
 use crate::ffi::{Errno, arg, misuse, put, put_prefix};
-use crate::profile::{Counted, Place, profile};
+use crate::profile::{Counted, CountedObject, profile};
 use anywarp_verbs_sys::verbs::*;
 
 /// The public part of a completion counter.
@@ -60,7 +60,7 @@ struct CounterObject {
     engine: CompletionCounter,
     /// The queue pairs that the counter is attached to.
     users: Users,
-    _place: Place,
+    _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_comp_cntr` comes first.
@@ -117,13 +117,13 @@ entry! {
             IBV_COMP_CNTR_TYPE_BYTES => Unit::Bytes,
             _ => return Err(libc::EOPNOTSUPP),
         };
-        let place = Place::take(Counted::Counter)?;
+        let counted = CountedObject::take(Counted::Counter)?;
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(into_c(CounterObject {
             c: CStruct::new(ibv_comp_cntr { context, handle }),
             engine: CompletionCounter::new(&device.engine, unit),
             users: Users::default(),
-            _place: place,
+            _counted: counted,
         }))
     }
 }

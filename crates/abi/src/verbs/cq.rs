@@ -14,7 +14,7 @@ use super::wait::block_on;
 use crate::cancel_safe::Held;
 use crate::entry;
 use crate::ffi::{Errno, fail, misuse, or, os_errno};
-use crate::profile::{Counted, Place, profile};
+use crate::profile::{Counted, CountedObject, profile};
 use anywarp_verbs_sys::verbs::*;
 
 entry! {
@@ -72,7 +72,7 @@ pub(crate) unsafe fn create_cq(
     if vector != 0 || cqe > profile().max_cqe {
         return Err(libc::EINVAL);
     }
-    let place = Place::take(Counted::Cq)?;
+    let counted = CountedObject::take(Counted::Cq)?;
     let engine = CompletionQueue::new(&device.engine, cqe, events.map(|e| Arc::clone(&e.engine)))
         .map_err(|e| misuse("ibv_create_cq", &e))?;
     let c = ibv_cq_ex {
@@ -90,7 +90,7 @@ pub(crate) unsafe fn create_cq(
         users: Users::default(),
         _channel: events.map(|e| e.users.enter()),
         current: UnsafeCell::new(None),
-        _place: place,
+        _counted: counted,
     });
     set_c_object(&engine.c_object, cq);
     Ok(cq)

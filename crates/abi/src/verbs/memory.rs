@@ -14,7 +14,7 @@ use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{Backing, MrObject, PdObject};
 use crate::entry;
 use crate::ffi::{Errno, errno, misuse, null};
-use crate::profile::{Counted, Place, profile};
+use crate::profile::{Counted, CountedObject, profile};
 use anywarp_verbs_sys::verbs::*;
 
 /// Returns the public structure of a region. The handle is the part of the key that stays the same when the key octet changes.
@@ -68,7 +68,7 @@ pub(super) unsafe fn register_in(
     // SAFETY: upheld by the caller.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     let engine = domain.device().engine;
-    let place = Place::take(Counted::Mr)?;
+    let counted = CountedObject::take(Counted::Mr)?;
     let access = profile().rights_of(access)?;
     let start = addr.expose_provenance() as u64;
     let len = length as u64;
@@ -85,7 +85,7 @@ pub(super) unsafe fn register_in(
         c: CStruct::new(c),
         engine: region,
         _backing: backing,
-        _place: place,
+        _counted: counted,
     }))
 }
 
@@ -222,7 +222,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
     null("ibv_alloc_null_mr", || {
         // SAFETY: the program passes null or a live object.
         let domain = unsafe { live::<PdObject, _>(pd) }?;
-        let place = Place::take(Counted::Mr)?;
+        let counted = CountedObject::take(Counted::Mr)?;
         let region = MemoryRegion::null(domain.device().engine, &domain.engine)
             .map_err(|e| misuse("ibv_alloc_null_mr", &e))?;
         let c = ibv_mr {
@@ -234,7 +234,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
             c: CStruct::new(c),
             engine: region,
             _backing: Backing::Program,
-            _place: place,
+            _counted: counted,
         }))
     })
 }
@@ -247,7 +247,7 @@ entry! {
     unsafe fn ibv_import_mr(pd: *mut ibv_pd, handle: u32) -> *mut ibv_mr, null, {
         // SAFETY: upheld by the caller.
         let domain = unsafe { live::<PdObject, _>(pd) }.map_err(|_any| libc::EINVAL)?;
-        let place = Place::take(Counted::Mr)?;
+        let counted = CountedObject::take(Counted::Mr)?;
         let region = MemoryRegion::import(domain.device().engine, &domain.engine, handle)
             .ok_or(libc::EINVAL)?;
         let c = ibv_mr {
@@ -259,7 +259,7 @@ entry! {
             c: CStruct::new(c),
             engine: region,
             _backing: Backing::Program,
-            _place: place,
+            _counted: counted,
         }))
     }
 }

@@ -20,7 +20,7 @@ use anywarp_engine::sys::pages::Pages;
 
 use super::handle::{CStruct, Object};
 use crate::ffi::Errno;
-use crate::profile::Place;
+use crate::profile::CountedObject;
 use anywarp_verbs_sys::verbs::*;
 
 /// Counts the users of an object, which cannot be destroyed while there are any.
@@ -97,7 +97,7 @@ pub(crate) struct PdObject {
     pub(crate) engine: Arc<Pd>,
     /// The thread domain of a parent domain, which cannot be deallocated while this exists.
     pub(crate) _td: Option<Arc<()>>,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_pd` comes first.
@@ -159,7 +159,7 @@ pub(crate) struct MrObject {
     pub(crate) c: CStruct<ibv_mr>,
     pub(crate) engine: MemoryRegion,
     pub(crate) _backing: Backing,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_mr` comes first.
@@ -170,7 +170,7 @@ unsafe impl Object<ibv_mr> for MrObject {}
 pub(crate) struct MwObject {
     pub(crate) c: CStruct<ibv_mw>,
     pub(crate) pd: Arc<Pd>,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_mw` comes first.
@@ -192,7 +192,7 @@ pub(crate) struct AhObject {
     pub(crate) hop_limit: u8,
     pub(crate) traffic_class: u8,
     pub(crate) pd: Arc<Pd>,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_ah` comes first.
@@ -288,7 +288,7 @@ pub(crate) struct CqObject {
     pub(crate) _channel: Option<Use>,
     /// The current completion of the extended interface. Only the thread between `start_poll` and `end_poll` accesses it.
     pub(crate) current: UnsafeCell<Option<Shown>>,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_cq_ex` comes first, which begins with the fields of an `ibv_cq`.
@@ -343,7 +343,7 @@ pub(crate) struct SrqObject {
     pub(crate) acks: Acks,
     /// The queue pairs that use the queue.
     pub(crate) users: Users,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_srq` comes first.
@@ -380,7 +380,7 @@ pub(crate) struct QpObject {
     pub(crate) counters: Mutex<Vec<Use>>,
     /// Whether the queue pair has the extended send interface, for which `ibv_qp_to_qp_ex` is called.
     pub(crate) extended: bool,
-    pub(crate) _place: Place,
+    pub(crate) _counted: CountedObject,
 }
 
 // SAFETY: `repr(C)`; an `ibv_qp_ex` comes first, which begins with an `ibv_qp`.

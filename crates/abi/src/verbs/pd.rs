@@ -18,7 +18,7 @@ use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{ContextObject, PdObject, TdObject};
 use crate::entry;
 use crate::ffi::{arg, errno, misuse, null};
-use crate::profile::{Counted, Place};
+use crate::profile::{Counted, CountedObject};
 use anywarp_verbs_sys::verbs::*;
 
 /// Protection domains by handle, for `ibv_import_pd`.
@@ -38,7 +38,7 @@ entry! {
         if reserve::is_scarce() {
             return Err(libc::ENOMEM);
         }
-        let place = Place::take(Counted::Pd)?;
+        let counted = CountedObject::take(Counted::Pd)?;
         let pd = Pd::new();
         let handle = pd.id();
         let engine = Arc::new(pd);
@@ -50,7 +50,7 @@ entry! {
         domains.insert(handle, Arc::downgrade(&engine));
         drop(domains);
         let c = CStruct::new(ibv_pd { context, handle });
-        Ok(into_c(PdObject { c, engine, _td: None, _place: place }))
+        Ok(into_c(PdObject { c, engine, _td: None, _counted: counted }))
     }
 }
 
@@ -78,13 +78,13 @@ entry! {
     unsafe fn ibv_import_pd(context: *mut ibv_context, handle: u32) -> *mut ibv_pd, null, {
         // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
-        let place = Place::take(Counted::Pd)?;
+        let counted = CountedObject::take(Counted::Pd)?;
         let pd = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
         Ok(into_c(PdObject {
             c: CStruct::new(ibv_pd { context, handle }),
             engine: Arc::new(Pd::within(&pd)),
             _td: None,
-            _place: place,
+            _counted: counted,
         }))
     }
 }
@@ -159,14 +159,14 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
                 live_if_any::<TdObject, _>(attr.td)?,
             )
         };
-        let place = Place::take(Counted::Pd)?;
+        let counted = CountedObject::take(Counted::Pd)?;
         let pd = Pd::within(&domain.engine);
         let handle = pd.id();
         Ok(into_c(PdObject {
             c: CStruct::new(ibv_pd { context, handle }),
             engine: Arc::new(pd),
             _td: td.map(|td| Arc::clone(&td.users)),
-            _place: place,
+            _counted: counted,
         }))
     })
 }

@@ -29,7 +29,7 @@ use super::object::{
 use super::wr_ex;
 use crate::entry;
 use crate::ffi::{Errno, arg, arg_mut, misuse, null, os_errno, put};
-use crate::profile::{Counted, Place, profile};
+use crate::profile::{Counted, CountedObject, profile};
 use anywarp_verbs_sys::verbs::*;
 
 /// Converts extended attributes to an `ibv_qp_init_attr`.
@@ -84,7 +84,7 @@ unsafe fn create(
     if chosen.is_none() {
         profile().admits_qp(init)?;
     }
-    let place = Place::take(Counted::Qp)?;
+    let counted = CountedObject::take(Counted::Qp)?;
     let own_receives = srq.is_none();
     let capacity = Capacity {
         max_send_wr: init.cap.max_send_wr,
@@ -151,7 +151,7 @@ unsafe fn create(
         ..ibv_qp::default()
     };
     let pd = Arc::clone(&domain.engine);
-    Ok(finish(base, *init, engine, send_ops, pd, uses, place))
+    Ok(finish(base, *init, engine, send_ops, pd, uses, counted))
 }
 
 /// Returns the kind of datagrams for a type of queue pair, or `None` for one over a connection.
@@ -181,7 +181,7 @@ fn finish(
     send_ops: Option<u64>,
     pd: Arc<Pd>,
     uses: [Option<Use>; 4],
-    place: Place,
+    counted: CountedObject,
 ) -> *mut ibv_qp {
     let number = engine.number();
     let mut c = ibv_qp_ex {
@@ -207,7 +207,7 @@ fn finish(
         _uses: uses,
         counters: Mutex::default(),
         extended: send_ops.is_some(),
-        _place: place,
+        _counted: counted,
     });
     set_c_object(engine.c_object(), qp);
     qp
@@ -271,7 +271,7 @@ unsafe fn create_xrc_receiver(
 ) -> Result<*mut ibv_qp, Errno> {
     // SAFETY: upheld by the caller.
     let (open, xrcd) = unsafe { (ContextObject::live(context)?, live::<XrcdObject, _>(xrcd)?) };
-    let place = Place::take(Counted::Qp)?;
+    let counted = CountedObject::take(Counted::Qp)?;
     let parts = |qpn| Parts {
         rnic: Arc::clone(&open.engine.engine.rnic),
         qpn,
@@ -308,7 +308,7 @@ unsafe fn create_xrc_receiver(
         None,
         pd,
         uses,
-        place,
+        counted,
     ))
 }
 
@@ -426,7 +426,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
             "more RDMA Reads at once than the device allows",
         ));
     }
-    if next == Some(State::Rts) && !p.has.connects_itself && qp.engine.names_its_peer() {
+    if next == Some(State::Rts) && !p.has.connects_itself && qp.engine.program_sets_peer() {
         return Err(Misuse::InvalidArgument(
             "the profile's device connects with rdma_cm only",
         ));

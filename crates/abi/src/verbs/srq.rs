@@ -21,7 +21,7 @@ use super::object::{
 };
 use crate::entry;
 use crate::ffi::{Errno, arg, arg_mut, errno, misuse, null, put};
-use crate::profile::{Counted, Place, profile};
+use crate::profile::{Counted, CountedObject, profile};
 use anywarp_verbs_sys::verbs::*;
 
 /// Creates a shared receive queue.
@@ -37,7 +37,7 @@ unsafe fn create(
     // SAFETY: upheld by the caller.
     let domain = unsafe { live::<PdObject, _>(pd) }?;
     profile().admits_srq(attr)?;
-    let place = Place::take(Counted::Srq)?;
+    let counted = CountedObject::take(Counted::Srq)?;
     let engine = SharedReceive::new(
         domain.device(),
         attr.max_wr,
@@ -60,7 +60,7 @@ unsafe fn create(
         pd: Arc::clone(&domain.engine),
         acks: Acks::default(),
         users: Users::default(),
-        _place: place,
+        _counted: counted,
     });
     set_c_object(&engine.c_object, srq);
     Ok(srq)
@@ -254,7 +254,7 @@ fn enter(srq: &Arc<SharedReceive>, xrcd: &XrcdObject, cq: &CqObject) -> XrcPart 
         Arc::clone(&cq.engine.core),
         Box::new(move || {
             if let Some(owner) = owner.upgrade() {
-                owner.tell_limit();
+                owner.raise_limit_event();
             }
         }),
     ));

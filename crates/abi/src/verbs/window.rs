@@ -13,7 +13,7 @@ use super::convert::bind_of;
 use super::handle::{CStruct, into_c, live, live_if_any, returned};
 use super::object::{MrObject, MwObject, PdObject, QpObject};
 use crate::ffi::{arg, errno, misuse, null};
-use crate::profile::{Counted, Place};
+use crate::profile::{Counted, CountedObject};
 use anywarp_verbs_sys::verbs::*;
 
 /// `ibv_alloc_mw(3)`.
@@ -27,7 +27,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
         if reserve::is_scarce() {
             return Err(libc::ENOMEM);
         }
-        let place = Place::take(Counted::Mw)?;
+        let counted = CountedObject::take(Counted::Mw)?;
         let regions = &domain.device().engine.rnic.regions;
         let key = regions
             .alloc_window(domain.engine.id(), kind == IBV_MW_TYPE_2, &mut random_u32)
@@ -44,7 +44,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type) -> 
         Ok(into_c(MwObject {
             c: CStruct::new(c),
             pd: Arc::clone(&domain.engine),
-            _place: place,
+            _counted: counted,
         }))
     })
 }

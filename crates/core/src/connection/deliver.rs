@@ -497,7 +497,7 @@ impl Connection {
         }
         let terminate = Terminate::parse(payload);
         self.base.observe(|| Step::Terminated(&terminate));
-        let blamed = self.blamed_by(&terminate);
+        let cause = self.cause_of(&terminate);
         let status = match terminate.term_code() {
             code if code.is_protection() => Status::RemoteAccess,
             TermCode::DDP_NO_BUFFER => Status::RnrRetryExceeded,
@@ -506,7 +506,7 @@ impl Connection {
             _ => Status::RemoteAborted,
         };
         self.fail(
-            blamed.map(|number| (number, status)),
+            cause.map(|number| (number, status)),
             "the peer terminated the connection",
             Some(AsyncEvent::QpFatal),
         );
@@ -520,7 +520,7 @@ impl Connection {
 
     /// Returns the request that caused a Terminate: `Some(Some(number))` is the number of a send request,
     /// `Some(None)` the oldest outstanding one. `None`: no outstanding request is the cause.
-    fn blamed_by(&mut self, terminate: &Terminate) -> Option<Option<u64>> {
+    fn cause_of(&mut self, terminate: &Terminate) -> Option<Option<u64>> {
         let raw = terminate.ddp_header.as_ref();
         let Some(Ok((header, _))) = raw.map(|raw| Header::parse(raw.as_slice())) else {
             return Some(None);
@@ -605,12 +605,12 @@ impl Connection {
                         "a refusal of a request that was not sent",
                     )));
                 }
-                let blamed = self.base.sq.taken_mut().find(|(_, p)| {
+                let cause = self.base.sq.taken_mut().find(|(_, p)| {
                     p.phase != Phase::Done && p.seq.1.wrapping_sub(seq) < u32::MAX / 2
                 });
-                let blamed = blamed.map(|(number, _)| number);
+                let cause = cause.map(|(number, _)| number);
                 self.fail(
-                    Some((blamed, status)),
+                    Some((cause, status)),
                     "the peer refused a request",
                     Some(AsyncEvent::QpFatal),
                 );

@@ -107,7 +107,7 @@ fn post(conn: &mut Connection, id: u64, op: Op) {
     .unwrap();
 }
 
-fn says(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
+fn receive_segment(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
     let mut message = Message {
         opcode,
         address: Address::Untagged {
@@ -126,21 +126,21 @@ fn says(conn: &mut Connection, opcode: Opcode, msn: u32, body: &[u8]) {
 }
 
 /// Opcode and number of each message that the end sends now.
-fn hears(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
+fn sent_messages(conn: &mut Connection) -> Vec<(Opcode, Option<u32>)> {
     let mut batch = TxBatch::default();
     conn.poll_tx(now(), true, &mut batch);
     let mut bytes = batch.as_bytes().unwrap();
-    let mut heard = Vec::new();
+    let mut messages = Vec::new();
     while let Some(extent) = Extent::of(bytes) {
         let (header, _) = Header::parse(&bytes[LENGTH..]).unwrap();
-        heard.push(match header {
+        messages.push(match header {
             Header::Untagged(h) => (h.opcode, Some(h.msn.0)),
             Header::Tagged(h) => (h.opcode, None),
         });
         bytes = &bytes[extent.total()..];
     }
     conn.handle_written();
-    heard
+    messages
 }
 
 fn completed(cq: &Cq) -> Vec<(u64, Status)> {
@@ -166,7 +166,7 @@ fn sent_message_numbers_wrap_to_zero() {
     }
     // RFC 5041 §4.3 [ddp-msn-modulo]: each queue has its own numbers.
     let want = [u32::MAX, 0, 1].map(|n| [(Opcode::Send, Some(n)), (Opcode::ReadRequest, Some(n))]);
-    assert_eq!(hears(&mut conn), want.concat());
+    assert_eq!(sent_messages(&mut conn), want.concat());
     assert_eq!(completed(&cq), [(0, Status::Success)]);
 }
 
@@ -184,15 +184,15 @@ fn received_message_numbers_wrap_to_zero() {
         let id = id as u64;
         let sges = smallvec![];
         conn.post_recv(RecvRequest { id, sges }).unwrap();
-        says(&mut conn, Opcode::Send, n, &[]);
-        says(&mut conn, Opcode::ReadRequest, n, &request.emit());
+        receive_segment(&mut conn, Opcode::Send, n, &[]);
+        receive_segment(&mut conn, Opcode::ReadRequest, n, &request.emit());
         // RFC 5041 §4.3 [ddp-msn-modulo]
         assert_eq!(completed(&cq), [(id, Status::Success)]);
-        assert_eq!(hears(&mut conn), [(Opcode::ReadResponse, None)]);
+        assert_eq!(sent_messages(&mut conn), [(Opcode::ReadResponse, None)]);
     }
     // A message sequence number must not be used twice.
-    says(&mut conn, Opcode::Send, 1, &[]);
-    assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
+    receive_segment(&mut conn, Opcode::Send, 1, &[]);
+    assert_eq!(sent_messages(&mut conn), [(Opcode::Terminate, Some(1))]);
     assert_eq!(conn.state(), State::Error);
 }
 
@@ -231,7 +231,10 @@ fn an_acknowledgement_is_sent_before_the_next_message() {
         invalidate: None,
     };
     post(&mut conn, 7, send);
-    let opcodes: Vec<Opcode> = hears(&mut conn).into_iter().map(|(o, _)| o).collect();
+    let opcodes: Vec<Opcode> = sent_messages(&mut conn)
+        .into_iter()
+        .map(|(o, _)| o)
+        .collect();
     assert_eq!(opcodes, [Opcode::Control, Opcode::Send]);
 }
 
@@ -315,7 +318,7 @@ fn a_carrier_acknowledges_in_place_of_messages() {
         for id in 0..3 {
             post(&mut conn, id, send);
         }
-        assert_eq!(hears(&mut conn).len(), 3);
+        assert_eq!(sent_messages(&mut conn).len(), 3);
         (conn, cq)
     };
     // The numbers of the three requests are around the wrap.
@@ -325,7 +328,7 @@ fn a_carrier_acknowledges_in_place_of_messages() {
         conn.stream.as_mut().unwrap().responder.request_done();
     }
     assert!(conn.must_ack());
-    assert_eq!(hears(&mut conn), []);
+    assert_eq!(sent_messages(&mut conn), []);
     let done = first.wrapping_sub(1).wrapping_add(2 * bounds::ACK_AFTER);
     assert_eq!((conn.carrier_ack(), conn.ack_due()), (done, false));
     assert_eq!(
@@ -347,5 +350,5 @@ fn a_carrier_acknowledges_in_place_of_messages() {
     conn.handle_carrier_ack(first.wrapping_add(3));
     assert_eq!(conn.state(), State::Error, "a request that was not sent");
     assert_eq!(completed(&cq).len(), 3);
-    assert_eq!(hears(&mut conn), [(Opcode::Terminate, Some(1))]);
+    assert_eq!(sent_messages(&mut conn), [(Opcode::Terminate, Some(1))]);
 }

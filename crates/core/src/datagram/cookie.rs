@@ -52,7 +52,13 @@ impl Secret {
     }
 
     /// Whether `token` is one that was sent to the peer recently.
-    pub(super) fn gave(&self, peer: &Peer, instead: u32, token: u32, now: Duration) -> bool {
+    pub(super) fn has_issued_token(
+        &self,
+        peer: &Peer,
+        instead: u32,
+        token: u32,
+        now: Duration,
+    ) -> bool {
         let slot = now.as_secs() / TOKEN_LIFE;
         self.token_of(peer, instead, slot) == token
             || self.token_of(peer, instead, slot.wrapping_sub(1)) == token
@@ -80,7 +86,7 @@ impl Secret {
     }
 
     /// Whether `cookie` is one that was sent to the peer recently.
-    pub(super) fn knows(&self, peer: &Peer, cookie: u64, now: Duration) -> bool {
+    pub(super) fn has_issued_cookie(&self, peer: &Peer, cookie: u64, now: Duration) -> bool {
         let slot = now.as_secs() / LIFE;
         self.hash((2_u8, peer, slot)) == cookie
             || self.hash((2_u8, peer, slot.wrapping_sub(1))) == cookie
@@ -103,12 +109,12 @@ mod tests {
         let peer = |host: u8, index| (([10, 0, 0, host], 4000).into(), index);
         let at = |s| Duration::from_secs(s);
         let cookie = secret.cookie(&peer(1, 3), at(59));
-        assert!(secret.knows(&peer(1, 3), cookie, at(0)));
-        assert!(secret.knows(&peer(1, 3), cookie, at(119)));
-        assert!(!secret.knows(&peer(1, 3), cookie, at(120)));
-        assert!(!secret.knows(&peer(2, 3), cookie, at(59)));
-        assert!(!secret.knows(&peer(1, 4), cookie, at(59)));
-        assert!(!Secret::new([1, 3]).knows(&peer(1, 3), cookie, at(59)));
+        assert!(secret.has_issued_cookie(&peer(1, 3), cookie, at(0)));
+        assert!(secret.has_issued_cookie(&peer(1, 3), cookie, at(119)));
+        assert!(!secret.has_issued_cookie(&peer(1, 3), cookie, at(120)));
+        assert!(!secret.has_issued_cookie(&peer(2, 3), cookie, at(59)));
+        assert!(!secret.has_issued_cookie(&peer(1, 4), cookie, at(59)));
+        assert!(!Secret::new([1, 3]).has_issued_cookie(&peer(1, 3), cookie, at(59)));
     }
 
     #[test]
@@ -117,11 +123,11 @@ mod tests {
         let peer = |host: u8| (([10, 0, 0, host], 4000).into(), 3);
         let at = |s| Duration::from_secs(s);
         let token = secret.token(&peer(1), 0, at(29));
-        assert!(secret.gave(&peer(1), 0, token, at(0)));
-        assert!(secret.gave(&peer(1), 0, token, at(59)));
-        assert!(!secret.gave(&peer(1), 0, token, at(60)));
-        assert!(!secret.gave(&peer(2), 0, token, at(29)));
-        assert!(!secret.gave(&peer(1), 7, token, at(29)));
+        assert!(secret.has_issued_token(&peer(1), 0, token, at(0)));
+        assert!(secret.has_issued_token(&peer(1), 0, token, at(59)));
+        assert!(!secret.has_issued_token(&peer(1), 0, token, at(60)));
+        assert!(!secret.has_issued_token(&peer(2), 0, token, at(29)));
+        assert!(!secret.has_issued_token(&peer(1), 7, token, at(29)));
         assert_ne!(secret.nonce(&peer(1), at(1)), secret.nonce(&peer(1), at(2)));
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::messages::{GivenUp, Open, Record, Turn};
+use super::messages::{GivenUp, MessageStatus, Open, Record};
 use super::options::RecordMode;
 use super::parity::{Budget, Groups};
 use super::reassemble::{Coverage, Identity, Range, TooManyGaps};
@@ -63,33 +63,43 @@ impl DatagramQp {
             return self.place_write(peer, d, &identity);
         }
         let mut given_up = Vec::new();
-        let turn = self.messages.turn(peer, shim.epoch, shim.id);
-        let result = match turn {
-            Turn::Late => Err(Dropped::Late),
-            Turn::Open => self.go_on(arrival, peer, d, &identity),
-            Turn::New if single && shim.group == 0 && !shim.parity => {
+        let status = self.messages.status(peer, shim.epoch, shim.id);
+        let result = match status {
+            MessageStatus::Late => Err(Dropped::Late),
+            MessageStatus::Open => self.continue_message(arrival, peer, d, &identity),
+            MessageStatus::New if single && shim.group == 0 && !shim.parity => {
                 self.room_for_record()?;
                 self.record_single(arrival, peer, d, &identity, &mut given_up)
             }
             // An acknowledged message must not be given up, so the packet waits and is not acknowledged.
-            Turn::New if self.rd.is_some() && self.messages.is_full(peer) => Err(Dropped::Busy),
-            Turn::New => self
-                .open_message(arrival, peer, &identity, len)
-                .and_then(|open| {
-                    self.messages
-                        .open(peer, shim.epoch, shim.id, open, self.now, &mut given_up);
-                    if self.rd.is_none() {
-                        self.messages.overtaken(peer, shim.id, &mut given_up);
-                    }
-                    self.go_on(arrival, peer, d, &identity)
-                }),
+            MessageStatus::New if self.rd.is_some() && self.messages.is_full(peer) => {
+                Err(Dropped::Busy)
+            }
+            MessageStatus::New => {
+                self.open_message(arrival, peer, &identity, len)
+                    .and_then(|open| {
+                        self.messages.open(
+                            peer,
+                            shim.epoch,
+                            shim.id,
+                            open,
+                            self.now,
+                            &mut given_up,
+                        );
+                        if self.rd.is_none() {
+                            self.messages
+                                .give_up_overtaken(peer, shim.id, &mut given_up);
+                        }
+                        self.continue_message(arrival, peer, d, &identity)
+                    })
+            }
         };
         self.give_up_all(given_up, true);
         result
     }
 
     /// Returns the length of the route header in front of a Send.
-    fn lead(&self, identity: &Identity) -> u64 {
+    fn route_header_len(&self, identity: &Identity) -> u64 {
         match identity.base {
             None if !self.kind.is_connected() => bounds::GRH_LEN.into(),
             _ => 0,
@@ -128,11 +138,11 @@ impl DatagramQp {
             }
             return Ok(());
         }
-        let lead = self.lead(identity);
+        let lead = self.route_header_len(identity);
         let (request, places) = self.take_receive(lead + u64::from(identity.length))?;
         let header = grh::build(arrival, len);
         let lead_bytes = if lead > 0 { &header[..] } else { &[] };
-        let whole = self.place_with_lead(&places, lead_bytes, d.payload);
+        let whole = self.place_with_route_header(&places, lead_bytes, d.payload);
         if !whole {
             return Err(self.broken_receive(request.id));
         }
@@ -145,7 +155,7 @@ impl DatagramQp {
     }
 
     /// Copies the route header and the message after it. Returns false if the memory was deregistered.
-    fn place_with_lead(&self, places: &Places, lead: &[u8], payload: &[u8]) -> bool {
+    fn place_with_route_header(&self, places: &Places, lead: &[u8], payload: &[u8]) -> bool {
         let at = lead.len() as u64;
         // Most receives have one range, which is pinned once for both copies.
         let [place] = places.as_slice() else {
@@ -176,7 +186,7 @@ impl DatagramQp {
         if self.rd.is_none() {
             self.messages
                 .close_single(peer, shim.epoch, shim.id, self.now, given_up);
-            self.messages.overtaken(peer, shim.id, given_up);
+            self.messages.give_up_overtaken(peer, shim.id, given_up);
         }
         let placed = place.is_none_or(|p| self.place(&smallvec![p], 0, d.payload));
         if !placed {
@@ -280,7 +290,7 @@ impl DatagramQp {
         let record = identity.opcode == Opcode::WriteRecord;
         let (receive, places) = match identity.base {
             None => {
-                let lead = self.lead(identity);
+                let lead = self.route_header_len(identity);
                 let (request, places) = self.take_receive(lead + u64::from(identity.length))?;
                 if lead > 0 && !self.place(&places, 0, &grh::build(arrival, len)) {
                     return Err(self.broken_receive(request.id));
@@ -307,7 +317,7 @@ impl DatagramQp {
             parity: None,
             last: self.now,
             packet: 0,
-            spoilt: None,
+            failed: None,
             until,
             timer: until,
         })
@@ -315,11 +325,11 @@ impl DatagramQp {
 
     /// Fails a message that cannot be completed. An unreliable service forgets the message. A reliable service
     /// refuses the later packets of the message for the same reason, and the sender then gives it up.
-    fn spoil(&mut self, peer: &Peer, id: u32, why: Dropped) -> Dropped {
+    fn fail_message(&mut self, peer: &Peer, id: u32, why: Dropped) -> Dropped {
         let receive = if self.rd.is_none() {
             self.messages.close(peer, id).and_then(|open| open.receive)
         } else if let Some(open) = self.messages.get_mut(peer, id) {
-            open.spoilt = Some(why);
+            open.failed = Some(why);
             open.receive.take()
         } else {
             None
@@ -341,7 +351,7 @@ impl DatagramQp {
     }
 
     /// Handles a datagram of a message that is open.
-    fn go_on(
+    fn continue_message(
         &mut self,
         arrival: &Arrival,
         peer: &Peer,
@@ -356,7 +366,7 @@ impl DatagramQp {
         if open.identity != *identity {
             return Err(Dropped::Mismatch);
         }
-        if let Some(why) = open.spoilt {
+        if let Some(why) = open.failed {
             return Err(why);
         }
         let record = open.record;
@@ -372,7 +382,7 @@ impl DatagramQp {
         }
         let made = match shim.group {
             0 => None,
-            group => open.group(shim.segment, group, &self.parity)?.came(
+            group => open.group(shim.segment, group, &self.parity)?.add_datagram(
                 shim.offset,
                 d.payload,
                 shim.parity,
@@ -384,13 +394,13 @@ impl DatagramQp {
         };
         let mut result = Ok(());
         if !shim.parity && !shim.commit {
-            match self.absorb(peer, shim.id, shim.offset, d.payload, identity) {
+            match self.place_new_bytes(peer, shim.id, shim.offset, d.payload, identity) {
                 Ok(done) => progress = done,
                 Err(why) => result = Err(why),
             }
         }
         if let Some((offset, bytes)) = made
-            && let Ok(done) = self.absorb(peer, shim.id, offset, &bytes, identity)
+            && let Ok(done) = self.place_new_bytes(peer, shim.id, offset, &bytes, identity)
         {
             progress.fresh.extend(done.fresh);
             progress.complete |= done.complete;
@@ -398,17 +408,17 @@ impl DatagramQp {
         }
         if let Err(why @ (Dropped::Access | Dropped::Local)) = result {
             // The memory was deregistered, so the message fails.
-            return Err(self.spoil(peer, shim.id, why));
+            return Err(self.fail_message(peer, shim.id, why));
         }
         if d.header.last() {
             self.final_seen(peer, shim.id);
         }
-        self.judge(arrival, peer, d, identity, &progress)?;
+        self.complete_due(arrival, peer, d, identity, &progress)?;
         result
     }
 
     /// Places the bytes of a datagram that had not arrived before.
-    fn absorb(
+    fn place_new_bytes(
         &mut self,
         peer: &Peer,
         id: u32,
@@ -416,7 +426,7 @@ impl DatagramQp {
         payload: &[u8],
         identity: &Identity,
     ) -> Result<Progress, Dropped> {
-        let (lead, reliable) = (self.lead(identity), self.rd.is_some());
+        let (lead, reliable) = (self.route_header_len(identity), self.rd.is_some());
         let rx_full = self.messages.has_too_many_runs();
         let Some(open) = self.messages.get_mut(peer, id) else {
             return Err(Dropped::Late);
@@ -469,12 +479,12 @@ impl DatagramQp {
         };
         open.final_seen = true;
         if !reliable {
-            self.messages.hasten(peer, id, until);
+            self.messages.shorten_deadline(peer, id, until);
         }
     }
 
     /// Makes the records and completions that are due after a datagram.
-    fn judge(
+    fn complete_due(
         &mut self,
         arrival: &Arrival,
         peer: &Peer,
@@ -509,7 +519,7 @@ impl DatagramQp {
                 self.room_for_record()?;
             }
             if !self.invalidates(identity) {
-                return Err(self.spoil(peer, id, Dropped::Access));
+                return Err(self.fail_message(peer, id, Dropped::Access));
             }
             let Some(open) = self.messages.close(peer, id) else {
                 return Ok(());
@@ -543,7 +553,7 @@ impl DatagramQp {
         identity: &Identity,
         op: WcOp,
     ) {
-        let lead = self.lead(identity);
+        let lead = self.route_header_len(identity);
         let mut entry = Completion::new(request.id, Status::Success, op, self.base.qpn);
         let received = lead + u64::from(identity.length);
         entry.byte_len = u32::try_from(received).unwrap_or(u32::MAX);

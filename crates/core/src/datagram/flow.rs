@@ -84,15 +84,15 @@ pub(super) struct Window {
     charge: u64,
     limit: u64,
     /// The charge of a silent peer is reduced at [`SILENT_RATE`]. This is the time up to which it was reduced.
-    eased: Duration,
+    reduced_until: Duration,
     /// The number of stalls since the last report. A peer that has never reported starts at [`NEVER_REPORTED`].
     silence: u8,
 }
 
 /// The number of stalls after which a peer that used to report counts as silent.
-const PATIENCE: u8 = 10;
+const STALLS_UNTIL_SILENT: u8 = 10;
 /// The number of stalls with which a peer that has never reported starts: after one stall it counts as silent.
-const NEVER_REPORTED: u8 = PATIENCE - 1;
+const NEVER_REPORTED: u8 = STALLS_UNTIL_SILENT - 1;
 /// The number of reports that a source gets for its first datagrams, so that the loss of one does not stop it.
 const EARLY: u8 = 4;
 /// The charge per second that a silent peer is assumed to fetch: some 32,000 datagrams of 1,500 bytes.
@@ -108,19 +108,21 @@ impl Window {
             under_way: VecDeque::new(),
             charge: 0,
             limit: bounds::DATAGRAM_WINDOW.into(),
-            eased: Duration::ZERO,
+            reduced_until: Duration::ZERO,
             silence: NEVER_REPORTED,
         }
     }
 
     /// Whether the peer does not report, so that the fixed rate applies.
     fn is_silent(&self) -> bool {
-        self.silence >= PATIENCE
+        self.silence >= STALLS_UNTIL_SILENT
     }
 
-    /// The charge that a silent peer is assumed to have fetched since `eased`.
+    /// The charge that a silent peer is assumed to have fetched since `reduced_until`.
     fn fetched(&self, now: Duration) -> u64 {
-        let time = now.saturating_sub(self.eased).min(Duration::from_secs(1));
+        let time = now
+            .saturating_sub(self.reduced_until)
+            .min(Duration::from_secs(1));
         let fetched = u128::from(SILENT_RATE) * time.as_nanos() / 1_000_000_000;
         u64::try_from(fetched).unwrap_or(u64::MAX)
     }
@@ -141,7 +143,7 @@ impl Window {
         let charge = charge(bytes);
         if self.is_silent() {
             self.charge = self.charge.saturating_sub(self.fetched(now));
-            self.eased = now;
+            self.reduced_until = now;
         } else {
             self.under_way.push_back((id, end, charge));
         }
@@ -283,13 +285,13 @@ impl Flow {
         }
     }
 
-    /// The time at which [`Self::ease`] ends a stall.
-    pub(super) fn eases(&self) -> Option<Duration> {
+    /// The time at which [`Self::end_silent_stall`] ends a stall.
+    pub(super) fn silent_stall_end(&self) -> Option<Duration> {
         self.until
     }
 
     /// Ends the stall of a silent peer if its time has passed.
-    pub(super) fn ease(&mut self, now: Duration) {
+    pub(super) fn end_silent_stall(&mut self, now: Duration) {
         if self.until.is_some_and(|until| until <= now) {
             self.stalled = None;
             self.until = None;
@@ -312,8 +314,8 @@ impl Flow {
     // ------------------------------------------------------------------ receiver
 
     /// Records a datagram of `bytes` from `peer`. Returns whether a report is due, for which the caller calls
-    /// [`Self::heard`]: for the first datagrams, and whenever a quarter of the room was used since the last report.
-    pub(super) fn came(&mut self, peer: Peer, bytes: usize) -> bool {
+    /// [`Self::schedule_report`]: for the first datagrams, and whenever a quarter of the room was used since the last report.
+    pub(super) fn count_arrival(&mut self, peer: Peer, bytes: usize) -> bool {
         let quarter = u64::from(self.room / 4);
         let (source, _) = self
             .sources
@@ -337,7 +339,7 @@ impl Flow {
     }
 
     /// Schedules the report of a datagram that came from `peer` to our address `from`.
-    pub(super) fn heard(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
+    pub(super) fn schedule_report(&mut self, peer: Peer, from: Option<IpAddr>, id: u32, end: u32) {
         let waits = self.reports.iter().position(|r| r.0 == peer);
         if waits.is_none() && !self.spend(&peer, REPORT) {
             return;
@@ -452,12 +454,12 @@ mod tests {
             room: 1 << 20,
         };
         flow.handle_report(&peer(1), &report);
-        assert_eq!((flow.stall(), flow.eases()), (None, None));
+        assert_eq!((flow.stall(), flow.silent_stall_end()), (None, None));
         let more = fill(&mut flow, NOW);
         assert!(more > n && more < 10_000);
-        assert_eq!((flow.stall(), flow.eases()), (Some(3), None));
+        assert_eq!((flow.stall(), flow.silent_stall_end()), (Some(3), None));
         // The peer has reported before, so the sender waits for more stalls.
-        for stall in 4..=PATIENCE.into() {
+        for stall in 4..=STALLS_UNTIL_SILENT.into() {
             flow.give_up_waiting();
             assert_eq!(fill(&mut flow, NOW), more);
             assert_eq!(flow.stall(), Some(stall));
@@ -465,11 +467,11 @@ mod tests {
         for _ in 0..2 {
             flow.give_up_waiting();
             assert_eq!(fill(&mut flow, NOW), more);
-            assert_eq!(flow.eases(), None);
+            assert_eq!(flow.silent_stall_end(), None);
         }
         flow.give_up_waiting();
         fill(&mut flow, NOW);
-        assert_eq!(flow.eases(), Some(NOW + SILENT_WAIT));
+        assert_eq!(flow.silent_stall_end(), Some(NOW + SILENT_WAIT));
     }
 
     #[test]
@@ -481,10 +483,10 @@ mod tests {
         while now < NOW + Duration::from_secs(1) {
             let stall = flow.stall();
             assert!(stall.is_some());
-            flow.ease(now + SILENT_WAIT / 2);
+            flow.end_silent_stall(now + SILENT_WAIT / 2);
             assert_eq!(flow.stall(), stall, "too early");
             now += SILENT_WAIT;
-            flow.ease(now);
+            flow.end_silent_stall(now);
             assert_eq!(flow.stall(), None);
             sent += fill(&mut flow, now);
         }
@@ -499,8 +501,8 @@ mod tests {
         flow.set_room(1 << 20);
         let mut reported = Vec::new();
         for id in 1..=1000 {
-            if flow.came(peer(1), 1000) {
-                flow.heard(peer(1), None, id, 5);
+            if flow.count_arrival(peer(1), 1000) {
+                flow.schedule_report(peer(1), None, id, 5);
             }
             if let Some((to, _, report)) = flow.next_report() {
                 assert_eq!(to, peer(1));
@@ -519,8 +521,8 @@ mod tests {
         let mut reported = 0;
         for batch in 0..5 {
             for id in batch * 10..batch * 10 + 10 {
-                if flow.came(peer(1), 30) {
-                    flow.heard(peer(1), None, id, 5);
+                if flow.count_arrival(peer(1), 30) {
+                    flow.schedule_report(peer(1), None, id, 5);
                 }
             }
             reported += usize::from(flow.next_report().is_some());
@@ -533,8 +535,8 @@ mod tests {
     fn unknown_sources_use_a_bounded_amount_of_memory() {
         let mut flow = Flow::new();
         for port in 0..u16::MAX {
-            flow.came(peer(port), 1000);
-            flow.heard(peer(port), None, 1, 1);
+            flow.count_arrival(peer(port), 1000);
+            flow.schedule_report(peer(port), None, 1, 1);
             flow.sent(peer(port), 1, 1, 1, NOW);
         }
         assert!(flow.sources.len() <= bounds::DATAGRAM_PEERS);
@@ -547,7 +549,7 @@ mod tests {
         let mut flow = Flow::new();
         let (mut came, mut went) = (0, 0);
         for n in 0..100 {
-            let due = flow.came(peer(1), 41);
+            let due = flow.count_arrival(peer(1), 41);
             came += 41;
             for part in [30, REPORT, 20] {
                 if n % 3 == 0 && flow.spend(&peer(1), part) {
@@ -555,7 +557,7 @@ mod tests {
                 }
             }
             if due {
-                flow.heard(peer(1), None, n, 0);
+                flow.schedule_report(peer(1), None, n, 0);
             }
             went += flow.next_report().map_or(0, |_| REPORT);
             assert!(went <= came, "{went} of {came}");

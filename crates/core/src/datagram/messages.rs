@@ -213,7 +213,7 @@ pub(super) struct Open {
     /// Reliable services: number of the latest packet of the message.
     pub(super) packet: u64,
     /// Reliable services: the message failed for this reason, and its later packets are refused.
-    pub(super) spoilt: Option<Dropped>,
+    pub(super) failed: Option<Dropped>,
     /// When the message is given up, with the bytes that have arrived by then.
     pub(super) until: Duration,
     /// The time of its entry in the list of timers.
@@ -235,7 +235,7 @@ pub(super) type GivenUp = (Peer, u32, Box<Open>);
 
 /// The state of the message of a datagram, as found by source, epoch and number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum MessageStatus {
     /// No datagram of the message has arrived yet.
     New,
     /// The message is open.
@@ -289,24 +289,24 @@ impl Messages {
         self.runs = (self.runs + after).saturating_sub(before);
     }
 
-    /// Returns the state of the message of a datagram. Never [`Turn::Late`] in a reliable service: the reliability
+    /// Returns the state of the message of a datagram. Never [`MessageStatus::Late`] in a reliable service: the reliability
     /// layer has removed duplicates, and a sender counts every packet that is not refused as done.
-    pub(super) fn turn(&self, peer: &Peer, epoch: u16, id: u32) -> Turn {
+    pub(super) fn status(&self, peer: &Peer, epoch: u16, id: u32) -> MessageStatus {
         let Some(source) = self.sources.get(peer) else {
-            return Turn::New;
+            return MessageStatus::New;
         };
         if source.epoch != epoch {
             return match source.before {
-                Some(before) if before == epoch && !self.reliable => Turn::Late,
-                _ => Turn::New,
+                Some(before) if before == epoch && !self.reliable => MessageStatus::Late,
+                _ => MessageStatus::New,
             };
         }
         if source.open.iter().any(|(n, _)| *n == id) {
-            Turn::Open
+            MessageStatus::Open
         } else if !self.reliable && source.closed.has(id) {
-            Turn::Late
+            MessageStatus::Late
         } else {
-            Turn::New
+            MessageStatus::New
         }
     }
 
@@ -423,7 +423,7 @@ impl Messages {
 
     /// Gives up messages of a source whose numbers are smaller than `id`, the number of a message that arrived, by
     /// more than [`AHEAD`].
-    pub(super) fn overtaken(&mut self, peer: &Peer, id: u32, given_up: &mut Vec<GivenUp>) {
+    pub(super) fn give_up_overtaken(&mut self, peer: &Peer, id: u32, given_up: &mut Vec<GivenUp>) {
         let Some(source) = self.sources.get(peer) else {
             return;
         };
@@ -495,7 +495,7 @@ impl Messages {
     }
 
     /// Sets an earlier deadline for a message.
-    pub(super) fn hasten(&mut self, peer: &Peer, id: u32, until: Duration) {
+    pub(super) fn shorten_deadline(&mut self, peer: &Peer, id: u32, until: Duration) {
         if let Some(open) = self.get_mut(peer, id)
             && until < open.until
         {
@@ -571,13 +571,13 @@ mod tests {
             match what {
                 0 => messages.skip(&who, u64::MAX, &mut given_up),
                 1 => messages.forget(&who, &mut given_up),
-                2 => messages.overtaken(&who, id + 20, &mut given_up),
+                2 => messages.give_up_overtaken(&who, id + 20, &mut given_up),
                 3 => messages.expire(now, &mut given_up),
                 4 if step % 3000 < 10 => given_up.extend(messages.clear()),
                 5..60 => {
                     messages.close(&who, id.saturating_sub(n % 3));
                 }
-                _ if messages.turn(&who, epoch, id) == Turn::New => {
+                _ if messages.status(&who, epoch, id) == MessageStatus::New => {
                     let until = now + Duration::from_millis(100);
                     let open = Open {
                         identity,
@@ -589,7 +589,7 @@ mod tests {
                         parity: None,
                         last: now,
                         packet: 0,
-                        spoilt: None,
+                        failed: None,
                         until,
                         timer: until,
                     };
@@ -636,7 +636,7 @@ mod tests {
             parity: None,
             last: Duration::ZERO,
             packet: 0,
-            spoilt: None,
+            failed: None,
             until: Duration::MAX,
             timer: Duration::MAX,
         }

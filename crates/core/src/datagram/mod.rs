@@ -12,7 +12,7 @@
 //! | `types.rs` | kinds, datagrams, reasons to drop one, counters |
 //! | [`options`] | settings beyond those of verbs |
 //! | `outgoing.rs` | messages to send, destinations |
-//! | `tx/` | requests into datagrams: `build`, `cut`, then `unreliable` or `lanes`; `control` |
+//! | `tx/` | requests into datagrams: `build`, `cut`, then `unreliable` or `peer_queues`; `control` |
 //! | [`rx`] | arriving datagrams: checks, dispatch |
 //! | `deliver.rs` | placing into receives and registered memory; records |
 //! | `respond.rs` | Reads, atomics and errors, of this end and of peers |
@@ -92,7 +92,7 @@ use grh::LastArrival;
 use issued::Issued;
 use messages::{Messages, Record, Records};
 use options::Options;
-use outgoing::{Current, Lane, Trailer, check, index};
+use outgoing::{Current, PeerQueue, Trailer, check, index};
 use parity::Budget;
 use rd::Reliable;
 use reads::Reads;
@@ -133,9 +133,9 @@ pub struct DatagramQp {
     trailers: VecDeque<Trailer>,
     /// Reliable services: messages by peer, the number of requests and answers of all peers, and the peers to which
     /// something can be sent.
-    lanes: Table<Peer, Lane>,
-    lanes_len: usize,
-    lanes_answers: usize,
+    peer_queues: Table<Peer, PeerQueue>,
+    queued_requests: usize,
+    queued_answers: usize,
     ready: VecDeque<Peer>,
     last_tag: u64,
     /// An entry for each datagram that [`Self::poll_tx`] has returned and that is not sent yet.
@@ -214,9 +214,9 @@ impl DatagramQp {
             answers: VecDeque::new(),
             outbox: VecDeque::new(),
             trailers: VecDeque::new(),
-            lanes: Table::default(),
-            lanes_len: 0,
-            lanes_answers: 0,
+            peer_queues: Table::default(),
+            queued_requests: 0,
+            queued_answers: 0,
             rx_full: false,
             ready: VecDeque::new(),
             last_tag: 0,
@@ -399,7 +399,7 @@ impl DatagramQp {
         let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
         let messages = self.messages.next_expiry().filter(|_| records);
         let (reads, answers) = (self.reads.next_expiry(), self.answers_until());
-        let all = [rd, messages, reads, answers, self.flow.eases()];
+        let all = [rd, messages, reads, answers, self.flow.silent_stall_end()];
         let first = all.into_iter().flatten().min();
         first.filter(|at| *at < Duration::MAX)
     }
@@ -477,7 +477,7 @@ impl DatagramQp {
     /// Handles the deadlines that have passed.
     pub fn handle_timeout(&mut self) {
         self.expire();
-        self.flow.ease(self.now);
+        self.flow.end_silent_stall(self.now);
         self.resume_late_answers();
         let blocked = match self.base.attr.rnr_retry {
             7 => None,
@@ -652,9 +652,9 @@ impl DatagramQp {
         self.answers.clear();
         self.outbox.clear();
         self.trailers.clear();
-        self.lanes.clear();
-        self.lanes_len = 0;
-        self.lanes_answers = 0;
+        self.peer_queues.clear();
+        self.queued_requests = 0;
+        self.queued_answers = 0;
         self.ready.clear();
         self.unwritten.clear();
         self.reads.clear();

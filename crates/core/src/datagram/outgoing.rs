@@ -14,7 +14,7 @@ use crate::wire::dgram::Shim;
 
 /// The IP fields of packets to a peer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Way {
+pub(super) struct IpFields {
     pub(super) from: Option<IpAddr>,
     pub(super) hop_limit: u8,
     pub(super) traffic_class: u8,
@@ -47,7 +47,7 @@ pub(super) const HEAD: usize = 26 + 8 + 18;
 impl Current {
     /// The peer whose window limits the message. `None` for multicast.
     pub(super) fn peer(&self) -> Option<Peer> {
-        (!is_many(&self.to)).then(|| peer_of(&self.to))
+        (!has_no_window(&self.to)).then(|| peer_of(&self.to))
     }
 
     /// An upper limit of the length of its next datagram.
@@ -60,7 +60,7 @@ impl Current {
 
 /// The queued messages to one peer of a reliable queue pair.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
+pub(super) struct PeerQueue {
     pub(super) queue: VecDeque<Current>,
     pub(super) ready: bool,
     /// The number of queued messages that are answers.
@@ -100,7 +100,7 @@ pub fn is_group(ip: IpAddr) -> bool {
 
 /// Whether a destination has no window: it is a multicast or broadcast address.
 #[inline]
-pub(super) fn is_many(to: &Destination) -> bool {
+pub(super) fn has_no_window(to: &Destination) -> bool {
     is_group(to.addr.ip()) || to.qpn == MULTICAST_QPN
 }
 
@@ -120,8 +120,8 @@ pub(super) fn canonical(addr: SocketAddr) -> SocketAddr {
 }
 
 /// Returns the IP fields for packets to a destination.
-pub(super) fn way_of(to: &Destination) -> Way {
-    Way {
+pub(super) fn ip_fields_of(to: &Destination) -> IpFields {
+    IpFields {
         from: to.source,
         hop_limit: to.hop_limit,
         traffic_class: to.traffic_class,

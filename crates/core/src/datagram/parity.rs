@@ -98,7 +98,7 @@ impl Groups {
 
     /// Adds a datagram of the message, or a parity datagram. Returns the datagram that can be restored now: its
     /// offset and bytes.
-    pub(super) fn came(
+    pub(super) fn add_datagram(
         &mut self,
         offset: u32,
         payload: &[u8],
@@ -181,15 +181,15 @@ mod tests {
                 }
                 let parity = (group as u32 * 400, sum);
                 if !late {
-                    made = groups.came(parity.0, &parity.1, true).or(made);
+                    made = groups.add_datagram(parity.0, &parity.1, true).or(made);
                 }
                 for (at, (offset, bytes)) in cut.iter().enumerate() {
                     if at != lost {
-                        made = groups.came(*offset, bytes, false).or(made);
+                        made = groups.add_datagram(*offset, bytes, false).or(made);
                     }
                 }
                 if late {
-                    made = groups.came(parity.0, &parity.1, true).or(made);
+                    made = groups.add_datagram(parity.0, &parity.1, true).or(made);
                 }
                 let (offset, bytes) = cut[lost];
                 assert_eq!(made, Some((offset, bytes.to_vec())), "{lost} {late}");
@@ -202,23 +202,26 @@ mod tests {
     #[test]
     fn a_parity_datagram_with_a_wrong_offset_is_ignored() {
         let mut groups = Groups::new(400, 100, 2, &Budget::default()).unwrap();
-        assert_eq!(groups.came(100, &[3; 100], true), None);
-        assert_eq!(groups.came(0, &[1; 100], false), None);
-        assert_eq!(groups.came(0, &[3; 100], true), Some((100, vec![2; 100])));
+        assert_eq!(groups.add_datagram(100, &[3; 100], true), None);
+        assert_eq!(groups.add_datagram(0, &[1; 100], false), None);
+        assert_eq!(
+            groups.add_datagram(0, &[3; 100], true),
+            Some((100, vec![2; 100]))
+        );
     }
 
     #[test]
     fn two_lost_datagrams_are_not_restored_and_duplicates_are_ignored() {
         let mut groups = Groups::new(400, 100, 4, &Budget::default()).unwrap();
-        assert_eq!(groups.came(0, &[1; 100], false), None);
-        assert_eq!(groups.came(0, &[1; 100], false), None);
-        assert_eq!(groups.came(100, &[2; 100], false), None);
-        assert_eq!(groups.came(0, &[3; 100], true), None);
-        assert_eq!(groups.came(0, &[3; 100], true), None);
-        assert_eq!(groups.came(50, &[3; 100], false), None);
-        assert_eq!(groups.came(100, &[3; 100], true), None);
-        assert_eq!(groups.came(200, &[3; 99], false), None);
-        assert!(groups.came(200, &[3; 100], false).is_some());
+        assert_eq!(groups.add_datagram(0, &[1; 100], false), None);
+        assert_eq!(groups.add_datagram(0, &[1; 100], false), None);
+        assert_eq!(groups.add_datagram(100, &[2; 100], false), None);
+        assert_eq!(groups.add_datagram(0, &[3; 100], true), None);
+        assert_eq!(groups.add_datagram(0, &[3; 100], true), None);
+        assert_eq!(groups.add_datagram(50, &[3; 100], false), None);
+        assert_eq!(groups.add_datagram(100, &[3; 100], true), None);
+        assert_eq!(groups.add_datagram(200, &[3; 99], false), None);
+        assert!(groups.add_datagram(200, &[3; 100], false).is_some());
         assert!(Groups::new(1, 0, 4, &Budget::default()).is_none());
     }
 
@@ -229,7 +232,7 @@ mod tests {
         let mut messages: Vec<Groups> = (0..100).map(|_| new()).collect();
         for n in 0..GROUPS as u32 + 9 {
             for message in &mut messages {
-                message.came(n * 15 * 60_000, &[1; 60_000], false);
+                message.add_datagram(n * 15 * 60_000, &[1; 60_000], false);
             }
             let held: usize = messages
                 .iter()
@@ -243,8 +246,8 @@ mod tests {
         messages.clear();
         assert_eq!(budget.0.load(Ordering::Relaxed), 0);
         let mut message = Groups::new(200, 100, 2, &budget).unwrap();
-        assert_eq!(message.came(0, &[1; 100], false), None);
-        assert!(message.came(0, &[3; 100], true).is_some());
+        assert_eq!(message.add_datagram(0, &[1; 100], false), None);
+        assert!(message.add_datagram(0, &[3; 100], true).is_some());
         assert_eq!(budget.0.load(Ordering::Relaxed), 0);
     }
 }

@@ -61,7 +61,7 @@ impl DatagramQp {
                 .get(ReadRequest::LEN..)
                 .and_then(|c| c.first_chunk());
             let cookie = cookie.map_or(0, |c| u64::from_be_bytes(*c));
-            let proven = self.secret.knows(peer, cookie, self.now);
+            let proven = self.secret.has_issued_cookie(peer, cookie, self.now);
             if answer > len && !proven {
                 self.send_cookie(arrival, peer, shim.id);
                 return Ok(());
@@ -99,9 +99,12 @@ impl DatagramQp {
     /// Whether the largest number of answers is queued, for this reliable peer or for all peers together. This limits
     /// the memory for a peer that does not acknowledge answers, so that other peers are still served.
     fn has_enough_answers(&self, peer: &Peer) -> bool {
-        let waiting = self.lanes.get(peer).map_or(0, |lane| lane.answers);
+        let waiting = self
+            .peer_queues
+            .get(peer)
+            .map_or(0, |to_peer| to_peer.answers);
         let most = bounds::RD_ANSWERS_PEER.max(self.options.max_reads.into());
-        waiting >= most || (self.lanes_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
+        waiting >= most || (self.queued_answers >= bounds::RD_ANSWERS && waiting >= FAIR)
     }
 
     /// Sends a cookie to a peer whose request has a long answer. The peer has to send the cookie back before it is
@@ -363,16 +366,16 @@ impl DatagramQp {
     /// Handles the permanent refusal of a message by a peer.
     fn refused_by(&mut self, peer: &Peer, tag: Option<u64>, id: u32, status: Status) {
         let Some(tag) = tag else { return };
-        if let Some(lane) = self.lanes.get_mut(peer) {
+        if let Some(to_peer) = self.peer_queues.get_mut(peer) {
             // The rest of the message is not sent.
-            let before = lane.queue.len();
-            lane.queue.retain(|c| c.tag != tag);
-            let gone = before - lane.queue.len();
+            let before = to_peer.queue.len();
+            to_peer.queue.retain(|c| c.tag != tag);
+            let gone = before - to_peer.queue.len();
             if tag & ANSWER == 0 {
-                self.lanes_len -= gone;
+                self.queued_requests -= gone;
             } else {
-                lane.answers -= gone;
-                self.lanes_answers -= gone;
+                to_peer.answers -= gone;
+                self.queued_answers -= gone;
             }
         }
         if tag & ANSWER != 0 {
@@ -399,9 +402,9 @@ impl DatagramQp {
 
     /// Fails all requests to a peer that is lost.
     fn lost(&mut self, peer: &Peer, status: Status) {
-        if let Some(lane) = self.lanes.remove(peer) {
-            self.lanes_len -= lane.queue.len() - lane.answers;
-            self.lanes_answers -= lane.answers;
+        if let Some(to_peer) = self.peer_queues.remove(peer) {
+            self.queued_requests -= to_peer.queue.len() - to_peer.answers;
+            self.queued_answers -= to_peer.answers;
         }
         let connected = self.kind.is_connected();
         let theirs = |to: &Option<crate::verbs::wr::Destination>| {

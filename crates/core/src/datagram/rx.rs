@@ -246,8 +246,8 @@ impl DatagramQp {
         // A response is matched with the request that it answers, so its Q_Key is not checked.
         match opcode {
             Opcode::ReadResponse => {
-                if self.note_came(&peer, len) {
-                    self.note_heard(&peer, arrival, d);
+                if self.count_arrival(&peer, len) {
+                    self.queue_report(&peer, arrival, d);
                 }
                 return self.receive_read_response(&peer, d);
             }
@@ -263,7 +263,7 @@ impl DatagramQp {
         if d.shim.qkey != qkey {
             return Err(Dropped::Qkey);
         }
-        let tell = !to_group && self.note_came(&peer, len);
+        let tell = !to_group && self.count_arrival(&peer, len);
         let reads = self.kind.reads() || (self.options.one_sided && !to_group);
         let records = !self.kind.is_connected() && reads;
         let result = match opcode {
@@ -282,7 +282,7 @@ impl DatagramQp {
             self.report_error(arrival, &peer, d, why);
         }
         if tell {
-            self.note_heard(&peer, arrival, d);
+            self.queue_report(&peer, arrival, d);
         }
         result
     }
@@ -309,16 +309,16 @@ impl DatagramQp {
     }
 
     /// Counts a datagram from `peer`. Returns whether a report to its sender is due; the caller then calls
-    /// [`Self::note_heard`].
-    fn note_came(&mut self, peer: &Peer, len: usize) -> bool {
-        self.rd.is_none() && self.flow.came(*peer, len)
+    /// [`Self::queue_report`].
+    fn count_arrival(&mut self, peer: &Peer, len: usize) -> bool {
+        self.rd.is_none() && self.flow.count_arrival(*peer, len)
     }
 
     /// Queues a report to the sender of a datagram. Called after any other answer to the datagram was queued.
-    fn note_heard(&mut self, peer: &Peer, arrival: &Arrival, d: &Datagram<'_>) {
+    fn queue_report(&mut self, peer: &Peer, arrival: &Arrival, d: &Datagram<'_>) {
         let payload = u32::try_from(d.payload.len()).unwrap_or(0);
         let end = d.shim.offset.saturating_add(payload);
-        self.flow.heard(*peer, arrival.to, d.shim.id, end);
+        self.flow.schedule_report(*peer, arrival.to, d.shim.id, end);
     }
 
     // ------------------------------------------------------------------ UC
@@ -344,8 +344,8 @@ impl DatagramQp {
             return Err(Dropped::Qkey);
         }
         let from = source(arrival, shim);
-        if self.note_came(&from, len) {
-            self.note_heard(&from, arrival, datagram);
+        if self.count_arrival(&from, len) {
+            self.queue_report(&from, arrival, datagram);
         }
         let identity = identity(datagram)?;
         if identity.opcode == Opcode::WriteRecord || identity.invalidate.is_some() {

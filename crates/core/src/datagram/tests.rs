@@ -217,7 +217,7 @@ impl End {
         }
     }
 
-    fn hears(&mut self, from: &Self, bytes: &[u8]) -> Result<(), Dropped> {
+    fn receive_datagram(&mut self, from: &Self, bytes: &[u8]) -> Result<(), Dropped> {
         self.qp.handle_rx(&from.arrival(self), bytes)
     }
 }
@@ -307,7 +307,7 @@ fn ud_send_of_every_form_arrives_after_its_route_header() {
                 let sent = a.tx();
                 assert_eq!(sent.len(), 1);
                 assert_eq!((sent[0].to, sent[0].hop_limit), (b.addr, 9));
-                assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+                assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
 
                 let done = a.done();
                 assert_eq!(statuses(&done), [(5, Status::Success)]);
@@ -349,7 +349,7 @@ fn ud_qkey_must_be_the_receivers_and_a_controlled_one_is_the_senders_own() {
         a.qp.post_send(wr).unwrap();
         let sent = a.tx();
         let expected = if arrives { Ok(()) } else { Err(Dropped::Qkey) };
-        assert_eq!(b.hears(&a, &sent[0].bytes), expected);
+        assert_eq!(b.receive_datagram(&a, &sent[0].bytes), expected);
         assert_eq!(b.qp.counters().rx_qkey, u64::from(!arrives));
         assert_eq!(b.done().len(), usize::from(arrives));
     }
@@ -365,7 +365,7 @@ fn ud_message_of_4096_bytes_fits_and_of_one_more_fails_locally() {
     }
     let sent = a.tx();
     assert_eq!(sent.len(), 1);
-    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
     assert_eq!(b.done()[0].byte_len, 4096 + 40);
     assert_eq!(
         statuses(&a.done()),
@@ -395,7 +395,7 @@ fn ud_receive_that_is_too_short_for_route_header_and_message_stays_posted() {
             .unwrap();
         let sent = a.tx();
         let expected = if fits { Ok(()) } else { Err(Dropped::TooLong) };
-        assert_eq!(b.hears(&a, &sent[0].bytes), expected);
+        assert_eq!(b.receive_datagram(&a, &sent[0].bytes), expected);
         assert_eq!(b.qp.counters().rx_bounds, u64::from(!fits));
         assert_eq!(b.done().len(), usize::from(fits));
         if !fits {
@@ -403,7 +403,7 @@ fn ud_receive_that_is_too_short_for_route_header_and_message_stays_posted() {
             a.qp.post_send(request(2, SEND, inline(b"hell"), &b))
                 .unwrap();
             let sent = a.tx();
-            assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+            assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
             assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
         }
     }
@@ -415,7 +415,10 @@ fn ud_without_a_receive_drops_and_counts() {
     a.qp.post_send(request(1, SEND, inline(b"hello"), &b))
         .unwrap();
     let sent = a.tx();
-    assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::NoReceive));
+    assert_eq!(
+        b.receive_datagram(&a, &sent[0].bytes),
+        Err(Dropped::NoReceive)
+    );
     assert_eq!(b.qp.counters().rx_no_recv, 1);
     assert_eq!(b.qp.state(), State::Rts);
     assert!(b.done().is_empty());
@@ -452,9 +455,9 @@ fn ud_multicast_reaches_a_queue_pair_with_any_index() {
         } else {
             b.qp.leave(subnet);
         }
-        let heard = b.qp.handle_rx(&arrival, &sent[0].bytes);
+        let accepted = b.qp.handle_rx(&arrival, &sent[0].bytes);
         let wanted = if joined { Ok(()) } else { Err(Dropped::Index) };
-        assert_eq!(heard, wanted);
+        assert_eq!(accepted, wanted);
     }
 }
 
@@ -536,7 +539,7 @@ fn posting_and_receiving_depend_on_the_state() {
         let wr = request(1, SEND, inline(b"x"), &a);
         let may_send = matches!(state, State::Rts | State::Sqd | State::Sqe | State::Error);
         assert_eq!(b.qp.post_send(wr).is_ok(), may_send, "{state:?}");
-        let got = b.hears(&a, &sent[0].bytes);
+        let got = b.receive_datagram(&a, &sent[0].bytes);
         let expected = match (receives, state) {
             (false, _) => Err(Dropped::State),
             (true, State::Rtr) => Ok(()),
@@ -657,7 +660,7 @@ fn a_request_with_deregistered_memory_fails() {
     assert_eq!(a.qp.state(), State::Sqe);
 
     b.qp.base.rnic.regions.deregister(&b.region).unwrap();
-    assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::Local));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Err(Dropped::Local));
     assert_eq!(statuses(&b.done()), [(9, Status::LocalProtection)]);
     assert_eq!(b.qp.state(), State::Error);
 }
@@ -720,7 +723,7 @@ fn a_shared_queue_provides_receives_and_raises_the_limit_and_last_wqe_events() {
         assert!(b.qp.post_recv(recv(1)).is_err());
         a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
         let sent = a.tx();
-        assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
         assert_eq!(statuses(&b.done()), [(0, Status::Success)]);
         assert_eq!(b.qp.poll_event(), Some(AsyncEvent::SrqLimit));
         for _ in 0..2 {
@@ -747,7 +750,7 @@ fn a_used_receive_returns_to_the_shared_queue_on_reset() {
     let sges = smallvec![b.sge(0, 1000)];
     srq.post(RecvRequest { id: 4, sges }).unwrap();
     let sent = five(&mut a, &b, SEND, 1);
-    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
     assert!(srq.take().is_none());
     b.qp.reset();
     assert_eq!(srq.take().unwrap().request.id, 4);
@@ -808,7 +811,7 @@ fn uc_message_of_every_kind_arrives_in_any_order_of_its_datagrams() {
                 n /= sent.len();
                 let datagram = sent.remove(at);
                 assert!(b.done().is_empty());
-                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
             }
             arrived(&b, op, 50);
             assert_eq!(b.qp.counters().rx_messages, 1);
@@ -827,20 +830,23 @@ fn uc_loss_of_any_datagram_loses_only_its_message() {
             let sent = five(&mut a, &b, op, 1);
             for (i, datagram) in sent.iter().enumerate() {
                 if i != lost {
-                    assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                    assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
                 }
             }
             assert!(b.done().is_empty());
             // The next message uses the receive that the first one had, or would have had.
             b.table.write(2000, &[0; LEN]);
             for datagram in five(&mut a, &b, op, 2) {
-                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
             }
             arrived(&b, op, 50);
             assert_eq!(b.qp.counters().evicted, 1);
             // The lost datagram was only delayed. It must not write into memory that is in use again.
             b.table.write(2000, &[0; LEN]);
-            assert_eq!(b.hears(&a, &sent[lost].bytes), Err(Dropped::Late));
+            assert_eq!(
+                b.receive_datagram(&a, &sent[lost].bytes),
+                Err(Dropped::Late)
+            );
             assert_eq!(b.table.read(2000, LEN), [0; LEN]);
             assert!(b.done().is_empty());
         }
@@ -857,19 +863,25 @@ fn uc_duplicate_of_any_datagram_is_placed_once() {
             b.recv(51, 8000, LEN as u32 + 1);
             let sent = five(&mut a, &b, op, 1);
             for (i, datagram) in sent.iter().enumerate() {
-                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
                 if i == twice {
                     let at = 2000 + 64 * i as u64;
                     let there = b.table.read(at, 10);
                     b.table.write(at, &[0; 10]);
-                    assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::Duplicate));
+                    assert_eq!(
+                        b.receive_datagram(&a, &datagram.bytes),
+                        Err(Dropped::Duplicate)
+                    );
                     assert_eq!(b.table.read(at, 10), [0; 10]);
                     b.table.write(at, &there);
                 }
             }
             arrived(&b, op, 50);
             for datagram in &sent {
-                assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::Duplicate));
+                assert_eq!(
+                    b.receive_datagram(&a, &datagram.bytes),
+                    Err(Dropped::Duplicate)
+                );
             }
             assert!(b.done().is_empty());
             assert_eq!(b.qp.counters().rx_dup, 6);
@@ -889,7 +901,7 @@ fn uc_messages_complete_in_the_order_they_were_sent() {
     for datagram in second.iter().chain(&first) {
         let late = first.contains(datagram);
         let expected = if late { Err(Dropped::Late) } else { Ok(()) };
-        assert_eq!(b.hears(&a, &datagram.bytes), expected);
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), expected);
     }
     assert_eq!(statuses(&b.done()), [(50, Status::Success)]);
 }
@@ -904,10 +916,13 @@ fn uc_messages_without_bytes() {
             .unwrap();
         let sent = a.tx();
         assert_eq!(sent.len(), 1);
-        assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
         let completions = usize::from(which != 2);
         assert_eq!(b.done().len(), completions);
-        assert_eq!(b.hears(&a, &sent[0].bytes), Err(Dropped::Duplicate));
+        assert_eq!(
+            b.receive_datagram(&a, &sent[0].bytes),
+            Err(Dropped::Duplicate)
+        );
         assert!(b.done().is_empty());
     }
 }
@@ -949,7 +964,10 @@ fn uc_write_is_placed_only_where_it_may_be() {
         b.qp.attr_mut().access = access;
         let op = write(&b, at, None);
         let sent = five(&mut a, &b, op, 1);
-        let results: Vec<_> = sent.iter().map(|d| b.hears(&a, &d.bytes)).collect();
+        let results: Vec<_> = sent
+            .iter()
+            .map(|d| b.receive_datagram(&a, &d.bytes))
+            .collect();
         let untouched = b.table.read(0, SIZE).iter().all(|byte| *byte == 0);
         assert_eq!(b.qp.state(), State::Rts);
         assert_eq!(b.qp.poll_event(), None);
@@ -974,17 +992,20 @@ fn uc_write_with_immediate_needs_a_receive_at_its_end() {
     let op = write(&b, 2000, Some([1; 4]));
     let sent = five(&mut a, &b, op, 1);
     for datagram in &sent[..4] {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
     }
-    assert_eq!(b.hears(&a, &sent[4].bytes), Err(Dropped::NoReceive));
+    assert_eq!(
+        b.receive_datagram(&a, &sent[4].bytes),
+        Err(Dropped::NoReceive)
+    );
     b.recv(1, 0, 0);
     assert_eq!(
-        b.hears(&a, &sent[4].bytes),
+        b.receive_datagram(&a, &sent[4].bytes),
         Err(Dropped::NoReceive),
         "a refused message is not accepted later"
     );
     for datagram in five(&mut a, &b, op, 2) {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
     }
     arrived(&b, write(&b, 2000, Some([1; 4])), 1);
 }
@@ -994,12 +1015,15 @@ fn uc_send_longer_than_the_receive_is_dropped_as_a_whole() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32 - 1);
     for datagram in five(&mut a, &b, SEND, 1) {
-        assert_eq!(b.hears(&a, &datagram.bytes), Err(Dropped::TooLong));
+        assert_eq!(
+            b.receive_datagram(&a, &datagram.bytes),
+            Err(Dropped::TooLong)
+        );
     }
     assert_eq!(b.table.read(2000, LEN), [0; LEN]);
     a.qp.post_send(request(2, SEND, inline(b"x"), &b)).unwrap();
     let sent = a.tx();
-    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
     assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
 }
 
@@ -1010,15 +1034,15 @@ fn uc_datagrams_of_a_new_epoch_are_received_and_those_of_the_old_one_are_not() {
     a.qp.next_id = 1000;
     let old = five(&mut a, &b, SEND, 1);
     for datagram in &old[..3] {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
     }
     a.qp.epoch ^= 0x5555;
     a.qp.next_id = 1;
     let new = five(&mut a, &b, SEND, 2);
     for (i, datagram) in new.iter().enumerate() {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
         if i < 4 {
-            assert_eq!(b.hears(&a, &old[3].bytes), Err(Dropped::Late));
+            assert_eq!(b.receive_datagram(&a, &old[3].bytes), Err(Dropped::Late));
         }
     }
     arrived(&b, SEND, 1);
@@ -1030,13 +1054,13 @@ fn uc_flush_completes_the_receive_in_use_first() {
     b.recv(1, 2000, LEN as u32);
     b.recv(2, 2000, LEN as u32);
     let sent = five(&mut a, &b, SEND, 1);
-    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
     b.qp.set_state(State::Error);
     assert_eq!(
         statuses(&b.done()),
         [(1, Status::Flushed), (2, Status::Flushed)]
     );
-    assert_eq!(b.hears(&a, &sent[1].bytes), Err(Dropped::State));
+    assert_eq!(b.receive_datagram(&a, &sent[1].bytes), Err(Dropped::State));
     assert!(b.done().is_empty());
 }
 
@@ -1045,7 +1069,7 @@ fn uc_datagrams_of_one_message_must_agree() {
     let (mut a, mut b) = pair(Kind::Uc);
     b.recv(1, 2000, LEN as u32);
     let sent = five(&mut a, &b, SEND, 1);
-    assert_eq!(b.hears(&a, &sent[0].bytes), Ok(()));
+    assert_eq!(b.receive_datagram(&a, &sent[0].bytes), Ok(()));
     let parsed = dgram::parse(&sent[1].bytes).unwrap();
     let shim = Shim {
         length: LEN as u32 + 1,
@@ -1054,9 +1078,9 @@ fn uc_datagrams_of_one_message_must_agree() {
     let mut bytes = dgram::emit_head(&shim, &parsed.header);
     bytes.extend(parsed.payload);
     dgram::seal(&mut bytes);
-    assert_eq!(b.hears(&a, &bytes), Err(Dropped::Mismatch));
+    assert_eq!(b.receive_datagram(&a, &bytes), Err(Dropped::Mismatch));
     for datagram in &sent[1..] {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
     }
     assert_eq!(statuses(&b.done()), [(1, Status::Success)]);
 }
@@ -1122,7 +1146,7 @@ fn uc_large_message_is_sent_in_bounded_batches() {
     assert_eq!(rest.len(), 64);
     assert_eq!(a.done().len(), 1);
     for datagram in out.iter().chain(&rest) {
-        assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+        assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
     }
     assert_eq!(b.qp.counters().rx_messages, 1);
 
@@ -1170,7 +1194,7 @@ fn a_sender_waits_for_a_slow_receiver() {
                     break;
                 };
                 b.recv(delivered, 1000, 200);
-                assert_eq!(b.hears(&a, &datagram.bytes), Ok(()));
+                assert_eq!(b.receive_datagram(&a, &datagram.bytes), Ok(()));
                 delivered += 1;
             }
             b.done();
@@ -1181,7 +1205,7 @@ fn a_sender_waits_for_a_slow_receiver() {
             }
             for datagram in back {
                 assert_eq!((datagram.to, datagram.from), (a.addr, Some(b.addr.ip())));
-                assert_eq!(a.hears(&b, &datagram.bytes), Ok(()));
+                assert_eq!(a.receive_datagram(&b, &datagram.bytes), Ok(()));
             }
         }
         // 1 MiB of room, some 1.3 KB of it for each.
@@ -1242,7 +1266,7 @@ fn no_datagram_breaks_a_queue_pair() {
                 seeds.append(&mut five(&mut a, &b, op, 1));
             }
         }
-        let mut heard = 0;
+        let mut accepted = 0;
         for round in 0..30_000_u32 {
             let mut bytes = seeds[next() as usize % seeds.len()].bytes.to_vec();
             bytes.truncate(bytes.len() - 4);
@@ -1269,7 +1293,7 @@ fn no_datagram_breaks_a_queue_pair() {
             if round % 8 == 0 {
                 b.recv(u64::from(round), 2000, 200 + next() % 200);
             }
-            heard += usize::from(b.hears(&a, &bytes).is_ok());
+            accepted += usize::from(b.receive_datagram(&a, &bytes).is_ok());
             if round % 64 == 0 {
                 b.done();
                 b.qp.base.rq.clear();
@@ -1277,7 +1301,7 @@ fn no_datagram_breaks_a_queue_pair() {
                 b.qp.incoming = Incoming::default();
             }
         }
-        assert!(heard > 100, "{heard}");
+        assert!(accepted > 100, "{accepted}");
         assert_eq!(b.qp.state(), State::Rts);
         let counters = b.qp.counters();
         let sum: u64 = counters
@@ -1288,7 +1312,7 @@ fn no_datagram_breaks_a_queue_pair() {
             })
             .map(|(_, n)| n)
             .sum();
-        assert_eq!(sum + heard as u64, counters.rx_dgrams);
+        assert_eq!(sum + accepted as u64, counters.rx_dgrams);
     }
 }
 
@@ -1304,7 +1328,7 @@ fn gaps_of_all_messages_together_are_bounded() {
     let mut b = End::with(Kind::Ud, options, 2, 5000, 6, None);
     b.go(State::Rts);
     let (stag, base) = (b.region.stag(), b.region.base());
-    let hears = |qp: &mut DatagramQp, offset: u32| {
+    let receive_datagram = |qp: &mut DatagramQp, offset: u32| {
         let shim = Shim {
             epoch: 1,
             qkey: THE_QKEY,
@@ -1340,16 +1364,19 @@ fn gaps_of_all_messages_together_are_bounded() {
     };
     b.qp.messages.note_runs(0, bounds::OPEN_RUNS - 1);
     for n in 0..bounds::DATAGRAM_RANGES as u32 {
-        assert_eq!(hears(&mut b.qp, 16 * n), Ok(()), "gap {n}");
+        assert_eq!(receive_datagram(&mut b.qp, 16 * n), Ok(()), "gap {n}");
     }
     let one_more = 16 * bounds::DATAGRAM_RANGES as u32;
-    assert_eq!(hears(&mut b.qp, one_more), Err(Dropped::Gaps));
-    assert_eq!(hears(&mut b.qp, 8), Ok(()));
-    assert_eq!(hears(&mut b.qp, one_more), Ok(()));
-    assert_eq!(hears(&mut b.qp, one_more + 16), Err(Dropped::Gaps));
+    assert_eq!(receive_datagram(&mut b.qp, one_more), Err(Dropped::Gaps));
+    assert_eq!(receive_datagram(&mut b.qp, 8), Ok(()));
+    assert_eq!(receive_datagram(&mut b.qp, one_more), Ok(()));
+    assert_eq!(
+        receive_datagram(&mut b.qp, one_more + 16),
+        Err(Dropped::Gaps)
+    );
     // Gaps of other messages have been filled.
     b.qp.messages.note_runs(bounds::OPEN_RUNS - 1, 0);
-    assert_eq!(hears(&mut b.qp, one_more + 16), Ok(()));
+    assert_eq!(receive_datagram(&mut b.qp, one_more + 16), Ok(()));
 }
 
 /// As above, with reliability: a packet that would make one gap too many waits until there are fewer.
@@ -1391,12 +1418,12 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
                 if id == 9 {
                     parts.push(packet);
                 } else {
-                    b.hears(&a, &packet.bytes).unwrap();
+                    b.receive_datagram(&a, &packet.bytes).unwrap();
                 }
             }
             both(&mut a, &mut b);
             for packet in b.tx() {
-                a.hears(&b, &packet.bytes).unwrap();
+                a.receive_datagram(&b, &packet.bytes).unwrap();
             }
             if id == 9 || !a.done().is_empty() {
                 break;
@@ -1408,7 +1435,7 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
     let mut busy = 0;
     for first in [0, 1] {
         for packet in parts.iter().skip(first).step_by(2) {
-            match b.hears(&a, &packet.bytes) {
+            match b.receive_datagram(&a, &packet.bytes) {
                 Ok(()) => {}
                 Err(why) => {
                     assert_eq!(why, Dropped::Busy);
@@ -1421,7 +1448,7 @@ fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
     assert_eq!(b.table.read(20_000, 1), [9]);
     assert_eq!(b.table.read(20_001, text.len() - 1), text[1..]);
     for packet in b.tx() {
-        a.hears(&b, &packet.bytes).unwrap();
+        a.receive_datagram(&b, &packet.bytes).unwrap();
     }
     assert_eq!(statuses(&a.done()), [(9, Status::Success)]);
 }
@@ -1454,11 +1481,11 @@ fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
                 lost = head.seq;
             }
             if data.is_none() || head.seq != lost {
-                b.hears(&a, &packet.bytes).unwrap();
+                b.receive_datagram(&a, &packet.bytes).unwrap();
             }
         }
         for packet in b.tx() {
-            a.hears(&b, &packet.bytes).unwrap();
+            a.receive_datagram(&b, &packet.bytes).unwrap();
         }
     }
     assert_ne!(lost, 0);

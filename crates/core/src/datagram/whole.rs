@@ -67,7 +67,7 @@ impl DatagramQp {
         drop(pinned);
         let port = arrival.from.port();
         let (peer, sl) = ((known.from, head.src_index), known.kind);
-        let tell = !to_group && self.flow.came(peer, bytes.len());
+        let tell = !to_group && self.flow.count_arrival(peer, bytes.len());
         self.base.rq.drop_own();
         self.counters.rx_messages += 1;
         let plain = self.base.completes_plainly();
@@ -93,7 +93,8 @@ impl DatagramQp {
             self.base.complete_recv(entry);
         }
         if tell {
-            self.flow.heard(peer, arrival.to, head.id, head.length);
+            self.flow
+                .schedule_report(peer, arrival.to, head.id, head.length);
         }
         true
     }

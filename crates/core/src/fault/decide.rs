@@ -89,7 +89,7 @@ struct Count {
 
 /// The decisions for one queue pair.
 #[derive(Debug)]
-pub struct Lane {
+pub struct Decisions {
     plan: &'static Plan,
     /// Position of the queue pair among those of the process, from 1.
     nth: u32,
@@ -136,7 +136,7 @@ impl Item {
     }
 }
 
-impl Lane {
+impl Decisions {
     /// The decisions for the `nth` queue pair of the process, whose number is `number`.
     pub fn new(plan: &'static Plan, nth: u32, number: u32) -> Self {
         Self {

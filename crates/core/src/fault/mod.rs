@@ -1,6 +1,6 @@
 //! Injected faults: plans of losses, errors and broken connections, and the decision for each request and datagram.
 //!
-//! A [`Plan`] is read from text (`docs/faults.md`). A [`Lane`] makes the decisions for one queue pair. They depend on
+//! A [`Plan`] is read from text (`docs/faults.md`). [`Decisions`] decides for one queue pair. They depend on
 //! the seed, on the position of the queue pair among those that the process created, and on the number of its
 //! requests and datagrams so far, but not on the clock. So a program that runs twice with the same seed has the same
 //! faults. The engine injects them.
@@ -8,7 +8,7 @@
 mod decide;
 mod plan;
 
-pub use decide::{Cause, Decision, Lane, Service};
+pub use decide::{Cause, Decision, Decisions, Service};
 pub use plan::{Action, Direction, Link, Plan, Rule, What, WhichQp, Wrong};
 
 #[cfg(test)]

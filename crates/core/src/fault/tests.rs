@@ -122,9 +122,9 @@ fn errors_are_reported_with_their_position() {
 #[test]
 fn same_seed_same_faults_and_another_seed_others() {
     let run = |text: &str, nth: u32| {
-        let mut lane = Lane::new(plan(text), nth, 0x1200);
+        let mut decisions = Decisions::new(plan(text), nth, 0x1200);
         (0..2000)
-            .map(|_| lane.datagram(Direction::Tx, peer(), b"x").0)
+            .map(|_| decisions.datagram(Direction::Tx, peer(), b"x").0)
             .collect::<Vec<_>>()
     };
     let text = "loss=0.05,dup=0.05,corrupt=0.05,reorder=0.05,delay=2ms,jitter=1ms,seed=";
@@ -137,10 +137,10 @@ fn same_seed_same_faults_and_another_seed_others() {
 
 #[test]
 fn probabilities_are_met() {
-    let mut lane = Lane::new(plan("loss=0.01,dup=0.1,seed=5"), 1, 0);
+    let mut decisions = Decisions::new(plan("loss=0.01,dup=0.1,seed=5"), 1, 0);
     let (mut lost, mut twice, mut both) = (0, 0, 0);
     for _ in 0..100_000 {
-        let (decision, _) = lane.datagram(Direction::Tx, peer(), b"x");
+        let (decision, _) = decisions.datagram(Direction::Tx, peer(), b"x");
         lost += u32::from(decision.does(Action::Drop));
         twice += u32::from(decision.does(Action::Dup));
         both += u32::from(decision.does(Action::Drop) && decision.does(Action::Dup));
@@ -161,9 +161,9 @@ fn link_faults_apply_in_their_direction_only() {
         ("loss=1,dir=rx", false, true),
         ("loss=1,dir=both", true, true),
     ] {
-        let mut lane = Lane::new(plan(text), 1, 0);
-        let (sent, _) = lane.datagram(Direction::Tx, peer(), b"x");
-        let (received, _) = lane.datagram(Direction::Rx, peer(), b"x");
+        let mut decisions = Decisions::new(plan(text), 1, 0);
+        let (sent, _) = decisions.datagram(Direction::Tx, peer(), b"x");
+        let (received, _) = decisions.datagram(Direction::Rx, peer(), b"x");
         assert_eq!(
             (sent.does(Action::Drop), received.does(Action::Drop)),
             (tx, rx),
@@ -174,12 +174,12 @@ fn link_faults_apply_in_their_direction_only() {
 
 #[test]
 fn rules_count_the_items_that_they_match() {
-    let mut lane = Lane::new(
+    let mut decisions = Decisions::new(
         plan("op=send nth=2 -> kill\nop=write every=2 times=2 -> error=general\nqp=#9 -> kill"),
         1,
         0x1200,
     );
-    let mut ask = |what| lane.request(what, None, Service::Stream);
+    let mut ask = |what| decisions.request(what, None, Service::Stream);
     assert!(ask(What::Send).is_nothing());
     assert!(ask(What::Write).is_nothing());
     let decision = ask(What::Send);
@@ -195,9 +195,11 @@ fn rules_count_the_items_that_they_match() {
 #[test]
 fn queue_pair_and_peer_select() {
     let hits = |text: &str, nth, number, peer: Option<&str>| {
-        let mut lane = Lane::new(plan(text), nth, number);
+        let mut decisions = Decisions::new(plan(text), nth, number);
         let peer = peer.map(|p| p.parse().unwrap());
-        !lane.request(What::Send, peer, Service::Stream).is_nothing()
+        !decisions
+            .request(What::Send, peer, Service::Stream)
+            .is_nothing()
     };
     assert!(hits("qp=#3 -> kill", 3, 0, None));
     assert!(!hits("qp=3 -> kill", 3, 0, None));
@@ -216,12 +218,12 @@ fn queue_pair_and_peer_select() {
 #[test]
 fn streams_have_no_datagrams_to_lose_and_datagrams_are_late_by_themselves() {
     let text = "loss=1,delay=5ms,rate=1MB/s\n-> drop\n-> delay=1ms";
-    let mut stream = Lane::new(plan(text), 1, 0);
+    let mut stream = Decisions::new(plan(text), 1, 0);
     let decision = stream.request(What::Send, None, Service::Stream);
     assert!(!decision.does(Action::Drop));
     assert_eq!(decision.delay, Duration::from_millis(6));
     assert_eq!(decision.rate, Some(1_000_000));
-    let mut datagrams = Lane::new(plan(text), 1, 0);
+    let mut datagrams = Decisions::new(plan(text), 1, 0);
     assert!(
         datagrams
             .request(What::Send, None, Service::Unreliable)
@@ -240,21 +242,21 @@ fn kill_and_rnr_need_a_reliable_service() {
         (Service::Unreliable, false),
     ] {
         for text in ["kill=1", "-> kill", "-> rnr=3"] {
-            let mut lane = Lane::new(plan(text), 1, 0);
-            let decision = lane.request(What::Send, None, service);
+            let mut decisions = Decisions::new(plan(text), 1, 0);
+            let decision = decisions.request(What::Send, None, service);
             assert_eq!(!decision.is_nothing(), hit, "{text} {service:?}");
         }
-        let mut lane = Lane::new(plan("-> error=general"), 1, 0);
-        let decision = lane.request(What::Send, None, service);
+        let mut decisions = Decisions::new(plan("-> error=general"), 1, 0);
+        let decision = decisions.request(What::Send, None, service);
         assert_eq!(decision.failure(), Some(Status::General));
     }
 }
 
 #[test]
 fn one_bit_is_wrong() {
-    let mut lane = Lane::new(plan("corrupt=1"), 1, 0);
+    let mut decisions = Decisions::new(plan("corrupt=1"), 1, 0);
     for _ in 0..100 {
-        let (decision, _) = lane.datagram(Direction::Tx, peer(), &[0; 9]);
+        let (decision, _) = decisions.datagram(Direction::Tx, peer(), &[0; 9]);
         let mut bytes = [0; 9];
         decision.corrupt(&mut bytes);
         assert_eq!(bytes.iter().map(|b| b.count_ones()).sum::<u32>(), 1);

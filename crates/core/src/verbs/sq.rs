@@ -196,18 +196,18 @@ impl SendQueue {
         };
         place.make_blank();
         let (max_sge, max_inline) = (self.max_sge, self.max_inline);
-        let mut making = Making {
+        let mut new_entry = NewEntry {
             posted: &mut self.posted,
             is_made: false,
         };
-        if let Some(posted) = making.posted.back_mut() {
+        if let Some(posted) = new_entry.posted.back_mut() {
             fill(&mut posted.request)?;
             Self::fits(&posted.request, max_sge, max_inline)?;
         }
         if is_full {
             return Err(Misuse::QueueFull);
         }
-        making.is_made = true;
+        new_entry.is_made = true;
         Ok(())
     }
 
@@ -386,12 +386,12 @@ impl SendQueue {
 }
 
 /// A request that `fill` is writing. It is removed if `fill` fails or panics.
-struct Making<'a> {
+struct NewEntry<'a> {
     posted: &'a mut Ring<Posted>,
     is_made: bool,
 }
 
-impl Drop for Making<'_> {
+impl Drop for NewEntry<'_> {
     #[inline]
     fn drop(&mut self) {
         if !self.is_made {

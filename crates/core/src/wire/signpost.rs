@@ -2,7 +2,7 @@
 //!
 //! A port of rdma_cm is not a TCP or UDP port of the kernel. Its listener has a UDP socket, the *signpost*, which answers
 //! with the TCP or UDP port on which the program listens. The signpost is bound to one of two UDP ports that are computed
-//! from the rdma_cm port (`places`). The answer has the length of the query, so a forged query causes no amplification. It
+//! from the rdma_cm port (`candidate_ports`). The answer has the length of the query, so a forged query causes no amplification. It
 //! repeats the random number of the query, so only a host on the path can forge an answer.
 //!
 //! ```text
@@ -37,7 +37,7 @@ pub struct Port {
 impl Port {
     /// The two UDP ports to one of which the signpost is bound. They differ for neighbouring ports.
     #[must_use]
-    pub fn places(self) -> [u16; 2] {
+    pub fn candidate_ports(self) -> [u16; 2] {
         let (first, count) = if self.number < UNPRIVILEGED {
             LOW
         } else {
@@ -216,25 +216,25 @@ mod tests {
 
     /// The values in docs/ports.md, which other ends compute too.
     #[test]
-    fn places_are_those_of_the_document() {
-        for (space, number, places) in [
+    fn candidate_ports_are_those_of_the_document() {
+        for (space, number, candidates) in [
             (0x0106, 7471, [62_133, 63_838]),
             (0x0111, 7471, [63_200, 64_509]),
             (0x0106, 111, [925, 759]),
         ] {
-            assert_eq!(Port { space, number }.places(), places);
+            assert_eq!(Port { space, number }.candidate_ports(), candidates);
         }
     }
 
     #[test]
-    fn places_are_in_their_range_and_differ_for_neighbors() {
+    fn candidate_ports_are_in_their_range_and_differ_for_neighbors() {
         for space in [0x0002, 0x0106, 0x0111, 0x013f] {
             for number in 1..=u16::MAX {
-                let [one, two] = Port { space, number }.places();
+                let [one, two] = Port { space, number }.candidate_ports();
                 let low = number < UNPRIVILEGED;
-                for place in [one, two] {
+                for candidate in [one, two] {
                     let range = if low { 600..=999 } else { 61_000..=65_535 };
-                    assert!(range.contains(&place), "{number}: {place}");
+                    assert!(range.contains(&candidate), "{number}: {candidate}");
                 }
                 let next = number.wrapping_add(1).max(1);
                 if (next < UNPRIVILEGED) == low {
@@ -242,7 +242,7 @@ mod tests {
                         space,
                         number: next,
                     }
-                    .places();
+                    .candidate_ports();
                     assert_ne!(one, after);
                 }
             }

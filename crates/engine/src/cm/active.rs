@@ -42,8 +42,8 @@ impl CmId {
             state.param = param.clone();
             // Releases the reserved TCP port: the socket of the connection binds to it.
             state.bound = None;
-            if let Some(place) = &state.place {
-                place.left_tcp();
+            if let Some(reservation) = &state.reservation {
+                reservation.left_tcp();
             }
             (remote, state.local)
         };
@@ -111,7 +111,7 @@ impl CmId {
             if let Some(local) = local_addr(&opened.fd) {
                 // The identifier keeps a port that the program has set, even if the TCP connection has another local
                 // port.
-                let chosen = state.local.filter(|_| state.place.is_some());
+                let chosen = state.local.filter(|_| state.reservation.is_some());
                 let port = chosen.map_or_else(|| local.port(), |l| l.port());
                 state.local = Some((local.ip(), port).into());
             }

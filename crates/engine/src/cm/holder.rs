@@ -16,7 +16,7 @@ use crate::net::owner;
 use crate::net::socket::{local_addr, unmapped};
 
 /// Queries answered in one turn of the worker, so that a busy signpost does not delay other sockets.
-const QUESTIONS_PER_TURN: usize = 64;
+const QUERIES_PER_TURN: usize = 64;
 
 /// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes
 /// of this user and of root may. The kernel drops datagrams from other hosts with a loopback source address, so
@@ -26,11 +26,11 @@ fn may_release(from: SocketAddr) -> bool {
 }
 
 impl CmId {
-    /// Returns the answer to the datagram `question`, or `None` if it is not a query. Both have the same length: see
+    /// Returns the answer to the datagram `query`, or `None` if it is not a query. Both have the same length: see
     /// `wire::signpost`.
-    fn answer_to(&self, question: &[u8], from: SocketAddr) -> Option<Message> {
+    fn answer_to(&self, query: &[u8], from: SocketAddr) -> Option<Message> {
         let me: std::sync::Weak<dyn Holder> = self.me.clone();
-        match Message::parse(question)? {
+        match Message::parse(query)? {
             Message::Ask(port, nonce) => Some(Message::Answer(port, nonce, answer(&me, port))),
             Message::Release(port, nonce) => {
                 let is_here = answer(&me, port) != Status::Other && may_release(unmapped(from));
@@ -46,12 +46,12 @@ impl CmId {
 }
 
 impl Holder for CmId {
-    fn answer_questions(&self) {
-        for _ in 0..QUESTIONS_PER_TURN {
+    fn answer_queries(&self) {
+        for _ in 0..QUERIES_PER_TURN {
             let mut buffer = [0_u8; LEN + 1];
             let received = {
                 let state = self.lock();
-                let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) else {
+                let Some(fd) = state.reservation.as_ref().and_then(|p| p.signpost()) else {
                     return;
                 };
                 rustix::net::recvfrom(fd, &mut buffer[..], RecvFlags::DONTWAIT)
@@ -67,7 +67,7 @@ impl Holder for CmId {
                 continue;
             };
             let state = self.lock();
-            if let Some(fd) = state.place.as_ref().and_then(|p| p.signpost()) {
+            if let Some(fd) = state.reservation.as_ref().and_then(|p| p.signpost()) {
                 // If the send buffer is full, the answer is dropped and the peer repeats its query.
                 let _ = rustix::net::sendto(fd, &reply.emit(), SendFlags::NOSIGNAL, &from);
             }
@@ -81,16 +81,21 @@ impl Holder for CmId {
         };
         if kind == SocketType::DGRAM {
             let own = state.local.map_or(0, |l| l.port());
-            let place = state.place.as_mut();
-            return place.is_some_and(|place| place.move_signpost(bind_request, own));
+            let reservation = state.reservation.as_mut();
+            return reservation
+                .is_some_and(|reservation| reservation.move_signpost(bind_request, own));
         }
         // Without a signpost, peers find the listener only at the TCP port of its number, so it must not move.
-        let Some(place) = state.place.as_ref().filter(|p| p.signpost().is_some()) else {
+        let Some(reservation) = state
+            .reservation
+            .as_ref()
+            .filter(|p| p.signpost().is_some())
+        else {
             return false;
         };
         let at = |fd: &EngineFd| local_addr(fd).map(|a| a.port()) == Some(number);
         if state.bound.as_ref().is_some_and(at) {
-            place.left_tcp();
+            reservation.left_tcp();
             state.bound = None;
             return true;
         }

@@ -1,7 +1,7 @@
 //! The connection manager (`rdma_cm(7)`): identifiers that listen, connect, accept, reject and disconnect.
 //!
 //! The states are in `state`, the side that connects in `active`, the side that listens in `passive`, datagram
-//! identifiers in `udp`, and connections without a queue pair of the program in `bare`.
+//! identifiers in `udp`, and connections without a queue pair of the program in `private_qp`.
 //!
 //! Ports are in `ports` and `holder`. A listener has the TCP port of its number if that is free, and private data is
 //! sent in the MPA frames, so siw and hardware RNICs can connect in both directions. The events of an identifier are
@@ -11,10 +11,10 @@
 //! first a listening identifier, then the identifier of a connect request that it received.
 
 mod active;
-mod bare;
 mod holder;
 mod passive;
 mod ports;
+mod private_qp;
 mod sidr;
 mod state;
 mod udp;
@@ -31,7 +31,7 @@ use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::qp::State as QpState;
 
 use crate::channel::Channel;
-use crate::connect::signpost::Question;
+use crate::connect::signpost::Query;
 use crate::connect::startup::{Failure, Opened, Owner, Startup};
 use crate::engine::{DeviceListener, Engine, engine};
 use crate::fd::EngineFd;
@@ -43,7 +43,7 @@ use crate::net::socket::{local_addr, unmapped};
 use crate::objects::QueuePair;
 use crate::qp::{Manager, RcQp};
 use crate::reactor::Token;
-use ports::{BindRequest, Holder, Place};
+use ports::{BindRequest, Holder, PortReservation};
 pub use ports::{PortSpace, make_room};
 use state::{Input, Phase};
 
@@ -144,7 +144,7 @@ struct State {
     local: Option<SocketAddr>,
     remote: Option<SocketAddr>,
     /// The port, if the identifier was bound to one.
-    place: Option<Place>,
+    reservation: Option<PortReservation>,
     /// Address and options of the bind.
     bind_request: Option<BindRequest>,
     /// Reserves the TCP port between bind and listen or connect.
@@ -154,12 +154,12 @@ struct State {
     /// Connect requests that the program has not answered.
     pending: Vec<Weak<CmId>>,
     qp: Option<Arc<RcQp>>,
-    /// The queue pair of a connection for which the program has none (`bare`).
-    bare: Option<Arc<RcQp>>,
+    /// The queue pair of a connection for which the program has none (`private_qp`).
+    private_qp: Option<Arc<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
     /// The outstanding query for the UDP port of a datagram peer's listener (`connect::signpost`).
-    question: Option<Arc<Question>>,
+    query: Option<Arc<Query>>,
     requester: Option<Requester>,
     startup: Option<Arc<Startup>>,
     param: ConnParam,
@@ -264,17 +264,17 @@ impl CmId {
                     channel: Arc::clone(channel),
                     local: None,
                     remote: None,
-                    place: None,
+                    reservation: None,
                     bind_request: None,
                     bound: None,
                     listener: None,
                     backlog: 0,
                     pending: Vec::new(),
                     qp: None,
-                    bare: None,
+                    private_qp: None,
                     datagram: None,
                     udp: None,
-                    question: None,
+                    query: None,
                     requester: None,
                     startup: None,
                     param: ConnParam::default(),
@@ -360,7 +360,7 @@ impl CmId {
         let bound = ports::take(self.engine, &id, bind_request)?;
         state.local = Some(bound.local);
         state.bind_request = Some(bind_request);
-        state.place = Some(bound.place);
+        state.reservation = Some(bound.reservation);
         state.bound = bound.tcp;
         state.step(Input::Bind)
     }
@@ -515,7 +515,7 @@ impl CmId {
         self.lock().datagram = Some((qp, qkey));
     }
 
-    /// Returns the queue pair to connect: that of the identifier, the one that `bare` created, or the one with this
+    /// Returns the queue pair to connect: that of the identifier, the one that `private_qp` created, or the one with this
     /// number. The flag is true for that of the identifier, whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
@@ -523,7 +523,7 @@ impl CmId {
             if let Some(qp) = &state.qp {
                 return Some((Arc::clone(qp), true));
             }
-            if let Some(qp) = &state.bare {
+            if let Some(qp) = &state.private_qp {
                 return Some((Arc::clone(qp), false));
             }
         }
@@ -577,7 +577,7 @@ impl CmId {
     }
 
     /// Adds an event of an established connection, with the depths in the peer's frame, or else the agreed ones.
-    // RFC 6581 §9.1 [mpa-depths-told]: these are the depths in the frame, before the agreement.
+    // RFC 6581 §9.1 [mpa-depths-reported]: these are the depths in the frame, before the agreement.
     fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>, peer: Option<Depths>) {
         let (ird, ord) = peer.map_or_else(
             || {
@@ -621,18 +621,18 @@ impl CmId {
 
     /// Destroys the identifier and drops its queued events.
     pub fn destroy(&self) {
-        let (bare, listener, startup, phase, channel, pending, udp) = {
+        let (private_qp, listener, startup, phase, channel, pending, udp) = {
             let mut state = self.lock();
             state.destroyed = true;
             state.bound = None;
-            state.place = None;
-            if let Some(question) = state.question.take() {
-                question.cancel();
+            state.reservation = None;
+            if let Some(query) = state.query.take() {
+                query.cancel();
             }
             state.qp = None;
             state.datagram = None;
             (
-                state.bare.take(),
+                state.private_qp.take(),
                 state.listener.take(),
                 state.startup.take(),
                 state.end(),
@@ -642,8 +642,8 @@ impl CmId {
             )
         };
         self.drop_udp(udp);
-        if let Some(bare) = bare {
-            bare.destroy();
+        if let Some(qp) = private_qp {
+            qp.destroy();
         }
         if let Some((fd, token)) = listener {
             self.engine.remove(token, Some(fd.get()));
@@ -726,11 +726,11 @@ impl DeviceListener for CmId {
 impl gids::Listener for CmId {
     /// Raises `RDMA_CM_EVENT_ADDR_CHANGE` if the local address has moved to another interface, as with bonding, so
     /// that the program can connect again.
-    fn port_changed(&self, news: &gids::News) {
+    fn port_changed(&self, changes: &gids::PortChanges) {
         let affected = {
             let state = self.lock();
             let bound = !matches!(state.phase, Phase::Idle | Phase::Over);
-            bound && state.local.is_some_and(|l| news.moved.contains(&l.ip()))
+            bound && state.local.is_some_and(|l| changes.moved.contains(&l.ip()))
         };
         if affected && self.c_object.load(Ordering::Relaxed) != 0 {
             self.push(EventKind::AddrChange, 0);

@@ -69,9 +69,9 @@ impl State {
         // A connection that arrives from here on is accepted when the identifier is unlocked.
         let source = Arc::new(ListenSource(id.clone()));
         let token = engine.add(source, fd.get(), false)?;
-        if let Some(place) = &self.place {
+        if let Some(reservation) = &self.reservation {
             let at = local_addr(fd).map_or(0, |a| a.port());
-            if let Err(e) = place.listen(at, true) {
+            if let Err(e) = reservation.listen(at, true) {
                 engine.remove(token, Some(fd.get()));
                 return Err(e);
             }
@@ -180,7 +180,7 @@ impl CmId {
             u8::try_from(opened.params.ord).unwrap_or(0),
         );
         qp.attach_managed(opened, false);
-        self.ready_bare();
+        self.ready_private_qp();
         if at_once {
             self.established();
         }

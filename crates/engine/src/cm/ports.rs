@@ -2,8 +2,8 @@
 //!
 //! As on InfiniBand and RoCE, a port of an identifier is independent of the kernel's port of the same number: a
 //! program may have both, and two programs may have one each. A port is taken if it has a *signpost*: a UDP socket at one
-//! of two UDP ports that are computed from space and number ([`Port::places`]). In this file these two ports are called
-//! *places*. A peer queries the signpost for the TCP or UDP port of the listener.
+//! of two UDP ports that are computed from space and number ([`Port::candidate_ports`]). In this file these two ports are called
+//! *candidates*. A peer queries the signpost for the TCP or UDP port of the listener.
 //!
 //! A listener of reliable connections also has the TCP port of its number, if that is free, because standard iWARP
 //! peers do not use signposts. It moves to another TCP port when a plain socket needs that one ([`make_room`], called
@@ -33,9 +33,9 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Number of ports tried until one is free in the kernel and in the port space, and has a free place for a signpost.
+/// Number of ports tried until one is free in the kernel and in the port space, and has a free candidate for a signpost.
 const TRIES: u32 = 64;
-/// How long ports are tried. Each place that is taken by a socket that does not answer costs 100 ms.
+/// How long ports are tried. Each candidate that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);
 /// Largest number of this host's addresses at which other processes are queried about a port, for a bind to all
 /// addresses.
@@ -57,7 +57,7 @@ pub enum PortSpace {
 /// An owner of a port: an identifier.
 pub(super) trait Holder: Send + Sync {
     /// Answers the queries that have arrived at the signpost.
-    fn answer_questions(&self);
+    fn answer_queries(&self);
     /// Releases a port of the kernel for a plain socket: the TCP port `number`, or the signpost's UDP port `number`.
     /// Returns true if the identifier has released the port, and false if it did not have it.
     fn leave(&self, kind: SocketType, number: u16) -> bool;
@@ -70,10 +70,11 @@ static TAKEN: PerProcess<Mutex<Vec<Taken>>> =
 /// The TCP ports on which listeners of this process listen or have listened: bit `n % 64` of word `n / 64`. Their
 /// connections continue after the listener has moved, and a plain socket can share a port with them only if both
 /// allow it (`SO_REUSEADDR`).
-static HAD: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
+static EVER_LISTENED: [AtomicU64; 1024] = [const { AtomicU64::new(0) }; 1024];
 
 fn had(port: u16) -> Option<(&'static AtomicU64, u64)> {
-    HAD.get(usize::from(port / 64))
+    EVER_LISTENED
+        .get(usize::from(port / 64))
         .map(|w| (w, 1 << (port % 64)))
 }
 
@@ -88,7 +89,7 @@ struct Taken {
     address: Address,
     reuse: bool,
     /// The UDP port of the signpost.
-    place: Option<u16>,
+    signpost_port: Option<u16>,
     /// The TCP port that is bound or listening.
     tcp: Option<u16>,
     /// The kernel's port that peers connect to or send requests to. Set when the identifier listens.
@@ -133,13 +134,13 @@ fn is_taken(e: &io::Error) -> bool {
 }
 
 /// The port of an identifier, which is released when this is dropped.
-pub(super) struct Place {
+pub(super) struct PortReservation {
     engine: &'static Engine,
     id: Weak<dyn Holder>,
     signpost: Option<(EngineFd, Token)>,
 }
 
-impl Drop for Place {
+impl Drop for PortReservation {
     fn drop(&mut self) {
         TAKEN.get().lock().retain(|t| !t.id.ptr_eq(&self.id));
         if let Some((fd, token)) = self.signpost.take() {
@@ -193,7 +194,7 @@ impl BindRequest {
     /// A UDP socket on any port of the kernel.
     pub(super) fn datagram(self) -> io::Result<EngineFd> {
         let fd = self.socket(SocketType::DGRAM)?;
-        self.bind(&fd, 0).map_err(not_here)?;
+        self.bind(&fd, 0).map_err(map_no_address)?;
         Ok(fd)
     }
 
@@ -205,7 +206,7 @@ impl BindRequest {
         match self.bind(&fd, port) {
             Ok(()) => Ok(Some(fd)),
             Err(Errno::ADDRINUSE) => Ok(None),
-            Err(e) => Err(not_here(e)),
+            Err(e) => Err(map_no_address(e)),
         }
     }
 }
@@ -217,7 +218,7 @@ fn at_port(mut address: SocketAddr, port: u16) -> SocketAddr {
 }
 
 /// Maps `EADDRNOTAVAIL` to `ENODEV`: an address that this host does not have belongs to no device.
-fn not_here(e: Errno) -> io::Error {
+fn map_no_address(e: Errno) -> io::Error {
     if e == Errno::ADDRNOTAVAIL {
         Errno::NODEV.into()
     } else {
@@ -228,7 +229,7 @@ fn not_here(e: Errno) -> io::Error {
 /// The result of a bind: the address, the port, and the TCP socket if the identifier has the kernel's TCP port.
 pub(super) struct Bound {
     pub(super) local: SocketAddr,
-    pub(super) place: Place,
+    pub(super) reservation: PortReservation,
     pub(super) tcp: Option<EngineFd>,
 }
 
@@ -260,7 +261,7 @@ pub(super) fn take(
         let tcp = (bind_request.is_stream() && !config().ports_apart).then_some(fd);
         let bound = reserve(engine, id, bind_request, local, tcp);
         let is_good = match &bound {
-            Ok(bound) => bound.place.signpost.is_some(),
+            Ok(bound) => bound.reservation.signpost.is_some(),
             Err(e) => !is_taken(e),
         };
         if is_good || left == 0 || clock::now() >= until {
@@ -278,15 +279,15 @@ fn reserve(
     tcp: Option<EngineFd>,
 ) -> io::Result<Bound> {
     let port = bind_request.port(local.port());
-    let mut place = enter(
+    let mut reservation = enter(
         engine,
         id,
         bind_request,
         port,
         tcp.as_ref().map(|_| local.port()),
     )?;
-    match put_up(bind_request, port, None)? {
-        Some(signpost) => place.attach(signpost)?,
+    match bind_signpost(bind_request, port, None)? {
+        Some(signpost) => reservation.attach(signpost)?,
         // A listener with neither a signpost nor the TCP port of its number could not be found by peers.
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
@@ -295,7 +296,11 @@ fn reserve(
             port.number
         ),
     }
-    Ok(Bound { local, place, tcp })
+    Ok(Bound {
+        local,
+        reservation,
+        tcp,
+    })
 }
 
 /// Adds a port to the list. Fails if an identifier of this process has it ([`Address::taken`]).
@@ -305,7 +310,7 @@ fn enter(
     bind_request: BindRequest,
     port: Port,
     tcp: Option<u16>,
-) -> io::Result<Place> {
+) -> io::Result<PortReservation> {
     let address = bind_request.address();
     let mut taken = TAKEN.get().lock();
     let is_same = |t: &Taken| {
@@ -319,20 +324,20 @@ fn enter(
         port,
         address,
         reuse: bind_request.reuse,
-        place: None,
+        signpost_port: None,
         tcp,
         listening: None,
     });
-    Ok(Place {
+    Ok(PortReservation {
         engine,
         id: id.clone(),
         signpost: None,
     })
 }
 
-/// Binds a socket to the first place of `port` that is free and is not `except`. `None` if there is none.
+/// Binds a socket to the first candidate of `port` that is free and is not `except`. `None` if there is none.
 /// Fails if another process has the port ([`Address::taken`]).
-fn put_up(
+fn bind_signpost(
     bind_request: BindRequest,
     port: Port,
     except: Option<u16>,
@@ -342,23 +347,23 @@ fn put_up(
     let own: Vec<u16> = {
         let taken = TAKEN.get().lock();
         let near = taken.iter().filter(|t| t.address.conflicts(address));
-        near.filter_map(|t| t.place).collect()
+        near.filter_map(|t| t.signpost_port).collect()
     };
     // With `except`, the signpost of a port of this process moves: no other process has the port.
-    let is_elsewhere = |place| {
+    let is_elsewhere = |candidate| {
         except.is_none()
-            && !own.contains(&place)
-            && is_taken_here(port, place, &reached_by(address, bind_request.to))
+            && !own.contains(&candidate)
+            && is_taken_here(port, candidate, &reached_by(address, bind_request.to))
     };
-    let [first, second] = port.places();
+    let [first, second] = port.candidate_ports();
     if except != Some(first) {
-        match at_place(bind_request, first)? {
-            // A listener that found the first place taken stays at the second one, even when the first becomes free.
+        match bind_signpost_at(bind_request, first)? {
+            // A listener that found the first candidate taken stays at the second one, even when the first becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
-                // The second place can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
+                // The second candidate can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
                 let shared = bind_request
                     .reuse
-                    .then(|| at_place(bind_request, second))
+                    .then(|| bind_signpost_at(bind_request, second))
                     .transpose()?;
                 return match shared.flatten() {
                     Some(fd) => Ok(Some(fd)),
@@ -371,7 +376,7 @@ fn put_up(
         }
     }
     if except != Some(second) {
-        match at_place(bind_request, second)? {
+        match bind_signpost_at(bind_request, second)? {
             Some(fd) => return Ok(Some(fd)),
             None if is_elsewhere(second) => return Err(address.taken(None).into()),
             None => log_taken(port, second, &own),
@@ -380,32 +385,32 @@ fn put_up(
     Ok(None)
 }
 
-/// A socket at the UDP port `place`. `None` if another socket has it.
-fn at_place(bind_request: BindRequest, place: u16) -> io::Result<Option<EngineFd>> {
+/// A socket at the UDP port `candidate`. `None` if another socket has it.
+fn bind_signpost_at(bind_request: BindRequest, candidate: u16) -> io::Result<Option<EngineFd>> {
     let fd = bind_request.socket(SocketType::DGRAM)?;
     if bind_request.reuse {
         // SO_REUSEPORT permits sharing among sockets of one user only. With SO_REUSEADDR, any user could bind to the
-        // place and receive its queries.
+        // candidate and receive its queries.
         set_option(fd.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 1);
     }
-    match bind_request.bind(&fd, place) {
+    match bind_request.bind(&fd, candidate) {
         Ok(()) => Ok(Some(fd)),
         Err(Errno::ADDRINUSE) => Ok(None),
-        Err(e) => Err(not_here(e)),
+        Err(e) => Err(map_no_address(e)),
     }
 }
 
-fn log_taken(port: Port, place: u16, own: &[u16]) {
-    if !own.contains(&place) {
+fn log_taken(port: Port, candidate: u16, own: &[u16]) {
+    if !own.contains(&candidate) {
         log!(
             Info,
-            "cm: UDP port {place}, one of two for queries about rdma_cm port {}, is taken",
+            "cm: UDP port {candidate}, one of two for queries about rdma_cm port {}, is taken",
             port.number
         );
     }
 }
 
-impl Place {
+impl PortReservation {
     /// Records that the identifier listens on the kernel's port `at`. Fails if another identifier of this process listens
     /// on this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR` ([`Address::taken`]).
     pub(super) fn listen(&self, at: u16, tcp: bool) -> io::Result<()> {
@@ -431,7 +436,7 @@ impl Place {
             word.fetch_or(bit, Ordering::Relaxed);
         }
         if let Some((fd, _)) = &self.signpost {
-            own_alone(fd);
+            end_sharing(fd);
         }
         Ok(())
     }
@@ -448,28 +453,28 @@ impl Place {
     fn attach(&mut self, fd: EngineFd) -> io::Result<()> {
         let source = Arc::new(Signpost(self.id.clone()));
         let token = self.engine.add(source, fd.get(), false)?;
-        let place = local_addr(&fd).map(|a| a.port());
+        let port = local_addr(&fd).map(|a| a.port());
         if let Some((old, token)) = self.signpost.replace((fd, token)) {
             self.engine.remove(token, Some(old.get()));
         }
         let mut taken = TAKEN.get().lock();
         if let Some(t) = taken.iter_mut().find(|t| t.id.ptr_eq(&self.id)) {
-            t.place = place;
+            t.signpost_port = port;
             if let (Some(_), Some((fd, _))) = (t.listening, &self.signpost) {
-                own_alone(fd);
+                end_sharing(fd);
             }
         }
         Ok(())
     }
 
-    /// Moves the signpost to its other place, because a plain socket needs the present one. Returns true if it has
+    /// Moves the signpost to its other candidate, because a plain socket needs the present one. Returns true if it has
     /// moved.
     pub(super) fn move_signpost(&mut self, bind_request: BindRequest, number: u16) -> bool {
         let Some((old, _)) = &self.signpost else {
             return false;
         };
         let except = local_addr(old).map(|a| a.port());
-        match put_up(bind_request, bind_request.port(number), except) {
+        match bind_signpost(bind_request, bind_request.port(number), except) {
             Ok(Some(new)) => self.attach(new).is_ok(),
             _ => false,
         }
@@ -481,8 +486,8 @@ impl Place {
     }
 }
 
-/// Ends the sharing of a signpost's place: no other socket can be bound to it from now on.
-fn own_alone(signpost: &EngineFd) {
+/// Ends the sharing of a signpost's candidate: no other socket can be bound to it from now on.
+fn end_sharing(signpost: &EngineFd) {
     set_option(signpost.get(), libc::SOL_SOCKET, libc::SO_REUSEPORT, 0);
 }
 
@@ -510,7 +515,7 @@ struct Signpost(Weak<dyn Holder>);
 impl Source for Signpost {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
         if let Some(id) = self.0.upgrade() {
-            id.answer_questions();
+            id.answer_queries();
         }
     }
 
@@ -524,7 +529,7 @@ fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
         let taken = TAKEN.get().lock();
         let is_in_the_way = |t: &&Taken| {
             let port = match kind {
-                SocketType::DGRAM => t.place,
+                SocketType::DGRAM => t.signpost_port,
                 _ => t.tcp,
             };
             port == Some(number) && at.is_none_or(|at| at.conflicts(t.address))

@@ -18,7 +18,7 @@ use super::sidr::{self, Budget, Endpoint, Outstanding, RequestId};
 use super::state::{Input, Phase};
 use super::{CmId, ConnParam, Event, EventKind, Peer, Requester, State, os};
 use crate::clock;
-use crate::connect::signpost::{self, Asked, Location};
+use crate::connect::signpost::{self, Location, QueryResult};
 use crate::fd::EngineFd;
 use crate::locks::Rank;
 use crate::net::route::{GROUP_PORT, source_for};
@@ -68,8 +68,8 @@ impl CmId {
         let fd = bind_request.datagram()?;
         let at = socket::local_addr(&fd).map_or(0, |a| a.port());
         let endpoint = self.watch_udp(fd, None)?;
-        if let Some(place) = &state.place
-            && let Err(e) = place.listen(at, false)
+        if let Some(reservation) = &state.reservation
+            && let Err(e) = reservation.listen(at, false)
         {
             self.drop_udp(Some(endpoint));
             return Err(e);
@@ -92,7 +92,7 @@ impl CmId {
             rustix::net::bind(fd.get(), &SocketAddr::new(local.ip(), 0))?;
         }
         // The identifier keeps a port that the program has set, even if the request is sent from another UDP port.
-        if let (None, Some(local)) = (&state.place, socket::local_addr(&fd)) {
+        if let (None, Some(local)) = (&state.reservation, socket::local_addr(&fd)) {
             let ip = state.local.map_or_else(|| local.ip(), |l| l.ip());
             state.local = Some(SocketAddr::new(ip, local.port()));
         }
@@ -131,8 +131,8 @@ impl CmId {
                 return;
             }
             let endpoint = state.udp.take();
-            if let Some(question) = state.question.take() {
-                question.cancel();
+            if let Some(query) = state.query.take() {
+                query.cancel();
             }
             state.end();
             drop(state);
@@ -150,20 +150,20 @@ impl CmId {
         let me = self.me.clone();
         let done = move |location| {
             if let Some(id) = me.upgrade() {
-                id.lock().question = None;
+                id.lock().query = None;
                 id.listener_found(remote, location);
             }
         };
         let mut state = self.lock();
-        if state.question.is_some() || state.destroyed {
+        if state.query.is_some() || state.destroyed {
             return;
         }
-        match signpost::ask(self.engine, port, remote, Box::new(done)) {
-            Ok(Asked::Known(location)) => {
+        match signpost::query(self.engine, port, remote, Box::new(done)) {
+            Ok(QueryResult::Known(location)) => {
                 drop(state);
                 self.listener_found(remote, location);
             }
-            Ok(Asked::Waiting(question)) => state.question = Some(question),
+            Ok(QueryResult::Waiting(query)) => state.query = Some(query),
             // Out of descriptors or table entries: the next try of the request repeats the query.
             Err(_) => {}
         }

@@ -1,13 +1,13 @@
 //! Queries for the listener of an rdma_cm port.
 //!
-//! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *places*, that are computed from the rdma_cm
-//! port ([`Port::places`]). It answers with the listener's TCP or UDP port. The end that connects queries both places.
-//! A listener uses the first place unless it is taken. So an answer from the second place counts only if the first one
+//! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *candidates*, that are computed from the rdma_cm
+//! port ([`Port::candidate_ports`]). It answers with the listener's TCP or UDP port. The end that connects queries both candidates.
+//! A listener uses the first candidate unless it is taken. So an answer from the second candidate counts only if the first one
 //! refuses, is the signpost of another port, or has not answered for a while. Otherwise a program could mislead peers
-//! by binding the second place of a port that is in use.
+//! by binding the second candidate of a port that is in use.
 //!
-//! On one host, the call usually gets the answer, or the refusal of a place without a socket, before it returns. If both
-//! places refuse, there is no signpost, and the listener is on the TCP port of that number, as with standard iWARP.
+//! On one host, the call usually gets the answer, or the refusal of a candidate without a socket, before it returns. If both
+//! candidates refuse, there is no signpost, and the listener is on the TCP port of that number, as with standard iWARP.
 //! Nothing is sent to that port before this is known, because it may belong to a service that does not use RDMA. See
 //! docs/decisions/026.
 
@@ -41,7 +41,7 @@ const SENT_AT: [Duration; 5] = [
 /// Largest number of datagrams and errors that are received from the socket of a query in one call.
 const RECEIVES_MAX: usize = 16;
 /// How long a call waits for the answer of another process of this host.
-const LOCAL_PATIENCE: Duration = Duration::from_millis(100);
+const LOCAL_TIMEOUT: Duration = Duration::from_millis(100);
 /// A call that waits for several answers sleeps on the socket of the first one, and reads the others at this
 /// interval.
 const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
@@ -64,42 +64,42 @@ pub(crate) enum Location {
     Unanswered,
 }
 
-/// The result of [`ask`].
-pub(crate) enum Asked {
+/// The result of [`query`].
+pub(crate) enum QueryResult {
     /// The answer has arrived already.
     Known(Location),
     /// `done` is called with the answer.
-    Waiting(Arc<Question>),
+    Waiting(Arc<Query>),
 }
 
 type Done = Box<dyn FnOnce(Location) + Send>;
 
 /// A query that is not answered yet.
-pub(crate) struct Question {
+pub(crate) struct Query {
     engine: &'static Engine,
     state: Mutex<State>,
 }
 
 struct State {
-    asking: Option<Asking>,
+    query_socket: Option<QuerySocket>,
     token: Token,
     since: Instant,
     done: Option<Done>,
 }
 
 /// The socket of a query, and the answers that it has received.
-struct Asking {
+struct QuerySocket {
     fd: EngineFd,
     port: Port,
     nonce: u64,
-    places: [SocketAddr; 2],
+    candidates: [SocketAddr; 2],
     refused: [bool; 2],
-    /// The answer of the second place, kept until that of the first is known.
+    /// The answer of the second candidate, kept until that of the first is known.
     second: Option<Status>,
     tries: usize,
 }
 
-impl Asking {
+impl QuerySocket {
     fn new(port: Port, to: SocketAddr) -> io::Result<Self> {
         let fd = socket::open(to.ip(), SocketType::DGRAM)?;
         // With this option the kernel reports refused datagrams together with their destination.
@@ -112,23 +112,25 @@ impl Asking {
             fd,
             port,
             nonce: random_u64(),
-            places: port.places().map(|place| at_port(to, place)),
+            candidates: port
+                .candidate_ports()
+                .map(|candidate| at_port(to, candidate)),
             refused: [false; 2],
             second: None,
             tries: 0,
         })
     }
 
-    /// Sends a message to the places that have not refused.
+    /// Sends a message to the candidates that have not refused.
     fn send(&mut self, message: &Message) {
         self.tries += 1;
-        for (place, refused) in self.places.iter().zip(&mut self.refused) {
+        for (candidate, refused) in self.candidates.iter().zip(&mut self.refused) {
             if *refused {
                 continue;
             }
             let bytes = message.emit();
-            let send = || rustix::net::sendto(&self.fd, &bytes, SendFlags::NOSIGNAL, place);
-            // A call may report a refusal of the other place. It sends nothing then, so it is repeated.
+            let send = || rustix::net::sendto(&self.fd, &bytes, SendFlags::NOSIGNAL, candidate);
+            // A call may report a refusal of the other candidate. It sends nothing then, so it is repeated.
             let sent = match send() {
                 Err(rustix::io::Errno::CONNREFUSED) => send(),
                 other => other,
@@ -143,8 +145,8 @@ impl Asking {
     }
 
     fn refuse(&mut self, port: u16) {
-        for (place, refused) in self.places.iter().zip(&mut self.refused) {
-            *refused |= place.port() == port;
+        for (candidate, refused) in self.candidates.iter().zip(&mut self.refused) {
+            *refused |= candidate.port() == port;
         }
     }
 
@@ -159,7 +161,7 @@ impl Asking {
         })
     }
 
-    /// Receives datagrams. Returns the answer of the first place, if it is among them.
+    /// Receives datagrams. Returns the answer of the first candidate, if it is among them.
     fn take_datagrams(&mut self) -> Option<Status> {
         for _ in 0..RECEIVES_MAX {
             let mut buffer = [0_u8; LEN + 1];
@@ -174,7 +176,7 @@ impl Asking {
                     }
                     let from = from.and_then(|f| SocketAddr::try_from(f).ok());
                     let from = from.map_or(0, |f| f.port());
-                    let [first, _] = self.places;
+                    let [first, _] = self.candidates;
                     if status == Status::Other {
                         self.refuse(from);
                     } else if from == first.port() {
@@ -225,56 +227,56 @@ fn location_of(status: Status) -> Option<Location> {
     }
 }
 
-impl std::fmt::Debug for Question {
+impl std::fmt::Debug for Query {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Question").finish_non_exhaustive()
+        f.debug_struct("Query").finish_non_exhaustive()
     }
 }
 
 /// Queries the host of `to` for the listener of `port`, the port of `to`. Calls `done` without locks, unless the
 /// answer is available at once.
-pub(crate) fn ask(
+pub(crate) fn query(
     engine: &'static Engine,
     port: Port,
     to: SocketAddr,
     done: Done,
-) -> io::Result<Asked> {
+) -> io::Result<QueryResult> {
     if SILENT.get().knows(to) {
-        return Ok(Asked::Known(Location::SamePort));
+        return Ok(QueryResult::Known(Location::SamePort));
     }
-    let mut asking = Asking::new(port, to)?;
-    asking.send(&Message::Ask(port, asking.nonce));
-    if let Some(location) = asking.location() {
-        return Ok(Asked::Known(location));
+    let mut query_socket = QuerySocket::new(port, to)?;
+    query_socket.send(&Message::Ask(port, query_socket.nonce));
+    if let Some(location) = query_socket.location() {
+        return Ok(QueryResult::Known(location));
     }
     let now = clock::now();
-    let question = Arc::new(Question {
+    let query = Arc::new(Query {
         engine,
         state: Mutex::new(
-            Rank::Question,
+            Rank::Query,
             State {
-                asking: None,
+                query_socket: None,
                 token: Token::NONE,
                 since: now,
                 done: Some(done),
             },
         ),
     });
-    let mut state = question.lock();
-    let token = engine.reserve(Arc::clone(&question) as Arc<dyn Source>);
-    if let Err(e) = engine.watch(token, asking.fd.get(), false) {
+    let mut state = query.lock();
+    let token = engine.reserve(Arc::clone(&query) as Arc<dyn Source>);
+    if let Err(e) = engine.watch(token, query_socket.fd.get(), false) {
         engine.remove(token, None);
         return Err(e);
     }
     state.token = token;
-    state.asking = Some(asking);
+    state.query_socket = Some(query_socket);
     let [_, second, ..] = SENT_AT;
     engine.deadline(token, now + second);
     drop(state);
-    Ok(Asked::Waiting(question))
+    Ok(QueryResult::Waiting(query))
 }
 
-impl Question {
+impl Query {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
@@ -285,16 +287,16 @@ impl Question {
     }
 
     fn finish(&self, state: &mut State) -> Option<Done> {
-        let asking = state.asking.take();
+        let query_socket = state.query_socket.take();
         let token = std::mem::replace(&mut state.token, Token::NONE);
         self.engine
-            .remove(token, asking.as_ref().map(|a| a.fd.get()));
+            .remove(token, query_socket.as_ref().map(|a| a.fd.get()));
         state.done.take()
     }
 
-    fn step(&self, step: impl FnOnce(&mut Asking) -> Option<Location>) {
+    fn step(&self, step: impl FnOnce(&mut QuerySocket) -> Option<Location>) {
         let mut state = self.lock();
-        let Some(location) = state.asking.as_mut().and_then(step) else {
+        let Some(location) = state.query_socket.as_mut().and_then(step) else {
             return;
         };
         let done = self.finish(&mut state);
@@ -305,9 +307,9 @@ impl Question {
     }
 }
 
-impl Source for Question {
+impl Source for Query {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        self.step(Asking::location);
+        self.step(QuerySocket::location);
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -315,18 +317,18 @@ impl Source for Question {
             let state = self.lock();
             (state.token, state.since)
         };
-        self.step(|asking| {
-            let due = SENT_AT.get(asking.tries).copied().unwrap_or_default();
+        self.step(|query_socket| {
+            let due = SENT_AT.get(query_socket.tries).copied().unwrap_or_default();
             if now >= since + due {
-                if let Some(location) = asking.second.and_then(location_of) {
+                if let Some(location) = query_socket.second.and_then(location_of) {
                     return Some(location);
                 }
-                if asking.tries + 1 >= SENT_AT.len() {
+                if query_socket.tries + 1 >= SENT_AT.len() {
                     return Some(Location::Unanswered);
                 }
-                asking.send(&Message::Ask(asking.port, asking.nonce));
+                query_socket.send(&Message::Ask(query_socket.port, query_socket.nonce));
             }
-            let next = SENT_AT.get(asking.tries).copied().unwrap_or_default();
+            let next = SENT_AT.get(query_socket.tries).copied().unwrap_or_default();
             self.engine.deadline(token, since + next);
             None
         });
@@ -377,16 +379,16 @@ fn loopback(like: SocketAddr) -> SocketAddr {
 }
 
 /// Waits a short time for answers of this host. Returns whether there was one for which `is_wanted` returns true.
-fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool) -> bool {
-    let until = clock::now() + LOCAL_PATIENCE;
+fn wait_for_answers(mut waiting: Vec<QuerySocket>, is_wanted: impl Fn(Status) -> bool) -> bool {
+    let until = clock::now() + LOCAL_TIMEOUT;
     loop {
         let is_over = clock::now() >= until;
         let mut found = false;
-        waiting.retain_mut(|asking| {
-            let last = asking.second.filter(|_| is_over);
-            let status = asking.receive().or(last);
+        waiting.retain_mut(|query_socket| {
+            let last = query_socket.second.filter(|_| is_over);
+            let status = query_socket.receive().or(last);
             found |= status.is_some_and(&is_wanted);
-            status.is_none() && asking.refused != [true; 2]
+            status.is_none() && query_socket.refused != [true; 2]
         });
         let Some(first) = waiting.first().filter(|_| !is_over) else {
             return found;
@@ -395,18 +397,22 @@ fn wait_for_answers(mut waiting: Vec<Asking>, is_wanted: impl Fn(Status) -> bool
     }
 }
 
-/// Whether `place`, one of the places of `port`, has a signpost of `port`, at one of the addresses `at` of this host.
-pub(crate) fn is_taken_here(port: Port, place: u16, at: &[SocketAddr]) -> bool {
+/// Whether `candidate`, one of the candidates of `port`, has a signpost of `port`, at one of the addresses `at` of this host.
+pub(crate) fn is_taken_here(port: Port, candidate: u16, at: &[SocketAddr]) -> bool {
     let mut waiting = Vec::new();
     for to in at {
-        let Ok(mut asking) = Asking::new(port, *to) else {
+        let Ok(mut query_socket) = QuerySocket::new(port, *to) else {
             continue;
         };
-        for (known, refused) in asking.places.iter().zip(&mut asking.refused) {
-            *refused = known.port() != place;
+        for (known, refused) in query_socket
+            .candidates
+            .iter()
+            .zip(&mut query_socket.refused)
+        {
+            *refused = known.port() != candidate;
         }
-        asking.send(&Message::Ask(port, asking.nonce));
-        waiting.push(asking);
+        query_socket.send(&Message::Ask(port, query_socket.nonce));
+        waiting.push(query_socket);
     }
     wait_for_answers(waiting, |status| {
         matches!(status, Status::Listening(_) | Status::Bound)
@@ -421,13 +427,13 @@ pub(crate) fn release_elsewhere(ports: [Port; 2], at: &[SocketAddr]) -> bool {
         .iter()
         .flat_map(|p| at.iter().map(move |to| (*p, *to)))
     {
-        let Ok(mut asking) = Asking::new(port, to) else {
+        let Ok(mut query_socket) = QuerySocket::new(port, to) else {
             continue;
         };
         // Listeners accept such requests only from a loopback address.
-        if rustix::net::bind(asking.fd.get(), &loopback(to)).is_ok() {
-            asking.send(&Message::Release(port, asking.nonce));
-            waiting.push(asking);
+        if rustix::net::bind(query_socket.fd.get(), &loopback(to)).is_ok() {
+            query_socket.send(&Message::Release(port, query_socket.nonce));
+            waiting.push(query_socket);
         }
     }
     wait_for_answers(waiting, |status| status == Status::Released)
@@ -445,12 +451,12 @@ mod tests {
     };
 
     /// A query to two sockets of the test, instead of those that follow from the port.
-    fn asking() -> (Asking, [UdpSocket; 2]) {
+    fn query_socket() -> (QuerySocket, [UdpSocket; 2]) {
         let at = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
-        let mut asking = Asking::new(PORT, (Ipv4Addr::LOCALHOST, 0).into()).unwrap();
-        asking.places = [0, 1].map(|n: usize| at[n].local_addr().unwrap());
-        asking.send(&Message::Ask(PORT, asking.nonce));
-        (asking, at)
+        let mut query_socket = QuerySocket::new(PORT, (Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+        query_socket.candidates = [0, 1].map(|n: usize| at[n].local_addr().unwrap());
+        query_socket.send(&Message::Ask(PORT, query_socket.nonce));
+        (query_socket, at)
     }
 
     /// Answers the query that has arrived.
@@ -458,7 +464,7 @@ mod tests {
         let mut buffer = [0; 64];
         let (n, from) = socket.recv_from(&mut buffer).unwrap();
         let Some(Message::Ask(port, nonce)) = Message::parse(&buffer[..n]) else {
-            panic!("not a question");
+            panic!("not a query");
         };
         let answer = Message::Answer(port, nonce, status).emit();
         socket.send_to(&answer, from).unwrap();
@@ -466,35 +472,39 @@ mod tests {
 
     #[test]
     fn the_first_place_precedes_the_second() {
-        let (mut asking, [first, second]) = asking();
+        let (mut query_socket, [first, second]) = query_socket();
         answer(&second, Status::Listening(4000));
-        assert_eq!(asking.location(), None, "the first place may still answer");
+        assert_eq!(
+            query_socket.location(),
+            None,
+            "the first candidate may still answer"
+        );
         answer(&first, Status::Listening(5000));
-        assert_eq!(asking.location(), Some(Location::At(5000)));
+        assert_eq!(query_socket.location(), Some(Location::At(5000)));
     }
 
     #[test]
     fn the_second_place_counts_when_the_first_is_of_another_port() {
-        let (mut asking, [first, second]) = asking();
+        let (mut query_socket, [first, second]) = query_socket();
         answer(&second, Status::Bound);
         answer(&first, Status::Other);
-        assert_eq!(asking.location(), Some(Location::NotListening));
+        assert_eq!(query_socket.location(), Some(Location::NotListening));
     }
 
     #[test]
     fn the_second_place_counts_when_the_first_refuses() {
-        let (mut asking, [first, second]) = asking();
+        let (mut query_socket, [first, second]) = query_socket();
         drop(first);
-        asking.send(&Message::Ask(PORT, asking.nonce));
+        query_socket.send(&Message::Ask(PORT, query_socket.nonce));
         answer(&second, Status::Listening(4000));
-        assert_eq!(asking.location(), Some(Location::At(4000)));
+        assert_eq!(query_socket.location(), Some(Location::At(4000)));
     }
 
     #[test]
     fn two_refusals_mean_the_port_itself() {
-        let (mut asking, sockets) = asking();
+        let (mut query_socket, sockets) = query_socket();
         drop(sockets);
-        asking.send(&Message::Ask(PORT, asking.nonce));
-        assert_eq!(asking.location(), Some(Location::SamePort));
+        query_socket.send(&Message::Ask(PORT, query_socket.nonce));
+        assert_eq!(query_socket.location(), Some(Location::SamePort));
     }
 }

@@ -31,7 +31,7 @@ use anywarp_core::llp::mpa::startup::{
 use anywarp_core::wire::signpost::Port;
 use rustix::net::SocketType;
 
-use super::signpost::{self, Asked, Location, Question};
+use super::signpost::{self, Location, Query, QueryResult};
 use crate::clock;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
@@ -138,7 +138,7 @@ struct Initiating {
 
 enum Phase {
     /// Queries the TCP port of the peer's listener.
-    Asking(Box<InitiatorConfig>),
+    Querying(Box<InitiatorConfig>),
     Connecting(Box<Initiating>),
     Requesting(Box<Initiating>),
     Listening(Box<Responder>),
@@ -150,7 +150,7 @@ struct State {
     phase: Phase,
     fd: Option<EngineFd>,
     token: Token,
-    question: Option<Arc<Question>>,
+    query: Option<Arc<Query>>,
     /// Whether the query for the TCP port was neither answered nor refused.
     silent: bool,
     received: Vec<u8>,
@@ -164,7 +164,7 @@ impl State {
             phase,
             fd: None,
             token: Token::NONE,
-            question: None,
+            query: None,
             silent: false,
             received: Vec::new(),
             deadline,
@@ -244,14 +244,14 @@ impl Startup {
         };
         // While the lock is held, an answer from another thread waits until the query is stored.
         let mut state = self.lock();
-        match signpost::ask(self.engine, port, self.peer, Box::new(done))? {
-            Asked::Known(location) => {
+        match signpost::query(self.engine, port, self.peer, Box::new(done))? {
+            QueryResult::Known(location) => {
                 drop(state);
                 self.follow(config, location)
             }
-            Asked::Waiting(question) => {
-                state.question = Some(question);
-                state.phase = Phase::Asking(Box::new(config));
+            QueryResult::Waiting(query) => {
+                state.query = Some(query);
+                state.phase = Phase::Querying(Box::new(config));
                 Ok(())
             }
         }
@@ -261,9 +261,9 @@ impl Startup {
     fn handle_answer(self: &Arc<Self>, location: Location) {
         let config = {
             let mut state = self.lock();
-            state.question = None;
+            state.query = None;
             match std::mem::replace(&mut state.phase, Phase::Done) {
-                Phase::Asking(config) => config,
+                Phase::Querying(config) => config,
                 other => {
                     // The start-up was canceled after the query was sent.
                     state.phase = other;
@@ -463,8 +463,8 @@ impl Startup {
     /// Ends the start-up, and stops watching the socket.
     fn finish(&self, state: &mut State) -> Option<EngineFd> {
         state.phase = Phase::Done;
-        if let Some(question) = state.question.take() {
-            question.cancel();
+        if let Some(query) = state.query.take() {
+            query.cancel();
         }
         let fd = state.fd.take();
         let token = std::mem::replace(&mut state.token, Token::NONE);
@@ -519,7 +519,7 @@ impl Startup {
                 }
                 self.broken(state, libc::EPROTO)
             }
-            Phase::Asking(_) | Phase::Connecting(_) | Phase::Done => Effect::None,
+            Phase::Querying(_) | Phase::Connecting(_) | Phase::Done => Effect::None,
         }
     }
 

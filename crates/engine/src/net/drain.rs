@@ -27,12 +27,12 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Largest number of connections that are checked when another one is closed.
-const LOOK_MAX: usize = 16;
+const CHECKED_MAX: usize = 16;
 /// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver it a
 /// moment later.
 const PAIR_WAIT: Duration = Duration::from_millis(2);
 /// Reads of a connection in one check: the last bytes, and the end of stream.
-const LOOK_READS: usize = 4;
+const READS_PER_CHECK: usize = 4;
 
 /// The connections of this process that are being drained.
 static DRAINS: PerProcess<Mutex<Vec<Arc<Drain>>>> =
@@ -90,13 +90,13 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
     engine.deadline(token, clock::now() + DRAIN_TIMEOUT);
     // The peer may have closed its side before the socket was watched. Or the peer is in this process and had closed
     // before; it sees the end of this connection now.
-    look(LOOK_MAX);
+    close_finished(CHECKED_MAX);
     draining
 }
 
 /// Closes connections whose peers have closed too, at most `max`, the newest first. The worker would do it a moment
 /// later, but a program may count its descriptors after `ibv_destroy_qp(3)`.
-pub(crate) fn look(max: usize) {
+pub(crate) fn close_finished(max: usize) {
     let drains: Vec<Arc<Drain>> = {
         let all = DRAINS.get().lock();
         all.iter().rev().take(max).map(Arc::clone).collect()
@@ -107,7 +107,7 @@ pub(crate) fn look(max: usize) {
         if is_pair {
             drain.wait();
         }
-        for _ in 0..LOOK_READS {
+        for _ in 0..READS_PER_CHECK {
             if !drain.read() {
                 break;
             }
@@ -186,7 +186,7 @@ impl Drain {
         read.is_ok()
     }
 
-    /// Closes the socket. It stays in the list until it is closed, so [`look`] waits for another thread that closes
+    /// Closes the socket. It stays in the list until it is closed, so [`close_finished`] waits for another thread that closes
     /// it.
     fn finish(&self) {
         {

@@ -37,7 +37,7 @@ pub(super) fn replay(target: &str, fuzz: fn(&[u8])) {
     assert!(count >= 20, "{count} inputs");
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Flags of a start-up frame.
 const M: u8 = 0x80;
 const C: u8 = 0x40;
@@ -71,7 +71,7 @@ fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
         peer,
         bind: None,
         config,
-        timeout: PATIENCE,
+        timeout: TEST_TIMEOUT,
         retry_refused: Duration::ZERO,
         port_space: None,
     }
@@ -92,7 +92,7 @@ fn dial(
     let to = listener.local_addr().unwrap();
     let peer = thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
         let mut request = [0; 24];
         stream.read_exact(&mut request).unwrap();
         let mut reply = b"MPA ID Rep Frame".to_vec();
@@ -105,7 +105,7 @@ fn dial(
     let owner = Arc::new(OwnerOfTest(Mutex::new(told)));
     let engine = engine().unwrap();
     let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
-    let end = tells.recv_timeout(PATIENCE).unwrap();
+    let end = tells.recv_timeout(TEST_TIMEOUT).unwrap();
     drop(startup);
     (end, peer.join().unwrap())
 }
@@ -169,7 +169,7 @@ fn a_peer_without_a_common_ready_to_receive_message_is_notified_before_the_end()
 
 #[test]
 fn the_owner_gets_the_depths_of_the_peer_in_any_case() {
-    // RFC 6581 §9.1 [mpa-depths-told]
+    // RFC 6581 §9.1 [mpa-depths-reported]
     let named = Some(Depths { ird: 5, ord: 7 });
     let (end, _peer) = dial(InitiatorConfig::default(), C, [0x80, 5, 0x80, 7], None);
     let End::Opened(opened) = end else {
@@ -230,7 +230,7 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
             let mut frames = Vec::new();
             for try_ in 0..2 {
                 let (mut stream, _) = listener.accept().unwrap();
-                stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
                 let mut frame = vec![0; if try_ == 0 { 20 + 4 + 5 } else { 20 + 5 }];
                 stream.read_exact(&mut frame).unwrap();
                 frames.push(frame);
@@ -251,7 +251,7 @@ fn a_peer_that_closes_without_a_reply_is_asked_once_more_in_revision_1() {
         let owner = Arc::new(OwnerOfTest(Mutex::new(told)));
         let engine = engine().unwrap();
         let startup = Startup::dial(engine, owner, to_peer(to, config)).unwrap();
-        let end = tells.recv_timeout(PATIENCE).unwrap();
+        let end = tells.recv_timeout(TEST_TIMEOUT).unwrap();
         drop(startup);
         let (frames, no_third) = peer.join().unwrap();
         assert!(no_third);
@@ -303,7 +303,7 @@ fn the_last_bytes_arrive_although_the_peer_still_sends() {
     }
     assert_eq!(came, sent);
     // The kernel may acknowledge the bytes a moment after the peer has read them.
-    draining.wait_drained(Some(std::time::Instant::now() + PATIENCE));
+    draining.wait_drained(Some(std::time::Instant::now() + TEST_TIMEOUT));
     assert!(draining.is_drained());
 }
 
@@ -328,7 +328,7 @@ fn waiting_for_the_last_bytes_ends_at_its_deadline() {
     draining.wait_drained(Some(soon));
     assert!(std::time::Instant::now() >= soon && !draining.is_drained());
     let reader = thread::spawn(move || peer.read_to_end(&mut Vec::new()).unwrap());
-    draining.wait_drained(Some(soon + PATIENCE));
+    draining.wait_drained(Some(soon + TEST_TIMEOUT));
     assert!(draining.is_drained());
     reader.join().unwrap();
 }
@@ -338,6 +338,6 @@ fn a_process_exits_although_a_peer_does_not_read() {
     let (draining, _peer, _) = closed_behind_much();
     let start = std::time::Instant::now();
     drain::at_exit();
-    assert!(start.elapsed() < PATIENCE / 4);
+    assert!(start.elapsed() < TEST_TIMEOUT / 4);
     assert!(!draining.is_drained());
 }

@@ -99,7 +99,7 @@ impl Common {
             _ => self.c_object.load(Ordering::Relaxed),
         };
         if c_object == 0 {
-            // The queue pair of a connection for which the program has none (`cm::bare`).
+            // The queue pair of a connection for which the program has none (`cm::private_qp`).
             return;
         }
         self.context.events.push(AsyncItem {

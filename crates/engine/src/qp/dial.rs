@@ -36,7 +36,7 @@ const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);
 /// Pause before a peer is dialed again.
 const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
 /// Largest number of connections that wait until the program sets the peer. Further ones are rejected.
-const PARKED_MAX: usize = 8;
+const EARLY_CONNECTIONS_MAX: usize = 8;
 
 impl RcQp {
     /// Connects to the peer that the program has set, or waits for its connection.
@@ -57,8 +57,8 @@ impl RcQp {
         } else if own < peer {
             self.dial(inner, now);
         } else {
-            let parked = std::mem::take(&mut inner.parked);
-            for (startup, source) in parked {
+            let early_connections = std::mem::take(&mut inner.early_connections);
+            for (startup, source) in early_connections {
                 // This rejects connections of queue pairs that are not the peer.
                 self.accept_peer(inner, &startup, source, now);
             }
@@ -125,8 +125,8 @@ impl RcQp {
                 self.accept_peer(inner, startup, source, now);
             }
             // The program has not set the peer yet.
-            State::Reset | State::Init if inner.parked.len() < PARKED_MAX => {
-                inner.parked.push((Arc::clone(startup), source));
+            State::Reset | State::Init if inner.early_connections.len() < EARLY_CONNECTIONS_MAX => {
+                inner.early_connections.push((Arc::clone(startup), source));
             }
             State::Reset | State::Init | State::Sqe | State::Error => {
                 let _ = startup.reject(&[]);
@@ -362,7 +362,7 @@ fn depths(attr: &Attr) -> (u32, u32) {
 
 /// Whether an address is one of this host.
 fn is_own(ip: IpAddr) -> bool {
-    ip.is_loopback() || gids::place_of(ip).is_some()
+    ip.is_loopback() || gids::index_of(ip).is_some()
 }
 
 /// Receives the outcome of [`RcQp::dial`].

@@ -37,11 +37,11 @@ use crate::locks::{Mutex, MutexGuard, Rank, RwLock};
 use crate::net::drain::{Draining, drain};
 use crate::net::tcp::{Outcome, Tcp};
 use crate::process::PerProcess;
-use crate::provoke;
 use crate::qos::Paced;
 use crate::reactor::{DelayedAck, PolledMemory, Source, Token};
 use crate::stat::{self, HasCounters};
 use crate::sys::socket::set_option;
+use crate::test_panic;
 use crate::trace;
 use common::Common;
 use timers::{Timer, Timers};
@@ -95,7 +95,7 @@ struct Inner {
     token: Token,
     route: Option<Route>,
     /// Peers, with their queue pair numbers, that dialed before the program moved this queue pair to RTR.
-    parked: Vec<(Arc<Startup>, u32)>,
+    early_connections: Vec<(Arc<Startup>, u32)>,
     dialing: Option<Arc<Startup>>,
     /// When to stop repeating failed connection attempts.
     dial_until: Option<Instant>,
@@ -197,7 +197,7 @@ impl RcQp {
                     tcp: None,
                     token: Token::NONE,
                     route: None,
-                    parked: Vec::new(),
+                    early_connections: Vec::new(),
                     dialing: None,
                     dial_until: None,
                     timers: Timers::default(),
@@ -294,7 +294,7 @@ impl RcQp {
             let mut len = 0;
             let fill = |into: &mut WorkRequest| {
                 fill(into)?;
-                provoke::posted(into.id);
+                test_panic::posted(into.id);
                 len = into.payload.len();
                 Ok(())
             };
@@ -427,7 +427,7 @@ impl RcQp {
         let mut inner = self.lock();
         for (i, fill) in requests.enumerate() {
             let posted = RecvRequest::build(fill).and_then(|request| {
-                provoke::posted(request.id);
+                test_panic::posted(request.id);
                 inner.conn.post_recv(request)
             });
             if let Err(e) = posted {
@@ -641,7 +641,7 @@ impl RcQp {
         if let Some(startup) = inner.dialing.take() {
             startup.cancel();
         }
-        for (startup, _) in std::mem::take(&mut inner.parked) {
+        for (startup, _) in std::mem::take(&mut inner.early_connections) {
             let _ = startup.reject(&[]);
         }
         if let Some(tcp) = self.take_tcp(inner) {
@@ -713,7 +713,7 @@ impl Source for RcQp {
             Receive::Nothing
         };
         self.with(|inner| {
-            provoke::working();
+            test_panic::working();
             self.progress(inner, now, receive, false);
         });
     }
@@ -721,7 +721,7 @@ impl Source for RcQp {
     fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
         let received = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
         self.with(|inner| {
-            provoke::working();
+            test_panic::working();
             let before = received(inner);
             self.progress(inner, now, Receive::All, false);
             Some(received(inner) != before)
@@ -758,7 +758,7 @@ impl Source for RcQp {
 
     fn timeout(self: Arc<Self>, now: Instant) {
         self.with(|inner| {
-            provoke::working();
+            test_panic::working();
             self.handle_timeout(inner, now);
         });
     }

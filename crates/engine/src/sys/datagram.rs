@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::address::{from_sockaddr, to_sockaddr};
 use super::cmsg::{self, CONTROL_WORDS, Control};
 use super::{Io, empty_msghdr, failed};
-use crate::capture::{self, Way};
+use crate::capture::{self, Direction};
 
 /// A datagram, or a run of datagrams, that was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,7 +162,7 @@ fn capture_received(fd: BorrowedFd<'_>, datagram: &Datagram, bytes: &[u8]) {
             size => size,
         };
         for one in bytes.chunks(size.max(1)) {
-            capture::datagram(fd, at, Way::In, datagram.to, datagram.from, one);
+            capture::datagram(fd, at, Direction::In, datagram.to, datagram.from, one);
         }
     }
 }
@@ -195,7 +195,7 @@ pub fn send_runs(fd: BorrowedFd<'_>, ipv6: bool, runs: &[Run<'_>]) -> Result<usi
     if let (Some(at), Ok(n)) = (seen, sent) {
         for run in runs.iter().take(n) {
             for d in run.datagrams {
-                capture::datagram(fd, at, Way::Out, run.from, d.to, &d.bytes);
+                capture::datagram(fd, at, Direction::Out, run.from, d.to, &d.bytes);
             }
         }
     }

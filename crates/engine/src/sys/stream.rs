@@ -7,7 +7,7 @@ use anywarp_core::verbs::mr::Pinned;
 use smallvec::SmallVec;
 
 use super::{Io, empty_msghdr, failed};
-use crate::capture::{self, Way};
+use crate::capture::{self, Direction};
 use crate::mem::{PinnedPart, Unfilled, UserSlice};
 
 /// Sends the bytes of `batch` from `skip` on.
@@ -41,7 +41,7 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], flags: libc::c_int) -> Io {
         return failed();
     };
     if let Some(at) = seen {
-        capture::stream(fd, at, Way::Out, bytes.get(..n).unwrap_or(bytes));
+        capture::stream(fd, at, Direction::Out, bytes.get(..n).unwrap_or(bytes));
     }
     Io::Done(n)
 }
@@ -91,7 +91,7 @@ unsafe fn send_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec], flags: libc:
     let n = unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const msg, flags) };
     if let (Some(at), Ok(n)) = (seen, usize::try_from(n)) {
         // SAFETY: the caller's promise.
-        capture::stream(fd, at, Way::Out, &unsafe { moved(iov, n) });
+        capture::stream(fd, at, Direction::Out, &unsafe { moved(iov, n) });
     }
     usize::try_from(n).map_or_else(|_| failed(), Io::Done)
 }
@@ -175,7 +175,7 @@ unsafe fn receive_vectors(fd: BorrowedFd<'_>, iov: &mut [libc::iovec]) -> Result
     };
     if let (Some(at), Ok(n)) = (capture::begin(), usize::try_from(n)) {
         // SAFETY: the caller's promise.
-        capture::stream(fd, at, Way::In, &unsafe { moved(iov, n) });
+        capture::stream(fd, at, Direction::In, &unsafe { moved(iov, n) });
     }
     let result = match usize::try_from(n) {
         Ok(0) => Err(Io::Eof),

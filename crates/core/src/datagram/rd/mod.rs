@@ -23,7 +23,7 @@
 //! | `tokens.rs` | tokens: first contact, restarts, proof of addresses |
 //! | `receive.rs` | packets of known peers |
 //! | `timers.rs` | deadlines of all peers |
-//! | `places.rs` | adding and forgetting peers |
+//! | `peer_table.rs` | adding and forgetting peers |
 //! | `shares.rs` | limits for each host and network |
 //! | `sender.rs` | unacknowledged packets to one peer: losses, probes |
 //! | `receiver.rs` | packets received from one peer: order, duplicates |
@@ -41,7 +41,7 @@
 mod ack;
 mod congestion;
 mod numbers;
-mod places;
+mod peer_table;
 mod receive;
 mod receiver;
 mod sender;
@@ -56,7 +56,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::cookie::Secret;
-use super::outgoing::Way;
+use super::outgoing::IpFields;
 use super::table::Table;
 use super::types::{Peer, Resource, Tag};
 use crate::bounds;
@@ -115,7 +115,7 @@ pub(super) enum RxOutcome {
 
 #[derive(Debug)]
 struct PeerState {
-    way: Way,
+    way: IpFields,
     /// The token that the peer has to echo.
     token: u32,
     /// The peer's token. 0: not known yet.
@@ -144,7 +144,7 @@ struct PeerState {
     /// Whether the peer is in the list of those to which something can be sent.
     queued: bool,
     /// The lists of waiting peers that contain this one, as bits of [`Resource`].
-    stands: u8,
+    waiting_in: u8,
     /// Whether an empty packet that requires an answer has to be sent.
     ask: bool,
     /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
@@ -159,7 +159,7 @@ impl PeerState {
     }
 
     /// Requires a new proof of the address, since another program may use it by now.
-    fn doubt(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
+    fn require_new_proof(&mut self, secret: &Secret, peer: &Peer, now: Duration) {
         self.nonce = secret.nonce(peer, now);
         self.is_proven = false;
         self.credit = 0;
@@ -180,9 +180,9 @@ impl PeerState {
 
     /// Whether `len` bytes may be sent to the peer. Until it has shown that it receives at its address, the limit is
     /// [`AMPLIFICATION`] times the bytes that came from there.
-    fn affords(&self, len: usize) -> bool {
+    fn credit_allows(&self, len: usize) -> bool {
         // Some of the credit is reserved for packets that require the proof.
-        self.is_proven || len + QUESTIONS <= self.credit as usize
+        self.is_proven || len + RESERVED_CREDIT <= self.credit as usize
     }
 
     fn spend(&mut self, len: usize) {
@@ -194,7 +194,7 @@ impl PeerState {
     }
 
     /// Updates the state that every packet of the peer changes.
-    fn hears(&mut self, packet: &Packet, now: Duration) {
+    fn update_from(&mut self, packet: &Packet, now: Duration) {
         self.used = now;
         if packet.instance != 0 {
             self.instance = packet.instance;
@@ -242,16 +242,16 @@ pub(super) struct Reliable {
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
     blocked: Blocked,
     /// Number of the first packet to a new peer.
-    floor: u64,
+    first_number: u64,
     /// Peers to which an acknowledgement is due soon.
-    soon: Vec<Peer>,
+    delayed_acks: Vec<Peer>,
     /// Packets that were acknowledged, whose buffers can be used again.
     spare: Vec<Arc<Vec<u8>>>,
     shells: Vec<Arc<Vec<u8>>>,
     /// When the table of peers was last searched for idle ones.
-    swept: Duration,
+    last_search: Duration,
     /// When to search it next for peers whose packets wait without a deadline.
-    sweep_at: Option<Duration>,
+    search_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,
 }
@@ -275,12 +275,12 @@ impl Reliable {
             challenges: VecDeque::new(),
             blocked: Blocked::default(),
             // Above 2^32, so that earlier numbers can be expanded too.
-            floor: 1 << 32 | u64::from(secret.start(3)),
-            soon: Vec::new(),
+            first_number: 1 << 32 | u64::from(secret.start(3)),
+            delayed_acks: Vec::new(),
             spare: Vec::new(),
             shells: Vec::new(),
-            swept: Duration::ZERO,
-            sweep_at: None,
+            last_search: Duration::ZERO,
+            search_at: None,
             room: bounds::DATAGRAM_WINDOW,
             events: VecDeque::new(),
         }
@@ -347,7 +347,7 @@ const PROOF: u32 = 60;
 /// An unproven address gets at most this multiple of the bytes that came from it.
 const AMPLIFICATION: usize = 3;
 /// Bytes reserved for packets without data.
-const QUESTIONS: usize = 4 * (Packet::LEN + dgram::CRC);
+const RESERVED_CREDIT: usize = 4 * (Packet::LEN + dgram::CRC);
 
 #[cfg(test)]
 mod tests;

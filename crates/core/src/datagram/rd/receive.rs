@@ -38,7 +38,7 @@ impl Reliable {
         if let Some(state) = peers.get_mut(peer).filter(|s| is_known(s)) {
             return context.take(peer, state, packet, data, now);
         }
-        if !self.meet(peer, arrival, packet, now) {
+        if !self.handle_unknown_token(peer, arrival, packet, now) {
             return RxOutcome::Nothing;
         }
         let (peers, context) = self.rx_context();
@@ -56,8 +56,8 @@ impl Reliable {
             secret: self.secret,
             known: self.peers.len(),
             shares: &mut self.shares,
-            sweep_at: &mut self.sweep_at,
-            soon: &mut self.soon,
+            search_at: &mut self.search_at,
+            delayed_acks: &mut self.delayed_acks,
             queued: &mut self.queued,
             timers: &mut self.timers,
             events: &mut self.events,
@@ -106,10 +106,10 @@ impl Reliable {
         if keep(&mut self.shares, peer, rx, seq, data) {
             rx.blocked_on = Some(want);
             rx.due = true;
-            self.sweep_at.get_or_insert(state.used + IDLE);
+            self.search_at.get_or_insert(state.used + IDLE);
         }
-        if state.stands & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
-            state.stands |= want.bit();
+        if state.waiting_in & want.bit() == 0 && self.blocked.of(want).len() < bounds::RD_PEERS {
+            state.waiting_in |= want.bit();
             self.blocked.of(want).push_back(*peer);
         }
         enqueue(&mut self.queued, peer, state);
@@ -127,7 +127,7 @@ impl Reliable {
             // Only the next packet can be refused. This one may be acknowledged already, so it is kept until it is
             // the next.
             if keep(&mut self.shares, peer, rx, seq, data) {
-                self.sweep_at.get_or_insert(state.used + IDLE);
+                self.search_at.get_or_insert(state.used + IDLE);
             }
             return;
         }
@@ -150,7 +150,7 @@ impl Reliable {
     pub(in crate::datagram) fn next_blocked(&mut self, want: Resource) -> Option<Peer> {
         let peer = self.blocked.of(want).pop_front()?;
         if let Some(state) = self.peers.get_mut(&peer) {
-            state.stands &= !want.bit();
+            state.waiting_in &= !want.bit();
         }
         Some(peer)
     }
@@ -178,8 +178,8 @@ struct RxContext<'a> {
     /// The number of known peers.
     known: usize,
     shares: &'a mut Shares,
-    sweep_at: &'a mut Option<Duration>,
-    soon: &'a mut Vec<Peer>,
+    search_at: &'a mut Option<Duration>,
+    delayed_acks: &'a mut Vec<Peer>,
     queued: &'a mut VecDeque<Peer>,
     timers: &'a mut BTreeSet<(Duration, Peer)>,
     events: &'a mut VecDeque<Event>,
@@ -196,7 +196,7 @@ impl RxContext<'_> {
         data: Option<&[u8]>,
         now: Duration,
     ) -> RxOutcome {
-        state.hears(packet, now);
+        state.update_from(packet, now);
         if !state.is_proven && packet.time_echo == state.nonce {
             state.prove(now);
         }
@@ -204,7 +204,7 @@ impl RxContext<'_> {
             && second(now).saturating_sub(state.proven_at) >= PROOF
             && !state.has_under_way()
         {
-            state.doubt(&self.secret, peer, now);
+            state.require_new_proof(&self.secret, peer, now);
         }
         if !state.is_proven {
             let len =
@@ -225,7 +225,7 @@ impl RxContext<'_> {
         let Some(tx) = &mut state.tx else {
             return;
         };
-        tx.heard = now;
+        tx.silent_since = now;
         tx.set_room(state.room.into());
         if packet.time_echo != 0 && packet.time_echo != state.nonce {
             let trip = micros(now).wrapping_sub(packet.time_echo);
@@ -305,10 +305,10 @@ impl RxContext<'_> {
             } else {
                 next
             };
-            if rx.soon.is_none() {
-                rx.soon = Some(now + wait);
-                self.soon.push(*peer);
-                crowded = self.soon.len() > 2 * self.known + 64;
+            if rx.ack_by.is_none() {
+                rx.ack_by = Some(now + wait);
+                self.delayed_acks.push(*peer);
+                crowded = self.delayed_acks.len() > 2 * self.known + 64;
             }
         }
         rx.time = packet.time;
@@ -333,7 +333,7 @@ impl RxContext<'_> {
                     } else if dgram::parse_covered(data).is_ok() {
                         keep(self.shares, peer, rx, seq, data);
                     }
-                    self.sweep_at.get_or_insert(now + IDLE);
+                    self.search_at.get_or_insert(now + IDLE);
                 }
             }
         }
@@ -343,8 +343,8 @@ impl RxContext<'_> {
         if crowded {
             // The list may contain a peer twice, if a packet carried its acknowledgement and another became due
             // since.
-            self.soon.sort_unstable();
-            self.soon.dedup();
+            self.delayed_acks.sort_unstable();
+            self.delayed_acks.dedup();
         }
         outcome
     }

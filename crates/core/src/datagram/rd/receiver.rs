@@ -52,7 +52,7 @@ pub(super) struct Receiver {
     /// Whether an acknowledgement has to be sent now.
     pub(super) due: bool,
     /// An acknowledgement has to be sent by this time, and may travel with another packet before.
-    pub(super) soon: Option<Duration>,
+    pub(super) ack_by: Option<Duration>,
     /// The time in the packet that is being answered.
     pub(super) time: u32,
     /// The resource that the queue pair lacked for a waiting packet.
@@ -77,7 +77,7 @@ impl Receiver {
             unacknowledged: 0,
             since: 0,
             due: false,
-            soon: None,
+            ack_by: None,
             time: 0,
             blocked_on: None,
             refused: None,
@@ -106,7 +106,7 @@ impl Receiver {
     pub(super) fn is_idle(&self) -> bool {
         self.arrived.is_empty()
             && !self.due
-            && self.soon.is_none()
+            && self.ack_by.is_none()
             && self.blocked_on.is_none()
             && self.refused.is_none()
     }
@@ -114,7 +114,7 @@ impl Receiver {
     /// Updates the state after an acknowledgement was sent.
     pub(super) fn acknowledges(&mut self) {
         self.due = false;
-        self.soon = None;
+        self.ack_by = None;
         self.unacknowledged = 0;
         self.since = 0;
     }

@@ -109,7 +109,7 @@ pub(super) struct Sender {
     /// When to send a probe.
     pub(super) deadline: Option<Duration>,
     /// When the peer's last datagram arrived, or the first probe was sent.
-    pub(super) heard: Duration,
+    pub(super) silent_since: Duration,
     /// Since when the peer reports that it lacks a receive, or another resource for the next packet.
     pub(super) blocked_on: Option<Duration>,
     /// Packets since the last one that requested an acknowledgement.
@@ -141,7 +141,7 @@ impl Sender {
             app_limited: true,
             probes: 0,
             deadline: None,
-            heard: now,
+            silent_since: now,
             blocked_on: None,
             unasked: 0,
         }
@@ -180,7 +180,7 @@ impl Sender {
         let size = len as u64;
         if self.sent.is_empty() {
             // Nothing was under way, so the silence of the peer is measured from now.
-            self.heard = now;
+            self.silent_since = now;
             self.delivered_at = now;
             self.newest_at = now;
             self.app_limited = true;

@@ -45,14 +45,15 @@ pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
 }
 
 impl Shares {
-    /// Whether one more peer may be added. `comes`: the peer sent the first packet.
-    pub(super) fn has_place(&self, peer: &Peer, comes: bool) -> bool {
+    /// Whether one more peer may be added. `is_incoming`: the peer sent the first packet.
+    pub(super) fn has_room_for_peer(&self, peer: &Peer, is_incoming: bool) -> bool {
         let left = bounds::RD_PEERS.saturating_sub(self.peers);
         let (host, network) = prefixes(peer);
         let of =
             |table: &Table<IpAddr, Share>, key| table.get(&key).map_or(0, |s| s.peers as usize);
         left > 0
-            && (!comes || of(&self.networks, network) < left && of(&self.hosts, host) * 2 < left)
+            && (!is_incoming
+                || of(&self.networks, network) < left && of(&self.hosts, host) * 2 < left)
     }
 
     /// Counts a new peer.

@@ -123,7 +123,7 @@ fn a_peer_that_sends_is_not_forgotten_and_its_window_is_updated() {
 fn numbers_continue_after_a_peer_was_forgotten() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
     let at = Duration::from_secs;
-    assert!(!rd.may_send(&peer(), Way::default(), 50, at(1)));
+    assert!(!rd.may_send(&peer(), IpFields::default(), 50, at(1)));
     let first = rd.peers[&peer()].next;
     let token = rd.peers[&peer()].token;
     let (hello, _) = crate::wire::rd::parse(&rd.poll(at(1)).unwrap().2).unwrap();
@@ -135,7 +135,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     };
     rd.handle(&peer(), &arrival(&peer()), &packet, None, at(1));
     for n in 0..5 {
-        assert!(rd.may_send(&peer(), Way::default(), 50, at(1)));
+        assert!(rd.may_send(&peer(), IpFields::default(), 50, at(1)));
         let packet = vec![0; Packet::LEN + 50];
         assert!(rd.push(&peer(), packet, (n, true, true), at(1)).is_some());
     }
@@ -147,7 +147,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     assert_eq!(rd.peers(), 1);
     rd.forget_idle(at(100));
     assert_eq!(rd.peers(), 0);
-    rd.may_send(&peer(), Way::default(), 50, at(100));
+    rd.may_send(&peer(), IpFields::default(), 50, at(100));
     assert_eq!(rd.peers[&peer()].next, first + 5);
 }
 
@@ -178,7 +178,7 @@ fn no_network_or_host_can_use_all_entries() {
     };
     let fill = |rd: &mut Reliable, network, host| {
         (0..bounds::RD_PEERS)
-            .take_while(|n| rd.enter(&of(network, host, *n), Way::default(), true, now))
+            .take_while(|n| rd.enter(&of(network, host, *n), IpFields::default(), true, now))
             .count()
     };
     const ALL: usize = bounds::RD_PEERS;
@@ -191,10 +191,10 @@ fn no_network_or_host_can_use_all_entries() {
         assert!(fill(&mut rd, network, 0) > 0, "network {network}");
     }
     let one_more = of(0, 0, 65_000);
-    assert!(!rd.enter(&one_more, Way::default(), true, now));
-    assert!(rd.enter(&one_more, Way::default(), false, now));
+    assert!(!rd.enter(&one_more, IpFields::default(), true, now));
+    assert!(rd.enter(&one_more, IpFields::default(), false, now));
     // A known peer stays known, and forgotten peers are not counted any more.
-    assert!(rd.enter(&of(0, 0, 7), Way::default(), true, now));
+    assert!(rd.enter(&of(0, 0, 7), IpFields::default(), true, now));
     rd.forget_idle(now + 2 * IDLE);
     assert_eq!((rd.peers(), rd.shares.is_empty()), (0, true));
     assert!(rd.peers.capacity() < 100, "{}", rd.peers.capacity());
@@ -438,11 +438,11 @@ impl Two {
     fn sends(&mut self, from: usize, tag: Tag) {
         let peer = Self::at(1 - from);
         let end = &mut self.ends[from];
-        if !end.may_send(&peer, Way::default(), 50, self.now) {
+        if !end.may_send(&peer, IpFields::default(), 50, self.now) {
             self.run();
         }
         let end = &mut self.ends[from];
-        assert!(end.may_send(&peer, Way::default(), 50, self.now));
+        assert!(end.may_send(&peer, IpFields::default(), 50, self.now));
         let packet = vec![0; Packet::LEN + 50];
         let (_, bytes) = end
             .push(&peer, packet, (tag, true, true), self.now)

@@ -12,7 +12,7 @@ impl Reliable {
     /// When [`Self::handle_timeout`] should be called.
     pub(in crate::datagram) fn poll_timeout(&self) -> Option<Duration> {
         let timer = self.timers.first().map(|(at, _)| *at);
-        let sweep = self.sweep_at.filter(|_| self.shares.waiting() > 0);
+        let sweep = self.search_at.filter(|_| self.shares.waiting() > 0);
         timer.into_iter().chain(sweep).min()
     }
 
@@ -23,9 +23,9 @@ impl Reliable {
 
     /// Handles the deadlines that have passed.
     pub(in crate::datagram) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
-        if self.sweep_at.is_some_and(|at| at <= now) {
+        if self.search_at.is_some_and(|at| at <= now) {
             self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
-            self.sweep_at = (self.shares.waiting() > 0).then_some(now + IDLE / 4);
+            self.search_at = (self.shares.waiting() > 0).then_some(now + IDLE / 4);
         }
         while let Some((at, peer)) = self.timers.first().copied() {
             if at > now {
@@ -45,14 +45,14 @@ impl Reliable {
                 watch(&mut self.timers, &peer, state);
                 continue;
             }
-            let hungry = tx
+            let lacks_resource = tx
                 .blocked_on
                 .zip(blocked)
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
-            if hungry || now.saturating_sub(tx.heard) >= peer_timeout {
+            if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
                 state.tx = None;
                 // The packet numbers continue, and the base of the next packet tells the peer where.
-                let why = if hungry {
+                let why = if lacks_resource {
                     Status::RnrRetryExceeded
                 } else {
                     Status::RetryExceeded

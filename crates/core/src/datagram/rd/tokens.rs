@@ -7,14 +7,14 @@ use super::sender::Sender;
 use super::shares::prefixes;
 use super::{Event, Reliable, YOUNG};
 use crate::bounds;
-use crate::datagram::outgoing::Way;
+use crate::datagram::outgoing::IpFields;
 use crate::datagram::types::{Arrival, Peer};
 use crate::verbs::wc::Status;
 use crate::wire::rd::Packet;
 
 impl Reliable {
     /// Handles a packet whose tokens are not those of a known peer. Returns true if the peer is known from now on.
-    pub(super) fn meet(
+    pub(super) fn handle_unknown_token(
         &mut self,
         peer: &Peer,
         arrival: &Arrival,
@@ -39,8 +39,10 @@ impl Reliable {
         let restarts = known.is_some_and(|s| s.echo != 0 && s.echo != packet.token);
         let instead = if restarts { packet.token } else { 0 };
         let required = known.filter(|_| !restarts).map(|s| s.token);
-        let right =
-            required == Some(packet.echo) || self.secret.gave(peer, instead, packet.echo, now);
+        let right = required == Some(packet.echo)
+            || self
+                .secret
+                .has_issued_token(peer, instead, packet.echo, now);
         if !right {
             let fresh = || self.secret.token(peer, instead, now);
             let token = required.unwrap_or_else(fresh);
@@ -51,9 +53,9 @@ impl Reliable {
             }
             return false;
         }
-        let way = Way {
+        let way = IpFields {
             from: arrival.to,
-            ..Way::default()
+            ..IpFields::default()
         };
         if !self.enter(peer, way, true, now) {
             return false;
@@ -63,7 +65,7 @@ impl Reliable {
             state.token = packet.echo;
             if is_new || restarts {
                 // The token shows that the peer received at its address within the last minute.
-                state.doubt(&self.secret, peer, now);
+                state.require_new_proof(&self.secret, peer, now);
             }
         }
         true
@@ -129,7 +131,10 @@ impl Reliable {
         if state.tx.is_none() || packet.token == state.echo {
             return;
         }
-        let asked = state.echo != 0 && self.secret.gave(peer, packet.token, packet.echo, now);
+        let asked = state.echo != 0
+            && self
+                .secret
+                .has_issued_token(peer, packet.token, packet.echo, now);
         if packet.echo != state.token && !asked {
             return;
         }
@@ -159,12 +164,12 @@ impl Reliable {
         }
         self.recognize(peer, packet, now);
         if let Some(state) = self.peers.get_mut(peer) {
-            state.hears(packet, now);
+            state.update_from(packet, now);
             state.prove(now);
             let room = state.room;
             if let Some(tx) = &mut state.tx {
                 tx.set_room(room.into());
-                tx.heard = now;
+                tx.silent_since = now;
                 tx.deadline = None;
                 // Lost packets are sent now, or at this deadline.
                 if !tx.is_empty() {

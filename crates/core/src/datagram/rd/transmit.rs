@@ -11,7 +11,7 @@ use super::receiver::Receiver;
 use super::sender::{Outgoing, Sender};
 use super::timers::{enqueue, watch};
 use super::{Event, PeerState, RdCounts, Reliable, sender};
-use crate::datagram::outgoing::Way;
+use crate::datagram::outgoing::IpFields;
 use crate::datagram::types::{Bytes, Peer, Tag};
 use crate::verbs::wc::Status;
 use crate::wire::dgram;
@@ -26,7 +26,7 @@ impl Reliable {
     pub(in crate::datagram) fn may_send(
         &mut self,
         peer: &Peer,
-        way: Way,
+        way: IpFields,
         len: usize,
         now: Duration,
     ) -> bool {
@@ -35,7 +35,7 @@ impl Reliable {
             && state.echo != 0
         {
             state.used = now;
-            if !state.affords(Packet::LEN + len + dgram::CRC) {
+            if !state.credit_allows(Packet::LEN + len + dgram::CRC) {
                 state.sender(now);
                 if let Some(tx) = state.tx.as_mut().filter(|tx| tx.deadline.is_none()) {
                     tx.wait(now, &state.path);
@@ -86,7 +86,7 @@ impl Reliable {
         mut packet: Vec<u8>,
         (tag, last, alone): (Tag, bool, bool),
         now: Duration,
-    ) -> Option<(Way, Bytes)> {
+    ) -> Option<(IpFields, Bytes)> {
         let (me, room) = ((self.index, self.instance), self.room);
         let state = self.peers.get_mut(peer)?;
         state.used = now;
@@ -125,11 +125,11 @@ impl Reliable {
     }
 
     /// Returns the next packet without new data: an acknowledgement, a retransmission or a probe.
-    pub(in crate::datagram) fn poll(&mut self, now: Duration) -> Option<(Peer, Way, Bytes)> {
+    pub(in crate::datagram) fn poll(&mut self, now: Duration) -> Option<(Peer, IpFields, Bytes)> {
         if let Some((peer, from, packet)) = self.challenges.pop_front() {
-            let way = Way {
+            let way = IpFields {
                 from,
-                ..Way::default()
+                ..IpFields::default()
             };
             let nothing = Outgoing { seq: 0, data: None };
             return Some((peer, way, wrap(packet, &nothing).into()));
@@ -153,13 +153,13 @@ impl Reliable {
         None
     }
 
-    fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(Way, Vec<u8>)> {
+    fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(IpFields, Vec<u8>)> {
         let (me, room) = ((self.index, self.instance), self.room);
         let state = self.peers.get_mut(peer)?;
         let counts = &mut self.counts;
-        let affords = state.is_proven || {
+        let credit_allows = state.is_proven || {
             let next = state.tx.as_deref().and_then(Sender::next_len);
-            next.is_none_or(|len| state.affords(len))
+            next.is_none_or(|len| state.credit_allows(len))
         };
         let mut packet = header(state, peer, me, room, now);
         let ask = std::mem::take(&mut state.ask);
@@ -191,9 +191,9 @@ impl Reliable {
                 whole = packet.arrived.is_empty();
                 packet.arrived.clear();
                 counts.probes += 1;
-                Some(wrap(packet, &tx.probe(affords, now, &mut state.path)))
+                Some(wrap(packet, &tx.probe(credit_allows, now, &mut state.path)))
             }
-            Some(tx) if affords => match tx.again(now, &state.path) {
+            Some(tx) if credit_allows => match tx.again(now, &state.path) {
                 Some(again) => {
                     packet.ack_now = true;
                     whole = packet.arrived.is_empty();
@@ -234,17 +234,21 @@ impl Reliable {
 
     /// Whether acknowledgements wait for a packet to travel with.
     pub(in crate::datagram) fn ack_due(&self) -> bool {
-        !self.soon.is_empty()
+        !self.delayed_acks.is_empty()
     }
 
     /// Sends acknowledgements in separate packets if their delay has ended by `now`.
     pub(in crate::datagram) fn flush(&mut self, now: Duration) {
-        let mut later = std::mem::take(&mut self.soon);
+        let mut later = std::mem::take(&mut self.delayed_acks);
         later.retain(|peer| {
             let Some(state) = self.peers.get_mut(peer) else {
                 return false;
             };
-            let Some(at) = state.rx.as_mut().and_then(|rx| rx.soon.map(|at| (rx, at))) else {
+            let Some(at) = state
+                .rx
+                .as_mut()
+                .and_then(|rx| rx.ack_by.map(|at| (rx, at)))
+            else {
                 return false;
             };
             let (rx, at) = at;
@@ -255,7 +259,7 @@ impl Reliable {
             enqueue(&mut self.queued, peer, state);
             false
         });
-        self.soon = later;
+        self.delayed_acks = later;
     }
 
     /// Whether [`Self::poll`] may return a packet.
@@ -276,7 +280,7 @@ fn header(
     let next = rx.map(Receiver::next).or(state.expected);
     // The peer's time is returned only with an acknowledgement that is due. Otherwise the peer would count the time
     // for which this end was idle as part of the round trip.
-    let answers = rx.filter(|rx| rx.due || rx.soon.is_some());
+    let answers = rx.filter(|rx| rx.due || rx.ack_by.is_some());
     Packet {
         token: state.token,
         echo: state.echo,

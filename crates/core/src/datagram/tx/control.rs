@@ -84,7 +84,7 @@ impl DatagramQp {
         }
     }
 
-    /// Sends a short answer to a peer: as a separate datagram, or, in a reliable service, in the peer's lane.
+    /// Sends a short answer to a peer: as a separate datagram, or, in a reliable service, in the peer's queue.
     pub(in crate::datagram) fn answer(
         &mut self,
         peer: &Peer,
@@ -160,7 +160,7 @@ impl DatagramQp {
             waits: None,
         };
         if self.rd.is_some() {
-            self.enter_lane(current, false, true);
+            self.queue_message(current, false, true);
         } else {
             self.answers.push_back(current);
         }

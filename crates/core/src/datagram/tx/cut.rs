@@ -133,7 +133,10 @@ impl DatagramQp {
     ) -> usize {
         let peer = peer_of(&current.to);
         let alone = last
-            && self.lanes.get(&peer).is_none_or(|l| l.queue.is_empty())
+            && self
+                .peer_queues
+                .get(&peer)
+                .is_none_or(|l| l.queue.is_empty())
             && self.base.sq.untaken() == 0;
         let (now, tag) = (self.now, current.tag);
         let pushed = self

@@ -5,14 +5,14 @@
 //! is sent.
 //!
 //! Unreliable services cut messages one after the other, in turn with answers to peers. In reliable services each
-//! peer has a lane, so that a peer which does not acknowledge does not delay others.
+//! peer has a queue, so that a peer which does not acknowledge does not delay others.
 
 mod build;
 mod control;
 mod cut;
 mod gather;
 mod head;
-mod lanes;
+mod peer_queues;
 mod unreliable;
 
 use crate::bounds;

@@ -7,7 +7,9 @@ use super::gather::gather_at_once;
 use super::head::{HEAD_MAX, header_of};
 use crate::bounds;
 use crate::datagram::DatagramQp;
-use crate::datagram::outgoing::{Current, HEAD, Taken, has_room, index, is_many, peer_of, way_of};
+use crate::datagram::outgoing::{
+    Current, HEAD, Taken, has_no_window, has_room, index, ip_fields_of, peer_of,
+};
 use crate::datagram::types::{Kind, SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
@@ -118,7 +120,7 @@ impl DatagramQp {
         let now = self.now;
         let window = match self.flow.last_window(to) {
             Some(window) => Some(window),
-            None if is_many(to) => None,
+            None if has_no_window(to) => None,
             None => Some(self.flow.window(peer_of(to))),
         };
         if window.as_ref().is_some_and(|window| window.is_full(now)) {
@@ -212,15 +214,19 @@ impl DatagramQp {
         let len = request.payload.len();
         let reliable = self.rd.is_some();
         let peer = peer_of(&to);
-        let pace = (!reliable && !is_many(&to)).then_some(peer);
+        let pace = (!reliable && !has_no_window(&to)).then_some(peer);
         if !self.is_single(&op, len, &to) {
             return false;
         }
         let open = if reliable {
             // The request must not overtake a message that waits for its turn or for a window.
             self.ready.is_empty()
-                && !self.lanes.contains_key(&peer)
-                && self.has_window(&peer, way_of(&to), HEAD + usize::try_from(len).unwrap_or(0))
+                && !self.peer_queues.contains_key(&peer)
+                && self.has_window(
+                    &peer,
+                    ip_fields_of(&to),
+                    HEAD + usize::try_from(len).unwrap_or(0),
+                )
         } else {
             pace.is_none_or(|peer| self.flow.is_open(&peer, self.now))
         };

@@ -91,7 +91,7 @@ pub struct Stripper {
     crc: Crc32c,
     /// A wrong marker of the current frame. It is reported only if the CRC is correct, because otherwise the marker
     /// itself may be damaged.
-    astray: Option<PeerError>,
+    wrong_marker: Option<PeerError>,
 }
 
 /// The field that the next byte belongs to, if it is not part of a marker.
@@ -116,7 +116,7 @@ impl Stripper {
             length: [0; LENGTH],
             crc_field: [0; CRC],
             crc: Crc32c::new(),
-            astray: None,
+            wrong_marker: None,
         }
     }
 
@@ -203,8 +203,8 @@ impl Stripper {
         // then the low 16 bits are compared.
         let expected = self.since_start.saturating_sub(self.at) as u16;
         // RFC 5044 §8 [mpa-marker-check]: a marker must point to the length field of the current frame.
-        if got != expected && self.astray.is_none() {
-            self.astray = Some(PeerError::MpaMarker { expected, got });
+        if got != expected && self.wrong_marker.is_none() {
+            self.wrong_marker = Some(PeerError::MpaMarker { expected, got });
         }
     }
 
@@ -214,7 +214,7 @@ impl Stripper {
             let (expected, got) = (self.crc.value(), u32::from_le_bytes(self.crc_field));
             return Err(PeerError::MpaCrc { expected, got });
         }
-        if let Some(error) = self.astray {
+        if let Some(error) = self.wrong_marker {
             return Err(error);
         }
         self.crc = Crc32c::new();

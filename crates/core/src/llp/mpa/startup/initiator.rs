@@ -198,7 +198,7 @@ impl Initiator {
         if !frame.reply {
             return Err(PeerError::MpaStartup("a request instead of a reply"));
         }
-        // RFC 6581 §9.1 [mpa-depths-told]: the ULP gets the peer's depths whether or not the peer accepts.
+        // RFC 6581 §9.1 [mpa-depths-reported]: the ULP gets the peer's depths whether or not the peer accepts.
         let peer_depths = frame.enhanced.map(|block| Depths {
             ird: block.ird,
             ord: block.ord,

@@ -128,12 +128,12 @@ impl Responder {
     /// The bytes are not a Request that can be answered. The caller closes the connection.
     pub fn handle_rx(&mut self, bytes: &[u8]) -> Result<Incoming, PeerError> {
         // RFC 5044 §7.1.2 [mpa-quiet-initiator]: after its Request the initiator sends nothing until the Reply.
-        const BEHIND: PeerError = PeerError::MpaStartup("bytes after the request");
+        const TRAILING_BYTES: PeerError = PeerError::MpaStartup("bytes after the request");
         if !matches!(self.state, State::Waiting) {
             return if bytes.is_empty() {
                 Ok(Incoming::NeedMore)
             } else {
-                Err(BEHIND)
+                Err(TRAILING_BYTES)
             };
         }
         let Some((frame, consumed)) = StartupFrame::parse(bytes)? else {
@@ -147,7 +147,7 @@ impl Responder {
             return Err(PeerError::MpaStartup("unknown revision"));
         }
         if bytes.len() > consumed {
-            return Err(BEHIND);
+            return Err(TRAILING_BYTES);
         }
         let mut block = frame.enhanced;
         // RFC 6581 §9.2 [mpa-rtr-without-a]: if A is clear, the three bits of the forms are ignored.

@@ -5,26 +5,32 @@ use std::time::Duration;
 use super::congestion::Congestion;
 use super::{Event, IDLE, PeerState, Reliable, second};
 use crate::bounds;
-use crate::datagram::outgoing::Way;
+use crate::datagram::outgoing::IpFields;
 use crate::datagram::types::Peer;
 
 /// Time between two searches of a full table, so that a flood cannot make each packet search it.
-const SWEEP: Duration = Duration::from_secs(1);
+const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Reliable {
-    /// Adds a peer. Returns false if there is no room for one more. `comes`: the peer sent the first packet.
-    pub(super) fn enter(&mut self, peer: &Peer, way: Way, comes: bool, now: Duration) -> bool {
+    /// Adds a peer. Returns false if there is no room for one more. `is_incoming`: the peer sent the first packet.
+    pub(super) fn enter(
+        &mut self,
+        peer: &Peer,
+        way: IpFields,
+        is_incoming: bool,
+        now: Duration,
+    ) -> bool {
         if let Some(state) = self.peers.get_mut(peer) {
             state.used = now;
             return true;
         }
-        if !self.shares.has_place(peer, comes) {
-            if now.saturating_sub(self.swept) < SWEEP {
+        if !self.shares.has_room_for_peer(peer, is_incoming) {
+            if now.saturating_sub(self.last_search) < SEARCH_INTERVAL {
                 return false;
             }
-            self.swept = now;
+            self.last_search = now;
             self.forget_idle(now);
-            if !self.shares.has_place(peer, comes) {
+            if !self.shares.has_room_for_peer(peer, is_incoming) {
                 return false;
             }
         }
@@ -41,7 +47,7 @@ impl Reliable {
             proven_at: second(now),
             credit: 0,
             // Above 2^32, so that earlier numbers can be expanded too.
-            next: self.floor,
+            next: self.first_number,
             expected: None,
             tx: None,
             rx: None,
@@ -49,7 +55,7 @@ impl Reliable {
             room: bounds::DATAGRAM_WINDOW,
             used: now,
             queued: false,
-            stands: 0,
+            waiting_in: 0,
             ask: false,
             timer: None,
         };
@@ -62,7 +68,7 @@ impl Reliable {
     /// new entry are beyond all that were sent before.
     pub(super) fn forget_idle(&mut self, now: Duration) {
         self.forget(now, |_| true);
-        self.swept = now;
+        self.last_search = now;
         if self.peers.len() < self.peers.capacity() / 4 {
             self.peers.shrink_to(2 * self.peers.len());
         }
@@ -85,13 +91,13 @@ impl Reliable {
             peers,
             shares,
             events,
-            floor,
+            first_number,
             ..
         } = self;
         peers.retain(|peer, s| {
             let stays = s.has_under_way() || now.saturating_sub(s.used) < IDLE || !which(s);
             if !stays {
-                *floor = (*floor).max(s.next);
+                *first_number = (*first_number).max(s.next);
                 if let Some(rx) = s.rx.take() {
                     shares.change(peer, rx.held(), 0);
                 }

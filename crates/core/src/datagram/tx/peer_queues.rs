@@ -1,23 +1,25 @@
-//! Sends messages of reliable queue pairs. Each peer has a queue, its lane, and the lanes are served in turn.
+//! Sends messages of reliable queue pairs. Each peer has a queue, and the queues are served in turn.
 
 use crate::datagram::DatagramQp;
-use crate::datagram::outgoing::{ANSWER, Current, Taken, Way, has_room, peer_of, way_of};
+use crate::datagram::outgoing::{
+    ANSWER, Current, IpFields, Taken, has_room, ip_fields_of, peer_of,
+};
 use crate::datagram::types::{Bytes, Peer, SendEffect, TxDatagram};
 
 /// Largest number of datagrams to a peer in one turn.
-const LANE_TURN: usize = 16;
-/// Bytes to a peer after which its turn ends. Without this limit, [`LANE_TURN`] datagrams of the largest size would
+const PEER_TURN: usize = 16;
+/// Bytes to a peer after which its turn ends. Without this limit, [`PEER_TURN`] datagrams of the largest size would
 /// be a megabyte.
-const LANE_TURN_BYTES: usize = 64 * 1024;
-/// Largest number of requests in all lanes. Later requests stay in the send queue.
-const LANES: usize = 4096;
+const PEER_TURN_BYTES: usize = 64 * 1024;
+/// Largest number of requests in all queues. Later requests stay in the send queue.
+const QUEUED_REQUESTS_MAX: usize = 4096;
 
 impl DatagramQp {
     pub(super) fn poll_lanes(&mut self, out: &mut Vec<TxDatagram>) {
         let mut bytes = 0;
         self.poll_reliable(&mut bytes, out);
         loop {
-            while self.lanes_len < LANES && has_room(bytes, out) {
+            while self.queued_requests < QUEUED_REQUESTS_MAX && has_room(bytes, out) {
                 if self.send_single(&mut bytes, out) {
                     continue;
                 }
@@ -30,15 +32,15 @@ impl DatagramQp {
             let Some(peer) = self.ready.front().copied().filter(|_| has_room(bytes, out)) else {
                 break;
             };
-            let goes_on = self.lane_turn(&peer, &mut bytes, out);
+            let goes_on = self.peer_turn(&peer, &mut bytes, out);
             // The list is empty if the queue pair has failed in this turn.
             let Some(peer) = self.ready.pop_front() else {
                 break;
             };
             if goes_on {
                 self.ready.push_back(peer);
-            } else if let Some(lane) = self.lanes.get_mut(&peer) {
-                lane.ready = false;
+            } else if let Some(to_peer) = self.peer_queues.get_mut(&peer) {
+                to_peer.ready = false;
             }
         }
         // The turns may have found peers that are not known yet: the reliability layer sends requests for a token to
@@ -61,15 +63,15 @@ impl DatagramQp {
     }
 
     /// Sends up to one turn of datagrams to a peer. Returns false if nothing more can be sent to it now.
-    pub(super) fn lane_turn(
+    pub(super) fn peer_turn(
         &mut self,
         peer: &Peer,
         bytes: &mut usize,
         out: &mut Vec<TxDatagram>,
     ) -> bool {
-        let (begin, most) = (out.len(), *bytes + LANE_TURN_BYTES);
+        let (begin, most) = (out.len(), *bytes + PEER_TURN_BYTES);
         let in_turn = |bytes: usize, out: &Vec<TxDatagram>| {
-            out.len() < begin + LANE_TURN && bytes < most && has_room(bytes, out)
+            out.len() < begin + PEER_TURN && bytes < most && has_room(bytes, out)
         };
         while in_turn(*bytes, out) {
             let Some((mut current, way)) = self.next_of(peer) else {
@@ -82,7 +84,7 @@ impl DatagramQp {
                 open = goes_on && self.has_window(peer, way, current.next_len());
             }
             if goes_on {
-                self.enter_lane(current, true, true);
+                self.queue_message(current, true, true);
             }
             if !open && goes_on {
                 return false;
@@ -91,8 +93,8 @@ impl DatagramQp {
         true
     }
 
-    /// Sends as much of a new message as possible; the rest enters the lane of its peer. The whole message enters the
-    /// lane if other messages wait already.
+    /// Sends as much of a new message as possible; the rest enters the queue of its peer. The whole message enters the
+    /// queue if other messages wait already.
     pub(super) fn cut_at_once(
         &mut self,
         mut current: Current,
@@ -100,14 +102,14 @@ impl DatagramQp {
         out: &mut Vec<TxDatagram>,
     ) {
         let peer = peer_of(&current.to);
-        if !self.ready.is_empty() || self.lanes.contains_key(&peer) {
-            self.enter_lane(current, false, true);
+        if !self.ready.is_empty() || self.peer_queues.contains_key(&peer) {
+            self.queue_message(current, false, true);
             return;
         }
-        let way = way_of(&current.to);
+        let way = ip_fields_of(&current.to);
         if !self.has_window(&peer, way, current.next_len()) {
-            // An acknowledgement makes the lane ready.
-            self.enter_lane(current, false, false);
+            // An acknowledgement makes the queue ready.
+            self.queue_message(current, false, false);
             return;
         }
         let (mut goes_on, mut open) = (true, true);
@@ -116,72 +118,72 @@ impl DatagramQp {
             open = goes_on && self.has_window(&peer, way, current.next_len());
         }
         if goes_on {
-            self.enter_lane(current, true, open);
+            self.queue_message(current, true, open);
         }
     }
 
     /// Whether the next datagram, of `len` bytes, may be sent to the peer.
-    pub(super) fn has_window(&mut self, peer: &Peer, way: Way, len: usize) -> bool {
+    pub(super) fn has_window(&mut self, peer: &Peer, way: IpFields, len: usize) -> bool {
         let now = self.now;
         let rd = self.rd.as_deref_mut();
         rd.is_some_and(|rd| rd.may_send(peer, way, len, now))
     }
 
-    /// Removes the first message from the lane of `peer`, if its next datagram may be sent now.
-    pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, Way)> {
+    /// Removes the first message from the queue of `peer`, if its next datagram may be sent now.
+    pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, IpFields)> {
         // A queue pair in RTR sends no requests, but it answers.
         if self.receives().is_err() {
             return None;
         }
-        let lane = self.lanes.get_mut(peer)?;
-        let Some(first) = lane.queue.front() else {
-            self.lanes.remove(peer);
+        let to_peer = self.peer_queues.get_mut(peer)?;
+        let Some(first) = to_peer.queue.front() else {
+            self.peer_queues.remove(peer);
             return None;
         };
-        let (way, len) = (way_of(&first.to), first.next_len());
+        let (way, len) = (ip_fields_of(&first.to), first.next_len());
         if !self.has_window(peer, way, len) {
-            // An acknowledgement makes the lane ready again.
+            // An acknowledgement makes the queue ready again.
             return None;
         }
-        let lane = self.lanes.get_mut(peer)?;
-        let current = lane.queue.pop_front()?;
+        let to_peer = self.peer_queues.get_mut(peer)?;
+        let current = to_peer.queue.pop_front()?;
         if current.tag & ANSWER == 0 {
-            self.lanes_len -= 1;
+            self.queued_requests -= 1;
         } else {
-            self.lanes_answers -= 1;
-            lane.answers -= 1;
+            self.queued_answers -= 1;
+            to_peer.answers -= 1;
         }
         Some((current, way))
     }
 
-    /// Adds a message to the lane of its peer: at the end, or at the front if a part of it was sent already. `ready`:
+    /// Adds a message to the queue of its peer: at the end, or at the front if a part of it was sent already. `ready`:
     /// its next datagram may be sent now.
-    pub(super) fn enter_lane(&mut self, current: Current, front: bool, ready: bool) {
+    pub(super) fn queue_message(&mut self, current: Current, front: bool, ready: bool) {
         let peer = peer_of(&current.to);
-        let lane = self.lanes.entry(peer).or_default();
+        let to_peer = self.peer_queues.entry(peer).or_default();
         if current.tag & ANSWER == 0 {
-            self.lanes_len += 1;
+            self.queued_requests += 1;
         } else {
-            self.lanes_answers += 1;
-            lane.answers += 1;
+            self.queued_answers += 1;
+            to_peer.answers += 1;
         }
         if front {
-            lane.queue.push_front(current);
+            to_peer.queue.push_front(current);
         } else {
-            lane.queue.push_back(current);
+            to_peer.queue.push_back(current);
         }
-        if ready && !lane.ready {
-            lane.ready = true;
+        if ready && !to_peer.ready {
+            to_peer.ready = true;
             self.ready.push_back(peer);
         }
     }
 
-    /// Marks the lane of a peer as ready to send.
+    /// Marks the queue of a peer as ready to send.
     pub(in crate::datagram) fn make_ready(&mut self, peer: &Peer) {
-        if let Some(lane) = self.lanes.get_mut(peer)
-            && !lane.ready
+        if let Some(to_peer) = self.peer_queues.get_mut(peer)
+            && !to_peer.ready
         {
-            lane.ready = true;
+            to_peer.ready = true;
             self.ready.push_back(*peer);
         }
     }
@@ -189,7 +191,7 @@ impl DatagramQp {
     pub(super) fn hand_out(
         &mut self,
         peer: &Peer,
-        way: Way,
+        way: IpFields,
         bytes: Bytes,
         out: &mut Vec<TxDatagram>,
     ) {

@@ -60,13 +60,13 @@ impl CmId {
             made.destroy();
             return Err(os(libc::EINVAL));
         }
-        state.bare = Some(Arc::clone(&made));
+        state.private_qp = Some(Arc::clone(&made));
         Ok(Some((made, false)))
     }
 
     /// Moves a queue pair that this file created to RTS. The passive side does so when it accepts.
-    pub(super) fn ready_bare(&self) {
-        let Some(qp) = self.lock().bare.clone() else {
+    pub(super) fn ready_private_qp(&self) {
+        let Some(qp) = self.lock().private_qp.clone() else {
             return;
         };
         self.make_ready(&qp, true, 0, 0);
@@ -78,7 +78,7 @@ impl CmId {
     /// Makes the active side ready (`rdma_establish(3)`). The passive side is established only then.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
-            self.ready_bare();
+            self.ready_private_qp();
         }
     }
 }
