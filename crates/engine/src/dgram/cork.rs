@@ -19,6 +19,8 @@ const BURST: u32 = 4;
 /// While requests are corked, the clock is read for one of this number of posts. Reading it takes as long as a quarter of all other
 /// work for a datagram of 64 bytes.
 const CLOCK_EACH: usize = 8;
+/// The clock is read after this number of bytes too: for long requests it takes little of the time.
+const CLOCK_BYTES: u64 = 4096;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
 
@@ -38,6 +40,8 @@ pub(super) struct Cork {
     /// Requests and bytes that were posted since the last transmission.
     requests: usize,
     bytes: u64,
+    /// The two numbers when the clock was last read.
+    at_clock: (usize, u64),
     corked: bool,
     /// Number of polls when the first request was corked.
     polls_at_cork: u64,
@@ -59,6 +63,7 @@ impl Cork {
         Self {
             requests: 0,
             bytes: 0,
+            at_clock: (0, 0),
             corked: false,
             polls_at_cork: 0,
             idle_polls_at_post: 0,
@@ -110,6 +115,7 @@ impl Cork {
     #[inline]
     pub(super) fn sending(&mut self) {
         (self.requests, self.bytes) = (0, 0);
+        self.at_clock = (0, 0);
     }
 
     /// Whether the posted requests join those that are corked. The result is that of [`Self::decide`], but does not depend on the
@@ -120,7 +126,8 @@ impl Cork {
         let goes_on = self.corked
             && !waits_for_something
             && !self.is_full()
-            && !self.requests.is_multiple_of(CLOCK_EACH);
+            && self.requests < self.at_clock.0 + CLOCK_EACH
+            && self.bytes < self.at_clock.1 + CLOCK_BYTES;
         if goes_on {
             self.idle_polls_at_post = polls.idle;
         }
@@ -136,6 +143,7 @@ impl Cork {
     pub(super) fn decide(&mut self, polls: Polls, now: Instant) -> Decision {
         let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
         let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
+        self.at_clock = (self.requests, self.bytes);
         let full = self.is_full();
         // A program that has not polled since it sent a few datagrams, or sent last too long ago, may not post again soon.
         let polled = polls.all != self.polls_at_send;
@@ -241,7 +249,7 @@ mod tests {
             let now = start + *n * BUSY_FOR;
             !cork.goes_on(polls(6, 1)) && cork.decide(polls(6, 1), now) == Decision::SendNow
         });
-        assert_eq!(sent.map(|n| n as usize), Some(CLOCK_EACH - 1));
+        assert_eq!(sent.map(|n| n as usize), Some(CLOCK_EACH));
     }
 
     #[test]
@@ -252,6 +260,9 @@ mod tests {
         assert_eq!(cork.decide(polls(6, 1), now), FIRST);
         cork.posted(100);
         assert!(cork.goes_on(polls(7, 2)));
+        cork.posted(CLOCK_BYTES);
+        assert!(!cork.goes_on(polls(7, 2)), "a long request");
+        assert_eq!(cork.decide(polls(7, 2), now), MORE);
         cork.posted(100);
         assert!(!cork.goes_on(polls(9, 4)));
         cork.posted(RUN_BYTES);
