@@ -125,7 +125,7 @@ fn entries_that_are_added_together_have_the_effects_of_single_ones() {
         let polled = [&together, &single].map(|cq| {
             let mut polled = Vec::new();
             let waiting = !cq.is_empty();
-            cq.poll(most, |_, e| polled.push(e));
+            cq.poll(most, |_, e| polled.push(e.clone()));
             (waiting, polled, cq.is_broken())
         });
         assert_eq!(polled[0], polled[1], "round {round}");
