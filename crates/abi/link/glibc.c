@@ -115,8 +115,9 @@ __asm__(".globl posix_spawn_file_actions_addchdir_np\n.hidden posix_spawn_file_a
 
 #ifdef PROGRAM
 
-// Before 2.34 the start code of a program passed a function that calls the program's constructors, as the argument `init`.
-// Newer start code passes null, and libc calls the constructors. The old version would call none, so it gets the function below.
+// Before 2.34 the start code of a program passed `init` to `__libc_start_main`: a function that calls the program's
+// constructors. Newer start code passes null, and the new version of `__libc_start_main` calls the constructors. The old
+// version would call none, so it gets the function below.
 typedef void constructor(int, char **, char **);
 extern constructor *__preinit_array_start[], *__preinit_array_end[], *__init_array_start[], *__init_array_end[];
 #pragma GCC visibility push(hidden)

@@ -1,9 +1,10 @@
 //! `bind` and `listen` for plain sockets of the program that need the TCP port of a listener of rdma_cm.
 //!
-//! Such a listener must release the port, but the kernel does not tell it. So the libraries define these two functions of the C
-//! library, with an old symbol version, which the loader resolves for programs and the linker does not choose. Each calls the next
-//! function of its name, which belongs to another preloaded library or to libc. If that call fails because the port is in use, the
-//! function requests that the listeners move to another port and repeats the call. See docs/decisions/026.
+//! Such a listener must release the port, but the kernel does not tell it that another socket needs the port. So the libraries also
+//! define these two functions of the C library. The symbols have an old version of glibc: the loader resolves a program's calls to
+//! them, but no linker chooses them. Each calls the next function of its name, which belongs to another preloaded library or to libc.
+//! If that call fails because the port is in use, the function requests that the listeners move to another port and repeats the call.
+//! See docs/decisions/026.
 
 use std::ffi::{CStr, c_int};
 use std::net::SocketAddr;

@@ -1,8 +1,9 @@
 //! Channels: queues of events behind a descriptor that is readable while events wait.
 //!
 //! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is the
-//! reading end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Unlike an eventfd it
-//! is never writable, as the descriptors of the kernel's drivers are not: programs wait for both and would spin.
+//! reading end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Like the descriptors of
+//! the kernel's drivers, and unlike an eventfd, it is never writable: a program that waits until it is readable or
+//! writable would spin.
 
 use std::collections::VecDeque;
 use std::io;

@@ -113,8 +113,9 @@ impl CompletionQueue {
     pub fn arm(&self, solicited_only: bool) {
         self.core.arm(solicited_only);
         self.engine.on_arm();
-        // A thread that waits for the event in a call of this library handles the sockets. A thread that waits in a system
-        // call of its own does not, so no thread would handle them before the end of its lease.
+        // A thread that waits for the event in a call of this library handles the sockets. A thread that waits in its own
+        // `poll` or `epoll_wait` does not, and the worker leaves the sockets to polling threads until their lease ends
+        // (`reactor/lease.rs`). So the lease ends now.
         if self
             .channel
             .as_ref()
@@ -131,12 +132,12 @@ pub struct CompletionCounter {
     engine: &'static Engine,
     /// The counter of the core.
     pub core: Arc<Counter>,
-    /// The sum of both values when it was last read.
+    /// The sum of the two values (done and failed) at the last [`Self::read`].
     seen: AtomicU64,
 }
 
 impl CompletionCounter {
-    /// A counter of zeroes.
+    /// A counter whose values are zero.
     pub fn new(context: &Context, unit: Unit) -> Self {
         Self {
             engine: context.engine,
@@ -529,7 +530,8 @@ impl QueuePair {
         }
     }
 
-    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
+    /// Posts send requests until one is refused. `requests` yields a function for each request, which writes the request to
+    /// its slot in the send queue.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
     where
@@ -553,7 +555,7 @@ impl QueuePair {
         }
     }
 
-    /// Posts receives until one is refused. Each function writes one request.
+    /// Posts receives until one is refused. `requests` yields a function for each receive, which writes its request.
     #[inline]
     pub fn post_recvs<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), Refused>
     where
@@ -625,7 +627,7 @@ mod tests {
     use super::*;
     use crate::engine::engine;
 
-    /// A registration recognizes another library with the name of UCX's hooks.
+    /// UCX's hooks are recognized by the file name of their library. The test loads another library under such a name.
     #[test]
     fn a_registration_finds_the_memory_hooks_of_ucx() {
         use crate::sys::loaded::load;

@@ -64,7 +64,8 @@ impl UserMemory {
         rest
     }
 
-    /// Returns the `len` bytes from `skip` on, as the number of the buffer among the nonempty ones, an address and a length.
+    /// Returns the pieces of the `len` bytes from byte `skip` on: for each the number of its buffer, the address and the length.
+    /// Empty buffers are not counted.
     pub fn range(
         &self,
         mut skip: usize,
@@ -91,7 +92,8 @@ impl UserMemory {
         self.len() == 0
     }
 
-    /// Returns the only nonempty buffer, if there is exactly one.
+    /// Returns the only nonempty buffer, or the first buffer if all are empty. Returns `None` if several are not empty, or the list
+    /// has no buffer.
     pub fn single(&self) -> Option<(usize, usize)> {
         let mut parts = self.parts().filter(|(_, len)| *len > 0);
         let first = parts.next().or_else(|| self.parts().next());
@@ -121,7 +123,7 @@ impl UserMemory {
         written
     }
 
-    /// Copies the bytes from `at` on to `to`. Returns their number.
+    /// Fills `to` with the bytes of the buffers from byte `at` on. Returns the number of bytes that were copied.
     pub fn read(&self, mut at: usize, to: &mut [u8]) -> usize {
         let mut read = 0;
         for (start, len) in self.parts() {
@@ -145,7 +147,8 @@ impl UserMemory {
 /// value. The change is atomic if the element is aligned to its size.
 ///
 /// # Safety
-/// The element is in memory that the program has registered for peers to write.
+/// The element is in memory that the program has registered for peers to write. If `f` returns its argument, memory that is
+/// registered for peers to read is enough, because an unchanged element is not written.
 pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     macro_rules! at_once {
         ($atomic:ty, $int:ty) => {{
@@ -157,7 +160,7 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
             loop {
                 let new = f(u64::from(old)) as $int;
                 if new == old {
-                    return u64::from(old); // Memory that is only read may not be writable.
+                    return u64::from(old); // Without a write: the memory may be read-only.
                 }
                 match element.compare_exchange_weak(old, new, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => return u64::from(old),
@@ -258,7 +261,7 @@ impl Area {
 
 impl Drop for Area {
     fn drop(&mut self) {
-        // SAFETY: the mapping belongs to this value, and its registration has ended, because owners drop their fields in that order.
+        // SAFETY: the mapping belongs to this value, and its registration has ended, because owners drop the registration first.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }

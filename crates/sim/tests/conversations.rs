@@ -1,9 +1,9 @@
-//! Generates and checks the vectors in `docs/datagram-iwarp-vectors.md` and `docs/datagram-iwarp.md`: two
-//! conversations, with the bytes of each datagram and their text by [`pretty::udp`].
+//! Generates and checks the test vectors in `docs/datagram-iwarp-vectors.md`: two conversations, each datagram with its
+//! text by [`pretty::udp`] and its bytes. Also checks the vectors in `docs/datagram-iwarp.md`.
 //!
-//! The format is frozen, so the bytes must not change. Virtual time and a seed make them deterministic. `cargo lab
-//! capture` passes the same bytes to tshark and compares the output of its dissector. After an intended change, run
-//! with `ANYWARP_BLESS=1` and check the difference.
+//! Virtual time and a seed make the bytes deterministic. `cargo lab capture` passes the same bytes to tshark and compares
+//! the output of its dissector. Other bytes than before are a change of the wire format or of what the device sends. If
+//! the change is intended, run with `ANYWARP_BLESS=1` and check the difference.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -68,12 +68,12 @@ impl Conversation {
         }
     }
 
-    /// Makes the `nth` datagram from now on be lost.
+    /// Loses the `nth` datagram that is sent from now on, counted from 1.
     fn lose(&self, nth: usize) {
         self.lose.borrow_mut().push(self.sent.borrow().len() + nth);
     }
 
-    /// Runs until a request ends, and checks its status.
+    /// Runs until the network is idle, or for 400 ms. Checks that `a` has completed the request `id` and no other.
     fn end(&mut self, id: u64, status: Status) {
         self.net.run(400 * MS);
         let ends = self.net[self.a].completed();

@@ -155,7 +155,7 @@ fn measure(
     }
     eprintln!("the guest's console:\n{}", guest.console_text());
     println!(
-        "median of {repeat} (least..most); the last columns are anywarp's, with CRC, divided by theirs\n\n{table}"
+        "median of {repeat} (least..most); the last two columns: anywarp with CRC divided by siw, and by rxe\n\n{table}"
     );
     Ok(failures)
 }

@@ -44,7 +44,7 @@ unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
 /// Creates one element of the result from the hints and an address of `getaddrinfo(3)`.
 ///
 /// # Safety
-/// Both are valid or null.
+/// The addresses in `found` and `hints` are valid or null.
 unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mut rdma_addrinfo {
     let mut out = rdma_addrinfo::default();
     if let Some(hints) = hints {
@@ -116,7 +116,7 @@ unsafe fn answer(found: Option<&addrinfo>, hints: Option<&rdma_addrinfo>) -> *mu
     Box::into_raw(Box::new(out))
 }
 
-/// Returns a copy of a C string from the C allocator, or null.
+/// Copies a C string into memory of the C allocator. Returns null for null.
 ///
 /// # Safety
 /// `text` is null or a C string.
@@ -288,7 +288,7 @@ entry! {
     unsafe fn rdma_freeaddrinfo(res: *mut rdma_addrinfo), nothing, {
         let mut at = res;
         while !at.is_null() {
-            // SAFETY: the element was created by `answer`.
+            // SAFETY: the element was created by `answer` or `duplicate`.
             let entry = unsafe { Box::from_raw(at) };
             at = entry.ai_next;
             // SAFETY: the pointers are null or from the C allocator.

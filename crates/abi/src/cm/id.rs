@@ -108,7 +108,7 @@ impl IdObject {
         }
     }
 
-    /// Returns the private data for the connect request that was passed to `rdma_create_ep`.
+    /// Returns the private data that the program passed to `rdma_create_ep`. The connect request contains them.
     pub(super) fn connect_data(&self) -> Vec<u8> {
         self.connect_data.lock().clone()
     }
@@ -408,7 +408,7 @@ entry! {
         if value.is_null() || len == 0 {
             return Err(libc::EINVAL);
         }
-        // SAFETY: upheld by the caller; an int is read only if `len` is its size.
+        // SAFETY: upheld by the caller; an int is read only if `len` is at least its size.
         let (id, byte, int) = unsafe {
             let int = (len >= size_of::<c_int>()).then(|| value.cast::<c_int>().read_unaligned());
             (live::<IdObject, _>(id)?, value.cast::<u8>().read(), int)

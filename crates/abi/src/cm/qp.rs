@@ -52,7 +52,8 @@ fn make_queue(id: *mut rdma_cm_id, verbs: *mut ibv_context, n: u32) -> Result<Qu
     }
 }
 
-/// Creates the completion queues that the program did not pass. An XRC end needs only one of them.
+/// Creates the completion queues that the program did not pass. A queue pair of type `IBV_QPT_XRC_SEND` needs only the one for sends,
+/// and a queue pair of type `IBV_QPT_XRC_RECV` needs none.
 fn make_queues(
     id: *mut rdma_cm_id,
     object: &IdObject,

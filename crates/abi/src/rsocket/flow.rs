@@ -1,7 +1,7 @@
 //! Flow control of a stream socket, without I/O: the sending and the receiving half.
 //!
 //! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and another half whenever
-//! the program has read that many bytes. The number of messages of the peer is limited by credits, because each message
+//! that many bytes are free and not granted. The number of messages of the peer is limited by credits, because each message
 //! consumes a posted receive. The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them.
 //! The connection to a peer that exceeds a limit is closed.
 
@@ -132,7 +132,7 @@ impl Sender {
         self.free.min(self.target.len as usize)
     }
 
-    /// Returns the number of bytes that may be written to a mapping now.
+    /// Returns the number of bytes that may be written to a mapping of the peer (`riomap`) now.
     pub(super) fn room_direct(&self) -> usize {
         if self.may_send(2) && self.enough() {
             self.free

@@ -19,7 +19,7 @@ use super::object::AhObject;
 use crate::ffi::arg;
 use anywarp_verbs_sys::verbs::*;
 
-/// Writes a text and a terminating zero into a fixed array.
+/// Writes a text to the start of an array of zeros. The last byte stays zero: a text that does not fit is cut.
 pub(crate) fn put_text<const N: usize>(into: &mut [c_char; N], text: &str) {
     for (to, from) in into.iter_mut().zip(text.bytes().take(N - 1)) {
         *to = c_char::from_ne_bytes([from]);

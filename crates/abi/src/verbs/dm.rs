@@ -193,7 +193,7 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         };
         // SAFETY: `pd` is live (guaranteed by the program); the region holds a reference to the memory.
         let mr = unsafe { register_in(pd, addr.cast(), length, 0, access, held) }?;
-        // The memory is not mapped into the program's address space, so the region shows address 0.
+        // As on hardware, the program gets no address of the memory: the region shows address 0.
         // SAFETY: the object was created above.
         unsafe { known::<MrObject, _>(mr) }
             .c

@@ -76,7 +76,7 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// A counter of zeroes.
+    /// A counter whose values are zero.
     pub fn new(unit: Unit) -> Self {
         Self {
             unit,

@@ -10,6 +10,7 @@
 //! | [`mpa`] | the two frames that open a stream over TCP |
 //! | [`control`] | private messages between two anywarp ends |
 //! | [`dgram`] | the shim that carries segments over UDP |
+//! | [`rd`] | the packet of reliable datagrams, which contains such a datagram |
 //! | [`signpost`] | where the listener of an rdma_cm port is |
 //! | [`pretty`] | one line of text for any of them |
 
@@ -69,7 +70,7 @@ impl fmt::Display for Msn {
 
 /// Queue of Sends and Immediates; its buffers are posted receives.
 pub const QN_SEND: u32 = 0;
-/// Queue of Read and Atomic Requests; its buffers are the IRD slots of the stack.
+/// Queue of Read and Atomic Requests; its buffers are the IRD slots of the responder.
 pub const QN_READ: u32 = 1;
 /// Queue of the one Terminate message.
 pub const QN_TERMINATE: u32 = 2;

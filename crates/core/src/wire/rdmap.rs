@@ -36,8 +36,9 @@ pub enum Opcode {
     AtomicResponse,
     /// 0xF untagged: a private control message, only between two anywarp ends.
     Control,
-    /// 0xF tagged: RDMA Write-Record, only on datagrams. [`Opcode::from_bits`] never returns it,
-    /// because the four bits alone do not distinguish it from [`Opcode::Control`].
+    /// 0xF tagged: RDMA Write-Record, only on datagrams: an RDMA Write that records at the target what has arrived.
+    /// [`Opcode::from_bits`] never returns it, because the four bits alone do not distinguish it from
+    /// [`Opcode::Control`].
     WriteRecord,
 }
 
@@ -231,7 +232,7 @@ impl AtomicRequest {
     /// Length on the wire.
     pub const LEN: usize = 52;
 
-    /// A 64-bit add without fields.
+    /// An add to one field of 64 bits.
     pub const fn fetch_add(id: u32, stag: Stag, to: To, add: u64) -> Self {
         // RFC 7306 §5.2.1 [atomic-add-compare]: the compare fields of an add are zero and all ones.
         let (data_mask, compare, compare_mask) = (0, 0, u64::MAX);
@@ -700,7 +701,7 @@ mod tests {
 
     #[test]
     fn fetch_add_does_not_carry_over_a_mask_bit() {
-        // Field by field from the top bits down, as the RFC describes it.
+        // Bit by bit from the lowest up. A set bit of the mask ends a field, so its carry is dropped.
         fn slow(orig: u64, add: u64, mask: u64) -> u64 {
             let (mut sum, mut carry) = (0, 0);
             for bit in 0..64 {

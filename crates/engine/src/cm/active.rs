@@ -61,7 +61,7 @@ impl CmId {
             max_ird: u16::from(bounds::MAX_RD_ATOMIC),
             ord: u16::from(param.initiator_depth.min(bounds::MAX_RD_ATOMIC)),
             private_data: param.private_data,
-            // A Request that offers all three forms identifies an anywarp initiator.
+            // A Request that offers all three forms of the ready-to-receive message identifies an anywarp initiator.
             rtr: match config().framing {
                 Framing::Standard => RtrForms {
                     send: false,

@@ -37,8 +37,7 @@ use crate::sys::socket::set_option;
 const TRIES: u32 = 64;
 /// How long ports are tried. Each candidate that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);
-/// Largest number of this host's addresses at which other processes are queried about a port, for a bind to all
-/// addresses.
+/// A query about a port at all addresses goes to each address of this host, but to no more than this number.
 const ADDRESSES_MAX: usize = 32;
 
 /// Port space of an identifier; the numbers are those of `enum rdma_port_space`.
@@ -412,7 +411,7 @@ fn log_taken(port: Port, candidate: u16, own: &[u16]) {
 
 impl PortReservation {
     /// Records that the identifier listens on the kernel's port `at`. Fails if another identifier of this process listens
-    /// on this port, to which both were bound with `RDMA_OPTION_ID_REUSEADDR` ([`Address::taken`]).
+    /// on the same port of rdma_cm, which both share by `RDMA_OPTION_ID_REUSEADDR` ([`Address::taken`]).
     pub(super) fn listen(&self, at: u16, tcp: bool) -> io::Result<()> {
         let mut taken = TAKEN.get().lock();
         let Some(mine) = taken.iter().position(|t| t.id.ptr_eq(&self.id)) else {

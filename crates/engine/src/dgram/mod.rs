@@ -229,8 +229,8 @@ impl DgramQp {
         self.post_sends(requests.map(given))
     }
 
-    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
-    /// Returns the index of the refused one and the reason.
+    /// Posts send requests until one is refused. `requests` yields a function for each request, which writes the request to
+    /// its slot in the send queue. Returns the index of the refused one and the reason.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
     where

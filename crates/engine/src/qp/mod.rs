@@ -278,8 +278,8 @@ impl RcQp {
         self.post_sends(requests.map(given))
     }
 
-    /// Posts send requests until one is refused. Each function writes one request to its slot in the send queue.
-    /// Returns the index of the refused one and the reason.
+    /// Posts send requests until one is refused. `requests` yields a function for each request, which writes the request to
+    /// its slot in the send queue. Returns the index of the refused one and the reason.
     #[inline]
     pub fn post_sends<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
     where
@@ -417,7 +417,7 @@ impl RcQp {
         }))
     }
 
-    /// [`Self::post_recv`]. Each function writes one request.
+    /// Like [`Self::post_recv`]. `requests` yields a function for each receive, which writes its request.
     #[inline]
     pub fn post_recvs<F>(&self, requests: impl Iterator<Item = F>) -> Result<(), (usize, Misuse)>
     where

@@ -286,8 +286,8 @@ pub(crate) fn operation(
             than.next().map_or(0, atomics::bits_of),
         );
         let f = |old| atomics::compute(kind, op, old, w, t);
-        // SAFETY: the element is inside registered memory that peers may change (checked above), which stays registered while
-        // the domain is locked.
+        // SAFETY: the element is inside registered memory that peers may change, or may read if `op` only reads (checked above).
+        // The memory stays registered while the domain is locked.
         let old = unsafe { memory::change(at + i * size, size, f) };
         if class != Class::Write {
             former.extend(old.to_le_bytes().iter().take(size));
