@@ -976,6 +976,43 @@ static const char *destroyed_events_discarded(size_t arg)
 	return not_readable(device->async_fd, QUIET_MS);
 }
 
+/*
+ * What has arrived when a queue pair is destroyed counts as received, also if it is much: the Writes complete, and their bytes are in
+ * memory. Memory that both ends share holds all of them.
+ */
+static const char *destroyed_with_many_arrived(size_t arg)
+{
+	/* The last posts of a burst may still wait for a poll. They have not arrived. */
+	enum { WRITES = 1500, CORKED = 64 };
+	struct want w = { .send_wr = WRITES, .inline_data = 64, .cq_depth = 2 * WRITES };
+	struct region mine, theirs;
+	struct ibv_send_wr wr;
+	struct ibv_sge from;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&mine, p.a.pd, 64, 0));
+	TRY(new_region(&theirs, p.b.pd, 64 * WRITES, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+	from = sge_of(&mine, 0, 64);
+	/* The first one ends the setup of the connection. */
+	wr = rdma_wr(0, IBV_WR_RDMA_WRITE, &from, 1, &theirs, 0);
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 0, IBV_WC_RDMA_WRITE, NULL));
+	for (uint64_t i = 1; i < WRITES; i++) {
+		memset(mine.at, (int)(i % 251), 64);
+		wr = rdma_wr(i, IBV_WR_RDMA_WRITE, &from, 1, &theirs, 64 * i);
+		wr.send_flags |= IBV_SEND_INLINE;
+		TRY(post(p.a.qp, &wr));
+	}
+	ENSURE(!close_now(p.b.qp), "ibv_destroy_qp");
+	for (uint64_t i = 1; i < WRITES - CORKED; i++) {
+		TRY(expect_ok(p.a.scq, i, IBV_WC_RDMA_WRITE, NULL));
+		TRY(all_bytes(theirs.at + 64 * i, 64, (uint8_t)(i % 251), "the bytes of a Write"));
+	}
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- draining, migration, ECE */
 
 static const char *to_sqd(struct ibv_qp *qp, bool notify)
@@ -1164,6 +1201,7 @@ static const struct test tests[] = {
 	{ "cq_overflow", cq_overflow, 0, 0, false },
 	{ "resize_cq", resize, 0, 0, false },
 	{ "destroyed_events_discarded", destroyed_events_discarded, 0, 0, false },
+	{ "destroyed_with_many_arrived", destroyed_with_many_arrived, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -374,7 +374,12 @@ impl Requester {
     /// Handles an acknowledgement of all request messages up to `seq`: marks the requests of `sq` that are complete
     /// by it. Returns false if `seq` was not sent.
     pub(super) fn acknowledge(&mut self, seq: u32, sq: &mut SendQueue) -> bool {
-        if seq.wrapping_sub(self.acked) > self.seq.wrapping_sub(self.acked) {
+        let unacknowledged = self.seq.wrapping_sub(self.acked);
+        if unacknowledged >= 1 << 31 {
+            // A request of which the peer has acknowledged the first messages is sent again from its beginning.
+            return seq == self.acked;
+        }
+        if seq.wrapping_sub(self.acked) > unacknowledged {
             return false;
         }
         self.acked = seq;
@@ -450,4 +455,28 @@ fn unexpected(opcode: Opcode) -> Violation {
     Violation::answer(PeerError::UnexpectedResponse {
         opcode: opcode.bits(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The first messages of a request were acknowledged before the peer had no receive for its last one. Until the request is
+    /// sent again, the peer can acknowledge nothing new.
+    #[test]
+    fn nothing_ahead_is_acknowledged_while_a_request_is_sent_again() {
+        let mut sq = SendQueue::new(4, 1, 0);
+        let mut requester = Requester::new(1);
+        requester.seq = 10;
+        assert!(requester.acknowledge(8, &mut sq));
+        // Message 9 is the last one of a request that began with message 5.
+        requester.seq = 4;
+        for ahead in [9, 10, 100, 4, 5] {
+            assert!(!requester.acknowledge(ahead, &mut sq), "{ahead}");
+        }
+        assert!(requester.acknowledge(8, &mut sq));
+        requester.seq = 9;
+        assert!(requester.acknowledge(9, &mut sq));
+        assert!(!requester.acknowledge(10, &mut sq));
+    }
 }

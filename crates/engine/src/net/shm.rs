@@ -53,6 +53,8 @@ const LINE: usize = 64;
 /// Largest payload of a record. Long payload is divided, so that the receiver copies one record while the sender
 /// writes the next.
 const RECORD_BYTES: usize = 16 * 1024;
+/// The largest number of records in a ring.
+pub(super) const RECORDS_MAX: usize = RING / LINE;
 /// Longest payload of a record that is received into a buffer of the connection, bytes.
 const SHORT: usize = 4 * 1024;
 /// The peer is woken for room when one of so many parts of its ring has been read completely.
@@ -187,6 +189,9 @@ pub(crate) struct Watch {
     them: Lines,
     /// Number of bytes of the peer's ring that were read.
     taken: AtomicU64,
+    /// Whether the peer's records and acknowledgements are received: it has said that its bytes follow in memory. Before,
+    /// nobody would handle them, and a thread would be woken for them again and again.
+    receives: AtomicBool,
     /// The word of [`Lines::done`] of the peer that was handled last.
     done_seen: AtomicU64,
     /// Whether the peer is to be sent an acknowledgement by the next poll that finds nothing.
@@ -219,6 +224,11 @@ impl Watch {
         done.load(Ordering::Acquire) != self.done_seen.load(Ordering::Relaxed)
     }
 
+    /// From now on the peer's records are received.
+    pub(crate) fn set_receives(&self) {
+        self.receives.store(true, Ordering::Release);
+    }
+
     /// Sets whether the next poll that finds nothing sends an acknowledgement. The caller has the lock of the queue pair.
     #[inline]
     pub(crate) fn set_owes_ack(&self, owes: bool) {
@@ -228,7 +238,8 @@ impl Watch {
 
 impl PolledMemory for Watch {
     fn is_ready(&self) -> bool {
-        if self.has_bytes() || self.has_done() || self.owes_ack() {
+        let receives = self.receives.load(Ordering::Relaxed);
+        if receives && (self.has_bytes() || self.has_done()) || self.owes_ack() {
             return true;
         }
         let full_at = self.full_at.load(Ordering::Relaxed);
@@ -351,6 +362,7 @@ impl Shm {
                 us,
                 them,
                 taken: AtomicU64::new(0),
+                receives: AtomicBool::new(false),
                 done_seen: AtomicU64::new(0),
                 owes_ack: AtomicBool::new(false),
                 full_at: AtomicU64::new(u64::MAX),
@@ -908,6 +920,8 @@ mod tests {
         );
         let other = Shm::take(pid, fd, remote, local).unwrap();
         assert!(one.taken_by_peer(other.proof()));
+        one.watch().set_receives();
+        other.watch().set_receives();
         (one, other)
     }
 
@@ -1028,6 +1042,19 @@ mod tests {
         }
         drain(&mut other, &mut got).unwrap();
         assert!(got == sent);
+    }
+
+    #[test]
+    fn memory_is_not_ready_before_its_bytes_are_received() {
+        let (one, mut other) = pair();
+        one.watch().receives.store(false, Ordering::Relaxed);
+        let mut batch = TxBatch::default();
+        batch.push_raw(b"some");
+        assert_eq!(other.send(&batch, 0), Io::Done(4));
+        other.publish_done(7);
+        assert!(!one.watch().is_ready());
+        one.watch().set_receives();
+        assert!(one.watch().is_ready());
     }
 
     #[test]

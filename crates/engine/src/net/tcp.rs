@@ -32,6 +32,12 @@ use crate::sys::{Io, stream};
 const RX_TURN_BYTES: usize = 1 << 20;
 /// Bytes of short records that a queue pair receives from shared memory in one turn.
 const RX_RECORDS_BYTES: usize = 64 << 10;
+/// Largest number of short records that are received in one turn. A message of each takes less than half a microsecond.
+const RX_RECORDS: usize = 128;
+/// Largest number of turns in which all records of a full ring of shared memory are received.
+pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;
+/// Bytes that a received record counts as at least, because each takes some time.
+const RX_RECORD_LEAST: usize = 64;
 /// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a megabyte for each, eight
 /// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
@@ -265,6 +271,7 @@ impl Tcp {
                     return Handled::Violation;
                 }
                 self.rx_shm = true;
+                shm.watch().set_receives();
                 conn.switch_rx_to_shm();
                 Handled::Switched
             }
@@ -399,7 +406,10 @@ impl Tcp {
             return false;
         }
         let mut received = 0;
-        while received < RX_RECORDS_BYTES {
+        for _ in 0..RX_RECORDS {
+            if received >= RX_RECORDS_BYTES {
+                break;
+            }
             self.record.clear();
             match shm.receive_short(&mut self.record) {
                 Ok(true) => {}
@@ -502,7 +512,7 @@ impl Tcp {
                         conn.handle_direct(now, user as u64);
                     }
                     filled += own;
-                    received += user + own;
+                    received += (user + own).max(RX_RECORD_LEAST);
                     fresh = true;
                     if user + own < requested && !self.rx_shm {
                         // The socket is empty: another call would find nothing.
@@ -580,10 +590,11 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
+        // A record that could not be written has taken the acknowledgement with it.
+        let unsent = self.blocked || matches!(outcome, Outcome::Broken(_));
         if self.tx_shm
             && let Some(shm) = &mut self.shm
-            && conn.ack_due()
-            && (flush || conn.must_ack())
+            && (unsent || conn.ack_due() && (flush || conn.must_ack()))
         {
             shm.publish_done(conn.carrier_ack());
         }

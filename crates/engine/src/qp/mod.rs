@@ -35,7 +35,7 @@ use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
 use crate::locks::{Mutex, MutexGuard, Rank, RwLock};
 use crate::net::drain::{Draining, drain};
-use crate::net::tcp::{Outcome, Tcp};
+use crate::net::tcp::{Outcome, RX_RING_TURNS, Tcp};
 use crate::process::PerProcess;
 use crate::qos::Paced;
 use crate::reactor::{DelayedAck, PolledMemory, Source, Token};
@@ -471,7 +471,7 @@ impl RcQp {
         let now = clock::now();
         self.with(|inner| {
             if matches!(next, Some(State::Error | State::Reset)) {
-                self.progress(inner, now, Receive::All, true);
+                self.receive_arrived(inner, now);
             }
             let before = inner.conn.modify(attr_mask, next, expected_state, attr)?;
             match inner.conn.state() {
@@ -497,6 +497,19 @@ impl RcQp {
         self.lock().conn.attach_counter(counter, ops)
     }
 
+    /// Receives what has arrived on a stream that is about to end, which may be more than one turn receives. The number of turns
+    /// is limited, because a peer may go on sending.
+    fn receive_arrived(&self, inner: &mut Inner, now: Instant) {
+        for _ in 0..RX_RING_TURNS {
+            let received = |inner: &Inner| inner.tcp.as_ref().map(|tcp| tcp.counts.rx_bytes);
+            let before = received(inner);
+            self.progress(inner, now, Receive::All, true);
+            if received(inner) == before {
+                break;
+            }
+        }
+    }
+
     /// Destroys the queue pair: outstanding requests are dropped, and the connection is closed in order.
     pub fn destroy(&self) {
         let now = clock::now();
@@ -505,7 +518,7 @@ impl RcQp {
             inner.manager = None;
             // Data that has arrived here counts as received for the peer, as with a network card, which works
             // independently of the program. So it is placed and acknowledged before the stream closes.
-            self.progress(inner, now, Receive::All, true);
+            self.receive_arrived(inner, now);
             self.finish_message(inner, now);
             inner.conn.detach_counters();
             if !is_live(inner.conn.state()) {
@@ -544,7 +557,7 @@ impl RcQp {
         let now = clock::now();
         self.with(|inner| {
             // Data that has arrived is placed and acknowledged first, as in `destroy`.
-            self.progress(inner, now, Receive::All, true);
+            self.receive_arrived(inner, now);
             inner.conn.leave("disconnected");
             self.progress(inner, now, Receive::Nothing, true);
         });

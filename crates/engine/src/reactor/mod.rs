@@ -357,7 +357,8 @@ impl Reactor {
             SOCKETS_EACH_MISS
         };
         let sockets = !self.has_memories()
-            || idle_polls.is_multiple_of(sockets_each) && self.turns.sockets_are_due(t);
+            || idle_polls.is_multiple_of(sockets_each) && self.turns.sockets_are_due(t)
+            || self.turns.sockets_are_late(t);
         let from_sockets = sockets && self.poll_ready(idle_polls, now);
         if sockets {
             self.turns.on_sockets(from_sockets, t);
@@ -710,6 +711,11 @@ impl Reactor {
             self.flush_delayed(now);
             if self.memory_prepare_sleep() {
                 self.poll_memory(now);
+                let t = self.epoch.nanos(now);
+                if self.turns.sockets_are_late(t) {
+                    self.poll_all(now);
+                    self.turns.on_sockets(false, t);
+                }
                 if socket::wait_readable(fd, Duration::ZERO) {
                     break;
                 }

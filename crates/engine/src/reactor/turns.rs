@@ -18,6 +18,9 @@ const SOCKETS_EACH: u64 = 5_000;
 /// The time after the last socket that had something, in nanoseconds, during which the sockets are checked more often.
 const SOCKETS_BUSY: u64 = 1_000_000;
 
+/// The longest time between two checks of the sockets while memory is polled slowly, in nanoseconds.
+const SOCKETS_LATE: u64 = 100_000;
+
 /// The state of all threads together. Times are in nanoseconds.
 #[derive(Debug)]
 pub(super) struct Turns {
@@ -45,6 +48,12 @@ impl Turns {
     pub(super) fn sockets_are_due(&self, now: u64) -> bool {
         let since = |time: &AtomicU64| now.saturating_sub(time.load(Ordering::Relaxed));
         since(&self.checked_sockets) >= SOCKETS_EACH || since(&self.found_in_sockets) < SOCKETS_BUSY
+    }
+
+    /// Whether the sockets have to be checked at `now`, however few polls there were.
+    #[inline]
+    pub(super) fn sockets_are_late(&self, now: u64) -> bool {
+        now.saturating_sub(self.checked_sockets.load(Ordering::Relaxed)) >= SOCKETS_LATE
     }
 
     /// Records a check of the sockets at `now`. `found`: whether one had something.
@@ -110,6 +119,10 @@ mod tests {
         assert_eq!(checks(start + 2 * SOCKETS_BUSY, true), 4_000);
         // Half of this time is after a socket that had something.
         assert_eq!(checks(start + 4 * SOCKETS_BUSY, false), 2_000 - 1 + 200);
+        let last = start + 6 * SOCKETS_BUSY;
+        turns.on_sockets(false, last);
+        assert!(!turns.sockets_are_late(last + SOCKETS_LATE - 1));
+        assert!(turns.sockets_are_late(last + SOCKETS_LATE));
     }
 
     #[test]
