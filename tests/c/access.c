@@ -983,7 +983,7 @@ static const char *destroyed_events_discarded(size_t arg)
 static const char *destroyed_with_many_arrived(size_t arg)
 {
 	/* The last posts of a burst may still wait for a poll. They have not arrived. */
-	enum { WRITES = 1500, CORKED = 64 };
+	enum { WRITES = 1000, CORKED = 64 };
 	struct want w = { .send_wr = WRITES, .inline_data = 64, .cq_depth = 2 * WRITES };
 	struct region mine, theirs;
 	struct ibv_send_wr wr;

@@ -95,6 +95,8 @@ pub struct Tcp {
     record: Vec<u8>,
     /// Bytes that are received into the engine's buffer at a time.
     rx_limit: usize,
+    /// Whether the last turn ended before it had received everything.
+    rx_limited: bool,
     framing: Framing,
     /// Whether the last batch was sent in part only. The socket is watched for being writable.
     pub(crate) blocked: bool,
@@ -172,6 +174,7 @@ impl Tcp {
             rest: leftover,
             record: Vec::new(),
             rx_limit: RX_BUFFER_LEN,
+            rx_limited: false,
             framing,
             blocked: false,
             most: usize::MAX,
@@ -364,6 +367,7 @@ impl Tcp {
         now: Instant,
         socket: bool,
     ) -> Outcome {
+        self.rx_limited = false;
         // When the connection has ended, the stream ends after the bytes in shared memory are read.
         let connection = if self.rx_shm && socket {
             self.take_wakeups()
@@ -431,9 +435,9 @@ impl Tcp {
         true
     }
 
-    /// Whether shared memory contains more than was received in one turn.
-    fn has_more(&self) -> bool {
-        self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
+    /// Whether there may be more than was received in the last turn, because of its limit.
+    pub(crate) fn has_more(&self) -> bool {
+        self.rx_limited || self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
     /// Passes received bytes to *deframe*, and adds the time to `spent`. Returns how many of them were consumed.
@@ -486,6 +490,7 @@ impl Tcp {
                 }
             }
             if received >= RX_TURN_BYTES || time > TURN_TIME {
+                self.rx_limited = true;
                 break;
             }
             let direct = conn.direct().map(|(places, filled, missing)| Unfilled {
