@@ -1,12 +1,11 @@
 //! Measures extended sockets: `exs-ttcp` with both ends on this machine.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
 use super::figures::{Extent, Point};
-use super::process::Ended;
+use super::process::{Ended, verbs_program};
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -72,20 +71,8 @@ pub(crate) fn measure(
         return (String::new(), Err(Miss::Failed(why.to_owned())));
     };
     let words = words(point, extent);
-    let start = |words: &[String]| {
-        let mut command = Command::new(&program);
-        if ours {
-            command.envs(library.variables(false, |name| std::env::var_os(name)));
-            command.env("ANYWARP_ADDR", HERE);
-        }
-        command
-            .args(words)
-            .envs(variables.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        command
-    };
+    let library = ours.then_some(library);
+    let start = |words: &[String]| verbs_program(&program, words, library, variables);
     let run = || {
         pin(Side::Server);
         let listen = ["--listen", HERE, "--port", "0"].map(str::to_owned);

@@ -1,13 +1,15 @@
 //! A child process that measures. Dropping the value that represents it kills the process.
 
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use std::{fs, thread};
+use std::{env, fs, thread};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::library::Library;
 use crate::perf::Interrupted;
 
 /// The time limit for the start of a server.
@@ -40,6 +42,28 @@ impl Drop for Ended {
         let _ended_already = self.0.kill();
         let _nothing_to_do = self.0.wait();
     }
+}
+
+/// Returns the command that runs a verbs program with these arguments and variables. `library`: anywarp's, unless the program uses
+/// the system's.
+pub(crate) fn verbs_program(
+    program: &Path,
+    words: &[String],
+    library: Option<&Library>,
+    variables: &[(String, String)],
+) -> Command {
+    let mut command = Command::new(program);
+    if let Some(library) = library {
+        command.envs(library.variables(false, |name| env::var_os(name)));
+        command.env("ANYWARP_ADDR", "127.0.0.1");
+    }
+    command
+        .args(words)
+        .envs(variables.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
 }
 
 impl Ended {

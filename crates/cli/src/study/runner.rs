@@ -17,7 +17,7 @@ use super::exs;
 use super::figures::{Extent, Params, Point, Runner};
 use super::lanes;
 use super::mpi::Mpi;
-use super::process::{Ended, READY, ready};
+use super::process::{Ended, READY, ready, verbs_program};
 use super::store::{Miss, Outcome, Sample};
 use crate::cli::{self, Cli};
 use crate::library::Library;
@@ -530,19 +530,9 @@ impl Bench {
             let millis = f64::max(self.extent.seconds() * 1000.0, least);
             add("--millis", &format!("{millis:.0}"));
         }
+        let library = self.device.is_none().then_some(&self.library);
         let start = |words: &[String]| {
-            let mut command = Command::new(&program);
-            if self.device.is_none() {
-                command.envs(self.library.variables(false, |name| env::var_os(name)));
-                command.env("ANYWARP_ADDR", HERE);
-            }
-            command
-                .args(words)
-                .envs(variables.iter().map(|(name, value)| (name, value)))
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            Ended::start(&mut command)
+            Ended::start(&mut verbs_program(&program, words, library, variables))
         };
         let run = || {
             let mut server = None;

@@ -236,7 +236,7 @@ impl QpBase {
         }
     }
 
-    /// Whether completions only have to be added to their queue: nobody counts or observes them.
+    /// Whether a completion only has to be added to its queue, because no completion counter and no observer is attached.
     #[inline]
     pub(crate) fn completes_plainly(&self) -> bool {
         self.counters.is_none() && self.rnic.observer.is_none()

@@ -189,8 +189,8 @@ pub(crate) struct Watch {
     them: Lines,
     /// Number of bytes of the peer's ring that were read.
     taken: AtomicU64,
-    /// Whether the peer's records and acknowledgements are received: it has said that its bytes follow in memory. Before,
-    /// nobody would handle them, and a thread would be woken for them again and again.
+    /// Whether the peer has switched to this memory. Until then its records and acknowledgements are ignored, and do not make
+    /// the memory ready: no thread would handle them, so a thread that is woken for ready memory would never sleep again.
     receives: AtomicBool,
     /// The word of [`Lines::done`] of the peer that was handled last.
     done_seen: AtomicU64,

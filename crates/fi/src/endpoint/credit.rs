@@ -108,8 +108,8 @@ impl Endpoint {
         }
     }
 
-    /// Called for an announced message. A short message is announced only if that was required. If this endpoint has not
-    /// required it, an earlier endpoint with this address has, so the sender is told that it need not.
+    /// Called for an announced message. A sender announces short messages only after a receiver has asked for it. If this
+    /// endpoint has not asked, an earlier endpoint with the same address did. This endpoint then tells the sender to stop.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
         if short && !self.credit.notified.contains_key(&from) && self.deferred.is_empty() {
