@@ -287,7 +287,7 @@ impl Tcp {
     }
 
     /// Reads the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than allowed ends its stream.
-    fn take_wakeups(&mut self) -> Outcome {
+    fn take_wakeups(&mut self, engine: &Engine) -> Outcome {
         let mut bytes = [0; 1024];
         loop {
             match self.fd.recv(&mut bytes) {
@@ -297,6 +297,7 @@ impl Tcp {
                     if !known {
                         return Outcome::Broken(libc::EPROTO);
                     }
+                    engine.on_wake_up_taken();
                     if n < bytes.len() {
                         return Outcome::Open;
                     }
@@ -370,7 +371,7 @@ impl Tcp {
         self.rx_limited = false;
         // When the connection has ended, the stream ends after the bytes in shared memory are read.
         let connection = if self.rx_shm && socket {
-            self.take_wakeups()
+            self.take_wakeups(engine)
         } else {
             Outcome::Open
         };

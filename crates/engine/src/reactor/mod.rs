@@ -589,6 +589,18 @@ impl Reactor {
         handle_memories(ready, now)
     }
 
+    /// Called when this thread has received a byte by which a peer woke this process. The peer sends no other one before
+    /// a thread of this process announces again that it sleeps.
+    ///
+    /// The worker announces that whenever it sleeps. A polling thread does not, so there has to be a lease, at whose end
+    /// the worker wakes. There may be none: the lease can end between the time at which a poll began and the poll itself,
+    /// while the worker used the processor.
+    pub(crate) fn on_wake_up_taken(&self) {
+        if !thread::is_worker() && !self.lease.runs(self.epoch.nanos(clock::now())) {
+            self.wake();
+        }
+    }
+
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
     fn memory_prepare_sleep(&self) -> bool {
         self.has_memories()

@@ -309,3 +309,22 @@ fn a_poll_handles_memory_that_is_ready() {
     reactor.on_idle_poll();
     assert!(memory.is_ready(), "it is no longer polled");
 }
+
+/// A poll that began during a lease can take the wake-up after its end. The peer sends no other one until the worker
+/// has been awake.
+#[test]
+fn a_wake_up_that_is_taken_without_a_lease_wakes_the_worker() {
+    let reactor = reactor();
+    let wakes = || socket::wait_readable(reactor.wake.get().as_fd(), Duration::ZERO);
+    reactor.on_wake_up_taken();
+    assert!(wakes());
+    drain_counter(&reactor.wake);
+    // If the test is preempted, the lease may have ended.
+    let left_to_the_lease = (0..100).any(|_| {
+        drain_counter(&reactor.wake);
+        reactor.on_idle_poll();
+        reactor.on_wake_up_taken();
+        !wakes()
+    });
+    assert!(left_to_the_lease);
+}
