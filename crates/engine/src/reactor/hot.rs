@@ -151,6 +151,11 @@ impl HotSocket {
         self.rearm(sources);
     }
 
+    /// The number of threads between [`Self::begin_sleep`] and [`Self::end_sleep`].
+    pub(super) fn sleepers(&self) -> usize {
+        self.sleepers.load(Ordering::SeqCst)
+    }
+
     pub(super) fn end_sleep(&self) {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }

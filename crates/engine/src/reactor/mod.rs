@@ -594,10 +594,17 @@ impl Reactor {
     ///
     /// The worker announces that whenever it sleeps. A polling thread does not, so there has to be a lease, at whose end
     /// the worker wakes. There may be none: the lease can end between the time at which a poll began and the poll itself,
-    /// while the worker used the processor.
+    /// while the worker used the processor. And the lease of another thread that waits for an event is long, because that
+    /// thread expects to be woken.
     pub(crate) fn on_wake_up_taken(&self) {
-        if !thread::is_worker() && !self.lease.runs(self.epoch.nanos(clock::now())) {
+        if thread::is_worker() {
+            return;
+        }
+        let t = self.epoch.nanos(clock::now());
+        if !self.lease.runs(t) {
             self.wake();
+        } else if self.hot.sleepers() > usize::from(thread::is_waiting()) {
+            self.perform(self.lease.grant(t, true));
         }
     }
 
@@ -704,7 +711,7 @@ impl Reactor {
     /// [`Self::work_until_readable`] for `time`, or [`WAIT_WORKING`] if that is shorter.
     pub fn work_for(&self, time: Duration, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
         self.hot.begin_sleep(&self.sources);
-        let worked = self.work_and_wait(time, fd);
+        let worked = thread::waiting(|| self.work_and_wait(time, fd));
         self.hot.end_sleep();
         worked
     }

@@ -328,3 +328,30 @@ fn a_wake_up_that_is_taken_without_a_lease_wakes_the_worker() {
     });
     assert!(left_to_the_lease);
 }
+
+/// One thread takes the wake-up of another one that waits for an event, and may then not poll again for a while.
+#[test]
+fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
+    let reactor = reactor();
+    let is_shortened_by = |take: &dyn Fn()| {
+        // If the test is preempted, the lease of the waiting thread may have ended, or nearly so.
+        (0..100).any(|_| {
+            reactor.lease.end();
+            let t = reactor.epoch.nanos(clock::now());
+            reactor.perform(reactor.lease.on_wait(t, WAIT_SLICE));
+            let (before, _) = reactor.lease_end();
+            take();
+            let (after, _) = reactor.lease_end();
+            after < before
+        })
+    };
+    let take = || reactor.on_wake_up_taken();
+    assert!(!is_shortened_by(&take), "no other thread waits");
+    reactor.hot.begin_sleep(&reactor.sources);
+    assert!(is_shortened_by(&take));
+    assert!(
+        !is_shortened_by(&|| thread::waiting(take)),
+        "it was the thread that waits"
+    );
+    reactor.hot.end_sleep();
+}

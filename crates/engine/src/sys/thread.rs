@@ -42,6 +42,7 @@ impl Drop for Uncancelled {
 
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+    static IS_WAITING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Marks the calling thread as the engine's worker.
@@ -52,6 +53,19 @@ pub(crate) fn mark_worker() {
 /// Whether the calling thread is the engine's worker, and not a thread of the program.
 pub(crate) fn is_worker() -> bool {
     IS_WORKER.get()
+}
+
+/// Calls `wait`, in which the calling thread of the program waits for an event.
+pub(crate) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
+    IS_WAITING.set(true);
+    let result = wait();
+    IS_WAITING.set(false);
+    result
+}
+
+/// Whether the calling thread is in [`waiting`].
+pub(crate) fn is_waiting() -> bool {
+    IS_WAITING.get()
 }
 
 /// Blocks every signal in the calling thread, so that the application's threads receive them.
