@@ -1013,6 +1013,50 @@ static const char *destroyed_with_many_arrived(size_t arg)
 	return NULL;
 }
 
+/*
+ * A program that stops polling leaves the rest to the device, wherever its last poll ended: at the end of a long turn, for example, in
+ * which the device's thread has slept. The Write completes without a further poll.
+ */
+static const char *completed_without_further_polls(size_t arg)
+{
+	enum { ROUNDS = 2000, LONGEST = 1 << 20 };
+	struct want w = { .send_wr = 16, .cq_depth = 32, .channels = true, .one_cq = true };
+	struct region mine, theirs;
+	struct ibv_send_wr wr;
+	struct ibv_sge from;
+	struct ibv_cq *cq;
+	struct ibv_wc wc;
+	struct pair p;
+	uint32_t random = 1;
+	void *context;
+
+	(void)arg;
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&mine, p.a.pd, LONGEST, 0));
+	TRY(new_region(&theirs, p.b.pd, LONGEST, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+	for (uint64_t i = 0; i < ROUNDS; i++) {
+		struct pollfd ready = { .fd = p.a.channel->fd, .events = POLLIN };
+		uint32_t len, polls;
+
+		random = random * 1664525u + 1013904223u;
+		polls = random >> 16 & 15;
+		len = (uint32_t)LONGEST >> (random >> 24 & 7);
+		from = sge_of(&mine, 0, len);
+		wr = rdma_wr(i, IBV_WR_RDMA_WRITE, &from, 1, &theirs, 0);
+		ENSURE(!ibv_req_notify_cq(p.a.scq, 0), "ibv_req_notify_cq");
+		TRY(post(p.a.qp, &wr));
+		/* Polls of another queue, which stays empty, handle the connection and do not take the completion. */
+		for (uint32_t n = 0; n < polls; n++)
+			ENSURE(!ibv_poll_cq(p.b.rcq, 1, &wc), "a completion of nothing");
+		/* poll(2) handles nothing. */
+		ENSURE(poll(&ready, 1, WAIT_MS) == 1, "round %llu: a Write of %u bytes does not complete after %u polls", (unsigned long long)i, len, polls);
+		ENSURE(!ibv_get_cq_event(p.a.channel, &cq, &context) && cq == p.a.scq, "ibv_get_cq_event");
+		ibv_ack_cq_events(p.a.scq, 1);
+		TRY(expect_ok(p.a.scq, i, IBV_WC_RDMA_WRITE, NULL));
+	}
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- draining, migration, ECE */
 
 static const char *to_sqd(struct ibv_qp *qp, bool notify)
@@ -1202,6 +1246,7 @@ static const struct test tests[] = {
 	{ "resize_cq", resize, 0, 0, false },
 	{ "destroyed_events_discarded", destroyed_events_discarded, 0, 0, false },
 	{ "destroyed_with_many_arrived", destroyed_with_many_arrived, 0, 0, false },
+	{ "completed_without_further_polls", completed_without_further_polls, 0, 0, false },
 };
 
 int main(int argc, char **argv)

@@ -199,7 +199,7 @@ UNUSED static const char *open_end(struct end *e, const struct want *w)
 		e->channel = new_channel();
 		ENSURE(e->channel, "ibv_create_comp_channel: %s", strerror(errno));
 	}
-	e->scq = new_cq(depth, NULL);
+	e->scq = new_cq(depth, w->one_cq ? e->channel : NULL);
 	ENSURE(e->scq, "ibv_create_cq: %s", strerror(errno));
 	e->rcq = w->one_cq ? e->scq : new_cq(depth, e->channel);
 	ENSURE(e->rcq, "ibv_create_cq: %s", strerror(errno));

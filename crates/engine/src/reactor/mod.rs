@@ -375,7 +375,11 @@ impl Reactor {
         if self.deadlines.is_due(t) {
             self.run_deadlines();
         }
-        if !found && self.quiet.should_yield(idle_polls, t) {
+        if found {
+            // If the lease has ended during this turn, the worker may have gone to sleep before the end of the turn, and the program
+            // may not poll again: nobody would send its acknowledgements, or receive what was left for the next turn.
+            self.ensure_lease(false);
+        } else if self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
         }
     }
@@ -600,10 +604,15 @@ impl Reactor {
         if thread::is_worker() {
             return;
         }
+        let others = self.hot.sleepers() > usize::from(thread::is_waiting());
+        self.ensure_lease(others);
+    }
+
+    /// Starts a lease if none runs, or if `shorten`, so that the worker wakes at its end.
+    #[inline]
+    fn ensure_lease(&self, shorten: bool) {
         let t = self.epoch.nanos(clock::now());
-        if !self.lease.runs(t) {
-            self.wake();
-        } else if self.hot.sleepers() > usize::from(thread::is_waiting()) {
+        if shorten || !self.lease.runs(t) {
             self.perform(self.lease.grant(t, true));
         }
     }
