@@ -1507,6 +1507,53 @@ static const char *service(size_t arg)
 	return NULL;
 }
 
+/* Each part of an answer has only capabilities that apply to it and that the answer as a whole has. A program that leaves the
+ * type of address vectors open gets it left open, and may open vectors of either type. */
+static const char *answers(size_t arg)
+{
+	const uint64_t kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
+	const uint64_t sends = kinds | FI_SEND | FI_READ | FI_WRITE | FI_FENCE;
+	const uint64_t receives =
+		kinds | FI_RECV | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_DIRECTED_RECV | FI_MULTI_RECV | FI_SOURCE;
+	struct fi_info *all, *none = NULL, *given, *i;
+	struct fid_av *av;
+	struct side a;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	given = fi_dupinfo(info);
+	free(given->domain_attr->name);
+	given->domain_attr->name = NULL;
+	given->domain_attr->caps = FI_LOCAL_COMM;
+	given->domain_attr->av_type = FI_AV_UNSPEC;
+	for (int hints = 0; hints < 2; hints++) {
+		int found = 0;
+
+		OK(fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints ? given : none, &all));
+		for (i = all; i; i = i->next) {
+			if (strcmp(i->fabric_attr->prov_name, "anywarp"))
+				continue;
+			found++;
+			ENSURE(!(i->tx_attr->caps & ~(sends & i->caps)), "transmit: %#jx", (uintmax_t)i->tx_attr->caps);
+			ENSURE(!(i->rx_attr->caps & ~(receives & i->caps)), "receive: %#jx", (uintmax_t)i->rx_attr->caps);
+			ENSURE(i->domain_attr->caps == (FI_LOCAL_COMM | FI_REMOTE_COMM), "domain: %#jx",
+			       (uintmax_t)i->domain_attr->caps);
+			ENSURE(i->domain_attr->av_type == FI_AV_UNSPEC, "type of address vectors %d", i->domain_attr->av_type);
+		}
+		fi_freeinfo(all);
+		ENSURE(found == 1, "%d answers", found);
+	}
+	fi_freeinfo(given);
+	for (int type = FI_AV_UNSPEC; type <= FI_AV_TABLE; type++) {
+		struct fi_av_attr attr = { .type = type };
+
+		OK(fi_av_open(a.domain, &attr, &av, NULL));
+		ENSURE(attr.type == (type == FI_AV_UNSPEC ? FI_AV_TABLE : (enum fi_av_type)type), "type %d: %d", type, attr.type);
+		OK(fi_close(&av->fid));
+	}
+	return NULL;
+}
+
 /* Unsupported requests are refused with the errno that libfabric documents. */
 static const char *refused(size_t arg)
 {
@@ -1551,7 +1598,7 @@ static const char *refused(size_t arg)
 	GIVES(FI_EBUSY, fi_close(&a.tx->fid));
 	GIVES(FI_EBUSY, fi_close(&a.av->fid));
 	GIVES(FI_EOPBADSTATE, fi_ep_bind(a.ep, &a.tx->fid, FI_TRANSMIT));
-	for (int what = 0; what < 4; what++) {
+	for (int what = 0; what < 5; what++) {
 		hints = fi_allocinfo();
 		hints->fabric_attr->prov_name = strdup("anywarp");
 		hints->caps = FI_MSG;
@@ -1560,6 +1607,7 @@ static const char *refused(size_t arg)
 		case 1: hints->ep_attr->type = FI_EP_DGRAM; break;
 		case 2: hints->caps = FI_RMA; break; /* without a memory registration mode */
 		case 3: hints->domain_attr->data_progress = FI_PROGRESS_AUTO; break;
+		case 4: hints->domain_attr->caps = FI_LOCAL_COMM | FI_SHARED_AV; break;
 		}
 		int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &none);
 		fi_freeinfo(hints);
@@ -1571,6 +1619,7 @@ static const char *refused(size_t arg)
 static const struct test tests[] = {
 	/* In a separate process, because this one has read the variables already. */
 	{ "failed_endpoint", failed_endpoint, 0, 0, true },
+	{ "answers", answers, 0, 0, false },
 	{ "refused", refused, 0, 0, false },
 	{ "service", service, 0, 0, false },
 	{ "messages", messages, 0, 0, false },

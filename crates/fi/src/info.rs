@@ -28,6 +28,8 @@ const MEMORY: u64 = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRI
 /// Capabilities that a program gets without requesting them.
 const SECONDARY: u64 = FI_FENCE | FI_MULTI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
 const ALL: u64 = MESSAGES | MEMORY | FI_ATOMIC | SECONDARY;
+/// Capabilities of the domain. They are not capabilities of its transmit and receive contexts.
+const OF_DOMAIN: u64 = FI_LOCAL_COMM | FI_REMOTE_COMM;
 const MR_MODE: i32 = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 const ORDER: u64 = FI_ORDER_SAS
     | FI_ORDER_ATOMIC_RAR
@@ -246,7 +248,9 @@ impl Hints {
             mr_mode,
             threading: FI_THREAD_SAFE,
             control_progress: FI_PROGRESS_MANUAL,
-            av_type: FI_AV_TABLE,
+            // Vectors of both types are the same here. A program may use index 0 of a table for each new peer, which is right for
+            // the first one only, so a type that was not requested is not answered.
+            av_type: FI_AV_UNSPEC,
             tag_format: TAG_FORMAT,
             send_flags: self.tx.as_ref().map_or(0, |tx| tx.op_flags),
             receive_flags: self.rx.as_ref().map_or(0, |rx| rx.op_flags),
@@ -256,6 +260,9 @@ impl Hints {
                 return Err(
                     "FI_PROGRESS_AUTO: data is transferred only during calls of the program",
                 );
+            }
+            if domain.caps & !OF_DOMAIN != 0 {
+                return Err("capabilities that the domain does not have");
             }
             if domain.cq_data_size > 8 || domain.mr_key_size > 8 || domain.mr_iov_limit > 1 {
                 return Err("sizes of the domain");
@@ -414,7 +421,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         tclass: 0,
     };
     let rx = fi_rx_attr {
-        caps: answer.caps & !(FI_SEND | FI_READ | FI_WRITE | FI_FENCE),
+        caps: answer.caps & !(FI_SEND | FI_READ | FI_WRITE | FI_FENCE | OF_DOMAIN),
         mode: 0,
         op_flags: answer.receive_flags,
         msg_order: ORDER,
@@ -459,7 +466,7 @@ fn structure(answer: &Answer, ends: &Ends, api: u32) -> Option<*mut fi_info> {
         max_ep_srx_ctx: 0,
         cntr_cnt: 1024,
         mr_iov_limit: 1,
-        caps: FI_LOCAL_COMM | FI_REMOTE_COMM,
+        caps: OF_DOMAIN,
         mode: 0,
         auth_key: std::ptr::null_mut(),
         auth_key_size: 0,
@@ -606,6 +613,12 @@ mod tests {
         ));
         assert!(refuses(&|h| h.domain_name = Some("mlx5_0".to_owned())));
         assert!(refuses(&|h| h.addr_format = 7));
+        // FI_SHARED_AV
+        for caps in [1 << 53, 1 << 53 | FI_LOCAL_COMM] {
+            assert!(refuses(&|h| {
+                h.domain = Some(fi_domain_attr { caps, ..domain() });
+            }));
+        }
         for kind in [1, 2] {
             assert!(refuses(&|h| h.ep = Some(fi_ep_attr {
                 r#type: kind,
