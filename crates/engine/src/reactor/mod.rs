@@ -376,8 +376,8 @@ impl Reactor {
             self.run_deadlines();
         }
         if found {
-            // If the lease has ended during this turn, the worker may have gone to sleep before the end of the turn, and the program
-            // may not poll again: nobody would send its acknowledgements, or receive what was left for the next turn.
+            // The lease can end during this turn, and the worker can wake and sleep again before the turn is complete. If the program
+            // does not poll again, only the worker can send the acknowledgements of this turn and receive the remaining data.
             self.ensure_lease(false);
         } else if self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
@@ -593,13 +593,12 @@ impl Reactor {
         handle_memories(ready, now)
     }
 
-    /// Called when this thread has received a byte by which a peer woke this process. The peer sends no other one before
-    /// a thread of this process announces again that it sleeps.
+    /// Called when this thread has received a byte by which a peer woke this process. The peer sends the next byte only
+    /// after a thread of this process has announced again that it sleeps.
     ///
-    /// The worker announces that whenever it sleeps. A polling thread does not, so there has to be a lease, at whose end
-    /// the worker wakes. There may be none: the lease can end between the time at which a poll began and the poll itself,
-    /// while the worker used the processor. And the lease of another thread that waits for an event is long, because that
-    /// thread expects to be woken.
+    /// The worker announces this whenever it sleeps. A polling thread does not, and relies on the worker, which wakes at the
+    /// end of the lease. So a lease is started if none runs: a poll can take longer than its lease. If another thread waits
+    /// for an event, its long lease is shortened, because that thread will not receive the byte.
     pub(crate) fn on_wake_up_taken(&self) {
         if thread::is_worker() {
             return;
@@ -608,7 +607,8 @@ impl Reactor {
         self.ensure_lease(others);
     }
 
-    /// Starts a lease if none runs, or if `shorten`, so that the worker wakes at its end.
+    /// Starts a lease if none runs, so that the worker wakes at its end. `shorten`: a running lease is replaced by a short
+    /// one.
     #[inline]
     fn ensure_lease(&self, shorten: bool) {
         let t = self.epoch.nanos(clock::now());

@@ -310,8 +310,8 @@ fn a_poll_handles_memory_that_is_ready() {
     assert!(memory.is_ready(), "it is no longer polled");
 }
 
-/// A poll that began during a lease can take the wake-up after its end. The peer sends no other one until the worker
-/// has been awake.
+/// A poll can take the wake-up after its lease has ended. The peer sends the next one only after the worker has slept
+/// again.
 #[test]
 fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     let reactor = reactor();
@@ -328,7 +328,7 @@ fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     assert!(unchanged);
 }
 
-/// One thread takes the wake-up of another one that waits for an event, and may then not poll again for a while.
+/// One thread takes the wake-up of another thread, which waits for an event, and may not poll again for a while.
 #[test]
 fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     let reactor = reactor();
@@ -353,4 +353,28 @@ fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
         "it was the thread that waits"
     );
     reactor.hot.end_sleep();
+}
+
+/// Ends the lease while the memory is handled, as if that took longer than the lease.
+struct SlowUser(&'static Reactor);
+
+impl Source for SlowUser {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn memory_ready(self: Arc<Self>, _now: Instant) {
+        self.0.lease.end();
+    }
+}
+
+#[test]
+fn a_poll_that_outlives_its_lease_starts_another_one() {
+    let reactor = reactor();
+    let memory = Arc::new(Memory(AtomicBool::new(true)));
+    let user: Arc<dyn Source> = Arc::new(SlowUser(reactor));
+    let weak: Weak<dyn Source> = Arc::downgrade(&user);
+    reactor.add_memory(Arc::clone(&memory) as Arc<dyn PolledMemory>, weak);
+    reactor.on_idle_poll();
+    assert_ne!(reactor.lease_end().0, 0, "no lease was started");
+    let timer = reactor.lease_timer.get();
+    assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
 }
