@@ -1013,10 +1013,7 @@ static const char *destroyed_with_many_arrived(size_t arg)
 	return NULL;
 }
 
-/*
- * A program that stops polling leaves the rest to the device, wherever its last poll ended: at the end of a long turn, for example, in
- * which the device's thread has slept. The Write completes without a further poll.
- */
+/* A Write completes although the program stops polling after a random number of polls: the device's thread does the rest. */
 static const char *completed_without_further_polls(size_t arg)
 {
 	enum { ROUNDS = 2000, LONGEST = 1 << 20 };
