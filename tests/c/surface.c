@@ -699,6 +699,9 @@ static const char *public_fields(size_t arg)
 
 	(void)arg;
 	TRY(open_device());
+	/* A number that is the kernel's would be that of another device. UCX asks the kernel for the type of the device by it, and
+	 * prints errors if the kernel has no InfiniBand modules. */
+	ENSURE(ibv_get_device_index(device->device) == -1, "index %d", ibv_get_device_index(device->device));
 	TRY(open_pair(&p, &(struct want){ 0 }));
 	/* Only five bits of the timer are used. */
 	attr.min_rnr_timer = 0x20 | 12;

@@ -120,11 +120,12 @@ entry! {
 }
 
 entry! {
-    /// `ibv_get_device_index(3)`.
+    /// `ibv_get_device_index(3)`. The index is the kernel's number of a device, by which programs ask the kernel over NETLINK_RDMA.
+    /// The kernel does not know this device, so it has none.
     ///
     /// # Safety
     /// The function has no requirements.
-    unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(0) }
+    unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(-1) }
 }
 
 /// The entry of `ibv_context_ops` for functions that only programs from before 2007 call through it.
