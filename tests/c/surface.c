@@ -5,10 +5,12 @@
  */
 #include "ends.h"
 
+#include <dirent.h>
 #include <poll.h>
 #include <rdma/rdma_cma.h>
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 static const struct want usual = { 0 };
 
@@ -687,6 +689,63 @@ static const char *files(size_t arg)
 }
 #endif
 
+static unsigned int open_sockets(void)
+{
+	DIR *all = opendir("/proc/self/fd");
+	struct dirent *entry;
+	struct stat is;
+	unsigned int n = 0;
+
+	while (all && (entry = readdir(all)))
+		n += !fstatat(dirfd(all), entry->d_name, &is, 0) && S_ISSOCK(is.st_mode);
+	closedir(all);
+	return n;
+}
+
+static void destroy(struct ibv_qp *qp)
+{
+	forget(qp);
+	ibv_destroy_qp(qp);
+}
+
+/* After both queue pairs of a connection have been destroyed, no socket of it is left, although the device's thread sleeps
+ * because the program has polled. If a poll finds the end of the connection, its socket is closed before the queue pair is
+ * destroyed; the number of polls varies, because only some find it. */
+static const char *no_socket_is_left(size_t arg)
+{
+	unsigned int before, left = 0;
+	struct ibv_wc wc;
+	struct pair p;
+
+	(void)arg;
+	/* The first pair opens the sockets of the device. */
+	TRY(open_pair(&p, &usual));
+	TRY(close_all());
+	sleep_ms(200);
+	before = open_sockets();
+	for (unsigned int i = 0; i < 50; i++) {
+		TRY(open_pair(&p, &usual));
+		for (unsigned int j = 0; j < 50; j++) {
+			struct ibv_send_wr wr = send_wr(j, IBV_WR_SEND, NULL, 0);
+
+			TRY(post_recv(p.b.qp, j, NULL, 0));
+			TRY(post(p.a.qp, &wr));
+			TRY(expect_ok(p.b.rcq, j, IBV_WC_RECV, NULL));
+			TRY(expect_ok(p.a.scq, j, IBV_WC_SEND, NULL));
+		}
+		TRY(to_state(p.a.qp, IBV_QPS_ERR));
+		for (unsigned int polls = 0; polls < i; polls++)
+			ENSURE(!ibv_poll_cq(p.b.rcq, 1, &wc), "a completion of status %d", wc.status);
+		TRY(to_state(p.b.qp, IBV_QPS_ERR));
+		destroy(p.b.qp);
+		destroy(p.a.qp);
+		left += open_sockets() > before;
+		TRY(close_all());
+	}
+	ENSURE(!left, "a socket was left %u of 50 times", left);
+	return NULL;
+}
+
 /* Public fields and attributes that programs for other devices rely on. */
 static const char *public_fields(size_t arg)
 {
@@ -799,6 +858,7 @@ static const struct test tests[] = {
 	{ "files", files, 0, 0, false },
 	{ "event_after_polling", event_after_polling, 0, 0, false },
 #endif
+	{ "no_socket_is_left", no_socket_is_left, 0, 0, true },
 	{ "public_fields", public_fields, 0, 0, false },
 	{ "device_memory", device_memory, 0, 0, false },
 	{ "device_memory_limits", device_memory_limits, 0, 0, false },

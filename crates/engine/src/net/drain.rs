@@ -26,7 +26,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval between two checks for unacknowledged bytes: the kernel does not report when there are none left.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// Largest number of connections that are checked when another one is closed.
+/// Largest number of connections that are checked when another one is closed, or a queue pair is destroyed.
 const CHECKED_MAX: usize = 16;
 /// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver it a
 /// moment later.
@@ -90,16 +90,16 @@ pub(crate) fn drain(engine: &'static Engine, fd: EngineFd) -> Draining {
     engine.deadline(token, clock::now() + DRAIN_TIMEOUT);
     // The peer may have closed its side before the socket was watched. Or the peer is in this process and had closed
     // before; it sees the end of this connection now.
-    close_finished(CHECKED_MAX);
+    close_finished();
     draining
 }
 
-/// Closes connections whose peers have closed too, at most `max`, the newest first. The worker would do it a moment
+/// Closes connections whose peers have closed too, of the newest [`CHECKED_MAX`]. The worker would do it a moment
 /// later, but a program may count its descriptors after `ibv_destroy_qp(3)`.
-pub(crate) fn close_finished(max: usize) {
+pub(crate) fn close_finished() {
     let drains: Vec<Arc<Drain>> = {
         let all = DRAINS.get().lock();
-        all.iter().rev().take(max).map(Arc::clone).collect()
+        all.iter().rev().take(CHECKED_MAX).map(Arc::clone).collect()
     };
     let ends: Vec<_> = drains.iter().map(|drain| drain.ends()).collect();
     for (drain, own) in drains.iter().zip(&ends) {

@@ -34,7 +34,7 @@ use crate::context::Context;
 use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
 use crate::locks::{Mutex, MutexGuard, Rank, RwLock};
-use crate::net::drain::{Draining, drain};
+use crate::net::drain::{Draining, close_finished, drain};
 use crate::net::tcp::{Outcome, RX_RING_TURNS, Tcp};
 use crate::process::PerProcess;
 use crate::qos::Paced;
@@ -655,8 +655,10 @@ impl RcQp {
         for (startup, _) in std::mem::take(&mut inner.early_connections) {
             let _ = startup.reject(&[]);
         }
-        if let Some(tcp) = self.take_tcp(inner) {
-            inner.draining = drain(self.engine, tcp.into_fd());
+        match self.take_tcp(inner) {
+            Some(tcp) => inner.draining = drain(self.engine, tcp.into_fd()),
+            // It ended because the peer closed first. If the peer is in this process, its socket can be closed too.
+            None => close_finished(),
         }
         inner.route = None;
         for timer in [Timer::Redial, Timer::PeerDials, Timer::FirstMessage] {
