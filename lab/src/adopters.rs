@@ -131,6 +131,12 @@ const ADOPTERS: &[Adopter] = &[
         source: Source::Python(&["mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6"]),
         nightly: true,
     },
+    // Needs gromacs, which takes 300 MB.
+    Adopter {
+        name: "gromacs_water",
+        source: Source::Debian,
+        nightly: true,
+    },
     // Needs python3-torch, which brings 117 other packages.
     Adopter {
         name: "tensorpipe_rpc",
