@@ -276,7 +276,7 @@ fn killed(folder: &Path) -> Result {
     Ok(())
 }
 
-/// With a remote server, points that need control of both ends are blank.
+/// With a remote server, points that need control of both ends are blank. Without it, the others fail.
 fn elsewhere(folder: &Path) -> Result {
     let mut server = Process::start(
         Command::new(sh::dist().join("bin/anywarp"))
@@ -304,6 +304,14 @@ fn elsewhere(folder: &Path) -> Result {
         || csv.contains(",memory,")
     {
         return Err(csv.into());
+    }
+    drop(server);
+    // The run says why its points failed.
+    let mut again = words.to_vec();
+    again.push("--fresh");
+    let table = text(&output(&again, folder, 1)?.stdout);
+    if !table.contains("pb:8a        failed: ") {
+        return Err(format!("no reason:\n{table}").into());
     }
     Ok(())
 }

@@ -288,10 +288,13 @@ impl<'a> Seen<'a> {
     fn nothing(&self) -> Option<String> {
         match &self.figure.blank {
             Some(why) => Some(format!("blank: {why}")),
-            None if self.measured == 0 => Some(match self.missing.keys().next() {
-                Some(why) if why != "not measured" => why.clone(),
-                _ => format!("not measured: anywarp study run {}", self.id),
-            }),
+            None if self.measured == 0 => {
+                let failed = self.failures().next().map(|(why, _)| why);
+                Some(match failed.or_else(|| self.missing.keys().next()) {
+                    Some(why) if why != "not measured" => why.clone(),
+                    _ => format!("not measured: anywarp study run {}", self.id),
+                })
+            }
             None => None,
         }
     }
@@ -312,11 +315,17 @@ impl<'a> Seen<'a> {
             (met, all) if met == all => format!("met ({met})"),
             (met, all) => format!("{met} of {all} met"),
         };
-        let failed = |why: &&String| why.starts_with("failed");
-        if self.missing.keys().any(|why| failed(&why)) {
+        if self.failures().next().is_some() {
             text.push_str(", some points failed");
         }
         text
+    }
+
+    /// The reasons why points failed, each with its points.
+    fn failures(&self) -> impl Iterator<Item = (&String, &Vec<String>)> {
+        self.missing
+            .iter()
+            .filter(|(why, _)| why.starts_with("failed"))
     }
 
     /// Returns the drawing as SVG.
@@ -555,16 +564,11 @@ impl<'a> Seen<'a> {
         }
         text.push_str("</table>\n");
         for (why, of) in self.missing.iter().chain(&self.noisy) {
-            let some: Vec<&str> = of.iter().take(4).map(String::as_str).collect();
-            let more = match of.len().checked_sub(some.len()) {
-                Some(more) if more > 0 => format!(" and {more} more"),
-                _ => String::new(),
-            };
             let _ = writeln!(
                 text,
-                "<p class=\"note\">{}: {}{more}.</p>",
+                "<p class=\"note\">{}: {}.</p>",
                 escape(why),
-                escape(&some.join("; "))
+                escape(&few(of))
             );
         }
         text.push_str(&self.details(store));
@@ -620,6 +624,21 @@ struct Suited<'a> {
 
 fn yes(suits: bool) -> &'static str {
     if suits { "yes" } else { "no" }
+}
+
+/// Returns the first few names, and the number of the others.
+fn few(names: &[String]) -> String {
+    const FEW: usize = 4;
+    let text = names
+        .iter()
+        .take(FEW)
+        .cloned()
+        .collect::<Vec<_>>()
+        .join("; ");
+    match names.len().saturating_sub(FEW) {
+        0 => text,
+        more => format!("{text} and {more} more"),
+    }
 }
 
 /// Returns why a finding does not hold, as far as it is known.
@@ -684,6 +703,9 @@ impl<'a> Report<'a> {
             let _ = writeln!(text, "{:<12} {}", seen.id, seen.verdict());
             if seen.nothing().is_some() {
                 continue;
+            }
+            for (why, points) in seen.failures() {
+                let _ = writeln!(text, "    {why}: {}", few(points));
             }
             for (finding, (judged, control)) in seen.figure.finding.iter().zip(&seen.findings) {
                 let _ = writeln!(
