@@ -513,15 +513,12 @@ impl Socket {
         let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
         inner.alarm = None;
         self.drain(&mut inner);
-        let late: Vec<OpId> = inner
-            .ops
-            .iter_mut()
-            .filter(|(_, op)| !op.late && due(op.deadline))
-            .map(|(id, op)| {
+        let late = inner.ops.numbers(|op| !op.late && due(op.deadline));
+        for id in &late {
+            if let Some(op) = inner.ops.get_mut(*id) {
                 op.late = true;
-                id
-            })
-            .collect();
+            }
+        }
         for id in late {
             inner.cancel(self, id);
         }
@@ -531,7 +528,7 @@ impl Socket {
         if due(inner.closing.as_ref().and_then(|op| op.deadline)) {
             self.closed(&mut inner, libc::ETIMEDOUT);
         }
-        let deadlines = inner.ops.iter().map(|(_, op)| op).filter(|op| !op.late);
+        let deadlines = inner.ops.iter().filter(|op| !op.late);
         let first = deadlines
             .filter_map(|op| op.deadline)
             .chain(inner.establish_by)
@@ -580,7 +577,7 @@ impl Socket {
         begun?;
         if op.flags & 1 == 0 {
             op.deadline = match op.kind {
-                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => inner.settings.send_timeout.take(),
+                _ if op.is_send() => inner.settings.send_timeout.take(),
                 EVT_RECV | EVT_RECVMSG => inner.settings.recv_timeout.take(),
                 _ => None,
             };
@@ -619,12 +616,9 @@ impl Socket {
     /// Requests the end of all operations, or of those with the handle `ahandle`. Returns their number.
     pub(crate) fn cancel(&self, ahandle: Option<isize>) -> usize {
         let mut inner = self.lock();
-        let chosen: Vec<OpId> = inner
+        let chosen = inner
             .ops
-            .iter()
-            .filter(|(_, op)| ahandle.is_none_or(|a| a == op.ahandle))
-            .map(|(id, _)| id)
-            .collect();
+            .numbers(|op| ahandle.is_none_or(|a| a == op.ahandle));
         for id in &chosen {
             inner.cancel(self, *id);
         }
@@ -654,12 +648,9 @@ impl Socket {
             return Ok(());
         }
         end_polls(&mut inner, self.fd);
-        let waiting: Vec<OpId> = inner
+        let waiting = inner
             .ops
-            .iter()
-            .filter(|(_, op)| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind))
-            .map(|(id, _)| id)
-            .collect();
+            .numbers(|op| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind));
         for id in waiting {
             inner.cancel(self, id);
         }
@@ -921,7 +912,7 @@ impl Socket {
         if op.late && errno == libc::ECANCELED {
             event.errno = libc::ETIMEDOUT;
             event.kind = match op.kind {
-                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => EVT_SENDTIMEOUT,
+                _ if op.is_send() => EVT_SENDTIMEOUT,
                 EVT_RECV | EVT_RECVMSG => EVT_RECVTIMEOUT,
                 kind => kind,
             };
@@ -964,8 +955,7 @@ impl Socket {
         } else {
             self.answer_polls(inner);
         }
-        let all: Vec<OpId> = inner.ops.iter().map(|(id, _)| id).collect();
-        for id in all {
+        for id in inner.ops.numbers(|_| true) {
             self.report(inner, id, errno, 0, 0);
         }
         if let Some((listener, op)) = inner.accept.take() {
