@@ -581,15 +581,21 @@ impl Flow {
             .position(|s| s.seq == seq)
             .ok_or(Bad::Order)?;
         let known = self.sent.get(at).is_some_and(|s| len <= s.len);
-        let sent = if known { self.sent.remove(at) } else { None };
+        let sent = match at {
+            _ if !known => None,
+            0 => self.sent.pop_front(),
+            at => self.sent.remove(at),
+        };
         let sent = sent.ok_or(Bad::Field)?;
         if sent.kind == Kind::Control {
             self.controls += 1;
         } else {
             self.credits += 1;
             // The operation has ended, so its queued cancel is removed.
-            self.waiting_controls
-                .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+            if !self.waiting_controls.is_empty() {
+                self.waiting_controls
+                    .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+            }
         }
         if sent.kind == Kind::Place {
             self.standing = None;

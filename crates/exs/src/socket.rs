@@ -732,8 +732,8 @@ impl Socket {
         }
     }
 
-    /// Handles completions, in a thread of the program that polls for events.
-    pub(crate) fn spin(self: &Arc<Self>) {
+    /// Handles completions, in a thread of the program that polls for events. Returns `false` if another thread is doing so.
+    pub(crate) fn spin(self: &Arc<Self>) -> bool {
         self.touched.store(true, Relaxed);
         if !self.hot.load(SeqCst) {
             self.hot.store(true, SeqCst);
@@ -741,7 +741,9 @@ impl Socket {
         if !self.watched.load(SeqCst) && !self.watched.swap(true, SeqCst) {
             library::watch_polled(Arc::clone(self));
         }
-        if let Ok(mut inner) = self.inner.try_lock() {
+        let locked = self.inner.try_lock();
+        let polled = locked.is_ok();
+        if let Ok(mut inner) = locked {
             // The program polls again and has not answered the last message, so its acknowledgement is not held back any longer.
             self.flush(&mut inner);
             // `hot` is read with the lock held: `wake` takes the lock after each change of `hot` to false, and flushes.
@@ -753,6 +755,7 @@ impl Socket {
             }
             self.drain(&mut inner);
         }
+        polled
     }
 
     /// Sends the acknowledgement that was held back for the program's next send.
@@ -865,15 +868,16 @@ impl Socket {
     }
 
     fn perform(&self, inner: &mut Inner, mut actions: Vec<Action>) {
-        for action in actions.drain(..) {
+        for action in &actions {
             if let Action::Complete { op, outcome, len } = action {
-                self.complete(inner, op, outcome, len);
+                self.complete(inner, *op, *outcome, *len);
             } else if (inner.state == State::Connected || matches!(action, Action::Take { .. }))
                 && let Err(errno) = inner.act(action)
             {
                 self.end(inner, errno);
             }
         }
+        actions.clear();
         inner.actions = actions;
     }
 
@@ -1619,15 +1623,15 @@ impl Inner {
         link.post_message(slot, sges, all)
     }
 
-    fn act(&mut self, action: Action) -> Result<(), c_int> {
-        match action {
-            Action::Message(message, data) => self.message(&message, data),
+    fn act(&mut self, action: &Action) -> Result<(), c_int> {
+        match *action {
+            Action::Message(ref message, data) => self.message(message, data),
             Action::Release(slot) => self.link.as_mut().map_or(Ok(()), |link| link.release(slot)),
             Action::Read {
                 number,
                 to,
                 at,
-                from,
+                ref from,
             } => {
                 if to == flow::BUFFER {
                     self.need_early()?;
