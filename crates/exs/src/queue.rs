@@ -33,8 +33,9 @@ const SPIN: Duration = Duration::from_micros(50);
 /// exchange takes 30 µs if both poll.
 const SHORT_WAIT: Duration = Duration::from_millis(1);
 
-/// How many sockets a waiting thread polls before it reads the clock again.
-const POLLS: usize = 32;
+/// How many sockets a waiting thread polls before it reads the clock again. A device may yield the processor in each poll, so a larger
+/// number would delay the end of the polling on a busy machine.
+const POLLS: usize = 8;
 
 /// How threads wait in `exs_qdequeue`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
