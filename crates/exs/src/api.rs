@@ -2,7 +2,7 @@
 
 use crate::flow::{Action, Flow, OpId};
 use crate::library::{self, Library};
-use crate::memory::{self, FileMap, Keys, Memory, Use, Used};
+use crate::memory::{self, Device, FileMap, Keys, Memory, Use, Used};
 use crate::op::{Keep, Op};
 use crate::queue::{Event, Queue, Wait};
 use crate::socket::{self, PollCall, Settings, Socket, Timeout};
@@ -184,14 +184,20 @@ fn begin(fd: c_int, q: c_int, places: usize) -> Answer<(Arc<Socket>, Arc<Queue>)
     let library = library::get()?;
     let socket = library.socket(fd)?;
     let queue = library.queue(q)?;
-    queue.reserve(&socket, places)?;
+    reserve(&socket, &queue, places)?;
+    Ok((socket, queue))
+}
+
+/// Reserves entries in the queue for the events of a call on the socket.
+fn reserve(socket: &Arc<Socket>, queue: &Queue, places: usize) -> Answer {
+    queue.reserve(socket, places)?;
     if socket.is_gone() {
         // Another thread closed the socket after it was found.
-        queue.forget(fd);
+        queue.forget(socket.fd);
         queue.release(places);
         return Err(libc::EBADF);
     }
-    Ok((socket, queue))
+    Ok(())
 }
 
 fn plain(kind: c_int, queue: &Arc<Queue>, ahandle: isize, user: u64) -> Op {
@@ -245,8 +251,7 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
     n: c_int,
     timeout: *const libc::timeval,
 ) -> c_int {
-    let take = || {
-        let queue = library::get()?.queue(q)?;
+    let take = |queue: &Arc<Queue>| {
         require(!vec.is_null(), libc::EFAULT)?;
         let room = usize::try_from(n.unsigned_abs()).map_err(|_| libc::EINVAL)?;
         require((1..=EVTVEC_MAX).contains(&room), libc::EINVAL)?;
@@ -278,7 +283,7 @@ pub(crate) unsafe extern "C" fn exs_qdequeue(
         }
         c_int::try_from(count).map_err(|_| libc::EINVAL)
     };
-    result(take())
+    result(library::get().and_then(|library| library.with_queue(q, take)))
 }
 
 /// Writes the ready events to the program's array, whose address and length are in the event.
@@ -431,6 +436,15 @@ fn resolve(
     op: &mut Op,
 ) -> Answer {
     let (device, immediate) = socket.device()?;
+    if let [(v, None)] = vec
+        && v.handle != UNREGISTERED
+    {
+        // Most transfers are of this kind.
+        require(v.len as u64 <= MAX_LENGTH, libc::EMSGSIZE)?;
+        let keys = registered(library, device, v, what, op)?;
+        add_segment(op, v.base.expose_provenance() as u64, v.len, keys);
+        return Ok(());
+    }
     require(vec.len() <= MAX_SEGMENTS, libc::EMSGSIZE)?;
     let total = vec
         .iter()
@@ -439,7 +453,6 @@ fn resolve(
     let several = vec.iter().filter(|(v, _)| v.len > 0).count() > 1;
     for (v, file) in vec.iter().filter(|(v, _)| v.len > 0 || !several) {
         let (mut addr, len) = (v.base.expose_provenance() as u64, v.len as u64);
-        let len32 = u32::try_from(len).map_err(|_| libc::EMSGSIZE)?;
         let (mut lkey, mut rkey) = (0, 0);
         let pooled = || {
             let apart = len > 0 && !persistent && (what == Use::Source || !several);
@@ -462,11 +475,7 @@ fn resolve(
                 op.keep.push(Keep::Map { _map: map });
             }
         } else if v.handle != UNREGISTERED {
-            require(!v.base.is_null() || len == 0, libc::EFAULT)?;
-            let memory = Used::new(library.memory(v.handle)?)?;
-            require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
-            Keys { lkey, rkey } = memory.keys(device, what)?;
-            op.keep.push(Keep::Memory(memory));
+            Keys { lkey, rkey } = registered(library, device, v, what, op)?;
         } else if len > 0 {
             require(!v.base.is_null(), libc::EFAULT)?;
             let copied = what == Use::Source && !several && !persistent && total <= immediate;
@@ -493,18 +502,40 @@ fn resolve(
                 op.keep.push(Keep::Own { _region: region });
             }
         }
-        op.segments.push(Segment {
-            addr,
-            stag: lkey,
-            len: len32,
-        });
-        op.remote.push(Segment {
-            addr,
-            stag: rkey,
-            len: len32,
-        });
+        add_segment(op, addr, v.len, Keys { lkey, rkey });
     }
     Ok(())
+}
+
+/// Returns the keys of memory that the program has registered, and keeps it registered until the operation ends.
+fn registered(
+    library: &Library,
+    device: &Device,
+    v: &IoVec,
+    what: Use,
+    op: &mut Op,
+) -> Answer<Keys> {
+    let (addr, len) = (v.base.expose_provenance() as u64, v.len as u64);
+    require(!v.base.is_null() || len == 0, libc::EFAULT)?;
+    library.with_memory(v.handle, |memory| {
+        // SAFETY: the memory is from the table.
+        let used = unsafe { Used::new(memory) }?;
+        require(len == 0 || memory.contains(addr, len), libc::EACCES)?;
+        let keys = memory.keys(device, what)?;
+        op.keep.push(Keep::Memory(used));
+        Ok(keys)
+    })
+}
+
+/// Adds memory to an operation. The caller has checked that the length is at most [`MAX_LENGTH`].
+fn add_segment(op: &mut Op, addr: u64, len: usize, keys: Keys) {
+    let segment = |stag| Segment {
+        addr,
+        stag,
+        len: u32::try_from(len).unwrap_or(0),
+    };
+    op.segments.push(segment(keys.lkey));
+    op.remote.push(segment(keys.rkey));
 }
 
 /// The kind of a transfer.
@@ -536,10 +567,26 @@ fn transfer(
         transfer.flags & !known == 0 && transfer.flags & (PERSISTENT | NOTIFY) != NOTIFY,
         libc::EINVAL,
     )?;
+    let library = library::get()?;
+    library.with_socket(fd, |socket| {
+        library.with_queue(q, |queue| {
+            begin_transfer(library, socket, queue, vec, transfer, ahandle)
+        })
+    })
+}
+
+fn begin_transfer(
+    library: &Library,
+    socket: &Arc<Socket>,
+    queue: &Arc<Queue>,
+    vec: &[(IoVec, Option<FilePart>)],
+    transfer: &Transfer,
+    ahandle: isize,
+) -> Answer {
     let persistent = transfer.flags & PERSISTENT != 0;
     let places = if transfer.flags & NOTIFY != 0 { 2 } else { 1 };
-    let (socket, queue) = begin(fd, q, places)?;
-    let mut op = plain(transfer.kind, &queue, ahandle, transfer.user);
+    reserve(socket, queue, places)?;
+    let mut op = plain(transfer.kind, queue, ahandle, transfer.user);
     op.places = places;
     op.flags = u64::from(transfer.flags.unsigned_abs());
     op.offset = transfer.offset;
@@ -548,9 +595,7 @@ fn transfer(
         (false, true) => Use::Target,
         (false, false) => Use::Sink,
     };
-    let resolved = library::get()
-        .and_then(|library| resolve(library, &socket, vec, what, persistent, &mut op));
-    if let Err(errno) = resolved {
+    if let Err(errno) = resolve(library, socket, vec, what, persistent, &mut op) {
         queue.release(places);
         return Err(errno);
     }
@@ -565,7 +610,7 @@ fn transfer(
         }
         Ok(())
     };
-    refused(&queue, places, socket.start(op, start))
+    refused(queue, places, socket.start(op, start))
 }
 
 fn one(buf: *const c_void, len: usize, handle: c_int) -> [(IoVec, Option<FilePart>); 1] {

@@ -581,15 +581,21 @@ impl Flow {
             .position(|s| s.seq == seq)
             .ok_or(Bad::Order)?;
         let known = self.sent.get(at).is_some_and(|s| len <= s.len);
-        let sent = if known { self.sent.remove(at) } else { None };
+        let sent = match at {
+            _ if !known => None,
+            0 => self.sent.pop_front(),
+            at => self.sent.remove(at),
+        };
         let sent = sent.ok_or(Bad::Field)?;
         if sent.kind == Kind::Control {
             self.controls += 1;
         } else {
             self.credits += 1;
             // The operation has ended, so its queued cancel is removed.
-            self.waiting_controls
-                .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+            if !self.waiting_controls.is_empty() {
+                self.waiting_controls
+                    .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
+            }
         }
         if sent.kind == Kind::Place {
             self.standing = None;
@@ -673,7 +679,7 @@ impl Flow {
 
     fn progress(&mut self, out: &mut Vec<Action>) {
         self.finish_moves(out);
-        loop {
+        while self.may_start_move() {
             let state = |f: &Self| (f.moves.len(), f.recvs.len(), f.next_move, f.buffer.taken);
             let before = state(self);
             self.start_move(out);
@@ -687,18 +693,19 @@ impl Flow {
         self.answer_persistent(out);
     }
 
-    /// Matches the first waiting receive with the advertisements of the peer.
-    fn start_move(&mut self, out: &mut Vec<Action>) {
+    /// Returns whether there is something to read and a place for it. Otherwise [`Flow::start_move`] has nothing to do.
+    fn may_start_move(&self) -> bool {
         let has_input = !self.adverts.is_empty()
             || self.persistent.is_some()
             || self.peer_fin
             || self.buffer.asked > self.buffer.taken;
-        if !has_input {
-            return;
-        }
-        if self.moves.len() >= MAX_MOVES {
-            return;
-        }
+        has_input
+            && (!self.recvs.is_empty() || self.standing.is_some() || self.buffer.size > 0)
+            && self.moves.len() < MAX_MOVES
+    }
+
+    /// Matches the first waiting receive with the advertisements of the peer.
+    fn start_move(&mut self, out: &mut Vec<Action>) {
         if let Some((recv, _)) = &self.standing {
             // The peer sent these advertisements before it knew of the persistent receive. Their data is read to the
             // beginning of its memory.
@@ -760,10 +767,26 @@ impl Flow {
             let len = room.min(persistent.len - skip);
             let from = cut(&persistent.segments, skip, len);
             let notify = persistent.notify.then_some(persistent.seq);
-            let number = self.begin(id, len, false, true, None, notify);
+            let number = self.begin(Move {
+                number: 0,
+                recv: id,
+                len,
+                truncated: false,
+                ends_recv: true,
+                ends_advert: None,
+                notify,
+                done: len == 0,
+            });
             // The advertisement ends the receive even if its data is shorter, so that it is not read twice.
             self.asked(at, room);
-            self.read(number, id, asked, from, out);
+            if len > 0 {
+                out.push(Action::Read {
+                    number,
+                    to: id,
+                    at: asked,
+                    from,
+                });
+            }
         } else if !self.adverts.is_empty() {
             if offset.is_some_and(|o| o != 0) {
                 self.recvs.remove(at);
@@ -829,10 +852,20 @@ impl Flow {
         let ends_advert =
             (advert.taken == advert.len || truncated).then_some((advert.seq, advert.taken, slot));
         let ends_recv = recv != BUFFER && self.standing.is_none() && (!wait_all || len == room);
-        let number = self.begin(recv, len, truncated, ends_recv, ends_advert, None);
         if ends_advert.is_none() {
             self.adverts.push_front(advert);
         }
+        let number = self.begin(Move {
+            number: 0,
+            recv,
+            len,
+            truncated,
+            ends_recv,
+            ends_advert,
+            notify: None,
+            // Immediate data is copied at once.
+            done: len == 0 || slot.is_some(),
+        });
         if let Some(slot) = slot {
             out.push(Action::Copy {
                 to: recv,
@@ -841,50 +874,23 @@ impl Flow {
                 skip,
                 len,
             });
-            self.moves
-                .iter_mut()
-                .filter(|m| m.number == number)
-                .for_each(|m| m.done = true);
-        } else {
-            self.read(number, recv, at, from, out);
-        }
-        len
-    }
-
-    fn begin(
-        &mut self,
-        recv: OpId,
-        len: u64,
-        truncated: bool,
-        ends_recv: bool,
-        ends_advert: Option<(u32, u64, Option<Slot>)>,
-        notify: Option<u32>,
-    ) -> u64 {
-        let number = self.next_move;
-        self.next_move += 1;
-        let done = len == 0;
-        self.moves.push_back(Move {
-            number,
-            recv,
-            len,
-            truncated,
-            ends_recv,
-            ends_advert,
-            notify,
-            done,
-        });
-        number
-    }
-
-    fn read(&self, number: u64, to: OpId, at: u64, from: Segments, out: &mut Vec<Action>) {
-        if self.moves.iter().any(|m| m.number == number && !m.done) {
+        } else if len > 0 {
             out.push(Action::Read {
                 number,
-                to,
+                to: recv,
                 at,
                 from,
             });
         }
+        len
+    }
+
+    /// Adds a move and returns its number.
+    fn begin(&mut self, begun: Move) -> u64 {
+        let number = self.next_move;
+        self.next_move += 1;
+        self.moves.push_back(Move { number, ..begun });
+        number
     }
 
     fn finish_moves(&mut self, out: &mut Vec<Action>) {
@@ -899,17 +905,22 @@ impl Flow {
             if let Some(waiting) = at.and_then(|at| self.recvs.get_mut(at)) {
                 waiting.got += ended.len;
                 if ended.ends_recv {
+                    let got = waiting.got;
                     let outcome = if ended.truncated {
                         Outcome::Truncated
                     } else {
                         Outcome::Done
                     };
-                    out.push(complete(ended.recv, outcome, waiting.got));
-                    at.and_then(|at| self.recvs.remove(at));
+                    out.push(complete(ended.recv, outcome, got));
+                    if at == Some(0) {
+                        self.recvs.pop_front();
+                    } else {
+                        at.and_then(|at| self.recvs.remove(at));
+                    }
                 }
             }
-            let standing = self.standing_ends.iter();
-            if let Some(at) = standing.clone().position(|(op, ..)| *op == ended.recv)
+            let mut standing = self.standing_ends.iter();
+            if let Some(at) = standing.position(|(op, ..)| *op == ended.recv)
                 && !self.moves.iter().any(|m| m.recv == ended.recv)
             {
                 let (op, outcome, len) = self.standing_ends.remove(at);
@@ -955,6 +966,9 @@ impl Flow {
     }
 
     fn start_sends(&mut self, out: &mut Vec<Action>) {
+        if self.sends.is_empty() && self.standing.is_none() {
+            return;
+        }
         if let Some((recv, None)) = &self.standing
             && self.credits > 0
             && !self.is_shut()
@@ -1048,6 +1062,9 @@ impl Flow {
     }
 
     fn start_controls(&mut self, out: &mut Vec<Action>) {
+        if self.waiting_controls.is_empty() && self.fin.is_none() {
+            return;
+        }
         while self.controls > 0 {
             let Some((kind, of, len)) = self.waiting_controls.pop_front() else {
                 break;

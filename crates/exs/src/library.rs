@@ -114,9 +114,42 @@ impl<T> Table<T> {
 
     /// Returns an object. `recent`: the objects that this thread has used last.
     fn get(&self, number: c_int, recent: &'static LocalKey<RefCell<Recent<T>>>) -> Option<Arc<T>> {
-        // The variable of the thread does not exist any more while the thread ends.
-        let found = recent.try_with(|recent| self.get_recent(number, &mut recent.borrow_mut()));
-        found.unwrap_or_else(|_| self.lock().get(&number).cloned())
+        // The variable of the thread does not exist any more while the thread ends. It is borrowed if this is a handler of a signal
+        // that has interrupted a call of the library.
+        let found = recent.try_with(|recent| {
+            let mut recent = recent.try_borrow_mut().ok()?;
+            Some(self.get_recent(number, &mut recent))
+        });
+        match found {
+            Ok(Some(found)) => found,
+            _ => self.lock().get(&number).cloned(),
+        }
+    }
+
+    /// Calls `f` with an object. The object lives during the call because `recent` owns it and is borrowed, so no reference is
+    /// counted.
+    fn with<R>(
+        &self,
+        number: c_int,
+        recent: &'static LocalKey<RefCell<Recent<T>>>,
+        f: impl FnOnce(&Arc<T>) -> R,
+    ) -> Option<R> {
+        let mut f = Some(f);
+        let called = recent.try_with(|recent| {
+            let recent = recent.try_borrow().ok()?;
+            if recent.removals != self.removals.load(SeqCst) {
+                return None;
+            }
+            match recent.objects.get(place_of(number)) {
+                Some(Some((of, object))) if *of == number => f.take().map(|f| f(object)),
+                _ => None,
+            }
+        });
+        if let Ok(Some(result)) = called {
+            return Some(result);
+        }
+        let object = self.get(number, recent)?;
+        f.map(|f| f(&object))
     }
 
     fn get_recent(&self, number: c_int, recent: &mut Recent<T>) -> Option<Arc<T>> {
@@ -126,8 +159,7 @@ impl<T> Table<T> {
             recent.objects = [const { None }; RECENT];
             recent.removals = removals;
         }
-        let at = number.cast_unsigned() as usize % RECENT;
-        let place = recent.objects.get_mut(at)?;
+        let place = recent.objects.get_mut(place_of(number))?;
         if let Some((of, object)) = place
             && *of == number
         {
@@ -137,6 +169,11 @@ impl<T> Table<T> {
         *place = Some((number, Arc::clone(&found)));
         Some(found)
     }
+}
+
+/// Returns where [`Recent`] holds an object.
+fn place_of(number: c_int) -> usize {
+    number.cast_unsigned() as usize % RECENT
 }
 
 /// A copy of an event of the connection manager, which is acknowledged before it is handled.
@@ -278,6 +315,15 @@ pub(crate) unsafe fn destroy_qp(id: *mut ffi::rdma_cm_id) {
     }
 }
 
+/// Returns the error for a descriptor that is not that of a socket.
+fn no_socket(fd: c_int) -> c_int {
+    if (0..FIRST_FD).contains(&fd) {
+        libc::ENOTSOCK
+    } else {
+        libc::EBADF
+    }
+}
+
 fn number_as_context(fd: c_int) -> *mut c_void {
     std::ptr::without_provenance_mut(usize::try_from(fd).unwrap_or(0))
 }
@@ -301,13 +347,24 @@ impl Library {
 
     fn any_socket(&self, fd: c_int) -> Result<Arc<Socket>, c_int> {
         let found = self.sockets.get(fd, &RECENT_SOCKETS);
-        found.ok_or_else(|| {
-            if (0..FIRST_FD).contains(&fd) {
-                libc::ENOTSOCK
+        found.ok_or_else(|| no_socket(fd))
+    }
+
+    /// Calls `f` with a socket that the program has not closed.
+    pub(crate) fn with_socket<R>(
+        &self,
+        fd: c_int,
+        f: impl FnOnce(&Arc<Socket>) -> Result<R, c_int>,
+    ) -> Result<R, c_int> {
+        let open = |socket: &Arc<Socket>| {
+            if socket.is_gone() {
+                Err(libc::EBADF)
             } else {
-                libc::EBADF
+                f(socket)
             }
-        })
+        };
+        let found = self.sockets.with(fd, &RECENT_SOCKETS, open);
+        found.unwrap_or_else(|| Err(no_socket(fd)))
     }
 
     pub(crate) fn add_socket(&self, stream: bool, settings: Settings) -> Result<c_int, c_int> {
@@ -350,6 +407,16 @@ impl Library {
         self.queues.get(q, &RECENT_QUEUES).ok_or(libc::EBADF)
     }
 
+    /// Calls `f` with a queue.
+    pub(crate) fn with_queue<R>(
+        &self,
+        q: c_int,
+        f: impl FnOnce(&Arc<Queue>) -> Result<R, c_int>,
+    ) -> Result<R, c_int> {
+        let found = self.queues.with(q, &RECENT_QUEUES, f);
+        found.unwrap_or(Err(libc::EBADF))
+    }
+
     pub(crate) fn add_queue(&self, queue: Queue) -> c_int {
         let q = self.number();
         self.queues.insert(q, Arc::new(queue));
@@ -369,8 +436,14 @@ impl Library {
         Ok(())
     }
 
-    pub(crate) fn memory(&self, handle: c_int) -> Result<Arc<Memory>, c_int> {
-        self.memory.get(handle, &RECENT_MEMORY).ok_or(libc::EINVAL)
+    /// Calls `f` with memory that the program has registered.
+    pub(crate) fn with_memory<R>(
+        &self,
+        handle: c_int,
+        f: impl FnOnce(&Arc<Memory>) -> Result<R, c_int>,
+    ) -> Result<R, c_int> {
+        let found = self.memory.with(handle, &RECENT_MEMORY, f);
+        found.unwrap_or(Err(libc::EINVAL))
     }
 
     pub(crate) fn add_memory(&self, memory: Memory) -> Result<c_int, c_int> {

@@ -188,33 +188,31 @@ impl Memory {
     }
 }
 
-/// Memory that an operation uses, and that is not deregistered as long as this exists.
+/// Memory that an operation uses, and that is not deregistered as long as this exists. It does not count as a reference: the table of
+/// the library has one as long as there are uses, because it drops its own only after [`Memory::close`].
 #[derive(Debug)]
-pub(crate) struct Used(Arc<Memory>);
+pub(crate) struct Used(Ptr<Memory>);
 
 impl Used {
     /// `EINVAL`: the program has deregistered the memory.
-    pub(crate) fn new(memory: Arc<Memory>) -> Result<Self, c_int> {
+    ///
+    /// # Safety
+    ///
+    /// The memory is in the table of the library, or was removed from it after [`Memory::close`] had succeeded.
+    pub(crate) unsafe fn new(memory: &Arc<Memory>) -> Result<Self, c_int> {
         memory.uses.fetch_add(1, SeqCst);
-        let used = Self(memory);
-        if used.0.closed.load(SeqCst) {
+        if memory.closed.load(SeqCst) {
+            memory.uses.fetch_sub(1, SeqCst);
             return Err(libc::EINVAL);
         }
-        Ok(used)
-    }
-}
-
-impl std::ops::Deref for Used {
-    type Target = Memory;
-
-    fn deref(&self) -> &Memory {
-        &self.0
+        Ok(Self(Ptr(Arc::as_ptr(memory).cast_mut())))
     }
 }
 
 impl Drop for Used {
     fn drop(&mut self) {
-        self.0.uses.fetch_sub(1, SeqCst);
+        // SAFETY: the memory was not closed when it was counted as used. Since then it cannot be closed, so the table still owns it.
+        unsafe { (*self.0.0).uses.fetch_sub(1, SeqCst) };
     }
 }
 

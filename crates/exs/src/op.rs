@@ -3,6 +3,7 @@
 use crate::flow::OpId;
 use crate::memory::{FileMap, Used};
 use crate::queue::Queue;
+use crate::socket::{EVT_SEND, EVT_SENDFILE, EVT_SENDMSG};
 use crate::wire::Segments;
 use anywarp_buffers::{Piece, Region};
 use libc::c_int;
@@ -48,50 +49,80 @@ pub(crate) struct Op {
     pub(crate) late: bool,
 }
 
-/// The operations of a socket, oldest first. Most operations end in the order of their calls, so they are found and removed near
-/// the front.
+impl Op {
+    pub(crate) fn is_send(&self) -> bool {
+        matches!(self.kind, EVT_SEND | EVT_SENDMSG | EVT_SENDFILE)
+    }
+}
+
+/// The operations of a socket: first the sends, then the receives and all others, each oldest first. Most operations of one direction
+/// end in the order of their calls, so they are found and removed at the front.
 #[derive(Debug, Default)]
-pub(crate) struct Ops(VecDeque<(OpId, Op)>);
+pub(crate) struct Ops([VecDeque<(OpId, Op)>; 2]);
 
 impl Ops {
     /// Adds an operation, whose number is higher than all before.
     pub(crate) fn push(&mut self, id: OpId, op: Op) {
-        self.0.push_back((id, op));
+        let [sends, others] = &mut self.0;
+        if op.is_send() {
+            sends.push_back((id, op));
+        } else {
+            others.push_back((id, op));
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.0.iter().map(VecDeque::len).sum()
     }
 
-    fn find(&self, id: OpId) -> Option<usize> {
-        // Most often the oldest operation ends.
-        if self.0.front().is_some_and(|(first, _)| *first == id) {
-            return Some(0);
+    /// Returns the direction of an operation, and its position there.
+    fn find(&self, id: OpId) -> Option<(usize, usize)> {
+        let [sends, others] = &self.0;
+        let is_first = |all: &VecDeque<(OpId, Op)>| all.front().is_some_and(|(f, _)| *f == id);
+        if is_first(sends) {
+            return Some((0, 0));
         }
-        self.0.binary_search_by_key(&id, |(id, _)| *id).ok()
+        if is_first(others) {
+            return Some((1, 0));
+        }
+        let search = |all: &VecDeque<_>| all.binary_search_by_key(&id, |(id, _)| *id).ok();
+        search(sends)
+            .map(|at| (0, at))
+            .or_else(|| search(others).map(|at| (1, at)))
     }
 
     pub(crate) fn get(&self, id: OpId) -> Option<&Op> {
-        self.find(id)
-            .and_then(|at| self.0.get(at))
-            .map(|(_, op)| op)
+        let (direction, at) = self.find(id)?;
+        let (_, op) = self.0.get(direction)?.get(at)?;
+        Some(op)
     }
 
     pub(crate) fn get_mut(&mut self, id: OpId) -> Option<&mut Op> {
-        let at = self.find(id)?;
-        self.0.get_mut(at).map(|(_, op)| op)
+        let (direction, at) = self.find(id)?;
+        let (_, op) = self.0.get_mut(direction)?.get_mut(at)?;
+        Some(op)
     }
 
     pub(crate) fn remove(&mut self, id: OpId) -> Option<Op> {
-        let at = self.find(id)?;
-        self.0.remove(at).map(|(_, op)| op)
+        let (direction, at) = self.find(id)?;
+        let all = self.0.get_mut(direction)?;
+        let (_, op) = if at == 0 {
+            all.pop_front()
+        } else {
+            all.remove(at)
+        }?;
+        Some(op)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (OpId, &Op)> {
-        self.0.iter().map(|(id, op)| (*id, op))
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Op> {
+        self.0.iter().flatten().map(|(_, op)| op)
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (OpId, &mut Op)> {
-        self.0.iter_mut().map(|(id, op)| (*id, op))
+    /// Returns the numbers of the operations that `which` selects, in the order of their calls.
+    pub(crate) fn numbers(&self, which: impl Fn(&Op) -> bool) -> Vec<OpId> {
+        let all = self.0.iter().flatten();
+        let mut numbers: Vec<OpId> = all.filter(|(_, op)| which(op)).map(|(id, _)| *id).collect();
+        numbers.sort_unstable();
+        numbers
     }
 }

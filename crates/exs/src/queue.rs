@@ -33,6 +33,10 @@ const SPIN: Duration = Duration::from_micros(50);
 /// exchange takes 30 µs if both poll.
 const SHORT_WAIT: Duration = Duration::from_millis(1);
 
+/// How many sockets a waiting thread polls before it reads the clock again. A device may yield the processor in each poll, so a larger
+/// number would delay the end of the polling on a busy machine.
+const POLLS: usize = 8;
+
 /// How threads wait in `exs_qdequeue`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wait {
@@ -318,18 +322,22 @@ impl Queue {
         spin_until: Instant,
         until: Option<Instant>,
     ) -> Option<Instant> {
-        let passes = (8 / members.len().max(1)).max(1);
+        let passes = (POLLS / members.len().max(1)).max(1);
         let mut latest = None;
         loop {
             // Reading the clock takes as long as polling one socket.
             for _ in 0..passes {
+                let mut polled = false;
                 for member in members {
-                    member.spin();
+                    polled |= member.spin();
                 }
                 if self.pushed.load(Acquire) != seen {
                     return latest;
                 }
-                std::hint::spin_loop();
+                // A pause after each poll would delay the next one by a tenth. Other threads need it only if they have the locks.
+                if !polled {
+                    std::hint::spin_loop();
+                }
             }
             let now = Instant::now();
             latest = Some(now);
@@ -340,9 +348,13 @@ impl Queue {
     }
 
     fn take(&self, state: &mut State, into: &mut [Event]) -> usize {
-        let count = state.events.len().min(into.len());
-        for (to, event) in into.iter_mut().zip(state.events.drain(..count)) {
+        let mut count = 0;
+        for to in into {
+            let Some(event) = state.events.pop_front() else {
+                break;
+            };
             *to = event;
+            count += 1;
         }
         self.release(count);
         if let Some(fd) = state.eventfd

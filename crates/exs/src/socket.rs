@@ -513,15 +513,12 @@ impl Socket {
         let due = |deadline: Option<Instant>| deadline.is_some_and(|d| d <= now);
         inner.alarm = None;
         self.drain(&mut inner);
-        let late: Vec<OpId> = inner
-            .ops
-            .iter_mut()
-            .filter(|(_, op)| !op.late && due(op.deadline))
-            .map(|(id, op)| {
+        let late = inner.ops.numbers(|op| !op.late && due(op.deadline));
+        for id in &late {
+            if let Some(op) = inner.ops.get_mut(*id) {
                 op.late = true;
-                id
-            })
-            .collect();
+            }
+        }
         for id in late {
             inner.cancel(self, id);
         }
@@ -531,7 +528,7 @@ impl Socket {
         if due(inner.closing.as_ref().and_then(|op| op.deadline)) {
             self.closed(&mut inner, libc::ETIMEDOUT);
         }
-        let deadlines = inner.ops.iter().map(|(_, op)| op).filter(|op| !op.late);
+        let deadlines = inner.ops.iter().filter(|op| !op.late);
         let first = deadlines
             .filter_map(|op| op.deadline)
             .chain(inner.establish_by)
@@ -580,7 +577,7 @@ impl Socket {
         begun?;
         if op.flags & 1 == 0 {
             op.deadline = match op.kind {
-                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => inner.settings.send_timeout.take(),
+                _ if op.is_send() => inner.settings.send_timeout.take(),
                 EVT_RECV | EVT_RECVMSG => inner.settings.recv_timeout.take(),
                 _ => None,
             };
@@ -619,12 +616,9 @@ impl Socket {
     /// Requests the end of all operations, or of those with the handle `ahandle`. Returns their number.
     pub(crate) fn cancel(&self, ahandle: Option<isize>) -> usize {
         let mut inner = self.lock();
-        let chosen: Vec<OpId> = inner
+        let chosen = inner
             .ops
-            .iter()
-            .filter(|(_, op)| ahandle.is_none_or(|a| a == op.ahandle))
-            .map(|(id, _)| id)
-            .collect();
+            .numbers(|op| ahandle.is_none_or(|a| a == op.ahandle));
         for id in &chosen {
             inner.cancel(self, *id);
         }
@@ -654,12 +648,9 @@ impl Socket {
             return Ok(());
         }
         end_polls(&mut inner, self.fd);
-        let waiting: Vec<OpId> = inner
+        let waiting = inner
             .ops
-            .iter()
-            .filter(|(_, op)| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind))
-            .map(|(id, _)| id)
-            .collect();
+            .numbers(|op| op.flags & 1 != 0 || [EVT_RECV, EVT_RECVMSG].contains(&op.kind));
         for id in waiting {
             inner.cancel(self, id);
         }
@@ -741,8 +732,8 @@ impl Socket {
         }
     }
 
-    /// Handles completions, in a thread of the program that polls for events.
-    pub(crate) fn spin(self: &Arc<Self>) {
+    /// Handles completions, in a thread of the program that polls for events. Returns `false` if another thread is doing so.
+    pub(crate) fn spin(self: &Arc<Self>) -> bool {
         self.touched.store(true, Relaxed);
         if !self.hot.load(SeqCst) {
             self.hot.store(true, SeqCst);
@@ -750,7 +741,9 @@ impl Socket {
         if !self.watched.load(SeqCst) && !self.watched.swap(true, SeqCst) {
             library::watch_polled(Arc::clone(self));
         }
-        if let Ok(mut inner) = self.inner.try_lock() {
+        let locked = self.inner.try_lock();
+        let polled = locked.is_ok();
+        if let Ok(mut inner) = locked {
             // The program polls again and has not answered the last message, so its acknowledgement is not held back any longer.
             self.flush(&mut inner);
             // `hot` is read with the lock held: `wake` takes the lock after each change of `hot` to false, and flushes.
@@ -762,6 +755,7 @@ impl Socket {
             }
             self.drain(&mut inner);
         }
+        polled
     }
 
     /// Sends the acknowledgement that was held back for the program's next send.
@@ -874,15 +868,16 @@ impl Socket {
     }
 
     fn perform(&self, inner: &mut Inner, mut actions: Vec<Action>) {
-        for action in actions.drain(..) {
+        for action in &actions {
             if let Action::Complete { op, outcome, len } = action {
-                self.complete(inner, op, outcome, len);
+                self.complete(inner, *op, *outcome, *len);
             } else if (inner.state == State::Connected || matches!(action, Action::Take { .. }))
                 && let Err(errno) = inner.act(action)
             {
                 self.end(inner, errno);
             }
         }
+        actions.clear();
         inner.actions = actions;
     }
 
@@ -921,7 +916,7 @@ impl Socket {
         if op.late && errno == libc::ECANCELED {
             event.errno = libc::ETIMEDOUT;
             event.kind = match op.kind {
-                EVT_SEND | EVT_SENDMSG | EVT_SENDFILE => EVT_SENDTIMEOUT,
+                _ if op.is_send() => EVT_SENDTIMEOUT,
                 EVT_RECV | EVT_RECVMSG => EVT_RECVTIMEOUT,
                 kind => kind,
             };
@@ -964,8 +959,7 @@ impl Socket {
         } else {
             self.answer_polls(inner);
         }
-        let all: Vec<OpId> = inner.ops.iter().map(|(id, _)| id).collect();
-        for id in all {
+        for id in inner.ops.numbers(|_| true) {
             self.report(inner, id, errno, 0, 0);
         }
         if let Some((listener, op)) = inner.accept.take() {
@@ -1629,15 +1623,15 @@ impl Inner {
         link.post_message(slot, sges, all)
     }
 
-    fn act(&mut self, action: Action) -> Result<(), c_int> {
-        match action {
-            Action::Message(message, data) => self.message(&message, data),
+    fn act(&mut self, action: &Action) -> Result<(), c_int> {
+        match *action {
+            Action::Message(ref message, data) => self.message(message, data),
             Action::Release(slot) => self.link.as_mut().map_or(Ok(()), |link| link.release(slot)),
             Action::Read {
                 number,
                 to,
                 at,
-                from,
+                ref from,
             } => {
                 if to == flow::BUFFER {
                     self.need_early()?;

@@ -460,6 +460,8 @@ static bool receive_all(struct end *e, unsigned int count)
 
 /* ---- ping ---- */
 
+#define LOOKS 2
+
 /* Waits for the message `e->in`. Counts sends that complete meanwhile. */
 static bool await_message(struct end *e, unsigned int *sent)
 {
@@ -477,9 +479,12 @@ static bool await_message(struct end *e, unsigned int *sent)
 		} while (type != EXS_EVT_RECV);
 		return is_message(&e->row, e->block_in + slot * e->stride, e->in++);
 	}
-	/* A write into persistent memory causes no event at the receiver, so the memory is polled, as with RDMA Write. */
+	/*
+	 * A write into persistent memory causes no event at the receiver, so the memory is polled, as with RDMA Write. A software device
+	 * places the data while the queue is polled, so few looks at the memory come between two polls.
+	 */
 	for (;;) {
-		for (int look = 0; look < 16; look++) {
+		for (int look = 0; look < LOOKS; look++) {
 			__asm__ volatile("" ::: "memory");
 			if (memcmp(tail, &w, least(STAMP, e->row.size)) == 0)
 				return is_message(&e->row, e->block_in, e->in++);
