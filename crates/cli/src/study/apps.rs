@@ -12,6 +12,7 @@ use super::args::Inside;
 use super::figures::{Extent, Params, Point, Runner};
 use super::namespace::{self, BLANK, system};
 use super::process::{Ended, READY, ready};
+use super::runner::{halves, pin};
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -224,7 +225,7 @@ impl Apps {
             "perftest" => perftest(&mut programs, point, extent, interrupted),
             "tiers" => self.tiers(&mut programs, point, interrupted),
             "profile" => self.profile(&mut programs, get("part"), interrupted),
-            "pingpong" => pingpong(&mut programs, get("size"), interrupted),
+            "pingpong" => pingpong(&mut programs, get("size"), get("mode"), interrupted),
             "streams" => streams(&mut programs, carriers, get("streams"), interrupted),
             other => Err(Miss::Failed(format!("unknown application: {other}"))),
         };
@@ -253,6 +254,7 @@ impl Apps {
                 ("mtu", mtu) => words.extend(["--mtu".to_owned(), mtu.to_owned()]),
                 ("offload", "false") => words.push("--no-offload".to_owned()),
                 ("offload", _) => {}
+                ("rate", rate) => words.extend(["--rate".to_owned(), rate.to_owned()]),
                 (axis, value) => words.push(format!("{axis}={value}")),
             }
         }
@@ -448,11 +450,26 @@ impl Apps {
     }
 }
 
+/// Returns the commands that limit the loopback interface to this rate, in Mbit/s.
+fn link(rate: u32) -> [String; 2] {
+    [
+        "tc qdisc add dev lo root handle 1: htb default 1".to_owned(),
+        format!(
+            "tc class add dev lo parent 1: classid 1:1 htb rate {rate}mbit burst 128k cburst 128k"
+        ),
+    ]
+}
+
 /// Measures one point in this namespace. Returns the sample as JSON.
 pub(super) fn inside(args: &Inside) -> Result<String, String> {
     system(&format!("ip link set lo up mtu {}", args.mtu))?;
     if args.no_offload {
         system("ip link set lo gso_max_segs 1")?;
+    }
+    if let Some(rate) = args.rate {
+        for command in link(rate) {
+            system(&command)?;
+        }
     }
     let pair = |text: &String| {
         let (axis, value) = text.split_once('=')?;
@@ -676,8 +693,18 @@ fn perftest(
         }
     }
     programs.device = true;
+    // The carrier applies to the device: perftest does not use sockets for its data.
+    programs.carrier.rule = None;
+    // Each end stands for a host. Two ends that poll on the same processor would wait for each other's time slices.
+    let halves = halves();
+    if let Some((half, _)) = &halves {
+        pin(half);
+    }
     let server = programs.start(Part::Background, &words(&text))?;
     ready(port, true)?;
+    if let Some((_, half)) = &halves {
+        pin(half);
+    }
     text.push_str(&format!(" {HERE}"));
     let text = programs
         .start(Part::Measured, &words(&text))?
@@ -709,13 +736,28 @@ fn perftest(
 }
 
 /// Returns half of the round-trip time of a message between two programs.
-fn pingpong(programs: &mut Programs<'_>, size: &str, interrupted: &Interrupted) -> Outcome {
+fn pingpong(
+    programs: &mut Programs<'_>,
+    size: &str,
+    mode: &str,
+    interrupted: &Interrupted,
+) -> Outcome {
     need("sockperf", "sockperf")?;
     let port = sys::free_port().map_err(|e| e.to_string())?;
-    let to = format!("-i {HERE} -p {port} --tcp");
+    // With sockets that do not block, both ends call recv until a message arrives instead of sleeping.
+    let poll = if mode == "poll" { " --nonblocked" } else { "" };
+    let to = format!("-i {HERE} -p {port} --tcp{poll}");
     let server = format!("sockperf server {to}");
+    // Each end stands for a host.
+    let halves = halves();
+    if let Some((half, _)) = &halves {
+        pin(half);
+    }
     let server = programs.start(Part::Background, &words(&server))?;
     ready(port, true)?;
+    if let Some((_, half)) = &halves {
+        pin(half);
+    }
     let client = format!("sockperf ping-pong {to} -m {size} -t 1");
     let text = programs
         .start(Part::Measured, &words(&client))?
@@ -790,6 +832,13 @@ fn private(pid: u32) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_link_has_the_rate_of_its_class() {
+        let all = link(20);
+        assert!(all.iter().all(|command| command.contains(" dev lo ")));
+        assert!(all.concat().contains("classid 1:1 htb rate 20mbit"));
+    }
 
     #[test]
     fn functions_belong_to_a_part_of_a_transfer() {

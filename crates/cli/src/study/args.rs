@@ -101,6 +101,10 @@ pub(crate) struct Inside {
     #[arg(long)]
     pub(crate) no_offload: bool,
 
+    /// Rate of the loopback interface, in Mbit/s
+    #[arg(long)]
+    pub(crate) rate: Option<u32>,
+
     /// Folder for the files of the programs
     #[arg(long, value_name = "DIR")]
     pub(crate) report: PathBuf,

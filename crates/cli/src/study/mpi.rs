@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::{env, fs};
+use std::{env, fs, thread};
 
 use super::figures::{Extent, Params, Point};
 use super::process::Ended;
@@ -69,8 +69,9 @@ impl Mpi {
         };
         let ranks = point.params.get("ranks").map_or("2", String::as_str);
         let mut command = Command::new(LAUNCHER);
-        let options = ["-n", ranks, "--oversubscribe", "--bind-to", "none"];
-        command.args(options).args(network.options);
+        let mut options = vec!["-n", ranks, "--oversubscribe"];
+        options.extend(binding(ranks, processors()));
+        command.args(&options).args(network.options);
         let mut typed = format!(
             "{LAUNCHER} {} {}",
             options.join(" "),
@@ -104,6 +105,26 @@ impl Mpi {
             .and_then(|ended| ended.output(interrupted))
             .and_then(|text| parse_output(&text, size));
         (typed, outcome.map_err(Miss::Failed))
+    }
+}
+
+/// Returns the number of processors that this process may use.
+fn processors() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Returns the options that place the ranks. Each rank stands for a host, so it gets a processor of its own if there are enough:
+/// two ranks that poll on the same processor would wait for each other's time slices.
+fn binding(ranks: &str, processors: usize) -> &'static [&'static str] {
+    match ranks.parse::<usize>() {
+        Ok(ranks) if ranks <= processors => &[
+            "--use-hwthread-cpus",
+            "--map-by",
+            "hwthread",
+            "--bind-to",
+            "hwthread",
+        ],
+        _ => &["--bind-to", "none"],
     }
 }
 
@@ -267,6 +288,12 @@ fn compile(studies: &Path, folder: &Path) -> Result<PathBuf, Miss> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_rank_has_a_processor_if_there_are_enough() {
+        assert!(binding("2", 2).contains(&"hwthread"));
+        assert_eq!(binding("4", 2), ["--bind-to", "none"]);
+    }
 
     #[test]
     fn points_become_commands() {

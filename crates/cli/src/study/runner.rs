@@ -742,7 +742,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
 }
 
 /// Splits the processors that this process may use into two halves.
-fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
+pub(super) fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
     let set = rustix::thread::sched_getaffinity(None).ok()?;
     let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
         .filter(|&cpu| set.is_set(cpu))
@@ -752,7 +752,7 @@ fn halves() -> Option<(Vec<usize>, Vec<usize>)> {
 }
 
 /// Restricts this thread and the processes that it starts to these processors.
-fn pin(processors: &[usize]) {
+pub(super) fn pin(processors: &[usize]) {
     let mut set = rustix::thread::CpuSet::new();
     for &cpu in processors {
         set.set(cpu);
