@@ -342,7 +342,8 @@ fn side_by_side(folder: &Path) -> Result {
     let mut carriers = BTreeSet::new();
     for line in lines {
         let us = line.get(time).and_then(|us| us.parse::<f64>().ok());
-        if !us.is_some_and(|us| us > DELAY_US && us < 10.0 * DELAY_US) {
+        // On a busy machine a datagram may be sent again, after tens of milliseconds.
+        if !us.is_some_and(|us| us > DELAY_US && us < 100.0 * DELAY_US) {
             return Err(format!("not delayed: {}", line.join(",")).into());
         }
         carriers.extend(line.get(carrier).map(|name| (*name).to_owned()));
