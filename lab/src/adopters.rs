@@ -314,7 +314,12 @@ fn built(dir: &Path, manifest: &Path, tests: &[&str]) -> Result<Vec<PathBuf>> {
         }
     }
     if programs.len() != tests.len() + 1 {
-        return Err(format!("{} tests were built", programs.len()).into());
+        return Err(format!(
+            "{} tests were built, expected {}",
+            programs.len(),
+            tests.len() + 1
+        )
+        .into());
     }
     Ok(programs)
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two endpoints of DLSlime on one host. Compares writes, reads, immediate data and messages of many sizes."""
+"""Two endpoints of DLSlime on one host. Compares the data of writes, reads and messages with what was sent."""
 
 import ctypes
 import multiprocessing

@@ -110,7 +110,7 @@ static const char *weights_of_connections(void)
 	return NULL;
 }
 
-/* Without a limit the low lane waits until the high one has nothing to send. */
+/* A high limit of 255 means no limit: the low lane waits until the high one has nothing to send. */
 static const char *no_limit(void)
 {
 	struct sender s[2];
@@ -130,7 +130,7 @@ static const char *no_limit(void)
 	return NULL;
 }
 
-/* Datagrams have the level of their address handle's traffic class. */
+/* The service level of a datagram follows from the traffic class of its address handle. */
 static const char *weights_of_datagrams(void)
 {
 	static struct region from[2];

@@ -250,7 +250,7 @@ static const char *strangers(size_t kind)
 	at_qp = send_crowd((enum kind)kind, (uint16_t)(p.a.qp->qp_num >> 8), CROWD / 2);
 	ENSURE(at_cm > 0 && at_qp > 0, "fork: %s", strerror(errno));
 	sleep_ms(150);
-	/* This thread yields between polls, so the work of the clients may disturb one window, but not all of them. */
+	/* This thread yields between polls, so the clients may slow down one measurement, but not all of them. */
 	if (calm > BRISK)
 		calm = BRISK;
 	for (int i = 0; i < 5 && (!i || busy <= calm / 10); i++)
@@ -261,7 +261,7 @@ static const char *strangers(size_t kind)
 	return descriptors_are_back(before);
 }
 
-/* With few descriptors, half-open connections get a part of them, and the program can use the others. */
+/* With few descriptors, connections without an MPA Request get a part of them, and the program can use the others. */
 static const char *few_descriptors(size_t arg)
 {
 	struct rlimit was, low;
@@ -317,7 +317,7 @@ static const char *no_descriptors(size_t arg)
 	busy = cpu_seconds() - busy;
 	reason = talk(&p, 100);
 	if (!reason) {
-		ENSURE(!ibv_create_comp_channel(device), "a channel without a descriptor");
+		ENSURE(!ibv_create_comp_channel(device), "ibv_create_comp_channel succeeds without a free descriptor");
 		if (errno != EMFILE)
 			reason = because("without a free descriptor, errno is %s", strerror(errno));
 	}
@@ -382,7 +382,7 @@ static const char *descriptors_run_out(size_t arg)
 	pid = fork();
 	ENSURE(pid >= 0, "fork: %s", strerror(errno));
 	if (pid == 0) {
-		/* Closes all, because the limit is on descriptor numbers. */
+		/* All are closed, because RLIMIT_NOFILE limits the numbers of descriptors. */
 		for (int fd = 3; fd < 4096; fd++)
 			close(fd);
 		_exit(open_with_few());
@@ -433,7 +433,8 @@ static void send_fpdu(uint8_t *at, uint8_t msn, uint8_t len)
 }
 
 /*
- * A standard peer connects and then violates the protocol. Nothing is delivered, and all posted requests are flushed.
+ * A peer without anywarp's extensions connects, sends one valid Send, and then violates the protocol. Nothing more is delivered, and
+ * the posted requests are flushed.
  */
 static const char *protocol_violation(size_t how)
 {
@@ -502,7 +503,7 @@ static const char *protocol_violation(size_t how)
 	return NULL;
 }
 
-/* Each kind of event is logged once, even if it occurs often. */
+/* Each kind of event is logged a few times at most, even if it occurs often. */
 static const char *logged_once(size_t arg)
 {
 	static const char *const what[] = { "port scan", "not an MPA Request", "no MPA Request within", "cannot accept" };

@@ -130,7 +130,7 @@ fn main() {
             let receive = RecvRequest { id, sges };
             net[b].qp.post_recv(receive).expect("room for a receive");
         }
-        // The engine reuses the allocation of its list.
+        // Allocated outside of what is counted, because the engine reuses its list.
         let mut out = Vec::with_capacity(RUN);
         if time < WARMUP {
             post_and_send(&mut net[a].qp, &requests, &mut out);

@@ -1,5 +1,5 @@
 //! Datagram queue pairs against hostile peers: forged addresses, answers that are never acknowledged, messages
-//! without end.
+//! that are never completed.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -226,7 +226,7 @@ fn a_spoofed_address_gets_no_more_than_it_sent() {
                 &[0; 4],
             ),
         ];
-        // Also packets with guessed tokens, with data and as challenges.
+        // Also packets with guessed tokens: for each guess one with data, and one challenge.
         let mut guess = Stranger {
             addr: stranger(0),
             to,
@@ -359,15 +359,15 @@ fn a_reliable_message_is_never_abandoned_for_another() {
     let got = net[b].received();
     assert_eq!((got[0].wr_id, got.len()), (7, 1));
     assert_eq!(net[b].host.bytes(&inbox)[40..10_040], text);
-    // The good peer's message is completed while they use all other entries.
+    // A Write of the good peer is completed while the strangers use all other entries.
     net.post(a, b, write(2, inbox.remote(0)).from(&[mr.all()]));
     net.run(2000 * MS);
     assert_eq!(net[a].completed()[0].status, Status::Success);
     assert_eq!(net[b].qp.counters().evicted, 0);
 }
 
-/// Without order, a packet that waited and was acknowledged can still be refused. Its message then fails when the
-/// packets before it have arrived.
+/// Without order, a packet that waits for a receive is acknowledged, and can still be refused. Its message then fails when
+/// the packets before it have arrived.
 #[test]
 fn a_waiting_unordered_packet_can_be_refused() {
     let options = Options {
@@ -533,7 +533,7 @@ fn a_send_longer_than_agreed_consumes_no_receive() {
 
 #[test]
 fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
-    // The numbers decrease, so that no message is followed by one with a larger number.
+    // The numbers decrease, because a much larger number would end the earlier incomplete messages.
     let (mut net, b, mr) = receiver(options());
     let most = bounds::OPEN_MESSAGES_SOURCE as u32;
     for id in 0..most {
@@ -543,7 +543,7 @@ fn incomplete_messages_of_one_source_are_bounded_and_the_oldest_is_dropped() {
     deliver(&mut net, b, part(&mr, 1000 - most, 16, 0));
     assert_eq!(net[b].qp.poll_record().unwrap().id, 1000);
     assert!(net[b].qp.poll_record().is_none());
-    // Reordering may explain a number that is larger by eight, but not one that is larger by nine.
+    // A number that is larger by up to eight may come from reordering. One that is larger by nine ends the earlier message.
     let (mut net, b, mr) = receiver(options());
     deliver(&mut net, b, part(&mr, u32::MAX, 16, 0));
     deliver(&mut net, b, part(&mr, 7, 16, 0));
@@ -657,12 +657,12 @@ fn datagrams_that_waited_in_the_socket_are_not_late() {
     assert!(qp.poll_record().unwrap().complete);
 }
 
-/// A datagram to a multicast group is never answered, even if its source has enough credit.
+/// A datagram to a multicast group is never answered, even if as many bytes have arrived from its source as the answer has.
 #[test]
 fn datagrams_to_a_group_are_not_answered() {
     let (mut net, b, mr) = receiver(options());
     let addr = net[b].addr;
-    // The first datagrams of a source are each answered by a flow report. After them, only error reports are sent.
+    // Each of the first datagrams of a source is answered by a flow report. After them, only error reports are sent.
     for _ in 0..20 {
         deliver(&mut net, b, part(&mr, 1, 24, 0));
         let mut out = Vec::new();
@@ -717,7 +717,7 @@ fn groups_of_parity_are_those_of_the_first_datagram() {
     assert_eq!(net[b].host.bytes(&mr)[8..16], [0; 8]);
 }
 
-/// The opcodes of the datagrams that a queue pair sends now.
+/// The opcodes of the datagrams that a queue pair sends now, without control messages of 8 bytes.
 fn sent_opcodes(net: &mut Ether, of: Id) -> Vec<Opcode> {
     let mut out = Vec::new();
     net[of].qp.poll_tx(&mut out);
@@ -1046,7 +1046,7 @@ fn queued_challenges_are_limited() {
     }
     net.run(Duration::ZERO);
     assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
-    // No other state of their senders is kept.
+    // Nothing but the challenges is kept for their senders.
     let late = Stranger::meets(&mut net, &seen, 1000, b);
     assert_ne!(late.echo, 0);
 }
@@ -1088,7 +1088,8 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
     assert_eq!(ack(0), (1032, vec![]));
     assert_eq!(ack(1), (1040, vec![(1041, 1042)]));
     assert_eq!(ack(3), (1040, vec![(1041, 1074)]));
-    // The socket's buffer is charged twice the bytes of a packet, and a fixed amount.
+    // An acknowledgement is sent after a quarter of the window. A packet counts as twice its length and a fixed amount, because it
+    // uses about as much of the socket's buffer.
     let acks = of(60_000);
     let (_, _, window, len) = acks[0].1;
     let quarter = (window / 4).div_ceil(2 * len as u32 + 1024);
@@ -1172,7 +1173,7 @@ fn queued_answers_are_limited_for_each_peer_and_for_all() {
     for (n, s) in strangers.iter_mut().enumerate().take(all as usize) {
         asks(&mut net, s, bounds::RD_ANSWERS_PEER);
         assert_eq!(busy(&net), n as u64);
-        // One request more waits until one of the answers has been sent.
+        // One request more is dropped. The peer has to send it again after one of the answers has been sent.
         s.sends(&mut net, Some(&read_request(999, 8, &mr, 0)));
         assert_eq!(busy(&net), n as u64 + 1);
     }

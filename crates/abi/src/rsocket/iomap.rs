@@ -15,7 +15,7 @@ struct Map {
     len: usize,
     offset: u64,
     region: MemoryRegion,
-    /// The index in the peer's table. `None`: not announced to the peer.
+    /// The index in the peer's table. `None`: the peer may not write there, so the mapping is not announced to it.
     index: Option<usize>,
     announced: bool,
 }
@@ -113,7 +113,8 @@ pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_i
     map.region.deregister().map_err(|e| e.errno())
 }
 
-/// `riowrite`: writes to a mapping of the peer. Returns the number of bytes written, which is lower if the mapping ends before.
+/// `riowrite`: writes to a mapping of the peer. Returns the number of bytes written: fewer than given if
+/// the mapping ends earlier.
 pub(super) fn write(
     socket: &Socket,
     from: &Caller,

@@ -130,7 +130,7 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
     Ok(())
 }
 
-/// Counts a waiting thread until it is dropped.
+/// A thread that waits and is counted. It is no longer counted when this is dropped.
 struct Waiting<'a>(&'a Set);
 
 impl Drop for Waiting<'_> {

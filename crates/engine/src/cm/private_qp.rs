@@ -64,7 +64,7 @@ impl CmId {
         Ok(Some((made, false)))
     }
 
-    /// Moves a queue pair that this file created to RTS. The passive side does so when it accepts.
+    /// Moves the queue pair to RTS, if there is one that this file created. The passive side does so when it accepts.
     pub(super) fn ready_private_qp(&self) {
         let Some(qp) = self.lock().private_qp.clone() else {
             return;

@@ -61,10 +61,11 @@ use turns::Turns;
 
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// While polled memory has something to receive, the sockets are checked in one of this number of idle polls at most
-/// ([`Turns::sockets_are_due`]). Polling memory needs no system call; checking the sockets does.
+/// While polled memory has something to receive, one of this number of polls that find no completion also checks the sockets
+/// ([`Turns::sockets_are_due`]), or more if they have not been checked for too long. Polling memory needs no system call;
+/// checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
-/// While polled memory has nothing to receive, the sockets are checked in one of this number of idle polls at most.
+/// The same while polled memory has nothing to receive.
 const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
@@ -91,7 +92,7 @@ pub(crate) trait DelayedAck: Send + Sync {
 pub(crate) trait PolledMemory: Send + Sync {
     /// Whether there is something to receive, or again room to send.
     fn is_ready(&self) -> bool;
-    /// Whether the peer waits for an acknowledgement. Such memory is also ready.
+    /// Whether the peer waits for an acknowledgement. Then [`Self::is_ready`] is also true.
     fn owes_ack(&self) -> bool {
         false
     }
@@ -133,7 +134,7 @@ pub struct Reactor {
     corked: Mutex<Vec<Arc<dyn DelayedAck>>>,
     delayed: Mutex<DelayedAcks>,
     delayed_count: AtomicUsize,
-    /// The time of the first poll that found something and did not send the delayed acknowledgements; 0: there was none.
+    /// The time of the first poll that did not send the delayed acknowledgements; 0: there was none.
     delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
@@ -230,7 +231,7 @@ impl Reactor {
         add(&self.sockets, fd, token.0, interest(writable))
     }
 
-    /// Sets whether a source waits for its socket to be writable. The socket is armed.
+    /// Sets whether a source waits for its socket to be writable. Readiness events of the socket are turned on.
     pub fn want_write(&self, token: Token, fd: BorrowedFd<'_>, writable: bool) {
         let _ = epoll::modify(
             self.sockets.get(),
@@ -286,8 +287,8 @@ impl Reactor {
             self.hot.set(&self.sources, Token::NONE);
         }
         for event in events.iter().take(n) {
-            // A source or another thread has marked the device as broken. The other sources are notified of that, and
-            // not of closed connections.
+            // A source or another thread has marked the device as broken. The other events are not handled, because they
+            // could look like closed connections.
             if self.is_broken() {
                 return false;
             }
@@ -304,8 +305,8 @@ impl Reactor {
         n > 0
     }
 
-    /// Handles the hot socket, or all that are ready. Returns whether something had arrived. `nth`: the number of
-    /// this idle poll.
+    /// Handles the socket that was the only ready one last, and, if that is due, all that are ready. Returns whether something
+    /// had arrived. `nth`: the number of this idle poll.
     fn poll_ready(&self, nth: u64, now: Instant) -> bool {
         let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);
         // The result is true if the hot socket had something, even if the other sockets have nothing.
@@ -407,7 +408,7 @@ impl Reactor {
     #[inline]
     fn perform(&self, actions: Actions) {
         let take_sockets = || {
-            // The next ready socket would needlessly wake the worker.
+            // The worker no longer wakes if a socket is ready, because this thread handles it.
             let _ = epoll::modify(
                 self.worker.get(),
                 self.sockets.get(),
@@ -457,7 +458,7 @@ impl Reactor {
         self.cork.corked(self.cork.idle_polls());
     }
 
-    /// Corks requests that were posted after this number of idle polls. `qp`: the queue pair, if it is not registered
+    /// Corks requests. `idle_polls`: how many polls had found nothing when they were posted. `qp`: the queue pair, if it is not registered
     /// as corked yet.
     pub(crate) fn cork_since(
         &self,
@@ -515,7 +516,7 @@ impl Reactor {
         }
     }
 
-    /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`] because every poll found something.
+    /// Whether acknowledgements have waited for longer than [`ACK_DELAY_MAX`], since the first poll that did not send them.
     /// Without this limit, a peer that sends without a pause would delay the acknowledgements to all others forever.
     fn is_delayed_too_long(&self, t: u64) -> bool {
         if !self.has_delayed() {
@@ -597,7 +598,7 @@ impl Reactor {
     /// after a thread of this process has announced again that it sleeps.
     ///
     /// The worker announces this whenever it sleeps. A polling thread does not, and relies on the worker, which wakes at the
-    /// end of the lease. So a lease is started if none runs: a poll can take longer than its lease. If another thread waits
+    /// end of the lease. A poll can take longer than its lease; then no lease runs, and one is started. If another thread waits
     /// for an event, its long lease is shortened, because that thread will not receive the byte.
     pub(crate) fn on_wake_up_taken(&self) {
         if thread::is_worker() {
@@ -659,8 +660,8 @@ impl Reactor {
             .add(token, at, &self.sources, self.epoch, set_timer);
     }
 
-    /// Sets the timer of the first deadline. While a thread polls, and so runs deadlines, the timer is set later by
-    /// one lease: the worker runs the deadline only if polling ends just then.
+    /// Sets the timer of the first deadline. While a thread polls, it runs the deadlines. Then the timer is set one lease later
+    /// than the deadline, and the worker runs the deadline only if the thread has stopped polling before.
     fn wake_worker_at(&self, at: Instant, now: Instant) {
         let polled = self.lease.runs_deadlines(self.epoch.nanos(now));
         let at = if polled { at + self.lease.short() } else { at };

@@ -82,12 +82,12 @@ fn damage(ulpdu: &mut Vec<u8>, input: &mut Input<'_>) {
             let more = input.below(200);
             ulpdu.resize(ulpdu.len() + more, 0x33);
         }
-        // A segment that is not the last of its message.
+        // The Last flag is inverted.
         _ => ulpdu[0] ^= 0x40,
     }
 }
 
-/// The numbers that a peer counts.
+/// The message sequence numbers of a peer, and how many messages it has sent.
 struct Numbers {
     send_msn: u32,
     read_msn: u32,

@@ -40,7 +40,7 @@ const _: () = assert!(size_of::<Table>() == SIZE && size_of::<Record>() == RECOR
 
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 static FD: AtomicI32 = AtomicI32::new(-1);
-/// Held while the table is created, so that only one is. True: creating it failed, and is not tried again.
+/// Held while the table is created, so that there is only one. True: creating it failed, and is not tried again.
 static MAKING: Mutex<bool> = Mutex::new(false);
 
 fn table() -> Option<&'static Table> {
@@ -53,7 +53,8 @@ fn table() -> Option<&'static Table> {
 }
 
 fn make() -> Option<&'static Table> {
-    // If another thread is creating the table, this event is not shown. In a child that was forked meanwhile no table is created.
+    // If another thread is creating the table, this event is not shown. A child that is forked at that moment never has a table,
+    // because the lock stays locked in it.
     let mut failed = MAKING.try_lock().ok()?;
     let there = TABLE.load(Ordering::Acquire);
     if there.is_null() && !*failed {
@@ -131,7 +132,7 @@ pub fn upgraded(fd: c_int) {
     }
 }
 
-/// Counts bytes that the program has read or written.
+/// Shows how many bytes the program has read and written, and the window and the memory of the stream.
 #[inline]
 pub fn moved(fd: c_int, stream: &Stream) {
     if let Some(r) = record(fd) {
