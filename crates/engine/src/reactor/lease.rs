@@ -238,6 +238,12 @@ impl Lease {
         self.posted_at.store(0, Ordering::Relaxed);
     }
 
+    /// Called when a completion queue was armed by a thread that will probably poll again at once. It may sleep after
+    /// all, and its lease must not be long then.
+    pub(super) fn on_sleepless_arm(&self, t: u64) {
+        self.steady_since.store(t, Ordering::Relaxed);
+    }
+
     /// Called when a thread that waits for an event handles the sockets for `slice`. The lease covers the next waits
     /// too, since there is a wait for each message.
     pub(super) fn on_wait(&self, t: u64, slice: Duration) -> Actions {
@@ -378,6 +384,17 @@ mod tests {
                 lease.on_poll(t + nanos(STEADY_RENEW_AFTER) - 1),
                 Actions::NONE
             );
+        }
+    }
+
+    #[test]
+    fn a_thread_that_arms_without_sleeping_never_gets_the_longer_lease() {
+        let lease = Lease::new();
+        let mut t = MILLISECOND;
+        while t < MILLISECOND + 2 * nanos(STEADY_AFTER) {
+            assert_eq!(set_timer(lease.on_poll(t)), Some(LEASE), "at {t}");
+            lease.on_sleepless_arm(t);
+            t += nanos(RENEW_AFTER);
         }
     }
 

@@ -11,6 +11,7 @@
 //! [`DelayedAck`] and a user of [`PolledMemory`].
 
 mod alarm;
+mod arming;
 mod buffers;
 mod cork;
 mod deadlines;
@@ -28,6 +29,7 @@ mod time;
 mod turns;
 pub(crate) mod worker;
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -46,6 +48,7 @@ use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank, RwLock};
 use crate::sys::{socket, thread};
 pub(crate) use alarm::Alarm;
+use arming::{Armings, Pollers};
 use buffers::Buffers;
 pub use buffers::RX_BUFFER_LEN;
 pub(crate) use cork::Polls;
@@ -125,6 +128,7 @@ pub struct Reactor {
     sources: Sources,
     deadlines: Deadlines,
     lease: Lease,
+    pollers: Pollers,
     cork: Cork,
     quiet: Quiet,
     turns: Turns,
@@ -175,6 +179,7 @@ impl Reactor {
             lease: Lease::new(),
             #[cfg(test)]
             lease: Lease::for_slow_machines(),
+            pollers: Pollers::new(),
             cork: Cork::new(),
             quiet: Quiet::new(),
             turns: Turns::new(),
@@ -347,7 +352,11 @@ impl Reactor {
         let now = clock::now();
         let t = self.epoch.nanos(now);
         self.turns.on_turn(t);
-        self.perform(self.lease.on_poll(t));
+        let actions = self.lease.on_poll(t);
+        if actions.set_timer.is_some() {
+            self.pollers.on_renewal(thread::number(), t);
+        }
+        self.perform(actions);
         if flush {
             self.flush_corked(now);
         }
@@ -425,10 +434,23 @@ impl Reactor {
         self.wake();
     }
 
-    /// As [`Self::hand_over`], if a lease runs.
+    /// Called when the calling thread has armed a completion queue and will wait for the event in its own `poll` or
+    /// `epoll_wait`: as [`Self::hand_over`], if a lease runs, no other thread polls, and this thread is expected to sleep ([`arming`]).
     pub(crate) fn end_lease(&self) {
-        if self.lease.runs(self.epoch.nanos(clock::now())) {
+        thread_local! {
+            static ARMINGS: Cell<Armings> = const { Cell::new(Armings::new()) };
+        }
+        let t = self.epoch.nanos(clock::now());
+        if self.pollers.on_sleep(thread::number(), t) || !self.lease.runs(t) {
+            return;
+        }
+        let mut armings = ARMINGS.get();
+        let will_sleep = armings.will_sleep(thread::sleeps());
+        ARMINGS.set(armings);
+        if will_sleep {
             self.hand_over();
+        } else {
+            self.lease.on_sleepless_arm(t);
         }
     }
 

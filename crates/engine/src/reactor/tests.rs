@@ -378,3 +378,55 @@ fn a_poll_that_outlives_its_lease_starts_another_one() {
     let timer = reactor.lease_timer.get();
     assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
 }
+
+/// Whether arming ends the lease in each of many tries. `arm`: whether it does in one. On a busy machine, a lease that arming does not
+/// end may end by itself.
+fn arming_ends_the_lease(mut arm: impl FnMut() -> bool) -> bool {
+    (0..50).all(|_| arm())
+}
+
+#[test]
+fn arming_does_not_end_the_lease_while_another_thread_polls() {
+    let reactor = reactor();
+    let ends = |others: bool| {
+        arming_ends_the_lease(|| {
+            reactor.hand_over();
+            reactor.on_idle_poll();
+            // So that it is expected to sleep.
+            std::thread::sleep(Duration::from_millis(1));
+            if others {
+                std::thread::scope(|threads| {
+                    threads
+                        .spawn(|| {
+                            reactor.hand_over();
+                            reactor.on_idle_poll();
+                        })
+                        .join()
+                })
+                .unwrap();
+            }
+            reactor.end_lease();
+            !reactor.lease_end().1
+        })
+    };
+    assert!(ends(false));
+    assert!(!ends(true));
+}
+
+#[test]
+fn arming_does_not_end_the_lease_if_the_thread_did_not_sleep_after_its_last_armings() {
+    let reactor = reactor();
+    let ends = |sleeps: bool| {
+        arming_ends_the_lease(|| {
+            if sleeps {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            reactor.hand_over();
+            reactor.on_idle_poll();
+            reactor.end_lease();
+            !reactor.lease_end().1
+        })
+    };
+    assert!(ends(true));
+    assert!(!ends(false));
+}

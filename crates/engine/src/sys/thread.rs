@@ -45,6 +45,22 @@ thread_local! {
     static IS_WAITING: Cell<bool> = const { Cell::new(false) };
 }
 
+/// A number that no other running thread has, and that is never 0.
+#[inline]
+pub(crate) fn number() -> usize {
+    // The address of a variable of the thread. A system call would take longer.
+    IS_WORKER.with(|variable| std::ptr::from_ref(variable).addr())
+}
+
+/// How often the calling thread has slept: its voluntary context switches.
+pub(crate) fn sleeps() -> u64 {
+    // SAFETY: all-zero is a valid rusage to be overwritten.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is a local.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
+    usage.ru_nvcsw.cast_unsigned()
+}
+
 /// Marks the calling thread as the engine's worker.
 pub(crate) fn mark_worker() {
     IS_WORKER.set(true);
