@@ -1353,28 +1353,41 @@ static const char *failed_endpoint(size_t arg)
 	return NULL;
 }
 
-/* Sends a message from a queue pair that is not an endpoint. */
-static const char *post_raw(struct dgram *from, struct region *memory, size_t size, struct side *to)
+/* Sends a message several times from a queue pair that is not an endpoint. */
+static const char *post_raw_times(struct dgram *from, struct region *memory, size_t size, struct side *to, size_t times)
 {
 	struct sockaddr_in name;
 	size_t len = sizeof name;
 	uint64_t until = now_ms() + WAIT_MS;
 	struct ibv_wc wc;
+	int n;
 
 	OK(fi_getname(&to->ep->fid, &name, &len));
-	ibv_wr_start(from->ex);
-	from->ex->wr_id = 1;
-	from->ex->wr_flags = IBV_SEND_SIGNALED;
-	ibv_wr_send(from->ex);
-	ibv_wr_set_ud_addr(from->ex, from->ah, (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0], JOB_KEY);
-	ibv_wr_set_sge(from->ex, memory->mr->lkey, (uintptr_t)memory->at, (uint32_t)size);
-	ENSURE(!ibv_wr_complete(from->ex), "post");
-	while (ibv_poll_cq(from->scq, 1, &wc) == 0) {
-		ENSURE(now_ms() < until, "a message does not arrive");
-		fi_cq_read(to->rx, NULL, 0);
+	for (size_t i = 0; i < times; i++) {
+		ibv_wr_start(from->ex);
+		from->ex->wr_id = 1;
+		from->ex->wr_flags = IBV_SEND_SIGNALED;
+		ibv_wr_send(from->ex);
+		ibv_wr_set_ud_addr(from->ex, from->ah, (uint32_t)ntohs(name.sin_port) << 8 | (uint8_t)name.sin_zero[0],
+				   JOB_KEY);
+		ibv_wr_set_sge(from->ex, memory->mr->lkey, (uintptr_t)memory->at, (uint32_t)size);
+		ENSURE(!ibv_wr_complete(from->ex), "ibv_wr_complete fails");
 	}
-	ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+	while (times > 0) {
+		n = ibv_poll_cq(from->scq, 1, &wc);
+		ENSURE(n >= 0, "ibv_poll_cq fails");
+		ENSURE(n > 0 || now_ms() < until, "a message does not arrive");
+		ENSURE(n == 0 || wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+		times -= (size_t)n;
+		if (n == 0)
+			fi_cq_read(to->rx, NULL, 0);
+	}
 	return NULL;
+}
+
+static const char *post_raw(struct dgram *from, struct region *memory, size_t size, struct side *to)
+{
+	return post_raw_times(from, memory, size, to, 1);
 }
 
 /* Opens two endpoints, and a queue pair that can send any bytes to them. */
@@ -1414,6 +1427,47 @@ static const char *flood_hostile(size_t arg)
 	TRY(next(a.tx, &entry, NULL));
 	OK(fi_trecv(b.ep, in, 100, NULL, b.peer, 2, 0, &b));
 	return next(b.rx, &entry, NULL);
+}
+
+/*
+ * A peer announces messages and writes none of them, until the receiver has no more names for them. The next announced message
+ * fails at the receiver, and its sender's request ends: it does not wait for a grant for ever. The receives of the peer's messages
+ * have no memory, so that the receiver registers none for them.
+ */
+static const char *all_names_used(size_t arg)
+{
+	const size_t names = 1u << 20, run = 200;
+	struct fi_cq_err_entry error;
+	struct fi_cq_tagged_entry entry;
+	struct region mine = { 0 };
+	struct dgram bad;
+	struct side a, b;
+	uint8_t *m;
+
+	(void)arg;
+	TRY(open_with_bad(&a, &b, &bad, &mine));
+	m = mine.at;
+	memset(m, 0, 32);
+	m[0] = 1;
+	m[1] = 2; /* announced, */
+	m[2] = 1; /* with a tag, */
+	m[13] = 1; /* 65536 bytes */
+	for (size_t i = 0; i < names; i += run) {
+		size_t n = names - i < run ? names - i : run;
+
+		for (size_t j = 0; j < n; j++)
+			OK(fi_trecv(b.ep, NULL, 0, NULL, FI_ADDR_UNSPEC, 0, 0, NULL));
+		TRY(post_raw_times(&bad, &mine, 32, &b, n));
+	}
+	OK(fi_trecv(b.ep, in, 50000, NULL, b.peer, 2, 0, &b));
+	OK(fi_tsend(a.ep, out, 50000, NULL, a.peer, 2, &a));
+	TRY(next(a.tx, &entry, NULL));
+	/* The last messages of the peer fail too. */
+	do
+		TRY(next_error(b.rx, &error, WAIT_MS));
+	while (!error.op_context);
+	ENSURE(error.err == FI_ENOMEM && error.op_context == &b, "the receive fails with %d", error.err);
+	return NULL;
 }
 
 /* Messages of a queue pair that violates the protocol have no effect. */
@@ -1658,6 +1712,7 @@ static const struct test tests[] = {
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
 	{ "flood_hostile", flood_hostile, 0, 0, false },
+	{ "flood_of_all_names", all_names_used, 0, 240, false },
 	{ "truncation", truncation, 1000, 0, false },
 	{ "truncation_long", truncation, 100000, 0, false },
 	{ "cancel", cancel, 0, 0, false },
@@ -1696,9 +1751,9 @@ int main(int argc, char **argv)
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);
 	if (argc == 1) {
 		/* These tests take seconds, and run only when they are named. */
-		char *most[] = { argv[0], "--without=_of_1536mib", NULL };
+		char *most[] = { argv[0], "--without=_of_1536mib", "--without=flood_of_all_names", NULL };
 
-		return run_tests(tests, COUNT(tests), 2, most);
+		return run_tests(tests, COUNT(tests), 3, most);
 	}
 	return run_tests(tests, COUNT(tests), argc, argv);
 }
