@@ -1010,7 +1010,7 @@ static const char *endpoints(size_t arg)
 	(void)arg;
 	init.cap.max_inline_data = 16;
 	rc = rdma_getaddrinfo(s.node, "0", &hints, &list);
-	ENSURE(!rc, "rdma_getaddrinfo: %s", rc < 0 ? strerror(errno) : gai_strerror(rc));
+	ENSURE(!rc, "rdma_getaddrinfo: %s", rc == -1 ? strerror(errno) : gai_strerror(rc));
 	keep(close_list, list, "address list");
 	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
 	keep(close_ep, listener, "endpoint");
@@ -1043,7 +1043,7 @@ static const char *one_lookup(const char *what, const char *node, const char *se
 {
 	int rc = rdma_getaddrinfo(node, service, hints, list);
 
-	ENSURE(!rc, "%s: rdma_getaddrinfo: %s", what, rc < 0 ? strerror(errno) : gai_strerror(rc));
+	ENSURE(!rc, "%s: rdma_getaddrinfo: %s", what, rc == -1 ? strerror(errno) : gai_strerror(rc));
 	ENSURE(*list, "%s: no result", what);
 	keep(close_list, *list, "address list");
 	return NULL;

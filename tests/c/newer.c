@@ -6,6 +6,7 @@
 #include "ends.h"
 
 #include <dlfcn.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
@@ -409,7 +410,7 @@ static const char *addresses_in_background(size_t arg)
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NUMERICHOST };
 	ENSURE(!resolve_addrinfo(id, "no number", "7471", &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
 	TRY(next_event(channel, EVENT_ADDRINFO_ERROR, &status, &ignored));
-	ENSURE(status, "an error without status");
+	ENSURE(status == EAI_NONAME, "the status of an unknown name is %d", status);
 	ENSURE(query_addrinfo(id, &list) == -1, "the result of another resolution");
 	hints.ai_flags = 0x10;
 	ENSURE(resolve_addrinfo(id, NULL, "7471", &hints) == -1 && errno == EOPNOTSUPP, "RAI_SA: %s", strerror(errno));
