@@ -4,6 +4,7 @@
 //! in a virtual machine are in `interop/bench.rs`.
 
 use crate::programs::{self, INSIDE};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -21,15 +22,15 @@ pub(crate) struct Options {
     /// Measure between two network namespaces, with an MTU of 1500, then of 9000.
     #[arg(long)]
     netns: bool,
-    /// Write the results to docs/results.
-    #[arg(long)]
+    /// Measure over the loopback interface, and write the results to docs/results.
+    #[arg(long, conflicts_with = "netns")]
     write: bool,
     /// Options of `anywarp bench`: --only ROW…, --repeat N, --short, --json FILE, --strict and others.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     rest: Vec<String>,
 }
 
-/// Measures the rows that `rest` selects, and checks the bounds.
+/// Runs `anywarp bench`, which measures the rows of its table that `--only` selects, or all, and compares each with its target.
 pub(crate) fn run(options: &Options) -> Result {
     let anywarp = sh::dist().join("bin/anywarp");
     if !anywarp.exists() {
@@ -106,7 +107,7 @@ fn build_mpi() -> Result<Option<PathBuf>> {
     const COMPILER: &str = "mpicc.openmpi";
     let program = sh::target().join("bench-mpi");
     let mut cc = Command::new(COMPILER);
-    // The compiler would warn, because the constant for "no statuses" looks like an array that is too short.
+    // The compiler would warn that MPI_STATUSES_IGNORE, which stands for no array, is an array too short for MPI_Waitall.
     cc.args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
         .arg(&program)
         .arg(sh::root().join("studies/mpi.c"));
@@ -114,7 +115,7 @@ fn build_mpi() -> Result<Option<PathBuf>> {
         Ok(status) if status.success() => Ok(Some(program)),
         Ok(_) => Err("studies/mpi.c does not compile".into()),
         Err(_) => {
-            println!("the rows have no Open MPI, because {COMPILER} is not installed");
+            println!("Open MPI is not measured, because {COMPILER} is not installed");
             Ok(None)
         }
     }
@@ -135,16 +136,62 @@ fn bench(anywarp: &Path, rest: &[&str], mtu: Option<u32>) -> Result {
             .args(["--server-prefix", "ip netns exec server"])
             .args(["--client-prefix", "ip netns exec client"]);
     }
-    // Each MTU has its own file.
+    command.args(with_mtu(rest, mtu)?);
+    sh::run(&mut command)
+}
+
+/// Adds the MTU to the names of the files that `anywarp bench` writes, so that the run with the next MTU does not overwrite them.
+fn with_mtu(rest: &[&str], mtu: Option<u32>) -> Result<Vec<OsString>> {
+    let mut changed = Vec::new();
     let mut words = rest.iter();
     while let Some(word) = words.next() {
-        command.arg(word);
+        changed.push(word.into());
         if let ("--json" | "--report", Some(mtu)) = (*word, mtu) {
-            let path = Path::new(words.next().ok_or("--json needs a file")?);
+            let path = Path::new(words.next().ok_or_else(|| format!("{word} needs a file"))?);
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
             let kind = path.extension().unwrap_or_default().to_string_lossy();
-            command.arg(path.with_file_name(format!("{name}-{mtu}.{kind}")));
+            changed.push(path.with_file_name(format!("{name}-{mtu}.{kind}")).into());
         }
     }
-    sh::run(&mut command)
+    Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_mtu_has_its_own_files() {
+        let rest = ["--short", "--json", "a/b.json", "--report", "c.svg"];
+        let changed = with_mtu(&rest, Some(9000)).unwrap();
+        assert_eq!(
+            changed,
+            [
+                "--short",
+                "--json",
+                "a/b-9000.json",
+                "--report",
+                "c-9000.svg"
+            ]
+        );
+        assert_eq!(with_mtu(&rest, None).unwrap(), rest);
+        let error = with_mtu(&["--report"], Some(1500)).unwrap_err();
+        assert_eq!(error.to_string(), "--report needs a file");
+    }
+
+    #[test]
+    fn results_between_namespaces_are_not_written_to_docs() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            options: Options,
+        }
+        let parse = |words: &[&str]| {
+            let words = ["bench"].iter().chain(words);
+            <Line as clap::Parser>::try_parse_from(words).map(|line| line.options)
+        };
+        assert!(parse(&["--netns", "--write"]).is_err());
+        let options = parse(&["--write", "--only", "lat"]).unwrap();
+        assert!(options.write && options.rest == ["--only", "lat"]);
+    }
 }

@@ -1,11 +1,11 @@
 //! `cargo lab mpi`: runs the programs of tests/mpi with the distribution's MPIs over the device.
 //!
-//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` the
-//! transports of Open MPI are compared instead, those of the device and others.
+//! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` it measures
+//! Open MPI instead, over each transport that uses the device, and over TCP and UDP.
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use xtask::{Result, sh};
@@ -13,7 +13,8 @@ use xtask::{Result, sh};
 /// The time limit of one run in seconds.
 const TIME_LIMIT: &str = "120";
 
-/// The smallest size of the capture of a run that passes. It is far below what the ranks exchange.
+/// A run passes only if the capture of the device's packets has at least this many bytes. The ranks exchange far more, so a smaller
+/// capture shows that the MPI did not use the device.
 const LEAST: u64 = 4 << 20;
 
 /// An implementation of MPI in the distribution. Open MPI has options that select its transport.
@@ -122,8 +123,8 @@ const TRANSPORTS: &[(&str, Mpi)] = &[
     ),
 ];
 
-/// The columns of times and rates: the program, its arguments, and the name of the value that it prints. `mpi` prints JSON, `kernels`
-/// a line for each kernel that ends with the seconds.
+/// The columns of times and rates: the program, its arguments, and the name of the value that it prints. `mpi` prints JSON. `kernels`
+/// runs kernels of the NAS benchmarks and prints a line for each, at whose end are the seconds.
 const SPEEDS: [(&str, &str, &str); 4] = [
     ("mpi", "lat 8 20000", "us"),
     ("mpi", "bw 1048576 640 16", "gb_s"),
@@ -138,7 +139,7 @@ const RANKS: [usize; 4] = [2, 4, 8, 16];
 fn compile(compiler: &str, source: &str, to: &Path) -> Result {
     sh::run(
         Command::new(compiler)
-            // The compiler would warn, because MPICH's constant for "no statuses" looks like an array that is too short.
+            // The compiler would warn that MPICH's MPI_STATUSES_IGNORE, which stands for no array, is an array too short for MPI_Waitall.
             .args(["-O2", "-Wall", "-Wno-stringop-overflow", "-o"])
             .arg(to)
             .arg(sh::root().join(source))
@@ -245,7 +246,8 @@ fn compare(rounds: usize) -> Result {
     Ok(())
 }
 
-/// Disables the selection among all devices, the signal handlers of UCX, and Open MPI's own transports.
+/// UCX uses this device only, and leaves signals alone. Open MPI uses none of its own transports over memory, TCP and verbs, and runs
+/// also as root.
 const COMMON: &[(&str, &str)] = &[
     ("UCX_NET_DEVICES", "anywarp0:1"),
     ("UCX_HANDLE_ERRORS", "none"),
@@ -254,6 +256,22 @@ const COMMON: &[(&str, &str)] = &[
     ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
 ];
 
+/// Returns what is wrong with a run, if anything. `captured`: the size of the capture. A program that has failed is reported as such,
+/// also if it failed before it sent anything.
+fn fault(status: ExitStatus, printed: &str, ranks: &str, captured: u64) -> Option<String> {
+    if !status.success() {
+        Some(status.to_string())
+    } else if !printed.contains(&format!("{ranks} ranks, ")) {
+        Some(format!("the program does not report {ranks} ranks"))
+    } else if captured < LEAST {
+        Some(format!(
+            "the MPI did not use the device: the capture has {captured} bytes, not {LEAST} or more"
+        ))
+    } else {
+        None
+    }
+}
+
 pub(crate) fn run(options: &Options) -> Result {
     if let Some(rounds) = options.compare {
         return compare(rounds);
@@ -261,7 +279,7 @@ pub(crate) fn run(options: &Options) -> Result {
     let work = sh::target().join("mpi");
     std::fs::create_dir_all(&work)?;
     let (mut passed, mut failed) = (0, 0);
-    // With more ranks than processors the kernels mostly wait for the scheduler.
+    // The kernels run on 2 ranks only: on a machine with few processors, more ranks would mostly wait for the scheduler.
     let cases: [(&str, &str, &[&str]); 2] = [
         ("tests/mpi/ranks.c", "", &["2", "4"]),
         ("studies/kernels.c", "W", &["2"]),
@@ -283,7 +301,7 @@ pub(crate) fn run(options: &Options) -> Result {
                 .args(["-n", *ranks])
                 .envs(COMMON.iter().copied())
                 .envs(way.env.iter().copied());
-            // The capture contains all traffic of the device. It is empty if the MPI used another network.
+            // The capture has the device's packets, up to its limit. It stays smaller than LEAST if the MPI used another network.
             let capture = work.join("capture.pcapng");
             let _none_yet = std::fs::remove_file(&capture);
             command
@@ -300,19 +318,17 @@ pub(crate) fn run(options: &Options) -> Result {
             let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
             let name = format!("{}, {name} on {ranks} ranks", way.name);
             let seconds = begin.elapsed().as_secs_f32();
-            if seen < LEAST {
-                println!("FAIL  {name}: only {seen} bytes went through the device");
-                failed += 1;
-            } else if output.status.success() && printed.contains(&format!("{ranks} ranks, ")) {
-                println!(
-                    "ok    {name} ({seconds:.1} s): {}",
-                    printed.trim().replace('\n', "; ")
-                );
-                passed += 1;
-            } else {
-                println!("FAIL  {name} ({seconds:.1} s): {}", output.status);
-                println!("{printed}{}", String::from_utf8_lossy(&output.stderr));
-                failed += 1;
+            match fault(output.status, &printed, ranks, seen) {
+                None => {
+                    let printed = printed.trim().replace('\n', "; ");
+                    println!("ok    {name} ({seconds:.1} s): {printed}");
+                    passed += 1;
+                }
+                Some(fault) => {
+                    println!("FAIL  {name} ({seconds:.1} s): {fault}");
+                    println!("{printed}{}", String::from_utf8_lossy(&output.stderr));
+                    failed += 1;
+                }
             }
         }
     }
@@ -321,4 +337,27 @@ pub(crate) fn run(options: &Options) -> Result {
         return Err("some MPI programs failed over the device".into());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    #[test]
+    fn a_program_that_failed_is_not_reported_as_one_that_used_another_network() {
+        let (good, crashed) = (ExitStatus::from_raw(0), ExitStatus::from_raw(6));
+        let text = "2 ranks, all is well";
+        assert_eq!(fault(good, text, "2", LEAST), None);
+        assert_eq!(
+            fault(crashed, "", "2", 0).as_deref(),
+            Some("signal: 6 (SIGABRT)")
+        );
+        let other = fault(good, text, "2", LEAST - 1).unwrap();
+        assert!(
+            other.starts_with("the MPI did not use the device"),
+            "{other}"
+        );
+        assert!(fault(good, text, "4", LEAST).is_some());
+    }
 }

@@ -304,7 +304,7 @@ static const char *old_key(size_t arg)
 	ENSURE(!close_now(theirs.mr), "ibv_dereg_mr");
 	again = new_mr(p.b.pd, theirs.at, 64, ALL_ACCESS);
 	ENSURE(again, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(again->rkey != rkey, "the next region has the old key");
+	ENSURE(again->rkey != rkey, "the next region has the key of the old one");
 	theirs.mr = again;
 	sge = sge_of(&mine, 0, 64);
 	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &theirs, 0);
@@ -393,9 +393,10 @@ static const char *rereg_domain(size_t everything)
 	if (rc && (errno == EOPNOTSUPP || errno == ENOSYS))
 		SKIP("the device has no ibv_rereg_mr");
 	ENSURE(!rc, "ibv_rereg_mr returns %d: %s", rc, strerror(errno));
-	ENSURE(theirs.mr->pd == two.b.pd, "the region names its old domain");
-	ENSURE(theirs.mr->lkey == lkey && theirs.mr->rkey == rkey, "the region has other keys");
-	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64), "the region names its old address");
+	ENSURE(theirs.mr->pd == two.b.pd, "the region has its old domain after ibv_rereg_mr");
+	ENSURE(theirs.mr->lkey == lkey && theirs.mr->rkey == rkey, "ibv_rereg_mr has changed the keys of the region");
+	ENSURE(!everything || (theirs.mr->addr == other.at && theirs.mr->length == 64),
+	       "the region has its old address or length after ibv_rereg_mr");
 	TRY(write_into(&two, &mine, theirs.mr, everything ? other.at : theirs.at, true));
 	TRY(all_bytes(everything ? other.at : theirs.at, 64, 0x67, "the new memory"));
 	TRY(all_bytes(everything ? theirs.at : other.at, 64, FRESH, "the old memory"));
@@ -428,7 +429,8 @@ static const char *rereg_refused(size_t arg)
 	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, theirs.at, 0, 0);
 	REFUSES(IBV_REREG_MR_CHANGE_TRANSLATION, NULL, (void *)4096, 64, 0); /* not mapped */
 	REFUSES(IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE); /* remote write needs local write */
-	ENSURE(theirs.mr->addr == theirs.at && theirs.mr->length == 64 && theirs.mr->pd == p.b.pd, "the region changed");
+	ENSURE(theirs.mr->addr == theirs.at && theirs.mr->length == 64 && theirs.mr->pd == p.b.pd,
+	       "a refused ibv_rereg_mr has changed the region");
 	TRY(write_into(&p, &mine, theirs.mr, theirs.at, true));
 	TRY(all_bytes(theirs.at, 64, 0x68, "the region"));
 	null = ibv_alloc_null_mr(p.a.pd);
@@ -572,7 +574,7 @@ static const char *bad_values(size_t arg)
 	attr = good_values(IBV_QPS_INIT, 0);
 	attr.port_num = 2;
 	rc = ibv_modify_qp(e.qp, &attr, steps[0].required);
-	ENSURE(rc == EINVAL, "port 2 of 1 returns %d", rc);
+	ENSURE(rc == EINVAL, "port 2 of a device with one port: ibv_modify_qp returns %d", rc);
 	TRY(to_init(e.qp, &usual));
 	attr = good_values(IBV_QPS_RTR, e.qp->qp_num);
 	attr.max_dest_rd_atomic = 255;
@@ -601,7 +603,8 @@ static const char *query(size_t arg)
 	       attr.min_rnr_timer);
 	ENSURE(attr.max_rd_atomic == 4 && attr.max_dest_rd_atomic == 4, "max_rd_atomic %u max_dest_rd_atomic %u",
 	       attr.max_rd_atomic, attr.max_dest_rd_atomic);
-	ENSURE(attr.ah_attr.is_global && !memcmp(&attr.ah_attr.grh.dgid, &local_gid, 16), "address vector");
+	ENSURE(attr.ah_attr.is_global && !memcmp(&attr.ah_attr.grh.dgid, &local_gid, 16),
+	       "ibv_query_qp returns another address vector");
 	ENSURE(attr.port_num == PORT, "port_num %u", attr.port_num);
 	ENSURE((attr.qp_access_flags & 0xf & ~IBV_ACCESS_LOCAL_WRITE) ==
 		       (ALL_ACCESS & 0xf & ~IBV_ACCESS_LOCAL_WRITE), "qp_access_flags %#x", attr.qp_access_flags);
@@ -780,11 +783,12 @@ static const char *too_large(size_t arg)
 	cq = new_cq(16, NULL);
 	ENSURE(pd && cq, "a small queue: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, 0, NULL, NULL, 0), "ibv_create_cq accepts a depth of 0");
-	ENSURE(errno == EINVAL, "a depth of 0: %s", strerror(errno));
+	ENSURE(errno == EINVAL, "ibv_create_cq with a depth of 0: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, device_attr.max_cqe + 1, NULL, NULL, 0), "ibv_create_cq accepts max_cqe + 1");
-	ENSURE(errno == EINVAL, "a depth of max_cqe + 1: %s", strerror(errno));
-	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors), "a vector beyond the last one");
-	ENSURE(errno == EINVAL, "a vector beyond the last one: %s", strerror(errno));
+	ENSURE(errno == EINVAL, "ibv_create_cq with a depth of max_cqe + 1: %s", strerror(errno));
+	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, device->num_comp_vectors),
+	       "ibv_create_cq accepts a vector beyond the last one");
+	ENSURE(errno == EINVAL, "ibv_create_cq with a vector beyond the last one: %s", strerror(errno));
 	init.send_cq = init.recv_cq = cq;
 #define REFUSED(field, value)                                                                    \
 	do {                                                                                     \
@@ -822,17 +826,18 @@ static const char *bad_regions(size_t arg)
 	pd = new_pd();
 	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
 	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_REMOTE_WRITE);
-	ENSURE(!mr && errno == EINVAL, "remote without local write: %s", strerror(errno));
+	ENSURE(!mr && errno == EINVAL, "ibv_reg_mr with remote but not local write: %s", strerror(errno));
 	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_REMOTE_ATOMIC);
-	ENSURE(!mr && errno == EINVAL, "remote atomic without local write: %s", strerror(errno));
+	ENSURE(!mr && errno == EINVAL, "ibv_reg_mr with remote atomics but not local write: %s", strerror(errno));
 	mr = ibv_reg_mr(pd, (void *)(uintptr_t)(UINTPTR_MAX - 10), 4096, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(!mr && (errno == EINVAL || errno == EFAULT || errno == ENOMEM),
-	       "a region over the end of the address space: %s", strerror(errno));
+	       "ibv_reg_mr across the end of the address space: %s", strerror(errno));
 	mr = ibv_reg_mr(pd, bytes, sizeof bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING);
-	ENSURE(mr, "an optional flag: %s", strerror(errno));
+	ENSURE(mr, "ibv_reg_mr with an optional flag: %s", strerror(errno));
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
 	mr = ibv_reg_mr(pd, bytes, 1, 0);
-	ENSURE(mr && mr->length == 1 && mr->addr == bytes && mr->pd == pd, "the fields of a region");
+	ENSURE(mr && mr->length == 1 && mr->addr == bytes && mr->pd == pd,
+	       "ibv_reg_mr returns no region, or one with other fields");
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
 	at = mmap(NULL, 3 * part, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	ENSURE(at != MAP_FAILED && !munmap(at + part, part), "mmap: %s", strerror(errno));
@@ -840,7 +845,7 @@ static const char *bad_regions(size_t arg)
 	ENSURE(!ibv_reg_mr(pd, at, 3 * part, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "a range with a hole is registered: %s",
 	       strerror(errno));
 	mr = ibv_reg_mr(pd, at + 2 * part, part, IBV_ACCESS_LOCAL_WRITE);
-	ENSURE(mr, "memory after the hole: %s", strerror(errno));
+	ENSURE(mr, "ibv_reg_mr of memory after the hole: %s", strerror(errno));
 	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
 	munmap(at, 3 * part);
 	return NULL;
@@ -886,10 +891,10 @@ static const char *ports_and_tables(size_t arg)
 	ENSURE(rc == EINVAL, "port 0 returns %d", rc);
 	rc = ibv_query_port(device, 2, &port);
 	ENSURE(rc == EINVAL, "port 2 returns %d", rc);
-	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "a GID beyond the table");
-	ENSURE(ibv_query_gid(device, PORT, -1, &gid), "GID -1");
+	ENSURE(ibv_query_gid(device, PORT, port_attr.gid_tbl_len, &gid), "ibv_query_gid returns a GID beyond the table");
+	ENSURE(ibv_query_gid(device, PORT, -1, &gid), "ibv_query_gid accepts the index -1");
 	ENSURE(!ibv_query_pkey(device, PORT, 0, &pkey) && pkey == htons(0xffff), "P_Key 0 is %#x", ntohs(pkey));
-	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "a P_Key beyond the table");
+	ENSURE(ibv_query_pkey(device, PORT, port_attr.pkey_tbl_len, &pkey), "ibv_query_pkey returns a P_Key beyond the table");
 	attr = address_of(&local_gid, 0, false);
 	attr.port_num = 2;
 	ENSURE(!ibv_create_ah(pd, &attr), "ibv_create_ah accepts port 2");
@@ -1044,7 +1049,7 @@ static const char *completed_without_further_polls(size_t arg)
 		TRY(post(p.a.qp, &wr));
 		/* Polls of another queue, which stays empty, handle the connection and do not take the completion. */
 		for (uint32_t n = 0; n < polls; n++)
-			ENSURE(!ibv_poll_cq(p.b.rcq, 1, &wc), "a completion of nothing");
+			ENSURE(!ibv_poll_cq(p.b.rcq, 1, &wc), "a completion without a request");
 		/* poll(2) handles nothing. */
 		ENSURE(poll(&ready, 1, WAIT_MS) == 1, "round %llu: a Write of %u bytes does not complete after %u polls", (unsigned long long)i, len, polls);
 		ENSURE(!ibv_get_cq_event(p.a.channel, &cq, &context) && cq == p.a.scq, "ibv_get_cq_event");

@@ -343,8 +343,8 @@ static const char *packets(size_t type)
 	if (type == IBV_QPT_UD) {
 		/* The address vector of the reply has the two addresses of the datagram, swapped. */
 		ENSURE(!ibv_init_ah_from_wc(device, PORT, &wc, (struct ibv_grh *)grh.at, &vector), "ibv_init_ah_from_wc");
-		ENSURE(vector.grh.dgid.raw[15] == 2, "the source address differs");
-		ENSURE(vector.grh.sgid_index == index_of("10.99.0.1"), "the destination address differs");
+		ENSURE(vector.grh.dgid.raw[15] == 2, "the source address of the datagram is another one");
+		ENSURE(vector.grh.sgid_index == index_of("10.99.0.1"), "the destination address of the datagram is another one");
 	}
 	return seen(raw, "10.99.0.2", 33, 0x28);
 }

@@ -174,7 +174,7 @@ static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to
 	TRY(post(p->a.qp, &wr));
 	TRY(expect_ok(p->a.scq, 2, IBV_WC_SEND, NULL));
 	TRY(expect_ok(p->b.rcq, 1, IBV_WC_RECV, &wc));
-	ENSURE(wc.byte_len == len, "%u bytes arrive", wc.byte_len);
+	ENSURE(wc.byte_len == len, "another number of bytes arrives: %u", wc.byte_len);
 	ENSURE(!awbuf_release(&out, 0) && !awbuf_release(&in, wc.byte_len), "release");
 	return NULL;
 }
@@ -429,7 +429,7 @@ static const char *in_use(size_t arg)
 	ENSURE(number_of(lkey), "a registration in use has ended");
 	ENSURE(!awbuf_get_send(buffers, at, MIB, AWBUF_STABLE, &again), "%s", strerror(errno));
 	ENSURE(again.lkey != lkey, "a registration is used again after it was invalidated");
-	ENSURE(awbuf_close(buffers) == -1 && errno == EBUSY, "closed while buffers are in use: %s", strerror(errno));
+	ENSURE(awbuf_close(buffers) == -1 && errno == EBUSY, "awbuf_close while buffers are in use: %s", strerror(errno));
 	ENSURE(!awbuf_release(&out, 0), "release");
 	ENSURE(!number_of(lkey), "the registration has not ended");
 	ENSURE(!awbuf_release(&again, 0), "release");
@@ -460,7 +460,7 @@ static const char *limits(size_t arg)
 		ENSURE(out.how == AWBUF_KEPT, "piece %zu is not kept", i);
 		first = i ? first : out.lkey;
 		ENSURE(!awbuf_release(&out, 0), "release");
-		ENSURE(alive() <= before + 4, "%zu registrations are alive", alive() - before);
+		ENSURE(alive() <= before + 4, "%zu registrations are alive, more than the limit allows", alive() - before);
 	}
 	ENSURE(!number_of(first), "the oldest registration has not ended");
 	ENSURE(!awbuf_get_send(buffers, at, 2 * MIB, AWBUF_STABLE, &out) && out.how == AWBUF_REGISTERED, "more bytes are kept than allowed");
@@ -538,32 +538,42 @@ static const char *errors(size_t arg)
 
 	(void)arg;
 	TRY(open_device());
-	ENSURE(!awbuf_open(NULL, NULL) && errno == EINVAL, "no domain: %s", strerror(errno));
+	ENSURE(!awbuf_open(NULL, NULL) && errno == EINVAL, "awbuf_open without a domain: %s", strerror(errno));
 	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 4096 });
 	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
-	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "an unknown flag: %s", strerror(errno));
+	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "awbuf_open with an unknown flag: %s", strerror(errno));
 	attr = (struct awbuf_attr){ .size = 4 };
-	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "a short structure: %s", strerror(errno));
-	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "close of NULL: %s", strerror(errno));
-	ENSURE(awbuf_get_send(buffers, at, 0, 0, &out) == -1 && errno == EINVAL, "no bytes: %s", strerror(errno));
-	ENSURE(awbuf_get_send(buffers, NULL, 8, 0, &out) == -1 && errno == EINVAL, "no memory: %s", strerror(errno));
-	ENSURE(awbuf_get_send(buffers, at, 8, 0, NULL) == -1 && errno == EINVAL, "no buffer: %s", strerror(errno));
-	ENSURE(awbuf_get_send(NULL, at, 8, 0, &out) == -1 && errno == EINVAL, "no manager: %s", strerror(errno));
-	ENSURE(awbuf_get_recv(buffers, at, 8, 2, &out) == -1 && errno == EINVAL, "an unknown flag: %s", strerror(errno));
-	ENSURE(awbuf_get_send(buffers, at, SIZE_MAX, 0, &out) == -1 && errno == EFAULT, "too many bytes: %s", strerror(errno));
-	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "release of NULL: %s", strerror(errno));
-	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "query into NULL: %s", strerror(errno));
-	ENSURE(!awbuf_pieces_begin(buffers, at, 8, 0, 0) && errno == EINVAL, "neither sent nor received: %s", strerror(errno));
-	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL, "no bytes: %s", strerror(errno));
-	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL, "no pieces");
+	ENSURE(!awbuf_open(new_pd(), &attr) && errno == EINVAL, "awbuf_open with a short structure: %s", strerror(errno));
+	ENSURE(awbuf_close(NULL) == -1 && errno == EINVAL, "awbuf_close of NULL: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, 0, 0, &out) == -1 && errno == EINVAL, "awbuf_get_send of no bytes: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, NULL, 8, 0, &out) == -1 && errno == EINVAL,
+	       "awbuf_get_send of a null pointer: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, 8, 0, NULL) == -1 && errno == EINVAL,
+	       "awbuf_get_send without a place for the buffer: %s", strerror(errno));
+	ENSURE(awbuf_get_send(NULL, at, 8, 0, &out) == -1 && errno == EINVAL,
+	       "awbuf_get_send without a manager: %s", strerror(errno));
+	ENSURE(awbuf_get_recv(buffers, at, 8, 2, &out) == -1 && errno == EINVAL,
+	       "awbuf_get_recv with an unknown flag: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, at, SIZE_MAX, 0, &out) == -1 && errno == EFAULT,
+	       "awbuf_get_send of more bytes than an address space has: %s", strerror(errno));
+	ENSURE(awbuf_release(NULL, 0) == -1 && errno == EINVAL, "awbuf_release of NULL: %s", strerror(errno));
+	ENSURE(awbuf_query(buffers, NULL, 8) == -1 && errno == EINVAL, "awbuf_query into NULL: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, 8, 0, 0) && errno == EINVAL,
+	       "awbuf_pieces_begin without a direction: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL,
+	       "awbuf_pieces_begin of no bytes: %s", strerror(errno));
+	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL,
+	       "null instead of pieces is accepted");
 	gone = mapped(MIB);
 	munmap(gone, MIB);
-	ENSURE(awbuf_get_send(buffers, gone, MIB, 0, &out) == -1 && errno == EFAULT, "unmapped memory: %s", strerror(errno));
-	ENSURE(awbuf_get_send(buffers, gone, MIB, AWBUF_STABLE, &out) == -1 && errno == EFAULT, "the same: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, gone, MIB, 0, &out) == -1 && errno == EFAULT,
+	       "awbuf_get_send of unmapped memory: %s", strerror(errno));
+	ENSURE(awbuf_get_send(buffers, gone, MIB, AWBUF_STABLE, &out) == -1 && errno == EFAULT,
+	       "awbuf_get_send of unmapped memory with AWBUF_STABLE: %s", strerror(errno));
 	ENSURE(!awbuf_get_send(buffers, at, 8, 0, &out), "get_send: %s", strerror(errno));
 	copy = out;
 	ENSURE(!awbuf_release(&out, 0), "release");
-	ENSURE(awbuf_release(&out, 0) == -1 && errno == EINVAL, "a second release: %s", strerror(errno));
+	ENSURE(awbuf_release(&out, 0) == -1 && errno == EINVAL, "a second awbuf_release: %s", strerror(errno));
 	(void)copy;
 	/* An older program passes a shorter structure. */
 	memset(&stats, 0xff, sizeof stats);
@@ -592,7 +602,7 @@ static const char *pieces(size_t threads)
 	fill(src, len, 7);
 	pieces = awbuf_pieces_begin(from, src, len, AWBUF_SEND, 0);
 	ENSURE(pieces, "awbuf_pieces_begin: %s", strerror(errno));
-	ENSURE(awbuf_close(from) == -1 && errno == EBUSY, "closed while pieces are made");
+	ENSURE(awbuf_close(from) == -1 && errno == EBUSY, "awbuf_close succeeds while pieces are made");
 	while ((more = awbuf_pieces_next(pieces, &out)) == 1) {
 		struct ibv_sge sge = { .addr = (uintptr_t)out.addr, .length = (uint32_t)out.length, .lkey = out.lkey };
 		struct ibv_send_wr wr = rdma_wr(n, IBV_WR_RDMA_WRITE, &sge, 1, &sink, at_byte);
@@ -605,7 +615,7 @@ static const char *pieces(size_t threads)
 		n++;
 	}
 	ENSURE(!more && at_byte == len && n == 25, "%zu bytes in %zu pieces: %s", at_byte, n, strerror(errno));
-	ENSURE(!awbuf_pieces_next(pieces, &out), "a piece after the last");
+	ENSURE(!awbuf_pieces_next(pieces, &out), "awbuf_pieces_next returns a piece after the last");
 	ENSURE(!awbuf_pieces_end(pieces), "end");
 	TRY(same(sink.at, len, 7));
 	/* The operation is abandoned at each piece. */
@@ -711,7 +721,7 @@ static const char *threads(size_t arg)
 		failed = result ? result : failed;
 	}
 	ENSURE(!failed, "%s", failed);
-	ENSURE(hits > 100, "%" PRIu64 " turns", hits);
+	ENSURE(hits > 100, "only %" PRIu64 " turns", hits);
 	return NULL;
 }
 

@@ -190,9 +190,9 @@ static const char *take_unseen(unsigned int which)
 	static struct frame f;
 	int fd = connect_anywarp(which);
 
-	ENSURE(fd >= 0, "no connection");
-	ENSURE(next_handover(fd, &f) && f.body[5] == OFFER, "no offer");
-	ENSURE(take(fd, 0), "cannot send");
+	ENSURE(fd >= 0, "the connection to the server fails");
+	ENSURE(next_handover(fd, &f) && f.body[5] == OFFER, "the server offers no memory");
+	ENSURE(take(fd, 0), "the Take cannot be sent");
 	ENSURE(has_ended(fd, 3000), "the stream continues after a Take with a wrong proof");
 	close(fd);
 	return NULL;
@@ -207,9 +207,9 @@ static const char *flood_wakeups(unsigned int which)
 	uint8_t *memory;
 	size_t sent = 0;
 
-	ENSURE(fd >= 0, "no connection");
+	ENSURE(fd >= 0, "the connection to the server fails");
 	memory = open_offer(fd);
-	ENSURE(memory && take(fd, proof_in(memory)), "no memory");
+	ENSURE(memory && take(fd, proof_in(memory)), "the server offers no memory, or the Take cannot be sent");
 	for (;;) {
 		ssize_t n = send(fd, zeroes, sizeof zeroes, MSG_NOSIGNAL);
 
@@ -230,9 +230,9 @@ static const char *write_garbage(unsigned int which)
 	uint64_t state = which * 0x9e3779b97f4a7c15u + 1;
 	uint8_t *memory;
 
-	ENSURE(fd >= 0, "no connection");
+	ENSURE(fd >= 0, "the connection to the server fails");
 	memory = open_offer(fd);
-	ENSURE(memory && take(fd, proof_in(memory)), "no memory");
+	ENSURE(memory && take(fd, proof_in(memory)), "the server offers no memory, or the Take cannot be sent");
 	for (size_t at = which % 3 == 0 ? 0 : 1024; at < 4096 + RING; at += 8) {
 		uint64_t value;
 
@@ -279,7 +279,7 @@ static const char *gaps_of(struct pair *p, unsigned int windows, double *median,
 {
 	double gaps[32];
 
-	ENSURE(windows <= COUNT(gaps), "%u windows", windows);
+	ENSURE(windows <= COUNT(gaps), "%u windows, more than the test has room for", windows);
 	for (unsigned int i = 0; i < windows; i++) {
 		uint64_t end = now_ns() + 50000000;
 		double gap = 0;
@@ -344,7 +344,7 @@ static const char *beside(size_t which)
 	while (waitpid(pid, &status, WNOHANG) == 0)
 		TRY(talk(&p, 10));
 	ENSURE(!shared->wrong[0], "%s", shared->wrong);
-	ENSURE(shared->rounds >= 5, "%u rounds", shared->rounds);
+	ENSURE(shared->rounds >= 5, "only %u rounds", shared->rounds);
 	ENSURE(gap <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms", gap);
 	ENSURE(!server.failed, "the server failed");
 	return all_bytes(server.open.at, OPEN_LEN, FRESH, "the open region");

@@ -143,7 +143,7 @@ static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_
 static const char *data_is(const struct event_copy *t, const char *text, size_t len)
 {
 	ENSURE(t->len >= len, "%zu bytes of private data, expected %zu", t->len, len);
-	ENSURE(!memcmp(t->data, text, len), "other private data");
+	ENSURE(!memcmp(t->data, text, len), "the private data is not that of the peer");
 	for (size_t i = len; i < t->len; i++)
 		ENSURE(!t->data[i], "byte %zu after the private data is %02x", i, t->data[i]);
 	return NULL;
@@ -218,8 +218,8 @@ static struct rdma_conn_param params(const char *data, size_t len)
 static const char *requested(struct fixture *s, struct event_copy *t)
 {
 	TRY(event(s->server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, t));
-	ENSURE(t->listen_id == s->listener, "request of another listener");
-	ENSURE(t->id != s->listener, "a request without a new id");
+	ENSURE(t->listen_id == s->listener, "the request belongs to another listener");
+	ENSURE(t->id != s->listener, "the request has no new id");
 	s->server = t->id;
 	keep(close_id, s->server, "accepted rdma_cm_id");
 	return give_qp(s->server);
@@ -507,7 +507,7 @@ static const char *queue_pair_gone(size_t arg)
 	accepted = accept4(fd, NULL, NULL, SOCK_CLOEXEC);
 	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)accepted, "socket");
-	ENSURE(recv(accepted, received, 24, MSG_WAITALL) == 24, "no MPA Request");
+	ENSURE(recv(accepted, received, 24, MSG_WAITALL) == 24, "no MPA Request arrives");
 	rdma_destroy_qp(s.client);
 	ENSURE(write(accepted, reply, 24) == 24, "write: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, &t));
@@ -651,8 +651,10 @@ static const char *addresses(size_t family)
 
 	TRY(listen_at(&s, (int)family, RDMA_PS_TCP));
 	TRY(connect_both(&s));
-	ENSURE(rdma_get_dst_port(s.client) == rdma_get_src_port(s.listener), "destination port of the client");
-	ENSURE(rdma_get_src_port(s.server) == rdma_get_src_port(s.listener), "source port of the server");
+	ENSURE(rdma_get_dst_port(s.client) == rdma_get_src_port(s.listener),
+	       "the destination port of the client is not that of the listener");
+	ENSURE(rdma_get_src_port(s.server) == rdma_get_src_port(s.listener),
+	       "the source port of the server is not that of the listener");
 	local = (struct sockaddr_storage *)rdma_get_local_addr(s.client);
 	peer = (struct sockaddr_storage *)rdma_get_peer_addr(s.client);
 	ENSURE(local->ss_family == family && peer->ss_family == family, "families %d and %d", local->ss_family,
@@ -660,13 +662,14 @@ static const char *addresses(size_t family)
 	if (family == AF_INET) {
 		const struct sockaddr_in *want = (struct sockaddr_in *)&s.address.ss;
 
-		ENSURE(((struct sockaddr_in *)peer)->sin_addr.s_addr == want->sin_addr.s_addr, "peer address");
-		ENSURE(((struct sockaddr_in *)local)->sin_addr.s_addr == want->sin_addr.s_addr, "local address");
+		ENSURE(((struct sockaddr_in *)peer)->sin_addr.s_addr == want->sin_addr.s_addr, "the peer address is another one");
+		ENSURE(((struct sockaddr_in *)local)->sin_addr.s_addr == want->sin_addr.s_addr, "the local address is another one");
 	} else {
 		const struct sockaddr_in6 *want = (struct sockaddr_in6 *)&s.address.ss;
 
-		ENSURE(!memcmp(&((struct sockaddr_in6 *)peer)->sin6_addr, &want->sin6_addr, 16), "peer address");
-		ENSURE(!memcmp(&((struct sockaddr_in6 *)local)->sin6_addr, &want->sin6_addr, 16), "local address");
+		ENSURE(!memcmp(&((struct sockaddr_in6 *)peer)->sin6_addr, &want->sin6_addr, 16), "the peer address is another one");
+		ENSURE(!memcmp(&((struct sockaddr_in6 *)local)->sin6_addr, &want->sin6_addr, 16),
+		       "the local address is another one");
 	}
 	ENSURE(s.client->port_num == 1 && s.client->verbs, "port %u", s.client->port_num);
 	return NULL;
@@ -733,8 +736,8 @@ static const char *extended(size_t arg)
 	init.send_cq = init.recv_cq = NULL;
 	init.qp_type = IBV_QPT_UD;
 	errno = 0;
-	ENSURE(rdma_create_qp_ex(s.client, &init) == -1 && errno == EINVAL, "a queue pair of another type");
-	ENSURE(!s.client->send_cq && !s.client->recv_cq, "queues without a queue pair");
+	ENSURE(rdma_create_qp_ex(s.client, &init) == -1 && errno == EINVAL, "a queue pair of another type is created");
+	ENSURE(!s.client->send_cq && !s.client->recv_cq, "completion queues are left without a queue pair");
 	return NULL;
 }
 
@@ -792,7 +795,7 @@ static const char *xrc(size_t arg)
 	snprintf(port, sizeof port, "%u", ntohs(rdma_get_src_port(listener)));
 	ENSURE(!pthread_create(&thread, NULL, xrc_client, port), "pthread_create");
 	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
-	ENSURE(id->qp && id->qp->qp_type == IBV_QPT_XRC_RECV, "not an end that receives XRC");
+	ENSURE(id->qp && id->qp->qp_type == IBV_QPT_XRC_RECV, "the queue pair is not an end that receives XRC");
 	ENSURE(!rdma_create_srq(id, NULL, &srq), "rdma_create_srq: %s", strerror(errno));
 	ENSURE(id->recv_cq && id->recv_cq->cqe >= 8, "the completion queue has fewer than 8 entries");
 	ENSURE(!ibv_get_srq_num(id->srq, &number), "ibv_get_srq_num");
@@ -933,7 +936,7 @@ static const char *synchronous(size_t arg)
 	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
 	ENSURE(id->event && id->event->event == RDMA_CM_EVENT_CONNECT_REQUEST, "the new id shows no event");
 	ENSURE(id->event->param.conn.private_data_len >= 4 && !memcmp(id->event->param.conn.private_data, "sync", 4),
-	       "other private data");
+	       "the private data is not that of the peer");
 	TRY(give_qp(id));
 	TRY(new_region(&r, id->pd, 100, IBV_ACCESS_LOCAL_WRITE));
 	sge = sge_of(&r, 0, 100);
@@ -1010,7 +1013,7 @@ static const char *endpoints(size_t arg)
 	(void)arg;
 	init.cap.max_inline_data = 16;
 	rc = rdma_getaddrinfo(s.node, "0", &hints, &list);
-	ENSURE(!rc, "rdma_getaddrinfo: %s", rc < 0 ? strerror(errno) : gai_strerror(rc));
+	ENSURE(!rc, "rdma_getaddrinfo: %s", rc == -1 ? strerror(errno) : gai_strerror(rc));
 	keep(close_list, list, "address list");
 	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
 	keep(close_ep, listener, "endpoint");
@@ -1043,8 +1046,8 @@ static const char *one_lookup(const char *what, const char *node, const char *se
 {
 	int rc = rdma_getaddrinfo(node, service, hints, list);
 
-	ENSURE(!rc, "%s: rdma_getaddrinfo: %s", what, rc < 0 ? strerror(errno) : gai_strerror(rc));
-	ENSURE(*list, "%s: no result", what);
+	ENSURE(!rc, "%s: rdma_getaddrinfo: %s", what, rc == -1 ? strerror(errno) : gai_strerror(rc));
+	ENSURE(*list, "%s: rdma_getaddrinfo gives no result", what);
 	keep(close_list, *list, "address list");
 	return NULL;
 }
@@ -1062,7 +1065,7 @@ static const char *lookups(size_t arg)
 		       NULL, &list));
 	in = (struct sockaddr_in *)list->ai_dst_addr;
 	ENSURE(in && in->sin_family == AF_INET && in->sin_port == htons(4711), "destination");
-	ENSURE(list->ai_dst_len == sizeof *in, "length of the destination");
+	ENSURE(list->ai_dst_len == sizeof *in, "the destination has another length");
 
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP };
 	TRY(one_lookup("service of a passive side", NULL, "4711", &hints, &list));

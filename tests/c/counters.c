@@ -103,7 +103,7 @@ static const char *counts(struct counter *c, uint64_t done, uint64_t failed)
 		ENSURE(!read_done(c, &got) && !read_err(c, &bad), "ibv_read_comp_cntr");
 		if (got == done && bad == failed && !quiet)
 			quiet = now_ms() + QUIET_MS / 4;
-		ENSURE(!quiet || (got == done && bad == failed), "more than all: %llu and %llu",
+		ENSURE(!quiet || (got == done && bad == failed), "more is counted than was done: %llu and %llu",
 		       (unsigned long long)got, (unsigned long long)bad);
 		sched_yield();
 	} while (now_ms() < (quiet ? quiet : end));
@@ -306,7 +306,7 @@ static const char *destroyed_is_not_an_error(size_t arg)
 	ENSURE(!attach_to(e.qp, c, OP_RECV), "ibv_qp_attach_comp_cntr");
 	TRY(to_init(e.qp, &w));
 	TRY(post_recv(e.qp, 1, NULL, 0));
-	ENSURE(destroy(c) == EBUSY, "destroyed while it is attached");
+	ENSURE(destroy(c) == EBUSY, "a counter is destroyed while it is attached");
 	close_now(e.qp);
 	return counts(c, 0, 0);
 }
@@ -327,10 +327,11 @@ static const char *datagrams(size_t arg)
 	TRY(new_counter(&c, WRS));
 	TRY(open_end(&p.a, &w));
 	TRY(open_end(&p.b, &w));
-	ENSURE(!attach_to(p.a.qp, sent, OP_SEND) && !attach_to(p.b.qp, sent, OP_SEND), "one counter for two queue pairs");
+	ENSURE(!attach_to(p.a.qp, sent, OP_SEND) && !attach_to(p.b.qp, sent, OP_SEND),
+	       "one counter cannot be attached to two queue pairs");
 	ENSURE(!attach_to(p.b.qp, received, OP_RECV), "ibv_qp_attach_comp_cntr");
-	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "a counter of remote operations on UD");
-	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "a counter of remote operations on UD");
+	ENSURE(attach_to(p.a.qp, c, OP_REMOTE_WRITE) == EOPNOTSUPP, "a counter of remote operations is attached to UD");
+	ENSURE(attach_to(p.a.qp, c, OP_READ | OP_REMOTE_READ) == EOPNOTSUPP, "a counter of remote operations is attached to UD");
 	TRY(connect_ends(&p.a, &p.b, &w));
 	TRY(new_region(&from, p.a.pd, 100, ALL_ACCESS));
 	TRY(new_region(&to, p.b.pd, 4096, ALL_ACCESS));
@@ -408,7 +409,8 @@ static const char *rules(size_t arg)
 		       caps.ops == (OP_LOCAL | OP_REMOTE_READ | OP_REMOTE_WRITE),
 	       "max_value %llu, max_counters %u, ops %#x", (unsigned long long)caps.max_value, caps.max_counters, caps.ops);
 	/* The structure of an older header is shorter. */
-	ENSURE(!query_caps(device, &part, 12) && part.max_counters == caps.max_counters && part.ops == 77, "12 bytes");
+	ENSURE(!query_caps(device, &part, 12) && part.max_counters == caps.max_counters && part.ops == 77,
+	       "a structure of 12 bytes is not filled, or more is written than it has");
 
 	errno = 0;
 	ENSURE(!create(device, &(struct init_attr){ .type = 2 }) && errno == EOPNOTSUPP, "type 2: %s", strerror(errno));
@@ -421,33 +423,34 @@ static const char *rules(size_t arg)
 
 	TRY(new_counter(&c, WRS));
 	TRY(new_counter(&d, WRS));
-	ENSURE(c->context == device && c->handle != d->handle, "context or handle");
+	ENSURE(c->context == device && c->handle != d->handle, "the counter has another context, or the handle of another counter");
 	ENSURE(!read_done(c, &value) && value == 0, "a new counter has %llu", (unsigned long long)value);
-	ENSURE(!set(c, UINT64_MAX) && !inc(c, 3) && !set_err(c, 7) && !inc_err(c, 5), "set and inc");
+	ENSURE(!set(c, UINT64_MAX) && !inc(c, 3) && !set_err(c, 7) && !inc_err(c, 5), "setting or incrementing fails");
 	TRY(counts(c, 2, 12));
 	TRY(counts(d, 0, 0));
 
 	TRY(open_end(&p.a, &w));
 	TRY(open_end(&p.b, &w));
-	ENSURE(attach_to(p.a.qp, c, 0) == EINVAL, "no operation");
-	ENSURE(attach_to(p.a.qp, c, 1u << 6) == EOPNOTSUPP, "an unknown operation");
-	ENSURE(attach(p.a.qp, c, &(struct attach_attr){ .comp_mask = 1, .op_mask = 1 }) == EOPNOTSUPP, "an unknown mask");
-	ENSURE(!attach_to(p.a.qp, c, OP_SEND | OP_WRITE), "in RESET");
-	ENSURE(attach_to(p.a.qp, d, OP_WRITE | OP_READ) == EBUSY, "an operation of two counters");
-	ENSURE(attach_to(p.a.qp, c, OP_SEND) == EBUSY, "the same again");
+	ENSURE(attach_to(p.a.qp, c, 0) == EINVAL, "a counter of no operation is attached");
+	ENSURE(attach_to(p.a.qp, c, 1u << 6) == EOPNOTSUPP, "a counter of an unknown operation is attached");
+	ENSURE(attach(p.a.qp, c, &(struct attach_attr){ .comp_mask = 1, .op_mask = 1 }) == EOPNOTSUPP,
+	       "an unknown comp_mask is accepted");
+	ENSURE(!attach_to(p.a.qp, c, OP_SEND | OP_WRITE), "a counter cannot be attached in RESET");
+	ENSURE(attach_to(p.a.qp, d, OP_WRITE | OP_READ) == EBUSY, "two counters are attached for one operation");
+	ENSURE(attach_to(p.a.qp, c, OP_SEND) == EBUSY, "a counter is attached twice for one operation");
 	TRY(to_init(p.a.qp, &w));
-	ENSURE(!attach_to(p.a.qp, d, OP_READ), "in INIT");
+	ENSURE(!attach_to(p.a.qp, d, OP_READ), "a counter cannot be attached in INIT");
 	TRY(to_init(p.b.qp, &w));
 	TRY(to_rtr(p.a.qp, p.b.qp->qp_num, &w));
-	ENSURE(attach_to(p.a.qp, c, OP_RECV) == EINVAL, "in RTR");
+	ENSURE(attach_to(p.a.qp, c, OP_RECV) == EINVAL, "a counter is attached in RTR");
 	TRY(to_rtr(p.b.qp, p.a.qp->qp_num, &w));
 	TRY(to_rts(p.a.qp, &w));
-	ENSURE(attach_to(p.a.qp, c, OP_RECV) == EINVAL, "in RTS");
-	ENSURE(destroy(c) == EBUSY && destroy(d) == EBUSY, "destroyed while attached");
+	ENSURE(attach_to(p.a.qp, c, OP_RECV) == EINVAL, "a counter is attached in RTS");
+	ENSURE(destroy(c) == EBUSY && destroy(d) == EBUSY, "a counter is destroyed while it is attached");
 	/* In RESET the counter stays attached. */
 	TRY(to_state(p.a.qp, IBV_QPS_RESET));
-	ENSURE(destroy(c) == EBUSY, "destroyed after the reset of its queue pair");
-	ENSURE(attach_to(p.a.qp, d, OP_SEND) == EBUSY, "free after a reset");
+	ENSURE(destroy(c) == EBUSY, "a counter is destroyed after the reset of its queue pair, which it is still attached to");
+	ENSURE(attach_to(p.a.qp, d, OP_SEND) == EBUSY, "the operation has no counter any more after a reset");
 	close_now(p.a.qp);
 	close_now(c);
 	close_now(d);

@@ -270,7 +270,7 @@ static const char *sources(size_t family)
 	TRY(both_of(&e, (int)family));
 	TRY(text_to(e.client, "one", &e.at));
 	TRY(own_name(e.client, &at));
-	ENSURE(*port_of(&at), "no port after the first datagram");
+	ENSURE(*port_of(&at), "the socket has no port after the first datagram");
 	TRY(takes_from(e.server, "one", &from));
 	ENSURE(*port_of(&from) == *port_of(&at), "the source has another port");
 	at = loopback((int)family);
@@ -280,13 +280,15 @@ static const char *sources(size_t family)
 	TRY(text_to(e.client, "two", &e.at));
 	m.msg_iov = &part;
 	m.msg_iovlen = 1;
-	ENSURE(recvmsg(e.server, &m, 0) == 3 && m.msg_namelen == at.len, "recvmsg");
+	ENSURE(recvmsg(e.server, &m, 0) == 3 && m.msg_namelen == at.len,
+	       "recvmsg returns another length, of the datagram or of the address");
 	TRY(text_to(e.client, "three", &e.at));
 	from.len = sizeof small;
-	ENSURE(recvfrom(e.server, got, sizeof got, 0, (struct sockaddr *)small, &from.len) == 5, "recvfrom");
+	ENSURE(recvfrom(e.server, got, sizeof got, 0, (struct sockaddr *)small, &from.len) == 5, "recvfrom does not return 5");
 	ENSURE(from.len == at.len && !memcmp(small, &at.addr, sizeof small), "an address that is cut off has length %u", from.len);
 	peer.len = sizeof peer.addr;
-	ENSURE(getpeername(e.client, name(&peer), &peer.len) < 0 && errno == ENOTCONN, "getpeername before connect");
+	ENSURE(getpeername(e.client, name(&peer), &peer.len) < 0 && errno == ENOTCONN,
+	       "getpeername before connect does not fail with ENOTCONN");
 	ENSURE(!connect(e.client, name(&e.at), e.at.len), "connect: %s", strerror(errno));
 	peer.len = sizeof peer.addr;
 	ENSURE(!getpeername(e.client, name(&peer), &peer.len), "getpeername: %s", strerror(errno));
@@ -361,7 +363,8 @@ static const char *packet_info(size_t arg)
 	memcpy(CMSG_DATA(c), &info, sizeof info);
 	ENSURE(sendmsg(server, &m, 0) == 5, "sendmsg: %s", strerror(errno));
 	if (!is_reliable())
-		ENSURE((raw_length(client) > 5) == (head_of_messages() > 0), "the kind of the reply");
+		ENSURE((raw_length(client) > 5) == (head_of_messages() > 0),
+		       "the reply is a message where a datagram is expected, or the reverse");
 	TRY(takes_from(client, "where", &from));
 	return same_address(&from, &at);
 }
@@ -406,7 +409,7 @@ static const char *path(size_t reports)
 	ENSURE(!getsockopt(e.client, IPPROTO_IP, IP_MTU, &mtu, &len), "IP_MTU: %s", strerror(errno));
 	size_t most = (size_t)mtu - 28 < MOST ? (size_t)mtu - 28 : MOST;
 	ENSURE(send(e.client, big, most, 0) == (ssize_t)most, "send of %zu: %s", most, strerror(errno));
-	ENSURE(recvmsg(e.client, &m, MSG_ERRQUEUE) < 0 && errno == EAGAIN, "an error report for a datagram that was sent");
+	ENSURE(recvmsg(e.client, &m, MSG_ERRQUEUE) < 0 && errno == EAGAIN, "a datagram that was sent has an error report");
 	ENSURE(send(e.client, big, most + 1, 0) < 0 && errno == EMSGSIZE, "send of one more: %s", strerror(errno));
 	ENSURE(recv(e.server, got, sizeof got, 0) == (ssize_t)most, "recv: %s", strerror(errno));
 	return nothing(e.server);
@@ -523,7 +526,8 @@ static const char *lists(size_t arg)
 		ENSURE(out[i].msg_len == strlen(texts[i]), "datagram %zu: %u bytes sent", i, out[i].msg_len);
 	ENSURE(recvmmsg(e.server, in, 4, 0, NULL) == 4, "recvmmsg: %s", strerror(errno));
 	for (size_t i = 0; i < 4; i++)
-		ENSURE(in[i].msg_len == strlen(texts[i]) && !memcmp(buf[i], texts[i], in[i].msg_len), "datagram %zu", i);
+		ENSURE(in[i].msg_len == strlen(texts[i]) && !memcmp(buf[i], texts[i], in[i].msg_len),
+		       "datagram %zu has another length or other bytes", i);
 	/* The datagrams that have arrived already are returned with the first. */
 	ENSURE(sendmmsg(e.client, out, 2, 0) == 2, "sendmmsg: %s", strerror(errno));
 	settle();
@@ -551,7 +555,7 @@ static const char *lists(size_t arg)
 	ENSURE(recvmmsg(e.server, in, 3, 0, NULL) == 3, "recvmmsg: %s", strerror(errno));
 	/* The second datagram has no address. */
 	out[1].msg_hdr.msg_name = NULL;
-	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg with an invalid datagram");
+	ENSURE(sendmmsg(e.client, out, 3, 0) == 1, "sendmmsg does not send one datagram before an invalid one");
 	ENSURE(sendmmsg(e.client, out + 1, 1, 0) < 0 && errno == EDESTADDRREQ, "sendmmsg without address: %s", strerror(errno));
 	return takes(e.server, "one");
 }
@@ -595,7 +599,7 @@ static const char *mixed_list(size_t arg)
 
 		n = syscall(SYS_recvfrom, plain, got, sizeof got, MSG_PEEK | MSG_DONTWAIT, NULL, NULL);
 		ENSURE(fd != plain || n == (long)parts[i].iov_len, "datagram %zu: %ld bytes to a plain receiver", i, n);
-		ENSURE(recv(fd, got, sizeof got, 0) == (ssize_t)parts[i].iov_len, "datagram %zu", i);
+		ENSURE(recv(fd, got, sizeof got, 0) == (ssize_t)parts[i].iov_len, "datagram %zu has another length", i);
 	}
 	return NULL;
 }
@@ -643,13 +647,13 @@ static const char *ready(size_t arg)
 	p.fd = e.server;
 	ENSURE(poll(&p, 1, 0) == 1 && p.revents == POLLOUT, "poll: %x", (unsigned int)p.revents);
 	p.events = POLLIN;
-	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll without a datagram");
+	ENSURE(poll(&p, 1, SHORT_MS) == 0, "poll reports a datagram that was not sent");
 	ENSURE(!pthread_create(&thread, NULL, send_later, &e), "pthread_create");
 	ENSURE(poll(&p, 1, LONG_MS) == 1 && p.revents == POLLIN, "poll: %x", (unsigned int)p.revents);
-	ENSURE(poll(&p, 1, 0) == 1, "poll again");
+	ENSURE(poll(&p, 1, 0) == 1, "a second poll does not report the datagram");
 	ENSURE(!pthread_join(thread, NULL), "pthread_join");
 	TRY(takes(e.server, "later"));
-	ENSURE(poll(&p, 1, 0) == 0, "poll after the last");
+	ENSURE(poll(&p, 1, 0) == 0, "poll reports a datagram after the last");
 	ENSURE(!pthread_create(&thread, NULL, send_later, &e), "pthread_create");
 	FD_ZERO(&set);
 	FD_SET(e.server, &set);
@@ -668,20 +672,22 @@ static const char *sets(size_t flags)
 	keep(close_fd, (void *)(intptr_t)set, "set");
 	TRY(both(&e));
 	ENSURE(!epoll_ctl(set, EPOLL_CTL_ADD, e.server, &ev), "epoll_ctl: %s", strerror(errno));
-	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "an event without a datagram");
+	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "epoll_wait reports a datagram that was not sent");
 	TRY(text_to(e.client, "one", &e.at));
-	ENSURE(epoll_wait(set, out, 2, LONG_MS) == 1 && out[0].events == EPOLLIN && out[0].data.u64 == 7, "the first event");
-	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "the event again");
+	ENSURE(epoll_wait(set, out, 2, LONG_MS) == 1 && out[0].events == EPOLLIN && out[0].data.u64 == 7,
+	       "epoll_wait does not report the first datagram");
+	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "the event is repeated where it should not be, or not where it should");
 	TRY(text_to(e.client, "two", &e.at));
 	settle();
-	ENSURE(epoll_wait(set, out, 2, 0) == (flags != EPOLLONESHOT), "the event of the second datagram");
+	ENSURE(epoll_wait(set, out, 2, 0) == (flags != EPOLLONESHOT),
+	       "the second datagram is reported where it should not be, or not where it should");
 	if (flags == EPOLLONESHOT) {
 		ENSURE(!epoll_ctl(set, EPOLL_CTL_MOD, e.server, &ev), "epoll_ctl: %s", strerror(errno));
-		ENSURE(epoll_wait(set, out, 2, 0) == 1, "armed again");
+		ENSURE(epoll_wait(set, out, 2, 0) == 1, "epoll_wait does not report the datagram after the socket was armed again");
 	}
 	TRY(takes(e.server, "one"));
 	TRY(takes(e.server, "two"));
-	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "an event after the last");
+	ENSURE(epoll_wait(set, out, 2, SHORT_MS) == 0, "epoll_wait reports a datagram after the last");
 	return NULL;
 }
 
@@ -786,7 +792,7 @@ static const char *errors(size_t arg)
 	for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c))
 		if (c->cmsg_type == IP_RECVERR)
 			why = (struct sock_extended_err *)CMSG_DATA(c);
-	ENSURE(why && why->ee_errno == ECONNREFUSED, "no reason");
+	ENSURE(why && why->ee_errno == ECONNREFUSED, "the error report has no reason");
 	/* With a list, and truncated: the full length of the datagram is not reported. */
 	TRY(text_to(e.client, "another", &e.at));
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
@@ -929,7 +935,8 @@ static const char *plain_peers(size_t arg)
 	TRY(takes_from(e.server, "plain", &from));
 	TRY(send_kind(e.server, "plain too", &from, plain, false));
 	ENSURE(syscall(SYS_sendto, plain, vector, sizeof vector, 0, name(&e.at), e.at.len) == sizeof vector, "sendto");
-	ENSURE(recv(e.server, got, sizeof got, 0) == sizeof vector && !memcmp(got, vector, sizeof vector), "another's message");
+	ENSURE(recv(e.server, got, sizeof got, 0) == sizeof vector && !memcmp(got, vector, sizeof vector),
+	       "the prepared message is not delivered");
 	/* A message that the library has sent, with one bit changed. */
 	if (is_reliable()) {
 		TRY(text_to(e.client, "first", &e.at));
@@ -1125,7 +1132,7 @@ static const char *many_threads(size_t arg)
 		taken += w[i].taken;
 	}
 	/* The kernel drops some datagrams if the readers are late. */
-	ENSURE(taken > EACH / 2, "%zu of %u datagrams", taken, THREADS * EACH);
+	ENSURE(taken > EACH / 2, "only %zu of %u datagrams arrive", taken, THREADS * EACH);
 	return NULL;
 }
 

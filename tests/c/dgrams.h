@@ -92,12 +92,13 @@ UNUSED static const char *open_dgram_on(struct dgram *d, const struct anywarpdv_
 	ENSURE(d->qp, "anywarpdv_create_qp_ex: %s", strerror(errno));
 	keep(close_qp, d->qp, "queue pair");
 	d->ex = ibv_qp_to_qp_ex(d->qp);
-	ENSURE(d->ex, "no extended operations");
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "to INIT");
+	ENSURE(d->ex, "the queue pair has no extended operations");
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY),
+	       "ibv_modify_qp to INIT fails");
 	attr.qp_state = IBV_QPS_RTR;
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE), "to RTR");
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE), "ibv_modify_qp to RTR fails");
 	attr.qp_state = IBV_QPS_RTS;
-	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
+	ENSURE(!ibv_modify_qp(d->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "ibv_modify_qp to RTS fails");
 	to.grh.dgid = local_gid;
 	to.grh.sgid_index = gid_index;
 	d->ah = ibv_create_ah(d->pd, &to);
@@ -160,7 +161,7 @@ UNUSED static const char *done(struct dgram *d, uint64_t id, enum ibv_wc_status 
 	struct ibv_wc wc;
 
 	ENSURE(poll_cq_for(d->scq, 1, &wc, (int)WAIT_MS) == 1, "request %llu does not complete", (unsigned long long)id);
-	ENSURE(wc.wr_id == id, "completion of request %llu", (unsigned long long)wc.wr_id);
+	ENSURE(wc.wr_id == id, "request %llu completes instead", (unsigned long long)wc.wr_id);
 	ENSURE(wc.status == status, "request %llu: %s", (unsigned long long)id, ibv_wc_status_str(wc.status));
 	return NULL;
 }

@@ -45,12 +45,13 @@ static const char *refused(size_t arg)
 	REFUSES(EINVAL, A(.parity = 16));
 	REFUSES(EINVAL, A(.max_send_size = 1u << 31));
 	errno = 0;
-	ENSURE(!create_qp(device, &init, &newer.dv, sizeof(newer)) && errno == EOPNOTSUPP, "a newer structure");
+	ENSURE(!create_qp(device, &init, &newer.dv, sizeof(newer)) && errno == EOPNOTSUPP,
+	       "a structure of a newer version with unknown values is accepted");
 	newer.more = 0;
 	init.comp_mask |= IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
 	init.send_ops_flags = IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 	errno = 0;
-	ENSURE(!create_qp(device, &init, &newer.dv, sizeof(newer)) && errno == EOPNOTSUPP, "atomics on UD");
+	ENSURE(!create_qp(device, &init, &newer.dv, sizeof(newer)) && errno == EOPNOTSUPP, "atomics on UD are accepted");
 	return NULL;
 }
 
@@ -75,7 +76,8 @@ static const char *chosen_port(size_t arg)
 	init.pd = a.pd;
 	init.send_cq = init.recv_cq = a.scq;
 	errno = 0;
-	ENSURE(!create_qp(device, &init, &dv, sizeof dv) && errno == EADDRINUSE, "the port again: %s", strerror(errno));
+	ENSURE(!create_qp(device, &init, &dv, sizeof dv) && errno == EADDRINUSE,
+	       "a second queue pair at the port: %s", strerror(errno));
 	uint32_t port = dv.port;
 	dv.port = 0;
 	TRY(open_dgram(&b, &dv));
@@ -115,33 +117,34 @@ static const char *write_record(size_t arg)
 		fill_pattern(mine.at, lens[i], (uint32_t)i);
 		TRY(request(&a, &b, what, i, &mine, lens[i], &theirs));
 		ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record of %zu bytes", lens[i]);
-		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
+		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "the record is not marked as complete");
 		ENSURE(record.length == lens[i] && record.valid == lens[i], "%u of %u", record.valid, record.length);
 		ENSURE(record.src_qp == a.qp->qp_num, "from 0x%x", record.src_qp);
 		ENSURE(!(what == WRITE_IMM) == !(record.flags & ANYWARPDV_RECORD_WITH_IMM), "immediate");
 		ENSURE(what != WRITE_IMM || record.imm_data == htonl(0x01020304), "immediate 0x%x", record.imm_data);
 		ENSURE(!lens[i] || record.base == (uintptr_t)theirs.at, "base");
 		ENSURE(!lens[i] || record.rkey == theirs.mr->rkey, "rkey");
-		ENSURE(record.map == 0, "a map for a complete record");
-		ENSURE(!memcmp(theirs.at, mine.at, lens[i]), "bytes differ");
+		ENSURE(record.map == 0, "a complete record has a map");
+		ENSURE(!memcmp(theirs.at, mine.at, lens[i]), "the memory has other bytes than were written");
 		TRY(guards_untouched(&theirs));
 		TRY(done(&a, i, IBV_WC_SUCCESS));
 	}
 	errno = 0;
-	ENSURE(poll_records(b.qp, 1, &(struct anywarpdv_record){ 0 }, sizeof record, 0) == 0, "one record too many");
+	ENSURE(poll_records(b.qp, 1, &(struct anywarpdv_record){ 0 }, sizeof record, 0) == 0, "there is one record too many");
 	/* A complete record has no map; it has one range. */
 	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == 1 && range.from == 0 && range.to == record.length,
-	       "ranges of a complete record");
+	       "a complete record does not have one range with all bytes");
 	memset(bits, 0, sizeof bits);
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) > 0 && bits[0] & 1,
-	       "bits of a complete record");
-	ENSURE(!release_map(b.qp, record.map), "a map of a complete record is released");
+	       "the bit map of a complete record does not begin with 1");
+	ENSURE(!release_map(b.qp, record.map), "releasing the map of a complete record fails");
 	record.map = 1;
 	ENSURE(read_bitmap(b.qp, &record, sizeof record, record.length / 10 + 1, bits, sizeof bits) == -1 && errno == EINVAL,
-	       "a map of an unknown record");
+	       "the map of an unknown record can be read");
 	errno = 0;
-	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == -1 && errno == EINVAL, "a map of an unknown record");
-	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "a map of an unknown record is released");
+	ENSURE(read_map(b.qp, &record, sizeof record, 1, &range, sizeof range) == -1 && errno == EINVAL,
+	       "the map of an unknown record can be read");
+	ENSURE(release_map(b.qp, 1) == -1 && errno == EINVAL, "the map of an unknown record can be released");
 	return NULL;
 }
 
@@ -161,7 +164,7 @@ static const char *answer_a_record(size_t arg)
 	TRY(new_region(&to, b.pd, 64, ALL_ACCESS));
 	fill_pattern(from.at, 64, 3);
 	TRY(request(&a, &b, WRITE, 1, &from, 64, &to));
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
 	own = b.ah;
 	b.ah = ah_from_record(b.pd, &record, sizeof record);
 	ENSURE(b.ah, "anywarpdv_create_ah_from_record: %s", strerror(errno));
@@ -169,10 +172,10 @@ static const char *answer_a_record(size_t arg)
 	ENSURE(b.ah != own && record.src_qp == a.qp->qp_num, "from 0x%x", record.src_qp);
 	fill_pattern(to.at, 64, 4);
 	TRY(request(&b, &a, WRITE, 2, &to, 64, &from));
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no answer");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no answer arrives");
 	record.source.ss_family = AF_UNIX;
 	errno = 0;
-	ENSURE(!ah_from_record(b.pd, &record, sizeof record) && errno == EAFNOSUPPORT, "an address of another family");
+	ENSURE(!ah_from_record(b.pd, &record, sizeof record) && errno == EAFNOSUPPORT, "an address of another family is accepted");
 	return same_pattern(from.at, 64, 4);
 }
 
@@ -221,23 +224,29 @@ static const char *sizes(size_t arg)
 		}
 	}
 	errno = 0;
-	ENSURE(poll_records(b.qp, 1, &head, 0, 0) == -1 && errno == EINVAL, "records of no size");
+	ENSURE(poll_records(b.qp, 1, &head, 0, 0) == -1 && errno == EINVAL, "records of size 0 are accepted");
 	memset(ranges, 0xff, sizeof ranges);
-	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof ranges[0]) == 1, "ranges");
+	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof ranges[0]) == 1,
+	       "anywarpdv_read_map does not return one range");
 	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == 64, "[%u, %u)", ranges[0].known.from, ranges[0].known.to);
-	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX, "after a range");
+	ENSURE(ranges[0].unknown == 0 && ranges[1].unknown == UINT32_MAX,
+	       "the end of a longer range is not set to 0, or more ranges are written than there are");
 	memset(ranges, 0xff, sizeof ranges);
-	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof(uint32_t)) == 1, "ranges");
-	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX, "bytes after the first member of a range");
+	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, sizeof(uint32_t)) == 1,
+	       "anywarpdv_read_map does not return one range");
+	ENSURE(ranges[0].known.from == 0 && ranges[0].known.to == UINT32_MAX,
+	       "bytes after the first member of a range are written");
 	errno = 0;
 	ENSURE(read_map(b.qp, &longer[0].known, sizeof longer[0], 1, &ranges[0].known, 0) == -1 && errno == EINVAL,
-	       "ranges of no size");
+	       "ranges of size 0 are accepted");
 	memset(&about, 0xff, sizeof about);
-	ENSURE(!query_dv_device(device, &about.known, sizeof about) && about.unknown == 0, "query_device: longer");
+	ENSURE(!query_dv_device(device, &about.known, sizeof about) && about.unknown == 0,
+	       "anywarpdv_query_device fails with a longer structure, or does not set its end to 0");
 	ENSURE(about.known.qp_types == 3 && about.known.max_parity == 15 && about.known.max_message_size >= 1u << 30,
 	       "query_device: %#x %u %u", about.known.qp_types, about.known.max_parity, about.known.max_message_size);
 	memset(small, 0xff, sizeof small);
-	ENSURE(!query_dv_device(device, (struct anywarpdv_device_attr *)small, 8), "query_device: shorter");
+	ENSURE(!query_dv_device(device, (struct anywarpdv_device_attr *)small, 8),
+	       "anywarpdv_query_device fails with a shorter structure");
 	TRY(all_bytes(small, 8, 0, "the first members"));
 	return all_bytes(small + 8, 4, 0xff, "bytes after the caller's structure");
 }
@@ -261,7 +270,7 @@ static const char *segment_size(size_t arg)
 	TRY(new_region(&mine, a.pd, 100000, IBV_ACCESS_LOCAL_WRITE));
 	TRY(new_region(&theirs, b.pd, 100000, ALL_ACCESS));
 	TRY(request(&a, &b, WRITE, 1, &mine, 100000, &theirs));
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1 && record.valid == 100000, "no record");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1 && record.valid == 100000, "no record arrives");
 	ENSURE(!query_counters(b.qp, &seen, sizeof seen), "counters");
 	ENSURE(seen.rx_dgrams == 100, "%llu datagrams", (unsigned long long)seen.rx_dgrams);
 	wrong[0] = about.min_segment_size - 8;
@@ -314,13 +323,13 @@ static const char *record_waits(size_t arg)
 	ENSURE(poll_cq_for(a.scq, 1, &wc, 300) == 0, "a Write completes although its record does not fit");
 	for (unsigned int taken = 0; taken < many; taken++) {
 		ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "%u of %u records", taken, many);
-		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "not complete");
+		ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "the record is not marked as complete");
 		at += record.length == 64;
 		if (taken + 2 < many)
 			TRY(done(&a, taken + 2, IBV_WC_SUCCESS));
 	}
 	ENSURE(at == many / 2, "%u of one datagram", at);
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "one record too many");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "there is one record too many");
 	ENSURE(!query_counters(b.qp, &seen, sizeof(seen)), "counters");
 	ENSURE(seen.rec_full == many && seen.rec_overflow == 0, "%llu records, %llu lost", (unsigned long long)seen.rec_full,
 	       (unsigned long long)seen.rec_overflow);
@@ -374,7 +383,8 @@ static const char *read_from_completions(size_t kind)
 	TRY(new_region(&theirs, b.pd, 40000, ALL_ACCESS));
 	errno = 0;
 	ENSURE(wc_read_message_id(scq) == 0, "the completion queue offers no extended fields");
-	ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == EINVAL, "no completion: %s", strerror(errno));
+	ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == EINVAL,
+	       "a record is read before the first completion: %s", strerror(errno));
 	for (uint32_t i = 0; i < 3; i++) {
 		size_t len = i ? 40000 : 64;
 
@@ -383,22 +393,25 @@ static const char *read_from_completions(size_t kind)
 		ENSURE(scq->status == IBV_WC_SUCCESS && scq->wr_id == i, "request %u: %s", i, ibv_wc_status_str(scq->status));
 		ids[i] = wc_read_message_id(scq);
 		ENSURE(i == 0 || ids[i] == ids[i - 1] + 1, "message %u after %u", ids[i], ids[i - 1]);
-		ENSURE(wc_read_record(scq, a.qp, &record, sizeof record) == -1 && errno == EINVAL, "a record of a request");
+		ENSURE(wc_read_record(scq, a.qp, &record, sizeof record) == -1 && errno == EINVAL,
+		       "a record can be read from the completion of a request");
 		ibv_end_poll(scq);
 	}
 	/*
 	 * The first record is polled with anywarpdv_poll_records. The completions that follow still name their own
 	 * records.
 	 */
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
 	ENSURE(record.message_id == ids[0], "message %u, not %u", record.message_id, ids[0]);
 	for (uint32_t i = 0; i < 3; i++) {
 		TRY(show(rcq));
 		ENSURE(ibv_wc_read_opcode(rcq) == (enum ibv_wc_opcode)ANYWARPDV_WC_RECORD, "opcode %d", ibv_wc_read_opcode(rcq));
 		ENSURE(wc_read_message_id(rcq) == ids[i], "message %u, not %u", wc_read_message_id(rcq), ids[i]);
-		ENSURE(wc_read_record(rcq, a.qp, &record, sizeof record) == -1 && errno == EINVAL, "another queue pair");
+		ENSURE(wc_read_record(rcq, a.qp, &record, sizeof record) == -1 && errno == EINVAL,
+		       "a record can be read through another queue pair");
 		if (i == 0) {
-			ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == ENOENT, "a record twice");
+			ENSURE(wc_read_record(rcq, b.qp, &record, sizeof record) == -1 && errno == ENOENT,
+			       "a record can be read twice");
 			ibv_end_poll(rcq);
 			continue;
 		}
@@ -407,10 +420,10 @@ static const char *read_from_completions(size_t kind)
 			       record.length == 40000 && record.valid == 40000 && record.flags & ANYWARPDV_RECORD_COMPLETE,
 		       "record %u: message %u of %u, %u of %u bytes", i, record.message_id, record.src_qp, record.valid,
 		       record.length);
-		ENSURE(wc_read_record(rcq, b.qp, &second, sizeof second) == -1 && errno == ENOENT, "a record twice");
+		ENSURE(wc_read_record(rcq, b.qp, &second, sizeof second) == -1 && errno == ENOENT, "a record can be read twice");
 		ibv_end_poll(rcq);
 	}
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "a record too many");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, 0) == 0, "there is a record too many");
 	return NULL;
 }
 
@@ -434,7 +447,7 @@ static const char *restricted(size_t arg)
 	memcpy(&six.sin6_addr, &local_gid, 16);
 	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six, a.qp->qp_num + 1), "restrict");
 	TRY(request(&a, &b, WRITE, 1, &mine, 64, &theirs));
-	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error is reported");
 	ENSURE(error.src_qp == b.qp->qp_num && error.layer == 0 && error.type == 1, "%u %u", error.layer, error.type);
 	ENSURE(error.flags == ANYWARPDV_ERROR_WITH_WR_ID && error.wr_id == 1, "flags %u, request %llu", error.flags,
 	       (unsigned long long)error.wr_id);
@@ -444,12 +457,14 @@ static const char *restricted(size_t arg)
 	       (unsigned long long)seen.err_out);
 	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six, a.qp->qp_num), "restrict");
 	errno = 0;
-	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six - 1, 0) == -1 && errno == EINVAL, "a part of an address");
-	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, 1, 0) == -1 && errno == EINVAL, "less than a family");
+	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six - 1, 0) == -1 && errno == EINVAL,
+	       "a part of an address is accepted");
+	ENSURE(restrict_mr(theirs.mr, (struct sockaddr *)&six, 1, 0) == -1 && errno == EINVAL,
+	       "a length shorter than the family is accepted");
 	ENSURE(restrict_mr(theirs.mr, &(struct sockaddr){ .sa_family = AF_UNIX }, sizeof six, 0) == -1 && errno == EAFNOSUPPORT,
-	       "an address of another family");
+	       "an address of another family is accepted");
 	TRY(request(&a, &b, WRITE, 2, &mine, 64, &theirs));
-	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
 	return NULL;
 }
 
@@ -470,7 +485,7 @@ static const char *reads(size_t arg)
 		fill_pattern(theirs.at, lens[i], (uint32_t)i);
 		TRY(request(&a, &b, READ, i, &mine, lens[i], &theirs));
 		TRY(done(&a, i, IBV_WC_SUCCESS));
-		ENSURE(!memcmp(theirs.at, mine.at, lens[i]), "bytes differ");
+		ENSURE(!memcmp(theirs.at, mine.at, lens[i]), "the memory has other bytes than were written");
 		TRY(guards_untouched(&mine));
 	}
 	return NULL;
@@ -494,14 +509,14 @@ static const char *missing_peer(size_t arg)
 	TRY(open_dgram(&b, &dv));
 	TRY(new_region(&mine, a.pd, 64, ALL_ACCESS));
 	attr.qp_state = IBV_QPS_ERR;
-	ENSURE(!ibv_modify_qp(b.qp, &attr, IBV_QP_STATE), "to ERR");
+	ENSURE(!ibv_modify_qp(b.qp, &attr, IBV_QP_STATE), "ibv_modify_qp to ERR fails");
 	TRY(request(&a, &b, READ, 1, &mine, 64, &mine));
 	TRY(done(&a, 1, IBV_WC_RETRY_EXC_ERR));
 	ENSURE(!ibv_query_qp(a.qp, &attr, IBV_QP_STATE, &init), "ibv_query_qp");
 	ENSURE(attr.qp_state == (arg ? IBV_QPS_ERR : IBV_QPS_RTS), "state %d", attr.qp_state);
 	if (arg) {
 		attr.qp_state = IBV_QPS_RTS;
-		ENSURE(!ibv_modify_qp(a.qp, &attr, IBV_QP_STATE), "from ERR to RTS");
+		ENSURE(!ibv_modify_qp(a.qp, &attr, IBV_QP_STATE), "ibv_modify_qp from ERR to RTS fails");
 	}
 	return NULL;
 }
@@ -703,7 +718,7 @@ static const char *polled_deadlines(size_t arg)
 	for (int i = 0; i < 2; i++) {
 		struct ibv_qp_attr attr = { .qp_state = IBV_QPS_ERR };
 
-		ENSURE(!ibv_modify_qp(dead[i]->qp, &attr, IBV_QP_STATE), "to ERR");
+		ENSURE(!ibv_modify_qp(dead[i]->qp, &attr, IBV_QP_STATE), "ibv_modify_qp to ERR fails");
 	}
 	TRY(hold(&held));
 	if (held.how == 'y')
@@ -713,7 +728,7 @@ static const char *polled_deadlines(size_t arg)
 		SKIP("ptrace of another process is not permitted");
 	ENSURE(held.how == 'y', "the device's thread never waits");
 	TRY(reason);
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 1 && record.valid == 8, "the record");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 1 && record.valid == 8, "there is no record, or not of 8 bytes");
 	return NULL;
 }
 
@@ -730,14 +745,15 @@ static const char *deadline_passes_unpolled(struct dgram *a, const struct region
 	for (uint64_t end = now_ms() + WAIT_MS;;) {
 		struct ibv_wc wc;
 
-		ENSURE(ibv_poll_cq(a->rcq, 1, &wc) == 0 && !query_counters(a->qp, &seen, sizeof seen), "ibv_poll_cq, counters");
+		ENSURE(ibv_poll_cq(a->rcq, 1, &wc) == 0 && !query_counters(a->qp, &seen, sizeof seen),
+		       "there is a completion, or the counters cannot be read");
 		if (seen.rx_dgrams)
 			break;
-		ENSURE(now_ms() < end, "nothing comes");
+		ENSURE(now_ms() < end, "no datagram arrives");
 	}
 	TRY(send_half(a, mine, false));
 	sleep_ms(1500);
-	ENSURE(poll_records(a->qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+	ENSURE(poll_records(a->qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
 	ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE, "%u of %u bytes", record.valid, record.length);
 	return NULL;
 }
@@ -788,8 +804,8 @@ static const char *long_sends(size_t arg)
 		ENSURE(poll_cq_for(b.rcq, 1, &wc, (int)WAIT_MS) == 1, "no message of %zu bytes", lens[i]);
 		ENSURE(wc.status == IBV_WC_SUCCESS && wc.opcode == IBV_WC_RECV, "%s", ibv_wc_status_str(wc.status));
 		ENSURE(wc.byte_len == lens[i] + 40 && wc.src_qp == a.qp->qp_num, "%u bytes", wc.byte_len);
-		ENSURE(wc.wc_flags & IBV_WC_GRH, "no route header");
-		ENSURE(!memcmp(theirs.at + 40, mine.at, lens[i]), "bytes differ");
+		ENSURE(wc.wc_flags & IBV_WC_GRH, "the datagram has no route header");
+		ENSURE(!memcmp(theirs.at + 40, mine.at, lens[i]), "the memory has other bytes than were written");
 		TRY(guards_untouched(&theirs));
 		TRY(done(&a, i, IBV_WC_SUCCESS));
 	}
@@ -820,7 +836,7 @@ static const char *atomics(size_t arg)
 		TRY(done(&a, (uint64_t)i, IBV_WC_SUCCESS));
 		ENSURE(*(uint64_t *)old.at == 40 + 2 * (uint64_t)i, "%d", i);
 	}
-	ENSURE(*(uint64_t *)word.at == 60, "the word");
+	ENSURE(*(uint64_t *)word.at == 60, "the word has another value");
 	return NULL;
 }
 
@@ -840,7 +856,7 @@ static const char *refused_write(size_t arg)
 	TRY(new_region(&theirs, b.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
 	TRY(request(&a, &b, WRITE, 1, &mine, 4096, &theirs));
 	TRY(done(&a, 1, IBV_WC_REM_ACCESS_ERR));
-	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error");
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error is reported");
 	ENSURE(error.status == IBV_WC_REM_ACCESS_ERR, "status %u", error.status);
 	ENSURE(error.flags == ANYWARPDV_ERROR_WITH_WR_ID && error.wr_id == 1, "flags %u, request %llu", error.flags,
 	       (unsigned long long)error.wr_id);
@@ -893,9 +909,9 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 		attr.qp_state = IBV_QPS_INIT;
 		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "INIT");
 		attr.qp_state = IBV_QPS_RTR;
-		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE), "to RTR");
+		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE), "ibv_modify_qp to RTR fails");
 		attr.qp_state = IBV_QPS_RTS;
-		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
+		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "ibv_modify_qp to RTS fails");
 	}
 	/* Twice, because memory that only the first round needs is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
@@ -984,7 +1000,7 @@ static const char *peers(size_t arg)
 		for (struct pollfd fd = { .fd = back[0], .events = POLLIN }; poll(&fd, 1, 0) == 0;) {
 			struct ibv_wc wc;
 
-			ENSURE(ibv_poll_cq(hub.rcq, 1, &wc) == 0, "one message too many");
+			ENSURE(ibv_poll_cq(hub.rcq, 1, &wc) == 0, "there is one message too many");
 		}
 		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 	}
@@ -1012,7 +1028,7 @@ static const char *waits_end(size_t arg)
 	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 30) == 0, "a record without a Write");
 	ENSURE(poll_cq_for(a.scq, 1, &wc, 30) == 0, "a completion without a request");
 	errno = 0;
-	ENSURE(poll_records(a.qp, 0, &record, sizeof record, 0) == -1 && errno == EINVAL, "an array of no errors");
+	ENSURE(poll_records(a.qp, 0, &record, sizeof record, 0) == -1 && errno == EINVAL, "an array of no records is accepted");
 	return NULL;
 }
 

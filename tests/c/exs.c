@@ -130,14 +130,14 @@ static const char *connected(int type, int immediate)
 	ENSURE(exs_accept(fd, &want, 0, queue, 1) == 0, "accept: %s", strerror(errno));
 	ENSURE(exs_connect(ends[0], (struct sockaddr *)&addr, sizeof addr, 0, queue, 2) == 0, "connect: %s",
 	       strerror(errno));
-	ENSURE(exs_qdequeue(queue, e, -2, &wait) == 2, "two events");
+	ENSURE(exs_qdequeue(queue, e, -2, &wait) == 2, "exs_qdequeue does not return two events");
 	ends[1] = -1;
 	for (int i = 0; i < 2; i++) {
 		ENSURE(e[i].exs_evt_errno == 0, "event %d: %s", e[i].exs_evt_type, strerror(e[i].exs_evt_errno));
 		if (e[i].exs_evt_type == EXS_EVT_ACCEPT)
 			ends[1] = e[i].exs_evt_union.exs_evt_accept.exs_evt_newfd;
 	}
-	ENSURE(ends[1] >= 0 && peer.sin_family == AF_INET, "no accepted socket, or no address");
+	ENSURE(ends[1] >= 0 && peer.sin_family == AF_INET, "the event has no accepted socket, or no address");
 	keep(close_fd, (void *)(intptr_t)ends[1], "accepted socket");
 	for (int i = 0; i < 2; i++) {
 		block[i] = calloc(4, MIB);
@@ -218,7 +218,8 @@ static const char *messages(size_t immediate)
 		if (!(i & 1))
 			ENSURE(RECV(4 * MIB, 0, 8) == 0, "recv: %s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 8, 0));
-		ENSURE(LENGTH(e) == len && e.exs_evt_fd == ends[1], "received %zu of %zu", LENGTH(e), len);
+		ENSURE(LENGTH(e) == len && e.exs_evt_fd == ends[1],
+		       "%zu of %zu bytes are received, or by another socket", LENGTH(e), len);
 		TRY(event(&e, EXS_EVT_SEND, 7, 0));
 		ENSURE(LENGTH(e) == len, "sent %zu of %zu", LENGTH(e), len);
 		TRY(compare(block[1], (uint32_t)i, len));
@@ -251,7 +252,8 @@ static const char *many(size_t immediate)
 					EXS_MHANDLE_UNREGISTERED) == 0, "recv %d: %s", received, strerror(errno));
 			received++;
 		}
-		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno && LENGTH(e) == 100, "event");
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno && LENGTH(e) == 100,
+		       "the event is not that of a transfer of 100 bytes");
 		int side = e.exs_evt_type == EXS_EVT_RECV;
 		ENSURE(e.exs_evt_ahandle == at[side], "event %ld where %d is due", (long)e.exs_evt_ahandle, at[side]);
 		at[side]++;
@@ -268,7 +270,8 @@ static const char *truncated(size_t immediate)
 	fill(block[0], 5, 200);
 	ENSURE(SEND(200, 0, 1) == 0 && RECV(150, 0, 2) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 2, 0));
-	ENSURE(LENGTH(e) == 150 && e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_TRUNC, "150 of 200, truncated");
+	ENSURE(LENGTH(e) == 150 && e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_TRUNC,
+	       "a message of 200 bytes is not reported as truncated to 150");
 	TRY(event(&e, EXS_EVT_SEND, 1, 0));
 	ENSURE(LENGTH(e) == 150 && block[1][150] == 0, "sent %zu", LENGTH(e));
 	TRY(compare(block[1], 5, 150));
@@ -361,7 +364,7 @@ static const char *stream_behind(size_t immediate)
 	TRY(compare(block[1], 3, 1000));
 	ENSURE(RECV(300, 0, 28) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 28, 0));
-	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	ENSURE(LENGTH(e) == 0, "%zu bytes are received where the data ends", LENGTH(e));
 	return finish();
 }
 
@@ -461,7 +464,8 @@ static const char *persistent_send(size_t notify)
 		TRY(compare(block[1], i, 5000));
 		if (notify) {
 			TRY(event(&e, EXS_EVT_SEND, 1, 0));
-			ENSURE(e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_MORE && LENGTH(e) == 5000, "notified");
+			ENSURE(e.exs_evt_union.exs_evt_xfer.exs_evt_flags & EXS_MSG_MORE && LENGTH(e) == 5000,
+			       "the receive has another length, or the flag EXS_MSG_MORE is missing");
 		}
 	}
 	TRY(moved(&before, 0, 19 * 5000));
@@ -469,13 +473,13 @@ static const char *persistent_send(size_t notify)
 	TRY(event(&e, EXS_EVT_RECV, 3, EINVAL));
 	ENSURE(exs_recv_offset(ends[1], block[1], 50, 0, queue, 4, handle[1], 4950) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 4, 0));
-	ENSURE(!memcmp(block[1], block[0] + 4950, 50), "the end of the block");
+	ENSURE(!memcmp(block[1], block[0] + 4950, 50), "the end of the block has other bytes");
 	if (notify)
 		TRY(event(&e, EXS_EVT_SEND, 1, 0));
 	TRY(no_event());
 	ENSURE(RECV(10, EXS_PERSISTENT, 5) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 5, EBUSY));
-	ENSURE(exs_mderegister(handle[0], 0) < 0 && errno == EBUSY, "deregistered in use");
+	ENSURE(exs_mderegister(handle[0], 0) < 0 && errno == EBUSY, "memory in use is deregistered");
 	ENSURE(exs_cancel(ends[0], EXS_CAF_AHANDLE, 1) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 1, ECANCELED));
 	return finish();
@@ -538,10 +542,10 @@ static const char *vectors(size_t arg)
 	int why = errno;
 	close(part.xv_fd);
 	ENSURE(good, "sendfile: %s", strerror(errno));
-	ENSURE(beyond < 0 && why == EINVAL, "beyond the end of the file");
+	ENSURE(beyond < 0 && why == EINVAL, "an offset beyond the end of the file is accepted");
 	TRY(event(&e, EXS_EVT_RECV, 4, 0));
 	TRY(event(&e, EXS_EVT_SENDFILE, 3, 0));
-	ENSURE(!memcmp(block[1], block[0] + 5000, 3000), "the file differs");
+	ENSURE(!memcmp(block[1], block[0] + 5000, 3000), "the bytes of the file differ");
 	return finish();
 }
 
@@ -557,7 +561,8 @@ static const char *endings(size_t arg)
 	TRY(event(&e, EXS_EVT_RECV, 1, ECANCELED));
 	ENSURE(SEND(100, 0, 2) == 0 && exs_cancel(ends[0], EXS_CAF_FILDES, 0) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_SEND, 2, ECANCELED));
-	ENSURE(exs_cancel(ends[0], EXS_CAF_FILDES, 0) < 0 && errno == ENOENT, "nothing to cancel");
+	ENSURE(exs_cancel(ends[0], EXS_CAF_FILDES, 0) < 0 && errno == ENOENT,
+	       "exs_cancel without a call to cancel does not fail with ENOENT");
 	polled.fd = ends[1];
 	ENSURE(exs_poll(&polled, 1, 0, queue, 3) == 0, "%s", strerror(errno));
 	TRY(no_event());
@@ -569,9 +574,9 @@ static const char *endings(size_t arg)
 	TRY(event(&e, EXS_EVT_SEND, 4, 0));
 	ENSURE(RECV(100, 0, 6) == 0 && exs_shutdown(ends[0], EXS_SHUT_WR, queue, 7) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 6, 0));
-	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+	ENSURE(LENGTH(e) == 0, "%zu bytes are received where the data ends", LENGTH(e));
 	TRY(event(&e, EXS_EVT_SHUTDOWN, 7, 0));
-	ENSURE(SEND(100, 0, 8) < 0 && errno == EPIPE, "send after shutdown");
+	ENSURE(SEND(100, 0, 8) < 0 && errno == EPIPE, "a send after the shutdown does not fail with EPIPE");
 	ENSURE(exs_recv(ends[0], block[0], 1, 0, queue, 9, handle[0]) == 0, "%s", strerror(errno));
 	ENSURE(exs_send(ends[1], block[1], 100, 0, queue, 10, handle[1]) == 0, "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_RECV, 9, 0));
@@ -580,8 +585,9 @@ static const char *endings(size_t arg)
 	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "%s", strerror(errno));
 	/* The peer had no send outstanding, so this is the end of the data. Later calls fail. */
 	TRY(event(&e, EXS_EVT_RECV, 11, 0));
-	ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
-	ENSURE(exs_send(ends[1], block[1], 1, 0, queue, 1, handle[1]) < 0 && errno == EBADF, "use after close");
+	ENSURE(LENGTH(e) == 0, "%zu bytes are received where the data ends", LENGTH(e));
+	ENSURE(exs_send(ends[1], block[1], 1, 0, queue, 1, handle[1]) < 0 && errno == EBADF,
+	       "a call after the close does not fail with EBADF");
 	return finish();
 }
 
@@ -665,8 +671,8 @@ static const char *close_with_event(size_t answered)
 	forget((void *)(intptr_t)ends[0]);
 	begun = now_ms();
 	ENSURE(exs_close_async(ends[0], queue, 3) == 0, "close: %s", strerror(errno));
-	ENSURE(SEND(1, 0, 4) < 0 && errno == EBADF, "a call after the close");
-	ENSURE(exs_close(ends[0]) < 0 && errno == EBADF, "a second close");
+	ENSURE(SEND(1, 0, 4) < 0 && errno == EBADF, "a call after the close does not fail with EBADF");
+	ENSURE(exs_close(ends[0]) < 0 && errno == EBADF, "a second close does not fail with EBADF");
 	TRY(event(&e, EXS_EVT_RECV, 9, ECANCELED));
 	if (answered) {
 		ENSURE(RECV(100000, 0, 5) == 0, "%s", strerror(errno));
@@ -686,7 +692,7 @@ static const char *close_with_event(size_t answered)
 	if (answered) {
 		ENSURE(RECV(1000, 0, 7) == 0, "%s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 7, 0));
-		ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+		ENSURE(LENGTH(e) == 0, "%zu bytes are received where the data ends", LENGTH(e));
 	}
 	TRY(no_event());
 	return finish();
@@ -712,7 +718,7 @@ static const char *read_after_the_end(size_t arg)
 		struct timeval wait = { 10, 0 };
 
 		ENSURE(++tries < 1000, "the connection does not end");
-		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_ahandle == 3, "the event of a send");
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_ahandle == 3, "the send has no event");
 		sleep_ms(5);
 	}
 	ENSURE(errno == ECONNRESET, "a send after the end: %s", strerror(errno));
@@ -725,9 +731,10 @@ static const char *read_after_the_end(size_t arg)
 	for (int times = 0; times < 2; times++) {
 		ENSURE(RECV(500, EXS_MSG_WAITALL, 5) == 0, "recv: %s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 5, 0));
-		ENSURE(LENGTH(e) == 0, "the end is %zu bytes long", LENGTH(e));
+		ENSURE(LENGTH(e) == 0, "%zu bytes are received where the data ends", LENGTH(e));
 	}
-	ENSURE(RECV(500, EXS_PERSISTENT, 6) < 0 && errno == ECONNRESET, "a persistent receive after the end");
+	ENSURE(RECV(500, EXS_PERSISTENT, 6) < 0 && errno == ECONNRESET,
+	       "a persistent receive after the end does not fail with ECONNRESET");
 	TRY(no_event());
 	return finish();
 }
@@ -750,7 +757,8 @@ static const char *polls(size_t arg)
 	TRY(event(&e, EXS_EVT_POLL, 1, 0));
 	ENSURE(fds[0].revents == 0 && fds[1].revents == 0 && fds[2].revents == EXS_POLLOUT, "polled %d %d %d", fds[0].revents,
 	       fds[1].revents, fds[2].revents);
-	ENSURE(e.exs_evt_union.exs_evt_poll.exs_evt_fds == fds && e.exs_evt_union.exs_evt_poll.exs_evt_nfds == 3, "the array");
+	ENSURE(e.exs_evt_union.exs_evt_poll.exs_evt_fds == fds && e.exs_evt_union.exs_evt_poll.exs_evt_nfds == 3,
+	       "the event of exs_poll has another array");
 	fds[2].events = EXS_POLLIN;
 	for (int i = 0; i < 3; i++)
 		ENSURE(!exs_poll(fds, 3, 0, queue, 2 + i), "poll: %s", strerror(errno));
@@ -768,7 +776,8 @@ static const char *polls(size_t arg)
 	for (int i = 0; i < 2; i++) {
 		struct timeval wait = { 10, 0 };
 
-		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno, "accept and connect");
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && !e.exs_evt_errno,
+		       "exs_accept or exs_connect has no event, or an error");
 		if (e.exs_evt_type == EXS_EVT_ACCEPT)
 			keep(close_fd, (void *)(intptr_t)e.exs_evt_union.exs_evt_accept.exs_evt_newfd, "socket");
 	}
@@ -785,7 +794,8 @@ static const char *polls(size_t arg)
 	for (int i = 0; i < 1; i++) {
 		struct timeval wait = { 10, 0 };
 
-		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_type == EXS_EVT_POLL && e.exs_evt_ahandle == 6, "no event");
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1 && e.exs_evt_type == EXS_EVT_POLL && e.exs_evt_ahandle == 6,
+		       "exs_poll has no event");
 	}
 	ENSURE(!exs_poll(fds + 1, 1, 0, queue, 7), "%s", strerror(errno));
 	TRY(event(&e, EXS_EVT_POLL, 7, 0));
@@ -1069,7 +1079,7 @@ static const char *given_up(size_t arg)
 		usleep(10000);
 	ENSURE(open_descriptors() <= before, "%u descriptors, %u after 100 connections", open_descriptors(), before);
 	printf("# %u accepted, %u aborted, %ld KiB more\n", accepted, aborted, anonymous() - kib);
-	ENSURE(accepted > 0, "none was accepted");
+	ENSURE(accepted > 0, "no connection was accepted");
 	ENSURE(is_instrumented() || anonymous() < kib + 4096, "%ld KiB more than after 100 connections", anonymous() - kib);
 	/*
 	 * While a peer is being accepted, the call cannot be cancelled. If the peer gives up, the call waits for the
@@ -1097,7 +1107,7 @@ static const char *queues(size_t arg)
 	ENSURE(exs_qmodify(queue, EXS_QATTR_SIGNAL, &on, sizeof on) == 0, "%s", strerror(errno));
 	for (int mode = EXS_WAIT_ADAPTIVE; mode <= EXS_WAIT_BUSY_POLL; mode++) {
 		ENSURE(exs_qmodify(queue, EXS_QATTR_WAIT, &mode, sizeof mode) == 0, "%s", strerror(errno));
-		ENSURE(poll(&readable, 1, 0) == 0, "readable without an event");
+		ENSURE(poll(&readable, 1, 0) == 0, "the descriptor is readable without an event");
 		signalled = 0;
 		ENSURE(RECV(100, 0, 1) == 0 && SEND(100, 0, 2) == 0, "%s", strerror(errno));
 		while (poll(&readable, 1, 5000) < 0 && errno == EINTR)
@@ -1118,8 +1128,10 @@ static const char *queues(size_t arg)
 	REFUSED(exs_recv(ends[1], block[1], 1, 0, small, 3, handle[1]), EAGAIN);
 	REFUSED(exs_qdelete(small), EBUSY);
 	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "close");
-	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED, "first");
-	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED, "second");
+	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED,
+	       "the first call is not reported as cancelled");
+	ENSURE(exs_qdequeue(small, &e, 1, NULL) == 1 && e.exs_evt_errno == ECANCELED,
+	       "the second call is not reported as cancelled");
 	ENSURE(exs_qdelete(small) == 0, "%s", strerror(errno));
 	return finish();
 }
@@ -1246,9 +1258,9 @@ static const char *ended_by_another_thread(size_t arg)
 	u.step = 4;
 	ENSURE(pthread_join(thread, NULL) == 0 && !u.failed, "the thread has failed");
 	ENSURE(u.errnos[0] == EINVAL, "a send of deregistered memory: %s", strerror(u.errnos[0]));
-	ENSURE(u.errnos[1] == 0, "a queue that still exists: %s", strerror(u.errnos[1]));
+	ENSURE(u.errnos[1] == 0, "a send with a queue that still exists: %s", strerror(u.errnos[1]));
 	ENSURE(u.errnos[2] == EBADF, "a send on a closed socket: %s", strerror(u.errnos[2]));
-	ENSURE(u.errnos[3] == EBADF, "a queue that is deleted: %s", strerror(u.errnos[3]));
+	ENSURE(u.errnos[3] == EBADF, "a send with a queue that was deleted: %s", strerror(u.errnos[3]));
 	handle[0] = exs_mregister(block[0], 4 * MIB, 0);
 	return finish();
 }

@@ -236,7 +236,7 @@ static const char *post(size_t len)
 
 	if (rdma_post_send(peer, NULL, buffers, len, region, 0))
 		return NULL;
-	ENSURE(rdma_get_send_comp(peer, &wc) == 1, "no completion: %s", strerror(errno));
+	ENSURE(rdma_get_send_comp(peer, &wc) == 1, "the peer's send does not complete: %s", strerror(errno));
 	return NULL;
 }
 
@@ -384,7 +384,7 @@ static const char *unknown_persistent_receive(size_t arg)
 		 */
 		if (exs_send_offset(fd, block, 100, 0, queue, tries, handle, 10)) {
 			ENSURE(errno == ECONNRESET, "send: %s", strerror(errno));
-			ENSURE(events > 0, "no event");
+			ENSURE(events > 0, "the call has no event");
 			TRY(no_event(2));
 			TRY(unchanged());
 			return NULL;
@@ -408,7 +408,7 @@ static const char *beyond_the_advert(size_t write)
 
 	TRY(connected());
 	TRY(begin(true));
-	ENSURE(rdma_get_recv_comp(peer, &wc) == 1 && wc.status == 0, "no advert");
+	ENSURE(rdma_get_recv_comp(peer, &wc) == 1 && wc.status == 0, "no advert arrives");
 	memcpy(&at, buffers + BUFFER + 16, 8);
 	memcpy(&stag, buffers + BUFFER + 24, 4);
 	at = be64toh(at);

@@ -190,7 +190,7 @@ static const char *race(size_t arg)
 		atomic_store(&fds[i + 1], client);
 	}
 	for (unsigned int i = 0; i < threads; i++)
-		ENSURE(pthread_create(&all[i], NULL, work, (void *)(uintptr_t)i) == 0, "no thread");
+		ENSURE(pthread_create(&all[i], NULL, work, (void *)(uintptr_t)i) == 0, "pthread_create fails");
 	for (unsigned int i = 0; i < threads; i++)
 		pthread_join(all[i], NULL);
 	unsigned int open = 0, under_way = atomic_load(&started) - atomic_load(&ended);
@@ -365,7 +365,7 @@ static const char *killed(size_t arg)
 	for (unsigned int i = 0; i < kills; i++)
 		TRY(kill_at(i, q, &connected));
 	printf("# %u kills, %u connections\n", kills, connected);
-	ENSURE(connected > 0 || kills < 4, "none was connected");
+	ENSURE(connected > 0 || kills < 4, "no connection was made");
 	ENSURE(exs_qdelete(q) == 0, "qdelete: %s", strerror(errno));
 	return NULL;
 }

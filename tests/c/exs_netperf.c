@@ -101,7 +101,7 @@ static const char *netperf(size_t arg)
 	ENSURE(exs_accept(listener, NULL, 0, exs_qhandle, -1) == 0, "exs_accept: %s", strerror(errno));
 	ENSURE(exs_connect(fd, (struct sockaddr *)&addr, sizeof addr, 0, exs_qhandle, -1) == 0, "exs_connect: %s",
 	       strerror(errno));
-	ENSURE(exs_qdequeue(exs_qhandle, evtvec, -2, NULL) == 2, "two events: %s", strerror(errno));
+	ENSURE(exs_qdequeue(exs_qhandle, evtvec, -2, NULL) == 2, "exs_qdequeue does not return two events: %s", strerror(errno));
 	peer = -1;
 	for (int i = 0; i < 2; i++) {
 		ENSURE(evtvec[i].exs_evt_errno == 0, "event %d: %s", evtvec[i].exs_evt_type, strerror(evtvec[i].exs_evt_errno));
@@ -110,7 +110,7 @@ static const char *netperf(size_t arg)
 	}
 	ENSURE(peer >= 0, "neither event is an accept");
 	keep(close_fd, (void *)(intptr_t)peer, "peer");
-	ENSURE(pthread_create(&thread, NULL, receiver, &peer) == 0, "no thread");
+	ENSURE(pthread_create(&thread, NULL, receiver, &peer) == 0, "pthread_create fails");
 
 	for (int i = 0; i < MESSAGES;) {
 		char *send_ring = ring + (size_t)(i % RING) * SIZE;
@@ -126,7 +126,7 @@ static const char *netperf(size_t arg)
 			/* Waits for at least half of the outstanding calls. */
 			int num = exs_qdequeue(exs_qhandle, evtvec, -(exs_aio_pending / 2), NULL);
 
-			ENSURE(num >= exs_aio_pending / 2, "%d events of %d", num, exs_aio_pending);
+			ENSURE(num >= exs_aio_pending / 2, "only %d events of %d are due", num, exs_aio_pending);
 			for (int e = 0; e < num; e++)
 				ENSURE(evtvec[e].exs_evt_type == EXS_EVT_SEND && evtvec[e].exs_evt_errno == 0, "event %d: %s",
 				       evtvec[e].exs_evt_type, strerror(evtvec[e].exs_evt_errno));
@@ -140,7 +140,8 @@ static const char *netperf(size_t arg)
 		exs_aio_pending -= num;
 	}
 	ENSURE(pthread_join(thread, &failed) == 0 && !failed, "%s", (const char *)failed);
-	ENSURE(exs_mderegister(exs_mhandle, 0) == 0 && exs_qdelete(exs_qhandle) == 0, "the end: %s", strerror(errno));
+	ENSURE(exs_mderegister(exs_mhandle, 0) == 0 && exs_qdelete(exs_qhandle) == 0,
+	       "deregistering the memory, or deleting the queue: %s", strerror(errno));
 	return NULL;
 }
 

@@ -199,7 +199,8 @@ static const char *read_stream(uint32_t number)
 	struct wire w = { .len = 0 };
 
 	read_request(&w, number + 1, ASKED, target.open, target.open_at);
-	ENSURE(send_all(modest_fd, w.at, w.len) && receive_all(modest_fd, answer, sizeof answer), "the stream ends");
+	ENSURE(send_all(modest_fd, w.at, w.len) && receive_all(modest_fd, answer, sizeof answer),
+	       "the connection of the modest peer ends");
 	return NULL;
 }
 
@@ -207,7 +208,7 @@ static const char *modest_stream(void)
 {
 	target = shared->stream;
 	modest_fd = connect_peer(GREEDY);
-	ENSURE(modest_fd >= 0, "no connection");
+	ENSURE(modest_fd >= 0, "the modest peer cannot connect");
 	return measure(read_stream);
 }
 

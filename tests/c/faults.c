@@ -443,11 +443,12 @@ static const char *open_one_sided(struct one_sided *d, uint32_t type)
 	ENSURE(d->end.qp, "anywarpdv_create_qp_ex: %s", strerror(errno));
 	keep(close_qp, d->end.qp, "queue pair");
 	d->ex = ibv_qp_to_qp_ex(d->end.qp);
-	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "to INIT");
+	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY),
+	       "ibv_modify_qp to INIT fails");
 	attr.qp_state = IBV_QPS_RTR;
-	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE), "to RTR");
+	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE), "ibv_modify_qp to RTR fails");
 	attr.qp_state = IBV_QPS_RTS;
-	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "to RTS");
+	ENSURE(!ibv_modify_qp(d->end.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "ibv_modify_qp to RTS fails");
 	d->ah = ibv_create_ah(d->end.pd, &to);
 	ENSURE(d->ah, "ibv_create_ah: %s", strerror(errno));
 	keep(close_ah, d->ah, "address handle");

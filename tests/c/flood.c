@@ -635,11 +635,11 @@ static const char *take(void)
 		for (int i = 0; i < n; i++) {
 			ENSURE(record[i].src_qp == shared->good[0], "a record of 0x%x", record[i].src_qp);
 			if (record[i].map)
-				ENSURE(!release_map(v.ends[0].qp, record[i].map), "release of a map");
+				ENSURE(!release_map(v.ends[0].qp, record[i].map), "the map cannot be released");
 			v.records++;
 		}
 	ENSURE(n == 0, "records: %s", strerror(errno));
-	ENSURE(poll_records(v.ends[1].qp, 1, record, sizeof record[0], 0) == 0, "a reliable record");
+	ENSURE(poll_records(v.ends[1].qp, 1, record, sizeof record[0], 0) == 0, "there is a record on the reliable queue pair");
 	ENSURE(ibv_poll_cq(v.ends[0].rcq, 1, &wc) == 0, "a Send of 0x%x was delivered", wc.src_qp);
 	while (ibv_poll_cq(v.ends[1].rcq, 1, &wc) == 1) {
 		ENSURE(wc.status == IBV_WC_SUCCESS && wc.src_qp == shared->good[1], "from 0x%x: %s", wc.src_qp,

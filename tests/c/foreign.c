@@ -112,10 +112,10 @@ static const char *check_data(const uint8_t *in, size_t len, struct data *d, boo
 			    .length = get32(in + 12), .offset = get32(in + 16), .sub = in[20], .attr = in[21], .dst = in[22],
 			    .src = in[23], .seg = get16(in + 24) };
 	ENSURE(!(d->flags & 8), "the reserved flag is set");
-	ENSURE(d->epoch, "epoch 0");
+	ENSURE(d->epoch, "the epoch is 0");
 	if (d->flags & I) {
 		d->imm = get32(in + at);
-		ENSURE(get32(in + at + 4) == 0, "bytes after the immediate data");
+		ENSURE(get32(in + at + 4) == 0, "the bytes after the immediate data are not 0");
 		at += 8;
 	}
 	d->tagged = in[at] >> 7;
@@ -129,7 +129,7 @@ static const char *check_data(const uint8_t *in, size_t len, struct data *d, boo
 		d->stag = get32(in + at);
 		d->to = get64(in + at + 4);
 		at += 12;
-		ENSURE(d->to >= d->offset, "a base below zero");
+		ENSURE(d->to >= d->offset, "the base address is below zero");
 	} else {
 		d->kind = in[at];
 		d->qn = get32(in + at + 4);
@@ -142,10 +142,10 @@ static const char *check_data(const uint8_t *in, size_t len, struct data *d, boo
 	d->payload = in + at;
 	d->len = len - at;
 	ENSURE(d->offset + d->len <= d->length, "%u + %zu of %u", d->offset, d->len, d->length);
-	ENSURE(!d->last || d->offset + d->len == d->length, "L before the end");
-	ENSURE(!(d->flags & Z) || (d->last && !d->len), "a commit with payload");
-	ENSURE(!(d->flags & P) || !d->last, "parity with L");
-	ENSURE(d->seg || !(d->attr >> 4), "a group without a segment length");
+	ENSURE(!d->last || d->offset + d->len == d->length, "the flag L is set before the end of the message");
+	ENSURE(!(d->flags & Z) || (d->last && !d->len), "a commit has payload");
+	ENSURE(!(d->flags & P) || !d->last, "a parity datagram has the flag L");
+	ENSURE(d->seg || !(d->attr >> 4), "a group has no segment length");
 	if (d->tagged) {
 		ENSURE(d->opcode == WRITE_OP || d->opcode == READ_RESPONSE || (d->opcode == RECORD && (d->sub == 1 || d->sub == 2)),
 		       "tagged opcode %u, sub %u", d->opcode, d->sub);
@@ -154,7 +154,7 @@ static const char *check_data(const uint8_t *in, size_t len, struct data *d, boo
 						   [ATOMIC_RESPONSE] = 3, [CONTROL] = 4 };
 
 		ENSURE(d->qn == queue[d->opcode], "opcode %u on queue %u", d->opcode, d->qn);
-		ENSURE(d->opcode != CONTROL || !reliable, "control on RD");
+		ENSURE(d->opcode != CONTROL || !reliable, "there is a control message on RD");
 		ENSURE(d->sub == (d->opcode == TERMINATE ? 3 : 0), "opcode %u, sub %u", d->opcode, d->sub);
 	}
 	return NULL;
@@ -383,7 +383,7 @@ static const char *ud_records_arrive(size_t arg)
 			d.payload = parity;
 			TRY(send_data(&foreign, d));
 		}
-		ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
+		ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
 		ENSURE(record.src_qp == foreign.qpn && record.message_id == foreign.id, "message %u from 0x%x", record.message_id, record.src_qp);
 		ENSURE(record.length == 4500 && record.base == (uintptr_t)to.at, "%u bytes", record.length);
 		if (lost == 1) {
@@ -392,7 +392,7 @@ static const char *ud_records_arrive(size_t arg)
 			continue;
 		}
 		ENSURE(!(record.flags & ANYWARPDV_RECORD_COMPLETE) && record.valid == 2500, "%u valid", record.valid);
-		ENSURE(read_map(a.qp, &record, sizeof record, 4, ranges, sizeof *ranges) == 2, "ranges of what came");
+		ENSURE(read_map(a.qp, &record, sizeof record, 4, ranges, sizeof *ranges) == 2, "the map does not have two ranges");
 		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500, "ranges");
 		ENSURE(!release_map(a.qp, record.map), "release_map: %s", strerror(errno));
 	}
@@ -446,7 +446,7 @@ static const char *ud_reads_are_answered(size_t arg)
 		if (bytes < sizeof got)
 			TRY(next_data(&foreign, &d, true));
 	}
-	ENSURE(d.last, "the last datagram has no L");
+	ENSURE(d.last, "the last datagram has no flag L");
 	return same_pattern(got, sizeof got, 3);
 }
 
@@ -495,7 +495,8 @@ static const char *ud_requests_of_the_device(size_t arg)
 	while (d.opcode == RECORD) /* repetitions of the ends of earlier messages */
 		TRY(next_data(&foreign, &d, true));
 	ENSURE(d.opcode == READ_REQUEST && d.qkey == QKEY && d.len >= 36, "opcode %u of %zu bytes", d.opcode, d.len);
-	ENSURE(get32(d.payload + 12) == 5000 && get32(d.payload + 16) == 0x5555 && get64(d.payload + 20) == 0x10000, "the request");
+	ENSURE(get32(d.payload + 12) == 5000 && get32(d.payload + 16) == 0x5555 && get64(d.payload + 20) == 0x10000,
+	       "the Read Request has another length or address");
 	id = d.id;
 	TRY(send_data(&foreign, (struct data){ .id = id, .length = 8, .opcode = CONTROL, .kind = COOKIE, .qn = 4, .msn = id,
 					       .payload = cookie, .len = 8, .last = true }));
@@ -574,7 +575,7 @@ static const char *next_packet(struct peer *p, struct packet *k)
 			      .seq = get32(in + 12), .base = get32(in + 16), .more = in[20], .ack = get32(in + 24),
 			      .window = get32(in + 28), .time = get32(in + 32), .time_echo = get32(in + 36) };
 	ENSURE(in[22] == (uint8_t)p->qpn && in[23] == p->dst, "index %u to %u", in[23], in[22]);
-	ENSURE(k->token, "token 0");
+	ENSURE(k->token, "the token is 0");
 	ENSURE(k->runs <= 16, "%u runs", k->runs);
 	ENSURE(k->flags & C || (int32_t)(k->seq - k->base) >= 0, "number %u before base %u", k->seq, k->base);
 	for (unsigned int i = 0; i < k->runs; i++, at += 8)
@@ -593,7 +594,8 @@ static const char *begin(struct peer *p)
 
 	TRY(send_packet(p, 0, p->seq, NULL));
 	TRY(next_packet(p, &k));
-	ENSURE(k.flags == C && k.echo == p->token && !k.more && !k.seq && !k.base && !k.why && !k.runs, "no challenge: flags %x", k.flags);
+	ENSURE(k.flags == C && k.echo == p->token && !k.more && !k.seq && !k.base && !k.why && !k.runs,
+	       "the packet is no challenge: flags %x", k.flags);
 	ENSURE(k.window >= 131072, "window %u", k.window);
 	p->echo = k.token;
 	return NULL;
@@ -610,7 +612,7 @@ static const char *acknowledged(struct peer *p, uint32_t until, struct packet *k
 			p->ack = k->base;
 			p->knows = true;
 		}
-		ENSURE(!k->why || k->more & K, "a refusal without a number");
+		ENSURE(!k->why || k->more & K, "a refusal has no number");
 	} while (!(k->more & K) || (k->ack != until && !k->why));
 	return NULL;
 }
@@ -647,7 +649,7 @@ static const char *rd_peer_sends(size_t arg)
 	d = send_of(&foreign, from, 200, 0, 200);
 	TRY(send_packet(&foreign, A, foreign.seq, &d));
 	TRY(acknowledged(&foreign, foreign.seq, &k));
-	ENSURE(k.flags & R, "a packet that waits: flags %x", k.flags);
+	ENSURE(k.flags & R, "a packet whose sender waits has no flag R: flags %x", k.flags);
 	sge = sge_of(&into, 0, into.len);
 	TRY(post_recv(a.qp, 1, &sge, 1));
 	TRY(expect_ok(a.rcq, 1, IBV_WC_RECV, &wc));
@@ -670,15 +672,16 @@ static const char *rd_peer_sends(size_t arg)
 		TRY(acknowledged(&foreign, first_seq, &k));
 		ENSURE(k.runs == 1 && get32(foreign.in + 40) == first_seq + 1 && get32(foreign.in + 44) == first_seq + n + 1, "%u runs", k.runs);
 	}
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)QUIET_MS) == 0, "a record of an incomplete message");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)QUIET_MS) == 0, "an incomplete message has a record");
 	TRY(send_packet(&foreign, 0, first_seq, &first));
 	TRY(send_packet(&foreign, A, first_seq, &first));
 	foreign.seq = foreign.base = first_seq + 3;
 	TRY(acknowledged(&foreign, foreign.seq, &k));
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record");
-	ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE && record.length == 3000 && record.message_id == foreign.id, "the record");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
+	ENSURE(record.flags & ANYWARPDV_RECORD_COMPLETE && record.length == 3000 && record.message_id == foreign.id,
+	       "the record is not complete, or of another message");
 	TRY(same_pattern(to.at, 3000, 6));
-	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 0, "a second record of one message");
+	ENSURE(poll_records(a.qp, 1, &record, sizeof record, 0) == 0, "one message has a second record");
 	foreign.id++;
 
 	/*
@@ -773,11 +776,11 @@ static const char *rd_peer_reads(size_t arg)
 		TRY(next_packet(&foreign, &k));
 	} while (!(k.flags & D) || k.seq != foreign.ack);
 	ENSURE(k.d.opcode == ATOMIC_RESPONSE && k.d.id == foreign.id && k.d.len == 12, "opcode %u of %zu bytes", k.d.opcode, k.d.len);
-	ENSURE(get32(k.d.payload) == 0x31337 && get64(k.d.payload + 4) == before, "the original value");
+	ENSURE(get32(k.d.payload) == 0x31337 && get64(k.d.payload + 4) == before, "the answer has another original value");
 	foreign.ack++;
 	TRY(send_packet(&foreign, A, foreign.seq, NULL));
 	before += 5;
-	ENSURE(!memcmp(source.at, &before, 8), "the new value");
+	ENSURE(!memcmp(source.at, &before, 8), "the memory has another value after the operation");
 	return NULL;
 }
 
@@ -805,7 +808,7 @@ static const char *rd_device_sends(size_t arg)
 	memset(got, 0, sizeof got);
 	TRY(request_to(&a, foreign.qpn, WRITE, 1, &mine, sizeof got, (struct there){ 0x5555, 0x10000 }));
 	TRY(next_packet(&foreign, &k));
-	ENSURE(!k.echo && !(k.flags & D), "data before the token is known: flags %x", k.flags);
+	ENSURE(!k.echo && !(k.flags & D), "the packet has data before the token is known: flags %x", k.flags);
 	foreign.echo = k.token;
 	TRY(send_packet(&foreign, C, 0, NULL));
 	for (bool again = false; bytes < sizeof got || !again;) {
@@ -814,7 +817,7 @@ static const char *rd_device_sends(size_t arg)
 		if (!foreign.knows) {
 			foreign.ack = k.base;
 			foreign.knows = true;
-			ENSURE(poll_cq_for(a.scq, 1, &wc, 0) == 0, "completed before it was acknowledged");
+			ENSURE(poll_cq_for(a.scq, 1, &wc, 0) == 0, "the request completes before it is acknowledged");
 		}
 		if (k.flags & D && !lost) {
 			lost = k.seq + 1; /* dropped */
@@ -903,7 +906,7 @@ static const char *rd_guessed_tokens(size_t arg)
 	ENSURE(arrived == 1 && wc.status == IBV_WC_SUCCESS, "the right token is not accepted any more");
 	ENSURE(!query_counters(a.qp, &seen, sizeof seen) && seen.rd_bad_echo >= 300, "%llu wrong echoes are counted",
 	       (unsigned long long)seen.rd_bad_echo);
-	ENSURE(log_file, "no file for the log");
+	ENSURE(log_file, "the log file cannot be created");
 	rewind(log_file);
 	text[fread(text, 1, sizeof text - 1, log_file)] = 0;
 	ENSURE(strstr(text, "echo wrong tokens"), "the log: %s", text);

@@ -93,7 +93,7 @@ static const char *child_opens_first(size_t arg)
 	struct pair p;
 
 	(void)arg;
-	ENSURE(!device, "not the first test");
+	ENSURE(!device, "the device is open: this test must be the first");
 	return in_child(open_and_talk, &p);
 }
 
@@ -281,14 +281,16 @@ static const char *inherited_fails(struct pair *p)
 	struct ibv_wc wc;
 	void *context;
 
-	ENSURE(ibv_post_send(p->a.qp, &wr, &bad) == ENODEV, "ibv_post_send");
-	ENSURE(ibv_modify_qp(p->a.qp, &attr, IBV_QP_STATE) == ENODEV, "ibv_modify_qp");
-	ENSURE(ibv_poll_cq(p->a.scq, 1, &wc) < 0, "ibv_poll_cq");
+	ENSURE(ibv_post_send(p->a.qp, &wr, &bad) == ENODEV, "ibv_post_send in the child does not fail with ENODEV");
+	ENSURE(ibv_modify_qp(p->a.qp, &attr, IBV_QP_STATE) == ENODEV, "ibv_modify_qp in the child does not fail with ENODEV");
+	ENSURE(ibv_poll_cq(p->a.scq, 1, &wc) < 0, "ibv_poll_cq in the child does not fail");
 	ENSURE(!ibv_alloc_pd(device) && errno == ENODEV, "ibv_alloc_pd: %s", strerror(errno));
 	ENSURE(!ibv_create_cq(device, 1, NULL, NULL, 0) && errno == ENODEV, "ibv_create_cq: %s", strerror(errno));
 	/* Calls that would wait return an error, because no event can arrive. */
-	ENSURE(ibv_get_cq_event(p->b.channel, &cq, &context) == -1 && errno == ENODEV, "ibv_get_cq_event");
-	ENSURE(ibv_get_async_event(device, &event) == -1 && errno == ENODEV, "ibv_get_async_event");
+	ENSURE(ibv_get_cq_event(p->b.channel, &cq, &context) == -1 && errno == ENODEV,
+	       "ibv_get_cq_event in the child does not fail with ENODEV");
+	ENSURE(ibv_get_async_event(device, &event) == -1 && errno == ENODEV,
+	       "ibv_get_async_event in the child does not fail with ENODEV");
 	ENSURE(!ibv_destroy_qp(p->a.qp) && !ibv_destroy_cq(p->a.scq), "destroying");
 	return NULL;
 }

@@ -52,7 +52,7 @@ static const char *open_host(struct dgram *d, unsigned int n, size_t arg, struct
 	snprintf(address, sizeof address, "10.88.0.%u", n);
 	ENSURE(ip("link set lo up") && ip("addr add %s/24 brd + dev eth0", address) && ip("link set eth0 up") &&
 		       ip("route add 224.0.0.0/4 dev eth0"),
-	       "no address");
+	       "the address of the host cannot be set up");
 	setenv("ANYWARP_ADDR", address, 1);
 	TRY(find_all());
 	TRY(open_dgram(d, &dv));
@@ -109,7 +109,7 @@ static const char *be_sender(size_t arg)
 		}
 		ENSURE(whole, "%u bytes arrive at %s of two hosts", lens[i],
 		       shared->got[1] == i + 1 || shared->got[2] == i + 1 ? "one" : "none");
-		ENSURE(!shared->wrong, "something else was received");
+		ENSURE(!shared->wrong, "a host has received other data");
 		ENSURE(!shared->got[3], "a host that has not joined receives a message");
 	}
 	shared->stop = true;
@@ -210,7 +210,7 @@ static const char *reaches(size_t arg)
 		SKIP("the kernel has no bridges, or `ip` is not installed");
 	shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	ENSURE(shared != MAP_FAILED && !pipe(there) && !pipe(go), "mmap, pipe: %s", strerror(errno));
-	ENSURE(ip("link set br0 up"), "no bridge");
+	ENSURE(ip("link set br0 up"), "the bridge cannot be set up");
 	for (unsigned int i = 0; i < HOSTS; i++) {
 		hosts[i] = start(i, arg, there[1], go[0]);
 		ENSURE(hosts[i] > 0 && read(there[0], &c, 1) == 1, "no process in a new network namespace");

@@ -331,7 +331,7 @@ static const char *one_attack(size_t kind)
 		TRY(talk(&p, 10));
 	ENSURE(!server.failed, "the server failed");
 	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the attacker ends with %#x", (unsigned int)status);
-	ENSURE(report->attacks >= 3, "%u attacks", report->attacks);
+	ENSURE(report->attacks >= 3, "only %u attacks", report->attacks);
 	ENSURE(!report->wrong, "the attacker receives %#x, expected %#x", (unsigned int)report->wrong,
 	       (unsigned int)a->expect);
 	ENSURE(busy > calm / 2, "%.0f messages a second beside the attacker, %.0f without", busy, calm);
@@ -471,7 +471,7 @@ static const char *holders(size_t kind)
 	printf("# %s: %u connections (%d failed), %ld bytes each, %u descriptors more; %.0f messages/s, %.0f before\n",
 	       wave->name, report->attacks, report->wrong, (peak - before) / (long)wave->count, fds - before_fds, busy,
 	       calm);
-	ENSURE(!wave->connected || report->attacks == wave->count, "%u of %u connections", report->attacks,
+	ENSURE(!wave->connected || report->attacks == wave->count, "only %u of %u connections were made", report->attacks,
 	       wave->count);
 	ENSURE(peak - before <= (long)(wave->count * wave->each + wave->shared), "%ld bytes more for %u connections", peak - before,
 	       wave->count);

@@ -102,9 +102,9 @@ static const char *make_qp(struct ibv_qp **qp)
 	rc = my_ibv_query_ece(*qp, &ece);
 	ENSURE(!rc || rc == EOPNOTSUPP, "ibv_query_ece: %s", strerror(rc));
 	if (!rc)
-		ENSURE(!my_ibv_set_ece(*qp, &ece), "ibv_set_ece of what was queried");
+		ENSURE(!my_ibv_set_ece(*qp, &ece), "ibv_set_ece of the options that were queried fails");
 	rc = my_ibv_modify_qp(*qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-	ENSURE(!rc, "to INIT: %s", strerror(rc));
+	ENSURE(!rc, "ibv_modify_qp to INIT: %s", strerror(rc));
 	return NULL;
 }
 
@@ -118,10 +118,10 @@ static const char *connect_qp(struct ibv_qp *qp, uint32_t to)
 	int rc = my_ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
 						    IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 
-	ENSURE(!rc, "to RTR: %s", strerror(rc));
+	ENSURE(!rc, "ibv_modify_qp to RTR: %s", strerror(rc));
 	rc = my_ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
 						IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
-	ENSURE(!rc, "to RTS: %s", strerror(rc));
+	ENSURE(!rc, "ibv_modify_qp to RTS: %s", strerror(rc));
 	return NULL;
 }
 
@@ -155,7 +155,7 @@ static const char *sent_and_received(enum ibv_wc_opcode received, size_t len)
 			continue;
 		ENSURE(wc.opcode == received && wc.byte_len == len, "opcode %d, %u bytes", wc.opcode, wc.byte_len);
 		ENSURE(received == IBV_WC_RECV || ((wc.wc_flags & IBV_WC_WITH_IMM) && ntohl(wc.imm_data) == 4711),
-		       "immediate data");
+		       "the completion has no immediate data, or other data");
 	}
 	return NULL;
 }
@@ -245,7 +245,7 @@ static const char *no_dma_buf(size_t arg)
 	(void)arg;
 	TRY(open_all());
 	errno = 0;
-	ENSURE(!my_ibv_reg_dmabuf_mr(pd, 0, 0, 0, -1, 0), "a region of no dma-buf");
+	ENSURE(!my_ibv_reg_dmabuf_mr(pd, 0, 0, 0, -1, 0), "ibv_reg_dmabuf_mr without a dma-buf succeeds");
 	ENSURE(errno == EOPNOTSUPP, "ibv_reg_dmabuf_mr: %s", strerror(errno));
 	return NULL;
 }

@@ -6,6 +6,7 @@
 #include "ends.h"
 
 #include <dlfcn.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
@@ -104,7 +105,7 @@ static const char *port_speed(size_t arg)
 	ENSURE(port_attr.active_width == 2 && port_attr.active_speed == 32, "width %u, speed %u",
 	       port_attr.active_width, port_attr.active_speed);
 	ENSURE(!query_port_speed(device, PORT, &speed) && speed == 1000, "speed %llu", (unsigned long long)speed);
-	ENSURE(query_port_speed(device, 2, &speed) == EINVAL, "a second port");
+	ENSURE(query_port_speed(device, 2, &speed) == EINVAL, "the speed of a second port can be queried");
 	return NULL;
 }
 
@@ -141,14 +142,14 @@ static const char *reg_mr_ex_works(size_t arg)
 	TRY(expect_ok(p.a.scq, 1, IBV_WC_RDMA_WRITE, NULL));
 	TRY(same_pattern(memory, 4096, 5));
 
-	ENSURE(!reg_ex(p.b.pd, (struct mr_init_attr){ .length = 64, .addr = memory }) && errno == EINVAL, "no address: %s",
-	       strerror(errno));
+	ENSURE(!reg_ex(p.b.pd, (struct mr_init_attr){ .length = 64, .addr = memory }) && errno == EINVAL,
+	       "ibv_reg_mr_ex without an address bit: %s", strerror(errno));
 	ENSURE(!reg_ex(p.b.pd, (struct mr_init_attr){ .length = 64, .fd = 0, .comp_mask = MASK_FD }) && errno == EOPNOTSUPP,
-	       "a dma-buf: %s", strerror(errno));
+	       "ibv_reg_mr_ex of a dma-buf: %s", strerror(errno));
 	ENSURE(!reg_ex(p.b.pd, (struct mr_init_attr){ .length = 64, .addr = memory, .comp_mask = MASK_ADDR | MASK_DMAH }) &&
-		       errno == EOPNOTSUPP, "a DMA handle: %s", strerror(errno));
+		       errno == EOPNOTSUPP, "ibv_reg_mr_ex with a DMA handle: %s", strerror(errno));
 	ENSURE(!reg_ex(p.b.pd, (struct mr_init_attr){ .length = 64, .addr = memory, .comp_mask = MASK_ADDR | 1u << 20 }) &&
-		       errno == EOPNOTSUPP, "an unknown bit: %s", strerror(errno));
+		       errno == EOPNOTSUPP, "ibv_reg_mr_ex with an unknown bit: %s", strerror(errno));
 	return NULL;
 }
 
@@ -185,15 +186,18 @@ static const char *buffers(size_t arg)
 	at = alloc_buf(pd, 4096, &buf);
 	ENSURE(at, "ibv_alloc_buf: %s", strerror(errno));
 	keep(close_buffer, buf, "buffer");
-	ENSURE(!reg_buf_mr(other, buf, at, 4096, 0) && errno == EINVAL, "another domain: %s", strerror(errno));
+	ENSURE(!reg_buf_mr(other, buf, at, 4096, 0) && errno == EINVAL,
+	       "a region of the buffer in another domain: %s", strerror(errno));
 	errno = 0;
-	ENSURE(!reg_buf_mr(pd, buf, at + 1, 4096, 0) && errno == EINVAL, "beyond the end: %s", strerror(errno));
+	ENSURE(!reg_buf_mr(pd, buf, at + 1, 4096, 0) && errno == EINVAL,
+	       "a region beyond the end of the buffer: %s", strerror(errno));
 	errno = 0;
-	ENSURE(!reg_buf_mr(pd, buf, at - 1, 16, 0) && errno == EINVAL, "before the beginning: %s", strerror(errno));
+	ENSURE(!reg_buf_mr(pd, buf, at - 1, 16, 0) && errno == EINVAL,
+	       "a region before the beginning of the buffer: %s", strerror(errno));
 	errno = 0;
-	ENSURE(!reg_buf_mr(pd, buf, at, SIZE_MAX, 0) && errno == EINVAL, "a length that overflows: %s", strerror(errno));
-	ENSURE(export_buf(buf) == -1 && errno == ENODATA, "a buffer as dma-buf: %s", strerror(errno));
-	ENSURE(!alloc_buf(pd, 0, &buf) && errno == EINVAL, "no bytes: %s", strerror(errno));
+	ENSURE(!reg_buf_mr(pd, buf, at, SIZE_MAX, 0) && errno == EINVAL, "a region whose length overflows: %s", strerror(errno));
+	ENSURE(export_buf(buf) == -1 && errno == ENODATA, "exporting the buffer as a dma-buf: %s", strerror(errno));
+	ENSURE(!alloc_buf(pd, 0, &buf) && errno == EINVAL, "a buffer of no bytes: %s", strerror(errno));
 	return NULL;
 }
 
@@ -269,11 +273,12 @@ static const char *repoll_set(size_t arg)
 	keep(close_rsocket, (void *)(intptr_t)listener, "listener");
 	ENSURE(!rbind(listener, (void *)&to, sizeof to) && !rlisten(listener, 1), "rlisten: %s", strerror(errno));
 	ENSURE(!rgetsockname(listener, (void *)&to, &len), "rgetsockname");
-	ENSURE(!ctl(set, EPOLL_CTL_ADD, listener, EPOLLIN, 1ull << 40), "the listener: %s", strerror(errno));
-	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe: %s", strerror(errno));
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, listener, EPOLLIN, 1ull << 40), "repoll_ctl for the listener: %s", strerror(errno));
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "repoll_ctl for the pipe: %s", strerror(errno));
 	ENSURE(ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7) == -1 && errno == EEXIST, "twice: %s", strerror(errno));
 	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
-	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL, "no operation: %s", strerror(errno));
+	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL,
+	       "repoll_ctl with an unknown operation: %s", strerror(errno));
 	n = poll_wait(set, got, 4, 30);
 	ENSURE(n == 0, "%d ready descriptors, expected none", n);
 
@@ -293,14 +298,14 @@ static const char *repoll_set(size_t arg)
 	       (unsigned long long)got[0].data.u64);
 
 	/* With two ready descriptors and room for one event, each is returned in turn. */
-	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe again");
+	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "the pipe cannot be added again");
 	uint64_t seen = 0;
 	for (int i = 0; i < 2; i++) {
-		ENSURE(poll_wait(set, got, 1, WAIT_MS) == 1, "one of two");
+		ENSURE(poll_wait(set, got, 1, WAIT_MS) == 1, "repoll_wait does not return one of two ready descriptors");
 		seen |= got[0].data.u64;
 	}
-	ENSURE(seen == (1ull << 40 | 7), "only %llx", (unsigned long long)seen);
-	ENSURE(poll_wait(set, got, 0, 0) == -1 && errno == EINVAL, "no room: %s", strerror(errno));
+	ENSURE(seen == (1ull << 40 | 7), "only the descriptors with the bits %llx were returned", (unsigned long long)seen);
+	ENSURE(poll_wait(set, got, 0, 0) == -1 && errno == EINVAL, "repoll_wait with room for no event: %s", strerror(errno));
 	close_now((void *)(intptr_t)set);
 	ENSURE(poll_wait(set, got, 1, 0) == -1 && errno == EBADF, "closed: %s", strerror(errno));
 	return NULL;
@@ -390,7 +395,8 @@ static const char *addresses_in_background(size_t arg)
 
 	(void)arg;
 	TRY(new_id(&channel, &id));
-	ENSURE(query_addrinfo(id, &list) == -1 && errno == ENODATA, "before: %s", strerror(errno));
+	ENSURE(query_addrinfo(id, &list) == -1 && errno == ENODATA,
+	       "rdma_query_addrinfo before the resolution: %s", strerror(errno));
 	ENSURE(!resolve_addrinfo(id, node, service, &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
 	/* The caller may reuse the arguments. */
 	memset(node, 'x', sizeof node - 1);
@@ -402,15 +408,16 @@ static const char *addresses_in_background(size_t arg)
 		ENSURE(!query_addrinfo(id, &list), "rdma_query_addrinfo: %s", strerror(errno));
 		struct sockaddr_in *to = (void *)list->ai_dst_addr;
 		ENSURE(to && to->sin_family == AF_INET && to->sin_addr.s_addr == htonl(INADDR_LOOPBACK) &&
-			       to->sin_port == htons(7471), "another address");
-		ENSURE(list->ai_port_space == RDMA_PS_TCP && list->ai_qp_type == IBV_QPT_RC, "another type");
+			       to->sin_port == htons(7471), "the resolved address is another one");
+		ENSURE(list->ai_port_space == RDMA_PS_TCP && list->ai_qp_type == IBV_QPT_RC,
+		       "the resolved port space or type is another one");
 		rdma_freeaddrinfo(list);
 	}
 	hints = (struct rdma_addrinfo){ .ai_flags = RAI_NUMERICHOST };
 	ENSURE(!resolve_addrinfo(id, "no number", "7471", &hints), "rdma_resolve_addrinfo: %s", strerror(errno));
 	TRY(next_event(channel, EVENT_ADDRINFO_ERROR, &status, &ignored));
-	ENSURE(status, "an error without status");
-	ENSURE(query_addrinfo(id, &list) == -1, "the result of another resolution");
+	ENSURE(status == EAI_NONAME, "the status of an unknown name is %d", status);
+	ENSURE(query_addrinfo(id, &list) == -1, "rdma_query_addrinfo gives the result of an earlier resolution");
 	hints.ai_flags = 0x10;
 	ENSURE(resolve_addrinfo(id, NULL, "7471", &hints) == -1 && errno == EOPNOTSUPP, "RAI_SA: %s", strerror(errno));
 	return NULL;
@@ -425,11 +432,12 @@ static const char *own_events(size_t arg)
 
 	(void)arg;
 	TRY(new_id(&channel, &id));
-	ENSURE(write_cm_event(id, RDMA_CM_EVENT_ESTABLISHED, 0, 0) == -1 && errno == EINVAL, "another event: %s",
-	       strerror(errno));
+	ENSURE(write_cm_event(id, RDMA_CM_EVENT_ESTABLISHED, 0, 0) == -1 && errno == EINVAL,
+	       "rdma_write_cm_event with an event that is not the user's: %s", strerror(errno));
 	ENSURE(!write_cm_event(id, EVENT_USER, -5, 0x123456789abcdefull), "rdma_write_cm_event: %s", strerror(errno));
 	TRY(next_event(channel, EVENT_USER, &status, &got));
-	ENSURE(status == -5 && got == 0x123456789abcdefull, "status %d, argument %llx", status, (unsigned long long)got);
+	ENSURE(status == -5 && got == 0x123456789abcdefull,
+	       "the event has status %d and argument %llx", status, (unsigned long long)got);
 	/* An event that was not read is discarded with its id. */
 	ENSURE(!write_cm_event(id, EVENT_USER, 0, 1), "rdma_write_cm_event");
 	return NULL;

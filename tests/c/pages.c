@@ -129,7 +129,7 @@ static const char *limit(size_t arg)
 	ENSURE(new_mr(pd, at, 10 * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
 	errno = 0;
 	ENSURE(!ibv_reg_mr(pd, at + 10 * PAGE, 10 * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == ENOMEM,
-	       "more than may be locked: %s", strerror(errno));
+	       "ibv_reg_mr of more than may be locked: %s", strerror(errno));
 	ENSURE(locked() == 10, "%zu pages are locked", locked());
 	ENSURE(new_mr(pd, at + 10 * PAGE, 6 * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
 	return NULL;

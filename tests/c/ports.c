@@ -561,7 +561,7 @@ static const char *help(int from, int to, bool rdma)
 	int plain = -1;
 	char what;
 
-	ENSURE(read(from, &port, sizeof port) == sizeof port, "no port");
+	ENSURE(read(from, &port, sizeof port) == sizeof port, "the other process does not tell its port");
 	if (rdma) {
 		TRY(open_fixture(&s, RDMA_PS_TCP));
 		TRY(listen_rdma(&s, port));
@@ -953,7 +953,7 @@ static const char *false_signpost(size_t lie)
 	TRY(start_connect(&s, &client));
 	TRY(readable(liar, WAIT_MS));
 	while ((n = recvfrom(liar, question, sizeof question, 0, (struct sockaddr *)&from, &len)) > 0) {
-		ENSURE(n == 20 && !memcmp(question, "aWsp\x11", 5), "not a query: %zd bytes", n);
+		ENSURE(n == 20 && !memcmp(question, "aWsp\x11", 5), "the datagram of %zd bytes is no query", n);
 		memcpy(answer, question, 20);
 		answer[4] = 0x13;
 		memcpy(answer + 10, &name.sin_port, 2);
@@ -1026,8 +1026,8 @@ static const char *only_queries_answered(size_t arg)
 	bytes[4] = 0x11;
 	ENSURE(send(fd, bytes, 20, 0) == 20, "send: %s", strerror(errno));
 	TRY(readable(fd, WAIT_MS));
-	ENSURE(recv(fd, bytes, sizeof bytes, 0) == 20, "an answer of another length");
-	ENSURE(bytes[4] == 0x13 && bytes[5] == 0 && !memcmp(bytes + 10, &port, 2), "another answer");
+	ENSURE(recv(fd, bytes, sizeof bytes, 0) == 20, "the answer has another length");
+	ENSURE(bytes[4] == 0x13 && bytes[5] == 0 && !memcmp(bytes + 10, &port, 2), "the answer is another one");
 	TRY(not_readable(fd, 50));
 	return rdma_works(&s);
 }

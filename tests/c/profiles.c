@@ -297,13 +297,13 @@ static const char *operations(const struct device *d)
 	ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
 	TRY(to_init(qp, &want));
 	if (d->rd_atom < 255)
-		ENSURE(to_rtr(qp, qp->qp_num, &more), "max_dest_rd_atomic %d", d->rd_atom + 1);
+		ENSURE(to_rtr(qp, qp->qp_num, &more), "max_dest_rd_atomic of %d is accepted", d->rd_atom + 1);
 	TRY(to_rtr(qp, qp->qp_num, &want));
 	if (!d->connects) {
-		ENSURE(to_rts(qp, &want), "connected without rdma_cm");
+		ENSURE(to_rts(qp, &want), "the queue pair is connected without rdma_cm");
 		return NULL;
 	}
-	ENSURE(to_rts(qp, &more), "max_rd_atomic %d", d->rd_atom + 1);
+	ENSURE(to_rts(qp, &more), "max_rd_atomic of %d is accepted", d->rd_atom + 1);
 	TRY(to_rts(qp, &want));
 	rc = try_post(qp, IBV_WR_RDMA_READ, d->sge_rd, mr);
 	ENSURE(!rc, "a Read: %s", strerror(rc));
@@ -375,7 +375,7 @@ static const char *unknown(size_t arg)
 	list = ibv_get_device_list(&n);
 	ENSURE(list && n == 1, "%d devices", n);
 	errno = 0;
-	ENSURE(!ibv_open_device(list[0]) && errno == EINVAL, "an unknown profile: %s", strerror(errno));
+	ENSURE(!ibv_open_device(list[0]) && errno == EINVAL, "the device opens with an unknown profile: %s", strerror(errno));
 	ibv_free_device_list(list);
 	return NULL;
 }
@@ -459,15 +459,15 @@ static const char *siw_connected(size_t arg)
 	sge = (struct ibv_sge){ (uintptr_t)page, 64, mr->lkey };
 	TRY(post_recv(server->qp, 1, &sge, 1));
 	fill_pattern(page, 8, 3);
-	ENSURE(!try_post(client->qp, IBV_WR_RDMA_WRITE, 6, mr), "a Write with six elements");
+	ENSURE(!try_post(client->qp, IBV_WR_RDMA_WRITE, 6, mr), "a Write with six elements is refused");
 	TRY(expect_status(client->send_cq, 1, IBV_WC_SUCCESS));
 	for (size_t i = 0; i < 6; i++)
 		TRY(same_pattern(page + 4096 + 8 * i, 8, 3));
 	memset(page, 0, 8);
-	ENSURE(!try_post(client->qp, IBV_WR_RDMA_READ, 1, mr), "a Read");
+	ENSURE(!try_post(client->qp, IBV_WR_RDMA_READ, 1, mr), "a Read is refused");
 	TRY(expect_status(client->send_cq, 1, IBV_WC_SUCCESS));
 	TRY(same_pattern(page, 8, 3));
-	ENSURE(!try_post(client->qp, IBV_WR_SEND, 1, mr), "a Send");
+	ENSURE(!try_post(client->qp, IBV_WR_SEND, 1, mr), "a Send is refused");
 	TRY(expect_status(client->send_cq, 1, IBV_WC_SUCCESS));
 	return expect_status(server->recv_cq, 1, IBV_WC_SUCCESS);
 }

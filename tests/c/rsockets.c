@@ -3,7 +3,7 @@
  * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, rpoll, and peers that die or violate the
  * protocol.
  *
- * Both ends are in this process at TEST_ADDR or 127.0.0.1, except in tests of another process.
+ * Both ends are in this process, except in the tests that kill a peer: at TEST_ADDR or 127.0.0.1 with IPv4, and at ::1 with IPv6.
  */
 #include "ends.h"
 
@@ -25,7 +25,7 @@ static int close_socket(void *p)
 	return rc;
 }
 
-/* The test's address with this port. */
+/* The address of the ends, with this port. */
 static struct sockaddr_storage address(bool v6, uint16_t port, socklen_t *len)
 {
 	const char *host = getenv("TEST_ADDR");
@@ -67,7 +67,7 @@ static const char *bound(int *fd, bool v6, int type)
 	ENSURE(*fd >= 0, "rsocket: %s", strerror(errno));
 	keep(close_socket, fd, "socket");
 	ENSURE(!rbind(*fd, (struct sockaddr *)&a, len), "rbind: %s", strerror(errno));
-	ENSURE(port_of(*fd), "no port");
+	ENSURE(port_of(*fd), "the bound socket has no port");
 	if (type == SOCK_STREAM)
 		ENSURE(!rlisten(*fd, 8), "rlisten: %s", strerror(errno));
 	return NULL;
@@ -134,11 +134,12 @@ static const char *ends_of_a_stream(size_t v6)
 	TRY(send_all(far, "pong!", 5));
 	TRY(expect(near, "pong!", 5));
 	ENSURE(!rgetpeername(near, (struct sockaddr *)&a, &len), "rgetpeername: %s", strerror(errno));
-	ENSURE(len == (v6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in)), "length %u", len);
-	ENSURE(!rgetsockname(far, (struct sockaddr *)&b, &len) && !memcmp(&a, &b, len), "names differ");
-	ENSURE(!rgetsockname(near, NULL, &cut) && cut == len, "with a length of 0: length %u", cut);
+	ENSURE(len == (v6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in)), "the peer's name has a length of %u", len);
+	ENSURE(!rgetsockname(far, (struct sockaddr *)&b, &len) && !memcmp(&a, &b, len),
+	       "the far end has another name than the peer of the near end");
+	ENSURE(!rgetsockname(near, NULL, &cut) && cut == len, "rgetsockname without an address gives a length of %u", cut);
 	ENSURE(rgetpeername(listener, (struct sockaddr *)&a, &len) && errno == ENOTCONN, "a listener has a peer");
-	ENSURE(reach(near, v6, port_of(listener)) && errno == EISCONN, "connected twice: %s", strerror(errno));
+	ENSURE(reach(near, v6, port_of(listener)) && errno == EISCONN, "a second rconnect: %s", strerror(errno));
 	return NULL;
 }
 
@@ -193,7 +194,8 @@ static const char *both_ways(size_t small)
 	keep(close_socket, &far, "far");
 	pattern(big, sizeof big, 7);
 	flow = (struct flow){ near, NULL };
-	ENSURE(!pthread_create(&echoes, NULL, echo, &far) && !pthread_create(&pushes, NULL, push, &flow), "threads");
+	ENSURE(!pthread_create(&echoes, NULL, echo, &far) && !pthread_create(&pushes, NULL, push, &flow),
+	       "pthread_create fails");
 	TRY(expect(near, big, sizeof big));
 	pthread_join(pushes, NULL);
 	TRY(flow.reason);
@@ -210,18 +212,19 @@ static const char *one_after_the_other(size_t unused UNUSED)
 
 	TRY(stream_pair(false, 0));
 	ENSURE(rwritev(near, out, 3) == 6, "rwritev: %s", strerror(errno));
-	ENSURE(rrecv(far, buf, 3, MSG_PEEK) == 3 && !memcmp(buf, "abc", 3), "peeked");
-	ENSURE(rreadv(far, in, 2) == 6 && buf[0] == 'a' && !memcmp(buf + 10, "bcdef", 5), "rreadv");
-	ENSURE(rrecv(far, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "no data is available");
-	ENSURE(rread(far, NULL, 5) == -1 && errno == EFAULT, "no buffer");
-	/* Thousands of small messages, more than there are credits. Half of them can be waiting to be read. */
+	ENSURE(rrecv(far, buf, 3, MSG_PEEK) == 3 && !memcmp(buf, "abc", 3), "MSG_PEEK reads other bytes than were sent");
+	ENSURE(rreadv(far, in, 2) == 6 && buf[0] == 'a' && !memcmp(buf + 10, "bcdef", 5),
+	       "rreadv reads other bytes than were sent");
+	ENSURE(rrecv(far, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "rrecv does not fail with EAGAIN");
+	ENSURE(rread(far, NULL, 5) == -1 && errno == EFAULT, "rread without a buffer does not fail with EFAULT");
+	/* Many more messages than the 384 credits of a socket. At most 150 wait to be read, so that no send waits for credits. */
 	for (int i = 0; i < 3000; i++) {
 		char byte = (char)i;
 
 		TRY(send_all(near, &byte, 1));
 		if (i % 150 == 149)
 			for (int j = i - 149; j <= i; j++) {
-				ENSURE(rread(far, &byte, 1) == 1 && byte == (char)j, "byte %d", j);
+				ENSURE(rread(far, &byte, 1) == 1 && byte == (char)j, "byte %d is another one, or missing", j);
 			}
 	}
 	return NULL;
@@ -244,27 +247,29 @@ static const char *no_waiting(size_t unused UNUSED)
 	n = reach(near, false, port_of(listener));
 	ENSURE(!n || errno == EINPROGRESS, "rconnect: %s", strerror(errno));
 	p[0] = (struct pollfd){ near, POLLOUT, 0 };
-	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "connecting: %#x", (unsigned int)p[0].revents);
-	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_ERROR, &error, &len) && !error, "SO_ERROR %d", error);
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "events %#x after rconnect", (unsigned int)p[0].revents);
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_ERROR, &error, &len) && !error, "SO_ERROR after rconnect: %d", error);
 	p[0] = (struct pollfd){ listener, POLLIN, 0 };
-	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "no connection request");
+	ENSURE(rpoll(p, 1, WAIT_MS) == 1, "the listener does not become readable");
 	far = raccept(listener, NULL, NULL);
 	ENSURE(far >= 0, "raccept: %s", strerror(errno));
 	keep(close_socket, &far, "far");
 	p[0] = (struct pollfd){ far, POLLIN | POLLOUT, 0 };
-	ENSURE(rpoll(p, 1, 0) == 1 && p[0].revents == POLLOUT, "%#x", (unsigned int)p[0].revents);
+	ENSURE(rpoll(p, 1, 0) == 1 && p[0].revents == POLLOUT, "events %#x of an accepted socket", (unsigned int)p[0].revents);
 	/* Writes until the buffers are full, then reads until they are empty. */
 	pattern(big, sizeof big, 1);
 	while ((n = rsend(near, big + sent, sizeof big - sent, 0)) > 0)
 		sent += (size_t)n;
-	ENSURE(n == -1 && errno == EAGAIN && sent > 1000 && sent < sizeof big, "%zu bytes: %s", sent, strerror(errno));
+	ENSURE(n == -1 && errno == EAGAIN && sent > 1000 && sent < sizeof big, "rsend to a full socket, after %zu bytes: %s", sent,
+	       strerror(errno));
 	p[0] = (struct pollfd){ near, POLLOUT, 0 };
 	ENSURE(rpoll(p, 1, 20) == 0, "a full socket is writable");
 	while (got < sent) {
 		static unsigned char part[10000];
 
 		n = rrecv(far, part, sizeof part, 0);
-		ENSURE(n > 0 && !memcmp(part, big + got, (size_t)n), "at %zu: %zd", got, n);
+		ENSURE(n > 0 && !memcmp(part, big + got, (size_t)n),
+		       "rrecv returns %zd after %zu bytes, or other bytes", n, got);
 		got += (size_t)n;
 	}
 	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "an empty socket is not writable");
@@ -272,11 +277,12 @@ static const char *no_waiting(size_t unused UNUSED)
 	ENSURE(!pipe(made), "pipe");
 	p[0] = (struct pollfd){ far, POLLIN, 0 };
 	p[1] = (struct pollfd){ made[0], POLLIN, 0 };
-	ENSURE(rpoll(p, 2, 10) == 0, "neither is ready");
+	ENSURE(rpoll(p, 2, 10) == 0, "a descriptor without data is ready");
 	ENSURE(write(made[1], "x", 1) == 1, "write");
-	ENSURE(rpoll(p, 2, -1) == 1 && !p[0].revents && p[1].revents == POLLIN, "the pipe");
+	ENSURE(rpoll(p, 2, -1) == 1 && !p[0].revents && p[1].revents == POLLIN,
+	       "events %#x of the socket, and %#x of the readable pipe", (unsigned int)p[0].revents, (unsigned int)p[1].revents);
 	TRY(send_all(near, "y", 1));
-	ENSURE(rpoll(p, 2, -1) >= 1, "both");
+	ENSURE(rpoll(p, 2, -1) >= 1, "rpoll finds no readable descriptor");
 	close(made[0]);
 	close(made[1]);
 	return NULL;
@@ -292,13 +298,13 @@ static const char *select_sets(size_t unused UNUSED)
 	top = (near > far ? near : far) + 1;
 	FD_ZERO(&in);
 	FD_SET(far, &in);
-	ENSURE(rselect(top, &in, NULL, NULL, &t) == 0 && !FD_ISSET(far, &in), "no data is available");
+	ENSURE(rselect(top, &in, NULL, NULL, &t) == 0 && !FD_ISSET(far, &in), "a socket without data is readable");
 	TRY(send_all(near, "x", 1));
 	FD_SET(far, &in);
 	FD_ZERO(&out);
 	FD_SET(near, &out);
 	ENSURE(rselect(top, &in, &out, NULL, NULL) >= 1, "rselect: %s", strerror(errno));
-	ENSURE(FD_ISSET(near, &out), "can be written");
+	ENSURE(FD_ISSET(near, &out), "a socket with free buffers is not writable");
 	return NULL;
 }
 
@@ -312,9 +318,9 @@ static const char *no_listener(size_t unused UNUSED)
 	ENSURE(!close_socket(&listener), "rclose");
 	near = rsocket(AF_INET, SOCK_STREAM, 0);
 	keep(close_socket, &near, "near");
-	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == ENOTCONN, "not connected: %s", strerror(errno));
+	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == ENOTCONN, "rrecv of a socket that is not connected: %s", strerror(errno));
 	ENSURE(reach(near, false, port) == -1 && errno == ECONNREFUSED, "rconnect: %s", strerror(errno));
-	ENSURE(rsend(near, &byte, 1, 0) == -1, "a send to a closed peer succeeds");
+	ENSURE(rsend(near, &byte, 1, 0) == -1, "a send after a refused rconnect succeeds");
 	return NULL;
 }
 
@@ -328,14 +334,14 @@ static const char *half_closed(size_t unused UNUSED)
 	ENSURE(!rshutdown(near, SHUT_WR), "rshutdown: %s", strerror(errno));
 	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EPIPE, "a send after the shutdown succeeds");
 	TRY(expect(far, "last", 4));
-	ENSURE(rrecv(far, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	ENSURE(rrecv(far, &byte, 1, 0) == 0, "rrecv after the peer's rshutdown does not return 0: %s", strerror(errno));
 	p = (struct pollfd){ far, POLLIN, 0 };
-	ENSURE(rpoll(&p, 1, 0) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
+	ENSURE(rpoll(&p, 1, 0) == 1 && p.revents == POLLIN, "events %#x after the peer's rshutdown", (unsigned int)p.revents);
 	/* The other direction still works. */
 	TRY(send_all(far, "answer", 6));
 	ENSURE(!rshutdown(far, SHUT_WR), "rshutdown: %s", strerror(errno));
 	TRY(expect(near, "answer", 6));
-	ENSURE(rrecv(near, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	ENSURE(rrecv(near, &byte, 1, 0) == 0, "rrecv after the peer's rshutdown does not return 0: %s", strerror(errno));
 	return NULL;
 }
 
@@ -349,15 +355,19 @@ static const char *closed(size_t unused UNUSED)
 	TRY(send_all(near, big, 100000));
 	ENSURE(!close_socket(&near), "rclose: %s", strerror(errno));
 	TRY(expect(far, big, 100000));
-	ENSURE(rrecv(far, &byte, 1, 0) == 0, "no end: %s", strerror(errno));
+	ENSURE(rrecv(far, &byte, 1, 0) == 0, "rrecv after the peer's rclose does not return 0: %s", strerror(errno));
 	p = (struct pollfd){ far, POLLIN, 0 };
-	ENSURE(rpoll(&p, 1, 0) == 1 && (p.revents & POLLHUP), "%#x", (unsigned int)p.revents);
-	ENSURE(rsend(far, "x", 1, 0) == -1 && (errno == EPIPE || errno == ECONNRESET), "rsend: %s", strerror(errno));
-	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of an invalid handle");
+	ENSURE(rpoll(&p, 1, 0) == 1 && (p.revents & POLLHUP), "events %#x after the peer's rclose", (unsigned int)p.revents);
+	ENSURE(rsend(far, "x", 1, 0) == -1 && (errno == EPIPE || errno == ECONNRESET), "rsend after the peer's rclose: %s",
+	       strerror(errno));
+	ENSURE(rclose(-1) == -1 && errno == EBADF, "rclose of an invalid descriptor does not fail with EBADF");
 	return NULL;
 }
 
-/* A child connects and is killed while its peer is idle, or while the peer waits for its buffers in order to send. */
+/*
+ * A child connects and is killed: while this end is idle, or (`sending`) after this end has filled all buffers, so that its next rsend
+ * has to wait.
+ */
 static const char *killed(size_t sending)
 {
 	static char word[BIG];
@@ -424,8 +434,8 @@ static const char *closed_by_another_thread(size_t unused UNUSED)
 
 	TRY(stream_pair(false, 0));
 	fd = near;
-	ENSURE(!pthread_create(&thread, NULL, blocked, &fd), "thread");
-	sleep_ms(30); /* the call may or may not have begun; both have the same result */
+	ENSURE(!pthread_create(&thread, NULL, blocked, &fd), "pthread_create fails");
+	sleep_ms(30); /* The other thread should now wait in rrecv. If it does not yet, its call fails with EBADF. */
 	ENSURE(!close_socket(&near), "rclose");
 	pthread_join(thread, &error);
 	ENSURE((intptr_t)error == EBADF || !error, "rrecv: %s", strerror((int)(intptr_t)error));
@@ -441,7 +451,7 @@ static const char *time_is_limited(size_t unused UNUSED)
 	TRY(stream_pair(false, 0));
 	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_RCVTIMEO, &t, sizeof t), "SO_RCVTIMEO");
 	ENSURE(rrecv(near, &byte, 1, 0) == -1 && errno == EAGAIN, "rrecv: %s", strerror(errno));
-	ENSURE(now_ms() - start >= 30, "too soon");
+	ENSURE(now_ms() - start >= 30, "rrecv returns before its time-out of 30 ms");
 	return NULL;
 }
 
@@ -454,19 +464,21 @@ static const char *options(size_t unused UNUSED)
 	near = rsocket(AF_INET, SOCK_STREAM, 0);
 	keep(close_socket, &near, "near");
 	ENSURE(!rsetsockopt(near, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one), "TCP_NODELAY");
-	ENSURE(!rgetsockopt(near, IPPROTO_TCP, TCP_NODELAY, &value, &len) && value == 1, "TCP_NODELAY %d", value);
+	ENSURE(!rgetsockopt(near, IPPROTO_TCP, TCP_NODELAY, &value, &len) && value == 1,
+	       "TCP_NODELAY is %d after it was set", value);
 	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_LINGER, &linger, sizeof linger), "SO_LINGER");
 	len = sizeof got;
-	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_LINGER, &got, &len) && got.l_linger == 3, "SO_LINGER");
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_LINGER, &got, &len) && got.l_linger == 3,
+	       "SO_LINGER is %d s, not 3", got.l_linger);
 	value = 8192;
 	ENSURE(!rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, sizeof value), "SO_SNDBUF");
 	len = sizeof value;
-	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, &len) && value == 16384, "SO_SNDBUF %d", value);
-	ENSURE(rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, 2) == -1 && errno == EINVAL, "two bytes");
-	ENSURE(rsetsockopt(near, 4711, 1, &value, sizeof value) == -1 && errno == ENOPROTOOPT, "no such level");
-	ENSURE(rsocket(AF_UNIX, SOCK_STREAM, 0) == -1 && errno == EAFNOSUPPORT, "AF_UNIX");
-	ENSURE(rsocket(AF_INET, SOCK_STREAM, IPPROTO_UDP) == -1 && errno == EPROTONOSUPPORT, "UDP as a stream");
-	ENSURE(rsend(4711, "", 1, 0) == -1 && errno == EBADF, "no such socket");
+	ENSURE(!rgetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, &len) && value == 16384, "SO_SNDBUF is %d, not 16384", value);
+	ENSURE(rsetsockopt(near, SOL_SOCKET, SO_SNDBUF, &value, 2) == -1 && errno == EINVAL, "a value of two bytes is accepted");
+	ENSURE(rsetsockopt(near, 4711, 1, &value, sizeof value) == -1 && errno == ENOPROTOOPT, "an unknown level is accepted");
+	ENSURE(rsocket(AF_UNIX, SOCK_STREAM, 0) == -1 && errno == EAFNOSUPPORT, "AF_UNIX is accepted");
+	ENSURE(rsocket(AF_INET, SOCK_STREAM, IPPROTO_UDP) == -1 && errno == EPROTONOSUPPORT, "a stream over UDP is accepted");
+	ENSURE(rsend(4711, "", 1, 0) == -1 && errno == EBADF, "rsend to an unknown descriptor does not fail with EBADF");
 	return NULL;
 }
 
@@ -479,27 +491,30 @@ static const char *mapped_memory(size_t unused UNUSED)
 	pattern(from, sizeof from, 9);
 	ENSURE(riomap(far, area, sizeof area, PROT_WRITE, 0, 1000) == 1000, "riomap: %s", strerror(errno));
 	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, -1) == (off_t)(uintptr_t)big, "riomap: %s", strerror(errno));
-	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, 5) == -1 && errno == ENOMEM, "a third mapping where two are allowed");
-	ENSURE(riomap(far, big, 4096, PROT_READ, 0, 5) == -1 && errno == EINVAL, "for reading");
+	ENSURE(riomap(far, big, 4096, PROT_WRITE, 0, 5) == -1 && errno == ENOMEM,
+	       "a third mapping is accepted where two are allowed");
+	ENSURE(riomap(far, big, 4096, PROT_READ, 0, 5) == -1 && errno == EINVAL, "a mapping for reading is accepted");
 	TRY(send_all(far, "m", 1));
 	TRY(expect(near, "m", 1));
 	ENSURE(riowrite(near, from, sizeof from, 1000, 0) == sizeof from, "riowrite: %s", strerror(errno));
 	ENSURE(riowrite(near, "far away", 8, (off_t)(uintptr_t)big + 16, 0) == 8, "riowrite: %s", strerror(errno));
 	/* A write ends at the end of the mapping, and writes nothing outside a mapping. */
-	ENSURE(riowrite(near, from, 100, 1000 + sizeof area - 10, 0) == 10, "past the end");
-	ENSURE(riowrite(near, from, 100, 999, 0) == 0, "before the start");
+	ENSURE(riowrite(near, from, 100, 1000 + sizeof area - 10, 0) == 10,
+	       "riowrite across the end of a mapping does not write 10 bytes");
+	ENSURE(riowrite(near, from, 100, 999, 0) == 0, "riowrite before the start of a mapping writes bytes");
 	TRY(send_all(near, "d", 1));
 	TRY(expect(far, "d", 1));
-	ENSURE(!memcmp(area, from, sizeof area - 10) && !memcmp(area + sizeof area - 10, from, 10), "the area");
-	ENSURE(!memcmp(big + 16, "far away", 8), "the second area");
+	ENSURE(!memcmp(area, from, sizeof area - 10) && !memcmp(area + sizeof area - 10, from, 10),
+	       "the first mapping has other bytes");
+	ENSURE(!memcmp(big + 16, "far away", 8), "the second mapping has other bytes");
 	ENSURE(!riounmap(far, area, sizeof area), "riounmap: %s", strerror(errno));
-	ENSURE(riounmap(far, area, sizeof area) == -1 && errno == EINVAL, "twice");
+	ENSURE(riounmap(far, area, sizeof area) == -1 && errno == EINVAL, "a second riounmap is accepted");
 	/* A write to unmapped memory ends the connection, and the memory is unchanged. */
 	memset(area, 0, sizeof area);
 	riowrite(near, from, 100, 1000, 0);
-	ENSURE(rrecv(near, &byte, 1, 0) <= 0, "received something");
+	ENSURE(rrecv(near, &byte, 1, 0) <= 0, "rrecv returns bytes that were not sent");
 	for (size_t i = 0; i < 100; i++)
-		ENSURE(!area[i], "written after riounmap");
+		ENSURE(!area[i], "byte %zu is written after riounmap", i);
 	return NULL;
 }
 
@@ -517,23 +532,28 @@ static const char *datagrams(size_t v6)
 	near = rsocket(v6 ? AF_INET6 : AF_INET, SOCK_DGRAM, 0);
 	keep(close_socket, &near, "near");
 	to = address(v6, port_of(listener), &own);
-	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "without an address: %s", strerror(errno));
+	ENSURE(rsend(near, "x", 1, 0) == -1 && errno == EDESTADDRREQ, "rsend without an address: %s", strerror(errno));
 	ENSURE(rsendto(near, "hello", 5, 0, (struct sockaddr *)&to, own) == 5, "rsendto: %s", strerror(errno));
-	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom");
-	ENSURE(!memcmp(buf, "hello", 5) && len == own, "what arrived");
+	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom does not return 5: %s",
+	       strerror(errno));
+	ENSURE(!memcmp(buf, "hello", 5) && len == own, "other bytes, or an address of %u bytes, not %u", len, own);
 	/* The reply goes to the source of the datagram. */
-	ENSURE(rsendto(listener, "hello yourself", 14, 0, (struct sockaddr *)&from, len) == 14, "rsendto");
+	ENSURE(rsendto(listener, "hello yourself", 14, 0, (struct sockaddr *)&from, len) == 14,
+	       "rsendto to the sender: %s", strerror(errno));
 	p = (struct pollfd){ near, POLLIN, 0 };
-	ENSURE(rpoll(&p, 1, WAIT_MS) == 1 && p.revents == POLLIN, "%#x", (unsigned int)p.revents);
-	ENSURE(rrecvmsg(near, &msg, MSG_PEEK) == 3 && msg.msg_flags == MSG_TRUNC, "cut off");
+	ENSURE(rpoll(&p, 1, WAIT_MS) == 1 && p.revents == POLLIN,
+	       "events %#x of a socket with a datagram", (unsigned int)p.revents);
+	ENSURE(rrecvmsg(near, &msg, MSG_PEEK) == 3 && msg.msg_flags == MSG_TRUNC,
+	       "a truncated datagram has the flags %#x", (unsigned int)msg.msg_flags);
 	ENSURE(rrecv(near, buf, sizeof buf, 0) == 14, "rrecv: %s", strerror(errno));
 	/* Sizes. */
 	ENSURE(!rconnect(near, (struct sockaddr *)&to, own), "rconnect: %s", strerror(errno));
-	ENSURE(rsend(near, buf, sizeof buf, 0) == -1 && errno == EMSGSIZE, "too long");
-	ENSURE(rsend(near, buf, 4092, 0) == 4092 && rsend(near, buf, 0, 0) == 0, "the longest and the shortest");
-	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 4092, "the longest");
-	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 0, "the shortest");
-	ENSURE(rrecv(listener, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "no data is available");
+	ENSURE(rsend(near, buf, sizeof buf, 0) == -1 && errno == EMSGSIZE, "a datagram of 5000 bytes is accepted");
+	ENSURE(rsend(near, buf, 4092, 0) == 4092 && rsend(near, buf, 0, 0) == 0, "rsend of 4092 or of 0 bytes: %s",
+	       strerror(errno));
+	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 4092, "rrecv does not return the longest datagram");
+	ENSURE(rrecv(listener, buf, sizeof buf, 0) == 0, "rrecv does not return the empty datagram");
+	ENSURE(rrecv(listener, buf, sizeof buf, MSG_DONTWAIT) == -1 && errno == EAGAIN, "rrecv does not fail with EAGAIN");
 	return NULL;
 }
 
@@ -550,10 +570,10 @@ static const char *only_from_the_peer(size_t unused UNUSED)
 	ENSURE(!reach(near, false, port_of(listener)), "rconnect");
 	to = address(false, port_of(near), &len);
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
-	/* A short pause, so that the datagram before has certainly been processed. */
+	/* Sent twice: when the second has been sent, the first has certainly been processed. */
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
 	ENSURE(rsendto(listener, "yes", 3, 0, (struct sockaddr *)&to, len) == 3, "rsendto: %s", strerror(errno));
-	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "a datagram from another source");
+	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "a datagram of another sender is received");
 	return NULL;
 }
 
@@ -586,6 +606,10 @@ static int close_id(void *p UNUSED)
 	return 0;
 }
 
+/*
+ * Sends a message of the protocol, which is a word of 4 bytes: its kind is in the upper 3 bits, a value in the others. Kind 0: the
+ * number of bytes that were written to the peer's memory; no kind has the number 5 (docs/rsockets.md).
+ */
 static const char *send_word(uint32_t word, uint32_t len)
 {
 	struct ibv_sge sge = { (uintptr_t)words, len, mr->lkey };
@@ -594,9 +618,9 @@ static const char *send_word(uint32_t word, uint32_t len)
 	uint64_t end = now_ms() + WAIT_MS;
 
 	memcpy(words, &word, 4);
-	ENSURE(!ibv_post_send(id->qp, &wr, &bad), "ibv_post_send");
+	ENSURE(!ibv_post_send(id->qp, &wr, &bad), "ibv_post_send fails");
 	while (!ibv_poll_cq(id->send_cq, 1, &wc))
-		ENSURE(now_ms() < end, "no completion");
+		ENSURE(now_ms() < end, "a message of the faulty peer does not complete");
 	return NULL;
 }
 
@@ -651,7 +675,10 @@ static const char *faulty_peer(size_t kind)
 		TRY(send_word(0x1fffffff, 4));
 		break;
 	case TOO_MANY_MESSAGES:
-		/* One byte each, and none is read: rpoll processes the messages. */
+		/*
+		 * Each message reports one byte, and the program reads none. rpoll takes the messages, and has to notice that there are
+		 * more than the peer has credits for.
+		 */
 		for (int i = 0; i < 800; i++) {
 			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };
 
@@ -660,7 +687,7 @@ static const char *faulty_peer(size_t kind)
 				break;
 		}
 		while ((n = rrecv(far, big, sizeof big, 0)) > 0)
-			ENSURE(n < 800, "%zd bytes", n);
+			ENSURE(n < 800, "rrecv returns %zd bytes of a peer without credits for them", n);
 		ENSURE(n < 0 && errno == ECONNRESET, "rrecv returns %zd: %s", n, strerror(errno));
 		return NULL;
 	case WRONG_LENGTH:
@@ -672,7 +699,7 @@ static const char *faulty_peer(size_t kind)
 	case WILD_MEMORY:
 		/* The peer named memory that it does not have. The Write to it is refused, and the stream ends. */
 		n = rsend(far, big, 100000, 0);
-		ENSURE(n != 0, "rsend gives 0");
+		ENSURE(n != 0, "rsend returns 0");
 		break;
 	}
 	n = rrecv(far, &byte, 1, 0);
@@ -716,7 +743,7 @@ static const char *many_sockets(size_t unused UNUSED)
 
 			if (!p[i].revents)
 				continue;
-			ENSURE(rread(p[i].fd, &byte, 1) == 1 && byte == i, "of another");
+			ENSURE(rread(p[i].fd, &byte, 1) == 1 && byte == i, "end %d receives the byte of another", i);
 			p[i].fd = -1;
 			seen++;
 		}

@@ -868,7 +868,7 @@ static const char *traffic(void)
 		printf("# %u queue pairs, %u threads, %u completion queues, %s:", config.qps, config.threads,
 		       config.queues, config.events ? "events" : "polling");
 		for (int k = 0; k < KINDS; k++) {
-			ENSURE(sums.kinds[k], "not one %s", kind_names[k]);
+			ENSURE(sums.kinds[k], "there was no %s", kind_names[k]);
 			printf(" %s %llu", kind_names[k], (unsigned long long)sums.kinds[k]);
 			count += sums.kinds[k];
 		}

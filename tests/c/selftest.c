@@ -15,15 +15,15 @@ static const char *device_is_usable(size_t arg)
 
 	(void)arg;
 	TRY(open_device());
-	ENSURE(device->num_comp_vectors >= 1, "no completion vector");
+	ENSURE(device->num_comp_vectors >= 1, "the device has no completion vector");
 	ENSURE(!ibv_query_port(device, PORT, &port), "ibv_query_port: %s", strerror(errno));
 	ENSURE(port.state == IBV_PORT_ACTIVE, "port state is %s", ibv_port_state_str(port.state));
-	ENSURE(port.gid_tbl_len >= 1, "no GID");
+	ENSURE(port.gid_tbl_len >= 1, "the port has no GID");
 	if (!strncmp(ibv_get_device_name(device->device), "anywarp", 7))
 		ENSURE(port.max_msg_sz >= 1u << 30, "max_msg_sz is only %u", port.max_msg_sz);
-	ENSURE(device_attr.max_qp > 0 && device_attr.max_cq > 0 && device_attr.max_mr > 0, "a limit is zero");
+	ENSURE(device_attr.max_qp > 0 && device_attr.max_cq > 0 && device_attr.max_mr > 0, "a limit of the device is 0");
 	ENSURE(device_attr.phys_port_cnt == 1, "%d ports", device_attr.phys_port_cnt);
-	ENSURE(device_attr.node_guid != 0, "no node GUID");
+	ENSURE(device_attr.node_guid != 0, "the device has no node GUID");
 	for (size_t i = 0; i < 16; i++)
 		if (local_gid.raw[i])
 			return NULL;
@@ -272,7 +272,7 @@ static const char *channel_event(struct end *e)
 
 	TRY(readable(e->channel->fd, WAIT_MS));
 	ENSURE(!ibv_get_cq_event(e->channel, &cq, &context), "ibv_get_cq_event: %s", strerror(errno));
-	ENSURE(cq == e->rcq, "event of another queue");
+	ENSURE(cq == e->rcq, "the event is of another completion queue");
 	ibv_ack_cq_events(cq, 1);
 	return NULL;
 }
@@ -1546,7 +1546,7 @@ static const char *next_ex(struct ibv_cq_ex *cq, uint64_t wr_id, enum ibv_wc_opc
 	       (unsigned long long)got_id, status, (unsigned long long)wr_id);
 	ENSURE(got_opcode == opcode, "opcode %d, expected %d", got_opcode, opcode);
 	ENSURE(got_len == byte_len, "byte_len %u, expected %u", got_len, byte_len);
-	ENSURE(qpn != 0, "no qp_num");
+	ENSURE(qpn != 0, "the completion has no qp_num");
 	return NULL;
 }
 

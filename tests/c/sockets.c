@@ -502,10 +502,11 @@ static const char *nested(size_t arg)
 	TRY(reports(outer, EPOLLIN, 2));
 	TRY(reports(inner, EPOLLIN, 1));
 	TRY(reports(outer, EPOLLIN, 2));
-	ENSURE(poll(&poll_set, 1, LONG_MS) == 1 && poll_set.revents == POLLIN, "poll of a set with an event");
+	ENSURE(poll(&poll_set, 1, LONG_MS) == 1 && poll_set.revents == POLLIN, "poll does not report the event of a set");
 	FD_ZERO(&fds);
 	FD_SET(inner, &fds);
-	ENSURE(select(inner + 1, &fds, NULL, NULL, &none) == 1 && FD_ISSET(inner, &fds), "select of a set with an event");
+	ENSURE(select(inner + 1, &fds, NULL, NULL, &none) == 1 && FD_ISSET(inner, &fds),
+	       "select does not report the event of a set");
 	TRY(takes(p.b, "ab"));
 	TRY(is_quiet(inner));
 	return is_quiet(outer);
@@ -551,20 +552,20 @@ static const char *polls(size_t arg)
 	TRY(connected(&p));
 	fds[0] = (struct pollfd){ .fd = p.b, .events = POLLIN };
 	fds[1] = (struct pollfd){ .fd = p.a, .events = POLLOUT };
-	ENSURE(poll(fds, 2, 0) == 1 && !fds[0].revents && fds[1].revents == POLLOUT, "poll: %#x %#x", (unsigned int)fds[0].revents,
-	       (unsigned int)fds[1].revents);
+	ENSURE(poll(fds, 2, 0) == 1 && !fds[0].revents && fds[1].revents == POLLOUT,
+	       "poll reports %#x and %#x", (unsigned int)fds[0].revents, (unsigned int)fds[1].revents);
 	TRY(text(p.a, "a"));
-	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == POLLIN, "poll: %#x", (unsigned int)fds[0].revents);
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == POLLIN, "poll reports %#x", (unsigned int)fds[0].revents);
 	TRY(takes(p.b, "a"));
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
 	fds[0].events = POLLIN | POLLRDHUP;
-	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP), "poll at the end: %#x",
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP), "poll reports %#x at the end of the stream",
 	       (unsigned int)fds[0].revents);
 	ENSURE(!shutdown(p.b, SHUT_WR), "shutdown: %s", strerror(errno));
-	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP | POLLHUP), "poll at both ends: %#x",
-	       (unsigned int)fds[0].revents);
+	ENSURE(poll(fds, 1, LONG_MS) == 1 && fds[0].revents == (POLLIN | POLLRDHUP | POLLHUP),
+	       "poll reports %#x when both ends have ended the stream", (unsigned int)fds[0].revents);
 	fds[0].fd = -1;
-	ENSURE(poll(fds, 1, 0) == 0, "poll of a negative number");
+	ENSURE(poll(fds, 1, 0) == 0, "poll reports an event of a negative number");
 	return NULL;
 }
 
@@ -578,14 +579,14 @@ static const char *selects(size_t arg)
 	TRY(connected(&p));
 	FD_ZERO(&r);
 	FD_SET(p.b, &r);
-	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 0 && !FD_ISSET(p.b, &r), "select without data");
+	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 0 && !FD_ISSET(p.b, &r), "select reports data that was not sent");
 	TRY(text(p.a, "a"));
 	FD_SET(p.b, &r);
 	FD_ZERO(&w);
 	FD_SET(p.b, &w);
 	t.tv_sec = LONG_MS / 1000;
-	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 1 && FD_ISSET(p.b, &r), "select with data");
-	ENSURE(select(p.b + 1, &r, &w, NULL, &t) == 2 && FD_ISSET(p.b, &w), "select with data and room");
+	ENSURE(select(p.b + 1, &r, NULL, NULL, &t) == 1 && FD_ISSET(p.b, &r), "select does not report the data");
+	ENSURE(select(p.b + 1, &r, &w, NULL, &t) == 2 && FD_ISSET(p.b, &w), "select does not report data and room");
 	return NULL;
 }
 
@@ -601,15 +602,15 @@ static const char *reads(size_t arg)
 	(void)arg;
 	TRY(connected(&p));
 	TRY(text(p.a, "abcdef"));
-	ENSURE(recv(p.b, b, 2, MSG_PEEK) == 2 && !memcmp(b, "ab", 2), "MSG_PEEK");
+	ENSURE(recv(p.b, b, 2, MSG_PEEK) == 2 && !memcmp(b, "ab", 2), "MSG_PEEK does not read the two bytes");
 	ENSURE(!ioctl(p.b, FIONREAD, &n) && n == 6, "FIONREAD returns %d", n);
-	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv");
+	ENSURE(readv(p.b, parts, 2) == 6 && !memcmp(b, "ab", 2) && !memcmp(c, "cdef", 4), "readv reads other bytes than were sent");
 	ENSURE(recv(p.b, b, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN, "MSG_DONTWAIT without data: %s", strerror(errno));
 	TRY(text(p.a, "xyz"));
-	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC"); /* TCP discards */
+	ENSURE(recv(p.b, b, 2, MSG_TRUNC) == 2, "MSG_TRUNC does not return 2"); /* TCP discards */
 	TRY(takes(p.b, "z"));
-	ENSURE(read(p.b, b, 0) == 0, "read of 0 bytes");
-	ENSURE(write(p.b, b, 0) == 0, "write of 0 bytes");
+	ENSURE(read(p.b, b, 0) == 0, "a read of 0 bytes does not return 0");
+	ENSURE(write(p.b, b, 0) == 0, "a write of 0 bytes does not return 0");
 	return NULL;
 }
 
@@ -640,7 +641,7 @@ static const char *half_closed(size_t arg)
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
 	ENSURE(write(p.a, "x", 1) == -1 && errno == EPIPE, "write after SHUT_WR: %s", strerror(errno));
 	TRY(takes(p.b, "last"));
-	ENSURE(read(p.b, &c, 1) == 0 && read(p.b, &c, 1) == 0, "no end of the stream after the data");
+	ENSURE(read(p.b, &c, 1) == 0 && read(p.b, &c, 1) == 0, "the stream does not end after the data");
 	TRY(text(p.b, "reply"));
 	return takes(p.a, "reply");
 }
@@ -661,7 +662,7 @@ static const char *half_closed_reply(size_t arg)
 	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit), "SO_SNDTIMEO: %s", strerror(errno));
 	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
-	ENSURE(read(p.b, &c, 1) == 0, "no end");
+	ENSURE(read(p.b, &c, 1) == 0, "the stream does not end");
 	r.fd = p.a;
 	ENSURE(!pthread_create(&thread, NULL, read_later, &r), "pthread_create");
 	for (size_t sent = 0; sent < r.total && !error; sent += sizeof piece)
@@ -735,7 +736,8 @@ static const char *receive_pieces(int fd, uint32_t seed)
 
 		ENSURE(n > 0, "read: %s", n ? strerror(errno) : "end");
 		for (ssize_t k = 0; k < n; k++)
-			ENSURE(block[k] == (unsigned char)((got + (size_t)k) * 31 + seed), "other data at %zu", got + (size_t)k);
+			ENSURE(block[k] == (unsigned char)((got + (size_t)k) * 31 + seed),
+			       "the byte at %zu is another one", got + (size_t)k);
 		got += (size_t)n;
 	}
 	return NULL;
@@ -795,7 +797,8 @@ static const char *room_behind_data(size_t arg)
 	ENSURE(read(p.a, block, 40000) == 40000 && read(p.a, block, 32) == 32, "read: %s", strerror(errno));
 	ENSURE(!fcntl(p.b, F_SETFL, 0), "fcntl: %s", strerror(errno));
 	TRY(take_all(p.b, from_a));
-	ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, LONG_MS) == 1, "no room after the peer has read everything");
+	ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, LONG_MS) == 1,
+	       "the stream has no room after the peer has read everything");
 	return NULL;
 }
 
@@ -855,7 +858,8 @@ static const char *read_and_polled(size_t arg)
 		TRY(text(p.a, "yz"));
 		n = poll(&fds, 1, LONG_MS);
 		pthread_join(reader, NULL);
-		ENSURE(n == 1 && fds.revents == POLLIN, "poll beside a read: %d, %#x", n, (unsigned int)fds.revents);
+		ENSURE(n == 1 && fds.revents == POLLIN,
+		       "poll beside a read returns %d and reports %#x", n, (unsigned int)fds.revents);
 		TRY(takes(p.b, "z"));
 	}
 	return NULL;
@@ -934,7 +938,8 @@ static const char *cancelled(size_t with_poll)
 		ENSURE(!pthread_cancel(thread) && !pthread_join(thread, &result), "pthread_cancel");
 		ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled");
 		TRY(text(p.a, "ab"));
-		ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1, "poll after a thread was cancelled");
+		ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLIN }, 1, LONG_MS) == 1,
+		       "poll does not report the data after a thread was cancelled");
 		TRY(takes(p.b, "ab"));
 	}
 	return NULL;

@@ -89,7 +89,7 @@ static const char *device_memory_limits(size_t arg)
 	struct ibv_pd *pd = new_pd();
 
 	(void)arg;
-	ENSURE(pd && !ibv_query_device_ex(device, NULL, &ex), "set-up");
+	ENSURE(pd && !ibv_query_device_ex(device, NULL, &ex), "an object of the test cannot be created");
 	ENSURE(ex.max_dm_size > 0, "max_dm_size is 0");
 	errno = 0;
 	ENSURE(!ibv_alloc_dm(device, &attr) && errno == EINVAL, "0 bytes: %s", strerror(errno));
@@ -99,12 +99,13 @@ static const char *device_memory_limits(size_t arg)
 	ENSURE(all, "ibv_alloc_dm of all: %s", strerror(errno));
 	attr.length = 4;
 	ENSURE(!ibv_alloc_dm(device, &attr) && errno == ENOMEM, "one word more: %s", strerror(errno));
-	ENSURE(ibv_memcpy_to_dm(all, 2, &word, 4) == EINVAL, "an odd offset");
-	ENSURE(ibv_memcpy_to_dm(all, ex.max_dm_size, &word, 4) == EINVAL, "beyond the end");
-	ENSURE(ibv_memcpy_from_dm(&word, all, UINT64_MAX - 3, 4) == EINVAL, "an offset that wraps");
-	ENSURE(!ibv_reg_dm_mr(pd, all, 0, 64, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL, "not zero based");
+	ENSURE(ibv_memcpy_to_dm(all, 2, &word, 4) == EINVAL, "ibv_memcpy_to_dm accepts an odd offset");
+	ENSURE(ibv_memcpy_to_dm(all, ex.max_dm_size, &word, 4) == EINVAL, "ibv_memcpy_to_dm writes beyond the end");
+	ENSURE(ibv_memcpy_from_dm(&word, all, UINT64_MAX - 3, 4) == EINVAL, "ibv_memcpy_from_dm accepts an offset that wraps");
+	ENSURE(!ibv_reg_dm_mr(pd, all, 0, 64, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL,
+	       "a region that is not zero-based is accepted");
 	ENSURE(!ibv_reg_dm_mr(pd, all, 64, ex.max_dm_size, IBV_ACCESS_ZERO_BASED) && errno == EINVAL,
-	       "a region beyond the end");
+	       "a region beyond the end is accepted");
 	return NULL;
 }
 
@@ -133,7 +134,7 @@ static const char *unmapped_pages(size_t remote)
 	/* Unmaps the middle and maps it again. */
 	ENSURE(!munmap(at + PAGE, 2 * PAGE), "munmap");
 	ENSURE(mmap(at + PAGE, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-		       at + PAGE, "mmap again");
+		       at + PAGE, "the second mmap fails");
 	memset(mine.at, 0x77, 2 * PAGE);
 	sge = sge_of(&mine, 0, 2 * PAGE);
 	if (remote) {
@@ -233,8 +234,9 @@ static const char *implicit(size_t arg)
 	wr.wr.rdma.remote_addr = 8;
 	TRY(post(p.a.qp, &wr));
 	TRY(expect_status(p.a.scq, 2, IBV_WC_REM_ACCESS_ERR));
-	ENSURE(ibv_advise_mr(p.a.pd, 77, 0, &sge, 1) == EOPNOTSUPP, "an unknown advice");
-	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL, "a region of another domain");
+	ENSURE(ibv_advise_mr(p.a.pd, 77, 0, &sge, 1) == EOPNOTSUPP, "an unknown advice is accepted");
+	ENSURE(ibv_advise_mr(p.b.pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, &sge, 1) == EINVAL,
+	       "a region of another domain is accepted");
 	munmap(at, 4 * PAGE);
 	return NULL;
 }
@@ -306,7 +308,7 @@ static const char *domains(size_t arg)
 	attr.pd = pd;
 	attr.td = td;
 	attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
-	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "null allocators");
+	ENSURE(!ibv_alloc_parent_domain(device, &attr) && errno == EINVAL, "null allocators are accepted");
 	attr.comp_mask = 0;
 	parent = ibv_alloc_parent_domain(device, &attr);
 	ENSURE(parent, "ibv_alloc_parent_domain: %s", strerror(errno));
@@ -331,15 +333,15 @@ static const char *imported(size_t arg)
 	int copy, pipes[2];
 
 	(void)arg;
-	ENSURE(pd, "set-up");
+	ENSURE(pd, "an object of the test cannot be created");
 	mr = new_mr(pd, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
-	ENSURE(mr, "set-up");
+	ENSURE(mr, "an object of the test cannot be created");
 	ENSURE(!pipe(pipes), "pipe");
 	errno = 0;
 	ENSURE(!ibv_import_device(pipes[0]) && errno == EOPNOTSUPP, "a pipe as a device: %s", strerror(errno));
 	close(pipes[0]);
 	close(pipes[1]);
-	ENSURE(!ibv_import_device(-1) && errno == EOPNOTSUPP, "no descriptor");
+	ENSURE(!ibv_import_device(-1) && errno == EOPNOTSUPP, "an invalid descriptor is imported");
 	copy = dup(device->cmd_fd);
 	ENSURE(copy >= 0, "cmd_fd: %s", strerror(errno));
 	other = ibv_import_device(copy);
@@ -380,10 +382,10 @@ static const char *atomic_write(size_t arg)
 	TRY(all_bytes(theirs.at + 8, 8, 0x3c, "the word"));
 	TRY(all_bytes(theirs.at + 16, 48, FRESH, "bytes after the word"));
 	wr.wr.rdma.remote_addr += 4;
-	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "an address between two words");
+	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "an address between two words is accepted");
 	wr.wr.rdma.remote_addr += 4;
 	sge.length = 4;
-	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "half a word");
+	ENSURE(ibv_post_send(p.a.qp, &wr, &bad) == EINVAL, "half a word is accepted");
 	return NULL;
 }
 
@@ -466,7 +468,7 @@ static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver, b
 	int rtr_receiver = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
 	int rts_sender = IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
 
-	ENSURE(!ibv_modify_qp(sender, &attr, init) && !ibv_modify_qp(receiver, &attr, init), "to INIT");
+	ENSURE(!ibv_modify_qp(sender, &attr, init) && !ibv_modify_qp(receiver, &attr, init), "ibv_modify_qp to INIT fails");
 	attr.ah_attr = address_of(&local_gid, port_attr.lid, false);
 	attr.qp_state = IBV_QPS_RTR;
 	attr.dest_qp_num = receiver->qp_num;
@@ -475,7 +477,7 @@ static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver, b
 	ENSURE(!ibv_modify_qp(receiver, &attr, rtr | rtr_receiver), "the receiver to RTR: %s", strerror(errno));
 	attr.qp_state = IBV_QPS_RTS;
 	ENSURE(!ibv_modify_qp(receiver, &attr, all ? rts | rts_sender : rts), "the receiver to RTS: %s", strerror(errno));
-	ENSURE(!ibv_modify_qp(sender, &attr, rts | rts_sender), "the sender to RTS");
+	ENSURE(!ibv_modify_qp(sender, &attr, rts | rts_sender), "ibv_modify_qp of the sender to RTS fails");
 	return NULL;
 }
 
@@ -489,7 +491,7 @@ static const char *xrc(size_t arg)
 	struct ibv_sge sge;
 	struct ibv_wc wc;
 
-	ENSURE(pd && other, "set-up");
+	ENSURE(pd && other, "an object of the test cannot be created");
 	TRY(open_xrc(&a, pd));
 	TRY(open_xrc(&b, pd));
 	TRY(connect_xrc(a.sender, b.receiver, arg));
@@ -517,7 +519,8 @@ static const char *xrc(size_t arg)
 		}
 		TRY(expect_ok(b.cq[to], (uint64_t)(100 + i), IBV_WC_RECV, &wc));
 		ENSURE(wc.byte_len == 64 && wc.qp_num == b.receiver->qp_num, "byte_len %u", wc.byte_len);
-		ENSURE(i != 1 || (wc.wc_flags & IBV_WC_WITH_IMM && wc.imm_data == 77), "the immediate");
+		ENSURE(i != 1 || (wc.wc_flags & IBV_WC_WITH_IMM && wc.imm_data == 77),
+		       "the immediate data is missing, or another one");
 		TRY(expect_ok(a.scq, (uint64_t)i, IBV_WC_SEND, NULL));
 	}
 	TRY(all_bytes(theirs.at + 64, 64, 0x42, "the sent data"));
@@ -527,7 +530,7 @@ static const char *xrc(size_t arg)
 	TRY(post(a.sender, &wr));
 	TRY(expect_ok(a.scq, 10, IBV_WC_RDMA_WRITE, NULL));
 	TRY(all_bytes(theirs.at, 64, 0x42, "the written data"));
-	ENSURE(ibv_post_send(b.receiver, &wr, &bad) == EINVAL, "the receiving end sends");
+	ENSURE(ibv_post_send(b.receiver, &wr, &bad) == EINVAL, "the receiving end can send");
 	/* Memory of a protection domain other than that of the queue. */
 	wr = rdma_wr(11, IBV_WR_RDMA_WRITE, &sge, 1, &foreign, 0);
 	wr.qp_type.xrc.remote_srqn = b.number[0];
@@ -554,7 +557,7 @@ static const char *xrc_queue_destroyed(size_t arg)
 	struct ibv_sge sge;
 
 	(void)arg;
-	ENSURE(pd, "set-up");
+	ENSURE(pd, "an object of the test cannot be created");
 	TRY(open_xrc(&a, pd));
 	TRY(open_xrc(&b, pd));
 	TRY(connect_xrc(a.sender, b.receiver, arg));
@@ -782,9 +785,10 @@ static const char *public_fields(size_t arg)
 		struct ibv_qp *qp = new_qp(p.a.pd, &one);
 
 		ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
-		ENSURE(!ibv_modify_qp(qp, &first, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "to INIT");
+		ENSURE(!ibv_modify_qp(qp, &first, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS),
+		       "ibv_modify_qp to INIT fails");
 		TRY(post_recv(qp, 1, NULL, 0));
-		ENSURE(!ibv_modify_qp(qp, &error, IBV_QP_STATE), "to ERR");
+		ENSURE(!ibv_modify_qp(qp, &error, IBV_QP_STATE), "ibv_modify_qp to ERR fails");
 	}
 	ENSURE(cq->comp_events_completed == 0, "%u events before the first", cq->comp_events_completed);
 	TRY(readable(channel->fd, WAIT_MS));

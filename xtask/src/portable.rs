@@ -25,7 +25,8 @@ fn folders() -> Vec<(PathBuf, &'static str)> {
     folders
 }
 
-/// Returns the folder in which the component rust-src has the sources of the standard library, and the name for it without rust-src.
+/// Returns the folder with the sources of the standard library, if the component rust-src is installed, and the path that rustc writes
+/// in their place if it is not. With this replacement, a build has the same bytes in both cases.
 fn standard_library() -> Result<Option<(PathBuf, String)>> {
     let rustc = || Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
     let root = sh::output(rustc().args(["--print", "sysroot"]))?;
@@ -40,7 +41,7 @@ fn standard_library() -> Result<Option<(PathBuf, String)>> {
     Ok(commit.map(|commit| (sources, format!("/rustc/{commit}"))))
 }
 
-/// Returns a cargo command for a build that is installed. The caller's flags for rustc are kept.
+/// Returns a cargo command for a build whose result is installed. The caller's flags for rustc are kept.
 pub fn cargo() -> Result<Command> {
     let mut flags: Vec<OsString> = Vec::new();
     if let Some(encoded) = std::env::var_os("CARGO_ENCODED_RUSTFLAGS") {
@@ -62,7 +63,7 @@ pub fn cargo() -> Result<Command> {
         remap(&from, &to);
     }
     let mut command = sh::cargo();
-    // Flags in this variable are separated by a character that paths do not contain.
+    // RUSTFLAGS would be split at the spaces of a path. This variable is split at 0x1f, which a path hardly contains.
     command.env(
         "CARGO_ENCODED_RUSTFLAGS",
         flags.join(std::ffi::OsStr::new("\x1f")),
@@ -83,7 +84,7 @@ pub fn cc() -> Command {
     cc
 }
 
-/// Fails if a file in `dir` contains a path of this machine.
+/// Fails if a file in `dir` contains the path of cargo's folder, of the repository, or of the folder for build results.
 pub fn check(dir: &Path) -> Result {
     let mut found = Vec::new();
     let folders = folders();

@@ -24,15 +24,15 @@ struct StepLog;
 impl Observer for StepLog {
     fn step(&self, qpn: u32, step: &Step<'_>) {
         match step {
-            Step::Violation(error) => log_peer_event(
+            Step::Violation(error) => log_end(
                 qpn,
                 format_args!("the peer broke a rule: {error}; terminating the connection"),
             ),
-            Step::Terminated(t) => log_peer_event(
+            Step::Terminated(t) => log_end(
                 qpn,
                 format_args!("the peer terminated the connection: {}", describe(t)),
             ),
-            Step::Failed(why) => log_peer_event(qpn, format_args!("error state: {why}")),
+            Step::Failed(why) => log_end(qpn, format_args!("error state: {why}")),
             Step::Complete(c) if c.status != Status::Success => log!(
                 Debug,
                 "qp 0x{qpn:06x}: wr_id 0x{:x} {:?} completed with {}",
@@ -66,9 +66,9 @@ pub(crate) fn set_peer_lookup(peer_of: fn(u32) -> Option<SocketAddr>) {
     let _ = PEER_OF.set(peer_of);
 }
 
-/// Logs an action of a peer, with the peer's address. Peers can cause such lines without limit, so their rate is
+/// Logs how a connection ends, with the peer's address. Peers can cause such lines without limit, so their rate is
 /// limited.
-fn log_peer_event(qpn: u32, text: Arguments<'_>) {
+fn log_end(qpn: u32, text: Arguments<'_>) {
     static THROTTLE: Throttle = Throttle::new();
     if let Some(left_out) = THROTTLE.line(clock::now()) {
         let peer = PEER_OF.get().and_then(|peer_of| peer_of(qpn));

@@ -1,7 +1,7 @@
 //! The entry point of the fuzzer. It accepts any bytes, and panics if the state machine violates an invariant.
 //!
-//! The first byte selects the scenario: one end with a peer that sends arbitrary messages, or two ends that follow the protocol with
-//! programs that make arbitrary calls. Run it by `scripts/fuzz 60 exs`. A test replays the inputs in `fuzz/corpus/exs`.
+//! The first byte selects the scenario: one end whose peer sends arbitrary messages, or two ends whose programs make arbitrary
+//! calls. Run it by `scripts/fuzz 60 exs`. A test replays the inputs in `fuzz/corpus/exs`.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -57,20 +57,22 @@ struct End {
     calls: BTreeMap<OpId, Call>,
     next: OpId,
     ring: Vec<u8>,
-    /// The peer's messages in buffers, with their immediate data.
+    /// The buffers with messages of the peer that the state machine has not released. Each has the immediate data of its message.
     slots: BTreeMap<Slot, Vec<u8>>,
     next_slot: Slot,
     reads: VecDeque<(u64, OpId, u64, Segments)>,
     writes: VecDeque<(OpId, Segment)>,
     out: VecDeque<(Message, Vec<u8>)>,
     next_seq: u32,
+    /// The messages that the peer has not answered: the sequence number of each, and whether it uses a credit. The other ones are
+    /// control messages.
     unanswered: BTreeMap<u32, bool>,
     /// The sequence numbers of the peer that must be answered.
     due: BTreeSet<u32>,
     /// All memory that the peer has advertised.
     offered: Vec<Segment>,
     places: Vec<Segment>,
-    /// The receives in the order in which they ended.
+    /// The calls, sends and receives, in the order in which they ended.
     order: Vec<OpId>,
     shut: bool,
 }
@@ -122,7 +124,7 @@ impl End {
             stag: id as u32,
             len,
         };
-        // If there are several bytes, they are in two segments with the same STag.
+        // Three bytes or more are in two segments with the same STag.
         let first = len / 3;
         let pieces = if first == 0 {
             smallvec![memory]
@@ -265,7 +267,10 @@ impl End {
             self.ring[usize::try_from(at).unwrap() % size] = byte;
         } else {
             let call = self.calls.get_mut(&to).unwrap();
-            assert!(call.receives && call.ended.is_none(), "data for call {to}");
+            assert!(
+                call.receives && call.ended.is_none(),
+                "data for call {to}, which has ended or is no receive"
+            );
             call.bytes[usize::try_from(at).unwrap()] = byte;
         }
     }
@@ -304,7 +309,10 @@ impl End {
                     len,
                 } => {
                     self.fits(to, at, len);
-                    let data = self.slots.get(&slot).expect("a slot that is in use");
+                    let data = self
+                        .slots
+                        .get(&slot)
+                        .expect("copies from a slot that was released");
                     let range =
                         usize::try_from(skip).unwrap()..usize::try_from(skip + len).unwrap();
                     let bytes = data[range].to_vec();
@@ -327,16 +335,20 @@ impl End {
                         let from = to.addr.wrapping_sub(p.addr);
                         to.stag == p.stag && from.saturating_add(to.len.into()) <= p.len.into()
                     };
-                    assert!(self.places.iter().any(inside), "writes beyond: {to:?}");
+                    assert!(
+                        self.places.iter().any(inside),
+                        "writes where the peer has no place: {to:?}"
+                    );
                     self.writes.push_back((send, to));
                 }
                 Action::Release(slot) => {
-                    assert!(self.slots.remove(&slot).is_some(), "slot {slot} twice");
+                    let removed = self.slots.remove(&slot);
+                    assert!(removed.is_some(), "slot {slot} is released twice");
                 }
                 Action::Complete { op, outcome, len } => {
-                    let call = self.calls.get_mut(&op).expect("a call");
+                    let call = self.calls.get_mut(&op).expect("an event of no call");
                     assert!(call.ended.is_none(), "call {op} has two events");
-                    assert!(len <= call.len, "{len} of {} bytes", call.len);
+                    assert!(len <= call.len, "{len} bytes of a call with {}", call.len);
                     if outcome != Outcome::WasRead {
                         call.ended = Some((outcome, len));
                         self.order.push(op);
@@ -346,7 +358,7 @@ impl End {
         }
         assert!(
             self.reads.len() <= 16 && self.writes.len() <= 16,
-            "more than the send queue holds"
+            "more Reads and Writes than the send queue holds"
         );
     }
 
@@ -356,7 +368,7 @@ impl End {
         } else {
             let call = &self.calls[&to];
             assert!(call.receives && call.ended.is_none());
-            assert!(at + len <= call.len, "{at} + {len} of {}", call.len);
+            assert!(at + len <= call.len, "{at} + {len} exceed {}", call.len);
         }
     }
 
@@ -373,7 +385,8 @@ impl End {
         if let Message::Advert { acks, .. } | Message::Immediate { acks, .. } = &message
             && let Some(acked) = acks
         {
-            assert!(self.due.remove(&acked.get()), "{acked} is answered twice");
+            let due = self.due.remove(&acked.get());
+            assert!(due, "{acked} is answered twice, or unasked");
         }
         let number = match &message {
             Message::Ack { seq, .. } => {
@@ -388,7 +401,10 @@ impl End {
             }
         };
         if let Some((seq, credit)) = number {
-            assert_eq!(seq, self.next_seq, "numbers in order");
+            assert_eq!(
+                seq, self.next_seq,
+                "the sequence numbers are not consecutive"
+            );
             self.next_seq = self.next_seq.wrapping_add(1);
             self.unanswered.insert(seq, credit);
             let used = self.unanswered.values().filter(|c| **c == credit).count();
@@ -414,7 +430,7 @@ pub fn run(bytes: &[u8]) {
     };
     let (ours, theirs) = (hello(&mut input), hello(&mut input));
     let buffer = u64::from(input.byte()) * u64::from(choice >> 3 & 1) * 8;
-    // Like the socket, limits the values to the number of buffers.
+    // Like the socket, an end uses at most as many of the peer's credits as it has itself, because it has no buffers for more answers.
     let limit = |a: Hello, b: Hello| Hello {
         credits: a.credits.min(b.credits),
         ..a
@@ -524,11 +540,11 @@ fn hostile(input: &mut Input<'_>, mut end: End) {
     }
 }
 
-/// Delivers a message, or completes a read or write, of one of the ends.
+/// Delivers the oldest message of `from` to `to`, or completes the oldest read or write of `from`. Returns whether there was one.
 fn step(from: &mut End, to: &mut End, what: u8) -> bool {
     match what % 3 {
         0 => from.out.pop_front().is_some_and(|(message, data)| {
-            assert!(to.arrives(message, data), "a message that is refused");
+            assert!(to.arrives(message, data), "a correct message is refused");
             true
         }),
         1 => {
@@ -580,7 +596,8 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         }
         first.shutdown();
         second.shutdown();
-        // Receives until the end of the data. An empty message looks like the end, so the number of receives is limited.
+        // Posts receives until the end of the data was reported. A receive of 0 bytes is the end, or an empty message. So the end was
+        // reported if there were more such receives than the other end has sent empty messages.
         let open = |e: &End| e.calls.values().any(|c| c.ended.is_none());
         let empty = |e: &End, receives: bool| {
             let calls = e.order.iter().map(|id| &e.calls[id]);
@@ -601,7 +618,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         }
         assert!(
             round < 100_000,
-            "does not come to an end: {:?}",
+            "the two ends do not come to an end: {:?}",
             ends.map(|e| (e.flow, e.order.len(), e.next))
         );
     }
@@ -619,7 +636,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
                 .map(|(c, _, len)| c.bytes[..usize::try_from(len).unwrap()].to_vec())
                 .collect()
         };
-        // Compares the bytes in order. Empty messages look like the end of the data.
+        // Compares all bytes in order, and not each message, because an empty message cannot be told from the end of the data.
         let (sent, received) = (taken(from, false).concat(), taken(to, true).concat());
         let all = |end: &End| -> Vec<_> {
             let ended = end.order.iter().map(|id| (*id, &end.calls[id]));
@@ -629,7 +646,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         };
         assert!(
             sent == received,
-            "other bytes than were sent: {:?} and {:?}",
+            "the received bytes are not those that were sent: {:?} and {:?}",
             all(from),
             all(to)
         );

@@ -1,8 +1,11 @@
 //! A table of values with 32-bit names. A name consists of an index and of a count of earlier uses of that index, so that an old name
-//! does not find a new value.
+//! does not find a new value. No value ever has the name [`NONE`].
 
 const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
+
+/// A number that is never a name: its index is not used.
+pub const NONE: u32 = u32::MAX;
 
 #[derive(Debug)]
 struct Slot<T> {
@@ -32,7 +35,7 @@ impl<T> Slab<T> {
         let index = match self.free.pop() {
             Some(index) => index,
             None => match u32::try_from(self.slots.len()) {
-                Ok(index) if index <= INDEX => {
+                Ok(index) if index < INDEX => {
                     self.slots.push(Slot {
                         uses: 0,
                         value: None,
@@ -115,6 +118,25 @@ mod tests {
         slab.values_mut().for_each(|v| *v = "d");
         assert_eq!((slab.remove(b), slab.remove(c)), (Some("d"), Some("d")));
         assert!(slab.is_empty());
+    }
+
+    #[test]
+    fn the_last_number_is_no_name() {
+        let mut slab = Slab::default();
+        let names: Vec<u32> = std::iter::from_fn(|| slab.insert(()).ok()).collect();
+        assert_eq!(names.len(), INDEX as usize);
+        // After all uses of an index its names begin again, so that each number that can be a name has been one.
+        let last = names.last().copied().unwrap();
+        let mut name = last;
+        loop {
+            assert_ne!(name, NONE);
+            slab.remove(name).unwrap();
+            name = slab.insert(()).unwrap();
+            if name == last {
+                break;
+            }
+        }
+        assert!(slab.insert(()).is_err() && slab.get(NONE).is_none());
     }
 
     #[test]

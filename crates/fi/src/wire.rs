@@ -145,6 +145,16 @@ impl Header {
         }
     }
 
+    /// Returns the grant of no memory for the announced message `id`. Its sender completes the message by a write of 0 bytes, whose
+    /// immediate data is the name of no message, so that the receiver ignores it.
+    pub fn grant_of_nothing(id: u32) -> Self {
+        Self {
+            id,
+            tag: crate::slab::NONE.into(),
+            ..Self::new(Kind::Grant)
+        }
+    }
+
     /// Returns whether a flag is set.
     pub fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0

@@ -32,7 +32,7 @@ impl Observer for Log {
     }
 }
 
-/// One step as text: the verb of the data path, and its arguments.
+/// One step as text: its name in the table of the data path in ARCHITECTURE.md, and its arguments.
 pub fn render(step: &Step<'_>) -> String {
     match step {
         Step::Post(r) => {

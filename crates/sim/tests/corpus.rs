@@ -20,7 +20,7 @@ fn every_input_of_every_corpus() {
             files.len()
         );
         for file in files {
-            // The name of the test's thread does not identify the input; the last line before a panic does.
+            // A panic message names only the test. The last of these lines before it names the input.
             println!("{}", file.display());
             target(&std::fs::read(&file).unwrap());
         }

@@ -7,7 +7,7 @@ use anywarp_core::lock::Mutex;
 use libc::{addrinfo, sockaddr, socklen_t};
 
 use crate::entry;
-use crate::ffi::put;
+use crate::ffi::{Errno, last_errno, put};
 use anywarp_verbs_sys::cm::*;
 use anywarp_verbs_sys::verbs::*;
 
@@ -179,6 +179,13 @@ pub(super) unsafe fn duplicate(list: *const rdma_addrinfo, all: bool) -> *mut rd
 #[derive(Debug)]
 pub(super) struct List(pub(super) *mut rdma_addrinfo);
 
+impl List {
+    /// Returns the list, which the caller frees.
+    fn release(mut self) -> *mut rdma_addrinfo {
+        std::mem::replace(&mut self.0, std::ptr::null_mut())
+    }
+}
+
 // SAFETY: the list and what it points to belong to this value alone.
 unsafe impl Send for List {}
 
@@ -206,8 +213,104 @@ impl Resolved {
     }
 }
 
+/// Why addresses were not found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// The arguments are invalid.
+    Arguments(Errno),
+    /// An error of the system: `EAI_SYSTEM` of `getaddrinfo(3)`, with its errno.
+    System(Errno),
+    /// Another code of `getaddrinfo(3)`.
+    Code(c_int),
+}
+
+impl Failure {
+    /// Returns the failure for a code of `getaddrinfo(3)`, and for the errno after it.
+    fn of(code: c_int, errno: Errno) -> Self {
+        match code {
+            libc::EAI_SYSTEM => Self::System(errno),
+            code => Self::Code(code),
+        }
+    }
+
+    /// Returns the status of the event that reports the failure: a negative errno, or a code as `rdma_getaddrinfo(3)` returns it. Such
+    /// codes are negative too, so a program cannot tell `EAI_NONAME` from `-ENOENT`.
+    pub(super) fn status(self) -> c_int {
+        match self {
+            Self::Arguments(e) | Self::System(e) => -e,
+            Self::Code(code) => code,
+        }
+    }
+}
+
+/// Finds the addresses for the arguments of `rdma_getaddrinfo(3)`.
+///
+/// # Safety
+/// `node` and `service` are null or C strings; the addresses in `hints` are valid or null.
+pub(super) unsafe fn look_up(
+    node: *const c_char,
+    service: *const c_char,
+    hints: Option<&rdma_addrinfo>,
+) -> Result<List, Failure> {
+    let flags = hints.map_or(0, |h| h.ai_flags);
+    if node.is_null() && service.is_null() {
+        let given = hints.is_some_and(|h| !h.ai_src_addr.is_null() || !h.ai_dst_addr.is_null());
+        if !given {
+            return Err(Failure::Arguments(libc::EINVAL));
+        }
+        // SAFETY: the addresses of the hints are valid (guaranteed by the caller).
+        return Ok(List(unsafe { answer(None, hints) }));
+    }
+    // SAFETY: an all-zero addrinfo is valid.
+    let mut ask: addrinfo = unsafe { std::mem::zeroed() };
+    let flag = |of, to| if flags & of != 0 { to } else { 0 };
+    ask.ai_flags =
+        flag(RAI_PASSIVE, libc::AI_PASSIVE) | flag(RAI_NUMERICHOST, libc::AI_NUMERICHOST);
+    ask.ai_family = match hints.map_or(0, |h| h.ai_family) {
+        libc::AF_INET => libc::AF_INET,
+        libc::AF_INET6 => libc::AF_INET6,
+        _ => libc::AF_UNSPEC,
+    };
+    let datagram = hints.is_some_and(|h| {
+        h.ai_qp_type == IBV_QPT_UD as c_int
+            || h.ai_port_space == RDMA_PS_UDP as c_int
+            || h.ai_port_space == RDMA_PS_IPOIB as c_int
+    });
+    (ask.ai_socktype, ask.ai_protocol) = if datagram {
+        (libc::SOCK_DGRAM, libc::IPPROTO_UDP)
+    } else {
+        (libc::SOCK_STREAM, libc::IPPROTO_TCP)
+    };
+    let mut found: *mut addrinfo = std::ptr::null_mut();
+    // SAFETY: `node` and `service` are C strings or null (guaranteed by the caller); `ask` and `found` are locals.
+    let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
+    if code != 0 {
+        return Err(Failure::of(code, last_errno()));
+    }
+    let mut first: *mut rdma_addrinfo = std::ptr::null_mut();
+    let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
+    let mut at = found;
+    while !at.is_null() {
+        // SAFETY: an element of the resolver's list.
+        let entry = unsafe { &*at };
+        // SAFETY: both are valid.
+        let made = unsafe { answer(Some(entry), hints) };
+        if first.is_null() {
+            first = made;
+        } else {
+            // SAFETY: `last` is the element created before.
+            unsafe { (*last).ai_next = made };
+        }
+        last = made;
+        at = entry.ai_next;
+    }
+    // SAFETY: the list came from getaddrinfo and is freed once.
+    unsafe { libc::freeaddrinfo(found) };
+    Ok(List(first))
+}
+
 entry! {
-    /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno.
+    /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno. After `EAI_SYSTEM` too, errno is the error.
     ///
     /// # Safety
     /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is valid for writes.
@@ -217,66 +320,17 @@ entry! {
         if res.is_null() {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller passes null or a valid pointer.
-        let hints = unsafe { hints.as_ref() };
-        let flags = hints.map_or(0, |h| h.ai_flags);
-        if node.is_null() && service.is_null() {
-            let given = hints.is_some_and(|h| !h.ai_src_addr.is_null() || !h.ai_dst_addr.is_null());
-            if !given {
-                return Err(libc::EINVAL);
+        // SAFETY: upheld by the caller; `hints` is null or valid.
+        match unsafe { look_up(node, service, hints.as_ref()) } {
+            Ok(list) => {
+                // SAFETY: `res` is valid for writes (guaranteed by the caller).
+                unsafe { put(res, list.release()) }?;
+                Ok(0)
             }
-            // SAFETY: the addresses of the hints are valid (guaranteed by the caller).
-            unsafe { put(res, answer(None, hints)) }?;
-            return Ok(0);
+            Err(Failure::Arguments(e)) => Err(e),
+            Err(Failure::System(_)) => Ok(libc::EAI_SYSTEM),
+            Err(Failure::Code(code)) => Ok(code),
         }
-        // SAFETY: an all-zero addrinfo is valid.
-        let mut ask: addrinfo = unsafe { std::mem::zeroed() };
-        ask.ai_flags = if flags & RAI_PASSIVE != 0 { libc::AI_PASSIVE } else { 0 }
-            | if flags & RAI_NUMERICHOST != 0 { libc::AI_NUMERICHOST } else { 0 };
-        ask.ai_family = match hints.map_or(0, |h| h.ai_family) {
-            libc::AF_INET => libc::AF_INET,
-            libc::AF_INET6 => libc::AF_INET6,
-            _ => libc::AF_UNSPEC,
-        };
-        let datagram = hints.is_some_and(|h| {
-            h.ai_qp_type == IBV_QPT_UD as c_int
-                || h.ai_port_space == RDMA_PS_UDP as c_int
-                || h.ai_port_space == RDMA_PS_IPOIB as c_int
-        });
-        (ask.ai_socktype, ask.ai_protocol) = if datagram {
-            (libc::SOCK_DGRAM, libc::IPPROTO_UDP)
-        } else {
-            (libc::SOCK_STREAM, libc::IPPROTO_TCP)
-        };
-        let mut found: *mut addrinfo = std::ptr::null_mut();
-        // SAFETY: `node` and `service` are C strings or null (guaranteed by the caller); `ask` and `found` are locals.
-        let code = unsafe { libc::getaddrinfo(node, service, &raw const ask, &raw mut found) };
-        if code != 0 {
-            return Ok(code);
-        }
-        let mut first: *mut rdma_addrinfo = std::ptr::null_mut();
-        let mut last: *mut rdma_addrinfo = std::ptr::null_mut();
-        let mut at = found;
-        while !at.is_null() {
-            // SAFETY: an element of the resolver's list.
-            let entry = unsafe { &*at };
-            // SAFETY: both are valid.
-            let made = unsafe { answer(Some(entry), hints) };
-            if first.is_null() {
-                first = made;
-            } else {
-                // SAFETY: `last` is the element created before.
-                unsafe { (*last).ai_next = made };
-            }
-            last = made;
-            at = entry.ai_next;
-        }
-        // SAFETY: the list came from getaddrinfo and is freed once; the caller passes a valid `res`.
-        unsafe {
-            libc::freeaddrinfo(found);
-            put(res, first)?;
-        }
-        Ok(0)
     }
 }
 
@@ -300,5 +354,22 @@ entry! {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_of_a_failed_look_up_is_an_errno_or_a_code_of_getaddrinfo() {
+        let status = |code| Failure::of(code, libc::EMFILE).status();
+        assert_eq!(status(libc::EAI_SYSTEM), -libc::EMFILE);
+        for code in [libc::EAI_BADFLAGS, libc::EAI_NONAME, libc::EAI_AGAIN] {
+            assert_eq!(status(code), code);
+        }
+        // SAFETY: null is allowed for all three.
+        let nothing = unsafe { look_up(std::ptr::null(), std::ptr::null(), None) };
+        assert_eq!(nothing.unwrap_err().status(), -libc::EINVAL);
     }
 }

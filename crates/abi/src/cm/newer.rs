@@ -7,11 +7,11 @@ use std::sync::Arc;
 use anywarp_engine::cm::EventKind;
 use anywarp_engine::sys::thread;
 
-use super::addrinfo::{self, List, rdma_getaddrinfo};
+use super::addrinfo::{self, Failure, List};
 use super::event::complete;
 use super::id::IdObject;
 use crate::entry;
-use crate::ffi::{Errno, last_errno, os_errno, put};
+use crate::ffi::{Errno, os_errno, put};
 use crate::verbs::handle::live;
 use anywarp_verbs_sys::cm::*;
 
@@ -37,22 +37,15 @@ struct Resolution {
 }
 
 impl Resolution {
-    /// Resolves the addresses. An error is a negative errno, or a code of `getaddrinfo(3)`.
+    /// Resolves the addresses. An error is the status of the event that reports it.
     fn run(&self) -> Result<List, c_int> {
         let text = |t: &Option<CString>| t.as_ref().map_or(std::ptr::null(), |t| t.as_ptr());
-        let hints = self
-            .hints
-            .as_ref()
-            .map_or(std::ptr::null(), |h| h.0.cast_const());
-        let mut found = std::ptr::null_mut();
-        // SAFETY: `self` owns the strings and the hints; `found` is a local.
-        match unsafe {
-            rdma_getaddrinfo(text(&self.node), text(&self.service), hints, &raw mut found)
-        } {
-            0 => Ok(List(found)),
-            -1 => Err(-last_errno()),
-            code => Err(code),
-        }
+        // SAFETY: `self` owns the strings and the hints.
+        let found = unsafe {
+            let hints = self.hints.as_ref().and_then(|h| h.0.as_ref());
+            addrinfo::look_up(text(&self.node), text(&self.service), hints)
+        };
+        found.map_err(Failure::status)
     }
 }
 
@@ -83,7 +76,8 @@ entry! {
         };
         object.resolved.set(None);
         let (engine, resolved) = (Arc::clone(&object.engine), object.resolved.clone());
-        // A name server may take long to answer, and the worker thread must not wait for it.
+        // A name server may take long to answer. This call returns at once, and the engine's own thread has connections to serve, so
+        // another thread waits for the answer.
         let resolver = std::thread::Builder::new().name("anywarp-resolve".to_owned()).spawn(move || {
             thread::block_signals();
             let (kind, status) = match resolution.run() {
@@ -101,7 +95,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_query_addrinfo(3)`: writes a copy of the list, which the program frees.
+    /// `rdma_query_addrinfo(3)`: writes a copy of the addresses that `rdma_resolve_addrinfo` has found last. The program frees it.
     ///
     /// # Safety
     /// `id` is live, `info` is null or valid for writes.

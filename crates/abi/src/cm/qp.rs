@@ -160,7 +160,7 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
         port_num: 1,
         ..ibv_qp_attr::default()
     };
-    // SAFETY: the object was created above.
+    // SAFETY: the only caller has just created the queue pair, and no other code uses it yet.
     let engine = unsafe { known::<QpObject, _>(qp) }.engine.clone();
     let steps: &[(ibv_qp_state, c_int)] = match engine {
         QueuePair::Rc(rc) => {
@@ -186,7 +186,7 @@ fn attach(object: &IdObject, qp: *mut ibv_qp) -> Result<(), Errno> {
     };
     for (state, mask) in steps {
         attr.qp_state = *state;
-        // SAFETY: the object was created above.
+        // SAFETY: as above.
         match unsafe { ibv_modify_qp(qp, &raw mut attr, *mask) } {
             0 => {}
             e => return Err(e),
@@ -448,8 +448,8 @@ mod tests {
         }
     }
 
-    /// `rdma_destroy_qp` waits while another thread, which took an event, writes the state of the queue pair. A later write finds no
-    /// queue pair.
+    /// A thread that took an event copies the state of the queue pair into the program's `ibv_qp`. Meanwhile `rdma_destroy_qp` waits.
+    /// After it, no state is copied, because the identifier has no queue pair.
     #[test]
     fn a_queue_pair_is_not_destroyed_while_its_state_is_shown() {
         // SAFETY: the arguments are valid, and the identifier is destroyed once, at the end.

@@ -3,7 +3,7 @@
 use anywarp_core::error::Misuse;
 
 /// Slots whose receives could not be posted, because memory was short or the queue pair is in the error state. They are posted again
-/// later: if slots were lost, the peer could finally send nothing.
+/// later: if they were dropped, there would be fewer and fewer receives, until the peer could send nothing.
 #[derive(Debug, Default)]
 pub(super) struct Refused(Vec<u32>);
 

@@ -1,7 +1,7 @@
 //! Registered memory of a socket, and memory of the caller.
 //!
 //! A peer may write to registered memory at any time, and other threads of the program may write to the caller's memory. So no Rust
-//! reference to either is ever created: bytes are copied by address, as in `engine/mem.rs`.
+//! reference to either is created, except to an atomic: bytes are copied by address, as in `engine/mem.rs`.
 
 use std::io;
 use std::sync::Arc;
@@ -171,7 +171,7 @@ impl Caller {
         }
     }
 
-    /// Wraps memory in several parts. `None` if their total length exceeds an address space.
+    /// Wraps memory in several parts. `None` if their total length exceeds `isize::MAX`, the most that a call can return.
     ///
     /// # Safety
     /// The requirements of [`Self::new`] apply to each of `parts`.

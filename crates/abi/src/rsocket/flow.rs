@@ -9,7 +9,8 @@ use std::collections::VecDeque;
 
 use super::wire::{AREAS, Area};
 
-/// The number of control messages (credits, and the end of the stream) that one end may have in flight.
+/// The number of send queue entries that are kept for control requests: messages with credits, or with the end of the stream, and
+/// Writes of grants into the peer's list. At most as many control messages are in flight.
 pub(super) const CONTROL: u32 = 4;
 
 /// A violation of flow control by the peer.
@@ -67,7 +68,7 @@ pub(super) struct Sender {
     slot: usize,
     /// The number of free send queue entries for data.
     requests: u32,
-    /// The number of free send queue entries for control messages.
+    /// The number of free send queue entries for control requests.
     control: u32,
     /// The size of the ring with copies of the bytes in flight.
     size: usize,
@@ -177,7 +178,7 @@ impl Sender {
         taken
     }
 
-    /// Uses `n` send queue entries for control messages. Returns false if they must wait.
+    /// Uses `n` send queue entries for control requests. Returns false if they must wait.
     pub(super) fn take_control(&mut self, n: u32) -> bool {
         if self.control < n {
             return false;
@@ -186,7 +187,7 @@ impl Sender {
         true
     }
 
-    /// Releases send queue entries for data and for control messages, and bytes of the ring, after their requests have completed.
+    /// Releases send queue entries for data and for control requests, and bytes of the ring, after their requests have completed.
     pub(super) fn done(&mut self, requests: u32, control: u32, ring: usize) {
         self.requests += requests;
         self.control += control;
@@ -271,14 +272,14 @@ impl Receiver {
         self.readable
     }
 
-    // A peer may not send more messages than it has credits for: [rsock-credits].
+    // A peer may not send more messages than it has credits for.
     fn count(&mut self) -> Result<(), Violation> {
         self.allowed = self.allowed.checked_sub(1).ok_or(Violation::Messages)?;
         Ok(())
     }
 
     /// Records a message of the peer that announces `len` written bytes.
-    // [rsock-bounds]: only bytes that were granted to the peer are read.
+    // Only bytes that were granted to the peer are read.
     pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
         self.count()?;
         self.granted = self
@@ -289,6 +290,7 @@ impl Receiver {
                 allowed: self.granted,
             })?;
         self.readable += len as usize;
+        // No read of the program would remove an empty message that is the first unread one, so it counts as read at once.
         if len == 0 && self.messages.is_empty() {
             self.read = self.read.wrapping_add(1);
         } else {
@@ -325,7 +327,8 @@ impl Receiver {
         }
     }
 
-    /// Returns the number of control messages that the next grant needs, or 0 if no grant is due.
+    /// Returns the number of send queue entries that the next grant needs: 2 with memory (a Write into the peer's list, and the
+    /// message with the credits), 1 without, 0 if no grant is due.
     pub(super) fn wants(&self) -> u32 {
         let half = self.size / 2;
         if half > 0 && self.free >= half {
@@ -450,7 +453,10 @@ mod tests {
                         len: len as u32,
                     };
                     let before = self.list[slot as usize].replace(area);
-                    assert_eq!(before, None, "an entry that was not used is not written");
+                    assert_eq!(
+                        before, None,
+                        "an entry that the sender has not used is overwritten"
+                    );
                 }
                 self.tx.set_limit(grant.limit);
             }
@@ -505,7 +511,6 @@ mod tests {
         }
     }
 
-    // [rsock-bounds]
     #[test]
     fn a_peer_that_reports_too_many_written_bytes_is_detected() {
         let mut rx = Receiver::new(16, 1000);
@@ -537,7 +542,6 @@ mod tests {
         rx
     }
 
-    // [rsock-credits]
     #[test]
     fn a_peer_that_exceeds_its_credits_is_detected() {
         let mut rx = begun();

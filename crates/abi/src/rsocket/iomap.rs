@@ -15,8 +15,10 @@ struct Map {
     len: usize,
     offset: u64,
     region: MemoryRegion,
-    /// The index in the peer's table. `None`: the peer may not write there, so the mapping is not announced to it.
+    /// The index of the entry for this mapping in the table that the peer has of our mappings, which this end writes by RDMA Write.
+    /// `None`: the peer may not write to the mapping, so the table has no entry for it.
     index: Option<usize>,
+    /// Whether there is nothing left to announce: the entry was written, or there is none.
     announced: bool,
 }
 
@@ -59,7 +61,7 @@ impl Drop for Maps {
 /// `offset`, or by its address if `offset` is -1. Returns the offset that the peer uses.
 ///
 /// # Safety
-/// `[start, start + len)` stays mapped until [`unmap`] or the end of the socket.
+/// `[start, start + len)` is memory of the program, which does not free it before [`unmap`] or the close of the socket.
 pub(super) unsafe fn map(
     socket: &Socket,
     start: usize,
@@ -113,8 +115,8 @@ pub(super) fn unmap(socket: &Socket, start: usize, len: usize) -> Result<(), c_i
     map.region.deregister().map_err(|e| e.errno())
 }
 
-/// `riowrite`: writes to a mapping of the peer. Returns the number of bytes written: fewer than given if
-/// the mapping ends earlier.
+/// `riowrite`: writes to mappings of the peer. Returns the number of bytes written, which is smaller than the length of the data
+/// if no mapping contains the next byte (0 if none contains the first), or if an error or the timeout comes after the first bytes.
 pub(super) fn write(
     socket: &Socket,
     from: &Caller,

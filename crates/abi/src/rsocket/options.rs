@@ -32,9 +32,9 @@ pub(super) struct Options {
     pub(super) send_queue: u32,
     pub(super) recv_queue: u16,
     pub(super) inline: u32,
-    /// The number of mappings that the peer may announce.
+    /// The number of mappings (`riomap`) of the peer that this end has room for (`RDMA_IOMAPSIZE`).
     pub(super) mappings: u32,
-    /// The time set by `SO_LINGER`. `None`: the default.
+    /// The time set by `SO_LINGER`. `None`: the option is off, and `rclose` waits for the time that `stream.rs` sets.
     pub(super) linger: Option<Duration>,
     pub(super) recv_timeout: Option<Duration>,
     pub(super) send_timeout: Option<Duration>,
@@ -167,7 +167,8 @@ impl Value<'_> {
     }
 }
 
-/// `rsetsockopt`. Options without a meaning for these sockets are stored. Unknown options fail with `ENOPROTOOPT`.
+/// `rsetsockopt`. Options that have no effect on these sockets are accepted. Most of them are stored, and [`get`] returns them; some
+/// of `IPPROTO_TCP`, and `RDMA_ROUTE`, are ignored. Unknown options fail with `ENOPROTOOPT`.
 pub(super) fn set(
     socket: &Socket,
     level: c_int,

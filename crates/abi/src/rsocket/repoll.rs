@@ -1,7 +1,8 @@
 //! `repoll_create`, `repoll_ctl`, `repoll_wait`: a set of sockets and other descriptors that persists between waits. Added in
 //! rdma-core 65.
 //!
-//! Sets are level-triggered whatever flags a program passes: each wait returns all ready descriptors.
+//! Sets are level-triggered, whatever flags a program passes: each wait returns the descriptors that are ready, as many as the
+//! program has room for, also if an earlier wait has returned them.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -130,7 +131,7 @@ fn control(number: c_int, op: c_int, fd: c_int, event: Option<epoll_event>) -> R
     Ok(())
 }
 
-/// A thread that waits and is counted. It is no longer counted when this is dropped.
+/// Keeps the calling thread counted in [`State::waiting`] until it is dropped.
 struct Waiting<'a>(&'a Set);
 
 impl Drop for Waiting<'_> {

@@ -155,7 +155,7 @@ impl Hello {
         out
     }
 
-    // All fields of a peer's private data are checked here: [rsock-hello].
+    // All fields of a peer's private data are checked here.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, UnsupportedPeer> {
         let bytes: &[u8; HELLO] = bytes.first_chunk().ok_or(UnsupportedPeer::Short)?;
         let mut at = Reader(bytes);
@@ -335,7 +335,6 @@ mod tests {
         assert_eq!(Hello::parse(&[&bytes[..], &[0; 16]].concat()), Ok(hello()));
     }
 
-    // [rsock-hello]
     #[test]
     fn invalid_private_data_is_refused() {
         let good = hello().emit();

@@ -183,7 +183,7 @@ impl Connection {
         let Some((number, posted)) = found else {
             return;
         };
-        // IBA 9.7.5.2.8 [rnr-retry]: 7 means to try forever.
+        // IBA 9.7.5.2.8: 7 means to try forever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
                 // The peer executed none of the later requests. The queue is rewound, so that this is the last one taken.

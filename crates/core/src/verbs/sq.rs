@@ -1,8 +1,8 @@
 //! Send queue: posted requests in order, which of them may be taken next, and which are done.
 //!
-//! A request is first *queued*, then *sent* (its last segment is framed), then *done* (the socket, an acknowledgement
-//! or a response confirms it). Requests retire in posting order: when all earlier ones have retired, the slot of a
-//! request that is done is freed and its completion is made.
+//! A request is first *queued*. The connection *takes* it to build its messages: it is *sending* while some of its segments are
+//! framed, *sent* when all are, and *done* when the socket, an acknowledgement or a response confirms it. Requests retire in
+//! posting order: when all earlier ones have retired, the slot of a request that is done is freed and its completion is made.
 
 use super::wc::{Completion, Status, WcOp};
 use super::wr::{Op, Payload, WorkRequest, given};
@@ -30,7 +30,8 @@ pub struct Posted {
     pub request: WorkRequest,
     /// The progress of the request.
     pub phase: Phase,
-    /// Sequence numbers of its first and last request message.
+    /// Numbers of its first and last message. All messages of the connection's requests are numbered in one sequence, which
+    /// acknowledgements refer to.
     pub seq: (u32, u32),
     /// Message sequence numbers of queues 0 and 1 before it. They are restored when the request has to be sent again.
     pub msn_before: (u32, u32),
@@ -42,7 +43,7 @@ pub struct Posted {
     pub message: u32,
     /// Number of times that the peer had no receive for it.
     pub rnr_tries: u8,
-    /// When it is sent again: the number of its first messages that the peer has executed already.
+    /// How many of its messages, from the first one on, the peer has executed already. They are left out if it is sent again.
     pub skip: u32,
     /// The local error of the request, as a status and as text for the log. It is reported when all requests before it
     /// have completed.
@@ -344,7 +345,7 @@ impl SendQueue {
         self.front
     }
 
-    /// Whether requests were taken and are not finished.
+    /// Whether requests were taken and have not retired.
     #[inline]
     pub fn has_outstanding(&self) -> bool {
         self.next > self.front

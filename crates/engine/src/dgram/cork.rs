@@ -1,5 +1,5 @@
-//! Decides whether posted datagrams are sent at once, or corked to be sent in one run with those that are posted
-//! next.
+//! Decides whether posted datagrams are sent at once, or corked (kept back) to be sent together with those that are posted
+//! next. The datagrams that are sent together are a *run*, which takes one system call instead of many.
 //!
 //! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program
 //! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once. If it then posts
@@ -12,14 +12,14 @@ use anywarp_core::bounds;
 
 use crate::reactor::Polls;
 
-/// Number of posted bytes from which on nothing is corked: about one run.
+/// Number of posted bytes with which a run is full: it is sent.
 const RUN_BYTES: u64 = 48 << 10;
 /// Number of transmissions since the last poll from which on a program counts as sending a burst.
 const BURST: u32 = 4;
-/// While requests are corked, the clock is read for one of this number of posts. Reading it takes as long as a quarter of all other
+/// While requests are corked, the clock is read once in this many requests. Reading it takes as long as a quarter of all other
 /// work for a datagram of 64 bytes.
 const CLOCK_EACH: usize = 8;
-/// The clock is read after this number of bytes too: for long requests it takes little of the time.
+/// The clock is also read once in this many bytes: compared with the work for long requests, reading it takes little time.
 const CLOCK_BYTES: u64 = 4096;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
@@ -45,11 +45,11 @@ pub(super) struct Cork {
     corked: bool,
     /// Number of polls when the first request was corked.
     polls_at_cork: u64,
-    /// Number of polls that had found nothing at the last post.
+    /// How many polls had found nothing when the last request was posted.
     idle_polls_at_post: u64,
     /// Number of polls at the last transmission.
     polls_at_send: u64,
-    /// Number of transmissions with that number of polls.
+    /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
     sent_at: Instant,
     /// Replaces [`BUSY_FOR`] in tests.
@@ -118,8 +118,8 @@ impl Cork {
         self.at_clock = (0, 0);
     }
 
-    /// Whether the posted requests join those that are corked. The result is that of [`Self::decide`], but does not depend on the
-    /// time. If it is false, that function decides.
+    /// A check that needs no clock, for most requests of a run: returns true if the posted requests join those that are corked.
+    /// Otherwise the caller has to call [`Self::decide`].
     #[inline]
     pub(super) fn goes_on(&mut self, polls: Polls) -> bool {
         let waits_for_something = polls.idle.saturating_sub(self.idle_polls_at_post) > 1;
@@ -176,7 +176,7 @@ impl Cork {
         self.polls_at_send = polls.all;
         if polls.all != self.polls_at_cork {
             // The idle polls were made for the corked datagrams. They do not show that the program waits for
-            // something else.
+            // something else. One of them counts as a poll after this transmission, so that the next posts may be corked.
             self.idle_polls_at_post = polls.idle;
             self.polls_at_send = polls.all.wrapping_sub(1);
         }
@@ -240,7 +240,7 @@ mod tests {
             timeless,
             bounds::DATAGRAM_BATCH - 1 - bounds::DATAGRAM_BATCH / CLOCK_EACH
         );
-        // Of slow posts, the clock shows that the first ones have waited for too long.
+        // If the posts are slow, the clock shows at its next reading that the first ones have waited for too long.
         let (mut cork, start) = busy();
         cork.posted(100);
         assert_eq!(cork.decide(polls(6, 1), start), FIRST);

@@ -20,7 +20,7 @@ use crate::process::PerProcess;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{multicast, set_option};
 
-/// A multicast group that queue pairs of this process are members of.
+/// A multicast group that queue pairs of this process are members of, or a broadcast address at which they receive.
 pub(super) struct Group<S> {
     engine: &'static Engine,
     pub(super) ip: IpAddr,
@@ -81,7 +81,7 @@ impl<S: DatagramSink> Group<S> {
         let listener = Arc::new(Listener(Arc::downgrade(&group)));
         let token = engine.add(listener, group.fd.get(), false)?;
         *group.token.lock() = token;
-        log!(Info, "joined multicast group {ip} at {}", home.ip);
+        log!(Info, "receiving datagrams to group {ip} at {}", home.ip);
         all.push(Arc::downgrade(&group));
         Ok(group)
     }

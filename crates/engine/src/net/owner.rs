@@ -34,8 +34,9 @@ fn is_one_user(user: u32) -> bool {
     )
 }
 
-/// As above, from the contents of `/proc/sys/kernel/overflowuid` and `/proc/self/uid_map`. If one cannot be read, the
-/// kernel's default applies, and the namespace is assumed to lack users.
+/// As above. `overflow` is the content of `/proc/sys/kernel/overflowuid`, or empty if it cannot be read: then the kernel's default is
+/// used. `map` is the content of `/proc/self/uid_map`, or empty: then the namespace is assumed to lack users, so that fewer users are
+/// trusted.
 fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
     const DEFAULT_OVERFLOW: u32 = 65534;
     let has_all_users = map.split_whitespace().eq(["0", "0", "4294967295"]);
@@ -80,7 +81,7 @@ fn query(protocol: i32, local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
     out.extend_from_slice(&((HEADER + QUERY) as u32).to_ne_bytes());
     out.extend_from_slice(&BY_FAMILY.to_ne_bytes());
     out.extend_from_slice(&REQUEST.to_ne_bytes());
-    // Sequence number and port: one request, one answer.
+    // The sequence number and the port id are 0: the socket is used for one request, so its answer needs no number.
     out.extend_from_slice(&[0; 8]);
     out.extend_from_slice(&[
         u8::try_from(family).unwrap_or(0),

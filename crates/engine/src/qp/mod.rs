@@ -1,7 +1,7 @@
 //! A reliable queue pair: the core's [`Connection`] and the TCP connection that carries it.
 //!
 //! `dial` connects it to its peer, `progress` moves its bytes, and `timers` has its timers. All state is behind one
-//! lock. Notifications of the connection manager are queued under that lock and delivered after it is released
+//! lock. Calls of the connection manager ([`Manager`]) are queued under that lock and made after it is released
 //! ([`RcQp::unlock`]).
 
 pub mod common;
@@ -49,12 +49,13 @@ use timers::{Timer, Timers};
 /// How long the destruction of a queue pair waits for the rest of a message that has been received in part.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Largest payload of requests that are sent without a check of everything else that a connection may have to do,
-/// bytes. Larger payload needs a larger buffer.
+/// The largest payload, in bytes, of requests that [`RcQp::send_posted`] sends. Longer ones are sent by [`RcQp::progress`], which
+/// does all other work of the connection too, and borrows a large buffer of the engine.
 const SHORT: u64 = 2048;
 
-/// Short requests after which a post renews the lease of the polling thread. They take a fraction of the time for which
-/// the lease still runs when it is due to be renewed.
+/// A post of a short request reads the clock and renews the lease once in this many requests. (During the lease, polling threads do
+/// the work of the engine's thread.) This is early enough: so many requests take a fraction of the time for which the lease still
+/// runs when it is due to be renewed.
 const LEASE_EACH: u64 = 8;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
@@ -102,8 +103,8 @@ struct Inner {
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
-    /// Whether `deadline` is not later than the time at which the connection would ask a silent peer for an answer.
-    /// That time only moves to the future while requests are posted, so a post need not compute it.
+    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post only moves that time to the future,
+    /// so a post need not compute it while this is true.
     probe_covered: bool,
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.
@@ -125,7 +126,7 @@ struct Inner {
     draining: Draining,
     /// Traffic class or type of service of packets.
     traffic_class: u8,
-    /// It may not send before [`Paced::granted`].
+    /// Whether its flow waits (see `qos`): nothing is sent until [`Paced::granted`] is called.
     paced: bool,
 }
 
@@ -322,13 +323,14 @@ impl RcQp {
             && inner.conn.may_coalesce_burst(limits, longest)
             && self.cork(&mut inner)
         {
-            // The second idle poll sends it.
+            // The requests are corked. A poll sends them: the second that finds nothing.
         } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
             self.schedule_ack();
         } else {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;
-            // Reading the clock takes as long as sending a short message by shared memory.
+            // Reading the clock takes as long as sending a short message by shared memory, for which `send_posted` accepts any
+            // earlier time.
             let any_time = shared && !renews;
             let now = if any_time {
                 inner.created
@@ -497,8 +499,8 @@ impl RcQp {
         self.lock().conn.attach_counter(counter, ops)
     }
 
-    /// Receives what has arrived on a stream that is about to end, which may be more than one turn receives. The number of turns
-    /// is limited, because a peer may go on sending.
+    /// Receives what has arrived on a stream that is about to end. One call of [`Self::progress`] may not receive all of it. The
+    /// number of calls is limited, because the peer may go on sending.
     fn receive_arrived(&self, inner: &mut Inner, now: Instant) {
         for _ in 0..RX_RING_TURNS {
             self.progress(inner, now, Receive::All, true);
@@ -520,8 +522,8 @@ impl RcQp {
             self.finish_message(inner, now);
             inner.conn.detach_counters();
             if !is_live(inner.conn.state()) {
-                // Nothing was sent in this state, so that the peer does not see a stream that begins and ends at
-                // once.
+                // A connection that exists before RTR has not been used yet. It is closed before `leave`, because otherwise
+                // the queue pair would send its last messages, and the peer would see a stream begin and end at once.
                 self.drop_stream(inner);
             }
             inner.conn.leave("destroyed");
@@ -657,7 +659,8 @@ impl RcQp {
         }
         match self.take_tcp(inner) {
             Some(tcp) => inner.draining = drain(self.engine, tcp.into_fd()),
-            // It ended because the peer closed first. If the peer is in this process, its socket can be closed too.
+            // There was no connection, or it has ended because the peer closed first. Such a peer in this process may have a
+            // socket that waited only for this end, and can be closed now.
             None => close_finished(),
         }
         inner.route = None;
@@ -746,7 +749,8 @@ impl Source for RcQp {
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
-        // A blocked socket is watched for being writable, and a peer that shares memory wakes this end by the socket.
+        // The readiness events of two kinds of sockets stay on: those of a blocked socket, which reports that it is writable, and
+        // those of the socket of a peer that shares memory, which wakes this end by it.
         if armed {
             let writable = tcp.blocked && tcp.sends_by_socket();
             self.engine

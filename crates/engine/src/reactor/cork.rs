@@ -5,8 +5,8 @@
 //! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends. All decisions
 //! depend on one input: the number of polls that have found nothing, *idle polls*.
 //!
-//! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between them. A request that
-//!   is posted after two idle polls is sent at once, since the program waits for its result.
+//! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between each and the next. A request
+//!   that is posted after two idle polls is sent at once, since the program waits for its result.
 //! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent,
 //!   because no acknowledgement of the peer triggers sending.
 //!
@@ -16,7 +16,7 @@ use crate::sync::{AtomicU64, Ordering, fence};
 
 /// The value of [`Cork::corked_at`] when nothing is corked. It is larger than any number of polls.
 const NOTHING_CORKED: u64 = u64::MAX;
-/// Posts with at most one idle poll between them after which the next ones are corked.
+/// A post is corked if this many posts came before it, with at most one idle poll between each and the next.
 const BURST_MIN_POSTS: u64 = 4;
 
 /// What an idle poll has to do about corked requests.

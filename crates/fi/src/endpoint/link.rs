@@ -560,10 +560,7 @@ impl Endpoint {
                 self.answer(cx, from, grant);
             }
             Err(why) => {
-                grant.flags &= !LINKED;
-                grant.length = 0;
-                grant.tag = u64::from(u32::MAX);
-                self.answer(cx, from, grant);
+                self.answer(cx, from, Header::grant_of_nothing(grant.id));
                 if let Some(incoming) = self.incoming.remove(name) {
                     self.received(cx, &incoming.target, &incoming.message, 0, why);
                 }

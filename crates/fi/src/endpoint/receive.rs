@@ -1,4 +1,8 @@
 //! Receives: matching, multi-receive buffers, and the rendezvous of announced messages.
+//!
+//! A multi-receive buffer is one receive that takes several messages. In the rendezvous the sender of a long message announces it, this
+//! end *grants* the memory of a receive, and the sender writes the message there by RDMA Write: as a datagram, or over the *link*, a
+//! connection between two busy endpoints (`link.rs`). A *claimed* message is one that the program has reserved for a later receive.
 
 use super::*;
 
@@ -122,7 +126,7 @@ impl Endpoint {
         cx.push(queue, entry);
     }
 
-    /// Discards a claimed message.
+    /// Discards a message that the program has claimed before (`FI_CLAIM`).
     pub(super) fn discard(
         &mut self,
         cx: &mut Shared,
@@ -139,13 +143,10 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry);
     }
 
-    /// Notifies the sender of an announced message that the message is discarded.
+    /// Discards a message. If it was announced, its sender completes it without writing it.
     pub(super) fn refuse(&mut self, cx: &mut Shared, message: &Message) {
         if let Content::Announced(id) = message.content {
-            let mut header = Header::new(Kind::Grant);
-            header.id = id;
-            header.tag = u64::from(u32::MAX);
-            self.answer(cx, message.from, header);
+            self.answer(cx, message.from, Header::grant_of_nothing(id));
         }
     }
 
@@ -230,23 +231,20 @@ impl Endpoint {
         }
     }
 
-    /// Grants the memory of a receive to the sender of an announced message.
+    /// Grants the memory of a receive to the sender of an announced message. If the message is empty, or cannot be received, the
+    /// sender is told to write nothing: it waits for a grant in any case.
     pub(super) fn grant(&mut self, cx: &mut Shared, target: Target, message: Arrived, id: u32) {
         let wanted = usize::try_from(message.length).unwrap_or(usize::MAX);
         let granted = wanted.min(target.memory.len());
-        let mut header = Header::new(Kind::Grant);
-        header.id = id;
         if wanted == 0 {
-            header.tag = u64::from(u32::MAX);
-            self.answer(cx, message.from, header);
+            self.answer(cx, message.from, Header::grant_of_nothing(id));
             return self.received(cx, &target, &message, 0, 0);
         }
         let link = self.link_for_writes(message.from).filter(|_| granted > 0);
         let (region, aside, base) = match self.prepare(cx, &target, message.from, granted, link) {
             Ok(prepared) => prepared,
             Err(why) => {
-                header.tag = u64::from(u32::MAX);
-                self.answer(cx, message.from, header);
+                self.answer(cx, message.from, Header::grant_of_nothing(id));
                 self.received(cx, &target, &message, 0, why);
                 return;
             }
@@ -265,6 +263,8 @@ impl Endpoint {
         };
         match self.incoming.insert(incoming) {
             Ok(name) => {
+                let mut header = Header::new(Kind::Grant);
+                header.id = id;
                 if let Some(link_index) = link {
                     header.flags |= LINKED;
                     header.length = granted as u64;
@@ -276,7 +276,10 @@ impl Endpoint {
                 header.data = base;
                 self.answer(cx, from, header);
             }
-            Err(incoming) => {
+            Err(mut incoming) => {
+                // The memory is deregistered before the completion is reported.
+                incoming.region = None;
+                self.answer(cx, from, Header::grant_of_nothing(id));
                 self.received(cx, &incoming.target, &incoming.message, 0, FI_ENOMEM);
             }
         }
@@ -325,14 +328,15 @@ impl Endpoint {
         false
     }
 
-    /// Reports a posted receive that will get no message.
+    /// Ends a posted receive, which gets no more messages, and reports `err` for it.
     pub(super) fn ended(&mut self, cx: &mut Shared, receive: &Receive, tagged: bool, err: i32) {
         if let Some(name) = receive.multi
             && let Some(multi) = self.multis.get_mut(name)
         {
             multi.over = true;
             if multi.underway > 0 {
-                // The completion of the last message in the buffer also reports the release of the buffer.
+                // Messages are still being written to the buffer. `err` is not reported: the completion of the last of them has
+                // FI_MULTI_RECV, which tells the program that the buffer is free.
                 return;
             }
             self.multis.remove(name);

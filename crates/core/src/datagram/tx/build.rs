@@ -469,7 +469,7 @@ impl DatagramQp {
         }
     }
 
-    /// The Q_Key in the shim. IBA 10.2.5 [qkey-high]: a key with the high bit set stands for the key of the queue
+    /// The Q_Key in the shim. IBA 10.2.5: a key with the high bit set stands for the key of the queue
     /// pair itself.
     pub(super) fn qkey_for(&self, to: &Destination) -> u32 {
         if self.kind.is_connected() {
