@@ -36,8 +36,11 @@
 #define TURNS 5u
 /* The part of its usual rate that the legitimate peer must reach under the flood. */
 #define SHARE 0.1
-/* The memory that the flood may make the victim allocate, in KiB; and the same for a flood at full speed. */
-#define HOLDS (10 * 1024)
+/*
+ * The memory that the victim may allocate under the flood, in KiB: its two queue pairs keep up to 8 MiB of buffers each, depending on the rate of
+ * the legitimate peer, and each carrier between its ports has 0.7 MiB. The same for a flood at full speed.
+ */
+#define HOLDS (20 * 1024)
 #define HOLDS_UNPACED (64 * 1024)
 #define UNPACED_MS 1500u
 /*

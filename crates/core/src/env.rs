@@ -91,9 +91,10 @@ pub const VARIABLES: &[Variable] = &[
         reader: Reader::Device,
         default: "auto",
         value: "tcp|auto|eager",
-        text: "The transport of reliable connections between two processes of one user on one host, which begin on \
-               TCP. auto (when unset): shared memory, once a connection has carried some requests. eager: shared \
-               memory from the first request on. tcp: always TCP, even if only one of the two processes sets it.",
+        text: "The transport between two processes of one user on one host: of reliable connections, which begin on \
+               TCP, and of datagrams, which begin on UDP. auto (when unset): shared memory, once there were some \
+               requests or datagrams. eager: shared memory from the first on. tcp: always TCP and UDP, even if only \
+               one of the two processes sets it.",
     },
     Variable {
         name: "ANYWARP_PIN",

@@ -41,7 +41,7 @@ pub struct Config {
     pub device_profile: Option<String>,
     /// `ANYWARP_CRC`: whether CRC32C is requested on connections.
     pub crc: bool,
-    /// `ANYWARP_CARRIER`: the transport of streams between processes of one host.
+    /// `ANYWARP_CARRIER`: the transport between processes of one host.
     pub transport: Transport,
     /// `ANYWARP_PIN` and `ANYWARP_PREFAULT`: whether pages are locked or faulted in when memory is registered.
     pub pages: Pages,
@@ -104,19 +104,19 @@ pub enum Face {
     Ib,
 }
 
-/// The transport of streams between processes of one host.
+/// The transport of streams and datagrams between processes of one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
-    /// Their TCP connections.
+    /// TCP connections and UDP.
     Tcp,
-    /// Shared memory, after [`bounds::CARRIER_AFTER`] requests.
+    /// Shared memory, after [`bounds::CARRIER_AFTER`] requests or datagrams.
     Auto,
-    /// Shared memory from the first request on.
+    /// Shared memory from the first request or datagram on.
     Eager,
 }
 
 impl Transport {
-    /// The number of requests after which a connection moves to shared memory; `None` for never.
+    /// The number of requests or datagrams after which shared memory is used; `None` for never.
     pub fn share_after(self) -> Option<u32> {
         match self {
             Self::Tcp => None,

@@ -30,6 +30,8 @@ pub enum Rank {
     PortIndexes,
     /// Held by the thread that receives from a UDP socket, while queue pairs process the datagrams.
     UdpReceive,
+    /// The end of a carrier of datagrams that receives.
+    CarrierReceive,
     /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
     /// A reliable queue pair.
@@ -56,8 +58,12 @@ pub enum Rank {
     RegionPd,
     /// The queue pairs of a UDP socket.
     UdpMembers,
-    /// The queue pairs that wait until a UDP socket has room.
+    /// The queue pairs that wait until a UDP socket or a carrier has room.
     UdpWriters,
+    /// The destinations of a UDP socket and their carriers.
+    Carriers,
+    /// The end of a carrier of datagrams that sends.
+    CarrierSend,
     /// The number of a UDP socket in the reactor.
     UdpToken,
     /// The connections that are being drained.

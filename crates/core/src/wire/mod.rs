@@ -16,6 +16,7 @@
 
 use core::fmt;
 
+pub mod carrier;
 pub mod control;
 pub mod ddp;
 pub mod dgram;

@@ -231,10 +231,7 @@ impl DgramQp {
             }
             inner.calls += 1;
             let sent = match &self.common.faults {
-                None => self
-                    .udp
-                    .socket()
-                    .send(rest, inner.source, &mut inner.run_max),
+                None => self.udp.send(rest, inner.source, &mut inner.run_max),
                 Some(faults) => {
                     faults.send(self.udp.socket(), rest, inner.source, &mut inner.run_max)
                 }
@@ -277,7 +274,8 @@ impl DgramQp {
         if let Some(flow) = &self.common.flow {
             flow.sent(&self.me, clock::now(), 0, false);
         }
-        self.udp.wait_writable(self.me.clone());
+        let next = inner.pending.get(inner.sent).map(|d| d.to);
+        self.udp.wait_writable(self.me.clone(), next);
     }
 
     /// Arms the deadline of the core's timers, and of a stalled peer.

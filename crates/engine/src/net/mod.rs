@@ -1,11 +1,13 @@
 //! Carriers: TCP, shared memory and UDP, and the sockets and routes that they use.
 
+mod carrier;
 pub(crate) mod drain;
 #[cfg(any(test, fuzzing))]
 mod fuzz_handover;
 pub(crate) mod owner;
 pub mod route;
 pub(crate) mod shm;
+mod sink;
 pub(crate) mod socket;
 pub mod tcp;
 pub mod udp;
@@ -23,5 +25,7 @@ pub fn fuzz_handover(data: &[u8]) {
     fuzz_handover::fuzz(data);
 }
 
+#[cfg(test)]
+mod carrier_tests;
 #[cfg(test)]
 mod tests;

@@ -44,16 +44,25 @@ fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
 }
 
 /// Whether the unconnected UDP socket of this network namespace that is bound to `local` belongs to the effective
-/// user of this process, or to root. False also if there is no such socket or the kernel does not answer.
+/// user of this process. False also if there is no such socket or the kernel does not answer.
+pub(crate) fn is_udp_of_this_user(local: SocketAddr) -> bool {
+    udp_user(local)
+        .is_some_and(|user| user == rustix::process::geteuid().as_raw() && is_one_user(user))
+}
+
+/// As [`is_udp_of_this_user`], or if the socket belongs to root.
 pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
+    udp_user(local) == Some(0) || is_udp_of_this_user(local)
+}
+
+/// The user of the unconnected UDP socket of this network namespace that is bound to `local`.
+fn udp_user(local: SocketAddr) -> Option<u32> {
     let any: IpAddr = match local {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
     // For UDP the kernel expects the two addresses of the query in the opposite order.
-    let user = user_of(libc::IPPROTO_UDP, SocketAddr::new(any, 0), local);
-    matches!(user, Ok(Some(user)) if user == 0
-        || user == rustix::process::geteuid().as_raw() && is_one_user(user))
+    user_of(libc::IPPROTO_UDP, SocketAddr::new(any, 0), local).ok()?
 }
 
 fn user_of(protocol: i32, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
@@ -158,6 +167,7 @@ mod tests {
             };
             let mut addr = socket.local_addr().unwrap();
             assert!(is_udp_of_this_user_or_root(addr), "{ip}");
+            assert!(is_udp_of_this_user(addr), "{ip}");
             addr.set_port(1);
             assert!(
                 !is_udp_of_this_user_or_root(addr),

@@ -1,6 +1,6 @@
-//! Shared memory as the carrier of a stream between two processes of one user on one host.
+//! Memory that two processes of one user on one host share: the carrier of a stream, or of datagrams ([`super::carrier`]).
 //!
-//! Each direction has a ring of records, and a record contains bytes of the stream. All payload goes through the
+//! Each direction has a ring of records, and a record contains bytes of the stream, or one datagram. All payload goes through the
 //! rings: a process never reads the memory of the other one (decision 020 gives the reasons). An end that stops
 //! polling sets its `asleep` flag; the peer then wakes it with a byte on the TCP connection when there is something
 //! to do. When the connection ends, the stream ends.
@@ -53,6 +53,9 @@ const LINE: usize = 64;
 /// Largest payload of a record. Long payload is divided, so that the receiver copies one record while the sender
 /// writes the next.
 const RECORD_BYTES: usize = 16 * 1024;
+/// Longest record of a datagram. It is longer than a datagram, and short enough for the peer to wake this end when it
+/// has room for it again ([`Shm::must_wake_for_room`]).
+pub(super) const RECORD_MAX: usize = RING / 2 - 2 * LINE;
 /// The largest number of records in a ring.
 pub(super) const RECORDS_MAX: usize = RING / LINE;
 /// Longest payload of a record that is received into a buffer of the connection, bytes.
@@ -111,6 +114,10 @@ impl Lines {
     /// The ring of this end is full, and it has more to send.
     const fn blocked(self) -> usize {
         self.base + 192
+    }
+    /// This end of a carrier of datagrams ([`super::carrier`]) has written its last record.
+    const fn closed(self) -> usize {
+        self.base + 256
     }
 }
 
@@ -234,6 +241,48 @@ impl Watch {
     pub(crate) fn set_owes_ack(&self, owes: bool) {
         self.owes_ack.store(owes, Ordering::Relaxed);
     }
+
+    /// Whether our ring was full, and the peer has read of it since.
+    pub(super) fn has_room_again(&self) -> bool {
+        let full_at = self.full_at.load(Ordering::Relaxed);
+        full_at != u64::MAX
+            && self.shared.word(self.them.taken()).load(Ordering::Acquire) != full_at
+    }
+
+    /// Whether our ring was full, and the peer has not read of it since.
+    pub(super) fn is_full(&self) -> bool {
+        self.full_at.load(Ordering::Relaxed) == self.taken_by_them()
+    }
+
+    /// Number of bytes of our ring that the peer claims to have read.
+    pub(super) fn taken_by_them(&self) -> u64 {
+        self.shared.word(self.them.taken()).load(Ordering::Acquire)
+    }
+
+    /// Announces that this end sleeps, and returns the result of `condition`, which is evaluated after that.
+    pub(super) fn announce_sleep(&self, condition: impl FnOnce() -> bool) -> bool {
+        wake::announce(self.shared.flag(self.us.asleep()), condition)
+    }
+
+    /// Takes back that the peer was woken: the message was not sent.
+    pub(super) fn was_not_woken(&self) {
+        self.shared
+            .flag(self.them.asleep())
+            .store(1, Ordering::SeqCst);
+    }
+
+    /// Announces that this end writes no more records.
+    pub(super) fn close(&self) {
+        self.shared
+            .flag(self.us.closed())
+            .store(1, Ordering::Release);
+    }
+
+    /// Whether the peer writes no more records.
+    #[inline]
+    pub(super) fn is_closed_by_peer(&self) -> bool {
+        self.shared.flag(self.them.closed()).load(Ordering::Acquire) != 0
+    }
 }
 
 impl PolledMemory for Watch {
@@ -242,9 +291,7 @@ impl PolledMemory for Watch {
         if receives && (self.has_bytes() || self.has_done()) || self.owes_ack() {
             return true;
         }
-        let full_at = self.full_at.load(Ordering::Relaxed);
-        full_at != u64::MAX
-            && self.shared.word(self.them.taken()).load(Ordering::Acquire) != full_at
+        self.has_room_again()
     }
 
     fn owes_ack(&self) -> bool {
@@ -260,7 +307,7 @@ impl PolledMemory for Watch {
     }
 }
 
-/// The transport of streams between processes of one host. It is always TCP during a capture, which records only
+/// The transport between processes of one host. It is always TCP and UDP during a capture, which records only
 /// sockets.
 pub(crate) fn transport() -> Transport {
     if capture::is_on() {
@@ -321,6 +368,18 @@ impl Shm {
         if !owner::is_this_user(remote, local) {
             return None;
         }
+        Self::offer_to_this_user(local, remote)
+    }
+
+    /// Creates memory for the datagrams between the UDP ports `local` and `remote`. `None` as for [`Self::offer`].
+    pub(super) fn offer_to_port(local: SocketAddr, remote: SocketAddr) -> Option<Self> {
+        if !owner::is_udp_of_this_user(remote) {
+            return None;
+        }
+        Self::offer_to_this_user(local, remote)
+    }
+
+    fn offer_to_this_user(local: SocketAddr, remote: SocketAddr) -> Option<Self> {
         let (shared, file) = Shared::create(LEN).ok()?;
         let proof = u64::from(random_u32()) << 32 | u64::from(random_u32()) | 1;
         shared.put(CONNECTION, &connection_text(local, remote));
@@ -339,11 +398,37 @@ impl Shm {
         if COUNT.get().load(Ordering::Relaxed) >= CARRIERS || !owner::is_this_user(remote, local) {
             return None;
         }
+        Self::take_from_this_user(pid, fd, local, remote)
+    }
+
+    /// Opens the memory that the UDP port `remote` offers to the port `local`.
+    pub(super) fn take_from_port(
+        pid: u32,
+        fd: u32,
+        local: SocketAddr,
+        remote: SocketAddr,
+    ) -> Option<Self> {
+        if COUNT.get().load(Ordering::Relaxed) >= CARRIERS || !owner::is_udp_of_this_user(remote) {
+            return None;
+        }
+        Self::take_from_this_user(pid, fd, local, remote)
+    }
+
+    fn take_from_this_user(
+        pid: u32,
+        fd: u32,
+        local: SocketAddr,
+        remote: SocketAddr,
+    ) -> Option<Self> {
         let shared = Shared::open(pid, fd, LEN).ok()?;
         let mut theirs = [0; CONNECTION_LEN];
         shared.get(CONNECTION, &mut theirs);
-        let good = shared.word(0).load(Ordering::Acquire) == MAGIC
-            && theirs == connection_text(remote, local);
+        // Memory is opened once: two ends with their own positions would both receive its records.
+        let good = theirs == connection_text(remote, local)
+            && shared
+                .word(0)
+                .compare_exchange(MAGIC, 0, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok();
         good.then(|| {
             let mut shm = Self::new(shared, false);
             shm.proof = shm.watch.shared.word(PROOF).load(Ordering::Relaxed);
@@ -356,18 +441,28 @@ impl Shm {
         let (us, them) = (Lines::of(offerer), Lines::of(!offerer));
         // The peer has to wake this end until a thread polls.
         shared.flag(us.asleep()).store(1, Ordering::SeqCst);
+        Self::with(Arc::new(Watch {
+            shared,
+            us,
+            them,
+            taken: AtomicU64::new(0),
+            receives: AtomicBool::new(false),
+            done_seen: AtomicU64::new(0),
+            owes_ack: AtomicBool::new(false),
+            full_at: AtomicU64::new(u64::MAX),
+            wakeups_left: AtomicU32::new(1),
+        }))
+    }
+
+    /// A second end of the same memory, for receiving, while this one sends. Datagrams are sent and received under
+    /// different locks.
+    pub(super) fn receiver(&self) -> Self {
+        Self::with(Arc::clone(&self.watch))
+    }
+
+    fn with(watch: Arc<Watch>) -> Self {
         Self {
-            watch: Arc::new(Watch {
-                shared,
-                us,
-                them,
-                taken: AtomicU64::new(0),
-                receives: AtomicBool::new(false),
-                done_seen: AtomicU64::new(0),
-                owes_ack: AtomicBool::new(false),
-                full_at: AtomicU64::new(u64::MAX),
-                wakeups_left: AtomicU32::new(1),
-            }),
+            watch,
             written: 0,
             read_by_them: 0,
             was_full: false,
@@ -538,6 +633,63 @@ impl Shm {
         Io::Done(done)
     }
 
+    /// Sends `head` and `bytes` as one record.
+    #[inline]
+    pub(super) fn send_record(&mut self, head: &[u8], bytes: &[u8]) -> Io {
+        let len = head.len() + bytes.len();
+        if len > RECORD_MAX {
+            return Io::Broken(libc::EMSGSIZE);
+        }
+        // As in `send_runs`.
+        for _ in 0..4 {
+            let seen = self.taken_by_them();
+            match self.room_for(len) {
+                None => return Io::Broken(libc::EPROTO),
+                Some(room) if room >= len => {
+                    let start = self.written + HEAD as u64;
+                    self.put(start, head);
+                    self.put(start + head.len() as u64, bytes);
+                    self.publish(len);
+                    return Io::Done(len);
+                }
+                Some(_) => {}
+            }
+            if self.wait_for_room(seen) {
+                break;
+            }
+        }
+        Io::WouldBlock
+    }
+
+    /// Forgets that the ring was full: nobody waits for room.
+    pub(super) fn forget_full(&mut self) {
+        self.was_full = false;
+        let watch = &self.watch;
+        watch.full_at.store(u64::MAX, Ordering::Relaxed);
+        watch
+            .shared
+            .flag(watch.us.blocked())
+            .store(0, Ordering::Relaxed);
+    }
+
+    /// Whether memory was offered that the peer has not opened.
+    pub(super) fn is_offered(&self) -> bool {
+        self.name.is_some() && self.counted.is_none()
+    }
+
+    /// Number of bytes that were written to the ring of this end.
+    pub(super) fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// Copies `bytes` to the ring of this end, from `position` on.
+    #[inline]
+    fn put(&self, position: u64, bytes: &[u8]) {
+        self.for_each_run(position, bytes.len(), |shared, at, of, n| {
+            shared.put(at, bytes.get(of..of + n).unwrap_or(&[]));
+        });
+    }
+
     /// The largest payload of a record for which the ring of this end has room. The position of the peer is only read
     /// if there was no room for `wanted` bytes at the last time. `None`: the peer claims to have read more than was
     /// written.
@@ -560,9 +712,7 @@ impl Shm {
 
     /// Number of bytes of the ring of this end that the peer claims to have read.
     fn taken_by_them(&self) -> u64 {
-        let watch = &self.watch;
-        let taken = watch.shared.word(watch.them.taken());
-        taken.load(Ordering::Acquire)
+        self.watch.taken_by_them()
     }
 
     /// Marks the ring as full while `seen` bytes of it have been read, so that the peer wakes this end when it reads
@@ -598,8 +748,7 @@ impl Shm {
         first(self.written).store(len | u64::from(self.done) << 32, Ordering::Release);
         self.written = next;
         if self.was_full {
-            self.was_full = false;
-            watch.full_at.store(u64::MAX, Ordering::Relaxed);
+            self.forget_full();
         }
     }
 
@@ -631,6 +780,33 @@ impl Shm {
         self.append(record.at, record.left, out);
         self.take_bytes(record, record.left);
         Ok(true)
+    }
+
+    /// Copies the first bytes of the next record to `head`, and returns the length of what follows them. `None`: there is
+    /// no record.
+    #[inline]
+    pub(super) fn peek_record(&mut self, head: &mut [u8]) -> Result<Option<usize>, Io> {
+        let Some(record) = self.next_record()? else {
+            return Ok(None);
+        };
+        let Some(rest) = record.left.checked_sub(head.len()) else {
+            return Err(Io::Broken(libc::EPROTO));
+        };
+        let (shared, ring) = (&self.watch.shared, self.watch.them.ring);
+        runs(record.at, head.len(), |at, of, n| {
+            shared.get(ring + at, head.get_mut(of..of + n).unwrap_or(&mut []));
+        });
+        Ok(Some(rest))
+    }
+
+    /// Appends the next record without its first `head` bytes to `out`.
+    #[inline]
+    pub(super) fn receive_record(&mut self, head: usize, out: &mut Vec<u8>) {
+        if let Some(record) = self.current {
+            let len = record.left.saturating_sub(head);
+            self.append(record.at + head as u64, len, out);
+            self.take_bytes(record, record.left);
+        }
     }
 
     /// Appends bytes of the peer's ring to `out`.
@@ -865,6 +1041,28 @@ pub(crate) fn fuzz(data: &[u8]) {
                     moved <= 2 * RING as u64,
                     "{moved} bytes of the ring were taken by two records"
                 );
+            }
+            _ if large & 2 == 2 => {
+                // As a carrier of datagrams.
+                match shm.send_record(&[0; 4], out.get(..small * 16).unwrap_or(&[])) {
+                    Io::Done(n) if n == 4 + small * 16 => {}
+                    Io::Done(n) => panic!("a record of {n} bytes for {}", small * 16),
+                    Io::WouldBlock => {}
+                    _ => return,
+                }
+                let before = shm.taken;
+                let mut run = Vec::new();
+                match shm.peek_record(&mut [0; 4]) {
+                    Ok(Some(len)) => {
+                        shm.receive_record(4, &mut run);
+                        assert_eq!(run.len(), len, "the announced length");
+                    }
+                    Ok(None) => {}
+                    Err(_) => return,
+                }
+                assert!(shm.taken.wrapping_sub(before) <= RING as u64);
+                let _ = (watch.is_full(), watch.has_room_again());
+                shm.forget_full();
             }
             _ => {
                 let mut batch = TxBatch::default();

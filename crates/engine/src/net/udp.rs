@@ -7,20 +7,24 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::IpAddr;
-use std::slice::Chunks;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use anywarp_core::datagram::rx::destination_index;
 use anywarp_core::datagram::{Arrival, TxDatagram};
+use anywarp_core::wire::carrier::Message;
 use rustix::net::SocketType;
 use smallvec::SmallVec;
 
-use super::route::MulticastHome;
+use super::carrier::{Carrier, Carriers, Port, Sent};
+use super::route::{MulticastHome, source_for};
+use super::shm::{self, Shm};
+pub(crate) use super::sink::DatagramSink;
 use super::socket::{self, unmapped};
 use crate::clock;
+use crate::config::Transport;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::locks::{Mutex, Rank, RwLock};
@@ -30,7 +34,7 @@ use crate::reactor::{Source, Token};
 use crate::sys::Io;
 use crate::sys::datagram::{self, DATAGRAMS, Datagram, Run};
 use crate::sys::socket::{get_option, multicast_interface};
-use crate::sys::thread::is_worker;
+use crate::sys::thread::{Uncancelled, is_worker};
 
 /// Bytes of receive buffer for the largest datagram, or run of datagrams.
 const SLOT_BYTES: usize = 1 << 16;
@@ -46,16 +50,6 @@ const RUN_DATAGRAMS_MAX: usize = 64;
 /// Bytes of one run with its IP and UDP headers, at most: a limit of the kernel.
 const RUN_BYTES_MAX: usize = 65_000;
 
-/// The receiver of datagrams of a UDP port: a datagram queue pair.
-pub(crate) trait DatagramSink: Send + Sync + 'static {
-    /// Datagrams arrived from one source, in this order, after `now`. [`Self::received`] follows.
-    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant);
-    /// Called when no more datagrams are received in this turn. The sink may send its answers.
-    fn received(&self);
-    /// The socket has room again, after a call of [`UdpPort::wait_writable`].
-    fn writable(&self);
-}
-
 // ---------------------------------------------------------------------- the socket
 
 /// A UDP socket that carries datagram queue pairs.
@@ -70,6 +64,11 @@ impl UdpSocket {
     pub(crate) fn bind(port: u16) -> io::Result<Self> {
         let (fd, ipv6) = socket::open_on_every_address(SocketType::DGRAM, port)?;
         Ok(Self { fd, ipv6 })
+    }
+
+    #[cfg(test)]
+    pub(super) fn fd(&self) -> &EngineFd {
+        &self.fd
     }
 
     /// Bytes that the socket's receive buffer has room for: half of what the kernel accounts for payload and overhead.
@@ -232,7 +231,7 @@ pub(crate) struct ReceiveCalls {
 }
 
 /// A UDP socket and the queue pairs that share it.
-pub(crate) struct UdpPort<S> {
+pub(crate) struct UdpPort<S: DatagramSink> {
     engine: &'static Engine,
     socket: Arc<UdpSocket>,
     members: RwLock<HashMap<u8, Weak<S>>>,
@@ -243,9 +242,12 @@ pub(crate) struct UdpPort<S> {
     /// Whether the last receive found many datagrams.
     many: AtomicBool,
     token: Mutex<Token>,
+    /// The number of the port.
+    number: u16,
+    carriers: Carriers<S>,
 }
 
-impl<S> std::fmt::Debug for UdpPort<S> {
+impl<S: DatagramSink> std::fmt::Debug for UdpPort<S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("UdpPort")
             .field("socket", &self.socket)
@@ -286,6 +288,8 @@ impl<S: DatagramSink> UdpPort<S> {
             receiving: Mutex::new(Rank::UdpReceive, ReceiveCalls::default()),
             many: AtomicBool::new(false),
             token: Mutex::new(Rank::UdpToken, Token::NONE),
+            number: socket::local_addr(&socket.fd).map_or(0, |a| a.port()),
+            carriers: Carriers::new(),
         });
         let listener = Arc::new(Listener(Arc::downgrade(&port)));
         let token = engine.add(listener, socket.fd.get(), false)?;
@@ -314,8 +318,133 @@ impl<S: DatagramSink> UdpPort<S> {
         *self.receiving.lock()
     }
 
-    /// Calls [`DatagramSink::writable`] of `sink` when the socket has room again.
-    pub(crate) fn wait_writable(&self, sink: Weak<S>) {
+    /// Sends datagrams from the front of the list, by shared memory if there is a carrier, as [`UdpSocket::send`].
+    #[inline]
+    pub(crate) fn send(
+        self: &Arc<Self>,
+        datagrams: &[TxDatagram],
+        from: Option<IpAddr>,
+        run_max: &mut usize,
+    ) -> Result<usize, Io> {
+        let mut datagrams = datagrams;
+        if let Some(first) = datagrams.first() {
+            let source = first.from.or(from);
+            let offer = || self.offer(first.to, source);
+            let carrier = self.carriers.to(first.to, datagrams.len(), offer);
+            if carrier.is_some() || self.carriers.any() {
+                let same = datagrams.iter().take_while(|d| d.to == first.to).count();
+                datagrams = datagrams.get(..same).unwrap_or(datagrams);
+            }
+            if let Some(carrier) = carrier {
+                match carrier.send(datagrams, from, || self.wake(&carrier)) {
+                    Sent::Some(n) => return Ok(n),
+                    Sent::Full => return Err(Io::WouldBlock),
+                    Sent::Unsuitable(n) => datagrams = datagrams.get(..n).unwrap_or(datagrams),
+                }
+            }
+        }
+        self.socket.send(datagrams, from, run_max)
+    }
+
+    /// Sends a message about carriers. It may be lost. Returns false if it was not sent.
+    pub(super) fn tell(&self, to: SocketAddr, from: Option<IpAddr>, message: Message) -> bool {
+        let datagram = TxDatagram {
+            to,
+            from,
+            hop_limit: 0,
+            traffic_class: 0,
+            bytes: message.emit().into(),
+        };
+        matches!(self.socket.send(&[datagram], None, &mut 0), Ok(1))
+    }
+
+    /// Offers memory for the datagrams to `to`, if it is a port of this host.
+    fn offer(self: &Arc<Self>, to: SocketAddr, source: Option<IpAddr>) -> Option<Arc<Carrier<S>>> {
+        // Closing a descriptor is a cancellation point.
+        let _inside = Uncancelled::new();
+        if shm::transport() == Transport::Tcp {
+            return None;
+        }
+        let ip = source.or_else(|| source_for(to).ok())?;
+        let local = SocketAddr::new(ip, self.number);
+        if !is_of_one_host(ip, to.ip()) || local == to {
+            return None;
+        }
+        let shm = Shm::offer_to_port(local, to)?;
+        let port: Arc<dyn Port<S>> = Arc::clone(self) as _;
+        let carrier = Carrier::new(self.engine, Arc::downgrade(&port), shm, local, to);
+        let (pid, fd) = carrier.name()?;
+        self.tell(to, Some(local.ip()), Message::Offer { pid, fd });
+        Some(carrier)
+    }
+
+    /// Handles a message about carriers.
+    fn handle_message(self: &Arc<Self>, arrival: &Arrival, bytes: &[u8], now: Instant) {
+        let (Ok(message), Some(to)) = (Message::parse(bytes), arrival.to) else {
+            return;
+        };
+        let _inside = Uncancelled::new();
+        let (local, peer) = (SocketAddr::new(to, self.number), arrival.from);
+        if !is_of_one_host(peer.ip(), to) {
+            return;
+        }
+        match message {
+            Message::Offer { pid, fd } => {
+                let take = || {
+                    if shm::transport() == Transport::Tcp {
+                        return None;
+                    }
+                    let shm = Shm::take_from_port(pid, fd, local, peer)?;
+                    let port: Arc<dyn Port<S>> = Arc::clone(self) as _;
+                    Some(Carrier::new(
+                        self.engine,
+                        Arc::downgrade(&port),
+                        shm,
+                        local,
+                        peer,
+                    ))
+                };
+                let taken = self.carriers.offered(peer, local < peer, now, take);
+                if let Some(carrier) = taken {
+                    let proof = carrier.proof();
+                    self.tell(peer, Some(to), Message::Take { proof });
+                }
+            }
+            Message::Take { proof } => self.carriers.taken(peer, proof),
+            Message::Wake if self.carriers.has(peer) => self.engine.on_wake_up_taken(),
+            Message::Wake => {}
+        }
+    }
+
+    /// Gives the datagrams of `size` bytes to their queue pairs.
+    fn deliver(
+        &self,
+        sinks: &mut Sinks<S>,
+        arrival: &Arrival,
+        bytes: &[u8],
+        size: usize,
+        now: Instant,
+    ) {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (index, run, behind) = split_by_index(rest, size);
+            rest = behind;
+            let member = |index| {
+                let members = self.members.read();
+                members.get(&index).and_then(Weak::upgrade)
+            };
+            if let Some(sink) = index.and_then(|index| sinks.of(index, member)) {
+                sink.incoming(arrival, run.chunks(size), now);
+            }
+        }
+    }
+
+    /// Calls [`DatagramSink::writable`] of `sink` when datagrams to `to` can be sent again.
+    pub(crate) fn wait_writable(&self, sink: Weak<S>, to: Option<SocketAddr>) {
+        let full = to.and_then(|to| self.carriers.full(to));
+        if full.is_some_and(|carrier| carrier.wait_writable(sink.clone())) {
+            return;
+        }
         let mut waiting = self.waiting.lock();
         if waiting.is_empty() {
             let token = *self.token.lock();
@@ -348,40 +477,55 @@ impl<S: DatagramSink> UdpPort<S> {
         }
     }
 
-    /// Receives all datagrams in the socket's buffer.
-    pub(crate) fn catch_up(&self) {
-        for _ in 0..CATCH_UP_TURNS {
-            if !self.readable(Batch::Full, clock::now()) {
-                break;
+    /// Receives all datagrams in the socket's buffer and in the memory of carriers.
+    pub(crate) fn catch_up(self: &Arc<Self>) {
+        self.drain_socket();
+        for carrier in self.carriers.active() {
+            for _ in 0..CATCH_UP_TURNS {
+                if !carrier.has_datagrams() {
+                    break;
+                }
+                self.receive_from(&carrier, clock::now());
             }
         }
     }
 
-    /// Receives queued datagrams. Returns whether there were any. `now`: a recent time.
-    fn readable(&self, batch: Batch, now: Instant) -> bool {
+    /// Receives all datagrams in the socket's buffer. Returns false if another thread is receiving.
+    fn drain_socket(self: &Arc<Self>) -> bool {
+        for _ in 0..CATCH_UP_TURNS {
+            match self.try_readable(Batch::Full, clock::now()) {
+                None => return false,
+                Some(false) => break,
+                Some(true) => {}
+            }
+        }
+        true
+    }
+
+    /// As [`Self::try_readable`]. False also if another thread is receiving, which will receive these datagrams.
+    fn readable(self: &Arc<Self>, batch: Batch, now: Instant) -> bool {
+        self.try_readable(batch, now).unwrap_or(false)
+    }
+
+    /// Receives queued datagrams. Returns whether there were any; `None` if another thread is receiving. `now`: a recent
+    /// time.
+    fn try_readable(self: &Arc<Self>, batch: Batch, now: Instant) -> Option<bool> {
         // Dropped after the lock is released: this may be the last reference to a queue pair that is being destroyed,
         // and dropping it closes ports.
         let mut sinks = Sinks(SmallVec::new());
         // The thread with the lock receives these datagrams. Those that arrive later make the socket readable again.
-        let Some(mut calls) = self.receiving.try_lock() else {
-            return false;
-        };
+        let mut calls = self.receiving.try_lock()?;
         let found = receive(
             self.engine,
             &self.socket.fd,
             batch,
             |arrival, bytes, size| {
-                let mut rest = bytes;
-                while !rest.is_empty() {
-                    let (index, run, behind) = split_by_index(rest, size);
-                    rest = behind;
-                    let member = |index| {
-                        let members = self.members.read();
-                        members.get(&index).and_then(Weak::upgrade)
-                    };
-                    if let Some(sink) = index.and_then(|index| sinks.of(index, member)) {
-                        sink.incoming(arrival, run.chunks(size), now);
-                    }
+                if Message::is(bytes) {
+                    bytes
+                        .chunks(size)
+                        .for_each(|bytes| self.handle_message(arrival, bytes, now));
+                } else {
+                    self.deliver(&mut sinks, arrival, bytes, size, now);
                 }
             },
         );
@@ -395,14 +539,65 @@ impl<S: DatagramSink> UdpPort<S> {
         if found.any {
             self.many.store(found.many, Ordering::Relaxed);
         }
-        found.any
+        Some(found.any)
     }
 
     /// Receives without having been notified that the socket is readable.
-    fn try_recv(&self, now: Instant) -> bool {
+    fn try_recv(self: &Arc<Self>, now: Instant) -> bool {
         let many = self.many.load(Ordering::Relaxed);
         self.readable(if many { Batch::Full } else { Batch::One }, now)
     }
+}
+
+impl<S: DatagramSink> Port<S> for UdpPort<S> {
+    fn receive_from_socket(self: Arc<Self>) -> bool {
+        let _tolerant = is_worker().then(TolerateUnmapped::new);
+        self.drain_socket()
+    }
+
+    fn wake(&self, carrier: &Carrier<S>) -> bool {
+        self.tell(carrier.peer, Some(carrier.local.ip()), Message::Wake)
+    }
+
+    fn carriers(&self) -> &Carriers<S> {
+        &self.carriers
+    }
+
+    fn receive_from(&self, carrier: &Carrier<S>, now: Instant) {
+        let mut sinks = Sinks(SmallVec::new());
+        let Some(_receiving) = self.receiving.try_lock() else {
+            return;
+        };
+        let _tolerant = is_worker().then(TolerateUnmapped::new);
+        let (mut datagrams, mut bytes) = (0, 0);
+        while datagrams < TURN_DATAGRAMS && bytes < TURN_BYTES {
+            let (most, most_bytes) = (TURN_DATAGRAMS - datagrams, TURN_BYTES - bytes);
+            let run = carrier.receive_run(most, most_bytes, |arrival, run, size| {
+                self.deliver(&mut sinks, arrival, run, size, now);
+            });
+            match run {
+                Ok((0, _)) => break,
+                Ok((n, len)) => (datagrams, bytes) = (datagrams + n, bytes + len),
+                Err(_) => {
+                    carrier.close();
+                    carrier.stop_receiving();
+                    break;
+                }
+            }
+        }
+        if datagrams > 0 && carrier.must_wake_for_room() && !self.wake(carrier) {
+            carrier.was_not_woken();
+        }
+        for (_, sink) in &sinks.0 {
+            sink.received();
+        }
+    }
+}
+
+/// Whether a datagram with these addresses stays on this host. The kernel sends from the address of the destination then, or from another one
+/// of the loopback interface.
+fn is_of_one_host(from: IpAddr, to: IpAddr) -> bool {
+    from == to || from.is_loopback() && to.is_loopback()
 }
 
 /// The receivers of a turn's datagrams, by index; seldom more than one.
@@ -434,15 +629,16 @@ fn split_by_index(bytes: &[u8], size: usize) -> (Option<u8>, &[u8], &[u8]) {
     (index, run, behind)
 }
 
-impl<S> Drop for UdpPort<S> {
+impl<S: DatagramSink> Drop for UdpPort<S> {
     fn drop(&mut self) {
+        self.carriers.end();
         let token = *self.token.lock();
         self.engine.remove(token, Some(self.socket.fd.get()));
     }
 }
 
 /// Refers to the port weakly: the port is dropped with its last queue pair.
-struct Listener<S>(Weak<UdpPort<S>>);
+struct Listener<S: DatagramSink>(Weak<UdpPort<S>>);
 
 impl<S: DatagramSink> Source for Listener<S> {
     fn ready(self: Arc<Self>, readable: bool, writable: bool, now: Instant) {
@@ -475,8 +671,9 @@ impl<S: DatagramSink> Source for Listener<S> {
 
 #[cfg(test)]
 mod tests {
+    use std::slice::Chunks;
+
     use super::*;
-    use std::net::SocketAddr;
 
     fn datagram(port: u16, len: usize) -> TxDatagram {
         TxDatagram {
@@ -544,7 +741,7 @@ mod tests {
         port.set_armed(true);
         assert!(raises_event());
         // A queue pair waits for room, so the events stay on.
-        port.wait_writable(Weak::new());
+        port.wait_writable(Weak::new(), None);
         port.set_armed(false);
         assert!(raises_event());
     }

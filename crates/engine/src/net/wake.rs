@@ -54,12 +54,10 @@ pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
 /// it has read.
 #[inline]
 pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> bool {
+    // The peer clears `blocked` when it has written again. If this process cleared it, a peer that is not asleep yet could fall asleep
+    // after that, and the next call would not wake it.
     fence(Ordering::SeqCst);
-    if blocked.load() == 0 {
-        return false;
-    }
-    blocked.store(0);
-    must_wake(asleep)
+    blocked.load() != 0 && must_wake(asleep)
 }
 
 #[cfg(test)]
@@ -99,6 +97,31 @@ mod loom_tests {
             });
             let seen = announce(&*asleep, || written.load(Ordering::Acquire) == 1);
             let woken = sender.join().unwrap();
+            assert!(seen || woken, "the wake-up is lost");
+        });
+    }
+
+    #[test]
+    fn loom_a_sender_that_falls_asleep_late_is_woken_by_the_next_read() {
+        loom::model(|| {
+            let (asleep, blocked) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+            let taken = Arc::new(AtomicU64::new(1));
+            let receiver = thread::spawn({
+                let (asleep, blocked, taken) = (
+                    Arc::clone(&asleep),
+                    Arc::clone(&blocked),
+                    Arc::clone(&taken),
+                );
+                move || {
+                    // The check for what was read before, and another read.
+                    let first = must_wake_for_room(&*blocked, &*asleep);
+                    taken.store(2, Ordering::Release);
+                    must_wake_for_room(&*blocked, &*asleep) || first
+                }
+            });
+            let has_room = || taken.load(Ordering::Acquire) == 2;
+            let seen = announce(&*blocked, has_room) || announce(&*asleep, has_room);
+            let woken = receiver.join().unwrap();
             assert!(seen || woken, "the wake-up is lost");
         });
     }

@@ -1,0 +1,16 @@
+//! What a UDP port needs from its queue pairs.
+
+use std::slice::Chunks;
+use std::time::Instant;
+
+use anywarp_core::datagram::Arrival;
+
+/// The receiver of datagrams of a UDP port: a datagram queue pair.
+pub(crate) trait DatagramSink: Send + Sync + 'static {
+    /// Datagrams arrived from one source, in this order, after `now`. [`Self::received`] follows.
+    fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant);
+    /// Called when no more datagrams are received in this turn. The sink may send its answers.
+    fn received(&self);
+    /// The socket has room again, after a call of `UdpPort::wait_writable`.
+    fn writable(&self);
+}
