@@ -73,6 +73,7 @@ BIND(pthread_getattr_np);
 BIND(pthread_setname_np);
 #endif
 #if defined(MATH)
+BIND(exp);
 BIND(log);
 BIND(pow);
 #endif

@@ -60,7 +60,16 @@ impl Extent {
     pub(crate) fn more_samples(self) -> usize {
         match self {
             Self::Full => 5,
-            Self::Quick => 3,
+            Self::Quick => 1,
+            Self::Smoke => 0,
+        }
+    }
+
+    /// Returns the largest number of samples of a point that decides a finding.
+    pub(crate) fn most_samples(self) -> usize {
+        match self {
+            Self::Full => 25,
+            Self::Quick => 12,
             Self::Smoke => 0,
         }
     }

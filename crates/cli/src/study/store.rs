@@ -86,16 +86,50 @@ pub(crate) struct Middle {
     pub(crate) median: f64,
     pub(crate) lower: f64,
     pub(crate) upper: f64,
+    /// The estimated standard deviation of one sample, as a share of the median.
+    pub(crate) deviation: f64,
+    /// The number of samples.
+    pub(crate) count: usize,
+}
+
+/// The ratio of the standard deviation to the median distance from the median, for a normal distribution.
+const TO_STANDARD: f64 = 1.4826;
+
+/// What that ratio is multiplied by for 2, 3, 4 … samples, for which the median distance is too small on average.
+const FOR_FEW: [f64; 8] = [1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.107];
+
+/// Estimates the standard deviation from the median distance to the median, on which outliers have no influence, as they have none on
+/// the median itself.
+fn deviation(all: &[f64], median: f64) -> f64 {
+    let Some(at) = all.len().checked_sub(2).filter(|_| median != 0.0) else {
+        return 0.0;
+    };
+    let distances = sorted(all.iter().map(|value| (value - median).abs()));
+    let factor = FOR_FEW.get(at).copied().unwrap_or(1.0);
+    TO_STANDARD * factor * middle(&distances).unwrap_or(0.0) / median.abs()
+}
+
+/// Returns the median of sorted values: of an even number of values the mean of the two in the middle.
+fn middle(sorted: &[f64]) -> Option<f64> {
+    let below = sorted.get(sorted.len().checked_sub(1)? / 2)?;
+    Some(f64::midpoint(*below, *sorted.get(sorted.len() / 2)?))
 }
 
 impl Known {
     /// Returns the median and the quartiles of a value over the samples.
     pub(crate) fn middle(&self, metric: &str) -> Option<Middle> {
         let all = sorted(self.samples.iter().filter_map(|s| s.get(metric).copied()));
+        let (below, above) = (
+            all.get(all.len().checked_sub(1)? / 2)?,
+            all.get(all.len() / 2)?,
+        );
+        let median = f64::midpoint(*below, *above);
         Some(Middle {
-            median: quantile(&all, 0.5)?,
+            median,
             lower: quantile(&all, 0.25)?,
             upper: quantile(&all, 0.75)?,
+            deviation: deviation(&all, median),
+            count: all.len(),
         })
     }
 
@@ -338,6 +372,29 @@ mod tests {
                 .is_empty()
         );
         fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn the_deviation_is_a_share_of_the_median() {
+        let of = |all: &[f64]| {
+            let samples = all.iter().map(|us| sample(*us)).collect();
+            let known = Known {
+                samples,
+                ..Known::default()
+            };
+            known.middle("oneway_us").unwrap()
+        };
+        assert_eq!(of(&[5.0]).deviation, 0.0);
+        assert_eq!(of(&[5.0]).count, 1);
+        // The standard deviation of two values is their distance, divided by the square root of two.
+        let two = of(&[9.0, 11.0]).deviation;
+        assert!((0.14..0.21).contains(&two), "{two}");
+        assert!((of(&[900.0, 1100.0]).deviation - two).abs() < 1e-9);
+        assert_eq!(of(&[900.0, 1100.0]).median, 1000.0);
+        assert_eq!(of(&[0.0, 0.0, 4.0]).deviation, 0.0);
+        // An outlier has no influence.
+        let outlier = of(&[9.0, 10.0, 11.0, 10.5, 900.0]).deviation;
+        assert!(outlier < 0.2, "{outlier}");
     }
 
     #[test]
