@@ -58,7 +58,7 @@ const INTERRUPTED: u8 = 130;
 const ATTEMPTS: usize = 2;
 
 /// The time for additional samples that decide findings, as a share of the time of the regular ones.
-const TO_DECIDE: f64 = 0.25;
+const TO_DECIDE: f64 = 0.15;
 
 /// The interval of progress messages if standard error is not a terminal.
 const PROGRESS: Duration = Duration::from_secs(10);
