@@ -241,7 +241,12 @@ pub(crate) fn judge(
     let held = results.iter().filter(|(_, holds)| *holds).count();
     let met = enough(finding, held, tests.len());
     let used: BTreeSet<usize> = tests.iter().flat_map(Test::points).collect();
-    let errors = errors(values, &used, None);
+    // A limit is that of a share or a rate, which does not depend on where programs start.
+    let between = match finding.shape {
+        Shape::AtMost | Shape::AtLeast => 0.0,
+        _ => BETWEEN_RUNS,
+    };
+    let errors = errors(values, &used, between, None);
     // Returns the number of simulated runs with the measured verdict, and for each comparison that of runs with the other result.
     let simulate = |errors: &[f64]| {
         let (mut same, mut changed) = (0, vec![0; tests.len()]);
@@ -273,7 +278,7 @@ pub(crate) fn judge(
         .filter_map(|&n| values.get(n))
         .all(|(_, value)| value.count >= ENOUGH_TO_KNOW);
     let hopeless = !sure && known && {
-        let (same, _) = simulate(&self::errors(values, &used, Some(most)));
+        let (same, _) = simulate(&self::errors(values, &used, between, Some(most)));
         share(same) < SURE
     };
     let doubtful: BTreeSet<usize> = tests
@@ -310,8 +315,8 @@ pub(crate) fn judge(
 }
 
 /// Returns by how much the value of each point would differ in another run: a standard deviation, as a share of the value. `used` are
-/// the points of the finding. With `most`, each point is taken to have so many samples.
-fn errors(values: &Values, used: &BTreeSet<usize>, most: Option<usize>) -> Vec<f64> {
+/// the points of the finding, and `between` is the deviation between runs. With `most`, each point is taken to have so many samples.
+fn errors(values: &Values, used: &BTreeSet<usize>, between: f64, most: Option<usize>) -> Vec<f64> {
     let mut several: Vec<f64> = used
         .iter()
         .filter_map(|&n| values.get(n))
@@ -327,7 +332,7 @@ fn errors(values: &Values, used: &BTreeSet<usize>, most: Option<usize>) -> Vec<f
             let all = (TYPICAL * typical.powi(2) + own * value.deviation.powi(2)) / (TYPICAL + own);
             // Both runs deviate from the true value.
             let count = most.unwrap_or(value.count).max(1) as f64;
-            (2.0 * (all / count + BETWEEN_RUNS.powi(2))).sqrt()
+            (2.0 * (all / count + between.powi(2) + value.waited.powi(2))).sqrt()
         })
         .collect()
 }
@@ -479,6 +484,7 @@ mod tests {
                     upper: median,
                     deviation,
                     count: 4,
+                    waited: 0.0,
                 };
                 values.push((params.into(), middle));
             }
@@ -554,6 +560,10 @@ mod tests {
         assert_eq!(verdict([1.0; 4], 0.8), Verdict::Noise);
         // The mean of values that differ little between samples can still differ between runs.
         assert_eq!(verdict([1.99; 4], 0.0), Verdict::Noise);
+        // A value that is compared with a limit does not.
+        let limit = "shape = 'at-most'\nlimit = 2\na = { mode = 'poll' }";
+        let judged = with_noise(limit, [1.99; 4], two, 0.0);
+        assert_eq!(judged.verdict, Verdict::Met);
 
         // Only the comparison near the limit is doubtful: with three of four the finding does not hold.
         let judged = with_noise(LESS, [1.0, 1.0, 1.0, 1.88], two, 0.04);

@@ -90,6 +90,8 @@ pub(crate) struct Middle {
     pub(crate) deviation: f64,
     /// The number of samples.
     pub(crate) count: usize,
+    /// The share of the time that an end waited for a processor, if that is so much that all samples may be wrong alike.
+    pub(crate) waited: f64,
 }
 
 /// The ratio of the standard deviation to the median distance from the median, for a normal distribution.
@@ -130,7 +132,14 @@ impl Known {
             upper: quantile(&all, 0.75)?,
             deviation: deviation(&all, median),
             count: all.len(),
+            waited: self.waited().unwrap_or(0.0),
         })
+    }
+
+    /// Returns the share of the time that an end waited for a processor, if it is more than usual.
+    fn waited(&self) -> Option<f64> {
+        let all = sorted(self.samples.iter().filter_map(|s| s.get("waited").copied()));
+        middle(&all).filter(|waited| *waited > WAITED)
     }
 
     /// Returns why the point is noisy, if it is.
@@ -140,8 +149,8 @@ impl Known {
         if spread > SPREAD {
             return Some(format!("spread {:.0} %", spread * 100.0));
         }
-        let waited = self.middle("waited")?.median;
-        (waited > WAITED).then(|| format!("waited for a processor {:.0} %", waited * 100.0))
+        self.waited()
+            .map(|waited| format!("waited for a processor {:.0} %", waited * 100.0))
     }
 }
 
@@ -408,6 +417,8 @@ mod tests {
         let mut waited = known(&[1.0]);
         waited.samples[0].insert("waited".to_owned(), 0.5);
         assert!(waited.noise().unwrap().contains("50 %"));
+        assert_eq!(waited.middle("oneway_us").unwrap().waited, 0.5);
+        assert_eq!(known(&[1.0]).middle("oneway_us").unwrap().waited, 0.0);
         let memory = |mb: f64| Sample::from([("mb".to_owned(), mb), ("kernel_mb".to_owned(), 0.0)]);
         let memory = Known {
             samples: [1.0, 1.1, 2.0, 2.1].map(memory).into(),
