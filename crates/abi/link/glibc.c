@@ -63,6 +63,8 @@ BIND(pthread_attr_getguardsize);
 BIND(pthread_barrier_init);
 BIND(pthread_barrier_wait);
 BIND(pthread_barrier_destroy);
+BIND(pthread_barrierattr_init);
+BIND(pthread_barrierattr_setpshared);
 #if defined(__x86_64__)
 BIND_TO(pthread_getattr_np, pthread_getattr_np, "GLIBC_2.2.5");
 BIND_TO(pthread_setname_np, pthread_setname_np, "GLIBC_2.12");
@@ -73,6 +75,7 @@ BIND(pthread_getattr_np);
 BIND(pthread_setname_np);
 #endif
 #if defined(MATH)
+BIND(exp);
 BIND(log);
 BIND(pow);
 #endif

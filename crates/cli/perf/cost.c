@@ -61,7 +61,7 @@
 #endif
 
 static const char *test, *host;
-static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port, resident, huge, threads = 1, at_once, fresh_memory;
+static unsigned long idle_qps, qps = 1, count = 1000, millis = 1000, size = 4096, polls, port, resident, huge, threads = 1, at_once, processes, fresh_memory;
 static const char *action = "register", *policy = "manager";
 static int control = -1;
 
@@ -725,8 +725,60 @@ static uint64_t several(void)
 	return took;
 }
 
+/* What the processes of --processes share. */
+struct shared {
+	pthread_barrier_t start, end;
+	atomic_bool over;
+};
+
+/* Ends this process, which would wait for the one that has failed. */
+static void process_failed(int signal_number)
+{
+	(void)signal_number;
+	_exit(1);
+}
+
+/* Forks a process for each of --threads mappings, which registers one between the two barriers until it is told to end. A process
+   opens the device itself, because a device cannot be used after a fork. */
+static struct shared *fork_processes(pid_t *child)
+{
+	struct shared *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	pthread_barrierattr_t of_processes;
+
+	MUST(shared != MAP_FAILED);
+	MUST(!pthread_barrierattr_init(&of_processes) && !pthread_barrierattr_setpshared(&of_processes, PTHREAD_PROCESS_SHARED));
+	MUST(!pthread_barrier_init(&shared->start, &of_processes, (unsigned int)threads + 1));
+	MUST(!pthread_barrier_init(&shared->end, &of_processes, (unsigned int)threads + 1));
+	signal(SIGCHLD, process_failed);
+	for (unsigned long i = 0; i < threads; i++) {
+		child[i] = fork();
+		MUST(child[i] >= 0);
+		if (child[i])
+			continue;
+		signal(SIGCHLD, SIG_DFL);
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		open_device();
+		for (;;) {
+			void *mapping, *at, *registered;
+			size_t length;
+
+			at = fresh(&mapping, &length);
+			pthread_barrier_wait(&shared->start);
+			if (shared->over)
+				_exit(0);
+			registered = register_at(at);
+			pthread_barrier_wait(&shared->end);
+			MUST(!ibv_dereg_mr(registered));
+			munmap(mapping, length);
+		}
+	}
+	return shared;
+}
+
 static void memory_costs(void)
 {
+	pid_t child[MOST_THREADS];
+	struct shared *shared = NULL;
 	bool registers = !strcmp(action, "register"), deregisters = !strcmp(action, "deregister"), copies = !strcmp(action, "copy");
 	uint64_t *ns = calloc(MOST_TIMES, sizeof(*ns)), began = now_ns(), spent = 0, busy = 0;
 	uint8_t *pool = NULL;
@@ -737,6 +789,8 @@ static void memory_costs(void)
 		die("--action is register, deregister or copy");
 	if (threads > MOST_THREADS || (threads > 1 && !registers))
 		die("--threads is at most %u, and for --action register", MOST_THREADS);
+	if (processes && at_once && threads > 1)
+		shared = fork_processes(child);
 	open_device();
 	if (copies) {
 		pool = malloc(size);
@@ -749,6 +803,13 @@ static void memory_costs(void)
 		size_t length;
 		uint8_t *at;
 
+		if (shared) {
+			pthread_barrier_wait(&shared->start);
+			before = now_ns();
+			pthread_barrier_wait(&shared->end);
+			ns[n++] = now_ns() - before;
+			continue;
+		}
 		if (threads > 1) {
 			ns[n++] = several();
 			continue;
@@ -778,6 +839,13 @@ static void memory_costs(void)
 		spent += now_ns() - before;
 		munmap(mapping, length);
 		n++;
+	}
+	if (shared) {
+		signal(SIGCHLD, SIG_DFL);
+		shared->over = true;
+		pthread_barrier_wait(&shared->start);
+		for (unsigned long i = 0; i < threads; i++)
+			MUST(waitpid(child[i], NULL, 0) == child[i]);
 	}
 	printf("{\"us\": %.4f, \"cpu\": %.2f, \"times\": %lu}\n", median_us(ns, n), spent ? 100.0 * (double)busy / (double)spent : 0.0, n);
 }
@@ -1272,7 +1340,7 @@ int main(int argc, char **argv)
 	} options[] = {
 		{ "--idle", &idle_qps }, { "--qps", &qps }, { "--count", &count }, { "--millis", &millis },
 		{ "--size", &size }, { "--poll", &polls }, { "--port", &port }, { "--resident", &resident }, { "--huge", &huge },
-		{ "--threads", &threads }, { "--at-once", &at_once }, { "--fresh", &fresh_memory },
+		{ "--threads", &threads }, { "--at-once", &at_once }, { "--processes", &processes }, { "--fresh", &fresh_memory },
 	};
 
 	test = argc > 1 ? argv[1] : "";

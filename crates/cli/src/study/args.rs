@@ -77,6 +77,10 @@ pub(crate) struct Between {
     #[arg(long, default_value = "0")]
     pub(crate) loss: String,
 
+    /// Rate of the network in each direction: 1Gbit/s
+    #[arg(long)]
+    pub(crate) rate: Option<String>,
+
     /// Each segment of TCP is a packet of its own when it passes the network
     #[arg(long)]
     pub(crate) no_offload: bool,

@@ -25,14 +25,22 @@ use crate::library::Library;
 use crate::perf::Interrupted;
 
 /// The axes that describe the network.
-const NETWORK: [&str; 4] = ["mtu", "network-delay", "network-loss", "offload"];
+const NETWORK: [&str; 5] = [
+    "mtu",
+    "network-delay",
+    "network-loss",
+    "network-rate",
+    "offload",
+];
 
 /// The address of the client, and that of the server.
 const ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
 
 /// Whether a point is measured between two namespaces.
 pub(super) fn wanted(params: &Params) -> bool {
-    NETWORK.iter().any(|axis| params.contains_key(*axis))
+    NETWORK
+        .iter()
+        .any(|axis| params.get(*axis).is_some_and(|value| value != "none"))
 }
 
 /// Measures a point between two namespaces. Returns the command, and the sample.
@@ -50,6 +58,8 @@ pub(super) fn start(
     }
     for (axis, value) in &point.params {
         match axis.as_str() {
+            axis if NETWORK.contains(&axis) && value == "none" => {}
+            "network-rate" => words.extend(["--rate".to_owned(), value.clone()]),
             "mtu" => words.extend(["--mtu".to_owned(), value.clone()]),
             "offload" if value == "false" => words.push("--no-offload".to_owned()),
             "offload" => {}
@@ -64,6 +74,7 @@ pub(super) fn start(
 /// Measures one point from this namespace. Returns the sample as JSON.
 pub(super) fn run(args: &Between) -> Result<String, String> {
     let path = path(args)?;
+    let rate = args.rate.as_deref().map(rate).transpose()?;
     let pair = |text: &String| {
         let (axis, value) = text.split_once('=')?;
         Some((axis.to_owned(), value.to_owned()))
@@ -81,6 +92,12 @@ pub(super) fn run(args: &Between) -> Result<String, String> {
     };
     let other = namespace()?;
     connect(&other, args, path)?;
+    if let Some(rate) = rate {
+        for command in limits(rate) {
+            system(&command)?;
+            system(&format!("nsenter -t {} -n {command}", other.pid()))?;
+        }
+    }
     let library = Library::find().map_err(|e| e.to_string())?;
     let beyond = Beyond {
         process: other.pid(),
@@ -113,6 +130,27 @@ fn path(args: &Between) -> Result<Path, String> {
         delay: link.delay,
         loss: link.loss,
     })
+}
+
+/// Parses the rate of the network, which is written as that of the device's faults. Returns it in bits for each second.
+fn rate(text: &str) -> Result<u64, String> {
+    let plan = Plan::parse(&format!("rate={text}")).map_err(|e| e.to_string())?;
+    plan.link
+        .rate
+        .map(|bytes| bytes.saturating_mul(8))
+        .ok_or_else(|| format!("the rate {text} is no limit"))
+}
+
+/// Returns the commands that limit the rate at which an end sends. A queue of 2 ms delays the packets of a full link, as a card does.
+fn limits(rate: u64) -> [String; 3] {
+    let queue = (rate / 8 / 500).max(256 * 1024);
+    [
+        "tc qdisc add dev wire root handle 1: htb default 1".to_owned(),
+        format!(
+            "tc class add dev wire parent 1: classid 1:1 htb rate {rate}bit burst 128k cburst 128k"
+        ),
+        format!("tc qdisc add dev wire parent 1:1 bfifo limit {queue}"),
+    ]
 }
 
 /// Starts a process in a new network namespace, which exists as long as the process.
@@ -181,6 +219,7 @@ mod tests {
             delay: delay.to_owned(),
             loss: loss.to_owned(),
             no_offload: false,
+            rate: None,
             extent: Extent::Quick,
         }
     }
@@ -203,5 +242,17 @@ mod tests {
             assert!(wanted(&params(axis)), "{axis}");
         }
         assert!(!wanted(&params("loss")));
+        let none = Params::from([("network-rate".to_owned(), "none".to_owned())]);
+        assert!(!wanted(&none));
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_sending_end() {
+        assert_eq!(rate("1Gbit/s"), Ok(1_000_000_000));
+        for text in ["none", "1", "fast"] {
+            assert!(rate(text).is_err(), "{text}");
+        }
+        let all = limits(1_000_000_000).concat();
+        assert!(all.contains("htb rate 1000000000bit"), "{all}");
     }
 }

@@ -60,7 +60,16 @@ impl Extent {
     pub(crate) fn more_samples(self) -> usize {
         match self {
             Self::Full => 5,
-            Self::Quick => 3,
+            Self::Quick => 1,
+            Self::Smoke => 0,
+        }
+    }
+
+    /// Returns the largest number of samples of a point that decides a finding.
+    pub(crate) fn most_samples(self) -> usize {
+        match self {
+            Self::Full => 25,
+            Self::Quick => 12,
             Self::Smoke => 0,
         }
     }
@@ -193,6 +202,12 @@ pub(crate) struct Axis {
     quick: Option<Vec<Value>>,
     /// The values for `--smoke`, if they are not the first and the last of `quick`.
     smoke: Option<Vec<Value>>,
+    /// The settings for which a value stands, if it is only a name: `[axis.place.set.network]`.
+    #[serde(default)]
+    set: BTreeMap<String, BTreeMap<String, Value>>,
+    /// The points that exist with a value, if not all: `[axis.rate.only.none]`.
+    #[serde(default)]
+    only: BTreeMap<String, Select>,
 }
 
 impl Axis {
@@ -460,7 +475,7 @@ impl std::str::FromStr for Varied {
 }
 
 /// The axes that every experiment of ping and blast can have.
-pub(crate) const VARIABLE: [&str; 19] = [
+pub(crate) const VARIABLE: [&str; 20] = [
     "buffers",
     "carrier",
     "crc",
@@ -473,6 +488,7 @@ pub(crate) const VARIABLE: [&str; 19] = [
     "mtu",
     "network-delay",
     "network-loss",
+    "network-rate",
     "offload",
     "posting",
     "qp",
@@ -556,6 +572,8 @@ impl Experiment {
                 values: varied.values.clone(),
                 quick: None,
                 smoke: Some(varied.values.clone()),
+                set: BTreeMap::new(),
+                only: BTreeMap::new(),
             },
         );
         for figure in &mut self.figures {
@@ -585,12 +603,23 @@ impl Experiment {
                     values.iter().map(move |value| {
                         let mut params = params.clone();
                         params.insert(name.clone(), value.0.clone());
+                        for (axis, value) in axis.set.get(&value.0).into_iter().flatten() {
+                            params.insert(axis.clone(), value.0.clone());
+                        }
                         params
                     })
                 })
                 .collect();
         }
+        let exists = |params: &Params| {
+            self.axes.iter().all(|(name, axis)| {
+                let value = params.get(name);
+                let only = value.and_then(|value| axis.only.get(value));
+                only.is_none_or(|only| selects(only, params))
+            })
+        };
         all.into_iter()
+            .filter(exists)
             .map(|params| Point {
                 runner: self.runner,
                 params,
@@ -634,6 +663,18 @@ impl Experiment {
         let known = |axis: &String| self.axes.contains_key(axis) || self.fixed.contains_key(axis);
         if !PAPERS.iter().any(|(name, _)| *name == self.paper) {
             return Some(format!("there is no paper {}", self.paper));
+        }
+        let unnamed = |axis: &Axis| {
+            let names = axis
+                .set
+                .keys()
+                .find(|name| !axis.values.iter().any(|value| value.0 == **name));
+            names.cloned()
+        };
+        if let Some(name) = self.axes.values().find_map(unnamed) {
+            return Some(format!(
+                "{name} has settings or a selection, but is no value of its axis"
+            ));
         }
         for figure in &self.figures {
             if figure.blank.is_some() {
@@ -845,6 +886,35 @@ mod tests {
         let all = experiment.points(Extent::Full);
         assert_eq!(all.iter().filter(blank).count(), 4);
         assert_eq!(experiment.figures[0].finding[0].to, Some(4.0));
+    }
+
+    #[test]
+    fn a_value_can_stand_for_several_settings() {
+        let place = "[axis.place]\nvalues = ['network', 'loopback']\n[axis.place.set.network]\nmtu = 1500\nqp = 'uc'\n[axis.size]";
+        let file = FILE.replace("[axis.size]", place);
+        let file = file.replace("lines = [\"inline\"]", "lines = [\"inline\", \"place\"]");
+        let experiment = parse(&file).unwrap();
+        let of = experiment.points_of(&experiment.figures[0], Extent::Quick);
+        let keys: Vec<String> = of.iter().map(Point::key).collect();
+        assert_eq!(of.len(), 12);
+        assert!(keys.contains(
+            &"blast inline=true mtu=1500 op=write place=network qp=uc size=1".to_owned()
+        ));
+        assert!(
+            keys.contains(&"blast inline=true op=write place=loopback qp=rc size=1".to_owned())
+        );
+        let few = file.replace(
+            "[axis.size]",
+            "[axis.place.only.loopback]\nsize = [1, 8]\n[axis.size]",
+        );
+        let few = parse(&few).unwrap();
+        // Two places, of which one has two of the three sizes.
+        assert_eq!(
+            few.points_of(&few.figures[0], Extent::Quick).len(),
+            2 * (3 + 2)
+        );
+        let error = parse(&file.replace("set.network", "set.net")).unwrap_err();
+        assert!(error.contains("net has settings"), "{error}");
     }
 
     #[test]

@@ -57,6 +57,9 @@ const INTERRUPTED: u8 = 130;
 /// The number of attempts for a point that fails.
 const ATTEMPTS: usize = 2;
 
+/// The time for additional samples that decide findings, as a share of the time of the regular ones.
+const TO_DECIDE: f64 = 0.15;
+
 /// The interval of progress messages if standard error is not a terminal.
 const PROGRESS: Duration = Duration::from_secs(10);
 
@@ -185,6 +188,8 @@ struct Work<'a> {
     interrupted: Interrupted,
     /// Each point to measure, and its wanted number of samples.
     planned: Vec<(Point, usize)>,
+    /// The time that is left for additional samples, seconds.
+    spare: f64,
     shown: Instant,
 }
 
@@ -229,6 +234,7 @@ impl<'a> Work<'a> {
             ),
             interrupted,
             planned: Vec::new(),
+            spare: 0.0,
             shown: Instant::now(),
         })
     }
@@ -284,10 +290,11 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Measures all points of an experiment in turn, then the noisy ones again, and then the controls of findings that do not
-    /// hold.
+    /// Measures all points of an experiment in turn, then the noisy ones and those that decide a finding again, and then the
+    /// controls of findings that do not hold.
     fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
         let extent = self.store.extent();
+        let began = Instant::now();
         let all = points(experiment, extent);
         for round in 1..=extent.samples() {
             self.round(experiment, &all, round)?;
@@ -303,6 +310,9 @@ impl<'a> Work<'a> {
                 .collect();
             self.round(experiment, &noisy, extent.samples() + round)?;
         }
+        self.spare += began.elapsed().as_secs_f64() * TO_DECIDE;
+        self.decide(experiment, false)?;
+        let began = Instant::now();
         let controls = controls(experiment, &self.store);
         for point in &controls {
             self.planned.push((point.clone(), extent.samples()));
@@ -310,7 +320,34 @@ impl<'a> Work<'a> {
         for round in 1..=extent.samples() {
             self.round(experiment, &controls, round)?;
         }
-        Ok(())
+        self.spare += began.elapsed().as_secs_f64() * TO_DECIDE;
+        self.decide(experiment, true)
+    }
+
+    /// Repeats the points that decide findings within the noise, or their controls, until they are decided or the time is over.
+    fn decide(&mut self, experiment: &Experiment, of_controls: bool) -> Result<(), String> {
+        let most = self.store.extent().most_samples();
+        loop {
+            let points: Vec<Point> = undecided(experiment, &self.store, of_controls)
+                .into_iter()
+                .filter(|point| {
+                    let known = self.store.known(point);
+                    known.failures.len() < ATTEMPTS && (1..most).contains(&known.samples.len())
+                })
+                .collect();
+            if points.is_empty() {
+                return Ok(());
+            }
+            for point in &points {
+                let began = Instant::now();
+                if self.spare <= 0.0 || self.over() {
+                    return Ok(());
+                }
+                let have = self.store.known(point).samples.len();
+                self.round(experiment, std::slice::from_ref(point), have + 1)?;
+                self.spare -= began.elapsed().as_secs_f64();
+            }
+        }
     }
 
     /// Measures each point with fewer than `wanted` samples once.
@@ -454,6 +491,34 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
         }
     }
     all.into_iter().collect()
+}
+
+/// Returns the points that more samples would help to decide the findings of an experiment, or the controls of those that do not hold.
+fn undecided(experiment: &Experiment, store: &Store, of_controls: bool) -> BTreeSet<Point> {
+    let mut all = BTreeSet::new();
+    for figure in &experiment.figures {
+        for finding in &figure.finding {
+            let here = report::judged(experiment, figure, finding, store, None);
+            let judged = match (&finding.control, of_controls) {
+                (_, false) => here,
+                (Some(control), true) if here.verdict == Verdict::NotMet => {
+                    report::judged(experiment, figure, finding, store, Some(control))
+                }
+                _ => continue,
+            };
+            let points = judged.doubtful.into_iter().map(|params| Point {
+                runner: experiment.runner,
+                params,
+            });
+            match finding.control.as_ref().filter(|_| of_controls) {
+                None => all.extend(points),
+                Some(control) => {
+                    all.extend(points.filter_map(|point| changed(&point, finding, control)));
+                }
+            }
+        }
+    }
+    all
 }
 
 /// Returns whether a finding uses a point.

@@ -83,8 +83,8 @@ impl Mpi {
             .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
         if !network.variables.is_empty() {
             command
-                .envs(network.variables.iter().copied())
                 .env("ANYWARP_CARRIER", "tcp")
+                .envs(network.variables.iter().copied())
                 .env("ANYWARP_ADDR", "127.0.0.1")
                 .env("ANYWARP_LIB", library.dir())
                 .arg(own)
@@ -141,7 +141,7 @@ struct Network {
 /// UCX over the device. Open MPI's own transports are disabled, because otherwise one-sided operations would use them.
 const UCX: &[&str] = &["--mca", "pml", "ucx", "--mca", "osc", "ucx"];
 
-const NETWORKS: [Network; 5] = [
+const NETWORKS: [Network; 6] = [
     Network {
         name: "tcp",
         options: &[
@@ -166,6 +166,18 @@ const NETWORKS: [Network; 5] = [
         name: "rdma",
         options: UCX,
         variables: &[
+            ("UCX_NET_DEVICES", "anywarp0:1"),
+            ("UCX_HANDLE_ERRORS", "none"),
+            ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),
+            ("OMPI_MCA_btl", "^vader,tcp,openib"),
+        ],
+    },
+    // As "rdma", but the device transfers the data through shared memory, and does not use the kernel's TCP.
+    Network {
+        name: "rdma-memory",
+        options: UCX,
+        variables: &[
+            ("ANYWARP_CARRIER", "auto"),
             ("UCX_NET_DEVICES", "anywarp0:1"),
             ("UCX_HANDLE_ERRORS", "none"),
             ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),

@@ -79,7 +79,7 @@ pub(crate) fn judged(
         }
     }
     let places = experiment.values(&figure.x, extent);
-    finding::judge(finding, &values, &figure.x, &places)
+    finding::judge(finding, &values, &figure.x, &places, extent.most_samples())
 }
 
 /// Returns the description and the unit of a value.
@@ -128,6 +128,13 @@ fn label(axis: &str, value: &str) -> String {
         ("gso", "false") => "no send offload",
         ("gro", "true") => "receive offload",
         ("gro", "false") => "no receive offload",
+        ("crc", "true") => "with a CRC",
+        ("crc", "false") => "without a CRC",
+        ("mtu", "none") => "loopback interface",
+        ("mtu", bytes) => return format!("packets of {bytes} bytes"),
+        ("offload", "true") => "segmented late",
+        ("offload", "false") => "packets one by one",
+        ("processes", "true") => "processes instead of threads",
         ("at_once", "true") => "at once",
         ("at_once", "false") => "one after the other",
         ("threads", "1") => "1 region",
@@ -144,6 +151,7 @@ fn label(axis: &str, value: &str) -> String {
         ("in_flight", count) => return format!("{count} outstanding"),
         ("network", "tcp") => "MPI over the kernel's TCP",
         ("network", "rdma") => "MPI over RDMA connections",
+        ("network", "rdma-memory") => "MPI over RDMA over shared memory",
         ("network", "ud") => "MPI over UD",
         ("network", "datagrams") => "MPI over RD and Write-Record",
         ("network", "memory") => "MPI over shared memory",
@@ -173,7 +181,7 @@ fn label(axis: &str, value: &str) -> String {
         ("carrier", "tcp") => "over TCP",
         ("carrier", "udp") => "over UDP",
         ("carrier", "memory") => "shared memory",
-        ("rate" | "loss", "none") => "no limit",
+        ("network-rate" | "rate" | "loss", "none") => "no limit",
         ("op", "send") => "Send",
         ("op", "write") => "Write",
         ("op", "write-imm") => "Write with immediate",
@@ -195,7 +203,7 @@ fn across(axis: &str) -> &str {
     match axis {
         "size" => "size",
         "buffers" => "buffers (outstanding operations)",
-        "rate" => "rate of the link",
+        "network-rate" | "rate" => "rate of the link",
         "loss" => "datagrams lost",
         other => other,
     }
@@ -315,6 +323,10 @@ impl<'a> Seen<'a> {
             (met, all) if met == all => format!("met ({met})"),
             (met, all) => format!("{met} of {all} met"),
         };
+        let noise = count(Verdict::Noise);
+        if noise > 0 {
+            let _ = write!(text, ", {noise} within the noise");
+        }
         if self.failures().next().is_some() {
             text.push_str(", some points failed");
         }
@@ -710,7 +722,7 @@ impl<'a> Report<'a> {
             for (finding, (judged, control)) in seen.figure.finding.iter().zip(&seen.findings) {
                 let _ = writeln!(
                     text,
-                    "    {:<8} {}: {}{}",
+                    "    {:<16} {}: {}{}",
                     judged.verdict.as_str(),
                     finding.text,
                     judged.text,
@@ -722,7 +734,7 @@ impl<'a> Report<'a> {
                 if judged.verdict == Verdict::NotMet {
                     let _ = writeln!(
                         text,
-                        "             {}",
+                        "                     {}",
                         why(finding, judged, control.as_ref())
                     );
                 }
@@ -734,12 +746,13 @@ impl<'a> Report<'a> {
 
     /// Returns how many findings of these figures are met, and how many others a control explains.
     fn tally(&self, of: impl Fn(&Seen<'_>) -> bool) -> String {
-        let (mut all, mut met, mut changed, mut partly) = (0, 0, 0, 0);
+        let (mut all, mut met, mut noise, mut changed, mut partly) = (0, 0, 0, 0, 0);
         for seen in self.seen.iter().filter(|seen| of(seen)) {
             for (finding, (judged, control)) in seen.figure.finding.iter().zip(&seen.findings) {
                 all += usize::from(judged.verdict != Verdict::Unknown);
                 match (judged.verdict, control) {
                     (Verdict::Met, _) => met += 1,
+                    (Verdict::Noise, _) => noise += 1,
                     (Verdict::NotMet, Some(c)) if c.verdict == Verdict::Met => changed += 1,
                     (Verdict::NotMet, Some(c)) => {
                         partly += usize::from(supports(finding, judged, c));
@@ -749,9 +762,9 @@ impl<'a> Report<'a> {
             }
         }
         format!(
-            "{all} findings: {met} are met, {changed} are met with one condition changed, of {partly} one changed condition removes \
-             most of the difference, {} have at most a presumed reason.",
-            all - met - changed - partly
+            "{all} findings: {met} are met, {noise} are within the noise, {changed} are met with one condition changed, of {partly} one \
+             changed condition removes most of the difference, {} have at most a presumed reason.",
+            all - met - noise - changed - partly
         )
     }
 
@@ -763,7 +776,7 @@ impl<'a> Report<'a> {
                 let hint = match judged.verdict {
                     Verdict::Met => &finding.hint,
                     Verdict::NotMet => &finding.hint_not,
-                    Verdict::Unknown => continue,
+                    Verdict::Noise | Verdict::Unknown => continue,
                 };
                 if let Some(hint) = hint {
                     let number = judged.number.map(digits).unwrap_or_default();
@@ -817,6 +830,7 @@ impl<'a> Report<'a> {
                 None => (None, "no figure measures this".to_owned()),
                 Some((id, judged)) => match judged.verdict {
                     Verdict::Unknown => (None, format!("not measured: anywarp study run {id}")),
+                    Verdict::Noise => (None, format!("{} [{id}]", judged.text)),
                     verdict => {
                         let number = judged.number.map_or_else(|| "?".to_owned(), digits);
                         (

@@ -518,6 +518,7 @@ impl Bench {
                     ("receivers", value) => add("--qps", value),
                     ("resident" | "huge" | "fresh", "true") => add(&format!("--{axis}"), "1"),
                     ("at_once", "true") => add("--at-once", "1"),
+                    ("processes", "true") => add("--processes", "1"),
                     _ => {}
                 }
             }

@@ -86,17 +86,60 @@ pub(crate) struct Middle {
     pub(crate) median: f64,
     pub(crate) lower: f64,
     pub(crate) upper: f64,
+    /// The estimated standard deviation of one sample, as a share of the median.
+    pub(crate) deviation: f64,
+    /// The number of samples.
+    pub(crate) count: usize,
+    /// The share of the time that an end waited for a processor, if that is so much that all samples may be wrong alike.
+    pub(crate) waited: f64,
+}
+
+/// The ratio of the standard deviation to the median distance from the median, for a normal distribution.
+const TO_STANDARD: f64 = 1.4826;
+
+/// What that ratio is multiplied by for 2, 3, 4 … samples, for which the median distance is too small on average.
+const FOR_FEW: [f64; 8] = [1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.107];
+
+/// Estimates the standard deviation from the median distance to the median, on which outliers have no influence, as they have none on
+/// the median itself.
+fn deviation(all: &[f64], median: f64) -> f64 {
+    let Some(at) = all.len().checked_sub(2).filter(|_| median != 0.0) else {
+        return 0.0;
+    };
+    let distances = sorted(all.iter().map(|value| (value - median).abs()));
+    let factor = FOR_FEW.get(at).copied().unwrap_or(1.0);
+    TO_STANDARD * factor * middle(&distances).unwrap_or(0.0) / median.abs()
+}
+
+/// Returns the median of sorted values: of an even number of values the mean of the two in the middle.
+fn middle(sorted: &[f64]) -> Option<f64> {
+    let below = sorted.get(sorted.len().checked_sub(1)? / 2)?;
+    Some(f64::midpoint(*below, *sorted.get(sorted.len() / 2)?))
 }
 
 impl Known {
     /// Returns the median and the quartiles of a value over the samples.
     pub(crate) fn middle(&self, metric: &str) -> Option<Middle> {
         let all = sorted(self.samples.iter().filter_map(|s| s.get(metric).copied()));
+        let (below, above) = (
+            all.get(all.len().checked_sub(1)? / 2)?,
+            all.get(all.len() / 2)?,
+        );
+        let median = f64::midpoint(*below, *above);
         Some(Middle {
-            median: quantile(&all, 0.5)?,
+            median,
             lower: quantile(&all, 0.25)?,
             upper: quantile(&all, 0.75)?,
+            deviation: deviation(&all, median),
+            count: all.len(),
+            waited: self.waited().unwrap_or(0.0),
         })
+    }
+
+    /// Returns the share of the time that an end waited for a processor, if it is more than usual.
+    fn waited(&self) -> Option<f64> {
+        let all = sorted(self.samples.iter().filter_map(|s| s.get("waited").copied()));
+        middle(&all).filter(|waited| *waited > WAITED)
     }
 
     /// Returns why the point is noisy, if it is.
@@ -106,8 +149,8 @@ impl Known {
         if spread > SPREAD {
             return Some(format!("spread {:.0} %", spread * 100.0));
         }
-        let waited = self.middle("waited")?.median;
-        (waited > WAITED).then(|| format!("waited for a processor {:.0} %", waited * 100.0))
+        self.waited()
+            .map(|waited| format!("waited for a processor {:.0} %", waited * 100.0))
     }
 }
 
@@ -341,6 +384,29 @@ mod tests {
     }
 
     #[test]
+    fn the_deviation_is_a_share_of_the_median() {
+        let of = |all: &[f64]| {
+            let samples = all.iter().map(|us| sample(*us)).collect();
+            let known = Known {
+                samples,
+                ..Known::default()
+            };
+            known.middle("oneway_us").unwrap()
+        };
+        assert_eq!(of(&[5.0]).deviation, 0.0);
+        assert_eq!(of(&[5.0]).count, 1);
+        // The standard deviation of two values is their distance, divided by the square root of two.
+        let two = of(&[9.0, 11.0]).deviation;
+        assert!((0.14..0.21).contains(&two), "{two}");
+        assert!((of(&[900.0, 1100.0]).deviation - two).abs() < 1e-9);
+        assert_eq!(of(&[900.0, 1100.0]).median, 1000.0);
+        assert_eq!(of(&[0.0, 0.0, 4.0]).deviation, 0.0);
+        // An outlier has no influence.
+        let outlier = of(&[9.0, 10.0, 11.0, 10.5, 900.0]).deviation;
+        assert!(outlier < 0.2, "{outlier}");
+    }
+
+    #[test]
     fn values_that_differ_much_are_noisy() {
         let known = |us: &[f64]| Known {
             samples: us.iter().map(|us| sample(*us)).collect(),
@@ -351,6 +417,8 @@ mod tests {
         let mut waited = known(&[1.0]);
         waited.samples[0].insert("waited".to_owned(), 0.5);
         assert!(waited.noise().unwrap().contains("50 %"));
+        assert_eq!(waited.middle("oneway_us").unwrap().waited, 0.5);
+        assert_eq!(known(&[1.0]).middle("oneway_us").unwrap().waited, 0.0);
         let memory = |mb: f64| Sample::from([("mb".to_owned(), mb), ("kernel_mb".to_owned(), 0.0)]);
         let memory = Known {
             samples: [1.0, 1.1, 2.0, 2.1].map(memory).into(),
