@@ -200,9 +200,10 @@ const NEVER: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || anyw
     || (iwarp_rdma.opcode > 11 && !anywarp_control) \
     || (udp && !anywarp)";
 
-/// A filter that must match no packet of standard iWARP, which tshark decodes without the dissector.
+/// A filter that must match no packet of standard iWARP, which tshark decodes without the dissector. A packet without a whole
+/// FPDU is allowed, because a busy socket may accept a part of one.
 const NEVER_STANDARD: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || iwarp_rdma.opcode > 11 \
-    || _ws.unreassembled || !tcp || (tcp.len > 0 && !iwarp_mpa)";
+    || _ws.unreassembled || !tcp || (tcp.len > 0 && !iwarp_mpa && !tcp.segment_data)";
 
 /// Disables a dissector of tshark that takes any Send for RPC and reports errors.
 const WITHOUT: [&str; 2] = ["--disable-protocol", "rpcordma"];
