@@ -8,7 +8,9 @@ pub const WAIT_READ: usize = 16 * 1024;
 pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
-/// The number of such buffers that are kept for reuse. More threads than this rarely receive at the same time.
+/// Size in bytes of a buffer on the stack, for a receive that is expected to be shorter.
+pub const FEW: usize = 1024;
+/// The number of buffers of [`SCRATCH`] bytes that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
 /// The largest receive buffer in bytes that the streams of a process share. A wait receives about this much for a stream.
 pub const SLAB: usize = 32 * 1024;
