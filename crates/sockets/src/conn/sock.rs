@@ -11,6 +11,7 @@ use crate::limits;
 use crate::log;
 use crate::policy;
 use crate::queue::Dest;
+use crate::spin;
 use crate::stream::{self, First, News, Room, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
@@ -625,7 +626,19 @@ impl Sock {
         drop(inner);
         let mut few = [0; limits::FEW];
         let mut room = Room::of(&plan, &mut few);
-        let result = room.receive(&plan, Some(dest), |parts| sys::recv_as(fd, parts, 0));
+        let result = room.receive(&plan, Some(dest), |parts| {
+            let mut is_first = true;
+            spin::wait(|sleeps| {
+                let flags = if sleeps { 0 } else { libc::MSG_DONTWAIT };
+                match sys::recv_as(fd, parts, flags) {
+                    Err(libc::EAGAIN) if !sleeps => {
+                        let is_first = std::mem::take(&mut is_first);
+                        (is_first && sys::is_nonblocking(fd)).then_some(Err(libc::EAGAIN))
+                    }
+                    result => Some(result),
+                }
+            })
+        });
         let mut inner = lock(&self.inner);
         if let Some(stream) = inner.as_mut() {
             if let Ok(n) = result
@@ -746,6 +759,9 @@ impl Sock {
         let Some(((result, wait, has_rest, is_over), is_waiting)) = done else {
             return (Err(GONE), None);
         };
+        if result.is_ok() {
+            spin::wrote();
+        }
         if is_waiting {
             worker::watch(fd, self);
         }
