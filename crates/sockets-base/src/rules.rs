@@ -228,7 +228,7 @@ impl Default for Settings {
             ask: 1000,
             pool: 64 << 20,
             shares: true,
-            spin: 20,
+            spin: 0,
         }
     }
 }
@@ -846,7 +846,7 @@ mod tests {
         assert_eq!(pool("set pool 1M; set share off"), (1 << 20, false));
         let spins = ["", "set spin off", "set spin 100us"];
         let spins = spins.map(|text| read(text).settings(&who("x")).spin);
-        assert_eq!(spins, [20, 0, 100]);
+        assert_eq!(spins, [0, 0, 100]);
     }
 
     #[test]
