@@ -91,8 +91,9 @@ enum Task {
     Perf,
     /// Capture the traffic of programs, and decode it with tshark and anywarp's dissector.
     Capture,
-    /// Run programs of the distribution with the preloaded library for sockets at both ends, at the server, and at the client.
-    Sockets,
+    /// Run programs of the distribution with the preloaded library for sockets at both ends, at the server, and at the client;
+    /// or measure upgraded streams against kernel TCP.
+    Sockets(sockets::Options),
     /// Compare extended sockets with verbs, rsockets and plain TCP, and check the bounds.
     Exs(exs::Options),
     /// Test `anywarp study` briefly with each of its runners.
@@ -134,7 +135,7 @@ fn run(task: &Task) -> xtask::Result {
         Task::BenchGuest { repeat, filter } => interop::bench::run(*repeat, filter.as_deref()),
         Task::Perf => perf::run(),
         Task::Capture => capture::run(),
-        Task::Sockets => sockets::run(),
+        Task::Sockets(options) => sockets::run(options),
         Task::Exs(options) => exs::run(options),
         Task::Study { guest: true, .. } => interop::study::run(),
         Task::Study { browser, .. } => study::run(*browser),

@@ -1,7 +1,9 @@
 //! `cargo lab sockets`: runs the test programs `tests/c/sockets.c` and `tests/c/datagrams.c` with the kernel's sockets and
-//! with those of `libanywarp-sockets.so`, and then the tests of tests/sockets for `anywarp sockets` and for other programs.
+//! with those of `libanywarp-sockets.so`, and then the tests of tests/sockets for `anywarp sockets` and for other programs. With `--bars`
+//! it measures upgraded streams against kernel TCP.
 
 use rustix::process::geteuid;
+use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 use xtask::{Result, sh};
@@ -46,11 +48,38 @@ echo '== tests/sockets/memory'
 echo '== tests/sockets/check'
 exec "$3" "$1" "$4""#;
 
-/// Runs the whole script.
-pub(crate) fn run() -> Result {
+/// Options of `cargo lab sockets`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Measure upgraded streams against kernel TCP in place of the tests.
+    #[arg(long)]
+    bars: bool,
+    /// Number of rounds.
+    #[arg(long, value_name = "N", default_value_t = 11, requires = "bars")]
+    rounds: usize,
+    /// Measure only rows with this in their name.
+    #[arg(long, value_name = "PART", default_value = "", requires = "bars")]
+    only: String,
+    /// Write the table to docs/results/sockets.md.
+    #[arg(long, requires = "bars")]
+    write: bool,
+}
+
+/// The head of docs/results/sockets.md.
+const HEAD: &str = "# Sockets of unmodified programs and kernel TCP\n\n\
+    `cargo lab sockets --bars --write` generates this page. Each row is measured in each round once on the kernel's sockets and once with \
+    `anywarp sockets run` at both ends, or at the server in the rows with a plain client. The namespaces are connected by a veth pair with frames \
+    of 1,500 bytes. A ratio compares the medians. CPU is the ratio of the processor time of both programs for the same work. In the rows of idle \
+    programs the bar is for the value itself.\n\n";
+
+/// Runs the whole script, or the measurements.
+pub(crate) fn run(options: &Options) -> Result {
     let library = sh::dist().join("lib/anywarp/libanywarp-sockets.so");
     if !library.exists() {
         return Err(format!("{}: missing; run `cargo xtask dist`", library.display()).into());
+    }
+    if options.bars {
+        return bars(options);
     }
     let program = compiled("c/sockets.c", "sockets-semantics")?;
     let datagrams = compiled("c/datagrams.c", "datagrams-semantics")?;
@@ -76,6 +105,27 @@ pub(crate) fn run() -> Result {
         .arg(sh::root().join("tests/sockets/hosts"))
         .arg(sh::root().join("tests/sockets/memory"));
     sh::run(&mut check)
+}
+
+/// Measures by tests/sockets/bars in a new network namespace.
+fn bars(options: &Options) -> Result {
+    let mut command = Command::new("unshare");
+    command
+        .args((!geteuid().is_root()).then_some("--map-root-user"))
+        .arg("--net")
+        .arg(sh::root().join("tests/sockets/bars"))
+        .arg(sh::dist().join("bin/anywarp"))
+        .arg(format!("--rounds={}", options.rounds))
+        .arg(format!("--only={}", options.only));
+    let table = sh::output(&mut command)?;
+    println!("{table}");
+    if options.write {
+        fs::write(
+            sh::root().join("docs/results/sockets.md"),
+            format!("{HEAD}{table}"),
+        )?;
+    }
+    Ok(())
 }
 
 /// Builds a program of `tests`.

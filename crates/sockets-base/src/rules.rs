@@ -8,7 +8,7 @@
 //! all                                                     any of these modes
 //! DATAGRAMS: datagram | record | reliable
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent|error
-//! set ask TIME|off;  set pool SIZE;  set share process|off
+//! set ask TIME|off;  set pool SIZE;  set share process|off;  set spin TIME|off
 //! ```
 //!
 //! The source that was read last has precedence. Within a source the first matching rule decides.
@@ -202,8 +202,12 @@ pub struct Settings {
     pub pool: u32,
     /// A stream without such bytes has no receive buffer, because the streams of the process share the buffers.
     pub shares: bool,
+    /// Microseconds for which a thread may poll for an answer before it sleeps. 0: it sleeps at once.
+    pub spin: u32,
 }
 
+/// The longest time of [`Settings::spin`] in microseconds: about what it takes to wake a thread on a processor that sleeps.
+pub const SPIN_MOST: u32 = 100;
 /// The smallest pool in bytes: a few buffers.
 pub const POOL_LEAST: u32 = 64 << 10;
 /// The largest pool in bytes.
@@ -224,6 +228,7 @@ impl Default for Settings {
             ask: 1000,
             pool: 64 << 20,
             shares: true,
+            spin: 0,
         }
     }
 }
@@ -237,6 +242,7 @@ enum Setting {
     Ask(u32),
     Pool(u32),
     Share(bool),
+    Spin(u32),
 }
 
 /// A mistake in a configuration.
@@ -531,9 +537,20 @@ impl<'a> Line<'a> {
                     .ok_or_else(|| self.mistake(column, "expected a size from 64K to 1024M"))
             }
             "share" => Ok(Setting::Share(self.either("process", "off")?)),
+            "spin" => {
+                let (column, value) = self.next();
+                let micros = if value == "off" {
+                    Some(0)
+                } else {
+                    micros(value).filter(|n| *n <= SPIN_MOST)
+                };
+                micros
+                    .map(Setting::Spin)
+                    .ok_or_else(|| self.mistake(column, "expected off, or a time from 1us to 100us"))
+            }
             _ => Err(self.mistake(
                 column,
-                "expected the name of a setting: crc, window, io_uring, fallback, ask, pool or share",
+                "expected the name of a setting: crc, window, io_uring, fallback, ask, pool, share or spin",
             )),
         }
     }
@@ -696,6 +713,7 @@ impl Policy {
                 Setting::Ask(micros) => all.ask = micros,
                 Setting::Pool(bytes) => all.pool = bytes,
                 Setting::Share(shares) => all.shares = shares,
+                Setting::Spin(micros) => all.spin = micros,
             }
         }
         all
@@ -826,6 +844,9 @@ mod tests {
         };
         assert_eq!(pool(""), (64 << 20, true));
         assert_eq!(pool("set pool 1M; set share off"), (1 << 20, false));
+        let spins = ["", "set spin off", "set spin 100us"];
+        let spins = spins.map(|text| read(text).settings(&who("x")).spin);
+        assert_eq!(spins, [0, 0, 100]);
     }
 
     #[test]
@@ -968,6 +989,9 @@ mod tests {
             ("set pool 63K", 1, 10),
             ("set pool 1025M", 1, 10),
             ("set share host", 1, 11),
+            ("set spin", 1, 10),
+            ("set spin 101us", 1, 10),
+            ("set spin 0us", 1, 10),
             ("connect tcp eth0 to", 1, 21),
             ("connect tcp eth0:80 to 10.0.0.1 tcp", 1, 13),
             ("connect tcp eth0 to 10.0.0.1 from eth0 tcp", 1, 30),

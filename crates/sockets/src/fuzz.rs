@@ -66,8 +66,14 @@ fn peer(window: u32) -> Private {
     }
 }
 
-/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result.
-fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usize, Option<Broken>) {
+/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result. `wholes`: pieces that are whole messages are handled
+/// as such.
+fn feed_as(
+    bytes: &[u8],
+    crc: bool,
+    wholes: bool,
+    mut piece: impl FnMut() -> usize,
+) -> (Got, usize, Option<Broken>) {
     let (mut rx, mut tx) = (Rx::new(WINDOW, crc), Tx::new(&peer(100), crc));
     let mut got = Got::default();
     let mut rest = bytes;
@@ -75,7 +81,13 @@ fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usiz
         let (now, behind) = rest.split_at(piece().clamp(1, rest.len()));
         rest = behind;
         let before = tx.credit();
-        let result = rx.feed(now, &mut tx, &mut got);
+        let whole = if wholes { rx.whole(now, &mut tx) } else { None };
+        let result = if let Some(payload) = whole {
+            got.data.extend_from_slice(payload);
+            Ok(())
+        } else {
+            rx.feed(now, &mut tx, &mut got)
+        };
         let all = got.data.len() + got.waiting.len() + got.urgent.len();
         // The window does not limit the bytes after a Plain message.
         let is_plain = rx.is_plain();
@@ -90,6 +102,10 @@ fn feed(bytes: &[u8], crc: bool, mut piece: impl FnMut() -> usize) -> (Got, usiz
         assert!(rx.open() <= WINDOW);
     }
     (got, tx.credit(), None)
+}
+
+fn feed(bytes: &[u8], crc: bool, piece: impl FnMut() -> usize) -> (Got, usize, Option<Broken>) {
+    feed_as(bytes, crc, false, piece)
 }
 
 /// Checks that the result does not depend on how the bytes are split into pieces.
@@ -108,6 +124,7 @@ fn pieces(bytes: &[u8], crc: bool, seed: u32) {
 fn messages(input: &mut Input<'_>, crc: bool) {
     let mut tx = Tx::new(&peer(i32::MAX as u32), crc);
     let mut wire = Vec::new();
+    let mut lengths = Vec::new();
     let mut limit = 100u32;
     let mut sent = 0;
     let mut is_right = true;
@@ -133,6 +150,7 @@ fn messages(input: &mut Input<'_>, crc: bool) {
         wire.extend_from_slice(&frame.head);
         wire.extend_from_slice(&payload);
         wire.extend_from_slice(frame.tail());
+        lengths.push(wire.len() - from);
         sent += len;
         is_right &= matches!(kind, Kind::Data | Kind::Limit | Kind::Urgent);
         if input.byte() > 200 {
@@ -147,6 +165,11 @@ fn messages(input: &mut Input<'_>, crc: bool) {
         assert_eq!(got.data.len() + got.urgent.len(), sent);
         assert!(wire.is_empty() || credit == limit as usize);
     }
+    let mut next = lengths.into_iter();
+    assert_eq!(
+        feed_as(&wire, crc, true, || next.next().unwrap_or(usize::MAX)),
+        feed(&wire, crc, || usize::MAX)
+    );
     pieces(&wire, crc, input.number());
 }
 

@@ -39,7 +39,8 @@ pub mod record;
 pub mod reliable;
 pub mod remote;
 #[cfg(not(fuzzing))]
-pub mod start;
+pub mod spin;
+mod start;
 pub mod stream;
 pub mod sys;
 pub mod wire;

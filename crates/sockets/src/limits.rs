@@ -8,7 +8,9 @@ pub const WAIT_READ: usize = 16 * 1024;
 pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
-/// The number of such buffers that are kept for reuse. More threads than this rarely receive at the same time.
+/// Size in bytes of a buffer on the stack, for a receive that is expected to be shorter.
+pub const FEW: usize = 1024;
+/// The number of buffers of [`SCRATCH`] bytes that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
 /// The largest receive buffer in bytes that the streams of a process share. A wait receives about this much for a stream.
 pub const SLAB: usize = 32 * 1024;
@@ -28,6 +30,31 @@ pub const RUN: u8 = 8;
 pub const PARTS: usize = 64;
 /// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
+/// Waits that are shorter are not polled: the peer has answered on the same processor, or before the thread slept. Nothing has to be woken
+/// on another processor.
+pub const SPIN_LEAST: Duration = Duration::from_micros(6);
+/// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
+/// this time.
+pub const SPIN_TRY: Duration = Duration::from_micros(100);
+/// The number of such waits, until the thread gives up. Both ends begin at about the same time, but not at the same wait.
+pub const SPIN_TRIES: u8 = 32;
+/// The number of such waits without an answer after which the thread gives up at once.
+pub const SPIN_MISSES: u8 = 2;
+/// The number of suitable waits in succession after which a thread tries to poll. With other work on the processors, some waits are suitable
+/// by chance.
+pub const SPIN_SUITABLE: u8 = 8;
+/// The number of short waits in succession after which the tries have succeeded.
+pub const SPIN_GOOD: u8 = 4;
+/// The number of waits between two that are measured: reading the clock takes a few percent of a short wait.
+pub const SPIN_SKIPS: u32 = 16;
+/// The number of polled waits that are judged together.
+pub const SPIN_SERIES: u32 = 64;
+/// The number of such series after which earlier failures are forgotten.
+pub const SPIN_PROVEN: u8 = 16;
+/// After each failure, up to this number, the time until the next try is four times as long.
+pub const SPIN_FAILURES: u8 = 5;
+/// A longer time between two polls means that another thread has used the processor.
+pub const SPIN_GAP: Duration = Duration::from_micros(20);
 /// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
 /// `accept` answers sooner.
 pub const REPLY_WAIT: i32 = 10;

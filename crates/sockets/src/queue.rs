@@ -175,6 +175,12 @@ impl<'a, 'b> Dest<'a, 'b> {
     /// Records that the first `n` bytes of [`Self::place`] were filled.
     pub fn advance(&mut self, n: usize) {
         self.done += n;
+        if let Some(first) = self.parts.first_mut()
+            && n < first.len()
+        {
+            first.advance(n);
+            return;
+        }
         let mut parts = std::mem::take(&mut self.parts);
         IoSliceMut::advance_slices(&mut parts, n);
         self.parts = parts;

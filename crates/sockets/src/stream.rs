@@ -32,30 +32,37 @@ pub struct Plan {
 }
 
 impl Plan {
-    fn asked(&self) -> usize {
+    /// Returns the number of bytes that the receive asks for.
+    pub fn asked(&self) -> usize {
         usize::from(self.head) * HEAD + self.there + self.own
     }
 }
 
 /// The memory of the library for one receive.
 #[derive(Debug)]
-pub struct Room {
+pub struct Room<'a> {
     head: [u8; HEAD],
-    buffer: Box<[u8]>,
+    /// For short receives, which are the most frequent: to take a buffer costs more than to clear this one.
+    few: &'a mut [u8; limits::FEW],
+    /// `None`: `few` is used.
+    buffer: Option<Box<[u8]>>,
 }
 
-impl Default for Room {
-    /// Takes a buffer from those that are kept for reuse.
-    fn default() -> Self {
-        let kept = SCRATCH.lock().pop();
+impl<'a> Room<'a> {
+    /// Returns memory for a receive according to `plan`. A long buffer is taken from those that are kept for reuse.
+    #[inline]
+    pub fn of(plan: &Plan, few: &'a mut [u8; limits::FEW]) -> Self {
+        let is_long = plan.there + plan.own > limits::FEW;
         Self {
             head: [0; HEAD],
-            buffer: kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice()),
+            few,
+            buffer: is_long.then(|| {
+                let kept = SCRATCH.lock().pop();
+                kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice())
+            }),
         }
     }
-}
 
-impl Room {
     /// Calls `recv` with the buffers of the plan.
     pub fn receive(
         &mut self,
@@ -63,7 +70,8 @@ impl Room {
         dest: Option<&mut Dest<'_, '_>>,
         recv: impl FnOnce(&mut [IoSliceMut<'_>]) -> Result<usize, c_int>,
     ) -> Result<usize, c_int> {
-        let own = self.buffer.get_mut(..plan.own).unwrap_or(&mut []);
+        let buffer = self.buffer.as_deref_mut().unwrap_or(self.few);
+        let own = buffer.get_mut(..plan.own).unwrap_or(&mut []);
         let there = dest
             .and_then(|d| d.place().get_mut(..plan.there))
             .unwrap_or(&mut []);
@@ -78,27 +86,39 @@ impl Room {
         }
     }
 
+    /// Returns the `n` bytes that were received if `plan` has placed none elsewhere.
+    pub fn all(&self, plan: &Plan, n: usize) -> Option<&[u8]> {
+        if plan.head || plan.there > 0 {
+            return None;
+        }
+        Some(self.behind(0, n))
+    }
+
     /// Inserts bytes before the `behind` bytes that were received into the buffer.
     fn put_before(&mut self, bytes: &[u8], behind: usize) {
         if bytes.is_empty() {
             return;
         }
-        self.buffer.copy_within(..behind, bytes.len());
-        if let Some(place) = self.buffer.get_mut(..bytes.len()) {
+        let buffer = self.buffer.as_deref_mut().unwrap_or(self.few);
+        buffer.copy_within(..behind, bytes.len());
+        if let Some(place) = buffer.get_mut(..bytes.len()) {
             place.copy_from_slice(bytes);
         }
     }
 
     fn behind(&self, moved: usize, behind: usize) -> &[u8] {
-        self.buffer.get(..moved + behind).unwrap_or(&[])
+        let buffer = self.buffer.as_deref().unwrap_or(self.few);
+        buffer.get(..moved + behind).unwrap_or(&[])
     }
 }
 
-impl Drop for Room {
+impl Drop for Room<'_> {
     fn drop(&mut self) {
-        let mut all = SCRATCH.lock();
-        if all.len() < limits::SCRATCH_KEPT {
-            all.push(std::mem::take(&mut self.buffer));
+        if let Some(buffer) = self.buffer.take() {
+            let mut all = SCRATCH.lock();
+            if all.len() < limits::SCRATCH_KEPT {
+                all.push(buffer);
+            }
         }
     }
 }
@@ -153,6 +173,8 @@ pub struct Stream {
     full: bool,
     /// The last receive returned fewer bytes than it asked for, so the carrier's receive buffer is empty.
     drained: bool,
+    /// The last receive returned so few bytes that a short buffer would have been enough.
+    few: bool,
     /// The carrier's receive buffer has payload.
     has_payload: bool,
     /// A thread that receives from the carrier without the lock of the stream may take bytes at any time, although the stream is
@@ -320,6 +342,7 @@ impl Stream {
             plain_reported: false,
             full: false,
             drained: true,
+            few: true,
             has_payload: false,
             blind: false,
             urgent: None,
@@ -530,8 +553,9 @@ impl Stream {
         if self.closed || self.broken {
             return false;
         }
-        let mut room = Room::default();
         let plan = self.plan(dest.as_deref(), most);
+        let mut few = [0; limits::FEW];
+        let mut room = Room::of(&plan, &mut few);
         let result = room.receive(&plan, dest.as_deref_mut(), |parts| sys::recv(fd, parts));
         self.arrived(fd, &plan, result, dest, &mut room)
     }
@@ -558,10 +582,15 @@ impl Stream {
             Some(dest) => most.min(dest.room() + HEAD),
             None => most.min(limits::POOL_EMPTY),
         };
+        let longest = if self.few {
+            limits::FEW
+        } else {
+            limits::SCRATCH
+        };
         let plain = Plan {
             head: false,
             there: 0,
-            own: most.min(limits::SCRATCH),
+            own: most.min(longest),
         };
         // For short reads it is better to receive many bytes at once.
         let Some(dest) = dest.filter(|d| d.room() > limits::COPIED) else {
@@ -596,7 +625,7 @@ impl Stream {
         plan: &Plan,
         result: Result<usize, c_int>,
         mut dest: Option<&mut Dest<'_, '_>>,
-        room: &mut Room,
+        room: &mut Room<'_>,
     ) -> bool {
         self.has_payload = false;
         let n = match result {
@@ -624,6 +653,12 @@ impl Stream {
             }
         };
         self.drained = n < plan.asked();
+        if n >= limits::FEW {
+            self.few = false;
+        } else if self.rx.is_between() {
+            // Not the rest of a message that did not fit.
+            self.few = true;
+        }
         if self.blind {
             return true;
         }
@@ -647,6 +682,37 @@ impl Stream {
         if moved + behind > 0 {
             self.take_bytes(fd, room.behind(moved, behind), dest);
         }
+        true
+    }
+
+    /// Handles `bytes`, which the last receive has returned, if they are exactly one message and its payload fits into the program's
+    /// next buffer. The result is that of [`Self::arrived`] and then [`Self::read`], in less time. Otherwise returns false without a
+    /// change.
+    #[inline]
+    pub fn read_whole(&mut self, fd: c_int, bytes: &[u8], dest: &mut Dest<'_, '_>) -> bool {
+        if self.blind
+            || self.plain
+            || self.broken
+            || self.start.is_some()
+            || self.queue.held() > 0
+            || !self.held.is_empty()
+            || self.end_due
+            || bytes.len() > dest.room() + HEAD + CRC
+        {
+            return false;
+        }
+        let Some(tx) = &mut self.tx else { return false };
+        let credit = (tx.credit() > 0, tx.has_room());
+        let Some(payload) = self.rx.whole(bytes, tx) else {
+            return false;
+        };
+        self.news.writable |= credit != (tx.credit() > 0, tx.has_room());
+        self.has_payload = false;
+        self.drained = true;
+        self.few = true;
+        dest.put(payload);
+        self.bytes_in += payload.len() as u64;
+        self.open_window(fd);
         true
     }
 
@@ -1061,7 +1127,6 @@ impl Stream {
     /// Sends a prefix of the payload in one Send. Returns the length of the prefix.
     fn data(&mut self, fd: c_int, parts: &[IoSlice<'_>], flags: c_int) -> Result<usize, c_int> {
         let total: usize = parts.iter().take(limits::PARTS).map(|p| p.len()).sum();
-        let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else {
             return Err(libc::EAGAIN);
         };
@@ -1070,10 +1135,27 @@ impl Stream {
             return Err(libc::EAGAIN);
         }
         self.joins(fd, len);
+        match parts {
+            [part] => {
+                let payload = part.get(..len).unwrap_or(&[]);
+                self.data_of(fd, len, std::iter::once(payload), flags)
+            }
+            _ => self.data_of(fd, len, Cut::new(parts, len), flags),
+        }
+    }
+
+    /// Sends `len` bytes of payload, which the credit permits.
+    fn data_of<'a>(
+        &mut self,
+        fd: c_int,
+        len: usize,
+        payload: impl Iterator<Item = &'a [u8]> + Clone,
+        flags: c_int,
+    ) -> Result<usize, c_int> {
+        let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else {
             return Err(libc::EAGAIN);
         };
-        let payload = Cut::new(parts, len);
         let frame = tx.frame(Kind::Data, limit, payload.clone());
         let sent = if len <= SHORT {
             // Most messages are short, and clearing a long buffer takes longer than copying them.
@@ -1083,9 +1165,7 @@ impl Stream {
         } else {
             let mut list = [IoSlice::new(&[]); limits::PARTS + 2];
             let mut n = 0;
-            let all = std::iter::once(&frame.head[..])
-                .chain(payload.clone())
-                .chain(std::iter::once(frame.tail()));
+            let all = around(&frame, payload.clone());
             for (place, part) in list.iter_mut().zip(all) {
                 *place = IoSlice::new(part);
                 n += 1;
@@ -1104,10 +1184,7 @@ impl Stream {
         tx.went(&frame);
         if sent < frame.total() {
             let mut skip = sent;
-            let all = std::iter::once(&frame.head[..])
-                .chain(payload)
-                .chain(std::iter::once(frame.tail()));
-            for part in all {
+            for part in around(&frame, payload) {
                 let gone = skip.min(part.len());
                 skip -= gone;
                 self.out.extend_from_slice(part.get(gone..).unwrap_or(&[]));
@@ -1307,7 +1384,7 @@ const SHORT: usize = 400;
 /// Sends an FPDU from a copy of `N` bytes.
 fn send_copy<'a, const N: usize>(
     fd: c_int,
-    frame: &'a Frame,
+    frame: &Frame,
     payload: impl Iterator<Item = &'a [u8]>,
     flags: c_int,
 ) -> Result<usize, c_int> {
@@ -1316,13 +1393,20 @@ fn send_copy<'a, const N: usize>(
     sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
 }
 
+/// Returns the parts of an FPDU.
+fn around<'f, 'a: 'f>(
+    frame: &'f Frame,
+    payload: impl Iterator<Item = &'a [u8]>,
+) -> impl Iterator<Item = &'f [u8]> {
+    std::iter::once(&frame.head[..])
+        .chain(payload.map(|part| -> &'f [u8] { part }))
+        .chain(std::iter::once(frame.tail()))
+}
+
 /// Copies an FPDU into one buffer. Returns its length.
-fn gather<'a>(into: &mut [u8], frame: &'a Frame, payload: impl Iterator<Item = &'a [u8]>) -> usize {
-    let all = std::iter::once(&frame.head[..])
-        .chain(payload)
-        .chain(std::iter::once(frame.tail()));
+fn gather<'a>(into: &mut [u8], frame: &Frame, payload: impl Iterator<Item = &'a [u8]>) -> usize {
     let mut at = 0;
-    for part in all {
+    for part in around(frame, payload) {
         if let Some(place) = into.get_mut(at..at + part.len()) {
             place.copy_from_slice(part);
             at += part.len();

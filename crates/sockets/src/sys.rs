@@ -268,6 +268,12 @@ pub fn is_nonblocking(fd: c_int) -> bool {
     flags >= 0 && flags & libc::O_NONBLOCK != 0
 }
 
+/// Returns the number of processors of this machine that are in use.
+pub fn processors() -> libc::c_long {
+    // SAFETY: no pointer is passed.
+    unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }
+}
+
 /// Returns whether the TCP connection of a socket is established.
 pub fn is_established(fd: c_int) -> bool {
     let mut info = [0u8; 8];

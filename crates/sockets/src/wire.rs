@@ -197,15 +197,13 @@ impl Tx {
             mo: 0,
         };
         let mut head = [0; HEAD];
-        let fields: [&[u8]; 4] = [
-            &length,
-            &ddp.emit(),
-            &[kind as u8, 0, 0, 0],
-            &limit.to_be_bytes(),
-        ];
-        for (place, byte) in head.iter_mut().zip(fields.iter().copied().flatten()) {
-            *place = *byte;
-        }
+        let (place, rest) = head.split_at_mut(LENGTH);
+        place.copy_from_slice(&length);
+        let (place, rest) = rest.split_at_mut(Untagged::LEN);
+        place.copy_from_slice(&ddp.emit());
+        let (place, rest) = rest.split_at_mut(KIND_HEADER / 2);
+        place.copy_from_slice(&[kind as u8, 0, 0, 0]);
+        rest.copy_from_slice(&limit.to_be_bytes());
         let pad = Extent { ulpdu, pad: 0 }.total().wrapping_neg() % 4;
         let mut tail = [0; TAIL];
         if self.crc {
@@ -231,6 +229,23 @@ impl Tx {
         self.msn = self.msn.next();
         self.sent = self.sent.wrapping_add(frame.payload as u32);
     }
+}
+
+/// Returns the head of a data message without its length and limit.
+fn data_head(msn: Msn) -> [u8; HEAD - LENGTH - 4] {
+    let ddp = Untagged {
+        last: true,
+        opcode: Opcode::Send,
+        inv_stag: Stag(0),
+        qn: QN_SEND,
+        msn,
+        mo: 0,
+    };
+    let mut head = [0; HEAD - LENGTH - 4];
+    let (place, rest) = head.split_at_mut(Untagged::LEN);
+    place.copy_from_slice(&ddp.emit());
+    rest.copy_from_slice(&[Kind::Data as u8, 0, 0, 0]);
+    head
 }
 
 /// An FPDU around a payload.
@@ -430,6 +445,33 @@ impl Rx {
         self.granted
     }
 
+    /// Handles `bytes` if they are exactly one data message without CRCs and with payload, as [`Self::feed`] does, and returns its payload. Otherwise
+    /// returns `None` without a change.
+    #[inline]
+    pub fn whole<'a>(&mut self, bytes: &'a [u8], tx: &mut Tx) -> Option<&'a [u8]> {
+        let (head, rest) = bytes.split_first_chunk::<HEAD>()?;
+        let len = bytes.len().checked_sub(HEAD + CRC)?;
+        let extent = Extent::of(head)?;
+        // Between payload and CRC there may be padding.
+        let len = len.checked_sub(extent.pad)?;
+        let limit = head.last_chunk().map(|b| u32::from_be_bytes(*b))?;
+        let is_next = len > 0
+            && self.is_between()
+            && !self.with_crc
+            && !self.ended
+            && extent.ulpdu == Untagged::LEN + KIND_HEADER + len
+            && head.get(LENGTH..HEAD - 4) == Some(&data_head(self.msn))
+            && len as u32 <= self.open();
+        if !is_next || tx.raise(limit).is_err() {
+            return None;
+        }
+        self.received = self.received.wrapping_add(len as u32);
+        self.last = len;
+        self.msn = self.msn.next();
+        self.kind = Kind::Data;
+        rest.get(..len)
+    }
+
     /// Parses bytes of the stream.
     ///
     /// # Errors
@@ -438,10 +480,17 @@ impl Rx {
         &mut self,
         mut bytes: &[u8],
         tx: &mut Tx,
-        sink: &mut dyn Sink,
+        sink: &mut impl Sink,
     ) -> Result<(), Broken> {
         loop {
             match self.at {
+                // Most heads arrive complete.
+                At::Head if self.have == 0 && bytes.len() >= HEAD => {
+                    let (now, rest) = bytes.split_at(HEAD);
+                    self.head.copy_from_slice(now);
+                    bytes = rest;
+                    self.begin(tx)?;
+                }
                 At::Head => {
                     let take = (HEAD - self.have).min(bytes.len());
                     let (now, rest) = bytes.split_at(take);
@@ -490,8 +539,11 @@ impl Rx {
                 At::Tail => {
                     let take = (self.tail_len - self.have).min(bytes.len());
                     let (now, rest) = bytes.split_at(take);
-                    for (place, byte) in self.tail.iter_mut().skip(self.have).zip(now) {
-                        *place = *byte;
+                    // Without CRCs the contents do not matter.
+                    if self.crc.is_some() {
+                        for (place, byte) in self.tail.iter_mut().skip(self.have).zip(now) {
+                            *place = *byte;
+                        }
                     }
                     self.have += take;
                     bytes = rest;
@@ -520,6 +572,10 @@ impl Rx {
     /// Handles a complete head.
     fn begin(&mut self, tx: &mut Tx) -> Result<(), Broken> {
         let extent = Extent::of(&self.head).ok_or(Broken::Message)?;
+        let len = extent
+            .ulpdu
+            .checked_sub(Untagged::LEN + KIND_HEADER)
+            .ok_or(Broken::Message)?;
         let (header, _) =
             Header::parse(self.head.get(LENGTH..).unwrap_or(&[])).map_err(Broken::Peer)?;
         let Header::Untagged(ddp) = header else {
@@ -535,7 +591,6 @@ impl Rx {
             None => (None, 0),
         };
         let kind = kind.ok_or(Broken::Kind)?;
-        let len = extent.ulpdu - Untagged::LEN - KIND_HEADER;
         match kind {
             Kind::Data | Kind::Urgent if self.ended => return Err(Broken::AfterEnd),
             Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
@@ -689,6 +744,57 @@ mod tests {
                 .is_some()
         );
         assert!(rx(&[0; 28], false).is_err());
+    }
+
+    #[test]
+    fn a_whole_message_is_handled_as_its_bytes_are() {
+        let data =
+            |payload: &[u8]| bytes(&mut Tx::new(&peer(1000), false), Kind::Data, 120, payload);
+        let new = || (Rx::new(10, false), Tx::new(&peer(100), false));
+        for len in 1..=10 {
+            let payload: Vec<u8> = (0..len).collect();
+            let wire = data(&payload);
+            let (mut rx, mut tx) = new();
+            assert_eq!(rx.whole(&wire, &mut tx), Some(&payload[..]));
+            let (mut other, mut other_tx) = new();
+            let mut got = Got::default();
+            other.feed(&wire, &mut other_tx, &mut got).unwrap();
+            assert_eq!(format!("{tx:?}"), format!("{other_tx:?}"));
+            assert_eq!(
+                (rx.open(), rx.expected(), rx.msn, rx.is_between()),
+                (other.open(), other.expected(), other.msn, true)
+            );
+            assert_eq!(rx.whole(&wire, &mut tx), None, "the number was used");
+        }
+        // What is not exactly one valid data message changes nothing.
+        let wire = data(b"0123");
+        let mut longer = wire.clone();
+        longer.push(0);
+        let mut others = vec![
+            longer,
+            wire[..wire.len() - 1].to_vec(),
+            data(&[0; 11]),
+            data(b""),
+        ];
+        for at in 0..HEAD - 4 {
+            let mut other = wire.clone();
+            other[at] ^= 1;
+            others.push(other);
+        }
+        let mut lower = wire.clone();
+        lower[HEAD - 1] = 99;
+        others.push(lower);
+        for kind in [Kind::Limit, Kind::End, Kind::Plain] {
+            let (mut tx, limit) = (Tx::new(&peer(1000), false), 120);
+            others.push(bytes(&mut tx, kind, limit, &[]));
+        }
+        for other in others {
+            let (mut rx, mut tx) = new();
+            assert_eq!(rx.whole(&other, &mut tx), None, "{other:?}");
+            assert_eq!(rx.whole(&wire, &mut tx), Some(&b"0123"[..]));
+        }
+        let mut with_crc = Rx::new(10, true);
+        assert_eq!(with_crc.whole(&wire, &mut new().1), None);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::limits;
 use crate::log;
 use crate::policy;
 use crate::queue::Dest;
+use crate::spin;
 use crate::stream::{self, First, News, Room, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
@@ -55,12 +56,14 @@ pub struct Sock {
     /// nothing to read. While the number is not 0, no other thread receives from the carrier: it could take the bytes that a thread
     /// is about to sleep for.
     sleepers: AtomicI32,
-    /// A thread receives from the carrier without `inner` locked. It is counted in `sleepers`, was the only one, and changes this
-    /// with `inner` locked.
+    /// A thread receives from the carrier without `inner` locked, so that no other thread does. It is not counted in `sleepers`, and
+    /// changes this with `inner` locked.
     direct: AtomicBool,
     /// The eventfds of threads that poll the connection while a thread receives in this way: the kernel does not tell them of bytes
     /// that this thread has taken.
     watchers: Mutex<Vec<c_int>>,
+    /// There may be watchers. Changed with `inner` locked.
+    watched: AtomicBool,
     /// A writer without credit (the *leader*) sleeps until the carrier has bytes, and is counted in `sleepers`. Other threads may
     /// receive these bytes if they then wake the leader by `kick`.
     leads: AtomicBool,
@@ -68,9 +71,9 @@ pub struct Sock {
     kick: AtomicI32,
     /// Signalled when `turn` changes and `followers` is not 0, because a signal is a system call even without a waiting thread.
     taken: Condvar,
-    /// The number of threads that wait for `taken`.
+    /// The number of threads that wait for `taken`, or have decided to.
     followers: AtomicU32,
-    /// Incremented by each event that writers other than the leader wait for.
+    /// Incremented by each event that writers other than the leader wait for, if there are any.
     turn: AtomicU64,
     /// The epoll sets that contain the connection.
     sets: Mutex<Vec<&'static Set>>,
@@ -89,28 +92,45 @@ pub struct Sock {
 /// Returned in place of an errno: the connection has become plain, so the caller passes the call to the kernel.
 pub const GONE: c_int = -1;
 
+/// What [`Sock::receive`] has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Got {
+    /// It was not called, or the stream is gone.
+    Nothing,
+    /// The stream has handled the result.
+    Bytes,
+    /// It has read one whole message, and nothing else was in the carrier.
+    Whole,
+    /// The errno with which the call of the program fails if it has read nothing.
+    Failed(c_int),
+}
+
 /// A thread that receives from the carrier without the lock of the stream.
 struct Receiver<'a> {
     sock: &'a Sock,
     is_over: bool,
+    /// No other thread waits for this one.
+    is_alone: bool,
 }
 
 impl<'a> Receiver<'a> {
     /// The stream must be locked.
     fn new(sock: &'a Sock) -> Self {
-        sock.sleepers.fetch_add(1, Ordering::SeqCst);
-        sock.direct.store(true, Ordering::SeqCst);
+        sock.direct.store(true, Ordering::Release);
         Self {
             sock,
             is_over: false,
+            is_alone: false,
         }
     }
 
     /// Called when the stream is locked again.
     fn end(&mut self) {
         self.is_over = true;
-        self.sock.direct.store(false, Ordering::SeqCst);
-        self.sock.sleepers.fetch_sub(1, Ordering::SeqCst);
+        self.sock.direct.store(false, Ordering::Release);
+        // A thread that looks from here on may receive itself.
+        self.is_alone = self.sock.followers.load(Ordering::SeqCst) == 0
+            && !self.sock.watched.load(Ordering::Acquire);
     }
 }
 
@@ -119,6 +139,8 @@ impl Drop for Receiver<'_> {
     fn drop(&mut self) {
         if !self.is_over {
             self.end();
+        } else if self.is_alone {
+            return;
         }
         self.sock.wake_followers();
         for kick in lock(&self.sock.watchers).iter() {
@@ -134,6 +156,8 @@ pub enum Wait {
     Other(u64),
     /// Room in the carrier's send buffer.
     Room,
+    /// The peer's Reply. The written bytes are sent after it, so the caller may wait for a moment.
+    Reply,
     /// Credit. The caller waits for bytes from the carrier or for this eventfd (if any), then calls [`Sock::led`].
     Credit(Option<c_int>),
 }
@@ -180,6 +204,7 @@ impl Sock {
             sleepers: AtomicI32::new(0),
             direct: AtomicBool::new(false),
             watchers: Mutex::new(Vec::new()),
+            watched: AtomicBool::new(false),
             leads: AtomicBool::new(false),
             kick: AtomicI32::new(-1),
             taken: Condvar::new(),
@@ -468,6 +493,8 @@ impl Sock {
         }
         self.sleepers.store(0, Ordering::Relaxed);
         self.direct.store(false, Ordering::Relaxed);
+        self.watched.store(false, Ordering::Relaxed);
+        self.followers.store(0, Ordering::Relaxed);
     }
 
     /// Returns whether this process may use the stream; makes it the owner if there is none.
@@ -532,7 +559,7 @@ impl Sock {
         loop {
             let mut inner = lock(&self.inner);
             let mut received = None;
-            let mut failed = 0;
+            let mut got = Got::Nothing;
             if sleeps
                 && !peek
                 && !dest.is_full()
@@ -540,14 +567,22 @@ impl Sock {
                 && inner.as_ref().is_some_and(|s| s.awaits_bytes())
             {
                 let receiver = received.insert(Receiver::new(self));
-                (inner, failed) = self.receive(inner, fd, dest);
+                (inner, got) = self.receive(inner, fd, dest);
                 receiver.end();
             }
+            let failed = match got {
+                Got::Failed(errno) => errno,
+                Got::Nothing | Got::Bytes | Got::Whole => 0,
+            };
             let Some(stream) = inner.as_mut() else {
                 return (Err(GONE), false);
             };
             let may_pull = failed == 0 && self.may_pull();
-            let mut result = stream.read(fd, dest, start, peek, all, may_pull);
+            let mut result = if got == Got::Whole {
+                Ok(())
+            } else {
+                stream.read(fd, dest, start, peek, all, may_pull)
+            };
             let more =
                 result == Err(libc::EAGAIN) || (all && !dest.is_full() && !stream.is_readable());
             let repeats = sleeps && more && failed == 0;
@@ -577,28 +612,47 @@ impl Sock {
         }
     }
 
-    /// Receives from the carrier by a call that blocks, while the stream is not locked. Also returns the errno with which the call of
-    /// the program fails if it has read nothing, or 0.
+    /// Receives from the carrier by a call that blocks, while the stream is not locked.
     fn receive<'a>(
         &'a self,
         inner: MutexGuard<'a, Option<Box<Stream>>>,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
-    ) -> (MutexGuard<'a, Option<Box<Stream>>>, c_int) {
+    ) -> (MutexGuard<'a, Option<Box<Stream>>>, Got) {
         let Some(stream) = inner.as_ref() else {
-            return (inner, 0);
+            return (inner, Got::Nothing);
         };
         let plan = stream.plan(Some(dest), limits::SCRATCH);
         drop(inner);
-        let mut room = Room::default();
-        let result = room.receive(&plan, Some(dest), |parts| sys::recv_as(fd, parts, 0));
+        let mut few = [0; limits::FEW];
+        let mut room = Room::of(&plan, &mut few);
+        let result = room.receive(&plan, Some(dest), |parts| {
+            let mut is_first = true;
+            spin::wait(|sleeps| {
+                let flags = if sleeps { 0 } else { libc::MSG_DONTWAIT };
+                match sys::recv_as(fd, parts, flags) {
+                    Err(libc::EAGAIN) if !sleeps => {
+                        let is_first = std::mem::take(&mut is_first);
+                        (is_first && sys::is_nonblocking(fd)).then_some(Err(libc::EAGAIN))
+                    }
+                    result => Some(result),
+                }
+            })
+        });
         let mut inner = lock(&self.inner);
         if let Some(stream) = inner.as_mut() {
+            if let Ok(n) = result
+                && n < plan.asked()
+                && let Some(bytes) = room.all(&plan, n)
+                && stream.read_whole(fd, bytes, dest)
+            {
+                return (inner, Got::Whole);
+            }
             stream.arrived(fd, &plan, result, Some(dest), &mut room);
         }
         match result {
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => (inner, e),
-            _ => (inner, 0),
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => (inner, Got::Failed(e)),
+            _ => (inner, Got::Bytes),
         }
     }
 
@@ -611,12 +665,16 @@ impl Sock {
         }
         let Some(kick) = kick() else { return false };
         lock(&self.watchers).push(kick);
+        self.watched.store(true, Ordering::Release);
         true
     }
 
     /// Ends [`Self::watch`].
     pub fn unwatch(&self, kick: c_int) {
-        lock(&self.watchers).retain(|k| *k != kick);
+        let _inner = lock(&self.inner);
+        let mut watchers = lock(&self.watchers);
+        watchers.retain(|k| *k != kick);
+        self.watched.store(!watchers.is_empty(), Ordering::Release);
     }
 
     /// Called by a counted sleeper after it was woken.
@@ -630,9 +688,10 @@ impl Sock {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns whether the caller may receive from the carrier, because no thread sleeps for its bytes. The stream must be locked.
+    /// Returns whether the caller may receive from the carrier, because no thread receives from it without the lock or sleeps for its
+    /// bytes. The stream must be locked.
     pub fn may_pull(&self) -> bool {
-        self.sleepers.load(Ordering::SeqCst) <= 0
+        self.sleepers.load(Ordering::SeqCst) <= 0 && !self.direct.load(Ordering::Acquire)
     }
 
     /// Wakes the threads that wait for a change like `news`.
@@ -647,9 +706,9 @@ impl Sock {
 
     /// Wakes the threads that wait in [`Self::follow`].
     fn wake_followers(&self) {
-        self.turn.fetch_add(1, Ordering::SeqCst);
         if self.followers.load(Ordering::SeqCst) > 0 {
-            // A follower that is counted but not waiting yet holds this lock.
+            self.turn.fetch_add(1, Ordering::SeqCst);
+            // A follower that has read `turn` but does not wait yet holds this lock.
             drop(lock(&self.inner));
             self.taken.notify_all();
         }
@@ -667,8 +726,8 @@ impl Sock {
         Some(fd)
     }
 
-    /// Writes without blocking; see [`Stream::write`]. If nothing was written and the program `waits`, also returns what to wait
-    /// for.
+    /// Writes without blocking; see [`Stream::write`]. Also returns what to wait for: if nothing was written and the program `waits`, or
+    /// if bytes were written before the peer's Reply has arrived.
     pub fn write(
         &'static self,
         fd: c_int,
@@ -679,21 +738,30 @@ impl Sock {
         let done = self.with(|stream| {
             let result = stream.write(fd, parts, flags, self.may_pull());
             show::moved(fd, stream);
-            let wait = (waits && result == Err(libc::EAGAIN)).then(|| {
-                if stream.has_rest() {
-                    Wait::Room
-                } else if !self.may_pull() || self.leads.load(Ordering::SeqCst) {
-                    Wait::Other(self.turn.load(Ordering::SeqCst))
-                } else {
-                    self.leads.store(true, Ordering::SeqCst);
-                    Wait::Credit(self.kick())
+            let wait = match result {
+                Ok(_) => stream.is_starting().then_some(Wait::Reply),
+                Err(libc::EAGAIN) if waits && stream.has_rest() => Some(Wait::Room),
+                Err(libc::EAGAIN) if waits => {
+                    // Counted before the conditions are checked, so that a thread that changes one of them later sees the follower.
+                    self.followers.fetch_add(1, Ordering::SeqCst);
+                    if !self.may_pull() || self.leads.load(Ordering::SeqCst) {
+                        Some(Wait::Other(self.turn.load(Ordering::SeqCst)))
+                    } else {
+                        self.followers.fetch_sub(1, Ordering::SeqCst);
+                        self.leads.store(true, Ordering::SeqCst);
+                        Some(Wait::Credit(self.kick()))
+                    }
                 }
-            });
+                Err(_) => None,
+            };
             (result, wait, stream.has_rest(), stream.is_over())
         });
         let Some(((result, wait, has_rest, is_over), is_waiting)) = done else {
             return (Err(GONE), None);
         };
+        if result.is_ok() {
+            spin::wrote();
+        }
         if is_waiting {
             worker::watch(fd, self);
         }
@@ -735,12 +803,10 @@ impl Sock {
         }
     }
 
-    /// Waits until `turn` has changed. The wait is bounded, because a leader that is cancelled while it sleeps does not wake
+    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. The wait is bounded, because a leader that is cancelled while it sleeps does not wake
     /// followers.
     pub fn follow(&self, turn: u64) {
         let inner = lock(&self.inner);
-        // Counted before `turn` is read, so that a thread that changes `turn` in between sees the follower.
-        self.followers.fetch_add(1, Ordering::SeqCst);
         if self.turn.load(Ordering::SeqCst) == turn {
             let wait = Duration::from_millis(limits::FOLLOW);
             drop(self.taken.wait_timeout(inner, wait));

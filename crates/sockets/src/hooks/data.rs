@@ -143,7 +143,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     // Whether the descriptor is non-blocking is asked only when it matters, since it is a system call.
     let may_wait = waits;
     let mut waits = false;
-    loop {
+    let is_starting = loop {
         IoSlice::advance_slices(&mut rest, 0);
         let (result, wait) = sock.write(fd, rest, kernel, waits);
         match result {
@@ -151,7 +151,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 done += n;
                 IoSlice::advance_slices(&mut rest, n);
                 if done >= total {
-                    break;
+                    break wait == Some(Wait::Reply);
                 }
             }
             Err(libc::EAGAIN) => {
@@ -193,10 +193,9 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 return fail_long(e);
             }
         }
-    }
+    };
     // A blocking write gives the peer time to answer the Request.
-    let is_starting = may_wait && sock.stream().as_ref().is_some_and(|s| s.is_starting());
-    if is_starting && !sys::is_nonblocking(fd) {
+    if is_starting && may_wait && !sys::is_nonblocking(fd) {
         let ready = sys::poll_one(fd, libc::POLLIN, limits::REPLY_WAIT);
         if let Ok(events) = ready {
             sock.process(fd, events);
@@ -213,6 +212,7 @@ fn wait_to_write(fd: c_int, sock: &'static Sock, wait: Wait) -> c_int {
             sock.follow(turn);
             return 0;
         }
+        Wait::Reply => return 0,
         Wait::Room => sys::poll_one(fd, libc::POLLOUT, timeout).map(|events| match events {
             0 => Kicked::TimeOut,
             events => Kicked::Ready(events),

@@ -7,6 +7,7 @@ use crate::conn::sock::{LIVE, Mode, Sock};
 use crate::conn::table::{self, Entry};
 use crate::owner;
 use crate::real;
+use crate::spin;
 use crate::sys;
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 use std::cell::Cell;
@@ -222,8 +223,23 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
         let time = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         let r = match watched {
             Some(kick) => poll_watched(fds, kick, time, mask),
-            // SAFETY: the list is the program's, and the time is a local variable.
-            None => unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) },
+            None => {
+                let mut enter = |time| {
+                    // SAFETY: the list is the program's, and the time is a local variable.
+                    unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as nfds_t, time, mask) }
+                };
+                if ready > 0 {
+                    enter(time)
+                } else {
+                    spin::wait(|sleeps| {
+                        if sleeps {
+                            Some(enter(time))
+                        } else {
+                            Some(enter(&raw const zero)).filter(|r| *r != 0)
+                        }
+                    })
+                }
+            }
         };
         let e = sys::errno();
         members.iter_mut().for_each(Member::awake);
@@ -610,13 +626,27 @@ fn epoll(
                 continue;
             }
         }
-        // SAFETY: the array has room for this many events.
-        let r = unsafe {
-            if mask.is_null() {
-                real::epoll_wait(epfd, rest.as_mut_ptr(), rest.len() as c_int, ms)
-            } else {
-                real::epoll_pwait(epfd, rest.as_mut_ptr(), rest.len() as c_int, ms, mask)
+        let mut enter = |ms| {
+            let (place, room) = (rest.as_mut_ptr(), rest.len() as c_int);
+            // SAFETY: the array has room for this many events.
+            unsafe {
+                if mask.is_null() {
+                    real::epoll_wait(epfd, place, room, ms)
+                } else {
+                    real::epoll_pwait(epfd, place, room, ms, mask)
+                }
             }
+        };
+        let r = if sleeps {
+            spin::wait(|sleeps| {
+                if sleeps {
+                    Some(enter(ms))
+                } else {
+                    Some(enter(0)).filter(|r| *r != 0)
+                }
+            })
+        } else {
+            enter(ms)
         };
         let e = sys::errno();
         if sleeps {

@@ -1,0 +1,352 @@
+//! Waits of a thread that has sent a request: it may poll for a moment before it sleeps.
+//!
+//! To wake a thread on another processor can take longer than the answer of the peer. If both ends poll while they wait for each other,
+//! no thread has to be woken. Polling is of no use if the peer needs the processor of this thread, and is a waste if the answer takes
+//! long. So a thread measures some of its waits, tries to poll if they are neither very short nor long, and continues only while its
+//! waits are less than half as long as before. After each failure it tries more seldom.
+//!
+//! Only waits after a write are considered: a thread that only receives gains nothing, because the bytes wait for it.
+
+use crate::limits;
+use crate::policy;
+use crate::sys;
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// Whether a thread polls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Sleeps,
+    /// It polls for a longer time, because the peer has to begin too: the number of waits in this phase.
+    Tries(u8),
+    Polls,
+}
+
+/// What a wait does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Plan {
+    Sleep,
+    /// Sleeps, and [`State::slept`] is told how long.
+    Measure,
+    /// Polls for this time, then sleeps. [`State::polled`] is told the result.
+    Poll(Duration),
+}
+
+/// The end of the polls of a wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Polled {
+    /// An answer has arrived.
+    Found,
+    /// The thread has slept after the polls.
+    Nothing,
+    /// Another thread has used the processor meanwhile, and this one has slept then.
+    Preempted,
+}
+
+/// The state of a thread.
+#[derive(Debug, Clone, Copy)]
+struct State {
+    /// The thread has written since its last wait.
+    has_written: bool,
+    phase: Phase,
+    /// The number of waits until the next one is measured.
+    skips: u32,
+    /// The number of suitable waits in succession.
+    good: u8,
+    /// The number of tries without an answer.
+    misses: u8,
+    /// The number of failures.
+    failures: u8,
+    /// The number of series of polled waits since the last failure, up to a limit.
+    series: u8,
+    /// The sum of the suitable waits while the thread sleeps.
+    asleep: Duration,
+    /// The number and the sum of the waits of a series, while the thread polls.
+    polls: (u32, Duration),
+}
+
+impl State {
+    const NEW: Self = Self {
+        has_written: false,
+        phase: Phase::Sleeps,
+        skips: 0,
+        good: 0,
+        misses: 0,
+        failures: 0,
+        series: 0,
+        asleep: Duration::ZERO,
+        polls: (0, Duration::ZERO),
+    };
+
+    fn plan(&mut self, limit: Duration) -> Plan {
+        match self.phase {
+            Phase::Sleeps if self.skips > 0 => {
+                self.skips -= 1;
+                Plan::Sleep
+            }
+            Phase::Sleeps => Plan::Measure,
+            Phase::Tries(_) => Plan::Poll(limits::SPIN_TRY),
+            Phase::Polls => Plan::Poll(limit),
+        }
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+        self.good = 0;
+        self.misses = 0;
+        self.series = 0;
+        self.polls = (0, Duration::ZERO);
+    }
+
+    /// Called after a measured wait. `may_poll`: whether there are several processors.
+    fn slept(&mut self, took: Duration, may_poll: impl FnOnce() -> bool) {
+        if self.good == 0 {
+            self.asleep = Duration::ZERO;
+        }
+        if !(limits::SPIN_LEAST..limits::SPIN_TRY).contains(&took) {
+            self.good = 0;
+            self.skips = limits::SPIN_SKIPS;
+            return;
+        }
+        self.good += 1;
+        self.asleep += took;
+        if self.good >= limits::SPIN_SUITABLE {
+            if may_poll() {
+                self.enter(Phase::Tries(0));
+            } else {
+                self.fail();
+            }
+        }
+    }
+
+    /// Called after a wait that was polled.
+    fn polled(&mut self, limit: Duration, result: Polled, took: Duration) {
+        match self.phase {
+            Phase::Sleeps => {}
+            Phase::Tries(n) => {
+                self.phase = Phase::Tries(n + 1);
+                self.good = match result {
+                    Polled::Found if took <= limit => self.good + 1,
+                    _ => 0,
+                };
+                self.misses += u8::from(result == Polled::Nothing);
+                if self.good >= limits::SPIN_GOOD {
+                    self.enter(Phase::Polls);
+                } else if n + 1 >= limits::SPIN_TRIES
+                    || self.misses >= limits::SPIN_MISSES
+                    || result == Polled::Preempted
+                {
+                    self.fail();
+                }
+            }
+            Phase::Polls => {
+                let (n, sum) = self.polls;
+                let (n, sum) = (n + 1, sum + took);
+                self.polls = (n, sum);
+                // The processor is not free, or the series takes more than half of what its waits took before.
+                if result == Polled::Preempted
+                    || sum
+                        > self.asleep / u32::from(limits::SPIN_SUITABLE) * (limits::SPIN_SERIES / 2)
+                {
+                    self.fail();
+                } else if n >= limits::SPIN_SERIES {
+                    self.polls = (0, Duration::ZERO);
+                    self.series = self.series.saturating_add(1);
+                    if self.series == limits::SPIN_PROVEN {
+                        self.failures = 0;
+                    }
+                }
+            }
+        }
+    }
+
+    fn fail(&mut self) {
+        self.enter(Phase::Sleeps);
+        self.failures = (self.failures + 1).min(limits::SPIN_FAILURES);
+        self.skips = limits::SPIN_SKIPS << (2 * self.failures);
+    }
+}
+
+thread_local! {
+    // Without a destructor, because waits also occur while a thread ends.
+    static STATE: Cell<State> = const { Cell::new(State::NEW) };
+}
+
+/// Called when the thread has written to a stream.
+#[inline]
+pub fn wrote() {
+    STATE.with(|state| {
+        state.set(State {
+            has_written: true,
+            ..state.get()
+        });
+    });
+}
+
+/// Waits by `call(true)`, which may sleep and always returns a result. Before that, `call(false)` may be called several times, which
+/// must not sleep and returns `None` if there is no result yet.
+pub fn wait<R>(mut call: impl FnMut(bool) -> Option<R>) -> R {
+    let mut state = STATE.with(Cell::get);
+    let limit = Duration::from_micros(u64::from(policy::settings().spin));
+    let plan = if !std::mem::take(&mut state.has_written) || limit.is_zero() {
+        Plan::Sleep
+    } else {
+        state.plan(limit)
+    };
+    let result = match plan {
+        Plan::Sleep => None,
+        Plan::Measure => {
+            let start = Instant::now();
+            let result = call(true);
+            state.slept(start.elapsed(), || sys::processors() > 1);
+            result
+        }
+        Plan::Poll(time) => {
+            let start = Instant::now();
+            let (result, polled) = poll(&mut call, start, time);
+            let result = result.or_else(|| call(true));
+            state.polled(limit, polled, start.elapsed());
+            result
+        }
+    };
+    // The program's other calls on this thread, in a signal handler, may have changed the state. That does not matter.
+    STATE.with(|place| place.set(state));
+    if let Some(result) = result {
+        return result;
+    }
+    loop {
+        if let Some(result) = call(true) {
+            return result;
+        }
+    }
+}
+
+fn poll<R>(
+    call: &mut impl FnMut(bool) -> Option<R>,
+    start: Instant,
+    time: Duration,
+) -> (Option<R>, Polled) {
+    let mut before = Duration::ZERO;
+    loop {
+        let result = call(false);
+        if result.is_some() {
+            return (result, Polled::Found);
+        }
+        let now = start.elapsed();
+        if now.saturating_sub(before) > limits::SPIN_GAP {
+            return (None, Polled::Preempted);
+        }
+        if now > time {
+            return (None, Polled::Nothing);
+        }
+        before = now;
+        std::hint::spin_loop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_micros(20);
+    const SLOW: Duration = Duration::from_micros(60);
+    const SOON: (Polled, Duration) = (Polled::Found, Duration::from_micros(3));
+    const NEVER: (Polled, Duration) = (Polled::Nothing, Duration::from_micros(80));
+
+    /// Waits `n` times, and returns how many of the waits polled. Waits take `asleep` if the thread sleeps; otherwise the polls end with
+    /// `polls`, and the wait takes that time.
+    fn waits(state: &mut State, n: u32, asleep: Duration, polls: (Polled, Duration)) -> u32 {
+        let mut polled = 0;
+        for _ in 0..n {
+            match state.plan(LIMIT) {
+                Plan::Sleep => {}
+                Plan::Measure => state.slept(asleep, || true),
+                Plan::Poll(_) => {
+                    polled += 1;
+                    state.polled(LIMIT, polls.0, polls.1);
+                }
+            }
+        }
+        polled
+    }
+
+    #[test]
+    fn a_thread_polls_while_its_waits_are_shorter_than_before() {
+        let mut state = State::NEW;
+        assert!(waits(&mut state, 1000, SLOW, SOON) > 900);
+        assert_eq!(state.phase, Phase::Polls);
+        // One late answer in ten changes nothing, half of them end the polling.
+        for _ in 0..1000 {
+            assert_eq!(waits(&mut state, 1, SLOW, NEVER), 1);
+            assert_eq!(waits(&mut state, 9, SLOW, SOON), 9);
+        }
+        let mut polled = 0;
+        for _ in 0..100 {
+            polled += waits(&mut state, 1, SLOW, NEVER);
+            polled += waits(&mut state, 1, SLOW, SOON);
+        }
+        assert!(polled < 150, "{polled}");
+    }
+
+    #[test]
+    fn waits_that_are_very_short_or_long_are_not_polled() {
+        for asleep in [Duration::from_micros(3), Duration::from_millis(1)] {
+            let mut state = State::NEW;
+            assert_eq!(waits(&mut state, 100_000, asleep, SOON), 0);
+        }
+    }
+
+    #[test]
+    fn polls_that_help_little_are_seldom_tried() {
+        for polls in [
+            NEVER,
+            (Polled::Preempted, SLOW),
+            (Polled::Found, Duration::from_micros(30)),
+        ] {
+            let mut state = State::NEW;
+            waits(&mut state, 100_000, SLOW, polls);
+            let polled = waits(&mut state, 100_000, SLOW, polls);
+            assert!(polled < 1000, "{polls:?}: {polled} of 100,000 waits polled");
+        }
+        // The answer arrives while the thread polls, but not much sooner than if it had slept.
+        let mut state = State::NEW;
+        let (before, now) = (Duration::from_micros(10), Duration::from_micros(7));
+        waits(&mut state, 100_000, before, (Polled::Found, now));
+        let polled = waits(&mut state, 100_000, before, (Polled::Found, now));
+        assert!(polled < 1000, "{polled} of 100,000 waits polled");
+    }
+
+    #[test]
+    fn with_one_processor_no_wait_is_polled() {
+        let mut state = State::NEW;
+        for _ in 0..1000 {
+            match state.plan(LIMIT) {
+                Plan::Sleep => {}
+                Plan::Measure => state.slept(SLOW, || false),
+                Plan::Poll(_) => panic!("the wait is polled"),
+            }
+        }
+    }
+
+    #[test]
+    fn only_waits_after_a_write_are_polled_and_all_return_a_result() {
+        for writes in [false, true] {
+            let mut polled = 0;
+            for n in 0..200 {
+                if writes {
+                    wrote();
+                }
+                let result = wait(|sleeps| {
+                    if sleeps {
+                        std::thread::sleep(limits::SPIN_LEAST);
+                    } else {
+                        polled += 1;
+                    }
+                    sleeps.then_some(n)
+                });
+                assert_eq!(result, n);
+            }
+            assert!(writes || polled == 0);
+        }
+    }
+}
