@@ -79,6 +79,7 @@ const OF_FI: &[&str] = &[
     "--without=link_binds",
     "--without=with_loss",
     "--without=pieces",
+    "--without=flood_of_all_names",
 ];
 
 /// All tests of `datagrams.c` except that in which a program without the sanitizer's runtime loads the library.
