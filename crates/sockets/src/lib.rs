@@ -38,8 +38,8 @@ pub mod real;
 pub mod record;
 pub mod reliable;
 pub mod remote;
-#[cfg(not(fuzzing))]
 pub mod spin;
+#[cfg(not(fuzzing))]
 mod start;
 pub mod stream;
 pub mod sys;
