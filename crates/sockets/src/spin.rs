@@ -26,9 +26,9 @@ enum Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Plan {
     Sleep,
-    /// Sleeps, and [`State::slept`] is told how long.
+    /// Sleeps. The caller passes the duration to [`State::slept`].
     Measure,
-    /// Polls for this time, then sleeps. [`State::polled`] is told the result.
+    /// Polls for this time, then sleeps. The caller passes the result to [`State::polled`].
     Poll(Duration),
 }
 

@@ -24,7 +24,7 @@ use anywarp_core::bounds::CARRIERS;
 use anywarp_core::datagram::{Arrival, TxDatagram};
 
 use super::owner;
-use super::shm::{Shm, Watch, transport};
+use super::shm::{OFFER_LIFETIME, Shm, Watch, transport};
 use super::sink::DatagramSink;
 use crate::clock;
 #[cfg(doc)]
@@ -46,8 +46,6 @@ pub(super) const HOP_LIMIT: u8 = 64;
 pub(super) const STALL: Duration = Duration::from_millis(100);
 /// How long an end that has closed a carrier receives from it, so that the peer can notice.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long an offer waits for its answer.
-const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 /// When it is first checked whether the peer's port still exists. The time doubles with each check, up to [`CHECK_MAX`].
 const CHECK_AFTER: Duration = Duration::from_secs(10);
 const CHECK_MAX: Duration = Duration::from_secs(640);
@@ -119,10 +117,8 @@ impl<S: DatagramSink> Carriers<S> {
         let mut table = self.table.lock();
         let all = &mut table.destinations;
         let Some(known) = all.iter_mut().find(|d| d.to == to) else {
-            if all.len() >= DESTINATIONS_MAX {
-                let counting = |d: &Destination<S>| matches!(d.state, State::Counting(_));
-                let oldest = all.iter().position(counting)?;
-                all.remove(oldest);
+            if !make_room(all) {
+                return None;
             }
             let state = State::Counting(transport().share_after().unwrap_or(u32::MAX));
             all.push(Destination { to, state });
@@ -173,7 +169,7 @@ impl<S: DatagramSink> Carriers<S> {
     }
 
     /// Forgets a carrier that has ended.
-    fn forget(&self, carrier: &Carrier<S>) {
+    pub(super) fn forget(&self, carrier: &Carrier<S>) {
         let mut table = self.table.lock();
         let of = |state: &State<S>| match state {
             State::Active(c) | State::Offered(c, _) => std::ptr::eq(&**c, carrier),
@@ -228,7 +224,11 @@ impl<S: DatagramSink> Carriers<S> {
                 drop(table);
                 before.close();
             }
-            None => table.destinations.push(Destination { to: from, state }),
+            None => {
+                // Carriers are limited, so the table is too.
+                make_room(&mut table.destinations);
+                table.destinations.push(Destination { to: from, state });
+            }
         }
         Some(taken)
     }
@@ -259,6 +259,17 @@ impl<S: DatagramSink> Carriers<S> {
             }
         }
     }
+}
+
+/// Makes room for another destination, by removing the oldest one without a carrier if there are many. Returns false if all of many have
+/// one.
+fn make_room<S: DatagramSink>(all: &mut Vec<Destination<S>>) -> bool {
+    if all.len() < DESTINATIONS_MAX {
+        return true;
+    }
+    let counting = |d: &Destination<S>| matches!(d.state, State::Counting(_));
+    let oldest = all.iter().position(counting);
+    oldest.map(|at| all.remove(at)).is_some()
 }
 
 impl<S: DatagramSink> State<S> {
@@ -598,13 +609,13 @@ impl<S: DatagramSink> Carrier<S> {
         self.set_deadline(now + LINGER);
     }
 
-    /// Stops receiving: nobody polls the memory any more.
+    /// Stops receiving: the memory is removed from the list that polling threads look through.
     pub(super) fn stop_receiving(&self) {
         let polled: Arc<dyn PolledMemory> = Arc::clone(&self.polled) as _;
         self.engine.remove_memory(&polled);
     }
 
-    /// Stops receiving, and lets the reactor forget the carrier.
+    /// Stops receiving, and removes the carrier from the reactor.
     pub(super) fn remove(&self) {
         self.stop_receiving();
         let token = self.token.get().copied().unwrap_or(Token::NONE);

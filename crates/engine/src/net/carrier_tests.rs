@@ -348,3 +348,23 @@ fn many_destinations_are_not_all_observed() {
     }
     assert_eq!(carriers.len(), DESTINATIONS_MAX);
 }
+
+#[test]
+fn peers_that_come_and_go_leave_no_entries() {
+    let engine = Engine::without_worker().unwrap();
+    let server = end(engine);
+    for _ in 0..2 * DESTINATIONS_MAX {
+        let client = end(engine);
+        for n in 0..=OFFER_AFTER {
+            client.send(&server, n, 100).unwrap();
+        }
+        poll(engine);
+        let carrier = server.carrier(&client).unwrap();
+        drop(client);
+        poll(engine);
+        // As after the linger.
+        carrier.remove();
+        server.port.carriers().forget(&carrier);
+    }
+    assert!(server.port.carriers().len() <= DESTINATIONS_MAX);
+}

@@ -72,7 +72,7 @@ const PROOF: usize = 8;
 const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
 /// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
-const OFFER_LIFETIME: Duration = Duration::from_secs(5);
+pub(super) const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
 /// Largest number of bytes that the peer may send in one burst to wake this end: one system call receives many of them. An
 /// end that sleeps and is woken alternately has one or two.
@@ -661,7 +661,7 @@ impl Shm {
         Io::WouldBlock
     }
 
-    /// Forgets that the ring was full: nobody waits for room.
+    /// Clears the mark that the ring was full. The peer does not wake this end for room from now on.
     pub(super) fn forget_full(&mut self) {
         self.was_full = false;
         let watch = &self.watch;

@@ -101,34 +101,13 @@ mod loom_tests {
         });
     }
 
-    #[test]
-    fn loom_a_sender_that_falls_asleep_late_is_woken_by_the_next_read() {
-        loom::model(|| {
-            let (asleep, blocked) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
-            let taken = Arc::new(AtomicU64::new(1));
-            let receiver = thread::spawn({
-                let (asleep, blocked, taken) = (
-                    Arc::clone(&asleep),
-                    Arc::clone(&blocked),
-                    Arc::clone(&taken),
-                );
-                move || {
-                    // The check for what was read before, and another read.
-                    let first = must_wake_for_room(&*blocked, &*asleep);
-                    taken.store(2, Ordering::Release);
-                    must_wake_for_room(&*blocked, &*asleep) || first
-                }
-            });
-            let has_room = || taken.load(Ordering::Acquire) == 2;
-            let seen = announce(&*blocked, has_room) || announce(&*asleep, has_room);
-            let woken = receiver.join().unwrap();
-            assert!(seen || woken, "the wake-up is lost");
-        });
-    }
-
-    #[test]
-    fn loom_a_sender_that_waits_for_room_sees_the_room_or_is_woken() {
-        loom::model(|| {
+    /// A sender that waits until the position `taken` of the receiver is `wanted`, and falls asleep. `receive` returns whether it wakes the
+    /// sender.
+    fn waits_for_room(
+        wanted: u64,
+        receive: fn(taken: &AtomicU64, must_wake: &dyn Fn() -> bool) -> bool,
+    ) {
+        loom::model(move || {
             let (asleep, blocked) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
             let taken = Arc::new(AtomicU64::new(0));
             let receiver = thread::spawn({
@@ -137,15 +116,30 @@ mod loom_tests {
                     Arc::clone(&blocked),
                     Arc::clone(&taken),
                 );
-                move || {
-                    taken.store(1, Ordering::Release);
-                    must_wake_for_room(&*blocked, &*asleep)
-                }
+                move || receive(&taken, &|| must_wake_for_room(&*blocked, &*asleep))
             });
-            let has_room = || taken.load(Ordering::Acquire) == 1;
+            let has_room = || taken.load(Ordering::Acquire) == wanted;
             let seen = announce(&*blocked, has_room) || announce(&*asleep, has_room);
             let woken = receiver.join().unwrap();
             assert!(seen || woken, "the wake-up is lost");
+        });
+    }
+
+    #[test]
+    fn loom_a_sender_that_waits_for_room_sees_the_room_or_is_woken() {
+        waits_for_room(1, |taken, must_wake| {
+            taken.store(1, Ordering::Release);
+            must_wake()
+        });
+    }
+
+    #[test]
+    fn loom_a_sender_that_falls_asleep_late_is_woken_by_the_next_read() {
+        waits_for_room(2, |taken, must_wake| {
+            taken.store(1, Ordering::Release);
+            let first = must_wake();
+            taken.store(2, Ordering::Release);
+            must_wake() || first
         });
     }
 }
