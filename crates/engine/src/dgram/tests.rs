@@ -461,7 +461,9 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
         assert!(b.next(true).is_some());
         assert_eq!(a.qp.counters().rx_messages, 1);
         assert_eq!(b.qp.counters().rx_messages, 2);
-        assert_eq!(c.qp.counters().rx_dgrams, 0);
+        // Not `rx_dgrams`: tests that run at the same time share the port, and a late datagram for a queue pair that had this
+        // number before counts there.
+        assert_eq!(c.qp.counters().rx_messages, 0);
     }
 }
 
