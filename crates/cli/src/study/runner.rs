@@ -206,7 +206,10 @@ impl Bench {
             );
         }
         if between::wanted(&point.params) {
-            return between::start(point, self.extent, &self.library, &self.interrupted);
+            let (command, outcome) =
+                between::start(point, self.extent, &self.library, &self.interrupted);
+            // The network runs on the processors of the ends, so they wait for it by design.
+            return (command, outcome.map(without_waiting));
         }
         if point.params.get("carrier").is_some_and(|c| c == KERNEL) {
             return self.kernel(point);
@@ -649,6 +652,12 @@ fn streams(point: &Point) -> Result<usize, String> {
     let given = point.params.get("streams").map_or("1", String::as_str);
     let streams = given.parse().ok().filter(|n| (1..=64).contains(n));
     streams.ok_or_else(|| format!("streams={given} is not a number from 1 to 64"))
+}
+
+/// Removes the time that the ends waited for a processor, if it says nothing about the noise of the sample.
+fn without_waiting(mut sample: Sample) -> Sample {
+    sample.remove("waited");
+    sample
 }
 
 /// Combines the samples of concurrent streams: sums of rates and processor times, medians of times.
