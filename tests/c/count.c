@@ -147,6 +147,16 @@ static void count(enum ibv_qp_type type, const char *const names[2])
 	sge = sge_of(&from, 0, 64);
 	wr = send_wr(1, IBV_WR_SEND, &sge, 1);
 	wr.send_flags |= IBV_SEND_INLINE;
+	if (type == IBV_QPT_UD) {
+		struct ibv_ah_attr attr = address_of(&local_gid, port_attr.lid, false);
+		struct ibv_ah *ah = ibv_create_ah(p.a.pd, &attr);
+
+		MUST(ah);
+		keep(close_ah, ah, "address handle");
+		wr.wr.ud.ah = ah;
+		wr.wr.ud.remote_qpn = p.b.qp->qp_num;
+		wr.wr.ud.remote_qkey = QKEY;
+	}
 
 	COUNTED(names[0], 1, (void)0, receive(&p, &to),
 		MUST(!ibv_post_send(p.a.qp, &wr, &bad) && take(p.b.rcq, &wc) && take(p.a.scq, &wc)));
@@ -160,8 +170,10 @@ int main(void)
 {
 	static const char *const rc[] = { "rc/post_recv", "rc/post_send" };
 	static const char *const uc[] = { "uc/post_recv", "uc/post_send" };
+	static const char *const ud[] = { "ud/post_recv", "ud/post_send" };
 
 	count(IBV_QPT_RC, rc);
 	count(IBV_QPT_UC, uc);
+	count(IBV_QPT_UD, ud);
 	return failed;
 }

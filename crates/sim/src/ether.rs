@@ -271,9 +271,12 @@ impl Ether {
 
     /// Posts a request of `from` to `to`.
     pub fn post(&mut self, from: Id, to: Id, mut request: WorkRequest) {
-        request.destination = Some(self[to].destination());
+        let to = self[to].destination();
         let now = self.now;
         let qp = &mut self[from].qp;
+        if !qp.kind().is_connected() {
+            request.destination = Some(to);
+        }
         qp.set_now(now);
         qp.post_send(request).expect("a request that fits");
     }

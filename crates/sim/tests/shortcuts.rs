@@ -357,6 +357,12 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
         ..Options::default()
     };
     let ends = [net.join(kind, options), net.join(kind, options)];
+    if kind.is_connected() {
+        for (end, peer) in [(ends[0], ends[1]), (ends[1], ends[0])] {
+            let peer = net[peer].destination();
+            net[end].qp.set_peer(peer);
+        }
+    }
     let wire = Rc::new(RefCell::new(Vec::new()));
     let log = Rc::clone(&wire);
     net.filter = Some(Box::new(move |datagram| {
@@ -385,7 +391,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
             0..4 => send(step),
             4..8 => write(step, to),
             8 => send_imm(step, [1, 2, 3, 4]),
-            9 => read(step, to),
+            9 if !matches!(kind, Kind::Uc | Kind::ReliableUc) => read(step, to),
             // Memory that the peer does not have.
             10 if rng.chance(3) => write(step, theirs.remote(LEN)),
             _ => {
@@ -440,7 +446,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
 
 #[test]
 fn datagrams_are_the_same_with_and_without_shortcuts() {
-    for kind in [Kind::Ud, Kind::Rd] {
+    for kind in [Kind::Ud, Kind::Uc, Kind::Rd, Kind::ReliableUc, Kind::Rc] {
         let (mut good, mut datagrams) = (0, 0);
         each_seed(60, |seed| {
             let with = run_datagrams(seed, kind, true);

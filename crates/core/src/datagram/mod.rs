@@ -200,7 +200,7 @@ impl DatagramQp {
         Self {
             base: QpBase::new(parts),
             kind,
-            shortcuts: matches!(kind, Kind::Ud | Kind::Rd),
+            shortcuts: true,
             peer: None,
             counters: Counters::default(),
             // 1 to 65535: 0 is not allowed on the wire.
@@ -445,7 +445,7 @@ impl DatagramQp {
     /// they may.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
-        self.shortcuts = shortcuts && matches!(self.kind, Kind::Ud | Kind::Rd);
+        self.shortcuts = shortcuts;
     }
 
     /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment it on its path.

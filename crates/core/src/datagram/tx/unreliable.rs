@@ -207,7 +207,12 @@ impl DatagramQp {
         };
         let request = &posted.request;
         let plain = posted.injected.is_none() && !(request.fence && reading);
-        let Some(to) = request.destination.filter(|_| plain) else {
+        let to = if self.kind.is_connected() {
+            self.peer
+        } else {
+            request.destination
+        };
+        let Some(to) = to.filter(|_| plain) else {
             return false;
         };
         let (request_id, op, solicited) = (request.id, request.op, request.solicited);
