@@ -19,7 +19,22 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+/// Ends the program quietly when the reader of its output has gone, as in `anywarp study list | head`. Otherwise each
+/// `println!` would panic. SIGPIPE stays ignored, because it would also end a measurement when one of its programs ends.
+fn end_with_the_reader() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let text = panic.payload_as_str().unwrap_or_default();
+        if text.starts_with("failed printing to std") && text.contains("Broken pipe") {
+            // The status of a program that SIGPIPE has ended.
+            std::process::exit(128 + 13);
+        }
+        usual(panic);
+    }));
+}
+
 fn main() -> ExitCode {
+    end_with_the_reader();
     match cmd::dispatch(cli::Cli::parse()) {
         Ok(code) => code,
         Err(failure) => {
