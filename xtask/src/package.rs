@@ -140,7 +140,7 @@ pub(crate) fn deb() -> Result {
             ),
         ],
     )?;
-    // A trigger of libc updates the loader's cache, after this and after removal.
+    // The trigger `ldconfig` of libc updates the loader's cache after this package is installed, and after it is removed.
     fs::write(
         system.join("DEBIAN/triggers"),
         "activate-noawait ldconfig\n",
@@ -169,7 +169,7 @@ pub(crate) fn wheel() -> Result {
     sh::run(&mut python)
 }
 
-/// Returns the folder for packages of a kind, which does not exist yet. As with `dist`, its name contains the architecture if that is not this
+/// Returns the path of the folder for packages of a kind, and removes the folder of an earlier build. As with `dist`, its name contains the architecture if that is not this
 /// machine's.
 fn folder(kind: &str) -> Result<PathBuf> {
     let work = sh::target().join(match sh::cross_target() {

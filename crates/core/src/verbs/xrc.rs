@@ -2,8 +2,9 @@
 //! domain on that host.
 //!
 //! In IBA each request names the queue (XRCETH). Here the sender sends a control message when the queue changes
-//! ([`Control::SelectSrq`]), and all requests up to the next such message are for that queue. The memory of these
-//! requests must belong to the protection domain of the queue, and their receives complete in its completion queue.
+//! ([`Control::SelectSrq`]), and all requests up to the next such message are for that queue. The receiver's memory
+//! that these requests name must belong to the protection domain of that queue, and the receives that they consume complete in its completion
+//! queue.
 //!
 //! [`Control::SelectSrq`]: crate::wire::control::Control::SelectSrq
 
@@ -60,7 +61,7 @@ impl XrcSrq {
         self.number
     }
 
-    /// The protection domain of all memory that its requests name.
+    /// The protection domain of the memory of its receives, and of the memory that requests for it name.
     pub fn pd(&self) -> u32 {
         self.srq.pd()
     }

@@ -7,7 +7,7 @@
 //!
 //! A listener of reliable connections also has the TCP port of its number, if that is free, because standard iWARP
 //! peers do not use signposts. It moves to another TCP port when a plain socket needs that one ([`make_room`], called
-//! by the `bind` function of libibverbs). A listener of datagrams never has the UDP port of its number, because all
+//! by the library's replacement of `bind(2)`). A listener of datagrams never has the UDP port of its number, because all
 //! its peers use the signpost.
 
 use std::io;
@@ -291,7 +291,7 @@ fn reserve(
         None if tcp.is_none() => return Err(Errno::ADDRINUSE.into()),
         None => log!(
             Info,
-            "cm: both UDP ports for queries about rdma_cm port {} are taken, so its listener keeps its TCP port",
+            "cm: both UDP ports for queries about rdma_cm port {} are taken, so peers find its listener only at the TCP port, which it keeps",
             port.number
         ),
     }
@@ -357,7 +357,8 @@ fn bind_signpost(
     let [first, second] = port.candidate_ports();
     if except != Some(first) {
         match bind_signpost_at(bind_request, first)? {
-            // A listener that found the first candidate taken stays at the second one, even when the first becomes free.
+            // Another listener of this port may have its signpost at the second candidate: it stays there even when the first one,
+            // which was taken, becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
                 // The second candidate can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
                 let shared = bind_request
@@ -543,14 +544,14 @@ fn release(kind: SocketType, number: u16, at: Option<Address>) -> bool {
     left
 }
 
-/// Releases the TCP port `number` for a plain socket of another process. Returns true if no listener has it now.
-/// Connections may still use it, so the plain socket may need `SO_REUSEADDR`.
+/// Releases the TCP port `number` for a plain socket of another process. Returns true if a listener of this process has released it, now
+/// or before. Connections may still use it, so the plain socket may need `SO_REUSEADDR`.
 pub(super) fn release_to_process(number: u16) -> bool {
     release(SocketType::STREAM, number, None) || was_ours(number)
 }
 
-/// Makes listeners of rdma_cm, in this process or another one of this host, release a port to which the program could
-/// not bind a plain socket. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because
+/// Makes identifiers of rdma_cm release a port to which the program could not bind a plain socket: a TCP port of a listener in this process
+/// or another one of this host, or a UDP port of a signpost in this process. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because
 /// connections of the listener continue after it has moved.
 pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     let to = unmapped(to);

@@ -1,5 +1,5 @@
-//! Requests and replies of datagram identifiers on a UDP socket, after InfiniBand's SIDR protocol, with retries and
-//! limits.
+//! Requests and replies between identifiers (`rdma_cm_id`) of datagram services, on a UDP socket, after InfiniBand's SIDR
+//! protocol, with retries and limits.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -10,7 +10,7 @@ use crate::reactor::Token;
 
 /// Pause before a request is sent again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of times that a request is sent before it fails: every 100 ms for five seconds.
+/// Number of times that a request is tried before it fails: every 100 ms for five seconds.
 const TRIES: u32 = 50;
 /// Replies that a listener keeps to answer repeated requests.
 const REPLIES_MAX: usize = 256;
@@ -69,8 +69,8 @@ impl Endpoint {
         }
     }
 
-    /// Sends the outstanding request if the listener's address is known. Returns the pause before the next try, or
-    /// `None` after [`TRIES`] tries.
+    /// Counts a try of the outstanding request, and sends it if the listener's address is known. Returns the pause before the
+    /// next try. `None`: there is no request, or it was tried [`TRIES`] times.
     pub(super) fn send_request(&mut self) -> Option<Duration> {
         let request = self.request.as_mut().filter(|r| r.tries < TRIES)?;
         request.tries += 1;

@@ -37,7 +37,7 @@ impl std::fmt::Debug for Common {
 }
 
 impl Common {
-    /// Allocates a queue pair number, of the port `wanted` unless that is 0.
+    /// Allocates a queue pair number of the TCP and UDP port `wanted`, or of a port that the engine chooses if `wanted` is 0.
     pub(crate) fn allocate(
         context: &Arc<Context>,
         srq_c_object: Option<Arc<AtomicUsize>>,

@@ -117,7 +117,7 @@ fn advise_populate(start: u64, len: u64, write: bool) -> Result<(), i32> {
     }
 }
 
-/// Whether every page of `[start, start + len)` can be read, or with `write` written. Faults them in, as on-demand paging
+/// Whether every page of `[start, start + len)` can be read, or, if `write` is set, written. Faults them in, as on-demand paging
 /// does.
 pub fn is_there(start: u64, len: u64, write: bool) -> bool {
     match advise_populate(start, len, write) {
@@ -193,7 +193,7 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     };
     // MS_ASYNC writes nothing back and touches no page: the kernel walks its list of mappings and fails if there is a
     // gap.
-    // `mincore` would need two calls for the first and the last page alone.
+    // `mincore` would need a byte for each page.
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }
