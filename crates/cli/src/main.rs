@@ -24,8 +24,10 @@ use clap::Parser;
 fn end_with_the_reader() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let text = panic.payload_as_str().unwrap_or_default();
-        if text.starts_with("failed printing to std") && text.contains("Broken pipe") {
+        let text = panic.payload().downcast_ref::<String>();
+        if text.is_some_and(|text| {
+            text.starts_with("failed printing to std") && text.contains("Broken pipe")
+        }) {
             // The status of a program that SIGPIPE has ended.
             std::process::exit(128 + 13);
         }
