@@ -590,7 +590,7 @@ entry! {
         let ranges = unsafe { ranges_of(qp, &record) }?;
         let mut bitmap = vec![0_u8; octets];
         for (from, to) in ranges {
-            // Only blocks that are completely inside the range count. The last block of the message may be short.
+            // A block counts only if it is completely inside a range. The last block of the message may be short.
             let first = from.div_ceil(granularity);
             let end = if to >= length { blocks } else { to / granularity };
             for block in first..end {

@@ -28,7 +28,7 @@ pub(crate) fn watch_fork() {
     }
 }
 
-/// An unconnected socket that never becomes readable or writable; -1 if no descriptor is left.
+/// An unconnected socket, from which nothing is read and to which nothing can be written; -1 if no descriptor is left.
 fn dead_socket() -> RawFd {
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: makes a descriptor, and touches no memory.

@@ -39,7 +39,10 @@ enum anywarpdv_segment {
 	ANYWARPDV_SEGMENT_MAX = 2,
 };
 
-/* When the record of a received Write-Record is created. */
+/*
+ * When the record (struct anywarpdv_record) of a Write-Record is created at the receiver. A Write-Record is an RDMA Write on a
+ * datagram queue pair.
+ */
 enum anywarpdv_record_mode {
 	/* When the message is complete, or when no more of it will arrive. */
 	ANYWARPDV_RECORD_ROBUST = 0,
@@ -163,7 +166,7 @@ struct anywarpdv_counters {
 	uint64_t err_out;		/* error reports to peers */
 	uint64_t tx_dgrams;		/* passed to the socket */
 	uint64_t tx_errors;		/* refused by the socket */
-	uint64_t tx_stalls;		/* waits for the report of a peer that timed out */
+	uint64_t tx_stalls;		/* times that the report of a peer was not received in time */
 	uint64_t rd_again;		/* RD: retransmitted packets */
 	uint64_t rd_probes;		/* RD: packets that probed a silent peer */
 	uint64_t rd_acks;		/* RD: packets with only an acknowledgement */
@@ -185,7 +188,8 @@ struct anywarpdv_device_attr {
 
 /*
  * `inlen`, `reclen` and similar arguments are sizes of structures at the time when the program was compiled. If the program knows
- * fewer members than the library, it gets only those. Members that the library does not know are 0.
+ * fewer members than the library, it gets only those. If it knows more, the library sets them to 0 in structures that it fills, and
+ * the program has to set them to 0 in attributes that it passes (otherwise: EOPNOTSUPP).
  */
 
 /* Returns whether the device is one of anywarp and supports these functions. */
@@ -211,7 +215,7 @@ int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *
 			   int timeout_ms);
 
 /*
- * Writes up to `max` ranges of bytes that have arrived to `ranges`, in ascending order, for records with and without a map.
+ * Stores in `ranges`, in ascending order, up to `max` ranges of the bytes that have arrived. The record may have a map or not.
  * Returns the number of ranges of the record. `reclen` is sizeof(*record), `rangelen` sizeof(*ranges). EINVAL: the map was
  * released.
  */

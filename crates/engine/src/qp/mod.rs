@@ -53,9 +53,9 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 /// does all other work of the connection too, and borrows a large buffer of the engine.
 const SHORT: u64 = 2048;
 
-/// A post of a short request reads the clock and renews the lease once in this many requests. (During the lease, polling threads do
-/// the work of the engine's thread.) This is early enough: so many requests take a fraction of the time for which the lease still
-/// runs when it is due to be renewed.
+/// Posts of short requests renew the lease once in this many requests, and if a peer shares memory they read the clock only then. (During
+/// the lease, polling threads do the work of the engine's thread.) That is early enough: when the lease is due for renewal, it still runs for
+/// many times as long as this number of requests takes.
 const LEASE_EACH: u64 = 8;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
@@ -323,14 +323,14 @@ impl RcQp {
             && inner.conn.may_coalesce_burst(limits, longest)
             && self.cork(&mut inner)
         {
-            // The requests are corked. A poll sends them: the second that finds nothing.
+            // The requests are corked. The second poll that finds no completion sends them.
         } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
             self.schedule_ack();
         } else {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;
-            // Reading the clock takes as long as sending a short message by shared memory, for which `send_posted` accepts any
-            // earlier time.
+            // Reading the clock takes as long as sending a short message by shared memory. `send_posted` needs no exact time for it:
+            // any time in the past will do.
             let any_time = shared && !renews;
             let now = if any_time {
                 inner.created
@@ -349,7 +349,7 @@ impl RcQp {
         result
     }
 
-    /// Schedules an acknowledgement, and corked requests, to be sent by the next thread that polls.
+    /// Schedules an acknowledgement, and the requests that are to be sent behind it, to be sent by the next thread that polls.
     fn schedule_ack(&self) {
         self.common.schedule_ack(|| self.me.upgrade());
     }
@@ -659,8 +659,8 @@ impl RcQp {
         }
         match self.take_tcp(inner) {
             Some(tcp) => inner.draining = drain(self.engine, tcp.into_fd()),
-            // There was no connection, or it has ended because the peer closed first. Such a peer in this process may have a
-            // socket that waited only for this end, and can be closed now.
+            // There was no connection, or it has ended because the peer closed first. If that peer is a queue pair of this process, its
+            // socket may have waited only for this end to close, and is closed now.
             None => close_finished(),
         }
         inner.route = None;
@@ -749,8 +749,8 @@ impl Source for RcQp {
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
-        // The readiness events of two kinds of sockets stay on: those of a blocked socket, which reports that it is writable, and
-        // those of the socket of a peer that shares memory, which wakes this end by it.
+        // Two kinds of sockets stay watched: a blocked one, because it is to be noticed when it becomes writable, and that of a
+        // connection whose peer shares memory, because the peer wakes this end through it.
         if armed {
             let writable = tcp.blocked && tcp.sends_by_socket();
             self.engine
