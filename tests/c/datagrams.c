@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * UDP sockets as programs use them. `cargo lab sockets` runs this program on the kernel's sockets, and with
- * libanywarp-sockets.so and a rule that upgrades its datagrams to messages. Both runs must give the same results. All
+ * libanywarp-sockets.so and a rule that sends the program's datagrams as messages of
+ * datagram-iWARP (docs/sockets.md); others are called plain. Both runs must give the same results. All
  * ends are in this process and use the loopback interface.
  *
  * With DATAGRAMS_RELIABLE the datagrams are to be reliable. A thread of the library then reads the socket, so a datagram
- * may arrive after the call that sent it has returned. The test reads what was sent from the network interface.
+ * may arrive after the call that sent it has returned. To see what was sent, the test captures the packets of the interface.
  *
  * If the datagrams are to be messages, DATAGRAMS_HEAD is the number of bytes before the payload of a message: 44 for a
  * Send, 40 for a Write-Record. To read messages as they were sent, the test uses direct system calls, which the library
@@ -181,8 +182,8 @@ static const char *tapped(int *tap)
 static size_t seen_at, seen_bytes;
 
 /*
- * Ensures that the text was sent in a packet of reliable datagrams if `in_packet`, otherwise as a plain datagram. Stores the
- * position of the UDP payload in `big` in `seen_at`, and its length in `seen_bytes`.
+ * Ensures that the text was sent in a packet of reliable datagrams if `in_packet`, otherwise as a plain datagram. Stores in
+ * `seen_at` the offset of the UDP payload within `big`, and in `seen_bytes` its length.
  */
 static const char *seen(int tap, const char *text, bool in_packet)
 {
@@ -1040,7 +1041,10 @@ static const char *forked(size_t arg)
 	return send_kind(e.client, "the last", &e.at, e.server, true);
 }
 
-/* The descriptor is passed to a program without the library. Direct system calls play this role here. */
+/*
+ * After the descriptor is passed on, the receiver may be a program without the library, so datagrams to it are plain. (Nobody
+ * receives it here.)
+ */
 static const char *passed(size_t arg)
 {
 	char control[CMSG_SPACE(sizeof(int))] = { 0 };
@@ -1253,7 +1257,7 @@ static const char *one_port(size_t arg)
 	return send_kind(client, "again", &at, child, true);
 }
 
-/* A program with many sockets still has free descriptors. */
+/* The library leaves most descriptors to a program with many sockets. */
 static const char *many_sockets(size_t arg)
 {
 	struct rlimit limit = { 256, 256 };

@@ -17,7 +17,7 @@
  *
  * The steps from "ready" on run twice, the first time to warm up. The time is measured from "ready" to "done".
  *
- * Each message has its number in its first and last bytes, which the receiver compares. With --verify all bytes are filled and
+ * The first and last bytes of each message are made from its number and size, and the receiver compares them. With --verify all bytes are filled and
  * compared.
  */
 #define _GNU_SOURCE
@@ -61,7 +61,7 @@ struct row {
 	unsigned int mode, stream, ping, size, in_flight, count, wait, nagle, verify;
 };
 
-/* One-way latencies in microseconds. */
+/* Latencies in microseconds: one way, or of a whole read of persistent memory. */
 struct latencies {
 	double least, median, p99, most;
 };
@@ -374,9 +374,9 @@ static bool post_send(struct end *e, size_t slot)
 	return true;
 }
 
-/* Starts a persistent send or receive with the handle `handle`. */
 #define PERSISTENT_HANDLE 1000
 
+/* Starts a persistent receive if `memory_to_write`, otherwise a persistent send. */
 static bool offer(struct end *e, bool memory_to_write)
 {
 	size_t all = e->stride * e->row.in_flight;
@@ -503,7 +503,7 @@ static bool await_message(struct end *e, unsigned int *sent)
 	}
 }
 
-/* Reads the peer's persistent memory `count` times. The time of a read counts as that of a round trip. */
+/* Reads the peer's persistent memory `count` times. The latency is the whole time of a read. */
 static bool fetch(struct end *e, unsigned int count)
 {
 	size_t slot;
@@ -534,8 +534,8 @@ static bool begin_ping(struct end *e, unsigned int count)
 }
 
 /*
- * Sends a message and waits for one, `count` times. The client starts. The time of a ping is that of the whole turn, with the
- * calls that prepare the next one.
+ * Sends a message and waits for one, `count` times. The client starts. The latency of a ping is half of the time of the whole
+ * turn, with the calls that prepare the next one.
  */
 static bool ping(struct end *e, unsigned int count, bool client)
 {
@@ -576,7 +576,8 @@ static bool ping(struct end *e, unsigned int count, bool client)
 /*
  * Each end has memory that it sends persistently with notify, on a separate socket, and reads that of the other end. The
  * notification that the request was read shows the client that it may write the next one, and that the previous answer is
- * complete. The notification that the answer was read shows the server the same.
+ * complete. The notification that the answer was read shows the server that it may write the next
+ * answer, and that the next request is complete.
  */
 static bool transact(struct end *e, unsigned int count, bool client)
 {
@@ -788,8 +789,8 @@ static bool prepare(struct end *e)
 {
 	size_t all;
 
-	/* At least PING_BUFFERS, because a ping alternates between them. */
 	e->stride = ((size_t)e->row.size + 63) / 64 * 64;
+	/* A ping alternates between PING_BUFFERS buffers. */
 	all = e->stride * (e->row.in_flight < PING_BUFFERS ? PING_BUFFERS : e->row.in_flight);
 	e->queue = EXS_QHANDLE_INVALID;
 	e->memory = e->memory_in = EXS_MHANDLE_INVALID;
@@ -1078,7 +1079,7 @@ static const char usage[] =
 	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction or tcp [normal]\n"
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
-	"  -n, --count N         messages [about 512 MiB, at least 100]\n"
+	"  -n, --count N         messages [512 MiB, as 100 to 200000; pings: to 20000]\n"
 	"      --ping            latency: one message there, one back\n"
 	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
 	"      --wait HOW        adaptive, notify or busy: how threads wait for events [adaptive]\n"
