@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * UDP sockets as programs use them. `cargo lab sockets` runs this program on the kernel's sockets, and with
- * libanywarp-sockets.so and a rule that sends the program's datagrams as messages of
- * datagram-iWARP (docs/sockets.md); others are called plain. Both runs must give the same results. All
- * ends are in this process and use the loopback interface.
+ * UDP sockets as programs use them. `cargo lab sockets` runs this program twice: on the kernel's sockets, and with
+ * libanywarp-sockets.so and a rule that sends the program's datagrams as messages of datagram-iWARP (docs/sockets.md).
+ * Datagrams that are not messages are called plain, and sockets that send messages upgraded. Both runs must give the same
+ * results. All ends are in this process and use the loopback interface.
  *
  * With DATAGRAMS_RELIABLE the datagrams are to be reliable. A thread of the library then reads the socket, so a datagram
  * may arrive after the call that sent it has returned. To see what was sent, the test captures the packets of the interface.
@@ -28,7 +28,7 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 
-#define SHORT_MS 30 /* time in which no event must occur */
+#define SHORT_MS 30 /* how long a test waits to see that nothing occurs */
 #define LONG_MS 5000
 #define TAIL 4      /* bytes after the payload of a message: the CRC */
 #define MOST 65507  /* the longest payload of a datagram over IPv4 */
@@ -277,7 +277,7 @@ static const char *sources(size_t family)
 	at = loopback((int)family);
 	*port_of(&at) = *port_of(&from);
 	TRY(same_address(&at, &from));
-	/* With recvmsg, and truncated. */
+	/* The address as recvmsg returns it, and truncated by recvfrom. */
 	TRY(text_to(e.client, "two", &e.at));
 	m.msg_iov = &part;
 	m.msg_iovlen = 1;
@@ -438,7 +438,7 @@ static const char *cut_off(size_t arg)
 	n = recvmsg(e.server, &m, MSG_TRUNC);
 	ENSURE(n == 10 && m.msg_flags == MSG_TRUNC, "recvmsg with the length: %zd, flags %x", n, m.msg_flags);
 	TRY(nothing(e.server));
-	/* As long as the buffers, and shorter. */
+	/* Datagrams as long as the buffers, and longer ones. */
 	TRY(text_to(e.client, "0123456", &e.at));
 	n = recvmsg(e.server, &m, MSG_TRUNC);
 	ENSURE(n == 7 && m.msg_flags == 0, "recvmsg: %zd, flags %x", n, m.msg_flags);
@@ -1042,8 +1042,8 @@ static const char *forked(size_t arg)
 }
 
 /*
- * After the descriptor is passed on, the receiver may be a program without the library, so datagrams to it are plain. (Nobody
- * receives it here.)
+ * After the descriptor is passed on, the receiver may be a program without the library, so datagrams to it are plain. (Here nobody
+ * receives the descriptor.)
  */
 static const char *passed(size_t arg)
 {

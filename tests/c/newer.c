@@ -91,7 +91,7 @@ static const char *private_nodes(size_t arg)
 		ENSURE(flag && !*flag, "no verbs_allow_disassociate_destroy in %s", nodes[i]);
 	}
 	ENSURE(look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_34"), "no ibv_cmd_create_cq_ex2");
-	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 is newer than private version 33");
+	ENSURE(!look("ibv_cmd_create_cq_ex2", "IBVERBS_PRIVATE_33"), "ibv_cmd_create_cq_ex2 is exported in private version 33, but it is newer");
 	return NULL;
 }
 

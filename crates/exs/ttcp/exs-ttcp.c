@@ -201,7 +201,7 @@ __attribute__((format(printf, 2, 3))) static bool write_line(int control, const 
 	return n > 0 && (size_t)n < sizeof line && write_all(control, line, (size_t)n);
 }
 
-/* Reads a line without its newline. Returns 0 if the connection has ended before it, -1 if it failed. */
+/* Reads a line without its newline. Returns 1, 0 if the connection has ended before the line, or -1 if reading failed. */
 static int read_line(int control, char line[LINE])
 {
 	for (size_t n = 0; n < LINE; n++) {
@@ -1079,7 +1079,7 @@ static const char usage[] =
 	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction or tcp [normal]\n"
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
-	"  -n, --count N         messages [512 MiB, as 100 to 200000; pings: to 20000]\n"
+	"  -n, --count N         messages [as 512 MiB hold, 100 to 200000 (--ping: 20000)]\n"
 	"      --ping            latency: one message there, one back\n"
 	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
 	"      --wait HOW        adaptive, notify or busy: how threads wait for events [adaptive]\n"

@@ -86,7 +86,7 @@ struct anywarpdv_qp_init_attr {
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */
 	uint32_t deadline_us;		/* after this time without a datagram a message ends; 0: 100000 */
 	uint32_t read_timeout_us;	/* UD: how long a Read waits for its response; 0: 500000 */
-	uint32_t peer_timeout_ms;	/* RD: after this time without a packet of the peer requests fail; 0: 5000 */
+	uint32_t peer_timeout_ms;	/* RD: requests fail after this time without a packet of the peer; 0: 5000 */
 	uint32_t segment_size;		/* payload bytes of each datagram of a message that needs several, a multiple of 8; 0: by
 					   segment */
 	uint32_t port;			/* UDP port of the queue pair, whose number is port * 256; 0: any port */
@@ -166,7 +166,7 @@ struct anywarpdv_counters {
 	uint64_t err_out;		/* error reports to peers */
 	uint64_t tx_dgrams;		/* passed to the socket */
 	uint64_t tx_errors;		/* refused by the socket */
-	uint64_t tx_stalls;		/* times that the report of a peer was not received in time */
+	uint64_t tx_stalls;		/* times that a peer did not report what it had received */
 	uint64_t rd_again;		/* RD: retransmitted packets */
 	uint64_t rd_probes;		/* RD: packets that probed a silent peer */
 	uint64_t rd_acks;		/* RD: packets with only an acknowledgement */

@@ -61,7 +61,7 @@ impl XrcSrq {
         self.number
     }
 
-    /// The protection domain of the memory of its receives, and of the memory that requests for it name.
+    /// The protection domain of the receives of this queue. The memory that requests for this queue name must belong to it too.
     pub fn pd(&self) -> u32 {
         self.srq.pd()
     }

@@ -33,7 +33,7 @@ use crate::reactor::{Source, Token};
 use crate::sys::host::host_addresses;
 use crate::sys::socket::set_option;
 
-/// Number of ports tried until one is free in the kernel and in the port space, and has a free candidate for a signpost.
+/// Largest number of ports that are tried to find one that is free in the kernel and in the port space, and has a free candidate for a signpost.
 const TRIES: u32 = 64;
 /// How long ports are tried. Each candidate that is taken by a socket that does not answer costs 100 ms.
 const TRY_TIME: Duration = Duration::from_millis(300);

@@ -54,7 +54,7 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 const SHORT: u64 = 2048;
 
 /// Posts of short requests renew the lease once in this many requests, and if a peer shares memory they read the clock only then. (During
-/// the lease, polling threads do the work of the engine's thread.) That is early enough: when the lease is due for renewal, it still runs for
+/// the lease, polling threads do the work of the engine's thread.) Renewing only then is early enough: when the lease is due for renewal, it still runs for
 /// many times as long as this number of requests takes.
 const LEASE_EACH: u64 = 8;
 
@@ -103,8 +103,8 @@ struct Inner {
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
-    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post only moves that time to the future,
-    /// so a post need not compute it while this is true.
+    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post can only move the time at
+    /// which the peer is to be asked further into the future, so a post need not compute that time while this is true.
     probe_covered: bool,
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.
@@ -693,7 +693,7 @@ enum Receive {
     All,
 }
 
-/// Whether a queue pair in this state sends and receives.
+/// Whether a queue pair in this state may have a connection that it has used.
 fn is_live(state: State) -> bool {
     matches!(state, State::Rtr | State::Rts | State::Sqd | State::Error)
 }

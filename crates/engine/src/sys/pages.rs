@@ -181,8 +181,7 @@ pub fn unlock_pages(start: u64, len: u64) {
 
 /// Whether all of `[start, start + len)` is mapped.
 pub fn is_mapped(start: u64, len: u64) -> bool {
-    // Valgrind treats the call below as a read of the memory, and reports bytes of the page that the program has not
-    // initialized.
+    // Valgrind treats `msync` as a read of the memory, and would report bytes of the page that the program has not initialized.
     static WATCHED: OnceLock<bool> = OnceLock::new();
     if *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload"))) {
         return len == 0 || pages_mapped(start, len);
