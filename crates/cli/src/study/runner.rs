@@ -654,7 +654,7 @@ fn streams(point: &Point) -> Result<usize, String> {
     streams.ok_or_else(|| format!("streams={given} is not a number from 1 to 64"))
 }
 
-/// Removes the time that the ends waited for a processor, if it says nothing about the noise of the sample.
+/// Removes the time that the ends waited for a processor, for points whose ends wait by design, so that it says nothing about noise.
 fn without_waiting(mut sample: Sample) -> Sample {
     sample.remove("waited");
     sample
@@ -669,14 +669,16 @@ fn together(samples: &[Sample]) -> Sample {
             .filter_map(|sample| sample.get(name).copied());
         let value = match name.as_str() {
             "mbps" | "arrived_mbps" | "messages" | "cpu_local" | "cpu_remote" => values.sum(),
-            // Concurrent streams compete for the processors by design, so their waiting is not noise.
-            "waited" if samples.len() > 1 => continue,
             "elapsed_s" => values.fold(0.0, f64::max),
             _ => values.sum::<f64>() / samples.len() as f64,
         };
         all.insert(name.clone(), value);
     }
-    all
+    match samples {
+        [_] => all,
+        // Concurrent streams compete for the processors by design.
+        _ => without_waiting(all),
+    }
 }
 
 /// Returns the options of `anywarp ping` and `blast` for a point.
