@@ -101,6 +101,11 @@ const WAYS: &[Way] = &[
         mpi: Mpi::OpenMpi(ofi!("anywarp")),
         env: &[],
     },
+    Way {
+        name: "openmpi mtl/ofi anywarp, rendezvous by Read",
+        mpi: Mpi::OpenMpi(ofi!("anywarp")),
+        env: &[("FI_ANYWARP_RENDEZVOUS", "read")],
+    },
 ];
 
 /// The options of `cargo lab mpi`.

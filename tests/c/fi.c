@@ -1501,13 +1501,15 @@ static const char *hostile(size_t arg)
 		}
 		/* Most messages have a valid version and type. */
 		if (i % 8)
-			m[0] = 1, m[3] = 0, m[2] &= 15;
+			m[0] = 1, m[3] = 0, m[2] &= 63;
 		if (i % 16)
-			m[1] = (uint8_t)(1 + i % 9);
+			m[1] = (uint8_t)(1 + i % 10);
 		if (i % 3 == 0)
 			memset(m + 4, 0, 10); /* small names and lengths */
 		if (i % 5 == 0)
 			size = (size_t)(i % 64);
+		if (i % 11 == 0)
+			m[1] = 2, m[2] = 32 | (i & 1), size = 44; /* a readable announcement */
 		TRY(post_raw(&bad, &mine, size, &b));
 	}
 	while (fi_cq_read(b.rx, &entry, 1) == 1)
@@ -1518,6 +1520,79 @@ static const char *hostile(size_t arg)
 	TRY(next(b.rx, &entry, NULL));
 	TRY(check_bytes(in, 50000, 5));
 	return next(a.tx, &entry, NULL);
+}
+
+/*
+ * With the option, the receiver of a long message reads it. A stranger cannot end the send, and an announcement of memory that may
+ * not be read is an error of its receive alone.
+ */
+static const char *read_by_receiver(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct region mine = { 0 };
+	struct dgram bad;
+	struct side a, b;
+
+	(void)arg;
+	setenv("FI_ANYWARP_RENDEZVOUS", "read", 1);
+	setenv("ANYWARP_FAULTS", "op=read nth=4 -> error=remote-access", 1);
+	TRY(open_with_bad(&a, &b, &bad, &mine));
+	fill_bytes(out, 100000, 9);
+	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 0, &a));
+	memset(mine.at, 0, 32);
+	mine.at[0] = 1, mine.at[1] = 10;
+	for (uint8_t id = 0; id < 8; id++) {
+		mine.at[7] = id;
+		TRY(post_raw(&bad, &mine, 32, &a));
+	}
+	for (int turn = 0; turn < 200; turn++)
+		fi_cq_read(b.rx, NULL, 0);
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "a send ends before its message was received");
+	OK(fi_trecv(b.ep, in, 40000, NULL, b.peer, 0, 0, &b));
+	TRY(next_error(b.rx, &error, WAIT_MS));
+	ENSURE(error.err == FI_ETRUNC && error.len == 40000 && error.olen == 60000, "%s, %zu bytes, %zu over",
+	       fi_strerror(error.err), error.len, error.olen);
+	TRY(check_bytes(in, 40000, 9));
+	TRY(next(a.tx, &entry, NULL));
+	/* An announcement with a tag, the number 7, 100000 bytes, the tag 1, and a key and an address of no memory. */
+	memset(mine.at, 0x55, 44);
+	memcpy(mine.at, "\1\2\41\0" "\0\0\0\7" "\0\0\0\0\0\1\206\240" "\0\0\0\0\0\0\0\1" "\0\0\0\0\0\0\0\0", 32);
+	TRY(post_raw(&bad, &mine, 44, &b));
+	for (uint64_t tag = 1; tag < 4; tag++) {
+		OK(fi_trecv(b.ep, in, sizeof in, NULL, FI_ADDR_UNSPEC, tag, 0, &b));
+		if (tag > 1)
+			OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, tag, &a));
+		if (tag == 2) {
+			TRY(next(b.rx, &entry, NULL));
+			TRY(check_bytes(in, 100000, 9));
+			TRY(next(a.tx, &entry, NULL));
+		} else {
+			/* The stranger answers no Read. The second error is injected: it shows that there was a Read. */
+			TRY(next_error(b.rx, &error, WAIT_MS));
+			ENSURE(error.err == (tag == 1 ? FI_EREMOTEIO : FI_EACCES) && error.op_context == &b && error.len == 0,
+			       "a refused Read: %s", fi_strerror(error.err));
+		}
+	}
+	return NULL;
+}
+
+static const char *read_messages(size_t arg)
+{
+	setenv("FI_ANYWARP_RENDEZVOUS", "read", 1);
+	return messages(arg);
+}
+
+static const char *read_peek(size_t arg)
+{
+	setenv("FI_ANYWARP_RENDEZVOUS", "read", 1);
+	return peek_and_claim(arg);
+}
+
+static const char *read_multi_recv(size_t arg)
+{
+	setenv("FI_ANYWARP_RENDEZVOUS", "read", 1);
+	return multi_recv(arg);
 }
 
 /* An endpoint at a chosen port is found by host and port alone. */
@@ -1736,6 +1811,13 @@ static const struct test tests[] = {
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
 	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
 	{ "stopped_peer_with_link", lost_peer, SIGSTOP | LINK, 0, true },
+	{ "read_by_receiver", read_by_receiver, 0, 0, true },
+	{ "read_messages", read_messages, TAG, 0, true },
+	{ "read_messages_early", read_messages, EARLY, 0, true },
+	{ "read_messages_in_pieces", read_messages, PIECES | TAG, 0, true },
+	{ "read_messages_to_itself", read_messages, SELF, 0, true },
+	{ "read_peek_and_claim", read_peek, 100000, 0, true },
+	{ "read_multi_recv", read_multi_recv, 0, 0, true },
 	{ "other_key", other_key, 0, 0, false },
 	{ "hostile", hostile, 0, 0, false },
 };

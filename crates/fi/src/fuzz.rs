@@ -12,7 +12,7 @@ use crate::address::Remote;
 use crate::endpoint::Registered;
 use crate::endpoint::atomic::operation;
 use crate::matching::{Content, Envelope, Matching, Message, Pattern};
-use crate::wire::{HEADER, Header, Kind};
+use crate::wire::{Announcement, HEADER, Header, Kind};
 
 /// The size in bytes of the memory that peers may change, and of the memory before and after it.
 const MEMORY: usize = 512;
@@ -72,7 +72,7 @@ pub fn messages(mut data: &[u8]) {
                 }
                 let content = match header.kind {
                     Kind::Eager => Content::Here(content.to_vec()),
-                    _ => Content::Announced(header.id),
+                    _ => Content::Announced(Announcement::new(&header, content)),
                 };
                 bytes += crate::limits::UNEXPECTED_EACH;
                 if let Content::Here(content) = &content {
@@ -108,7 +108,12 @@ pub fn messages(mut data: &[u8]) {
                     None => matching.post(pattern, 0),
                 }
             }
-            Kind::Written | Kind::AtomicDone | Kind::Probe | Kind::Hold | Kind::Link => {}
+            Kind::Written
+            | Kind::AtomicDone
+            | Kind::Probe
+            | Kind::Hold
+            | Kind::Link
+            | Kind::Taken => {}
         }
         assert_eq!((matching.bytes(), matching.bytes_of(from)), (bytes, bytes));
     }

@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use crate::abi::{FI_ADDR_UNSPEC, FiAddr};
 use crate::address::Remote;
 use crate::limits;
+use crate::wire::Announcement;
 
 /// The parts of a message that are matched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,8 +39,8 @@ impl Pattern {
 pub enum Content {
     /// In this process.
     Here(Vec<u8>),
-    /// At the sender, which has announced the message under this name.
-    Announced(u32),
+    /// At the sender, which has announced the message.
+    Announced(Announcement),
 }
 
 /// An unexpected message, which has no receive yet.
@@ -283,7 +284,10 @@ mod tests {
         let mut m = Matching::<()>::default();
         m.keep(message(1, 7, b"abc"));
         let announced = Message {
-            content: Content::Announced(4),
+            content: Content::Announced(Announcement {
+                id: 4,
+                source: None,
+            }),
             ..message(1, 7, b"")
         };
         m.keep(announced.clone());
@@ -299,7 +303,10 @@ mod tests {
     fn a_claimed_message_has_its_new_source_and_outlives_its_peer() {
         let mut m = Matching::<()>::default();
         let announced = Message {
-            content: Content::Announced(4),
+            content: Content::Announced(Announcement {
+                id: 4,
+                source: None,
+            }),
             ..message(1, 7, b"")
         };
         m.keep(announced.clone());

@@ -588,6 +588,8 @@ pub struct Job {
     pub timeout_ms: u32,
     /// Whether busy pairs of endpoints on one host make links.
     pub links: bool,
+    /// Whether receivers may read the messages that an endpoint announces.
+    pub readable: bool,
 }
 
 /// A queue pair of any type.

@@ -40,6 +40,8 @@ pub enum Kind {
     /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
     /// the number of messages that the sender has received on the link.
     Link,
+    /// The announced message `id`, which was [`READABLE`], has been read.
+    Taken,
 }
 
 /// A step in the life of a link.
@@ -75,7 +77,7 @@ impl Step {
 }
 
 impl Kind {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Eager,
         Self::Announce,
         Self::Grant,
@@ -85,6 +87,7 @@ impl Kind {
         Self::Probe,
         Self::Hold,
         Self::Link,
+        Self::Taken,
     ];
 
     fn code(self) -> u8 {
@@ -98,6 +101,7 @@ impl Kind {
             Self::Probe => 7,
             Self::Hold => 8,
             Self::Link => 9,
+            Self::Taken => 10,
         }
     }
 }
@@ -113,14 +117,69 @@ pub const COMPARE: u8 = 8;
 /// A grant of memory that is written over the link.
 pub const LINKED: u8 = 16;
 
-const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED;
+/// An announced message that the receiver may read: a [`Source`] follows the header.
+pub const READABLE: u8 = 32;
+
+const FLAGS: u8 = TAGGED | DATA | FETCH | COMPARE | LINKED | READABLE;
+
+/// Bytes of a [`Source`].
+pub const SOURCE: usize = 12;
+
+/// The sender's memory with an announced message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source {
+    /// The key of the memory, for the queue pair that the announcement was sent to.
+    pub rkey: u32,
+    /// The address of the memory.
+    pub base: u64,
+}
+
+impl Source {
+    /// Returns the bytes that follow the header.
+    pub fn encode(&self) -> [u8; SOURCE] {
+        let mut out = [0; SOURCE];
+        let bytes = self.rkey.to_be_bytes().into_iter();
+        for (to, from) in out.iter_mut().zip(bytes.chain(self.base.to_be_bytes())) {
+            *to = from;
+        }
+        out
+    }
+
+    /// Parses the bytes that follow the header.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (rkey, base) = bytes.split_first_chunk::<4>()?;
+        Some(Self {
+            rkey: u32::from_be_bytes(*rkey),
+            base: u64::from_be_bytes(base.try_into().ok()?),
+        })
+    }
+}
+
+/// A message that waits at its sender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Announcement {
+    /// The sender's number for it.
+    pub id: u32,
+    /// The memory from which the receiver may read it. Otherwise the receiver grants memory, and the sender writes.
+    pub source: Option<Source>,
+}
+
+impl Announcement {
+    /// Returns the announcement with a header and the bytes that follow it.
+    pub fn new(header: &Header, follows: &[u8]) -> Self {
+        Self {
+            id: header.id,
+            source: Source::decode(follows).filter(|_| header.has(READABLE)),
+        }
+    }
+}
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// The kind of the message.
     pub kind: Kind,
-    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`].
+    /// [`TAGGED`], [`DATA`], [`FETCH`], [`COMPARE`], [`LINKED`], [`READABLE`].
     pub flags: u8,
     /// Identifies the operation at its sender.
     pub id: u32,
@@ -206,12 +265,15 @@ impl Header {
         let follows = rest.len() as u64;
         let fits = match kind {
             Kind::Eager => header.length == follows && follows <= crate::limits::EAGER as u64,
-            Kind::Announce => follows == 0 && header.length <= crate::limits::MESSAGE as u64,
+            Kind::Announce => {
+                let source = if header.has(READABLE) { SOURCE } else { 0 };
+                follows == source as u64 && header.length <= crate::limits::MESSAGE as u64
+            }
             Kind::Hold => follows == 0 && header.length <= 1,
             Kind::Link => follows == 0 && Step::from_number(header.length).is_some(),
             Kind::AtomicDone => header.length == follows,
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
-            Kind::Grant | Kind::Written | Kind::Probe => follows == 0,
+            Kind::Grant | Kind::Written | Kind::Probe | Kind::Taken => follows == 0,
         };
         fits.then_some((header, rest))
     }
@@ -238,6 +300,35 @@ mod tests {
             };
             assert_eq!(Header::decode(&header.encode()), Some((header, &[][..])));
         }
+    }
+
+    #[test]
+    fn a_readable_announcement_has_a_source() {
+        let source = Source {
+            rkey: 0x0102_0304,
+            base: 0x0506_0708_090a_0b0c,
+        };
+        let mut header = Header {
+            flags: READABLE,
+            id: 9,
+            length: 1 << 20,
+            ..Header::new(Kind::Announce)
+        };
+        let mut message = header.encode().to_vec();
+        assert!(Header::decode(&message).is_none(), "without its source");
+        message.extend(1..=12);
+        let (decoded, follows) = Header::decode(&message).unwrap();
+        assert_eq!(decoded, header);
+        let announcement = Announcement::new(&decoded, follows);
+        assert_eq!((announcement.id, announcement.source), (9, Some(source)));
+        assert_eq!(source.encode()[..], message[HEADER..]);
+        header.flags = 0;
+        message[..HEADER].copy_from_slice(&header.encode());
+        assert!(
+            Header::decode(&message).is_none(),
+            "a source without the flag"
+        );
+        assert_eq!(Announcement::new(&header, &[]).source, None);
     }
 
     #[test]
@@ -270,8 +361,8 @@ mod tests {
             Header::decode(&bytes).is_some()
         };
         assert!(!with(0, 2), "a version");
-        assert!(!with(1, 0) && !with(1, 10), "a kind");
-        assert!(!with(2, 32), "a flag");
+        assert!(!with(1, 0) && !with(1, 11), "a kind");
+        assert!(!with(2, 64), "a flag");
         assert!(!with(3, 1), "the byte that is zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);

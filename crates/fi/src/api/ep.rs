@@ -72,12 +72,32 @@ fn number(name: &str, usual: u32) -> u32 {
     })
 }
 
+/// Returns whether announced messages are read by their receivers, instead of written by their senders.
+fn rendezvous_by_read() -> bool {
+    let Ok(text) = std::env::var("FI_ANYWARP_RENDEZVOUS") else {
+        return false;
+    };
+    match text.trim() {
+        "read" => true,
+        "write" => false,
+        other => {
+            crate::log::warn(&format!(
+                "FI_ANYWARP_RENDEZVOUS={other}: neither write nor read; write is taken"
+            ));
+            false
+        }
+    }
+}
+
 fn job() -> Job {
     const USUAL_KEY: u32 = 0x0f1a_0b01;
+    let readable = rendezvous_by_read();
     Job {
         qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
         timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
-        links: number("FI_ANYWARP_LINKS", 1) != 0,
+        // A link has no Reads.
+        links: !readable && number("FI_ANYWARP_LINKS", 1) != 0,
+        readable,
     }
 }
 

@@ -74,9 +74,11 @@ impl Endpoint {
             | Op::OneSided { to, .. }
             | Op::Notified { to, .. }
             | Op::Atomic { to, .. } => *to == peer,
-            Op::Probe { .. } | Op::CloseNotice { .. } | Op::Request { .. } | Op::Answer { .. } => {
-                false
-            }
+            Op::Fetch { .. }
+            | Op::Probe { .. }
+            | Op::CloseNotice { .. }
+            | Op::Request { .. }
+            | Op::Answer { .. } => false,
         }) || deferred.any(|d| matches!(d, Deferred::Notice(to, ..) if *to == peer))
     }
 

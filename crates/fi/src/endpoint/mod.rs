@@ -3,13 +3,15 @@
 //! Messages of at most [`limits::EAGER`] bytes are sent with their content. A longer message is announced. When the
 //! announcement has been matched with a receive, the receiver registers the memory for this one peer and sends it the key (a
 //! *grant*). The sender writes the message with RDMA Write-Record, whose record shows the receiver that the message is
-//! complete. Reads and writes of the program use a second queue pair, whose writes create no records.
+//! complete. As an option, the receiver reads the message instead (`fetch.rs`). Reads and writes of the program use a second queue
+//! pair, whose writes create no records.
 //!
 //! Busy endpoints of one host send their messages and announcements over a connection (`link.rs`).
 
 pub(crate) mod atomic;
 mod credit;
 mod fence;
+mod fetch;
 mod link;
 mod one_sided;
 mod progress;
@@ -34,7 +36,10 @@ use crate::verbs::{
     Access, Channel, Completions, Device, Job, Of, OneSided, Pd, Piece, QueuePair, Record, Region,
     Stream, To, Way, Wc, error_of, kind_of, source_of, written_word,
 };
-use crate::wire::{COMPARE, DATA, FETCH, HEADER, Header, Kind, LINKED, Step, TAGGED, VERSION};
+use crate::wire::{
+    Announcement, COMPARE, DATA, FETCH, HEADER, Header, Kind, LINKED, READABLE, Source, Step,
+    TAGGED, VERSION,
+};
 
 /// Memory that the program has registered.
 #[derive(Debug, Clone, Copy)]
@@ -177,9 +182,22 @@ enum Op {
         _counted: Option<Arc<()>>,
         /// Whether the device has delivered the announcement.
         known: bool,
+        offer: Offer,
         grant: Option<Grant>,
         /// The number of bytes that have been written, or are being written.
         written: usize,
+    },
+    /// The reading of a message that a peer has announced under the number `id`.
+    Fetch {
+        target: Target,
+        message: Arrived,
+        id: u32,
+        source: Source,
+        regions: Vec<Region>,
+        /// The number of bytes to read.
+        length: usize,
+        /// The number of bytes that have been requested.
+        posted: usize,
     },
     /// A read or a write of the program.
     OneSided {
@@ -216,6 +234,17 @@ enum Op {
     Request { slot: Option<u16>, of: u32 },
     /// An answer to a peer, with its content.
     Answer { slot: Option<u16> },
+}
+
+/// Whether the receiver of an announced message may read it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Offer {
+    /// It may not.
+    None,
+    /// It may, and has not finished.
+    Open,
+    /// It has read the message, but the device has not yet reported that the announcement was delivered.
+    Taken,
 }
 
 /// Memory of a peer that an announced message may be written to.
@@ -291,6 +320,7 @@ enum Deferred {
     Answer(Remote, Header, Vec<u8>),
     Write(u32),
     Access(u32),
+    Fetch(u32),
     Notice(Remote, Header, Done),
 }
 

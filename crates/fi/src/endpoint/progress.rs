@@ -55,6 +55,7 @@ impl Endpoint {
                 Deferred::Answer(to, header, content) => self.try_reply(cx, *to, header, content),
                 Deferred::Write(op) => self.write_granted(cx, *op),
                 Deferred::Access(op) => self.post_access(cx, *op) != Err(FI_EAGAIN),
+                Deferred::Fetch(op) => self.post_fetch(cx, *op),
                 Deferred::Notice(to, header, done) => self.try_notify(cx, *to, header, *done),
             };
             if !done {
@@ -101,8 +102,11 @@ impl Endpoint {
     /// Handles the completion of a request that belongs to the operation `name`.
     pub(super) fn request_completed(&mut self, cx: &mut Shared, kind: u64, name: u32, err: i32) {
         if kind == ANNOUNCE && err == 0 {
-            if let Some(Op::Announced { known, .. }) = self.ops.get_mut(name) {
+            if let Some(Op::Announced { known, offer, .. }) = self.ops.get_mut(name) {
                 *known = true;
+                if *offer == Offer::Taken {
+                    self.end_announced(cx, name);
+                }
             }
             return;
         }
@@ -133,6 +137,18 @@ impl Endpoint {
                 self.finish_or_report(cx, done, err);
                 self.lost(cx, to, err);
             }
+            Op::Fetch {
+                target,
+                message,
+                id,
+                regions,
+                length,
+                ..
+            } => {
+                // The memory is deregistered before the completion is reported.
+                drop(regions);
+                self.fetched(cx, &target, &message, id, length, err);
+            }
             Op::Notified { done, .. } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
             Op::Answer { slot } => self.free_slots.extend(slot),
@@ -155,6 +171,7 @@ impl Endpoint {
             Some(Op::OneSided { memory, posted, .. }) if *posted < memory.len() => {
                 Deferred::Access(name)
             }
+            Some(Op::Fetch { length, posted, .. }) if posted < length => Deferred::Fetch(name),
             _ => return false,
         };
         self.deferred.push_back(next);
@@ -317,6 +334,7 @@ impl Endpoint {
             }
             Kind::Link => self.link_step(cx, from, &header),
             Kind::Grant => self.granted(cx, from, &header),
+            Kind::Taken => self.taken(cx, from, &header),
             Kind::Written => {
                 cx.count(self.counter(Counts::RemoteWrite), false);
                 let entry = Entry {
@@ -407,6 +425,7 @@ impl Endpoint {
             length: header.length,
         };
         let announced = header.kind == Kind::Announce;
+        let announcement = Announcement::new(&header, content);
         if announced && self.deferred.len() >= limits::DEFERRED {
             return false;
         }
@@ -424,7 +443,7 @@ impl Endpoint {
                 return false;
             }
             let content = if announced {
-                Content::Announced(header.id)
+                Content::Announced(announcement)
             } else {
                 Content::Here(content.to_vec())
             };
@@ -447,7 +466,7 @@ impl Endpoint {
             if self.is_over(&receive) {
                 self.matching(tagged).remove_receive(index);
             }
-            self.grant(cx, target, arrived, header.id);
+            self.transfer(cx, target, arrived, announcement);
             self.correct(cx, from, header.length);
             return true;
         }

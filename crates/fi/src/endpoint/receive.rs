@@ -145,8 +145,8 @@ impl Endpoint {
 
     /// Discards a message. If it was announced, its sender completes it without writing it.
     pub(super) fn refuse(&mut self, cx: &mut Shared, message: &Message) {
-        if let Content::Announced(id) = message.content {
-            self.answer(cx, message.from, Header::grant_of_nothing(id));
+        if let Content::Announced(announcement) = message.content {
+            self.answer(cx, message.from, Header::grant_of_nothing(announcement.id));
         }
     }
 
@@ -184,7 +184,7 @@ impl Endpoint {
                 let len = target.memory.write(0, &bytes);
                 self.received(cx, &target, &arrived, len, 0);
             }
-            Content::Announced(id) => self.grant(cx, target, arrived, id),
+            Content::Announced(announcement) => self.transfer(cx, target, arrived, announcement),
         }
     }
 
@@ -228,6 +228,20 @@ impl Endpoint {
                 olen,
             };
             cx.push(self.binding.receive_queue, entry);
+        }
+    }
+
+    /// Starts the transfer of an announced message that was matched with a receive.
+    pub(super) fn transfer(
+        &mut self,
+        cx: &mut Shared,
+        target: Target,
+        message: Arrived,
+        announcement: Announcement,
+    ) {
+        match announcement.source {
+            Some(source) => self.fetch(cx, target, message, announcement.id, source),
+            None => self.grant(cx, target, message, announcement.id),
         }
     }
 

@@ -142,11 +142,33 @@ impl Endpoint {
         } else {
             None
         };
+        // The source in an announcement is one piece of memory. Messages of several pieces are written.
+        let readable = memory
+            .single()
+            .filter(|(_, len)| self.job.readable && *len > 0);
+        let access = if readable.is_some() {
+            Access::Remote {
+                read: true,
+                write: false,
+            }
+        } else {
+            Access::Source
+        };
         let mut regions = Vec::new();
         for (at, len) in memory.parts().filter(|(_, len)| *len > 0) {
             // SAFETY: the program does not change this memory until the operation has completed. A copy is kept with it.
-            regions.push(unsafe { Region::new(&cx.pd, at, len, Access::Source) }?);
+            let region = unsafe { Region::new(&cx.pd, at, len, access) }?;
+            if readable.is_some() {
+                region.restrict_to(to)?;
+            }
+            regions.push(region);
         }
+        let source = readable
+            .zip(regions.first())
+            .map(|((at, _), region)| Source {
+                rkey: region.rkey(),
+                base: at as u64,
+            });
         let announced = Op::Announced {
             done,
             to,
@@ -155,15 +177,25 @@ impl Endpoint {
             _copy: copy,
             _counted: counted,
             known: false,
+            offer: if source.is_some() {
+                Offer::Open
+            } else {
+                Offer::None
+            },
             grant: None,
             written: 0,
         };
         let op = self.ops.insert(announced).map_err(|_full| FI_EAGAIN)?;
         header.id = op;
         let id = ANNOUNCE << KIND | u64::from(op);
-        let posted = match link {
-            Some(link) => self.post_on_link(link, op, &header, &UserMemory::default()),
-            None => self.qp.send_copy(to_whom, id, &header.encode(), true),
+        let posted = match (link, source) {
+            (Some(link), _) => self.post_on_link(link, op, &header, &UserMemory::default()),
+            (None, None) => self.qp.send_copy(to_whom, id, &header.encode(), true),
+            (None, Some(source)) => {
+                header.flags |= READABLE;
+                let message = [&header.encode()[..], &source.encode()].concat();
+                self.qp.send_copy(to_whom, id, &message, true)
+            }
         };
         if let Err(why) = posted {
             self.ops.remove(op);
