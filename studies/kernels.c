@@ -12,57 +12,9 @@
  *   kernels S|W|A|B [is|cg]
  */
 #include <math.h>
-#include <mpi.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-static int rank, ranks;
-
-static void ensure(int holds, const char *what, double got, double wanted)
-{
-	if (!holds) {
-		fprintf(stderr, "rank %d: %s: %.15g, expected %.15g\n", rank, what, got, wanted);
-		MPI_Abort(MPI_COMM_WORLD, 1);
-	}
-}
-
-static void *room(size_t count, size_t size)
-{
-	void *at = calloc(count ? count : 1, size);
-
-	ensure(at != NULL, "no memory", 0, 0);
-	return at;
-}
-
-/* The generator: x := 5^13 x mod 2^46. Its value is x / 2^46. */
-static const uint64_t FACTOR = 1220703125, SEED = 314159265, MASK = ((uint64_t)1 << 46) - 1;
-
-static double draw(uint64_t *x)
-{
-	*x = FACTOR * *x & MASK;
-	return (double)*x / (double)(MASK + 1);
-}
-
-/* The state of the generator after `skip` draws. */
-static uint64_t state_after(uint64_t skip)
-{
-	uint64_t x = SEED, power = FACTOR;
-
-	for (; skip; skip >>= 1) {
-		if (skip & 1)
-			x = x * power & MASK;
-		power = power * power & MASK;
-	}
-	return x;
-}
-
-/* The first element of the block of rank `r`, among `n` elements. */
-static size_t begin_of(size_t n, int r)
-{
-	return n * (size_t)r / (size_t)ranks;
-}
+#include "npb.h"
 
 /* ---------------------------------------------------------------- IS */
 
@@ -148,7 +100,7 @@ static int compare(const void *a, const void *b)
 
 static double run_is(const struct is *c)
 {
-	size_t n = (size_t)1 << c->log_keys, first = begin_of(n, rank), mine = begin_of(n, rank + 1) - first, got = 0;
+	size_t n = (size_t)1 << c->log_keys, first = begin_of(n, rank, ranks), mine = begin_of(n, rank + 1, ranks) - first, got = 0;
 	int max = 1 << c->log_max, shift = c->log_max - 10, *keys = room(mine, sizeof(int)), *sorted = NULL;
 	uint64_t state = state_after(4 * first);
 	double began, took;
@@ -247,14 +199,14 @@ static void make_matrix(struct matrix *m, const struct cg *c)
 	int columns[32], power = 1;
 
 	m->order = c->order;
-	m->first = begin_of((size_t)c->order, rank);
-	m->rows = begin_of((size_t)c->order, rank + 1) - m->first;
+	m->first = begin_of((size_t)c->order, rank, ranks);
+	m->rows = begin_of((size_t)c->order, rank + 1, ranks) - m->first;
 	m->start = room(m->rows + 1, sizeof *m->start);
 	m->counts = room((size_t)ranks, sizeof(int));
 	m->offsets = room((size_t)ranks, sizeof(int));
 	for (int r = 0; r < ranks; r++) {
-		m->offsets[r] = (int)begin_of((size_t)c->order, r);
-		m->counts[r] = (int)begin_of((size_t)c->order, r + 1) - m->offsets[r];
+		m->offsets[r] = (int)begin_of((size_t)c->order, r, ranks);
+		m->counts[r] = (int)begin_of((size_t)c->order, r + 1, ranks) - m->offsets[r];
 	}
 	while (power < c->order)
 		power *= 2;
@@ -387,25 +339,17 @@ int main(int argc, char **argv)
 	const char *which = argc > 2 ? argv[2] : "";
 	int ran = 0;
 
-	MPI_Init(&argc, &argv);
-	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-	MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+	start(&argc, &argv);
 	for (size_t i = 0; argc > 1 && i < sizeof sorts / sizeof *sorts; i++) {
-		double seconds;
-
 		if (sorts[i].class != argv[1][0])
 			continue;
 		if (strcmp(which, "cg")) {
-			seconds = run_is(&sorts[i]);
+			report("is", sorts[i].class, run_is(&sorts[i]));
 			ran++;
-			if (!rank)
-				printf("%d ranks, is.%s %.3f s\n", ranks, argv[1], seconds);
 		}
 		if (strcmp(which, "is")) {
-			seconds = run_cg(&systems[i]);
+			report("cg", systems[i].class, run_cg(&systems[i]));
 			ran++;
-			if (!rank)
-				printf("%d ranks, cg.%s %.3f s\n", ranks, argv[1], seconds);
 		}
 	}
 	ensure(ran > 0, "kernels S|W|A|B [is|cg]", argc, 2);

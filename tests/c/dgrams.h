@@ -115,6 +115,98 @@ UNUSED static const char *open_dgram(struct dgram *d, const struct anywarpdv_qp_
 	return open_dgram_on(d, dv, scq, rcq);
 }
 
+/* Many queue pairs of one process, which stand for as many peers. */
+struct peers {
+	unsigned int many;
+	uint32_t key;
+	struct ibv_qp **qps;
+	struct ibv_cq *cq;
+	struct ibv_ah *ah;
+};
+
+/* The number of peers that send before the receiver must have taken their messages. */
+#define PEERS_AT_ONCE 16u
+
+UNUSED static unsigned int many_peers(void)
+{
+	const char *text = getenv("DV_PEERS");
+
+	return text && atoi(text) > 0 ? (unsigned int)atoi(text) : 1000;
+}
+
+/* Opens the queue pairs. Each has one receive of 128 bytes, whose content is not used. */
+UNUSED static const char *open_peers(struct peers *p, const struct anywarpdv_qp_init_attr *dv, uint32_t key)
+{
+	struct ibv_qp_init_attr_ex init = {
+		.qp_type = dv->driver_qp_type == ANYWARPDV_QPT_RD ? IBV_QPT_DRIVER : IBV_QPT_UD,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_SEND,
+		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64 },
+	};
+	struct ibv_qp_attr attr = { .port_num = PORT, .qkey = key };
+	struct ibv_ah_attr ah_attr = { .is_global = 1, .port_num = PORT };
+	struct ibv_recv_wr wr = { .num_sge = 1 }, *bad;
+	struct region sink;
+	struct ibv_sge sge;
+
+	*p = (struct peers){ .many = many_peers(), .key = key };
+	p->qps = calloc(p->many, sizeof *p->qps);
+	ENSURE(p->qps, "no memory");
+	keep(close_memory, p->qps, "memory");
+	init.pd = new_pd();
+	/* Each queue pair receives at most one message and sends two. */
+	init.recv_cq = new_cq((int)p->many, NULL);
+	p->cq = init.send_cq = new_cq(1024, NULL);
+	ENSURE(init.pd && p->cq && init.recv_cq, "protection domain and queues: %s", strerror(errno));
+	TRY(new_region(&sink, init.pd, 128, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&sink, 0, 128);
+	wr.sg_list = &sge;
+	ah_attr.grh.dgid = local_gid;
+	ah_attr.grh.sgid_index = gid_index;
+	p->ah = ibv_create_ah(init.pd, &ah_attr);
+	ENSURE(p->ah, "ibv_create_ah: %s", strerror(errno));
+	keep(close_ah, p->ah, "address handle");
+	for (unsigned int i = 0; i < p->many; i++) {
+		struct ibv_qp *qp = p->qps[i] = create_qp(device, &init, dv, sizeof(*dv));
+
+		ENSURE(qp, "queue pair %u: %s", i, strerror(errno));
+		keep(close_qp, qp, "queue pair");
+		attr.qp_state = IBV_QPS_INIT;
+		ENSURE(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "INIT");
+		ENSURE(!ibv_post_recv(qp, &wr, &bad), "ibv_post_recv");
+		attr.qp_state = IBV_QPS_RTR;
+		ENSURE(!ibv_modify_qp(qp, &attr, IBV_QP_STATE), "ibv_modify_qp to RTR fails");
+		attr.qp_state = IBV_QPS_RTS;
+		ENSURE(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "ibv_modify_qp to RTS fails");
+	}
+	return NULL;
+}
+
+/* Sends a message from each of PEERS_AT_ONCE peers, or of the rest, from `first` on to the queue pair `hub` of this host. */
+UNUSED static const char *send_from_peers(struct peers *p, unsigned int first, uint32_t hub, void *message, size_t len)
+{
+	unsigned int n = p->many - first < PEERS_AT_ONCE ? p->many - first : PEERS_AT_ONCE;
+
+	for (unsigned int i = first; i < first + n; i++) {
+		struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(p->qps[i]);
+
+		ibv_wr_start(ex);
+		ex->wr_id = i;
+		ex->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+		ibv_wr_send(ex);
+		ibv_wr_set_ud_addr(ex, p->ah, hub, p->key);
+		ibv_wr_set_inline_data(ex, message, len);
+		ENSURE(!ibv_wr_complete(ex), "ibv_wr_complete");
+	}
+	for (unsigned int i = 0; i < n; i++) {
+		struct ibv_wc wc;
+
+		ENSURE(poll_cq_for(p->cq, 1, &wc, (int)WAIT_MS) == 1, "a message of peer %u or one after it does not complete", first);
+		ENSURE(wc.status == IBV_WC_SUCCESS, "peer %u: %s", (unsigned int)wc.wr_id, ibv_wc_status_str(wc.status));
+	}
+	return NULL;
+}
+
 enum what { SEND, WRITE, WRITE_IMM, READ };
 
 /* The key and address of a peer's memory. */

@@ -866,74 +866,19 @@ static const char *refused_write(size_t arg)
 
 /* ---------------------------------------------------------------- many peers of one queue pair */
 
-static unsigned int many_peers(void)
-{
-	const char *text = getenv("DV_PEERS");
-
-	return text && atoi(text) > 0 ? (unsigned int)atoi(text) : 1000;
-}
-
-/* The process of the peers. Each peer sends one message to the queue pair that the pipe names, in groups of 16. */
+/* The process of the peers. Each peer sends one message to the queue pair that the pipe names, in groups of PEERS_AT_ONCE. */
 static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, int to)
 {
-	struct ibv_qp_init_attr_ex init = {
-		.qp_type = dv->driver_qp_type == ANYWARPDV_QPT_RD ? IBV_QPT_DRIVER : IBV_QPT_UD,
-		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-		.send_ops_flags = IBV_QP_EX_WITH_SEND,
-		.cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64 },
-	};
-	struct ibv_qp_attr attr = { .port_num = PORT, .qkey = QKEY };
-	struct ibv_ah_attr ah_attr = { .is_global = 1, .port_num = PORT };
-	unsigned int many = many_peers();
-	struct ibv_qp **qps;
-	struct ibv_ah *ah;
-	struct ibv_cq *cq;
+	struct peers p;
 	uint32_t hub;
 
 	TRY(find_all());
-	qps = calloc(many, sizeof *qps);
-	ENSURE(qps, "no memory");
-	keep(close_memory, qps, "memory");
-	init.pd = new_pd();
-	cq = init.send_cq = init.recv_cq = new_cq(1024, NULL);
-	ENSURE(init.pd && cq, "protection domain and queue: %s", strerror(errno));
-	ah_attr.grh.dgid = local_gid;
-	ah_attr.grh.sgid_index = gid_index;
-	ah = ibv_create_ah(init.pd, &ah_attr);
-	ENSURE(ah, "ibv_create_ah: %s", strerror(errno));
-	keep(close_ah, ah, "address handle");
-	for (unsigned int i = 0; i < many; i++) {
-		qps[i] = create_qp(device, &init, dv, sizeof(*dv));
-		ENSURE(qps[i], "queue pair %u: %s", i, strerror(errno));
-		keep(close_qp, qps[i], "queue pair");
-		attr.qp_state = IBV_QPS_INIT;
-		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY), "INIT");
-		attr.qp_state = IBV_QPS_RTR;
-		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE), "ibv_modify_qp to RTR fails");
-		attr.qp_state = IBV_QPS_RTS;
-		ENSURE(!ibv_modify_qp(qps[i], &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), "ibv_modify_qp to RTS fails");
-	}
+	TRY(open_peers(&p, dv, QKEY));
 	/* Twice, because memory that only the first round needs is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
 		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
-		for (unsigned int i = 0; i < many; i++) {
-			struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qps[i]);
-			struct ibv_wc wc;
-
-			ibv_wr_start(ex);
-			ex->wr_id = i;
-			ex->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
-			ibv_wr_send(ex);
-			ibv_wr_set_ud_addr(ex, ah, hub, QKEY);
-			ibv_wr_set_inline_data(ex, &i, sizeof i);
-			ENSURE(!ibv_wr_complete(ex), "ibv_wr_complete");
-			/* A few at a time, because the other process has few receives. */
-			if (i % 16 != 15 && i != many - 1)
-				continue;
-			for (unsigned int n = i % 16 + 1; n > 0; n--) {
-				ENSURE(poll_cq_for(cq, 1, &wc, (int)WAIT_MS) == 1, "%u does not complete", i);
-				ENSURE(wc.status == IBV_WC_SUCCESS, "%u: %s", i, ibv_wc_status_str(wc.status));
-			}
+		for (unsigned int i = 0; i < p.many; i += PEERS_AT_ONCE) {
+			TRY(send_from_peers(&p, i, hub, &i, sizeof i));
 			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		}
 		ENSURE(write(to, &hub, sizeof hub) == sizeof hub, "the other process has ended");
@@ -941,7 +886,10 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 	return close_all() ? "cannot close" : NULL;
 }
 
-/* Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. */
+/*
+ * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. The ports of one host also share
+ * memory, at most 64 of them with this process.
+ */
 static const char *peers(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = (uint32_t)arg };
@@ -955,6 +903,7 @@ static const char *peers(size_t arg)
 	double each;
 	pid_t pid;
 
+	setenv("ANYWARP_CARRIER", "tcp", 1);
 	ENSURE(!pipe(there) && !pipe(back), "pipe: %s", strerror(errno));
 	fflush(stdout);
 	pid = fork();
@@ -990,7 +939,7 @@ static const char *peers(size_t arg)
 			ENSURE(poll_cq_for(hub.rcq, 1, &wc, 60000) == 1, "%u of %u messages", i, many);
 			ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
 			ENSURE(!ibv_post_recv(hub.qp, &wr, &bad), "ibv_post_recv");
-			if (i % 16 != 15 && i != many - 1)
+			if (i % PEERS_AT_ONCE != PEERS_AT_ONCE - 1 && i != many - 1)
 				continue;
 			/* Reliable peers first wait for their acknowledgements. */
 			ibv_poll_cq(hub.rcq, 0, &wc);

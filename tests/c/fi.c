@@ -1595,6 +1595,114 @@ static const char *read_multi_recv(size_t arg)
 	return multi_recv(arg);
 }
 
+/* The process of the peers: prints their numbers to `to`, and each sends an empty message to the queue pair from `from`, twice. */
+static const char *be_peers(int from, int to)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
+	uint8_t message[32] = { 1, 1 };
+	struct peers p;
+	uint32_t hub;
+
+	TRY(find_all());
+	TRY(open_peers(&p, &dv, JOB_KEY));
+	for (unsigned int i = 0; i < p.many; i++)
+		ENSURE(write(to, &p.qps[i]->qp_num, 4) == 4, "the other process has ended");
+	for (int round = 0; round < 2; round++) {
+		for (unsigned int i = 0; i < p.many; i += PEERS_AT_ONCE) {
+			ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
+			TRY(send_from_peers(&p, i, hub, message, sizeof message));
+		}
+	}
+	/* Until the other process has measured its memory. */
+	ENSURE(read(from, &hub, sizeof hub) == 0, "the other process has not ended");
+	return close_all() ? "cannot close" : NULL;
+}
+
+/*
+ * The memory of an endpoint for each of many peers: those in the address vector, and those that have exchanged messages. The ports of
+ * one host also share memory, at most 64 of them with this process.
+ */
+static const char *peers(size_t arg)
+{
+	unsigned int many = many_peers(), answered = 0;
+	fi_addr_t *addresses = calloc(many, sizeof *addresses);
+	struct sockaddr_in *names = calloc(many, sizeof *names);
+	struct sockaddr_in mine;
+	size_t len = sizeof mine;
+	int there[2], back[2], status;
+	double known, used;
+	uint32_t number;
+	struct side a;
+	long before;
+	pid_t pid;
+
+	(void)arg;
+	setenv("ANYWARP_CARRIER", "tcp", 1);
+	ENSURE(addresses && names, "no memory");
+	keep(close_memory, addresses, "memory");
+	keep(close_memory, names, "memory");
+	ENSURE(!pipe(there) && !pipe(back), "pipe: %s", strerror(errno));
+	fflush(stdout);
+	pid = fork();
+	ENSURE(pid >= 0, "fork: %s", strerror(errno));
+	if (pid == 0) {
+		const char *reason;
+
+		close(there[1]);
+		close(back[0]);
+		reason = be_peers(there[0], back[1]);
+		if (reason)
+			fprintf(stderr, "peers: %s [%s]\n", reason, failed_at);
+		_exit(reason ? 1 : 0);
+	}
+	close(there[0]);
+	close(back[1]);
+	TRY(open_side(&a, 0));
+	memset(moving, 0, sizeof moving);
+	OK(fi_getname(&a.ep->fid, &mine, &len));
+	for (unsigned int i = 0; i < many; i++) {
+		ENSURE(read(back[0], &number, sizeof number) == sizeof number, "the process of the peers has ended");
+		names[i] = (struct sockaddr_in){ .sin_family = AF_INET, .sin_port = htons((uint16_t)(number >> 8)),
+						 .sin_addr = mine.sin_addr, .sin_zero = { (uint8_t)number } };
+	}
+	memset(addresses, 0, many * sizeof *addresses);
+	before = resident();
+	ENSURE(fi_av_insert(a.av, names, many, addresses, 0, NULL) == (int)many, "fi_av_insert");
+	known = (double)(resident() - before) / many;
+	number = (uint32_t)ntohs(mine.sin_port) << 8 | (uint8_t)mine.sin_zero[0];
+	for (int round = 0; round < 2; round++) {
+		for (unsigned int i = 0; i < many; i += PEERS_AT_ONCE) {
+			unsigned int n = many - i < PEERS_AT_ONCE ? many - i : PEERS_AT_ONCE;
+
+			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
+			for (unsigned int j = 0; j < n; j++) {
+				struct fi_cq_tagged_entry entry;
+				fi_addr_t source;
+
+				OK(fi_recv(a.ep, NULL, 0, NULL, FI_ADDR_UNSPEC, &a));
+				TRY(next(a.rx, &entry, &source));
+				ENSURE(source >= addresses[i] && source < addresses[i] + n, "from %ju", (uintmax_t)source);
+				if (round)
+					continue;
+				OK(fi_send(a.ep, NULL, 0, NULL, source, &a));
+				TRY(next(a.tx, &entry, NULL));
+				answered++;
+			}
+		}
+	}
+	used = (double)(resident() - before) / many;
+	ENSURE(answered == many, "%u answers", answered);
+	close(there[1]);
+	ENSURE(waitpid(pid, &status, 0) == pid && status == 0, "the peers end with %#x", (unsigned int)status);
+	printf("# %u peers: %.2f KiB each in the address vector, %.2f KiB after messages in both directions\n", many, known, used);
+	fflush(stdout);
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	/* Memory that does not depend on the number of peers is allowed: the buffers of the endpoint. */
+	ENSURE(known <= 0.1 + 128.0 / many && used <= 1.0 + 4096.0 / many, "too much memory for a peer");
+#endif
+	return NULL;
+}
+
 /* An endpoint at a chosen port is found by host and port alone. */
 static const char *service(size_t arg)
 {
@@ -1818,6 +1926,7 @@ static const struct test tests[] = {
 	{ "read_messages_to_itself", read_messages, SELF, 0, true },
 	{ "read_peek_and_claim", read_peek, 100000, 0, true },
 	{ "read_multi_recv", read_multi_recv, 0, 0, true },
+	{ "peers", peers, 0, 240, true },
 	{ "other_key", other_key, 0, 0, false },
 	{ "hostile", hostile, 0, 0, false },
 };
