@@ -89,7 +89,7 @@ fn write(anywarp: &Path, rest: &[&str]) -> Result {
 }
 
 /// Creates two hosts, client and server, with a link between them.
-fn link() -> Result {
+pub(crate) fn link() -> Result {
     const SCRIPT: &str = "set -e
 mount -t tmpfs tmpfs /run
 ip link set lo up

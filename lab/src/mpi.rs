@@ -1,9 +1,8 @@
 //! `cargo lab mpi`: runs the programs of tests/mpi over the device, with the distribution's MPIs and with MPIs from PyPI.
 //!
 //! Shared memory and plain TCP are disabled, so that all messages between ranks are sent through verbs. With `--compare` it measures
-//! Open MPI instead, over each transport that uses the device, and over TCP and UDP.
+//! instead (`mpi/compare.rs`).
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
@@ -138,6 +137,9 @@ macro_rules! ofi {
     };
 }
 
+// After the macro, which it uses.
+mod compare;
+
 const WAYS: &[Way] = &[
     Way {
         name: "mpich ch4:ucx rc",
@@ -193,36 +195,14 @@ const WAYS: &[Way] = &[
 /// The options of `cargo lab mpi`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Compare latency, bandwidth, memory and four kernels over the transports of Open MPI, in this many rounds.
+    /// Compare latency, bandwidth and four kernels over several transports, in this many rounds: on one host, with Open MPI, and the
+    /// memory of 2 to 16 ranks
     #[arg(long, value_name = "ROUNDS")]
     compare: Option<usize>,
+    /// With --compare: between two network namespaces, with MPICH, and raw reliable datagrams beside it
+    #[arg(long, requires = "compare")]
+    netns: bool,
 }
-
-/// The transports that are compared, each with its options of Open MPI.
-const TRANSPORTS: &[(&str, Library)] = &[
-    ("`anywarp`", Library::OpenMpi(ofi!("anywarp"))),
-    ("UCX `rc_verbs` over anywarp", Library::OpenMpi(UCX)),
-    ("`tcp;ofi_rxm`", Library::OpenMpi(ofi!("tcp;ofi_rxm"))),
-    ("`udp;ofi_rxd`", Library::OpenMpi(ofi!("udp;ofi_rxd"))),
-    (
-        "`btl/tcp`",
-        Library::OpenMpi(&["pml", "ob1", "btl", "tcp,self"]),
-    ),
-];
-
-/// The columns of times and rates: the program, its arguments, and the name of the value that it prints. `mpi` prints JSON. The
-/// others run kernels of the NAS benchmarks and print a line for each, at whose end are the seconds.
-const SPEEDS: [(&str, &str, &str); 6] = [
-    ("mpi", "lat 8 20000", "us"),
-    ("mpi", "bw 1048576 640 16", "gb_s"),
-    ("kernels", "B is", "seconds"),
-    ("kernels", "A cg", "seconds"),
-    ("mg", "A", "seconds"),
-    ("lu", "A", "seconds"),
-];
-
-/// The numbers of ranks for which memory is measured.
-const RANKS: [usize; 4] = [2, 4, 8, 16];
 
 /// Compiles a program of tests/mpi or of studies.
 fn compile(compiler: &Path, source: &str, to: &Path) -> Result {
@@ -234,112 +214,6 @@ fn compile(compiler: &Path, source: &str, to: &Path) -> Result {
             .arg(sh::root().join(source))
             .arg("-lm"),
     )
-}
-
-/// Runs a program of `studies` over a transport. Returns the value that it prints.
-fn measure(
-    program: &Path,
-    mpi: &Library,
-    ranks: usize,
-    arguments: &str,
-    value: &str,
-) -> Result<f64> {
-    let mut command = Command::new("timeout");
-    command.arg(TIME_LIMIT);
-    mpi.launch(&mut command)?;
-    command.args(["-n", &ranks.to_string()]);
-    command.envs(COMMON.iter().copied()).env("UCX_TLS", RC);
-    if matches!(mpi, Library::OpenMpi(options) if options.contains(&"btl")) {
-        command.env_remove("OMPI_MCA_btl");
-    }
-    command
-        .arg(sh::dist().join("bin/anywarp"))
-        .args(["run", "--device-ip", "127.0.0.1", "--"])
-        .arg(program)
-        .args(arguments.split(' '))
-        .stdin(Stdio::null());
-    let output = command.output()?;
-    let printed = String::from_utf8_lossy(&output.stdout);
-    let parsed = match value {
-        // "2 ranks, cg.A verified 0.103 s"
-        "seconds" => printed.lines().find_map(|line| {
-            line.strip_suffix(" s")?
-                .split(' ')
-                .next_back()?
-                .parse()
-                .ok()
-        }),
-        _ => printed.lines().find_map(|line| {
-            let values: BTreeMap<String, f64> = serde_json::from_str(line).ok()?;
-            values.get(value).copied()
-        }),
-    };
-    let failure = || {
-        let errors = String::from_utf8_lossy(&output.stderr);
-        format!(
-            "{ranks} ranks, {arguments}: {}: {printed}{errors}",
-            output.status
-        )
-    };
-    let parsed = parsed.filter(|_| output.status.success());
-    Ok(parsed.ok_or_else(failure)?)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// Measures the transports in turn, and prints a table of medians and of the smallest and largest values.
-fn compare(rounds: usize) -> Result {
-    let work = sh::target().join("mpi");
-    std::fs::create_dir_all(&work)?;
-    for program in ["mpi", "kernels", "mg", "lu"] {
-        let source = format!("studies/{program}.c");
-        compile("mpicc.openmpi".as_ref(), &source, &work.join(program))?;
-    }
-    // For each transport, the columns of all rounds.
-    let mut values: Vec<[Vec<f64>; SPEEDS.len()]> =
-        TRANSPORTS.iter().map(|_| Default::default()).collect();
-    for _ in 0..rounds {
-        for (columns, (name, mpi)) in values.iter_mut().zip(TRANSPORTS) {
-            for (column, (program, arguments, value)) in columns.iter_mut().zip(SPEEDS) {
-                match measure(&work.join(program), mpi, 2, arguments, value) {
-                    Ok(value) => column.push(value),
-                    Err(why) => {
-                        eprintln!("{name}: {why}");
-                        column.push(f64::NAN);
-                    }
-                }
-            }
-        }
-    }
-    println!(
-        "| transport | 8 B one way, µs | 1 MiB, GB/s | IS.B, s | CG.A, s | MG.A, s | LU.A, s | MB of a rank: 2 ranks | 4 | 8 | 16 |"
-    );
-    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |");
-    let all = |values: &[f64]| {
-        let least = values.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = values.iter().copied().fold(0.0, f64::max);
-        format!("{:.2} ({least:.2} to {most:.2})", median(values.to_vec()))
-    };
-    for (columns, (name, mpi)) in values.iter().zip(TRANSPORTS) {
-        let mut row = format!("| {name} |");
-        for column in columns {
-            row += &format!(" {} |", all(column));
-        }
-        for ranks in RANKS {
-            match measure(&work.join("mpi"), mpi, ranks, "memory 1024", "mb") {
-                Ok(mb) => row += &format!(" {mb:.1} |"),
-                Err(why) => {
-                    eprintln!("{name}: {why}");
-                    row += " failed |";
-                }
-            }
-        }
-        println!("{row}");
-    }
-    Ok(())
 }
 
 /// UCX uses this device only, and leaves signals alone. Open MPI uses none of its own transports over memory, TCP and verbs, and runs
@@ -400,7 +274,7 @@ const BENCHMARKS: Program = Program::Packaged(
 
 pub(crate) fn run(options: &Options) -> Result {
     if let Some(rounds) = options.compare {
-        return compare(rounds);
+        return compare::run(rounds, options.netns);
     }
     std::fs::create_dir_all(sh::target().join("mpi"))?;
     let mut tally = sh::Tally::default();
