@@ -1,191 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /* The libfabric provider: messages, tag matching, rendezvous, one-sided operations, errors. */
 #include "dgrams.h"
+#include "fi_sides.h"
 
-#include <netinet/in.h>
 #include <pthread.h>
-#include <rdma/fabric.h>
-#include <rdma/fi_atomic.h>
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
-#include <rdma/fi_tagged.h>
 #include <stdatomic.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/uio.h>
 
 #define JOB_KEY 0x0f1a0b01u
-#define INJECT 4096u
-#define EAGER 16384u
-
-static struct fi_info *info;
-static struct fid_fabric *fabric;
-
-/* An endpoint and the objects that are bound to it. */
-struct side {
-	struct fid_domain *domain;
-	struct fid_ep *ep;
-	struct fid_cq *tx, *rx;
-	struct fid_av *av;
-	struct fid_cntr *cntr;
-	fi_addr_t peer, self;
-};
-
-static int close_fid(void *fid)
-{
-	return -fi_close(fid);
-}
-
-#define OK(call)                                                                                                        \
-	do {                                                                                                           \
-		int rc_ = (int)(call);                                                                                 \
-		ENSURE(rc_ >= 0, #call ": %s", fi_strerror(-rc_));                                                     \
-	} while (0)
-#define GIVES(error, call)                                                                                              \
-	do {                                                                                                           \
-		int rc_ = (int)(call);                                                                                 \
-		ENSURE(rc_ == -(error), #call ": %d, expected %d", rc_, -(error));                                     \
-	} while (0)
-
-static const char *find_provider(void)
-{
-	struct fi_info *hints;
-	int rc;
-
-	if (info)
-		return NULL;
-	hints = fi_allocinfo();
-	hints->fabric_attr->prov_name = strdup("anywarp");
-	hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-	hints->caps = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC | FI_DIRECTED_RECV | FI_SOURCE | FI_MULTI_RECV;
-	rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, hints, &info);
-	fi_freeinfo(hints);
-	ENSURE(!rc, "fi_getinfo: %s", fi_strerror(-rc));
-	OK(fi_fabric(info->fabric_attr, &fabric, NULL));
-	return NULL;
-}
-
-static const char *open_side(struct side *e, uint64_t selective)
-{
-	struct fi_cq_attr cq = { .format = FI_CQ_FORMAT_TAGGED, .wait_obj = FI_WAIT_FD };
-	struct fi_av_attr av = { .type = FI_AV_TABLE };
-
-	TRY(find_provider());
-	memset(e, 0, sizeof *e);
-	OK(fi_domain(fabric, info, &e->domain, NULL));
-	keep(close_fid, e->domain, "domain");
-	OK(fi_cq_open(e->domain, &cq, &e->tx, NULL));
-	keep(close_fid, e->tx, "transmit queue");
-	OK(fi_cq_open(e->domain, &cq, &e->rx, NULL));
-	keep(close_fid, e->rx, "receive queue");
-	OK(fi_av_open(e->domain, &av, &e->av, NULL));
-	keep(close_fid, e->av, "address vector");
-	OK(fi_cntr_open(e->domain, NULL, &e->cntr, NULL));
-	keep(close_fid, e->cntr, "counter");
-	OK(fi_endpoint(e->domain, info, &e->ep, NULL));
-	keep(close_fid, e->ep, "endpoint");
-	GIVES(FI_ENOAV, fi_enable(e->ep));
-	OK(fi_ep_bind(e->ep, &e->tx->fid, FI_TRANSMIT | selective));
-	OK(fi_ep_bind(e->ep, &e->rx->fid, FI_RECV));
-	OK(fi_ep_bind(e->ep, &e->av->fid, 0));
-	OK(fi_ep_bind(e->ep, &e->cntr->fid, FI_SEND | FI_WRITE | FI_READ));
-	GIVES(FI_EOPBADSTATE, fi_send(e->ep, NULL, 0, NULL, 0, NULL));
-	OK(fi_enable(e->ep));
-	return NULL;
-}
-
-static const char *introduce(struct side *a, struct side *b)
-{
-	char name[64];
-	size_t len = sizeof name;
-
-	OK(fi_getname(&b->ep->fid, name, &len));
-	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
-	len = sizeof name;
-	OK(fi_getname(&a->ep->fid, name, &len));
-	ENSURE(fi_av_insert(a->av, name, 1, &a->self, 0, NULL) == 1, "fi_av_insert of itself");
-	return NULL;
-}
-
-static const char *open_sides(struct side *a, struct side *b)
-{
-	TRY(open_side(a, 0));
-	TRY(open_side(b, 0));
-	TRY(introduce(a, b));
-	return introduce(b, a);
-}
-
-static struct side *moving[4];
 
 /* A length greater than the device's longest request, once a test uses it. */
 static size_t huge;
-
-/* Waits for the next completion of `cq` and drives all endpoints meanwhile. */
-static const char *next(struct fid_cq *cq, struct fi_cq_tagged_entry *entry, fi_addr_t *source)
-{
-	/* A message of more than 1 GiB takes 10 s and more on a machine with other work. */
-	uint64_t until = now_ms() + (huge ? 6 * WAIT_MS : WAIT_MS);
-	struct fi_cq_err_entry error = { 0 };
-	fi_addr_t nobody;
-	ssize_t n;
-
-	while ((n = fi_cq_readfrom(cq, entry, 1, source ? source : &nobody)) == -FI_EAGAIN) {
-		ENSURE(now_ms() < until, "no completion arrives");
-		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++) {
-			fi_cq_read(moving[i]->tx, NULL, 0);
-			fi_cq_read(moving[i]->rx, NULL, 0);
-		}
-	}
-	if (n == -FI_EAVAIL) {
-		fi_cq_readerr(cq, &error, 0);
-		return because("a failure: %s", fi_strerror(error.err));
-	}
-	ENSURE(n == 1, "fi_cq_read returns %zd", n);
-	return NULL;
-}
-
-static const char *next_error(struct fid_cq *cq, struct fi_cq_err_entry *error, unsigned int ms)
-{
-	uint64_t until = now_ms() + ms;
-	struct fi_cq_tagged_entry entry;
-	ssize_t n;
-
-	memset(error, 0, sizeof *error);
-	while ((n = fi_cq_read(cq, &entry, 1)) == -FI_EAGAIN) {
-		ENSURE(now_ms() < until, "the operation does not fail");
-		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++)
-			fi_cq_read(moving[i]->rx, NULL, 0);
-	}
-	ENSURE(n == -FI_EAVAIL, "fi_cq_read returns %zd", n);
-	ENSURE(fi_cq_readerr(cq, error, 0) == 1, "fi_cq_readerr");
-	return NULL;
-}
-
-static void move_both(struct side *a, struct side *b)
-{
-	memset(moving, 0, sizeof moving);
-	moving[0] = a;
-	moving[1] = b;
-}
-
-static void fill_bytes(uint8_t *at, size_t len, size_t seed)
-{
-	for (size_t i = 0; i < len; i++)
-		at[i] = (uint8_t)(seed + i * 7 + i / 251);
-}
-
-static const char *check_bytes(const uint8_t *at, size_t len, size_t seed)
-{
-	for (size_t i = 0; i < len; i++)
-		ENSURE(at[i] == (uint8_t)(seed + i * 7 + i / 251), "byte %zu of %zu differs", i, len);
-	return NULL;
-}
-
-static const size_t sizes[] = { 0, 1, 991, 992, 993, 4096, EAGER - 1, EAGER, EAGER + 1, 70000, 1 << 20 };
-static uint8_t out[1 << 20], in[(1 << 20) + 16];
 
 /* ---------------------------------------------------------------- messages */
 
@@ -347,6 +172,8 @@ static const char *beyond_1gib(size_t arg)
 	uint8_t *at[2];
 
 	huge = arg == 0 || linked ? (1ul << 30) + 12345 : (3ul << 29) + 12345;
+	/* A message of more than 1 GiB takes 10 s and more on a machine with other work. */
+	patience = 6 * WAIT_MS;
 	/* The memory is unmapped after the endpoints are closed, even if the test fails. */
 	for (size_t i = 0; i < 2; i++) {
 		at[i] = mmap(NULL, huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -3,6 +3,7 @@
 //! A name is a socket address of 16 or 28 bytes with the UDP port of an endpoint. The endpoint's index on its port is in a byte that
 //! socket addresses do not use: the first of `sin_zero`, the last of `sin6_flowinfo`.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -119,6 +120,8 @@ pub struct Vector {
     /// all of them.
     first: HashMap<Remote, FiAddr>,
     free: Vec<FiAddr>,
+    /// The peer that was looked up last, because many messages in a row often belong to one peer.
+    last: Cell<Option<(Remote, FiAddr)>>,
 }
 
 impl Vector {
@@ -132,6 +135,7 @@ impl Vector {
             }
             None => return None,
         };
+        self.last.set(None);
         *self.slot(at)? = Some(peer);
         self.first.entry(peer).or_insert(at);
         Some(at)
@@ -142,6 +146,7 @@ impl Vector {
         let Some(peer) = self.slot(at).and_then(Option::take) else {
             return false;
         };
+        self.last.set(None);
         self.free.push(at);
         if self.first.get(&peer) == Some(&at) {
             self.first.remove(&peer);
@@ -165,7 +170,16 @@ impl Vector {
 
     /// The lowest index of a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
     pub fn find(&self, peer: Remote) -> FiAddr {
-        self.first.get(&peer).copied().unwrap_or(FI_ADDR_NOTAVAIL)
+        if let Some((last, at)) = self.last.get()
+            && last == peer
+        {
+            return at;
+        }
+        let Some(at) = self.first.get(&peer).copied() else {
+            return FI_ADDR_NOTAVAIL;
+        };
+        self.last.set(Some((peer, at)));
+        at
     }
 
     /// The lowest index of the peer that has the index `at`; `None` if there is no such peer.

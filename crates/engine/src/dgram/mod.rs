@@ -317,8 +317,8 @@ impl DgramQp {
                 return Err((i, e));
             }
         }
-        if reliable {
-            self.send_pending(&mut inner);
+        if reliable && (inner.core.wants_tx() || inner.core.state() == State::Error) {
+            self.state_changed(&mut inner);
         }
         Ok(())
     }

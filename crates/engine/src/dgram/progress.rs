@@ -148,9 +148,10 @@ impl DgramQp {
         inner.unanswered = (0, 0);
         if !inner.blocked && inner.core.wants_tx() {
             self.transmit(&mut inner);
+        } else {
+            self.schedule(&mut inner);
         }
         self.schedule_ack(&inner);
-        self.schedule(&mut inner);
         self.deliver_events(&mut inner);
     }
 
@@ -194,7 +195,7 @@ impl DgramQp {
         self.deliver_events(inner);
     }
 
-    /// Sends as many datagrams as possible.
+    /// Sends as many datagrams as possible, and arms the deadlines.
     pub(super) fn transmit(&self, inner: &mut Inner) {
         let (mut bytes, mut more) = (0, true);
         inner.cork.sending();
@@ -276,6 +277,7 @@ impl DgramQp {
         }
         let next = inner.pending.get(inner.sent).map(|d| d.to);
         self.udp.wait_writable(self.me.clone(), next);
+        self.schedule(inner);
     }
 
     /// Arms the deadline of the core's timers, and of a stalled peer.

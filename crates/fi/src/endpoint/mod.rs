@@ -69,6 +69,8 @@ pub struct Shared {
     pub registered: HashMap<u32, Registered>,
     /// The routes to the hosts that a message was sent to.
     ways: HashMap<IpAddr, Arc<Way>>,
+    /// The route that was used last.
+    last_way: Option<(IpAddr, Arc<Way>)>,
 }
 
 impl Shared {
@@ -81,11 +83,18 @@ impl Shared {
             vectors: Slab::default(),
             registered: HashMap::new(),
             ways: HashMap::new(),
+            last_way: None,
         }
     }
 
     fn way(&mut self, to: IpAddr, from: u8) -> Result<Arc<Way>, i32> {
+        if let Some((last, way)) = &self.last_way
+            && *last == to
+        {
+            return Ok(Arc::clone(way));
+        }
         if let Some(way) = self.ways.get(&to) {
+            self.last_way = Some((to, Arc::clone(way)));
             return Ok(Arc::clone(way));
         }
         // Unknown peers can have any number of addresses, so the size of the table is limited.

@@ -156,6 +156,11 @@ impl Sender {
         self.sent.is_empty()
     }
 
+    /// Whether packets are lost and have not been sent again.
+    pub(super) fn has_lost(&self) -> bool {
+        self.lost > 0
+    }
+
     /// Whether a new packet may be sent.
     pub(super) fn has_window(&mut self, cc: &Congestion) -> bool {
         let open = self.lost == 0

@@ -139,18 +139,29 @@ impl Reliable {
                 return Some((peer, way, bytes.into()));
             }
             self.queued.pop_front();
-            if let Some(state) = self.peers.get_mut(&peer) {
-                state.queued = false;
-                if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
-                    state.expected = state.rx.take().map(|rx| rx.next());
-                }
-                let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
-                if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
-                    state.tx = None;
-                }
-            }
+            self.rest(peer);
         }
         None
+    }
+
+    /// Called when nothing more can be sent to a peer now. A peer with nothing under way needs no sender and no receiver. The
+    /// last such peer keeps them, because otherwise they would be allocated for each message of a dialogue.
+    fn rest(&mut self, peer: Peer) {
+        if let Some(state) = self.peers.get_mut(&peer) {
+            state.queued = false;
+        }
+        if let Some(before) = self.resting.replace(peer)
+            && before != peer
+            && let Some(state) = self.peers.get_mut(&before)
+        {
+            if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
+                state.expected = state.rx.take().map(|rx| rx.next());
+            }
+            let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
+            if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
+                state.tx = None;
+            }
+        }
     }
 
     fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(IpFields, Vec<u8>)> {
@@ -161,11 +172,15 @@ impl Reliable {
             let next = state.tx.as_deref().and_then(Sender::next_len);
             next.is_none_or(|len| state.credit_allows(len))
         };
-        let mut packet = header(state, peer, me, room, now);
         let ask = std::mem::take(&mut state.ask);
+        let lost = |tx: &Sender| tx.has_lost() && credit_allows;
+        let due = state.rx.as_ref().is_some_and(|rx| rx.due);
+        if !ask && !due && !state.tx.as_deref().is_some_and(lost) {
+            return None;
+        }
+        let mut packet = header(state, peer, me, room, now);
         // A packet with data has no room for runs. They are sent next.
         let mut whole = true;
-        let due = state.rx.as_ref().is_some_and(|rx| rx.due);
         let ack = |counts: &mut RdCounts, packet: Packet| {
             due.then(|| {
                 counts.acks += 1;

@@ -1,0 +1,1694 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
+/*
+ * The behaviour that the list `quick` of libfabric's own tests requires of reliable-datagram endpoints, as far as fi.c does not
+ * test it: the objects of the interface, every call for a transfer, the limits of resources, and several endpoints at once.
+ * docs/mpi.md tells which test here or in fi.c stands for which of libfabric's.
+ */
+#include "fi_sides.h"
+
+#include <pthread.h>
+#include <sys/socket.h>
+
+#define MODERN (FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
+#define KINDS (FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC)
+
+static struct fi_info *new_hints(void)
+{
+	struct fi_info *hints = fi_allocinfo();
+
+	hints->fabric_attr->prov_name = strdup("anywarp");
+	hints->domain_attr->mr_mode = MODERN;
+	hints->caps = KINDS;
+	return hints;
+}
+
+static int close_info(void *which)
+{
+	fi_freeinfo(which);
+	return 0;
+}
+
+/* ---------------------------------------------------------------- fi_getinfo */
+
+enum part { INFO, TX, RX, EP, DOMAIN };
+enum relation { REFUSED, SAME, AT_LEAST, CONTAINS };
+
+struct hint {
+	const char *what;
+	enum part part;
+	size_t offset, size;
+	uint64_t value;
+	enum relation answer;
+};
+
+#define HINT(part, type, field, value, answer)                                                                          \
+	{ #type "." #field " " #value, part, offsetof(struct type, field), sizeof(((struct type *)0)->field),          \
+	  (uint64_t)(value), answer }
+
+static const struct hint hints_of_one_field[] = {
+	HINT(INFO, fi_info, caps, FI_MSG, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_TAGGED, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_TAGGED | FI_RECV, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_SEND | FI_RECV | FI_MULTI_RECV, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_RMA | FI_READ | FI_REMOTE_WRITE, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_ATOMIC, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_SOURCE | FI_DIRECTED_RECV | FI_FENCE, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_LOCAL_COMM | FI_REMOTE_COMM, CONTAINS),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_MULTICAST, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_TRIGGER, REFUSED),
+	HINT(INFO, fi_info, caps, FI_RMA | FI_RMA_EVENT, REFUSED),
+	HINT(INFO, fi_info, caps, FI_RMA | FI_RMA_PMEM, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_NAMED_RX_CTX, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_SHARED_AV, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_SOURCE | FI_SOURCE_ERR, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_VARIABLE_MSG, REFUSED),
+	HINT(INFO, fi_info, caps, FI_MSG | FI_HMEM, REFUSED),
+	HINT(INFO, fi_info, caps, FI_COLLECTIVE, REFUSED),
+	HINT(INFO, fi_info, addr_format, FI_SOCKADDR_IN, SAME),
+	HINT(INFO, fi_info, addr_format, FI_SOCKADDR_IN6, REFUSED), /* the device has an IPv4 address here */
+	HINT(INFO, fi_info, addr_format, FI_SOCKADDR_IB, REFUSED),
+	HINT(INFO, fi_info, addr_format, FI_ADDR_STR, REFUSED),
+	HINT(EP, fi_ep_attr, type, FI_EP_RDM, SAME),
+	HINT(EP, fi_ep_attr, type, FI_EP_MSG, REFUSED),
+	HINT(EP, fi_ep_attr, type, FI_EP_DGRAM, REFUSED),
+	HINT(EP, fi_ep_attr, protocol, FI_PROTO_RXM, REFUSED),
+	HINT(EP, fi_ep_attr, max_msg_size, 1 << 30, AT_LEAST),
+	HINT(EP, fi_ep_attr, max_msg_size, SIZE_MAX, REFUSED),
+	HINT(EP, fi_ep_attr, mem_tag_format, 0xff00ff, SAME),
+	HINT(EP, fi_ep_attr, tx_ctx_cnt, 1, AT_LEAST),
+	HINT(EP, fi_ep_attr, tx_ctx_cnt, 2, REFUSED),
+	HINT(EP, fi_ep_attr, rx_ctx_cnt, 2, REFUSED),
+	HINT(EP, fi_ep_attr, tx_ctx_cnt, FI_SHARED_CONTEXT, REFUSED),
+	HINT(EP, fi_ep_attr, auth_key_size, 8, REFUSED),
+	HINT(EP, fi_ep_attr, max_order_raw_size, 1, REFUSED),
+	HINT(EP, fi_ep_attr, max_order_war_size, 1, REFUSED),
+	HINT(EP, fi_ep_attr, max_order_waw_size, 1, REFUSED),
+	HINT(TX, fi_tx_attr, caps, FI_MSG | FI_SEND, CONTAINS),
+	HINT(TX, fi_tx_attr, caps, FI_TRIGGER, REFUSED),
+	HINT(TX, fi_tx_attr, inject_size, INJECT, AT_LEAST),
+	HINT(TX, fi_tx_attr, inject_size, INJECT + 1, REFUSED),
+	HINT(TX, fi_tx_attr, size, 64, AT_LEAST),
+	HINT(TX, fi_tx_attr, size, 1 << 20, REFUSED),
+	HINT(TX, fi_tx_attr, iov_limit, 4, AT_LEAST),
+	HINT(TX, fi_tx_attr, iov_limit, 5, REFUSED),
+	HINT(TX, fi_tx_attr, rma_iov_limit, 1, AT_LEAST),
+	HINT(TX, fi_tx_attr, rma_iov_limit, 2, REFUSED),
+	HINT(TX, fi_tx_attr, msg_order, FI_ORDER_SAS, CONTAINS),
+	HINT(TX, fi_tx_attr, msg_order, FI_ORDER_ATOMIC_RAW | FI_ORDER_ATOMIC_WAW, CONTAINS),
+	HINT(TX, fi_tx_attr, msg_order, FI_ORDER_RMA_WAW, REFUSED),
+	HINT(TX, fi_tx_attr, msg_order, FI_ORDER_RAW, REFUSED),
+	HINT(TX, fi_tx_attr, msg_order, FI_ORDER_SAW, REFUSED),
+	HINT(TX, fi_tx_attr, comp_order, FI_ORDER_STRICT, REFUSED),
+	HINT(TX, fi_tx_attr, op_flags, FI_COMPLETION, SAME),
+	HINT(TX, fi_tx_attr, op_flags, FI_INJECT, SAME),
+	HINT(TX, fi_tx_attr, op_flags, FI_INJECT_COMPLETE, SAME),
+	HINT(TX, fi_tx_attr, op_flags, FI_TRANSMIT_COMPLETE, SAME),
+	HINT(TX, fi_tx_attr, op_flags, FI_DELIVERY_COMPLETE, SAME),
+	HINT(TX, fi_tx_attr, op_flags, FI_COMMIT_COMPLETE, REFUSED),
+	HINT(TX, fi_tx_attr, op_flags, FI_MATCH_COMPLETE, REFUSED),
+	HINT(RX, fi_rx_attr, caps, FI_MSG | FI_RECV, CONTAINS),
+	HINT(RX, fi_rx_attr, size, 1024, AT_LEAST),
+	HINT(RX, fi_rx_attr, size, 1 << 30, REFUSED),
+	HINT(RX, fi_rx_attr, iov_limit, 4, AT_LEAST),
+	HINT(RX, fi_rx_attr, iov_limit, 5, REFUSED),
+	HINT(RX, fi_rx_attr, msg_order, FI_ORDER_SAS, CONTAINS),
+	HINT(RX, fi_rx_attr, msg_order, FI_ORDER_WAR, REFUSED),
+	HINT(RX, fi_rx_attr, comp_order, FI_ORDER_DATA, REFUSED),
+	HINT(RX, fi_rx_attr, op_flags, FI_MULTI_RECV, SAME),
+	HINT(RX, fi_rx_attr, op_flags, FI_MATCH_COMPLETE, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, threading, FI_THREAD_SAFE, SAME),
+	HINT(DOMAIN, fi_domain_attr, threading, FI_THREAD_DOMAIN, SAME),
+	HINT(DOMAIN, fi_domain_attr, threading, FI_THREAD_COMPLETION, SAME),
+	HINT(DOMAIN, fi_domain_attr, control_progress, FI_PROGRESS_MANUAL, SAME),
+	HINT(DOMAIN, fi_domain_attr, control_progress, FI_PROGRESS_AUTO, SAME),
+	HINT(DOMAIN, fi_domain_attr, data_progress, FI_PROGRESS_MANUAL, SAME),
+	HINT(DOMAIN, fi_domain_attr, data_progress, FI_PROGRESS_AUTO, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, resource_mgmt, FI_RM_ENABLED, SAME),
+	HINT(DOMAIN, fi_domain_attr, av_type, FI_AV_MAP, SAME),
+	HINT(DOMAIN, fi_domain_attr, av_type, FI_AV_TABLE, SAME),
+	HINT(DOMAIN, fi_domain_attr, cq_data_size, 8, AT_LEAST),
+	HINT(DOMAIN, fi_domain_attr, cq_data_size, 9, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, mr_key_size, 8, AT_LEAST),
+	HINT(DOMAIN, fi_domain_attr, mr_key_size, 9, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, mr_iov_limit, 2, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, max_ep_stx_ctx, 1, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, max_ep_srx_ctx, 1, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, auth_key_size, 8, REFUSED),
+	HINT(DOMAIN, fi_domain_attr, caps, FI_LOCAL_COMM, CONTAINS),
+	HINT(DOMAIN, fi_domain_attr, caps, FI_LOCAL_COMM | FI_SHARED_AV, REFUSED),
+};
+
+static uint8_t *field_of(struct fi_info *i, const struct hint *h)
+{
+	void *parts[] = { i, i->tx_attr, i->rx_attr, i->ep_attr, i->domain_attr };
+
+	return (uint8_t *)parts[h->part] + h->offset;
+}
+
+/* One hint at a time: the answer has what was requested, or there is none. */
+static const char *hints(size_t arg)
+{
+	(void)arg;
+	for (size_t i = 0; i < COUNT(hints_of_one_field); i++) {
+		const struct hint *h = &hints_of_one_field[i];
+		struct fi_info *asked = new_hints(), *got = NULL;
+		uint64_t value = 0;
+
+		memcpy(field_of(asked, h), &h->value, h->size);
+		int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+		asked->ep_attr->auth_key_size = asked->domain_attr->auth_key_size = 0; /* there is none to free */
+		fi_freeinfo(asked);
+		ENSURE(rc == (h->answer == REFUSED ? -FI_ENODATA : 0), "%s: %s", h->what, fi_strerror(-rc));
+		if (rc)
+			continue;
+		memcpy(&value, field_of(got, h), h->size);
+		bool alone = !got->next;
+		fi_freeinfo(got);
+		ENSURE(alone, "%s: several answers", h->what);
+		ENSURE(h->answer == SAME	? value == h->value
+		       : h->answer == AT_LEAST	? value >= h->value
+						: (value & h->value) == h->value,
+		       "%s: the answer has %#jx", h->what, (uintmax_t)value);
+	}
+	return NULL;
+}
+
+/* Modes of memory registration, by version of the interface. */
+static const char *hints_mr_mode(size_t arg)
+{
+	static const struct {
+		uint32_t version;
+		uint64_t caps;
+		int mode;
+		int answer; /* negative: refused */
+		uint64_t given;
+	} rows[] = {
+		{ FI_VERSION(1, 17), KINDS, MODERN, MODERN, KINDS },
+		{ FI_VERSION(1, 5), KINDS, MODERN, MODERN, KINDS },
+		{ FI_VERSION(1, 17), KINDS, MODERN | FI_MR_LOCAL | FI_MR_RAW | FI_MR_ENDPOINT | FI_MR_HMEM, MODERN, KINDS },
+		{ FI_VERSION(1, 17), KINDS, FI_MR_BASIC, FI_MR_BASIC, KINDS },
+		{ FI_VERSION(1, 4), KINDS, FI_MR_BASIC, FI_MR_BASIC, KINDS },
+		{ FI_VERSION(1, 4), KINDS, FI_MR_UNSPEC, FI_MR_BASIC, KINDS },
+		{ FI_VERSION(1, 4), FI_RMA, FI_MR_SCALABLE, -1, 0 },
+		{ FI_VERSION(1, 17), FI_RMA, 0, -1, 0 },
+		{ FI_VERSION(1, 17), FI_ATOMIC, FI_MR_VIRT_ADDR | FI_MR_ALLOCATED, -1, 0 },
+		{ FI_VERSION(1, 17), FI_RMA, FI_MR_PROV_KEY, -1, 0 },
+		/* Without a mode there is no access to memory, unless it is requested. */
+		{ FI_VERSION(1, 17), 0, 0, 0, FI_MSG | FI_TAGGED },
+		{ FI_VERSION(1, 17), FI_MSG, MODERN, 0, FI_MSG },
+		{ FI_VERSION(1, 17), 0, MODERN, MODERN, KINDS },
+	};
+
+	(void)arg;
+	for (size_t i = 0; i < COUNT(rows); i++) {
+		struct fi_info *asked = new_hints(), *got = NULL;
+
+		asked->caps = rows[i].caps;
+		asked->domain_attr->mr_mode = rows[i].mode;
+		int rc = fi_getinfo(rows[i].version, NULL, NULL, 0, asked, &got);
+		fi_freeinfo(asked);
+		ENSURE(rc == (rows[i].answer < 0 ? -FI_ENODATA : 0), "row %zu: %s", i, fi_strerror(-rc));
+		if (rc)
+			continue;
+		int mode = got->domain_attr->mr_mode;
+		uint64_t caps = got->caps & KINDS;
+		uint32_t version = got->fabric_attr->api_version;
+		fi_freeinfo(got);
+		ENSURE(mode == rows[i].answer, "row %zu: mode %#x", i, (unsigned int)mode);
+		ENSURE(caps == rows[i].given, "row %zu: capabilities %#jx", i, (uintmax_t)caps);
+		ENSURE(version == rows[i].version, "row %zu: version %#x", i, version);
+	}
+	return NULL;
+}
+
+/* Names of the fabric, of the domain and of the provider. */
+static const char *hints_names(size_t arg)
+{
+	static const struct {
+		const char *provider, *fabric, *domain;
+		bool found;
+	} rows[] = {
+		{ "anywarp", NULL, NULL, true },     { "anywarp", "anywarp", "anywarp0", true },
+		{ "anywarp", NULL, "none", false },  { "anywarp", "none", NULL, false },
+		{ "none", NULL, NULL, false },	     { "anywarp", NULL, "anywarp", false },
+		{ "anywarp", "anywarp", NULL, true },
+	};
+
+	(void)arg;
+	for (size_t i = 0; i < COUNT(rows); i++) {
+		struct fi_info *asked = new_hints(), *got = NULL;
+
+		free(asked->fabric_attr->prov_name);
+		asked->fabric_attr->prov_name = strdup(rows[i].provider);
+		asked->fabric_attr->name = rows[i].fabric ? strdup(rows[i].fabric) : NULL;
+		asked->domain_attr->name = rows[i].domain ? strdup(rows[i].domain) : NULL;
+		int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+		fi_freeinfo(asked);
+		ENSURE(rc == (rows[i].found ? 0 : -FI_ENODATA), "row %zu: %s", i, fi_strerror(-rc));
+		if (rc)
+			continue;
+		bool same = !strcmp(got->fabric_attr->name, "anywarp") && !strcmp(got->domain_attr->name, "anywarp0") &&
+			    !strcmp(got->fabric_attr->prov_name, "anywarp");
+		fi_freeinfo(got);
+		ENSURE(same, "row %zu: other names", i);
+	}
+	return NULL;
+}
+
+static const char *same_address(const char *what, const void *at, size_t len, const char *ip, uint16_t port)
+{
+	struct sockaddr_in name;
+	char text[INET_ADDRSTRLEN];
+
+	if (!ip) {
+		ENSURE(!at && !len, "%s of %zu bytes, which was not expected", what, len);
+		return NULL;
+	}
+	ENSURE(at && len == sizeof name, "%s of %zu bytes", what, len);
+	memcpy(&name, at, sizeof name);
+	inet_ntop(AF_INET, &name.sin_addr, text, sizeof text);
+	ENSURE(name.sin_family == AF_INET && !strcmp(text, ip) && ntohs(name.sin_port) == port, "%s %s port %u", what, text,
+	       ntohs(name.sin_port));
+	return NULL;
+}
+
+/* Source and destination addresses, by host, service and flags, and in the hints. */
+static const char *hints_addresses(size_t arg)
+{
+	static const struct sockaddr_in here = { .sin_family = AF_INET, .sin_port = 0x3930, .sin_addr.s_addr = 0x0100007f };
+	static const struct sockaddr_in away = { .sin_family = AF_INET, .sin_port = 0x3930, .sin_addr.s_addr = 0x010200c0 };
+	enum { NO, MINE, OTHER };
+	static const struct {
+		const char *node, *service;
+		uint64_t flags;
+		int source, destination; /* in the hints */
+		const char *from;	 /* NULL: refused */
+		uint16_t from_port;
+		const char *to;
+		uint16_t to_port;
+	} rows[] = {
+		{ NULL, NULL, 0, NO, NO, "127.0.0.1", 0, NULL, 0 },
+		{ "127.0.0.1", NULL, FI_SOURCE, NO, NO, "127.0.0.1", 0, NULL, 0 },
+		{ NULL, "9228", FI_SOURCE, NO, NO, "127.0.0.1", 9228, NULL, 0 },
+		{ "127.0.0.1", "9228", FI_SOURCE, NO, NO, "127.0.0.1", 9228, NULL, 0 },
+		{ "127.0.0.1", "9228", FI_SOURCE | FI_NUMERICHOST, NO, NO, "127.0.0.1", 9228, NULL, 0 },
+		{ "192.0.2.1", "9228", 0, NO, NO, "127.0.0.1", 0, "192.0.2.1", 9228 },
+		{ "192.0.2.1", "9228", FI_NUMERICHOST, NO, NO, "127.0.0.1", 0, "192.0.2.1", 9228 },
+		{ "192.0.2.1", NULL, 0, NO, NO, "127.0.0.1", 0, "192.0.2.1", 0 },
+		{ NULL, NULL, 0, MINE, NO, "127.0.0.1", 12345, NULL, 0 },
+		{ NULL, NULL, 0, NO, OTHER, "127.0.0.1", 0, "192.0.2.1", 12345 },
+		{ NULL, NULL, 0, MINE, OTHER, "127.0.0.1", 12345, "192.0.2.1", 12345 },
+		/* A host or service in the call is used in place of the hint. */
+		{ "127.0.0.1", "9228", FI_SOURCE, MINE, OTHER, "127.0.0.1", 9228, "192.0.2.1", 12345 },
+		{ "127.0.0.1", "9228", 0, MINE, OTHER, "127.0.0.1", 12345, "127.0.0.1", 9228 },
+		{ "192.0.2.1", "9228", FI_SOURCE, NO, NO, NULL, 0, NULL, 0 },
+		{ NULL, NULL, 0, OTHER, NO, NULL, 0, NULL, 0 },
+		{ "127.0.0.1", "port", FI_SOURCE, NO, NO, NULL, 0, NULL, 0 },
+		{ "127.0.0.1", "65536", 0, NO, NO, NULL, 0, NULL, 0 },
+		{ "256.0.0.1", NULL, FI_NUMERICHOST, NO, NO, NULL, 0, NULL, 0 },
+		{ "localhost", NULL, FI_NUMERICHOST, NO, NO, NULL, 0, NULL, 0 },
+		{ "2001:db8::1", "9228", 0, NO, NO, NULL, 0, NULL, 0 },
+	};
+
+	(void)arg;
+	for (size_t i = 0; i < COUNT(rows); i++) {
+		struct fi_info *asked = new_hints(), *got = NULL;
+		const char *why = NULL;
+
+		if (rows[i].source) {
+			asked->src_addr = malloc(sizeof here);
+			memcpy(asked->src_addr, rows[i].source == MINE ? &here : &away, sizeof here);
+			asked->src_addrlen = sizeof here;
+		}
+		if (rows[i].destination) {
+			asked->dest_addr = malloc(sizeof away);
+			memcpy(asked->dest_addr, &away, sizeof away);
+			asked->dest_addrlen = sizeof away;
+		}
+		int rc = fi_getinfo(FI_VERSION(1, 17), rows[i].node, rows[i].service, rows[i].flags, asked, &got);
+		fi_freeinfo(asked);
+		if (!rc) {
+			why = same_address("source", got->src_addr, got->src_addrlen, rows[i].from ? rows[i].from : "none",
+					   rows[i].from_port);
+			if (!why)
+				why = same_address("destination", got->dest_addr, got->dest_addrlen, rows[i].to, rows[i].to_port);
+			fi_freeinfo(got);
+		}
+		ENSURE(rc == (rows[i].from ? 0 : -FI_ENODATA), "row %zu: %s", i, fi_strerror(-rc));
+		ENSURE(!why, "row %zu: %s", i, why);
+	}
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- domains, queues and counters */
+
+/* Several domains at once, each with an endpoint that works, and none disturbs another when it closes. */
+static const char *domains(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side first, each[6];
+
+	(void)arg;
+	TRY(open_side(&first, 0));
+	for (size_t i = 0; i < COUNT(each); i++) {
+		TRY(open_side(&each[i], 0));
+		ENSURE(each[i].domain != first.domain, "two domains are one");
+	}
+	for (size_t i = 0; i < COUNT(each); i++) {
+		TRY(introduce(&each[i], &first));
+		move_both(&each[i], &first);
+		fill_bytes(out, 500, i);
+		OK(fi_recv(first.ep, in, 500, NULL, FI_ADDR_UNSPEC, &first));
+		OK(fi_send(each[i].ep, out, 500, NULL, each[i].peer, &each[i]));
+		TRY(next(first.rx, &entry, NULL));
+		TRY(check_bytes(in, 500, i));
+		TRY(next(each[i].tx, &entry, NULL));
+		for (void *parts[] = { each[i].ep, each[i].cntr, each[i].av, each[i].rx, each[i].tx, each[i].domain },
+			  **part = parts;
+		     part < parts + COUNT(parts); part++)
+			ENSURE(!close_now(*part), "endpoint %zu: closing fails", i);
+	}
+	return NULL;
+}
+
+/* A domain cannot be closed before each kind of object that was opened on it. */
+static const char *domain_in_use(size_t arg)
+{
+	struct fi_cq_attr cq_attr = { 0 };
+	struct fi_av_attr av_attr = { 0 };
+	struct fid_domain *domain;
+	struct fid_cntr *cntr;
+	struct fid_cq *cq;
+	struct fid_av *av;
+	struct fid_mr *mr;
+	struct fid_ep *ep;
+	struct fid *fid;
+
+	(void)arg;
+	TRY(find_provider());
+	OK(fi_domain(fabric, info, &domain, &arg));
+	ENSURE(domain->fid.context == &arg && domain->fid.fclass == FI_CLASS_DOMAIN, "the context or class of the domain");
+	keep(close_fid, domain, "domain");
+	for (int kind = 0; kind < 5; kind++) {
+		switch (kind) {
+		case 0: OK(fi_cq_open(domain, &cq_attr, &cq, &cq)); fid = &cq->fid; break;
+		case 1: OK(fi_av_open(domain, &av_attr, &av, &av)); fid = &av->fid; break;
+		case 2: OK(fi_cntr_open(domain, NULL, &cntr, &cntr)); fid = &cntr->fid; break;
+		case 3: OK(fi_mr_reg(domain, in, 100, FI_SEND, 0, 0, 0, &mr, &mr)); fid = &mr->fid; break;
+		default: OK(fi_endpoint(domain, info, &ep, &ep)); fid = &ep->fid; break;
+		}
+		ENSURE(fid->context == (kind == 0   ? (void *)&cq
+					: kind == 1 ? (void *)&av
+					: kind == 2 ? (void *)&cntr
+					: kind == 3 ? (void *)&mr
+						    : (void *)&ep),
+		       "object %d has another context", kind);
+		int rc = fi_close(&domain->fid);
+		OK(fi_close(fid));
+		ENSURE(rc == -FI_EBUSY, "a domain with object %d is closed: %d", kind, rc);
+	}
+	return NULL;
+}
+
+/* Objects that an endpoint uses cannot be closed, from the binding on. An endpoint needs a queue or a counter for each direction. */
+static const char *bindings(size_t arg)
+{
+	struct fi_cq_attr cq_attr = { 0 };
+	struct fi_av_attr av_attr = { 0 };
+	struct fi_cntr_attr unknown = { .events = 77 }, flagged = { .flags = 1 }, waits = { .wait_obj = FI_WAIT_FD };
+	struct fid_cntr *cntr, *none;
+	struct fid_domain *domain;
+	struct fid_cq *cq;
+	struct fid_av *av;
+	struct fid_eq *eq;
+	struct fid_ep *ep;
+	struct fi_eq_attr eq_attr = { 0 };
+
+	(void)arg;
+	TRY(find_provider());
+	OK(fi_domain(fabric, info, &domain, NULL));
+	keep(close_fid, domain, "domain");
+	OK(fi_cq_open(domain, &cq_attr, &cq, NULL));
+	keep(close_fid, cq, "queue");
+	OK(fi_av_open(domain, &av_attr, &av, NULL));
+	keep(close_fid, av, "address vector");
+	OK(fi_cntr_open(domain, NULL, &cntr, NULL));
+	keep(close_fid, cntr, "counter");
+	GIVES(FI_ENOSYS, fi_cntr_open(domain, &unknown, &none, NULL));
+	GIVES(FI_EINVAL, fi_cntr_open(domain, &flagged, &none, NULL));
+	GIVES(FI_ENOSYS, fi_cntr_open(domain, &waits, &none, NULL));
+	OK(fi_eq_open(fabric, &eq_attr, &eq, NULL));
+	keep(close_fid, eq, "event queue");
+	OK(fi_domain_bind(domain, &eq->fid, 0));
+	OK(fi_endpoint(domain, info, &ep, NULL));
+	keep(close_fid, ep, "endpoint");
+	OK(fi_ep_bind(ep, &eq->fid, 0));
+	GIVES(FI_EBADFLAGS, fi_ep_bind(ep, &cq->fid, 0));
+	GIVES(FI_EBADFLAGS, fi_ep_bind(ep, &cntr->fid, 0));
+	GIVES(FI_EINVAL, fi_ep_bind(ep, &domain->fid, 0));
+	GIVES(FI_ENOAV, fi_enable(ep));
+	OK(fi_ep_bind(ep, &av->fid, 0));
+	GIVES(FI_EBUSY, fi_close(&av->fid));
+	GIVES(FI_ENOCQ, fi_enable(ep));
+	OK(fi_ep_bind(ep, &cntr->fid, FI_RECV));
+	GIVES(FI_EBUSY, fi_close(&cntr->fid));
+	GIVES(FI_ENOCQ, fi_enable(ep));
+	OK(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT));
+	GIVES(FI_EBUSY, fi_close(&cq->fid));
+	OK(fi_enable(ep));
+	ENSURE(!close_now(ep), "closing the endpoint");
+	/* An endpoint that only receives needs no queue for sends. */
+	struct fi_info *receiver = fi_dupinfo(info);
+	keep(close_info, receiver, "information");
+	receiver->caps = FI_MSG | FI_RECV;
+	OK(fi_endpoint(domain, receiver, &ep, NULL));
+	keep(close_fid, ep, "endpoint");
+	OK(fi_ep_bind(ep, &av->fid, 0));
+	GIVES(FI_ENOCQ, fi_enable(ep));
+	OK(fi_ep_bind(ep, &cq->fid, FI_RECV));
+	OK(fi_enable(ep));
+	ENSURE(!close_now(ep) && !close_now(cntr) && !close_now(cq) && !close_now(av), "closing");
+	return NULL;
+}
+
+/* Completion queues of many sizes, formats and wait objects, and many at once. */
+static const char *queues(size_t arg)
+{
+	static const struct {
+		enum fi_wait_obj object;
+		int error;
+	} waits[] = { { FI_WAIT_NONE, 0 },
+		      { FI_WAIT_UNSPEC, 0 },
+		      { FI_WAIT_FD, 0 },
+		      { FI_WAIT_SET, FI_ENOSYS },
+		      { FI_WAIT_MUTEX_COND, FI_ENOSYS },
+		      { FI_WAIT_YIELD, FI_ENOSYS } };
+	struct fid_domain *domain;
+	struct fid_cq *cq;
+
+	(void)arg;
+	TRY(find_provider());
+	OK(fi_domain(fabric, info, &domain, NULL));
+	keep(close_fid, domain, "domain");
+	for (size_t size = 0; size <= 1 << 16; size = size ? 2 * size : 1) {
+		struct fi_cq_attr attr = { .size = size, .format = FI_CQ_FORMAT_UNSPEC, .wait_obj = FI_WAIT_UNSPEC };
+
+		OK(fi_cq_open(domain, &attr, &cq, NULL));
+		ENSURE(attr.format != FI_CQ_FORMAT_UNSPEC, "the format stays open");
+		OK(fi_close(&cq->fid));
+	}
+	for (size_t i = 0; i < COUNT(waits); i++) {
+		struct fi_cq_attr attr = { .format = FI_CQ_FORMAT_MSG, .wait_obj = waits[i].object };
+		struct fi_cq_msg_entry entry;
+		int fd = -1;
+		int rc = fi_cq_open(domain, &attr, &cq, NULL);
+
+		ENSURE(rc == -waits[i].error, "wait object %d: %s", waits[i].object, fi_strerror(-rc));
+		if (rc)
+			continue;
+		keep(close_fid, cq, "queue");
+		uint64_t begin = now_ms();
+		ssize_t n = fi_cq_sread(cq, &entry, 1, NULL, 60);
+		if (waits[i].object == FI_WAIT_NONE) {
+			GIVES(FI_ENOSYS, n);
+			GIVES(FI_ENOSYS, fi_control(&cq->fid, FI_GETWAIT, &fd));
+			GIVES(FI_ENOSYS, fi_cq_signal(cq));
+		} else {
+			GIVES(FI_EAGAIN, n);
+			ENSURE(now_ms() - begin >= 55 && now_ms() - begin < 5000, "a wait of 60 ms takes %ju ms",
+			       (uintmax_t)(now_ms() - begin));
+			begin = now_ms();
+			GIVES(FI_EAGAIN, fi_cq_sread(cq, &entry, 1, NULL, 0));
+			OK(fi_cq_signal(cq));
+			GIVES(FI_EAGAIN, fi_cq_sread(cq, &entry, 1, NULL, 20000));
+			ENSURE(now_ms() - begin < 5000, "the signal does not end the wait");
+		}
+		GIVES(FI_EAGAIN, fi_cq_read(cq, &entry, 1));
+		struct fi_cq_err_entry error = { 0 };
+		GIVES(FI_EAGAIN, fi_cq_readerr(cq, &error, 0));
+	}
+	struct fi_cq_attr unknown = { .format = 99 };
+	GIVES(FI_EINVAL, fi_cq_open(domain, &unknown, &cq, NULL));
+	for (size_t i = 0; i < 300; i++) {
+		struct fi_cq_attr attr = { .wait_obj = i % 2 ? FI_WAIT_FD : FI_WAIT_NONE };
+
+		OK(fi_cq_open(domain, &attr, &cq, NULL));
+		keep(close_fid, cq, "queue");
+	}
+	return NULL;
+}
+
+/* Something that another thread does to an object that the test waits for. */
+struct later {
+	pthread_t thread;
+	struct fid_cq *cq;
+	struct fid_cntr *cntr, *failing;
+	struct fid_eq *eq;
+	int rc;
+};
+
+static void *do_later(void *arg)
+{
+	struct later *l = arg;
+	struct fi_eq_entry event = { .context = l };
+
+	sleep_ms(50);
+	if (l->cq)
+		l->rc = fi_cq_signal(l->cq);
+	if (l->cntr)
+		l->rc = fi_cntr_add(l->cntr, 5);
+	if (l->failing)
+		l->rc = fi_cntr_adderr(l->failing, 1);
+	if (l->eq)
+		l->rc = fi_eq_write(l->eq, FI_NOTIFY, &event, sizeof event, 0) == sizeof event ? 0 : -FI_EOTHER;
+	return NULL;
+}
+
+/* Threads that wait without a limit are woken by another thread. */
+static const char *woken(size_t arg)
+{
+	struct fi_eq_attr eq_attr = { .size = 4, .flags = FI_WRITE, .wait_obj = FI_WAIT_UNSPEC };
+	struct fi_cq_tagged_entry entry;
+	struct fi_eq_entry event = { 0 };
+	struct later l = { 0 };
+	struct fid_eq *eq;
+	struct side a;
+	uint32_t kind = 0;
+	int rc = 0;
+
+	TRY(open_side(&a, 0));
+	OK(fi_eq_open(fabric, &eq_attr, &eq, NULL));
+	keep(close_fid, eq, "event queue");
+	switch (arg) {
+	case 0: l.cq = a.rx; break;
+	case 1: l.cntr = a.cntr; break;
+	case 2: l.failing = a.cntr; break;
+	case 3: l.eq = eq; break;
+	}
+	ENSURE(!pthread_create(&l.thread, NULL, do_later, &l), "pthread_create");
+	switch (arg) {
+	case 0: rc = (int)fi_cq_sread(a.rx, &entry, 1, NULL, -1); break;
+	case 1: rc = fi_cntr_wait(a.cntr, 5, -1); break;
+	case 2: rc = fi_cntr_wait(a.cntr, 5, -1); break;
+	case 3: rc = (int)fi_eq_sread(eq, &kind, &event, sizeof event, -1, 0); break;
+	}
+	pthread_join(l.thread, NULL);
+	ENSURE(!l.rc, "the other thread fails: %s", fi_strerror(-l.rc));
+	switch (arg) {
+	case 0: GIVES(FI_EAGAIN, rc); break;
+	case 1: OK(rc); break;
+	case 2: GIVES(FI_EAVAIL, rc); break;
+	case 3:
+		ENSURE(rc == sizeof event && kind == FI_NOTIFY && event.context == &l, "fi_eq_sread returns %d", rc);
+		break;
+	}
+	return NULL;
+}
+
+/* Each format writes its own fields, entry after entry, and nothing beyond them. */
+static const char *queue_formats(size_t arg)
+{
+	static const size_t entry_sizes[] = { [FI_CQ_FORMAT_CONTEXT] = sizeof(struct fi_cq_entry),
+					      [FI_CQ_FORMAT_MSG] = sizeof(struct fi_cq_msg_entry),
+					      [FI_CQ_FORMAT_DATA] = sizeof(struct fi_cq_data_entry),
+					      [FI_CQ_FORMAT_TAGGED] = sizeof(struct fi_cq_tagged_entry) };
+	size_t size = entry_sizes[arg];
+	uint8_t raw[4 * sizeof(struct fi_cq_tagged_entry)];
+	struct setup how = { .cq = { .format = arg } };
+	uint64_t until = now_ms() + WAIT_MS;
+	struct side a, b;
+	fi_addr_t sources[4];
+	ssize_t n;
+
+	TRY(open_sides_as(&a, &b, &how));
+	for (size_t i = 0; i < 3; i++)
+		OK(fi_trecv(b.ep, in + 100 * i, 100, NULL, FI_ADDR_UNSPEC, 40 + i, 0, &in[i]));
+	for (size_t i = 0; i < 3; i++)
+		OK(fi_tsenddata(a.ep, out, 10 + i, NULL, 700 + i, a.peer, 40 + i, &a));
+	/* All three are read at once, when they have arrived. */
+	for (int i = 0; i < 3; i++)
+		while ((n = fi_cq_read(a.tx, raw, 1)) == -FI_EAGAIN) {
+			fi_cq_read(b.rx, NULL, 0);
+			ENSURE(now_ms() < until, "a message is not sent");
+		}
+	for (until = now_ms() + 20; now_ms() < until;)
+		fi_cq_read(b.rx, NULL, 0);
+	memset(raw, 0xee, sizeof raw);
+	n = fi_cq_readfrom(b.rx, raw, 4, sources);
+	ENSURE(n == 3, "%zd entries are read", n);
+	for (size_t i = 0; i < 3; i++) {
+		struct fi_cq_tagged_entry e = { .flags = FI_TAGGED | FI_RECV, .len = 10 + i, .data = 700 + i, .tag = 40 + i };
+
+		memcpy(&e, raw + i * size, size);
+		ENSURE(e.op_context == &in[i], "entry %zu has another context", i);
+		ENSURE(e.flags & FI_TAGGED && e.flags & FI_RECV, "entry %zu: flags %#jx", i, (uintmax_t)e.flags);
+		ENSURE(e.len == 10 + i && e.data == 700 + i && e.tag == 40 + i, "entry %zu: length %zu, data %ju, tag %ju", i, e.len,
+		       (uintmax_t)e.data, (uintmax_t)e.tag);
+		ENSURE(sources[i] == b.peer, "entry %zu is from %ju", i, (uintmax_t)sources[i]);
+	}
+	return all_bytes(raw + 3 * size, sizeof raw - 3 * size, 0xee, "after the entries");
+}
+
+/* The texts of errors in a queue, including those that only libfabric has. */
+static const char *error_texts(size_t arg)
+{
+	struct fi_cq_err_entry error;
+	struct side a, b;
+	char text[80], part[6];
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_recv(b.ep, in, 5, NULL, FI_ADDR_UNSPEC, &b));
+	OK(fi_inject(a.ep, out, 50, a.peer));
+	TRY(next_error(b.rx, &error, WAIT_MS));
+	ENSURE(error.err == FI_ETRUNC && error.prov_errno, "error %d, of the provider %d", error.err, error.prov_errno);
+	memset(text, 'x', sizeof text);
+	const char *shown = fi_cq_strerror(b.rx, error.prov_errno, error.err_data, text, sizeof text);
+	ENSURE(shown && strcasestr(shown, "trunc") && !strcmp(shown, text), "the text is %s", shown);
+	fi_cq_strerror(b.rx, error.prov_errno, error.err_data, part, sizeof part);
+	ENSURE(!strncmp(part, text, sizeof part - 1) && !part[sizeof part - 1], "the text in a short buffer is %.6s", part);
+	for (int code = FI_EOTHER; code <= FI_ENORX; code++) {
+		shown = fi_cq_strerror(b.rx, code, NULL, NULL, 0);
+		ENSURE(shown && *shown && !strstr(shown, "nknown"), "error %d: %s", code, shown);
+	}
+	ENSURE(!strcmp(fi_cq_strerror(b.rx, ENOENT, NULL, NULL, 0), strerror(ENOENT)), "the text of ENOENT");
+	return NULL;
+}
+
+/* Event queues: sizes, wait objects, and events of the program itself. */
+static const char *event_queues(size_t arg)
+{
+	struct fi_eq_attr attr = { .size = 32, .wait_obj = FI_WAIT_FD };
+	struct fi_eq_entry event = { 0 }, got;
+	struct fi_eq_err_entry error = { 0 };
+	struct fid_eq *eq;
+	struct fid *fids[1];
+	uint32_t kind;
+	uint64_t begin;
+	int fd = -1;
+
+	(void)arg;
+	TRY(find_provider());
+	for (size_t size = 1; size <= 1 << 16; size *= 2) {
+		struct fi_eq_attr of_size = { .size = size, .flags = FI_WRITE, .wait_obj = FI_WAIT_UNSPEC };
+
+		OK(fi_eq_open(fabric, &of_size, &eq, NULL));
+		/* As many events as were requested have room. */
+		for (size_t i = 0; i < size; i++)
+			ENSURE(fi_eq_write(eq, FI_NOTIFY, &event, sizeof event, 0) == sizeof event, "event %zu of %zu", i, size);
+		OK(fi_close(&eq->fid));
+	}
+	attr.wait_obj = FI_WAIT_SET;
+	GIVES(FI_ENOSYS, fi_eq_open(fabric, &attr, &eq, NULL));
+	attr.wait_obj = FI_WAIT_NONE;
+	OK(fi_eq_open(fabric, &attr, &eq, NULL));
+	keep(close_fid, eq, "event queue");
+	GIVES(FI_EAGAIN, fi_eq_read(eq, &kind, &got, sizeof got, 0));
+	GIVES(FI_EAGAIN, fi_eq_readerr(eq, &error, 0));
+	GIVES(FI_ENOSYS, fi_control(&eq->fid, FI_GETWAIT, &fd));
+	ENSURE(fi_eq_write(eq, FI_NOTIFY, &event, sizeof event, 0) < 0, "a queue without FI_WRITE accepts an event");
+	attr.wait_obj = FI_WAIT_FD;
+	attr.flags = FI_WRITE;
+	OK(fi_eq_open(fabric, &attr, &eq, &eq));
+	ENSURE(eq->fid.context == &eq && eq->fid.fclass == FI_CLASS_EQ, "the context or class of the queue");
+	keep(close_fid, eq, "event queue");
+	begin = now_ms();
+	GIVES(FI_EAGAIN, fi_eq_sread(eq, &kind, &got, sizeof got, 60, 0));
+	ENSURE(now_ms() - begin >= 55 && now_ms() - begin < 5000, "a wait of 60 ms takes %ju ms", (uintmax_t)(now_ms() - begin));
+	OK(fi_control(&eq->fid, FI_GETWAIT, &fd));
+	struct pollfd readable = { .fd = fd, .events = POLLIN };
+	fids[0] = &eq->fid;
+	OK(fi_trywait(fabric, fids, 1));
+	ENSURE(poll(&readable, 1, 0) == 0, "the descriptor of an empty queue is readable");
+	for (size_t i = 0; i < 5; i++) {
+		event = (struct fi_eq_entry){ .fid = i % 2 ? &fabric->fid : &eq->fid, .context = &out[i], .data = 90 + i };
+		ENSURE(fi_eq_write(eq, FI_NOTIFY, &event, sizeof event, 0) == sizeof event, "fi_eq_write");
+	}
+	ENSURE(poll(&readable, 1, 0) == 1, "the descriptor is not readable after an event");
+	GIVES(FI_EAGAIN, fi_trywait(fabric, fids, 1));
+	GIVES(FI_ETOOSMALL, fi_eq_read(eq, &kind, &got, sizeof got - 1, 0));
+	/* Each event is read twice, the first time without being removed. */
+	for (size_t i = 0; i < 10; i++) {
+		uint64_t flags = i % 2 ? 0 : FI_PEEK;
+
+		memset(&got, 0, sizeof got);
+		kind = 0;
+		ssize_t n = i < 6 ? fi_eq_read(eq, &kind, &got, sizeof got, flags)
+				  : fi_eq_sread(eq, &kind, &got, sizeof got, 1000, flags);
+		ENSURE(n == sizeof got && kind == FI_NOTIFY, "event %zu: %zd bytes of kind %u", i, n, kind);
+		ENSURE(got.context == &out[i / 2] && got.data == 90 + i / 2 && got.fid == (i / 2 % 2 ? &fabric->fid : &eq->fid),
+		       "event %zu has other content", i);
+	}
+	GIVES(FI_EAGAIN, fi_eq_read(eq, &kind, &got, sizeof got, 0));
+	OK(fi_trywait(fabric, fids, 1));
+	ENSURE(poll(&readable, 1, 0) == 0, "the descriptor stays readable");
+	ENSURE(strlen(fi_eq_strerror(eq, ENOENT, NULL, NULL, 0)) > 0, "no text of an error");
+	return NULL;
+}
+
+/* Counters: many at once, their values, and waits that succeed, time out and fail. */
+static const char *counters(size_t arg)
+{
+	struct fid_cntr *all[200];
+	struct fi_cntr_attr attr = { .events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_UNSPEC };
+	struct fid_domain *domain;
+	uint64_t begin;
+
+	(void)arg;
+	TRY(find_provider());
+	OK(fi_domain(fabric, info, &domain, NULL));
+	keep(close_fid, domain, "domain");
+	for (size_t i = 0; i < COUNT(all); i++) {
+		OK(fi_cntr_open(domain, i % 2 ? &attr : NULL, &all[i], NULL));
+		keep(close_fid, all[i], "counter");
+		ENSURE(fi_cntr_read(all[i]) == 0 && fi_cntr_readerr(all[i]) == 0, "a new counter is not 0");
+		OK(fi_cntr_set(all[i], i));
+		OK(fi_cntr_seterr(all[i], 3 * i));
+	}
+	for (size_t i = 0; i < COUNT(all); i++) {
+		OK(fi_cntr_add(all[i], 1000));
+		OK(fi_cntr_adderr(all[i], 100));
+	}
+	for (size_t i = 0; i < COUNT(all); i++)
+		ENSURE(fi_cntr_read(all[i]) == i + 1000 && fi_cntr_readerr(all[i]) == 3 * i + 100, "counter %zu: %ju and %ju", i,
+		       (uintmax_t)fi_cntr_read(all[i]), (uintmax_t)fi_cntr_readerr(all[i]));
+	/* The errors before the wait do not end it. */
+	OK(fi_cntr_wait(all[1], 1001, 0));
+	OK(fi_cntr_wait(all[1], 5, -1));
+	begin = now_ms();
+	GIVES(FI_ETIMEDOUT, fi_cntr_wait(all[1], 1002, 60));
+	ENSURE(now_ms() - begin >= 60 && now_ms() - begin < 5000, "a wait of 60 ms takes %ju ms", (uintmax_t)(now_ms() - begin));
+	return NULL;
+}
+
+/* What a counter counts: exactly the operations that it is bound to, and failed ones apart. */
+static const char *counted(size_t arg)
+{
+	static const uint64_t what[] = { FI_SEND, FI_RECV, FI_READ, FI_WRITE };
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct fid_mr *mr;
+	struct side a, b;
+
+	(void)arg;
+	for (size_t i = 0; i < COUNT(what); i++) {
+		struct setup how = { .counts = what[i] };
+
+		TRY(open_sides_as(&a, &b, &how));
+		move_both(&a, &b);
+		OK(fi_mr_reg(b.domain, in, 4096, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+		keep(close_fid, mr, "region");
+		for (size_t n = 0; n < 3; n++) {
+			OK(fi_recv(b.ep, in, 100, NULL, FI_ADDR_UNSPEC, &b));
+			OK(fi_send(a.ep, out, 100, NULL, a.peer, &a));
+			TRY(next(b.rx, &entry, NULL));
+			TRY(next(a.tx, &entry, NULL));
+		}
+		for (size_t n = 0; n < 4; n++) {
+			OK(fi_write(a.ep, out, 100, NULL, a.peer, (uintptr_t)in, fi_mr_key(mr), &a));
+			TRY(next(a.tx, &entry, NULL));
+		}
+		for (size_t n = 0; n < 5; n++) {
+			OK(fi_read(a.ep, out, 100, NULL, a.peer, (uintptr_t)in, fi_mr_key(mr), &a));
+			TRY(next(a.tx, &entry, NULL));
+		}
+		uint64_t of_a = fi_cntr_read(a.cntr), of_b = fi_cntr_read(b.cntr);
+		ENSURE(of_a == (what[i] == FI_SEND ? 3u : what[i] == FI_WRITE ? 4u : what[i] == FI_READ ? 5u : 0u) &&
+			       of_b == (what[i] == FI_RECV ? 3u : 0u),
+		       "counters of %#jx: %ju and %ju", (uintmax_t)what[i], (uintmax_t)of_a, (uintmax_t)of_b);
+		OK(fi_write(a.ep, out, 100, NULL, a.peer, (uintptr_t)in + 4000, fi_mr_key(mr), &a));
+		TRY(next_error(a.tx, &error, WAIT_MS));
+		ENSURE(fi_cntr_read(a.cntr) == of_a, "a failed write is counted as a success");
+		ENSURE(fi_cntr_readerr(a.cntr) == (what[i] == FI_WRITE), "%ju errors", (uintmax_t)fi_cntr_readerr(a.cntr));
+	}
+	return NULL;
+}
+
+/* The one option of endpoints, and how others are refused. */
+static const char *options(size_t arg)
+{
+	static const int unknown[] = { FI_OPT_CM_DATA_SIZE, FI_OPT_BUFFERED_MIN, FI_OPT_SEND_BUF_SIZE, FI_OPT_FI_HMEM_P2P, 999 };
+	size_t value = 0, len = sizeof value;
+	struct side a;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	OK(fi_getopt(&a.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &value, &len));
+	ENSURE(value > 0 && len == sizeof value, "the default is %zu, in %zu bytes", value, len);
+	value = 12345;
+	OK(fi_setopt(&a.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &value, sizeof value));
+	value = 0;
+	OK(fi_getopt(&a.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &value, &len));
+	ENSURE(value == 12345, "the option is %zu", value);
+	GIVES(FI_EINVAL, fi_setopt(&a.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &value, 2));
+	len = 2;
+	GIVES(FI_ETOOSMALL, fi_getopt(&a.ep->fid, FI_OPT_ENDPOINT, FI_OPT_MIN_MULTI_RECV, &value, &len));
+	for (size_t i = 0; i < COUNT(unknown); i++) {
+		len = sizeof value;
+		GIVES(FI_ENOPROTOOPT, fi_getopt(&a.ep->fid, FI_OPT_ENDPOINT, unknown[i], &value, &len));
+		GIVES(FI_ENOPROTOOPT, fi_setopt(&a.ep->fid, FI_OPT_ENDPOINT, unknown[i], &value, sizeof value));
+	}
+	len = sizeof value;
+	GIVES(FI_ENOPROTOOPT, fi_getopt(&a.ep->fid, 7, FI_OPT_MIN_MULTI_RECV, &value, &len));
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- address vectors */
+
+static struct sockaddr_in name4(size_t i)
+{
+	return (struct sockaddr_in){ .sin_family = AF_INET,
+				     .sin_port = htons((uint16_t)(1000 + i)),
+				     .sin_addr.s_addr = htonl(0x0a000000 + (uint32_t)i) };
+}
+
+static const char *open_vector(struct fid_av **av, enum fi_av_type type, size_t count)
+{
+	struct fi_av_attr attr = { .type = type, .count = count };
+	struct fid_domain *domain;
+
+	TRY(find_provider());
+	OK(fi_domain(fabric, info, &domain, NULL));
+	keep(close_fid, domain, "domain");
+	OK(fi_av_open(domain, &attr, av, NULL));
+	keep(close_fid, *av, "address vector");
+	return NULL;
+}
+
+/* Vectors of many sizes. One address, many, none, with and without a list for the results; each is found again. */
+static const char *vectors(size_t type)
+{
+	enum { MANY = 1500 };
+	static struct sockaddr_in names[MANY], back;
+	static fi_addr_t at[MANY];
+	static int errors[MANY];
+	struct fi_av_attr attr = { .type = type };
+	struct fid_domain *domain;
+	struct fid_av *av;
+	size_t len;
+
+	TRY(open_vector(&av, type, MANY));
+	OK(fi_domain(fabric, info, &domain, NULL));
+	keep(close_fid, domain, "domain");
+	for (attr.count = 1; attr.count <= 1 << 17; attr.count *= 2) {
+		struct fid_av *sized;
+
+		OK(fi_av_open(domain, &attr, &sized, NULL));
+		OK(fi_close(&sized->fid));
+	}
+	for (size_t i = 0; i < MANY; i++)
+		names[i] = name4(i);
+	ENSURE(fi_av_insert(av, names, 0, NULL, 0, NULL) == 0, "no address");
+	ENSURE(fi_av_insert(av, names, 1, NULL, 0, NULL) == 1, "one address without a list for the result");
+	ENSURE(fi_av_insert(av, names + 1, 1, &at[1], 0, NULL) == 1, "one address");
+	memset(errors, 0xee, sizeof errors);
+	ENSURE(fi_av_insert(av, names + 2, MANY - 2, at + 2, FI_MORE | FI_SYNC_ERR, errors + 2) == MANY - 2, "many addresses");
+	for (size_t i = 2; i < MANY; i++)
+		ENSURE(!errors[i], "address %zu: error %d", i, errors[i]);
+	/* A table numbers the addresses in their order. */
+	for (size_t i = 1; i < MANY; i++) {
+		ENSURE(type == FI_AV_MAP || at[i] == i, "address %zu has index %ju", i, (uintmax_t)at[i]);
+		len = sizeof back;
+		OK(fi_av_lookup(av, at[i], &back, &len));
+		ENSURE(len == sizeof back && !memcmp(&back, &names[i], sizeof back), "address %zu differs", i);
+	}
+	/* A short buffer gets the beginning, and the length that is needed. */
+	memset(&back, 0xee, sizeof back);
+	len = 4;
+	OK(fi_av_lookup(av, at[7], &back, &len));
+	ENSURE(len == sizeof back && !memcmp(&back, &names[7], 4), "the beginning of an address, and the length %zu", len);
+	TRY(all_bytes((uint8_t *)&back + 4, sizeof back - 4, 0xee, "after a short buffer"));
+	/* Removed addresses are gone, the others stay, and the places are used again. */
+	OK(fi_av_remove(av, at + 100, 50, 0));
+	for (size_t i = 1; i < MANY; i++) {
+		len = sizeof back;
+		int rc = fi_av_lookup(av, at[i], &back, &len);
+		ENSURE(rc == (i >= 100 && i < 150 ? -FI_EINVAL : 0), "after the removal, address %zu: %d", i, rc);
+	}
+	GIVES(FI_EINVAL, fi_av_remove(av, at + 149, 2, 0));
+	len = sizeof back;
+	GIVES(FI_EINVAL, fi_av_lookup(av, at[150], &back, &len));
+	GIVES(FI_EINVAL, fi_av_lookup(av, FI_ADDR_NOTAVAIL, &back, &len));
+	ENSURE(fi_av_insert(av, names + 100, 50, at + 100, 0, NULL) == 50, "addresses again");
+	for (size_t i = 100; i < 150; i++) {
+		ENSURE(at[i] < MANY, "address %zu does not use a free place: %ju", i, (uintmax_t)at[i]);
+		len = sizeof back;
+		OK(fi_av_lookup(av, at[i], &back, &len));
+		ENSURE(!memcmp(&back, &names[i], sizeof back), "address %zu differs", i);
+	}
+	return NULL;
+}
+
+/* Invalid addresses, alone and among valid ones, with and without a list for the errors. */
+static const char *vectors_bad(size_t type)
+{
+	struct sockaddr_in names[6] = { name4(1), name4(2), name4(3), name4(4), name4(5), name4(6) }, back;
+	fi_addr_t at[6];
+	int errors[6];
+	struct fid_av *av;
+	size_t len;
+
+	TRY(open_vector(&av, type, 6));
+	names[1].sin_family = 77;
+	names[2].sin_port = 0;
+	names[4].sin_addr.s_addr = 0;
+	for (size_t with = 0; with < 2; with++) {
+		memset(at, 0xee, sizeof at);
+		memset(errors, 0xee, sizeof errors);
+		ENSURE(fi_av_insert(av, names, 6, at, with ? FI_SYNC_ERR : 0, with ? errors : NULL) == 3, "three of six addresses");
+		for (size_t i = 0; i < 6; i++) {
+			bool bad = i == 1 || i == 2 || i == 4;
+
+			ENSURE((at[i] == FI_ADDR_NOTAVAIL) == bad, "address %zu has index %ju", i, (uintmax_t)at[i]);
+			ENSURE(errors[i] == (!with ? (int)0xeeeeeeee : bad ? FI_EINVAL : 0), "address %zu: error %d", i, errors[i]);
+			len = sizeof back;
+			int rc = fi_av_lookup(av, at[i], &back, &len);
+			ENSURE(rc == (bad ? -FI_EINVAL : 0), "address %zu is looked up: %d", i, rc);
+			ENSURE(bad || !memcmp(&back, &names[i], sizeof back), "address %zu differs", i);
+		}
+	}
+	memset(at, 0xee, sizeof at);
+	ENSURE(fi_av_insert(av, &names[1], 1, at, 0, NULL) == 0 && at[0] == FI_ADDR_NOTAVAIL, "an invalid address alone");
+	GIVES(FI_EBADFLAGS, fi_av_insert(av, names, 1, at, FI_SYNC_ERR, NULL));
+	GIVES(FI_EBADFLAGS, fi_av_insert(av, names, 1, at, FI_PEEK, NULL));
+	GIVES(FI_EINVAL, fi_av_insert(av, NULL, 1, at, 0, NULL));
+	GIVES(FI_EINVAL, fi_av_remove(av, NULL, 1, 0));
+	return NULL;
+}
+
+/* Addresses by host and service, addresses of both families in one list, and addresses as text. */
+static const char *vectors_names(size_t type)
+{
+	static const struct {
+		const char *node, *service;
+		bool good;
+	} rows[] = { { "10.1.2.3", "4567", true },     { "127.0.0.1", "1", true },  { "2001:db8::7", "4567", true },
+		     { "10.1.2.3", "0", false },       { "0.0.0.0", "99", false },  { "256.0.0.1", "99", false },
+		     { "224.0.0.1", "99", false } };
+	struct {
+		struct sockaddr_in a;
+		struct sockaddr_in6 b;
+		struct sockaddr_in c;
+	} __attribute__((packed)) mixed = { .a = name4(1), .c = name4(2) };
+	struct sockaddr_in6 back;
+	char text[100], part[8];
+	fi_addr_t at[3];
+	struct fid_av *av;
+	size_t len;
+	int error;
+
+	TRY(open_vector(&av, type, 0));
+	mixed.b.sin6_family = AF_INET6;
+	mixed.b.sin6_port = htons(4567);
+	inet_pton(AF_INET6, "2001:db8::1", &mixed.b.sin6_addr);
+	ENSURE(fi_av_insert(av, &mixed, 3, at, 0, NULL) == 3, "addresses of both families");
+	len = sizeof back;
+	OK(fi_av_lookup(av, at[1], &back, &len));
+	ENSURE(len == sizeof back && !memcmp(&back, (void *)&mixed.b, sizeof back), "the address of IPv6 differs");
+	len = sizeof back;
+	OK(fi_av_lookup(av, at[2], &back, &len));
+	ENSURE(len == sizeof mixed.c && !memcmp(&back, (void *)&mixed.c, len), "the address after that of IPv6 differs");
+	for (size_t i = 0; i < COUNT(rows); i++) {
+		error = 999;
+		int rc = fi_av_insertsvc(av, rows[i].node, rows[i].service, &at[0], FI_SYNC_ERR, &error);
+		ENSURE(rc == rows[i].good, "%s port %s: %d", rows[i].node, rows[i].service, rc);
+		ENSURE((at[0] != FI_ADDR_NOTAVAIL) == rows[i].good, "%s port %s: index %ju", rows[i].node, rows[i].service,
+		       (uintmax_t)at[0]);
+		ENSURE((error == 0) == rows[i].good && error != 999, "%s port %s: error %d", rows[i].node, rows[i].service, error);
+		if (!rows[i].good)
+			continue;
+		len = sizeof back;
+		OK(fi_av_lookup(av, at[0], &back, &len));
+		char host[INET6_ADDRSTRLEN] = "";
+		bool v4 = len == sizeof(struct sockaddr_in);
+		inet_ntop(v4 ? AF_INET : AF_INET6, v4 ? (void *)&((struct sockaddr_in *)&back)->sin_addr : (void *)&back.sin6_addr,
+			  host, sizeof host);
+		ENSURE(!strcmp(host, rows[i].node) && ntohs(back.sin6_port) == atoi(rows[i].service), "%s port %s is %s port %u",
+		       rows[i].node, rows[i].service, host, ntohs(back.sin6_port));
+		len = sizeof text;
+		memset(text, 'x', sizeof text);
+		const char *shown = fi_av_straddr(av, &back, text, &len);
+		ENSURE(shown == text && strstr(text, rows[i].node) && strstr(text, rows[i].service), "the text is %s", text);
+		ENSURE(len == strlen(text) + 1, "the text %s has the length %zu", text, len);
+		size_t needed = len;
+		len = sizeof part;
+		fi_av_straddr(av, &back, part, &len);
+		ENSURE(!strncmp(part, text, sizeof part - 1) && !part[sizeof part - 1] && len == needed, "a short text: %.8s", part);
+	}
+	GIVES(FI_EINVAL, fi_av_insertsvc(av, "10.1.2.3", "no port", at, 0, NULL));
+	GIVES(FI_EINVAL, fi_av_insertsvc(av, "10.1.2.3", NULL, at, 0, NULL));
+	GIVES(FI_EBADFLAGS, fi_av_insertsvc(av, "10.1.2.3", "99", at, FI_SYNC_ERR, NULL));
+	GIVES(FI_ENOSYS, fi_av_insertsym(av, "10.1.2.3", 2, "99", 2, at, 0, NULL));
+	return NULL;
+}
+
+/* Messages to addresses that were inserted before and after the endpoint was enabled, and inserted again. */
+static const char *vectors_used(size_t type)
+{
+	struct setup how = { .av = type };
+	struct fi_cq_tagged_entry entry;
+	struct sockaddr_in name;
+	size_t len = sizeof name;
+	struct side a, b;
+	fi_addr_t decoys[3], source;
+
+	/* The addresses are in another order in the two vectors. */
+	TRY(open_side_as(&a, &how));
+	TRY(open_side_as(&b, &how));
+	struct sockaddr_in others[3] = { name4(1), name4(2), name4(3) };
+	ENSURE(fi_av_insert(a.av, others, 3, decoys, 0, NULL) == 3, "fi_av_insert");
+	TRY(introduce(&a, &b));
+	TRY(introduce(&b, &a));
+	move_both(&a, &b);
+	OK(fi_getname(&b.ep->fid, &name, &len));
+	for (size_t i = 0; i < 6; i++) {
+		fill_bytes(out, 300, i);
+		OK(fi_recv(b.ep, in, 300, NULL, b.peer, &b));
+		OK(fi_send(a.ep, out, 300, NULL, a.peer, &a));
+		TRY(next(b.rx, &entry, &source));
+		ENSURE(entry.op_context == &b && source == b.peer, "message %zu is from %ju", i, (uintmax_t)source);
+		TRY(check_bytes(in, 300, i));
+		TRY(next(a.tx, &entry, NULL));
+		OK(fi_av_remove(a.av, &a.peer, 1, 0));
+		GIVES(FI_EINVAL, fi_send(a.ep, out, 300, NULL, a.peer, &a));
+		/* In every second round another address takes the place. */
+		if (i % 2)
+			ENSURE(fi_av_insert(a.av, others, 1, decoys, 0, NULL) == 1, "fi_av_insert");
+		ENSURE(fi_av_insert(a.av, &name, 1, &a.peer, 0, NULL) == 1, "fi_av_insert");
+	}
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- memory regions */
+
+/* Every combination of access rights: the peer may do exactly what was registered. */
+static const char *regions(size_t arg)
+{
+	static const uint64_t rights[] = { FI_SEND, FI_RECV, FI_READ, FI_WRITE, FI_REMOTE_READ, FI_REMOTE_WRITE };
+	static uint64_t keys[1 << COUNT(rights)];
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t bits = 0; bits < 1u << COUNT(rights); bits++) {
+		struct fid_mr *mr;
+		uint64_t access = 0;
+
+		for (size_t i = 0; i < COUNT(rights); i++)
+			access |= bits >> i & 1 ? rights[i] : 0;
+		/* The provider chooses the key, whatever the program requests. */
+		OK(fi_mr_reg(b.domain, in, 1000, access, 0, 0xc0de, 0, &mr, &bits));
+		keep(close_fid, mr, "region");
+		ENSURE(mr->fid.context == &bits && mr->fid.fclass == FI_CLASS_MR, "the context or class of a region");
+		keys[bits] = fi_mr_key(mr);
+		for (size_t i = 0; i < bits; i++)
+			ENSURE(keys[i] != keys[bits], "two regions have the key %#jx", (uintmax_t)keys[bits]);
+		fill_bytes(out, 200, bits);
+		memset(in, 0xee, 1000);
+		OK(fi_write(a.ep, out, 200, NULL, a.peer, (uintptr_t)in + 100, keys[bits], &a));
+		if (access & FI_REMOTE_WRITE) {
+			TRY(next(a.tx, &entry, NULL));
+			TRY(check_bytes(in + 100, 200, bits));
+		} else {
+			TRY(next_error(a.tx, &error, WAIT_MS));
+			ENSURE(error.err == FI_EACCES, "a write without the right: %s", fi_strerror(error.err));
+			TRY(all_bytes(in, 1000, 0xee, "after a refused write"));
+		}
+		fill_bytes(in, 200, bits + 1);
+		memset(out, 0, 200);
+		OK(fi_read(a.ep, out, 200, NULL, a.peer, (uintptr_t)in, keys[bits], &a));
+		if (access & FI_REMOTE_READ) {
+			TRY(next(a.tx, &entry, NULL));
+			TRY(check_bytes(out, 200, bits + 1));
+		} else {
+			TRY(next_error(a.tx, &error, WAIT_MS));
+			ENSURE(error.err == FI_EACCES, "a read without the right: %s", fi_strerror(error.err));
+			TRY(all_bytes(out, 200, 0, "after a refused read"));
+		}
+	}
+	return NULL;
+}
+
+/* The three ways to register memory, sizes from 0 on, and the end of a region. */
+static const char *regions_ways(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct iovec both[2] = { { in, 1000 }, { in + 5000, 1000 } };
+	struct fi_mr_attr attr = { .mr_iov = both, .iov_count = 1, .access = FI_REMOTE_WRITE, .requested_key = 5, .context = &attr };
+	struct fid_mr *mr;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t way = 0; way < 3; way++) {
+		for (size_t len = 0; len <= 1 << 20; len = len ? 4 * len : 1) {
+			both[0].iov_len = len;
+			switch (way) {
+			case 0: OK(fi_mr_reg(b.domain, in, len, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL)); break;
+			case 1: OK(fi_mr_regv(b.domain, both, 1, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL)); break;
+			case 2: OK(fi_mr_regattr(b.domain, &attr, 0, &mr)); break;
+			}
+			keep(close_fid, mr, "region");
+			uint64_t key = fi_mr_key(mr);
+			ENSURE(way != 2 || mr->fid.context == &attr, "the context of a region");
+			/* The last bytes can be written, one more cannot. */
+			size_t n = len < 100 ? len : 100;
+			fill_bytes(out, n, len);
+			memset(in, 0xee, len + 16);
+			OK(fi_write(a.ep, out, n, NULL, a.peer, (uintptr_t)in + len - n, key, &a));
+			TRY(next(a.tx, &entry, NULL));
+			TRY(check_bytes(in + len - n, n, len));
+			OK(fi_write(a.ep, out, n + 1, NULL, a.peer, (uintptr_t)in + len - n, key, &a));
+			TRY(next_error(a.tx, &error, WAIT_MS));
+			ENSURE(error.err == FI_EACCES, "a write beyond %zu bytes: %s", len, fi_strerror(error.err));
+			TRY(all_bytes(in + len, 16, 0xee, "after the region"));
+			ENSURE(!close_now(mr), "closing a region");
+			OK(fi_write(a.ep, out, n, NULL, a.peer, (uintptr_t)in + len - n, key, &a));
+			if (n) {
+				TRY(next_error(a.tx, &error, WAIT_MS));
+				ENSURE(error.err == FI_EACCES, "a write to a closed region: %s", fi_strerror(error.err));
+			} else {
+				/* A write of no bytes to no memory may succeed. */
+				while (fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN)
+					;
+				fi_cq_readerr(a.tx, &error, 0);
+			}
+		}
+	}
+	both[0].iov_len = 1000;
+	GIVES(FI_EINVAL, fi_mr_regv(b.domain, both, 2, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	GIVES(FI_EINVAL, fi_mr_regv(b.domain, both, 0, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	attr.iov_count = 2;
+	GIVES(FI_EINVAL, fi_mr_regattr(b.domain, &attr, 0, &mr));
+	GIVES(FI_EBADFLAGS, fi_mr_reg(b.domain, in, 1000, FI_REMOTE_WRITE, 0, 0, FI_RMA_EVENT, &mr, NULL));
+	attr.iov_count = 1;
+	GIVES(FI_EBADFLAGS, fi_mr_regattr(b.domain, &attr, FI_HMEM_DEVICE_ONLY, &mr));
+	ENSURE(fi_mr_reg(b.domain, NULL, 1000, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL) < 0, "memory at address 0 is registered");
+	return NULL;
+}
+
+static void *remapped;
+enum { REMAPPED = 1 << 20 };
+
+static int unmap_remapped(void *at)
+{
+	return munmap(at, REMAPPED);
+}
+
+/* Memory that is unmapped and mapped again at the same address has its new content, for the peer and in messages. */
+static const char *regions_remapped(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fid_mr *mr;
+	struct side a, b;
+
+	(void)arg;
+	remapped = mmap(NULL, REMAPPED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	ENSURE(remapped != MAP_FAILED, "mmap");
+	keep(unmap_remapped, remapped, "memory");
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t round = 0; round < 6; round++) {
+		fill_bytes(remapped, REMAPPED, round);
+		OK(fi_mr_reg(b.domain, remapped, REMAPPED, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+		memset(out, 0, REMAPPED);
+		ssize_t rc = fi_read(a.ep, out, REMAPPED, NULL, a.peer, (uintptr_t)remapped, fi_mr_key(mr), &a);
+		const char *why = rc ? "fi_read" : next(a.tx, &entry, NULL);
+		int closed = fi_close(&mr->fid);
+		TRY(why);
+		ENSURE(!closed, "closing the region");
+		TRY(check_bytes(out, REMAPPED, round));
+		/* The provider registers the memory of a long message itself, at both ends. */
+		for (size_t end = 0; end < 2; end++) {
+			uint8_t *from = end ? out : remapped, *to = end ? remapped : in;
+
+			ENSURE(mmap(remapped, REMAPPED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+				       remapped, "mmap");
+			fill_bytes(from, REMAPPED, 10 * round + end);
+			OK(fi_recv(b.ep, to, REMAPPED, NULL, FI_ADDR_UNSPEC, &b));
+			OK(fi_send(a.ep, from, REMAPPED, NULL, a.peer, &a));
+			TRY(next(b.rx, &entry, NULL));
+			TRY(next(a.tx, &entry, NULL));
+			TRY(check_bytes(to, REMAPPED, 10 * round + end));
+		}
+		ENSURE(mmap(remapped, REMAPPED, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == remapped,
+		       "mmap");
+	}
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- every call for a transfer */
+
+enum how { POLL, SREAD, DESCRIPTOR, COUNTER, HOWS };
+
+static void move_all(void)
+{
+	for (size_t i = 0; i < COUNT(moving) && moving[i]; i++) {
+		fi_cq_read(moving[i]->tx, NULL, 0);
+		fi_cq_read(moving[i]->rx, NULL, 0);
+	}
+}
+
+/*
+ * Waits for the next completion of `cq` in one of the ways. The waits are short, because the other endpoint in this process
+ * makes progress only between them.
+ */
+static const char *next_by(enum how how, struct side *e, struct fid_cq *cq, struct fi_cq_tagged_entry *entry, uint64_t count)
+{
+	uint64_t until = now_ms() + WAIT_MS;
+	struct fid *fids[1] = { &cq->fid };
+	struct pollfd readable = { .fd = -1, .events = POLLIN };
+	ssize_t n = -FI_EAGAIN;
+
+	while (how == COUNTER) {
+		int rc = fi_cntr_wait(e->cntr, count, 1);
+
+		if (!rc)
+			return next(cq, entry, NULL);
+		ENSURE(rc == -FI_ETIMEDOUT, "fi_cntr_wait: %s", fi_strerror(-rc));
+		ENSURE(now_ms() < until, "the counter does not reach %ju", (uintmax_t)count);
+		move_all();
+	}
+	if (how == POLL)
+		return next(cq, entry, NULL);
+	OK(fi_control(&cq->fid, FI_GETWAIT, &readable.fd));
+	while (n == -FI_EAGAIN) {
+		ENSURE(now_ms() < until, "no completion arrives");
+		move_all();
+		if (how == SREAD) {
+			n = fi_cq_sread(cq, entry, 1, NULL, 1);
+			continue;
+		}
+		int rc = fi_trywait(fabric, fids, 1);
+		ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_trywait: %s", fi_strerror(-rc));
+		if (rc == 0)
+			poll(&readable, 1, 1);
+		n = fi_cq_read(cq, entry, 1);
+	}
+	ENSURE(n == 1, "a completion is read: %zd", n);
+	return NULL;
+}
+
+enum call { SENT, SENT_V, SENT_MSG, INJECTED, SENT_DATA, INJECTED_DATA, SEND_CALLS };
+
+static ssize_t send_by(enum call call, bool tagged, struct side *e, uint8_t *from, size_t len, uint64_t tag, uint64_t data)
+{
+	struct iovec parts[2] = { { from, len / 3 }, { from + len / 3, len - len / 3 } };
+	struct fi_msg msg = { .msg_iov = parts, .iov_count = 2, .addr = e->peer, .context = e, .data = data };
+	struct fi_msg_tagged tmsg = { .msg_iov = parts, .iov_count = 2, .addr = e->peer, .context = e, .data = data, .tag = tag };
+
+	switch (call) {
+	case SENT:
+		return tagged ? fi_tsend(e->ep, from, len, NULL, e->peer, tag, e) : fi_send(e->ep, from, len, NULL, e->peer, e);
+	case SENT_V:
+		return tagged ? fi_tsendv(e->ep, parts, NULL, 2, e->peer, tag, e) : fi_sendv(e->ep, parts, NULL, 2, e->peer, e);
+	case SENT_MSG:
+		return tagged ? fi_tsendmsg(e->ep, &tmsg, FI_REMOTE_CQ_DATA) : fi_sendmsg(e->ep, &msg, FI_REMOTE_CQ_DATA);
+	case INJECTED:
+		return tagged ? fi_tinject(e->ep, from, len, e->peer, tag) : fi_inject(e->ep, from, len, e->peer);
+	case SENT_DATA:
+		return tagged ? fi_tsenddata(e->ep, from, len, NULL, data, e->peer, tag, e)
+			      : fi_senddata(e->ep, from, len, NULL, data, e->peer, e);
+	default:
+		return tagged ? fi_tinjectdata(e->ep, from, len, data, e->peer, tag)
+			      : fi_injectdata(e->ep, from, len, data, e->peer);
+	}
+}
+
+static ssize_t receive_by(size_t call, bool tagged, struct side *e, uint8_t *to, size_t len, uint64_t tag)
+{
+	struct iovec parts[2] = { { to, len / 2 }, { to + len / 2, len - len / 2 } };
+	struct fi_msg msg = { .msg_iov = parts, .iov_count = 2, .addr = e->peer, .context = e };
+	struct fi_msg_tagged tmsg = { .msg_iov = parts, .iov_count = 2, .addr = FI_ADDR_UNSPEC, .context = e, .tag = tag };
+
+	switch (call % 3) {
+	case 0:
+		return tagged ? fi_trecv(e->ep, to, len, NULL, e->peer, tag, 0, e)
+			      : fi_recv(e->ep, to, len, NULL, FI_ADDR_UNSPEC, e);
+	case 1:
+		return tagged ? fi_trecvv(e->ep, parts, NULL, 2, e->peer, tag, 0, e) : fi_recvv(e->ep, parts, NULL, 2, e->peer, e);
+	default: return tagged ? fi_trecvmsg(e->ep, &tmsg, 0) : fi_recvmsg(e->ep, &msg, 0);
+	}
+}
+
+enum { MAP = 1, BASIC = 2 };
+
+/* Opens two endpoints with maps or tables for addresses, and one of the two modes of memory registration. */
+static const char *open_variant(struct side *a, struct side *b, size_t variant)
+{
+	struct fi_info *asked = new_hints(), *got = NULL;
+	struct setup how = { .av = variant & MAP ? FI_AV_MAP : FI_AV_TABLE, .counts = FI_SEND | FI_RECV | FI_READ | FI_WRITE };
+
+	asked->domain_attr->mr_mode = variant & BASIC ? FI_MR_BASIC : MODERN;
+	asked->domain_attr->av_type = how.av;
+	asked->caps = KINDS | FI_DIRECTED_RECV;
+	int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+	fi_freeinfo(asked);
+	OK(rc);
+	keep(close_info, got, "information");
+	how.info = got;
+	TRY(open_sides_as(a, b, &how));
+	move_both(a, b);
+	return NULL;
+}
+
+/* Every call that sends and every call that receives, with every way to wait. */
+static const char *calls(size_t variant)
+{
+	static const size_t lengths[] = { 0, 64, 3000, INJECT, 20000 };
+	struct fi_cq_tagged_entry entry;
+	uint64_t sent = 0;
+	struct side a, b;
+
+	TRY(open_variant(&a, &b, variant));
+	for (size_t n = 0; n < SEND_CALLS * 2 * HOWS * COUNT(lengths); n++) {
+		enum call call = n % SEND_CALLS;
+		bool tagged = n / SEND_CALLS % 2, silent = call == INJECTED || call == INJECTED_DATA;
+		enum how how = n / SEND_CALLS / 2 % HOWS;
+		size_t len = lengths[n / SEND_CALLS / 2 / HOWS];
+		uint64_t tag = 0x8000000000000000u + n, data = ~(uint64_t)n;
+
+		if (silent && len > INJECT)
+			continue;
+		fill_bytes(out, len, n);
+		memset(in, 0xee, len + 16);
+		OK(receive_by(n, tagged, &b, in, len + 16, tag));
+		OK(send_by(call, tagged, &a, out, len, tag, data));
+		sent++;
+		if (silent)
+			memset(out, 0x11, len);
+		TRY(next_by(how, &b, b.rx, &entry, sent));
+		ENSURE(entry.op_context == &b && entry.len == len, "call %zu: %zu bytes of %zu", n, entry.len, len);
+		ENSURE((entry.flags & (FI_RECV | FI_MSG | FI_TAGGED)) == (FI_RECV | (tagged ? FI_TAGGED : FI_MSG)), "call %zu: flags %#jx", n,
+		       (uintmax_t)entry.flags);
+		ENSURE(!tagged || entry.tag == tag, "call %zu: tag %#jx", n, (uintmax_t)entry.tag);
+		bool has = call == SENT_DATA || call == INJECTED_DATA || call == SENT_MSG;
+		ENSURE(!(entry.flags & FI_REMOTE_CQ_DATA) == !has && (!has || entry.data == data), "call %zu: data %#jx", n,
+		       (uintmax_t)entry.data);
+		TRY(check_bytes(in, len, n));
+		TRY(all_bytes(in + len, 16, 0xee, "after the message"));
+		if (!silent) {
+			TRY(next_by(how, &a, a.tx, &entry, sent));
+			ENSURE(entry.op_context == &a, "call %zu: another context", n);
+			ENSURE((entry.flags & (FI_SEND | FI_MSG | FI_TAGGED)) == (FI_SEND | (tagged ? FI_TAGGED : FI_MSG)),
+			       "call %zu: flags %#jx", n, (uintmax_t)entry.flags);
+		}
+	}
+	for (uint64_t until = now_ms() + WAIT_MS; fi_cntr_read(a.cntr) < sent && now_ms() < until;)
+		move_all();
+	ENSURE(fi_cntr_read(a.cntr) == sent && fi_cntr_read(b.cntr) == sent, "counters %ju and %ju of %ju",
+	       (uintmax_t)fi_cntr_read(a.cntr), (uintmax_t)fi_cntr_read(b.cntr), (uintmax_t)sent);
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
+	return NULL;
+}
+
+enum { WRITES, WRITES_V, WRITES_MSG, WRITES_INJECTED, WRITES_DATA, WRITES_INJECTED_DATA, READS, READS_V, READS_MSG, MEMORY_CALLS };
+
+/* Every call that accesses memory, with every way to wait. */
+static const char *memory_calls(size_t variant)
+{
+	static const size_t lengths[] = { 1, 64, INJECT, 20000, 300000 };
+	struct fi_cq_tagged_entry entry;
+	struct fid_mr *mr;
+	uint64_t done = 0;
+	struct side a, b;
+
+	TRY(open_variant(&a, &b, variant));
+	OK(fi_mr_reg(b.domain, in, sizeof in, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	for (size_t n = 0; n < MEMORY_CALLS * HOWS * COUNT(lengths); n++) {
+		size_t call = n % MEMORY_CALLS, len = lengths[n / MEMORY_CALLS / HOWS];
+		enum how how = n / MEMORY_CALLS % HOWS;
+		bool silent = call == WRITES_INJECTED || call == WRITES_INJECTED_DATA, reads = call >= READS;
+		bool data = call == WRITES_DATA || call == WRITES_INJECTED_DATA || call == WRITES_MSG;
+		struct iovec parts[2] = { { out, len / 2 }, { out + len / 2, len - len / 2 } };
+		uint64_t key = fi_mr_key(mr), at = (uintptr_t)in + 16;
+		struct fi_rma_iov there = { at, len, key };
+		struct fi_msg_rma msg = { .msg_iov = parts, .iov_count = 2, .addr = a.peer, .rma_iov = &there, .rma_iov_count = 1,
+					  .context = &a, .data = n };
+
+		if (silent && len > INJECT)
+			continue;
+		fill_bytes(reads ? in + 16 : out, len, n);
+		memset(reads ? out : in, 0xee, len + 32);
+		switch (call) {
+		case WRITES: OK(fi_write(a.ep, out, len, NULL, a.peer, at, key, &a)); break;
+		case WRITES_V: OK(fi_writev(a.ep, parts, NULL, 2, a.peer, at, key, &a)); break;
+		case WRITES_MSG: OK(fi_writemsg(a.ep, &msg, FI_REMOTE_CQ_DATA | FI_DELIVERY_COMPLETE)); break;
+		case WRITES_INJECTED: OK(fi_inject_write(a.ep, out, len, a.peer, at, key)); break;
+		case WRITES_DATA: OK(fi_writedata(a.ep, out, len, NULL, n, a.peer, at, key, &a)); break;
+		case WRITES_INJECTED_DATA: OK(fi_inject_writedata(a.ep, out, len, n, a.peer, at, key)); break;
+		case READS: OK(fi_read(a.ep, out, len, NULL, a.peer, at, key, &a)); break;
+		case READS_V: OK(fi_readv(a.ep, parts, NULL, 2, a.peer, at, key, &a)); break;
+		case READS_MSG: OK(fi_readmsg(a.ep, &msg, 0)); break;
+		}
+		done++;
+		if (silent) {
+			memset(out, 0x11, len);
+			for (uint64_t until = now_ms() + WAIT_MS; fi_cntr_read(a.cntr) < done;) {
+				ENSURE(now_ms() < until, "call %zu: the injected write does not end", n);
+				move_all();
+			}
+		} else {
+			TRY(next_by(how, &a, a.tx, &entry, done));
+			ENSURE(entry.op_context == &a, "call %zu: another context", n);
+			ENSURE((entry.flags & (FI_RMA | FI_READ | FI_WRITE)) == (FI_RMA | (reads ? FI_READ : FI_WRITE)),
+			       "call %zu: flags %#jx", n, (uintmax_t)entry.flags);
+		}
+		TRY(check_bytes(reads ? out : in + 16, len, n));
+		TRY(all_bytes(reads ? out + len : in + 16 + len, 16, 0xee, "after the memory"));
+		if (data) {
+			TRY(next(b.rx, &entry, NULL));
+			ENSURE(entry.flags & FI_REMOTE_WRITE && entry.flags & FI_REMOTE_CQ_DATA && entry.data == n,
+			       "call %zu: flags %#jx, data %ju", n, (uintmax_t)entry.flags, (uintmax_t)entry.data);
+		}
+		ENSURE(fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "call %zu: the target has a completion", n);
+	}
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
+	ENSURE(fi_cntr_read(a.cntr) == done && fi_cntr_read(b.cntr) == 0, "counters %ju of %ju, and %ju", (uintmax_t)fi_cntr_read(a.cntr),
+	       (uintmax_t)done, (uintmax_t)fi_cntr_read(b.cntr));
+	return NULL;
+}
+
+enum { ADDS, ADDS_V, ADDS_MSG, ADDS_INJECTED, FETCHES, FETCHES_V, FETCHES_MSG, SWAPS, SWAPS_V, SWAPS_MSG, ATOMIC_CALLS };
+
+/* Every call for atomic operations, with every way to wait. The operands and results are in two pieces. */
+static const char *atomic_calls(size_t variant)
+{
+	enum { N = 7 };
+	static uint64_t target[N + 1], operand[N], result[N], compare[N];
+	struct fi_cq_tagged_entry entry;
+	struct fid_mr *mr;
+	uint64_t done = 0;
+	struct side a, b;
+
+	TRY(open_variant(&a, &b, variant));
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	for (size_t n = 0; n < ATOMIC_CALLS * HOWS * 3; n++) {
+		size_t call = n % ATOMIC_CALLS;
+		enum how how = n / ATOMIC_CALLS % HOWS;
+		uint64_t key = fi_mr_key(mr), at = (uintptr_t)target;
+		struct fi_ioc with[2] = { { operand, 3 }, { operand + 3, N - 3 } }, than[2] = { { compare, 4 }, { compare + 4, N - 4 } };
+		struct fi_ioc old[2] = { { result, 2 }, { result + 2, N - 2 } };
+		struct fi_rma_ioc there = { at, N, key };
+		bool swaps = call >= SWAPS, fetches = call >= FETCHES;
+		struct fi_msg_atomic msg = { .msg_iov = with, .iov_count = 2, .addr = a.peer, .rma_iov = &there, .rma_iov_count = 1,
+					     .datatype = FI_UINT64, .op = swaps ? FI_CSWAP : FI_SUM, .context = &a };
+
+		for (size_t i = 0; i < N; i++) {
+			target[i] = 1000 * n + i;
+			operand[i] = 7 * i + 1;
+			compare[i] = i % 2 ? target[i] : 0;
+			result[i] = 99;
+		}
+		target[N] = 4711;
+		switch (call) {
+		case ADDS: OK(fi_atomic(a.ep, operand, N, NULL, a.peer, at, key, FI_UINT64, FI_SUM, &a)); break;
+		case ADDS_V: OK(fi_atomicv(a.ep, with, NULL, 2, a.peer, at, key, FI_UINT64, FI_SUM, &a)); break;
+		case ADDS_MSG: OK(fi_atomicmsg(a.ep, &msg, FI_COMPLETION)); break;
+		case ADDS_INJECTED: OK(fi_inject_atomic(a.ep, operand, N, a.peer, at, key, FI_UINT64, FI_SUM)); break;
+		case FETCHES:
+			OK(fi_fetch_atomic(a.ep, operand, N, NULL, result, NULL, a.peer, at, key, FI_UINT64, FI_SUM, &a));
+			break;
+		case FETCHES_V:
+			OK(fi_fetch_atomicv(a.ep, with, NULL, 2, old, NULL, 2, a.peer, at, key, FI_UINT64, FI_SUM, &a));
+			break;
+		case FETCHES_MSG: OK(fi_fetch_atomicmsg(a.ep, &msg, old, NULL, 2, FI_COMPLETION)); break;
+		case SWAPS:
+			OK(fi_compare_atomic(a.ep, operand, N, NULL, compare, NULL, result, NULL, a.peer, at, key, FI_UINT64,
+					     FI_CSWAP, &a));
+			break;
+		case SWAPS_V:
+			OK(fi_compare_atomicv(a.ep, with, NULL, 2, than, NULL, 2, old, NULL, 2, a.peer, at, key, FI_UINT64, FI_CSWAP,
+					      &a));
+			break;
+		case SWAPS_MSG: OK(fi_compare_atomicmsg(a.ep, &msg, than, NULL, 2, old, NULL, 2, FI_COMPLETION)); break;
+		}
+		done++;
+		if (call == ADDS_INJECTED) {
+			uint64_t first = operand[0];
+
+			operand[0] = 12345;
+			for (uint64_t until = now_ms() + WAIT_MS; fi_cntr_read(a.cntr) < done;) {
+				ENSURE(now_ms() < until, "call %zu: the injected operation does not end", n);
+				move_all();
+			}
+			operand[0] = first;
+		} else {
+			TRY(next_by(how, &a, a.tx, &entry, done));
+			ENSURE(entry.op_context == &a && entry.flags & FI_ATOMIC && entry.flags & (fetches ? FI_READ : FI_WRITE),
+			       "call %zu: flags %#jx", n, (uintmax_t)entry.flags);
+		}
+		for (size_t i = 0; i < N; i++) {
+			uint64_t before = 1000 * n + i;
+			uint64_t after = !swaps ? before + operand[i] : compare[i] == before ? operand[i] : before;
+
+			ENSURE(target[i] == after, "call %zu, element %zu: %ju, expected %ju", n, i, (uintmax_t)target[i],
+			       (uintmax_t)after);
+			ENSURE(result[i] == (fetches ? before : 99), "call %zu, element %zu: the former value is %ju", n, i,
+			       (uintmax_t)result[i]);
+		}
+		ENSURE(target[N] == 4711, "call %zu: the element after the target is changed", n);
+	}
+	ENSURE(fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN && fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN, "an unexpected completion");
+	return NULL;
+}
+
+/* What an operation makes of an element. Bit operations exist for integers only. */
+#define AGREED(type, t, o, c)                                                                                           \
+	case FI_MIN: t = o < t ? o : t; break;                                                                         \
+	case FI_MAX: t = o > t ? o : t; break;                                                                         \
+	case FI_SUM: t = (type)(t + o); break;                                                                         \
+	case FI_PROD: t = (type)(t * o); break;                                                                        \
+	case FI_LOR: t = (type)(t || o); break;                                                                        \
+	case FI_LAND: t = (type)(t && o); break;                                                                       \
+	case FI_LXOR: t = (type)(!t != !o); break;                                                                     \
+	case FI_ATOMIC_READ: break;                                                                                    \
+	case FI_ATOMIC_WRITE: t = o; break;                                                                            \
+	case FI_CSWAP: t = c == t ? o : t; break;                                                                      \
+	case FI_CSWAP_NE: t = c != t ? o : t; break;                                                                   \
+	case FI_CSWAP_LE: t = c <= t ? o : t; break;                                                                   \
+	case FI_CSWAP_LT: t = c < t ? o : t; break;                                                                    \
+	case FI_CSWAP_GE: t = c >= t ? o : t; break;                                                                   \
+	case FI_CSWAP_GT: t = c > t ? o : t; break
+#define OF_BITS(type, t, o, c)                                                                                          \
+	case FI_BOR: t = (type)(t | o); break;                                                                         \
+	case FI_BAND: t = (type)(t & o); break;                                                                        \
+	case FI_BXOR: t = (type)(t ^ o); break;                                                                        \
+	case FI_MSWAP: t = (type)((o & c) | (t & ~c)); break
+#define ELEMENT(name, type, more)                                                                                       \
+	static void name(enum fi_op op, void *target, const void *operand, const void *compare)                        \
+	{                                                                                                              \
+		type t, o, c;                                                                                          \
+                                                                                                                       \
+		memcpy(&t, target, sizeof t);                                                                          \
+		memcpy(&o, operand, sizeof o);                                                                         \
+		memcpy(&c, compare, sizeof c);                                                                         \
+		switch (op) {                                                                                          \
+			AGREED(type, t, o, c);                                                                         \
+			more;                                                                                          \
+		default: break;                                                                                        \
+		}                                                                                                      \
+		memcpy(target, &t, sizeof t);                                                                          \
+	}                                                                                                              \
+	static void name##_of(void *at, int value)                                                                     \
+	{                                                                                                              \
+		type t = (type)value;                                                                                  \
+                                                                                                                       \
+		memcpy(at, &t, sizeof t);                                                                              \
+	}
+
+ELEMENT(of_i8, int8_t, OF_BITS(int8_t, t, o, c))
+ELEMENT(of_u8, uint8_t, OF_BITS(uint8_t, t, o, c))
+ELEMENT(of_i16, int16_t, OF_BITS(int16_t, t, o, c))
+ELEMENT(of_u16, uint16_t, OF_BITS(uint16_t, t, o, c))
+ELEMENT(of_i32, int32_t, OF_BITS(int32_t, t, o, c))
+ELEMENT(of_u32, uint32_t, OF_BITS(uint32_t, t, o, c))
+ELEMENT(of_i64, int64_t, OF_BITS(int64_t, t, o, c))
+ELEMENT(of_u64, uint64_t, OF_BITS(uint64_t, t, o, c))
+ELEMENT(of_float, float, )
+ELEMENT(of_double, double, )
+
+/* Every operation on every type, in each of its classes, compared with the same operation here. */
+static const char *atomic_operations(size_t arg)
+{
+	static const struct {
+		enum fi_datatype type;
+		size_t size;
+		void (*apply)(enum fi_op, void *, const void *, const void *);
+		void (*put)(void *, int);
+	} types[] = { { FI_INT8, 1, of_i8, of_i8_of },	       { FI_UINT8, 1, of_u8, of_u8_of },
+		      { FI_INT16, 2, of_i16, of_i16_of },      { FI_UINT16, 2, of_u16, of_u16_of },
+		      { FI_INT32, 4, of_i32, of_i32_of },      { FI_UINT32, 4, of_u32, of_u32_of },
+		      { FI_INT64, 8, of_i64, of_i64_of },      { FI_UINT64, 8, of_u64, of_u64_of },
+		      { FI_FLOAT, 4, of_float, of_float_of },  { FI_DOUBLE, 8, of_double, of_double_of } };
+	static const int values[][3] = { { 3, 5, 3 }, { 6, 2, 9 }, { 0, 1, 0 }, { 1, 0, 1 }, { 0, 0, 4 }, { 7, 7, 2 }, { -3, 4, -3 } };
+	enum { N = COUNT(values) };
+	static _Alignas(8) uint8_t target[8 * N], operand[8 * N], compare[8 * N], result[8 * N], before[8 * N], after[8 * N];
+	static const uint64_t classes[] = { 0, FI_FETCH_ATOMIC, FI_COMPARE_ATOMIC };
+	struct fi_cq_tagged_entry entry;
+	struct fi_atomic_attr attr;
+	struct fid_mr *mr;
+	size_t performed = 0;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	uint64_t at = (uintptr_t)target, key = fi_mr_key(mr);
+	for (size_t n = 0; n < COUNT(types) * COUNT(classes) * (FI_MSWAP + 1); n++) {
+		size_t t = n % COUNT(types), class = n / COUNT(types) % COUNT(classes), size = types[t].size;
+		enum fi_op op = n / COUNT(types) / COUNT(classes);
+		enum fi_datatype type = types[t].type;
+
+		for (size_t i = 0; i < N; i++) {
+			types[t].put(target + i * size, values[i][0]);
+			types[t].put(operand + i * size, values[i][1]);
+			types[t].put(compare + i * size, values[i][2]);
+		}
+		memcpy(before, target, sizeof before);
+		memset(result, 0xee, sizeof result);
+		int rc = fi_query_atomic(a.domain, type, op, &attr, classes[class]);
+		if (rc) {
+			GIVES(FI_EOPNOTSUPP, rc);
+			ssize_t refused = class == 0   ? fi_atomic(a.ep, operand, N, NULL, a.peer, at, key, type, op, &a)
+					  : class == 1 ? fi_fetch_atomic(a.ep, operand, N, NULL, result, NULL, a.peer, at, key,
+									 type, op, &a)
+						       : fi_compare_atomic(a.ep, operand, N, NULL, compare, NULL, result, NULL,
+									   a.peer, at, key, type, op, &a);
+			GIVES(FI_EOPNOTSUPP, refused);
+			continue;
+		}
+		performed++;
+		ENSURE(attr.size == size && attr.count >= N, "type %d, operation %d: size %zu, count %zu", type, op, attr.size,
+		       attr.count);
+		switch (class) {
+		case 0: OK(fi_atomic(a.ep, operand, N, NULL, a.peer, at, key, type, op, &a)); break;
+		case 1: OK(fi_fetch_atomic(a.ep, operand, N, NULL, result, NULL, a.peer, at, key, type, op, &a)); break;
+		case 2:
+			OK(fi_compare_atomic(a.ep, operand, N, NULL, compare, NULL, result, NULL, a.peer, at, key, type, op, &a));
+			break;
+		}
+		TRY(next(a.tx, &entry, NULL));
+		memcpy(after, before, sizeof after);
+		for (size_t i = 0; i < N; i++) {
+			types[t].apply(op, after + i * size, operand + i * size, compare + i * size);
+			ENSURE(!memcmp(target + i * size, after + i * size, size), "type %d, operation %d, class %zu: element %zu differs",
+			       type, op, class, i);
+			ENSURE(!class || !memcmp(result + i * size, before + i * size, size),
+			       "type %d, operation %d, class %zu: the former value of element %zu differs", type, op, class, i);
+		}
+	}
+	/* Integers have 11 operations without a result, 12 with one, and 7 that compare; the others 8, 9 and 6. */
+	ENSURE(performed == 8 * (11 + 12 + 7) + 2 * (8 + 9 + 6), "%zu operations exist", performed);
+	return NULL;
+}
