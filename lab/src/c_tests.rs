@@ -17,6 +17,7 @@ const PROGRAMS: &[&str] = &[
     "selftest",
     "vanish",
     FI,
+    FI_QUICK,
     EXS_MANY,
     EXS,
     "access",
@@ -54,8 +55,11 @@ const PROGRAMS: &[&str] = &[
 /// set-group-ID program.
 const ELEVATED: &str = "elevated";
 
-/// The program that is linked to libfabric.
+/// The provider for libfabric.
 const FI: &str = "fi";
+
+/// What libfabric's own tests require of the provider, as tests of this project.
+const FI_QUICK: &str = "fi_quick";
 
 /// The program that is linked to libanywarp-buffers.
 pub(crate) const BUFFERS: &str = "buffers";
@@ -404,13 +408,18 @@ pub(crate) fn build(name: &str, to: &Path) -> Result<PathBuf> {
             sh::dist().join("lib/anywarp").display()
         ));
     }
-    if name == FI {
+    if is_on_libfabric(name) {
         by_path.push("-lfabric".to_owned());
     }
     if let Some(library) = above(name) {
         by_path = linked_above(library);
     }
     compile(&source.with_extension("c"), to, &by_path)
+}
+
+/// Returns whether a program is linked to libfabric.
+pub(crate) fn is_on_libfabric(name: &str) -> bool {
+    [FI, FI_QUICK].contains(&name)
 }
 
 /// Returns the name of the library based on verbs that a program is linked with, if any.

@@ -438,7 +438,7 @@ impl Build {
             .arg(&self.runtime)
             .args(["-Wl,--no-whole-archive", "-Wl,--export-dynamic"])
             .args(above.map(|library| format!("-l{library}")))
-            .args((name == FI).then_some("-lfabric"))
+            .args(c_tests::is_on_libfabric(name).then_some("-lfabric"))
             .args(["-libverbs", "-lrdmacm", "-lpthread", "-lm", "-lrt", "-ldl"])
             .arg("-o")
             .arg(&program);

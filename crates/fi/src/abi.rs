@@ -539,6 +539,7 @@ c_consts! {
     FI_LOCAL_COMM: u64 = 1 << 51;
     FI_REMOTE_COMM: u64 = 1 << 52;
     FI_SOURCE: u64 = 1 << 57;
+    FI_NUMERICHOST: u64 = 1 << 55;
     FI_DIRECTED_RECV: u64 = 1 << 59;
     FI_CLAIM: u64 = 1 << 59;
     FI_DISCARD: u64 = 1 << 58;
@@ -669,6 +670,10 @@ c_consts! {
     FI_EAVAIL: c_int = 259;
     FI_EBADFLAGS: c_int = 260;
     FI_EADDRNOTAVAIL: c_int = 99;
+    FI_ENOEQ: c_int = 261;
+    FI_EDOMAIN: c_int = 262;
+    FI_ENOCQ: c_int = 263;
+    FI_ECRC: c_int = 264;
     FI_ETRUNC: c_int = 265;
     FI_ENOKEY: c_int = 266;
     FI_ENOAV: c_int = 267;

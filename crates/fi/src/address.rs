@@ -62,6 +62,11 @@ impl Remote {
     /// Returns the queue pair of a name, or `None` if the bytes are not a valid name.
     pub fn from_name(name: &[u8]) -> Option<Self> {
         let (ip, port, index) = parts_of(name)?;
+        Self::at(ip, port, index)
+    }
+
+    /// Returns the queue pair with this index on a port, or `None` if there cannot be one at this address.
+    pub fn at(ip: IpAddr, port: u16, index: u8) -> Option<Self> {
         let cannot_be = port == 0 || ip.is_unspecified() || ip.is_multicast();
         (!cannot_be).then_some(Self {
             ip,

@@ -155,6 +155,9 @@ impl Hints {
             if ep.max_msg_size > limits::MESSAGE {
                 return Err("max_msg_size");
             }
+            if ep.max_order_raw_size > 0 || ep.max_order_war_size > 0 || ep.max_order_waw_size > 0 {
+                return Err("orders of reads and writes");
+            }
             if ep.tx_ctx_cnt > 1 || ep.rx_ctx_cnt > 1 {
                 return Err("several contexts");
             }
@@ -180,7 +183,7 @@ impl Hints {
             wanted |= tx.caps;
         }
         if let Some(rx) = &self.rx {
-            if rx.iov_limit > limits::IOV {
+            if rx.iov_limit > limits::IOV || rx.size > limits::ENTRIES {
                 return Err("sizes of the receive context");
             }
             if rx.op_flags & !OP_FLAGS != 0 {
@@ -343,8 +346,18 @@ fn family_of(name: &[u8]) -> Option<i32> {
     Some(i32::from(u16::from_ne_bytes(*family)))
 }
 
-fn resolve(node: &str, service: Option<&str>, v4: Option<bool>) -> Option<SocketAddr> {
+/// Returns the address of a node, which is looked up only if it may be a name.
+fn resolve(
+    node: &str,
+    service: Option<&str>,
+    v4: Option<bool>,
+    numeric: bool,
+) -> Option<SocketAddr> {
     let port = service.unwrap_or("0").parse().ok()?;
+    if numeric {
+        let addr = SocketAddr::new(node.parse().ok()?, port);
+        return v4.is_none_or(|v4| addr.is_ipv4() == v4).then_some(addr);
+    }
     let mut found = (node, port).to_socket_addrs().ok()?;
     found.find(|addr| v4.is_none_or(|v4| addr.is_ipv4() == v4))
 }
@@ -354,8 +367,10 @@ fn ends(
     hints: &Hints,
     node: Option<&str>,
     service: Option<&str>,
-    is_source: bool,
+    flags: u64,
 ) -> Result<Ends, &'static str> {
+    let is_source = flags & FI_SOURCE != 0;
+    let numeric = flags & FI_NUMERICHOST != 0;
     let v4 = match hints.addr_format {
         FI_SOCKADDR_IN => Some(true),
         FI_SOCKADDR_IN6 => Some(false),
@@ -369,7 +384,8 @@ fn ends(
         port = of_hint;
     }
     if let Some(node) = node {
-        let addr = resolve(node, service, v4).ok_or("a node or service that is not known")?;
+        let addr =
+            resolve(node, service, v4, numeric).ok_or("a node or service that is not known")?;
         if is_source {
             local = Some(addr.ip());
             port = addr.port();
@@ -513,7 +529,7 @@ pub unsafe fn answer(
     api: u32,
     node: *const c_char,
     service: *const c_char,
-    is_source: bool,
+    flags: u64,
     hints: *const fi_info,
 ) -> Result<*mut fi_info, String> {
     // SAFETY: upheld by the caller.
@@ -523,13 +539,7 @@ pub unsafe fn answer(
         crate::log::warn(&why.to_string());
         why.to_string()
     })?;
-    let ends = ends(
-        device,
-        &hints,
-        node.as_deref(),
-        service.as_deref(),
-        is_source,
-    )?;
+    let ends = ends(device, &hints, node.as_deref(), service.as_deref(), flags)?;
     structure(&answer, &ends, api).ok_or_else(|| "no memory".to_owned())
 }
 

@@ -41,8 +41,6 @@ use std::ffi::{c_char, c_int};
 
 use abi::{FI_EINVAL, FI_ENODATA, fi_info, fi_provider, fi_version};
 
-const FI_SOURCE_NAME: u64 = abi::FI_SOURCE;
-
 /// The structure of the provider. The core stores its address and writes to it.
 struct Provider(UnsafeCell<fi_provider>);
 
@@ -85,9 +83,8 @@ unsafe extern "C" fn getinfo(
     api::object::ended_int(|| {
         // SAFETY: the core passes null or a valid pointer.
         let to = unsafe { info.as_mut() }.ok_or(FI_EINVAL)?;
-        let is_source = flags & FI_SOURCE_NAME != 0;
         // SAFETY: the core passes null or valid pointers.
-        match unsafe { info::answer(version, node, service, is_source, hints) } {
+        match unsafe { info::answer(version, node, service, flags, hints) } {
             Ok(made) => {
                 *to = made;
                 Ok(0)

@@ -157,10 +157,11 @@ unsafe extern "C" fn insertsvc(
     service: *const c_char,
     fi_addr: *mut FiAddr,
     flags: u64,
-    _context: *mut c_void,
+    context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 {
+        let wants_errors = flags & FI_SYNC_ERR != 0;
+        if flags & !(FI_SYNC_ERR | FI_MORE) != 0 || (wants_errors && context.is_null()) {
             return Err(FI_EBADFLAGS);
         }
         // SAFETY: the object was opened by this library; the strings are null or C strings (guaranteed by the caller).
@@ -181,14 +182,18 @@ unsafe extern "C" fn insertsvc(
             .to_socket_addrs()
             .ok()
             .and_then(|mut a| a.next());
-        let peer = found.map(|addr| Remote {
-            ip: addr.ip().to_canonical(),
-            qpn: u32::from(addr.port()) << 8,
-        });
+        let peer = found.and_then(|addr| Remote::at(addr.ip().to_canonical(), addr.port(), 0));
         let added = add(object, &[peer], |_, at| {
-            // SAFETY: the caller passes null or a writable location.
-            if let Some(to) = unsafe { fi_addr.as_mut() } {
-                *to = at;
+            // SAFETY: `fi_addr` is null or writable, and with FI_SYNC_ERR `context` is the location of a status (guaranteed by the
+            // caller).
+            unsafe {
+                if let Some(to) = fi_addr.as_mut() {
+                    *to = at;
+                }
+                if wants_errors {
+                    let bad = at == FI_ADDR_NOTAVAIL;
+                    *context.cast::<c_int>() = if bad { FI_EINVAL } else { 0 };
+                }
             }
         });
         Ok(added)

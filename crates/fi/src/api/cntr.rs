@@ -31,12 +31,15 @@ pub(crate) unsafe extern "C" fn open(
 ) -> c_int {
     ended_int(|| {
         // SAFETY: upheld by the caller.
-        let (domain, wait) = unsafe {
-            let wait = attr.as_ref().map_or(FI_WAIT_NONE, |a| a.wait_obj);
-            (&known::<DomainObject, _>(domain)?.domain, wait)
-        };
-        if !matches!(wait, FI_WAIT_NONE | FI_WAIT_UNSPEC) {
-            return Err(FI_ENOSYS);
+        let (domain, attr) = unsafe { (&known::<DomainObject, _>(domain)?.domain, attr.as_ref()) };
+        if let Some(attr) = attr {
+            // Completions are counted, not bytes.
+            if attr.events != 0 || !matches!(attr.wait_obj, FI_WAIT_NONE | FI_WAIT_UNSPEC) {
+                return Err(FI_ENOSYS);
+            }
+            if attr.flags != 0 {
+                return Err(FI_EINVAL);
+            }
         }
         let name = domain.lock().shared.counters.insert(Counter::default());
         let object = CntrObject {

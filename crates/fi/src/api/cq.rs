@@ -9,6 +9,7 @@ use libc::{c_char, c_int, c_void};
 use super::object::{
     CqObject, DomainObject, NONE, Table, Waiting, ended, ended_int, give, head, known, ops, take,
 };
+use super::text::of_error;
 use crate::abi::*;
 use crate::event::{Wait, raise};
 use crate::limits;
@@ -354,13 +355,6 @@ unsafe extern "C" fn strerror(
     buf: *mut c_char,
     len: usize,
 ) -> *const c_char {
-    // SAFETY: every number has a text; the buffer is null or has `len` bytes (guaranteed by the caller).
-    unsafe {
-        let text = libc::strerror(errno);
-        if !buf.is_null() && len > 0 {
-            libc::strncpy(buf, text, len);
-            *buf.add(len - 1) = 0;
-        }
-        text
-    }
+    // SAFETY: the buffer is null or has `len` bytes (guaranteed by the caller).
+    unsafe { of_error(errno, buf, len) }
 }

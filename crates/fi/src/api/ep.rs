@@ -137,7 +137,7 @@ pub(crate) unsafe extern "C" fn open(
             )
         };
         let binding = Binding {
-            directed: info.caps & FI_DIRECTED_RECV != 0,
+            caps: info.caps,
             send_flags,
             receive_flags,
             multi_min: limits::MULTI_RECV_MIN,
@@ -259,6 +259,9 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, _arg: *mut c_void) ->
             with_endpoint(at, |endpoint, _| {
                 if endpoint.binding.vector.is_none() {
                     return Err(FI_ENOAV);
+                }
+                if !endpoint.binding.is_complete() {
+                    return Err(FI_ENOCQ);
                 }
                 endpoint.enable()?;
                 Ok(0)

@@ -51,8 +51,8 @@ unsafe extern "C" fn trywait(_fabric: *mut fid_fabric, fids: *mut *mut fid, coun
             match u32::try_from(class).unwrap_or(0) {
                 // SAFETY: the class tells the type of the object.
                 FI_CLASS_CQ => unsafe { super::cq::trywait(at.cast()) }?,
-                // The event queue is always empty.
-                FI_CLASS_EQ => {}
+                // SAFETY: as above.
+                FI_CLASS_EQ => unsafe { super::eq::trywait(at.cast()) }?,
                 _ => return Err(FI_ENOSYS),
             }
         }

@@ -11,3 +11,4 @@ pub(crate) mod fabric;
 pub(crate) mod message;
 pub(crate) mod object;
 pub(crate) mod rma;
+mod text;

@@ -462,14 +462,34 @@ pub struct Binding {
     pub vector: Option<u32>,
     /// Counters, in the order of [`Counts::ALL`].
     pub counters: [Option<u32>; 6],
-    /// Whether receives are matched by source (`FI_DIRECTED_RECV`).
-    pub directed: bool,
+    /// The capabilities that the program requested.
+    pub caps: u64,
     /// The default flags of outgoing operations.
     pub send_flags: u64,
     /// The default flags of receives.
     pub receive_flags: u64,
     /// A multi-receive buffer is returned to the program when fewer bytes than this remain in it.
     pub multi_min: usize,
+}
+
+impl Binding {
+    /// Whether receives are matched by source.
+    pub fn directed(&self) -> bool {
+        self.caps & FI_DIRECTED_RECV != 0
+    }
+
+    /// Returns whether each direction of the endpoint has a queue or a counter, so that the program can see completions.
+    pub fn is_complete(&self) -> bool {
+        let counted = |flags: u64| {
+            let mut counters = Counts::ALL.iter().zip(&self.counters);
+            counters.any(|((_, flag), counter)| flags & flag != 0 && counter.is_some())
+        };
+        let requests = FI_SEND | FI_READ | FI_WRITE;
+        let has = |flags: u64, queue: Option<u32>| {
+            self.caps & flags == 0 || queue.is_some() || counted(flags)
+        };
+        has(requests, self.send_queue) && has(FI_RECV, self.receive_queue)
+    }
 }
 
 /// An endpoint. Fields are dropped in order of declaration, so the queue pairs come before the memory that the device accesses for

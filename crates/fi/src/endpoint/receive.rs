@@ -13,7 +13,7 @@ impl Endpoint {
         if !self.enabled || (self.failed && wanted.flags & (FI_PEEK | FI_CLAIM) == 0) {
             return Err(FI_EOPBADSTATE);
         }
-        let source = if self.binding.directed {
+        let source = if self.binding.directed() {
             let vector = self.binding.vector.and_then(|v| cx.vectors.get(v));
             vector
                 .map_or(Some(wanted.source), |v| v.canonical(wanted.source))

@@ -237,8 +237,8 @@ pub(super) struct Reliable {
     /// The use of peer entries and of memory for waiting packets by each host and network.
     shares: Shares,
     queued: VecDeque<Peer>,
-    /// The last peer to which nothing more could be sent. It keeps its sender and its receiver.
-    resting: Option<Peer>,
+    /// The sender of the last peer for which nothing was under way any more. Its memory is used for the next one.
+    spare_sender: Option<Box<Sender>>,
     timers: BTreeSet<(Duration, Peer)>,
     /// Challenges to peers that have not proved their addresses.
     challenges: VecDeque<(Peer, Option<IpAddr>, Packet)>,
@@ -273,7 +273,7 @@ impl Reliable {
             peers: Table::default(),
             shares: Shares::default(),
             queued: VecDeque::new(),
-            resting: None,
+            spare_sender: None,
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
             blocked: Blocked::default(),

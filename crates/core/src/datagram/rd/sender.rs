@@ -147,6 +147,32 @@ impl Sender {
         }
     }
 
+    /// Returns a new sender in the memory of another one, if there is one. In a dialogue of short messages each message has a new
+    /// sender.
+    pub(super) fn boxed(
+        spare: Option<Box<Self>>,
+        next: u64,
+        room: u32,
+        now: Duration,
+    ) -> Box<Self> {
+        let new = Self::new(next, room, now);
+        let Some(mut this) = spare else {
+            return Box::new(new);
+        };
+        let (mut sent, mut transmissions) = (
+            std::mem::take(&mut this.sent),
+            std::mem::take(&mut this.transmissions),
+        );
+        sent.clear();
+        transmissions.clear();
+        *this = Self {
+            sent,
+            transmissions,
+            ..new
+        };
+        this
+    }
+
     /// The first packet that is not acknowledged.
     pub(super) fn base(&self) -> u64 {
         self.first

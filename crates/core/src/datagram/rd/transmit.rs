@@ -91,9 +91,10 @@ impl Reliable {
         let state = self.peers.get_mut(peer)?;
         state.used = now;
         state.spend(packet.len() + dgram::CRC);
+        let (spare, next, room_there) = (&mut self.spare_sender, state.next, state.room);
         let tx = state
             .tx
-            .get_or_insert_with(|| Box::new(Sender::new(state.next, state.room, now)));
+            .get_or_insert_with(|| Sender::boxed(spare.take(), next, room_there, now));
         let ask = tx.push(packet.len() + dgram::CRC, alone, now, &mut state.path);
         let mut head = header(state, peer, me, room, now);
         head.seq = state.next as u32;
@@ -139,29 +140,19 @@ impl Reliable {
                 return Some((peer, way, bytes.into()));
             }
             self.queued.pop_front();
-            self.rest(peer);
-        }
-        None
-    }
-
-    /// Called when nothing more can be sent to a peer now. A peer with nothing under way needs no sender and no receiver. The
-    /// last such peer keeps them, because otherwise they would be allocated for each message of a dialogue.
-    fn rest(&mut self, peer: Peer) {
-        if let Some(state) = self.peers.get_mut(&peer) {
+            let Some(state) = self.peers.get_mut(&peer) else {
+                continue;
+            };
             state.queued = false;
-        }
-        if let Some(before) = self.resting.replace(peer)
-            && before != peer
-            && let Some(state) = self.peers.get_mut(&before)
-        {
             if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
                 state.expected = state.rx.take().map(|rx| rx.next());
             }
             let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
             if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
-                state.tx = None;
+                self.spare_sender = state.tx.take();
             }
         }
+        None
     }
 
     fn poll_peer(&mut self, peer: &Peer, now: Duration) -> Option<(IpFields, Vec<u8>)> {
