@@ -16,6 +16,8 @@ pub const IOV: usize = 4;
 /// The number of receives that an endpoint posts to the device, for all peers together. Each has room for [`EAGER`] bytes and
 /// headers. Pages that were never written use no memory.
 pub const RECEIVES: usize = 128;
+/// The number of used receives that are posted again by one call, which costs much less than a call for each.
+pub const REPOST: usize = 8;
 /// The number of buffers of [`EAGER`] bytes for outgoing messages that are too long to be sent inline.
 pub const SLOTS: usize = 64;
 /// The most work requests of an endpoint that have not completed.
@@ -80,6 +82,8 @@ pub const LINK_INLINE: usize = 256;
 pub const COUNTED: usize = 1024;
 /// The time without data after which the sender of an announced message is probed.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
+/// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock is a considerable part of an idle poll.
+pub const ASK_CALLS: u32 = 64;
 /// The time that a waiting call polls before it sleeps.
 pub const SPIN: Duration = Duration::from_micros(50);
 /// The bytes added to each structure that is allocated for the core of libfabric, which copies as many bytes as the structure

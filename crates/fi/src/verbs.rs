@@ -642,20 +642,39 @@ impl Qp {
     /// # Safety
     /// The memory is registered, and is not used elsewhere until the completion.
     pub unsafe fn receive(&self, id: u64, piece: Piece) -> Result<(), i32> {
-        let mut sge = sge_of(piece);
-        let mut wr = ffi::ibv_recv_wr {
-            wr_id: id,
-            next: std::ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
-        };
+        // SAFETY: upheld by the caller.
+        unsafe { self.receives(std::iter::once((id, piece))) }
+    }
+
+    /// Posts at most [`limits::REPOST`] receives by one call.
+    ///
+    /// # Safety
+    /// The requirements of [`Self::receive`] apply to each.
+    pub unsafe fn receives(&self, all: impl Iterator<Item = (u64, Piece)>) -> Result<(), i32> {
+        let mut sges = [ffi::ibv_sge::default(); limits::REPOST];
+        let mut list = [ffi::ibv_recv_wr::default(); limits::REPOST];
+        let mut n = 0;
+        for (((id, piece), sge), wr) in all.zip(&mut sges).zip(&mut list) {
+            *sge = sge_of(piece);
+            wr.wr_id = id;
+            wr.sg_list = sge;
+            wr.num_sge = 1;
+            n += 1;
+        }
+        let mut next = std::ptr::null_mut();
+        for wr in list.iter_mut().take(n).rev() {
+            wr.next = next;
+            next = wr;
+        }
+        if next.is_null() {
+            return Ok(());
+        }
         let mut bad = std::ptr::null_mut();
-        // SAFETY: as in `post`.
+        // SAFETY: as in `post`. The list and its elements are live during the call.
         let rc = unsafe {
             let ops = &(*(*self.qp).context).ops;
-            ops.post_recv.map_or(libc::ENOSYS, |post| {
-                post(self.qp, &raw mut wr, &raw mut bad)
-            })
+            ops.post_recv
+                .map_or(libc::ENOSYS, |post| post(self.qp, next, &raw mut bad))
         };
         if rc == 0 { Ok(()) } else { Err(rc) }
     }

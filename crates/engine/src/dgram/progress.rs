@@ -137,11 +137,7 @@ impl DgramQp {
     /// Sends the answers to received datagrams.
     pub(super) fn answer(&self) {
         // The time was set when the datagrams were received.
-        let mut inner = if self.kind.is_reliable() {
-            self.lock()
-        } else {
-            self.lock_timeless()
-        };
+        let mut inner = self.lock_timeless();
         if inner.destroyed {
             return;
         }

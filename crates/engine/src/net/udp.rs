@@ -5,7 +5,7 @@
 //! coalesced (`UDP_GRO`). A thread that receives holds the port's receive lock, so datagrams reach a queue pair in
 //! the order of the socket's queue.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -236,7 +236,7 @@ pub(crate) struct ReceiveCalls {
 pub(crate) struct UdpPort<S: DatagramSink> {
     engine: &'static Engine,
     socket: Arc<UdpSocket>,
-    members: RwLock<HashMap<u8, Weak<S>>>,
+    members: RwLock<BTreeMap<u8, Weak<S>>>,
     /// Queue pairs that wait until the socket has room.
     waiting: Mutex<Vec<Weak<S>>>,
     /// Locked by the thread that receives.
@@ -285,7 +285,7 @@ impl<S: DatagramSink> UdpPort<S> {
         let port = Arc::new(Self {
             engine,
             socket: Arc::clone(socket),
-            members: RwLock::new(Rank::UdpMembers, HashMap::new()),
+            members: RwLock::new(Rank::UdpMembers, BTreeMap::new()),
             waiting: Mutex::new(Rank::UdpWriters, Vec::new()),
             receiving: Mutex::new(Rank::UdpReceive, ReceiveCalls::default()),
             many: AtomicBool::new(false),

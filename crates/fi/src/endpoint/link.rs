@@ -648,7 +648,7 @@ impl Endpoint {
     }
 
     /// Posts the receive of a message again.
-    pub(super) fn release_receive(&self, held: &Held) {
+    pub(super) fn release_receive(&mut self, held: &Held) {
         match held.link {
             None => self.again(held.receive),
             Some(name) => {

@@ -505,6 +505,8 @@ pub struct Endpoint {
     _receive_region: Region,
     receives: Area,
     receive_key: u32,
+    /// Receives that are to be posted again.
+    used_receives: Vec<usize>,
     slot_region: Region,
     slots: Area,
     free_slots: Vec<u16>,
@@ -527,6 +529,8 @@ pub struct Endpoint {
     /// The number of requests that have not completed.
     outstanding: usize,
     asked: Instant,
+    /// The number of calls since the time was last compared with [`Self::asked`].
+    calls: u32,
     /// The number of invalid messages that were dropped.
     bad: u64,
     /// Whether a peer has refused a message. The first one is logged.
@@ -589,6 +593,7 @@ impl Endpoint {
             plain: None,
             cq,
             receive_key: receive_region.lkey(),
+            used_receives: Vec::with_capacity(limits::REPOST),
             _receive_region: receive_region,
             receives,
             slot_region,
@@ -611,6 +616,7 @@ impl Endpoint {
             held: VecDeque::new(),
             outstanding: 0,
             asked: Instant::now(),
+            calls: 0,
             bad: 0,
             refused: false,
             failed: false,
@@ -626,7 +632,10 @@ impl Endpoint {
     pub fn enable(&mut self) -> Result<(), i32> {
         if !self.enabled {
             for at in 0..limits::RECEIVES {
-                self.post_receive(at)?;
+                self.used_receives.push(at);
+                if self.used_receives.len() == limits::REPOST || at + 1 == limits::RECEIVES {
+                    self.post_receives()?;
+                }
             }
             self.enabled = true;
         }
@@ -634,8 +643,10 @@ impl Endpoint {
     }
 
     /// Requests an event for the next completion of the device.
-    pub fn arm(&self) {
+    pub fn arm(&mut self) {
         self.cq.arm();
+        // A program that waits calls rarely.
+        self.calls = limits::ASK_CALLS;
     }
 
     /// Returns whether no operation waits for a peer.
@@ -643,14 +654,21 @@ impl Endpoint {
         self.outstanding == 0 && self.deferred.is_empty() && self.postponed.is_empty()
     }
 
-    fn post_receive(&self, at: usize) -> Result<(), i32> {
-        let piece = Piece {
-            at: self.receives.address(at * STRIDE),
-            len: ROUTE_HEADER + HEADER + limits::EAGER,
-            lkey: self.receive_key,
+    /// Posts the receives that were used.
+    pub(super) fn post_receives(&mut self) -> Result<(), i32> {
+        let receive = |at: usize| {
+            let piece = Piece {
+                at: self.receives.address(at * STRIDE),
+                len: ROUTE_HEADER + HEADER + limits::EAGER,
+                lkey: self.receive_key,
+            };
+            (RECEIVE << KIND | at as u64, piece)
         };
-        // SAFETY: the area is registered, and this part of it is not used before the completion.
-        unsafe { self.qp.receive(RECEIVE << KIND | at as u64, piece) }
+        let used = self.used_receives.iter().map(|at| receive(*at));
+        // SAFETY: the area is registered, and these parts of it are not used before the completion.
+        let posted = unsafe { self.qp.receives(used) };
+        self.used_receives.clear();
+        posted
     }
 
     fn peer(&self, cx: &Shared, at: FiAddr) -> Result<Remote, i32> {

@@ -263,6 +263,11 @@ impl Endpoint {
     /// Periodically sends a message to the peers that operations wait for. The device detects the loss of a peer only when it
     /// sends to it.
     pub(super) fn ask(&mut self, cx: &mut Shared) {
+        self.calls += 1;
+        if self.calls < limits::ASK_CALLS {
+            return;
+        }
+        self.calls = 0;
         if self.asked.elapsed() < limits::ASK_AFTER {
             return;
         }
@@ -328,6 +333,7 @@ impl Endpoint {
                 }
                 if !self.held.is_empty() || !self.take(cx, &held) {
                     self.held.push_back(held);
+                    let _posted = self.post_receives();
                     self.take_held(cx);
                     return;
                 }
@@ -352,9 +358,13 @@ impl Endpoint {
         self.again(at);
     }
 
-    pub(super) fn again(&self, at: usize) {
-        // This fails only if the queue pair has failed, in which case nothing more is received.
-        let _posted = self.post_receive(at);
+    pub(super) fn again(&mut self, at: usize) {
+        self.used_receives.push(at);
+        // When messages stay in receives, every other receive is needed.
+        if self.used_receives.len() >= limits::REPOST || !self.held.is_empty() {
+            // This fails only if the queue pair has failed, in which case nothing more is received.
+            let _posted = self.post_receives();
+        }
     }
 
     /// Returns whether the stored unexpected messages have reached their limit.

@@ -277,6 +277,9 @@ impl Receiver {
     /// Returns runs beyond `next` that have arrived: the first ones, and the last one, which shows the most recent
     /// losses.
     pub(super) fn runs(&self) -> Runs {
+        if self.arrived.is_empty() {
+            return Runs::new();
+        }
         let half = RUNS / 2;
         let many = self.arrived.len();
         let last = many.saturating_sub(half).max(RUNS - half).min(many);

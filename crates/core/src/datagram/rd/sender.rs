@@ -173,6 +173,11 @@ impl Sender {
         this
     }
 
+    /// Whether its lists have little memory.
+    pub(super) fn is_small(&self) -> bool {
+        self.sent.capacity().max(self.transmissions.capacity()) <= 128
+    }
+
     /// The first packet that is not acknowledged.
     pub(super) fn base(&self) -> u64 {
         self.first

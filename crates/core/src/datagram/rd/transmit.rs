@@ -149,7 +149,7 @@ impl Reliable {
             }
             let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
             if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
-                self.spare_sender = state.tx.take();
+                self.spare_sender = state.tx.take().filter(|tx| tx.is_small());
             }
         }
         None
