@@ -219,7 +219,7 @@ static const char *messages(size_t immediate)
 			ENSURE(RECV(4 * MIB, 0, 8) == 0, "recv: %s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 8, 0));
 		ENSURE(LENGTH(e) == len && e.exs_evt_fd == ends[1],
-		       "%zu of %zu bytes are received, or by another socket", LENGTH(e), len);
+		       "%zu of %zu bytes are received, or the event names another socket", LENGTH(e), len);
 		TRY(event(&e, EXS_EVT_SEND, 7, 0));
 		ENSURE(LENGTH(e) == len, "sent %zu of %zu", LENGTH(e), len);
 		TRY(compare(block[1], (uint32_t)i, len));
@@ -302,8 +302,9 @@ static const char *stream(size_t immediate)
 }
 
 /*
- * A stream sends through the buffer if its receiver is behind, and places data directly if its receiver is ahead. The
- * copy counters show which. Data in the buffer is delivered before data that is advertised later.
+ * A stream sends through the buffer if its receiver is behind (the send comes before the receive), and places data
+ * directly if its receiver is ahead. The copy counters show which. Data in the buffer is delivered before data that is
+ * placed directly later.
  */
 static const char *stream_behind(size_t immediate)
 {
@@ -322,7 +323,7 @@ static const char *stream_behind(size_t immediate)
 	for (int i = 0; i < 9; i++)
 		TRY(event(&e, EXS_EVT_SEND, i, 0));
 	TRY(no_event());
-	/* 9900 of these bytes are copied out of the buffer. With immediate data, all were copied into it before. */
+	/* 9900 of these bytes are copied out of the buffer. With immediate data, all are also copied when they arrive. */
 	ENSURE(exs_recv(ends[1], block[1], 12100, EXS_MSG_WAITALL, queue, 20, handle[1]) == 0, "recv: %s", strerror(errno));
 	for (int events = 0; events < 3; events++) {
 		struct timeval wait = { 10, 0 };
@@ -657,7 +658,10 @@ static const char *connect_timeout(size_t arg)
 	return NULL;
 }
 
-/* A close that reports an event: all data is delivered first. Without an answer it ends after its time limit. */
+/*
+ * A close that reports an event: all data is delivered first. If the peer does not receive the data, the close ends
+ * after its time limit.
+ */
 static const char *close_with_event(size_t answered)
 {
 	exs_event_t e;
@@ -678,7 +682,7 @@ static const char *close_with_event(size_t answered)
 		ENSURE(RECV(100000, 0, 5) == 0, "%s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 5, 0));
 		TRY(compare(block[1], 7, 100000));
-		/* Before the next receive, because the events of two sockets are not ordered. */
+		/* This event is taken before the next receive, because the events of two sockets are not ordered. */
 		TRY(event(&e, EXS_EVT_SEND, 1, 0));
 		ENSURE(RECV(1000, 0, 6) == 0, "%s", strerror(errno));
 		TRY(event(&e, EXS_EVT_RECV, 6, 0));
@@ -961,7 +965,7 @@ static const char *refusals(size_t arg)
 	return finish();
 }
 
-/* A listener that does not speak the protocol, and one of the other socket type. */
+/* A listener of the other socket type, and a port without a listener. */
 static const char *refused_connections(size_t arg)
 {
 	struct sockaddr_in addr;
@@ -983,7 +987,7 @@ static const char *refused_connections(size_t arg)
 	return NULL;
 }
 
-/* Signals, descriptors and attributes of event queues. */
+/* Set by the signal that an event queue sends in the test `queues`. */
 static volatile sig_atomic_t signalled;
 
 static void on_signal(int number)
@@ -1258,9 +1262,9 @@ static const char *ended_by_another_thread(size_t arg)
 	u.step = 4;
 	ENSURE(pthread_join(thread, NULL) == 0 && !u.failed, "the thread has failed");
 	ENSURE(u.errnos[0] == EINVAL, "a send of deregistered memory: %s", strerror(u.errnos[0]));
-	ENSURE(u.errnos[1] == 0, "a send with a queue that still exists: %s", strerror(u.errnos[1]));
+	ENSURE(u.errnos[1] == 0, "exs_qdequeue of a queue that still exists: %s", strerror(u.errnos[1]));
 	ENSURE(u.errnos[2] == EBADF, "a send on a closed socket: %s", strerror(u.errnos[2]));
-	ENSURE(u.errnos[3] == EBADF, "a send with a queue that was deleted: %s", strerror(u.errnos[3]));
+	ENSURE(u.errnos[3] == EBADF, "exs_qdequeue of a queue that was deleted: %s", strerror(u.errnos[3]));
 	handle[0] = exs_mregister(block[0], 4 * MIB, 0);
 	return finish();
 }

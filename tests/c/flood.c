@@ -2,9 +2,9 @@
 /*
  * Floods of datagrams at two queue pairs, one of unreliable and one of reliable datagrams, through real sockets. The
  * flood consists of noise and of datagrams that are invalid in one respect. They come from any address of this host's
- * network and, if raw sockets are permitted, with the spoofed address of a legitimate peer. No datagram of the flood
- * may be placed or delivered, its memory use is bounded, the legitimate peer still makes progress, and no address is
- * sent more bytes than it sent.
+ * network and, if raw sockets are permitted, with the spoofed address of a legitimate peer. The test checks that no
+ * datagram of the flood is placed or delivered, that the memory which the attacked process allocates is bounded, that
+ * the legitimate peer still makes progress, and that no address is sent more bytes than came from it.
  *
  * The process of the test is the victim. The legitimate peer and the flood each have a separate process.
  */
@@ -338,7 +338,7 @@ static void almost_valid(struct packet *p, uint8_t dst, uint8_t src, bool spoofe
 		put16(p, 0x6869);
 		break;
 	}
-	/* Changes one byte in some of them, with a matching CRC, and damages others. */
+	/* Changes one byte of some datagrams before the CRC is computed, and one bit of some after it. */
 	if (!wrong_twice && p->len && dice(4) == 0)
 		p->at[dice((uint32_t)p->len)] ^= (uint8_t)(1 + dice(255));
 	seal(p);

@@ -107,7 +107,7 @@ static const char *be_sender(size_t arg)
 			for (uint64_t end = now_ms() + 200; !whole && now_ms() < end; sched_yield())
 				whole = shared->got[1] == i + 1 && shared->got[2] == i + 1;
 		}
-		ENSURE(whole, "%u bytes arrive at %s of two hosts", lens[i],
+		ENSURE(whole, "a message of %u bytes arrives at %s of two hosts", lens[i],
 		       shared->got[1] == i + 1 || shared->got[2] == i + 1 ? "one" : "none");
 		ENSURE(!shared->wrong, "a host has received other data");
 		ENSURE(!shared->got[3], "a host that has not joined receives a message");
@@ -171,7 +171,7 @@ static int end_process(void *pid)
 	return 0;
 }
 
-/* Starts a process in a new network namespace. It waits for `go`. */
+/* Starts a process in a new network namespace. The process waits for a byte from the pipe `go`. */
 static pid_t start(unsigned int host, size_t arg, int there, int go)
 {
 	pid_t pid, parent = getpid();

@@ -247,7 +247,7 @@ static int attack(enum attack_kind kind, unsigned int which)
 static struct report {
 	volatile bool stop;
 	volatile unsigned int attacks;
-	volatile int wrong; /* what was received instead */
+	volatile int wrong; /* an unexpected result of an attack; or how many connections could not be opened */
 } *report;
 
 /* Repeats an attack at a high rate, with pauses, so that the attacker does not merely compete for the processor. */
@@ -367,7 +367,10 @@ static const struct wave {
 	bool connected;
 	size_t each, shared;
 } waves[] = {
-	/* Connections that send nothing or half a message: a part of the descriptors, and a few hundred bytes each. */
+	/*
+	 * Connections that send nothing or half a message: the server keeps descriptors for only some of them, and a few
+	 * hundred bytes for each.
+	 */
 	[SILENT] = { "silent", 2500, false, 2048, USUAL },
 	[HALF_REQUEST] = { "half_a_request", 2500, false, 2048, USUAL },
 	/* One FPDU, which cannot be used before its CRC arrives. */
@@ -404,7 +407,7 @@ static int hold_one(enum holder kind, unsigned int which, struct wire *w)
 	return fd;
 }
 
-/* Opens its connections and keeps them open until report->stop is set. */
+/* Opens the connections of a wave and keeps them open until report->stop is set. */
 static int hold(enum attack_kind as)
 {
 	enum holder kind = (enum holder)as;
@@ -482,7 +485,7 @@ static const char *holders(size_t kind)
 	report->stop = true;
 	while (waitpid(pid, &status, WNOHANG) == 0)
 		TRY(talk(&p, 10));
-	/* All of it is freed. */
+	/* When the attacker has ended, the server closes all descriptors of its connections. */
 	end = now_ms() + 20000;
 	while ((fds = descriptors()) > before_fds && now_ms() < end)
 		TRY(talk(&p, 10));

@@ -369,7 +369,10 @@ static const char *shared_by_option(size_t chosen)
 	ENSURE(!rdma_listen(id[1], 8), "rdma_listen again: %s", strerror(errno));
 	s.listener = id[1];
 	TRY(rdma_works(&s));
-	/* A peer without signposts finds the listener at the TCP port of its number. */
+	/*
+	 * A peer finds a listener by its signpost, a UDP socket that names the listener's TCP port (docs/ports.md). A peer
+	 * without signposts finds the listener at the TCP port with the number of the RDMA port.
+	 */
 	plain = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(plain >= 0, "socket: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)plain, "plain client");

@@ -103,7 +103,7 @@ static const char *completion(struct ibv_cq *cq, uint64_t id)
 	return NULL;
 }
 
-/* Sends a message and compares it. */
+/* Sends a message, and compares the received data with the sent data. */
 static const char *message(struct ibv_qp *from, struct ibv_cq *sent, struct ibv_qp *to, struct ibv_cq *received, uint32_t seed)
 {
 	struct ibv_sge out = sge_of(&one, 0, BYTES), in = sge_of(&two, 0, BYTES);
@@ -140,7 +140,7 @@ static const char *both(struct ibv_qp *qp[2], struct ibv_cq *cq, uint32_t seed)
 		while (seen != 3) {
 			struct ibv_wc wc;
 
-			ENSURE(now_ms() < end, "completions %#x of two arrived", seen);
+			ENSURE(now_ms() < end, "not all completions arrived (bit mask %#x, expected 0x3)", seen);
 			if (ibv_poll_cq(cq, 1, &wc) != 1)
 				continue;
 			ENSURE(wc.status == IBV_WC_SUCCESS, "status %s", ibv_wc_status_str(wc.status));
@@ -611,7 +611,7 @@ static const char *own_network(void)
 
 #define RANGE "/proc/sys/net/ipv4/ip_local_port_range"
 
-/* Runs the scenario with a few ports, from no free port on. The others are occupied by sockets of the test. */
+/* Runs the scenario with 0 to 16 free ports. Sockets of the test occupy the other ports of the range. */
 static const char *few_ports(size_t arg)
 {
 	unsigned long too_little = 0, enough = 0;

@@ -209,8 +209,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: for a connection whose identifier has no queue pair. A queue pair that the program moves through
-    /// its states was already connected when the response arrived.
+    /// `rdma_establish(3)`: for a connection whose queue pair does not belong to the identifier, because the program itself moves
+    /// it through its states. This queue pair was already connected when the response arrived.
     ///
     /// # Safety
     /// `id` is null or points to a live identifier.
@@ -244,7 +244,7 @@ entry! {
         // SAFETY: upheld by the caller.
         let id = unsafe { live::<IdObject, _>(id) }?;
         let event_follows = id.engine.disconnect().map_err(|e| os_errno(&e))?;
-        // No event follows if the connection has ended and the program has taken the event of that.
+        // No event follows if the connection has ended before and the program has already taken the event that reported this.
         if event_follows || id.is_synchronous() && id.has_events() {
             complete(id)?;
         }

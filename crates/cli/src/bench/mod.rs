@@ -144,7 +144,7 @@ fn choose(args: &Bench, all: Vec<Row>) -> Result<Vec<Row>, String> {
     for name in &args.only {
         if !all.iter().any(|row| row.name.starts_with(name.as_str())) {
             return Err(format!(
-                "there is no row {name}; `anywarp bench --list` has them"
+                "there is no row {name}; `anywarp bench --list` prints the names"
             ));
         }
     }

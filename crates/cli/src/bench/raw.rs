@@ -269,7 +269,7 @@ fn until<T>(mut look: impl FnMut() -> io::Result<T>) -> io::Result<T> {
         }
         looks += 1;
         if looks % LOOKS == 0 && began.get_or_insert_with(Instant::now).elapsed() > TIME_LIMIT {
-            return Err(wrong("the other end sent nothing"));
+            return Err(wrong("the other end did not respond in time"));
         }
         std::hint::spin_loop();
     }
@@ -521,7 +521,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         for _ in 0..8 {
             match socket.send(&out) {
                 Ok(_) => sent += each as u64,
-                // The kernel had no buffer: the datagram counts as lost, like one dropped on the way.
+                // The kernel had no buffer: the datagrams of this call were not sent, and are not counted.
                 Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => {}
                 Err(e) => return Err(e),
             }

@@ -45,7 +45,7 @@ pub(crate) struct Conditions {
     pub(crate) seconds_since_1970: u64,
 }
 
-/// A row.
+/// The results of one row.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Seen {
     pub(crate) name: String,
@@ -81,7 +81,8 @@ pub(crate) struct Values {
 pub(crate) struct Held {
     pub(crate) of: String,
     pub(crate) by: String,
-    /// "ratio", "beyond" or "itself".
+    /// What the bound limits: the "ratio" of the value to that of `by`, how far the value is "beyond" that of `by`, or the value
+    /// "itself".
     pub(crate) kind: String,
     pub(crate) limit: f64,
     pub(crate) aim: Option<f64>,
@@ -175,7 +176,7 @@ impl Report {
         let c = &self.conditions;
         let mut text = format!(
             "{}, {} processors, Linux {}, load {}; ends on processors {}; {} repetitions{}\n\
-             TCP of this host: {}; variables: ",
+             TCP congestion control of this host: {}; variables: ",
             c.cpu,
             c.processors,
             c.kernel,

@@ -1,7 +1,7 @@
 //! `anywarp stat`: the counters of a running program's queue pairs.
 //!
-//! The device in that program sends the descriptor of a memfd. The memfd contains a line of text for each queue pair: the type,
-//! the number, then `NAME=VALUE` fields.
+//! The device in that program sends the descriptor of a memfd. The memfd contains a line of text for each queue pair, and one for
+//! the device's own thread: the type, the number, then `NAME=VALUE` fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -29,10 +29,10 @@ const ANSWER_MAX: u64 = 64 << 20;
 /// The first word of an answer, with the version of its format.
 const HEAD: &str = "anywarp-stat 1";
 
-/// The line of the device's own thread.
+/// The type in the line of the device's own thread.
 const WORKER: &str = "worker";
 
-/// One queue pair.
+/// The line of a queue pair, or of the device's own thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Line {
     kind: String,

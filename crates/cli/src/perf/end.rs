@@ -67,7 +67,7 @@ impl End {
         Ok(Self { child, stdin })
     }
 
-    /// Writes one line to its standard input.
+    /// Writes one line to the program's standard input.
     pub(crate) fn write_line(&mut self, line: &str) -> Result<(), String> {
         writeln!(self.stdin, "{line}").map_err(|e| format!("the verbs program has ended: {e}"))
     }

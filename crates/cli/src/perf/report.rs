@@ -146,7 +146,7 @@ impl Run {
     ) -> Result<BTreeMap<String, f64>, String> {
         let wrong = self.wrong(args.op, args.transport);
         if wrong > 0 {
-            return Err(format!("{wrong} messages with wrong bytes"));
+            return Err(format!("{wrong} messages are wrong or duplicates"));
         }
         let (messages, elapsed) = (self.messages(), of(&self.client, "elapsed_ns"));
         if messages == 0 || elapsed == 0 {
@@ -265,7 +265,7 @@ impl Report {
         self.partial = partial;
     }
 
-    /// Returns whether every byte was right.
+    /// Returns whether no run has an error, as [`Run::wrong`] counts them.
     pub(crate) fn good(&self) -> bool {
         self.points
             .iter()

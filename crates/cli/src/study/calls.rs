@@ -1,4 +1,4 @@
-//! A client of a SIP server (RFC 3261): makes calls, one at a time, and measures the time from each request to its response.
+//! A client of a SIP server (RFC 3261): makes calls, one at a time, and measures the time from each INVITE to its response 200.
 //!
 //! SIPp's own client cannot measure this: its clock advances in steps of milliseconds.
 

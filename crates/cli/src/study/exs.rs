@@ -55,8 +55,8 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
     words
 }
 
-/// Measures a point. `pin` restricts what is started next to the processors of the server, or of the client. Returns the commands as
-/// a user would type them, and the outcome.
+/// Measures a point. `pin` is called before each program is started, and restricts it to the processors of the server or of the
+/// client. Returns the commands as a user would type them, and the outcome.
 pub(crate) fn measure(
     point: &Point,
     extent: Extent,

@@ -314,7 +314,7 @@ impl Connection {
         self.stream.as_mut()?.responder.take_receive()
     }
 
-    /// Completes the receive of a Send that is arriving with an error.
+    /// Completes the receive of a Send that has arrived in part. `status` is an error.
     pub(super) fn finish_receive(&mut self, status: Status) {
         if let Some(receive) = self.take_receive_under_way() {
             let mut entry = Completion::new(receive.request_id, status, WcOp::Recv, self.base.qpn);
@@ -413,7 +413,8 @@ impl Connection {
         }
     }
 
-    /// Completes send request `number`, whose response has arrived completely.
+    /// Records that a complete response to send request `number` has arrived. The request is done when no further
+    /// response is expected.
     fn answered(&mut self, number: u64) {
         if let Some(posted) = self.base.sq.get_mut(number) {
             posted.answers = posted.answers.saturating_sub(1);

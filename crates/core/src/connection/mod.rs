@@ -9,8 +9,8 @@
 //! | file | steps |
 //! |---|---|
 //! | `stream.rs` | the state of one stream |
-//! | `requester.rs` | requests of this end on it: numbers, outstanding Reads and atomics, retries |
-//! | `responder.rs` | the peer's requests on it, and the responses to them |
+//! | `requester.rs` | requests of this end on the stream: numbers, outstanding Reads and atomics, retries |
+//! | `responder.rs` | the peer's requests on the stream, and the responses to them |
 //! | `tx.rs` | take the next request from the send queue; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
 //! | `build.rs` | build the messages of a request |
 //! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit (check) a segment, place its payload |
@@ -184,8 +184,8 @@ impl Connection {
         stream.map_or(0, |s| s.responder.unacknowledged())
     }
 
-    /// The acknowledgement for a carrier that transports it beside the stream: the number of the last request of the
-    /// peer that is done. All of these requests are acknowledged by it.
+    /// Returns the number of the peer's last request that is done. All requests up to this one count as acknowledged
+    /// then: the caller transports the number to the peer beside the stream, in shared memory.
     #[inline]
     pub fn carrier_ack(&mut self) -> u32 {
         let Some(s) = &mut self.stream else { return 0 };
@@ -198,7 +198,7 @@ impl Connection {
         self.unacknowledged() > 0
     }
 
-    /// Whether so many acknowledgements are due that one is sent without data.
+    /// Whether so many requests are unacknowledged that an acknowledgement is sent even without data.
     pub fn must_ack(&self) -> bool {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
@@ -228,7 +228,7 @@ impl Connection {
             && is_small
     }
 
-    /// Whether requests wait to be taken.
+    /// Whether requests in the send queue wait to be taken for sending.
     pub fn has_untaken(&self) -> bool {
         self.base.sq.untaken() > 0
     }
@@ -667,16 +667,16 @@ impl Connection {
         self.stream.as_mut()?.handover.poll()
     }
 
-    /// Whether our last FPDU on the connection is framed, so that further FPDUs wait for [`Self::switch_tx_to_shm`].
+    /// Whether the last FPDU of this end over TCP is framed, so that further FPDUs wait for [`Self::switch_tx_to_shm`].
     pub fn tx_is_sealed(&self) -> bool {
         self.stream
             .as_ref()
             .is_some_and(|s| s.handover.is_tx_sealed())
     }
 
-    /// Frames all further FPDUs for shared memory, without CRCs. The carrier transports acknowledgements
-    /// ([`Self::carrier_ack`]). A silent peer is not asked for an answer: the end of its process ends the stream, and the failure of
-    /// its host is that of this one.
+    /// Frames all further FPDUs for shared memory, without CRCs. The shared memory also transports acknowledgements
+    /// ([`Self::carrier_ack`]). A silent peer is not probed: the end of its process ends the stream, and its host is
+    /// this host.
     pub fn switch_tx_to_shm(&mut self) {
         if let Some(s) = &mut self.stream {
             s.handover.resume_tx();

@@ -10,8 +10,9 @@
 //!     | -- Switch -----------------------> |   the responder's last FPDU on the connection
 //! ```
 //!
-//! The TCP connection stays open. Its end is the end of the stream, and a byte on it wakes an end that sleeps. FPDUs
-//! in shared memory have no CRC, since memory does not damage them. The engine creates and maps the memory.
+//! The TCP connection stays open. When the connection closes, the stream ends. A byte that is sent on the connection
+//! wakes a peer that sleeps. FPDUs in shared memory have no CRC, since memory does not damage them. The engine creates
+//! and maps the memory.
 
 use crate::ddp::rx::Violation;
 use crate::error::PeerError;
@@ -77,7 +78,7 @@ impl ShmHandover {
         self.peer_can = features & FEATURE != 0;
     }
 
-    /// Whether to offer memory now that `requests` messages were exchanged.
+    /// Whether to offer memory now that both ends together have made `requests` requests.
     #[inline]
     pub(super) fn may_offer(&self, requests: u32) -> bool {
         self.peer_can

@@ -59,7 +59,7 @@ pub struct StreamConfig {
 pub enum First {
     /// Nothing.
     Nothing,
-    /// Our Hello.
+    /// The control message Hello, by which an anywarp peer is recognized.
     Hello,
     /// An RDMA Write of length 0.
     Write,
@@ -135,9 +135,9 @@ impl Stream {
             short_limit: 0,
             crc_tx: config.crc,
             crc_rx: config.crc,
-            // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before the first FPDU. It may if both
-            // queue pairs were set up with each other's addresses: the peer is anywarp then, and accepts FPDUs at
-            // once.
+            // RFC 5044 §7.1.2 [mpa-responder-waits]: a responder sends nothing before the first FPDU. It may send
+            // earlier if both queue pairs were set up with each other's addresses: the peer is anywarp then, and accepts
+            // FPDUs at once.
             may_send: config.initiator || config.peer == Peer::Anywarp,
             current: None,
             in_memory: false,
@@ -173,7 +173,8 @@ impl Stream {
         self.responder.push(response);
     }
 
-    /// Sets the limit of the shortcut for sending: one segment, of which the payload is copied, and no markers.
+    /// Sets `short_limit`. The shortcut sends messages of one segment whose payload is copied, on streams without
+    /// markers.
     pub(super) fn set_short_limit(&mut self, shortcuts: bool) {
         let room = self.config.mulpdu.saturating_sub(Untagged::LEN);
         self.short_limit = match &self.markers {

@@ -240,7 +240,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Returns the memory of the whole message that a Write names. A message that extends beyond the region is rejected
+    /// Returns the memory that a Write names, for the whole message. A message that extends beyond the region is rejected
     /// before any of it is placed.
     fn target(&self, peer: &Peer, identity: &Identity) -> Result<Option<Placement>, Dropped> {
         let Some((stag, to)) = identity.base else {
@@ -505,8 +505,8 @@ impl DatagramQp {
         }
         if progress.complete {
             if identity.base.is_some() && identity.imm.is_some() && !record {
-                // A Write with immediate consumes its receive at its end. Without a receive, the last datagram is
-                // refused and sent again.
+                // A Write with immediate consumes its receive at its end. Without a receive, the last packet stays
+                // unacknowledged until one is posted.
                 let Some(request) = self.base.take_receive() else {
                     return Err(Dropped::NoReceive);
                 };
@@ -515,7 +515,8 @@ impl DatagramQp {
                 return Ok(());
             }
             if record && !chunks {
-                // The bytes stay placed. The record is made when the last packet is handled again.
+                // If there is no room for the record, the bytes stay placed, and the record is made when the last packet is
+                // handled again.
                 self.room_for_record()?;
             }
             if !self.invalidates(identity) {
@@ -538,8 +539,8 @@ impl DatagramQp {
             && d.header.last()
             && let Some(open) = self.messages.close(peer, id)
         {
-            // The thesis, section 6.6.1: the record contains the bytes that have arrived when the final datagram
-            // does.
+            // Grant's thesis, section 6.6.1: the record contains the bytes that have arrived by the time the final
+            // datagram arrives.
             self.record(peer, id, &open);
         }
         Ok(())
@@ -687,7 +688,8 @@ impl DatagramQp {
 }
 
 impl Open {
-    /// Returns the parity groups of the message. Its first datagram with parity defines their sizes.
+    /// Returns the parity groups of the message. The first datagram that belongs to a group defines the length of the
+    /// datagrams and the number of datagrams in a group.
     fn group(&mut self, segment: u16, group: u8, budget: &Budget) -> Result<&mut Groups, Dropped> {
         let length = self.identity.length;
         if self

@@ -2,8 +2,8 @@
 //!
 //! A socket drops datagrams that its owner does not fetch in time. A program that posts a hundred sends at once to
 //! the same host would lose most of them, while hardware loses none. So a receiver sends *reports* from time to time:
-//! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than that is
-//! under way. A report that is lost, wrong or missing costs time, never a message. If a peer stays
+//! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than this size
+//! is under way. A report that is lost, wrong or missing costs time, never a message. If a peer stays
 //! silent, a sender stops waiting, until the peer reports again; for a peer that has never reported it waits once.
 //! Without reports it sends at a fixed rate, low enough that no queue on the path overflows.
 //!
@@ -93,7 +93,7 @@ pub(super) struct Window {
 const STALLS_UNTIL_SILENT: u8 = 10;
 /// The number of stalls with which a peer that has never reported starts: after one stall it counts as silent.
 const NEVER_REPORTED: u8 = STALLS_UNTIL_SILENT - 1;
-/// The number of reports that a source gets for its first datagrams, so that the loss of one does not stop it.
+/// The number of reports that a source gets for its first datagrams, so that the loss of one report does not stop it.
 const EARLY: u8 = 4;
 /// The charge per second that a silent peer is assumed to fetch: some 32,000 datagrams of 1,500 bytes.
 const SILENT_RATE: u64 = 128 << 20;
@@ -405,7 +405,7 @@ mod tests {
             id = id.wrapping_add(1);
         }
         assert_eq!(flow.stall(), Some(1));
-        assert!(flow.may_send(&peer(2), NOW), "another peer has its own");
+        assert!(flow.may_send(&peer(2), NOW), "each peer has a window");
         let mut report = Report {
             id: id.wrapping_sub(1),
             end: 99,

@@ -78,7 +78,7 @@ impl LastArrival {
         })
     }
 
-    /// Forgets it: the queue pair has joined or left a group.
+    /// Forgets the last datagram, because the queue pair has joined or left a group.
     pub(super) fn forget(&mut self) {
         self.0 = None;
     }
@@ -127,7 +127,7 @@ pub fn kind(arrival: &Arrival) -> u8 {
     }
 }
 
-/// Returns a 16-bit length field. No UDP datagram is longer.
+/// Returns a 16-bit length field, which is enough for every UDP datagram.
 fn length(bytes: usize) -> [u8; 2] {
     u16::try_from(bytes).unwrap_or(u16::MAX).to_be_bytes()
 }

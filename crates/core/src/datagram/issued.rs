@@ -62,7 +62,7 @@ mod tests {
         for n in 0..=most {
             issued.add(first.wrapping_add(n), n.into());
         }
-        assert_eq!(issued.request(first), None, "a newer message has its entry");
+        assert_eq!(issued.request(first), None, "the entry was overwritten");
         assert_eq!(issued.request(first.wrapping_add(1)), Some(1));
         assert_eq!(issued.request(first.wrapping_add(most)), Some(most.into()));
         let mut unasked = Issued::new(false);

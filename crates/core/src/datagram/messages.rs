@@ -261,7 +261,7 @@ pub(super) struct Messages {
 /// answer.
 const FAIR: usize = 2;
 
-/// A message is given up when a message whose number is larger by more than this has arrived.
+/// A message is given up when a message of the same source arrives whose number is larger by more than this.
 const AHEAD: u32 = 8;
 
 impl Messages {
@@ -290,7 +290,8 @@ impl Messages {
     }
 
     /// Returns the state of the message of a datagram. Never [`MessageStatus::Late`] in a reliable service: the reliability
-    /// layer has removed duplicates, and a sender counts every packet that is not refused as done.
+    /// layer has removed duplicates, and a packet that is dropped as late is acknowledged, so its sender would count the
+    /// packet as delivered.
     pub(super) fn status(&self, peer: &Peer, epoch: u16, id: u32) -> MessageStatus {
         let Some(source) = self.sources.get(peer) else {
             return MessageStatus::New;

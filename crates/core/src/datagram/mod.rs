@@ -149,7 +149,7 @@ pub struct DatagramQp {
     // --- receive ---
     incoming: Incoming,
     messages: Messages,
-    /// Multicast and broadcast addresses whose datagrams it receives.
+    /// Multicast and broadcast addresses whose datagrams the queue pair receives.
     joined: Vec<IpAddr>,
     /// The addressing of the last datagram.
     last_arrival: LastArrival,
@@ -171,7 +171,7 @@ pub struct DatagramQp {
     now: Duration,
     /// Whether sending has stopped, because the peer has not reported.
     was_stalled: bool,
-    /// Reliable services: packets wait because there are too many open messages or answers.
+    /// Reliable services: packets wait because there are too many open messages, gaps in them, or answers.
     rx_full: bool,
 }
 
@@ -203,9 +203,9 @@ impl DatagramQp {
             shortcuts: true,
             peer: None,
             counters: Counters::default(),
-            // 1 to 65535: 0 is not allowed on the wire.
             last_read: LastRegion::default(),
             last_written: LastRegion::default(),
+            // 1 to 65535: 0 is not allowed on the wire.
             epoch: u16::try_from(secret.start(1) % 0xffff + 1).unwrap_or(1),
             next_id: secret.start(2),
             issued: Issued::new(options.one_sided),
@@ -267,7 +267,7 @@ impl DatagramQp {
         &mut self.base.attr
     }
 
-    /// The peer of an unreliable connection.
+    /// The peer of a connected service.
     pub fn peer(&self) -> Option<&Destination> {
         self.peer.as_ref()
     }
@@ -292,7 +292,7 @@ impl DatagramQp {
         }
     }
 
-    /// Whether [`Self::poll_tx`] has something to send after the last datagram that was received.
+    /// Whether [`Self::poll_tx`] has something to send, now that datagrams have been received.
     pub fn wants_tx(&self) -> bool {
         let more =
             self.was_stalled || (self.base.sq.untaken() > 0 && self.base.state == State::Rts);
@@ -415,8 +415,8 @@ impl DatagramQp {
         self.base.events.pop_front()
     }
 
-    /// A host (the first 64 bits of an IPv6 address) from which so many wrong tokens came that packets of its
-    /// unknown peers are dropped for the rest of this second.
+    /// A host (the first 64 bits of an IPv6 address) from which so many wrong tokens came that packets from unknown
+    /// queue pairs of this host are dropped for the rest of this second.
     pub fn poll_guessed(&mut self) -> Option<IpAddr> {
         self.rd.as_deref_mut()?.guessed.take()
     }
@@ -587,7 +587,7 @@ impl DatagramQp {
             && attr_mask & mask::TIMEOUT != 0
         {
             // A peer's acknowledgements are sent by a program that may have to wait for its processor. The limit is
-            // therefore no less than the one for this end.
+            // therefore at least the option `peer_timeout`.
             let limit = self.base.attr.silence_limit();
             rd.set_peer_timeout(limit.map_or(Duration::MAX, |t| t.max(self.options.peer_timeout)));
         }
@@ -625,8 +625,8 @@ impl DatagramQp {
         self.base.detach_counters();
     }
 
-    /// Clears everything except the epoch and the message numbers, which the peer may still remember. It is also called
-    /// before a queue pair is destroyed: it returns a receive under way to the shared queue.
+    /// Clears everything except the epoch and the message numbers, which the peer may still remember. Also called
+    /// before a queue pair is destroyed, to return the receives under way to the shared queue.
     pub fn reset(&mut self) {
         if let Some(request) = self.incoming.abandon().flatten() {
             self.base.rq.put_back(request);
@@ -763,7 +763,7 @@ impl DatagramQp {
         }
     }
 
-    /// Completes the send requests that no message was built for as flushed, after all earlier ones.
+    /// Completes as flushed the send requests for which no message was built, after all earlier requests.
     fn flush_untaken(&mut self) {
         while let Some((number, posted)) = self.base.sq.peek() {
             posted.phase = Phase::Done;

@@ -9,8 +9,8 @@ pub enum Segment {
     PathMtu,
     /// As long as jumbo frames allow.
     Jumbo,
-    /// As long as IP allows. IP fragments them, and the loss of one fragment is the loss of the datagram (the thesis,
-    /// section 5.4).
+    /// As long as IP allows. IP fragments them, and the loss of one fragment is the loss of the datagram (Grant's
+    /// thesis, section 5.4).
     Max,
     /// This number of payload bytes, a multiple of 8, if a datagram has room for them.
     Bytes(u32),
@@ -20,7 +20,7 @@ pub enum Segment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordMode {
     /// When its final datagram arrives, with the bytes that have arrived by then. If the final datagram is lost,
-    /// there is no record (the thesis, section 6.6.1).
+    /// there is no record (Grant's thesis, section 6.6.1).
     Thesis,
     /// When the message is complete; or when nothing more of it is expected, with the bytes that have arrived.
     Robust,
@@ -68,7 +68,7 @@ pub struct Options {
     pub keep_going: bool,
     /// Reliable services: Writes leave no record.
     pub plain_writes: bool,
-    /// The UDP port. No other queue pair may use it yet. 0: any port.
+    /// The UDP port, which must not be in use by another queue pair. 0: any port.
     pub port: u16,
 }
 

@@ -50,7 +50,7 @@ struct Group {
     parity: bool,
 }
 
-/// The groups of a message of which datagrams have arrived.
+/// The incomplete groups of a message, of which some datagrams have arrived.
 #[derive(Debug)]
 pub(super) struct Groups {
     length: u32,
@@ -68,8 +68,8 @@ impl Drop for Groups {
 }
 
 impl Groups {
-    /// Groups of `many` datagrams, for a message of `length` bytes in datagrams of `segment`. `None` if these values
-    /// contradict each other.
+    /// Groups of `many` datagrams, for a message of `length` bytes in datagrams of `segment` bytes. `None` if `segment` or
+    /// `many` is 0.
     pub(super) fn new(length: u32, segment: u16, many: u8, budget: &Budget) -> Option<Self> {
         (segment > 0 && many > 0).then(|| Self {
             length,
@@ -86,7 +86,7 @@ impl Groups {
         Some(group)
     }
 
-    /// Whether the values of a later datagram are the same.
+    /// Whether a later datagram names the same `segment` and `many`.
     pub(super) fn agrees(&self, segment: u16, many: u8) -> bool {
         self.segment == u32::from(segment) && self.many == u32::from(many)
     }

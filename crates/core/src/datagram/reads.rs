@@ -2,8 +2,8 @@
 //!
 //! A request is not sent again when the answer is late, because the reader cannot know whether the request or the
 //! answer was lost. The request fails after a timeout, which is checked at other activity of the queue pair or by its
-//! timer. An answer that arrives later is not placed (the thesis, section 6.4). In a reliable service an answer is
-//! missing only if the peer is lost.
+//! timer. An answer that arrives later is not placed (Grant's thesis, section 6.4). In a reliable service an answer
+//! is missing only if the peer is lost.
 //!
 //! A request with a forged source address could make this end send much data to a host that did not request it. So an
 //! answer may be longer than its request only if the request contains a [cookie](super::cookie). A reader without a
@@ -154,8 +154,8 @@ impl Reads {
     }
 }
 
-/// Returns the payload of a request: its header, the cookie if there is one, and padding to the length of the answer
-/// if `pad`.
+/// Returns the payload of a request: its header, and the cookie or 0. If `pad`, a request for little data that has no
+/// cookie is padded to the length of the answer.
 pub(super) fn request_payload(request: &ReadRequest, cookie: Option<u64>, pad: bool) -> Vec<u8> {
     let mut payload = request.emit().to_vec();
     payload.extend_from_slice(&cookie.unwrap_or(0).to_be_bytes());

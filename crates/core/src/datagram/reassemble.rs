@@ -1,7 +1,7 @@
 //! Which bytes of a segmented message have arrived, and the order of the messages of one fixed peer.
 //!
 //! Messages of an unreliable connection arrive in order or not at all (IBA 9.8.2). The first datagram of a newer
-//! message ends the incomplete one, and its receive is used for the new message. The datagrams of a message may
+//! message ends the incomplete message, whose receive is used for the newer one. The datagrams of a message may
 //! arrive in any order, since each contains its offset.
 
 use smallvec::SmallVec;

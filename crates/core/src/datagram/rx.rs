@@ -1,12 +1,12 @@
 //! Receive side: checks arriving datagrams, places their payload, and completes messages.
 //!
 //! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. All checks come
-//! before the payload is placed or a receive is consumed. An unreliable queue pair answers such a datagram
+//! before the payload is placed or a receive is consumed. An unreliable queue pair answers a dropped datagram
 //! only if its options demand error reports.
 //!
 //! A message may also fail because of this end. If no receive is posted, or the receive is too short, an
 //! unreliable service drops the message and keeps the receive for the next message. IBA 9.9.3 lists these as
-//! class D errors, and the kernel's rxe driver does the same. If the memory of the receive is not writable,
+//! class D errors, and the kernel's rxe driver drops such messages too. If the memory of the receive is not writable,
 //! the receive completes with a protection error and the queue pair fails.
 
 use smallvec::smallvec;
@@ -161,7 +161,7 @@ impl DatagramQp {
         }
     }
 
-    /// Delivers packets that waited for [`Resource::Room`], if some may be available again.
+    /// Delivers packets that waited for [`Resource::Room`], if there may be room again.
     pub(super) fn feed_rx_full(&mut self) {
         if !std::mem::take(&mut self.rx_full) {
             return;
@@ -562,7 +562,8 @@ impl DatagramQp {
     }
 }
 
-/// Returns the properties of the message that a datagram belongs to. Fails if the operation cannot be segmented.
+/// Returns the properties of the message that a datagram belongs to. Fails if the message is not a Send, a Write or a
+/// Write-Record, or if the header and the shim contradict each other.
 pub(super) fn identity(datagram: &Datagram<'_>) -> Result<Identity, Dropped> {
     let shim = &datagram.shim;
     let opcode = datagram.header.opcode();

@@ -83,7 +83,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
     /// Returns the entry of `key`, which `make` creates if needed. If the table has `most` entries already, all are
     /// removed first. The flag is true if they were removed.
     #[inline]
-    #[expect(clippy::indexing_slicing, reason = "the place of an entry")]
+    #[expect(clippy::indexing_slicing, reason = "`place` is the index of an entry")]
     pub(super) fn get_or_insert(&mut self, key: K, most: usize, make: fn() -> V) -> (&mut V, bool) {
         let mut cleared = false;
         let place = match self.place(&key) {

@@ -47,7 +47,8 @@ impl Kind {
         matches!(self, Self::Rd | Self::Rc | Self::ReliableUc)
     }
 
-    /// Whether the service has Reads, atomics and Send with Invalidate.
+    /// Whether the service always has Reads, atomics and Send with Invalidate. UD has Reads only with the option
+    /// `one_sided`.
     pub const fn reads(self) -> bool {
         matches!(self, Self::Rd | Self::Rc)
     }
@@ -141,7 +142,8 @@ pub enum Dropped {
     Mismatch,
     /// All its bytes had arrived before.
     Duplicate,
-    /// Its message was given up, or a newer one has begun.
+    /// Its message is complete, was given up, or was replaced by a newer one; or the request that it answers is not
+    /// outstanding.
     Late,
     /// No receive was posted.
     NoReceive,
@@ -153,7 +155,8 @@ pub enum Dropped {
     Gaps,
     /// The memory of the receive was not writable; the queue pair has failed.
     Local,
-    /// The largest number of answers is queued already.
+    /// A limit is reached: of open messages, of their gaps, of queued answers, or of bytes to a peer that has
+    /// not proven its address.
     Busy,
     /// Reliable services: the largest number of records is stored already.
     NoRecord,
@@ -214,7 +217,7 @@ pub struct ErrorReport {
 /// What it means for a request that the socket has accepted a datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SendEffect {
-    /// Nothing: the datagram belongs to no request, or completes its request in another way.
+    /// Nothing: the datagram belongs to no request, or its request completes in another way.
     Nothing,
     /// The request has more datagrams.
     Part(u64),
@@ -295,7 +298,8 @@ pub struct Counters {
     pub rx_qkey: u64,
     /// Dropped: for another queue pair, or not from the peer.
     pub rx_stray: u64,
-    /// Dropped: the queue pair was not ready.
+    /// Dropped: the queue pair was not ready, the memory of the receive was not writable, or a limit was reached
+    /// ([`Dropped::Busy`]).
     pub rx_state: u64,
     /// Dropped: all bytes had arrived before.
     pub rx_dup: u64,
@@ -398,7 +402,7 @@ pub type PathMtu = fn(IpAddr) -> u16;
 pub(super) enum Resource {
     /// A receive.
     Receive,
-    /// Room for an open message, or for an answer.
+    /// Room for an open message, for a gap in one, or for an answer.
     Room,
     /// Room for a record.
     Record,

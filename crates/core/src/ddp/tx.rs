@@ -1,7 +1,7 @@
 //! DDP transmit side: cuts messages into segments.
 //!
-//! A segment contains at most MULPDU minus its header. The segments of a message are sent in order, the offset
-//! advances by the payload, and only the last one has the L bit (RFC 5041 §5).
+//! The payload of a segment is at most MULPDU minus the length of the header. The segments of a message are sent in
+//! order, the offset advances by the payload, and only the last one has the L bit (RFC 5041 §5).
 
 use smallvec::SmallVec;
 

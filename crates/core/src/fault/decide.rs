@@ -43,7 +43,7 @@ impl Decision {
         self.causes.iter().any(|c| c.action == action)
     }
 
-    /// The completion status of a request that is not sent.
+    /// The status with which the request completes instead of being sent. `None`: the request is sent.
     pub fn failure(&self) -> Option<Status> {
         self.causes.iter().find_map(|c| match c.action {
             Action::Fail(status) => Some(status),

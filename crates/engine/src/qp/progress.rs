@@ -115,7 +115,7 @@ impl RcQp {
         self.deliver_events(inner, outcome);
     }
 
-    /// Passes the end of the socket to the connection, if it has ended.
+    /// Reports to the connection that its socket has ended, if `outcome` says so.
     fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
         let all_taken = |inner: &Inner| {
             let tcp = inner.tcp.as_ref();
@@ -143,7 +143,7 @@ impl RcQp {
     /// Sends requests that were just posted: [`Self::progress`] in one step, for the usual case that there is nothing
     /// else to do. Returns false if the caller has to call [`Self::progress`], which continues from here.
     ///
-    /// `now` may be any earlier time for a peer that shares memory.
+    /// If the peer shares memory, `now` may be any time in the past.
     pub(super) fn send_posted(&self, inner: &mut Inner, now: Instant) -> bool {
         let Some(tcp) = &mut inner.tcp else {
             return false;
@@ -158,8 +158,8 @@ impl RcQp {
             return false;
         };
         if outcome == Outcome::Open && inner.conn.only_sends() {
-            // A deadline that was set for earlier requests is early enough for these. A peer that shares memory is not
-            // asked for an answer.
+            // A deadline that was set for earlier requests is early enough for these. A peer that shares memory is never
+            // probed, so its requests need no deadline.
             if !(inner.probe_covered || shared) || inner.conn.ack_due() {
                 self.schedule(inner);
             }
@@ -274,7 +274,7 @@ impl RcQp {
                         inner.conn.leave("the peer sent no message");
                     }
                 }
-                // Acknowledgements that were delayed go with the rest.
+                // Delayed acknowledgements are sent together with the data that the injected delay has held back.
                 Timer::Delay => flush = true,
             }
         }

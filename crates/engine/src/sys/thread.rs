@@ -12,17 +12,17 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: libc::c_int, before: *mut libc::c_int) -> libc::c_int;
 }
 
-/// Disables cancellation (`pthread_cancel(3)`) of the calling thread while it exists.
+/// A guard: while it exists, the calling thread cannot be cancelled (`pthread_cancel(3)`).
 ///
 /// A cancelled thread would unwind through frames that hold locks, into a `catch_unwind` that cannot handle this kind of
 /// unwinding, which ends the process. A guard is needed around calls of the C library that are cancellation points.
-/// Posting and polling need none, since their system calls bypass the C library, and save the cost of about 10 ns.
+/// Posting and polling need no guard, since their system calls bypass the C library. A guard would cost them about 10 ns.
 #[derive(Debug)]
 pub struct Uncancelled(libc::c_int);
 
 impl Uncancelled {
     /// Disables cancellation.
-    #[allow(clippy::new_without_default, reason = "its effect is not a default")]
+    #[allow(clippy::new_without_default, reason = "`new` changes the thread")]
     pub fn new() -> Self {
         const DISABLE: libc::c_int = 1; // PTHREAD_CANCEL_DISABLE
         let mut before = 0;
@@ -96,8 +96,9 @@ pub fn block_signals() {
 
 /// Whether the process has a signal handler that ends interrupted calls (installed without `SA_RESTART`).
 ///
-/// `poll` fails with EINTR for every handler, `read` (in which the distribution's library waits) only for these.
-/// Called after an EINTR, which is rare.
+/// The `poll` in which this library waits fails with EINTR after every handler. The `read` in which the libraries of
+/// rdma-core wait fails only after such a handler, so the caller waits again after all others. Called after an EINTR,
+/// which is rare.
 pub fn handlers_interrupt() -> bool {
     (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
         // SAFETY: all-zero is a valid sigaction to be overwritten.

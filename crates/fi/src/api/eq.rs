@@ -1,4 +1,4 @@
-//! Event queues. Only the program itself writes events: address vectors are filled synchronously, and there are no connections.
+//! Event queues, to which only the program itself writes: address vectors are filled synchronously, and there are no connections.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

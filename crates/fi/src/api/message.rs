@@ -95,12 +95,17 @@ unsafe fn receives(
     // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
+            // Only receives without a tag can have several messages, so this default of the endpoint is for those.
+            let usual = match what.tag {
+                Some(_) => endpoint.binding.receive_flags & !FI_MULTI_RECV,
+                None => endpoint.binding.receive_flags,
+            };
             let wanted = Wanted {
                 source: what.peer,
                 memory,
                 tag: what.tag.map(|tag| (tag, what.ignore)),
                 context: context.expose_provenance(),
-                flags: flags.unwrap_or(endpoint.binding.receive_flags),
+                flags: flags.unwrap_or(usual),
             };
             endpoint.receive(shared, &wanted).map(|()| 0)
         })

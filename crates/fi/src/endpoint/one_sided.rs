@@ -8,7 +8,9 @@ impl Endpoint {
     pub fn access(&mut self, cx: &mut Shared, what: &OneSidedRequest) -> Result<(), i32> {
         self.ready(cx)?;
         let length = what.memory.len();
-        if length > limits::MESSAGE || (what.flags & FI_INJECT != 0 && length > limits::INJECT) {
+        // The flag may be a default of the endpoint. Nothing of a read is copied, so it has no meaning there.
+        let injected = what.flags & FI_INJECT != 0 && !what.read;
+        if length > limits::MESSAGE || (injected && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);
         }
         if self.waits_for_fence(cx, what.to, what.flags)? {

@@ -101,8 +101,8 @@ fn answer(received: &Received<'_>, is_v6: bool) -> Option<([u8; query::LEN], Rou
     Some((query::answer(asked, yes), route))
 }
 
-/// Returns whether all sockets that receive what is sent to `at` belong to this user. Otherwise the name in the directory is one of
-/// another user's program.
+/// Returns whether all sockets that receive what is sent to `at` belong to `user`, who holds the name in the directory. Otherwise
+/// the name does not show that these sockets accept RDMA.
 fn is_of(protocol: Protocol, at: SocketAddr, user: u32) -> bool {
     let files = match protocol {
         Protocol::Tcp => ["tcp", "tcp6"],

@@ -458,7 +458,8 @@ impl Set {
         let member = inner.members.get_mut(&fd)?;
         member.asked = asked_next;
         if report == 0 {
-            // The kernel disarms a one-shot member when it reports it, even if the program does not get the event.
+            // The kernel disarms a one-shot member when it reports an event of the member, even if the program does not get the
+            // event.
             if asked_next != asked_now || (wanted & ONESHOT != 0 && found != 0) {
                 let _ = kernel(epfd, libc::EPOLL_CTL_MOD, fd, asked_next, data);
             }
@@ -587,8 +588,8 @@ impl Inner {
         }
     }
 
-    /// Removes streams without events from the list. This is needed for a set that another set or poll waits for, because the
-    /// set would be reported as readable.
+    /// Removes streams without events from the list. This is needed for a set that another set or poll waits for: with such a
+    /// stream in its list, the set would be reported as readable although it has no event.
     fn prune(&mut self) {
         let (members, ready) = (&mut self.members, &mut self.ready);
         ready.retain(|fd| {
@@ -638,8 +639,8 @@ fn to_epoll(events: i16) -> u32 {
 }
 
 impl Carrier {
-    /// Returns the events for the kernel's set when the program waits for `wanted`. `before` contains events that the kernel's set
-    /// has already, or that will be needed. `IN` and `RDHUP` of these are kept, which saves system calls.
+    /// Returns the events for the kernel's set when the program waits for `wanted`. `before` contains the events that the kernel's
+    /// set has already, and is `None` if they must not stay. `IN` and `RDHUP` of these are kept, which saves system calls.
     fn asked(self, wanted: u32, before: Option<u32>) -> u32 {
         let mut exact = wanted & !(IN | OUT) | to_epoll(self.events) & (IN | OUT);
         if wanted & OUT != 0 {

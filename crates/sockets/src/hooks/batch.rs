@@ -23,7 +23,7 @@ struct Memory {
     bytes: *mut u8,
 }
 
-/// Allocates the memory of a call. The pointer is null if there is none.
+/// Allocates the memory of a call. The field `all` is null if the allocation fails.
 fn memory(n: usize, bytes: usize) -> Memory {
     let (list, iov) = (n * size_of::<mmsghdr>(), n * size_of::<iovec>());
     // SAFETY: `malloc` has no requirements; the parts follow each other in order of decreasing alignment.

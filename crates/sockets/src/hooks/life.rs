@@ -111,7 +111,7 @@ unsafe fn connect_dgram(fd: c_int, dgram: &Dgram, addr: *const sockaddr, len: so
     let r = unsafe { real::connect(fd, addr, len) };
     if r == 0 {
         let errno = sys::errno();
-        // SAFETY: as above. Of another family: AF_UNSPEC ends the connection.
+        // SAFETY: as above. There is no peer if the address is not an IP address: AF_UNSPEC ends the connection.
         dgram.connected(fd, unsafe { sys::address(addr, len) });
         sys::set_errno(errno);
     }
@@ -415,7 +415,7 @@ pub extern "C-unwind" fn closefrom(first: c_int) {
         // SAFETY: no pointer is passed.
         && close_parts(from, c_uint::MAX, |a, b| unsafe { real::close_range(a, b, 0) }) == 0;
     if !is_done {
-        // The kernel has no close_range.
+        // The kernel has no close_range, or this is a child of vfork, which must not change the parent's table.
         // SAFETY: no pointer is passed.
         unsafe { real::closefrom(first) }
     }
@@ -433,7 +433,8 @@ fn copied(fd: c_int, to: c_int) -> c_int {
                 dgram.add_number();
                 set_entry(to, Entry::Dgram(dgram));
             }
-            // The library ignores duplicates of sets and listeners.
+            // The library ignores duplicates of epoll sets, of listeners, of sockets that have become plain, and of its own
+            // descriptors.
             Entry::Listener(_) | Entry::Set(_) | Entry::Sock(_) | Entry::Own => {
                 set_entry(to, Entry::Other);
             }
@@ -619,7 +620,7 @@ pub unsafe extern "C-unwind" fn getsockopt(
     r
 }
 
-/// Returns the index of an option that delays data. Such options are not set on the carrier of a stream.
+/// Returns the index of an option that delays data. Such options are not set on the TCP connection of an upgraded socket.
 fn delay(level: c_int, name: c_int) -> Option<usize> {
     match (level, name) {
         (libc::IPPROTO_TCP, libc::TCP_NODELAY) => Some(0),
@@ -777,8 +778,8 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// Called before exec. Makes connections plain that were not used, and a stream that is standard input, output or error. Closes
-/// all other streams, because the next program would read FPDUs.
+/// Called before exec. Makes connections plain that were not used, and a stream (an upgraded connection) that is standard input,
+/// output or error. Closes all other streams, because the next program would read FPDUs.
 fn before_exec() {
     if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
         return;

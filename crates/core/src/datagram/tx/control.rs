@@ -84,7 +84,7 @@ impl DatagramQp {
         }
     }
 
-    /// Sends a short answer to a peer: as a separate datagram, or, in a reliable service, in the peer's queue.
+    /// Queues a short answer, with `payload`, to a peer.
     pub(in crate::datagram) fn answer(
         &mut self,
         peer: &Peer,
@@ -113,7 +113,8 @@ impl DatagramQp {
         );
     }
 
-    /// The message of a response to a peer.
+    /// Queues a response to a peer: in a reliable service in the peer's queue, otherwise among the answers of the queue
+    /// pair.
     #[expect(clippy::too_many_arguments, reason = "the fields of a message")]
     pub(in crate::datagram) fn respond(
         &mut self,

@@ -106,8 +106,8 @@ impl DatagramQp {
         out.push(self.datagram(current, bytes));
         let group = current.shim.group;
         if group > 0 && (last || current.group.1 == group) {
-            // The parity datagram of a group of one is a copy of that datagram. It is sent too, since the datagram may be
-            // lost.
+            // If a group consists of one datagram, the parity datagram repeats the payload of that datagram. The repetition
+            // is needed too, since the original may be lost.
             size += self.cut_parity(current, out);
         }
         if last && current.message.opcode == Opcode::WriteRecord && self.options.repeats > 0 {

@@ -12,7 +12,7 @@ use crate::wire::To;
 /// The reason why a request cannot be built: its status, and a text.
 pub(super) struct Unbuildable(pub(super) Status, pub(super) &'static str);
 
-/// Checks that all elements of a request's list have an access right.
+/// Checks that the memory of each element of a request's list permits the access `need`.
 pub(super) fn checked(
     rnic: &Rnic,
     sges: &[Sge],

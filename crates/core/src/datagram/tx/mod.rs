@@ -26,7 +26,8 @@ impl DatagramQp {
     ///
     /// The caller sends them in this order, and reports each by [`Self::handle_written`] or
     /// [`Self::handle_send_error`]. It keeps datagrams that the socket does not accept yet (EAGAIN, ENOBUFS), and
-    /// tries again. When the queue pair goes to RESET or to the error state, it drops those that were not sent.
+    /// tries again. When the queue pair goes to RESET or to the error state, the caller drops the datagrams that were
+    /// not sent.
     pub fn poll_tx(&mut self, out: &mut Vec<TxDatagram>) -> bool {
         self.was_stalled = false;
         while out.len() < bounds::DATAGRAM_BATCH

@@ -131,7 +131,7 @@ impl DatagramQp {
 
     /// Removes the first message from the queue of `peer`, if its next datagram may be sent now.
     pub(super) fn next_of(&mut self, peer: &Peer) -> Option<(Current, IpFields)> {
-        // A queue pair in RTR sends no requests, but it answers.
+        // RTR is enough: a queue pair in RTR has no requests to send, but it answers those of its peers.
         if self.receives().is_err() {
             return None;
         }

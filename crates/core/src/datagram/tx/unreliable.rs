@@ -33,7 +33,7 @@ impl DatagramQp {
                 }
                 continue;
             }
-            // `take` copies the place of a message, so it is not called for nothing.
+            // `Option::take` copies a whole `Current` even if the option is `None`, so it is called only for `Some`.
             let taken = if self.current.is_some()
                 && let Some(current) = self.current.take()
             {
@@ -75,7 +75,7 @@ impl DatagramQp {
     }
 
     /// Sends requests by [`Self::send_ud`] until one has to take another path, or answers wait for their turn. Returns
-    /// whether there was one.
+    /// whether any request was sent.
     fn send_uds(&mut self, bytes: &mut usize, out: &mut Vec<TxDatagram>) -> bool {
         if self.kind != Kind::Ud || !self.shortcuts {
             return false;
@@ -193,7 +193,8 @@ impl DatagramQp {
         true
     }
 
-    /// Takes the next request and builds its datagram in one step, if it is a Send or a Write that fits in one datagram, as most do.
+    /// Takes the next request and builds its datagram in one step, if the request is a Send or a Write that fits in one
+    /// datagram, as most do.
     ///
     /// Returns false, and has changed nothing, if the request has to take the general path or has to wait. Both paths
     /// send the same datagrams: `crates/sim/tests/shortcuts.rs` compares them.
