@@ -33,6 +33,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("chaos", &["--rounds", "3", "--cycles", "50"]),
     ("fork", &[]),
     (FI, OF_FI),
+    ("fi_quick", &[]),
     ("scale", &["--qps=32", "--threads=8"]),
     ("selftest", &[]),
     ("cm", &[]),

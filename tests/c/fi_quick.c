@@ -7,6 +7,7 @@
 #include "fi_sides.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/socket.h>
 
 #define MODERN (FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
@@ -559,6 +560,7 @@ struct later {
 	struct fid_cq *cq;
 	struct fid_cntr *cntr, *failing;
 	struct fid_eq *eq;
+	atomic_bool over; /* the wait has ended */
 	int rc;
 };
 
@@ -572,8 +574,11 @@ static void *do_later(void *arg)
 		l->rc = fi_cq_signal(l->cq);
 	if (l->cntr)
 		l->rc = fi_cntr_add(l->cntr, 5);
-	if (l->failing)
+	/* An error before the wait begins does not end it. */
+	while (l->failing && !l->over && !l->rc) {
 		l->rc = fi_cntr_adderr(l->failing, 1);
+		sleep_ms(20);
+	}
 	if (l->eq)
 		l->rc = fi_eq_write(l->eq, FI_NOTIFY, &event, sizeof event, 0) == sizeof event ? 0 : -FI_EOTHER;
 	return NULL;
@@ -607,6 +612,7 @@ static const char *woken(size_t arg)
 	case 2: rc = fi_cntr_wait(a.cntr, 5, -1); break;
 	case 3: rc = (int)fi_eq_sread(eq, &kind, &event, sizeof event, -1, 0); break;
 	}
+	l.over = true;
 	pthread_join(l.thread, NULL);
 	ENSURE(!l.rc, "the other thread fails: %s", fi_strerror(-l.rc));
 	switch (arg) {
@@ -1457,7 +1463,7 @@ static const char *memory_calls(size_t variant)
 		case WRITES_INJECTED_DATA: OK(fi_inject_writedata(a.ep, out, len, n, a.peer, at, key)); break;
 		case READS: OK(fi_read(a.ep, out, len, NULL, a.peer, at, key, &a)); break;
 		case READS_V: OK(fi_readv(a.ep, parts, NULL, 2, a.peer, at, key, &a)); break;
-		case READS_MSG: OK(fi_readmsg(a.ep, &msg, 0)); break;
+		case READS_MSG: OK(fi_readmsg(a.ep, &msg, FI_DELIVERY_COMPLETE)); break;
 		}
 		done++;
 		if (silent) {
@@ -1523,7 +1529,7 @@ static const char *atomic_calls(size_t variant)
 		switch (call) {
 		case ADDS: OK(fi_atomic(a.ep, operand, N, NULL, a.peer, at, key, FI_UINT64, FI_SUM, &a)); break;
 		case ADDS_V: OK(fi_atomicv(a.ep, with, NULL, 2, a.peer, at, key, FI_UINT64, FI_SUM, &a)); break;
-		case ADDS_MSG: OK(fi_atomicmsg(a.ep, &msg, FI_COMPLETION)); break;
+		case ADDS_MSG: OK(fi_atomicmsg(a.ep, &msg, FI_COMPLETION | FI_DELIVERY_COMPLETE)); break;
 		case ADDS_INJECTED: OK(fi_inject_atomic(a.ep, operand, N, a.peer, at, key, FI_UINT64, FI_SUM)); break;
 		case FETCHES:
 			OK(fi_fetch_atomic(a.ep, operand, N, NULL, result, NULL, a.peer, at, key, FI_UINT64, FI_SUM, &a));
@@ -1797,7 +1803,7 @@ static const char *injected(size_t arg)
 	how.info = got;
 	TRY(open_sides_as(&a, &b, &how));
 	move_both(&a, &b);
-	OK(fi_mr_reg(b.domain, in, sizeof in, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	OK(fi_mr_reg(b.domain, in, sizeof in, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
 	keep(close_fid, mr, "region");
 	uint64_t at = (uintptr_t)in, key = fi_mr_key(mr);
 	for (size_t n = 0, len = 0; len <= INJECT; len += len < 8 || (len > 980 && len < 1030) || len > INJECT - 4 ? 1 : 61, n++) {
@@ -1856,7 +1862,93 @@ static const char *injected(size_t arg)
 	OK(fi_recv(b.ep, in, INJECT + 1, NULL, FI_ADDR_UNSPEC, &b));
 	OK(fi_sendmsg(a.ep, &msg, FI_TRANSMIT_COMPLETE));
 	TRY(next(b.rx, &entry, NULL));
-	return next(a.tx, &entry, NULL);
+	TRY(next(a.tx, &entry, NULL));
+	/* The flag has no meaning for a read, which may be longer. */
+	fill_bytes(in, 100000, 3);
+	memset(out, 0, 100000);
+	OK(fi_read(a.ep, out, 100000, NULL, a.peer, at, key, &a));
+	TRY(next(a.tx, &entry, NULL));
+	return check_bytes(out, 100000, 3);
+}
+
+/* Without a buffer or with an empty list of buffers, messages and writes have no bytes. */
+static const char *empty(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_msg msg = { .data = 5 };
+	struct fi_msg_tagged tmsg = { .data = 5, .tag = 9 };
+	struct fid_mr *mr;
+	struct side a, b;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	msg.addr = tmsg.addr = a.peer;
+	for (size_t call = 0; call < 8; call++) {
+		bool tagged = call % 2;
+
+		OK(tagged ? fi_trecvv(b.ep, NULL, NULL, 0, b.peer, 9, 0, &b) : fi_recv(b.ep, NULL, 0, NULL, b.peer, &b));
+		switch (call) {
+		case 0: OK(fi_send(a.ep, NULL, 0, NULL, a.peer, &a)); break;
+		case 1: OK(fi_tsend(a.ep, NULL, 0, NULL, a.peer, 9, &a)); break;
+		case 2: OK(fi_sendv(a.ep, NULL, NULL, 0, a.peer, &a)); break;
+		case 3: OK(fi_tsendv(a.ep, NULL, NULL, 0, a.peer, 9, &a)); break;
+		case 4: OK(fi_sendmsg(a.ep, &msg, FI_REMOTE_CQ_DATA)); break;
+		case 5: OK(fi_tsendmsg(a.ep, &tmsg, FI_REMOTE_CQ_DATA)); break;
+		case 6: OK(fi_inject(a.ep, NULL, 0, a.peer)); break;
+		case 7: OK(fi_tinjectdata(a.ep, NULL, 0, 5, a.peer, 9)); break;
+		}
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.len == 0 && entry.op_context == &b, "call %zu: %zu bytes", call, entry.len);
+		bool has = call == 4 || call == 5 || call == 7;
+		ENSURE(!(entry.flags & FI_REMOTE_CQ_DATA) == !has && (!has || entry.data == 5), "call %zu: data", call);
+		if (call < 6)
+			TRY(next(a.tx, &entry, NULL));
+	}
+	OK(fi_mr_reg(b.domain, in, 100, FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	memset(in, 0xee, 100);
+	OK(fi_writedata(a.ep, NULL, 0, NULL, 77, a.peer, (uintptr_t)in, fi_mr_key(mr), &a));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.flags & FI_REMOTE_WRITE && entry.data == 77, "the data of an empty write is %ju", (uintmax_t)entry.data);
+	TRY(next(a.tx, &entry, NULL));
+	return all_bytes(in, 100, 0xee, "after an empty write");
+}
+
+/* Receives for several messages as the default of an endpoint. Receives with tags take one message each. */
+static const char *multi_recv_by_default(size_t arg)
+{
+	struct fi_info *asked = new_hints(), *got = NULL;
+	struct setup how = { 0 };
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	size_t at = 0;
+
+	(void)arg;
+	asked->caps |= FI_MULTI_RECV;
+	asked->rx_attr->op_flags = FI_MULTI_RECV;
+	int rc = fi_getinfo(FI_VERSION(1, 17), NULL, NULL, 0, asked, &got);
+	fi_freeinfo(asked);
+	OK(rc);
+	keep(close_info, got, "information");
+	how.info = got;
+	TRY(open_sides_as(&a, &b, &how));
+	move_both(&a, &b);
+	OK(fi_recv(b.ep, in, 10000, NULL, FI_ADDR_UNSPEC, &b));
+	for (size_t i = 0; i < 5; i++) {
+		fill_bytes(out, 100 + i, i);
+		OK(fi_inject(a.ep, out, 100 + i, a.peer));
+		TRY(next(b.rx, &entry, NULL));
+		ENSURE(entry.op_context == &b && entry.len == 100 + i && entry.buf == in + at, "message %zu: %zu bytes", i, entry.len);
+		ENSURE(!(entry.flags & FI_MULTI_RECV), "the buffer is returned after message %zu", i);
+		TRY(check_bytes(in + at, 100 + i, i));
+		at += 100 + i;
+	}
+	OK(fi_trecv(b.ep, in + 20000, 10000, NULL, FI_ADDR_UNSPEC, 4, 0, &a));
+	OK(fi_tinject(a.ep, out, 100, a.peer, 4));
+	TRY(next(b.rx, &entry, NULL));
+	ENSURE(entry.op_context == &a && entry.tag == 4 && entry.len == 100, "the message with a tag");
+	return check_bytes(in + 20000, 100, 4);
 }
 
 /* ---------------------------------------------------------------- patterns of traffic */
@@ -2080,13 +2172,18 @@ static const char *peek_discards(size_t len)
 	for (uint64_t tag = 0x11; tag <= 0x13; tag++) {
 		fill_bytes(out, len, tag);
 		OK(fi_tsend(a.ep, out, len, NULL, a.peer, tag, &a));
-		for (uint64_t until = now_ms() + 20; now_ms() < until;)
-			move_all();
 		if (tag == 0x13)
 			break;
 		msg.tag = 0x10;
-		OK(fi_trecvmsg(b.ep, &msg, FI_PEEK | FI_DISCARD));
-		TRY(next(b.rx, &entry, NULL));
+		uint64_t until = now_ms() + WAIT_MS;
+		for (ssize_t n = 0; n != 1;) { /* until the message has arrived */
+			OK(fi_trecvmsg(b.ep, &msg, FI_PEEK | FI_DISCARD));
+			n = fi_cq_read(b.rx, &entry, 1);
+			ENSURE(n == 1 || (n == -FI_EAVAIL && fi_cq_readerr(b.rx, &error, 0) == 1 && error.err == FI_ENOMSG),
+			       "a search ends with %zd", n);
+			ENSURE(now_ms() < until, "the message is not found");
+			fi_cq_read(a.tx, NULL, 0);
+		}
 		ENSURE(entry.tag == tag && entry.len == len && entry.op_context == &b, "tag %#jx, %zu bytes", (uintmax_t)entry.tag,
 		       entry.len);
 		TRY(next(a.tx, &entry, NULL));
@@ -2563,10 +2660,10 @@ static const struct test tests[] = {
 	{ "queue_formats_data", queue_formats, FI_CQ_FORMAT_DATA, 0, false },
 	{ "queue_formats_tagged", queue_formats, FI_CQ_FORMAT_TAGGED, 0, false },
 	{ "error_texts", error_texts, 0, 0, false },
-	{ "woken_by_a_signal", woken, 0, 0, false },
-	{ "woken_by_a_count", woken, 1, 0, false },
-	{ "woken_by_an_error", woken, 2, 0, false },
-	{ "woken_by_an_event", woken, 3, 0, false },
+	{ "woken_by_a_signal", woken, 0, 10, false },
+	{ "woken_by_a_count", woken, 1, 10, false },
+	{ "woken_by_an_error", woken, 2, 10, false },
+	{ "woken_by_an_event", woken, 3, 10, false },
 	{ "event_queues", event_queues, 0, 0, false },
 	{ "counters", counters, 0, 0, false },
 	{ "counted", counted, 0, 0, false },
@@ -2596,6 +2693,8 @@ static const struct test tests[] = {
 	{ "levels", levels, 0, 0, false },
 	{ "levels_of_the_endpoint", levels, 1, 0, false },
 	{ "injected", injected, 0, 0, false },
+	{ "empty", empty, 0, 0, false },
+	{ "multi_recv_by_default", multi_recv_by_default, 0, 0, false },
 	{ "pingpong_poll", pingpong, POLL, 0, false },
 	{ "pingpong_sread", pingpong, SREAD, 0, false },
 	{ "pingpong_fd", pingpong, DESCRIPTOR, 0, false },
