@@ -783,14 +783,25 @@ impl QueuePair {
         Ok(Self { qp, ex })
     }
 
-    fn send_to(&self, to: To<'_>, id: u64, mut sge: ffi::ibv_sge, flags: u32) -> Result<(), i32> {
+    fn send_to(
+        &self,
+        to: To<'_>,
+        id: u64,
+        mut sge: ffi::ibv_sge,
+        (flags, soon): (u32, bool),
+    ) -> Result<(), i32> {
+        let later = if soon {
+            0
+        } else {
+            ffi::ANYWARPDV_SEND_ACK_LATER
+        };
         self.post(&mut ffi::ibv_send_wr {
             wr_id: id,
             next: std::ptr::null_mut(),
             sg_list: &raw mut sge,
             num_sge: 1,
             opcode: ffi::IBV_WR_SEND,
-            send_flags: flags,
+            send_flags: flags | ffi::IBV_SEND_SIGNALED | later,
             wr: ffi::ibv_send_wr_wr {
                 ud: ffi::ibv_send_wr_ud {
                     ah: to.way.ah,
@@ -802,29 +813,23 @@ impl QueuePair {
         })
     }
 
-    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `signaled`: report success too.
-    pub fn send_copy(
-        &self,
-        to: To<'_>,
-        id: u64,
-        message: &[u8],
-        signaled: bool,
-    ) -> Result<(), i32> {
+    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `soon`: whether something waits for the completion. Otherwise
+    /// the acknowledgement does not disturb a program that computes.
+    pub fn send_copy(&self, to: To<'_>, id: u64, message: &[u8], soon: bool) -> Result<(), i32> {
         let sge = ffi::ibv_sge {
             addr: message.as_ptr().expose_provenance() as u64,
             length: u32::try_from(message.len()).unwrap_or(u32::MAX),
             lkey: 0,
         };
-        let signaled = if signaled { ffi::IBV_SEND_SIGNALED } else { 0 };
-        self.send_to(to, id, sge, ffi::IBV_SEND_INLINE | signaled)
+        self.send_to(to, id, sge, (ffi::IBV_SEND_INLINE, soon))
     }
 
-    /// Sends registered memory, with a completion.
+    /// Sends registered memory, with a completion. `soon`: see [`Self::send_copy`].
     ///
     /// # Safety
     /// The memory is registered with this key until the completion.
-    pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece) -> Result<(), i32> {
-        self.send_to(to, id, sge_of(piece), ffi::IBV_SEND_SIGNALED)
+    pub unsafe fn send(&self, to: To<'_>, id: u64, piece: Piece, soon: bool) -> Result<(), i32> {
+        self.send_to(to, id, sge_of(piece), (0, soon))
     }
 
     /// Reads or writes memory of a peer, with a completion.

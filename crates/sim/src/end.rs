@@ -516,6 +516,7 @@ fn request(id: u64, op: Op) -> WorkRequest {
         payload: Payload::empty(),
         signaled: true,
         solicited: false,
+        ack_later: false,
         fence: false,
         destination: None,
         srq: None,

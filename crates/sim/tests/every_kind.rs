@@ -191,6 +191,7 @@ impl Qp {
             payload: Payload::empty(),
             signaled: true,
             solicited: false,
+            ack_later: false,
             fence: false,
             destination: (!connected).then(peer),
             srq: None,

@@ -66,6 +66,12 @@ enum anywarpdv_qp_flags {
 };
 
 /*
+ * A flag beside enum ibv_send_flags, in send_flags of a work request and in wr_flags. RD: the program does not need the completion soon. The
+ * peer sends no acknowledgement for this request alone, so the completion may come some 10 ms later, and neither end is disturbed.
+ */
+#define ANYWARPDV_SEND_ACK_LATER (1u << 30)
+
+/*
  * The opcode of the completion of a record: wr_id is the number of the message, byte_len the number of bytes that have arrived, and src_qp the
  * queue pair of the writer. anywarpdv_wc_read_record returns the record.
  */

@@ -198,6 +198,7 @@ impl End {
             payload: Payload::Sges([sge].into_iter().collect()),
             signaled: true,
             solicited: false,
+            ack_later: false,
             fence: false,
             destination: Some(to),
             srq: None,

@@ -500,6 +500,7 @@ fn request(id: u64, op: Op, payload: Payload, signaled: bool) -> WorkRequest {
         payload,
         signaled,
         solicited: false,
+        ack_later: false,
         fence: false,
         destination: None,
         srq: None,

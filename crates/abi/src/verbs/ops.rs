@@ -13,6 +13,7 @@ use super::handle::live;
 use super::object::{CqObject, QpObject, SrqObject};
 use crate::ffi::{Errno, errno_fast, misuse, or_fast};
 use crate::profile::profile;
+use anywarp_verbs_sys::dv::ANYWARPDV_SEND_ACK_LATER;
 use anywarp_verbs_sys::verbs::*;
 
 /// Appends the bytes of the scatter/gather list of an inline request.
@@ -113,7 +114,13 @@ unsafe fn any_request_of(
     if wr.num_sge < 0 || (wr.num_sge > 0 && wr.sg_list.is_null()) {
         return Err(Misuse::InvalidArgument("num_sge or sg_list"));
     }
-    if wr.send_flags & !KNOWN != 0 {
+    let known = KNOWN
+        | if datagram {
+            ANYWARPDV_SEND_ACK_LATER
+        } else {
+            0
+        };
+    if wr.send_flags & !known != 0 {
         return Err(Misuse::InvalidArgument("send_flags"));
     }
     let imm = Some(wr.imm_data.to_ne_bytes());
@@ -211,6 +218,7 @@ unsafe fn any_request_of(
     into.op = op;
     into.signaled = wr.send_flags & IBV_SEND_SIGNALED != 0;
     into.solicited = wr.send_flags & IBV_SEND_SOLICITED != 0;
+    into.ack_later = wr.send_flags & ANYWARPDV_SEND_ACK_LATER != 0;
     into.fence = wr.send_flags & IBV_SEND_FENCE != 0;
     if xrc {
         // SAFETY: this is the union member of an XRC queue pair; every byte pattern is a valid number.

@@ -100,6 +100,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
             payload: Payload::empty(),
             signaled: what.send_flags & IBV_SEND_SIGNALED != 0,
             solicited: false,
+            ack_later: false,
             fence: what.send_flags & IBV_SEND_FENCE != 0,
             destination: None,
             srq: None,

@@ -13,6 +13,7 @@ use super::handle::live;
 use super::object::{Builder, QpObject};
 use crate::ffi::{Errno, arg, errno_fast, misuse, or_fast};
 use crate::profile::profile;
+use anywarp_verbs_sys::dv::ANYWARPDV_SEND_ACK_LATER;
 use anywarp_verbs_sys::verbs::*;
 
 /// Returns the operations that a queue pair of this type supports.
@@ -87,6 +88,7 @@ impl QpObject {
             payload: Payload::empty(),
             signaled: flags & IBV_SEND_SIGNALED != 0,
             solicited: flags & IBV_SEND_SOLICITED != 0,
+            ack_later: flags & ANYWARPDV_SEND_ACK_LATER != 0,
             fence: flags & IBV_SEND_FENCE != 0,
             destination: None,
             srq: None,

@@ -100,6 +100,7 @@ fn post(conn: &mut Connection, id: u64, op: Op) {
         payload: Payload::Sges(smallvec![]),
         signaled: true,
         solicited: false,
+        ack_later: false,
         fence: false,
         destination: None,
         srq: None,

@@ -250,6 +250,7 @@ fn request(id: u64, op: Op, payload: Payload, to: &End) -> WorkRequest {
         payload,
         signaled: true,
         solicited: false,
+        ack_later: false,
         fence: false,
         destination: Some(to.destination()),
         srq: None,

@@ -423,6 +423,7 @@ mod tests {
             payload: Payload::empty(),
             signaled: true,
             solicited: false,
+            ack_later: false,
             fence: false,
             destination: None,
             srq: None,

@@ -208,6 +208,9 @@ pub struct WorkRequest {
     pub signaled: bool,
     /// Whether to ask the peer to raise a solicited event.
     pub solicited: bool,
+    /// For reliable datagrams: whether the program does not need the completion soon, so that the acknowledgement may wait for other
+    /// packets to travel with.
+    pub ack_later: bool,
     /// Whether the request waits until earlier Reads and atomics are complete.
     pub fence: bool,
     /// For datagram queue pairs: the destination.
@@ -247,6 +250,7 @@ impl WorkRequest {
             payload: Payload::Sges(SmallVec::new()),
             signaled: false,
             solicited: false,
+            ack_later: false,
             fence: false,
             destination: None,
             srq: None,
@@ -265,6 +269,7 @@ impl WorkRequest {
             payload: _,
             signaled,
             solicited,
+            ack_later,
             fence,
             destination,
             srq,
@@ -275,6 +280,7 @@ impl WorkRequest {
             invalidate: None,
         };
         (*signaled, *solicited, *fence) = (false, false, false);
+        *ack_later = false;
         (*destination, *srq) = (None, None);
     }
 }

@@ -336,6 +336,7 @@ fn run(both: &mut Both, data: &[u8]) {
                     payload: Payload::empty(),
                     signaled: true,
                     solicited: false,
+                    ack_later: false,
                     fence: false,
                     destination: None,
                     srq: None,

@@ -138,7 +138,7 @@ impl Endpoint {
                     lkey: self.slot_region.lkey(),
                 };
                 // SAFETY: the slots are registered, and this one is not reused before the completion.
-                unsafe { self.qp.send(to_whom, id, piece) }
+                unsafe { self.qp.send(to_whom, id, piece, true) }
             }
         };
         if let Err(why) = posted {

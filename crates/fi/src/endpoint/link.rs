@@ -758,7 +758,7 @@ impl Endpoint {
                     lkey: self.slot_region.lkey(),
                 };
                 // SAFETY: the slots are registered, and this one is not reused before the completion.
-                unsafe { self.qp.send(to, id, piece) }
+                unsafe { self.qp.send(to, id, piece, true) }
             };
             if let Err(why) = posted {
                 self.free_slots.extend(slot);

@@ -99,7 +99,7 @@ impl Endpoint {
                 let mut bytes = [0; limits::INLINE];
                 fill(&mut bytes, &header, &message.memory);
                 let bytes = bytes.get(..total).unwrap_or_default();
-                self.qp.send_copy(to_whom, id, bytes, true)
+                self.qp.send_copy(to_whom, id, bytes, !at_once)
             }
             (Some(slot), _) => {
                 let at = usize::from(slot) * SLOT;
@@ -112,7 +112,7 @@ impl Endpoint {
                     lkey: self.slot_region.lkey(),
                 };
                 // SAFETY: the slots are registered, and this one is not reused before the completion.
-                unsafe { self.qp.send(to_whom, id, piece) }
+                unsafe { self.qp.send(to_whom, id, piece, !at_once) }
             }
         };
         if let Err(why) = posted {
@@ -253,7 +253,9 @@ impl Endpoint {
             qpn: to.qpn,
             qkey: self.job.qkey,
         };
-        self.qp.send_copy(to_whom, id, &header.encode(), true)?;
+        // Nothing waits for the completion of an answer.
+        let soon = id >> KIND != ANSWER;
+        self.qp.send_copy(to_whom, id, &header.encode(), soon)?;
         self.outstanding += 1;
         Ok(())
     }

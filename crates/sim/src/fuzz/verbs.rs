@@ -257,6 +257,7 @@ fn request(sides: &[Side; 2], which: usize, input: &mut Input<'_>) -> WorkReques
         payload,
         signaled: flags & 1 == 0,
         solicited: flags & 2 != 0,
+        ack_later: false,
         fence: flags & 4 != 0,
         destination: None,
         srq: None,

@@ -11,6 +11,16 @@ fn peer() -> Peer {
     (([10, 0, 0, 1], 4000).into(), 3)
 }
 
+/// A message of one datagram, whose acknowledgement is needed soon.
+fn whole(tag: Tag) -> Part {
+    Part {
+        tag,
+        last: true,
+        alone: true,
+        ack_later: false,
+    }
+}
+
 fn arrival(peer: &Peer) -> Arrival {
     Arrival {
         from: peer.0,
@@ -137,7 +147,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     for n in 0..5 {
         assert!(rd.may_send(&peer(), IpFields::default(), 50, at(1)));
         let packet = vec![0; Packet::LEN + 50];
-        assert!(rd.push(&peer(), packet, (n, true, true), at(1)).is_some());
+        assert!(rd.push(&peer(), packet, whole(n), at(1)).is_some());
     }
     // A peer with packets under way is not forgotten.
     rd.forget_idle(at(100));
@@ -444,9 +454,7 @@ impl Two {
         let end = &mut self.ends[from];
         assert!(end.may_send(&peer, IpFields::default(), 50, self.now));
         let packet = vec![0; Packet::LEN + 50];
-        let (_, bytes) = end
-            .push(&peer, packet, (tag, true, true), self.now)
-            .unwrap();
+        let (_, bytes) = end.push(&peer, packet, whole(tag), self.now).unwrap();
         let (packet, data) = crate::wire::rd::parse(&bytes).unwrap();
         let peer = Self::at(from);
         let other = &mut self.ends[1 - from];
@@ -461,6 +469,38 @@ impl Two {
 
     fn events(&mut self, of: usize) -> Vec<Event> {
         std::iter::from_fn(|| self.ends[of].poll_event()).collect()
+    }
+}
+
+/// A message whose completion is not needed soon asks for no acknowledgement of its own. The probe of its sender does.
+#[test]
+fn a_message_may_be_acknowledged_later() {
+    let mut two = Two::new();
+    two.sends(0, 1);
+    let _ = two.events(0);
+    for (tag, ack_later) in [(2, true), (3, false)] {
+        let (to, from) = (Two::at(1), Two::at(0));
+        let packet = vec![0; Packet::LEN + 50];
+        let part = Part {
+            ack_later,
+            ..whole(tag)
+        };
+        let (_, bytes) = two.ends[0].push(&to, packet, part, two.now).unwrap();
+        let (packet, data) = crate::wire::rd::parse(&bytes).unwrap();
+        assert_eq!(packet.ack_soon, !ack_later);
+        let outcome = two.ends[1].handle(&from, &arrival(&from), &packet, data, two.now);
+        assert!(matches!(outcome, RxOutcome::Deliver(_)));
+        two.ends[1].delivered(&from, u64::from(packet.seq) | 1 << 32);
+        two.ends[1].flush(Duration::MAX);
+        two.run();
+        if ack_later {
+            assert!(two.events(0).is_empty(), "the acknowledgement came at once");
+            two.now += Duration::from_secs(1);
+            let now = two.now;
+            two.ends[0].handle_timeout(now, None);
+            two.run();
+        }
+        assert!(two.events(0).contains(&Event::Done(tag, tag)), "{tag}");
     }
 }
 
@@ -498,7 +538,7 @@ fn old_packets_fail_when_the_peer_has_forgotten_this_end() {
     two.sends(0, 1);
     let peer = Two::at(1);
     let packet = vec![0; Packet::LEN + 50];
-    two.ends[0].push(&peer, packet, (2, true, true), two.now);
+    two.ends[0].push(&peer, packet, whole(2), two.now);
     two.now += 2 * IDLE;
     let now = two.now;
     two.ends[1].forget_idle(now);
@@ -552,7 +592,7 @@ fn a_forged_challenge_changes_nothing() {
     two.sends(0, 1);
     let peer = Two::at(1);
     let packet = vec![0; Packet::LEN + 50];
-    two.ends[0].push(&peer, packet, (2, true, true), two.now);
+    two.ends[0].push(&peer, packet, whole(2), two.now);
     let state = &two.ends[0].peers[&peer];
     let forged = Packet {
         token: state.echo ^ 1,

@@ -17,6 +17,19 @@ use crate::verbs::wc::Status;
 use crate::wire::dgram;
 use crate::wire::rd::Packet;
 
+/// The place of a datagram in its message, and how it is acknowledged.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::datagram) struct Part {
+    /// The message.
+    pub(in crate::datagram) tag: Tag,
+    /// Whether the datagram ends the message.
+    pub(in crate::datagram) last: bool,
+    /// Whether no other datagram follows at once.
+    pub(in crate::datagram) alone: bool,
+    /// Whether the acknowledgement is not needed soon.
+    pub(in crate::datagram) ack_later: bool,
+}
+
 /// Time between two probes of a peer whose window is closed.
 const CLOSED: Duration = Duration::from_millis(50);
 
@@ -78,13 +91,17 @@ impl Reliable {
     }
 
     /// Makes a packet that contains a datagram, and returns it. `packet` begins with space for the packet's header, which
-    /// this function fills in; the datagram without its CRC follows. `last`: the datagram ends the message `tag`.
-    /// `alone`: no other datagram follows at once.
+    /// this function fills in; the datagram without its CRC follows.
     pub(in crate::datagram) fn push(
         &mut self,
         peer: &Peer,
         mut packet: Vec<u8>,
-        (tag, last, alone): (Tag, bool, bool),
+        Part {
+            tag,
+            last,
+            alone,
+            ack_later,
+        }: Part,
         now: Duration,
     ) -> Option<(IpFields, Bytes)> {
         let (me, room) = ((self.index, self.instance), self.room);
@@ -99,7 +116,7 @@ impl Reliable {
         let mut head = header(state, peer, me, room, now);
         head.seq = state.next as u32;
         head.ack_now = ask;
-        head.ack_soon = alone;
+        head.ack_soon = alone && !ack_later;
         // Runs are sent in a separate packet, so that this packet does not exceed the MTU.
         let whole = head.arrived.is_empty();
         head.arrived.clear();

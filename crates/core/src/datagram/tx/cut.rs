@@ -5,6 +5,7 @@ use super::head::header_of;
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, Trailer, peer_of};
 use crate::datagram::parity;
+use crate::datagram::rd::Part;
 use crate::datagram::types::{SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::sq::Phase;
@@ -138,11 +139,18 @@ impl DatagramQp {
                 .get(&peer)
                 .is_none_or(|l| l.queue.is_empty())
             && self.base.sq.untaken() == 0;
-        let (now, tag) = (self.now, current.tag);
+        let posted = current.request.and_then(|n| self.base.sq.get_mut(n));
+        let part = Part {
+            tag: current.tag,
+            last,
+            alone,
+            ack_later: posted.is_some_and(|p| p.request.ack_later),
+        };
+        let now = self.now;
         let pushed = self
             .rd
             .as_mut()
-            .and_then(|rd| rd.push(&peer, bytes, (tag, last, alone), now));
+            .and_then(|rd| rd.push(&peer, bytes, part, now));
         let Some((way, packet)) = pushed else {
             return 0;
         };

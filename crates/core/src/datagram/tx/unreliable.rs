@@ -10,6 +10,7 @@ use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{
     Current, HEAD, Taken, has_no_window, has_room, index, ip_fields_of, peer_of,
 };
+use crate::datagram::rd::Part;
 use crate::datagram::types::{Kind, SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
@@ -217,6 +218,7 @@ impl DatagramQp {
             return false;
         };
         let (request_id, op, solicited) = (request.id, request.op, request.solicited);
+        let ack_later = request.ack_later;
         let len = request.payload.len();
         let reliable = self.rd.is_some();
         let peer = peer_of(&to);
@@ -284,8 +286,13 @@ impl DatagramQp {
         self.issued.add(shim.id, request_id);
         let now = self.now;
         if let Some(rd) = &mut self.rd {
-            let alone = self.base.sq.untaken() == 0;
-            if let Some((way, packet)) = rd.push(&peer, datagram, (number, true, alone), now) {
+            let part = Part {
+                tag: number,
+                last: true,
+                alone: self.base.sq.untaken() == 0,
+                ack_later,
+            };
+            if let Some((way, packet)) = rd.push(&peer, datagram, part, now) {
                 *bytes += packet.len();
                 self.hand_out(&peer, way, packet, out);
             }
