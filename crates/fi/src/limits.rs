@@ -82,6 +82,9 @@ pub const LINK_INLINE: usize = 256;
 pub const COUNTED: usize = 1024;
 /// The time without data after which the sender of an announced message is probed.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
+/// The number of requests that have not completed from which on all messages are to be acknowledged soon. Below it, those whose
+/// completion was reported already are not.
+pub const LATER: usize = 64;
 /// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock is a considerable part of an idle poll.
 pub const ASK_CALLS: u32 = 64;
 /// The time that a waiting call polls before it sleeps.

@@ -417,3 +417,16 @@ impl Resource {
 
 /// The number of a message in the reliability layer.
 pub(super) type Tag = u64;
+
+/// The place of a datagram in its message, and how it is acknowledged.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    /// The message.
+    pub(super) tag: Tag,
+    /// Whether the datagram ends the message.
+    pub(super) last: bool,
+    /// Whether no other datagram follows at once.
+    pub(super) alone: bool,
+    /// Whether the acknowledgement is not needed soon.
+    pub(super) ack_later: bool,
+}

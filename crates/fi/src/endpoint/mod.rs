@@ -528,6 +528,8 @@ pub struct Endpoint {
     held: VecDeque<Held>,
     /// The number of requests that have not completed.
     outstanding: usize,
+    /// Peers with messages that need not be acknowledged soon: at most [`limits::LATER`].
+    later: Vec<Remote>,
     asked: Instant,
     /// The number of calls since the time was last compared with [`Self::asked`].
     calls: u32,
@@ -615,6 +617,7 @@ impl Endpoint {
             links: link::Links::new(job.links),
             held: VecDeque::new(),
             outstanding: 0,
+            later: Vec::new(),
             asked: Instant::now(),
             calls: 0,
             bad: 0,

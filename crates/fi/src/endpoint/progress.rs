@@ -570,6 +570,7 @@ impl Endpoint {
         drop((tagged, untagged));
         let until = Instant::now() + limits::LINGER;
         self.progress(cx);
+        self.ask_for_acknowledgements(cx);
         self.notify_peers_of_close(cx);
         while !self.is_idle() && !self.is_left_alone() && Instant::now() < until {
             self.progress(cx);

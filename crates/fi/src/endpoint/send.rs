@@ -93,13 +93,18 @@ impl Endpoint {
             return Err(FI_EAGAIN);
         };
         let id = OP << KIND | u64::from(op);
+        if self.outstanding == 0 {
+            self.later.clear();
+        }
+        let many = self.outstanding.max(self.later.len()) >= limits::LATER;
+        let soon = !at_once || many;
         let posted = match (slot, link) {
             (None, Some(link)) => self.post_on_link(link, op, &header, &message.memory),
             (None, None) => {
                 let mut bytes = [0; limits::INLINE];
                 fill(&mut bytes, &header, &message.memory);
                 let bytes = bytes.get(..total).unwrap_or_default();
-                self.qp.send_copy(to_whom, id, bytes, !at_once)
+                self.qp.send_copy(to_whom, id, bytes, soon)
             }
             (Some(slot), _) => {
                 let at = usize::from(slot) * SLOT;
@@ -112,7 +117,7 @@ impl Endpoint {
                     lkey: self.slot_region.lkey(),
                 };
                 // SAFETY: the slots are registered, and this one is not reused before the completion.
-                unsafe { self.qp.send(to_whom, id, piece, !at_once) }
+                unsafe { self.qp.send(to_whom, id, piece, soon) }
             }
         };
         if let Err(why) = posted {
@@ -124,7 +129,30 @@ impl Endpoint {
         if at_once {
             self.finish(cx, &done, 0);
         }
+        if link.is_none() && !soon && !self.later.contains(&to) {
+            self.later.push(to);
+        } else if many {
+            self.ask_for_acknowledgements(cx);
+        }
         Ok(())
+    }
+
+    /// Sends a message to each peer that has not been asked to acknowledge others soon. The device completes requests in the order of
+    /// posting, so a message that is not acknowledged keeps its entry and those of all later messages.
+    pub(super) fn ask_for_acknowledgements(&mut self, cx: &mut Shared) {
+        while let Some(to) = self.later.pop() {
+            let Ok(op) = self.ops.insert(Op::Probe { to }) else {
+                return;
+            };
+            let id = OP << KIND | u64::from(op);
+            if self
+                .post_header(cx, to, id, &Header::new(Kind::Probe))
+                .is_err()
+            {
+                self.ops.remove(op);
+                return;
+            }
+        }
     }
 
     pub(super) fn announce(

@@ -55,8 +55,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(super) use transmit::Part;
-
 use super::cookie::Secret;
 use super::outgoing::IpFields;
 use super::table::Table;

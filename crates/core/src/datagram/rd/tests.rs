@@ -2,7 +2,7 @@
 
 use super::ack::{ACK_MOST, MANY, PIPELINE};
 use super::*;
-use crate::datagram::types::Arrival;
+use crate::datagram::types::{Arrival, Part};
 use crate::wire::ddp::{Header, Untagged};
 use crate::wire::dgram::Shim;
 use crate::wire::rdmap::Opcode;

@@ -12,23 +12,10 @@ use super::sender::{Outgoing, Sender};
 use super::timers::{enqueue, watch};
 use super::{Event, PeerState, RdCounts, Reliable, sender};
 use crate::datagram::outgoing::IpFields;
-use crate::datagram::types::{Bytes, Peer, Tag};
+use crate::datagram::types::{Bytes, Part, Peer};
 use crate::verbs::wc::Status;
 use crate::wire::dgram;
 use crate::wire::rd::Packet;
-
-/// The place of a datagram in its message, and how it is acknowledged.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::datagram) struct Part {
-    /// The message.
-    pub(in crate::datagram) tag: Tag,
-    /// Whether the datagram ends the message.
-    pub(in crate::datagram) last: bool,
-    /// Whether no other datagram follows at once.
-    pub(in crate::datagram) alone: bool,
-    /// Whether the acknowledgement is not needed soon.
-    pub(in crate::datagram) ack_later: bool,
-}
 
 /// Time between two probes of a peer whose window is closed.
 const CLOSED: Duration = Duration::from_millis(50);

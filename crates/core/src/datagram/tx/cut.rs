@@ -5,7 +5,7 @@ use super::head::header_of;
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{Current, Trailer, peer_of};
 use crate::datagram::parity;
-use crate::datagram::rd::Part;
+use crate::datagram::types::Part;
 use crate::datagram::types::{SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::sq::Phase;

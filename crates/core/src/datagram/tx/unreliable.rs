@@ -10,7 +10,7 @@ use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{
     Current, HEAD, Taken, has_no_window, has_room, index, ip_fields_of, peer_of,
 };
-use crate::datagram::rd::Part;
+use crate::datagram::types::Part;
 use crate::datagram::types::{Kind, SendEffect, TxDatagram};
 use crate::observe::Step;
 use crate::verbs::qp::State;
