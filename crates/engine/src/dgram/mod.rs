@@ -298,7 +298,7 @@ impl DgramQp {
     /// Posts receive requests until one is refused. Returns its index in the list and the reason.
     pub fn post_recv(
         &self,
-        requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
+        mut requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
         self.common
             .context
@@ -312,15 +312,28 @@ impl DgramQp {
         } else {
             self.lock_timeless()
         };
-        for (i, request) in requests.enumerate() {
-            if let Err(e) = request.and_then(|r| inner.core.post_recv(r)) {
-                return Err((i, e));
-            }
-        }
-        if reliable && (inner.core.wants_tx() || inner.core.state() == State::Error) {
-            self.state_changed(&mut inner);
+        let core = &mut inner.core;
+        let mut posted = 0;
+        // The compiler inlines the iterator here, and did not with `enumerate`: 45 instructions of 395.
+        requests
+            .try_for_each(|request| {
+                core.post_recv(request?)?;
+                posted += 1;
+                Ok(())
+            })
+            .map_err(|e| (posted, e))?;
+        if reliable {
+            self.resume(&mut inner);
         }
         Ok(())
+    }
+
+    /// Sends what a receive has made possible. Most receives change nothing.
+    #[inline(never)]
+    fn resume(&self, inner: &mut Inner) {
+        if inner.core.wants_tx() || inner.core.state() == State::Error {
+            self.state_changed(inner);
+        }
     }
 
     /// Calls `f` with the core, and sends the datagrams that result.

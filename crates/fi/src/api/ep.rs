@@ -74,7 +74,7 @@ fn number(name: &str, usual: u32) -> u32 {
 
 /// Returns whether announced messages are read by their receivers, instead of written by their senders.
 fn rendezvous_by_read() -> bool {
-    let Ok(text) = std::env::var("FI_ANYWARP_RENDEZVOUS") else {
+    let Some(text) = crate::log::variable("FI_ANYWARP_RENDEZVOUS") else {
         return false;
     };
     match text.trim() {
