@@ -227,6 +227,11 @@ impl Tcp {
         !self.tx_shm
     }
 
+    /// Whether sending goes on when the socket is writable. If shared memory is full, the peer wakes this end instead.
+    pub(crate) fn waits_for_socket(&self) -> bool {
+        self.blocked && self.sends_by_socket()
+    }
+
     /// Handles a hand-over message of the peer, if there is one. Returns whether the peer's stream uses shared memory
     /// from here on. `behind`: number of bytes that were received after the message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {

@@ -752,9 +752,8 @@ impl Source for RcQp {
         // Two kinds of sockets stay watched: a blocked one, because it is to be noticed when it becomes writable, and that of a
         // connection whose peer shares memory, because the peer wakes this end through it.
         if armed {
-            let writable = tcp.blocked && tcp.sends_by_socket();
             self.engine
-                .want_write(inner.token, tcp.fd().get(), writable);
+                .want_write(inner.token, tcp.fd().get(), tcp.waits_for_socket());
         } else if !tcp.blocked && tcp.watch().is_none() {
             self.engine.disarm(inner.token, tcp.fd().get());
         }

@@ -80,7 +80,7 @@ impl RcQp {
             if inner.conn.wants_shm_offer() {
                 tcp.offer_shm(&mut inner.conn);
             }
-            let was_blocked = tcp.blocked;
+            let waited_for_socket = tcp.waits_for_socket();
             if !delayed && allowed != Some(0) {
                 let before = tcp.counts.tx_bytes;
                 if let Some(allowed) = allowed {
@@ -105,9 +105,12 @@ impl RcQp {
                 let memory: Arc<dyn PolledMemory> = Arc::clone(watch) as _;
                 self.engine.add_memory(memory, self.me.clone());
             }
-            if tcp.blocked != was_blocked && tcp.sends_by_socket() {
+            // The carrier may have changed from the socket to memory meanwhile. A socket that stayed watched for being writable would
+            // wake the worker all the time.
+            let waits_for_socket = tcp.waits_for_socket();
+            if waits_for_socket != waited_for_socket {
                 self.engine
-                    .want_write(inner.token, tcp.fd().get(), tcp.blocked);
+                    .want_write(inner.token, tcp.fd().get(), waits_for_socket);
             }
         }
         self.note_end(inner, outcome);
