@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 
@@ -924,6 +925,51 @@ static const char *no_foreign_memory(size_t arg)
 	return same_pattern(to.at, LARGE, 7);
 }
 
+static double cpu_ms(void)
+{
+	struct rusage r;
+
+	getrusage(RUSAGE_SELF, &r);
+	return (double)(r.ru_utime.tv_sec + r.ru_stime.tv_sec) * 1e3 + (double)(r.ru_utime.tv_usec + r.ru_stime.tv_usec) / 1e3;
+}
+
+/* A connection that moves to shared memory while its socket is full does not keep the device's thread busy afterwards. */
+static const char *full_socket(size_t arg)
+{
+	enum { LEN = 4 << 20, MANY = 100 };
+	struct want want = { .type = IBV_QPT_RC };
+	struct ibv_send_wr wr, *bad;
+	struct region from, to;
+	struct ibv_sge sge;
+	struct ibv_wc wc;
+	struct pair p;
+	double before;
+
+	(void)arg;
+	TRY(open_pair(&p, &want));
+	TRY(new_region(&from, p.a.pd, LEN, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&to, p.b.pd, LEN, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+	sge = sge_of(&from, 0, LEN);
+	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &to, 0);
+	/* Without polls, so that the device's thread sends. */
+	for (int posted = 0, done = 0; done < MANY;) {
+		while (posted < MANY && posted < done + 8) {
+			ENSURE(!ibv_post_send(p.a.qp, &wr, &bad), "ibv_post_send");
+			posted++;
+		}
+		sleep_ms(2);
+		while (ibv_poll_cq(p.a.scq, 1, &wc) == 1) {
+			ENSURE(wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+			done++;
+		}
+	}
+	sleep_ms(50);
+	before = cpu_ms();
+	sleep_ms(300);
+	ENSURE(cpu_ms() - before < 100, "an idle process uses %.0f ms of processor time in 300 ms", cpu_ms() - before);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "take_with_wrong_proof", beside, 0, 0, true },
 	{ "flood_of_wakeups", beside, 1, 0, true },
@@ -937,6 +983,7 @@ static const struct test tests[] = {
 	{ "offer_of_a_file_in_user_space", hostile_offer, FUSE, 0, true },
 	{ "offer_of_memory_that_faults", hostile_offer, FAULTING, 0, true },
 	{ "stopped_peer", stopped_peer, 0, 0, true },
+	{ "full_socket", full_socket, 0, 0, true },
 	{ "memory_of_many_peers", many_peers, 0, 0, true },
 	{ "no_foreign_memory_access", no_foreign_memory, 0, 0, true },
 };
