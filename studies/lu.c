@@ -437,8 +437,9 @@ static void verify(const struct class *c, const double *u, const double *r, doub
 	check("LU: the surface integral", &surface, &c->integral, 1);
 }
 
-static double run(const struct class *c)
+static double run(size_t class)
 {
+	const struct class *c = &classes[class];
 	double *u, *r, *forcing, *work, began, took;
 
 	divide(c);
@@ -476,15 +477,5 @@ static double run(const struct class *c)
 
 int main(int argc, char **argv)
 {
-	int ran = 0;
-
-	start(&argc, &argv);
-	for (size_t i = 0; argc > 1 && i < sizeof classes / sizeof *classes; i++)
-		if (classes[i].class == argv[1][0]) {
-			report("lu", classes[i].class, run(&classes[i]));
-			ran++;
-		}
-	ensure(ran > 0, "lu S|W|A", argc, 2);
-	MPI_Finalize();
-	return 0;
+	return run_class(argc, argv, "lu", "SWA", run);
 }

@@ -316,8 +316,9 @@ static double norm(const struct grid *g, const double *a, int log_size)
 	return sqrt(ldexp(all, -3 * log_size));
 }
 
-static double run(const struct class *c)
+static double run(size_t class)
 {
+	const struct class *c = &classes[class];
 	int top = c->log_size;
 	struct grid *finest = &grids[top];
 	double *v, began, took, residual;
@@ -346,15 +347,5 @@ static double run(const struct class *c)
 
 int main(int argc, char **argv)
 {
-	int ran = 0;
-
-	start(&argc, &argv);
-	for (size_t i = 0; argc > 1 && i < sizeof classes / sizeof *classes; i++)
-		if (classes[i].class == argv[1][0]) {
-			report("mg", classes[i].class, run(&classes[i]));
-			ran++;
-		}
-	ensure(ran > 0, "mg S|W|A|B", argc, 2);
-	MPI_Finalize();
-	return 0;
+	return run_class(argc, argv, "mg", "SWAB", run);
 }

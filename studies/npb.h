@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static int rank, ranks;
 
@@ -42,6 +43,23 @@ static inline void report(const char *kernel, char class, double seconds)
 {
 	if (!rank)
 		printf("%d ranks, %s.%c verified %.3f s\n", ranks, kernel, class, seconds);
+}
+
+/* A program with one kernel: runs the class that the argument names, and reports it. `run` gets its index in `letters`. */
+static inline int run_class(int argc, char **argv, const char *kernel, const char *letters, double (*run)(size_t class))
+{
+	const char *at = NULL;
+
+	start(&argc, &argv);
+	if (argc == 2 && argv[1][0])
+		at = strchr(letters, argv[1][0]);
+	if (!at) {
+		fprintf(stderr, "%s CLASS: one of %s\n", kernel, letters);
+		MPI_Abort(MPI_COMM_WORLD, 1);
+	}
+	report(kernel, *at, run((size_t)(at - letters)));
+	MPI_Finalize();
+	return 0;
 }
 
 /* The generator: x := 5^13 x mod 2^46. Its value is x / 2^46. */

@@ -118,7 +118,7 @@ impl RcQp {
         self.deliver_events(inner, outcome);
     }
 
-    /// Reports to the connection that its socket has ended, if `outcome` says so.
+    /// Handles the result of receiving and sending: tells the connection if the peer has closed the TCP connection, or if it is lost.
     fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
         let all_taken = |inner: &Inner| {
             let tcp = inner.tcp.as_ref();
