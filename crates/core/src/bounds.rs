@@ -63,10 +63,10 @@ pub const UD_MTU: u32 = 4096;
 pub const GRH_LEN: u32 = 40;
 
 /// Largest ULPDU to send, in bytes. RFC 5044 section 3 allows 64,768. With the length field this value is a multiple
-/// of 4, so it needs no padding. Two anywarp ends use it for all segment sizes of the path.
+/// of 4, so it needs no padding. Two anywarp ends use it whatever the segment size of the path is.
 pub const MULPDU_ANYWARP: usize = 64_766;
 
-/// Smallest MULPDU to use, in bytes, for all segment sizes of the path (RFC 5044 section 5: at least 128).
+/// Smallest MULPDU to use, in bytes, however small the segments of the path are (RFC 5044 section 5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
 /// A segment with at least this number of payload bytes is sent by reference instead of being copied next to its header.
@@ -94,12 +94,12 @@ pub const TX_BATCH_PIECES: usize = 96;
 /// Bytes of a packet on a link with virtual lanes: the largest MTU of InfiniBand.
 pub const QOS_PACKET: i64 = 4096;
 
-/// If no thread of its senders ran when packets were due, a link with virtual lanes sends the packets of at most this number
-/// of nanoseconds afterwards.
+/// If no thread of its senders ran when packets were due, a link with virtual lanes sends them later, but at most the packets of
+/// this number of nanoseconds.
 pub const QOS_CATCH_UP: u64 = 10_000_000;
 
-/// A sender on a link with virtual lanes that does not use its turns may save up at least this number of bytes, to send them
-/// later.
+/// A sender on a link with virtual lanes that does not use its turns saves them up, to send later. The limit is this number of
+/// bytes, or more on a fast link.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
 /// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
@@ -215,8 +215,8 @@ pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
 /// Queued answers to all reliable peers. Beyond this number, each peer may have four.
 pub const RD_ANSWERS: usize = 16_384;
 
-/// Packets with wrong tokens per second from one host, after which all packets of its unknown peers are dropped. So a
-/// search for a token of 32 bits takes months, while a token is valid for a minute.
+/// Packets with wrong tokens per second from one host, after which all packets of unknown peers at that host are dropped.
+/// So a search for a token of 32 bits takes months, while a token is valid for a minute.
 pub const RD_BAD_ECHOES: u16 = 256;
 
 /// Queued answers to unknown peers. Further unknown peers get none.

@@ -2,8 +2,8 @@
 //!
 //! Completion channels, asynchronous events and connection manager events all work like this. The descriptor is the
 //! reading end of a pipe with a byte for each event, so `poll`, `select` and `epoll` on it work. Like the descriptors of
-//! the kernel's drivers, and unlike an eventfd, it is never writable: a program that waits until it is readable or
-//! writable would spin.
+//! the kernel's drivers, and unlike an eventfd, it is never writable: if it were, a program that waits until it is
+//! readable or writable would spin.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,8 +16,8 @@ use crate::fd::EngineFd;
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::reserve;
 
-/// If this number of consecutive events were in the queue when the program called for them, it is assumed to wait for
-/// the descriptor itself (`poll`, `epoll_wait`). Fewer may be chance.
+/// If this number of consecutive events were in the queue when the program called for them, the program is assumed to
+/// wait for the descriptor itself (`poll`, `epoll_wait`). Fewer may be chance.
 const UNWAITED: u8 = 3;
 
 /// A queue of events with a descriptor.
@@ -45,7 +45,8 @@ impl<T> Channel<T> {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         let (fd, writer) = pipe_with(PipeFlags::CLOEXEC)?;
-        // A full pipe must not block the engine. The flag of the reading end may be set by the program.
+        // A full pipe must not block the engine, so the writing end is non-blocking. Only the program changes the flag of
+        // the reading end.
         let flags = rustix::fs::fcntl_getfl(&writer)?;
         rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK)?;
         Ok(Self {
@@ -132,13 +133,13 @@ impl<T> Channel<T> {
         }
     }
 
-    /// Whether the program waits for the descriptor itself, in `poll` or `epoll_wait`, and not in a call of this
-    /// library.
+    /// Whether the program is assumed to wait for the descriptor itself, in `poll` or `epoll_wait`, and not in a call of
+    /// this library.
     pub fn is_polled_by_program(&self) -> bool {
         self.unwaited.load(Ordering::Relaxed) == UNWAITED
     }
 
-    /// Whether events wait.
+    /// Whether no event waits.
     pub fn is_empty(&self) -> bool {
         self.queue().events.is_empty()
     }

@@ -53,7 +53,7 @@ pub struct Config {
     pub gro: bool,
     /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
     pub rc_over_udp: bool,
-    /// `ANYWARP_PORTS=apart`: listeners of rdma_cm never bind the TCP port of their number.
+    /// `ANYWARP_PORTS=apart`: listeners of rdma_cm never bind the TCP port with the number of their rdma_cm port.
     pub ports_apart: bool,
     /// `ANYWARP_UC=rd`: unreliable connections use reliable datagrams. Both ends must choose it.
     pub uc_over_rd: bool,

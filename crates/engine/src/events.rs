@@ -5,7 +5,8 @@
 pub struct AsyncItem {
     /// Event type.
     pub event: u32,
-    /// Cookie of the queue pair, completion queue or shared receive queue; port number for port events.
+    /// Address of the C object of the queue pair, completion queue or shared receive queue; 0 for events of the port and the
+    /// device.
     pub c_object: usize,
 }
 

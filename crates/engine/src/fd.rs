@@ -66,7 +66,7 @@ impl EngineFd {
         Ok(())
     }
 
-    /// Receives a datagram of the connection manager: its length and, if it is an IP address, its source.
+    /// Receives a datagram of the connection manager. Returns its length, and its source if that is an IP address.
     pub(crate) fn recv_from(
         &self,
         buffer: &mut [u8],
@@ -102,7 +102,7 @@ impl Drop for EngineFd {
     fn drop(&mut self) {
         capture::closed(self.0.as_raw_fd());
         process::forget_fd(self.0.as_raw_fd());
-        // The thread that posts or polls may close the descriptor, which is a cancellation point.
+        // A thread of the program may get here when it posts or polls, and close(2) is a cancellation point.
         let _inside = Uncancelled::new();
         // SAFETY: dropped once, and not used any more.
         unsafe { ManuallyDrop::drop(&mut self.0) };

@@ -30,7 +30,7 @@ pub enum Rank {
     PortIndexes,
     /// Held by the thread that receives from a UDP socket, while queue pairs process the datagrams.
     UdpReceive,
-    /// The end of a carrier of datagrams that receives.
+    /// The receiving end of a carrier of datagrams.
     CarrierReceive,
     /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
@@ -62,7 +62,7 @@ pub enum Rank {
     UdpWriters,
     /// The destinations of a UDP socket and their carriers.
     Carriers,
-    /// The end of a carrier of datagrams that sends.
+    /// The sending end of a carrier of datagrams.
     CarrierSend,
     /// The number of a UDP socket in the reactor.
     UdpToken,

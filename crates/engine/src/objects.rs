@@ -90,7 +90,8 @@ impl CompletionQueue {
         }))
     }
 
-    /// Returns up to `max` completions. If the queue is empty, the sockets that are ready are handled first.
+    /// Passes up to `max` completions to `each`, and returns their number. If the queue is empty, the sockets that are ready
+    /// are handled first.
     #[inline]
     pub fn poll(&self, max: usize, mut each: impl FnMut(usize, &Completion)) -> usize {
         let n = self.core.poll(max, &mut each);
@@ -104,7 +105,7 @@ impl CompletionQueue {
         self.core.poll(max, each)
     }
 
-    /// Returns up to `max` completions that are in the queue. The sockets are not handled.
+    /// Passes up to `max` completions that are in the queue to `each`, and returns their number. The sockets are not handled.
     pub fn poll_waiting(&self, max: usize, each: impl FnMut(usize, &Completion)) -> usize {
         self.core.poll(max, each)
     }
@@ -485,9 +486,9 @@ impl SharedReceive {
 /// A queue pair of any kind.
 #[derive(Debug, Clone)]
 pub enum QueuePair {
-    /// Reliable.
+    /// RC or XRC over TCP.
     Rc(Arc<crate::qp::RcQp>),
-    /// Datagrams, UD or UC.
+    /// A queue pair over UDP: UD, RD, UC, or RC over reliable datagrams.
     Dgram(Arc<crate::dgram::DgramQp>),
 }
 

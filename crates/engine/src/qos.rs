@@ -1,7 +1,7 @@
 //! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
 //! anywarp-qos(7).
 //!
-//! Each queue pair has a [`Flow`], asks it before it sends, and is called when a waiting flow may send. Without settings
+//! Each queue pair has a [`Flow`], asks it before it sends, and is called when its waiting flow may send. Without settings
 //! a queue pair has no flow, and only checks that. The link is in this process, or in a file that several processes lock
 //! and change in turn (docs/decisions/034). A process that waits looks at the link after some time by itself, so that
 //! processes do not have to wake each other, and one that is killed delays the others only briefly.

@@ -30,7 +30,7 @@
 //! | `raw.rs` | a scripted peer, which sends and receives single FPDUs |
 //! | `script.rs` | conversations with a scripted peer, as text |
 //! | `trace.rs` | the steps of the data path as text |
-//! | `rng.rs` | numbers and seeds |
+//! | `rng.rs` | random numbers from a seed, and the seeds of tests |
 //! | `fuzz/` | the functions that a fuzzer calls |
 //!
 //! [`Connection`]: anywarp_core::connection::Connection

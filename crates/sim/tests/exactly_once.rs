@@ -1,4 +1,4 @@
-//! Reliable datagrams: each message is delivered once or its request fails, and no request succeeds whose message was not
+//! Reliable datagrams: each message is delivered once or its request fails, and a request succeeds only if its message was
 //! delivered.
 #![allow(
     clippy::indexing_slicing,
@@ -158,8 +158,8 @@ fn a_write_waits_for_room_for_its_record() {
     });
 }
 
-/// A Write of one datagram is not placed while it waits for room for its record. Its sender waits as for a receive,
-/// and gives up after the same time.
+/// A Write of one datagram is not placed while it waits for room for its record. Its sender treats this like a missing
+/// receive: it repeats the Write up to `rnr_retry` times, then the request fails.
 #[test]
 fn writes_wait_while_the_queue_of_records_is_full() {
     let options = Options {
@@ -348,7 +348,7 @@ fn an_old_message_number_is_accepted() {
         }));
         let request = write(0, theirs.remote(0)).from(&[mine.part(0, len)]);
         net.post(a, b, request);
-        // For a source of unreliable datagrams, fewer message numbers are stored than there are messages here.
+        // A receiver of unreliable datagrams remembers fewer message numbers of a source than are used here.
         for id in 1..1500 {
             net.post(a, b, write(id, other.remote(0)).from(&[mine.part(0, 8)]));
         }
@@ -423,7 +423,7 @@ fn a_refused_message_fails_only_itself() {
             for (id, n) in delivered.iter().enumerate() {
                 assert_eq!(*n, usize::from(!bad[id]), "{what}, {id}: {delivered:?}");
             }
-            // Nothing is under way any more, and each receive that was not used is still posted.
+            // At most the messages that were not refused were delivered, and both queue pairs are still usable.
             let left = bad.len() - delivered.iter().sum::<usize>();
             assert!(left >= bad.iter().filter(|b| **b).count(), "{what}");
             let state = (net[a].qp.state(), net[b].qp.state());
@@ -432,8 +432,8 @@ fn a_refused_message_fails_only_itself() {
     });
 }
 
-/// The memory of a message is deregistered before its end: the request fails, whatever part of it was acknowledged,
-/// and the requests before and after it succeed.
+/// The target memory of a message is deregistered before the last segment arrives: the request fails, whatever part of it
+/// was acknowledged, and the requests before and after it succeed.
 #[test]
 fn a_message_whose_memory_is_deregistered_fails() {
     each_seed(8, |seed| {
@@ -511,8 +511,8 @@ fn a_broken_receive_completes_once_and_fails_at_its_sender() {
     }
 }
 
-/// The memory of a posted request is deregistered while the request is being sent: it fails, all later requests are
-/// flushed, and no packet stays under way.
+/// The memory of a posted request is deregistered while the request is being sent: the request fails, all later requests
+/// are flushed, and no packet stays under way.
 #[test]
 fn a_request_whose_local_memory_is_deregistered_fails() {
     for ordered in [true, false] {

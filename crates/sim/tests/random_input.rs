@@ -43,7 +43,7 @@ fn slightly_wrong_messages() {
     each_seed(4000, |seed| {
         alive += u64::from(fuzz::converse(&random(seed, 600)));
     });
-    // If all of them ended early, not much was tested.
+    // If all conversations ended early, not much was tested.
     assert!(
         std::env::var_os("ANYWARP_SEED").is_some() || alive > 200,
         "{alive}"

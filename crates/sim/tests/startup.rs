@@ -138,7 +138,7 @@ fn any_two_configurations_agree() {
                 params
             }
             Progress::NoCommonRtr { params, .. } => {
-                // Only an initiator that can send no form has none in common with the responder.
+                // Only an initiator that can send no form of RTR has none in common with the responder.
                 assert_eq!(config.rtr, RtrForms::NONE);
                 assert!(config.peer_to_peer && config.rev == 2);
                 params
@@ -170,7 +170,8 @@ fn any_two_configurations_agree() {
                 "the responder sends more Reads than the initiator serves"
             );
         }
-        // An anywarp initiator is recognized if and only if its configuration allows it.
+        // The two ends recognize each other as anywarp if and only if the request offers all forms of RTR, and the
+        // responder confirms all of them.
         let marked = config.rev == 2 && config.peer_to_peer && config.rtr == RtrForms::ALL;
         let all = marked && limits.known;
         assert_eq!(accepted.peer_may_be_anywarp, all);

@@ -83,7 +83,7 @@ entry! {
     }
 }
 
-/// Destroys an identifier with its queues.
+/// Destroys an identifier with its queue pair and its shared receive queue.
 ///
 /// # Safety
 /// `id` is null or points to a live object, and is not used again.
@@ -108,7 +108,7 @@ entry! {
     }
 }
 
-/// Returns the channel that receives the connect requests of a synchronous listener.
+/// Acknowledges the last event of a synchronous listener, and returns the channel that receives its connect requests.
 fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> {
     if !listen.is_synchronous() {
         return Err(libc::EINVAL);

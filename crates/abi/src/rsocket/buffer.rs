@@ -105,7 +105,8 @@ impl Buffer {
         out
     }
 
-    /// Reads a 32-bit word that the peer writes last: acquire ordering makes the bytes that were placed before it visible.
+    /// Returns a 32-bit word that the peer writes last: acquire ordering makes the bytes that were placed before it visible.
+    /// 0 if the word is not inside the buffer or not aligned.
     pub(super) fn word(&self, at: usize) -> u32 {
         match self.place(at, 4) {
             Some(place) if place.addr().is_multiple_of(4) => {

@@ -603,8 +603,8 @@ entry! {
 }
 
 entry! {
-    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. Its third argument is passed in the
-    /// same register as this fixed one.
+    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. A caller passes the variadic argument
+    /// in the same register as the fixed third argument here.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -657,7 +657,7 @@ entry! {
 }
 
 entry! {
-    /// `riowrite`: writes fewer bytes than requested if the peer's mapping ends before. Returns -1, as a `size_t`, on error.
+    /// `riowrite`: writes fewer bytes than requested if the peer's mapping is too short. Returns -1, as a `size_t`, on error.
     ///
     /// # Safety
     /// `buf` points to `len` bytes.
@@ -675,7 +675,7 @@ entry! {
 mod tests {
     use super::*;
 
-    /// Only as many bytes of a value are read as the option has.
+    /// At most [`options::LONGEST`] bytes of a value are read, and a negative length is refused.
     #[test]
     fn the_length_of_an_option_is_limited_to_valid_values() {
         let socket = make(libc::AF_INET, libc::SOCK_STREAM, 0).unwrap();

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use super::wire::{AREAS, Area};
 
 /// The number of send queue entries that are kept for control requests: messages with credits, or with the end of the stream, and
-/// Writes of grants into the peer's list. At most as many control messages are in flight.
+/// Writes of grants into the peer's list. At most this many control messages are in flight.
 pub(super) const CONTROL: u32 = 4;
 
 /// A violation of flow control by the peer.
@@ -64,7 +64,7 @@ pub(super) struct Sender {
     limit: u16,
     /// The unused part of the memory that the peer has granted.
     target: Area,
-    /// The index of the next entry of the local list of free memory, into which the peer writes its grants.
+    /// The index of the next entry to use of the list of free memory. The peer writes its grants into this list.
     slot: usize,
     /// The number of free send queue entries for data.
     requests: u32,
@@ -94,7 +94,7 @@ impl Sender {
         }
     }
 
-    /// Sets the first memory and the first credits that the peer grants.
+    /// Sets the first memory, which takes the place of entry 0 of the list, and the first credits that the peer grants.
     pub(super) fn begin(&mut self, credits: u16, data: Area) {
         self.limit = credits;
         self.target = data;
@@ -213,7 +213,7 @@ pub(super) struct Receiver {
     at: usize,
     /// The number of unread bytes.
     readable: usize,
-    /// The unread bytes of each message.
+    /// The number of unread bytes of each message.
     messages: VecDeque<u32>,
     /// The number of posted receives, each of which is a credit of the peer.
     credits: u16,
@@ -272,14 +272,14 @@ impl Receiver {
         self.readable
     }
 
-    // A peer may not send more messages than it has credits for.
+    /// Counts a message of the peer. Fails if the peer has no credit for it.
     fn count(&mut self) -> Result<(), Violation> {
         self.allowed = self.allowed.checked_sub(1).ok_or(Violation::Messages)?;
         Ok(())
     }
 
     /// Records a message of the peer that announces `len` written bytes.
-    // Only bytes that were granted to the peer are read.
+    // The check of `granted` ensures that the program reads no bytes of the ring that the peer was not allowed to write.
     pub(super) fn data(&mut self, len: u32) -> Result<(), Violation> {
         self.count()?;
         self.granted = self

@@ -15,7 +15,7 @@ use anywarp_verbs_sys::cm::{
 
 /// The smallest and the largest send or receive buffer, in bytes.
 const BUFFER: std::ops::RangeInclusive<usize> = 4096..=1 << 28;
-/// The smallest number of requests in a queue. The peer's control messages use some of them.
+/// The smallest number of requests in a queue. Control messages use some of them.
 const QUEUE_MIN: u32 = 16;
 /// The largest number of requests in a queue.
 const QUEUE_MAX: u32 = 16_384;
@@ -82,7 +82,7 @@ impl Options {
             .clone()
     }
 
-    /// Returns the options of a connection that this listener accepts: all except the time-outs.
+    /// Returns the options of a connection that a listener with these options accepts: all except the time-outs.
     pub(super) fn inherited(&self) -> Self {
         Self {
             recv_timeout: None,

@@ -76,7 +76,7 @@ unsafe fn try_event(
     out: *mut ibv_async_event,
 ) -> Result<Option<c_int>, Errno> {
     // SAFETY: destroying an object removes its events from the queue under the lock that is held here, so the object is live. From
-    // here on, destroying it waits for the acknowledgement.
+    // here on, destroying the object waits for the acknowledgement.
     let taken = events.pop_with(|item| unsafe { deliver(item) });
     match taken {
         Some((_, c)) => {
@@ -157,7 +157,7 @@ entry! {
     }
 }
 
-/// Removes the events of an object that is being destroyed from the queue.
+/// Removes from the queue the events of an object that is being destroyed.
 pub(crate) fn forget_events(device: &Context, object: usize) {
     device.events.purge(|event| event.c_object == object);
 }

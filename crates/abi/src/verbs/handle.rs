@@ -130,7 +130,7 @@ impl<T> Deref for Returned<T> {
 }
 
 /// Returns the object that a destroy call names. `EINVAL` for null; `None` if the object was created by a process that forked this
-/// one, which leaves nothing to destroy.
+/// one: then there is nothing to destroy.
 ///
 /// # Safety
 /// The requirements of [`live`] apply. If the call succeeds, the program does not use `pointer` again.

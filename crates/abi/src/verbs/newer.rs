@@ -128,7 +128,7 @@ unsafe fn register_part(
 }
 
 entry! {
-    /// `ibv_reg_buf_mr(3)`: EINVAL if the protection domain is not that of the buffer, or the range exceeds the buffer.
+    /// `ibv_reg_buf_mr(3)`: EINVAL if the protection domain is not that of the buffer, or the range is empty or exceeds the buffer.
     ///
     /// # Safety
     /// `pd` and `buf` are null or live.

@@ -95,7 +95,7 @@ fn device_of<'a>(context: *mut ibv_context) -> &'a Arc<Context> {
 pub(crate) struct PdObject {
     pub(crate) c: CStruct<ibv_pd>,
     pub(crate) engine: Arc<Pd>,
-    /// The thread domain of a parent domain, which cannot be deallocated while this exists.
+    /// The thread domain of a parent domain. The thread domain cannot be deallocated while the parent domain exists.
     pub(crate) _td: Option<Arc<()>>,
     pub(crate) _counted: CountedObject,
 }

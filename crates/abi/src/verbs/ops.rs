@@ -31,8 +31,9 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
     Ok(())
 }
 
-/// A fast path: fills the blank request `into` if the work request is a Send or a Write with at most one short inline element, as
-/// latency-bound requests usually are. Returns false for other requests, and leaves `into` unchanged. All profiles support such requests.
+/// A fast path: fills the blank request `into` if the work request is a Send or a Write with one short inline element, as
+/// latency-bound requests usually are. All profiles support such requests. Returns false for other requests, and leaves `into`
+/// unchanged.
 ///
 /// # Safety
 /// The requirements of [`request_of`] apply. The queue pair is a connected one.
@@ -95,7 +96,7 @@ unsafe fn request_of(
     unsafe { any_request_of(wr, datagram, xrc, into) }
 }
 
-/// [`request_of`] for all requests.
+/// [`request_of`] without the fast path.
 ///
 /// # Safety
 /// The requirements of [`request_of`] apply.

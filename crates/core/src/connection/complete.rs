@@ -36,7 +36,7 @@ impl Connection {
     /// Fails the queue pair: every posted request completes, in order.
     ///
     /// `first` is the number of the request that caused the failure, and its status. Without a number the cause is the
-    /// oldest request that is not done.
+    /// oldest request that is not done. `None`: no request caused the failure, and all that are not done are flushed.
     pub(super) fn fail(
         &mut self,
         first: Option<(Option<u64>, Status)>,

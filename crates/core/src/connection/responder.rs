@@ -40,7 +40,7 @@ pub(super) struct ReceiveUnderWay {
 /// The responder of one stream.
 #[derive(Debug)]
 pub(super) struct Responder {
-    /// Number of Reads and atomics of the peer that are served at the same time.
+    /// Maximum number of Reads and atomics of the peer that are served at the same time.
     ird: u32,
     /// Number of Reads and atomics of the peer whose responses are not sent yet.
     serving: u32,
@@ -242,7 +242,7 @@ impl Responder {
         self.receive = Some(receive);
     }
 
-    /// Checks a segment of the Send that is arriving. Returns the memory for its payload.
+    /// Checks a segment of the Send that is arriving. Returns the memory for its payload; `None` if no Send is arriving.
     pub(super) fn admit_send(
         &mut self,
         h: &Untagged,

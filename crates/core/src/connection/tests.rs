@@ -288,7 +288,7 @@ fn an_event_reports_a_lost_connection_only_if_no_completion_does() {
     }
 }
 
-/// A peer that closes the stream in order has acknowledged all requests that it executed. The others were dropped.
+/// A peer that closes the stream with a Bye has acknowledged all requests that it executed. The others were dropped.
 #[test]
 fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
     let (mut conn, cq) = near_the_end();

@@ -58,7 +58,7 @@ impl Connection {
     /// acknowledgement alone. Returns whether the batch was full before the messages ended.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         // The answer to a message must not overtake its acknowledgement: programs expect the completion of their Send
-        // before that of the receive. In shared memory the carrier transports it with the message.
+        // before that of the receive. In shared memory the carrier transports the acknowledgement with the answer.
         let by_message = self.ack_due() && self.stream.as_ref().is_some_and(|s| !s.in_memory);
         if by_message && (flush || self.must_ack() || self.has_messages()) {
             self.send_ack(batch);
@@ -279,9 +279,9 @@ impl Connection {
     }
 
     /// Takes, builds and frames requests in one step each, as long as the next one is one short message and no other
-    /// message is to be sent before it. Most requests are. Returns whether there was any.
+    /// message is to be sent before it, which is true of most requests. Returns whether there was any.
     ///
-    /// The request after them, which nothing was changed for, has to take the general path ([`Self::next_message`]).
+    /// The request after them is unchanged, and has to take the general path ([`Self::next_message`]).
     /// Bytes, completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
         let Some(s) = &mut self.stream else {

@@ -26,7 +26,7 @@ pub(super) struct Current {
     pub(super) message: Message,
     /// Number of its request. `None` for an answer to a peer.
     pub(super) request: Option<u64>,
-    /// Whether the request is complete when an answer arrives.
+    /// Whether the request is complete only when an answer arrives.
     pub(super) asks: bool,
     /// Identifies the message in the reliability layer.
     pub(super) tag: Tag,
@@ -150,7 +150,7 @@ pub(super) fn check(kind: Kind, options: &Options, request: &WorkRequest) -> Res
     check_other(kind, options, request)
 }
 
-/// Checks a request that is not the most frequent one of UD.
+/// [`check`] without the fast path for a Send of UD.
 fn check_other(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(), Misuse> {
     let fits = match &request.op {
         Op::Send {

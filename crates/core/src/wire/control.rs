@@ -1,9 +1,9 @@
 //! Private control messages between two anywarp ends.
 //!
 //! Standard iWARP has no messages for acknowledged completion, receiver-not-ready and Send with
-//! immediate. Two anywarp ends exchange control messages for them: untagged messages of a queue and
-//! an opcode that no other implementation uses. Each is a single segment without payload, since the
-//! DDP header has room for its fields.
+//! immediate. Two anywarp ends exchange control messages for them: untagged messages with a queue
+//! number and an opcode that no other implementation uses. Each is a single segment without payload,
+//! since the DDP header has room for its fields. Only [`Control::Cookie`] has a payload.
 //!
 //! ```text
 //!  0        1        2                 6         10        14        18
@@ -63,7 +63,7 @@ pub enum Control {
     },
     /// All following requests are for this shared receive queue of the responder's XRC domain.
     SelectSrq {
-        /// Its number.
+        /// The number of the shared receive queue.
         number: u32,
     },
     /// Requests a [`Control::Pong`].
@@ -74,7 +74,7 @@ pub enum Control {
     Bye,
     /// A message about the switch to shared memory, for two ends on one host.
     Handover(Handover),
-    /// In a datagram: the request must be sent again with the 8 bytes that follow.
+    /// Only in a datagram: the sender of a request has to send it again together with the payload of this message, 8 bytes.
     Cookie,
 }
 
@@ -110,7 +110,7 @@ impl Control {
     /// Reads a control message from its header.
     ///
     /// # Errors
-    /// The header is not that of a control message, not of a whole message, or of an unknown kind.
+    /// The header is not that of a control message, the message has more than one segment, or its kind is unknown.
     pub fn parse(header: &Untagged) -> Result<Self, PeerError> {
         if header.opcode != Opcode::Control || header.qn != QN_CONTROL {
             return Err(PeerError::Control("not a control header"));

@@ -11,6 +11,7 @@
 //! | [`control`] | private messages between two anywarp ends |
 //! | [`dgram`] | the shim that carries segments over UDP |
 //! | [`rd`] | the packet of reliable datagrams, which contains such a datagram |
+//! | [`carrier`] | messages about shared memory between two UDP ports of one host |
 //! | [`signpost`] | where the listener of an rdma_cm port is |
 //! | [`pretty`] | one line of text for any of them |
 

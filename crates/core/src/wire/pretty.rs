@@ -145,7 +145,7 @@ fn manager(out: &mut String, message: &Cm) -> fmt::Result {
     }
 }
 
-/// Describes a Request or a Reply.
+/// Describes an MPA Request or Reply.
 pub fn startup(frame: &StartupFrame) -> String {
     line(|out| {
         let kind = if frame.reply { "Reply" } else { "Request" };

@@ -105,7 +105,7 @@ impl Opcode {
         matches!(self, Self::Immediate | Self::ImmediateSolicited)
     }
 
-    /// Whether the receiver gets an event even if it is armed for solicited completions only.
+    /// Whether the receiver gets an event even if its completion queue is armed for solicited completions only.
     pub const fn is_solicited(self) -> bool {
         matches!(
             self,
@@ -234,7 +234,7 @@ impl AtomicRequest {
 
     /// An add to one field of 64 bits.
     pub const fn fetch_add(id: u32, stag: Stag, to: To, add: u64) -> Self {
-        // RFC 7306 §5.2.1 [atomic-add-compare]: the compare fields of an add are zero and all ones.
+        // RFC 7306 §5.2.1 [atomic-add-compare]: the compare data of an add is zero, and its compare mask is all ones.
         let (data_mask, compare, compare_mask) = (0, 0, u64::MAX);
         Self {
             op: AtomicOp::FetchAdd,

@@ -85,7 +85,8 @@ impl Holder for CmId {
             return reservation
                 .is_some_and(|reservation| reservation.move_signpost(bind_request, own));
         }
-        // Without a signpost, peers find the listener only at the TCP port of its number, so it must not move.
+        // Without a signpost, peers find the listener only at the TCP port with the number of its rdma_cm port, so it must
+        // not move.
         let Some(reservation) = state
             .reservation
             .as_ref()

@@ -324,7 +324,7 @@ impl Startup {
             };
             set_option(fd.get(), option.0, option.1, 1);
             match rustix::net::bind(fd.get(), &bind) {
-                // An rdma_cm port may be free although a plain socket has the TCP port of its number.
+                // An rdma_cm port may be free although a plain socket has the TCP port with the same number.
                 Err(rustix::io::Errno::ADDRINUSE) if self.port_space.is_some() => {
                     rustix::net::bind(fd.get(), &any)?;
                 }
@@ -412,7 +412,7 @@ impl Startup {
         })
     }
 
-    /// Rejects the Request and closes the connection in order.
+    /// Rejects the Request, and closes the connection without a reset, which could overtake the Reply.
     pub fn reject(&self, private_data: &[u8]) -> io::Result<()> {
         let (fd, reply) = self.finish_answering(|responder| responder.reject(private_data))?;
         send_all(&fd, &reply)?;
@@ -445,7 +445,7 @@ impl Startup {
         matches!(self.lock().phase, Phase::Listening(_))
     }
 
-    /// Closes the connection if its Request has not arrived. Returns whether it did.
+    /// Closes the connection if its Request has not arrived. Returns whether the connection was closed.
     pub(crate) fn close_if_silent(&self) -> bool {
         let mut state = self.lock();
         let silent = matches!(state.phase, Phase::Listening(_));
@@ -587,7 +587,7 @@ impl Startup {
         }
     }
 
-    /// Receives one frame, and at most the bytes of the first messages that may follow it.
+    /// Receives bytes of the frame, and perhaps the first bytes of the messages that follow it.
     fn receive(&self, state: &mut State) -> Result<(), Effect> {
         let Some(fd) = &state.fd else {
             return Err(Effect::None);

@@ -12,9 +12,9 @@ use anywarp_core::bounds;
 
 use crate::reactor::Polls;
 
-/// Number of posted bytes with which a run is full: it is sent.
+/// A run with this many posted bytes is full, and is sent.
 const RUN_BYTES: u64 = 48 << 10;
-/// Number of transmissions since the last poll from which on a program counts as sending a burst.
+/// A program that has made this many transmissions since its last poll counts as sending a burst.
 const BURST: u32 = 4;
 /// While requests are corked, the clock is read once in this many requests. Reading it takes as long as a quarter of all other
 /// work for a datagram of 64 bytes.
@@ -145,7 +145,8 @@ impl Cork {
         let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
         self.at_clock = (self.requests, self.bytes);
         let full = self.is_full();
-        // A program that has not polled since it sent a few datagrams, or sent last too long ago, may not post again soon.
+        // A program is not expected to post again soon if it has not polled since it sent a few datagrams, or if its last
+        // transmission was too long ago.
         let polled = polls.all != self.polls_at_send;
         let busy = (polled || self.sent_since_poll >= BURST)
             && now.duration_since(self.sent_at) < self.busy_for();

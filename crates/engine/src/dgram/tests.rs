@@ -339,11 +339,11 @@ fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
     assert_eq!(all, posted as u64);
 }
 
-/// Without this, the worker wakes in the middle of a list of posts and contends for the socket: 1,800 times a second in a
-/// ping-pong.
+/// Without the renewal, the worker wakes in the middle of a list of posts and contends for the socket: 1,800 times a second
+/// in a ping-pong.
 #[test]
 fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
-    // The port of this queue pair belongs to the engine of the process, also when the other one shares it.
+    // The port of this queue pair belongs to the engine of the process, also if queue pair `a` shares the port.
     let b = End::new(Kind::Ud, 200);
     let shared = Context::open().unwrap();
     let context = Arc::new(Context {
@@ -356,7 +356,7 @@ fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
     a.to_rts(None);
     b.to_rts(None);
     let engine = context.engine;
-    // Posts after a number of idle polls and a pause, until the lease has not ended meanwhile.
+    // Repeats idle polls, a pause and a post until an attempt in which the lease has not ended before the post.
     let renews = |idle_polls: usize| {
         attempts().any(|()| {
             for _ in 0..idle_polls {

@@ -140,7 +140,7 @@ fn datagrams_of_a_busy_port_go_through_memory_in_order() {
         assert_eq!(a.numbers(), (0..40).collect::<Vec<_>>(), "{round}");
     }
     assert_eq!((calls(&a), calls(&b)), before, "nothing came over UDP");
-    // What a socket would have reported.
+    // The arrival has the same fields as that of a datagram from a socket.
     a.send(&b, 7, 500).unwrap();
     poll(engine);
     let (arrival, bytes) = b.sink.got.lock().pop().unwrap();
@@ -362,7 +362,7 @@ fn peers_that_come_and_go_leave_no_entries() {
         let carrier = server.carrier(&client).unwrap();
         drop(client);
         poll(engine);
-        // As after the linger.
+        // The carrier is removed at once, and not only after its linger.
         carrier.remove();
         server.port.carriers().forget(&carrier);
     }

@@ -31,8 +31,8 @@ use crate::fd::EngineFd;
 /// Messages after which the tested end offers memory.
 const OFFER_AFTER: u32 = 2;
 
-/// A connection of this process to itself. Its ports are free at once when it ends: the side that is dropped first
-/// sends a reset.
+/// A connection of this process to itself: the tested end and the peer's end. The peer's end sends a reset if it is
+/// dropped first, so that the ports are free at once.
 fn connection() -> io::Result<(TcpStream, TcpStream)> {
     thread_local! {
         static LISTENER: RefCell<Option<TcpListener>> = const { RefCell::new(None) };
@@ -161,7 +161,7 @@ impl Both {
         self.send(&bytes);
     }
 
-    /// Makes the tested end send, and offer memory when it is due. Returns false if its stream has ended.
+    /// Makes the tested end send, and offer memory when an offer is due. Returns false if its stream has ended.
     fn transmit(&mut self) -> bool {
         if self.conn.wants_shm_offer() {
             self.tcp.offer_shm(&mut self.conn);

@@ -34,7 +34,7 @@ fn is_one_user(user: u32) -> bool {
     )
 }
 
-/// As above. `overflow` is the content of `/proc/sys/kernel/overflowuid`, or empty if it cannot be read: then the kernel's default is
+/// [`is_one_user`] for given files. `overflow` is the content of `/proc/sys/kernel/overflowuid`, or empty if it cannot be read: then the kernel's default is
 /// used. `map` is the content of `/proc/self/uid_map`, or empty: then the namespace is assumed to lack users, so that fewer users are
 /// trusted.
 fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {

@@ -9,8 +9,9 @@
 //! core).
 //!
 //! ```text
-//! page 0: positions and flags                      ring of the end that offered     ring of the other end
+//! the memory: page 0 with positions and flags, the ring of the end that offered, the ring of the other end
 //!
+//! a record:
 //!  0        4        8                    8 + bytes, filled up to a multiple of 64
 //! +--------+--------+---------------------
 //! | bytes  | done   | bytes of the stream
@@ -20,8 +21,8 @@
 //! The first word of a record is written last, and the first word of the next record is set to 0 before that. So the
 //! receiver polls the word in which it expects a record, and finds a short message in the same or the next cache line.
 //!
-//! `done` is the number of the last request of the peer that this end has executed: each record acknowledges what has arrived,
-//! and no acknowledgement is a message. An end that has nothing to send writes the number to page 0.
+//! `done` is the number of the last request of the peer that this end has executed. So each record acknowledges requests, and
+//! no messages are sent for it. An end that has nothing to send writes the number to page 0.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -53,14 +54,14 @@ const LINE: usize = 64;
 /// Largest payload of a record. Long payload is divided, so that the receiver copies one record while the sender
 /// writes the next.
 const RECORD_BYTES: usize = 16 * 1024;
-/// Longest record of a datagram. It is longer than a datagram, and short enough for the peer to wake this end when it
-/// has room for it again ([`Shm::must_wake_for_room`]).
+/// Longest record of a datagram. No datagram is longer. The record is short enough that the peer wakes this end when the
+/// ring has room for the record again ([`Shm::must_wake_for_room`]).
 pub(super) const RECORD_MAX: usize = RING / 2 - 2 * LINE;
 /// The largest number of records in a ring.
 pub(super) const RECORDS_MAX: usize = RING / LINE;
 /// Longest payload of a record that is received into a buffer of the connection, bytes.
 const SHORT: usize = 4 * 1024;
-/// The peer is woken for room when one of so many parts of its ring has been read completely.
+/// A ring has this many parts. A peer that waits for room is woken when a part of its ring has been read completely.
 const WAKE_PARTS: u64 = 4;
 /// The first word of the page.
 const MAGIC: u64 = 0x6177_6361_7272_0003;
@@ -74,8 +75,8 @@ const CONNECTION_LEN: usize = 160;
 /// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
 pub(super) const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
-/// Largest number of bytes that the peer may send in one burst to wake this end: one system call receives many of them. An
-/// end that sleeps and is woken alternately has one or two.
+/// Largest number of bytes that the peer may send in one burst to wake this end. An end that sleeps and is woken
+/// alternately gets one or two. The limit is much larger, because one system call receives many of them.
 const WAKEUPS_MAX: u32 = 4096;
 
 /// Offsets of the words of one end in the page, each in a separate cache line.
@@ -242,14 +243,14 @@ impl Watch {
         self.owes_ack.store(owes, Ordering::Relaxed);
     }
 
-    /// Whether our ring was full, and the peer has read of it since.
+    /// Whether our ring was full, and the peer has read from it since.
     pub(super) fn has_room_again(&self) -> bool {
         let full_at = self.full_at.load(Ordering::Relaxed);
         full_at != u64::MAX
             && self.shared.word(self.them.taken()).load(Ordering::Acquire) != full_at
     }
 
-    /// Whether our ring was full, and the peer has not read of it since.
+    /// Whether our ring was full, and the peer has not read from it since.
     pub(super) fn is_full(&self) -> bool {
         self.full_at.load(Ordering::Relaxed) == self.taken_by_them()
     }
@@ -264,7 +265,7 @@ impl Watch {
         wake::announce(self.shared.flag(self.us.asleep()), condition)
     }
 
-    /// Takes back that the peer was woken: the message was not sent.
+    /// Marks the peer as sleeping again, because the message that wakes it was not sent.
     pub(super) fn was_not_woken(&self) {
         self.shared
             .flag(self.them.asleep())
@@ -328,7 +329,7 @@ pub(crate) struct Shm {
     was_full: bool,
     /// The number of the last request of the peer that is executed, for the records that are sent.
     done: u32,
-    /// The same number of the peer, from its last record.
+    /// The number of the last request of this end that the peer has executed, from the peer's last record.
     done_by_them: u32,
     /// A part of the peer's ring was read completely since [`Self::must_wake_for_room`] was last called.
     part_taken: bool,
@@ -558,7 +559,8 @@ impl Shm {
         self.send_runs(batch, skip)
     }
 
-    /// Sends bytes as one record, if there is room and they are not divided. Most messages are sent by this function.
+    /// Sends bytes as one record, which is not divided at the end of the ring. Returns false if that is not possible or there is
+    /// no room. Most messages are sent by this function.
     #[inline]
     fn send_short(&mut self, bytes: &[u8]) -> bool {
         let at = in_ring(self.written) + HEAD;
@@ -690,8 +692,8 @@ impl Shm {
         });
     }
 
-    /// The largest payload of a record for which the ring of this end has room. The position of the peer is only read
-    /// if there was no room for `wanted` bytes at the last time. `None`: the peer claims to have read more than was
+    /// The largest payload of a record for which the ring of this end has room. The position of the peer is read again
+    /// only if its last known value leaves no room for `wanted` bytes. `None`: the peer claims to have read more than was
     /// written.
     #[inline]
     fn room_for(&mut self, wanted: usize) -> Option<usize> {
@@ -922,7 +924,7 @@ impl Shm {
 impl Drop for Shm {
     fn drop(&mut self) {
         if self.name.is_some() && self.counted.is_none() {
-            // The thread that posts or polls closes a file here, which is a cancellation point.
+            // A thread of the program may close a file here, and close(2) is a cancellation point.
             let _inside = Uncancelled::new();
             Offer::close(self.proof);
         }

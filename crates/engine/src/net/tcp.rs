@@ -36,7 +36,7 @@ const RX_RECORDS_BYTES: usize = 64 << 10;
 const RX_RECORDS: usize = 128;
 /// Largest number of turns in which all records of a full ring of shared memory are received.
 pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;
-/// Bytes that a received record counts as at least, because each takes some time.
+/// A received record counts as at least this many bytes, because each record takes some time.
 const RX_RECORD_LEAST: usize = 64;
 /// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a megabyte for each, eight
 /// connections with long Read Responses delayed others by three milliseconds.
@@ -44,7 +44,7 @@ const TX_TURN_BYTES: usize = 256 << 10;
 /// How long one turn may handle FPDUs. An FPDU may be as short as 20 bytes, so the number of bytes does not limit the
 /// time. A connection that exceeds this time receives less at once.
 const TURN_TIME: Duration = Duration::from_micros(50);
-/// Received bytes from which on the handling is timed. The handling of fewer takes less than [`TURN_TIME`].
+/// The handling of at least this many received bytes is timed. The handling of fewer takes less than [`TURN_TIME`].
 const TIMED_BYTES: usize = 4 * 1024;
 /// Transmit buffer that an idle queue pair keeps, bytes. A larger buffer is returned to the engine for reuse.
 const IDLE_TX_BUFFER: usize = 4 * 1024;
@@ -98,7 +98,7 @@ pub struct Tcp {
     /// Whether the last turn ended before it had received everything.
     rx_limited: bool,
     framing: Framing,
-    /// Whether the last batch was sent in part only. The socket is watched for being writable.
+    /// Whether sending goes on only when the socket is writable or the shared ring has room.
     pub(crate) blocked: bool,
     /// Bytes that may be sent in one turn.
     most: usize,
@@ -365,7 +365,7 @@ impl Tcp {
         self.fd
     }
 
-    /// Receives what has arrived, and passes it to the core (*deframe* and up). `socket`: the socket may be readable.
+    /// Receives what has arrived, and passes it to the core. `socket`: the socket may be readable.
     pub fn receive(
         &mut self,
         engine: &Engine,
@@ -446,7 +446,7 @@ impl Tcp {
         self.rx_limited || self.rx_shm && self.watch().is_some_and(|w| w.has_bytes())
     }
 
-    /// Passes received bytes to *deframe*, and adds the time to `spent`. Returns how many of them were consumed.
+    /// Passes received bytes to the core, and adds the time to `spent`. Returns how many of them were consumed.
     fn handle_rx(
         &mut self,
         conn: &mut Connection,
@@ -592,7 +592,7 @@ impl Tcp {
         self.limited
     }
 
-    /// Sends as much as possible: *frame* fills the batch, *gather* and *send* pass it to the kernel.
+    /// Sends as much as possible: the core fills a batch, which is passed to the socket or to shared memory.
     pub fn transmit(
         &mut self,
         engine: &Engine,
@@ -601,7 +601,7 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
-        // A record that could not be written has taken the acknowledgement with it.
+        // The acknowledgement was in a record that could not be written, so it is written to page 0.
         let unsent = self.blocked || matches!(outcome, Outcome::Broken(_));
         if self.tx_shm
             && let Some(shm) = &mut self.shm

@@ -81,7 +81,7 @@ impl UdpSocket {
 
     /// Sends datagrams from the front of the list. Returns how many the kernel accepted.
     ///
-    /// `run_max` is the longest datagram that may be part of a run; it shrinks when the kernel refuses.
+    /// `run_max` is the longest datagram that may be part of a run. It is lowered when the kernel refuses a run.
     pub(crate) fn send(
         &self,
         datagrams: &[TxDatagram],
@@ -241,7 +241,7 @@ pub(crate) struct UdpPort<S: DatagramSink> {
     waiting: Mutex<Vec<Weak<S>>>,
     /// Locked by the thread that receives.
     receiving: Mutex<ReceiveCalls>,
-    /// Whether the last receive found many datagrams.
+    /// Whether the last receive that found datagrams found more than one.
     many: AtomicBool,
     token: Mutex<Token>,
     /// The number of the port.
@@ -597,8 +597,8 @@ impl<S: DatagramSink> Port<S> for UdpPort<S> {
     }
 }
 
-/// Whether a datagram with these addresses stays on this host. The kernel sends from the address of the destination then, or from another one
-/// of the loopback interface.
+/// Whether a datagram with these addresses stays on this host. To an address of the host, the kernel sends from this same
+/// address, or from another loopback address.
 fn is_of_one_host(from: IpAddr, to: IpAddr) -> bool {
     from == to || from.is_loopback() && to.is_loopback()
 }

@@ -13,8 +13,8 @@ pub(crate) struct Alarm {
 }
 
 impl Alarm {
-    /// Sets the deadline unless an earlier one is set. Returns the source for which the caller requests it from the
-    /// reactor. `register` registers the source when it is first needed.
+    /// Sets the deadline unless an earlier one is set. Returns the source: the caller has to request the deadline for it
+    /// from the reactor. `register` registers the source when it is first needed.
     pub(crate) fn set(&mut self, at: Instant, register: impl FnOnce() -> Token) -> Option<Token> {
         if self.at.is_some_and(|earlier| earlier <= at) {
             return None;

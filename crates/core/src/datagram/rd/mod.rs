@@ -129,11 +129,11 @@ struct PeerState {
     /// Whether the peer has shown that it receives at its address, in the second `proven_at`.
     is_proven: bool,
     proven_at: u32,
-    /// Bytes that may be sent to the peer until it has shown that.
+    /// Bytes that may be sent to the peer until it has shown that it receives at its address.
     credit: u32,
     /// Number of the next packet to the peer.
     next: u64,
-    /// Number of the next packet from the peer, if none waits. `None`: no packet has arrived yet.
+    /// Number of the next packet from the peer, used while `rx` is `None`. `None`: no packet has arrived yet.
     expected: Option<u64>,
     tx: Option<Box<Sender>>,
     rx: Option<Box<Receiver>>,
