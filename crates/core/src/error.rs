@@ -102,7 +102,7 @@ pub enum PeerError {
     UntaggedNoBuffer {
         /// The queue number.
         qn: u32,
-        /// Its message sequence number.
+        /// The message sequence number.
         msn: u32,
     },
     /// The message sequence number is not the next one.

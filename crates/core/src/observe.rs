@@ -15,7 +15,7 @@ pub enum Step<'a> {
     Take(u64),
     /// A message of this opcode and length was built.
     Build(Opcode, u64),
-    /// A segment was cut: payload bytes, last of its message.
+    /// A segment was cut: its payload bytes, and whether it is the last of its message.
     Segment(usize, bool),
     /// An FPDU was added to the batch: ULPDU bytes.
     Frame(usize),

@@ -39,7 +39,7 @@ impl Shared {
     /// Opens the memory of a descriptor of another process of this user.
     pub(crate) fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
-        // The peer may name any file of any process, which must not block this process. So before the file is known
+        // The peer may name any file of any process, and the file must not block this process. So until the file is known
         // to be memory of the kernel, it is only examined: O_PATH opens no device or FIFO and sends no request to a
         // file system, and STATX_DONT_SYNC does not wait for the server of a file system in user space (FUSE) either.
         let seen = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
@@ -91,8 +91,8 @@ impl Shared {
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         static NONE: AtomicU64 = AtomicU64::new(0);
         match self.at(at, 8) {
-            // SAFETY: eight bytes of the mapping, which lives as long as `self`; a page begins with it, so a multiple of
-            // 8 is aligned. The peer changes it by atomic operations.
+            // SAFETY: eight bytes of the mapping, which lives as long as `self`. The mapping begins at a page, so a multiple
+            // of 8 is aligned. The peer changes the word by atomic operations.
             Some(word) if at.is_multiple_of(8) => unsafe { AtomicU64::from_ptr(word.cast()) },
             _ => &NONE,
         }

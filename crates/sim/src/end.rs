@@ -227,7 +227,7 @@ impl Host {
         self.space.bytes()[at..at + mr.region.len() as usize].to_vec()
     }
 
-    /// The word at byte `at`, in the order of this machine.
+    /// The word at byte `at`, in the byte order of this machine.
     pub fn word(&self, mr: &Mr, at: usize) -> u64 {
         u64::from_ne_bytes(self.bytes(mr)[at..at + 8].try_into().expect("eight bytes"))
     }
@@ -318,7 +318,7 @@ pub struct End {
     pub(crate) rx: Vec<u8>,
     pub(crate) over: bool,
     qpn: u32,
-    /// Removes the markers that this end requested, and the bytes of an incomplete frame without its markers.
+    /// If this end requested markers: what removes them, and the bytes of an incomplete frame without its markers.
     markers: Option<(Stripper, Vec<u8>)>,
 }
 

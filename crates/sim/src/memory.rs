@@ -34,7 +34,7 @@ impl Space {
     }
 }
 
-/// The gap between two allocations.
+/// The value of each byte in the gap between two allocations.
 pub(crate) const GUARD: u8 = 0xa5;
 
 impl Memory for Space {

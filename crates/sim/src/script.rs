@@ -20,6 +20,7 @@
 //! | `initiator` | the end under test opened the stream; otherwise the peer did |
 //! | `first-message` | the script contains the peer's first message; otherwise it is sent without a line |
 //! | `no crc`, `ird N`, `ord N`, `mulpdu N`, `rnr-retry N` | the outcome of start-up |
+//! | `first nothing`, `first read`, `first send`, `first write` | the first message of an initiator; the default is a Write |
 //! | `rights NAME…` | the access rights of the queue pair; the default is all |
 //! | `register NAME len N RIGHT… [foreign]` | a region, perhaps of another protection domain |
 //! | `window NAME over MR at N len N RIGHT… [elsewhere]` | a window of type 2, perhaps of another queue pair |
@@ -29,10 +30,9 @@
 //! | `< bytes HEX…`, `< close` | |
 //! | `> TEXT` | the peer receives this message |
 //! | `completes ID STATUS`, `received ID STATUS len N` | the next completion |
-//! | `closed`, `open` | the stream, and the queue pair with it |
+//! | `closed`, `open` | the stream is closed and the queue pair has failed, or both work |
 //! | `event NAME` | an asynchronous event was raised |
-//! | `memory NAME zero`, `memory NAME at N len N data N` | all bytes of a region: at the given place the payload
-//! pattern, elsewhere zero |
+//! | `memory NAME zero`, `memory NAME at N len N data N` | a region: the payload pattern at this place, zeros elsewhere |
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
 //! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`. To break rules: `dv`, `rv`, `op`, `qn`,

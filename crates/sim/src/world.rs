@@ -47,7 +47,7 @@ pub struct World {
     raws: Vec<Raw>,
     links: Vec<Link>,
     hosts: u64,
-    /// Whether acknowledgements are sent when a step has nothing else to send, as in a busy engine.
+    /// Whether acknowledgements alone are sent only when a step has nothing else to do, as in a busy engine.
     pub lazy_acks: bool,
 }
 

@@ -30,7 +30,7 @@ struct State {
     /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so entries raise
     /// no further event.
     event_pending: bool,
-    /// The kind of the unpolled entries for which no event was raised or pending: arming for this kind raises an event.
+    /// The kind of the unpolled entries for which no event was raised and none is pending: arming for this kind raises an event.
     missed: Armed,
     overrun_allowed: bool,
 }

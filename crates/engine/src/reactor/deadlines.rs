@@ -9,7 +9,7 @@ use super::sources::{Sources, Token};
 use super::time::Epoch;
 use crate::locks::{Mutex, Rank};
 
-/// Heap size from which on deadlines of removed sources are deleted before the heap grows. A long heap contains
+/// Before a heap of at least this size grows, the deadlines of removed sources are deleted. A long heap contains
 /// mostly these: a source adds a deadline for each message that it waits for, and its deadlines stay when it is
 /// removed.
 const COMPACT_LEN: usize = 1024;

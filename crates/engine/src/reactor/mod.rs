@@ -310,8 +310,8 @@ impl Reactor {
         n > 0
     }
 
-    /// Handles the socket that was the only ready one last, and, if that is due, all that are ready. Returns whether something
-    /// had arrived. `nth`: the number of this idle poll.
+    /// Handles the socket that was the only ready one at the last check, and, if a check is due, all sockets that are ready.
+    /// Returns whether something had arrived. `nth`: the number of this idle poll.
     fn poll_ready(&self, nth: u64, now: Instant) -> bool {
         let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);
         // The result is true if the hot socket had something, even if the other sockets have nothing.
@@ -465,7 +465,7 @@ impl Reactor {
         self.cork.on_post()
     }
 
-    /// Corks posted requests. Returns false if no thread polls; they have to be sent now.
+    /// Corks posted requests. Returns false if no thread polls: then the requests have to be sent now.
     pub(crate) fn cork(&self, qp: Option<Arc<dyn DelayedAck>>) -> bool {
         let now = clock::now();
         if !self.lease.is_polled(self.epoch.nanos(now)) {

@@ -97,7 +97,7 @@ pub fn receive_datagrams(
     Ok(())
 }
 
-/// Receives a datagram, or a run. `recvmsg` costs less than `recvmmsg`, and so do locals instead of lists. Polling threads call
+/// Receives a datagram, or a run. `recvmsg` costs less than `recvmmsg`, and locals cost less than lists. Polling threads call
 /// this most of the time, and most calls find nothing.
 fn receive_one(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
     // SAFETY: all-zero is valid for this plain C structure.
@@ -132,8 +132,8 @@ fn receive_one(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Datagram, Io> {
     Ok(datagram)
 }
 
-/// What the kernel has written for a received datagram, or run. `None`: it is not from an IP address, which a UDP socket never
-/// reports.
+/// What the kernel has written for a received datagram, or run. `None`: the source is not an IP address, which does not occur on
+/// a UDP socket.
 #[inline]
 fn datagram_of(
     msg: &libc::msghdr,

@@ -35,7 +35,8 @@ pub fn get_option(fd: BorrowedFd<'_>, level: i32, name: i32) -> Option<i32> {
     (r == 0).then_some(value)
 }
 
-/// Joins or leaves a multicast group on the interface that has `local`.
+/// Joins or leaves a multicast group on the interface with the index `interface`, which has the address `local`. Returns false
+/// if that failed.
 pub fn multicast(
     fd: BorrowedFd<'_>,
     group: IpAddr,
@@ -99,7 +100,8 @@ pub fn multicast(
     }
 }
 
-/// Sets the interface that multicast is sent on: for IPv4 by its address `local`, for IPv6 by its index.
+/// Sets the interface that multicast is sent on: for IPv4 by its address `local` and its index, for IPv6 by its index. Returns
+/// false if that failed.
 pub fn multicast_interface(fd: BorrowedFd<'_>, local: IpAddr, interface: u32) -> bool {
     match local {
         IpAddr::V4(local) => {

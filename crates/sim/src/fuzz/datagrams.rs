@@ -196,7 +196,7 @@ impl Receiver {
         let state = format!("{:?}", self.qp).len();
         assert!(state < 1 << 18, "{state} bytes of state");
         self.qp.set_state(State::Error);
-        // The datagrams were returned but not sent. They complete only when the engine reports that they were sent.
+        // Each request has completed before, or is flushed now.
         self.collect();
         let (mut recvs, mut sends): (Vec<u64>, Vec<u64>) =
             self.delivered.iter().partition(|id| **id < 1_000);
@@ -349,7 +349,7 @@ fn sealed(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
     bytes
 }
 
-/// A packet with valid or nearly valid fields that contains such a datagram.
+/// A packet with valid or nearly valid fields that contains the result of [`datagram`].
 fn packet(receiver: &Receiver, input: &mut Input<'_>) -> Vec<u8> {
     let ahead = u32::from(input.byte() % 8);
     let mut arrived = SmallVec::new();

@@ -30,7 +30,7 @@ fn arrival(peer: &Peer) -> Arrival {
     }
 }
 
-/// A packet of a peer that knows the token of this end. A first packet was sent within the validity of the token.
+/// A packet of a peer that knows the token of this end. In a first packet this is a token that was issued at second 5.
 fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
     let early = Duration::from_secs(5);
     let echo = match rd.peers.get(peer) {
@@ -211,7 +211,7 @@ fn no_network_or_host_can_use_all_entries() {
     assert_eq!(fill(&mut rd, 0, 0), ALL.div_ceil(3));
 }
 
-/// A silent peer with a gap in its packets is forgotten, and its incomplete messages are given up. If packets of it
+/// A silent peer with a gap in its packets is forgotten, and its incomplete messages are given up. If some of its packets
 /// wait, this happens even if the table is not full.
 #[test]
 fn a_peer_that_left_a_gap_is_forgotten() {

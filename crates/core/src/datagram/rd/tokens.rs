@@ -122,8 +122,8 @@ impl Reliable {
     }
 
     /// Handles a challenge of the peer. It is accepted if it echoes the token of this end and if this end has sent a
-    /// packet. A peer that had another token before is challenged once more, with a token made for this case, so a
-    /// forged packet ends nothing.
+    /// packet. A peer that had another token before is challenged once more, with a token made for this case, so that a
+    /// forged challenge has no effect.
     fn challenged(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;
@@ -210,7 +210,7 @@ impl Reliable {
         let forgot_us = packet.instance != 0 && packet.instance == state.instance;
         state.instance = packet.instance;
         let tx = state.tx.as_deref_mut().filter(|tx| !tx.is_empty());
-        // The peer had been silent for a minute when it forgot this end, so recent packets have not reached it.
+        // The peer forgot this end after a minute without packets from it, so recent packets have not reached the peer.
         let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
         match tx {
             Some(tx) if forgot_us && is_young(tx) => tx.start_again(),

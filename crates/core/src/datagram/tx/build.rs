@@ -87,7 +87,7 @@ impl DatagramQp {
         self.reads.remove_number(number);
         self.sent(number);
         if self.rd.is_some() {
-            // A reliable service has no such state, so its queue pair fails.
+            // A reliable service has no state SQE, so its queue pair fails.
             self.fail(why, None);
             return;
         }
@@ -155,8 +155,8 @@ impl DatagramQp {
         Some((shim, opcode, address))
     }
 
-    /// The UDP payload that the path to an address carries, bytes. It is looked up once in [`PATH_MEMORY`], because that
-    /// takes a lock.
+    /// The UDP payload that the path to an address carries, bytes. It is looked up once in [`PATH_MEMORY`], because the
+    /// look-up takes a lock.
     pub(super) fn path_mtu(&mut self, ip: IpAddr) -> usize {
         let Some(ask) = self.paths else {
             return PATH_MTU;

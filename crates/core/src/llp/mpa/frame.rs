@@ -294,7 +294,7 @@ fn length_and_pad(ulpdu: usize) -> ([u8; LENGTH], usize) {
 impl TxBatch {
     /// Appends an FPDU of this header and `len` bytes of payload, which `fill` appends. If `fill` returns false, the
     /// batch is unchanged and this returns false.
-    // If the length of the header is a constant, copying it takes two instructions.
+    // Inlined, because copying a header takes only two instructions if its length is a constant.
     #[inline(always)]
     pub(crate) fn push_fpdu(
         &mut self,
@@ -315,7 +315,7 @@ impl TxBatch {
             own.truncate(start);
             return false;
         }
-        // A constant number of bytes is added faster than the right one.
+        // Adding a constant number of bytes and truncating them is faster than adding the right number.
         let end = own.len();
         own.extend_from_slice(&[0; PAD_AND_CRC]);
         // RFC 5044 §4.4 [mpa-fpdu-crc]: the CRC covers length field to padding. Without CRCs the field is present too.
@@ -364,7 +364,8 @@ fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBat
     batch.push_raw([0; 3 + CRC].get(..pad + CRC).unwrap_or(&[]));
 }
 
-/// Calls `each` for the parts of `[from, from + len)` of a list of ranges, until it returns false. True if it never did.
+/// Calls `each` for the parts of `[from, from + len)` of a list of ranges, until it returns false. Returns false then, and also
+/// if the ranges end before `from + len`.
 pub fn for_each_part(
     places: &[Placement],
     from: u64,

@@ -17,7 +17,7 @@ pub struct InitiatorConfig {
     pub peer_to_peer: bool,
     /// The ready-to-receive messages that this end can send.
     pub rtr: RtrForms,
-    /// Inbound Reads that this end serves at once.
+    /// Inbound Reads that this end serves at the same time.
     pub ird: u16,
     /// The limit to which `ird` may grow if the peer needs more.
     pub max_ird: u16,

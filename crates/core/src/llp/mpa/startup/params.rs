@@ -11,7 +11,7 @@ pub struct StreamParams {
     pub send_markers: bool,
     /// Whether the peer inserts markers.
     pub recv_markers: bool,
-    /// Inbound Reads and atomics that this end serves at once.
+    /// Inbound Reads and atomics that this end serves at the same time.
     pub ird: u16,
     /// Outbound Reads and atomics that this end may have outstanding.
     pub ord: u16,

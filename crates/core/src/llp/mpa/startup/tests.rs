@@ -48,7 +48,7 @@ fn accept(tail: &[u8], ird: u16, ord: u16) -> (Vec<u8>, Accepted) {
     (rest.to_vec(), accepted)
 }
 
-/// Enhanced flags byte and block: S and C, then the block.
+/// A frame of revision 2 after its key: the flags S and C, and the enhanced block.
 fn v2(block: [u8; 4]) -> Vec<u8> {
     [&[0x50, 2, 0, 4][..], &block].concat()
 }
@@ -492,7 +492,7 @@ fn a_reply_without_the_enhanced_bit_selects_the_plain_stream() {
 
 #[test]
 fn a_request_without_the_enhanced_bit_gets_a_reply_without_it() {
-    // Linux siw. The forms that are set are ignored without A.
+    // Linux siw sends no A. Without A, the forms that are set are ignored.
     for block in [[0, 16, 0, 16], [0x40, 16, 0xc0, 16]] {
         let (_, request) = responder(&v2(block));
         assert!(!request.peer_to_peer && !request.peer_may_be_anywarp);
