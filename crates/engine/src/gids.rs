@@ -332,7 +332,8 @@ pub fn is_up() -> bool {
 }
 
 /// The address of a LID: the first address of this host if it has that LID, otherwise the address in the same network
-/// with these low 16 bits. The other addresses of this host have no LID: the LID of 127.0.0.1 would hide x.y.0.1.
+/// with these low 16 bits, or `None` with IPv6. The other addresses of this host have no LID: the LID of 127.0.0.1 would
+/// hide x.y.0.1.
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     let first = gids().first()?.ip;
     if lid_of(first) == lid {

@@ -43,8 +43,8 @@ use crate::{Rng, World, access};
 /// The key of all queue pairs.
 pub const QKEY: u32 = 0x1111_1111;
 
-/// Queue pairs with more peers than this, or with more waiting bytes, are not checked after each datagram, because
-/// that would take most of the time.
+/// Queue pairs with more than [`CHECKED_PEERS`] peers, or more than [`CHECKED_BYTES`] waiting bytes, are not checked
+/// after each datagram, because that would take most of the time.
 const CHECKED_PEERS: usize = 16;
 const CHECKED_BYTES: usize = 1 << 18;
 
@@ -100,7 +100,7 @@ pub struct Member {
     pub events: Vec<AsyncEvent>,
     /// Numbers of datagrams that it dropped, by reason.
     pub drops: HashMap<Dropped, u64>,
-    /// Whether the queue pair has failed: it neither sends nor receives then.
+    /// Whether the queue pair is cut off, as if its host had failed: it neither sends nor receives.
     pub dead: bool,
     /// The number of the current stall, and its start. A queue pair stalls when it must not send more before a peer reports
     /// what it has received.
@@ -117,7 +117,7 @@ impl std::fmt::Debug for Member {
 }
 
 impl Member {
-    /// Its address, for requests.
+    /// Its destination, for requests of others.
     pub fn destination(&self) -> Destination {
         Destination {
             addr: self.addr,
@@ -217,7 +217,7 @@ impl IndexMut<Id> for Ether {
 }
 
 impl Ether {
-    /// A network of such links.
+    /// A network whose links all behave as `link`.
     pub fn new(seed: u64, link: Link) -> Self {
         Self {
             link,
@@ -235,7 +235,7 @@ impl Ether {
         }
     }
 
-    /// The time.
+    /// The virtual time.
     pub fn now(&self) -> Duration {
         self.now
     }
@@ -245,7 +245,7 @@ impl Ether {
         (0..self.members.len()).map(Id)
     }
 
-    /// Datagrams sent by all.
+    /// Number of datagrams that all queue pairs have sent.
     pub fn sent(&self) -> u64 {
         self.sent
     }
@@ -286,7 +286,7 @@ impl Ether {
         self.run_until(most, |_| false)
     }
 
-    /// Runs until `done`.
+    /// As [`Self::run`], but also stops when `done` returns true.
     pub fn run_until(
         &mut self,
         most: Duration,
@@ -343,7 +343,7 @@ impl Ether {
 
     fn transmit(&mut self, at: usize) {
         let now = self.now;
-        // No other datagram is about to be sent.
+        // No other datagram is about to be sent, so acknowledgements do not wait for one.
         self.members[at].qp.flush();
         loop {
             let mut out = Vec::new();

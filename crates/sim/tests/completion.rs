@@ -60,7 +60,8 @@ impl Ledger {
     }
 }
 
-/// A random request from `from` to `to`; with `bad`, the peer refuses it or it fails locally.
+/// Posts a random request at end `from`: `here` is its source, `sink` its sink, and `there` the peer's memory. With
+/// `bad`, its remote memory or its lkey is wrong.
 fn request(w: &mut World, from: EndId, id: u64, [here, sink, there]: [&Mr; 3], bad: bool) {
     let size = *w.rng.pick(&[0, 1, 100, 9_000, 70_000]);
     let mut sge = here.part(0, size);
@@ -97,7 +98,7 @@ fn request(w: &mut World, from: EndId, id: u64, [here, sink, there]: [&Mr; 3], b
     w[from].post(wr);
 }
 
-/// The failure of a run.
+/// What goes wrong in a run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Trouble {
     Nothing,
@@ -224,7 +225,7 @@ fn run(seed: u64, setup: &Setup, trouble: Trouble) {
     }
     w.run_for(Duration::from_secs(5));
     if trouble == Trouble::CqFull {
-        // Messages may have been lost, but both ends have seen the end of the stream.
+        // Completions may be missing, but none is made twice, and the queue pair of a full queue has failed.
         for end in ends {
             let full = w[end].send_cq.is_broken() || w[end].recv_cq.is_broken();
             if full {
@@ -513,7 +514,7 @@ fn a_peer_that_is_silent_with_work_to_do_is_probed_once() {
 type Ended = Vec<(u64, Status)>;
 
 /// Posts a valid Write, Read and Send, then the request that `bad` makes, then a valid Send. Returns the completions
-/// of both ends.
+/// of both ends, and whether the peer raised `QpAccess` and `QpRequest`.
 fn with_bad(
     seed: u64,
     bad: impl Fn(&Mr, &Mr) -> anywarp_core::verbs::wr::WorkRequest,

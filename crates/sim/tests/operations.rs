@@ -992,7 +992,7 @@ fn a_standard_peer_gets_no_control_messages() {
         w[end].post(write_imm(2, mr.remote(0), [1, 2, 3, 4]).from(&[mr.all()]));
         w[end].post(send(3).solicited());
         w.run();
-        // They complete as soon as they are passed to the stream.
+        // The requests complete as soon as they are passed to the stream.
         ok(&w[end].completed(), &[1, 2, 3]);
         let opcodes: Vec<_> = w[peer].received().iter().map(|f| f.opcode()).collect();
         let send = [Opcode::Send; 4];
@@ -1031,7 +1031,7 @@ fn markers_are_sent_to_a_peer_that_requests_them() {
             w.run();
             ok(&w[end].completed(), &[1, 2]);
             let got = w[peer].received();
-            // The FPDUs of the Write: the first one is the ready-to-receive message, and the last one is the Send.
+            // The FPDUs of the Write are those between the first, the ready-to-receive message, and the last, the Send.
             let body: Vec<u8> = got[1..got.len() - 1]
                 .iter()
                 .flat_map(|f| f.payload().to_vec())

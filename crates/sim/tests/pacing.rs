@@ -1,4 +1,4 @@
-//! Pacing of unreliable datagrams: a lost report delays the sender, but loses no data.
+//! Pacing of unreliable datagrams: a lost report delays the sender, but no data is lost.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,
@@ -27,8 +27,8 @@ const SEGMENTS: [Segment; 6] = [
     Segment::Bytes(1432),
 ];
 
-/// A new pair writes `total` bytes over a path that loses these shares of data and of reports. Returns the number of
-/// bytes in the record, and of those that arrived.
+/// A new pair writes `total` bytes over a path that loses the share `data` of the data, and the share `reports` of the
+/// reports. Returns the number of valid bytes in the records, and of bytes that arrived.
 fn written(seed: u64, segment: Segment, total: usize, data: f64, reports: f64) -> (usize, usize) {
     let options = Options {
         one_sided: true,
@@ -77,7 +77,7 @@ fn a_lost_report_loses_no_data() {
     });
 }
 
-/// A receiver may send no reports: on a path without losses it receives everything.
+/// Without any reports, a receiver still gets everything on a path that loses no data.
 #[test]
 fn a_receiver_without_reports_gets_everything() {
     for segment in SEGMENTS {

@@ -451,7 +451,7 @@ fn random_loss_costs_little_more_than_the_lost_bytes() {
     }
 }
 
-/// Two senders that share a link both make progress, and the link's queue does not overflow all the time.
+/// Senders that share a link all make progress, and the link's queue does not overflow all the time.
 #[test]
 fn two_senders_share_a_link() {
     let link = Link {

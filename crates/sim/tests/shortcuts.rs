@@ -398,7 +398,7 @@ fn run_datagrams(seed: u64, kind: Kind, shortcuts: bool) -> DatagramOutcome {
                 let at = rng.below(LEN - 4_000);
                 let (one, two) = (mine.part(at, 1_000), mine.part(at + 1_000, 3_000));
                 let ranges = match rng.below(12) {
-                    // Two ranges, one of them empty, and one that is short.
+                    // Two ranges; two ranges of which one is empty; a single short range.
                     0 => vec![one, two],
                     1 => vec![mine.part(at, 0), mine.part(at, 4_000)],
                     2 if kind == Kind::Ud => vec![mine.part(at, 60)],

@@ -28,7 +28,7 @@ unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
     to.cast()
 }
 
-/// Returns the length of an address of this family.
+/// Returns the length of an address, which follows from its family. 0 for null, and for a family other than IPv4 and IPv6.
 unsafe fn len_of(addr: *const sockaddr) -> socklen_t {
     if addr.is_null() {
         return 0;

@@ -5,7 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 use libc::{sockaddr, sockaddr_in, sockaddr_in6, socklen_t};
 
-/// Converts an address. `EINVAL` if it is too short, `EAFNOSUPPORT` if its family is not that of the socket.
+/// Converts an address. `EINVAL` if it is too short for its family, or is an IPv4 address for an IPv6 socket, as in the
+/// kernel; `EAFNOSUPPORT` if it is an IPv6 address for an IPv4 socket, or of another family.
 ///
 /// # Safety
 /// `addr` is null or points to `len` bytes.

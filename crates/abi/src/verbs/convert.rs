@@ -162,7 +162,7 @@ pub(crate) unsafe fn append_inline(
     Ok(())
 }
 
-/// Returns the destination of a datagram.
+/// Returns the destination of a datagram. The upper 16 bits of a queue pair number are its UDP port.
 ///
 /// # Safety
 /// `ah` is null or points to a live object.

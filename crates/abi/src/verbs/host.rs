@@ -39,7 +39,7 @@ entry! {
     /// `ibv_read_sysfs_file`: reads `dir/file` into `buf`, without a trailing newline.
     ///
     /// Returns the length without the terminating NUL, or -1 with errno. Text that does not fit into `size` octets with the NUL
-    /// is an error.
+    /// is an error, except that a `size` of 0 returns 0.
     ///
     /// # Safety
     /// `dir` and `file` are C strings, `buf` has room for `size` octets.
@@ -91,7 +91,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_is_fork_initialized(3)`: returns that it is not needed, as with a kernel that copies pinned pages on fork.
+    /// `ibv_is_fork_initialized(3)`: returns that no initialization is needed, as with a kernel that copies pinned pages on fork.
     ///
     /// # Safety
     /// The function has no requirements.

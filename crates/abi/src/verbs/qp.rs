@@ -60,7 +60,7 @@ unsafe fn create(
         let least = bounds::MIN_INLINE.min(profile().max_inline);
         init.cap.max_inline_data = init.cap.max_inline_data.max(least);
     }
-    // Changes a copy, so that the other fields of the caller's structure stay as they are.
+    // A copy is changed, so that the other fields of the caller's structure stay as they are.
     let init = &mut init.clone();
     // The sending end of an XRC connection has no receive queue.
     let xrc_send = init.qp_type == IBV_QPT_XRC_SEND;
@@ -154,7 +154,7 @@ unsafe fn create(
     Ok(finish(base, *init, engine, send_ops, pd, uses, counted))
 }
 
-/// Returns the kind of datagrams for a type of queue pair, or `None` for one over a connection.
+/// Returns the kind of datagrams for a type of queue pair, or `None` for a queue pair over TCP.
 fn kind_of(
     qp_type: ibv_qp_type,
     chosen: Option<(Kind, Options)>,
@@ -214,7 +214,7 @@ fn finish(
 }
 
 thread_local! {
-    /// The connection manager is creating a queue pair, which will connect over TCP.
+    /// Whether the connection manager is creating a queue pair, which will connect over TCP.
     static MANAGED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -226,7 +226,7 @@ pub(crate) fn managed<R>(make: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Returns the options of a reliable connection over datagrams.
+/// Returns the options of a connection over reliable datagrams.
 fn connected() -> Options {
     Options {
         one_sided: true,
@@ -254,8 +254,8 @@ pub(crate) unsafe fn create_datagram_qp(
     Ok(qp)
 }
 
-/// Returns a completion queue that stays empty. The core needs one for each direction, and the receiving end of an XRC
-/// connection completes no requests: its receives complete in the queues of the SRQs.
+/// Returns a completion queue that stays empty. The core needs one for each direction, also at the ends of an XRC connection:
+/// the sending end has no receives, and the receives of the receiving end complete in the queues of the SRQs.
 fn no_cq() -> Arc<Cq> {
     Arc::new(Cq::new(1, None))
 }
@@ -374,7 +374,7 @@ entry! {
     }
 }
 
-/// Returns the path of an address vector, or `None` if the GID table has no such entry.
+/// Returns the path of an address vector, or `None` if the GID table has no entry for the source address.
 fn route_of(attr: &ibv_qp_attr) -> Result<Option<Route>, Misuse> {
     let remote = remote_ip(&attr.ah_attr)?;
     let grh = if attr.ah_attr.is_global != 0 {
@@ -415,7 +415,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
         state.map(Some).ok_or(Misuse::InvalidArgument("qp_state"))
     };
     let next = state(mask::STATE, attr.qp_state)?;
-    // An invalid number in the current state is ignored.
+    // An invalid `cur_qp_state` is ignored.
     let expected_state = state(mask::CUR_STATE, attr.cur_qp_state).unwrap_or(None);
     let route = if has(mask::AV) { route_of(attr)? } else { None };
     let p = profile();
@@ -475,7 +475,7 @@ entry! {
         let made = *object.init.lock();
         let draining = match &object.engine {
             QueuePair::Rc(rc) => rc.is_draining(),
-            // A datagram is complete when UDP has accepted it.
+            // An unreliable datagram is complete when UDP has accepted it. For reliable datagrams this is not reported.
             QueuePair::Dgram(_) => false,
         };
         let out = ibv_qp_attr {
@@ -507,7 +507,7 @@ entry! {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
             unsafe { put(init, made) }?;
         }
-        // All attributes are returned whatever the mask. The state in the public structure is updated only if the mask
+        // All attributes are returned, whatever the mask is. The state in the public structure is updated only if the mask
         // contains STATE: programs query other attributes of a queue pair that has failed and continue with the state in the
         // structure.
         if attr_mask.cast_unsigned() & mask::STATE != 0 {

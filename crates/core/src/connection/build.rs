@@ -188,7 +188,7 @@ impl Connection {
             .ok_or(Unbuildable(Status::Flushed, "the stream has ended"))
     }
 
-    /// One Read Request for each element of the list: the wire has a single sink STag.
+    /// Builds one Read Request for each element of the list, because a Read Request has a single sink STag.
     fn build_read(
         &mut self,
         number: u64,

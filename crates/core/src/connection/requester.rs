@@ -49,7 +49,7 @@ struct PendingAtomic {
 pub(super) struct Requester {
     /// Largest number of outstanding Reads and atomics.
     ord: u32,
-    /// Messages of the request that was taken last that are not sent yet.
+    /// The messages, not sent yet, of the request that was taken last.
     parts: VecDeque<Message>,
     /// Number of the request that `parts` belong to.
     parts_of: u64,
@@ -159,7 +159,7 @@ impl Requester {
         self.next_send_msn = self.next_send_msn.wrapping_add(u32::from(is_send));
     }
 
-    /// Whether the peer has to be sent a SelectSrq before a request for shared receive queue `number`.
+    /// Selects shared receive queue `number` for the next request. Returns whether a SelectSrq has to be sent first.
     pub(super) fn select_srq(&mut self, number: u32) -> bool {
         self.selected_srq.replace(number) != Some(number)
     }
@@ -172,7 +172,7 @@ impl Requester {
         self.parts.is_empty() && self.restart.is_none()
     }
 
-    /// The list of messages, empty, for the request that is built now.
+    /// Takes the list of messages, which is empty now, so that the request that is built now reuses its allocation.
     pub(super) fn take_list(&mut self) -> VecDeque<Message> {
         std::mem::take(&mut self.parts)
     }
@@ -198,7 +198,8 @@ impl Requester {
         self.parts.pop_front()
     }
 
-    /// Whether messages of the request that was taken last wait, and whether the next one has to wait for an ORD slot.
+    /// Whether the next message of the request that was taken last has to wait for an ORD slot; `None` if the request
+    /// has no more messages to send.
     pub(super) fn part_waits(&self) -> Option<bool> {
         let next = self.parts.front()?;
         if !needs_slot(next) || self.outstanding() <= self.ord as usize {
@@ -228,7 +229,7 @@ impl Requester {
         self.outstanding() > 0
     }
 
-    /// Whether a Read or atomic has to wait for an ORD slot; `None` if there are none at all.
+    /// Whether a Read or atomic has to wait for an ORD slot; `None` if the ORD is 0.
     pub(super) fn slots_are_taken(&self) -> Option<bool> {
         (self.ord > 0).then_some(self.outstanding() >= self.ord as usize)
     }
@@ -332,7 +333,7 @@ impl Requester {
         self.reads.front().map(|read| read.request)
     }
 
-    /// Completes the oldest Read Response, and returns the number of its request.
+    /// Completes the oldest Read, and returns the number of its request.
     pub(super) fn finish_read(&mut self) -> Option<u64> {
         self.reads.pop_front().map(|read| read.request)
     }
@@ -376,7 +377,8 @@ impl Requester {
     pub(super) fn acknowledge(&mut self, seq: u32, sq: &mut SendQueue) -> bool {
         let unacknowledged = self.seq.wrapping_sub(self.acked);
         if unacknowledged >= 1 << 31 {
-            // A request of which the peer has acknowledged the first messages is sent again from its beginning.
+            // A request of which the peer has acknowledged the first messages is sent again from its beginning. Until
+            // those messages are sent again, nothing new can be acknowledged.
             return seq == self.acked;
         }
         if seq.wrapping_sub(self.acked) > unacknowledged {

@@ -1,7 +1,7 @@
 //! Receive side of a connection: deframes, admits and places segments.
 //!
-//! A segment contains its destination, so nothing is placed before the checks of RFC 5041 §7.1 hold. Segments are
-//! placed one by one: their bytes are written to memory. `deliver.rs` delivers complete messages to the application.
+//! Each segment is placed on its own: after the checks of RFC 5041 §7.1, its payload is written to the memory that its
+//! header selects. `deliver.rs` delivers complete messages to the application.
 //!
 //! With CRCs, no byte of an FPDU is used before all of it has arrived and its CRC is checked. Without CRCs, the
 //! payload of a large FPDU is received directly into user memory while it arrives (docs/decisions/003).
@@ -201,8 +201,8 @@ impl Connection {
         Ok(targets.map_or(Admitted::Drop, Admitted::Place))
     }
 
-    /// Takes a posted receive for a Send that begins. False: none is posted, and a receiver-not-ready is queued for the
-    /// peer.
+    /// Takes a posted receive for a Send that begins. Returns false if none is posted, and a receiver-not-ready is queued
+    /// for the peer.
     fn open_receive(&mut self, h: &Untagged) -> Result<bool, Violation> {
         let Some(taken) = self.base.take_receive() else {
             return self.no_receive(h).map(|()| false);
@@ -324,7 +324,8 @@ impl Connection {
 
     // ------------------------------------------------------------------ straight to user memory
 
-    /// Starts to receive the FPDU at the front of `rest` straight into user memory, if it is large enough.
+    /// Starts to receive the FPDU at the front of `rest` straight into user memory, if it is large enough. Returns whether
+    /// it did.
     fn begin_direct(&mut self, rest: &[u8], extent: Extent) -> bool {
         // A CRC is computed over the bytes as they were received. In user memory the program could change them before
         // the check (docs/decisions/003).
@@ -381,7 +382,8 @@ impl Connection {
         true
     }
 
-    /// Continues an FPDU that is received straight into user memory with `rest`; `None` when more bytes are needed.
+    /// Continues, with `rest`, an FPDU that is received straight into user memory. Returns how many bytes of `rest` were
+    /// used; `None` if more are needed.
     fn continue_direct(&mut self, now: Instant, rest: &[u8]) -> Option<usize> {
         let mut direct = self.stream.as_mut()?.direct.take()?;
         if direct.left > 0 {
@@ -446,7 +448,7 @@ impl Connection {
     }
 }
 
-/// Whether a message is a request: requests are dropped until the peer restarts.
+/// Whether a message is a request. After a receiver-not-ready, requests are dropped until the peer's Restart.
 fn is_request(opcode: Opcode) -> bool {
     opcode.is_send()
         || opcode.is_immediate()

@@ -47,7 +47,7 @@ impl Memory for Table {
         out.extend(self.read(from.start() + offset, len as usize));
     }
     fn update(&self, _: &Pinned<'_>, _: &mut dyn FnMut(u64) -> u64) -> u64 {
-        panic!("datagram queue pairs have no atomics")
+        panic!("no test here executes an atomic")
     }
 }
 
@@ -591,7 +591,7 @@ fn every_request_is_flushed_exactly_once_and_in_order() {
                 (102, Flushed)
             ]
         );
-        // The datagrams were accepted by the socket after the reset, so the result is ignored.
+        // The socket accepted the datagrams after the flush, so the result is ignored.
         a.qp.handle_written(2);
         a.qp.handle_send_error();
         a.recv(103, 0, 100);
@@ -644,7 +644,7 @@ fn sq_drained_is_raised_after_the_last_datagram() {
 
 #[test]
 fn a_request_with_deregistered_memory_fails() {
-    // Before the request is taken from the queue, and for a receive.
+    // The memory is deregistered before the request is taken from the queue, and likewise for a receive.
     let (mut a, mut b) = pair(Kind::Ud);
     b.recv(9, 0, 100);
     let payload = Payload::Sges(smallvec![a.sge(0, 8)]);
@@ -1209,7 +1209,7 @@ fn a_sender_waits_for_a_slow_receiver() {
                 assert_eq!(a.receive_datagram(&b, &datagram.bytes), Ok(()));
             }
         }
-        // 1 MiB of room, some 1.3 KB of it for each.
+        // 1 MiB of room, some 1.3 KB of it for each datagram.
         assert!((500..1000).contains(&most), "{kind:?} {most}");
         assert_eq!(a.qp.counters().tx_stalls, 0);
         assert!(a.qp.counters().rx_dgrams < 20);
@@ -1477,7 +1477,7 @@ fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
         b.qp.set_now(Duration::from_millis(ms));
         for packet in a.tx() {
             let (head, data) = crate::wire::rd::parse(&packet.bytes).unwrap();
-            // The second one never arrives.
+            // The second packet never arrives.
             if data.is_some() && head.seq.wrapping_sub(head.base) == 1 && lost == 0 {
                 lost = head.seq;
             }

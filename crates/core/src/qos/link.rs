@@ -16,10 +16,10 @@ pub type Nanos = u64;
 /// The name of a flow, unique on the link.
 pub type FlowId = u64;
 
-/// Version of the encoding of a link's state.
+/// The first word of a link's encoded state, with the version of the encoding.
 const MAGIC: u64 = 0x616e_7977_6c6b_0001;
 
-/// Largest number of bytes that is decoded.
+/// Limit of a decoded number of bytes, positive or negative.
 const COUNT_MAX: i64 = 1 << 48;
 
 /// The state of a flow.
@@ -30,7 +30,7 @@ struct Flow {
     allowance: i64,
     /// It gets packets until its allowance is as large as this; 0 if it has nothing to send.
     demand: i64,
-    /// When it was last asked about.
+    /// When its process was last known to be alive.
     seen: Nanos,
 }
 
@@ -60,7 +60,7 @@ impl Table {
         }
     }
 
-    /// Whether one of the lanes in `waiting` is in this table.
+    /// Whether this table has a weight for one of the lanes in `waiting`, which are bits.
     fn serves(&self, waiting: u32) -> bool {
         self.shares
             .iter()

@@ -60,7 +60,7 @@ fn ratio(text: &str, sizes: [u64; 2]) -> f64 {
     let mut senders = [Sender::new(0, sizes[0]), Sender::new(1, sizes[1])];
     let sent = run(&mut link, &mut senders);
     let all: u64 = sent.iter().sum();
-    // Everything that the rate allows is used, plus what is sent too early.
+    // The senders use the whole rate. The tolerance is for messages that exceed an allowance.
     assert!((124_000_000..126_000_000).contains(&all), "{sent:?}");
     sent[1] as f64 / sent[0] as f64
 }
@@ -90,7 +90,7 @@ fn a_weight_of_zero_is_served_from_the_other_table_only() {
     );
     assert!(is_near(got, 3.0, 0.02), "{got}");
 
-    // Also if no other lane waits.
+    // A lane with a weight of zero in one table is also served if no other lane waits.
     for level in [0, 1] {
         let mut link = link("qos_vlarb_high=1:4,0:0;qos_vlarb_low=0:1,1:0");
         let sent = run(&mut link, &mut [Sender::new(level, 4096)]);
@@ -120,7 +120,7 @@ fn low_priority_starves_only_without_a_limit_and_only_while_high_priority_sends(
     let text = "qos_high_limit=255;qos_vlarb_high=1:1;qos_vlarb_low=0:1";
     let mut senders = [Sender::new(0, 4096), Sender::new(1, 4096)];
     let sent = run(&mut link(text), &mut senders);
-    // Its first packet was sent before the other sender came.
+    // The first packet of low priority was sent before the other sender asked.
     assert!(sent[0] <= 2 * 4096, "{sent:?}");
     // 60 % of the time nothing of high priority waits.
     let mut senders = [Sender::new(0, 4096), Sender::new(1, 4096)];
@@ -202,7 +202,7 @@ fn the_state_is_the_same_after_encoding() {
     run(&mut link, &mut senders);
     let (bytes, now) = (link.encode(settings.fingerprint()), 2_000 * MS);
     assert_eq!(Link::decode(&settings, &bytes, now).unwrap(), link);
-    // A file that ends too early is an error and not a panic. So is a file of something else, or of another link.
+    // A file that ends too early is an error and not a panic. So is the file of a link with other settings.
     for end in 0..bytes.len() - 8 {
         Link::decode(&settings, &bytes[..end], now).unwrap_err();
     }

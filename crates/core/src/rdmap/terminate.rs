@@ -46,7 +46,7 @@ impl TermContext {
         }
     }
 
-    /// The part of a Read Request that is not answered yet.
+    /// An error while a Read Request is answered. `left`: the part of the request that is not answered yet.
     pub(crate) fn read_response(left: Option<ReadRequest>) -> Self {
         Self {
             read: left.map(|left| left.emit()),

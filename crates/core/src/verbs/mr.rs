@@ -54,7 +54,7 @@ pub struct Region {
     access: Access,
     valid: AtomicBool,
     pins: AtomicU32,
-    /// Windows bound to this region; it may not be deregistered while there are any.
+    /// Number of windows bound to this region. It cannot be deregistered while there are any.
     windows: AtomicU32,
     /// The region that a window gives access to.
     under: Option<Arc<Self>>,
@@ -82,7 +82,7 @@ pub enum AccessError {
     Rights,
     /// The range is not inside the region.
     Bounds,
-    /// Offset plus length passes 2^64.
+    /// Offset plus length is 2^64 or more.
     Wrap,
     /// The access is allowed, but there is no memory at the address (on demand paging).
     Absent,
@@ -174,7 +174,7 @@ impl Region {
             return Err(AccessError::Absent);
         }
         let at = match self.kind {
-            // A null region discards writes and reads zeros. It has separate memory for both.
+            // A null region discards writes, and reads of it give zeros. It has separate memory for each.
             Kind::Null { zeroes, .. } if !need.has(Access::LOCAL_WRITE) => zeroes,
             Kind::Null { sink, .. } => sink,
             _ => self.start + offset,
@@ -635,7 +635,7 @@ impl Regions {
         last.0.as_ref().ok_or(AccessError::Invalid)
     }
 
-    /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in its order: exists, associated, rights, bounds, wrap.
+    /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in this order: exists, associated, rights, wrap, bounds.
     #[inline]
     pub fn check(
         &self,
@@ -656,7 +656,7 @@ impl Regions {
         })
     }
 
-    /// The access check and the pin in one step, for callers that access the memory at once and use one region
+    /// The access check and the pin in one step, for callers that access the memory immediately and use one region
     /// repeatedly.
     #[expect(
         clippy::too_many_arguments,
@@ -721,7 +721,7 @@ fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>
 }
 
 /// An unused STag: 24 unpredictable bits of index, and 8 bits of key. Index 0 is not used, because STag 0 means
-/// "none" on the wire.
+/// "none" on the wire. The largest index is not used either.
 fn free_stag(table: &Index, random: &mut dyn FnMut() -> u32) -> Result<Stag, Misuse> {
     for _ in 0..64 {
         let stag = Stag(random());

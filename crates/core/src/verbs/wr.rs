@@ -46,8 +46,8 @@ impl Payload {
         }
     }
 
-    /// Makes the data inline and empty, and returns it. A request of the send queue that had inline data before is
-    /// reused: moving [`InlineData`] costs more than filling it.
+    /// Makes the data inline and empty, and returns it. Inline data of an earlier request is overwritten in place,
+    /// because moving [`InlineData`] costs more than filling it.
     #[inline]
     pub fn make_inline(&mut self) -> &mut InlineData {
         if !matches!(self, Self::Inline(data) if !data.spilled()) {
@@ -219,7 +219,7 @@ pub struct WorkRequest {
     pub srq: Option<u32>,
 }
 
-/// Returns a function that fills in a copy of an existing request, for callees that take such a function.
+/// Returns a function that replaces its argument by `request`, or returns the error, for callees that take a function.
 #[inline]
 pub fn given(
     request: Result<WorkRequest, Misuse>,

@@ -26,7 +26,7 @@ use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
 use crate::reactor::Source;
 
-/// Datagrams received in one turn of the worker, so that a busy socket does not delay others.
+/// Largest number of datagrams received in one turn of the worker, so that a busy socket does not delay others.
 const TURN_DATAGRAMS: usize = 64;
 /// Q_Key of queue pairs that belong to identifiers. All implementations of rdma_cm use this value (`RDMA_UDP_QKEY`).
 const UDP_QKEY: u32 = 0x0123_4567;
@@ -110,7 +110,7 @@ impl CmId {
         Ok(())
     }
 
-    /// Sends the request again, or after the last try raises `RDMA_CM_EVENT_UNREACHABLE`.
+    /// Sends the request, first or again. After the last try, raises `RDMA_CM_EVENT_UNREACHABLE` instead.
     fn udp_timeout(&self) {
         {
             let mut state = self.lock();

@@ -1,13 +1,14 @@
 //! Queries for the listener of an rdma_cm port.
 //!
 //! A listener has a *signpost*: a UDP socket at one of two UDP ports, its *candidates*, that are computed from the rdma_cm
-//! port ([`Port::candidate_ports`]). It answers with the listener's TCP or UDP port. The end that connects queries both candidates.
+//! port ([`Port::candidate_ports`]). The signpost answers with the listener's TCP or UDP port. The end that connects queries
+//! both candidates.
 //! A listener uses the first candidate unless it is taken. So an answer from the second candidate counts only if the first one
 //! refuses, is the signpost of another port, or has not answered for a while. Otherwise a program could mislead peers
 //! by binding the second candidate of a port that is in use.
 //!
 //! On one host, the call usually gets the answer, or the refusal of a candidate without a socket, before it returns. If both
-//! candidates refuse, there is no signpost, and the listener is on the TCP port of that number, as with standard iWARP.
+//! candidates refuse, there is no signpost, and the TCP port has the same number as the rdma_cm port, as with standard iWARP.
 //! Nothing is sent to that port before this is known, because it may belong to a service that does not use RDMA. See
 //! docs/decisions/026.
 
@@ -233,8 +234,8 @@ impl std::fmt::Debug for Query {
     }
 }
 
-/// Queries the host of `to` for the listener of `port`, the port of `to`. Calls `done` without locks, unless the
-/// answer is available at once.
+/// Queries the host of `to` for the listener of `port`, the port of `to`. Returns the answer if it is already available.
+/// Otherwise calls `done` with it later, without holding locks.
 pub(crate) fn query(
     engine: &'static Engine,
     port: Port,

@@ -19,8 +19,8 @@ use crate::sys::Io;
 
 /// Number of datagrams of a turn after which answers are sent, for unreliable services.
 const ANSWER_EACH: usize = 24;
-/// Number of datagrams of a turn after which answers are sent, for reliable services. These request an
-/// acknowledgement once, at the end of a run, because handling one costs as much as several datagrams.
+/// Number of datagrams of a turn after which answers are sent, for reliable services. Their senders request an
+/// acknowledgement once, at the end of a run, because handling it costs as much as handling several datagrams.
 const RELIABLE_ANSWER_EACH: usize = 64;
 /// Number of received bytes after which answers are sent. Long datagrams are few, but their sender waits for a report
 /// or an acknowledgement too.
@@ -28,7 +28,7 @@ const ANSWER_BYTES: usize = 128 << 10;
 /// Number of bytes that a queue pair sends in one turn, so that a busy queue pair does not delay others.
 const TURN_BYTES: usize = 1 << 20;
 
-/// The datagrams at the front of a list that have this traffic class, until one exceeds `bytes`.
+/// The datagrams at the front of a list that have this traffic class, up to the one with which their sum reaches `bytes`.
 fn of_class(list: &[TxDatagram], class: u8, bytes: usize) -> &[TxDatagram] {
     let mut left = bytes;
     let count = list.iter().take_while(|datagram| {
@@ -73,7 +73,7 @@ impl DgramQp {
         }
     }
 
-    /// Receives datagrams into which no fault was injected. `now`: a time shortly before they were received.
+    /// Receives datagrams, after fault injection. `now`: a time shortly before they were received.
     pub(super) fn deliver_run<'a>(
         &self,
         arrival: &Arrival,
@@ -222,7 +222,7 @@ impl DgramQp {
                 }
             };
             if rest.is_empty() {
-                // The link is busy, and calls this queue pair when it may send.
+                // The link is busy. It calls this queue pair when the queue pair may send.
                 self.schedule(inner);
                 return;
             }

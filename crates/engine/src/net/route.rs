@@ -16,7 +16,7 @@ use crate::locks::{Mutex, Rank};
 use crate::process::PerProcess;
 use crate::sys::socket::get_option;
 
-/// The UDP port of every multicast group: that of the queue pair number that all members have.
+/// The UDP port of every multicast group: the port in the queue pair number that all members have.
 pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
 /// The port of lookups (`discard`). Nothing is sent there, but a socket cannot be connected to port 0.
 const LOOKUP_PORT: u16 = 9;
@@ -28,7 +28,7 @@ const PATHS_MAX: usize = 4096;
 const IPV4_HEADERS: i32 = 28;
 const IPV6_HEADERS: i32 = 48;
 
-/// The address that this host sends from to `to`.
+/// The source address of packets from this host to `to`.
 pub(crate) fn source_for(mut to: SocketAddr) -> io::Result<IpAddr> {
     let fd = socket::open(to.ip(), SocketType::DGRAM)?;
     if to.port() == 0 {

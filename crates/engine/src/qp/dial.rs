@@ -117,7 +117,7 @@ impl RcQp {
         }
     }
 
-    /// Handles a connection that queue pair `source` of another process has opened to this one.
+    /// Handles a connection that queue pair `source` has opened to this one.
     pub(crate) fn incoming(&self, startup: &Arc<Startup>, source: u32) {
         let now = clock::now();
         self.with(|inner| match inner.conn.state() {

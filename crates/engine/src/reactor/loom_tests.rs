@@ -34,7 +34,7 @@ fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
 }
 
 /// A polling thread takes the sockets from the worker while the worker goes to sleep: a socket or a timer still wakes
-/// it.
+/// the worker.
 #[test]
 fn loom_the_worker_never_sleeps_without_a_socket_or_a_timer_that_wakes_it() {
     loom::model(|| {

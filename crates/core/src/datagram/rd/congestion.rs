@@ -205,8 +205,8 @@ impl Congestion {
         self.rates.iter().copied().max().unwrap_or(0)
     }
 
-    /// The bandwidth-delay product, a quarter more, and [`QUEUED`] packets. Each sender keeps as many packets in a
-    /// shared queue, which makes the rates of the senders equal.
+    /// The bandwidth-delay product, a quarter more, and [`QUEUED`] packets, which each sender keeps in a shared queue.
+    /// That makes the rates of the senders equal.
     fn target(&self) -> u64 {
         let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
             return FIRST;

@@ -8,7 +8,7 @@ use crate::bounds;
 use crate::datagram::outgoing::IpFields;
 use crate::datagram::types::Peer;
 
-/// Time between two searches of a full table, so that a flood cannot make each packet search it.
+/// Minimum time between two searches of a full table. Without it, each packet of a flood would cause a search.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Reliable {
@@ -46,7 +46,7 @@ impl Reliable {
             is_proven: true,
             proven_at: second(now),
             credit: 0,
-            // Above 2^32, so that earlier numbers can be expanded too.
+            // It is above 2^32, so that truncated numbers of earlier packets can be expanded too.
             next: self.first_number,
             expected: None,
             tx: None,
@@ -85,7 +85,7 @@ impl Reliable {
         self.shares.shrink();
     }
 
-    /// As [`Self::forget_idle`], for the peers that `which` selects.
+    /// Forgets those idle peers that `which` selects (see [`Self::forget_idle`]).
     pub(super) fn forget(&mut self, now: Duration, which: impl Fn(&PeerState) -> bool) {
         let Self {
             peers,

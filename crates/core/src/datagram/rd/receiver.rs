@@ -38,8 +38,8 @@ pub(super) enum Arrived {
 pub(super) struct Receiver {
     /// All packets before this number are delivered.
     next: u64,
-    /// The packets from `next` on that have arrived: runs of numbers, the end by the start. They are sent with each
-    /// acknowledgement. The first run may begin before `next`.
+    /// The packets from `next` on that have arrived: the start of each run of numbers, and its end. The runs are sent with
+    /// each acknowledgement. The first run may begin before `next`.
     arrived: BTreeMap<u64, u64>,
     /// The datagrams of waiting packets. A packet that was taken for delivery, and not delivered yet, is empty.
     kept: BTreeMap<u64, Box<[u8]>>,
@@ -47,7 +47,7 @@ pub(super) struct Receiver {
     waiting: usize,
     /// Packets since the last acknowledgement.
     pub(super) unacknowledged: u32,
-    /// The charge of these packets.
+    /// The part of the socket buffer that these packets have used (see `datagram::flow::charge`).
     pub(super) since: u64,
     /// Whether an acknowledgement has to be sent now.
     pub(super) due: bool,
@@ -240,7 +240,7 @@ impl Receiver {
                 }
                 self.waiting -= entry.remove().len();
             }
-            // Packets that were delivered out of order before it are covered as well.
+            // Packets before `base` that were delivered out of order are covered as well.
             self.next = base;
         }
         self.given_up = base;

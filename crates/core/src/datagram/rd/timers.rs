@@ -21,7 +21,8 @@ impl Reliable {
         self.peer_timeout = peer_timeout;
     }
 
-    /// Handles the deadlines that have passed.
+    /// Handles the deadlines that have passed. `blocked`: how long a peer may lack a resource before it is given up; `None`:
+    /// forever.
     pub(in crate::datagram) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
         if self.search_at.is_some_and(|at| at <= now) {
             self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
@@ -51,7 +52,7 @@ impl Reliable {
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
                 state.tx = None;
-                // The packet numbers continue, and the base of the next packet tells the peer where.
+                // The packet numbers continue, and the base of the next packet tells the peer where they do.
                 let why = if lacks_resource {
                     Status::RnrRetryExceeded
                 } else {

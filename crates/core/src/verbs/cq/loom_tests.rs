@@ -1,4 +1,4 @@
-//! Every interleaving of a queue pair that completes and a thread that arms, polls and sleeps.
+//! Every interleaving of a queue pair that completes a request and a thread that arms, polls and sleeps.
 
 use loom::thread;
 
