@@ -17,7 +17,7 @@
 // Panics are caught at the C boundary, which requires unwinding.
 #[cfg(not(panic = "unwind"))]
 compile_error!(
-    "build anywarp with panic = \"unwind\": with \"abort\" a panic takes the program down"
+    "build anywarp with panic = \"unwind\": with \"abort\" a panic ends the program"
 );
 
 mod cancel_safe;
@@ -158,7 +158,7 @@ mod tests {
         }
     }
 
-    /// `-1` is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
+    /// The value -1 of a refused function is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
     #[test]
     fn refused_functions_fail_by_the_convention_of_their_type() {
         super::ffi::set_errno(0);

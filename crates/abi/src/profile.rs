@@ -466,7 +466,7 @@ impl Profile {
         Ok(())
     }
 
-    /// Returns the operations of `ibv_qp_ex`.
+    /// Returns the operations of `ibv_qp_ex` that the device has, and all unknown bits.
     pub(crate) fn send_ops(&self) -> u64 {
         let mut missing = 0;
         if !self.has.atomics {

@@ -370,8 +370,8 @@ struct Stream {
 }
 
 impl Stream {
-    /// Begins to capture a connection, with a synthesized handshake. The end that sends first has opened the
-    /// connection: that is so in MPA.
+    /// Begins to capture a connection, with a synthesized handshake. In MPA, the end that sends first has opened the
+    /// connection.
     fn open(fd: BorrowedFd<'_>, at: At, way: Direction, sink: &Sink) -> Option<Self> {
         let local = SocketAddr::try_from(rustix::net::getsockname(fd).ok()?).ok()?;
         let peer = SocketAddr::try_from(rustix::net::getpeername(fd).ok()??).ok()?;

@@ -316,7 +316,7 @@ struct Clock(&'static Engine);
 
 impl Source for Clock {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // It has no socket, so it is never called for one.
+        // This source has no socket, so the function is never called.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -384,7 +384,7 @@ pub(crate) struct RequestEffect {
     pub(crate) kill: bool,
     /// Nothing is sent before this time.
     pub(crate) not_before: Option<Instant>,
-    /// Whether the delay also extends one that is already running. The delay of the link does not extend: otherwise a
+    /// Whether the delay also extends one that is already running. The constant delay of the link does not: otherwise a
     /// program that posts continuously would never send.
     pub(crate) extends: bool,
 }

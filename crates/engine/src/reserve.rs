@@ -174,13 +174,13 @@ pub struct Allocator;
 // SAFETY: pieces are malloc's or the reserve's, distinguished by their addresses; each is returned to its origin.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise is malloc's.
+        // SAFETY: the caller fulfils the requirements, which are those of malloc.
         let piece = unsafe { System.alloc(layout) };
         if piece.is_null() { take(layout) } else { piece }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise is malloc's.
+        // SAFETY: the caller fulfils the requirements, which are those of malloc.
         let piece = unsafe { System.alloc_zeroed(layout) };
         if !piece.is_null() {
             return piece;
@@ -253,7 +253,7 @@ mod tests {
         // SAFETY: taken above, given up here.
         let moved = unsafe { Allocator.realloc(piece, layout, 100_000) };
         assert!(!is_ours(moved));
-        // SAFETY: as long as that, and more.
+        // SAFETY: `moved` is longer than that.
         let bytes = unsafe { std::slice::from_raw_parts(moved, layout.size()) };
         assert!(bytes.iter().all(|b| *b == value));
         let grown = Layout::from_size_align(100_000, layout.align()).unwrap();

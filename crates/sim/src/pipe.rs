@@ -91,7 +91,7 @@ impl Pipe {
         self.flights.push_back((at, load));
     }
 
-    /// Closes the stream for writing.
+    /// Closes the stream for writing. Returns false if it was closed before.
     pub(crate) fn close(&mut self, now: Instant, rng: &mut Rng) -> bool {
         if self.closed {
             return false;

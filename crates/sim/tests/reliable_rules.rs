@@ -67,7 +67,7 @@ impl Far {
         }
     }
 
-    /// Answers the request for the peer's token.
+    /// As [`Self::new`], but the peer has answered the request for its token.
     fn met() -> Self {
         let mut far = Self::new();
         far.post_sends(0..1);
@@ -175,7 +175,7 @@ fn acknowledged_messages_complete() {
     far.sends(&ack_of(first + 2, &[(first + 3, first + 4)]));
     let done = [(0, Status::Success), (1, Status::Success)];
     assert_eq!(far.statuses(), done);
-    // An acknowledgement of more than was sent.
+    // An acknowledgement of more than was sent completes what was sent.
     far.sends(&ack_of(first + 9, &[]));
     let done = [(2, Status::Success), (3, Status::Success)];
     assert_eq!(far.statuses(), done);

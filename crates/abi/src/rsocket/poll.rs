@@ -13,7 +13,7 @@ use crate::ffi::os_errno;
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
 
 impl Socket {
-    /// Returns the events for a caller that requests `events`.
+    /// Returns the events for a caller that requests `events`. With `arm`, first requests a notification of the next completion.
     fn readiness(&self, events: i16, arm: bool) -> i16 {
         let ready = match &self.kind {
             Kind::Stream(stream) => {

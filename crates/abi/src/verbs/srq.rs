@@ -229,7 +229,7 @@ fn domain_of(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, Errno> {
     }
 }
 
-/// `ibv_close_xrcd(3)`: EBUSY while a queue belongs to it.
+/// `ibv_close_xrcd(3)`: EBUSY while a shared receive queue or a queue pair uses it.
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     errno("ibv_close_xrcd", || {
         // SAFETY: the pointer is null or a domain that is not used again (guaranteed by the program).

@@ -95,7 +95,7 @@ impl QpObject {
         });
     }
 
-    /// Changes the current request. `ibv_wr_complete`, the only function with a return value, returns an error of this.
+    /// Changes the current request. An error is returned by `ibv_wr_complete`, the only function with a return value.
     fn amend(&self, change: impl FnOnce(&mut WorkRequest) -> Result<(), Misuse>) {
         let mut builder = self.builder();
         let changed = match builder.requests.last_mut() {

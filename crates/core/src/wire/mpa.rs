@@ -48,7 +48,7 @@ pub struct Enhanced {
     pub rtr_write: bool,
     /// D: that message may be a zero-length RDMA Read.
     pub rtr_read: bool,
-    /// Inbound Reads that the sender of this frame serves at once; 14 bits.
+    /// Inbound Reads that the sender of this frame serves concurrently; 14 bits.
     pub ird: u16,
     /// Outbound Reads that the sender of this frame will have outstanding; 14 bits.
     pub ord: u16,

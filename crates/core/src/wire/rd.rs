@@ -15,7 +15,7 @@
 //! +----------+----------+----------+----------+----------------------------+
 //!  then, if D: a datagram without its CRC; then CRC32C (4)
 //!       fl:  D 0x1 data   C 0x2 challenge   R 0x4 not ready   A 0x8 acknowledge at once
-//!       fl2: K 0x01 the field ack counts, else it is the instance   S 0x02 acknowledge soon
+//!       fl2: K 0x01 the field ack is valid, else it is the instance   S 0x02 acknowledge soon
 //! ```
 
 use super::dgram::DgramError;

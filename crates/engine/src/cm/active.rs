@@ -152,8 +152,8 @@ impl CmId {
         {
             let mut state = self.lock();
             if state.phase != Phase::Connecting {
-                // An incoming connection of this listener, for which no connect request was raised. There is no
-                // event.
+                // This is an incoming connection of a listener, for which no connect request was raised. So there is
+                // no event.
                 return;
             }
             if !state

@@ -56,7 +56,7 @@ const ANSWER_WITHIN: u32 = 1 << 12;
 /// Largest number of destinations of a port that are observed. Each send looks through them.
 pub(super) const DESTINATIONS_MAX: usize = 16;
 
-/// Offers of one second that a port examines. Each costs some system calls.
+/// Largest number of offers that a port examines in one second. Each costs some system calls.
 pub(super) const OFFERS_PER_SECOND: u32 = CARRIERS as u32;
 
 /// What a port knows about a destination.
@@ -145,7 +145,8 @@ impl<S: DatagramSink> Carriers<S> {
         None
     }
 
-    /// Whether there has been a carrier. Then the datagrams of a call all have one destination, so that those to one destination stay in order.
+    /// Whether there has been a carrier. If so, all datagrams of a send call must have the same destination, so that datagrams to one
+    /// destination stay in order.
     #[inline]
     pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
@@ -261,8 +262,8 @@ impl<S: DatagramSink> Carriers<S> {
     }
 }
 
-/// Makes room for another destination, by removing the oldest one without a carrier if there are many. Returns false if all of many have
-/// one.
+/// Makes room for another destination: removes the oldest one without a carrier if there are [`DESTINATIONS_MAX`]. Returns false if all
+/// of them have a carrier.
 fn make_room<S: DatagramSink>(all: &mut Vec<Destination<S>>) -> bool {
     if all.len() < DESTINATIONS_MAX {
         return true;
@@ -273,7 +274,7 @@ fn make_room<S: DatagramSink>(all: &mut Vec<Destination<S>>) -> bool {
 }
 
 impl<S: DatagramSink> State<S> {
-    /// Ends the carrier of this state, which is left.
+    /// Ends the carrier of this state, if it has one.
     fn close(self) {
         if let Self::Active(carrier) | Self::Offered(carrier, _) = self {
             carrier.close();
@@ -305,14 +306,14 @@ pub(super) struct Carrier<S: DatagramSink> {
     receive: Mutex<Receiving>,
     /// Queue pairs that wait until the ring has room.
     waiting: Mutex<Vec<Weak<S>>>,
-    /// Whether the datagrams that were sent over UDP before may not have been received.
+    /// Whether datagrams that the peer sent over UDP before may still be in the socket's buffer.
     is_new: AtomicBool,
     token: OnceLock<Token>,
 }
 
 struct Sending {
     shm: Shm,
-    /// What the peer must read.
+    /// The check whether the peer reads, while there is something to read.
     stall: Option<Stall>,
     closed_at: Option<Instant>,
     /// When to check whether the peer is still there.
@@ -320,7 +321,8 @@ struct Sending {
     check_after: Duration,
 }
 
-/// Positions of the ring at a time. If nothing was read after [`STALL`] although something was there, the peer has stalled.
+/// A check whether the peer reads, with the positions of the ring at its start. If nothing was read within [`STALL`] although something
+/// was there, the peer has stalled.
 #[derive(Clone, Copy)]
 struct Stall {
     until: Instant,
@@ -540,7 +542,7 @@ impl<S: DatagramSink> Carrier<S> {
             self.wake_writers();
         }
         if self.watch().has_room_again() {
-            // Nobody has written since. Otherwise the memory would be ready forever.
+            // Nothing was written since, so the ring would count as ready forever.
             self.send.lock().shm.forget_full();
         }
     }
@@ -669,7 +671,7 @@ impl<S: DatagramSink> Carrier<S> {
         self.watch().has_bytes()
     }
 
-    /// Takes back that the peer was woken: the message was not sent.
+    /// Records that the peer was not woken after all, because the message was not sent.
     pub(super) fn was_not_woken(&self) {
         self.watch().was_not_woken();
     }
@@ -681,8 +683,8 @@ impl<S: DatagramSink> Carrier<S> {
 }
 
 impl Sending {
-    /// Requests that the peer reads what is there. Returns the deadline to be set, if there was none. `woken`: whether the peer is woken for
-    /// it.
+    /// Starts to check whether the peer reads what is there. Returns the deadline of the check; `None` if there is one already, or nothing
+    /// to read. `woken`: whether the peer is woken for it.
     #[inline]
     fn watch_peer(&mut self, woken: bool) -> Option<Instant> {
         if self.stall.is_some() || self.shm.is_all_taken() {

@@ -19,8 +19,8 @@ const SLEEPLESS: u8 = 4;
 
 /// The two threads that have renewed the lease last by polling.
 ///
-/// The fields are independent atomics. If two threads change them at once, an entry may have the time of the other
-/// thread, and one arming more or less ends the lease.
+/// The fields are independent atomics. If two threads change them at the same time, an entry may have the time of the
+/// other thread, and one arming more or less ends the lease.
 #[derive(Debug)]
 pub(super) struct Pollers {
     /// Numbers of the threads; 0: none.

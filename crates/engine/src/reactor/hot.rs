@@ -67,7 +67,7 @@ impl HotSocket {
         match sources.get(hot).and_then(|source| source.try_recv_hot(now)) {
             Some(true) => {
                 self.misses.store(0, Ordering::Relaxed);
-                // Two threads may count one hit; an estimate is sufficient.
+                // Two threads may count their hits as one; an estimate is sufficient.
                 let hits = self.hits.load(Ordering::Relaxed) + 1;
                 self.hits.store(hits, Ordering::Relaxed);
                 if hits.is_multiple_of(DISARM_AFTER_HITS)

@@ -101,7 +101,7 @@ fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
     (reactor, bytes, theirs)
 }
 
-/// A reactor whose socket became hot and was disarmed. The function sends it a byte.
+/// A reactor whose socket became hot and was disarmed, the source of the socket, and a function that sends it a byte.
 fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
     let (reactor, bytes, theirs) = idle();
     let send = move || assert_eq!(rustix::io::write(&theirs, &[1]), Ok(1));
@@ -328,7 +328,7 @@ fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     assert!(unchanged);
 }
 
-/// One thread takes the wake-up of another thread, which waits for an event, and may not poll again for a while.
+/// One thread takes the wake-up of another thread, which waits for an event and perhaps does not poll for a while.
 #[test]
 fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     let reactor = reactor();
@@ -379,8 +379,8 @@ fn a_poll_that_outlives_its_lease_starts_another_one() {
     assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
 }
 
-/// Whether arming ends the lease in each of many tries. `arm`: whether it does in one. On a busy machine, a lease that arming does not
-/// end may end by itself.
+/// Whether arming ends the lease in each of many tries. `arm` makes one try, and returns whether the lease has ended. On a busy machine,
+/// a lease that arming does not end may end by itself.
 fn arming_ends_the_lease(mut arm: impl FnMut() -> bool) -> bool {
     (0..50).all(|_| arm())
 }
@@ -392,7 +392,7 @@ fn arming_does_not_end_the_lease_while_another_thread_polls() {
         arming_ends_the_lease(|| {
             reactor.hand_over();
             reactor.on_idle_poll();
-            // So that it is expected to sleep.
+            // After a sleep, the thread is expected to sleep again.
             std::thread::sleep(Duration::from_millis(1));
             if others {
                 std::thread::scope(|threads| {

@@ -117,7 +117,7 @@ mod tests {
         let start = 10 * SOCKETS_BUSY;
         assert_eq!(checks(start, false), 400);
         assert_eq!(checks(start + 2 * SOCKETS_BUSY, true), 4_000);
-        // Half of this time is after a socket that had something.
+        // In the first half of this time, the last socket that had something is less than `SOCKETS_BUSY` ago.
         assert_eq!(checks(start + 4 * SOCKETS_BUSY, false), 2_000 - 1 + 200);
         let last = start + 6 * SOCKETS_BUSY;
         turns.on_sockets(false, last);

@@ -229,7 +229,7 @@ impl Reliable {
         Some((state.way, bytes))
     }
 
-    /// Returns the buffers of packets that were acknowledged.
+    /// Passes the buffers of packets that were acknowledged to `give`.
     pub(in crate::datagram) fn recycle(&mut self, mut give: impl FnMut(Vec<u8>)) {
         for mut packet in self.spare.drain(..) {
             // A datagram to send may still refer to the packet. Its buffer is not reused then.

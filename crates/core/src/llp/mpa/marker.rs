@@ -33,7 +33,7 @@ impl Inserter {
     /// Appends `fpdu`, a whole frame without markers, to `out`; its CRC is replaced by that over
     /// frame and markers, or kept as it is if CRCs are off.
     ///
-    /// No frame longer than the 64,768 bytes that RFC 5044 allows may be given, so that every distance
+    /// The frame must not be longer than the 64,768 bytes that RFC 5044 allows, so that every distance
     /// fits its field.
     pub fn insert(&mut self, fpdu: &[u8], with_crc: bool, out: &mut Vec<u8>) {
         let Some((mut covered, crc_field)) = fpdu.split_last_chunk::<CRC>() else {
@@ -126,8 +126,8 @@ impl Stripper {
     /// the output must not be checked again, because it covers the removed markers.
     ///
     /// # Errors
-    /// A frame whose CRC or marker is wrong. The frames before it are in `out`; nothing may be pushed
-    /// afterwards.
+    /// A frame whose CRC or marker is wrong. The frames before it are in `out`. The function must not be
+    /// called again afterwards.
     pub fn strip(
         &mut self,
         mut bytes: &[u8],
@@ -198,9 +198,9 @@ impl Stripper {
         let [_, _, high, low] = self.marker;
         // RFC 5044 §4.2 [mpa-marker-low-bits]: the two low bits of a distance read as zero.
         let got = u16::from_be_bytes([high, low]) & !3;
-        // The distance is that of the marker's first byte, of which `at` bytes came in earlier calls. A
-        // frame beyond the length that the RFC allows can be farther away than the field can express;
-        // then the low 16 bits are compared.
+        // The distance is that of the marker's first byte, and `since_start` already includes the `at`
+        // bytes of the marker that came in earlier calls. In a frame beyond the length that the RFC allows,
+        // the distance can exceed the field; then the low 16 bits are compared.
         let expected = self.since_start.saturating_sub(self.at) as u16;
         // RFC 5044 §8 [mpa-marker-check]: a marker must point to the length field of the current frame.
         if got != expected && self.wrong_marker.is_none() {

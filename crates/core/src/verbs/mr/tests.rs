@@ -123,7 +123,7 @@ fn stags_are_random_and_unused() {
         0x8000_0001,
         0xffff_fe7f,
         0x0000_0133,
-        // An index in use, 0, and the index of local keys: the next number is used.
+        // An index in use, index 0, and the largest index are skipped: the next number is used.
         0x8000_0002,
         0x0000_0012,
         0xffff_ff12,
