@@ -1,7 +1,7 @@
 //! Receives one FPDU after the other, for callgrind: `cargo lab count`.
 //!
 //! `counted`, with all that it calls, handles one FPDU from the stream to its completion, including the copy into
-//! memory. The argument is the kind of FPDU, the output their number.
+//! memory. The argument is the kind of FPDU. The output is the number of FPDUs that were counted.
 #![allow(
     clippy::expect_used,
     clippy::panic,
@@ -25,7 +25,7 @@ fn counted(end: &mut End, now: std::time::Instant, fpdu: &[u8]) -> usize {
     end.conn.handle_rx(now, std::hint::black_box(fpdu))
 }
 
-/// Receives FPDUs before counting begins.
+/// Receives FPDUs before counting begins. It differs from [`counted`], so that the compiler does not merge the two.
 #[inline(never)]
 fn warmed_up(end: &mut End, now: std::time::Instant, fpdu: &[u8]) -> usize {
     end.conn.handle_rx(now, std::hint::black_box(fpdu)) + std::hint::black_box(0)

@@ -109,7 +109,7 @@ fn datagram() -> Vec<u8> {
 #[test]
 #[ignore = "run by a test above"]
 fn fill_table_of_peers() {
-    // A sanitizer uses additional memory for each allocation, and ten times as long.
+    // A sanitizer uses additional memory for each allocation, and the test takes ten times as long.
     let peers = if cfg!(sanitized) { 1024 } else { 65_536_u32 };
     let mut net = Ether::new(1, Link::default());
     let near = net.join(Kind::Rd, Options::default());

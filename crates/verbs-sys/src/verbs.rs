@@ -64,7 +64,7 @@ pub const VERBS_ABI_IS_EXTENDED: *mut c_void = std::ptr::without_provenance_mut(
 /// The type of entries of [`ibv_context_ops`] that only programs from before 2007 called.
 pub type compat_op = Option<unsafe extern "C" fn() -> *mut c_void>;
 
-/// State of a library of another vendor, which is never accessed.
+/// Private state of rdma-core's libibverbs, which is never accessed.
 #[repr(C)]
 pub struct verbs_ex_private {
     _opaque: [u8; 0],
@@ -842,7 +842,7 @@ c_types! {
         _dummy2: Option<unsafe extern "C" fn(context: *mut ibv_context)>,
     }
 
-    /// Allocate additional zeroed memory after it: libmlx5 and libefa recognize their devices by a pointer there.
+    /// Additional zeroed memory has to follow it: libmlx5 and libefa recognize their devices by a pointer there.
     struct ibv_device {
         _ops: _ibv_device_ops,
         node_type: ibv_node_type,

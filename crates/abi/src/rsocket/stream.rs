@@ -51,7 +51,7 @@ const ANSWER: Duration = Duration::from_millis(100);
 /// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
-// The `wr_id` of a request: its kind in the upper half, the number of bytes of the ring in the lower half.
+// The `wr_id` of a request: its kind in the upper half, the number of bytes of the local ring that it uses in the lower half.
 const RECEIVE: u64 = 1 << 63;
 /// An unsignaled write before a message. The completion of the message covers both.
 const WRITE_BEFORE_MESSAGE: u64 = 1 << 32;
@@ -104,7 +104,7 @@ pub(super) struct End {
     ring: Buffer,
     /// The list to which the peer writes its grants of memory, and after it the table of its mappings.
     list: Buffer,
-    /// Copies of the bytes that are being sent.
+    /// The local ring: copies of the bytes that are being sent.
     copies: Buffer,
     /// The memory of the receives, each for one message.
     message_buffers: Buffer,

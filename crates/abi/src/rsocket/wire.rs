@@ -211,7 +211,7 @@ pub(super) fn unscale(n: u8) -> u32 {
 pub(super) enum Message {
     /// The number of bytes of the stream that were written before this message.
     Data(u32),
-    /// The number of the first message that may not be sent. An entry of the list may have been written before it.
+    /// The number of the first message that must not be sent yet. An entry of the list may have been written before it.
     Credits(u16),
     /// An entry of the table of mappings was written before this message.
     Mapped,

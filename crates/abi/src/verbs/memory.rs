@@ -123,7 +123,7 @@ entry! {
 }
 
 entry! {
-    /// `ibv_dereg_mr(3)`: EBUSY while a window is bound to it. The memory is not accessed after it returns.
+    /// `ibv_dereg_mr(3)`: EBUSY while a window is bound to the region. The memory is not accessed after the function returns 0.
     ///
     /// # Safety
     /// `mr` came from a registration and is not used after this returns 0.

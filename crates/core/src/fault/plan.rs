@@ -195,7 +195,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Whether the action applies to requests on queue pairs of all kinds.
+    /// Whether the action applies only to requests, whatever the kind of the queue pair.
     fn is_of_requests(self) -> bool {
         matches!(self, Self::Kill | Self::Fail(_) | Self::Rnr(_))
     }

@@ -150,7 +150,7 @@ pub struct Attr {
     pub retry_cnt: u8,
     /// Number of retries when no receive is posted; 7 means without limit.
     pub rnr_retry: u8,
-    /// The RNR timer that the peer is sent when no receive is posted, as the code of IBA table 46.
+    /// The RNR timer that is sent to the peer when no receive is posted, as the code of IBA table 46.
     pub min_rnr_timer: u8,
     /// First packet number to receive. Stored only.
     pub rq_psn: u32,
@@ -165,8 +165,8 @@ pub struct Attr {
 }
 
 impl Attr {
-    /// How long the peer may stay silent with requests outstanding, from timeout and `retry_cnt`. `None`: without
-    /// limit.
+    /// How long the peer may stay silent with requests outstanding, from timeout and `retry_cnt`: 0.2 s to 600 s. `None`:
+    /// without limit.
     pub fn silence_limit(&self) -> Option<Duration> {
         self.silence_limit_ns().map(Duration::from_nanos)
     }
@@ -310,7 +310,7 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
                 m::CUR_STATE | m::ALT_PATH | m::ACCESS_FLAGS | m::MIN_RNR_TIMER | m::PATH_MIG_STATE,
             ),
         },
-        // The thesis, section 5.3: an error stops a reliable datagram queue pair until the program restarts it.
+        // Grant's thesis, section 5.3: an error stops a reliable datagram queue pair until the program restarts it.
         (Error, Rts) if kind == QpType::Rd => r(0, m::CUR_STATE | m::QKEY),
         (Rts | Sqd, Rts) | (Sqe, Rts) => match kind {
             QpType::Ud | QpType::Rd => r(0, m::CUR_STATE | m::QKEY),
@@ -351,8 +351,8 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
     }
 }
 
-/// Returns the attributes that an end of an XRC connection has. Programs pass those of both ends to either, as to the kernel, which
-/// ignores the attributes of the other end.
+/// Returns the attributes that an end of an XRC connection has. Programs pass the attributes of both ends to each end, because the
+/// kernel ignores those of the other end.
 pub fn of_this_end(kind: QpType, attr_mask: u32) -> u32 {
     let other = match kind {
         QpType::XrcSend => mask::MAX_DEST_RD_ATOMIC | mask::MIN_RNR_TIMER,

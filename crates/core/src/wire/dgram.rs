@@ -27,7 +27,7 @@ use crate::llp::mpa::crc::Crc32c;
 /// Without immediate the payload of a tagged segment starts at byte 40, of an untagged one at 44.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shim {
-    /// Random number of the queue pair, which distinguishes it from an earlier one of the same number. Never 0.
+    /// Random number, which distinguishes the queue pair from an earlier one with the same queue pair number. Never 0.
     pub epoch: u16,
     /// The Q_Key. The receiver drops the datagram unless this is the key of the destination queue pair.
     pub qkey: u32,
@@ -287,7 +287,7 @@ pub fn shim_bytes(shim: &Shim) -> [u8; Shim::LEN] {
     head
 }
 
-/// The fields that differ between two Sends of one datagram without immediate data. Most datagrams are such Sends.
+/// The fields that differ between Sends that are one datagram without immediate data. Most datagrams are such Sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendHead {
     /// See [`Shim::epoch`].

@@ -60,7 +60,7 @@ pub enum Status {
     Bound,
     /// This is the signpost of another port.
     Other,
-    /// The kernel's port of this number was released, if this process had it.
+    /// The kernel's port with the number of this port was released, if this process had it.
     Released,
 }
 
@@ -69,7 +69,8 @@ pub enum Status {
 pub enum Message {
     /// Queries the port of a listener.
     Ask(Port, u64),
-    /// Requests that the listener releases the kernel's port of its number, for a plain socket on the same host.
+    /// Requests that the listener releases the kernel's port with the number of this port, for a plain socket on the same
+    /// host.
     Release(Port, u64),
     /// The answer to either of them.
     Answer(Port, u64, Status),

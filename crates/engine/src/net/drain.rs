@@ -31,7 +31,7 @@ const CHECKED_MAX: usize = 16;
 /// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver it a
 /// moment later.
 const PAIR_WAIT: Duration = Duration::from_millis(2);
-/// Reads of a connection in one check: the last bytes, and the end of stream.
+/// Largest number of reads of a connection in one check: the last bytes, and the end of stream.
 const READS_PER_CHECK: usize = 4;
 
 /// The connections of this process that are being drained.
@@ -186,8 +186,8 @@ impl Drain {
         read.is_ok()
     }
 
-    /// Closes the socket. It stays in the list until it is closed, so [`close_finished`] waits for another thread that closes
-    /// it.
+    /// Closes the socket. The connection stays in the list until its socket is closed, so [`close_finished`] waits for
+    /// another thread that closes it.
     fn finish(&self) {
         {
             let mut connection = self.fd.lock();

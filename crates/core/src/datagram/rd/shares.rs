@@ -45,7 +45,8 @@ pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
 }
 
 impl Shares {
-    /// Whether one more peer may be added. `is_incoming`: the peer sent the first packet.
+    /// Whether one more peer may be added. `is_incoming`: the peer sent the first packet; only then do the limits of its
+    /// host and its network apply.
     pub(super) fn has_room_for_peer(&self, peer: &Peer, is_incoming: bool) -> bool {
         let left = bounds::RD_PEERS.saturating_sub(self.peers);
         let (host, network) = prefixes(peer);

@@ -46,7 +46,7 @@ pub struct Request {
     pub peer_to_peer: bool,
     /// The forms of that message which it offers.
     pub rtr: RtrForms,
-    /// Reads that the peer serves at once. `None` if it does not say, or leaves it to the ULP.
+    /// Reads that the peer serves concurrently. `None` if it does not say, or leaves it to the ULP.
     pub ird: Option<u16>,
     /// Reads that the peer wants to have outstanding. `None` if it does not say, or leaves it to the ULP.
     pub ord: Option<u16>,
