@@ -110,7 +110,7 @@ impl CmId {
         Ok(())
     }
 
-    /// Sends the request, first or again. After the last try, raises `RDMA_CM_EVENT_UNREACHABLE` instead.
+    /// Makes the next try to send the request. After the last one, raises `RDMA_CM_EVENT_UNREACHABLE` instead.
     fn udp_timeout(&self) {
         {
             let mut state = self.lock();

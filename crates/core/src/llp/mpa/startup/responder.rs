@@ -298,9 +298,9 @@ impl Responder {
 }
 
 /// Returns the ready-to-receive messages that a responder confirms. It can receive all of them.
-// RFC 6581 §9.2 would like every offered form that can be received to be confirmed (mpa-rtr-confirm in the
-// catalogue). To peers that are not anywarp a single form is confirmed, as other stacks do, so that the initiator has
-// no choice to make.
+// RFC 6581 §9.2 recommends to confirm every offered form that the responder can receive (mpa-rtr-confirm in the
+// catalogue, `conformance/`). To peers that are not anywarp a single form is confirmed, as other stacks do, so that the
+// initiator has no choice to make.
 pub(super) fn confirm(offered: RtrForms, known: bool) -> RtrForms {
     match offered {
         // All three forms: an anywarp initiator recognizes this end by them (see the module documentation).
