@@ -419,8 +419,8 @@ static void post_half(uint64_t m, bool back)
 		die("ibv_post_send: %s", strerror(rc));
 }
 
-/* Posts both halves of WRITE_READ. If the Write is signaled, its completion is awaited before the Read; otherwise the Read follows
- * at once. */
+/* Posts both halves of WRITE_READ. If the Write is signaled, its completion is awaited before the Read; otherwise the Read
+ * follows at once. */
 static void post_there_and_back(uint64_t m)
 {
 	post_half(m, false);
@@ -1161,9 +1161,9 @@ static void make_queue_pair(void)
 		if (!schan || !rchan)
 			die("ibv_create_comp_channel: %s", strerror(errno));
 	}
-	/* Receives are posted only if needed. A Write with immediate data consumes one. Up to `depth` Writes may be placed while they
-	 * wait for a receive, so `depth` fewer receives than slots keep the peer from overwriting a message before it is
-	 * compared. */
+	/* Receives are posted only if needed. A Write with immediate data consumes one. Up to `depth` Writes may be placed
+	 * while they wait for a receive, so `depth` fewer receives than slots keep the peer from overwriting a message before
+	 * it is compared. */
 	receives = 0;
 	if (answers && (o.op == SEND || o.op == SEND_IMM))
 		receives = o.slots;
