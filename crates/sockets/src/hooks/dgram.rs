@@ -28,7 +28,7 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
 }
 
 /// Copies the payload of a datagram that was received into the thread's buffer to the program's buffers. Returns the number of
-/// bytes copied and the full length of the payload.
+/// bytes copied and the full length of the payload, or `None` if the kernel's call failed (`n` is negative).
 ///
 /// # Safety
 /// The kernel has written `n` bytes of the buffer. The buffers of the program are writable.
