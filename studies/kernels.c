@@ -50,8 +50,8 @@ static void prefix(const int *counts, int *starts)
 }
 
 /*
- * Sorts the keys once. `sorted` gets the keys of this process; `before` the number of lower keys. Returns the number of
- * keys.
+ * Moves each key to the process that has its range. `sorted` gets the keys of this process, in any order; `before` the
+ * number of keys of lower processes. Returns the number of keys of this process.
  */
 static size_t sort_once(const int *keys, size_t mine, int shift, int **sorted, long *before)
 {

@@ -235,7 +235,7 @@ static void add_line(const double *u, double *r, int d, int width, double *work)
 			fluxes(u + (ptrdiff_t)p * (ptrdiff_t)step + i, d, f + to, w + to);
 		}
 	for (int p = begin; p < end; p++) {
-		/* The fourth difference leaves out the boundary and what is beyond, and next to it weighs the middle differently. */
+		/* The fourth difference leaves out the boundary and beyond. Next to the boundary the middle has less weight. */
 		int far_before = p - 2 > low, far_after = p + 2 < high, before = p - 1 > low, after = p + 1 < high;
 		double middle = before && after ? 6 : 5;
 		const double *x = u + (size_t)p * step, *x1 = x - step, *x2 = far_before ? x1 - step : x;
@@ -334,7 +334,7 @@ static void upper_sweep(const double *u, double *r)
 
 /* ---------------------------------------------------------------- the run */
 
-/* The exact values in the block. */
+/* Sets u to the exact values in the block. */
 static void set_exact(double *u)
 {
 	for (int z = 0; z < b.size[2]; z++)

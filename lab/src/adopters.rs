@@ -29,7 +29,7 @@ struct Adopter {
     /// The name of the program in `tests/adopters`, without its ending.
     name: &'static str,
     source: Source,
-    /// Run only with `--nightly`: the packages are large, or other runs have the same paths.
+    /// Run only with `--nightly`: the packages are large, or other programs already exercise the same code of the device.
     nightly: bool,
 }
 

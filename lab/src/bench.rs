@@ -1,7 +1,7 @@
 //! `cargo lab bench`: runs all measurements of `anywarp bench`, including those that need an MPI program (`studies/mpi.c`).
 //!
-//! With `--netns` the two ends are in network namespaces joined by a veth pair, which are removed after the run. Measurements
-//! in a virtual machine are in `interop/bench.rs`.
+//! With `--netns` the two ends are in network namespaces joined by a veth pair. The namespaces are removed after the run.
+//! Measurements in a virtual machine are in `interop/bench.rs`.
 
 use crate::programs::{self, INSIDE};
 use std::ffi::OsString;

@@ -61,8 +61,8 @@ const HEAD: &str = "# Instructions, without those of the kernel: of library and 
 /// The tolerance of a new count in percent.
 const SLACK: u64 = 15;
 
-/// Runs the program with this carrier. Returns each phase, its name with `prefix`, and the least number of instructions per
-/// operation over several rounds.
+/// Runs the program with this carrier. Returns for each phase its name, after `prefix`, and the least number of instructions
+/// per operation over several rounds.
 fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>> {
     let binary = c_tests::build("count", &work.join("count"))?;
     let out = work.join(format!("callgrind.{carrier}"));

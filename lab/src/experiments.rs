@@ -2,11 +2,11 @@
 //! of Write-Record, and how fast reliable datagrams are. `anywarp study` has the figures of the papers.
 //!
 //! All processes run in namespaces that end with this process. `tests/netlab/relay.c` causes loss and delay, with a decision
-//! for each packet; it is compared with faults that the device itself injects. The following are errors: a wrong byte, an inexact
-//! validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that are too slow in
-//! comparison with the kernel's TCP or with unreliable datagrams. The last two are medians of ratios of consecutive runs, of
-//! three times as many runs if the bound is not met at first. Other values depend on the machine and are only printed. The
-//! long form writes `docs/results`.
+//! for each packet; the results are compared with those of loss that the device itself injects. The following are errors: a
+//! wrong byte, an inexact validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that
+//! are too slow in comparison with the kernel's TCP or with unreliable datagrams. For these comparisons the median of the
+//! ratios of consecutive runs counts; if it is below the bound, three times as many runs are made. Other values depend on
+//! the machine and are only printed. The long form writes `docs/results`.
 //!
 //! The short form is for machines with other load. It checks only what does not depend on that: no wrong byte, exact validity
 //! maps, each reliable message once, and the share of data that arrives when the device injects 1 % loss. The relay loses
@@ -33,7 +33,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// The least share of 1 MiB Write-Records in path-MTU datagrams that must arrive at 1 % loss.
 const ARRIVES: f64 = 0.985;
 
-/// The largest difference between the shares with loss in the network and with injected loss.
+/// The largest difference between the share that arrives with loss in the network and with injected loss.
 const AGREE: f64 = 0.005;
 
 /// The least rate of reliable datagrams at 1 % loss and 10 ms, relative to the kernel's TCP.
@@ -163,8 +163,8 @@ impl Lab {
 mount -t tmpfs tmpfs /run
 ip link set lo up
 for host in client server; do ip netns add $host; ip -n $host link set lo up
-    # Datagrams that stay incomplete fill what the kernel keeps for putting fragments together, for 30 s each: then it drops
-    # all that are fragmented. Here they make room in time.
+    # The kernel keeps the fragments of an incomplete datagram for 30 s. When its memory for fragments is full, it drops all
+    # fragmented datagrams. A shorter time and more memory prevent this.
     ip netns exec $host sh -c 'echo 1 > /proc/sys/net/ipv4/ipfrag_time; echo 268435456 > /proc/sys/net/ipv4/ipfrag_high_thresh'
 done";
         sh::run(Command::new("sh").args(["-c", SCRIPT]))?;
@@ -185,7 +185,8 @@ done";
         })
     }
 
-    /// Returns a command that runs on one of two hosts, which stand for two machines. On one host, connections use TCP too.
+    /// Returns a command that runs on one of two hosts, which stand for two machines. Connections on loopback use TCP too, not
+    /// shared memory.
     fn on(place: Place, host: &str, program: &std::path::Path) -> Command {
         let mut command = match place {
             Place::Loopback => Command::new(program),
@@ -340,7 +341,7 @@ fn size_text(size: f64) -> String {
     }
 }
 
-/// Measures figures 6.6 and 6.7.
+/// Measures loss (figures 6.6 and 6.7 of the thesis). Returns the page.
 fn loss(lab: &mut Lab, short: bool) -> Result<String> {
     const MODES: [(&str, &str); 4] = [
         ("Send", "-t ud -o send"),
@@ -406,8 +407,8 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         for &ppm in losses {
             let share = format!("{}", f64::from(ppm) / 1e6);
             let spec = format!("loss={share},seed=7");
-            // Modes that the thesis does not have matter if datagrams are lost one by one. Only in that case do the network
-            // and the device lose the same share.
+            // Only path-MTU datagrams are lost one by one, because IP does not fragment them. Only then do the network and the
+            // device lose the same share, and do the modes that the thesis does not have matter.
             let single = *segment == "path-mtu";
             let modes: Vec<(usize, &(&str, &str))> = MODES
                 .iter()
@@ -774,9 +775,9 @@ struct Versus {
     runs: usize,
 }
 
-/// Measures both in turn, [`ROUNDS`] times, and three times as often if the ratio is below `bound`. The median is over all
-/// runs, so more runs make it more certain, not higher. A ratio that stays below is a failure. In the short form both are
-/// measured once, and the ratio is only printed.
+/// Calls `run`, which measures two values one after the other, [`ROUNDS`] times, and up to three times as often if the
+/// median of their ratios is below `bound`. The median is over all runs, so more runs make it more certain, not higher. A
+/// ratio that stays below is a failure. In the short form `run` is called once, and the ratio is only printed.
 fn versus(
     lab: &mut Lab,
     what: &str,

@@ -552,7 +552,7 @@ fn exs_figures(row: &Row, text: &str, figures: &mut Figures) -> Result<f64> {
     figure.ok_or_else(|| format!("not understood: {text}").into())
 }
 
-/// Parses the value in the output of a program of the distribution.
+/// Returns the value in the output of perftest or of `rstream`, or `None` if there is none.
 fn figure(kind: Kind, text: &str) -> Option<f64> {
     if kind == Kind::Rstream {
         // Columns: name bytes xfers iters total time Gb/sec usec/xfer

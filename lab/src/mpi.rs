@@ -216,8 +216,8 @@ fn compile(compiler: &Path, source: &str, to: &Path) -> Result {
     )
 }
 
-/// UCX uses this device only, and leaves signals alone. Open MPI uses none of its own transports over memory, TCP and verbs, and runs
-/// also as root, for which version 5 has variables of PRRTE.
+/// The variables of all runs. UCX uses this device only, and handles no signals. Open MPI uses none of its own transports
+/// over memory, TCP and verbs, and also runs as root, which version 5 permits by variables of PRRTE.
 const COMMON: &[(&str, &str)] = &[
     ("UCX_NET_DEVICES", "anywarp0:1"),
     ("UCX_HANDLE_ERRORS", "none"),

@@ -149,7 +149,7 @@ pub(crate) fn all(programs: &[Program]) -> impl Iterator<Item = (&Program, &Case
 /// their first process, and the kernel then kills all other processes in them. Returns only if this fails.
 pub(crate) fn in_namespaces() -> Result {
     let mut command = Command::new("unshare");
-    // The kernel keeps the registered binary formats for each user namespace.
+    // The kernel keeps the registered binary formats for each user namespace, so emulation needs a new one.
     if !geteuid().is_root() || sh::cross_target().is_some() {
         command.args(["--user", "--map-root-user"]);
     }

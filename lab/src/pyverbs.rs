@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use xtask::{Result, sh};
 
-/// The folder in which Debian's python3-pyverbs installs them.
+/// The folder in which Debian's python3-pyverbs installs the tests.
 const SOURCE: &str = "/usr/share/doc/rdma-core/tests";
 
 /// The tests of other vendors' devices, which are skipped.

@@ -72,7 +72,7 @@ const SHORT: &[(&str, &[&str])] = &[
 /// The program that uses the provider for libfabric.
 const FI: &str = "fi";
 
-/// Not the tests of messages longer than 1 GiB, and not each variant of a link that fails.
+/// Leaves out the tests that take long: messages longer than 1 GiB, loss, floods, and most variants of a link that fails.
 const OF_FI: &[&str] = &[
     "--without=1gib",
     "--without=1536mib",
@@ -112,9 +112,10 @@ const SOCKETS: [OnSockets; 3] = [
     ),
 ];
 
-/// The prefix of the wrappers of `libanywarp-sockets.so` here, which is not preloaded. Otherwise the runtime's interceptors, which
-/// have the names of the C library's functions, would call the wrappers, and ThreadSanitizer ignores all atomic operations
-/// within an interceptor of a blocking function: it would not see the locks of the library.
+/// The prefix of the wrappers of `libanywarp-sockets.so`. With a sanitizer the library is not preloaded; the program calls the
+/// wrappers by these names. Otherwise the runtime's interceptors, which have the names of the C library's functions, would
+/// call the wrappers, and ThreadSanitizer ignores all atomic operations within an interceptor of a blocking function: it
+/// would not see the locks of the library.
 ///
 /// ```text
 ///   the program's read  ──> hook_read of the library ──> the runtime's read ──> the C library's read
@@ -156,8 +157,8 @@ impl Kind {
         );
         match self {
             Self::Address => {
-                // A forked child has none of its parent's threads. Memory that only their stacks refer to is leaked in it,
-                // and LeakSanitizer would wait for these threads.
+                // A forked child has none of its parent's threads. Memory that only their stacks refer to is leaked in the
+                // child, and LeakSanitizer would wait for these threads.
                 let forks = name == "fork" || name.starts_with("datagrams");
                 let leaks = u8::from(!forks);
                 vec![
@@ -229,7 +230,7 @@ pub(crate) fn run(kind: Kind, long: bool, arguments: &[&str]) -> Result {
         done.output.extend(reports.join("\n").into_bytes());
         Ok(done)
     };
-    // The unit tests by themselves: cargo builds them with all processors.
+    // The unit tests run by themselves, because cargo builds them with all processors.
     let (unit, programs): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| **name == UNIT);
     let mut failed = beside::run(&unit, |name| {
         judge(name, build.unit_tests(arguments(name), long))
@@ -351,7 +352,7 @@ impl Build {
                 .arg(out.join(format!("libanywarp-{name}.so")));
             sh::run(&mut cc)?;
         }
-        // Libraries that use these.
+        // Libraries that use libibverbs and librdmacm.
         for name in ["exs", "anywarp-buffers"] {
             let mut cc = sh::cc();
             cc.args(["-shared", "-fPIC"])

@@ -97,13 +97,14 @@ fn play(folder: &Path, steps: &[Step]) -> Result {
                 "PATH",
                 format!("{}:{path}", sh::dist().join("bin").display()),
             )
-            // Background processes are killed when the shell exits.
+            // The shell must not read the user's start-up file.
             .env("BASH_ENV", "")
             .stdin(Stdio::piped())
             .stdout(out.try_clone()?)
             .stderr(out),
     )?;
     let mut input = shell.stdin()?;
+    // Background processes are killed when the shell exits.
     writeln!(input, "set -u; trap 'kill $(jobs -p) 2>/dev/null' EXIT")?;
     let mut expected = Vec::new();
     for step in steps {

@@ -37,7 +37,8 @@ def env(base=None, *, faults=None, log=None, addr=None):
     variables ``ANYWARP_FAULTS``, ``ANYWARP_LOG`` and ``ANYWARP_ADDR``.
     """
     made = dict(os.environ if base is None else base)
-    # The command prints the variables that it would set. Without the existing values, because these are appended below.
+    # The command prints the variables that it would set. It does not get the existing values, because these are appended
+    # below.
     asked = {k: v for k, v in os.environ.items() if not (k.startswith("LD_") or k == "FI_PROVIDER_PATH")}
     asked.pop("ANYWARP_LIB", None)
     shown = subprocess.run([tool(), "env", "--json"], env=asked, check=True, stdout=subprocess.PIPE)

@@ -37,11 +37,11 @@ class Rdma:
         self._running = []
 
     def env(self, base=None):
-        """The environment in which a program finds the device."""
+        """Returns an environment in which a program finds the device."""
         return anywarp.env(base, faults=self.faults, addr=self.address)
 
     def port(self):
-        """A port that was free a moment ago."""
+        """Returns a port that was free a moment ago."""
         with socket.socket() as s:
             s.bind((self.address, 0))
             return s.getsockname()[1]

@@ -53,10 +53,10 @@ def run(command, env={}):
 
 
 def energies(name):
-    """The energies of the first step, and the rate of the run in ns a day."""
+    """Returns the energies of the first step, and the rate of the run in ns a day."""
     with open(f"{name}.log") as log:
         text = log.read()
-    # Lines of names and lines of values take turns, in columns of 15 characters.
+    # Lines of names and lines of values alternate, in columns of 15 characters.
     table = text[text.index("Energies (kJ/mol)") :].split("\n\n")[0].splitlines()[1:]
     found = {}
     for names, values in zip(table[::2], table[1::2]):

@@ -51,7 +51,8 @@ def offer(disk):
 
 
 def transfer(disk):
-    """Writes parts of the disk, reads them back with qemu-io, which compares them, and compares the file of the disk."""
+    """Writes parts of the disk and reads them back with qemu-io, which compares them. Then compares the file of the disk with
+    what was written. Returns the number of parts."""
     image = f"driver=iscsi,transport=iser,portal={ADDRESS}:{PORT},target={TARGET},lun=1,initiator-name={INITIATOR}"
     numbers = random.Random(1)
     wanted = bytearray(SIZE)

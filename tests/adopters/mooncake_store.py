@@ -79,7 +79,7 @@ def main():
         other = multiprocessing.get_context("spawn").Process(target=keeper, args=(theirs, options.protocol))
         other.start()
         ours.recv()
-        # This client has no memory for objects, so they are all stored in that of the other one.
+        # This client has no memory for objects, so all are stored in the memory of the other client.
         store = client(options.protocol, 0)
         lengths = [1, 64, 4096, 65537, 1 << 20, LARGE]
         exchange(store, "of-length", [content(seed, length) for seed, length in enumerate(lengths)])

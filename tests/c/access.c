@@ -56,7 +56,7 @@ static const char *try_operation(enum operation op, unsigned int mr_access, unsi
 	return NULL;
 }
 
-/* With all flags but one on the region or the queue pair, only the operation that needs this flag fails. */
+/* An operation succeeds if the region and the queue pair have only its flag, and fails if one of them has all flags but this. */
 static const char *remote_flags(size_t op)
 {
 	const unsigned int all = ALL_ACCESS, local = IBV_ACCESS_LOCAL_WRITE;
@@ -513,7 +513,7 @@ static const char *required_masks(size_t type)
 	return NULL;
 }
 
-/* Refuses transitions that the state machine does not have, and attributes that a transition does not take. */
+/* Transitions that the state machine does not have are refused, and so are attributes that a transition does not take. */
 static const char *forbidden_steps(size_t type)
 {
 	static const struct {
@@ -982,12 +982,12 @@ static const char *destroyed_events_discarded(size_t arg)
 }
 
 /*
- * What has arrived when a queue pair is destroyed counts as received, also if it is much: the Writes complete, and their bytes are in
- * memory. Memory that both ends share holds all of them.
+ * Writes that have arrived when a queue pair is destroyed complete, and their bytes are in memory, even if they are many. If
+ * both ends share memory, it can hold all of them.
  */
 static const char *destroyed_with_many_arrived(size_t arg)
 {
-	/* The last posts of a burst may still wait for a poll. They have not arrived. */
+	/* The sender may still keep the last requests of a burst until it polls. They have not arrived. */
 	enum { WRITES = 1000, CORKED = 64 };
 	struct want w = { .send_wr = WRITES, .inline_data = 64, .cq_depth = 2 * WRITES };
 	struct region mine, theirs;

@@ -102,7 +102,7 @@ static const char *port_is(enum ibv_port_state state)
 	return NULL;
 }
 
-/* The index of an address in the GID table, or -1. All ways to query the table must agree. */
+/* Returns the index of an address in the GID table, -1 if it is not there, or less if two ways to query the table differ. */
 static int index_of(const char *ip)
 {
 	struct ibv_gid_entry entries[256], entry;
@@ -130,7 +130,7 @@ static int index_of(const char *ip)
 	return place;
 }
 
-/* An address vector is refused if its source index is empty. */
+/* An address vector is refused if the GID table has no address at its source index. */
 static const char *source(uint8_t index, bool good)
 {
 	struct ibv_ah_attr attr = { .is_global = 1, .port_num = PORT, .grh = { .sgid_index = index, .hop_limit = 1 } };

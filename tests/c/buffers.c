@@ -232,7 +232,7 @@ static const char *short_receive(size_t arg)
 	return NULL;
 }
 
-/* Without a configured critical size it is measured; a device that registers quickly has a small one. */
+/* If no critical size is configured, the library measures one. It is small for a device that registers quickly. */
 static const char *measured(size_t arg)
 {
 	struct awbuf *buffers;
@@ -248,7 +248,7 @@ static const char *measured(size_t arg)
 	return NULL;
 }
 
-/* Uses memory until its registration is kept. Sets its key. */
+/* Uses memory until its registration is kept. Stores the key of the registration in `lkey`. */
 static const char *until_kept(struct awbuf *buffers, const void *at, size_t len, uint32_t *lkey)
 {
 	struct awbuf_buffer out;

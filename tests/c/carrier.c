@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Attacks on the transfer of a stream to shared memory, by peers on the same host. Each attacker is a separate process
- * that uses plain sockets. An undisturbed connection in the attacked process must never pause for more than MAX_GAP_MS.
+ * that uses plain sockets. An undisturbed connection in the attacked process must not pause for more than MAX_GAP_MS,
+ * unless other programs delay it.
  */
 #include "mpa.h"
 
@@ -38,7 +39,7 @@ enum { OFFER = 0, TAKE = 1, REFUSE = 2, SWITCH = 3 };
 /* How long an offer that is not answered counts against the limit. */
 #define OFFER_LIFETIME_MS 5000u
 #define MAX_GAP_MS 10.0
-/* A single attack is repeated if a message takes longer, because another program may have delayed it. */
+/* A single attack is repeated, up to this number of times, if a message takes longer: another program may have delayed it. */
 #define TURNS 5u
 
 static struct {
@@ -758,7 +759,7 @@ static int hostile_process(void)
 	}
 	if (file < 0)
 		return hostile.kind == FUSE || hostile.kind == FAULTING ? NOT_POSSIBLE : 4;
-	/* By then the undisturbed connection is being measured. */
+	/* Waits until the undisturbed connection is being measured. */
 	sleep_ms(100);
 	begin = now_ms();
 	set_timeout(fd, 20000);
@@ -768,7 +769,7 @@ static int hostile_process(void)
 	if (now_ms() - begin >= 1000)
 		return 6;
 	if (hostile.kind == FAULTING) {
-		/* The library's own accesses do not fault in this process. The stream uses the memory for a while. */
+		/* userfaultfd affects only the mapping of this process. The library uses the memory for a while. */
 		if (!send_control(fd, HANDOVER, SWITCH, 0, 0))
 			return 5;
 		sleep_ms(600);
@@ -951,7 +952,7 @@ static const char *full_socket(size_t arg)
 	TRY(new_region(&to, p.b.pd, LEN, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
 	sge = sge_of(&from, 0, LEN);
 	wr = rdma_wr(1, IBV_WR_RDMA_WRITE, &sge, 1, &to, 0);
-	/* Without polls, so that the device's thread sends. */
+	/* The program polls rarely, so that the device's thread sends. */
 	for (int posted = 0, done = 0; done < MANY;) {
 		while (posted < MANY && posted < done + 8) {
 			ENSURE(!ibv_post_send(p.a.qp, &wr, &bad), "ibv_post_send");

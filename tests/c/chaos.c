@@ -235,7 +235,7 @@ static const char *peer_of_cm(int fd)
 	return chatter(&e, &r);
 }
 
-/* Opens a connection, exchanges data and ends as `how` says, when the caller decides. */
+/* Opens a connection, exchanges data for the number of milliseconds that the test sends in `qpn`, and ends as `how` says. */
 static const char *peer_that_ends(int fd, const char *how)
 {
 	struct pair p;
@@ -494,7 +494,7 @@ static const char *peer_takes_and_ends(size_t arg)
 	return NULL;
 }
 
-/* The peer does not exist. Requests fail, whichever end would dial, and so do later ones. */
+/* The peer does not exist. Requests fail, whichever end would open the TCP connection, and so do later requests. */
 static const char *missing_peer(size_t arg)
 {
 	(void)arg;
@@ -647,7 +647,7 @@ static struct holdings holdings(void)
 	return h;
 }
 
-/* Waits a moment for resources that a thread of the device closes later. */
+/* Waits up to 5 s for a thread of the device to close resources. Returns what the process holds then. */
 static struct holdings settled_holdings(const struct holdings *wanted)
 {
 	uint64_t end = now_ms() + 5000;
@@ -980,7 +980,6 @@ static const char *threads_together(size_t count)
 	return NULL;
 }
 
-/* Some threads create and destroy queue pairs while others exchange data. */
 static void *churn(void *arg)
 {
 	struct worker *w = arg;
@@ -1007,6 +1006,7 @@ static void *churn(void *arg)
 	return NULL;
 }
 
+/* Some threads create and destroy queue pairs while others exchange data. */
 static const char *threads_churn(size_t count)
 {
 	static struct worker workers[4];
@@ -1156,7 +1156,10 @@ struct cancellation {
 	bool done;
 };
 
-/* Calls many verbs. The program itself calls no cancellation point; whether the library does is what is tested. */
+/*
+ * Calls many verbs. The program itself calls no cancellation point. The test checks that no verb acts on the pending
+ * cancellation.
+ */
 static const char *call_verbs(void)
 {
 	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_TCP }, *info;

@@ -63,7 +63,7 @@ static bool take(struct ibv_cq *cq, struct ibv_wc *wc)
 	return n == 1 && wc->status == IBV_WC_SUCCESS;
 }
 
-/* After two polls that find nothing, a posted request is sent at once. Otherwise that depends on the time. */
+/* After two polls that find nothing, a posted request is sent at once. Otherwise it depends on the time whether it is. */
 static void look_in_vain(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;

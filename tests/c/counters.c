@@ -183,7 +183,7 @@ static const char *each_counts_once(size_t arg)
 			}
 		}
 	}
-	/* Several elements: one request here, and as many Read Requests at the target. */
+	/* Several elements: one request here, and one Read Request for each element at the target. */
 	for (int i = 0; i < 3; i++)
 		sink[i] = sge_of(&from, (size_t)i * 100, 100);
 	struct ibv_send_wr read = rdma_wr(id++, IBV_WR_RDMA_READ, sink, 3, &to, 0);

@@ -652,7 +652,7 @@ static const char *hold(struct held *held)
 	ENSURE(held->helper >= 0, "fork: %s", strerror(errno));
 	if (held->helper == 0) {
 		close(go[1]);
-		/* Not before prctl has permitted it. */
+		/* Waits until prctl has permitted ptrace. */
 		if (read(go[0], &held->how, 1) == 1)
 			hold_worker(getppid(), told[1], go[0]);
 		_exit(1);
@@ -866,7 +866,7 @@ static const char *refused_write(size_t arg)
 
 /* ---------------------------------------------------------------- many peers of one queue pair */
 
-/* The process of the peers. Each peer sends one message to the queue pair that the pipe names, in groups of PEERS_AT_ONCE. */
+/* Runs the peers. In each round each sends one message to the queue pair that the pipe names, PEERS_AT_ONCE at a time. */
 static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, int to)
 {
 	struct peers p;
@@ -874,7 +874,7 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 
 	TRY(find_all());
 	TRY(open_peers(&p, dv, QKEY));
-	/* Twice, because memory that only the first round needs is not a cost of a peer. */
+	/* Two rounds, because memory that is needed only temporarily in the first round is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
 		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		for (unsigned int i = 0; i < p.many; i += PEERS_AT_ONCE) {
@@ -887,8 +887,8 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 }
 
 /*
- * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. The ports of one host also share
- * memory, at most 64 of them with this process.
+ * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. Memory that is shared with
+ * ports of the same host is turned off: it is limited to 64 ports, whatever the number of peers.
  */
 static const char *peers(size_t arg)
 {
@@ -941,7 +941,7 @@ static const char *peers(size_t arg)
 			ENSURE(!ibv_post_recv(hub.qp, &wr, &bad), "ibv_post_recv");
 			if (i % PEERS_AT_ONCE != PEERS_AT_ONCE - 1 && i != many - 1)
 				continue;
-			/* Reliable peers first wait for their acknowledgements. */
+			/* Reliable peers first wait for the acknowledgements, which this poll sends. */
 			ibv_poll_cq(hub.rcq, 0, &wc);
 			ENSURE(write(there[1], &number, sizeof number) == sizeof number, "the process of the peers has ended");
 		}
@@ -958,7 +958,7 @@ static const char *peers(size_t arg)
 	fflush(stdout);
 	ENSURE(waitpid(pid, &status, 0) == pid && status == 0, "the peers end with %#x", (unsigned int)status);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
-	/* Memory that does not depend on the number of peers is allowed: buffers, and 0.7 MiB that is shared with the other process. */
+	/* Memory that does not depend on the number of peers, such as buffers, is allowed. */
 	ENSURE(each <= 1.0 + 2048.0 / many, "%.2f KiB for each peer", each);
 #endif
 	return NULL;

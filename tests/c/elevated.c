@@ -45,7 +45,7 @@ static int remove_file(void *path)
 	return unlink(path);
 }
 
-/* Runs a copy of this program with the given mode. Sets its exit status. */
+/* Runs a copy of this program with the given mode. Sets `status` to its exit status, or to minus the signal that ended it. */
 static const char *run_copy(mode_t mode, int *status)
 {
 	static char copy[4096], capture[4200];

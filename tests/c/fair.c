@@ -20,7 +20,7 @@
 /* Time limits for half and for nine of ten Reads. They allow for two processors with three busy processes. */
 #define HALF_MS 5.0
 #define MOST_MS 25.0
-/* How much the eight peers must have sent for a valid test. */
+/* What the eight peers must have sent for a valid test: FLOOD kilobytes on streams, FLOOD / 20 requests of datagrams. */
 #define FLOOD 10000
 #define ASKED 64u
 

@@ -9,7 +9,7 @@
 
 #define JOB_KEY 0x0f1a0b01u
 
-/* A length greater than the device's longest request, once a test uses it. */
+/* The length of the messages of beyond_1gib(), which sets it: more than the device's longest request. */
 static size_t huge;
 
 /* ---------------------------------------------------------------- messages */
@@ -549,7 +549,7 @@ static const char *link_closes(size_t arg)
 	return NULL;
 }
 
-/* Without the variable there are no connections, and with it only to a limited number of peers. */
+/* With FI_ANYWARP_LINKS=0 there are no connections. Without the variable there are connections to a limited number of peers. */
 static const char *links_limited(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -708,7 +708,7 @@ static const char *peek_and_claim(size_t arg)
 	return NULL;
 }
 
-/* Completions only for operations that request them. */
+/* Only operations that request a completion have one. */
 static const char *selective(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -748,7 +748,7 @@ enum { THREADS = 4, ROUNDS = 60 };
 
 static atomic_int arrived[THREADS][2];
 
-/* Reads completions of all threads, and counts each for the thread of its context. */
+/* Reads a completion, which may belong to any thread, and counts it for the thread in its context. */
 static const char *reap(struct worker *all, struct fid_cq *cq)
 {
 	struct fi_cq_tagged_entry entry;
@@ -1350,8 +1350,8 @@ static const char *hostile(size_t arg)
 }
 
 /*
- * With the option, the receiver of a long message reads it. A stranger cannot end the send, and an announcement of memory that may
- * not be read is an error of its receive alone.
+ * With FI_ANYWARP_RENDEZVOUS=read, the receiver of a long message reads it. A stranger cannot end the send, and an
+ * announcement of memory that may not be read is an error of its receive alone.
  */
 static const char *read_by_receiver(size_t arg)
 {
@@ -1422,7 +1422,7 @@ static const char *read_multi_recv(size_t arg)
 	return multi_recv(arg);
 }
 
-/* The process of the peers: prints their numbers to `to`, and each sends an empty message to the queue pair from `from`, twice. */
+/* Runs the peers. Writes their queue pair numbers to `to`. Each sends two empty messages to the queue pair from `from`. */
 static const char *be_peers(int from, int to)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -1440,14 +1440,14 @@ static const char *be_peers(int from, int to)
 			TRY(send_from_peers(&p, i, hub, message, sizeof message));
 		}
 	}
-	/* Until the other process has measured its memory. */
+	/* Wait until the other process has measured its memory. */
 	ENSURE(read(from, &hub, sizeof hub) == 0, "the other process has not ended");
 	return close_all() ? "cannot close" : NULL;
 }
 
 /*
- * The memory of an endpoint for each of many peers: those in the address vector, and those that have exchanged messages. The ports of
- * one host also share memory, at most 64 of them with this process.
+ * The memory of an endpoint for each of many peers: those in the address vector, and those that have exchanged messages.
+ * Memory that is shared with ports of the same host is turned off: it is limited to 64 ports, whatever the number of peers.
  */
 static const char *peers(size_t arg)
 {
@@ -1575,8 +1575,8 @@ static const char *service(size_t arg)
 	return NULL;
 }
 
-/* Each part of an answer has only capabilities that apply to it and that the answer as a whole has. A program that leaves the
- * type of address vectors open gets it left open, and may open vectors of either type. */
+/* Each part of an answer has only capabilities that apply to it and that the answer as a whole has. If a program does not choose
+ * the type of address vectors, the answer does not either, and the program may open vectors of either type. */
 static const char *answers(size_t arg)
 {
 	const uint64_t kinds = FI_MSG | FI_TAGGED | FI_RMA | FI_ATOMIC;
@@ -1767,8 +1767,8 @@ int main(int argc, char **argv)
 	}
 	if (argc == 3 && !strcmp(argv[1], "--peer"))
 		return be_a_peer(argv[2]);
-	/* fi_getinfo without hints would ask libfabric's verbs provider too, which loses the address of a loopback interface
-	 * (vrb_fill_addr), and LeakSanitizer reports it. */
+	/* fi_getinfo without hints would also query libfabric's verbs provider. It leaks the memory of the address of a loopback
+	 * interface (vrb_fill_addr), which LeakSanitizer reports. */
 	setenv("FI_PROVIDER", "anywarp", 0);
 	/* The time-out for a silent peer. */
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "3000", 0);

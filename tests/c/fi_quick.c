@@ -574,7 +574,7 @@ static void *do_later(void *arg)
 		l->rc = fi_cq_signal(l->cq);
 	if (l->cntr)
 		l->rc = fi_cntr_add(l->cntr, 5);
-	/* An error before the wait begins does not end it. */
+	/* An error that is added before the wait begins does not end it, so errors are added until it ends. */
 	while (l->failing && !l->over && !l->rc) {
 		l->rc = fi_cntr_adderr(l->failing, 1);
 		sleep_ms(20);
@@ -2006,7 +2006,7 @@ static const char *accepted(struct side *e, bool tagged, uint8_t *from, size_t l
 	return NULL;
 }
 
-/* A window of messages is underway at once, before or after their receives, which complete with the right content each. */
+/* A window of messages is outstanding, sent before or after their receives are posted. Each receive gets the right content. */
 static const char *bandwidth(size_t arg)
 {
 	static const size_t lengths[] = { 1, 1000, EAGER, EAGER + 1, 100000 };
@@ -2158,7 +2158,7 @@ static const char *memory_pingpong(size_t with_data)
 	return NULL;
 }
 
-/* A message that is searched with FI_PEEK and FI_DISCARD is gone, and the next one with its tag is found. */
+/* A message that is found with FI_PEEK and FI_DISCARD is gone, and the next one with its tag is found. */
 static const char *peek_discards(size_t len)
 {
 	struct iovec iov = { in, sizeof in };
@@ -2262,7 +2262,7 @@ static const char *full_queue(size_t writes)
 	for (size_t round = 0; round < 2; round++) {
 		uint64_t until = now_ms() + 30000, quiet = now_ms();
 
-		/* A refusal for some time cannot be one that ends when the device has room. */
+		/* A refusal that lasts 100 ms is not one that ends as soon as the device has room. */
 		while (now_ms() < quiet + 100) {
 			ENSURE(now_ms() < until && posted[round] < 1u << 18, "%zu operations are accepted", posted[round]);
 			for (size_t i = 0; i < 64; i++) {

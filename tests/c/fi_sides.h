@@ -36,14 +36,14 @@ struct side {
 	fi_addr_t peer, self;
 };
 
-/* What to open for an endpoint. Members that are 0 mean the usual. */
+/* What to open for an endpoint. A member that is 0 means the default. */
 struct setup {
-	struct fi_info *info;      /* that of find_provider() */
-	struct fi_cq_attr cq;      /* with all fields, and a descriptor */
-	enum fi_av_type av;        /* a table */
-	uint64_t selective;        /* or FI_SELECTIVE_COMPLETION, for the transmit queue */
-	bool one_queue;            /* for transmits and receives */
-	uint64_t counts;           /* what the counter counts: FI_SEND | FI_WRITE | FI_READ */
+	struct fi_info *info;      /* default: that of find_provider() */
+	struct fi_cq_attr cq;      /* default: entries with all fields, and a descriptor to wait on */
+	enum fi_av_type av;        /* default: a table */
+	uint64_t selective;        /* 0 or FI_SELECTIVE_COMPLETION, for the transmit queue */
+	bool one_queue;            /* uses one queue for transmits and receives */
+	uint64_t counts;           /* what the counter counts; default: FI_SEND | FI_WRITE | FI_READ */
 	const struct side *beside; /* an endpoint of the same domain */
 	bool its_queues;           /* uses the queues of that endpoint, */
 	bool its_vector;           /* and its address vector */
@@ -171,10 +171,10 @@ UNUSED static const char *open_sides(struct side *a, struct side *b)
 
 static struct side *moving[4];
 
-/* The longest wait for a completion. */
+/* The longest wait for a completion, in milliseconds. */
 static unsigned int patience = WAIT_MS;
 
-/* Waits for the next completion of `cq` and drives all endpoints meanwhile. */
+/* Waits for the next completion of `cq` and meanwhile drives the endpoints in `moving`. */
 UNUSED static const char *next(struct fid_cq *cq, struct fi_cq_tagged_entry *entry, fi_addr_t *source)
 {
 	uint64_t until = now_ms() + patience;

@@ -327,7 +327,7 @@ static const char *ud_sends_arrive(size_t arg)
 	}
 	TRY(next_data(&foreign, &d, false));
 	ENSURE(reports >= 4, "%u reports of the first datagrams", reports);
-	/* A wrong Q_Key, a wrong CRC and an unknown operation: the datagrams are dropped. */
+	/* Datagrams with a wrong Q_Key, an unknown `sub`, or an MO that differs from the offset are dropped. */
 	TRY(post_recv(a.qp, 9, &sge, 1));
 	d = send_of(&foreign, from, 77, 0, 77);
 	d.qkey++;
@@ -485,10 +485,7 @@ static const char *ud_requests_of_the_device(size_t arg)
 		TRY(same_pattern(got, sizeof got, (uint32_t)(4 + i)));
 		TRY(done(&a, (uint64_t)i, IBV_WC_SUCCESS));
 	}
-	/*
-	 * A Read: this peer first demands a cookie, then answers with the last datagram first. An answer of another
-	 * length is not placed.
-	 */
+	/* A Read: this peer first demands a cookie, then answers with the last datagram first. */
 	memset(mine.at, 0, mine.len);
 	TRY(request_to(&a, foreign.qpn, READ, 9, &mine, 5000, (struct there){ 0x5555, 0x10000 }));
 	TRY(next_data(&foreign, &d, true));
@@ -601,7 +598,7 @@ static const char *begin(struct peer *p)
 	return NULL;
 }
 
-/* Waits until the device has acknowledged everything before `until`. Its own packets must have no data. */
+/* Waits until the device has acknowledged everything before `until`, or has refused a packet. Its packets must have no data. */
 static const char *acknowledged(struct peer *p, uint32_t until, struct packet *k)
 {
 	do {
@@ -750,8 +747,8 @@ static const char *rd_peer_reads(size_t arg)
 			foreign.ack++;
 		}
 		/*
-		 * Carries the time of the packet, which proves that it arrived. Before that, the device limits the
-		 * length of the response.
+		 * This packet echoes the time of the received one, which proves to the device that it arrived. Before
+		 * that, the device limits the length of the response.
 		 */
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
 	}
@@ -894,7 +891,7 @@ static const char *rd_guessed_tokens(size_t arg)
 	for (uint32_t n = 1; n <= 1000; n++) {
 		foreign.echo = right + n;
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
-		/* At a rate that the device can receive. */
+		/* Polling limits the rate of these packets to one that the device can receive. */
 		poll_cq_for(a.rcq, 1, &wc, 0);
 	}
 	foreign.echo = right;

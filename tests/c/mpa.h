@@ -132,7 +132,7 @@ UNUSED static const char *start_server(void)
 	keep(close_listener, server.listener, "listener");
 	ENSURE(!rdma_bind_addr(server.listener, (struct sockaddr *)&address) && !rdma_listen(server.listener, 1024),
 	       "rdma_listen: %s", strerror(errno));
-	/* The context that rdma_cm has opened. */
+	/* The server uses the device context that rdma_cm has opened. */
 	server.pd = ibv_alloc_pd(server.listener->verbs);
 	ENSURE(server.pd, "ibv_alloc_pd: %s", strerror(errno));
 	keep(close_pd, server.pd, "protection domain");

@@ -4,7 +4,7 @@
  * first, and continue only if the error is detected. To find these errors, a detector must observe both the program and
  * the library, because the library writes to the program's memory.
  *
- *   planted overflow   registers more memory than it allocated, and lets the device write beyond its end
+ *   planted overflow   registers more memory than it allocated, and lets the device write beyond the end of the allocation
  *   planted race       reads memory that the device writes, without synchronization
  *   planted uninit     branches on uninitialized memory, before the completion of the Write that fills it
  */

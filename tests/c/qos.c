@@ -172,7 +172,7 @@ static const char *refused(void)
 	ENSURE(list && list[0], "no device");
 	errno = 0;
 	context = ibv_open_device(list[0]);
-	ENSURE(!context && errno == EINVAL, "the device opens, or not: %s", strerror(errno));
+	ENSURE(!context && errno == EINVAL, "ibv_open_device succeeds, or fails with: %s", strerror(errno));
 	ibv_free_device_list(list);
 	return NULL;
 }

@@ -45,7 +45,7 @@ struct header {
 	uint32_t kind;
 };
 
-/* The numbers that have arrived. Each must arrive once, and at most SPAN before an earlier one. */
+/* The numbers that have arrived. Each must arrive once, and be less than the lowest missing number plus SPAN. */
 struct numbers {
 	uint64_t next; /* all numbers below have arrived */
 	uint64_t bits[SPAN / 64];
@@ -225,7 +225,7 @@ static uint32_t random_of(uint64_t *state)
 
 static uint32_t random_len(uint64_t *state, uint32_t most)
 {
-	/* A random length: mostly short, sometimes long, with extra weight on word boundaries. */
+	/* Three of four lengths are at most 256, the others at most `most`. */
 	uint32_t r = random_of(state), limit = r & 3 ? (most < 256 ? most : 256) : most;
 
 	return 1 + random_of(state) % limit;
@@ -531,7 +531,7 @@ static const char *completed(const struct ibv_wc *wc, struct sums *mine, uint64_
 	return NULL;
 }
 
-/* Polls all completions. Sets `n` to their number. */
+/* Polls up to 16 completions and handles them. Sets `n` to their number. */
 static const char *drain(struct queue *q, struct sums *mine, uint64_t *state, int *n)
 {
 	struct ibv_wc wc[16];
@@ -960,7 +960,7 @@ static struct usage usage(void)
 	return u;
 }
 
-/* Prints the memory of `n` objects since `before`, at both ends. */
+/* Prints the memory of `n` objects since `before`, at both ends. Fails if it is more than `most` KiB each; 0 means no limit. */
 static const char *print_cost(const char *what, struct usage before, unsigned int n, double most)
 {
 	struct usage after = usage(), theirs[2];
@@ -1138,7 +1138,7 @@ static const char *idle_end(void)
 	memset(kept + kept_count, 0, sizeof kept - kept_count * sizeof kept[0]); /* makes the pages resident now */
 	buffer = new_mr(pd, idle_memory, sizeof idle_memory, ALL_ACCESS);
 	ENSURE(buffer, "ibv_reg_mr: %s", strerror(errno));
-	/* Datagrams first, because memory that connections leave with malloc would hide theirs. */
+	/* Datagrams first, because memory that connections leave with malloc would hide the memory of datagram peers. */
 	TRY(idle_peers(idle_count, buffer));
 	TRY(idle_connections(idle_count, buffer));
 	return close_all();

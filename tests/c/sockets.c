@@ -166,7 +166,7 @@ static const char *takes(int fd, const char *word)
 	return NULL;
 }
 
-/* Writes to a non-blocking descriptor until it is full. Sets the number of bytes. */
+/* Writes to a non-blocking descriptor until it is full. Sets `total` to the number of bytes. */
 static const char *fill(int fd, size_t *total)
 {
 	static const char block[65536];
@@ -518,7 +518,7 @@ static void *write_later(void *arg)
 	return (void *)(intptr_t)write(*(int *)arg, "x", 1);
 }
 
-/* A thread that waits in a set gets events of descriptors that another thread adds, and of data that a peer sends. */
+/* A thread that waits in a set is woken by data that another thread sends. */
 static const char *woken(size_t arg)
 {
 	pthread_t thread;
@@ -775,7 +775,7 @@ static const char *both_ways(size_t arg)
 	return at_b.error;
 }
 
-/* A program that waits for room only gets it, although bytes that it has not read arrived before the peer made the room. */
+/* A program that waits only for room gets it, even if bytes that it has not read arrived before the peer made the room. */
 static const char *room_behind_data(size_t arg)
 {
 	static char block[1 << 16];
@@ -793,7 +793,7 @@ static const char *room_behind_data(size_t arg)
 	TRY(nonblocking(p.b));
 	TRY(fill(p.b, &from_b));
 	TRY(fill(p.a, &from_a));
-	/* Ends in the middle of what the peer has written at once, also on an upgraded connection. */
+	/* The reads end in the middle of what the peer has written in one call, also on an upgraded connection. */
 	ENSURE(read(p.a, block, 40000) == 40000 && read(p.a, block, 32) == 32, "read: %s", strerror(errno));
 	ENSURE(!fcntl(p.b, F_SETFL, 0), "fcntl: %s", strerror(errno));
 	TRY(take_all(p.b, from_a));
@@ -802,7 +802,7 @@ static const char *room_behind_data(size_t arg)
 	return NULL;
 }
 
-/* FIONREAD counts all bytes that have arrived, also those of a long message of which poll has seen only the begin. */
+/* FIONREAD counts all bytes that have arrived, also those of a long message of which poll has seen only the beginning. */
 static const char *available(size_t arg)
 {
 	static char piece[60000];
@@ -923,7 +923,7 @@ static void *read_for_ever(void *arg)
 	return (void *)(intptr_t)read(*(int *)arg, &c, 1);
 }
 
-/* Threads are cancelled while they wait for a connection. Others can use it then. */
+/* Threads are cancelled while they wait for data. Other threads can use the connection afterwards. */
 static const char *cancelled(size_t with_poll)
 {
 	struct pair p;

@@ -238,9 +238,9 @@ static const char *burst(bool polling, long long *calls)
 }
 
 /*
- * Small requests that are posted one by one are corked while four earlier ones are not acknowledged, and are still sent
- * without a poll. The same holds with idle polls between them. There are several bursts, because this thread may be
- * descheduled during one.
+ * Small requests that are posted one by one are corked after four posts with at most one idle poll between each and the
+ * next, and are still sent without a poll. The same holds with a poll after each post. There are several bursts, because
+ * this thread may be descheduled during one.
  */
 static const char *corking(size_t polling)
 {
@@ -255,7 +255,7 @@ static const char *corking(size_t polling)
 
 /*
  * One end only receives and stays in RTR. The stream still changes to shared memory, whichever end dialed. The queue
- * pair numbers determine that.
+ * pair numbers determine which end dials.
  */
 static const char *memory(size_t passive)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Connections to a listening port that do not come from a valid peer: other clients, silent or slow ones, and peers
- * that violate the protocol. Each is closed in time and logged once, and does not disturb others.
+ * that violate the protocol. Each is closed in time and does not disturb others. Each kind is logged a few times at most.
  */
 #include "ends.h"
 #include "crc.h"
@@ -177,7 +177,7 @@ static const char *talk(struct pair *p, size_t count)
 	return NULL;
 }
 
-/* A rate, in messages per 200 ms, that an undisturbed connection reaches with its slower transport. */
+/* A rate, in messages per 200 ms, that an undisturbed connection reaches even on its slower carrier. */
 #define BRISK ((size_t)6000)
 
 /* Counts the messages that can be exchanged within `ms`. */
@@ -313,7 +313,10 @@ static const char *no_descriptors(size_t arg)
 	low = was;
 	low.rlim_cur = 3; /* lower than the number of open descriptors */
 	pid = send_crowd(SILENT, port, 50);
-	/* The crowd may be accepted before there are no descriptors. This socket has one, and is not. */
+	/*
+	 * The device may accept the crowd's connections before the limit is set. This socket is created before that and
+	 * connects after it, so its connection cannot be accepted.
+	 */
 	address = at_port(port);
 	late = socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	setrlimit(RLIMIT_NOFILE, &low);
@@ -335,7 +338,7 @@ static const char *no_descriptors(size_t arg)
 }
 
 /*
- * Opens a device and an end with an increasing number of free descriptors, until it works. Before that, each attempt
+ * Opens a device and an end with an increasing number of free descriptors, until both open. Before that, each attempt
  * fails with EMFILE and leaks no descriptor.
  */
 static int open_with_few(void)
@@ -373,8 +376,8 @@ static int open_with_few(void)
 		return 4;
 	after = open_fds();
 	/*
-	 * Descriptors of the engine that stay open: two epoll sets, a wake-up, two timers, the address monitor, and the
-	 * file that represents the device.
+	 * Descriptors of the engine that stay open: two epoll sets, the eventfd that wakes the thread, two timers, the address
+	 * monitor, and the file that represents the device.
 	 */
 	return after <= before + 7 ? 0 : 5;
 }
@@ -389,7 +392,7 @@ static const char *descriptors_run_out(size_t arg)
 	pid = fork();
 	ENSURE(pid >= 0, "fork: %s", strerror(errno));
 	if (pid == 0) {
-		/* All are closed, because RLIMIT_NOFILE limits the numbers of descriptors. */
+		/* RLIMIT_NOFILE limits the highest descriptor number, so inherited descriptors are closed. */
 		for (int fd = 3; fd < 4096; fd++)
 			close(fd);
 		_exit(open_with_few());

@@ -761,8 +761,8 @@ static const char *public_fields(size_t arg)
 
 	(void)arg;
 	TRY(open_device());
-	/* A number that is the kernel's would be that of another device. UCX asks the kernel for the type of the device by it, and
-	 * prints errors if the kernel has no InfiniBand modules. */
+	/* An index other than -1 would be that of a device of the kernel. UCX asks the kernel for the type of the device with
+	 * this index, and prints errors if the kernel has no InfiniBand modules. */
 	ENSURE(ibv_get_device_index(device->device) == -1, "index %d", ibv_get_device_index(device->device));
 	TRY(open_pair(&p, &(struct want){ 0 }));
 	/* Only five bits of the timer are used. */
@@ -770,7 +770,7 @@ static const char *public_fields(size_t arg)
 	ENSURE(!ibv_modify_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER), "min_rnr_timer 0x2c: %s", strerror(errno));
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_MIN_RNR_TIMER, &init), "ibv_query_qp");
 	ENSURE(attr.min_rnr_timer == 12, "min_rnr_timer %u", attr.min_rnr_timer);
-	/* Querying the state alone updates the public field. */
+	/* Only a query with IBV_QP_STATE updates the public field `state`. */
 	p.a.qp->state = IBV_QPS_SQD;
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_AV, &init) && p.a.qp->state == IBV_QPS_SQD, "state %d", p.a.qp->state);
 	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_STATE, &init) && p.a.qp->state == IBV_QPS_RTS, "state %d", p.a.qp->state);

@@ -94,7 +94,7 @@ static const char *event(struct rdma_event_channel *channel, enum rdma_cm_event_
 	return NULL;
 }
 
-/* The first end dials, the second listens. */
+/* The first end connects, the second listens. */
 static const char *connect_cm(int fd, int number, struct end *e, struct rdma_event_channel **channel)
 {
 	struct rdma_conn_param param = { .retry_count = 3, .rnr_retry_count = 7 };

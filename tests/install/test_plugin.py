@@ -9,7 +9,7 @@ import anywarp
 
 
 def both(rdma, *arguments):
-    """Runs rping between two programs. Returns the finished client and the server."""
+    """Runs rping as a server and as a client. Returns the finished client and the server."""
     port = rdma.port()
     with rdma.start(["rping", "-s", "-a", rdma.address, "-p", port, *arguments], stdout=subprocess.DEVNULL) as server:
         for _ in range(100):

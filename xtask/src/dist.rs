@@ -227,8 +227,8 @@ fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
     loadable(NAME, &["fi_prov_ini;".to_owned()], &[], built, lib, work)
 }
 
-/// Links a library that is loaded by name from the static library of the same name. `exports`: its symbols, each with a
-/// semicolon. The library is never unloaded, because its threads run its code or the device stays open.
+/// Links a library that programs load by its name. Its code is that of the static library of the same name. `exports`: its
+/// symbols, each with a semicolon. The library is never unloaded, because its threads run its code or the device stays open.
 fn loadable(
     name: &str,
     exports: &[String],
@@ -298,7 +298,7 @@ fn exs_ttcp(new: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Builds a verbs program against the libraries in `lib` and the additional arguments `more`.
+/// Builds a verbs program against the libraries in `lib`, with the additional arguments `more`.
 fn verbs_program(name: &str, source: &str, lib: &Path, work: &Path, more: &[String]) -> Result {
     let mut cc = portable::cc();
     cc.args(["-O2", "-o"])
@@ -336,8 +336,8 @@ fn path_shim(lib: &Path, work: &Path) -> Result {
     sh::run(&mut cc)
 }
 
-/// Runs the command that writes manual pages and completions. A command for another architecture cannot run here, so this
-/// machine's writes them: they are the same.
+/// Runs the command that writes manual pages and completions. If the result is for another architecture, its command cannot
+/// run here, and one that is built for this machine writes the same files.
 fn generate(anywarp: &Path, share: &Path) -> Result {
     fs::create_dir_all(share)?;
     let mut generate = match sh::cross_target() {

@@ -230,7 +230,7 @@ fn scan(tokens: TokenStream, module: &Module, children: &BTreeSet<String>, file:
     }
 }
 
-/// Returns whether the next token is `::`.
+/// Returns whether the tokens at index `at` are `::`.
 fn is_path(tokens: &[TokenTree], at: usize) -> bool {
     let colon = |at| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
     colon(at) && colon(at + 1)

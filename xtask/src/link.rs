@@ -27,11 +27,12 @@ const PRIVATE_NODE: &str = concat!("ANYWARP_", env!("CARGO_PKG_VERSION"));
 /// Functions of the C library that both libraries define, each with the name of its implementation in libibverbs. librdmacm
 /// needs them too, because in a program linked only with librdmacm the loader searches the C library before libibverbs.
 ///
-/// Programs import these functions with a version of the C library, so they are defined with that version. It is not their default
-/// version, so the linker does not use it: a program linked with this library still imports them from the C library.
+/// Programs import these functions with a version of the C library, so both libraries define them with that version, but not
+/// as the default version. The linker uses only default versions, so a program linked with these libraries still imports the
+/// functions from the C library.
 const OF_LIBC: [(&str, &str); 2] = [("bind", "anywarp_bind"), ("listen", "anywarp_listen")];
 
-/// Returns the version node of those functions.
+/// Returns the version node of the functions in [`OF_LIBC`].
 fn libc_node() -> &'static str {
     match sh::arch().as_str() {
         "x86_64" => "GLIBC_2.2.5",
@@ -39,7 +40,8 @@ fn libc_node() -> &'static str {
     }
 }
 
-/// Returns the jumps for these functions: a local name, to which [`libc_versions`] assigns the version, and the target.
+/// Returns the jumps for the functions in [`OF_LIBC`]: a local name, to which [`libc_versions`] assigns the version, and the
+/// target.
 fn of_libc() -> impl Iterator<Item = (String, String)> {
     let jump = |(name, ours): (&str, &str)| (format!("anywarp_libc_{name}"), ours.to_owned());
     OF_LIBC.into_iter().map(jump)

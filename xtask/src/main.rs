@@ -66,7 +66,8 @@ enum Task {
 /// A build for another architecture.
 #[derive(Debug, clap::Args)]
 struct Other {
-    /// For this Rust target, such as aarch64-unknown-linux-gnu. The name of the folder in `target` ends with the architecture.
+    /// Build for this Rust target, such as aarch64-unknown-linux-gnu. The name of the folder in `target` ends with the
+    /// architecture.
     #[arg(long, value_name = "TARGET")]
     target: Option<String>,
 }

@@ -42,12 +42,12 @@ struct CBuffer {
     opaque: *mut Buffer,
 }
 
-/// The numbers of `struct awbuf_stats`.
+/// The number of members of `struct awbuf_stats`, which are all `uint64_t`.
 const NUMBERS: usize = 13;
 
 type Answer<T> = Result<T, c_int>;
 
-/// Runs the body of a function. Fails in a child of a process that has used the library.
+/// Runs the body of a function. Returns EPERM in a child of a process that has used the library, and EIO after a panic.
 fn run<T>(body: impl FnOnce() -> Answer<T>) -> Answer<T> {
     if fork::is_child() {
         return Err(libc::EPERM);

@@ -216,7 +216,8 @@ pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     ended
 }
 
-/// Ends all unused cached registrations of an owner, and waits for those that are already ending.
+/// Ends all cached registrations of an owner, and waits for those that are already ending. Those in use end when they are
+/// released.
 pub(crate) fn forget(owner: u64) {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let until = {

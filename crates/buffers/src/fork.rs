@@ -20,7 +20,7 @@ pub(crate) fn generation() -> u32 {
     GENERATION.load(Relaxed)
 }
 
-/// Returns whether an object was created by a parent of this process.
+/// Returns whether an object of this generation was created by a parent of this process.
 pub(crate) fn is_inherited(generation: u32) -> bool {
     GENERATION.load(Relaxed) != generation
 }

@@ -184,7 +184,7 @@ impl Manager {
     ///
     /// # Errors
     ///
-    /// The errno of `ibv_reg_mr`, if the critical size is measured.
+    /// EPERM in a child of a process that has used the library; the errno of `ibv_reg_mr`, if the critical size is measured.
     ///
     /// # Safety
     ///
@@ -219,7 +219,8 @@ impl Manager {
     ///
     /// # Errors
     ///
-    /// EINVAL if `len` is 0; otherwise the errno of `ibv_reg_mr`.
+    /// EINVAL if `addr` is null or `len` is 0, EFAULT if the memory would exceed the address space, EPERM in a child of a
+    /// process that has used the library; otherwise the errno of `ibv_reg_mr`.
     ///
     /// # Safety
     ///
@@ -365,7 +366,7 @@ impl Inner {
         })
     }
 
-    /// Returns a buffer of the pool. For sending, it contains the data.
+    /// Returns a buffer of the pool, or `None` if none is free. For sending, it contains the data.
     fn copied(&self, addr: u64, len: usize, of: Use) -> Option<Kind> {
         let piece = self.pool(of).take(len)?;
         if of == Use::Send {

@@ -53,7 +53,8 @@ impl Shared {
         }
         let piece = self.inner.settings.piece;
         let at = index * piece;
-        // SAFETY: the caller of `Pieces::begin` keeps the memory unchanged until the pieces end, and that waits for this.
+        // SAFETY: the caller of `Pieces::begin` keeps the memory unchanged until `Pieces` is dropped, and the drop waits for
+        // pieces in preparation.
         let ready = unsafe {
             Inner::get(
                 &self.inner,
@@ -75,7 +76,7 @@ impl Pieces {
     ///
     /// # Errors
     ///
-    /// EINVAL if `len` is 0.
+    /// EINVAL if `len` is 0 or `addr` is null. EPERM in a forked child.
     ///
     /// # Safety
     ///
@@ -121,7 +122,7 @@ impl Pieces {
     ///
     /// # Errors
     ///
-    /// The errors of [`Manager::send`], for this piece.
+    /// The errors of [`Manager::send`], for this piece. EPERM in a forked child.
     #[expect(
         clippy::should_implement_trait,
         reason = "the pieces borrow nothing, and an iterator cannot fail"

@@ -70,7 +70,8 @@ impl Pool {
         lock(&self.state).bytes
     }
 
-    /// Returns a buffer for `len` bytes. `None` if `len` is too large, or if all buffers are in use and the limit is reached.
+    /// Returns a buffer for `len` bytes. `None` if `len` is too large, if all buffers are in use and the limit is reached,
+    /// or if registration fails.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Option<Piece> {
         let class = CLASSES.iter().position(|c| *c >= len)?;
         let size = *CLASSES.get(class)?;
@@ -79,7 +80,7 @@ impl Pool {
         let free = state.free.get_mut(class)?;
         let slab = SLAB.max(size);
         if free.is_empty() && state.bytes + slab <= self.most {
-            // Zeroing makes the pages resident.
+            // `vec!` may return pages that are not resident. A write to each page makes it resident.
             let mut bytes = vec![0u8; slab].into_boxed_slice();
             for page in bytes.chunks_mut(4096) {
                 if let Some(first) = page.first_mut() {

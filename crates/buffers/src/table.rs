@@ -17,7 +17,7 @@ pub(crate) const MOST: usize = 1024;
 const MARKS: usize = 256;
 /// The number of uses of memory after which its registration is cached.
 const USES: u8 = 2;
-/// The highest such number. It grows for memory whose cached registrations are never used again.
+/// The highest number of such uses. The number grows for memory whose cached registrations are never used again.
 const MOST_USES: u8 = 128;
 
 /// Statistics of one owner.
@@ -171,7 +171,7 @@ impl Table {
         })
     }
 
-    /// Marks an entry as in use that was found with the same lock held.
+    /// Marks a found entry as in use. The caller has held the lock since [`Self::find`].
     pub(crate) fn hold(&mut self, found: &Found) {
         self.clock += 1;
         let clock = self.clock;
@@ -277,7 +277,8 @@ impl Table {
         Some((id, access))
     }
 
-    /// Sets the registration of a reserved entry. `Err` returns it if the memory has changed meanwhile.
+    /// Sets the registration of a reserved entry. If the memory has changed meanwhile, the entry is detached, and its
+    /// registration ends after its use. `Err` returns the registration if there is no such entry.
     pub(crate) fn fill(&mut self, id: u64, region: Region) -> Result<(), Region> {
         match self.entries.iter_mut().find(|e| e.id == id) {
             Some(entry) => {
@@ -448,7 +449,7 @@ impl Table {
         ended
     }
 
-    /// Ends all unused cached registrations of an owner.
+    /// Removes all cached registrations of an owner. Those in use end when they are released.
     pub(crate) fn drop_owner(&mut self, owner: u64, watch: Option<&Watch>) {
         while let Some(at) = self.entries.iter().position(|e| e.owner == owner) {
             self.take_out(at, watch, true);

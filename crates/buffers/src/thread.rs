@@ -6,8 +6,8 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-/// Disables cancellation (`pthread_cancel(3)`) of the calling thread while it exists. A cancelled thread would unwind through
-/// frames that hold locks, into a `catch_unwind` that cannot handle it, which ends the process.
+/// Disables cancellation (`pthread_cancel(3)`) of the calling thread while the value exists. A cancelled thread would unwind
+/// through frames that hold locks, into a `catch_unwind` that cannot handle this unwinding, which ends the process.
 #[derive(Debug)]
 pub(crate) struct Uncancelled(c_int);
 

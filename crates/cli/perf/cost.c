@@ -348,7 +348,7 @@ static void ping(void)
 			post(0, IBV_WR_SEND, 1, out, MESSAGE, 0, IBV_SEND_INLINE);
 			sends++;
 		}
-		/* Wait until there is room for the next Write. */
+		/* Wait until there is room for the next Send. */
 		while (sends - done > 32)
 			done += (unsigned long)completions(wc, 1);
 	}
@@ -373,7 +373,7 @@ static void reads(void)
 			memory[i] = pattern(i);
 	join();
 	if (!host) {
-		/* Polls while the target also waits for a control message. */
+		/* The target polls, and also waits for a control message. */
 		for (unsigned long looks = 0;; looks++) {
 			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
 			if (looks % 4096 == 0 && recv(control, &byte, 1, MSG_DONTWAIT) >= 0)
@@ -738,8 +738,8 @@ static void process_failed(int signal_number)
 	_exit(1);
 }
 
-/* Forks a process for each of --threads mappings, which registers one between the two barriers until it is told to end. A process
-   opens the device itself, because a device cannot be used after a fork. */
+/* Forks --threads processes. Each registers its mapping repeatedly between the two barriers, until `over` is set. It opens the
+   device itself, because a device cannot be used after a fork. */
 static struct shared *fork_processes(pid_t *child)
 {
 	struct shared *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

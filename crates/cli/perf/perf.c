@@ -419,7 +419,8 @@ static void post_half(uint64_t m, bool back)
 		die("ibv_post_send: %s", strerror(rc));
 }
 
-/* Posts both. If the Write is signaled, its completion is awaited before the Read; otherwise the Read follows at once. */
+/* Posts both halves of WRITE_READ. If the Write is signaled, its completion is awaited before the Read; otherwise the Read
+ * follows at once. */
 static void post_there_and_back(uint64_t m)
 {
 	post_half(m, false);
@@ -948,7 +949,7 @@ static void blast_client(void)
 			rest(scq, schan, sends_again);
 			busy = false;
 		}
-		/* Not for each short message, because reading the clock takes a tenth of its time. */
+		/* The clock is not read for each short message, because that takes a tenth of the time of a message. */
 		if (!busy || o.list * o.size >= 16384 || ++turns % 16 == 0)
 			at = now();
 		if (completed < posted && at - moved > o.idle_ms * 1000000)
@@ -1160,7 +1161,9 @@ static void make_queue_pair(void)
 		if (!schan || !rchan)
 			die("ibv_create_comp_channel: %s", strerror(errno));
 	}
-	/* Receives are posted only if needed; for one-sided messages that need some, twice the number of slots. */
+	/* Receives are posted only if needed. A Write with immediate data consumes one. Up to `depth` Writes may be placed
+	 * while they wait for a receive, so `depth` fewer receives than slots keep the peer from overwriting a message before
+	 * it is compared. */
 	receives = 0;
 	if (answers && (o.op == SEND || o.op == SEND_IMM))
 		receives = o.slots;

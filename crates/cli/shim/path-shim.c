@@ -59,7 +59,7 @@ static int raw_open(const char *path, int flags)
 	return (int)syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0644);
 }
 
-/* Returns whether `path` is a folder that only this user may write. */
+/* Creates the folder `path` unless it exists. Returns whether it is a folder that only this user may write. */
 static bool own_folder(const char *path)
 {
 	struct statx s;
@@ -71,7 +71,7 @@ static bool own_folder(const char *path)
 	return S_ISDIR(s.stx_mode) && s.stx_uid == geteuid() && !(s.stx_mode & 022);
 }
 
-/* Writes `dir/name` atomically, unless it exists. */
+/* Writes `dir/name` atomically, unless it exists. Returns whether it exists afterwards. */
 static bool put_file(const char *dir, const char *name, const char *text)
 {
 	char path[PATH_MAX], fresh[PATH_MAX];
@@ -114,7 +114,7 @@ static bool put_link(const char *dir, const char *name, const char *target)
 	       (!symlink(target, path) || errno == EEXIST);
 }
 
-/* Converts an interface address to a GID. */
+/* Converts an interface address to a GID. Returns false for other families than IPv4 and IPv6. */
 static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 {
 	memset(gid, 0, 16);
@@ -131,8 +131,8 @@ static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 }
 
 /*
- * Returns the priority of an address as GID 0; among equal ones the first is used. As in the device, the order is: the address
- * in ANYWARP_ADDR, then IPv4 before IPv6, and the loopback interface last.
+ * Returns the priority of an address as GID 0, or 0 if it gets no GID. Of several with the same priority the first is used.
+ * As in the device, the order is: the address in ANYWARP_ADDR, then IPv4 before IPv6, and the loopback interface last.
  */
 #define BEST 5
 static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)

@@ -1,4 +1,4 @@
-//! Reasons why a preloaded library would not reach a program, read from its file without running it.
+//! Finds reasons why a library cannot be preloaded into a program, from the program's file, without running it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -11,7 +11,7 @@ use object::elf::{FileHeader32, FileHeader64, PT_INTERP};
 use object::read::FileKind;
 use object::read::elf::{FileHeader, ProgramHeader};
 
-/// The type of a file, by its beginning.
+/// The type of a file, according to its first bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// An ELF file: its machine, its class (1: 32 bit, 2: 64 bit), and whether the dynamic loader starts it.

@@ -1,7 +1,7 @@
 //! Tries the kernel features that the device uses. All unsafe code of this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
-    reason = "system calls that std does not offer; each is made once, with plain arguments"
+    reason = "system calls that std does not offer, with plain arguments"
 )]
 
 use std::io;
@@ -73,7 +73,7 @@ pub(crate) fn tun(name: &str) -> io::Result<std::fs::File> {
         .open("/dev/net/tun")?;
     // SAFETY: all bytes of the structure may be zero.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // The last byte stays zero.
+    // The last byte stays zero, because the kernel expects a C string.
     let room = request.ifr_name.len() - 1;
     for (to, byte) in request.ifr_name.iter_mut().take(room).zip(name.bytes()) {
         *to = byte as libc::c_char;

@@ -111,7 +111,7 @@ local malformed = ProtoExpert.new("anywarp.malformed", "Shorter than its headers
     expert.severity.ERROR)
 dg.experts = { bad_crc, malformed }
 
--- CRC32C (RFC 3720 appendix B.4), byte by byte, because Lua 5.1 to 5.4 have no common bit operators.
+-- CRC32C (RFC 3720 appendix B.4). Uses Wireshark's module `bit`, because Lua 5.1 to 5.4 have no common bit operators.
 local xor, shift, band = bit.bxor, bit.rshift, bit.band
 local TABLE = {}
 for n = 0, 255 do
@@ -247,7 +247,7 @@ local function dissect_packet(tvb, tree)
     if band(tvb(20, 1):uint(), 0x01) ~= 0 then text = text .. string.format(", ack %d", tvb(24, 4):uint()) end
     if refused ~= 0 then text = text .. string.format(", refused with %d", refused) end
     if band(flags:uint(), 0x01) ~= 0 then
-        -- Up to the end of the packet, whose CRC is at the position of the datagram's.
+        -- dissect_segment expects a CRC after the datagram. Here the CRC of the packet is at this position.
         if tvb:len() < at + 44 then return nil end
         local inner = dissect_segment(tvb(at):tvb(), tree:add(dg, tvb(at, tvb:len() - 4 - at), "datagram"))
         if inner == nil then return nil end

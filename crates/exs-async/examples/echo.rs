@@ -126,7 +126,8 @@ async fn memory(listener: Listener, addr: std::net::SocketAddr) -> io::Result<()
     let open = server.open(Buffer::new(100)?)?;
     let (sent, _) = client.send_at(part, 5, 50).await;
     assert_eq!(sent?, 5);
-    // The event of a send says that its buffer is free. The end of the operation says that all data has arrived.
+    // The completion of a send means only that its buffer is free. The end of the opened memory means that all data has
+    // arrived.
     let (ended, buffer) = open.end().await;
     ended?;
     assert_eq!(buffer.get(49..56), Some(&[0, 3, 3, 3, 3, 3, 0][..]));

@@ -82,7 +82,7 @@ impl Driver {
                 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
                     continue;
                 }
-                // In a child of `fork`, which has no such thread, the library refuses calls.
+                // The library refuses calls only in a child of `fork`, which does not have this thread.
                 return;
             };
             for event in events.iter().take(n) {

@@ -6,7 +6,7 @@
 use libc::{c_char, c_int, c_void, iovec};
 
 /// An entry of a function table. The tables contain functions with the signatures given in the headers. `no_function` of
-/// `api/mod.rs` is used for functions that this provider does not have.
+/// `api/object.rs` is used for functions that this provider does not have.
 pub type Call = *const ();
 
 /// A peer, as the program names it: an index of an address vector.

@@ -168,12 +168,12 @@ impl Vector {
         self.peers.get_mut(usize::try_from(at).ok()?)
     }
 
-    /// The peer of an index.
+    /// Returns the peer of an index.
     pub fn get(&self, at: FiAddr) -> Option<Remote> {
         *self.peers.get(usize::try_from(at).ok()?)?
     }
 
-    /// The lowest index of a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
+    /// Returns the lowest index of a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
     pub fn find(&self, peer: Remote) -> FiAddr {
         if let Some((last, at)) = self.last.get()
             && last == peer
@@ -187,7 +187,8 @@ impl Vector {
         at
     }
 
-    /// The lowest index of the peer that has the index `at`; `None` if there is no such peer.
+    /// Returns the lowest index of the peer that has the index `at`; `None` if there is no such peer. `FI_ADDR_UNSPEC`,
+    /// which stands for any peer, is returned unchanged.
     pub fn canonical(&self, at: FiAddr) -> Option<FiAddr> {
         if at == FI_ADDR_UNSPEC {
             return Some(at);

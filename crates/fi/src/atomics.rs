@@ -50,7 +50,7 @@ pub enum Class {
     Write,
     /// Changes the target, and returns its former value.
     Fetch,
-    /// Compares the target before it is changed, and returns its former value.
+    /// Changes the target depending on a comparison or a mask, and returns its former value.
     Compare,
 }
 
@@ -65,7 +65,7 @@ pub fn is_valid(kind: Type, op: u32, class: Class) -> bool {
     known && !(bits && matches!(kind, Type::Float | Type::Double))
 }
 
-/// The operations that all types support. `old` is the value of the target, `with` the operand, and `than` the value to compare with.
+/// The operations on the elements of a type. A logical operation treats each value except 0 as true.
 trait Element: Copy + PartialOrd {
     fn from_bits(bits: u64) -> Self;
     fn bits(self) -> u64;
@@ -168,7 +168,8 @@ fn with_type<T: Element>(op: u32, old: u64, with: u64, than: u64) -> u64 {
     }
 }
 
-/// Returns the bits of the target after an operation. They are unchanged if the operation does not exist.
+/// Returns the bits of the target after an operation. They are unchanged if the operation does not exist. `old` is the value
+/// of the target, `with` the operand, and `than` the value to compare with, or the mask of `FI_MSWAP`.
 pub fn compute(kind: Type, op: u32, old: u64, with: u64, than: u64) -> u64 {
     let f = match kind {
         Type::Signed(1) => with_type::<i8>,

@@ -11,12 +11,13 @@ pub struct Wait {
 }
 
 impl Wait {
-    /// Returns descriptors of which the first is readable when the second or `device` is readable.
+    /// Returns a set that is readable while its eventfd or `device` is readable. Returns `None` if the kernel refuses a
+    /// descriptor.
     pub fn new(device: i32) -> Option<Self> {
         Self::of(Some(device))
     }
 
-    /// Returns descriptors of which the first is readable when the second is readable.
+    /// Returns a set that is readable while its eventfd is readable. Returns `None` if the kernel refuses a descriptor.
     pub fn alone() -> Option<Self> {
         Self::of(None)
     }
@@ -53,14 +54,14 @@ impl Wait {
         self.event
     }
 
-    /// Makes the descriptor unreadable.
+    /// Makes the eventfd unreadable. The set stays readable while the device's descriptor is.
     pub fn clear(&self) {
         let mut count = 0_u64;
         // SAFETY: eight bytes are written to a variable of that size.
         unsafe { libc::read(self.event, (&raw mut count).cast(), 8) };
     }
 
-    /// Waits until the descriptor is readable. `None` waits without a limit.
+    /// Waits until the set is readable, the limit has passed or a signal arrives. `None` waits without a limit.
     pub fn wait(&self, limit: Option<Duration>) {
         let mut fd = libc::pollfd {
             fd: self.set,
@@ -86,7 +87,7 @@ impl Drop for Wait {
     }
 }
 
-/// Makes the descriptor of an event readable.
+/// Makes an eventfd readable; see [`Wait::event`].
 pub fn raise(event: i32) {
     let one = 1_u64;
     // SAFETY: eight bytes are read from a variable of that size.

@@ -86,7 +86,7 @@ pub fn messages(mut data: &[u8]) {
                     content,
                 });
             }
-            // Post a receive of the program.
+            // The fuzzer uses this kind to post a receive of the program.
             Kind::Grant => {
                 let pattern = Pattern {
                     source: if header.data & 4 == 0 {

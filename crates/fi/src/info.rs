@@ -251,8 +251,8 @@ impl Hints {
             mr_mode,
             threading: FI_THREAD_SAFE,
             control_progress: FI_PROGRESS_MANUAL,
-            // Vectors of both types are the same here. A program may use index 0 of a table for each new peer, which is right for
-            // the first one only, so a type that was not requested is not answered.
+            // Vectors of both types are the same here. The type is answered only if it was requested: a program that gets
+            // FI_AV_TABLE without a request may use index 0 for each new peer, which is right for the first one only.
             av_type: FI_AV_UNSPEC,
             tag_format: TAG_FORMAT,
             send_flags: self.tx.as_ref().map_or(0, |tx| tx.op_flags),

@@ -26,7 +26,7 @@ pub const REQUESTS: usize = 1024;
 pub const RECORDS: usize = 256;
 /// The most outstanding Reads of the one-sided queue pair, which is the number that the device answers for one peer.
 pub const READS: u32 = 128;
-/// The most bytes of unexpected messages that are stored, where each message counts with [`UNEXPECTED_EACH`] more. Beyond
+/// The most bytes of unexpected messages that are stored, where each message counts [`UNEXPECTED_EACH`] bytes more. Beyond
 /// that, messages stay in the receives of the device, and their senders have to wait.
 pub const UNEXPECTED: usize = 64 << 20;
 /// The bytes from which the shares of the senders are computed: a sender may store half of what is left of them. The rest of
@@ -35,13 +35,13 @@ pub const SHARED: usize = 32 << 20;
 /// The smallest share of a sender in bytes.
 pub const SHARE_MIN: usize = 256 << 10;
 /// The most bytes that a sender may store after the notice that its share is used up. An endpoint of this library sends at most
-/// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads this, and about as many while it handles
-/// the completions before it.
+/// [`REQUESTS`] messages of [`INLINE`] bytes and [`SLOTS`] of [`EAGER`] bytes until it reads the notice, and about as many
+/// while it handles the completions before the notice.
 pub const LATE: usize = 8 << 20;
 /// The most announced messages to a peer where the share of this endpoint is used up. Beyond that, sends to this peer are refused
 /// (`FI_EAGAIN`).
 pub const ANNOUNCED: usize = 4096;
-/// The most injected messages, each of at most [`INJECT`] bytes, that an endpoint stores for such peers.
+/// The most injected messages, each of at most [`INJECT`] bytes, that an endpoint stores for peers where its share is used up.
 pub const COPIES: usize = 16_384;
 /// The bytes that a stored message uses in addition to its content.
 pub const UNEXPECTED_EACH: usize = 160;
@@ -82,15 +82,15 @@ pub const LINK_INLINE: usize = 256;
 pub const COUNTED: usize = 1024;
 /// The time without data after which the sender of an announced message is probed.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
-/// The number of requests that have not completed from which on all messages are to be acknowledged soon. Below it, those whose
-/// completion was reported already are not.
+/// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer, messages whose
+/// completion was already reported to the program may be acknowledged later.
 pub const LATER: usize = 64;
 /// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock is a considerable part of an idle poll.
 pub const ASK_CALLS: u32 = 64;
 /// The time that a waiting call polls before it sleeps.
 pub const SPIN: Duration = Duration::from_micros(50);
 /// The bytes added to each structure that is allocated for the core of libfabric, which copies as many bytes as the structure
-/// has in its version.
+/// has in the core's version.
 pub const SLACK: usize = 512;
 /// The time that closing an endpoint waits until its messages have arrived.
 pub const LINGER: Duration = Duration::from_secs(2);

@@ -16,6 +16,7 @@ static LOG: OnceLock<Option<(Log, Enabled)>> = OnceLock::new();
 const WARNING: c_int = 0;
 /// The level for explanations of the provider's decisions.
 const INFO: c_int = 2;
+/// The subsystem `FI_LOG_CORE`.
 const CORE: c_int = 0;
 
 unsafe extern "C" fn each_library(
@@ -38,7 +39,7 @@ unsafe extern "C" fn each_library(
     }
 }
 
-/// Returns the `fi_log` of the loaded libfabric.
+/// Returns `fi_log` and `fi_log_enabled` of the loaded libfabric, or `None` if it has no such functions.
 fn find() -> Option<(Log, Enabled)> {
     let mut library: Option<CString> = None;
     // SAFETY: the callback gets the address of `library`, which is live during the call. The library is loaded already, and
@@ -71,7 +72,8 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Sets the provider of the log lines, which the core identifies by its address.
+/// Sets the `fi_provider` that all lines name, which libfabric identifies by its address. Lines before this call are not
+/// written.
 pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);
 }

@@ -231,7 +231,7 @@ impl Area {
         self.len
     }
 
-    /// Returns bytes that the device has placed.
+    /// Returns bytes that the device has placed, or an empty slice if the range exceeds the area.
     ///
     /// # Safety
     /// The device does not write to the bytes while the result is live: they belong to a receive that has completed and was
@@ -245,7 +245,7 @@ impl Area {
         unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
     }
 
-    /// Returns bytes to fill before the device reads them.
+    /// Returns bytes to fill before the device reads them, or an empty slice if the range exceeds the area.
     ///
     /// # Safety
     /// The device does not read the bytes while the result is live: they belong to a slot that no request uses.

@@ -65,8 +65,8 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// Returns the functions of anywarp's libibverbs. If the process has loaded one already, that is used, so that there is one device.
-/// Otherwise the one installed beside this library is loaded.
+/// Returns the functions of anywarp's libibverbs. If the process has already loaded that library, it is used, so that there
+/// is one device. Otherwise the copy that is installed beside this library is loaded.
 fn functions() -> Result<Functions, Missing> {
     const MARK: &std::ffi::CStr = c"anywarpdv_is_supported";
     // SAFETY: the call only looks a name up.
@@ -813,8 +813,9 @@ impl QueuePair {
         })
     }
 
-    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `soon`: whether something waits for the completion. Otherwise
-    /// the acknowledgement does not disturb a program that computes.
+    /// Sends a message of at most [`limits::INLINE`] bytes, which is copied. `soon`: whether something waits for the
+    /// completion. If not, the peer may acknowledge later, so that the acknowledgement does not disturb a program that
+    /// computes.
     pub fn send_copy(&self, to: To<'_>, id: u64, message: &[u8], soon: bool) -> Result<(), i32> {
         let sge = ffi::ibv_sge {
             addr: message.as_ptr().expose_provenance() as u64,
@@ -950,8 +951,8 @@ impl Stream {
         Ok(made)
     }
 
-    /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The connection is made meanwhile, and
-    /// requests wait for it.
+    /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The call does not wait for the
+    /// connection; posted requests do.
     pub fn connect(&self, peer: Remote, from: u8) -> Result<(), i32> {
         const RNR_TIMER_640_US: u8 = 12;
         const FOR_EVER: u8 = 7;
@@ -1115,7 +1116,7 @@ pub fn source_of(route: &[u8]) -> Option<IpAddr> {
 /// The kind of operation that a completion belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Of {
-    /// A receive, by its number.
+    /// A receive.
     Receive,
     /// A record.
     Record,

@@ -34,8 +34,8 @@ pub enum Kind {
     AtomicDone,
     /// A message without content. Its delivery shows that the peer responds.
     Probe,
-    /// With `length` 1: too many messages that the recipient of this one has sent have no receive, so it is to announce all its
-    /// messages from now on. With `length` 0: it may send messages without an announcement again.
+    /// With `length` 1: too many messages of the recipient have no receive, so the recipient is to announce all its messages
+    /// from now on. With `length` 0: it may send messages without an announcement again.
     Hold,
     /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
     /// the number of messages that the sender has received on the link.

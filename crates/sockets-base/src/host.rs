@@ -69,7 +69,7 @@ pub fn in_prefix(prefix: IpAddr, bits: u8, addr: IpAddr) -> bool {
     }
 }
 
-/// Converts an address of `getifaddrs(3)`.
+/// Converts an address of `getifaddrs(3)`. Returns `None` for null and for families other than IPv4 and IPv6.
 ///
 /// # Safety
 /// `addr` is null or points to an address of the length of its family.
@@ -93,7 +93,7 @@ unsafe fn ip(addr: *const libc::sockaddr) -> Option<IpAddr> {
     }
 }
 
-/// Returns all addresses of this network namespace.
+/// Returns all addresses of this network namespace, or none if the kernel cannot be queried.
 pub fn addresses() -> Vec<Address> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: the argument is the address of a pointer, which the call sets.

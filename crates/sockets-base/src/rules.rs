@@ -196,11 +196,11 @@ pub struct Settings {
     pub hides_io_uring: bool,
     /// What happens if a connection that a rule would upgrade cannot be.
     pub fallback: Fallback,
-    /// Microseconds to wait for the answer of another host. 0: other hosts are not asked.
+    /// Microseconds to wait for another host's answer to whether it accepts RDMA. 0: other hosts are not asked.
     pub ask: u32,
     /// The most memory in bytes for received bytes that the program has not read, of all streams of the process.
     pub pool: u32,
-    /// A stream without such bytes has no receive buffer, because the streams of the process share the buffers.
+    /// A stream without unread bytes has no receive buffer, because the streams of the process share the buffers.
     pub shares: bool,
     /// Microseconds for which a thread may poll for an answer before it sleeps. 0: it sleeps at once.
     pub spin: u32,
@@ -356,7 +356,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Parses one of these modes. `expected` lists them for the error message.
+    /// Parses one of `modes`. `expected` lists them for the error message.
     fn mode(&mut self, modes: &[Mode], expected: &str) -> Result<Mode, Mistake> {
         let (column, word) = self.next();
         let found = modes.iter().find(|mode| mode.word() == word);

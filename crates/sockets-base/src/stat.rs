@@ -133,7 +133,7 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
 }
 
 impl<'a> Table<'a> {
-    /// Returns `None` if the bytes are not a table of this layout.
+    /// Reads bytes as a table. Returns `None` if they are not one of this layout.
     pub fn new(bytes: &'a [u8]) -> Option<Self> {
         (bytes.starts_with(&MAGIC) && bytes.len() >= SIZE).then_some(Self { bytes })
     }

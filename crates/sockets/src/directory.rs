@@ -53,7 +53,8 @@ fn hold(name: &Name) -> Option<c_int> {
     high
 }
 
-/// Returns the name for a socket that is bound to `addr`. `None`: the socket does not receive all traffic for this address.
+/// Returns the name for a socket that is bound to `addr`. `None`: the socket is bound to an interface, so it does not
+/// receive all traffic for this address.
 fn name_for(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<Name> {
     let (ip, port) = (addr.ip(), addr.port());
     let v6_only = ip == IpAddr::from([0u8; 16])
@@ -196,7 +197,7 @@ pub fn ask(addr: SocketAddr) -> bool {
 pub enum Answer {
     /// The socket accepts messages.
     Yes,
-    /// The socket is not registered.
+    /// The socket is not registered, or the owner of the name is neither root nor this user.
     No,
     /// The backlog of the name is full, so the answer is unknown.
     Busy,

@@ -66,8 +66,8 @@ fn peer(window: u32) -> Private {
     }
 }
 
-/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result. `wholes`: pieces that are whole messages are handled
-/// as such.
+/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result. `wholes`: each piece is first passed to
+/// [`Rx::whole`], which accepts whole messages.
 fn feed_as(
     bytes: &[u8],
     crc: bool,

@@ -18,7 +18,7 @@
 //! | `peers.rs` | a cache of what is known about the peers of datagrams |
 //! | `conn/show.rs` | the table that `anywarp sockets stat` reads |
 //! | `policy.rs`, `directory.rs` | which connections are upgraded |
-//! | `remote.rs`, `conn/answers.rs` | the same for those between hosts: queries, and the thread that answers them |
+//! | `remote.rs`, `conn/answers.rs` | the same for connections between hosts: queries, and the thread that answers them |
 
 pub mod conn;
 pub mod directory;

@@ -36,7 +36,8 @@ pub const SPIN_LEAST: Duration = Duration::from_micros(6);
 /// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
 pub const SPIN_TRY: Duration = Duration::from_micros(100);
-/// The number of such waits, until the thread gives up. Both ends begin at about the same time, but not at the same wait.
+/// The number of waits that poll for [`SPIN_TRY`] until the thread gives up. Both ends begin at about the same time, but not
+/// at the same wait.
 pub const SPIN_TRIES: u8 = 32;
 /// The number of such waits without an answer after which the thread gives up at once.
 pub const SPIN_MISSES: u8 = 2;

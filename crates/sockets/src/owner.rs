@@ -21,8 +21,8 @@ fn map() -> Option<&'static [AtomicU32]> {
     Some(unsafe { std::slice::from_raw_parts(at.cast(), words) })
 }
 
-/// Returns a word for a new stream. If there are more streams than words, streams share one. After a fork such a stream may be
-/// assigned to the wrong process, and the other process gets EIO.
+/// Returns a word for a new stream, or `None` if there is no memory for the words. If there are more streams than words,
+/// streams share one. After a fork such a stream may be assigned to the wrong process, and the other process gets EIO.
 pub fn word() -> Option<&'static AtomicU32> {
     let words = (*WORDS.get_or_init(map))?;
     words.get(NEXT.fetch_add(1, Ordering::Relaxed) % words.len())
@@ -47,7 +47,7 @@ pub fn is_visitor() -> bool {
     me() != std::process::id()
 }
 
-/// Called in the child of a fork.
+/// Forgets the parent's id. Called in the child of a fork.
 pub fn forked() {
     ME.store(0, Ordering::Relaxed);
 }

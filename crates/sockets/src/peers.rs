@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 /// The cached facts about a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Known {
-    /// The rule for sending to the peer, if any.
+    /// The mode of the rule for sending to the peer, if any, and whether the peer is assumed to accept messages without a
+    /// query.
     pub rule: Option<(Mode, bool)>,
     /// Whether the peer accepts messages. `None`: the directory was not queried, because no rule requires that.
     pub messages: Option<bool>,

@@ -30,7 +30,8 @@ fn variable(name: &str) -> Option<String> {
 /// Loads the rules of this process.
 ///
 /// A program with more privileges than its caller (set-user-ID) loads no rules, so all its sockets stay plain. Otherwise the
-/// caller could name a file that it may not read in a variable, and the error message would show a line of the file.
+/// caller could set a variable to the name of a file that it may not read, and the error message would show a line of the
+/// file.
 fn load(has_more_rights: bool) -> Policy {
     if has_more_rights {
         return Policy::default();

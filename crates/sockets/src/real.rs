@@ -21,7 +21,8 @@ const WHERE: *mut c_void = if cfg!(sanitized) {
     libc::RTLD_NEXT
 };
 
-/// The return value of a function that this C library does not have. Programs that look such a function up by name find the hook.
+/// The return value of a hook whose original this C library does not have. A program that looks up the name finds the hook,
+/// and may call it.
 trait Missing {
     fn missing() -> Self;
 }

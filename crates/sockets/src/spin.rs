@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Sleeps,
-    /// It polls for a longer time, because the peer has to begin too: the number of waits in this phase.
+    /// Polls for [`limits::SPIN_TRY`], because the peer has to begin to poll too. The number of waits so far in this phase.
     Tries(u8),
     Polls,
 }

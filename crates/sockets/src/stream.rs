@@ -182,7 +182,7 @@ pub struct Stream {
     blind: bool,
     urgent: Option<u8>,
     news: News,
-    /// The number of long messages that were sent since the last other one, up to [`limits::RUN`].
+    /// The number of long messages that were sent in succession, up to [`limits::RUN`].
     run: u8,
     /// The carrier may delay bytes, to join long messages. See [`Self::joins`].
     joins: bool,
@@ -374,7 +374,9 @@ impl Stream {
         }
     }
 
-    /// Makes the socket send each message at once, as a carrier must. The program's delay options are saved, and reported to it.
+    /// Makes the socket send each message at once, as a carrier must. The program's delay options are saved in `delays`,
+    /// from which
+    /// `getsockopt` reports them.
     pub fn undelay(&mut self, fd: c_int) {
         let names = [libc::TCP_NODELAY, libc::TCP_CORK];
         for ((place, name), own) in self.delays.iter_mut().zip(names).zip([1, 0]) {
@@ -390,7 +392,7 @@ impl Stream {
         if let Some(place) = self.delays.get_mut(which) {
             *place = value;
         }
-        // With `TCP_NODELAY`, what the carrier delays is sent.
+        // `TCP_NODELAY` sends what the carrier has delayed.
         if !self.plain && self.delays[0] != 0 {
             self.joins(fd, 0);
         }
@@ -575,7 +577,7 @@ impl Stream {
     /// Decides where the next bytes from the carrier are received, of which `most` at most are received into a buffer of the library.
     ///
     /// Payload of long messages is received directly into the program's memory. At the beginning of a message its length is not known:
-    /// it is expected to be as long as the last one. If it is another message, the bytes are moved.
+    /// it is expected to be as long as the last one. If it is not, the bytes are moved.
     pub fn plan(&self, dest: Option<&Dest<'_, '_>>, most: usize) -> Plan {
         let most = match dest {
             _ if !self.is_exhausted() => most,
@@ -656,7 +658,7 @@ impl Stream {
         if n >= limits::FEW {
             self.few = false;
         } else if self.rx.is_between() {
-            // Not the rest of a message that did not fit.
+            // These bytes are not just the rest of a message that did not fit.
             self.few = true;
         }
         if self.blind {
@@ -969,7 +971,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Raises the peer's limit by the number of bytes that the program has read, unless that is too few for a message.
+    /// Raises the peer's limit by the number of bytes that the program has read, unless that is less than half of the
+    /// window, which is not worth a Limit message.
     fn open_window(&mut self, fd: c_int) {
         let ahead = self.rx.open() as usize + self.queue.held();
         let gone = (self.window as usize).saturating_sub(ahead);

@@ -782,7 +782,8 @@ pub fn destination(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns the address to send from in such a control message of the program.
+/// Returns the source address that the program chose by a control message `IP_PKTINFO` or `IPV6_PKTINFO`; `None` if it is
+/// another one.
 pub fn chosen_source(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     match (level, kind) {
         (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
@@ -793,7 +794,8 @@ pub fn chosen_source(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns an address as the kernel returns it for a socket, which has IPv6 addresses if `is_v6`, and its length.
+/// Returns an address in the format in which the kernel returns it for an IPv6 socket (`is_v6`) or an IPv4 socket, and its
+/// length.
 pub fn name_bytes(addr: SocketAddr, is_v6: bool) -> ([u8; 28], usize) {
     let addr = match addr {
         SocketAddr::V4(a) if is_v6 => SocketAddr::new(a.ip().to_ipv6_mapped().into(), a.port()),
@@ -887,8 +889,8 @@ pub fn exchange<R>(
     found
 }
 
-/// Creates a UDP socket that several processes of one user may bind to the same port of all addresses. Returns its number, and
-/// whether it has IPv6 addresses.
+/// Creates a UDP socket that several processes of one user may bind to the same port of all addresses. Returns its descriptor,
+/// and whether it has IPv6 addresses.
 pub fn shared_udp(port: u16) -> Option<(c_int, bool)> {
     let any = [IpAddr::from([0u8; 16]), IpAddr::from([0u8; 4])];
     any.into_iter().find_map(|any| {
@@ -930,16 +932,16 @@ pub struct Inbox {
 pub struct Received<'a> {
     /// The payload.
     pub bytes: &'a [u8],
-    /// The source, as an address and as the bytes of the kernel.
+    /// The source address.
     pub from: SocketAddr,
-    /// See `from`.
+    /// The source address in the kernel's format.
     pub name: &'a [u8],
     /// The control messages, in the format of cmsg(3).
     pub control: &'a [u8],
 }
 
 impl Received<'_> {
-    /// Returns the address to which it was sent, if the socket reports it.
+    /// Returns the address to which the datagram was sent, if the socket reports it.
     pub fn destination(&self) -> Option<IpAddr> {
         record::Controls(self.control).find_map(|c| destination(c.level, c.kind, c.data))
     }

@@ -1,7 +1,7 @@
 //! The protocol of an upgraded connection: private data of the MPA start-up, and the header of each Send.
 //!
 //! ```text
-//!  private data: "aSK2" | version | flags | 0 (2) | window (4) | longest (4) | namespace (8) | SRQ (4)
+//!  private data: "aSK2" | version | flags | 0 (2) | window (4) | longest (4) | namespace (8) | 0 (4)
 //!  Send:         kind (1) | flags (1) | 0 (2) | limit (4) | payload
 //! ```
 //!
@@ -377,7 +377,7 @@ impl Rx {
         }
     }
 
-    /// Returns the expected length of the next payload: that of the last one. 0 if this is not the begin of a message, or with CRCs.
+    /// Returns the expected length of the next payload: that of the last one. Returns 0 within a message, or with CRCs.
     pub fn expected(&self) -> usize {
         if self.is_between() && !self.with_crc {
             self.last
@@ -404,7 +404,7 @@ impl Rx {
         self.with_crc
     }
 
-    /// Returns whether the stream may end here: after an End message, or between two FPDUs.
+    /// Returns whether the stream is between two FPDUs, where it may end.
     pub fn is_between(&self) -> bool {
         self.at == At::Head && self.have == 0
     }
@@ -445,8 +445,8 @@ impl Rx {
         self.granted
     }
 
-    /// Handles `bytes` if they are exactly one data message without CRCs and with payload, as [`Self::feed`] does, and returns its payload. Otherwise
-    /// returns `None` without a change.
+    /// If `bytes` are exactly one data message without CRCs and with payload, handles it like [`Self::feed`] and returns its
+    /// payload. Otherwise returns `None` and changes nothing.
     #[inline]
     pub fn whole<'a>(&mut self, bytes: &'a [u8], tx: &mut Tx) -> Option<&'a [u8]> {
         let (head, rest) = bytes.split_first_chunk::<HEAD>()?;

@@ -51,7 +51,7 @@ static exs_mhandle_t start(void)
 	return memory;
 }
 
-/* A string that was plucked. */
+/* Computes a frame: the shape of a plucked string. */
 static void step(uint64_t frame)
 {
 	state.begun = frame;
@@ -113,7 +113,7 @@ static void draw(void)
 	fflush(stdout);
 }
 
-/* Draws this number of frames; 0: without end. Returns how many of them differ from the preceding one. */
+/* Draws `frames` frames, or draws without end if it is 0. Returns how many of them differ from the preceding one. */
 static int watch(const char *address, unsigned short port, int frames)
 {
 	struct sockaddr_in addr = { .sin_family = AF_INET, .sin_port = htons(port) };

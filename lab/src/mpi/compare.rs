@@ -112,7 +112,7 @@ const RAW: [(&str, &str, &str, f64); 3] = [
 /// The numbers of ranks for which memory is measured.
 const RANKS: [usize; 4] = [2, 4, 8, 16];
 
-/// Runs a rank in its namespace. Each has one address besides that of its loopback interface.
+/// Runs a rank in its namespace. Each namespace has one address besides that of its loopback interface.
 const PLACE: &str = "case $PMI_RANK in 0) host=client;; *) host=server;; esac
 exec ip netns exec $host \"$@\"";
 

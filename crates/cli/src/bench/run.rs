@@ -37,7 +37,7 @@ pub(crate) struct Sample {
     pub(crate) value: f64,
     /// The share of the client's time that other programs had its processor, if known.
     pub(crate) waited: Option<f64>,
-    /// All numbers that the program printed.
+    /// The other numbers that the program printed, by name.
     pub(crate) numbers: BTreeMap<String, f64>,
     /// The congestion control of the program's TCP, if it reports it.
     pub(crate) congestion: Option<String>,
@@ -130,7 +130,8 @@ impl Stage {
         }
     }
 
-    /// Returns the commands of both ends. `{host}` is replaced here; `{port}` and `{word}` are replaced later.
+    /// Returns the commands of the server, if there is one, and of the client. `{host}` is replaced here; `{port}` and
+    /// `{word}` are replaced later.
     fn commands(&self, how: &How) -> (Option<Vec<String>>, Vec<String>) {
         let own = self.anywarp.display().to_string();
         let split = |text: &str| -> Vec<String> {
@@ -204,7 +205,7 @@ impl Stage {
         }
     }
 
-    /// Expands an argument: `N:20000` is a count, which --short reduces.
+    /// Expands an argument: replaces `{host}`; `N:20000` is a count, which --short reduces.
     fn scaled(&self, word: &str) -> String {
         let word = word.replace("{host}", &self.host);
         match word.strip_prefix("N:").and_then(|n| n.parse::<u64>().ok()) {
@@ -441,7 +442,7 @@ impl End {
         Ok(())
     }
 
-    /// Returns the time that the first thread was runnable but not running.
+    /// Returns the nanoseconds that the first thread was runnable but not running.
     fn held_up(&self) -> Option<u64> {
         let text = fs::read_to_string(format!("/proc/{}/schedstat", self.child.id())).ok()?;
         text.split_whitespace().nth(1)?.parse().ok()
@@ -460,7 +461,7 @@ impl End {
             held_up = self.held_up().filter(|&ns| ns > 0).or(held_up);
             self.drain();
             if let Some(code) = self.gone()? {
-                // The lines come from a thread that ends at the end of the pipe.
+                // The thread that reads the pipe closes the channel at the end of the pipe.
                 while let Ok(line) = self.lines.recv_timeout(GRACE) {
                     self.output.push_str(&line);
                     self.output.push('\n');
@@ -551,7 +552,7 @@ fn parse_output(how: &How, client: &str, server: &str) -> Result<Parsed, String>
         }
         How::Perftest(program, _) => {
             let mut numbers = perftest(program, client).ok_or("no line of results")?;
-            // For datagrams, counts those that arrived.
+            // The server counts the datagrams that arrived, the client those that it sent.
             if let Some(theirs) = perftest(program, server) {
                 for (name, value) in theirs {
                     numbers.insert(format!("server_{name}"), value);

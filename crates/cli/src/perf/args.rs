@@ -161,7 +161,7 @@ pub(crate) struct Perf {
     pub(crate) quiet: bool,
 }
 
-/// Types of queue pair, in the order of the verbs program's numbers.
+/// Types of queue pair, in the order of their numbers in `perf/perf.c`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Transport {
     /// Reliable connection
@@ -174,7 +174,7 @@ pub(crate) enum Transport {
     Rd,
 }
 
-/// Operations, in the order of the verbs program's numbers.
+/// Operations, in the order of their numbers in `perf/perf.c`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Op {
     /// Send and Receive

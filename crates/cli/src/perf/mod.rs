@@ -195,7 +195,7 @@ impl Watch {
     }
 }
 
-/// Accepts a line of the verbs program that begins with `word`. Returns the rest of the line.
+/// Returns a function that accepts a line of the verbs program that begins with `word`, and returns the whole line.
 fn line(word: &'static str) -> impl Fn(Event) -> Option<String> {
     move |event| match event {
         Event::Line { line, .. } if line.split(' ').next() == Some(word) => Some(line),
@@ -591,7 +591,7 @@ fn session(
                     }
                 }
             }
-            _ => {} // of a run that failed
+            _ => {} // events of a run that failed
         }
     }
 }

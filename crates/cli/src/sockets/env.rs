@@ -30,7 +30,7 @@ fn quoted(value: &str) -> String {
     format!("'{}'", value.replace('\'', "'\\''"))
 }
 
-/// Returns lines for `eval`. Libraries that are preloaded already are kept after this one.
+/// Returns lines for `eval`. Libraries that are already preloaded follow `preload` in the new value.
 fn shell(preload: &str, rest: &[(&str, String)]) -> String {
     let mut text = format!(
         "export LD_PRELOAD={}\"${{LD_PRELOAD:+:$LD_PRELOAD}}\"\n",

@@ -27,7 +27,8 @@ const CALL_MS: u64 = 3000;
 /// The pause between two readings of the memory.
 const MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
-/// The files that identify the XRC domains of perftest. It does not remove them, and another user could not open them.
+/// The files that identify the XRC domains of perftest. perftest does not remove them, and a later run of another user could
+/// not open them.
 const XRC_FILES: [&str; 2] = ["/tmp/xrc_domain_server", "/tmp/xrc_domain_client"];
 
 /// The file with the video for the player, in the folder of the report.
@@ -91,7 +92,7 @@ struct Programs<'a> {
     folder: &'a Path,
     /// Whether the programs use the device directly, with verbs.
     device: bool,
-    /// The device checks each message with a CRC.
+    /// Whether the device protects messages with a CRC.
     crc: bool,
     /// The commands as a user would type them.
     commands: Vec<String>,
@@ -197,7 +198,7 @@ impl Apps {
         interrupted: &Interrupted,
     ) -> (String, Outcome) {
         let get = |axis: &str| point.params.get(axis).map_or("", String::as_str);
-        // Several kinds of sockets are used at the same time.
+        // A point like "tcp+rc" uses several kinds of sockets at the same time.
         let carriers: Option<Vec<Carrier>> =
             get("sockets").split('+').map(Carrier::named).collect();
         let Some((carriers, &carrier)) = carriers
@@ -261,7 +262,8 @@ impl Apps {
         namespace::measure(&words, library, interrupted)
     }
 
-    /// Returns the share of a part of the processor time of a TCP transfer, in percent: of both ends together.
+    /// Returns how much of the processor time of a TCP transfer one of its parts uses (see [`part_of`]), in percent. Both ends
+    /// are counted together.
     fn profile(
         &self,
         programs: &mut Programs<'_>,
@@ -824,7 +826,7 @@ fn slab() -> Result<f64, String> {
     field("/proc/meminfo", "Slab:").ok_or_else(|| "/proc/meminfo has no Slab".to_owned())
 }
 
-/// Returns the private memory of a process that was written, while the process exists.
+/// Returns the size of a process's private memory that was written, or `None` if the process has ended.
 fn private(pid: u32) -> Option<f64> {
     field(&format!("/proc/{pid}/smaps_rollup"), "Private_Dirty:")
 }

@@ -36,7 +36,7 @@ const NETWORK: [&str; 5] = [
 /// The address of the client, and that of the server.
 const ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
 
-/// Whether a point is measured between two namespaces.
+/// Returns whether a point is measured between two namespaces.
 pub(super) fn wanted(params: &Params) -> bool {
     NETWORK
         .iter()
@@ -196,7 +196,7 @@ fn connect(other: &Ended, args: &Between, path: Path) -> Result<(), String> {
     system(&format!("ip addr add {here} peer {far} dev wire"))?;
     there(&format!("ip addr add {far} peer {here} dev wire"))?;
     if args.no_offload {
-        // A packet is then a frame, which TCP segments before it passes the interface.
+        // The kernel then segments TCP data before it passes the interface, so each packet is one frame.
         system("ip link set wire gso_max_segs 1")?;
         there("ip link set wire gso_max_segs 1")?;
     }

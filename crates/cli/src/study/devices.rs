@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::namespace::system;
 
-/// Returns the IPv4 address that a device is reached by: one of its GIDs, as with RoCE, or that of the interface whose link
-/// address begins its first GID, as with iWARP.
+/// Returns the IPv4 address at which a device is reached: one of its GIDs, as with RoCE, or the address of the interface whose
+/// link address is at the beginning of the device's first GID, as with iWARP.
 pub(super) fn address(device: &str) -> Option<String> {
     let folder = Path::new("/sys/class/infiniband")
         .join(device)

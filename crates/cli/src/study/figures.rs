@@ -282,7 +282,7 @@ pub(crate) struct Finding {
     /// The paper's finding in a sentence.
     pub(crate) text: String,
     pub(crate) shape: Shape,
-    /// The value, if it differs from that of the figure.
+    /// The name of the value that is compared, if it is not that of the figure.
     pub(crate) metric: Option<String>,
     /// The points a.
     #[serde(default)]

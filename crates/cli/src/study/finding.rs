@@ -27,7 +27,8 @@ const TYPICAL: f64 = 3.0;
 /// The number of samples from which on a deviation says whether more samples can decide a finding.
 const ENOUGH_TO_KNOW: usize = 4;
 
-/// The deviation of a point between two runs whose samples agree, because its programs start in other places of the memory.
+/// The deviation of a point between two runs, even if the samples of each run agree: each run has its programs at other
+/// addresses.
 const BETWEEN_RUNS: f64 = 0.01;
 
 /// The result of checking a finding.
@@ -216,7 +217,8 @@ fn enough(finding: &Finding, held: usize, all: usize) -> bool {
     held as f64 >= finding.share * all as f64
 }
 
-/// Checks one finding with `values`, whose horizontal axis is `x`. A point has at most `most` samples; with 0 there is no noise.
+/// Checks one finding with `values`, whose horizontal axis is `x`. A point has at most `most` samples; with 0 the noise is
+/// ignored.
 pub(crate) fn judge(
     finding: &Finding,
     values: &Values,
@@ -241,7 +243,7 @@ pub(crate) fn judge(
     let held = results.iter().filter(|(_, holds)| *holds).count();
     let met = enough(finding, held, tests.len());
     let used: BTreeSet<usize> = tests.iter().flat_map(Test::points).collect();
-    // A limit is that of a share or a rate, which does not depend on where programs start.
+    // Only shares and rates are compared with a limit, and they do not depend on the addresses of the programs.
     let between = match finding.shape {
         Shape::AtMost | Shape::AtLeast => 0.0,
         _ => BETWEEN_RUNS,
@@ -273,7 +275,7 @@ pub(crate) fn judge(
     let (same, changed) = simulate(&errors);
     // A smoke test has one sample of each point, which says nothing about noise.
     let sure = most == 0 || share(same) >= SURE;
-    // Once the deviations are known, the most samples may be too few as well.
+    // Once the deviations are known, it may turn out that even the largest number of samples is too small.
     let known = used
         .iter()
         .filter_map(|&n| values.get(n))
@@ -356,7 +358,7 @@ fn error_of(test: &Test, errors: &[f64]) -> f64 {
 struct Random(u64);
 
 impl Random {
-    /// Returns a number between 0 and 1, neither of which it is.
+    /// Returns a number greater than 0 and less than 1.
     fn uniform(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -552,7 +554,7 @@ mod tests {
     fn a_value_near_its_limit_is_within_the_noise() {
         let two = [2.0; 4];
         let verdict = |poll, deviation| with_noise(LESS, poll, two, deviation).verdict;
-        // A ratio of 0.95, with an error of each run of 2 %, 4 % and 20 %.
+        // A ratio of 0.95, with an error of each value in a run of 1 %, 4 % and 20 %.
         assert_eq!(verdict([1.9; 4], 0.0), Verdict::Met);
         assert_eq!(verdict([1.9; 4], 0.08), Verdict::Noise);
         assert_eq!(verdict([1.9; 4], 0.4), Verdict::Noise);

@@ -86,7 +86,7 @@ struct Kind<'a> {
 }
 
 impl<'a> Kind<'a> {
-    /// Parses `rc:3`.
+    /// Parses a name and a number of streams, such as `rc:3`.
     fn parse(text: &'a str, level: u8) -> Result<Self, String> {
         let parsed = text
             .split_once(':')

@@ -493,7 +493,8 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
     all.into_iter().collect()
 }
 
-/// Returns the points that more samples would help to decide the findings of an experiment, or the controls of those that do not hold.
+/// Returns the points of which more samples would help to decide the findings of an experiment, or the controls of findings
+/// that do not hold.
 fn undecided(experiment: &Experiment, store: &Store, of_controls: bool) -> BTreeSet<Point> {
     let mut all = BTreeSet::new();
     for figure in &experiment.figures {

@@ -1,4 +1,5 @@
-//! A network of two TUN interfaces between two namespaces, whose packets are forwarded by threads, late and with losses.
+//! Connects two network namespaces by two TUN interfaces: threads forward the packets between them, with a delay and with
+//! losses.
 
 use std::fs::File;
 use std::io::{Read, Write};

@@ -463,7 +463,7 @@ impl<'a> Seen<'a> {
             text.push_str(&self.id);
             for column in COLUMNS {
                 let value = match column {
-                    // All points are of one device, or it is an axis.
+                    // All points are of one device, unless the device is an axis.
                     "device" if !point.params.contains_key("device") => Some(store.device()),
                     axis => point.params.get(axis).map(String::as_str),
                 };
@@ -762,7 +762,7 @@ impl<'a> Report<'a> {
             }
         }
         format!(
-            "{all} findings: {met} are met, {noise} are within the noise, {changed} are met with one condition changed, of {partly} one \
+            "{all} findings: {met} are met, {noise} are within the noise, {changed} are met with one condition changed, for {partly} one \
              changed condition removes most of the difference, {} have at most a presumed reason.",
             all - met - noise - changed - partly
         )

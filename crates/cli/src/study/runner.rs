@@ -69,7 +69,7 @@ pub(crate) struct Bench {
 pub(crate) struct Beyond {
     /// A process in it.
     pub(crate) process: u32,
-    /// The address that this process reaches it by.
+    /// The address at which this process reaches the namespace.
     pub(crate) host: String,
 }
 
@@ -654,13 +654,14 @@ fn streams(point: &Point) -> Result<usize, String> {
     streams.ok_or_else(|| format!("streams={given} is not a number from 1 to 64"))
 }
 
-/// Removes the time that the ends waited for a processor, for points whose ends wait by design, so that it says nothing about noise.
+/// Removes the time that the ends waited for a processor. For points whose ends wait by design it does not indicate noise.
 fn without_waiting(mut sample: Sample) -> Sample {
     sample.remove("waited");
     sample
 }
 
-/// Combines the samples of concurrent streams: sums of rates and processor times, medians of times.
+/// Combines the samples of concurrent streams: the sums of rates and processor times, the longest duration, and the means of
+/// all other values.
 fn together(samples: &[Sample]) -> Sample {
     let mut all = Sample::new();
     for name in samples.iter().flat_map(BTreeMap::keys) {
@@ -741,7 +742,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
     if let Some(segment) = get("segment") {
         add("--segment", segment);
     }
-    // Streams do not start at the same moment. A longer warm-up shortens the part of the measurement in which only some of them
+    // Streams do not start at the same moment. A longer measurement reduces the share of the time in which only some of them
     // run.
     add(
         "-d",

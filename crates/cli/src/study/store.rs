@@ -136,7 +136,7 @@ impl Known {
         })
     }
 
-    /// Returns the share of the time that an end waited for a processor, if it is more than usual.
+    /// Returns the share of the time that an end waited for a processor, if it exceeds [`WAITED`].
     fn waited(&self) -> Option<f64> {
         let all = sorted(self.samples.iter().filter_map(|s| s.get("waited").copied()));
         middle(&all).filter(|waited| *waited > WAITED)

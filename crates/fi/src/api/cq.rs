@@ -149,7 +149,8 @@ unsafe fn write(format: u32, buf: *mut c_void, i: usize, entry: &Entry) {
     }
 }
 
-/// Takes up to `count` entries.
+/// Takes up to `count` entries, and returns their number. Returns `FI_EAVAIL` if an error is first in the queue, and
+/// `FI_EAGAIN` if the queue is empty.
 ///
 /// # Safety
 /// `buf` and `sources` have room for `count` entries, or are null.
@@ -243,7 +244,7 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
     })
 }
 
-/// Prepares a wait for the queue's descriptor. `FI_EAGAIN` if there are entries.
+/// Prepares a wait on the queue's descriptor. Returns `FI_EAGAIN` if there are entries.
 ///
 /// # Safety
 /// `cq` is null or was opened by this library.
@@ -287,7 +288,7 @@ unsafe fn wait_for_entries(
     // SAFETY: upheld by the caller.
     let object = unsafe { known::<CqObject, _>(cq) }?;
     let Some(wait) = &object.rest.wait else {
-        return Err(FI_ENOSYS); // The program opened the queue as one that it does not wait on.
+        return Err(FI_ENOSYS); // The program opened the queue without a wait object.
     };
     let limit = u64::try_from(timeout).ok().map(Duration::from_millis);
     let begin = Instant::now();

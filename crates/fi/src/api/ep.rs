@@ -54,7 +54,8 @@ static NO_COLLECTIVES: Table<fi_ops_collective> = Table(fi_ops_collective {
     barrier2: NONE,
 });
 
-/// Returns the number in an environment variable, decimal or hexadecimal with the prefix 0x.
+/// Returns the number in an environment variable, decimal or hexadecimal with the prefix 0x. Returns `usual` if the variable
+/// is not set or contains no number.
 fn number(name: &str, usual: u32) -> u32 {
     let Some(text) = crate::log::variable(name) else {
         return usual;
@@ -95,7 +96,7 @@ fn job() -> Job {
     Job {
         qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
         timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
-        // A link has no Reads.
+        // On links, which are reliable connections on one host, receivers do not read announced messages.
         links: !readable && number("FI_ANYWARP_LINKS", 1) != 0,
         readable,
     }

@@ -91,8 +91,8 @@ pub(crate) unsafe fn take<T, F>(at: *mut F) -> Result<Box<T>, c_int> {
     Ok(unsafe { Box::from_raw(at.cast::<T>()) })
 }
 
-/// Returns the result of a C function: a count, 0, or a negated error. A panic is a bug of this library; it is caught here
-/// and does not reach the program.
+/// Calls `f`, and returns what the C function returns: a count, 0, or a negated error. A panic is a bug of this library; it is
+/// caught here and does not reach the program.
 pub(crate) fn ended(f: impl FnOnce() -> Result<isize, c_int>) -> isize {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(Ok(n)) => n,

@@ -91,7 +91,8 @@ impl Endpoint {
         sent
     }
 
-    /// Sends a header with content. The operation is stored until its completion.
+    /// Sends a header with content. The operation that `kept` returns, given the slot of the message, is stored until the
+    /// completion.
     pub(super) fn post_message(
         &mut self,
         cx: &mut Shared,

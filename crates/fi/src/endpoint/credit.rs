@@ -26,7 +26,7 @@ impl Credit {
         !self.used_up.is_empty() && self.used_up.contains_key(&to)
     }
 
-    /// Counts an announced message until the result is dropped. `FI_EAGAIN` if the peer has to receive others first.
+    /// Counts an announced message until the result is dropped. `FI_EAGAIN` if the peer has to receive earlier ones first.
     pub(super) fn announce(&self, to: Remote) -> Result<Option<Arc<()>>, i32> {
         match self.used_up.get(&to) {
             Some(count) if Arc::strong_count(count) > limits::ANNOUNCED => Err(FI_EAGAIN),
@@ -34,7 +34,8 @@ impl Credit {
         }
     }
 
-    /// Copies the content of an injected message.
+    /// Copies the content of an injected message, and makes `memory` refer to the copy. `FI_EAGAIN` if there are too many
+    /// copies.
     pub(super) fn copy(&self, memory: &mut UserMemory) -> Result<(Vec<u8>, Arc<()>), i32> {
         if Arc::strong_count(&self.copies) > limits::COPIES {
             return Err(FI_EAGAIN);
@@ -108,7 +109,7 @@ impl Endpoint {
         }
     }
 
-    /// Called for an announced message. A sender announces short messages only after a receiver has asked for it. If this
+    /// Called for an announced message. A sender announces short messages only after a receiver has asked it to. If this
     /// endpoint has not asked, an earlier endpoint with the same address did. This endpoint then tells the sender to stop.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
@@ -123,7 +124,7 @@ impl Endpoint {
         self.answer(cx, from, header);
     }
 
-    /// Handles the notice of a peer about the share of this endpoint there.
+    /// Handles a peer's notice about the share of this endpoint at that peer.
     pub(super) fn handle_hold(&mut self, cx: &Shared, from: Remote, header: &Header) {
         if header.length == 0 {
             self.credit.used_up.remove(&from);

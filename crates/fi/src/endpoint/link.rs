@@ -4,7 +4,7 @@
 //! lower name              other
 //!     | ---- offer ------> |      after 64 messages, by datagram, like all steps
 //!     | <--- accept ------ |
-//!     | ---- moved ------> |      and then messages on the link; each end moves by itself
+//!     | ---- moved ------> |      and then messages on the link; each end moves independently of the other
 //!     | <--- moved ------- |
 //! ```
 //!
@@ -95,7 +95,8 @@ struct Link {
     broken: bool,
     /// Whether the peer was notified of the failure.
     notified: bool,
-    /// The number of messages that the peer has received on the link, which has failed.
+    /// The number of messages that the peer has received on the link. Known when the peer has reported the failure of the
+    /// link.
     count: Option<u64>,
     /// Whether the peer has closed its endpoint.
     closed: bool,
@@ -279,7 +280,8 @@ impl Endpoint {
         }
     }
 
-    /// Creates a link. Returns the number of its queue pair. `remote`: the peer's, to which it is connected.
+    /// Creates a link, and connects it to the peer's queue pair `remote`, if that is known. Returns the number of its own
+    /// queue pair.
     fn new_link(&mut self, cx: &Shared, peer: Remote, remote: Option<u32>) -> Result<u32, i32> {
         let free = self.links.all.iter().position(Option::is_none);
         let link_index = free.unwrap_or(self.links.all.len());
@@ -699,7 +701,8 @@ impl Endpoint {
         self.links.any_broken = self.links.all.iter().flatten().any(|l| l.broken);
     }
 
-    /// Sends the messages that the peer has not received on a failed link as datagrams, when their number is known.
+    /// Sends the messages that the peer has not received on a failed link as datagrams. Does nothing before the peer has
+    /// reported how many it has received.
     fn send_again(&mut self, cx: &mut Shared, link_index: usize) {
         loop {
             let Some(Some(link)) = self.links.all.get_mut(link_index) else {

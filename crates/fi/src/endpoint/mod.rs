@@ -185,8 +185,8 @@ enum Op {
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
-        /// The content of an injected message, and the counts of such messages. It is declared after the regions, so that it is
-        /// dropped after them.
+        /// The content of an injected message, and the reference by which such messages are counted. It is declared after the
+        /// regions, so that it is dropped after them.
         _copy: Option<(Vec<u8>, Arc<()>)>,
         _counted: Option<Arc<()>>,
         /// Whether the device has delivered the announcement.
@@ -427,6 +427,8 @@ pub struct OneSidedRequest {
     pub silent: bool,
 }
 
+/// The lowest bit of a `wr_id` that contains its kind, one of the following. The lower bits name a receive, an operation or
+/// a link.
 const KIND: u32 = 56;
 /// `wr_id` of a posted receive.
 const RECEIVE: u64 = 0;
@@ -648,7 +650,7 @@ impl Endpoint {
     /// Requests an event for the next completion of the device.
     pub fn arm(&mut self) {
         self.cq.arm();
-        // A program that waits calls rarely.
+        // A program that waits calls seldom, so the next call compares the time.
         self.calls = limits::ASK_CALLS;
     }
 
@@ -709,7 +711,7 @@ fn kind_flag(tagged: bool) -> u64 {
     if tagged { FI_TAGGED } else { FI_MSG }
 }
 
-/// Returns the error for a request that could not be posted.
+/// Returns the error for a request that could not be posted: `FI_EAGAIN` if the send queue is full.
 fn full(why: i32) -> i32 {
     if why == libc::ENOMEM { FI_EAGAIN } else { why }
 }

@@ -260,8 +260,8 @@ impl Endpoint {
         }
     }
 
-    /// Periodically sends a message to the peers that operations wait for. The device detects the loss of a peer only when it
-    /// sends to it.
+    /// Periodically sends a message to the peers that operations wait for, because the device detects the loss of a peer
+    /// only when it sends to that peer.
     pub(super) fn ask(&mut self, cx: &mut Shared) {
         self.calls += 1;
         if self.calls < limits::ASK_CALLS {
@@ -360,7 +360,7 @@ impl Endpoint {
 
     pub(super) fn again(&mut self, at: usize) {
         self.used_receives.push(at);
-        // When messages stay in receives, every other receive is needed.
+        // When messages stay in receives, all other receives are needed.
         if self.used_receives.len() >= limits::REPOST || !self.held.is_empty() {
             // This fails only if the queue pair has failed, in which case nothing more is received.
             let _posted = self.post_receives();

@@ -299,6 +299,8 @@ impl Endpoint {
         }
     }
 
+    /// Registers the memory for a granted message. Returns the region, a separate buffer if the receive has several
+    /// elements, and the base address.
     pub(super) fn prepare(
         &self,
         cx: &Shared,

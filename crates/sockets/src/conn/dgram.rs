@@ -62,7 +62,7 @@ pub struct Dgram {
     /// The rule for the local address: 0 none, 1 Send, 2 Write-Record, 3 reliable Send. The flag 4 is added if
     /// peers are assumed to accept messages.
     own: AtomicU8,
-    /// The kind of messages that this socket sends, numbered as in `own`. The table of sockets shows it.
+    /// The [`Kind`] of messages that this socket sends, as a number. The table of sockets shows it.
     shown: AtomicU8,
     numbers: AtomicUsize,
     /// The descriptor that holds the socket's name in the directory, or -1.
@@ -353,8 +353,8 @@ impl Dgram {
         self.with_shared(|shared| shared.build(on || self.has(CORKED)));
     }
 
-    /// Returns whether datagrams may be sent as messages. Not with `IP_RECVERR` and fragmentation off: a datagram that exceeds the
-    /// path MTU only because of the added headers would leave an error report in the queue.
+    /// Returns whether datagrams may be sent as messages. With `IP_RECVERR` and fragmentation off they may not: a datagram
+    /// that exceeds the path MTU only because of the added headers would leave an error report in the queue.
     pub fn may_send(&self) -> bool {
         let state = self.state.load(Ordering::Acquire);
         state & (PINNED | CORKED | MORE | SEGMENTS) == 0

@@ -56,8 +56,8 @@ pub struct Sock {
     /// nothing to read. While the number is not 0, no other thread receives from the carrier: it could take the bytes that a thread
     /// is about to sleep for.
     sleepers: AtomicI32,
-    /// A thread receives from the carrier without `inner` locked, so that no other thread does. It is not counted in `sleepers`, and
-    /// changes this with `inner` locked.
+    /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
+    /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
     direct: AtomicBool,
     /// The eventfds of threads that poll the connection while a thread receives in this way: the kernel does not tell them of bytes
     /// that this thread has taken.
@@ -152,7 +152,7 @@ impl Drop for Receiver<'_> {
 /// What a writer that can send nothing now has to wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// Another thread, which waits for the carrier: see [`Sock::follow`].
+    /// Another thread, which waits for the carrier. [`Sock::follow`] takes this value of `turn`.
     Other(u64),
     /// Room in the carrier's send buffer.
     Room,
@@ -393,7 +393,8 @@ impl Sock {
         let mut inner = lock(&self.inner);
         if self.mode() == Mode::Up {
             let until = Instant::now() + Duration::from_millis(limits::HAND_OVER);
-            // Another thread that receives from the carrier does not return.
+            // The stream is not handed over while another thread receives from the carrier, because nothing makes that
+            // thread return.
             let is_free = !self.direct.load(Ordering::SeqCst);
             let is_plain = is_free && inner.as_mut().is_some_and(|s| s.hand_over(fd, until));
             drop(inner);
@@ -783,7 +784,8 @@ impl Sock {
         self.wake_followers();
     }
 
-    /// Calls `f` with the stream, then wakes the threads that the change concerns. Also returns whether bytes are left to send.
+    /// Calls `f` with the stream, then wakes the threads that the change concerns. Returns the result of `f` and whether
+    /// bytes are left to send, or `None` if the connection is not upgraded.
     pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
         let mut inner = lock(&self.inner);
         let stream = inner.as_mut()?;
@@ -803,8 +805,8 @@ impl Sock {
         }
     }
 
-    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. The wait is bounded, because a leader that is cancelled while it sleeps does not wake
-    /// followers.
+    /// Waits until `turn` has changed; [`Self::write`] has counted the caller as a follower. The wait is bounded, because a
+    /// leader that is cancelled while it sleeps does not wake followers.
     pub fn follow(&self, turn: u64) {
         let inner = lock(&self.inner);
         if self.turn.load(Ordering::SeqCst) == turn {

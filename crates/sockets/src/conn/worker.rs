@@ -18,7 +18,7 @@ struct Draining {
     fd: c_int,
     stream: Box<Stream>,
     until: Instant,
-    /// The peer's kernel has acknowledged all bytes.
+    /// The peer's kernel has acknowledged all bytes, or the stream is no longer drained.
     delivered: bool,
 }
 
@@ -83,7 +83,7 @@ pub fn watch(fd: c_int, sock: &'static Sock) {
 }
 
 /// Makes the worker send the rest of a stream that the program has closed, and keep its descriptor open until the peer has
-/// closed the stream too.
+/// closed the stream too. If [`limits::DRAINS`] streams are drained already, the rest is discarded.
 pub fn drain(fd: c_int, stream: Box<Stream>) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();

@@ -16,7 +16,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::Ordering;
 
-/// Returns the stream of `fd`, and decides an undecided connection if possible. `None`: the call goes to the kernel.
+/// Returns the stream of `fd`, after deciding an undecided connection if possible. `None`: the call goes to the kernel.
 #[inline]
 fn stream(fd: c_int, writes: bool) -> Option<&'static Sock> {
     let sock = table::sock(fd)?;
@@ -103,9 +103,10 @@ impl Drop for Sleeper {
     }
 }
 
-/// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. False: the call fails with errno.
+/// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. Returns false if the call must fail with
+/// errno.
 fn sleep(fd: c_int, sock: &'static Sock) -> bool {
-    // The thread can be cancelled while it sleeps.
+    // The guard ends the count also if the thread is cancelled while it sleeps.
     let sleeper = Sleeper(sock);
     if sys::is_nonblocking(fd) {
         drop(sleeper);
@@ -118,7 +119,7 @@ fn sleep(fd: c_int, sock: &'static Sock) -> bool {
     let e = sys::errno();
     drop(sleeper);
     sys::set_errno(e);
-    // Other errors are returned and recorded by the next receive.
+    // The next receive records and returns other errors.
     n >= 0 || !matches!(e, libc::EINTR | libc::EAGAIN)
 }
 
@@ -140,7 +141,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
         };
     }
     let kernel = flags & libc::MSG_NOSIGNAL;
-    // Whether the descriptor is non-blocking is asked only when it matters, since it is a system call.
+    // `is_nonblocking` is a system call, so it is called only when the write would block.
     let may_wait = waits;
     let mut waits = false;
     let is_starting = loop {
@@ -308,7 +309,7 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buf: *mut c_void, len: size_t) -
     }
 }
 
-/// See `read(2)`; with the size of the buffer.
+/// See `read(2)`. `room` is the size of the buffer.
 ///
 /// # Safety
 /// The requirements of `read` apply.
@@ -349,7 +350,7 @@ pub unsafe extern "C-unwind" fn recv(
     }
 }
 
-/// See `recv(2)`; with the size of the buffer.
+/// See `recv(2)`. `room` is the size of the buffer.
 ///
 /// # Safety
 /// The requirements of `recv` apply.
@@ -400,7 +401,7 @@ pub unsafe extern "C-unwind" fn recvfrom(
     }
 }
 
-/// See `recvfrom(2)`; with the size of the buffer.
+/// See `recvfrom(2)`. `room` is the size of the buffer.
 ///
 /// # Safety
 /// The requirements of `recvfrom` apply.
@@ -587,7 +588,7 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
-/// Makes connections plain whose descriptors the message passes to another process (`SCM_RIGHTS`).
+/// Makes the connections and UDP sockets plain whose descriptors `msg` passes to another process (`SCM_RIGHTS`).
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.
@@ -763,7 +764,7 @@ pub unsafe extern "C-unwind" fn sendfile64(
     unsafe { sendfile(out, from, offset, n) }
 }
 
-/// See `splice(2)`: an upgraded stream cannot be spliced.
+/// See `splice(2)`. Fails with EINVAL on an upgraded stream, so that the program uses `read` and `write`.
 ///
 /// # Safety
 /// The requirements of `splice` apply.

@@ -28,7 +28,7 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
 }
 
 /// Copies the payload of a datagram that was received into the thread's buffer to the program's buffers. Returns the number of
-/// bytes copied and the full length of the payload.
+/// bytes copied and the full length of the payload, or `None` if the kernel's call failed (`n` is negative).
 ///
 /// # Safety
 /// The kernel has written `n` bytes of the buffer. The buffers of the program are writable.
@@ -418,7 +418,7 @@ unsafe fn transmit(fd: c_int, dgram: &Dgram, msg: *const msghdr, flags: c_int) -
         let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 2];
         let all = parts.len() + 2;
         let is_long = all > few.len();
-        // Cancelling a thread in the call unwinds this frame without running destructors, so a long list leaks then.
+        // If the thread is cancelled in the call, this frame is unwound and has no destructor, so a long list leaks.
         let list = if is_long {
             // SAFETY: no pointer is passed.
             unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()

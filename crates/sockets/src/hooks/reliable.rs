@@ -13,7 +13,7 @@ use libc::{c_int, c_uint, iovec, mmsghdr, msghdr, timespec};
 use std::mem::MaybeUninit;
 use std::time::{Duration, Instant};
 
-/// Returns the flags for the pair: it blocks as the program's socket does.
+/// Returns the flags for a call on the pair, so that the call blocks if one on the program's socket would.
 fn flags_for(fd: c_int, flags: c_int) -> c_int {
     let flags = flags & (libc::MSG_PEEK | libc::MSG_DONTWAIT) | libc::MSG_NOSIGNAL;
     if flags & libc::MSG_DONTWAIT == 0 && sys::is_nonblocking(fd) {
@@ -175,7 +175,7 @@ pub(super) unsafe fn transmit(
     let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 1];
     let all = parts.len() + 1;
     let is_long = all > few.len();
-    // Cancelling a thread in the call unwinds this frame without running destructors, so a long list leaks then.
+    // If the thread is cancelled in the call, this frame is unwound and has no destructor, so a long list leaks.
     let list = if is_long {
         // SAFETY: no pointer is passed.
         unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()
@@ -267,7 +267,7 @@ pub(super) unsafe fn recvmmsg(
         // SAFETY: upheld by the caller.
         unsafe { (*msgs.add(i)).msg_len = got as c_uint };
         done += 1;
-        // Like the kernel's, the time-out is only looked at after a datagram.
+        // As in the kernel's `recvmmsg`, the time-out is checked only after a datagram.
         if limit.is_some_and(|limit| started.elapsed() >= limit) {
             break;
         }

@@ -99,7 +99,7 @@ impl Member {
     }
 }
 
-/// A thread can be cancelled while it waits.
+/// Ends the count and the watch also if the thread is cancelled while it waits.
 impl Drop for Member {
     fn drop(&mut self) {
         self.awake();
@@ -157,7 +157,7 @@ fn kick() -> Option<c_int> {
     Some(fd)
 }
 
-/// Polls the list and the eventfd of this thread, which another thread writes that receives from a carrier of the list.
+/// Polls the list and the eventfd of this thread, to which a thread that receives from a carrier of the list writes.
 fn poll_watched(
     fds: &mut [pollfd],
     kick: c_int,
@@ -284,8 +284,8 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
     }
 }
 
-/// Waits for a list that contains streams or sockets with reliable datagrams. For the latter the program's end of the pair is waited
-/// for.
+/// Waits for a list that contains streams or sockets with reliable datagrams. For a socket with reliable datagrams it waits
+/// for the program's end of the pair.
 fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
     let mut changed = Vec::new();
     if RELIABLE.load(Ordering::Relaxed) > 0 {

@@ -159,7 +159,7 @@ fn device_profile(name: &str) -> Option<Line> {
     Some(if known.contains(&name) {
         Line::warn(
             "device profile",
-            format!("{name}: programs get that device's limits, without its missing features"),
+            format!("{name}: programs get that device's limits, and only its features"),
             "unset ANYWARP_DEVICE_PROFILE to get all features; the self-test runs without it",
         )
     } else {

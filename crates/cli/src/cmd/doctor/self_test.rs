@@ -136,7 +136,7 @@ fn gid(line: &str) -> Option<Line> {
         .unwrap_or_else(|| "no interface".to_owned());
     let found = format!("GID {index} is {address} ({interface})");
     if index == "0" && address.is_loopback() {
-        let advice = "set ANYWARP_ADDR to an address of this machine that others reach, if others shall reach it";
+        let advice = "set ANYWARP_ADDR to an address of this machine that others reach, if they are to use the device";
         return Some(Line::warn(
             "address",
             format!("{found}: only this machine reaches it"),
