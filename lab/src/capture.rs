@@ -165,7 +165,7 @@ const CASES: &[Case] = &[
             ("iwarp_rdma.opcode == 11", 5),
         ],
     },
-    // All opcodes except Terminate.
+    // Sends that invalidate or solicit, Writes with immediate data, and atomics.
     Case {
         name: "standard-rest",
         server: "{peer} server 127.0.0.1 7813 rest=1",

@@ -1,5 +1,5 @@
-//! `cargo lab study`: tests `anywarp study` with each of its runners, as briefly as possible: the files that it writes, continuing an
-//! interrupted run, and error cases.
+//! `cargo lab study`: tests `anywarp study` with a short run of each of its runners: the files that it writes, the
+//! continuation of an interrupted run, and error cases.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -276,7 +276,7 @@ fn killed(folder: &Path) -> Result {
     Ok(())
 }
 
-/// With a remote server, points that need control of both ends are blank. Without it, the others fail.
+/// With a remote server, points that need control of both ends are blank. After the server has ended, the other points fail.
 fn elsewhere(folder: &Path) -> Result {
     let mut server = Process::start(
         Command::new(sh::dist().join("bin/anywarp"))

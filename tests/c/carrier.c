@@ -274,8 +274,8 @@ static int by_size(const void *a, const void *b)
 }
 
 /*
- * Measures, in windows of 50 ms, the longest time of one message of the undisturbed connection. Returns the median of
- * the windows, because other programs may delay some of them, and the maximum.
+ * Measures, in windows of 50 ms, the longest time of one message of the undisturbed connection. Returns the maximum of
+ * the windows, and their median, because other programs may delay some of them.
  */
 static const char *gaps_of(struct pair *p, unsigned int windows, double *median, double *longest)
 {
@@ -506,8 +506,8 @@ static const char *stopped_peer(size_t arg)
 }
 
 /*
- * HOLDS_EACH: what this process may allocate for each peer with which it shares memory, in addition to that memory, in
- * bytes. HOLDS: what it may allocate in total for other reasons.
+ * HOLDS_EACH: what this process may allocate for each peer, in addition to shared memory, in bytes. HOLDS: what it may
+ * allocate in total for other reasons.
  */
 #define HOLDS_EACH (96u << 10)
 #define HOLDS (8u << 20)

@@ -151,7 +151,7 @@ mod tests {
         assert!(bare.is_empty(), "{}", bare.join("\n"));
     }
 
-    #[allow(unreachable_pub, reason = "the macro makes what C reaches by its name")]
+    #[allow(unreachable_pub, reason = "C reaches the functions of the macro by name")]
     mod refused {
         crate::refuse! { libc::ENOSYS;
             minus_one { anywarp_test_refused }

@@ -31,8 +31,8 @@ use crate::sys::thread::Uncancelled;
 /// Bytes of payload in one synthesized packet, at most: with its headers the packet stays below the longest that IP
 /// allows.
 const PAYLOAD_MAX: usize = 65_400;
-/// Connections that are captured at a time, at most, because the sequence numbers of each are kept. While there are so
-/// many, a new connection is not captured.
+/// The largest number of connections that are captured at a time. It limits the memory for their sequence numbers. A new
+/// connection beyond it is not captured.
 const STREAMS_MAX: usize = 65_536;
 /// How long a process waits for another process that writes the head of the file.
 const HEAD_WAIT: Duration = Duration::from_millis(200);

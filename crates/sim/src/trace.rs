@@ -10,7 +10,7 @@ use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::Header;
 use anywarp_core::wire::rdmap::Opcode;
 
-/// An observer that records all steps of its ends.
+/// An observer that records all steps of the queue pairs that report to it.
 #[derive(Debug, Default, Clone)]
 pub struct Log(Arc<Mutex<Vec<(u32, String)>>>);
 

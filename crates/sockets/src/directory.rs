@@ -169,7 +169,7 @@ pub fn leave(listener: c_int) -> Option<c_int> {
     held.as_mut().and_then(|h| h.remove(&listener))
 }
 
-/// Called when the program puts another descriptor at `fd`, which holds a name. The library must not use it any more.
+/// Called when the program replaces the descriptor `fd`, which holds a name. The library must not use `fd` any more.
 pub fn lost(fd: c_int) {
     let mut held = HELD.lock();
     if let Some(held) = held.as_mut() {

@@ -30,7 +30,8 @@ fn c_region(domain: &PdObject, pd: *mut ibv_pd, key: u32) -> ibv_mr {
     }
 }
 
-/// Returns the errno of a failed registration: of a misuse, or EFAULT if the memory is not mapped with the required access.
+/// Returns the errno of a failed registration: that of the misuse, or EFAULT if the memory is not mapped with the required
+/// access.
 fn refused(call: &str, e: Option<Misuse>) -> Errno {
     e.map_or(libc::EFAULT, |e| misuse(call, &e))
 }
@@ -53,7 +54,7 @@ pub(super) unsafe fn register(
     unsafe { register_in(pd, addr, length, iova, access, Backing::Program) }
 }
 
-/// Registers memory of the program, of the device or of a buffer.
+/// Registers memory of the program, of the device or of a buffer of `ibv_alloc_buf`.
 ///
 /// # Safety
 /// `pd` is null or points to a live protection domain. The memory stays mapped while it is registered.

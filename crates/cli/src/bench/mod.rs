@@ -28,7 +28,7 @@ use self::rows::Row;
 use self::run::{Lost, Stage};
 use crate::cmd::Failure;
 
-/// The default number of repetitions: with --all, and otherwise.
+/// The default number of repetitions: with --all or --only, and otherwise.
 const REPEAT: (u64, u64) = (7, 3);
 
 /// Exit status if a measurement failed, or a required bound is not met.

@@ -2,8 +2,8 @@
 //!
 //! A request may wait only while a thread polls, because that thread sends it at the second consecutive poll that
 //! finds nothing. (The first such poll may come between two posts of a program that alternates between posting and
-//! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends. All decisions
-//! depend on one input: the number of polls that have found nothing, *idle polls*.
+//! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends. Every decision
+//! uses the number of polls that have found nothing, *idle polls*.
 //!
 //! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between each and the next. A request
 //!   that is posted after two idle polls is sent at once, since the program waits for its result.
@@ -38,7 +38,8 @@ pub(super) struct Cork {
     idle_polls: AtomicU64,
     /// The number of idle polls when the last request was corked.
     corked_at: AtomicU64,
-    /// Number of posts since the program last waited, and the number of idle polls at the last post.
+    /// Number of posts since the program last waited, and the number of idle polls at the last post. A wait during a
+    /// burst does not reset the number of posts to 0, so that the burst continues.
     burst_posts: AtomicU64,
     burst_polls: AtomicU64,
     /// The number of idle polls when a completion queue was armed.

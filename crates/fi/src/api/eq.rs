@@ -21,7 +21,7 @@ struct EventQueue {
     wait: Option<Wait>,
     /// Whether the program may write events (`FI_WRITE`).
     writable: bool,
-    /// The most events.
+    /// The number of events that the queue can hold.
     room: usize,
     events: Mutex<VecDeque<Event>>,
     arrived: Condvar,
@@ -92,7 +92,7 @@ unsafe extern "C" fn control(at: *mut fid, command: c_int, arg: *mut c_void) -> 
     })
 }
 
-/// Prepares a wait for the queue's descriptor. `FI_EAGAIN` if there are events.
+/// Returns `Ok` if the program may wait for the queue's descriptor, and `FI_EAGAIN` if there are events.
 ///
 /// # Safety
 /// `eq` is null or was opened by this library.
