@@ -35,7 +35,7 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
         let watch = Watch::open()?;
         spawn("awbuf-end", end_the_dead)?;
         spawn("awbuf-watch", || {
-            // The caller of this function sets the value when it returns.
+            // `get_or_init` sets the value after its closure has returned.
             while WATCH.get().is_none() {
                 std::thread::yield_now();
             }
@@ -177,7 +177,8 @@ pub(crate) unsafe fn keep(
     watched: bool,
     limit: usize,
 ) -> Result<Option<Kept>, c_int> {
-    // This also allocates the table, and is needed to stop watching pages.
+    // The first call of `watch` allocates the table. `reserve` needs the result also to stop watching the pages of removed
+    // entries.
     let watch = watch().ok();
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
         return Ok(None);

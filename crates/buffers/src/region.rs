@@ -26,8 +26,8 @@ impl Region {
     ///
     /// # Safety
     ///
-    /// `pd` is a protection domain that outlives the region. The memory stays mapped until then. The device accesses the
-    /// memory, and so do peers as far as `access` permits.
+    /// `pd` is a protection domain that outlives the region. The memory stays mapped until the region is dropped. The device
+    /// accesses the memory, and so do peers as far as `access` permits.
     pub unsafe fn new(
         pd: *mut ffi::ibv_pd,
         addr: u64,

@@ -504,7 +504,7 @@ static void passive(void)
 		printf("{\"calls\": %ld, \"wakeups\": %ld}\n", results[0], results[1]);
 		return;
 	}
-	/* A computing thread. Each of its system calls would raise a signal. */
+	/* A computing thread. The first system call that it makes raises a signal. */
 	struct sigaction action = { .sa_handler = called };
 	volatile uint64_t *flag = (volatile uint64_t *)(void *)memory;
 	uint64_t began = now_ns();

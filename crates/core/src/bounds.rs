@@ -181,7 +181,8 @@ pub const DATAGRAM_RANGES: usize = 64;
 /// The socket buffer that a peer is assumed to have until it reports one, bytes as the kernel counts them. A receiver
 /// never reports less.
 ///
-/// Half of what Linux gives a socket if an unprivileged user requests more than is allowed.
+/// Less than a third of what Linux gives a socket if an unprivileged user requests more than the default of
+/// `net.core.rmem_max` allows.
 pub const DATAGRAM_WINDOW: u32 = 128 * 1024;
 
 /// Upper limit for the socket buffer that a peer reports.

@@ -215,7 +215,8 @@ pub(super) struct Receiver {
     readable: usize,
     /// The number of unread bytes of each message.
     messages: VecDeque<u32>,
-    /// The number of posted receives, each of which is a credit of the peer.
+    /// The number of credits of the peer when all its messages have been read: the number of posted receives without those
+    /// for control messages.
     credits: u16,
     /// The number of messages read, modulo 2^16.
     read: u16,

@@ -51,7 +51,8 @@ const ANSWER: Duration = Duration::from_millis(100);
 /// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
 
-// The `wr_id` of a request: its kind in the upper half, the number of bytes of the local ring that it uses in the lower half.
+// The `wr_id` of a request: its kind in the upper half. The lower half is the slot of a receive, or the number of bytes of the
+// local ring that a send uses.
 const RECEIVE: u64 = 1 << 63;
 /// An unsignaled write before a message. The completion of the message covers both.
 const WRITE_BEFORE_MESSAGE: u64 = 1 << 32;
@@ -985,7 +986,7 @@ impl Stream {
         Some(posted)
     }
 
-    /// Returns whether the peer has received everything that was sent.
+    /// Returns whether the peer has received everything that was sent, or a send has failed.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {

@@ -61,7 +61,7 @@ pub(crate) enum Event {
     Ended { of: u64 },
 }
 
-/// The writing half of the connection. A thread reads from it and sends events.
+/// The writing half of the connection. A thread has the reading half, and sends an event for each message.
 #[derive(Debug)]
 pub(crate) struct Side {
     stream: TcpStream,

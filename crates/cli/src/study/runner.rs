@@ -57,7 +57,7 @@ pub(crate) struct Bench {
     beyond: Option<Beyond>,
     /// The processors of the server and of the client.
     processors: Option<(Vec<usize>, Vec<usize>)>,
-    /// The local servers, by their variables and the number of the stream that uses them.
+    /// The servers, each by its variables and the number of its stream.
     servers: BTreeMap<(Variables, usize), Server>,
     mpi: Mpi,
     apps: Apps,
@@ -73,7 +73,7 @@ pub(crate) struct Beyond {
     pub(crate) host: String,
 }
 
-/// A local server, and the session with it. It is killed when this is dropped.
+/// A server, and the session with it. A local server is killed when this is dropped.
 #[derive(Debug)]
 struct Server {
     child: Option<Child>,

@@ -537,7 +537,7 @@ mod tests {
         assert!(!closed.has(5));
         let mut id = u32::MAX - 3000;
         for step in 0..5000_u32 {
-            // The number mostly grows by one, sometimes by more, and sometimes shrinks.
+            // The number mostly grows by two, sometimes by more, and sometimes shrinks.
             id = match step % 97 {
                 13 => id.wrapping_add(130),
                 50 => id.wrapping_sub(300),

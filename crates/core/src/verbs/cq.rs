@@ -30,7 +30,8 @@ struct State {
     /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so entries raise
     /// no further event.
     event_pending: bool,
-    /// The kind of the unpolled entries for which no event was raised and none is pending: arming for this kind raises an event.
+    /// Whether there are unpolled entries for which no event was raised and none is pending: `Solicited` if one of them is
+    /// solicited, otherwise `Any`. Arming for one of them raises an event at once.
     missed: Armed,
     overrun_allowed: bool,
 }

@@ -7,7 +7,7 @@
 //! Terminate 1/1/00 (ddp tagged: invalid stag) segment 22 [Write stag 0x00abcd01 to 0x1000 last]
 //! MPA Request rev 2 crc p2p rtr write+read ird 16 ord 16 private 0
 //! Write-Record stag 0x00abcd01 to 0x1008 len 8 last id 3 offset 8 of 16 index 7->3
-//! packet 9 base 7 index 7->3 token 0x01020304 echo 0x05060708 ack 11 runs 13-15 [Send msn 1 …]
+//! packet 9 base 7 index 7->3 token 0x01020304 echo 0x05060708 ack 11 runs 13-15 window 4096 [Send msn 1 …]
 //! ```
 
 use core::fmt::{self, Write as _};

@@ -356,8 +356,8 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
-    /// Numbers of system calls: those of this queue pair that sent, and those of its whole port that received something and
-    /// that received nothing.
+    /// Numbers of system calls: of this queue pair, those that sent; of its whole port, those that received something, and
+    /// those that received nothing.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
         let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)

@@ -16,11 +16,11 @@
 
 use std::time::Duration;
 
-/// Minimum of the window, in packets of the largest size.
+/// The window is at least this number of packets of the largest size, or [`LEAST_BYTES`] if that is less.
 const LEAST_PACKETS: u64 = 16;
 /// Packets that each sender may keep in the queue of a path that is fully used.
 const QUEUED: u64 = 8;
-/// Minimum of the window, in bytes. This is less than one burst of a network card.
+/// See [`LEAST_PACKETS`]. This is less than one burst of a network card.
 const LEAST_BYTES: u64 = 64 * 1024;
 /// The first window, bytes.
 const FIRST: u64 = 128 * 1024;

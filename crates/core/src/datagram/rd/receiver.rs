@@ -63,7 +63,7 @@ pub(super) struct Receiver {
     given_up: u64,
     /// Whether a missing packet was skipped, and not all waiting packets before `given_up` are delivered.
     lossy: bool,
-    /// Messages without a packet from this number on will never be complete.
+    /// Incomplete messages of which no packet with this number or a larger one has arrived will never be complete.
     pub(super) skipped: Option<u64>,
 }
 
