@@ -73,7 +73,7 @@ pub(crate) struct MsgHdr {
     flags: c_int,
 }
 
-/// `exs_xfervec_t`: memory or a part of a file.
+/// `exs_fdvec_t`: memory or a part of a file.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct XferVec {
@@ -154,7 +154,7 @@ pub(crate) unsafe fn give_address(wanted: u64, from: *const libc::sockaddr_stora
     }
 }
 
-/// Returns the length of an address by its family, or 0 for an unknown one.
+/// Returns the length of an IPv4 or IPv6 address, by its family.
 unsafe fn address_length(from: *const libc::sockaddr_storage) -> u32 {
     // SAFETY: upheld by the caller.
     let family = c_int::from(unsafe { (*from).ss_family });
@@ -947,7 +947,7 @@ pub(crate) unsafe extern "C" fn exs_shutdown(
     done(start())
 }
 
-/// The function is variadic in C. On this architecture its third argument is passed in the same register as this fixed one.
+/// The function is variadic in C. On x86-64 and AArch64 its third argument is passed in the register of the parameter `value`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn exs_fcntl(fd: c_int, cmd: c_int, value: c_int) -> c_int {
     let control = || {

@@ -551,7 +551,7 @@ impl Flow {
         self.progress(out);
     }
 
-    /// Records that the oldest write has completed.
+    /// Records that the write of a send has completed.
     pub(crate) fn written(&mut self, send: OpId, out: &mut Vec<Action>) {
         if let Some(at) = self.writes.iter().position(|(op, _)| *op == send)
             && let Some((op, len)) = self.writes.remove(at)
@@ -708,7 +708,7 @@ impl Flow {
     fn start_move(&mut self, out: &mut Vec<Action>) {
         if let Some((recv, _)) = &self.standing {
             // The peer sent these advertisements before it knew of the persistent receive. Their data is read to the
-            // beginning of its memory.
+            // beginning of the memory of this receive.
             let (id, len) = (recv.id, total(&recv.segments));
             if self.buffer.asked > self.buffer.taken {
                 self.take_buffered(id, 0, len, out);
@@ -1218,7 +1218,7 @@ mod tests {
                 Bad::Field,
             ),
             (
-                "notify of what does not",
+                "a notification of a send without notify",
                 vec![Message::Notify {
                     seq: 1,
                     of: 1,

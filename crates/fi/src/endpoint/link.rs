@@ -10,8 +10,8 @@
 //!
 //! Only messages that are matched with receives use the link: those with content, and announcements. The receiver reads no
 //! message of the link before `moved`, which follows all earlier datagrams, so the order of messages does not change. If the
-//! link fails, each end tells the other how many messages it has received on it. The others are sent again as datagrams, from
-//! the memory of the link, before any new one.
+//! link fails, each end tells the other how many messages it has received on it. The messages that were not received are sent
+//! again as datagrams, from the memory of the link, before any new one.
 
 use std::collections::HashMap;
 
@@ -539,7 +539,7 @@ impl Endpoint {
         }
     }
 
-    /// Grants the memory of an announced message, which was to be written over a link, to datagrams.
+    /// Sends a new grant of the memory of an announced message that was to be written over a link: it is written by datagrams.
     fn grant_datagrams(&mut self, cx: &mut Shared, name: u32) {
         let Some(incoming) = self.incoming.get_mut(name) else {
             return;
@@ -570,7 +570,7 @@ impl Endpoint {
         }
     }
 
-    /// Grants the memory of all messages that were to be written over a failed link to datagrams.
+    /// Sends new grants for all messages that were to be written over a failed link: they are written by datagrams.
     fn grant_again(&mut self, cx: &mut Shared, link: Name) {
         let of_link = |i: &Incoming| i.link.is_some_and(|(name, _)| name == link);
         let names = self.incoming.iter().filter(|(_, i)| of_link(i));
