@@ -196,8 +196,8 @@ static inline void add_product(const double *u, const double *t, int d, double c
 }
 
 /*
- * Solves D t = t for the diagonal block D at a point, the identity and twice the sum of the second derivatives in the three
- * directions. Each row of D uses only itself and the rows before it.
+ * Solves D x = t for the diagonal block D at a point: the identity and twice the sum of the second derivatives in the three
+ * directions. x replaces t. Each row of D uses only itself and the rows before it.
  */
 static inline void solve_diagonal(const double *u, double *t)
 {

@@ -69,8 +69,8 @@ pub const PEERS: usize = 1 << 20;
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
 /// The messages to and from a peer on this host after which the endpoint makes a link to it.
 pub const BUSY: u32 = 64;
-/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, of which pages that were never written use none,
-/// and the rings of a connection on one host.
+/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and the rings of a connection on one host.
+/// Pages that were never written use no memory.
 pub const LINKS: usize = 8;
 /// The number of receives of a link, and the most messages on it that have not completed.
 pub const LINK_DEPTH: usize = 32;
@@ -80,7 +80,7 @@ pub const BINDS: usize = 32;
 pub const LINK_INLINE: usize = 256;
 /// The most peers whose messages are counted until there is a link.
 pub const COUNTED: usize = 1024;
-/// The time without data after which the sender of an announced message is probed.
+/// The shortest interval between two probes of the peers that operations wait for.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
 /// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer, messages whose
 /// completion was already reported to the program may be acknowledged later.

@@ -447,7 +447,8 @@ impl Channel {
     /// Takes all events.
     pub fn drain(&self) {
         let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the arguments are valid for writes. An event is acknowledged before its queue can be destroyed, because that waits.
+        // SAFETY: the arguments are valid for writes. A queue is destroyed only after its events are acknowledged, because
+        // `ibv_destroy_cq` waits for that.
         unsafe {
             while (self.device.f.get_cq_event)(self.channel, &raw mut cq, &raw mut context) == 0 {
                 (self.device.f.ack_cq_events)(cq, 1);

@@ -562,7 +562,8 @@ mod tests {
             for text in ["first", "second", "poll", "a&lt;b", "buffers", "µs"] {
                 assert!(svg.contains(text), "{text}: {svg}");
             }
-            // One circle in the legend and two in each chart, and for the second line one and one in each.
+            // The first line has a circle in the legend and two in each chart. The second line has a triangle in the legend and
+            // one in each chart.
             assert_eq!(svg.matches("<circle").count(), 5);
             assert_eq!(svg.matches("<polygon").count(), 3);
             assert_eq!(super::grid(&grid, &[]).unwrap(), "");

@@ -116,7 +116,7 @@ fn pieces(bytes: &[u8], crc: bool, seed: u32) {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 24) as usize % 61
     });
-    // If the stream breaks in the middle of a piece, the same bytes were consumed before.
+    // If the stream breaks in the middle of a piece, the bytes before the break were consumed in both cases.
     assert_eq!(whole, parts);
 }
 

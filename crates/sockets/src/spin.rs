@@ -275,7 +275,7 @@ mod tests {
         let mut state = State::NEW;
         assert!(waits(&mut state, 1000, SLOW, SOON) > 900);
         assert_eq!(state.phase, Phase::Polls);
-        // One late answer in ten changes nothing, half of them end the polling.
+        // If one answer in ten is late, nothing changes. If every second answer is late, the polling ends.
         for _ in 0..1000 {
             assert_eq!(waits(&mut state, 1, SLOW, NEVER), 1);
             assert_eq!(waits(&mut state, 9, SLOW, SOON), 9);

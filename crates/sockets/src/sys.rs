@@ -580,7 +580,7 @@ pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int
     Some((fd, at))
 }
 
-/// Removes a mapping made by [`shared`].
+/// Removes a mapping that the library has made.
 pub fn unmap(at: *mut u8, size: usize) {
     // SAFETY: the caller has made the mapping and does not use it any more.
     unsafe {

@@ -409,7 +409,8 @@ impl Thread {
                 self.deadlines.pop_first();
                 ready.insert(id);
             }
-            // Loaded before the turns: the report below is about everything that the program has written before it has set this.
+            // `EXIT` is loaded before the turns, so that the report below covers everything that the program wrote before it set
+            // `EXIT`.
             let exits = EXIT.load(Ordering::Acquire) == 1;
             if exits || ABANDONS.load(Ordering::Acquire) {
                 ready.extend(self.sockets.keys());

@@ -73,7 +73,7 @@ pub(super) unsafe fn receive(
             // SAFETY: upheld by the caller.
             return unsafe { receive(fd, dgram, pair, msg, flags) };
         }
-        // Otherwise the program has shut the socket down.
+        // Nothing was read: the socket was passed on, or the program has shut it down.
         return (!dgram.is_over()).then_some(0);
     };
     // SAFETY: upheld by the caller.
