@@ -64,7 +64,7 @@ static const char *refused(bool there)
 	ENSURE(!(there ? mprotect(at + 8 * PAGE, PAGE, PROT_NONE) : munmap(at + 8 * PAGE, PAGE)), "%s", strerror(errno));
 	errno = 0;
 	ENSURE(!ibv_reg_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT, "%s is registered: %s",
-	       there ? "an unreadable page is registered" : "a hole", strerror(errno));
+	       there ? "an unreadable page" : "a hole", strerror(errno));
 	ENSURE(!locked(), "%zu pages stay locked after a refusal", locked());
 	return NULL;
 }

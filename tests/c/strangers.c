@@ -431,7 +431,8 @@ static const char *wait_event(enum rdma_cm_event_type type, struct rdma_cm_id **
 enum violation { BAD_CRC, TRUNCATED, RESET, TOO_LONG };
 
 /*
- * Builds an FPDU with an untagged Send: ULPDU length, DDP and RDMAP control, queue 0, message, offset 0, payload, CRC.
+ * Builds an FPDU with an untagged Send: ULPDU length, DDP and RDMAP control, 4 unused bytes, queue 0, message number,
+ * offset 0, payload, CRC.
  */
 static void send_fpdu(uint8_t *at, uint8_t msn, uint8_t len)
 {
