@@ -104,7 +104,8 @@ const OF_DATAGRAMS: [&str; 2] = [
     "--without=killed_peer_with_loss",
 ];
 
-/// Programs with peers that violate protocols. They run a second time with IPv6.
+/// Programs that run a second time with IPv6. Their peers are plain sockets: invalid peers, and a second implementation of the
+/// datagram format.
 const IPV6: &[&str] = &["foreign", "flood", "strangers"];
 
 /// Returns a command that runs the program on the loopback interface, whatever other addresses this machine has.

@@ -195,11 +195,11 @@ const WAYS: &[Way] = &[
 /// The options of `cargo lab mpi`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Compare latency, bandwidth and four kernels over several transports, in this many rounds: on one host, with Open MPI, and the
-    /// memory of 2 to 16 ranks
+    /// Compare several transports of Open MPI on one host, in this many rounds: latency, bandwidth, four kernels, and the memory of 2
+    /// to 16 ranks
     #[arg(long, value_name = "ROUNDS")]
     compare: Option<usize>,
-    /// With --compare: between two network namespaces, with MPICH, and raw reliable datagrams beside it
+    /// With --compare: compare transports of MPICH between two network namespaces, and raw reliable datagrams; without the memory
     #[arg(long, requires = "compare")]
     netns: bool,
 }

@@ -714,7 +714,7 @@ static const char *extended(size_t arg)
 	TRY(resolve(&s, s.client));
 	ENSURE(!rdma_create_qp_ex(s.client, &init), "rdma_create_qp_ex: %s", strerror(errno));
 	ENSURE(s.client->qp && s.client->pd && s.client->send_cq && s.client->recv_cq, "rdma_create_qp_ex does not set all queues");
-	ENSURE(init.pd == s.client->pd && init.send_cq == s.client->send_cq, "the capabilities are not returned");
+	ENSURE(init.pd == s.client->pd && init.send_cq == s.client->send_cq, "the protection domain or the send queue's completion queue is not returned");
 	qp = ibv_qp_to_qp_ex(s.client->qp);
 	ENSURE(qp, "it is not an extended queue pair");
 	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));

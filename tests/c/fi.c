@@ -1422,7 +1422,7 @@ static const char *read_multi_recv(size_t arg)
 	return multi_recv(arg);
 }
 
-/* Runs the peers. Writes their queue pair numbers to `to`. Each sends two empty messages to the queue pair from `from`. */
+/* Runs the peers. Writes their queue pair numbers to `to`. Each sends two empty messages to the queue pair with the number in `from`. */
 static const char *be_peers(int from, int to)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };

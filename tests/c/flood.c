@@ -917,7 +917,7 @@ static const char *requests(size_t arg)
 	ENSURE(grown <= HOLDS_REQUESTS, "%ld KiB more", grown);
 #endif
 	shared->flood = REQUESTS;
-	ENSURE(poll(&p, 1, (int)WAIT_MS) == 1, "no request comes after the flood was taken");
+	ENSURE(poll(&p, 1, (int)WAIT_MS) == 1, "no request arrives after the program has taken the earlier ones");
 	shared->flood = QUIET;
 	return NULL;
 }

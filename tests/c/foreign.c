@@ -396,7 +396,7 @@ static const char *ud_records_arrive(size_t arg)
 		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500, "ranges");
 		ENSURE(!release_map(a.qp, record.map), "release_map: %s", strerror(errno));
 	}
-	/* Memory without write access: the error names the message. */
+	/* A wrong STag: the error names the message. */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;
 	TRY(send_data(&foreign, d));
@@ -682,8 +682,8 @@ static const char *rd_peer_sends(size_t arg)
 	foreign.id++;
 
 	/*
-	 * Memory without write access: the device refuses this number with status 10 until the base is beyond it. Later
-	 * messages are accepted.
+	 * A wrong STag: the device refuses this number with status 10 until the base is beyond it. Later messages are
+	 * accepted.
 	 */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;

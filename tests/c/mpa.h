@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * A server that uses rdma_cm, and peers that attack it: they send MPA, DDP and RDMAP through plain sockets. The process
- * of the server also has an undisturbed connection, which no peer attacks. It shows how an attack affects the process.
+ * of the server also has an undisturbed connection, which no peer attacks. The pace of this connection shows how an
+ * attack affects the process.
  */
 #ifndef ANYWARP_TESTS_MPA_H
 #define ANYWARP_TESTS_MPA_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * The counters of queue pairs that `anywarp stat` reads. They come from a socket that exists only with ANYWARP_STAT,
- * and that answers only the same user.
+ * and that answers only the same user and root.
  */
 #include "ends.h"
 

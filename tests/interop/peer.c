@@ -8,7 +8,7 @@
 //   ird=N ord=N   Reads that this end serves and issues at the same time                        (1)
 //   size=N        bytes of each message, Write and Read                                         (1000)
 //   rounds=N      Write, Read, Send from the client, and the same from the server               (2)
-//   bad=WHAT      a protocol violation that follows: write-bounds, write-stag, read-stag, send-long, send-none,
+//   bad=WHAT      a protocol violation after the rounds: write-bounds, write-stag, read-stag, send-long, send-none,
 //                 invalidated (a Write to memory that a Send has invalidated)
 //   by=END        the end that violates the protocol: client, server                            (client)
 //   rest=1        operations that siw lacks: atomics, Writes with immediate data, invalidating and soliciting Sends (0)

@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 use xtask::{Result, sh};
 
-/// The folders in which comments with ids are searched.
+/// The folders whose files an entry may name. Comments with ids are searched in all of them except `lab/src`.
 const FOLDERS: [&str; 4] = ["crates", "tests", "fuzz", "lab/src"];
 /// The prefixes of ids.
 const PREFIXES: &str = "mpa|ddp|rdmap|mr|read|stag|term|atomic|imm|sec";

@@ -1,7 +1,7 @@
 //! The counters that `anywarp stat` reads, and the socket that serves them to other processes of the same user.
 //!
 //! If `ANYWARP_STAT` is set, the first queue pair opens an abstract socket with the name `anywarp-stat-PID`. A process
-//! of the same user that connects gets the descriptor of a memory file with one line for each queue pair. The
+//! of the same user or of root that connects gets the descriptor of a memory file with one line for each queue pair. The
 //! counters are plain numbers under locks that the data path holds anyway, and are always counted.
 
 use std::fmt::Write as _;

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
 
-/// The lowest descriptor of a socket or queue. It is far above those of the kernel, so that the two cannot be confused.
+/// The lowest descriptor of a socket. It is far above those of the kernel, so that the two cannot be confused.
 const FIRST_FD: c_int = 1 << 28;
 /// The interval in milliseconds at which the thread checks the sockets that other threads poll.
 const TICK_MS: c_int = 1;

@@ -188,8 +188,8 @@ impl Memory {
     }
 }
 
-/// Memory that an operation uses, and that is not deregistered as long as this exists. It does not count as a reference: the table of
-/// the library has one as long as there are uses, because it drops its own only after [`Memory::close`].
+/// Memory that an operation uses, and that is not deregistered as long as this exists. The pointer is not counted by the `Arc`: the
+/// table of the library keeps its own reference until [`Memory::close`] has succeeded, and this call fails while the memory is used.
 #[derive(Debug)]
 pub(crate) struct Used(Ptr<Memory>);
 

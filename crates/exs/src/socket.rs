@@ -1205,7 +1205,7 @@ impl Link {
             next = wr;
         }
         let mut bad = std::ptr::null_mut();
-        // SAFETY: the queue pair is live until the link is set to null, and the requests until the call returns.
+        // SAFETY: the queue pair is live until `qp` is set to null, and the requests until the call returns.
         let result = unsafe {
             let qp = self.qp.0;
             if qp.is_null() {

@@ -121,8 +121,8 @@ pub fn format_of(ip: IpAddr) -> u32 {
 #[derive(Debug, Default)]
 pub struct Vector {
     peers: Vec<Option<Remote>>,
-    /// The lowest index of each peer. A program may insert a name twice; completions and receives use the lowest index for
-    /// all of them.
+    /// The index that stands for each peer. A program may insert a name twice; completions and receives then use one of its
+    /// indexes: the first one, or the lowest of the others after this was removed.
     first: HashMap<Remote, FiAddr>,
     free: Vec<FiAddr>,
     /// The peer that was looked up last, because many messages in a row often belong to one peer.
@@ -155,7 +155,7 @@ impl Vector {
         self.free.push(at);
         if self.first.get(&peer) == Some(&at) {
             self.first.remove(&peer);
-            // If the peer has another index, that is the lowest one now.
+            // If the peer has other indexes, the lowest of them stands for it now.
             let other = self.peers.iter().position(|p| *p == Some(peer));
             if let Some(other) = other {
                 self.first.insert(peer, other as FiAddr);
@@ -173,7 +173,7 @@ impl Vector {
         *self.peers.get(usize::try_from(at).ok()?)?
     }
 
-    /// Returns the lowest index of a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
+    /// Returns the index that stands for a peer; `FI_ADDR_NOTAVAIL` if the peer was not inserted.
     pub fn find(&self, peer: Remote) -> FiAddr {
         if let Some((last, at)) = self.last.get()
             && last == peer
@@ -187,8 +187,8 @@ impl Vector {
         at
     }
 
-    /// Returns the lowest index of the peer that has the index `at`; `None` if there is no such peer. `FI_ADDR_UNSPEC`,
-    /// which stands for any peer, is returned unchanged.
+    /// Returns the index that stands for the peer with the index `at`; `None` if there is no such peer. `FI_ADDR_UNSPEC`,
+    /// which means any peer, is returned unchanged.
     pub fn canonical(&self, at: FiAddr) -> Option<FiAddr> {
         if at == FI_ADDR_UNSPEC {
             return Some(at);

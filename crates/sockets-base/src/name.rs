@@ -18,7 +18,8 @@ pub enum Protocol {
 /// The length of the longest name: an IPv6 address with all its digits.
 const LONGEST: usize = "anywarp/udp/ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255/65535/v6".len();
 
-/// A name. Creating one allocates no memory, so signal handlers may do so. The zero byte before an abstract name is not included.
+/// A name. Creating one allocates no memory, so signal handlers may create names. The zero byte before an abstract name is
+/// not included.
 #[derive(Clone, Copy)]
 pub struct Name {
     bytes: [u8; LONGEST],

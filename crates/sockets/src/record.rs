@@ -114,7 +114,7 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// Returns the payload length in a header, of which the rest of the record may be missing.
+    /// Returns the payload length in the header of a datagram's record. The rest of the record may be missing. `None`: another kind.
     pub fn length(head: &[u8]) -> Option<usize> {
         let number: [u8; 4] = head.get(4..8)?.try_into().ok()?;
         (head.first() == Some(&0)).then_some(u32::from_ne_bytes(number) as usize)

@@ -209,7 +209,7 @@ pub(super) fn unscale(n: u8) -> u32 {
 /// A message: three bits for the kind and 29 for the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The number of bytes of the stream that were written before this message.
+    /// The number of bytes of the stream that the RDMA Write before this message has written.
     Data(u32),
     /// The number of the first message that must not be sent yet. An entry of the list may have been written before it.
     Credits(u16),

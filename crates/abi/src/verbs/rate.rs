@@ -12,8 +12,8 @@ use std::ffi::c_int;
 
 /// Each rate, its multiple of 2.5 Gbit/s if it has one, and its Mbit/s.
 ///
-/// The numbers do not follow from the names: lanes of the FDR generation and later do not run at a round number of Gbit/s,
-/// and some of them have a whole multiple nevertheless.
+/// The numbers do not follow from the names: lanes of the FDR generation and later do not run at a round number of Gbit/s.
+/// libibverbs gives some of these rates a whole multiple nevertheless (28.125 Gbit/s: 11).
 const RATES: [(ibv_rate, Option<c_int>, c_int); 23] = [
     (IBV_RATE_2_5_GBPS, Some(1), 2_500),
     (IBV_RATE_5_GBPS, Some(2), 5_000),

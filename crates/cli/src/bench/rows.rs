@@ -11,7 +11,7 @@ pub(crate) enum Unit {
     Ms,
     /// A number of events; lower is better.
     Count,
-    /// A share between 0 and 1; lower is better.
+    /// A share in percent; lower is better.
     Share,
 }
 

@@ -141,7 +141,8 @@ fn rate(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("the rate {text} is no limit"))
 }
 
-/// Returns the commands that limit the rate at which an end sends. A queue of 2 ms delays the packets of a full link, as a card does.
+/// Returns the commands that limit the rate at which an end sends. A queue of 2 ms, but at least 256 KiB, delays the packets of a full
+/// link, as a card does.
 fn limits(rate: u64) -> [String; 3] {
     let queue = (rate / 8 / 500).max(256 * 1024);
     [

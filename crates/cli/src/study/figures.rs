@@ -243,9 +243,9 @@ pub(crate) enum Shape {
     Less,
     /// a and b differ by at most the factor
     Same,
-    /// a at the last x ≥ a at the first x × factor
+    /// (a at the last x) ≥ (a at the first x) × factor
     Rises,
-    /// a at the last x × factor ≤ a at the first x
+    /// (a at the last x) × factor ≤ (a at the first x)
     Falls,
     /// a ≤ limit
     AtMost,

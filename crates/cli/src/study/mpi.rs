@@ -230,8 +230,8 @@ fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
     }
     let size = number(params, "size");
     let mut words = vec![test.to_owned(), size.to_string()];
-    // The seconds that one message takes at 1 GB/s, without the 10 µs that are added below. The number of messages is such
-    // that all together take about as long as a sample.
+    // The seconds that one step takes, or one message at 1 GB/s, without the 10 µs that are added below. The number of messages
+    // or steps is such that all together take about as long as a sample.
     let one = match test {
         "steps" => number(params, "compute") as f64 / 1e6,
         _ => size as f64 / 1e9,

@@ -123,7 +123,7 @@ pub struct Completion {
     pub status: Status,
     /// The operation.
     pub op: WcOp,
-    /// Bytes received, read, or written before an immediate; the 40 bytes of route header count on UD.
+    /// Bytes received, read, or written by the peer's Write with immediate data. On UD the 40 bytes of the route header count.
     pub byte_len: u32,
     /// The queue pair that it belongs to.
     pub qpn: u32,

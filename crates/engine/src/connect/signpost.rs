@@ -31,7 +31,8 @@ use crate::random::random_u64;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{set_option, wait_readable};
 
-/// When the query is sent, counted from the first time. After the last time it counts as unanswered.
+/// When the query is sent, counted from the first time. At the last of these times it is not sent again, but counts as
+/// unanswered.
 const SENT_AT: [Duration; 5] = [
     Duration::ZERO,
     Duration::from_millis(30),

@@ -534,8 +534,8 @@ impl Inner {
             .map(|(_, fd)| *fd)
     }
 
-    /// Calls `each` for the descriptors by which the connection is a member. `number` is called first; most connections have no
-    /// other descriptor.
+    /// Calls `each` for the descriptors by which the connection is a member. `number`: one of them. It is the only one unless the
+    /// program has copied the descriptor.
     fn for_each_of(&mut self, sock: &Sock, number: c_int, mut each: impl FnMut(&mut Self, c_int)) {
         let is_it = |m: &Member| std::ptr::eq(m.sock, sock);
         if !sock.has_copies() {
@@ -640,7 +640,8 @@ fn to_epoll(events: i16) -> u32 {
 
 impl Carrier {
     /// Returns the events for the kernel's set when the program waits for `wanted`. `before` contains the events that the kernel's
-    /// set has already, and is `None` if they must not stay. `IN` and `RDHUP` of these are kept, which saves system calls.
+    /// set has already, and is `None` if there are none or they must not stay. Its `IN` and `RDHUP` are kept, which saves system
+    /// calls.
     fn asked(self, wanted: u32, before: Option<u32>) -> u32 {
         let mut exact = wanted & !(IN | OUT) | to_epoll(self.events) & (IN | OUT);
         if wanted & OUT != 0 {

@@ -817,8 +817,8 @@ fn before_exec() {
     });
 }
 
-/// Called at start for a connection that the program inherited as standard input or output. Unless a rule makes the connection
-/// plain, it is handled like an accepted one if nothing was received yet.
+/// Called at start for a connection that the program inherited as standard input, output or error. Unless a rule makes it plain, it
+/// is handled like an accepted one: the first bytes that the program reads decide whether it is upgraded.
 pub(crate) fn adopt_connection(fd: c_int) {
     if sys::name_of(fd, libc::getpeername).is_none() {
         return;

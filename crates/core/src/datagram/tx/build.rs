@@ -78,8 +78,8 @@ impl DatagramQp {
         Taken::Done
     }
 
-    /// Fails a request because of an error of this end. Earlier requests finish, later ones are flushed, and receiving
-    /// continues.
+    /// Fails a request because of an error of this end. In an unreliable service earlier requests finish, later ones are
+    /// flushed, and receiving continues. In a reliable service the queue pair fails.
     // IBA 10.3.1 [sqe]: an error of the send queue of an unreliable service stops that queue alone.
     pub(super) fn fail_request(&mut self, number: u64, Unbuildable(status, why): Unbuildable) {
         self.base.observe(|| Step::Failed(why));
