@@ -416,7 +416,7 @@ impl Held {
         }
     }
 
-    /// Returns the value, the quantity, and whether the bound is met.
+    /// Returns the value, what it is compared with, whether the bound is met, the limit and the aim.
     pub(crate) fn text(&self, row: &Seen) -> String {
         let Some(value) = self.value else {
             return String::new();
