@@ -100,7 +100,7 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
     Some(f64::midpoint(*lower, *upper))
 }
 
-/// Formats a number with three significant digits.
+/// Formats a number with about three significant digits.
 pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
