@@ -407,8 +407,8 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         for &ppm in losses {
             let share = format!("{}", f64::from(ppm) / 1e6);
             let spec = format!("loss={share},seed=7");
-            // Only path-MTU datagrams are lost one by one, because IP does not fragment them. Only then do the network and the
-            // device lose the same share, and do the modes that the thesis does not have matter.
+            // Only path-MTU datagrams are lost one by one, because IP does not fragment them. So only for them is injected loss
+            // comparable with loss in the network, and only with them are the modes of `EXTRAS` measured.
             let single = *segment == "path-mtu";
             let modes: Vec<(usize, &(&str, &str))> = MODES
                 .iter()

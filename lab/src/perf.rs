@@ -144,7 +144,7 @@ fn client(command: &str, port: u16, words: &str) -> Result<Process> {
 fn every_way(command: &str, kind: &str, operations: &[&str]) -> Result {
     let server = Server::start(command)?;
     for operation in operations {
-        // Only connections are made by rdma_cm.
+        // Only queue pairs of type RC are also connected by rdma_cm.
         let by_cm = (kind == "rc").then_some((false, false, "-s 64 --cm"));
         for (of_blast, of_sent, way) in WAYS.into_iter().chain(by_cm) {
             if (of_blast && command == "ping") || (of_sent && *operation == "read") {

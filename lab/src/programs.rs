@@ -493,7 +493,7 @@ impl Environment {
         Ok(())
     }
 
-    /// Prepares a program of a case.
+    /// Starts a program of a case on its host.
     fn start(&self, host: Host, line: &str, case: &Case, port: u16) -> Result<LocalProcess> {
         let address = |host: Host| host.address(self.place, case.ipv6).to_string();
         let line = line

@@ -982,8 +982,8 @@ static const char *destroyed_events_discarded(size_t arg)
 }
 
 /*
- * Writes that have arrived when a queue pair is destroyed complete, and their bytes are in memory, even if they are many. If
- * both ends share memory, it can hold all of them.
+ * When a queue pair is destroyed, the Writes that have arrived still complete, and their bytes are in memory, even if there are
+ * many. If both ends share memory, the shared memory can hold all of them.
  */
 static const char *destroyed_with_many_arrived(size_t arg)
 {

@@ -193,7 +193,7 @@ static const char *hints_mr_mode(size_t arg)
 		{ FI_VERSION(1, 17), FI_RMA, 0, -1, 0 },
 		{ FI_VERSION(1, 17), FI_ATOMIC, FI_MR_VIRT_ADDR | FI_MR_ALLOCATED, -1, 0 },
 		{ FI_VERSION(1, 17), FI_RMA, FI_MR_PROV_KEY, -1, 0 },
-		/* Without a mode there is no access to memory, unless it is requested. */
+		/* Hints without a mode, or with capabilities for messages only, give no access to memory. */
 		{ FI_VERSION(1, 17), 0, 0, 0, FI_MSG | FI_TAGGED },
 		{ FI_VERSION(1, 17), FI_MSG, MODERN, 0, FI_MSG },
 		{ FI_VERSION(1, 17), 0, MODERN, MODERN, KINDS },

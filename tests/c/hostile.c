@@ -150,7 +150,7 @@ static void make_attack(enum attack_kind kind, struct wire *w)
 		put64(w, 0);
 		end_fpdu(w, at, 0);
 		break;
-	case IRD_OVERRUN: /* one request more than the server serves at a time */
+	case IRD_OVERRUN: /* more requests than the server serves at a time */
 		for (uint32_t msn = 1; msn <= 64; msn++)
 			read_request(w, msn, 8, target.open, target.open_at);
 		break;

@@ -1056,8 +1056,8 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	sleep_ms(100);
 	malloc_trim(0);
 	/*
-	 * The limit for 1,000 queue pairs: 2 MiB are buffers that the process keeps for later ones, which is 2 KiB
-	 * each. The rest is kept by malloc.
+	 * The process keeps buffers of 2 MiB for later queue pairs, which is 2 KiB for each of 1,000 queue pairs. The
+	 * rest of the limit is memory that malloc keeps.
 	 */
 	return print_cost("RC queue pair, all destroyed", before, n, 3);
 }

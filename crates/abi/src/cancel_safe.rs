@@ -11,7 +11,7 @@ use std::sync::Arc;
 type Anything = Arc<dyn Any + Send + Sync>;
 
 thread_local! {
-    /// Contains more than one reference only while a signal handler waits that has interrupted a wait of the thread.
+    /// Contains at most one reference, or more while a signal handler that has interrupted a wait of the thread waits too.
     static HELD: RefCell<Vec<Anything>> = const { RefCell::new(Vec::new()) };
 }
 

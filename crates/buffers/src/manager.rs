@@ -14,7 +14,8 @@ use crate::pool::{self, Piece, Pool};
 use crate::region::{self, Region};
 use crate::table::{Counters, Wanted};
 
-/// Memory up to this length is always copied, because a lookup in the cache takes as long.
+/// Memory up to this length, if it is not longer than the critical size, is copied without a lookup in the cache, because the lookup
+/// takes as long as copying. It is registered if the pool is empty.
 const SHORT: usize = 4 << 10;
 
 /// How memory is used.

@@ -545,7 +545,7 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at, word;
 		bool known = !memcmp(data + at, content(m) + at, len);
 
-		/* The word belongs to no later message: it is wrong, or more messages have arrived meanwhile. */
+		/* A word of no later message is wrong, unless more messages have arrived meanwhile. So it is looked up again. */
 		for (int look = 0; !known && look < 3; look++) {
 			memcpy(&word, data + at, len);
 			if (look || !most)
@@ -895,7 +895,7 @@ static uint64_t waited_time(void)
 	return waited;
 }
 
-/* Called at the start and at the end of the measurement. */
+/* begin() is called at the start of the measurement, and end() at its end. */
 static uint64_t begin(void)
 {
 	begin_waited = waited_time();
@@ -1352,8 +1352,8 @@ static void listen_by_cm(void)
 	cm_port = ntohs(rdma_get_src_port(cm_id));
 }
 
-/* Connects the queue pair, which this program has created itself, so that rdma_cm gets its number and the program changes its states.
- * An iWARP device changes them when the connection is made. */
+/* Connects the queue pair by rdma_cm, which has not created it: the program passes its number to rdma_cm and changes its states.
+ * An iWARP device itself changes the states after INIT, when the connection is made. */
 static void connect_by_cm(void)
 {
 	struct rdma_conn_param param = { .responder_resources = 16, .initiator_depth = 16, .retry_count = 7, .rnr_retry_count = 7,

@@ -19,7 +19,7 @@ pub enum Step<'a> {
     Segment(usize, bool),
     /// An FPDU was added to the batch: ULPDU bytes.
     Frame(usize),
-    /// An FPDU was taken out of the stream: its header.
+    /// An FPDU was taken out of the stream, or a datagram arrived: its header, and its payload bytes.
     Deframe(&'a Header, usize),
     /// The payload of the FPDU passed the access check: bytes.
     Admit(u64),

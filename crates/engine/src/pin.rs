@@ -54,7 +54,7 @@ impl Pin {
         }
         // When `mlock` fails, the pages before the failing one stay locked.
         counts.unlock(start, end);
-        // The kernel has one errno for both reasons. Unmapped pages cannot be faulted in either.
+        // The kernel has one errno for both reasons. Only if pages are not mapped, faulting them in fails too.
         Err(if pages::is_there(start, end - start, false) {
             Refused::Limit
         } else {

@@ -179,7 +179,7 @@ impl Operation {
         self.refused.take().map(|(error, _)| error)
     }
 
-    /// Requests the end of the operation, which its future returns.
+    /// Requests the end of the operation. The future of the operation still returns its result.
     pub(crate) fn cancel(&self) {
         // SAFETY: no memory is passed. An operation that has ended already is not an error.
         unsafe { ffi::exs_cancel(self.fd, ffi::CANCEL_AHANDLE, self.id) };

@@ -334,7 +334,8 @@ impl Queue {
                 if self.pushed.load(Acquire) != seen {
                     return latest;
                 }
-                // A pause after each poll would delay the next one by a tenth. Other threads need it only if they have the locks.
+                // If no socket was polled, other threads hold the locks of the sockets, and a pause lets them proceed. After each
+                // poll it would only make polling slower by a tenth.
                 if !polled {
                     std::hint::spin_loop();
                 }

@@ -1,6 +1,7 @@
 //! Memory of the program, and memory that the device accesses for this library.
 //!
-//! The program's memory is accessed by address: it is copied, or changed by atomic operations. No other Rust reference to it exists.
+//! The program's memory is accessed by address: it is copied, or changed by atomic operations. The only Rust references to it are
+//! those of these atomic operations.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 

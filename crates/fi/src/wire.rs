@@ -34,8 +34,9 @@ pub enum Kind {
     AtomicDone,
     /// A message without content. Its delivery shows that the peer responds.
     Probe,
-    /// With `length` 1: too many messages of the recipient have no receive, so the recipient is to announce all its messages
-    /// from now on. With `length` 0: it may send messages without an announcement again.
+    /// With `length` 1: the sender of this message holds too many messages that came from its recipient and match no receive.
+    /// From now on the recipient must announce all its messages. With `length` 0: the recipient may send messages without an
+    /// announcement again.
     Hold,
     /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
     /// the number of messages that the sender has received on the link.
@@ -165,7 +166,7 @@ pub struct Announcement {
 }
 
 impl Announcement {
-    /// Returns the announcement with a header and the bytes that follow it.
+    /// Returns the announcement that a header and the bytes after it contain.
     pub fn new(header: &Header, follows: &[u8]) -> Self {
         Self {
             id: header.id,

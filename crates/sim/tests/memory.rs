@@ -1,5 +1,5 @@
-//! A reliable queue pair charges for the packets of its peers that wait. These tests compare the charged bytes with the resident
-//! memory of the process while hostile peers send as much as they can.
+//! A reliable queue pair counts the memory of packets that wait for earlier ones, and charges it to their senders. These tests compare
+//! the charged bytes with the resident memory of the process while hostile peers send as much as they can.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,

@@ -155,7 +155,8 @@ fn a_write_is_recorded_and_takes_no_receive() {
     }
 }
 
-/// For each record mode, and for each of the ten datagrams of a message: if it is lost, only its bytes are missing.
+/// For each record mode, and for each of the ten datagrams of a message: if the datagram is lost, only its bytes are missing.
+/// Only in thesis mode, a lost final datagram also loses the record.
 #[test]
 fn the_loss_of_a_datagram_loses_only_its_bytes() {
     for mode in [RecordMode::Thesis, RecordMode::Robust, RecordMode::Chunk] {

@@ -672,8 +672,9 @@ impl Policy {
         self.rules.iter().any(|r| is_it(r.mode) && r.whom.has(who))
     }
 
-    /// Returns the mode of a listener's connections. If the listener is bound to a wildcard address, or a matching rule has
-    /// `from`, the rules have to be checked for each connection.
+    /// Returns the mode of a listener's connections. The rules have to be checked for each connection if a rule that upgrades
+    /// connections is among those that may match, and the match depends on an address that is known only then: the local address if
+    /// the listener is bound to a wildcard address, or the address after `from`.
     pub fn listener(&self, who: &Who, addr: SocketAddr, host: &dyn Host) -> Listener {
         let everywhere = addr.ip().to_canonical().is_unspecified();
         let mut upgrades = false;

@@ -901,8 +901,8 @@ impl Stream {
     }
 
     /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
-    /// nothing is received from the carrier. `start`: the length of `dest` without the bytes that [`Self::arrived`] has received for
-    /// this call.
+    /// nothing is received from the carrier. `start`: the number of bytes that `dest` contained before [`Self::arrived`] received bytes
+    /// for this call.
     ///
     /// # Errors
     /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.
@@ -1309,8 +1309,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Called when the program closes the stream. Returns whether bytes are left to send, which [`Self::flush`] does. Without
-    /// `may_pull` another thread receives from the carrier.
+    /// Called when the program closes the stream. Returns whether [`Self::drain`] has to continue: bytes are left to send, or Limit
+    /// messages of the peer may still arrive. Without `may_pull` another thread receives from the carrier.
     pub fn close(&mut self, fd: c_int, may_pull: bool) -> bool {
         if self.broken {
             return false;

@@ -4,8 +4,8 @@
 //! a program may pass any number, and a Rust enum with an unlisted value would be undefined behaviour. The test in
 //! `layout.rs` compares every line with the distribution's headers.
 //!
-//! A constant of a C enum has the type of the field in which it is used if that is a plain `unsigned int` or `int` (access
-//! flags, masks), and otherwise the enum's alias.
+//! A constant of a C enum has the type of the field in which it is used if that is a plain integer (access flags, masks), and
+//! otherwise the enum's alias.
 #![allow(
     missing_docs,
     reason = "the manual pages of libibverbs document these names; repeating them here would only age"

@@ -100,7 +100,7 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
     Some(f64::midpoint(*lower, *upper))
 }
 
-/// Formats a number with three significant digits.
+/// Formats a number with about three significant digits.
 pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
@@ -416,7 +416,7 @@ impl Held {
         }
     }
 
-    /// Returns the value, the quantity, and whether the bound is met.
+    /// Returns the value, what it is compared with, whether the bound is met, the limit and the aim.
     pub(crate) fn text(&self, row: &Seen) -> String {
         let Some(value) = self.value else {
             return String::new();

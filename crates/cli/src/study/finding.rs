@@ -1,8 +1,8 @@
 //! Checks the findings of a figure against the measured values.
 //!
-//! The values of a second run on the same machine would differ by some noise. So that it would give the same verdict, the run is
-//! simulated many times, with values that differ as much as the samples do. If some of these runs give the other verdict, the
-//! finding is within the noise.
+//! The values of a second run on the same machine would differ by some noise. To find out whether it would give the same verdict,
+//! it is simulated many times, with values that differ as much as the samples do. If some of these runs give the other verdict,
+//! the finding is within the noise.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,10 +18,11 @@ const RUNS: usize = 500;
 /// The share of the simulated runs that must give the measured verdict.
 const SURE: f64 = 0.95;
 
-/// The share of the simulated runs in which a comparison has the other result, above which its points are doubtful.
+/// The points of a comparison are doubtful if it has the other result in more than this share of the simulated runs.
 const DOUBTFUL: f64 = 0.02;
 
-/// The weight of the typical deviation of all points in that of one point, in samples. The deviation of two samples alone says little.
+/// The deviation of a point is averaged with the typical deviation of all points, which counts as this many samples. The deviation
+/// of two samples alone says little.
 const TYPICAL: f64 = 3.0;
 
 /// The number of samples from which on a deviation says whether more samples can decide a finding.
@@ -76,7 +77,7 @@ pub(crate) fn place(value: &str, places: &[String]) -> f64 {
     })
 }
 
-/// Formats a number with three significant digits.
+/// Formats a number with about three significant digits.
 pub(crate) fn digits(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),

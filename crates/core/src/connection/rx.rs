@@ -201,8 +201,8 @@ impl Connection {
         Ok(targets.map_or(Admitted::Drop, Admitted::Place))
     }
 
-    /// Takes a posted receive for a Send that begins. Returns false if none is posted, and a receiver-not-ready is queued
-    /// for the peer.
+    /// Takes a posted receive for a Send that begins. If none is posted, queues a receiver-not-ready for an anywarp peer and returns
+    /// false. With another peer a missing receive is a violation.
     fn open_receive(&mut self, h: &Untagged) -> Result<bool, Violation> {
         let Some(taken) = self.base.take_receive() else {
             return self.no_receive(h).map(|()| false);

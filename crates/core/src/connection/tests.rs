@@ -305,7 +305,8 @@ fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
     assert_eq!(completed(&cq), [(7, Status::Flushed)]);
 }
 
-/// In shared memory the carrier transports acknowledgements: no message does, and an old or repeated one is ignored.
+/// In shared memory the carrier transports acknowledgements. No message is sent for them, and an old or repeated acknowledgement is
+/// ignored.
 #[test]
 fn a_carrier_acknowledges_in_place_of_messages() {
     let send = Op::Send {

@@ -18,8 +18,8 @@ impl Timer {
     pub(super) const ALL: [Self; 3] = [Self::Rnr, Self::Probe, Self::GiveUp];
 }
 
-/// The running timers with their times. The time of [`Timer::Probe`] is when the silence of the peer began, since each
-/// arriving segment updates it, which should be cheap. The time of the others is when they fire.
+/// The running timers with their times. The time of [`Timer::Probe`] is that of the last arriving segment, at which the silence
+/// of the peer began: each segment stores it, without computing when the timer fires. The time of the others is when they fire.
 #[derive(Debug, Default)]
 pub(super) struct Timers([Option<Instant>; Timer::ALL.len()]);
 

@@ -461,7 +461,8 @@ impl<'a> Word<'a> {
 }
 
 impl Plan {
-    /// Reads a plan: each line, or part of a line between semicolons, is a list of settings, a rule or a comment.
+    /// Reads a plan. A line is a comment if it begins with `#`. Otherwise each of its parts between semicolons is a list of settings
+    /// or a rule.
     ///
     /// # Errors
     /// The first error in the text.

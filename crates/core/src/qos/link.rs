@@ -67,7 +67,7 @@ impl Table {
             .any(|share| share.weight > 0 && waiting >> share.lane & 1 == 1)
     }
 
-    /// The entry that sends next, if one of its lanes waits.
+    /// The entry that sends next; `None` if no lane of the table waits.
     ///
     /// An entry sends as long as it has credit, and may exceed it with its last packet. The excess is deducted from its
     /// next turn, so that weights of fewer bytes than a packet are met too. Without credit anywhere a new round begins.

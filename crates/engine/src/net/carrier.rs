@@ -42,7 +42,8 @@ const HEAD: usize = 4;
 const DATAGRAM_MAX: usize = 65_535;
 /// The hop limit of a datagram that has none: the default of Linux.
 pub(super) const HOP_LIMIT: u8 = 64;
-/// An end whose peer has not read anything for this time, although there is something to read, stops using the carrier.
+/// An end whose peer has not read anything for this time, although there is something to read, wakes the peer once more. After
+/// the same time again it stops using the carrier.
 pub(super) const STALL: Duration = Duration::from_millis(100);
 /// How long an end that has closed a carrier receives from it, so that the peer can notice.
 const LINGER: Duration = Duration::from_secs(2);

@@ -32,7 +32,7 @@ use crate::sys::{Io, stream};
 const RX_TURN_BYTES: usize = 1 << 20;
 /// Bytes of short records that a queue pair receives from shared memory in one turn.
 const RX_RECORDS_BYTES: usize = 64 << 10;
-/// Largest number of short records that are received in one turn. A message of each takes less than half a microsecond.
+/// Largest number of short records that are received in one turn. The message in a record takes less than half a microsecond.
 const RX_RECORDS: usize = 128;
 /// Largest number of turns in which all records of a full ring of shared memory are received.
 pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;

@@ -53,9 +53,9 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 /// does all other work of the connection too, and borrows a large buffer of the engine.
 const SHORT: u64 = 2048;
 
-/// Posts of short requests renew the lease once in this many requests, and if a peer shares memory they read the clock only then. (During
-/// the lease, polling threads do the work of the engine's thread.) Renewing only then is early enough: when the lease is due for renewal, it still runs for
-/// many times as long as this number of requests takes.
+/// Posts of short requests renew the lease once in this many requests. (During the lease, polling threads do the work of the engine's
+/// thread.) If the peer shares memory, they read the clock only for a renewal. That is early enough: a lease that is due for renewal
+/// still runs for much longer than this many requests take.
 const LEASE_EACH: u64 = 8;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.

@@ -20,7 +20,7 @@ const SLEEPLESS: u8 = 4;
 /// The two threads that have renewed the lease last by polling.
 ///
 /// The fields are independent atomics. If two threads change them at the same time, an entry may have the time of the
-/// other thread, and one arming more or less ends the lease.
+/// other thread. The only effect is that one arming wrongly ends the lease, or wrongly does not.
 #[derive(Debug)]
 pub(super) struct Pollers {
     /// Numbers of the threads; 0: none.
@@ -71,7 +71,7 @@ impl Pollers {
 pub(super) struct Armings {
     /// How often the thread had slept at the last arming.
     sleeps: u64,
-    /// Consecutive armings without sleep since the one before, up to [`SLEEPLESS`].
+    /// The number of consecutive armings between which the thread did not sleep, up to [`SLEEPLESS`].
     sleepless: u8,
 }
 

@@ -64,16 +64,16 @@ use turns::Turns;
 
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// While polled memory has something to receive, one of this number of polls that find no completion also checks the sockets
-/// ([`Turns::sockets_are_due`]), or more if they have not been checked for too long. Polling memory needs no system call;
-/// checking the sockets does.
+/// While polled memory has something to receive, one of this number of polls that find no completion also checks the sockets if
+/// that is due ([`Turns::sockets_are_due`]). Any of these polls checks them if a check is late ([`Turns::sockets_are_late`]).
+/// Polling memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
 /// The same while polled memory has nothing to receive.
 const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
-/// How long acknowledgements wait for an idle poll, nanoseconds.
+/// How long acknowledgements wait at most until idle polls receive nothing, nanoseconds.
 const ACK_DELAY_MAX: u64 = 200_000;
 /// How long polls have to receive nothing before acknowledgements are sent, nanoseconds. Many programs poll until a completion queue is
 /// empty, or poll a second queue, before they answer, and the answer carries the acknowledgement.

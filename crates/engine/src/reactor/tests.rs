@@ -16,7 +16,7 @@ fn budget() -> SpinBudget {
     SpinBudget::new(LONG)
 }
 
-/// Writes a byte to a socket after a delay when it is flushed.
+/// Acknowledgements whose flush waits for a delay and then writes a byte to a socket.
 struct Acknowledges(UnixStream, Duration);
 
 impl DelayedAck for Acknowledges {

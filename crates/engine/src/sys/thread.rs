@@ -97,8 +97,8 @@ pub fn block_signals() {
 /// Whether the process has a signal handler that ends interrupted calls (installed without `SA_RESTART`).
 ///
 /// The `poll` in which this library waits fails with EINTR after every handler. The `read` in which the libraries of
-/// rdma-core wait fails only after such a handler, so the caller waits again after all others. Called after an EINTR,
-/// which is rare.
+/// rdma-core wait fails only after a handler of this kind. So this function is called after an EINTR, which is rare, and
+/// its caller waits again if it returns false.
 pub fn handlers_interrupt() -> bool {
     (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
         // SAFETY: all-zero is a valid sigaction to be overwritten.

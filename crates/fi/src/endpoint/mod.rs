@@ -427,8 +427,8 @@ pub struct OneSidedRequest {
     pub silent: bool,
 }
 
-/// The lowest bit of a `wr_id` that contains its kind, one of the following. The lower bits name a receive, an operation or
-/// a link.
+/// The position of the kind in a `wr_id`: its upper bits have one of the following values. The lower bits name a receive, an
+/// operation or a link.
 const KIND: u32 = 56;
 /// `wr_id` of a posted receive.
 const RECEIVE: u64 = 0;

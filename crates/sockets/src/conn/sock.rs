@@ -52,9 +52,9 @@ pub struct Sock {
     /// The number of descriptors of the connection.
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
-    /// The number of threads that sleep until the carrier has bytes. A thread is counted with `inner` locked, after it found
-    /// nothing to read. While the number is not 0, no other thread receives from the carrier: it could take the bytes that a thread
-    /// is about to sleep for.
+    /// The number of threads that sleep until the carrier has bytes. [`Self::read`] counts a thread with `inner` locked, after it
+    /// found nothing to read, and [`Self::asleep`] before the thread checks the stream. While the number is not 0, no other thread
+    /// receives from the carrier: it could take the bytes that a thread is about to sleep for.
     sleepers: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
@@ -64,7 +64,7 @@ pub struct Sock {
     watchers: Mutex<Vec<c_int>>,
     /// There may be watchers. Changed with `inner` locked.
     watched: AtomicBool,
-    /// A writer without credit (the *leader*) sleeps until the carrier has bytes, and is counted in `sleepers`. Other threads may
+    /// A writer without credit (the *leader*) sleeps until the carrier has bytes. It is not counted in `sleepers`: other threads may
     /// receive these bytes if they then wake the leader by `kick`.
     leads: AtomicBool,
     /// The eventfd that wakes the leader, or -1.
@@ -546,8 +546,8 @@ impl Sock {
     }
 
     /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If less than the caller
-    /// needs was available and other threads sleep for bytes of the carrier too, the caller is counted in `sleepers`; the second
-    /// value is true then.
+    /// needs was available and this call may not wait for it (it peeks, or other threads receive or sleep), the caller is counted
+    /// in `sleepers`; the second value is true then.
     pub fn read(
         &'static self,
         fd: c_int,

@@ -1,8 +1,8 @@
 //! The functions that programs call in place of the C library's.
 //!
 //! Each function looks the descriptor up and passes calls that do not concern this library to the kernel. A thread may be
-//! cancelled while it waits in the kernel, which unwinds its stack: such calls are made from frames without destructors,
-//! except those that end the count of the thread as a sleeper (`data.rs`, `wait.rs`).
+//! cancelled while it waits in the kernel, which unwinds its stack. So such calls are made from frames without destructors. The
+//! only exceptions are destructors after which the thread no longer counts as a sleeper (`data.rs`, `wait.rs`).
 
 mod batch;
 mod buffers;

@@ -1,4 +1,4 @@
-//! Receives the packets of known peers, and delivers them in order.
+//! Receives the packets of known peers, and decides which datagrams are delivered now.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -291,7 +291,7 @@ impl RxContext<'_> {
             self.events.push_back(Event::Skipped(*peer, base));
         }
         rx.due |= packet.ack_now;
-        // The number of packets under way to this end, or acknowledged since.
+        // The number of packets before this one that the peer may still send again.
         let ahead = packet.seq.wrapping_sub(packet.base);
         if packet.ack_soon {
             // If the peer has many packets under way, its next packet is about to arrive, and the acknowledgement is

@@ -130,12 +130,12 @@ impl TxBatch {
         self.small = small;
     }
 
-    /// Sets whether messages begin with a TCP segment. The setting stays when the batch is emptied.
+    /// Sets whether each message begins at the start of a TCP segment. The setting stays when the batch is emptied.
     pub fn align(&mut self, aligned: bool) {
         self.aligned = aligned;
     }
 
-    /// Whether messages begin with a TCP segment.
+    /// Whether each message begins at the start of a TCP segment.
     pub fn is_aligned(&self) -> bool {
         self.aligned
     }
