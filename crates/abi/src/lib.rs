@@ -16,9 +16,7 @@
 
 // Panics are caught at the C boundary, which requires unwinding.
 #[cfg(not(panic = "unwind"))]
-compile_error!(
-    "build anywarp with panic = \"unwind\": with \"abort\" a panic ends the program"
-);
+compile_error!("build anywarp with panic = \"unwind\": with \"abort\" a panic ends the program");
 
 mod cancel_safe;
 #[cfg(test)]
@@ -151,7 +149,10 @@ mod tests {
         assert!(bare.is_empty(), "{}", bare.join("\n"));
     }
 
-    #[allow(unreachable_pub, reason = "C reaches the functions of the macro by name")]
+    #[allow(
+        unreachable_pub,
+        reason = "C reaches the functions of the macro by name"
+    )]
     mod refused {
         crate::refuse! { libc::ENOSYS;
             minus_one { anywarp_test_refused }

@@ -453,7 +453,7 @@ fn random_loss_costs_little_more_than_the_lost_bytes() {
 
 /// Senders that share a link all make progress, and the link's queue does not overflow all the time.
 #[test]
-fn two_senders_share_a_link() {
+fn four_senders_share_a_link() {
     let link = Link {
         delay: 5 * MS,
         rate: 12_500_000,

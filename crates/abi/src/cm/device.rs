@@ -9,9 +9,9 @@ use anywarp_engine::process::PerProcess;
 
 use crate::entry;
 use crate::ffi::{Errno, last_errno, put};
-use crate::verbs::open::{free_list, list_of_one, open};
+use crate::verbs::open::{free_list, ibv_close_device, list_of_one, open};
 use crate::verbs::pd::ibv_alloc_pd;
-use crate::verbs::srq::open_xrcd;
+use crate::verbs::srq::{close_xrcd, open_xrcd};
 use anywarp_verbs_sys::verbs::*;
 
 /// The context that all identifiers share, and the default protection domain.
@@ -44,6 +44,12 @@ pub(super) fn shared() -> Result<&'static Shared, Errno> {
     let context = open()?;
     // SAFETY: the context was opened above.
     let pd = unsafe { ibv_alloc_pd(context) };
+    if pd.is_null() {
+        let errno = last_errno();
+        // SAFETY: nothing uses the context yet.
+        unsafe { ibv_close_device(context) };
+        return Err(errno);
+    }
     Ok(state.shared.get_or_init(|| Shared {
         context: AtomicPtr::new(context),
         pd: AtomicPtr::new(pd),
@@ -62,18 +68,25 @@ impl Shared {
 
     /// Returns the default XRC domain.
     pub(super) fn xrcd(&self) -> Result<*mut ibv_xrcd, Errno> {
-        let xrcd = self.xrcd.get_or_init(|| {
-            let mut init = ibv_xrcd_init_attr {
-                comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
-                fd: -1,
-                oflags: libc::O_CREAT,
-            };
-            // SAFETY: the context stays open.
-            AtomicPtr::new(unsafe { open_xrcd(self.context(), &raw mut init) })
-        });
-        let xrcd = xrcd.load(Ordering::Relaxed);
-        if xrcd.is_null() {
+        if let Some(xrcd) = self.xrcd.get() {
+            return Ok(xrcd.load(Ordering::Relaxed));
+        }
+        let mut init = ibv_xrcd_init_attr {
+            comp_mask: IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS,
+            fd: -1,
+            oflags: libc::O_CREAT,
+        };
+        // SAFETY: the context stays open.
+        let new = unsafe { open_xrcd(self.context(), &raw mut init) };
+        if new.is_null() {
             return Err(last_errno());
+        }
+        let xrcd = self.xrcd.get_or_init(|| AtomicPtr::new(new));
+        let xrcd = xrcd.load(Ordering::Relaxed);
+        if xrcd != new {
+            // Another thread has opened one meanwhile.
+            // SAFETY: nothing uses this domain yet.
+            unsafe { close_xrcd(new) };
         }
         Ok(xrcd)
     }

@@ -475,8 +475,7 @@ entry! {
         let made = *object.init.lock();
         let draining = match &object.engine {
             QueuePair::Rc(rc) => rc.is_draining(),
-            // An unreliable datagram is complete when UDP has accepted it. For reliable datagrams this is not reported.
-            QueuePair::Dgram(_) => false,
+            QueuePair::Dgram(qp) => qp.is_draining(),
         };
         let out = ibv_qp_attr {
             sq_draining: draining.into(),

@@ -622,7 +622,7 @@ impl Connection {
 
     /// Whether the queue pair is in SQD with requests outstanding.
     pub fn is_draining(&self) -> bool {
-        self.base.state == State::Sqd && self.base.sq.has_outstanding()
+        self.base.is_draining()
     }
 }
 

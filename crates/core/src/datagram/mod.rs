@@ -257,6 +257,11 @@ impl DatagramQp {
         self.base.state
     }
 
+    /// Returns whether the state is SQD and requests are outstanding.
+    pub fn is_draining(&self) -> bool {
+        self.base.is_draining()
+    }
+
     /// The attributes.
     pub fn attr(&self) -> &Attr {
         &self.base.attr

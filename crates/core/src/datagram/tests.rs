@@ -634,8 +634,10 @@ fn sq_drained_is_raised_after_the_last_datagram() {
         .unwrap();
     a.qp.post_send(request(1, SEND, inline(b"x"), &b)).unwrap();
     assert_eq!(a.qp.poll_event(), None);
+    assert!(a.qp.is_draining());
     a.qp.handle_written(1);
     assert_eq!(a.qp.poll_event(), Some(AsyncEvent::SqDrained));
+    assert!(!a.qp.is_draining());
     assert!(a.tx().is_empty());
     a.qp.modify(mask::STATE, Some(State::Rts), None, &Attr::default())
         .unwrap();

@@ -523,11 +523,8 @@ impl Regions {
         let index = bind.window.0 >> 8;
         let (window_pd, type2, old) = match table.get(&index) {
             Some(Entry::Unbound { pd, type2 }) => (*pd, *type2, None),
-            Some(Entry::Live(r)) if r.kind != Kind::Region => {
-                // A bound type 2 window must be invalidated before it is bound again.
-                if matches!(r.kind, Kind::WindowType2 { .. }) {
-                    return Err(AccessError::Invalid);
-                }
+            // A bound window of type 2 must be invalidated before it is bound again.
+            Some(Entry::Live(r)) if r.kind == Kind::WindowType1 => {
                 (r.pd, false, Some(Arc::clone(r)))
             }
             _ => return Err(AccessError::Invalid),

@@ -160,6 +160,11 @@ impl QpBase {
         }
     }
 
+    /// Returns whether the state is SQD and requests are outstanding.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.state == State::Sqd && self.sq.has_outstanding()
+    }
+
     /// Returns to RESET: removes posted requests, attributes, and completions that were not polled.
     pub(crate) fn reset(&mut self) {
         self.sq.clear();

@@ -350,6 +350,11 @@ impl DgramQp {
         self.common.number
     }
 
+    /// Returns whether the send queue has outstanding requests in state SQD (`sq_draining` of `ibv_query_qp(3)`).
+    pub fn is_draining(&self) -> bool {
+        self.lock().core.is_draining()
+    }
+
     /// State and attributes.
     pub fn query(&self) -> (State, Attr) {
         let inner = self.lock();

@@ -349,7 +349,7 @@ fn sealed(packet: &Packet, data: Option<&[u8]>) -> Vec<u8> {
     bytes
 }
 
-/// A packet with valid or nearly valid fields that contains the result of [`datagram`].
+/// A packet with valid or nearly valid fields that contains the result of [`datagram()`].
 fn packet(receiver: &Receiver, input: &mut Input<'_>) -> Vec<u8> {
     let ahead = u32::from(input.byte() % 8);
     let mut arrived = SmallVec::new();

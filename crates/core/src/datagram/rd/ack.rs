@@ -21,4 +21,4 @@ pub(super) const ACK_DELAY_PER_KILOBYTE: Duration = Duration::from_nanos(300);
 /// If at least this many packets are under way, an acknowledgement is delayed until the sender's next run of packets
 /// arrives.
 pub(super) const MANY: u32 = 128;
-pub(super) const ACK_DELAY_MANY_PEERS: Duration = Duration::from_micros(60);
+pub(super) const ACK_DELAY_MANY: Duration = Duration::from_micros(60);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::ack::{
-    ACK_DELAY, ACK_DELAY_MANY_PEERS, ACK_DELAY_PER_KILOBYTE, ACK_WITH_GAPS, MANY, PART, PIPELINE,
+    ACK_DELAY, ACK_DELAY_MANY, ACK_DELAY_PER_KILOBYTE, ACK_WITH_GAPS, MANY, PART, PIPELINE,
     together,
 };
 use super::numbers::{expand, micros};
@@ -301,7 +301,7 @@ impl RxContext<'_> {
             let wait = if ahead < PIPELINE {
                 Duration::ZERO
             } else if ahead >= MANY && rx.unacknowledged < ahead / PART {
-                next + ACK_DELAY_MANY_PEERS
+                next + ACK_DELAY_MANY
             } else {
                 next
             };
