@@ -228,7 +228,8 @@ impl Default for Settings {
             ask: 1000,
             pool: 64 << 20,
             shares: true,
-            spin: 0,
+            // As long as an answer takes on one host, if no thread has to be woken for it, with some room.
+            spin: 20,
         }
     }
 }
@@ -847,7 +848,7 @@ mod tests {
         assert_eq!(pool("set pool 1M; set share off"), (1 << 20, false));
         let spins = ["", "set spin off", "set spin 100us"];
         let spins = spins.map(|text| read(text).settings(&who("x")).spin);
-        assert_eq!(spins, [0, 0, 100]);
+        assert_eq!(spins, [20, 0, 100]);
     }
 
     #[test]

@@ -33,9 +33,12 @@ pub const FILE_PIECE: usize = 64 * 1024;
 /// Waits that are shorter are not polled: the peer has answered on the same processor, or before the thread slept. Nothing has to be woken
 /// on another processor.
 pub const SPIN_LEAST: Duration = Duration::from_micros(6);
+/// Waits that are longer are not polled: the peer needs more time for its answers than it takes to wake a thread at each end, even on a slow
+/// virtual machine.
+pub const SPIN_LONGEST: Duration = Duration::from_micros(300);
 /// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
-pub const SPIN_TRY: Duration = Duration::from_micros(100);
+pub const SPIN_TRY: Duration = Duration::from_micros(150);
 /// The number of waits that poll for [`SPIN_TRY`] until the thread gives up. Both ends begin at about the same time, but not
 /// at the same wait.
 pub const SPIN_TRIES: u8 = 32;
@@ -50,12 +53,13 @@ pub const SPIN_GOOD: u8 = 4;
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
-/// The number of such series after which earlier failures are forgotten.
-pub const SPIN_PROVEN: u8 = 16;
+/// If all waits together were this many times as short as before until the polling failed, the failure does not count.
+pub const SPIN_WORTH: u32 = 4;
 /// After each failure, up to this number, the time until the next try is four times as long.
 pub const SPIN_FAILURES: u8 = 5;
-/// A longer time between two polls means that another thread has used the processor.
-pub const SPIN_GAP: Duration = Duration::from_micros(20);
+/// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops it, but mostly for
+/// shorter times.
+pub const SPIN_GAP: Duration = Duration::from_micros(200);
 /// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
 /// `accept` answers sooner.
 pub const REPLY_WAIT: i32 = 10;

@@ -55,14 +55,14 @@ struct State {
     good: u8,
     /// The number of tries without an answer.
     misses: u8,
-    /// The number of failures.
+    /// The number of failures in succession.
     failures: u8,
-    /// The number of series of polled waits since the last failure, up to a limit.
-    series: u8,
     /// The sum of the suitable waits while the thread sleeps.
     asleep: Duration,
     /// The number and the sum of the waits of a series, while the thread polls.
     polls: (u32, Duration),
+    /// The number and the sum of all waits since the thread began to poll.
+    all: (u32, Duration),
 }
 
 impl State {
@@ -73,9 +73,9 @@ impl State {
         good: 0,
         misses: 0,
         failures: 0,
-        series: 0,
         asleep: Duration::ZERO,
         polls: (0, Duration::ZERO),
+        all: (0, Duration::ZERO),
     };
 
     fn plan(&mut self, limit: Duration) -> Plan {
@@ -94,8 +94,12 @@ impl State {
         self.phase = phase;
         self.good = 0;
         self.misses = 0;
-        self.series = 0;
         self.polls = (0, Duration::ZERO);
+    }
+
+    /// Returns how long a wait took before the thread polled.
+    fn usual(&self) -> Duration {
+        self.asleep / u32::from(limits::SPIN_SUITABLE)
     }
 
     /// Called after a measured wait. `may_poll`: whether there are several processors.
@@ -103,7 +107,7 @@ impl State {
         if self.good == 0 {
             self.asleep = Duration::ZERO;
         }
-        if !(limits::SPIN_LEAST..limits::SPIN_TRY).contains(&took) {
+        if !(limits::SPIN_LEAST..limits::SPIN_LONGEST).contains(&took) {
             self.good = 0;
             self.skips = limits::SPIN_SKIPS;
             return;
@@ -121,6 +125,8 @@ impl State {
 
     /// Called after a wait that was polled.
     fn polled(&mut self, limit: Duration, result: Polled, took: Duration) {
+        let (n, sum) = self.all;
+        self.all = (n.saturating_add(1), sum.saturating_add(took));
         match self.phase {
             Phase::Sleeps => {}
             Phase::Tries(n) => {
@@ -144,25 +150,25 @@ impl State {
                 let (n, sum) = (n + 1, sum + took);
                 self.polls = (n, sum);
                 // The processor is not free, or the series takes more than half of what its waits took before.
-                if result == Polled::Preempted
-                    || sum
-                        > self.asleep / u32::from(limits::SPIN_SUITABLE) * (limits::SPIN_SERIES / 2)
-                {
+                if result == Polled::Preempted || sum > self.usual() * (limits::SPIN_SERIES / 2) {
                     self.fail();
                 } else if n >= limits::SPIN_SERIES {
                     self.polls = (0, Duration::ZERO);
-                    self.series = self.series.saturating_add(1);
-                    if self.series == limits::SPIN_PROVEN {
-                        self.failures = 0;
-                    }
                 }
             }
         }
     }
 
+    /// Sleeps in the next waits, the more the more failures there were in succession.
     fn fail(&mut self) {
+        let (n, sum) = std::mem::take(&mut self.all);
+        if sum < self.usual().saturating_mul(n) / limits::SPIN_WORTH {
+            // The thread had the processor most of the time, so it tries again soon.
+            self.failures = 0;
+        } else {
+            self.failures = (self.failures + 1).min(limits::SPIN_FAILURES);
+        }
         self.enter(Phase::Sleeps);
-        self.failures = (self.failures + 1).min(limits::SPIN_FAILURES);
         self.skips = limits::SPIN_SKIPS << (2 * self.failures);
     }
 }
