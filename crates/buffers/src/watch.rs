@@ -117,12 +117,18 @@ impl Watch {
             page: 0,
             broken: AtomicBool::new(false),
         };
+        watch.start().inspect_err(|_| watch.close())?;
+        Ok(watch)
+    }
+
+    /// Prepares the descriptor and the page.
+    fn start(&mut self) -> Result<(), c_int> {
         let mut api = Api {
             api: UFFD_API,
             features: FEATURES,
             ioctls: 0,
         };
-        watch.control(UFFDIO_API, &raw mut api)?;
+        self.control(UFFDIO_API, &raw mut api)?;
         // SAFETY: this is a new mapping.
         let page = unsafe {
             let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -132,12 +138,24 @@ impl Watch {
         if page == libc::MAP_FAILED {
             return Err(errno());
         }
-        watch.page = page.expose_provenance();
-        watch.add(&(watch.page..watch.page + self::page()))?;
-        if watch.settled() {
-            Ok(watch)
+        self.page = page.expose_provenance();
+        self.add(&(self.page..self.page + self::page()))?;
+        if self.settled() {
+            Ok(())
         } else {
             Err(libc::ENOSYS)
+        }
+    }
+
+    /// Closes the descriptor, and unmaps the page. Nothing else may use this object.
+    fn close(&self) {
+        // SAFETY: both belong to this object.
+        unsafe {
+            libc::close(self.fd);
+            if self.page > 0 {
+                let page = std::ptr::with_exposed_provenance_mut(self.page);
+                libc::munmap(page, self::page());
+            }
         }
     }
 
@@ -193,11 +211,24 @@ impl Watch {
                 return true;
             }
             if ready >= 0 || errno() != libc::EINTR {
-                // Closing the descriptor releases threads that wait for their events to be read.
                 self.broken.store(true, Ordering::SeqCst);
-                // SAFETY: the descriptor belongs to this object and is not used any more.
-                unsafe { libc::close(self.fd) };
+                self.release();
                 return false;
+            }
+        }
+    }
+
+    /// Closes the kernel's object, which releases threads that wait for their events to be read.
+    fn release(&self) {
+        // Other threads may be about to use the number of the descriptor. It stays in use, so that no other object gets it.
+        // SAFETY: no memory is passed, and the descriptor belongs to this object.
+        unsafe {
+            let other = libc::eventfd(0, libc::EFD_CLOEXEC);
+            if other < 0 || libc::dup3(other, self.fd, libc::O_CLOEXEC) < 0 {
+                libc::close(self.fd);
+            }
+            if other >= 0 {
+                libc::close(other);
             }
         }
     }

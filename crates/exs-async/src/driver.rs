@@ -6,7 +6,7 @@ use libc::c_int;
 use std::collections::HashMap;
 use std::io;
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// The length of the event queue, which limits the number of operations in progress in the process.
@@ -44,10 +44,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Returns the driver. The first call starts it.
 pub(crate) fn get() -> io::Result<&'static Driver> {
-    static DRIVER: OnceLock<Driver> = OnceLock::new();
-    static STARTING: Mutex<()> = Mutex::new(());
-    let _one = lock(&STARTING);
-    if let Some(driver) = DRIVER.get() {
+    static DRIVER: Mutex<Option<&'static Driver>> = Mutex::new(None);
+    let mut started = lock(&DRIVER);
+    if let Some(driver) = *started {
         return Ok(driver);
     }
     // SAFETY: no memory is passed.
@@ -55,13 +54,15 @@ pub(crate) fn get() -> io::Result<&'static Driver> {
         crate::check(ffi::exs_init(ffi::VERSION))?;
         crate::check(ffi::exs_qcreate(DEPTH))?
     };
-    let driver = DRIVER.get_or_init(|| Driver {
+    // The thread and the futures use the driver until the process exits.
+    let driver: &Driver = Box::leak(Box::new(Driver {
         queue,
         operations: Mutex::default(),
-    });
+    }));
     std::thread::Builder::new()
         .name("exs-events".to_owned())
         .spawn(|| driver.run())?;
+    *started = Some(driver);
     Ok(driver)
 }
 

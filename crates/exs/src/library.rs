@@ -90,6 +90,10 @@ impl<T> Table<T> {
         }
     }
 
+    fn has(&self, number: c_int) -> bool {
+        self.lock().contains_key(&number)
+    }
+
     fn lock(&self) -> MutexGuard<'_, FxHashMap<c_int, Arc<T>>> {
         lock(&self.all)
     }
@@ -329,8 +333,17 @@ fn number_as_context(fd: c_int) -> *mut c_void {
 }
 
 impl Library {
+    /// Returns a number that no object has. Numbers are used again only after all others.
     fn number(&self) -> c_int {
-        self.next.fetch_add(1, SeqCst) & (FIRST_FD - 1)
+        loop {
+            let number = self.next.fetch_add(1, SeqCst) & (FIRST_FD - 1);
+            let used = self.sockets.has(number + FIRST_FD)
+                || self.queues.has(number)
+                || self.memory.has(number);
+            if number > 0 && !used {
+                return number;
+            }
+        }
     }
 
     fn wake(&self) {

@@ -35,17 +35,16 @@ impl Device {
                 return Err(crate::errno());
             }
             let channel = ffi::ibv_create_comp_channel(context);
-            if channel.is_null() {
-                return Err(crate::errno());
-            }
-            let fd = (*channel).fd;
-            let flags = libc::fcntl(fd, libc::F_GETFL);
-            if libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
-                return Err(crate::errno());
-            }
             let iwarp = (*(*context).device).transport_type == ffi::IBV_TRANSPORT_IWARP;
             let access = Use::Source.access(iwarp);
-            let critical = buffers::critical_size(pd, access, MAX_CRITICAL)?;
+            let critical = do_not_block(channel)
+                .and_then(|()| buffers::critical_size(pd, access, MAX_CRITICAL))
+                .inspect_err(|_| {
+                    if !channel.is_null() {
+                        ffi::ibv_destroy_comp_channel(channel);
+                    }
+                    ffi::ibv_dealloc_pd(pd);
+                })?;
             Ok(Self {
                 context: Ptr(context),
                 pd: Ptr(pd),
@@ -71,6 +70,24 @@ impl Device {
         // SAFETY: the domain is live as long as the process.
         unsafe { Manager::open(self.pd.0, settings) }.ok()
     }
+}
+
+/// Makes a completion channel nonblocking. Fails if creating it has failed.
+///
+/// # Safety
+/// `channel` is null or points to a live channel.
+unsafe fn do_not_block(channel: *mut ffi::ibv_comp_channel) -> Result<(), c_int> {
+    // SAFETY: upheld by the caller.
+    let fd = unsafe { channel.as_ref() }.ok_or_else(crate::errno)?.fd;
+    // SAFETY: no memory is passed.
+    let done = unsafe {
+        let flags = libc::fcntl(fd, libc::F_GETFL);
+        libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK)
+    };
+    if done < 0 {
+        return Err(crate::errno());
+    }
+    Ok(())
 }
 
 /// How memory is used, which determines the access rights of its registration.

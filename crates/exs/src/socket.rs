@@ -178,7 +178,7 @@ struct Link {
     inline: usize,
     sends: usize,
     backlog: VecDeque<(Message, Option<OpId>)>,
-    _region: Region,
+    region: Region,
     /// The buffer of a stream for bytes that arrive before their receive. It is created when it is first needed.
     early: Option<Early>,
     /// The completions of the last poll.
@@ -1183,7 +1183,7 @@ impl Link {
     /// Posts a receive with each of the message buffers, by one call.
     fn post_recvs(&mut self, slots: &[Slot]) -> Result<(), c_int> {
         let length = u32::try_from(self.size).unwrap_or(0);
-        let lkey = self._region.lkey();
+        let lkey = self.region.lkey();
         let mut sges = [ffi::ibv_sge::default(); RELEASED];
         let mut wrs = [const { NO_RECV }; RELEASED];
         let mut next = std::ptr::null_mut();
@@ -1442,7 +1442,7 @@ impl Inner {
             inline: 0,
             sends,
             backlog: VecDeque::new(),
-            _region: region,
+            region,
             early: None,
             done: [ffi::ibv_wc::default(); COMPLETIONS as usize],
         };
@@ -1580,7 +1580,7 @@ impl Inner {
         let Some(slot) = link.free.pop() else {
             return Err(libc::EIO);
         };
-        let lkey = link._region.lkey();
+        let lkey = link.region.lkey();
         let Some(buffer) = link.buffer(slot) else {
             return Err(libc::EIO);
         };
