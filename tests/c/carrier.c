@@ -215,6 +215,7 @@ static const char *flood_wakeups(unsigned int which)
 	for (;;) {
 		ssize_t n = send(fd, zeroes, sizeof zeroes, MSG_NOSIGNAL);
 
+		ENSURE(n >= 0 || errno != EAGAIN, "the stream stops after %zu bytes of wake-ups, and stays open", sent);
 		if (n <= 0)
 			break;
 		sent += (size_t)n;

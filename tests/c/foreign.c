@@ -235,14 +235,22 @@ static const char *receive(struct peer *p, unsigned int ms)
 
 /* ---------------------------------------------------------------- UD */
 
-static const char *send_data(struct peer *p, struct data d)
+static const char *send_as(struct peer *p, struct data d, bool wrong_crc)
 {
 	static uint8_t out[65536];
+	size_t len;
 
 	d.dst = p->dst;
 	d.src = (uint8_t)p->qpn;
 	d.epoch = p->epoch;
-	return transmit(p, out, data_bytes(out, &d));
+	len = data_bytes(out, &d);
+	out[len - 1] ^= wrong_crc;
+	return transmit(p, out, len);
+}
+
+static const char *send_data(struct peer *p, struct data d)
+{
+	return send_as(p, d, false);
 }
 
 static unsigned int reports;
@@ -458,7 +466,7 @@ static const char *ud_requests_of_the_device(size_t arg)
 	uint8_t cookie[8] = "12345678";
 	struct region mine;
 	struct dgram a;
-	struct data d;
+	struct data d, other;
 	uint32_t id, base;
 
 	(void)arg;
@@ -501,15 +509,19 @@ static const char *ud_requests_of_the_device(size_t arg)
 	ENSURE(d.opcode == READ_REQUEST && d.id == id && !memcmp(d.payload + 28, cookie, 8), "the cookie does not come back");
 	base = get32(d.payload);
 	fill_pattern(got, sizeof got, 9);
-	for (int n = 4; n >= -1; n--) {
-		d = (struct data){ .id = id, .length = n < 0 ? 5000 : 4999, .opcode = READ_RESPONSE, .tagged = true, .stag = base,
-				   .to = (uintptr_t)mine.at, .payload = got, .len = 1000 };
-		if (n < 0)
-			break;
-		d.length = 5000;
+	/* Answers with a wrong CRC, or with another length of the message, place nothing. */
+	d = (struct data){ .id = id, .opcode = READ_RESPONSE, .tagged = true, .stag = base, .to = (uintptr_t)mine.at,
+			   .payload = got, .len = 1000 };
+	for (int wrong_crc = 0; wrong_crc < 2; wrong_crc++) {
+		d.length = wrong_crc ? 5000 : 4999;
+		TRY(send_as(&foreign, d, wrong_crc));
+	}
+	TRY(next_data(&foreign, &other, false)); /* waits; the device may repeat its request */
+	TRY(all_bytes(mine.at, 5000, 0, "wrong answers"));
+	for (int n = 4; n >= 0; n--) {
 		d.offset = (uint32_t)n * 1000;
-		d.to += d.offset;
-		d.payload += d.offset;
+		d.to = (uintptr_t)mine.at + d.offset;
+		d.payload = got + d.offset;
 		d.last = n == 4;
 		TRY(send_data(&foreign, d));
 	}

@@ -31,7 +31,7 @@ static const char *fresh(const char *variable)
 	return NULL;
 }
 
-static size_t resident_bytes(void)
+static size_t resident_pages(void)
 {
 	unsigned char pages[PAGES];
 	size_t n = 0;
@@ -74,7 +74,7 @@ static const char *left(size_t arg)
 	(void)arg;
 	TRY(fresh(NULL));
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(!resident_bytes() && !locked(), "%zu pages are resident, %zu locked", resident_bytes(), locked());
+	ENSURE(!resident_pages() && !locked(), "%zu pages are resident, %zu locked", resident_pages(), locked());
 	return NULL;
 }
 
@@ -83,9 +83,9 @@ static const char *brought_in(size_t arg)
 	(void)arg;
 	TRY(fresh("ANYWARP_PREFAULT"));
 	ENSURE(new_mr(pd, at + PAGE + 1, PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident_bytes() == 2, "%zu pages are resident, expected the 2 of the region", resident_bytes());
+	ENSURE(resident_pages() == 2, "%zu pages are resident, expected the 2 of the region", resident_pages());
 	ENSURE(new_mr(pd, at, PAGES * PAGE, IBV_ACCESS_LOCAL_WRITE), "%s", strerror(errno));
-	ENSURE(resident_bytes() == PAGES && !locked(), "%zu pages are resident, %zu locked", resident_bytes(), locked());
+	ENSURE(resident_pages() == PAGES && !locked(), "%zu pages are resident, %zu locked", resident_pages(), locked());
 	return refused(false);
 }
 
@@ -97,7 +97,7 @@ static const char *pinned(size_t arg)
 	TRY(fresh("ANYWARP_PIN"));
 	all = ibv_reg_mr(pd, at, 20 * PAGE, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(all, "ibv_reg_mr: %s", strerror(errno));
-	ENSURE(locked() == 20 && resident_bytes() == 20, "%zu pages are locked, %zu resident", locked(), resident_bytes());
+	ENSURE(locked() == 20 && resident_pages() == 20, "%zu pages are locked, %zu resident", locked(), resident_pages());
 	some = ibv_reg_mr(pd, at + 10 * PAGE, 20 * PAGE, 0);
 	ENSURE(some, "ibv_reg_mr: %s", strerror(errno));
 	ENSURE(locked() == 30, "%zu pages are locked by both regions", locked());

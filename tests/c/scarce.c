@@ -341,7 +341,8 @@ static long open_fds(void)
 
 	while (d && readdir(d))
 		n++;
-	closedir(d);
+	if (d)
+		closedir(d);
 	return n - 2;
 }
 

@@ -268,13 +268,11 @@ static const char *few_descriptors(size_t arg)
 	struct pair p, another;
 	const char *reason;
 	uint16_t port;
-	long before;
 	pid_t pid;
 
 	(void)arg;
 	TRY(open_pair(&p, &usual));
 	TRY(listen_cm(&port));
-	before = open_fds();
 	getrlimit(RLIMIT_NOFILE, &was);
 	low = was;
 	low.rlim_cur = 128;
@@ -289,7 +287,6 @@ static const char *few_descriptors(size_t arg)
 	setrlimit(RLIMIT_NOFILE, &was);
 	TRY(reason);
 	TRY(close_all());
-	(void)before;
 	return NULL;
 }
 

@@ -376,7 +376,10 @@ static void reads(void)
 		/* The target polls, and also waits for a control message. */
 		for (unsigned long looks = 0;; looks++) {
 			MUST(ibv_poll_cq(cq, 1, &wc) == 0);
-			if (looks % 4096 == 0 && recv(control, &byte, 1, MSG_DONTWAIT) >= 0)
+			ssize_t n = looks % 4096 ? -1 : recv(control, &byte, 1, MSG_DONTWAIT);
+
+			MUST(n); /* 0: the other end has gone */
+			if (n > 0)
 				break;
 		}
 		send_all(&byte, 1);

@@ -56,7 +56,7 @@ f.offset = ProtoField.uint32("anywarp.offset", "Offset in the message")
 f.sub = ProtoField.uint8("anywarp.sub_operation", "Sub-operation", base.DEC, SUB_OPERATIONS)
 f.attributes = ProtoField.uint8("anywarp.attributes", "Attributes", base.HEX)
 f.solicited = ProtoField.bool("anywarp.attributes.solicited", "Solicited event", 8, nil, 0x01)
-f.record = ProtoField.bool("anywarp.attributes.record", "Record wanted", 8, nil, 0x02)
+f.reserved = ProtoField.bool("anywarp.attributes.reserved", "Reserved", 8, nil, 0x02)
 f.final_copy = ProtoField.bool("anywarp.attributes.final_copy", "Copy of the final datagram", 8, nil, 0x04)
 f.single = ProtoField.bool("anywarp.attributes.not_aggregated", "Not aggregated", 8, nil, 0x08)
 f.group = ProtoField.uint8("anywarp.parity.group", "Datagrams per parity datagram", base.DEC, nil, 0xf0)
@@ -162,7 +162,7 @@ local function dissect_segment(tvb, tree)
     tree:add(f.offset, tvb(16, 4))
     tree:add(f.sub, tvb(20, 1))
     local attributes = tree:add(f.attributes, tvb(21, 1))
-    for _, field in ipairs({ f.solicited, f.record, f.final_copy, f.single, f.group }) do attributes:add(field, tvb(21, 1)) end
+    for _, field in ipairs({ f.solicited, f.reserved, f.final_copy, f.single, f.group }) do attributes:add(field, tvb(21, 1)) end
     tree:add(f.dst, tvb(22, 1))
     tree:add(f.src, tvb(23, 1))
     if shift(tvb(21, 1):uint(), 4) > 0 then tree:add(f.segment, tvb(24, 2)) end
