@@ -545,7 +545,7 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 		uint64_t end = (at + 8) & ~(uint64_t)7, len = (end < to ? end : to) - at, word;
 		bool known = !memcmp(data + at, content(m) + at, len);
 
-		/* A word of no later message is wrong, unless more messages have arrived meanwhile. So it is looked up again. */
+		/* A word that belongs to no later message is wrong, unless more messages have arrived meanwhile. So it is looked up again. */
 		for (int look = 0; !known && look < 3; look++) {
 			memcpy(&word, data + at, len);
 			if (look || !most)

@@ -33,7 +33,7 @@ pub enum Step<'a> {
     Violation(&'a PeerError),
     /// The peer terminated the stream.
     Terminated(&'a Terminate),
-    /// The queue pair failed and everything is flushed.
+    /// The queue pair failed and everything is flushed, or a request of an unreliable service failed.
     Failed(&'static str),
 }
 

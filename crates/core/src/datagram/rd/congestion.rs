@@ -80,7 +80,7 @@ pub(super) struct Acked {
     pub(super) lost: u64,
     /// Bytes delivered since the beginning.
     pub(super) delivered: u64,
-    /// Bytes per second that arrived while the newest of these packets was under way.
+    /// Bytes per second that arrived while the newest of the acknowledged packets was under way.
     pub(super) rate: Option<u64>,
     /// Whether the program provided less data than the window allowed, so the rate is not the limit of the path.
     pub(super) app_limited: bool,

@@ -63,7 +63,7 @@ pub(super) struct Receiver {
     given_up: u64,
     /// Whether a missing packet was skipped, and not all waiting packets before `given_up` are delivered.
     lossy: bool,
-    /// Incomplete messages of which no packet with this number or a larger one has arrived will never be complete.
+    /// An incomplete message will never be complete if all its packets that have arrived have smaller numbers than this.
     pub(super) skipped: Option<u64>,
 }
 
