@@ -581,7 +581,7 @@ impl Library {
             unsafe { ffi::rdma_get_cm_event(self.channel.0, event) == 0 }
         };
         while next(&raw mut event) {
-            // SAFETY: as above; these kinds have the member `conn`, whose octets are initialized for all.
+            // SAFETY: as above; the kinds in `has_data` have the member `conn`, and its octets are initialized for all kinds.
             let copy = unsafe {
                 let e = &*event;
                 let conn = e.param.conn;

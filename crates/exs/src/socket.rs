@@ -854,8 +854,8 @@ impl Socket {
                 }
             }
             self.perform(inner, actions);
-            // The queue is empty, or will be polled again. A software device sends what it has held back for the program's answer
-            // when a poll finds nothing, so that poll should come after the answer.
+            // The queue is empty, or will be polled again. It is not polled once more here, because at a poll that finds nothing
+            // a software device sends what it has held back for the program's answer.
             if n < COMPLETIONS as usize {
                 break;
             }

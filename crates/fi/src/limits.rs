@@ -62,7 +62,8 @@ pub const MESSAGE: usize = 1 << 40;
 pub const PIECE: usize = 1 << 30;
 /// The most operations that wait because of an operation with `FI_FENCE`. Beyond that, operations are refused (`FI_EAGAIN`).
 pub const POSTPONED: usize = 1024;
-/// The most peers of an address vector. Each has a name of 16 bytes, and the device communicates with 65,536 peers at the same time.
+/// The most peers of an address vector. Each has a name of 16 or 28 bytes, and the device communicates with 65,536 peers at the same
+/// time.
 pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
 /// seconds.

@@ -159,11 +159,11 @@ impl State {
         }
     }
 
-    /// Sleeps in the next waits, the more the more failures there were in succession.
+    /// Makes the next waits sleep. Their number grows with the number of failures in succession.
     fn fail(&mut self) {
         let (n, sum) = std::mem::take(&mut self.all);
         if sum < self.usual().saturating_mul(n) / limits::SPIN_WORTH {
-            // The thread had the processor most of the time, so it tries again soon.
+            // Until now the waits were much shorter than before the polling, so the thread tries again soon.
             self.failures = 0;
         } else {
             self.failures = (self.failures + 1).min(limits::SPIN_FAILURES);

@@ -515,7 +515,7 @@ impl<S: DatagramSink> Carrier<S> {
     }
 
     /// Calls [`DatagramSink::writable`] of `sink` when the ring has room again, or when the carrier has ended. Returns
-    /// false if it is not full.
+    /// false if the ring is not full, or if the carrier has ended.
     pub(super) fn wait_writable(&self, sink: Weak<S>) -> bool {
         let mut waiting = self.waiting.lock();
         if !waiting.iter().any(|known| Weak::ptr_eq(known, &sink)) {

@@ -601,7 +601,7 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
-        // The acknowledgement was in a record that could not be written, so it is written to page 0.
+        // Page 0 gets an acknowledgement whose record could not be written, or that is due without a record.
         let unsent = self.blocked || matches!(outcome, Outcome::Broken(_));
         if self.tx_shm
             && let Some(shm) = &mut self.shm

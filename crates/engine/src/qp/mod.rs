@@ -54,8 +54,8 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 const SHORT: u64 = 2048;
 
 /// Posts of short requests renew the lease once in this many requests. (During the lease, polling threads do the work of the engine's
-/// thread.) If the peer shares memory, they read the clock only for a renewal. That is early enough: a lease that is due for renewal
-/// still runs for much longer than this many requests take.
+/// thread.) If the peer shares memory, posts read the clock only for a renewal. That is early enough: a lease that is due for
+/// renewal still runs for much longer than this many requests take.
 const LEASE_EACH: u64 = 8;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.

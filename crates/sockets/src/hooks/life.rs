@@ -156,7 +156,7 @@ pub(crate) fn adopt_listener(fd: c_int) {
     sys::set_errno(errno);
 }
 
-/// The number of accepted connections since the directory's backlogs were last emptied.
+/// The number of accepted connections. The backlogs of the directory's names are emptied after every 512.
 static ACCEPTED: AtomicUsize = AtomicUsize::new(0);
 
 fn accepted(listener: c_int, fd: c_int) -> c_int {
