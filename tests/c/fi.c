@@ -985,7 +985,7 @@ static const char *wait_object(size_t arg)
 
 /* ---------------------------------------------------------------- failures */
 
-/* The other end, in a separate process. It prints its name, reads the name of this end, and polls. */
+/* The other end, in a separate process. It gets the name of this end, prints its own, and polls. */
 static int be_a_peer(const char *hex)
 {
 	char name[64] = { 0 };

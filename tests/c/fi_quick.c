@@ -387,7 +387,7 @@ static const char *domains(size_t arg)
 	return NULL;
 }
 
-/* A domain cannot be closed before each kind of object that was opened on it. */
+/* A domain cannot be closed while an object of any kind is open on it. */
 static const char *domain_in_use(size_t arg)
 {
 	struct fi_cq_attr cq_attr = { 0 };
