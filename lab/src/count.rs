@@ -56,8 +56,8 @@ pub(crate) fn run(write: bool) -> Result {
     .into())
 }
 
-const HEAD: &str = "# Instructions, without those of the kernel: of library and libc to post 64 bytes, and of the core to receive an FPDU and to process\n\
-# datagrams. Columns: name, instructions, percent that may be exceeded. Written by `cargo lab count --write`.\n";
+const HEAD: &str = "# Instructions outside the kernel. post_*, poll_cq: a call of the library for 64 bytes, with its calls of libc. Others: the core receives\n\
+# an FPDU (rx), or processes a datagram (ud, rd). Columns: name, instructions, tolerance in percent. Written by `cargo lab count --write`.\n";
 /// The tolerance of a new count in percent.
 const SLACK: u64 = 15;
 

@@ -3,7 +3,8 @@
  * Sockets over RDMA (rdma/rsocket.h): streams, datagrams, mapped memory, rpoll, and peers that die or violate the
  * protocol.
  *
- * Both ends are in this process, except in the tests that kill a peer: at TEST_ADDR or 127.0.0.1 with IPv4, and at ::1 with IPv6.
+ * Both ends are in this process, except in the tests that kill a peer. Their address is TEST_ADDR or 127.0.0.1 with IPv4, and
+ * ::1 with IPv6.
  */
 #include "ends.h"
 
@@ -570,7 +571,7 @@ static const char *only_from_the_peer(size_t unused UNUSED)
 	ENSURE(!reach(near, false, port_of(listener)), "rconnect");
 	to = address(false, port_of(near), &len);
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
-	/* Sent twice: when the second has been sent, the first has certainly been processed. */
+	/* Sent twice, so that at least one of them probably arrives before the datagram of the peer. */
 	ENSURE(rsendto(third, "no", 2, 0, (struct sockaddr *)&to, len) == 2, "rsendto: %s", strerror(errno));
 	ENSURE(rsendto(listener, "yes", 3, 0, (struct sockaddr *)&to, len) == 3, "rsendto: %s", strerror(errno));
 	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3 && !memcmp(buf, "yes", 3), "a datagram of another sender is received");

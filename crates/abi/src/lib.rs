@@ -121,7 +121,7 @@ mod tests {
                     continue;
                 }
                 let text = std::fs::read_to_string(&path).unwrap();
-                // In functions with "C-unwind" a thread may be cancelled: see `cancel_safe`.
+                // Functions with "C-unwind" are not checked: a thread may be cancelled in them (see `cancel_safe`).
                 for (at, _) in text.match_indices("unsafe extern \"C\" fn ") {
                     let Some((head, rest)) = text[at..].split_once('{') else {
                         continue;

@@ -131,8 +131,9 @@ static bool gid_of(const struct sockaddr *addr, uint8_t gid[16])
 }
 
 /*
- * Returns the priority of an address as GID 0, or 0 if it gets no GID. Of several with the same priority the first is used.
- * As in the device, the order is: the address in ANYWARP_ADDR, then IPv4 before IPv6, and the loopback interface last.
+ * Returns the priority of an address in the GID table, or 0 if the address gets no GID. The address with the highest priority
+ * is GID 0; of several with the same priority, the first one in the list of the kernel comes first. As in the device, the order
+ * is: the address in ANYWARP_ADDR, then IPv4 before IPv6, and the loopback interface last.
  */
 #define BEST 5
 static int rank(const struct ifaddrs *i, const uint8_t gid[16], const uint8_t *wanted)
@@ -333,7 +334,7 @@ static const char *below(const char *path, const char *prefix, size_t len)
 
 #define BELOW(path, prefix) below(path, prefix, sizeof prefix - 1)
 
-/* Returns the path to use for `path`: itself, or a replacement in `room`. */
+/* Returns the path to use for `path`: itself, /dev/null, or a path in the tree, which is written to `room`. */
 static const char *shown(const char *path, char room[PATH_MAX])
 {
 	const char *rest, *top;

@@ -168,7 +168,7 @@ impl<R> Matching<R> {
         Some(message)
     }
 
-    /// Reserves the first message that a pattern accepts for the receive with this `context`.
+    /// Reserves a message for the receive with this `context`: the first one that the pattern accepts.
     pub fn claim(&mut self, pattern: &Pattern, context: usize) -> Option<&Message> {
         let message = self.take_message(pattern)?;
         self.add(&message);

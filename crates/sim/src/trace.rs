@@ -32,7 +32,7 @@ impl Observer for Log {
     }
 }
 
-/// One step as text: its name in the table of the data path in ARCHITECTURE.md, and its arguments.
+/// One step as text: its name and its arguments. ARCHITECTURE.md has a table with the steps of the data path.
 pub fn render(step: &Step<'_>) -> String {
     match step {
         Step::Post(r) => {

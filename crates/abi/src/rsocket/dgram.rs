@@ -2,7 +2,8 @@
 //!
 //! A bound socket listens at its UDP port for such requests, and the thread that handles the device's sockets answers them.
 //! The first datagram to a port makes the socket request the queue pair of that port. Datagrams to the port are queued until
-//! the answer arrives, and dropped if none arrives. An answer expires after a while, because another socket may get the port.
+//! the answer arrives, and dropped if none arrives. Another socket may get the port, so after a while the next datagram repeats
+//! the request; the old answer is used until the new one arrives.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -50,7 +51,7 @@ const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
 const PEERS: usize = 1024;
 /// The largest number of datagrams to one peer that are queued until an answer arrives.
 const WAITING: usize = 32;
-/// The time after which an answer expires.
+/// The time after which the request for a known queue pair is repeated.
 const ANSWER_VALID: Duration = Duration::from_secs(1);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;

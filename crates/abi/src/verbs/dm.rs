@@ -1,4 +1,4 @@
-//! Device memory: a few pages that belong to the device. Programs access it by copying functions and through a region.
+//! Device memory: a few pages that belong to the device. Programs access it with two copy functions and through a region.
 //!
 //! Hardware accesses device memory in words of four octets. For compatibility, an offset or a length that is not a multiple
 //! of four is refused here too.
@@ -133,7 +133,7 @@ fn at(memory: &DeviceMemory, offset: u64, length: usize) -> Option<*mut u8> {
     (words && inside).then(|| std::ptr::with_exposed_provenance_mut(memory.start() + offset))
 }
 
-/// Like [`at`], for the copying functions, which return an errno value and also set `errno`.
+/// Like [`at`], for the two copy functions, which return an errno value and also set `errno`.
 ///
 /// # Safety
 /// `dm` is live.

@@ -48,8 +48,8 @@ pub(crate) enum How {
     Verbs(String),
     /// `anywarp-cost` with one process.
     VerbsAlone(String),
-    /// The MPI program of the tests, with two ranks: the launch command of an MPI that precedes the program, and the arguments that
-    /// follow it.
+    /// The MPI program of the tests, with two ranks: the launch command, which comes before the program's name, and the program's
+    /// arguments.
     Mpi(&'static str, &'static str),
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Party {
     pub(crate) name: String,
     pub(crate) how: How,
     pub(crate) env: Vec<(&'static str, &'static str)>,
-    /// The name of the program's number to use, if it does not follow from the unit of the row.
+    /// The name of the number in the program's output, if it does not follow from the unit of the row.
     pub(crate) value: Option<&'static str>,
     /// The factor to multiply that number by.
     pub(crate) factor: f64,
@@ -160,7 +160,7 @@ fn fi_pingpong(name: &str, server: &'static str, client: &'static str) -> Party 
 }
 
 fn ucx(name: &str, server: &'static str, client: &'static str) -> Party {
-    // Restricts UCX to one device, since it uses all devices that it finds.
+    // Restricts UCX to TCP, since it uses all transports that it finds.
     party(name, How::Peer("ucx_perftest", server, client)).env("UCX_TLS", "tcp")
 }
 

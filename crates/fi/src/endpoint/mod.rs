@@ -185,9 +185,10 @@ enum Op {
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
-        /// The content of an injected message, and the reference by which such messages are counted. It is declared after the
-        /// regions, so that it is dropped after them.
+        /// The content of an injected message, and a reference that counts these copies (`credit.rs`). The field is declared
+        /// after `regions`, so that the content is dropped after them.
         _copy: Option<(Vec<u8>, Arc<()>)>,
+        /// A reference that counts the messages announced to a peer where the share of this endpoint is used up (`credit.rs`).
         _counted: Option<Arc<()>>,
         /// Whether the device has delivered the announcement.
         known: bool,
@@ -650,7 +651,7 @@ impl Endpoint {
     /// Requests an event for the next completion of the device.
     pub fn arm(&mut self) {
         self.cq.arm();
-        // A program that waits calls seldom, so the next call compares the time.
+        // A waiting program rarely calls the library, so the time is compared in the next call.
         self.calls = limits::ASK_CALLS;
     }
 

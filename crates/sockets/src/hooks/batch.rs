@@ -153,8 +153,8 @@ unsafe fn send_list(
         }
     }
     free(&memory);
-    // The first datagram may be too long only because of the added headers. For a later one the kernel ends the list before it and
-    // returns the error in the next call.
+    // EMSGSIZE: the first datagram is too long. It may fit without the added headers. If a later one is too long, the kernel ends the
+    // list before it, and the next call gets the error.
     (sent >= 0 || sys::errno() != libc::EMSGSIZE).then_some(sent)
 }
 

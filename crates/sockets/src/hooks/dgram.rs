@@ -278,7 +278,8 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     let length = parts
         .iter()
         .fold(0usize, |sum, part| sum.saturating_add(part.iov_len));
-    // The kernel would refuse a datagram that exceeds the path MTU. Reliable ones are sent in several packets.
+    // If IP fragmentation is off, the program expects EMSGSIZE for a datagram that exceeds the path MTU. Reliable datagrams would be
+    // sent in several packets, so this one is sent unreliably, and the kernel refuses it.
     let is_refused = kind == Kind::Reliable
         && dgram.is_kept_whole()
         && length > SHORT
@@ -292,7 +293,7 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     Some(Plan { peer, kind, length })
 }
 
-/// Returns the longest payload of a datagram to this address, beyond which the kernel refuses it.
+/// Returns the longest payload of a reliable datagram to this address. Over IPv4 the kernel refuses a longer one.
 fn longest(peer: &SocketAddr) -> usize {
     if peer.ip().to_canonical().is_ipv4() {
         crate::reliable::LONGEST

@@ -52,7 +52,7 @@ impl Reliable {
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
                 state.tx = None;
-                // The packet numbers continue, and the base of the next packet tells the peer where they do.
+                // The packet numbers are not reset. The base in the next packet tells the peer which of them are skipped.
                 let why = if lacks_resource {
                     Status::RnrRetryExceeded
                 } else {
@@ -62,7 +62,7 @@ impl Reliable {
                 continue;
             }
             state.ask = true;
-            // The probe sets the next deadline.
+            // The probe sets the next deadline. Before the peer's token is known, there is no probe, and `wait` sets it.
             tx.deadline = None;
             if state.echo == 0 {
                 tx.wait(now, &state.path);
