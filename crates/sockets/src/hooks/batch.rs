@@ -1,7 +1,7 @@
 //! `sendmmsg` and `recvmmsg` for lists that contain messages of datagram-iWARP, with one system call for each list.
 
 use super::buffers::{is_sound, parts, scatter};
-use super::dgram::{self, join, plan, reader, receive};
+use super::dgram::{self, forget_if_refused, join, plan, reader, receive};
 use super::{fail, reliable};
 use crate::conn::dgram::Dgram;
 use crate::conn::table;
@@ -140,6 +140,9 @@ unsafe fn send_list(
     }
     // SAFETY: the list is a copy of the caller's with valid buffers.
     let sent = unsafe { real::sendmmsg(fd, memory.list, n as c_uint, flags) };
+    if sent < 0 {
+        forget_if_refused(dgram);
+    }
     for i in 0..usize::try_from(sent).unwrap_or(0) {
         // SAFETY: the kernel has sent this many, at most `n`.
         unsafe {
@@ -238,6 +241,9 @@ pub(super) unsafe fn recvmmsg(
     }
     // SAFETY: the list is a copy of the caller's with valid buffers.
     let got = unsafe { real::recvmmsg(fd, memory.list, n as c_uint, flags, timeout) };
+    if got < 0 {
+        forget_if_refused(dgram);
+    }
     for i in 0..usize::try_from(got).unwrap_or(0) {
         // SAFETY: the kernel has received this many, at most `n`.
         unsafe { give(fd, dgram, msgs.add(i), memory.list.add(i), flags) };

@@ -27,6 +27,18 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     }
 }
 
+/// Called when a call has failed, with its errno set. If nothing is bound at the peer's port any more, a later program there may not have
+/// the library.
+pub(super) fn forget_if_refused(dgram: &Dgram) {
+    let errno = sys::errno();
+    if errno == libc::ECONNREFUSED
+        && let Some(peer) = dgram.peer()
+    {
+        peers::forget(peer);
+    }
+    sys::set_errno(errno);
+}
+
 /// Copies the payload of a datagram that was received into the thread's buffer to the program's buffers. Returns the number of
 /// bytes copied and the full length of the payload, or `None` if the kernel's call failed (`n` is negative).
 ///
@@ -43,12 +55,8 @@ unsafe fn deliver(
     let Ok(length) = usize::try_from(n) else {
         let errno = sys::errno();
         give_back(buffer);
-        if errno == libc::ECONNREFUSED
-            && let Some(peer) = dgram.peer()
-        {
-            peers::forget(peer);
-        }
         sys::set_errno(errno);
+        forget_if_refused(dgram);
         return None;
     };
     // SAFETY: upheld by the caller.
