@@ -10,10 +10,12 @@
  * ones.
  *
  *   kernels S|W|A|B [is|cg]
+ *   kernels -                the same in the lines of the standard input
  */
 #include <math.h>
 #include <string.h>
 
+#include "commands.h"
 #include "npb.h"
 
 /* ---------------------------------------------------------------- IS */
@@ -113,6 +115,8 @@ static double run_is(const struct is *c)
 			sum += draw(&state);
 		keys[i] = (int)(max / 4 * sum);
 	}
+	/* One sort is not timed, as in the reference program: transports connect and register memory when they are first used. */
+	sort_once(keys, mine, shift, &sorted, &before);
 	MPI_Barrier(MPI_COMM_WORLD);
 	began = MPI_Wtime();
 	for (int turn = 1; turn <= SORTS; turn++) {
@@ -315,6 +319,8 @@ static double run_cg(const struct cg *c)
 	whole = room((size_t)c->order, sizeof(double));
 	for (size_t i = 0; i < m.rows; i++)
 		v[0][i] = 1;
+	/* Not timed, for the same reason. The vector that it starts from, the first, stays the same. */
+	solve(&m, v[0], v[1], v[2], v[3], v[4], whole);
 	MPI_Barrier(MPI_COMM_WORLD);
 	began = MPI_Wtime();
 	for (int turn = 0; turn < c->turns; turn++) {
@@ -334,12 +340,11 @@ static double run_cg(const struct cg *c)
 	return took;
 }
 
-int main(int argc, char **argv)
+static void run(int argc, char **argv)
 {
 	const char *which = argc > 2 ? argv[2] : "";
 	int ran = 0;
 
-	start(&argc, &argv);
 	for (size_t i = 0; argc > 1 && i < sizeof sorts / sizeof *sorts; i++) {
 		if (sorts[i].class != argv[1][0])
 			continue;
@@ -353,6 +358,20 @@ int main(int argc, char **argv)
 		}
 	}
 	ensure(ran > 0, "kernels S|W|A|B [is|cg]", argc, 2);
+	fflush(stdout);
+}
+
+int main(int argc, char **argv)
+{
+	char *words[MOST_WORDS] = { argv[0] };
+	int count;
+
+	start(&argc, &argv);
+	if (argc == 2 && !strcmp(argv[1], "-"))
+		while ((count = next_command(words)))
+			run(count, words);
+	else
+		run(argc, argv);
 	MPI_Finalize();
 	return 0;
 }

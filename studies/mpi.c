@@ -9,11 +9,14 @@
  *   mpi memory SIZE             the largest private memory of any rank after each pair has exchanged a message
  *   mpi steps SIZE TIMES US     steps of a simulation with neighbours: each computes for US microseconds, divided by the
  *                               number of ranks, exchanges SIZE bytes with both neighbours, and adds up one number
+ *   mpi -                       the tests in the lines of the standard input: lat SIZE TIMES, ...
  */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "commands.h"
 
 #define DEPTHS 64
 
@@ -190,14 +193,11 @@ static void steps(void)
 		check(in, next);
 }
 
-int main(int argc, char **argv)
+static void run(int argc, char **argv)
 {
 	const char *test = argc > 1 ? argv[1] : "";
 	int pair = !strcmp(test, "lat") || !strcmp(test, "bw") || !strcmp(test, "both");
 
-	MPI_Init(&argc, &argv);
-	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-	MPI_Comm_size(MPI_COMM_WORLD, &ranks);
 	size = argc > 2 ? atoi(argv[2]) : 0;
 	times = argc > 3 ? atoi(argv[3]) : 1;
 	extra = argc > 4 ? atoi(argv[4]) : 1;
@@ -220,6 +220,22 @@ int main(int argc, char **argv)
 		ensure(0, "a test is lat, chain, bw, both, memory or steps");
 	free(out);
 	free(in);
+	fflush(stdout);
+}
+
+int main(int argc, char **argv)
+{
+	char *words[MOST_WORDS] = { argv[0] };
+	int count;
+
+	MPI_Init(&argc, &argv);
+	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+	MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+	if (argc == 2 && !strcmp(argv[1], "-"))
+		while ((count = next_command(words)))
+			run(count, words);
+	else
+		run(argc, argv);
 	MPI_Finalize();
 	return 0;
 }

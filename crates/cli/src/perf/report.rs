@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::io::{self, IsTerminal, Write};
+use std::num::NonZero;
+use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
@@ -161,8 +163,13 @@ impl Run {
         let share = |end: &Numbers, name: &str, factor: f64| {
             float(of(end, name)) * factor / float(of(end, "elapsed_ns").max(1))
         };
-        let waited =
-            share(&self.client, "waited_ns", 1.0).max(share(&self.server, "waited_ns", 1.0));
+        // Threads of one end wait for each other as well, while one of them uses the processor. That is not time that the end lost.
+        let processors = thread::available_parallelism().map_or(1, NonZero::get) as f64;
+        let waited = |end: &Numbers| {
+            let unused = (processors - share(end, "cpu_us", 1e3)).max(0.0);
+            share(end, "waited_ns", 1.0).min(unused)
+        };
+        let waited = waited(&self.client).max(waited(&self.server));
         let mut figures = vec![
             ("messages", float(messages)),
             ("elapsed_s", float(elapsed) / 1e9),
@@ -531,7 +538,7 @@ pub(crate) fn conditions() -> Value {
         "kernel": read("/proc/sys/kernel/osrelease"),
         "architecture": env::consts::ARCH,
         "cpu": cpu,
-        "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
+        "cpus": thread::available_parallelism().map_or(0, NonZero::get),
         "load": read("/proc/loadavg"),
         "seconds_since_1970": since.as_secs(),
         "variables": variables,

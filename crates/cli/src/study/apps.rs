@@ -430,7 +430,12 @@ impl Apps {
         };
         let bad = || format!("output not understood: {}", text.trim());
         if number("Failed requests:") != Some(0.0) || text.contains("Non-2xx") {
-            return Err(Miss::Failed("some pages were not answered".to_owned()));
+            let count = |name: &str| number(name).unwrap_or(0.0);
+            return Err(Miss::Failed(format!(
+                "{} pages were not answered, {} with an error page",
+                count("Failed requests:"),
+                count("Non-2xx responses:")
+            )));
         }
         let rate = number("Requests per second:").ok_or_else(bad)?;
         // "99,1.234": the time in milliseconds within which this percentage was answered

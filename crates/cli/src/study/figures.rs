@@ -69,7 +69,7 @@ impl Extent {
     pub(crate) fn most_samples(self) -> usize {
         match self {
             Self::Full => 25,
-            Self::Quick => 12,
+            Self::Quick => 16,
             Self::Smoke => 0,
         }
     }
@@ -668,6 +668,7 @@ impl Experiment {
             let names = axis
                 .set
                 .keys()
+                .chain(axis.only.keys())
                 .find(|name| !axis.values.iter().any(|value| value.0 == **name));
             names.cloned()
         };

@@ -7,10 +7,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::figures::{Finding, Params, Shape, selects};
-use super::store::Middle;
+use super::store::{Middle, deviation, middle};
+use crate::perf::report::sorted;
+
+/// A measured point of a figure.
+#[derive(Debug, Clone)]
+pub(crate) struct Measured {
+    pub(crate) params: Params,
+    pub(crate) middle: Middle,
+    /// The samples: when each was measured, in seconds, and its value.
+    pub(crate) samples: Vec<(f64, f64)>,
+}
 
 /// The values of a figure's points.
-pub(crate) type Values = Vec<(Params, Middle)>;
+pub(crate) type Values = Vec<Measured>;
 
 /// The number of simulated runs.
 const RUNS: usize = 500;
@@ -87,34 +97,101 @@ pub(crate) fn digits(value: f64) -> String {
     }
 }
 
-/// One comparison of a finding. Points are named by their position in the values.
+/// A number that a finding is about: the value of a point, or the ratio of the values of two.
 #[derive(Debug)]
-enum Test {
-    /// The value of a point.
-    Value(usize),
-    /// The ratio of the first point to the second.
-    Ratio(usize, usize),
-    /// The x at which the ratio of two points falls below 1, from pairs of points in the order of x.
-    Crossing(Vec<(f64, usize, usize)>),
+struct Number {
+    /// The points, by their positions in the values.
+    points: Vec<usize>,
+    /// The x of the first point.
+    place: f64,
+    value: f64,
+    /// The estimated standard deviation of the number in one sample, as a share of it.
+    deviation: f64,
+    /// The number of samples, or of pairs of samples.
+    count: usize,
+    /// The square of the share of the time that the ends waited for processors.
+    waited: f64,
 }
 
+impl Number {
+    fn of(values: &Values, n: usize, place: f64) -> Option<Self> {
+        let middle = values.get(n)?.middle;
+        Some(Self {
+            points: vec![n],
+            place,
+            value: middle.median,
+            deviation: middle.deviation,
+            count: middle.count,
+            waited: middle.waited.powi(2),
+        })
+    }
+
+    /// Returns the ratio of point `a` to point `b`.
+    ///
+    /// The speed of a virtual machine changes from second to second. Samples that were measured soon after each other are compared, so
+    /// that these changes do not influence the ratio.
+    fn ratio(values: &Values, a: usize, b: usize, place: f64) -> Option<Self> {
+        let (one, other) = (values.get(a)?, values.get(b)?);
+        let ratios = sorted(pairs(&one.samples, &other.samples).into_iter());
+        let (value, deviation, count) = match middle(&ratios).filter(|_| ratios.len() > 1) {
+            Some(value) => (value, deviation(&ratios, value), ratios.len()),
+            None => (
+                one.middle.median / other.middle.median,
+                (one.middle.deviation.powi(2) + other.middle.deviation.powi(2)).sqrt(),
+                one.middle.count.min(other.middle.count),
+            ),
+        };
+        Some(Self {
+            points: vec![a, b],
+            place,
+            value,
+            deviation,
+            count,
+            waited: one.middle.waited.powi(2) + other.middle.waited.powi(2),
+        })
+    }
+}
+
+/// Returns the ratios of samples of two points, with their times. Each sample is in one ratio at most, with one that was measured as
+/// soon before or after it as possible.
+fn pairs(a: &[(f64, f64)], b: &[(f64, f64)]) -> Vec<f64> {
+    let all = |of: &[(f64, f64)]| of.iter().copied().enumerate().collect::<Vec<_>>();
+    let (a, b) = (all(a), all(b));
+    let mut near: Vec<(f64, usize, usize, f64)> = a
+        .iter()
+        .flat_map(|(i, (at, one))| {
+            b.iter()
+                .map(move |(j, (then, other))| ((at - then).abs(), *i, *j, one / other))
+        })
+        .collect();
+    near.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let (mut of_a, mut of_b) = (BTreeSet::new(), BTreeSet::new());
+    near.retain(|(_, i, j, _)| {
+        let free = !of_a.contains(i) && !of_b.contains(j);
+        free && of_a.insert(*i) && of_b.insert(*j)
+    });
+    near.into_iter().map(|(.., ratio)| ratio).collect()
+}
+
+/// One comparison of a finding: of a number, or, for a crossing, of the ratios at all x in their order.
+#[derive(Debug)]
+struct Test(Vec<Number>);
+
 impl Test {
-    /// Returns the compared number, if there is one, and whether the finding holds for it.
+    /// Returns the compared number, if there is one, and whether the finding holds for it. `of`: the values of the numbers.
     fn check(&self, finding: &Finding, of: &[f64]) -> (Option<f64>, bool) {
-        let at = |n: usize| of.get(n).copied().unwrap_or(f64::NAN);
         let limit = finding.limit.unwrap_or(f64::NAN);
         let factor = finding.factor;
-        let number = match self {
-            Self::Value(n) => at(*n),
-            Self::Ratio(a, b) => at(*a) / at(*b),
-            Self::Crossing(pairs) => {
-                let above = pairs.first().is_some_and(|(_, a, b)| at(*a) > at(*b));
-                let below = pairs.iter().find(|(_, a, b)| at(*a) < at(*b));
-                let Some((place, ..)) = below.filter(|_| above) else {
-                    return (None, false);
-                };
-                *place
-            }
+        let number = if finding.shape == Shape::Crosses {
+            // The x at which the ratio falls below 1.
+            let above = of.first().is_some_and(|ratio| *ratio > 1.0);
+            let below = self.0.iter().zip(of).find(|(_, ratio)| **ratio < 1.0);
+            let Some((number, _)) = below.filter(|_| above) else {
+                return (None, false);
+            };
+            number.place
+        } else {
+            of.first().copied().unwrap_or(f64::NAN)
         };
         let holds = match finding.shape {
             Shape::Less => number < factor,
@@ -132,12 +209,12 @@ impl Test {
     }
 
     /// Returns the points of the comparison.
-    fn points(&self) -> Vec<usize> {
-        match self {
-            Self::Value(n) => vec![*n],
-            Self::Ratio(a, b) => vec![*a, *b],
-            Self::Crossing(pairs) => pairs.iter().flat_map(|(_, a, b)| [*a, *b]).collect(),
-        }
+    fn points(&self) -> impl Iterator<Item = usize> + '_ {
+        self.0.iter().flat_map(|number| &number.points).copied()
+    }
+
+    fn values(&self) -> Vec<f64> {
+        self.0.iter().map(|number| number.value).collect()
     }
 }
 
@@ -155,10 +232,11 @@ fn tests(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Vec<
         .filter(|&n| {
             values
                 .get(n)
-                .is_some_and(|(params, _)| counts(params) && selects(&finding.a, params))
+                .is_some_and(|of| counts(&of.params) && selects(&finding.a, &of.params))
         })
         .collect();
-    let params = |n: usize| values.get(n).map(|(params, _)| params);
+    let params = |n: usize| values.get(n).map(|of| &of.params);
+    let place = |n: usize| params(n).map_or(f64::NAN, at);
     // The points b for a point a.
     let others = |n: usize| {
         (0..values.len()).filter(move |&other| {
@@ -186,13 +264,17 @@ fn tests(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Vec<
     match finding.shape {
         Shape::Less | Shape::Same => of_a
             .iter()
-            .flat_map(|&n| others(n).map(move |other| Test::Ratio(n, other)))
+            .flat_map(|&n| others(n).map(move |other| (n, other)))
+            .filter_map(|(n, other)| Some(Test(vec![Number::ratio(values, n, other, place(n))?])))
             .collect(),
-        Shape::AtMost | Shape::AtLeast => of_a.into_iter().map(Test::Value).collect(),
+        Shape::AtMost | Shape::AtLeast => of_a
+            .into_iter()
+            .filter_map(|n| Some(Test(vec![Number::of(values, n, place(n))?])))
+            .collect(),
         Shape::Rises | Shape::Falls => lines()
             .filter_map(|line| match (line.first(), line.last()) {
                 (Some((from, first)), Some((to, last))) if from < to => {
-                    Some(Test::Ratio(*last, *first))
+                    Some(Test(vec![Number::ratio(values, *last, *first, *to)?]))
                 }
                 _ => None,
             })
@@ -203,12 +285,12 @@ fn tests(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Vec<
                     let same = |other: &usize| {
                         params(n).and_then(|p| p.get(x)) == params(*other).and_then(|p| p.get(x))
                     };
-                    Some((place, n, others(n).find(same)?))
+                    Number::ratio(values, n, others(n).find(same)?, place)
                 };
                 line.into_iter().filter_map(pair).collect::<Vec<_>>()
             })
             .filter(|pairs| pairs.len() > 1)
-            .map(Test::Crossing)
+            .map(Test)
             .collect(),
     }
 }
@@ -236,32 +318,32 @@ pub(crate) fn judge(
             doubtful: Vec::new(),
         };
     }
-    let medians: Vec<f64> = values.iter().map(|(_, value)| value.median).collect();
     let results: Vec<_> = tests
         .iter()
-        .map(|test| test.check(finding, &medians))
+        .map(|test| test.check(finding, &test.values()))
         .collect();
     let held = results.iter().filter(|(_, holds)| *holds).count();
     let met = enough(finding, held, tests.len());
-    let used: BTreeSet<usize> = tests.iter().flat_map(Test::points).collect();
     // Only shares and rates are compared with a limit, and they do not depend on the addresses of the programs.
     let between = match finding.shape {
         Shape::AtMost | Shape::AtLeast => 0.0,
         _ => BETWEEN_RUNS,
     };
-    let errors = errors(values, &used, between, None);
+    let errors = errors(&tests, between, None);
     // Returns the number of simulated runs with the measured verdict, and for each comparison that of runs with the other result.
-    let simulate = |errors: &[f64]| {
+    let simulate = |errors: &[Vec<f64>]| {
         let (mut same, mut changed) = (0, vec![0; tests.len()]);
         let mut random = Random(1);
         for _ in 0..RUNS {
-            let run: Vec<f64> = medians
-                .iter()
-                .zip(errors)
-                .map(|(median, error)| median * (error * random.normal()).exp())
-                .collect();
             let mut held = 0;
-            for ((test, (number, holds)), changed) in tests.iter().zip(&results).zip(&mut changed) {
+            let all = tests.iter().zip(errors).zip(&results).zip(&mut changed);
+            for (((test, errors), (number, holds)), changed) in all {
+                let run: Vec<f64> = test
+                    .values()
+                    .iter()
+                    .zip(errors)
+                    .map(|(value, error)| value * (error * random.normal()).exp())
+                    .collect();
                 let (there, then) = test.check(finding, &run);
                 held += usize::from(then);
                 // A crossing can be at another place and still be within its limits.
@@ -277,12 +359,12 @@ pub(crate) fn judge(
     // A smoke test has one sample of each point, which says nothing about noise.
     let sure = most == 0 || share(same) >= SURE;
     // Once the deviations are known, it may turn out that even the largest number of samples is too small.
-    let known = used
+    let known = tests
         .iter()
-        .filter_map(|&n| values.get(n))
-        .all(|(_, value)| value.count >= ENOUGH_TO_KNOW);
+        .flat_map(|test| &test.0)
+        .all(|number| number.count >= ENOUGH_TO_KNOW);
     let hopeless = !sure && known && {
-        let (same, _) = simulate(&self::errors(values, &used, between, Some(most)));
+        let (same, _) = simulate(&self::errors(&tests, between, Some(most)));
         share(same) < SURE
     };
     let doubtful: BTreeSet<usize> = tests
@@ -299,8 +381,8 @@ pub(crate) fn judge(
     let numbers: Vec<f64> = results.iter().filter_map(|(number, _)| *number).collect();
     let (number, mut text) = summary(finding, &numbers, held, tests.len());
     if !sure {
-        let mut noise: Vec<f64> = tests.iter().map(|test| error_of(test, &errors)).collect();
-        noise.sort_by(f64::total_cmp);
+        let largest = |errors: &Vec<f64>| errors.iter().copied().fold(0.0, f64::max);
+        let noise = sorted(errors.iter().map(largest));
         let typical = noise.get(noise.len() / 2).copied().unwrap_or(0.0);
         text.push_str(&format!(
             ", within the noise of {} %",
@@ -313,46 +395,28 @@ pub(crate) fn judge(
         text,
         doubtful: doubtful
             .into_iter()
-            .filter_map(|n| Some(values.get(n)?.0.clone()))
+            .filter_map(|n| Some(values.get(n)?.params.clone()))
             .collect(),
     }
 }
 
-/// Returns by how much the value of each point would differ in another run: a standard deviation, as a share of the value. `used` are
-/// the points of the finding, and `between` is the deviation between runs. With `most`, each point is taken to have so many samples.
-fn errors(values: &Values, used: &BTreeSet<usize>, between: f64, most: Option<usize>) -> Vec<f64> {
-    let mut several: Vec<f64> = used
-        .iter()
-        .filter_map(|&n| values.get(n))
-        .filter(|(_, value)| value.count > 1)
-        .map(|(_, value)| value.deviation)
-        .collect();
-    several.sort_by(f64::total_cmp);
+/// Returns by how much each number of each comparison would differ in another run: a standard deviation, as a share of the number.
+/// `between` is the deviation of a point between runs. With `most`, each point is taken to have so many samples.
+fn errors(tests: &[Test], between: f64, most: Option<usize>) -> Vec<Vec<f64>> {
+    let numbers = tests.iter().flat_map(|test| &test.0);
+    let several = numbers.filter(|number| number.count > 1);
+    let several = sorted(several.map(|number| number.deviation));
     let typical = several.get(several.len() / 2).copied().unwrap_or(0.0);
-    values
-        .iter()
-        .map(|(_, value)| {
-            let own = value.count.saturating_sub(1) as f64;
-            let all = (TYPICAL * typical.powi(2) + own * value.deviation.powi(2)) / (TYPICAL + own);
-            // Both runs deviate from the true value.
-            let count = most.unwrap_or(value.count).max(1) as f64;
-            (2.0 * (all / count + between.powi(2) + value.waited.powi(2))).sqrt()
-        })
-        .collect()
-}
-
-/// Returns the error of the number of a comparison.
-fn error_of(test: &Test, errors: &[f64]) -> f64 {
-    let of = |n: usize| errors.get(n).copied().unwrap_or(0.0);
-    let both = |a, b| (of(a).powi(2) + of(b).powi(2)).sqrt();
-    match test {
-        Test::Value(n) => of(*n),
-        Test::Ratio(a, b) => both(*a, *b),
-        Test::Crossing(pairs) => pairs
-            .iter()
-            .map(|(_, a, b)| both(*a, *b))
-            .fold(0.0, f64::max),
-    }
+    let error = |number: &Number| {
+        let own = number.count.saturating_sub(1) as f64;
+        let all = (TYPICAL * typical.powi(2) + own * number.deviation.powi(2)) / (TYPICAL + own);
+        let count = most.unwrap_or(number.count).max(1) as f64;
+        let between = between.powi(2) * number.points.len() as f64;
+        // Both runs deviate from the true value.
+        (2.0 * (all / count + between + number.waited)).sqrt()
+    };
+    let of = |test: &Test| test.0.iter().map(error).collect();
+    tests.iter().map(of).collect()
 }
 
 /// A random generator, the same in each run so that the same samples have the same verdict (SplitMix64).
@@ -490,7 +554,11 @@ mod tests {
                     count: 4,
                     waited: 0.0,
                 };
-                values.push((params.into(), middle));
+                values.push(Measured {
+                    params: params.into(),
+                    middle,
+                    samples: Vec::new(),
+                });
             }
         }
         judge(&experiment.figures[0].finding[0], &values, "size", &[], 12)
@@ -589,6 +657,45 @@ mod tests {
         let few = with_noise(LESS, [1.0, 3.0, 3.0, 1.88], two, 0.04);
         assert_eq!(few.verdict, Verdict::NotMet);
         assert!(few.doubtful.is_empty());
+    }
+
+    #[test]
+    fn samples_are_compared_with_those_measured_at_the_same_time() {
+        // The machine is half as fast in every other second, for both points alike.
+        let slow = |at: usize| if at.is_multiple_of(2) { 1.0 } else { 2.0 };
+        let point = |value: f64, shift: f64, count: usize| {
+            let samples = (0..count).map(|at| (at as f64 + shift, value * slow(at)));
+            let samples: Vec<(f64, f64)> = samples.collect();
+            let all = sorted(samples.iter().map(|(_, value)| *value));
+            let median = middle(&all).unwrap();
+            Measured {
+                params: Params::new(),
+                middle: Middle {
+                    median,
+                    lower: median,
+                    upper: median,
+                    deviation: deviation(&all, median),
+                    count,
+                    waited: 0.0,
+                },
+                samples,
+            }
+        };
+        let values = vec![point(9.0, 0.0, 4), point(10.0, 0.1, 4), point(10.0, 0.1, 1)];
+        let ratio = Number::ratio(&values, 0, 1, 0.0).unwrap();
+        assert!((ratio.value - 0.9).abs() < 1e-9, "{ratio:?}");
+        assert!(ratio.deviation < 1e-9, "{ratio:?}");
+        assert_eq!(ratio.count, 4);
+        // One pair has no deviation, so the medians of all samples are compared.
+        let ratio = Number::ratio(&values, 0, 2, 0.0).unwrap();
+        assert!((ratio.value - 1.35).abs() < 1e-9, "{ratio:?}");
+        assert!(ratio.deviation > 0.1, "{ratio:?}");
+        // A sample is in one pair only, in the closest.
+        let all = pairs(
+            &[(0.0, 1.0), (5.0, 2.0)],
+            &[(4.0, 4.0), (6.5, 8.0), (9.0, 1.0)],
+        );
+        assert_eq!(all, [0.5, 1.0 / 8.0]);
     }
 
     #[test]

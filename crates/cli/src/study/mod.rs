@@ -58,7 +58,7 @@ const INTERRUPTED: u8 = 130;
 const ATTEMPTS: usize = 2;
 
 /// The time for additional samples that decide findings, as a share of the time of the regular ones.
-const TO_DECIDE: f64 = 0.15;
+const TO_DECIDE: f64 = 0.6;
 
 /// The interval of progress messages if standard error is not a terminal.
 const PROGRESS: Duration = Duration::from_secs(10);
@@ -442,7 +442,23 @@ fn points(experiment: &Experiment, extent: Extent) -> Vec<Point> {
     let all: BTreeSet<Point> = of
         .filter(|point| point.runner != Runner::None && experiment.blank(&point.params).is_none())
         .collect();
-    all.into_iter().collect()
+    in_turn(experiment, all)
+}
+
+/// Sorts points so that those that a finding compares are measured soon after each other: the axes by which findings select points
+/// change most often.
+fn in_turn(experiment: &Experiment, points: BTreeSet<Point>) -> Vec<Point> {
+    let findings = experiment.figures.iter().flat_map(|figure| &figure.finding);
+    let compared: BTreeSet<&String> = findings.flat_map(|finding| finding.b.keys()).collect();
+    let mut all: Vec<Point> = points.into_iter().collect();
+    all.sort_by_cached_key(|point| {
+        let others = point.params.iter();
+        let others = others.filter(|(axis, _)| !compared.contains(axis));
+        others
+            .map(|(axis, value)| (axis.clone(), value.clone()))
+            .collect::<Params>()
+    });
+    all
 }
 
 /// Returns the point of a finding with the changes of its control, if the control repeats it.
@@ -490,12 +506,12 @@ fn controls(experiment: &Experiment, store: &Store) -> Vec<Point> {
             all.extend(points.filter(|point| experiment.blank(&point.params).is_none()));
         }
     }
-    all.into_iter().collect()
+    in_turn(experiment, all)
 }
 
 /// Returns the points of which more samples would help to decide the findings of an experiment, or the controls of findings
 /// that do not hold.
-fn undecided(experiment: &Experiment, store: &Store, of_controls: bool) -> BTreeSet<Point> {
+fn undecided(experiment: &Experiment, store: &Store, of_controls: bool) -> Vec<Point> {
     let mut all = BTreeSet::new();
     for figure in &experiment.figures {
         for finding in &figure.finding {
@@ -519,7 +535,7 @@ fn undecided(experiment: &Experiment, store: &Store, of_controls: bool) -> BTree
             }
         }
     }
-    all
+    in_turn(experiment, all)
 }
 
 /// Returns whether a finding uses a point.
@@ -534,4 +550,24 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
         fs::create_dir_all(folder)?;
     }
     fs::write(path, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn points_that_a_finding_compares_follow_each_other() {
+        let file = "paper = 'pb'\nrunner = 'ping'\n[axis.mode]\nvalues = ['poll', 'event']\n[axis.size]\nvalues = [1, 2, 3]\n\
+             [[figure]]\nname = 'x'\ntitle = ''\nasks = ''\nfound = ''\nmetric = 'm'\nx = 'size'\n[[figure.finding]]\n\
+             text = ''\nshape = 'less'\na = { mode = 'poll' }\nb = { mode = 'event' }\n";
+        let experiment = figures::parse(file).unwrap();
+        let points = points(&experiment, Extent::Full);
+        let words: Vec<String> = points
+            .iter()
+            .map(|point| format!("{} {}", point.params["size"], point.params["mode"]))
+            .collect();
+        let wanted = ["1 event", "1 poll", "2 event", "2 poll", "3 event", "3 poll"];
+        assert_eq!(words, wanted);
+    }
 }

@@ -1,11 +1,12 @@
 //! Measures MPI: compiles the programs of `studies` with Open MPI, and runs them over a network.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::{env, fs, thread};
 
 use super::figures::{Extent, Params, Point};
-use super::process::Ended;
+use super::process::{Conversation, Ended};
 use super::store::{Miss, Outcome, Sample};
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -30,6 +31,8 @@ pub(crate) struct Mpi {
     folder: PathBuf,
     /// The folder of the compiled programs, or why there are none.
     programs: Option<Result<PathBuf, Miss>>,
+    /// The programs that run, by their network and command. Starting one takes longer than most measurements.
+    running: BTreeMap<String, Conversation>,
 }
 
 impl Mpi {
@@ -39,7 +42,13 @@ impl Mpi {
             studies: studies.to_owned(),
             folder: folder.to_owned(),
             programs: None,
+            running: BTreeMap::new(),
         }
+    }
+
+    /// Ends the programs.
+    pub(crate) fn end(&mut self) {
+        self.running.clear();
     }
 
     /// Measures a point. Returns the command as a user would type it, and the outcome.
@@ -93,17 +102,35 @@ impl Mpi {
         }
         let (program, words) = words;
         let program = programs.join(program);
-        command
-            .arg(&program)
-            .args(&words)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        typed.push_str(&format!(" {} {}", program.display(), words.join(" ")));
+        let words = words.join(" ");
+        command.arg(&program);
+        // Networks can have the same options and differ in their variables.
+        let started = format!("{}: {typed} {}", network.name, program.display());
+        typed.push_str(&format!(" {} {words}", program.display()));
+        let answer = if point
+            .params
+            .get("test")
+            .is_some_and(|test| test == "memory")
+        {
+            // The memory of a program that has run others before would include theirs.
+            command
+                .args(words.split(' '))
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            Ended::start(&mut command).and_then(|ended| ended.output(interrupted))
+        } else {
+            let running = self.running.remove(&started);
+            let running = running.map_or_else(|| Ended::converse(command.arg("-")), Ok);
+            running.and_then(|mut running| {
+                let answer = running.ask(&words, is_answer, interrupted)?;
+                // A program that has failed is not used again.
+                self.running.insert(started, running);
+                Ok(answer)
+            })
+        };
         let size = number(&point.params, "size");
-        let outcome = Ended::start(&mut command)
-            .and_then(|ended| ended.output(interrupted))
-            .and_then(|text| parse_output(&text, size));
+        let outcome = answer.and_then(|text| parse_output(&text, size));
         (typed, outcome.map_err(Miss::Failed))
     }
 }
@@ -141,7 +168,7 @@ struct Network {
 /// UCX over the device. Open MPI's own transports are disabled, because otherwise one-sided operations would use them.
 const UCX: &[&str] = &["--mca", "pml", "ucx", "--mca", "osc", "ucx"];
 
-const NETWORKS: [Network; 6] = [
+const NETWORKS: [Network; 7] = [
     Network {
         name: "tcp",
         options: &[
@@ -178,6 +205,18 @@ const NETWORKS: [Network; 6] = [
         options: UCX,
         variables: &[
             ("ANYWARP_CARRIER", "auto"),
+            ("UCX_NET_DEVICES", "anywarp0:1"),
+            ("UCX_HANDLE_ERRORS", "none"),
+            ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),
+            ("OMPI_MCA_btl", "^vader,tcp,openib"),
+        ],
+    },
+    // As "rdma", but the device's connections are its own reliable protocol over datagrams.
+    Network {
+        name: "rdma-udp",
+        options: UCX,
+        variables: &[
+            ("ANYWARP_RC", "udp"),
             ("UCX_NET_DEVICES", "anywarp0:1"),
             ("UCX_HANDLE_ERRORS", "none"),
             ("UCX_TLS", "rc_verbs,ud_verbs:aux,self"),
@@ -244,6 +283,11 @@ fn words(params: &Params, extent: Extent) -> (&'static str, Vec<String>) {
         _ => words.push(format!("{times:.0}")),
     }
     ("mpi", words)
+}
+
+/// Returns whether a line is the result of a command.
+fn is_answer(line: &str) -> bool {
+    line.starts_with('{') || line.contains(" ranks, ")
 }
 
 /// Parses the output of either program. Messages have `size` bytes.

@@ -1,9 +1,10 @@
 //! A child process that measures. Dropping the value that represents it kills the process.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
@@ -20,6 +21,9 @@ const LONGEST: Duration = Duration::from_secs(120);
 
 /// The time that a program has to exit after a signal, so that it can stop its children.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// The time between two checks whether the study was interrupted, while it waits for an answer.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// The pause between two checks whether a program has exited.
 const CHECK_EVERY: Duration = Duration::from_millis(2);
@@ -42,6 +46,71 @@ impl Drop for Ended {
         let _ended_already = self.0.kill();
         let _nothing_to_do = self.0.wait();
     }
+}
+
+/// A program that runs the commands in the lines of its input. It ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Conversation {
+    input: Option<ChildStdin>,
+    lines: Receiver<String>,
+    errors: Receiver<String>,
+    process: Ended,
+}
+
+impl Conversation {
+    /// Runs a command, and returns the first line of the output for which `is_answer` holds.
+    pub(crate) fn ask(
+        &mut self,
+        command: &str,
+        is_answer: impl Fn(&str) -> bool,
+        interrupted: &Interrupted,
+    ) -> Result<String, String> {
+        let input = self.input.as_mut().ok_or("the program has ended")?;
+        // If this fails, the program has ended, and its error messages say why.
+        let _ended = writeln!(input, "{command}").and_then(|()| input.flush());
+        let end = Instant::now() + LONGEST;
+        loop {
+            match self.lines.recv_timeout(LOOK_EVERY) {
+                Ok(line) if is_answer(&line) => return Ok(line),
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let last = self.errors.iter().filter(|line| !line.trim().is_empty());
+                    let last = last.last();
+                    return Err(
+                        last.unwrap_or_else(|| "the program failed without a message".to_owned())
+                    );
+                }
+                Err(RecvTimeoutError::Timeout) if interrupted.load(Ordering::Relaxed) => {
+                    return Err("interrupted".to_owned());
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() >= end => {
+                    return Err(format!("no answer after {} s", LONGEST.as_secs()));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+}
+
+impl Drop for Conversation {
+    fn drop(&mut self) {
+        // The end of the input ends the program.
+        self.input = None;
+        self.process.wait();
+    }
+}
+
+/// Returns the lines of a pipe, which a thread reads until its end.
+fn lines_of(pipe: impl Read + Send + 'static) -> Receiver<String> {
+    let (send, lines) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
+            if send.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    lines
 }
 
 /// Returns the command that runs a verbs program with these arguments and variables. `library`: anywarp's, unless the program uses
@@ -90,6 +159,31 @@ impl Ended {
             return Err("the server does not start".to_owned());
         }
         Ok((process, line.trim_end().to_owned()))
+    }
+
+    /// Starts a program that runs the commands in the lines of its input.
+    pub(crate) fn converse(command: &mut Command) -> Result<Conversation, String> {
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut process = Self::start(command)?;
+        let lines = process.0.stdout.take().map(lines_of);
+        let errors = process.0.stderr.take().map(lines_of);
+        Ok(Conversation {
+            input: process.0.stdin.take(),
+            lines: lines.ok_or("the program has no output")?,
+            errors: errors.ok_or("the program has no error messages")?,
+            process,
+        })
+    }
+
+    /// Waits a moment for the program to end by itself.
+    fn wait(&mut self) {
+        let end = Instant::now() + GRACE;
+        while Instant::now() < end && matches!(self.0.try_wait(), Ok(None)) {
+            thread::sleep(CHECK_EVERY);
+        }
     }
 
     /// Returns the process id.

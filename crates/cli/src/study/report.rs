@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 use super::figures::{
     self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point, Row,
 };
-use super::finding::{self, Judged, Values, Verdict, digits, supports};
+use super::finding::{self, Judged, Measured, Values, Verdict, digits, supports};
 use super::store::Store;
 use super::{changed, needs, write};
 use crate::perf::report::conditions;
@@ -74,8 +74,13 @@ pub(crate) fn judged(
             Some(control) => changed(&point, finding, control),
         };
         let Some(measured) = measured else { continue };
-        if let Some(middle) = store.known(&measured).middle(metric) {
-            values.push((point.params, middle));
+        let known = store.known(&measured);
+        if let Some(middle) = known.middle(metric) {
+            values.push(Measured {
+                params: point.params,
+                middle,
+                samples: known.timed(metric),
+            });
         }
     }
     let places = experiment.values(&figure.x, extent);
@@ -145,6 +150,7 @@ fn label(axis: &str, value: &str) -> String {
         ("exs", "normal") => "EXS, normal",
         ("exs", "immediate") => "EXS, immediate",
         ("exs", "persistent-send") => "EXS, persistent",
+        ("exs", "persistent-recv") => "EXS, persistent receive",
         ("exs", "tcp") => "TCP",
         ("exs", "tcp-nagle") => "TCP with Nagle",
         ("in_flight", "1") => "1 outstanding",
@@ -152,6 +158,7 @@ fn label(axis: &str, value: &str) -> String {
         ("network", "tcp") => "MPI over the kernel's TCP",
         ("network", "rdma") => "MPI over RDMA connections",
         ("network", "rdma-memory") => "MPI over RDMA over shared memory",
+        ("network", "rdma-udp") => "MPI over RDMA over UDP",
         ("network", "ud") => "MPI over UD",
         ("network", "datagrams") => "MPI over RD and Write-Record",
         ("network", "memory") => "MPI over shared memory",

@@ -158,6 +158,9 @@ impl Bench {
         if let Some(why) = self.blank(point) {
             return (String::new(), Err(Miss::Blank(why.to_owned())));
         }
+        if point.runner != Runner::Mpi {
+            self.mpi.end();
+        }
         let variables = match self.variables(&point.params) {
             Ok(variables) => variables,
             Err(why) => return (String::new(), Err(Miss::Failed(why))),

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::iter;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +60,9 @@ struct Line {
     device: String,
     point: String,
     took_s: f64,
+    /// When the measurement ended, in seconds since 1970.
+    #[serde(default)]
+    at: f64,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     values: Sample,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -72,6 +77,8 @@ struct Line {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Known {
     pub(crate) samples: Vec<Sample>,
+    /// When each of them was measured, in seconds.
+    pub(crate) times: Vec<f64>,
     /// The command as a user would type it.
     pub(crate) command: Option<String>,
     /// Why the attempts of this run failed.
@@ -102,7 +109,7 @@ const FOR_FEW: [f64; 8] = [1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.10
 
 /// Estimates the standard deviation from the median distance to the median, on which outliers have no influence, as they have none on
 /// the median itself.
-fn deviation(all: &[f64], median: f64) -> f64 {
+pub(super) fn deviation(all: &[f64], median: f64) -> f64 {
     let Some(at) = all.len().checked_sub(2).filter(|_| median != 0.0) else {
         return 0.0;
     };
@@ -112,7 +119,7 @@ fn deviation(all: &[f64], median: f64) -> f64 {
 }
 
 /// Returns the median of sorted values: of an even number of values the mean of the two in the middle.
-fn middle(sorted: &[f64]) -> Option<f64> {
+pub(super) fn middle(sorted: &[f64]) -> Option<f64> {
     let below = sorted.get(sorted.len().checked_sub(1)? / 2)?;
     Some(f64::midpoint(*below, *sorted.get(sorted.len() / 2)?))
 }
@@ -134,6 +141,14 @@ impl Known {
             count: all.len(),
             waited: self.waited().unwrap_or(0.0),
         })
+    }
+
+    /// Returns when a value was measured, and the value, for each sample that has it.
+    pub(crate) fn timed(&self, metric: &str) -> Vec<(f64, f64)> {
+        let times = self.times.iter().copied().chain(iter::repeat(0.0));
+        let all = times.zip(&self.samples);
+        all.filter_map(|(at, sample)| Some((at, *sample.get(metric)?)))
+            .collect()
     }
 
     /// Returns the share of the time that an end waited for a processor, if it exceeds [`WAITED`].
@@ -238,7 +253,10 @@ impl Store {
         match (line.failed, line.blank) {
             (Some(why), _) => known.failures.push(why),
             (_, Some(why)) => known.blank = Some(why),
-            (None, None) => known.samples.push(line.values),
+            (None, None) => {
+                known.samples.push(line.values);
+                known.times.push(line.at);
+            }
         }
     }
 
@@ -261,6 +279,9 @@ impl Store {
             device: self.device.clone(),
             point: point.key(),
             took_s,
+            at: SystemTime::UNIX_EPOCH
+                .elapsed()
+                .map_or(0.0, |elapsed| elapsed.as_secs_f64()),
             values,
             command: first.then_some(command),
             failed,
@@ -279,6 +300,7 @@ impl Store {
     pub(crate) fn known(&self, point: &Point) -> &Known {
         static NOTHING: Known = Known {
             samples: Vec::new(),
+            times: Vec::new(),
             command: None,
             failures: Vec::new(),
             blank: None,
