@@ -10,7 +10,7 @@
  * ones.
  *
  *   kernels S|W|A|B [is|cg]
- *   kernels -                the same in the lines of the standard input
+ *   kernels -                each line of the standard input has these arguments
  */
 #include <math.h>
 #include <string.h>
@@ -319,7 +319,7 @@ static double run_cg(const struct cg *c)
 	whole = room((size_t)c->order, sizeof(double));
 	for (size_t i = 0; i < m.rows; i++)
 		v[0][i] = 1;
-	/* Not timed, for the same reason. The vector that it starts from, the first, stays the same. */
+	/* One solution is not timed, as the first sort of IS is not. It does not change v[0]. */
 	solve(&m, v[0], v[1], v[2], v[3], v[4], whole);
 	MPI_Barrier(MPI_COMM_WORLD);
 	began = MPI_Wtime();

@@ -5,12 +5,12 @@
 //! for each packet; the results are compared with those of loss that the device itself injects. The following are errors: a
 //! wrong byte, an inexact validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that
 //! are too slow in comparison with the kernel's TCP or with unreliable datagrams. For these comparisons the median of the
-//! ratios of consecutive runs counts; if it is below the bound, three times as many runs are made. Other values depend on
-//! the machine and are only printed. The long form writes `docs/results`.
+//! ratios of consecutive runs counts; if it is below the bound, up to three times as many runs are made. Other values depend on the machine
+//! and are only printed. The long form writes `docs/results`.
 //!
 //! The short form is for machines with other load. It checks only what does not depend on that: no wrong byte, exact validity
-//! maps, each reliable message once, and the share of data that arrives when the device injects 1 % loss. The relay loses
-//! more packets when it gets no processor time, so its values and the ratios of rates are printed but not checked.
+//! maps, each reliable message once, and the share of data that arrives when the device injects 1 % loss. The relay loses more packets when
+//! it gets no processor time, so its values and the ratios of rates are printed but not checked, except the shares of fresh pairs.
 
 use crate::perf::waiting_port;
 use crate::process::Process;

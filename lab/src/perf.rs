@@ -30,7 +30,7 @@ const OPERATIONS: [(&str, &[&str]); 4] = [
     ),
 ];
 
-/// Options: whether they are for blast only, whether they are only for operations that send, and the options.
+/// Options: whether they are for blast only, whether they are for all operations but Reads, and the options.
 const WAYS: [(bool, bool, &str); 5] = [
     (false, false, "-s 64,5000"),
     (false, false, "-s 64,5000 --event"),

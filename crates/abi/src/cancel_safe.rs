@@ -33,8 +33,8 @@ impl<T: Send + Sync + 'static> Held<T> {
                 all.extend(one.take());
             }
         });
-        // Either the thread is ending, or a signal handler has interrupted this function. The reference is leaked, since
-        // dropping it could be too early.
+        // If the reference was not stored, either the thread is ending, or a signal handler has interrupted this function. The
+        // reference is leaked then, since dropping it could be too early.
         let _for_ever = std::mem::ManuallyDrop::new(one);
         held
     }

@@ -5,16 +5,13 @@
  *
  *   ping    latency of a 64-byte Send, beside --idle other queue pairs that are connected but idle
  *   read    latency of a 64-byte RDMA Read while the target polls
- *   spread  4 KiB Writes on --qps queue pairs, each refilled as it completes: the rate, and how evenly it is distributed
- *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
- *           sleeps
- *   idle    costs of --qps idle queue pairs for a process
- *   reg     ibv_reg_mr and ibv_dereg_mr; one process
- *   memory  the same with newly mapped memory, compared with copying it; one process
- *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
- *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
- *           provided by libanywarp-buffers, whole or in pieces
- *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of the rates that they receive
+ *   spread  4 KiB Writes on --qps queue pairs, a new one for each that completes: the rate, and how evenly it is distributed
+ *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it sleeps
+ *   idle    costs of --qps idle queue pairs for a process reg     ibv_reg_mr and ibv_dereg_mr; one process memory  the same with
+ *   newly mapped memory, compared with copying it; one process first   time to the first byte: from no connection to a byte sent
+ *   and returned, with rdma_cm and with TCP buffers RDMA Writes of memory that the program has just written: registered each time,
+ *   copied, registered once, or provided by libanywarp-buffers, whole or in pieces broadcast datagrams to a multicast group with
+ *   --qps members, each a process: the sum of the rates that they receive
  *
  * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
  */
@@ -1186,7 +1183,7 @@ static struct {
 	_Atomic uint64_t bytes[MEMBERS];
 } *group;
 
-/* Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group. */
+/* Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group for a receiver, whose parent sends. */
 static union ibv_gid join_group(unsigned int slots, size_t slot, bool sends)
 {
 	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_UD, .cap = { .max_send_sge = 1, .max_recv_sge = 1 } };
@@ -1219,7 +1216,7 @@ static void member(unsigned int number)
 	union ibv_gid gid = join_group(RECEIVES, slot, false);
 	struct ibv_wc wc[16];
 
-	/* The number of the group is that of the sender's process, which is the parent. */
+	/* The GID of the group ends with the lowest byte of the sender's process number. */
 	MUST(!(errno = ibv_attach_mcast(qp[0], &gid, 0)));
 	for (unsigned int i = 0; i < RECEIVES; i++)
 		receive(0, memory + i * slot, (uint32_t)slot);

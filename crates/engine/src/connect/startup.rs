@@ -420,7 +420,7 @@ impl Startup {
         Ok(())
     }
 
-    /// Sends a Reply and removes the socket from the start-up.
+    /// Makes a Reply and removes the socket from the start-up. The caller sends the Reply.
     fn finish_answering<T>(
         &self,
         reply: impl FnOnce(&mut Responder) -> Result<T, Misuse>,

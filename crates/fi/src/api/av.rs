@@ -35,7 +35,7 @@ pub(crate) unsafe extern "C" fn open(
             (&known::<DomainObject, _>(domain)?.domain, attr)
         };
         if attr.flags != 0 || !attr.name.is_null() {
-            // Events and vectors that several processes share are not supported.
+            // Neither events of insertions nor vectors that several processes share are supported.
             return Err(FI_ENOSYS);
         }
         if attr.r#type == FI_AV_UNSPEC {
