@@ -149,7 +149,7 @@ fn is_ours(piece: *mut u8) -> bool {
 fn malloc_has_some() -> bool {
     // SAFETY: malloc takes any size.
     let probe = unsafe { libc::malloc(PROBE) };
-    // Otherwise the compiler may remove both calls and assume that malloc had memory.
+    // Without `black_box` the compiler may remove both calls and assume that malloc had memory.
     let probe = std::hint::black_box(probe);
     // SAFETY: null or just allocated.
     unsafe { libc::free(probe) };

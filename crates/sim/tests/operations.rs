@@ -1031,7 +1031,7 @@ fn markers_are_sent_to_a_peer_that_requests_them() {
             w.run();
             ok(&w[end].completed(), &[1, 2]);
             let got = w[peer].received();
-            // The FPDUs of the Write are those between the first, the ready-to-receive message, and the last, the Send.
+            // All FPDUs belong to the Write, except the first (the ready-to-receive message) and the last (the Send).
             let body: Vec<u8> = got[1..got.len() - 1]
                 .iter()
                 .flat_map(|f| f.payload().to_vec())

@@ -14,7 +14,7 @@ use xtask::{Result, sh};
 /// The time limit of the study. The guest's processors are emulated.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// Creates an rxe device beside siw0. The study is on the address of the interface that both use.
+/// Creates an rxe device beside siw0. The study uses the address of the interface that both devices share.
 const PREPARE: &str =
     "modprobe crc32_generic; modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0";
 

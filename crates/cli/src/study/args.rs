@@ -202,7 +202,7 @@ pub(crate) struct Run {
     pub(crate) report: PathBuf,
 
     /// Give an axis these values, in each chosen figure that can have it: carrier=tcp,udp compares carriers, device=anywarp,siw0
-    /// devices, mtu=1500,9000 networks
+    /// compares devices, and mtu=1500,9000 compares networks
     #[arg(long, value_name = "AXIS=VALUE[,VALUE]")]
     pub(crate) vary: Vec<Varied>,
 

@@ -362,7 +362,8 @@ impl Link {
         let mut link = Self::new(settings);
         link.fill(&mut words)
             .ok_or("its end is missing: remove the file")?;
-        // The link is never busy for longer than a packet takes. If the time is later, it was stored before the host was booted.
+        // The link is never busy for longer than a packet takes. If `free_at` is later than that, the state was stored before
+        // the host was booted.
         let busy = link.free_at.saturating_sub(now);
         if busy > link.time_of(QOS_PACKET.unsigned_abs()) {
             return Ok(Self::new(settings));

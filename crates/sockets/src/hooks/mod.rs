@@ -2,7 +2,7 @@
 //!
 //! Each function looks the descriptor up and passes calls that do not concern this library to the kernel. A thread may be
 //! cancelled while it waits in the kernel, which unwinds its stack. So such calls are made from frames without destructors. The
-//! only exceptions are destructors after which the thread no longer counts as a sleeper (`data.rs`, `wait.rs`).
+//! only destructors in them record that the thread no longer sleeps (`data.rs`, `wait.rs`).
 
 mod batch;
 mod buffers;
