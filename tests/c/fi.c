@@ -1447,7 +1447,7 @@ static const char *be_peers(int from, int to)
 
 /*
  * The memory of an endpoint for each of many peers: those in the address vector, and those that have exchanged messages.
- * Memory that is shared with ports of the same host is turned off: it is limited to 64 ports, whatever the number of peers.
+ * The carrier in shared memory is turned off: at most 64 ports use it, so its memory does not grow with the number of peers.
  */
 static const char *peers(size_t arg)
 {

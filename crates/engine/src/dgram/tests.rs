@@ -356,7 +356,7 @@ fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
     a.to_rts(None);
     b.to_rts(None);
     let engine = context.engine;
-    // Repeats idle polls, a pause and a post until an attempt in which the lease has not ended before the post.
+    // Repeats idle polls, a pause and a post, until the lease still runs at the time of the post.
     let renews = |idle_polls: usize| {
         attempts().any(|()| {
             for _ in 0..idle_polls {
