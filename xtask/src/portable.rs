@@ -25,8 +25,8 @@ fn folders() -> Vec<(PathBuf, &'static str)> {
     folders
 }
 
-/// Returns the folder with the sources of the standard library, if the component rust-src is installed, and the path that rustc writes
-/// in their place if it is not. With this replacement, a build has the same bytes in both cases.
+/// If the component rust-src is installed, returns the folder with the sources of the standard library, and the path that rustc writes
+/// when the component is not installed. With this replacement, a build has the same bytes in both cases.
 fn standard_library() -> Result<Option<(PathBuf, String)>> {
     let rustc = || Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
     let root = sh::output(rustc().args(["--print", "sysroot"]))?;

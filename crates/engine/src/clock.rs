@@ -1,4 +1,4 @@
-//! The clock. Only this file reads the time.
+//! The clock. Other files read the time here, except `capture`, which also needs the time of day.
 
 use std::sync::OnceLock;
 use std::time::Instant;

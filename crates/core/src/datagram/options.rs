@@ -35,7 +35,7 @@ pub struct Options {
     pub one_sided: bool,
     /// Length of datagrams.
     pub segment: Segment,
-    /// Longest Send, bytes. Longer than one datagram only if both ends agree.
+    /// Longest Send, bytes. A value above 4096 must be the same at the peer.
     pub max_send: u32,
     /// When records are made.
     pub record: RecordMode,

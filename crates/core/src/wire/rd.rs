@@ -58,7 +58,7 @@ pub struct Packet {
     pub arrived: Runs,
     /// C: the sender does not know the receiver yet, which has to echo the token first.
     pub challenge: bool,
-    /// R: packets have arrived for which no receive was posted.
+    /// R: packets that have arrived wait for a receive, or for another resource.
     pub not_ready: bool,
     /// A: requests an acknowledgement at once.
     pub ack_now: bool,
