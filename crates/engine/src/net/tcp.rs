@@ -232,8 +232,9 @@ impl Tcp {
         self.blocked && self.sends_by_socket()
     }
 
-    /// Handles a hand-over message of the peer, if there is one. Returns whether the peer's stream uses shared memory
-    /// from here on. `behind`: number of bytes that were received after the message.
+    /// Handles a hand-over message of the peer, if there is one. Returns what the message changed: whether the peer's stream
+    /// uses shared memory from here on, or that it is a violation. `behind`: number of bytes that were received after the
+    /// message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         if conn.has_handover_message() {
             self.answer_handover(conn, behind)
@@ -601,7 +602,8 @@ impl Tcp {
         flush: bool,
     ) -> Outcome {
         let outcome = self.transmit_batches(engine, conn, now, flush);
-        // Page 0 gets an acknowledgement whose record could not be written, or that is due without a record.
+        // An acknowledgement whose record could not be written, or that is due without a record, is stored in page 0 of the
+        // shared memory.
         let unsent = self.blocked || matches!(outcome, Outcome::Broken(_));
         if self.tx_shm
             && let Some(shm) = &mut self.shm

@@ -73,7 +73,7 @@ const SOCKETS_EACH_MISS: u64 = 16;
 
 /// How long a thread that waits for an event handles the sockets before it leaves them to the worker.
 pub const WAIT_WORKING: Duration = Duration::from_millis(20);
-/// How long acknowledgements wait at most until idle polls receive nothing, nanoseconds.
+/// The longest time that acknowledgements wait while polls still receive something, nanoseconds.
 const ACK_DELAY_MAX: u64 = 200_000;
 /// How long polls have to receive nothing before acknowledgements are sent, nanoseconds. Many programs poll until a completion queue is
 /// empty, or poll a second queue, before they answer, and the answer carries the acknowledgement.
