@@ -108,7 +108,8 @@ impl Run {
     }
 
     /// Returns the rate of arrival in megabytes per second, from the first message to the last, without the bytes of the first. It is
-    /// unknown for a run shorter than [`SHORTEST`], in which buffered messages are received faster than they arrived.
+    /// unknown for a run shorter than [`SHORTEST`], in which buffered messages are received faster than they arrived. Writes have the
+    /// sender's rate, and none over UC.
     fn delivered_rate(&self, op: Op, transport: Transport, size: u64) -> Option<f64> {
         if op == Op::Write {
             return self.sent_rate(size).filter(|_| transport != Transport::Uc);

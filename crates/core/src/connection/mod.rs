@@ -464,7 +464,7 @@ impl Connection {
         }
     }
 
-    /// For tests: all numbers of a fresh stream begin at `first`, at both ends, so that they wrap soon.
+    /// For tests: adds `first` to all numbers of a fresh stream, at both ends, so that they wrap soon.
     #[doc(hidden)]
     pub fn number_from(&mut self, first: u32) {
         if let Some(s) = &mut self.stream {

@@ -96,7 +96,7 @@ impl Requester {
         self.ord = ord;
     }
 
-    /// For tests: all numbers begin at `first`.
+    /// For tests: adds `first` to all numbers.
     pub(super) fn number_from(&mut self, first: u32) {
         for number in [
             &mut self.next_send_msn,

@@ -86,7 +86,7 @@ impl Responder {
         self.ird = ird;
     }
 
-    /// For tests: all numbers begin at `first`.
+    /// For tests: adds `first` to all numbers.
     pub(super) fn number_from(&mut self, first: u32) {
         for number in [
             &mut self.send_msn,

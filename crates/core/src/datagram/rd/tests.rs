@@ -551,8 +551,8 @@ fn old_packets_fail_when_the_peer_has_forgotten_this_end() {
     );
 }
 
-/// Another queue pair at the address of a peer has to echo a token that was made for it. Until then the old one stays
-/// valid.
+/// Another queue pair at the address of a peer has to echo a token that was made for it. Until then packets of the old
+/// queue pair are accepted.
 #[test]
 fn a_restarted_peer_has_to_echo_a_new_token() {
     let mut rd = Reliable::new(Secret::new([1, 2]), 5, true, IDLE);
