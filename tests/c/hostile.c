@@ -2,8 +2,8 @@
 /*
  * Peers that violate the protocol attack a server that also has an undisturbed connection. For each kind of attack, the
  * test checks that the attacker gets what the RFC demands (a Terminate with its code, or the end of the stream), that
- * the log names peer and reason, and that the undisturbed connection keeps its rate. Other tests open thousands of idle
- * connections and check that the memory for them is bounded.
+ * the log names peer and reason, and that the undisturbed connection keeps more than half of its rate. Other tests open
+ * thousands of idle connections and check that the memory for them is bounded.
  *
  * The attackers are separate processes that send MPA, DDP and RDMAP through plain sockets.
  */

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 /// A buffer that the peer reads ([`Socket::share`](crate::Socket::share)) or writes ([`Socket::open`](crate::Socket::open)) at any time.
 ///
 /// Both ends access it without synchronization: a copy may contain old and new bytes. Protocols that need consistent values add a
-/// number that changes with each update, at the beginning and at the end. Dropping it ends the operation without waiting.
+/// number that changes with each update, at the beginning and at the end. Dropping a `Shared` ends the operation without waiting.
 #[derive(Debug)]
 pub struct Shared {
     operation: Operation,

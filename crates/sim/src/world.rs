@@ -47,7 +47,8 @@ pub struct World {
     raws: Vec<Raw>,
     links: Vec<Link>,
     hosts: u64,
-    /// Whether acknowledgements alone are sent only when a step has nothing else to do, as in a busy engine.
+    /// Whether a message that is only an acknowledgement waits until a step has nothing else to do, as in a busy
+    /// engine.
     pub lazy_acks: bool,
 }
 

@@ -78,7 +78,7 @@ pub(super) enum Event {
     Failed(Peer, Option<Tag>, u32, Status),
     /// All messages to this peer fail with the status.
     Lost(Peer, Status),
-    /// The queue pair of the peer was replaced by another one, and no packet was under way to it.
+    /// The queue pair of the peer was replaced by another one, and no packet was under way to the old one.
     Restarted(Peer),
     /// Packets of this peer before this number that are missing will never arrive. Messages without a later packet
     /// stay incomplete. `u64::MAX`: the peer is forgotten, and its incomplete messages make no records.
@@ -343,7 +343,8 @@ fn second(now: Duration) -> u32 {
 /// How long a peer may be silent before it is forgotten. Longer than the lifetime of a datagram in the network, and
 /// than the validity of a token for first contact.
 const IDLE: Duration = Duration::from_secs(60);
-/// Less than [`IDLE`], by more than clocks may differ.
+/// Unacknowledged packets younger than this have not arrived if the peer has forgotten this end. Less than [`IDLE`],
+/// by more than clocks may differ.
 const YOUNG: Duration = Duration::from_secs(50);
 /// How long a proof of an address is valid, seconds.
 const PROOF: u32 = 60;
