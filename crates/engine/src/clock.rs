@@ -1,4 +1,5 @@
-//! The clock. Other files read the time here, except `capture`, which also needs the time of day.
+//! The clock. Other files read the time here, except `capture`, which also needs the time of day, and `net/shm.rs` for
+//! its offers.
 
 use std::sync::OnceLock;
 use std::time::Instant;
