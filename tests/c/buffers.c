@@ -744,7 +744,7 @@ static bool is_begun(void)
 
 enum { BY_CLOSE, BY_INVALIDATE };
 
-/* These functions return only after a registration that another thread is ending has ended. */
+/* awbuf_close and awbuf_invalidate wait until a registration that another thread is ending has ended. */
 static const char *waits(size_t by)
 {
 	struct ibv_pd *pd;

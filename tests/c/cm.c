@@ -1161,7 +1161,7 @@ static const char *wildcard(size_t family)
 	return traffic(s.client, s.server);
 }
 
-/* Effects of rdma_set_option: the timeout of the queue pair, and a second bind with address reuse. */
+/* rdma_set_option sets the timeout of the queue pair, and refuses an unknown option. Options of ECE are checked. */
 static const char *options(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);

@@ -182,7 +182,10 @@ UNUSED static const char *open_peers(struct peers *p, const struct anywarpdv_qp_
 	return NULL;
 }
 
-/* Sends a message from each of PEERS_AT_ONCE peers, or of the rest, from `first` on to the queue pair `hub` of this host. */
+/*
+ * Sends a message to the queue pair `hub` of this host from each of PEERS_AT_ONCE peers, beginning with `first`, or from all
+ * further ones if fewer are left.
+ */
 UNUSED static const char *send_from_peers(struct peers *p, unsigned int first, uint32_t hub, void *message, size_t len)
 {
 	unsigned int n = p->many - first < PEERS_AT_ONCE ? p->many - first : PEERS_AT_ONCE;

@@ -715,7 +715,7 @@ static const char *event_queues(size_t arg)
 		struct fi_eq_attr of_size = { .size = size, .flags = FI_WRITE, .wait_obj = FI_WAIT_UNSPEC };
 
 		OK(fi_eq_open(fabric, &of_size, &eq, NULL));
-		/* As many events as were requested have room. */
+		/* The queue has room for as many events as were requested. */
 		for (size_t i = 0; i < size; i++)
 			ENSURE(fi_eq_write(eq, FI_NOTIFY, &event, sizeof event, 0) == sizeof event, "event %zu of %zu", i, size);
 		OK(fi_close(&eq->fid));
@@ -1705,7 +1705,7 @@ static const char *atomic_operations(size_t arg)
 			       "type %d, operation %d, class %zu: the former value of element %zu differs", type, op, class, i);
 		}
 	}
-	/* Integers have 11 operations without a result, 12 with one, and 7 that compare; the others 8, 9 and 6. */
+	/* Integers have 11 operations without a result, 12 with one, and 7 that compare; floating-point types have 8, 9 and 6. */
 	ENSURE(performed == 8 * (11 + 12 + 7) + 2 * (8 + 9 + 6), "%zu operations exist", performed);
 	return NULL;
 }
@@ -2262,7 +2262,7 @@ static const char *full_queue(size_t writes)
 	for (size_t round = 0; round < 2; round++) {
 		uint64_t until = now_ms() + 30000, quiet = now_ms();
 
-		/* A refusal that lasts 100 ms is not one that ends as soon as the device has room. */
+		/* A refusal that ends as soon as the device has room lasts less than 100 ms. */
 		while (now_ms() < quiet + 100) {
 			ENSURE(now_ms() < until && posted[round] < 1u << 18, "%zu operations are accepted", posted[round]);
 			for (size_t i = 0; i < 64; i++) {

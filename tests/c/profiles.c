@@ -140,7 +140,7 @@ static bool null_region(void)
 	return mr && !ibv_dereg_mr(mr);
 }
 
-/* Whether completion counters work. They are newer than the headers may be. */
+/* Whether completion counters work. The headers may be older than their functions. */
 static bool counter(void)
 {
 	struct { uint32_t comp_mask, type, flags; } attr = { 0 };

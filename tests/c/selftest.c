@@ -114,7 +114,7 @@ static const char *rc_by_lid(size_t len)
 	return send_once(&p, len, NULL);
 }
 
-/* Four pieces are sent and received into three pieces of other lengths. Both sides also have an empty piece. */
+/* Three pieces are sent and received into three pieces of other lengths. Both sides also have an empty piece. */
 static const char *rc_send_multi_sge(size_t arg)
 {
 	static const size_t out[] = { 1000, 0, 1, 3095 }, in[] = { 17, 4000, 0, 200 };

@@ -169,8 +169,8 @@ pub(crate) fn wheel() -> Result {
     sh::run(&mut python)
 }
 
-/// Returns the path of the folder for packages of a kind, and removes the folder of an earlier build. As with `dist`, its name contains the architecture if that is not this
-/// machine's.
+/// Returns the path of the folder for packages of a kind, and removes the folder of an earlier build. As with `dist`, the folder's
+/// name contains the architecture if the build is for another one than this machine's.
 fn folder(kind: &str) -> Result<PathBuf> {
     let work = sh::target().join(match sh::cross_target() {
         Some(_) => format!("{kind}-{}", sh::arch()),

@@ -37,7 +37,7 @@ pub(crate) const EVT_CLOSE: c_int = 12;
 const TRUNCATED: u64 = 0x100;
 /// The most operations in progress on one socket.
 const MAX_OPS: usize = 4096;
-/// The time limit in milliseconds for each step of connecting (address, route, connection).
+/// The time limit in milliseconds for resolving the address, and again for the route.
 const CONNECT_MS: c_int = 5000;
 /// The time that a close waits until the last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);

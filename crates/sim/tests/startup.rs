@@ -12,7 +12,8 @@ use anywarp_core::llp::mpa::startup::{
 };
 use anywarp_sim::{Rng, each_seed};
 
-/// Passes `bytes`, followed by `behind`, to `handle` in pieces of random lengths until it returns a result.
+/// Lets `bytes`, followed by `behind`, arrive in pieces of random lengths. Passes all that has arrived to `handle` after each piece, until it
+/// returns a result.
 fn arrive<T>(
     rng: &mut Rng,
     bytes: &[u8],

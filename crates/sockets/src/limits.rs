@@ -39,26 +39,27 @@ pub const SPIN_LONGEST: Duration = Duration::from_micros(300);
 /// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
 pub const SPIN_TRY: Duration = Duration::from_micros(150);
-/// The number of waits that poll for [`SPIN_TRY`] until the thread gives up. Both ends begin at about the same time, but not
-/// at the same wait.
+/// The most tries, which are waits that poll for [`SPIN_TRY`]. After them the thread gives up. Both ends begin at about the same time,
+/// but not at the same wait.
 pub const SPIN_TRIES: u8 = 32;
-/// The number of such waits without an answer after which the thread gives up at once.
+/// The number of tries without an answer after which the thread gives up earlier.
 pub const SPIN_MISSES: u8 = 2;
 /// The number of suitable waits in succession after which a thread tries to poll. With other work on the processors, some waits are suitable
 /// by chance.
 pub const SPIN_SUITABLE: u8 = 8;
-/// The number of short waits in succession after which the tries have succeeded.
+/// The number of tries in succession with a short wait after which the thread continues to poll.
 pub const SPIN_GOOD: u8 = 4;
 /// The number of waits between two that are measured: reading the clock takes a few percent of a short wait.
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
-/// If all waits together were this many times as short as before until the polling failed, the failure does not count.
+/// A failure does not count if all waits since the first try took less than this fraction of the time that they took before the tries: one
+/// in this many.
 pub const SPIN_WORTH: u32 = 4;
 /// After each failure, up to this number, the time until the next try is four times as long.
 pub const SPIN_FAILURES: u8 = 5;
-/// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops it, but mostly for
-/// shorter times.
+/// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops the processor,
+/// but mostly for shorter times.
 pub const SPIN_GAP: Duration = Duration::from_micros(200);
 /// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
 /// `accept` answers sooner.
@@ -114,8 +115,8 @@ pub const BATCH: usize = 512 * 1024;
 /// The number of attempts to lock the stored peer address of a UDP socket for a change, while other threads
 /// read it.
 pub const TRIES: usize = 100;
-/// At most one in this many of the descriptors that the process may open holds the directory name of a UDP
-/// socket.
+/// The names of UDP sockets in the directory use a descriptor each. They may use one in this many of the descriptors that the process may
+/// open.
 pub const NAMES_PART: usize = 8;
 /// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
 /// their acknowledgements report this to the senders.
@@ -153,6 +154,6 @@ pub const PAIR: i32 = 1 << 20;
 /// A datagram that fails within this time after it was sent is sent once more, because its peer has restarted. One that fails
 /// later has failed because the peer does not answer, which takes five seconds to detect.
 pub const RESTART: Duration = Duration::from_secs(3);
-/// UDP sockets with reliable datagrams may be one in this many of the descriptors that the process may open. Each of them uses
-/// up to five descriptors.
+/// The most UDP sockets with reliable datagrams are the number of descriptors that the process may open, divided by this. Each of them
+/// uses up to five descriptors.
 pub const RELIABLE_PART: usize = 8;

@@ -641,7 +641,7 @@ impl Stream {
         self.backlog = usize::try_from(backlog)
             .unwrap_or(0)
             .clamp(*BACKLOG.start(), *BACKLOG.end())
-            // Each connection holds two descriptors until it is accepted. Unauthenticated peers may use only a part of the
+            // Each connection holds several descriptors until it is accepted. Unauthenticated peers may use only a part of the
             // descriptors.
             .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());

@@ -152,8 +152,8 @@ impl Number {
     }
 }
 
-/// Returns the ratios of samples of two points, with their times. Each sample is in one ratio at most, with one that was measured as
-/// soon before or after it as possible.
+/// Returns the ratios of samples of two points, which are given with their times. Each sample is in one ratio at most. Samples that
+/// were measured closest to each other are paired first.
 fn pairs(a: &[(f64, f64)], b: &[(f64, f64)]) -> Vec<f64> {
     let all = |of: &[(f64, f64)]| of.iter().copied().enumerate().collect::<Vec<_>>();
     let (a, b) = (all(a), all(b));

@@ -259,7 +259,7 @@ impl WorkRequest {
 }
 
 impl WorkRequest {
-    /// Makes this request one of [`Self::blank`], except for its payload, which is that of an earlier request: posting
+    /// Makes this request equal to [`Self::blank`], except for its payload, which is that of an earlier request: posting
     /// sets the payload of every request.
     #[inline]
     pub(crate) fn make_blank(&mut self) {

@@ -108,7 +108,7 @@ impl Message {
         match (kind & 0x0f, status, at) {
             (1, 0, 0) => Some(Self::Ask(port, nonce)),
             (2, 0, 0) => Some(Self::Release(port, nonce)),
-            // A listener has no port 0. An unprivileged listener must not be the answer for a privileged port.
+            // A listener has no port 0. The signpost of an unprivileged port must not direct a peer to a privileged port.
             (3, 0, at) if at != 0 && (at >= UNPRIVILEGED || port.number < UNPRIVILEGED) => {
                 Some(Self::Answer(port, nonce, Status::Listening(at)))
             }
@@ -202,7 +202,7 @@ mod tests {
         }
     }
 
-    /// An unprivileged program cannot direct a peer to itself for a privileged port.
+    /// An unprivileged program cannot direct a peer to a privileged port. The signpost of a privileged port may name any port.
     #[test]
     fn an_unprivileged_listener_cannot_answer_for_a_privileged_port() {
         let answer = |number, at| {

@@ -13,7 +13,8 @@
 //!
 //! A carrier is an option, and never needed: whatever cannot use it goes over UDP, and a datagram may be lost as
 //! with UDP. An end that wants to stop using the carrier sets its `closed` flag; the other end reads the records that are left,
-//! and sends over UDP from then on. An end that reads no records for [`STALL`] has ended, is stopped, or executes another program.
+//! and sends over UDP from then on. An end that reads no records for twice
+//! [`STALL`], although it was woken in between, has ended, is stopped, or executes another program.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -143,7 +143,7 @@ fn pages_mapped(start: u64, len: u64) -> bool {
         let (Ok(page), Ok(bytes)) = (usize::try_from(at), usize::try_from(n)) else {
             return false;
         };
-        // SAFETY: mincore reads no user memory but writes a byte a page into `resident`, which has room for them.
+        // SAFETY: mincore reads no user memory. It writes one byte for each page into `resident`, which has room for them.
         let r = unsafe {
             libc::mincore(
                 std::ptr::with_exposed_provenance_mut(page),

@@ -188,7 +188,8 @@ enum Op {
         /// The content of an injected message, and a reference that counts these copies (`credit.rs`). The field is declared
         /// after `regions`, so that the content is dropped after them.
         _copy: Option<(Vec<u8>, Arc<()>)>,
-        /// A reference that counts the messages announced to a peer where the share of this endpoint is used up (`credit.rs`).
+        /// If the peer has reported that the share of this endpoint is used up: a reference that counts the messages announced to this
+        /// peer since (`credit.rs`).
         _counted: Option<Arc<()>>,
         /// Whether the device has delivered the announcement.
         known: bool,

@@ -137,8 +137,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Sends a message to each peer that has not been asked to acknowledge others soon. The device completes requests in the order of
-    /// posting, so a message that is not acknowledged keeps its entry and those of all later messages.
+    /// Sends a probe to each peer with messages that need not be acknowledged soon, so that it acknowledges them now. The device
+    /// completes requests in the order of posting, so a message that is not acknowledged keeps its entry and those of all later messages.
     pub(super) fn ask_for_acknowledgements(&mut self, cx: &mut Shared) {
         while let Some(to) = self.later.pop() {
             let Ok(op) = self.ops.insert(Op::Probe { to }) else {

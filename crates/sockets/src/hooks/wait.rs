@@ -157,7 +157,8 @@ fn kick() -> Option<c_int> {
     Some(fd)
 }
 
-/// Polls the list and the eventfd of this thread, to which a thread that receives from a carrier of the list writes.
+/// Polls the list and the eventfd of this thread. Another thread that receives from the carrier of a stream in the list writes to the
+/// eventfd.
 fn poll_watched(
     fds: &mut [pollfd],
     kick: c_int,

@@ -35,7 +35,7 @@ const RTT_MEMORY: Duration = Duration::from_secs(10);
 /// The percentage of lost packets in a round above which a queue is assumed to overflow.
 const TOO_MANY_LOST: u64 = 20;
 /// Delay above the shortest round trip that all packets of a round may have without being counted as queueing. On a
-/// path whose round trip is less than half of this, a smaller value applies, because a longer queue would only exceed
+/// path whose round trip is less than 7/16 of this, a smaller value applies, because a longer queue would only exceed
 /// the caches of the processor.
 const SLACK: Duration = Duration::from_millis(1);
 /// Delay above that of the fastest packet of a round that is not counted as queueing. A queue delays all packets of a

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::datagram::types::Resource;
 use crate::wire::rd::{RUNS, Runs};
 
-/// Packets whose number is further ahead of the first missing one are ignored.
+/// Packets whose number is this far or further ahead of the first missing one are ignored.
 const AHEAD: u64 = 1 << 16;
 
 /// Memory that a waiting packet uses besides its bytes. A run of numbers uses [`RUN`]. Both are the share of a
@@ -274,7 +274,7 @@ impl Receiver {
         self.refused = Some(why);
     }
 
-    /// Returns runs beyond `next` that have arrived: the first ones, and the last one, which shows the most recent
+    /// Returns runs beyond `next` that have arrived: the first ones, and the last ones, which show the most recent
     /// losses.
     pub(super) fn runs(&self) -> Runs {
         if self.arrived.is_empty() {
