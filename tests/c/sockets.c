@@ -480,6 +480,22 @@ static const char *closed(size_t copies)
 	return NULL;
 }
 
+/* What the peer does after a close is no event, although the library may keep the connection for a while. */
+static const char *closed_by_both(size_t writes)
+{
+	struct pair p;
+	int set;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	TRY(add(set, p.b, EPOLLIN | EPOLLRDHUP | EPOLLET, 1));
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	if (writes)
+		TRY(text(p.a, "late"));
+	ENSURE(!close(p.a), "close: %s", strerror(errno));
+	return is_quiet(set);
+}
+
 /* A set inside a set, and a set in poll and select. */
 static const char *nested(size_t arg)
 {
@@ -959,6 +975,8 @@ static const struct test tests[] = {
 	{ "two_sets", two_sets, 0, 0, false },
 	{ "same_data", same_data, 0, 0, false },
 	{ "closed", closed, 0, 0, false },
+	{ "closed_by_both", closed_by_both, 0, 0, false },
+	{ "closed_by_both_late", closed_by_both, 1, 0, false },
 	{ "closed_copy", closed, 1, 0, false },
 	{ "nested", nested, 0, 0, false },
 	{ "woken", woken, 0, 0, false },

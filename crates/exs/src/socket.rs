@@ -1413,7 +1413,7 @@ impl Inner {
         // buffers of receives wait to be posted again.
         let receives =
             usize::from(ours.credits) + usize::from(most_sends) + 2 * controls + RELEASED;
-        let sends = 2 * usize::from(most_sends) + usize::from(ours.credits) + 4 * controls;
+        let sends = usize::from(most_sends) + 2 * usize::from(ours.credits) + 4 * controls;
         let size = MAX_HEADER_LENGTH
             .max(HEADER_LENGTH + ours.immediate as usize)
             .next_multiple_of(64);

@@ -567,7 +567,9 @@ mod tests {
             .iter()
             .map(|point| format!("{} {}", point.params["size"], point.params["mode"]))
             .collect();
-        let wanted = ["1 event", "1 poll", "2 event", "2 poll", "3 event", "3 poll"];
+        let wanted = [
+            "1 event", "1 poll", "2 event", "2 poll", "3 event", "3 poll",
+        ];
         assert_eq!(words, wanted);
     }
 }

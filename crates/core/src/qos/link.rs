@@ -76,7 +76,7 @@ impl Table {
         let waits = |share: &Share| share.weight > 0 && waiting >> share.lane & 1 == 1;
         for _ in 0..2 {
             let found = (0..count)
-                .map(|step| (self.turn + step) % count)
+                .map(|step| (self.turn % count + step) % count)
                 .find(|&at| {
                     let share = self.shares.get(at).is_some_and(waits);
                     share && self.credits.get(at).is_some_and(|credit| *credit > 0)
@@ -98,7 +98,7 @@ impl Table {
                     *credit = (*credit).min(0);
                 }
             }
-            self.turn = (self.turn + 1) % count.max(1);
+            self.turn = self.turn.wrapping_add(1) % count.max(1);
         }
         None
     }
@@ -301,7 +301,8 @@ impl Link {
     /// Gives a packet to the next flow of a lane.
     fn carry_for(&mut self, lane: usize, now: Nanos) -> Option<i64> {
         let (queue, last) = (self.queues.get_mut(lane)?, self.last.get_mut(lane)?);
-        let next = queue.range(*last + 1..).next().or_else(|| queue.first());
+        let next = queue.range(last.saturating_add(1)..).next();
+        let next = next.or_else(|| queue.first());
         let id = *next?;
         *last = id;
         let flow = self.flows.get_mut(&id)?;

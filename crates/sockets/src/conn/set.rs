@@ -259,6 +259,14 @@ impl Set {
         self.remove(&mut inner, fd);
     }
 
+    /// Removes `fd`, which the program closes, from the kernel's set. The kernel does so only when the connection is closed, and the
+    /// library keeps it open for a while. Until then the kernel would report its events, with data that the program may use for
+    /// another connection by then.
+    pub fn withdraw(&self, fd: c_int) {
+        // This fails if the set no longer contains the connection.
+        let _ = kernel(self.lock().epfd, libc::EPOLL_CTL_DEL, fd, 0, 0);
+    }
+
     /// Called when the program closes one of several descriptors of a connection. The kernel's set would otherwise keep a
     /// member that the program has removed.
     pub fn settle(&self, fd: c_int) {

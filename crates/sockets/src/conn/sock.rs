@@ -884,7 +884,8 @@ impl Sock {
             }
         }
         if self.numbers.load(Ordering::Acquire) == 1 {
-            for set in std::mem::take(&mut *lock(&self.sets)) {
+            let sets = std::mem::take(&mut *lock(&self.sets));
+            for set in &sets {
                 set.forget(fd);
             }
             if self.mode() == Mode::Up && !self.lost.load(Ordering::Relaxed) && self.is_used_here()
@@ -893,6 +894,9 @@ impl Sock {
                 if let Some(mut stream) = taken
                     && stream.close(fd, !self.direct.load(Ordering::SeqCst))
                 {
+                    for set in sets {
+                        set.withdraw(fd);
+                    }
                     worker::drain(fd, stream);
                 }
             }
