@@ -480,6 +480,51 @@ static const char *closed(size_t copies)
 	return NULL;
 }
 
+/* The end that connects is in the set before it connects, and reads less than arrives. */
+static const char *added_before(size_t edge)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof at;
+	uint32_t events = EPOLLIN | EPOLLRDHUP | (edge ? EPOLLET : 0);
+	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), set, other;
+	struct pair p = { .b = -1 };
+	struct epoll_event e;
+
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 1) &&
+	       !getsockname(listener, (struct sockaddr *)&at, &len), "listen: %s", strerror(errno));
+	TRY(new_set(&set));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(p.a >= 0, "socket: %s", strerror(errno));
+	keep_fd(p.a);
+	TRY(add(set, p.a, events | EPOLLOUT, 1));
+	TRY(modify(set, p.a, events, 2));
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, len), "connect: %s", strerror(errno));
+	p.b = accept(listener, NULL, NULL);
+	ENSURE(p.b >= 0, "accept: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(greet(&p));
+	while (epoll_wait(set, &e, 1, SHORT_MS) == 1) /* the greeting */
+		ENSURE(edge && e.data.u64 == 2, "data %llu", (unsigned long long)e.data.u64);
+	TRY(text(p.b, "abc"));
+	TRY(reports(set, EPOLLIN, 2));
+	TRY(takes(p.a, "a"));
+	if (!edge) {
+		TRY(reports(set, EPOLLIN, 2));
+		TRY(takes(p.a, "bc"));
+	}
+	TRY(edge ? takes(p.a, "bc") : is_quiet(set));
+	/* After the close its number belongs to another socket. */
+	ENSURE(!close(p.a), "close: %s", strerror(errno));
+	other = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(other >= 0, "socket: %s", strerror(errno));
+	keep_fd(other);
+	TRY(text(p.b, "late"));
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	return is_quiet(set);
+}
+
 /* What the peer does after a close is no event, although the library may keep the connection for a while. */
 static const char *closed_by_both(size_t writes)
 {
@@ -975,6 +1020,8 @@ static const struct test tests[] = {
 	{ "two_sets", two_sets, 0, 0, false },
 	{ "same_data", same_data, 0, 0, false },
 	{ "closed", closed, 0, 0, false },
+	{ "added_before", added_before, 0, 0, false },
+	{ "added_before_edge", added_before, 1, 0, false },
 	{ "closed_by_both", closed_by_both, 0, 0, false },
 	{ "closed_by_both_late", closed_by_both, 1, 0, false },
 	{ "closed_copy", closed, 1, 0, false },

@@ -1,6 +1,7 @@
 //! Code that runs at the start and end of the process, and at forks.
 
 use crate::conn::answers;
+use crate::conn::early;
 use crate::conn::reliable;
 use crate::conn::show;
 use crate::conn::sock::LIVE;
@@ -64,12 +65,20 @@ extern "C" fn end() {
     worker::finish(Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64));
 }
 
+/// The locks that are held while the process forks.
+type Held = (worker::Held, reliable::Held, early::Held, directory::Stop);
+
 thread_local! {
-    static HELD: RefCell<Option<(worker::Held, reliable::Held, directory::Stop)>> = const { RefCell::new(None) };
+    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
 }
 
 extern "C" fn before_fork() {
-    let held = (worker::hold(), reliable::hold(), directory::stop());
+    let held = (
+        worker::hold(),
+        reliable::hold(),
+        early::hold(),
+        directory::stop(),
+    );
     let _ = HELD.try_with(|place| {
         if let Ok(mut place) = place.try_borrow_mut() {
             *place = Some(held);
@@ -90,8 +99,9 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
-    if let Ok(Some((worker, reliable, directory))) = held {
+    if let Ok(Some((worker, reliable, early, directory))) = held {
         drop(directory);
+        drop(early);
         reliable.forked();
         worker.forked();
     }

@@ -5,6 +5,7 @@
 
 pub mod answers;
 pub mod dgram;
+pub mod early;
 pub mod reliable;
 pub mod set;
 pub mod show;

@@ -80,6 +80,21 @@ struct Member {
     reported: (Call, usize),
 }
 
+impl Member {
+    fn new(sock: &'static Sock, events: u32, data: u64, asked: u32) -> Self {
+        Self {
+            sock,
+            events,
+            data,
+            asked,
+            listed: false,
+            disarmed: false,
+            gone: false,
+            reported: (Call(0), 0),
+        }
+    }
+}
+
 /// The number of a waiting call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call(u64);
@@ -211,19 +226,8 @@ impl Set {
             }
         }
         let listed = inner.members.get(&fd).is_some_and(|m| m.listed);
-        inner.members.insert(
-            fd,
-            Member {
-                sock,
-                events,
-                data,
-                asked,
-                listed,
-                disarmed: false,
-                gone: false,
-                reported: (Call(0), 0),
-            },
-        );
+        let member = Member::new(sock, events, data, asked);
+        inner.members.insert(fd, Member { listed, ..member });
         if old.is_none_or(|(_, before, _)| before != data) {
             inner.index(data, fd);
         }
@@ -235,6 +239,21 @@ impl Set {
             sock.joined(self, fd);
         }
         Ok(())
+    }
+
+    /// Makes `fd` a member, which the kernel's set contains already, with these events and this data.
+    pub fn adopt(&'static self, fd: c_int, events: u32, data: u64, sock: &'static Sock) {
+        let mut inner = self.lock();
+        self.remove(&mut inner, fd);
+        self.members.fetch_add(1, Ordering::AcqRel);
+        let member = Member::new(sock, events, data, events);
+        inner.members.insert(fd, member);
+        inner.index(data, fd);
+        inner.hang_bell();
+        inner.list(fd);
+        inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
+        drop(inner);
+        sock.joined(self, fd);
     }
 
     fn remove(&self, inner: &mut Inner, fd: c_int) {

@@ -4,6 +4,7 @@ use super::reliable as pairs;
 use super::{dgram, fail};
 use crate::conn::answers;
 use crate::conn::dgram::{Dgram, LIVE as DGRAMS};
+use crate::conn::early;
 use crate::conn::reliable;
 use crate::conn::set::Set;
 use crate::conn::show;
@@ -24,14 +25,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 fn set_entry(fd: c_int, entry: Entry) {
     match table::replace(fd, entry) {
         Entry::Sock(sock) => sock.closing(fd),
-        Entry::Set(set) => set.closing(),
+        Entry::Set(set) => {
+            early::forget_set(set);
+            set.closing();
+        }
         Entry::Dgram(dgram) => dgram.closing(fd),
         Entry::Listener(_) => {
             if let Some(name) = directory::leave(fd) {
                 table::close_own(name);
             }
         }
-        Entry::Other | Entry::Tcp | Entry::Own => {}
+        Entry::Tcp => match entry {
+            Entry::Sock(sock) => early::connected(fd, sock),
+            _ => early::forget(fd),
+        },
+        Entry::Other | Entry::Own => {}
     }
     show::forget(fd);
 }

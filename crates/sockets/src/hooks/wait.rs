@@ -1,6 +1,7 @@
 //! The hooks that wait: `poll`, `select`, `epoll_wait` and their variants.
 
 use super::fail;
+use crate::conn::early;
 use crate::conn::reliable::LIVE as RELIABLE;
 use crate::conn::set::Call;
 use crate::conn::sock::{LIVE, Mode, Sock};
@@ -570,6 +571,16 @@ pub unsafe extern "C-unwind" fn epoll_ctl(
             // SAFETY: upheld by the caller.
             let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
             set.control(op, fd, event, sock).map_or_else(fail, |()| 0)
+        }
+        (Entry::Set(set), Entry::Tcp) => {
+            // SAFETY: upheld by the caller.
+            let r = unsafe { real::epoll_ctl(epfd, op, fd, event) };
+            if r == 0 {
+                // SAFETY: as above.
+                let event = (!event.is_null()).then(|| unsafe { event.read_unaligned() });
+                early::control(set, op, fd, event);
+            }
+            r
         }
         (_, Entry::Set(inner)) => {
             if op == libc::EPOLL_CTL_ADD {
