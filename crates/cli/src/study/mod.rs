@@ -559,7 +559,7 @@ mod tests {
     #[test]
     fn points_that_a_finding_compares_follow_each_other() {
         let file = "paper = 'pb'\nrunner = 'ping'\n[axis.mode]\nvalues = ['poll', 'event']\n[axis.size]\nvalues = [1, 2, 3]\n\
-             [[figure]]\nname = 'x'\ntitle = ''\nasks = ''\nfound = ''\nmetric = 'm'\nx = 'size'\n[[figure.finding]]\n\
+             [[figure]]\nname = 'x'\ntitle = ''\nasks = ''\nfound = ''\nmetric = 'm'\nx = 'size'\nlines = ['mode']\n[[figure.finding]]\n\
              text = ''\nshape = 'less'\na = { mode = 'poll' }\nb = { mode = 'event' }\n";
         let experiment = figures::parse(file).unwrap();
         let points = points(&experiment, Extent::Full);

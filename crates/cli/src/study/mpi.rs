@@ -48,6 +48,10 @@ impl Mpi {
 
     /// Ends the programs.
     pub(crate) fn end(&mut self) {
+        // The end of each takes a second, so all begin to end before one is waited for.
+        for running in self.running.values_mut() {
+            running.hang_up();
+        }
         self.running.clear();
     }
 

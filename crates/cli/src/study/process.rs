@@ -92,10 +92,16 @@ impl Conversation {
     }
 }
 
+impl Conversation {
+    /// Ends the input, which ends the program.
+    pub(crate) fn hang_up(&mut self) {
+        self.input = None;
+    }
+}
+
 impl Drop for Conversation {
     fn drop(&mut self) {
-        // The end of the input ends the program.
-        self.input = None;
+        self.hang_up();
         self.process.wait();
     }
 }
