@@ -5,13 +5,16 @@
  *
  *   ping    latency of a 64-byte Send, beside --idle other queue pairs that are connected but idle
  *   read    latency of a 64-byte RDMA Read while the target polls
- *   spread  4 KiB Writes on --qps queue pairs, a new one for each that completes: the rate, and how evenly it is distributed
- *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it sleeps
- *   idle    costs of --qps idle queue pairs for a process reg     ibv_reg_mr and ibv_dereg_mr; one process memory  the same with
- *   newly mapped memory, compared with copying it; one process first   time to the first byte: from no connection to a byte sent
- *   and returned, with rdma_cm and with TCP buffers RDMA Writes of memory that the program has just written: registered each time,
- *   copied, registered once, or provided by libanywarp-buffers, whole or in pieces broadcast datagrams to a multicast group with
- *   --qps members, each a process: the sum of the rates that they receive
+ *   spread  4 KiB Writes on --qps queue pairs, each replaced when it completes: the rate, and how evenly it is distributed
+ *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
+ *           sleeps
+ *   idle    costs of --qps idle queue pairs for a process
+ *   reg     ibv_reg_mr and ibv_dereg_mr; one process
+ *   memory  the same with newly mapped memory, compared with copying it; one process
+ *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
+ *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
+ *           provided by libanywarp-buffers, whole or in pieces
+ *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of the rates that they receive
  *
  * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
  */
