@@ -184,6 +184,30 @@ fn a_window_of_type_2_serves_its_queue_pair_until_invalidated() {
     assert!(regions.deregister(&r).is_ok());
 }
 
+#[test]
+fn only_a_window_can_be_bound() {
+    let (regions, r) = registered(Access::LOCAL_WRITE | Access::MW_BIND);
+    let kind = Kind::Null {
+        sink: 0x1000,
+        zeroes: 0x2000,
+        len: 64,
+    };
+    let null = regions
+        .register_null(1, kind, &mut numbers_from(78))
+        .unwrap();
+    for region in [&null, &r] {
+        let bind = Bind {
+            window: region.stag(),
+            rkey: region.stag(),
+            mr: r.stag(),
+            addr: 0x10_100,
+            len: 16,
+            access: Access::REMOTE_WRITE,
+        };
+        assert_eq!(regions.bind(&bind, 1, 9), Err(AccessError::Invalid));
+    }
+}
+
 fn numbers_from(seed: u32) -> impl FnMut() -> u32 {
     let mut n = seed;
     move || {
