@@ -9,6 +9,7 @@ mod cli;
 mod cmd;
 mod elf;
 mod library;
+mod lines;
 mod pages;
 mod perf;
 mod sockets;

@@ -2,12 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,6 +15,7 @@ use serde_json::Value;
 use super::args::Bench;
 use super::rows::{How, Party, Unit};
 use crate::library::Library;
+use crate::lines::lines_of;
 use crate::sys;
 
 /// The longest wait until a server is ready.
@@ -351,8 +351,8 @@ impl End {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|e| Lost::Failed(format!("{program}: {e}")))?;
-        let lines = child.stdout.take().map(listen);
-        let errors = child.stderr.take().map(listen);
+        let lines = child.stdout.take().map(lines_of);
+        let errors = child.stderr.take().map(lines_of);
         let (Some(lines), Some(errors)) = (lines, errors) else {
             return Err(Lost::Failed("no pipes".to_owned()));
         };
@@ -515,19 +515,6 @@ impl Drop for End {
         let _ended_already = self.child.kill();
         let _nothing_to_do = self.child.wait();
     }
-}
-
-/// Returns a channel that receives the lines of a pipe.
-fn listen(pipe: impl Read + Send + 'static) -> Receiver<String> {
-    let (sender, lines) = mpsc::channel();
-    thread::spawn(move || {
-        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
-            if sender.send(line).is_err() {
-                return;
-            }
-        }
-    });
-    lines
 }
 
 type Parsed = (BTreeMap<String, f64>, Option<String>);

@@ -138,6 +138,16 @@ impl Run {
     }
 }
 
+/// Returns the share of the time that an end waited for one of its `processors`.
+///
+/// Threads of one end also wait for each other, while one of them uses the processor. That is not time that the end lost.
+fn waited(end: &Numbers, processors: f64) -> f64 {
+    let elapsed = float(of(end, "elapsed_ns").max(1));
+    let used = float(of(end, "cpu_us")) * 1e3 / elapsed;
+    let waited = float(of(end, "waited_ns")) / elapsed;
+    waited.min((processors - used).max(0.0))
+}
+
 impl Run {
     /// Returns the results for one size by name: one-way times in microseconds, rates in 10^6 bits per second, processor time
     /// in percent of one processor.
@@ -164,12 +174,8 @@ impl Run {
         let share = |end: &Numbers, name: &str, factor: f64| {
             float(of(end, name)) * factor / float(of(end, "elapsed_ns").max(1))
         };
-        // Threads of one end wait for each other as well, while one of them uses the processor. That is not time that the end lost.
         let processors = thread::available_parallelism().map_or(1, NonZero::get) as f64;
-        let waited = |end: &Numbers| {
-            let unused = (processors - share(end, "cpu_us", 1e3)).max(0.0);
-            share(end, "waited_ns", 1.0).min(unused)
-        };
+        let waited = |end| waited(end, processors);
         let waited = waited(&self.client).max(waited(&self.server));
         let mut figures = vec![
             ("messages", float(messages)),
@@ -566,6 +572,22 @@ mod tests {
         of.iter()
             .map(|(name, number)| ((*name).to_owned(), *number))
             .collect()
+    }
+
+    #[test]
+    fn threads_of_one_end_that_wait_for_each_other_lose_no_time() {
+        let end = |cpu_us| {
+            numbers(&[
+                ("elapsed_ns", 1_000_000),
+                ("waited_ns", 400_000),
+                ("cpu_us", cpu_us),
+            ])
+        };
+        // The end has used its processor all the time, half of it, and hardly.
+        for (cpu_us, processors, lost) in [(1000, 1.0, 0.0), (500, 1.0, 0.4), (100, 2.0, 0.4)] {
+            assert_eq!(waited(&end(cpu_us), processors), lost, "{cpu_us}");
+        }
+        assert!((waited(&end(900), 1.0) - 0.1).abs() < 1e-9);
     }
 
     #[test]

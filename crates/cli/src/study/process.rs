@@ -4,13 +4,14 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::library::Library;
+use crate::lines::lines_of;
 use crate::perf::Interrupted;
 
 /// The time limit for the start of a server.
@@ -34,15 +35,12 @@ pub(crate) struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        let end = Instant::now() + GRACE;
         if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw)
             && matches!(self.0.try_wait(), Ok(None))
         {
             let _ended_already = kill_process(pid, Signal::TERM);
         }
-        while Instant::now() < end && matches!(self.0.try_wait(), Ok(None)) {
-            thread::sleep(CHECK_EVERY);
-        }
+        self.wait();
         let _ended_already = self.0.kill();
         let _nothing_to_do = self.0.wait();
     }
@@ -104,19 +102,6 @@ impl Drop for Conversation {
         self.hang_up();
         self.process.wait();
     }
-}
-
-/// Returns the lines of a pipe, which a thread reads until its end.
-fn lines_of(pipe: impl Read + Send + 'static) -> Receiver<String> {
-    let (send, lines) = mpsc::channel();
-    thread::spawn(move || {
-        for line in BufReader::new(pipe).lines().map_while(Result::ok) {
-            if send.send(line).is_err() {
-                return;
-            }
-        }
-    });
-    lines
 }
 
 /// Returns the command that runs a verbs program with these arguments and variables. `library`: anywarp's, unless the program uses
