@@ -295,6 +295,18 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_loses_the_processor_now_and_then_polls_most_of_the_time() {
+        let mut state = State::NEW;
+        let lost = (Polled::Preempted, Duration::from_millis(3));
+        let mut polled = 0;
+        for _ in 0..100 {
+            polled += waits(&mut state, 500, SLOW, SOON);
+            polled += waits(&mut state, 1, SLOW, lost);
+        }
+        assert!(polled > 45_000, "{polled} of 50,100 waits polled");
+    }
+
+    #[test]
     fn waits_that_are_very_short_or_long_are_not_polled() {
         for asleep in [Duration::from_micros(3), Duration::from_millis(1)] {
             let mut state = State::NEW;

@@ -80,21 +80,6 @@ struct Member {
     reported: (Call, usize),
 }
 
-impl Member {
-    fn new(sock: &'static Sock, events: u32, data: u64, asked: u32) -> Self {
-        Self {
-            sock,
-            events,
-            data,
-            asked,
-            listed: false,
-            disarmed: false,
-            gone: false,
-            reported: (Call(0), 0),
-        }
-    }
-}
-
 /// The number of a waiting call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call(u64);
@@ -226,14 +211,17 @@ impl Set {
             }
         }
         let listed = inner.members.get(&fd).is_some_and(|m| m.listed);
-        let member = Member::new(sock, events, data, asked);
-        inner.members.insert(fd, Member { listed, ..member });
-        if old.is_none_or(|(_, before, _)| before != data) {
-            inner.index(data, fd);
-        }
-        inner.hang_bell();
-        inner.list(fd);
-        inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
+        let member = Member {
+            sock,
+            events,
+            data,
+            asked,
+            listed,
+            disarmed: false,
+            gone: false,
+            reported: (Call(0), 0),
+        };
+        self.add_member(&mut inner, fd, member);
         drop(inner);
         if old.is_none() {
             sock.joined(self, fd);
@@ -241,17 +229,34 @@ impl Set {
         Ok(())
     }
 
+    /// Puts a member into the map, and reports it if it has events already.
+    fn add_member(&self, inner: &mut Inner, fd: c_int, member: Member) {
+        let data = member.data;
+        let old = inner.members.insert(fd, member);
+        if old.is_none_or(|old| old.data != data) {
+            inner.index(data, fd);
+        }
+        inner.hang_bell();
+        inner.list(fd);
+        inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
+    }
+
     /// Makes `fd` a member, which the kernel's set contains already, with these events and this data.
     pub fn adopt(&'static self, fd: c_int, events: u32, data: u64, sock: &'static Sock) {
         let mut inner = self.lock();
         self.remove(&mut inner, fd);
         self.members.fetch_add(1, Ordering::AcqRel);
-        let member = Member::new(sock, events, data, events);
-        inner.members.insert(fd, member);
-        inner.index(data, fd);
-        inner.hang_bell();
-        inner.list(fd);
-        inner.ring_if_due(self.waiters.load(Ordering::Acquire) > 0);
+        let member = Member {
+            sock,
+            events,
+            data,
+            asked: events,
+            listed: false,
+            disarmed: false,
+            gone: false,
+            reported: (Call(0), 0),
+        };
+        self.add_member(&mut inner, fd, member);
         drop(inner);
         sock.joined(self, fd);
     }
