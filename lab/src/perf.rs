@@ -57,6 +57,13 @@ const LEAST_RATES: [(&str, &str, u32); 9] = [
     ("auto", "-t rc -o write -s 64K", 500),
 ];
 
+/// Rows of `anywarp bench` with `ib_send_lat`, which polls its completion queue, and `ib_write_lat`, which polls its memory for
+/// the peer's Write.
+const MEMORY_POLLED: [&str; 2] = ["lat-64k", "shm-64k"];
+/// How many times as long as a Send a Write to a program that polls its memory may take. If each Write waits for the worker of the
+/// engine, it takes 9 times as long over TCP, and 20 times through memory.
+const MEMORY_POLLED_MAX: f64 = 4.0;
+
 /// The time limit of a short run, and of both ends after an interrupt or with a wrong port.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 const SOON: Duration = Duration::from_secs(8);
@@ -73,6 +80,12 @@ pub(crate) fn run() -> Result {
         tally.report(
             &format!("blast {words}, {carrier}"),
             reaches(carrier, words, least),
+        );
+    }
+    for row in MEMORY_POLLED {
+        tally.report(
+            &format!("{row}: a program polls its memory"),
+            polls_memory(row),
         );
     }
     tally.report("interrupted client", interrupted(true));
@@ -197,6 +210,37 @@ fn reaches(carrier: &str, words: &str, least: u32) -> Result {
     println!("      {most:.0} MB/s, at least {least}");
     if most < f64::from(least) {
         return Err(format!("{most} MB/s in the best of five runs").into());
+    }
+    Ok(())
+}
+
+/// Checks that a program which polls its memory, and not its completion queue, gets the peer's Writes without a delay.
+fn polls_memory(row: &str) -> Result {
+    let json = sh::target().join("perf-memory.json");
+    let mut bench = anywarp();
+    bench
+        .args(["bench", "--short", "--repeat", "3", "--only", row, "--json"])
+        .arg(&json)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = Process::start(&mut bench)?.output(3 * TIME_LIMIT)?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(format!("{}: {stderr}", output.status).into());
+    }
+    let results: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&json)?)?;
+    let parties = results.pointer("/rows/0/parties");
+    let parties = parties.and_then(|all| all.as_array()).ok_or("no parties")?;
+    let median = |name: &str| {
+        let is_it = |party: &&serde_json::Value| party.get("name").is_some_and(|n| n == name);
+        parties.iter().find(is_it)?.get("median")?.as_f64()
+    };
+    let (Some(send), Some(write)) = (median("Send"), median("Write")) else {
+        return Err(format!("{row} has no value for Send or Write").into());
+    };
+    println!("      Send {send:.1} µs, Write {write:.1} µs");
+    if write > MEMORY_POLLED_MAX * send {
+        return Err(format!("a Write takes {:.1} times as long as a Send", write / send).into());
     }
     Ok(())
 }

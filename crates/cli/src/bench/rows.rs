@@ -611,6 +611,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         parties: vec![
             raw("raw memory", "shm --size 64 --millis N:300"),
             near(perftest(SEND, "ib_send_lat", "-s 64 -n N:50000")),
+            near(perftest(WRITE, "ib_write_lat", "-s 64 -n N:50000")),
             fi_pingpong(
                 "libfabric shm",
                 "-p shm -e rdm -B {port} -I N:50000 -S 64",
@@ -621,6 +622,23 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
             bound(SEND, By::Ratio("raw memory"), 2.0, None),
             bound(SEND, By::Ratio("libfabric shm"), 1.0, 0.65),
         ],
+    });
+
+    rows.push(Row {
+        name: "shm-64k",
+        what: "one way between two processes of one host, 64 KiB",
+        unit: Unit::Us,
+        usual: false,
+        parties: vec![
+            near(perftest(SEND, "ib_send_lat", "-s 65536 -n N:6000")),
+            near(perftest(WRITE, "ib_write_lat", "-s 65536 -n N:6000")),
+            fi_pingpong(
+                "libfabric shm",
+                "-p shm -e rdm -B {port} -I N:6000 -S 65536",
+                "-p shm -e rdm -P {port} -I N:6000 -S 65536 {host}",
+            ),
+        ],
+        bounds: vec![bound(SEND, By::Ratio("libfabric shm"), 1.0, None)],
     });
 
     rows.push(Row {

@@ -177,6 +177,12 @@ impl Connection {
             .is_some_and(|s| s.direct.is_some() || s.responder.is_receiving())
     }
 
+    /// Whether posted requests were sent and are not complete.
+    #[inline]
+    pub fn has_outstanding(&self) -> bool {
+        self.base.sq.has_outstanding()
+    }
+
     /// Number of requests of the peer that are done and not acknowledged.
     fn unacknowledged(&self) -> u32 {
         let acknowledges = |s: &&Stream| s.peer == Peer::Anywarp && s.end == End::Open;

@@ -360,7 +360,7 @@ impl Polled {
 
 impl PolledMemory for Polled {
     #[inline]
-    fn is_ready(&self) -> bool {
+    fn has_input(&self) -> bool {
         self.watch.has_bytes()
             || self.watch.has_room_again()
             || self.watch.is_closed_by_peer() && !self.closed.load(Ordering::Relaxed)

@@ -287,12 +287,9 @@ impl Watch {
 }
 
 impl PolledMemory for Watch {
-    fn is_ready(&self) -> bool {
+    fn has_input(&self) -> bool {
         let receives = self.receives.load(Ordering::Relaxed);
-        if receives && (self.has_bytes() || self.has_done()) || self.owes_ack() {
-            return true;
-        }
-        self.has_room_again()
+        receives && (self.has_bytes() || self.has_done()) || self.has_room_again()
     }
 
     fn owes_ack(&self) -> bool {

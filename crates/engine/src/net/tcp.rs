@@ -350,6 +350,11 @@ impl Tcp {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
     }
 
+    /// Whether a part of an FPDU has been received.
+    pub(crate) fn has_partial(&self) -> bool {
+        !self.rest.is_empty()
+    }
+
     /// Whether the peer has received all sent data, after the connection has ended with `outcome`. The kernel resets
     /// a connection that is closed while it contains unread bytes, so if there was no reset, the peer has read
     /// everything. With shared memory, unread bytes may be wake-ups, and the positions in the memory are decisive.

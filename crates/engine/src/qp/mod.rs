@@ -728,20 +728,11 @@ impl Source for RcQp {
         } else {
             Receive::Nothing
         };
-        self.with(|inner| {
-            test_panic::working();
-            self.progress(inner, now, receive, false);
-        });
+        self.receive(receive, now);
     }
 
     fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
-        let received = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
-        self.with(|inner| {
-            test_panic::working();
-            let before = received(inner);
-            self.progress(inner, now, Receive::All, false);
-            Some(received(inner) != before)
-        })
+        Some(self.receive(Receive::All, now))
     }
 
     fn set_armed(&self, armed: bool) {
@@ -761,7 +752,7 @@ impl Source for RcQp {
 
     /// Called when the peer wrote to, or read from, the memory that carries the stream.
     fn memory_ready(self: Arc<Self>, now: Instant) {
-        self.with(|inner| self.progress(inner, now, Receive::SharedMemory, false));
+        self.receive(Receive::SharedMemory, now);
     }
 
     fn flush_memory(self: Arc<Self>, now: Instant) {

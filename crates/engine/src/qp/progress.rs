@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::Weak;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anywarp_core::connection::End;
 use anywarp_core::verbs::event::AsyncEvent;
@@ -10,11 +10,19 @@ use anywarp_core::verbs::qp::State;
 
 use super::timers::Timer;
 use super::{Inner, Notice, RcQp, Receive, is_live};
+use crate::clock;
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::tcp::{Outcome, Tcp};
 use crate::reactor::PolledMemory;
 use crate::reactor::Token;
+use crate::sys::thread;
+use crate::test_panic;
+
+/// How long [`RcQp::receive_rest`] waits for the next bytes.
+const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
+/// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
+const REST_TIME_MAX: Duration = Duration::from_millis(1);
 
 impl Inner {
     /// Queues a notice for the connection manager, which is called after the lock is released.
@@ -25,7 +33,64 @@ impl Inner {
     }
 }
 
+/// What one call of [`RcQp::receive_once`] did.
+struct Received {
+    /// Whether bytes arrived.
+    any: bool,
+    /// Whether the last posted request completed.
+    completed_all: bool,
+    /// Whether a message has arrived in part.
+    partial: bool,
+}
+
 impl RcQp {
+    /// Receives what has arrived. Returns whether there was something.
+    pub(super) fn receive(&self, receive: Receive, now: Instant) -> bool {
+        let received = self.receive_once(receive, now);
+        if received.completed_all && received.partial && !thread::is_worker() {
+            self.receive_rest(receive, now);
+        }
+        received.any
+    }
+
+    fn receive_once(&self, receive: Receive, now: Instant) -> Received {
+        let bytes = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
+        self.with(|inner| {
+            test_panic::working();
+            let (before, awaited) = (bytes(inner), inner.conn.has_outstanding());
+            self.progress(inner, now, receive, false);
+            Received {
+                any: bytes(inner) != before,
+                completed_all: awaited && !inner.conn.has_outstanding(),
+                partial: inner.conn.is_receiving()
+                    || inner.tcp.as_ref().is_some_and(Tcp::has_partial),
+            }
+        })
+    }
+
+    /// Receives the rest of a message that has arrived in part.
+    ///
+    /// The acknowledgement of the program's last request arrives in front of the peer's next message. A program that polls its
+    /// memory for that message polls its completion queue no more once its request is complete, so nothing would be received
+    /// until the worker takes over. `ib_write_lat` of 64 KiB took 160 µs in place of 20.
+    #[cold]
+    fn receive_rest(&self, receive: Receive, since: Instant) {
+        let mut now = clock::now();
+        let mut last = now;
+        while now - last < REST_PAUSE_MAX && now - since < REST_TIME_MAX {
+            self.engine.renew_lease(now);
+            let received = self.receive_once(receive, now);
+            if !received.partial {
+                return;
+            }
+            std::hint::spin_loop();
+            now = clock::now();
+            if received.any {
+                last = now;
+            }
+        }
+    }
+
     /// Receives if there is something to receive, sends as much as possible, and delivers events.
     ///
     /// `flush`: delayed acknowledgements and corked requests are sent too.
@@ -62,8 +127,9 @@ impl RcQp {
                 outcome = tcp.receive(self.engine, &mut inner.conn, now, socket);
                 let open = outcome == Outcome::Open;
                 let in_vain = open && before == Some(tcp.counts.rx_bytes);
-                // An acknowledgement has waited for one poll, and nothing has arrived since.
-                flush |= in_vain && tcp.take_owed_ack();
+                // An acknowledgement has waited for one poll, and nothing has arrived since. The poll that received the request may
+                // also look at the sockets. That does not count, because the program has not seen the request yet.
+                flush |= in_vain && !socket && tcp.take_owed_ack();
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
                     // This case is frequent: most polls find nothing.
                     if in_vain {

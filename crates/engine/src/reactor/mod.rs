@@ -94,10 +94,14 @@ pub(crate) trait DelayedAck: Send + Sync {
 /// Memory that a peer process writes to. It has to be polled, because a write to it makes no socket readable.
 pub(crate) trait PolledMemory: Send + Sync {
     /// Whether there is something to receive, or again room to send.
-    fn is_ready(&self) -> bool;
-    /// Whether the peer waits for an acknowledgement. Then [`Self::is_ready`] is also true.
+    fn has_input(&self) -> bool;
+    /// Whether the peer waits for an acknowledgement.
     fn owes_ack(&self) -> bool {
         false
+    }
+    /// Whether a poll has something to do.
+    fn is_ready(&self) -> bool {
+        self.has_input() || self.owes_ack()
     }
     /// Requests that the peer sends a wake-up through the socket from now on. Returns whether the memory is ready
     /// already.
@@ -345,7 +349,7 @@ impl Reactor {
             return;
         };
         let mut ready = ReadyMemories::new();
-        self.find_ready_memories(&mut ready);
+        self.find_memories(|memory| memory.is_ready(), &mut ready);
         if ready.is_empty() && !flush && self.may_skip_turn(idle_polls) {
             return;
         }
@@ -392,6 +396,11 @@ impl Reactor {
         } else if self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
         }
+    }
+
+    /// Called while a poll goes on receiving: it may take longer than its lease.
+    pub(crate) fn renew_lease(&self, now: Instant) {
+        self.perform(self.lease.on_poll(self.epoch.nanos(now)));
     }
 
     /// Whether this idle poll only had to look at the memory.
@@ -526,12 +535,9 @@ impl Reactor {
         for qp in self.take_delayed() {
             qp.flush(now);
         }
-        if self.has_memories() && !self.is_broken() {
+        if self.has_memories() {
             let mut owing = ReadyMemories::new();
-            let memories = self.memories.read();
-            let owes = memories.iter().filter(|(memory, _)| memory.owes_ack());
-            owing.extend(owes.filter_map(|(_, source)| source.upgrade()));
-            drop(memories);
+            self.find_memories(|memory| memory.owes_ack(), &mut owing);
             for source in owing {
                 source.flush_memory(now);
             }
@@ -597,22 +603,26 @@ impl Reactor {
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
-    /// Adds the users of memory that is ready. Most polls find none, and make no list.
+    /// Adds the users of memory for which `is_ready` is true. Most polls find none, and make no list.
     #[inline]
-    fn find_ready_memories(&self, found: &mut ReadyMemories) {
+    fn find_memories(
+        &self,
+        is_ready: impl Fn(&dyn PolledMemory) -> bool,
+        found: &mut ReadyMemories,
+    ) {
         if self.has_memories() && !self.is_broken() {
             for (memory, source) in self.memories.read().iter() {
-                if memory.is_ready() {
+                if is_ready(&**memory) {
                     found.extend(source.upgrade());
                 }
             }
         }
     }
 
-    /// Handles memory that is ready. Returns whether there was any.
-    fn poll_memory(&self, now: Instant) -> bool {
+    /// Handles memory for which `is_ready` is true. Returns whether there was any.
+    fn poll_memory(&self, now: Instant, is_ready: impl Fn(&dyn PolledMemory) -> bool) -> bool {
         let mut ready = ReadyMemories::new();
-        self.find_ready_memories(&mut ready);
+        self.find_memories(is_ready, &mut ready);
         handle_memories(ready, now)
     }
 
@@ -761,7 +771,7 @@ impl Reactor {
             self.perform(self.lease.on_wait(self.epoch.nanos(now), slice));
             self.flush_delayed(now);
             if self.memory_prepare_sleep() {
-                self.poll_memory(now);
+                self.poll_memory(now, |memory| memory.is_ready());
                 let t = self.epoch.nanos(now);
                 if self.turns.sockets_are_late(t) {
                     self.poll_all(now);

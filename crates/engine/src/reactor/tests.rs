@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, Weak};
 
 use super::hot::DISARM_AFTER_HITS;
-use super::worker::{ROUNDS_MAX, SpinBudget};
+use super::worker::{AckHold, HOLD_FOR, ROUNDS_MAX, SpinBudget};
 use super::*;
 
 /// Longer than any delay of a loaded machine between two lines of a test.
@@ -134,12 +134,12 @@ fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     reactor.perform(reactor.lease.grant(reactor.epoch.nanos(checked), false));
     let timer = reactor.lease_timer.get();
     assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
-    reactor.sleep_and_work(&mut budget());
+    reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
     let idle_polls = reactor.cork.idle_polls();
     reactor.cork_since(idle_polls, checked, Some(qp as Arc<dyn DelayedAck>));
     assert!(reactor.cork.is_corked());
     assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
-    reactor.sleep_and_work(&mut budget());
+    reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
     assert!(!reactor.cork.is_corked());
 }
 
@@ -151,7 +151,7 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
     let wait = reactor.lease.on_wait(reactor.epoch.nanos(start), 5 * LONG);
     let lease = wait.set_timer.unwrap();
     set_timer(&reactor.lease_timer, Duration::ZERO);
-    reactor.sleep_and_work(&mut budget());
+    reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
     let timer = reactor.lease_timer.get();
     assert!(socket::wait_readable(timer.as_fd(), 100 * lease));
     assert!(clock::now() >= start + lease);
@@ -174,7 +174,7 @@ fn a_spinning_worker_receives_arriving_data() {
         let qp = Arc::new(Acknowledges(other, delay));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
         let mut spin = SpinBudget::with_credit(LONG, credit);
-        reactor.sleep_and_work(&mut spin);
+        reactor.sleep_and_work(&mut spin, &mut AckHold::default());
         assert!(reactor.take_delayed().is_empty());
         let left = bytes.recv();
         assert_eq!((left, spin.credit()), after);
@@ -208,6 +208,34 @@ fn a_first_empty_poll_leaves_the_acknowledgement_for_the_answer() {
     drop(reactor.take_delayed());
 }
 
+/// Notes the time of its flush.
+struct Flushed(Mutex<Option<Instant>>);
+
+impl DelayedAck for Flushed {
+    fn flush(&self, now: Instant) {
+        *self.0.lock().unwrap() = Some(now);
+    }
+}
+
+/// A program that polls its memory for the peer's Write answers at once, and the answer carries the acknowledgement.
+#[test]
+fn the_worker_holds_an_acknowledgement_only_if_a_poll_has_succeeded() {
+    let (reactor, _bytes, other) = idle();
+    let mut hold = AckHold::default();
+    for _ in 0..10 {
+        reactor.on_successful_poll();
+        let ack = Arc::new(Flushed(Mutex::new(None)));
+        reactor.schedule_ack(Arc::clone(&ack) as Arc<dyn DelayedAck>);
+        assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
+        let begin = clock::now();
+        reactor.sleep_and_work(&mut SpinBudget::new(Duration::ZERO), &mut hold);
+        let flushed = *ack.0.lock().unwrap();
+        assert!(flushed.unwrap() - begin >= HOLD_FOR);
+        let polls = reactor.lease.successful_polls();
+        assert!(!hold.expects_answer(polls), "there was no poll since");
+    }
+}
+
 /// A peer that waits for its acknowledgement sends nothing that would wake the worker, regardless of how much it sent
 /// before.
 #[test]
@@ -219,7 +247,7 @@ fn delayed_acknowledgements_are_sent_after_any_number_of_rounds() {
         }
         let qp = Arc::new(Acknowledges(other, Duration::ZERO));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
-        reactor.sleep_and_work(&mut budget());
+        reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
         assert!(reactor.take_delayed().is_empty(), "after {rounds} rounds");
     }
 }
@@ -231,7 +259,7 @@ fn a_hot_socket_is_disarmed_until_the_worker_takes_over() {
     send();
     assert!(!reactor.poll_all(clock::now()));
     reactor.hand_over();
-    reactor.sleep_and_work(&mut budget());
+    reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
     assert_eq!(bytes.calls(), ["rearmed", "ready"]);
     // The worker left it armed.
     send();
@@ -275,7 +303,7 @@ fn a_thread_that_sleeps_until_a_socket_is_ready_is_woken() {
 struct Memory(AtomicBool);
 
 impl PolledMemory for Memory {
-    fn is_ready(&self) -> bool {
+    fn has_input(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 

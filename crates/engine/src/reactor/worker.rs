@@ -26,6 +26,28 @@ const SPIN_FOR: Duration = Duration::from_micros(25);
 /// acknowledged, together.
 const SPIN_PAUSE: Duration = Duration::from_nanos(1000);
 
+/// How long the worker holds acknowledgements back if an answer may carry them ([`AckHold`]).
+pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
+
+/// Decides whether the worker holds acknowledgements back for [`HOLD_FOR`], while it spins.
+///
+/// A program that polls its memory for the peer's Write answers within a microsecond of its arrival. If the worker sent the
+/// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. No thread would
+/// poll a completion queue then, and each message would wait until a lease ends. The program is known by its polls: the
+/// acknowledgements to it complete its own Writes. A passive target has no completions, and its acknowledgements are sent at once.
+#[derive(Debug, Default)]
+pub(super) struct AckHold {
+    /// The number of successful polls when acknowledgements were sent last.
+    polls: u64,
+}
+
+impl AckHold {
+    /// Called before acknowledgements are sent. `polls`: the number of successful polls of the process.
+    pub(super) fn expects_answer(&mut self, polls: u64) -> bool {
+        std::mem::replace(&mut self.polls, polls) != polls
+    }
+}
+
 /// Decides whether the worker spins before it sleeps. It spins as long as data arrives during its spins. If the
 /// sender shares the worker's processor, or sends rarely, no data arrives, and the worker spins only from time to
 /// time.
@@ -110,10 +132,10 @@ pub(crate) fn spawn(
 impl Reactor {
     /// The worker's loop. A panic in it makes the device unusable, but the process continues.
     fn work(&self, on_panic: fn(&(dyn Any + Send))) {
-        let mut spin = SpinBudget::new(SPIN_FOR);
+        let (mut spin, mut hold) = (SpinBudget::new(SPIN_FOR), AckHold::default());
         loop {
-            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| self.sleep_and_work(&mut spin)))
-            {
+            let work = AssertUnwindSafe(|| self.sleep_and_work(&mut spin, &mut hold));
+            if let Err(payload) = catch_unwind(work) {
                 on_panic(&*payload);
                 // Dropping the payload of a panic may panic again.
                 let _leaked = std::mem::ManuallyDrop::new(payload);
@@ -122,7 +144,7 @@ impl Reactor {
     }
 
     /// Sleeps until the worker is needed, and does its work.
-    pub(super) fn sleep_and_work(&self, spin: &mut SpinBudget) {
+    pub(super) fn sleep_and_work(&self, spin: &mut SpinBudget, hold: &mut AckHold) {
         let mut events: [epoll::Event; 8] = [epoll::Event {
             flags: EventFlags::empty(),
             data: EventData::new_u64(0),
@@ -144,7 +166,7 @@ impl Reactor {
                 _ => {}
             }
         }
-        let (mut rounds, mut spin_until) = (0, None);
+        let (mut rounds, mut hold_until, mut spin_until) = (0, None, None);
         while rounds < ROUNDS_MAX {
             let now = clock::now();
             let t = self.epoch.nanos(now);
@@ -157,9 +179,10 @@ impl Reactor {
                 return;
             }
             self.hot.set(&self.sources, Token::NONE);
-            let from_memory = self.poll_memory(now);
+            let from_memory = self.poll_memory(now, |memory| memory.has_input());
             if self.poll_all(now) || from_memory {
                 rounds += 1;
+                hold_until = None;
                 if let Some(until) = spin_until.take() {
                     spin.record(now < until);
                 }
@@ -171,7 +194,12 @@ impl Reactor {
                 }
                 continue;
             }
+            if rounds > 0 && spin_until.is_none() && hold_until.is_none() {
+                let expects = hold.expects_answer(self.lease.successful_polls());
+                hold_until = Some(if expects { now + HOLD_FOR } else { now });
+            }
             match spin_until {
+                None if hold_until.is_some_and(|until| now < until) => {}
                 None => {
                     self.flush_delayed(now);
                     if rounds == 0 || self.is_broken() || !spin.may_spin() {
