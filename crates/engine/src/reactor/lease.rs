@@ -8,6 +8,7 @@
 //! All fields are atomics, because each poll and each post uses them and must take no lock. Several threads may poll
 //! at the same time, and each of them may renew the lease. A lost update only causes one renewal more or less.
 
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use crate::sync::{AtomicU64, Ordering};
@@ -30,6 +31,9 @@ const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 /// that time if the thread does something else. Setting a timer costs little if it is not the next one of its
 /// processor to fire.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
+
+/// How many posts start no lease after a lease that a post started, and during which no poll handled the sockets.
+const POSTS_TO_SKIP: u32 = 1024;
 
 const fn nanos(duration: Duration) -> u64 {
     duration.as_nanos() as u64
@@ -80,6 +84,10 @@ pub(super) struct Lease {
     posted_at: AtomicU64,
     /// The number of successful polls at that post.
     polls_at_post: AtomicU64,
+    /// Whether a post started the lease, and no poll has found nothing since.
+    is_by_post: AtomicBool,
+    /// The number of posts that start no lease, because an earlier one was of no use.
+    posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
@@ -96,6 +104,8 @@ impl Lease {
             polled_until: AtomicU64::new(0),
             posted_at: AtomicU64::new(0),
             polls_at_post: AtomicU64::new(0),
+            is_by_post: AtomicBool::new(false),
+            posts_to_skip: AtomicU32::new(0),
             successful_polls: AtomicU64::new(0),
             #[cfg(test)]
             lengths: (LEASE, STEADY_LEASE),
@@ -144,6 +154,9 @@ impl Lease {
     /// Called at a poll that found nothing, whose thread handles the sockets.
     #[inline]
     pub(super) fn on_poll(&self, t: u64) -> Actions {
+        if self.is_by_post.load(Ordering::Relaxed) {
+            self.is_by_post.store(false, Ordering::Relaxed);
+        }
         if t < self.renew_at.load(Ordering::Relaxed) {
             return Actions::NONE;
         }
@@ -226,10 +239,21 @@ impl Lease {
         let polls = self.successful_polls();
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
-        if polled && t <= before + nanos(POSTS_EXTEND_FOR) {
+        if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !self.skips_post() {
+            self.is_by_post.store(true, Ordering::Relaxed);
             return self.grant(t, false);
         }
         Actions::NONE
+    }
+
+    /// Whether a post starts no lease. Only an estimate: two threads may skip the same post.
+    fn skips_post(&self) -> bool {
+        let left = self.posts_to_skip.load(Ordering::Relaxed);
+        let skips = left > 0;
+        if skips {
+            self.posts_to_skip.store(left - 1, Ordering::Relaxed);
+        }
+        skips
     }
 
     /// Called when a completion queue is armed: the thread is about to sleep, so its posts start no lease until it
@@ -265,7 +289,15 @@ impl Lease {
     /// not handle the sockets.
     pub(super) fn on_wake(&self, t: u64) -> Option<Duration> {
         let until = self.until.load(Ordering::Acquire);
-        (t < until).then(|| Duration::from_nanos(until - t))
+        if t < until {
+            return Some(Duration::from_nanos(until - t));
+        }
+        if self.is_by_post.swap(false, Ordering::Relaxed) {
+            // No poll handled the sockets during the lease. The program polls its memory: its own requests complete without an
+            // acknowledgement of the peer, as those of UC or to a standard peer, so all its polls succeed.
+            self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
+        }
+        None
     }
 
     /// The end of the last lease.
@@ -445,6 +477,33 @@ mod tests {
         let actions = lease.on_post(later(5) + posting);
         assert!(has_lease(later(5) + posting));
         assert!(actions.take_sockets);
+    }
+
+    /// The requests of UC complete at once: each poll finds something, and the program then polls its memory.
+    #[test]
+    fn posts_start_no_lease_if_no_poll_handles_the_sockets_meanwhile() {
+        let lease = Lease::new();
+        let mut t = 1000 * MILLISECOND;
+        let post = |t: u64| {
+            lease.count_successful_poll();
+            lease.on_post(t).take_sockets
+        };
+        let _ = post(t);
+        for idle_poll in [true, false] {
+            t += MILLISECOND;
+            assert!(post(t));
+            if idle_poll {
+                let _ = lease.on_poll(t + 1);
+            }
+            assert!(lease.on_wake(t + nanos(LEASE) - 1).is_some());
+            assert!(lease.on_wake(t + nanos(LEASE)).is_none());
+        }
+        for skipped in 0..POSTS_TO_SKIP {
+            t += MILLISECOND;
+            assert!(!post(t), "post {skipped}");
+            assert!(lease.on_wake(t).is_none());
+        }
+        assert!(post(t + MILLISECOND));
     }
 
     #[test]
