@@ -119,7 +119,9 @@ pub const VARIABLES: &[Variable] = &[
         default: "host's",
         value: "NAME",
         text: "The congestion control of this side's TCP connections (reno, cubic, bbr, …), one of those in \
-               net.ipv4.tcp_allowed_congestion_control; the host's default when unset. `anywarp stat` shows it.",
+               net.ipv4.tcp_allowed_congestion_control. When unset, it is the host's default; but on paths with a \
+               round trip of less than 100 µs, cubic or reno takes the place of bbr, until segments are lost. \
+               `anywarp stat` shows it.",
     },
     Variable {
         name: "ANYWARP_GSO",

@@ -6,12 +6,13 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
-use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs as _, UdpSocket};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
+use rustix::net::{AddressFamily, SocketType};
 use serde_json::{Value, json};
 
 use super::raw_sys::{self, Shared};
@@ -203,13 +204,29 @@ fn accept(listener: &TcpListener) -> io::Result<TcpStream> {
 }
 
 fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect((host, port))?;
-    if let Some(name) = wanted_congestion() {
-        raw_sys::choose_congestion(&stream, &name)?;
-    }
+    let stream = match wanted_congestion() {
+        None => TcpStream::connect((host, port))?,
+        Some(name) => connect_with(&name, host, port)?,
+    };
     stream.set_read_timeout(Some(TIME_LIMIT))?;
     stream.set_nodelay(true)?;
     Ok(stream)
+}
+
+/// Connects with a congestion control. It is chosen before the connection is established: one that has begun with bbr goes on
+/// pacing its segments.
+fn connect_with(congestion: &str, host: &str, port: u16) -> io::Result<TcpStream> {
+    let address = (host, port).to_socket_addrs()?.next();
+    let address = address.ok_or_else(|| wrong("the host has no address"))?;
+    let family = if address.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let socket = rustix::net::socket(family, SocketType::STREAM, None)?;
+    raw_sys::choose_congestion(&socket, congestion)?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(TcpStream::from(socket))
 }
 
 /// The TCP connection over which the two ends exchange lines of numbers.

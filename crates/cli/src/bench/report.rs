@@ -7,7 +7,7 @@ use std::{env, fs, io};
 
 use serde::{Deserialize, Serialize};
 
-use super::rows::{Bound, By, Row};
+use super::rows::{Bound, By, RAW, RAW_RENO, Row};
 use super::run::{Sample, Stage};
 
 /// The number of failures after which a party is not measured again.
@@ -326,15 +326,26 @@ impl Seen {
         self.parties.iter().find(|p| p.name == name)?.median
     }
 
+    /// The value that values are compared with.
+    fn reference(&self, by: &str) -> Option<f64> {
+        let median = self.median_of(by);
+        if by != RAW {
+            return median;
+        }
+        let better = if self.costs { f64::min } else { f64::max };
+        let both = [median, self.median_of(RAW_RENO)];
+        both.into_iter().flatten().reduce(better)
+    }
+
     fn judge(&mut self) {
         let mut bounds = std::mem::take(&mut self.bounds);
         for bound in &mut bounds {
             let value = self.median_of(&bound.of);
             bound.value = match bound.kind.as_str() {
                 "itself" => value,
-                "beyond" => value.zip(self.median_of(&bound.by)).map(|(a, b)| a - b),
+                "beyond" => value.zip(self.reference(&bound.by)).map(|(a, b)| a - b),
                 _ => value
-                    .zip(self.median_of(&bound.by).filter(|by| *by > 0.0))
+                    .zip(self.reference(&bound.by).filter(|by| *by > 0.0))
                     .map(|(a, b)| a / b),
             };
             let good = |value: f64, limit: f64| {
@@ -424,6 +435,9 @@ impl Held {
         let mut text = match self.kind.as_str() {
             "itself" => digits(value),
             "beyond" => format!("{} more than {}", digits(value), self.by),
+            _ if self.by == RAW && row.median_of(RAW_RENO).is_some() => {
+                format!("{} × the better raw TCP", digits(value))
+            }
             _ => format!("{} × {}", digits(value), self.by),
         };
         let sign = if row.costs { "≤" } else { "≥" };
@@ -517,11 +531,29 @@ mod tests {
     }
 
     #[test]
+    fn targets_compare_with_the_better_raw_value() {
+        let mut seen = seen("bw-1m");
+        let at = |name: &str| position(&seen, name);
+        let (raw, reno, write) = (at(RAW), at(RAW_RENO), at("Write"));
+        seen.add(raw, value(4.0));
+        seen.add(write, value(4.0));
+        assert_eq!(seen.bounds[0].value, Some(1.0));
+        seen.add(reno, value(8.0));
+        assert_eq!(seen.bounds[0].value, Some(0.5));
+        assert!(seen.table().contains("0.50 × the better raw TCP"));
+    }
+
+    fn position(seen: &Seen, name: &str) -> usize {
+        let position = seen.parties.iter().position(|party| party.name == name);
+        position.unwrap()
+    }
+
+    #[test]
     fn written_results_are_parsed_again() {
         let mut report = Report::new("0,1", true, 3);
         let mut row = seen("rate-64");
-        row.add(0, value(0.3));
-        row.add(1, value(3.0));
+        row.add(position(&row, RAW), value(0.3));
+        row.add(position(&row, "Send"), value(3.0));
         report.rows.push(row);
         let text = serde_json::to_string(&report).unwrap();
         assert!(text.contains("\"partial\":true"));

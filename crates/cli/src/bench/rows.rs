@@ -81,7 +81,7 @@ pub(crate) struct Bound {
 /// What a bound applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum By {
-    /// The value divided by that of this party.
+    /// The value divided by that of this party. For [`RAW`], that is the better one of the row's values for raw TCP.
     Ratio(&'static str),
     /// The value minus that of this party.
     Beyond(&'static str),
@@ -190,7 +190,10 @@ const LOCAL: (&str, &str) = ("ANYWARP_CARRIER", "tcp");
 const NO_CRC: (&str, &str) = ("ANYWARP_CRC", "0");
 
 /// The names of parties that bounds refer to.
-const RAW: &str = "raw TCP";
+/// With the congestion control of the host.
+pub(crate) const RAW: &str = "raw TCP";
+/// With the congestion control that every program may use.
+pub(crate) const RAW_RENO: &str = "raw TCP, reno";
 const UDP: &str = "raw UDP";
 const SEND: &str = "Send";
 const WRITE: &str = "Write";
@@ -364,6 +367,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         usual: true,
         parties: vec![
             raw(RAW, "tcp-stream --size 1048576 --millis N:600"),
+            raw(RAW_RENO, "tcp-stream --size 1048576 --millis N:600").env("ANYWARP_CC", "reno"),
             perftest(WRITE, "ib_write_bw", "-s 1048576 -t 16 -n N:3000"),
             perftest(SEND, "ib_send_bw", bulk),
             perftest("Write, no CRC", "ib_write_bw", "-s 1048576 -t 16 -n N:3000")
@@ -392,6 +396,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         usual: true,
         parties: vec![
             raw(RAW, "tcp-stream --size 65536 --millis N:600"),
+            raw(RAW_RENO, "tcp-stream --size 65536 --millis N:600").env("ANYWARP_CC", "reno"),
             perftest(WRITE, "ib_write_bw", "-s 65536 -t 64 -n N:30000"),
             perftest(SEND, "ib_send_bw", "-s 65536 -t 64 -r 128 -n N:30000"),
             ucx(
@@ -415,6 +420,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         usual: false,
         parties: vec![
             raw(RAW, "tcp-stream --size 1048576 --millis N:600"),
+            raw(RAW_RENO, "tcp-stream --size 1048576 --millis N:600").env("ANYWARP_CC", "reno"),
             perftest(READ, "ib_read_bw", "-s 1048576 -t 16 -n N:3000"),
             ucx(
                 UCX,
@@ -432,6 +438,7 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         usual: true,
         parties: vec![
             raw(RAW, "tcp-stream --size 64 --millis N:500"),
+            raw(RAW_RENO, "tcp-stream --size 64 --millis N:500").env("ANYWARP_CC", "reno"),
             perftest(SEND, "ib_send_bw", "-s 64 -n N:1000000"),
             perftest(WRITE, "ib_write_bw", "-s 64 -n N:1000000"),
             ucx(
@@ -453,6 +460,8 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         usual: false,
         parties: vec![
             raw(RAW, "tcp-stream --size 64 --list 32 --millis N:500"),
+            raw(RAW_RENO, "tcp-stream --size 64 --list 32 --millis N:500")
+                .env("ANYWARP_CC", "reno"),
             perftest(SEND, "ib_send_bw", "-s 64 -l 32 -n N:3200000"),
             perftest(WRITE, "ib_write_bw", "-s 64 -l 32 -n N:3200000"),
         ],

@@ -1,6 +1,7 @@
 //! Carriers: TCP, shared memory and UDP, and the sockets and routes that they use.
 
 mod carrier;
+mod congestion;
 pub(crate) mod drain;
 #[cfg(any(test, fuzzing))]
 mod fuzz_handover;

@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use crate::config::config;
 use crate::fd::EngineFd;
 use crate::log;
+use crate::net::congestion;
 use crate::sys::socket::set_option;
 
 /// Receive buffer of a datagram socket, bytes; the kernel may grant less.
@@ -23,8 +24,11 @@ pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
         AddressFamily::INET6
     };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let fd = rustix::net::socket_with(family, kind, flags, None)?;
-    Ok(EngineFd::new(fd))
+    let fd = EngineFd::new(rustix::net::socket_with(family, kind, flags, None)?);
+    if kind == SocketType::STREAM {
+        congestion::replace(fd.get());
+    }
+    Ok(fd)
 }
 
 /// A socket bound to `port` on every address of this host, and whether it is IPv6.

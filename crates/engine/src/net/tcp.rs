@@ -19,6 +19,7 @@ use crate::config::Framing;
 use crate::engine::Engine;
 use crate::fd::EngineFd;
 use crate::mem::Unfilled;
+use crate::net::congestion::Congestion;
 use crate::net::drain::drain;
 use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
@@ -98,6 +99,7 @@ pub struct Tcp {
     /// Whether the last turn ended before it had received everything.
     rx_limited: bool,
     framing: Framing,
+    congestion: Congestion,
     /// Whether sending goes on only when the socket is writable or the shared ring has room.
     pub(crate) blocked: bool,
     /// Bytes that may be sent in one turn.
@@ -176,6 +178,7 @@ impl Tcp {
             rx_limit: RX_BUFFER_LEN,
             rx_limited: false,
             framing,
+            congestion: Congestion::default(),
             blocked: false,
             most: usize::MAX,
             limited: false,
@@ -185,6 +188,11 @@ impl Tcp {
             tx_shm: false,
             rx_shm: false,
         }
+    }
+
+    /// Called when the connection has been established by sockets of this library: settles its congestion control.
+    pub(crate) fn settle_congestion(&mut self) {
+        self.congestion = Congestion::settle(self.fd.get());
     }
 
     // ------------------------------------------------------------------ shared memory
@@ -794,6 +802,9 @@ impl Tcp {
                 Io::WouldBlock => {
                     self.counts.tx_full += 1;
                     self.blocked = true;
+                    if !self.tx_shm {
+                        self.congestion.check(self.fd.get(), now);
+                    }
                     self.waiting.get_or_insert_with(Waiting::new);
                     return Outcome::Open;
                 }

@@ -298,7 +298,8 @@ impl RcQp {
             if config.crc { "on" } else { "off" },
         );
         let must_send_first = side == Side::ManagedAcceptor && opened.expects_rtr;
-        let tcp = Tcp::new(opened.fd, None, opened.leftover, framing);
+        let mut tcp = Tcp::new(opened.fd, None, opened.leftover, framing);
+        tcp.settle_congestion();
         self.start(inner, tcp, config, now);
         if must_send_first && !inner.conn.has_started() {
             self.start_timer(inner, Timer::FirstMessage, now + REPLY_TIMEOUT);

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 /// Sets an integer socket option; false if that failed.
 pub fn set_option(fd: BorrowedFd<'_>, level: i32, name: i32, value: i32) -> bool {
@@ -145,8 +146,32 @@ pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> usize {
     }
 }
 
+/// What the kernel has measured on the path of a TCP connection.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TcpPath {
+    pub(crate) least_round_trip: Duration,
+    /// Data segments that were sent.
+    pub(crate) sent: u32,
+    /// Segments that were sent again.
+    pub(crate) resent: u32,
+}
+
+/// Returns what the kernel has measured on the path of a TCP connection; `None` before Linux 4.6, and for other sockets.
+pub(crate) fn tcp_path(fd: BorrowedFd<'_>) -> Option<TcpPath> {
+    let info = tcp_info(fd)?;
+    (info.tcpi_min_rtt > 0).then_some(TcpPath {
+        least_round_trip: Duration::from_micros(info.tcpi_min_rtt.into()),
+        sent: info.tcpi_data_segs_out,
+        resent: info.tcpi_total_retrans,
+    })
+}
+
 /// Segments that a TCP connection has retransmitted.
 pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
+    tcp_info(fd).map(|info| info.tcpi_total_retrans)
+}
+
+fn tcp_info(fd: BorrowedFd<'_>) -> Option<libc::tcp_info> {
     let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: `info` and `len` live through the call and `len` is the size of `info`.
@@ -160,11 +185,11 @@ pub(crate) fn tcp_retransmissions(fd: BorrowedFd<'_>) -> Option<u32> {
         )
     };
     // SAFETY: zeros are a value of this type of plain numbers, and the kernel has written none but numbers.
-    (r == 0).then(|| unsafe { info.assume_init() }.tcpi_total_retrans)
+    (r == 0).then(|| unsafe { info.assume_init() })
 }
 
 /// Blocks until a socket is readable, at most for `time`. Returns whether it is.
-pub fn wait_readable(fd: BorrowedFd<'_>, time: std::time::Duration) -> bool {
+pub fn wait_readable(fd: BorrowedFd<'_>, time: Duration) -> bool {
     let mut fds = [rustix::event::PollFd::from_borrowed_fd(
         fd,
         rustix::event::PollFlags::IN,

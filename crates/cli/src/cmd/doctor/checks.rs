@@ -252,6 +252,12 @@ fn tcp_buffer(name: &'static str) -> Line {
 
 fn congestion_control() -> Line {
     match sysctl("net.ipv4.tcp_congestion_control") {
+        Ok(name) if name.starts_with("bbr") => Line::ok(
+            "TCP congestion control",
+            format!(
+                "{name}; on paths of less than 100 µs cubic or reno takes its place (ANYWARP_CC={name} keeps it)"
+            ),
+        ),
         Ok(name) => Line::ok("TCP congestion control", name),
         Err(_) => Line::ok(
             "TCP congestion control",
