@@ -216,17 +216,21 @@ fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
 /// Connects with a congestion control. It is chosen before the connection is established: one that has begun with bbr goes on
 /// pacing its segments.
 fn connect_with(congestion: &str, host: &str, port: u16) -> io::Result<TcpStream> {
-    let address = (host, port).to_socket_addrs()?.next();
-    let address = address.ok_or_else(|| wrong("the host has no address"))?;
-    let family = if address.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
-    let socket = rustix::net::socket(family, SocketType::STREAM, None)?;
-    raw_sys::choose_congestion(&socket, congestion)?;
-    rustix::net::connect(&socket, &address)?;
-    Ok(TcpStream::from(socket))
+    let mut last = wrong("the host has no address");
+    for address in (host, port).to_socket_addrs()? {
+        let family = if address.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
+        let socket = rustix::net::socket(family, SocketType::STREAM, None)?;
+        raw_sys::choose_congestion(&socket, congestion)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => return Ok(TcpStream::from(socket)),
+            Err(e) => last = e.into(),
+        }
+    }
+    Err(last)
 }
 
 /// The TCP connection over which the two ends exchange lines of numbers.

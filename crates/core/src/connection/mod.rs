@@ -36,6 +36,7 @@ use std::time::{Duration, Instant};
 
 use crate::bounds;
 use crate::error::Misuse;
+use crate::llp::mpa::deframe::LENGTH;
 use crate::verbs::counter::{Counter, Ops};
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
@@ -46,6 +47,8 @@ use crate::verbs::sq::Phase;
 use crate::verbs::wc::Status;
 use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::control::{Control, Handover};
+use crate::wire::ddp::Header;
+use crate::wire::rdmap::Opcode;
 use stream::Stream;
 pub use stream::{End, First, Peer, StreamConfig};
 use timers::{Timer, Timers};
@@ -175,6 +178,26 @@ impl Connection {
         self.stream
             .as_ref()
             .is_some_and(|s| s.direct.is_some() || s.responder.is_receiving())
+    }
+
+    /// Whether a Write of the peer has arrived in part. `rest` is the front of an FPDU of which too little has been received to be
+    /// handled.
+    pub fn is_receiving_write(&self, rest: &[u8]) -> bool {
+        let Some(s) = &self.stream else { return false };
+        if s.responder.is_receiving_write() {
+            return true;
+        }
+        match rest.get(LENGTH..).map(Header::parse) {
+            Some(Ok((Header::Tagged(h), _))) => h.opcode == Opcode::Write,
+            Some(Ok((Header::Untagged(_), _))) => false,
+            // The header has not arrived as a whole.
+            Some(Err(_)) | None => !rest.is_empty(),
+        }
+    }
+
+    /// The number of requests of the peer that are done, modulo 2³².
+    pub fn requests_done(&self) -> u32 {
+        self.stream.as_ref().map_or(0, |s| s.responder.done())
     }
 
     /// Whether posted requests were sent and are not complete.

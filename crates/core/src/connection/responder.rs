@@ -220,6 +220,11 @@ impl Responder {
         self.is_receiving_send() || self.write_bytes > 0
     }
 
+    /// Whether a Write is arriving.
+    pub(super) fn is_receiving_write(&self) -> bool {
+        self.write_bytes > 0
+    }
+
     /// Whether a Send or immediate may begin with this number now.
     #[inline]
     pub(super) fn is_next_send(&self, msn: Msn) -> bool {

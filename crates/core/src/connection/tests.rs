@@ -354,3 +354,43 @@ fn a_carrier_acknowledges_in_place_of_messages() {
     assert_eq!(completed(&cq).len(), 3);
     assert_eq!(sent_messages(&mut conn), [(Opcode::Terminate, Some(1))]);
 }
+
+#[test]
+fn the_kind_of_a_partial_message_is_known_from_its_header() {
+    let fpdu = |opcode: Opcode, address: Address| {
+        let mut message = Message {
+            opcode,
+            address,
+            source: Source::Bytes(SmallVec::from_slice(&[7; 100])),
+            len: 100,
+            sent: 0,
+        };
+        let segment = segment(&mut message, 1442);
+        frame_bytes(&segment, &message.source, true)
+    };
+    let to_memory = Address::Tagged {
+        stag: Stag(1),
+        to: To(0),
+    };
+    let to_queue = Address::Untagged {
+        qn: 0,
+        msn: Msn(0),
+        inv_stag: Stag(0),
+        mo: 0,
+    };
+    let cases = [
+        (fpdu(Opcode::Write, to_memory), true),
+        (fpdu(Opcode::ReadResponse, to_memory), false),
+        (fpdu(Opcode::Send, to_queue), false),
+    ];
+    for (bytes, is_write) in cases {
+        let (mut conn, _) = near_the_end();
+        assert!(!conn.is_receiving_write(&[]));
+        for len in 1..bytes.len() {
+            let front = &bytes[..len];
+            assert_eq!(conn.handle_rx(now(), front), 0);
+            let is_known = Header::parse(front.get(LENGTH..).unwrap_or(&[])).is_ok();
+            assert_eq!(conn.is_receiving_write(front), !is_known || is_write);
+        }
+    }
+}

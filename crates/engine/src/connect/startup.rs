@@ -312,7 +312,7 @@ impl Startup {
         let mut peer = self.peer;
         peer.set_port(port);
         let fd = socket::open(peer.ip(), SocketType::STREAM)?;
-        socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
+        socket::tune_stream(&fd);
         let mut state = self.lock();
         if let Some(bind) = self.bind {
             let mut any = bind;
@@ -358,7 +358,7 @@ impl Startup {
         peer: SocketAddr,
         limits: ResponderLimits,
     ) -> io::Result<Arc<Self>> {
-        socket::tune_stream(&fd, crate::config::config().congestion_control.as_deref());
+        socket::tune_stream(&fd);
         let listening = Phase::Listening(Box::new(Responder::new(limits)));
         let startup = Arc::new(Self {
             engine,

@@ -8,11 +8,12 @@
 //! path. A connection that has begun with bbr goes on pacing its segments with every other congestion control: between network
 //! namespaces 1.3 GB/s in place of 4.3.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{set_tcp_congestion, tcp_congestion};
+use rustix::net::{AddressFamily, SocketType};
 
 use crate::config::config;
 use crate::log;
@@ -20,7 +21,7 @@ use crate::sys::socket::tcp_path;
 
 /// The smallest round trip of a long path. The handshake on a loopback interface or a veth pair takes 10 to 60 µs.
 const LONG: Duration = Duration::from_micros(100);
-/// The replacements, the best first. An unprivileged program may always use reno.
+/// The replacements, the best first. Most hosts allow unprivileged programs to use reno.
 const REPLACEMENTS: [&str; 2] = ["cubic", "reno"];
 /// How often lost segments are counted.
 const CHECK_EACH: Duration = Duration::from_millis(100);
@@ -31,22 +32,46 @@ const LOST_ONE_IN: u32 = 50;
 /// So many segments may be sent again for another reason, such as a late acknowledgement.
 const SPURIOUS: u32 = 8;
 
-/// The host's default, if it is bbr and can be replaced.
+/// The host's default, if it is bbr, and this process may replace it and return to it.
 static REPLACED: OnceLock<Option<String>> = OnceLock::new();
 
-/// Chooses the congestion control of a TCP socket that is not connected, unless `ANYWARP_CC` names one. The connections that a
-/// listening socket accepts have that of the listening socket.
-pub(super) fn replace(fd: BorrowedFd<'_>) {
-    let replaced = REPLACED.get_or_init(|| {
-        let name = tcp_congestion(fd).ok()?;
-        let is_bbr = name.starts_with("bbr") && config().congestion_control.is_none();
-        is_bbr.then_some(name)
-    });
-    if replaced.is_some() {
-        let _ = REPLACEMENTS
-            .into_iter()
-            .find(|name| set_tcp_congestion(fd, name).is_ok());
+/// Chooses the congestion control of a TCP socket that is not connected. The connections that a listening socket accepts have that
+/// of the listening socket.
+pub(super) fn choose(fd: BorrowedFd<'_>) {
+    if let Some(name) = &config().congestion_control {
+        set_named(fd, name);
+    } else if REPLACED.get_or_init(find_replaced).is_some() {
+        replace(fd);
     }
+}
+
+fn set_named(fd: BorrowedFd<'_>, name: &str) {
+    static LIMIT: log::Rarely = log::Rarely::new();
+    if let Err(e) = set_tcp_congestion(fd, name)
+        && LIMIT.now()
+    {
+        log!(
+            Warn,
+            "ANYWARP_CC={name}: {e}; using the host's congestion control (net.ipv4.tcp_allowed_congestion_control lists the allowed ones)"
+        );
+    }
+}
+
+/// Tries on a socket of its own whether bbr can be replaced, and set again: the host may allow unprivileged programs only other
+/// names than its default.
+fn find_replaced() -> Option<String> {
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).ok()?;
+    let fd = socket.as_fd();
+    let name = tcp_congestion(fd).ok()?;
+    let can_return =
+        || name.starts_with("bbr") && replace(fd) && set_tcp_congestion(fd, &name).is_ok();
+    can_return().then_some(name)
+}
+
+/// Sets the best replacement that this process may use.
+fn replace(fd: BorrowedFd<'_>) -> bool {
+    let mut names = REPLACEMENTS.into_iter();
+    names.any(|name| set_tcp_congestion(fd, name).is_ok())
 }
 
 /// The congestion control of a connection that may have been chosen here.
@@ -71,6 +96,12 @@ impl Congestion {
         let Some(Some(before)) = REPLACED.get() else {
             return Self::default();
         };
+        // A route can have a congestion control of its own.
+        let is_replaced =
+            tcp_congestion(fd).is_ok_and(|name| REPLACEMENTS.contains(&name.as_str()));
+        if !is_replaced {
+            return Self::default();
+        }
         if tcp_path(fd).is_some_and(|path| path.least_round_trip < LONG) {
             return Self {
                 chosen: Some(Chosen {
@@ -100,12 +131,13 @@ impl Congestion {
         let resent = path.resent.wrapping_sub(chosen.resent);
         (chosen.sent, chosen.resent) = (path.sent, path.resent);
         if loses(sent, resent) {
-            let _ = set_tcp_congestion(fd, chosen.before);
-            log!(
-                Info,
-                "{resent} of {sent} segments were lost: {} again",
-                chosen.before
-            );
+            if set_tcp_congestion(fd, chosen.before).is_ok() {
+                log!(
+                    Info,
+                    "{resent} of {sent} segments were lost: {} again",
+                    chosen.before
+                );
+            }
             self.chosen = None;
         }
     }
@@ -134,11 +166,9 @@ mod tests {
     #[test]
     fn bbr_is_replaced_on_a_loopback_interface_until_segments_are_lost() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let socket = crate::net::socket::open(
-            std::net::Ipv4Addr::LOCALHOST.into(),
-            rustix::net::SocketType::STREAM,
-        )
-        .unwrap();
+        let socket =
+            crate::net::socket::open(std::net::Ipv4Addr::LOCALHOST.into(), SocketType::STREAM)
+                .unwrap();
         let fd = socket.get();
         let is_bbr = REPLACED.get().unwrap().is_some();
         let name = tcp_congestion(fd).unwrap();

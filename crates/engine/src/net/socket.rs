@@ -7,7 +7,6 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::config::config;
 use crate::fd::EngineFd;
-use crate::log;
 use crate::net::congestion;
 use crate::sys::socket::set_option;
 
@@ -26,7 +25,7 @@ pub(crate) fn open(ip: IpAddr, kind: SocketType) -> io::Result<EngineFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = EngineFd::new(rustix::net::socket_with(family, kind, flags, None)?);
     if kind == SocketType::STREAM {
-        congestion::replace(fd.get());
+        congestion::choose(fd.get());
     }
     Ok(fd)
 }
@@ -50,9 +49,8 @@ pub(crate) fn open_on_every_address(kind: SocketType, port: u16) -> io::Result<(
     Ok((fd, false))
 }
 
-/// Sets the options of a TCP connection that carries MPA. `congestion` names a congestion control; `None` keeps the
-/// default of the host.
-pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
+/// Sets the options of a TCP connection that carries MPA.
+pub(crate) fn tune_stream(fd: &EngineFd) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
     // RFC 5042 §6.4: keepalives detect that a peer has failed even if nothing is sent to it, so that its connection
     // does not use resources forever.
@@ -60,17 +58,6 @@ pub(crate) fn tune_stream(fd: &EngineFd, congestion: Option<&str>) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 30);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10);
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
-    if let Some(name) = congestion
-        && let Err(e) = rustix::net::sockopt::set_tcp_congestion(fd.get(), name)
-    {
-        static LIMIT: log::Rarely = log::Rarely::new();
-        if LIMIT.now() {
-            log!(
-                Warn,
-                "ANYWARP_CC={name}: {e}; using the host's congestion control (net.ipv4.tcp_allowed_congestion_control lists the allowed ones)"
-            );
-        }
-    }
 }
 
 /// Sets the options of a UDP socket that carries datagram queue pairs.

@@ -358,9 +358,9 @@ impl Tcp {
         self.rest.is_empty().then_some(self.counts.rx_bytes)
     }
 
-    /// Whether a part of an FPDU has been received.
-    pub(crate) fn has_partial(&self) -> bool {
-        !self.rest.is_empty()
+    /// The front of an FPDU that has been received in part.
+    pub(crate) fn rest(&self) -> &[u8] {
+        &self.rest
     }
 
     /// Whether the peer has received all sent data, after the connection has ended with `outcome`. The kernel resets

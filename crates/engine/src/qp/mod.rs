@@ -757,6 +757,11 @@ impl Source for RcQp {
 
     fn flush_memory(self: Arc<Self>, now: Instant) {
         self.with(|inner| {
+            // The flag is cleared even if nothing may be sent now, because the worker does not sleep while it is set. What holds the
+            // acknowledgement back, such as a rate limit, sends it when it ends.
+            if let Some(tcp) = &inner.tcp {
+                tcp.take_owed_ack();
+            }
             if inner.conn.ack_due() {
                 self.progress(inner, now, Receive::Nothing, true);
             }

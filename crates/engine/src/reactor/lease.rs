@@ -240,8 +240,10 @@ impl Lease {
         let before = self.posted_at.swap(t, Ordering::Relaxed);
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
         if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !self.skips_post() {
-            self.is_by_post.store(true, Ordering::Relaxed);
-            return self.grant(t, false);
+            let actions = self.grant(t, false);
+            // After the grant: a worker that is awake and finds no lease must not take this for the end of one.
+            self.is_by_post.store(true, Ordering::Release);
+            return actions;
         }
         Actions::NONE
     }
@@ -271,6 +273,7 @@ impl Lease {
     /// Called when a thread that waits for an event handles the sockets for `slice`. The lease covers the next waits
     /// too, since there is a wait for each message.
     pub(super) fn on_wait(&self, t: u64, slice: Duration) -> Actions {
+        self.is_by_post.store(false, Ordering::Relaxed);
         let needed = t + nanos(slice + self.short());
         if self.until.load(Ordering::Acquire) >= needed {
             return Actions::NONE;
@@ -292,7 +295,7 @@ impl Lease {
         if t < until {
             return Some(Duration::from_nanos(until - t));
         }
-        if self.is_by_post.swap(false, Ordering::Relaxed) {
+        if self.is_by_post.swap(false, Ordering::AcqRel) {
             // No poll handled the sockets during the lease. The program polls its memory: its own requests complete without an
             // acknowledgement of the peer, as those of UC or to a standard peer, so all its polls succeed.
             self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
@@ -313,6 +316,7 @@ impl Lease {
 
     /// Ends the lease now: polling threads stop handling the sockets.
     pub(super) fn end(&self) {
+        self.is_by_post.store(false, Ordering::Relaxed);
         self.until.store(0, Ordering::Release);
         self.renew_at.store(0, Ordering::Relaxed);
     }

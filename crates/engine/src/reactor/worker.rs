@@ -182,7 +182,6 @@ impl Reactor {
             let from_memory = self.poll_memory(now, |memory| memory.has_input());
             if self.poll_all(now) || from_memory {
                 rounds += 1;
-                hold_until = None;
                 if let Some(until) = spin_until.take() {
                     spin.record(now < until);
                 }
@@ -201,6 +200,7 @@ impl Reactor {
             match spin_until {
                 None if hold_until.is_some_and(|until| now < until) => {}
                 None => {
+                    hold_until = None;
                     self.flush_delayed(now);
                     if rounds == 0 || self.is_broken() || !spin.may_spin() {
                         break;
