@@ -120,7 +120,7 @@ pub const VARIABLES: &[Variable] = &[
         value: "NAME",
         text: "The congestion control of this side's TCP connections (reno, cubic, bbr, …), one of those in \
                net.ipv4.tcp_allowed_congestion_control. When unset, it is the host's default; but on paths with a \
-               round trip of less than 100 µs, cubic or reno takes the place of bbr, until segments are lost. \
+               round trip of less than 100 µs, cubic or reno takes the place of bbr, until one segment in 50 is lost. \
                `anywarp stat` shows it.",
     },
     Variable {

@@ -217,7 +217,7 @@ impl Responder {
 
     /// Whether a Send or Write is arriving.
     pub(super) fn is_receiving(&self) -> bool {
-        self.is_receiving_send() || self.write_bytes > 0
+        self.is_receiving_send() || self.is_receiving_write()
     }
 
     /// Whether a Write is arriving.

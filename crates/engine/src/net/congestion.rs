@@ -1,8 +1,8 @@
 //! Replaces bbr on short paths.
 //!
 //! On a loopback interface, and on a veth pair, bbr has a third to two thirds of the bandwidth of cubic or reno: it sends at the
-//! rate that it has measured, and the measurement follows a path of a few microseconds too slowly. On a path that loses segments it
-//! is the fastest. So it is replaced on paths with a short round trip, and comes back if segments are lost.
+//! rate that it has measured, and the measurement follows a path of a few microseconds too slowly. On a path that loses more than 2 %
+//! of the segments it is the fastest. So it is replaced on paths with a short round trip, and comes back if so many are lost.
 //!
 //! The replacement is chosen before the connection is established, when its path is not known, and undone afterwards on a long
 //! path. A connection that has begun with bbr goes on pacing its segments with every other congestion control: between network
@@ -28,7 +28,6 @@ const CHECK_EACH: Duration = Duration::from_millis(100);
 /// bbr comes back if more than one segment in this number was sent again. Between namespaces cubic has twice the bandwidth of bbr at
 /// a loss of 1 %, the same at 2 %, and a twentieth at 5 %.
 const LOST_ONE_IN: u32 = 50;
-
 /// So many segments may be sent again for another reason, such as a late acknowledgement.
 const SPURIOUS: u32 = 8;
 

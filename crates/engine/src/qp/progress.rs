@@ -37,39 +37,46 @@ impl Inner {
 struct Received {
     /// Whether bytes arrived.
     any: bool,
-    /// Whether the last posted request completed.
-    completed_all: bool,
-    /// Whether a Write has arrived in part.
-    partial: bool,
-    /// The number of requests of the peer that are done.
-    done: u32,
+    /// If the rest of a Write that has arrived in part is to be received: the number of requests of the peer that are done.
+    unfinished: Option<u32>,
 }
 
 impl RcQp {
     /// Receives what has arrived. Returns whether there was something.
     pub(super) fn receive(&self, receive: Receive, now: Instant) -> bool {
-        let received = self.receive_once(receive, now);
-        let polls = !thread::is_worker() && !thread::is_waiting();
-        if received.completed_all && received.partial && polls {
-            self.receive_rest(receive, now, received.done);
+        let received = self.receive_once(receive, now, None);
+        if let Some(done) = received.unfinished
+            && !thread::is_worker()
+            && !thread::is_waiting()
+        {
+            self.receive_rest(receive, now, done);
         }
         received.any
     }
 
-    fn receive_once(&self, receive: Receive, now: Instant) -> Received {
+    /// Receives once. The rest of a Write is to be received if the last posted request has completed by this call, or if `unfinished`
+    /// says so and that Write is still not complete.
+    fn receive_once(&self, receive: Receive, now: Instant, unfinished: Option<u32>) -> Received {
         let bytes = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
         self.with(|inner| {
             test_panic::working();
             let (before, awaited) = (bytes(inner), inner.conn.has_outstanding());
             self.progress(inner, now, receive, false);
+            let any = bytes(inner) != before;
+            let completed_all = awaited && !inner.conn.has_outstanding();
+            if !completed_all && unfinished.is_none() {
+                return Received {
+                    any,
+                    unfinished: None,
+                };
+            }
+            let done = inner.conn.requests_done();
+            let is_same = unfinished.is_none_or(|before| before == done);
+            let rest = inner.tcp.as_ref().map(Tcp::rest);
+            let is_partial = rest.is_some_and(|rest| inner.conn.is_receiving_write(rest));
             Received {
-                any: bytes(inner) != before,
-                completed_all: awaited && !inner.conn.has_outstanding(),
-                partial: inner
-                    .tcp
-                    .as_ref()
-                    .is_some_and(|tcp| inner.conn.is_receiving_write(tcp.rest())),
-                done: inner.conn.requests_done(),
+                any,
+                unfinished: (is_same && is_partial).then_some(done),
             }
         })
     }
@@ -85,8 +92,8 @@ impl RcQp {
         let mut last = now;
         while now - last < REST_PAUSE_MAX && now - since < REST_TIME_MAX {
             self.engine.renew_lease(now);
-            let received = self.receive_once(receive, now);
-            if !received.partial || received.done != done {
+            let received = self.receive_once(receive, now, Some(done));
+            if received.unfinished.is_none() {
                 return;
             }
             std::hint::spin_loop();
