@@ -495,7 +495,8 @@ fn numbers_are_reused_and_a_destroyed_queue_pair_sends_nothing() {
     b.recv(1, 0, 4096);
     let (port, number) = (Arc::clone(&b.qp.common.port), b.qp.number());
     b.qp.destroy();
-    assert_eq!(b.qp.counters().rx_dgrams, 0);
+    // Tests that run at the same time share the port, and a late datagram for a queue pair that had this number may have arrived.
+    let before = b.qp.counters().rx_dgrams;
     a.send(SEND, 0, 10, Some(b.destination()));
     assert_eq!(a.next(false).unwrap().status, Status::Success);
     // When a later datagram to the same port has arrived, the earlier one has too.
@@ -512,11 +513,11 @@ fn numbers_are_reused_and_a_destroyed_queue_pair_sends_nothing() {
     } else {
         b.qp.udp.catch_up();
     }
-    assert_eq!(b.qp.counters().rx_dgrams, 0);
+    assert_eq!(b.qp.counters().rx_dgrams, before);
     assert_eq!(b.cq.poll(1, |_, entry| panic!("{entry:?}")), 0);
     // Other tests allocate and free numbers of the port at the same time, and one may keep this number until it ends.
     let until = clock::now() + Duration::from_secs(60);
-    let mut came_back = false;
+    let mut came_back = c.qp.number() == number;
     while !came_back && clock::now() < until {
         let taken: Vec<u32> = std::iter::from_fn(|| port.take_index()).collect();
         came_back = taken.contains(&number);
