@@ -28,9 +28,9 @@ pub(crate) struct Perf {
     #[arg(long, requires = "server")]
     pub(crate) forever: bool,
 
-    /// With --server: exit when the parent process exits
-    #[arg(long, requires = "server", hide = true)]
-    pub(crate) with_parent: bool,
+    /// With --server: exit when the parent process, which has this number, exits
+    #[arg(long, value_name = "PID", requires = "server", hide = true)]
+    pub(crate) with_parent: Option<i32>,
 
     /// TCP port of the connection between the two ends; a server with 0 chooses a free port and prints it
     #[arg(short, long, default_value_t = PORT)]

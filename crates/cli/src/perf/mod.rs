@@ -422,9 +422,14 @@ fn one_run(
 // ---------------------------------------------------------------- the server
 
 fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bool, String> {
-    if args.with_parent {
+    if let Some(parent) = args.with_parent {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))
             .map_err(|e| format!("cannot detect the end of the parent process: {e}"))?;
+        // There is no signal for a parent that exited before the call.
+        let now = rustix::process::getppid().map(rustix::process::Pid::as_raw_pid);
+        if now != Some(parent) {
+            return Err(format!("the parent process {parent} has exited"));
+        }
     }
     let any: IpAddr = Ipv6Addr::UNSPECIFIED.into();
     let listener = TcpListener::bind((any, args.port))

@@ -380,14 +380,9 @@ impl Bench {
         let host = self.host(system.map(|(_, device)| device.as_str()));
         let mut command = self.command().map_err(failed)?;
         command
-            .args([
-                "blast",
-                "--server",
-                "--forever",
-                "--with-parent",
-                "--quiet",
-                "-p",
-            ])
+            .args(["blast", "--server", "--forever", "--quiet", "--with-parent"])
+            .arg(std::process::id().to_string())
+            .arg("-p")
             .arg(port.to_string())
             .args(system.map(|_| "--system"))
             .env("ANYWARP_LIB", self.library.dir())
