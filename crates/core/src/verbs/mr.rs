@@ -718,7 +718,7 @@ fn region(stag: Stag, kind: Kind, what: &Registration, under: Option<Arc<Region>
 }
 
 /// An unused STag: 24 unpredictable bits of index, and 8 bits of key. Index 0 is not used, because STag 0 means
-/// "none" on the wire. The largest index is not used either.
+/// "none" on the wire. The largest index is not used either, because programs such as UCX use the key 0xffff_ffff for "no memory key".
 fn free_stag(table: &Index, random: &mut dyn FnMut() -> u32) -> Result<Stag, Misuse> {
     for _ in 0..64 {
         let stag = Stag(random());

@@ -367,7 +367,7 @@ impl PolledMemory for Polled {
             || self.can_send()
     }
 
-    fn prepare_sleep(&self) -> bool {
+    fn prepare_sleep(&self, _acks: bool) -> bool {
         self.watch.announce_sleep(|| self.is_ready())
     }
 }

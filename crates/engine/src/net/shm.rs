@@ -64,7 +64,7 @@ const SHORT: usize = 4 * 1024;
 /// A ring has this many parts. A peer that waits for room is woken when a part of its ring has been read completely.
 const WAKE_PARTS: u64 = 4;
 /// The first word of the page.
-const MAGIC: u64 = 0x6177_6361_7272_0003;
+const MAGIC: u64 = 0x6177_6361_7272_0004;
 /// Set in the word of [`Lines::done`] once it contains a number.
 const DONE_VALID: u64 = 1 << 32;
 /// Offset of a random word that the peer sends back in its Take.
@@ -265,6 +265,11 @@ impl Watch {
         wake::announce(self.shared.flag(self.us.asleep()), condition)
     }
 
+    /// Makes an acknowledgement wake this end if it sleeps. Returns false if one has arrived already.
+    pub(super) fn await_ack(&self) -> bool {
+        wake::await_ack(self.shared.flag(self.us.asleep()), || !self.has_done())
+    }
+
     /// Marks the peer as sleeping again, because the message that wakes it was not sent.
     pub(super) fn was_not_woken(&self) {
         self.shared
@@ -296,12 +301,12 @@ impl PolledMemory for Watch {
         self.owes_ack.load(Ordering::Relaxed)
     }
 
-    fn prepare_sleep(&self) -> bool {
+    fn prepare_sleep(&self, acks: bool) -> bool {
         // Threads that go to sleep at the same time may exceed the limit by their number.
         if self.wakeups_left.load(Ordering::Relaxed) < WAKEUPS_MAX {
             self.wakeups_left.fetch_add(1, Ordering::Relaxed);
         }
-        wake::announce(self.shared.flag(self.us.asleep()), || self.is_ready())
+        wake::announce_sleep(self.shared.flag(self.us.asleep()), acks, || self.is_ready())
     }
 }
 
@@ -764,6 +769,13 @@ impl Shm {
         wake::must_wake(watch.shared.flag(watch.them.asleep()))
     }
 
+    /// As [`Self::must_wake`], if no record was written but only an acknowledgement in page 0.
+    #[inline]
+    pub(crate) fn must_wake_for_ack(&self) -> bool {
+        let watch = &self.watch;
+        wake::must_wake_for_ack(watch.shared.flag(watch.them.asleep()))
+    }
+
     // ------------------------------------------------------------------ receiving
 
     /// Receives a record into `out`, which is empty, if the record is short and nothing of it has been read. Returns
@@ -1079,12 +1091,14 @@ pub(crate) fn fuzz(data: &[u8]) {
                 }
                 let _ = (
                     shm.is_all_taken(),
+                    shm.must_wake_for_ack(),
                     shm.must_wake(),
                     shm.must_wake_for_room(),
                 );
                 let _ = (
                     watch.is_ready(),
-                    watch.prepare_sleep(),
+                    watch.prepare_sleep(large & 4 == 4),
+                    watch.await_ack(),
                     shm.count_wakeups(small),
                 );
             }
@@ -1175,6 +1189,26 @@ mod tests {
     }
 
     #[test]
+    fn an_acknowledgement_wakes_only_an_end_that_wants_it() {
+        let (one, mut other) = pair();
+        let one = one.watch();
+        let _ = one.prepare_sleep(false);
+        other.publish_done(1);
+        assert!(!other.must_wake_for_ack());
+        assert!(other.must_wake(), "a record wakes it");
+        let _ = one.prepare_sleep(true);
+        assert!(other.must_wake_for_ack());
+        assert!(!other.must_wake(), "it is awake");
+        // Requests are posted that wait for the acknowledgement while the worker sleeps.
+        let (one, mut other) = pair();
+        let _ = one.watch().prepare_sleep(false);
+        assert!(one.watch().await_ack());
+        other.publish_done(1);
+        assert!(other.must_wake_for_ack());
+        assert!(!one.watch().await_ack(), "it has arrived");
+    }
+
+    #[test]
     fn excess_wake_ups_are_noticed() {
         let (mut one, other) = pair();
         // Both ends are marked as sleeping at first.
@@ -1182,7 +1216,7 @@ mod tests {
         assert!(!one.count_wakeups(1), "it did not sleep again");
         let (mut one, other) = pair();
         for _ in 0..10 {
-            let _ = one.watch().prepare_sleep();
+            let _ = one.watch().prepare_sleep(true);
             assert!(other.must_wake() && one.count_wakeups(1));
         }
         // It has slept eleven times (once before the first poll), and the peer may wake it each time.
@@ -1190,7 +1224,7 @@ mod tests {
         // Even if this end slept often without being woken, the peer may send only a limited number of bytes at once.
         let (mut one, _other) = pair();
         for _ in 0..100_000 {
-            let _ = one.watch().prepare_sleep();
+            let _ = one.watch().prepare_sleep(true);
         }
         assert!(!one.count_wakeups(WAKEUPS_MAX as usize + 1));
         assert!(one.count_wakeups(WAKEUPS_MAX as usize) && !one.count_wakeups(1));
@@ -1225,7 +1259,7 @@ mod tests {
                     Io::Done(n) => done += n,
                     Io::WouldBlock => {
                         assert!(
-                            !one.watch().prepare_sleep(),
+                            !one.watch().prepare_sleep(true),
                             "the ring is full and nothing was taken"
                         );
                         drain(&mut other, &mut got).unwrap();
@@ -1301,10 +1335,10 @@ mod tests {
         let (mut one, mut other) = pair();
         let mut batch = TxBatch::default();
         batch.push_raw(b"some");
-        assert!(!other.watch().prepare_sleep(), "there is nothing");
+        assert!(!other.watch().prepare_sleep(true), "there is nothing");
         assert_eq!(one.send(&batch, 0), Io::Done(4));
         assert!(one.must_wake() && !one.must_wake());
-        assert!(other.watch().prepare_sleep(), "there is something");
+        assert!(other.watch().prepare_sleep(true), "there is something");
         let mut out = Vec::new();
         drain(&mut other, &mut out).unwrap();
         assert_eq!(out, b"some");

@@ -325,7 +325,7 @@ impl Tcp {
 
     /// Blocks until something can be received. Returns false after `time`.
     pub(crate) fn wait(&self, time: Duration) -> bool {
-        self.watch().is_some_and(|w| w.prepare_sleep()) || wait_readable(self.fd.get(), time)
+        self.watch().is_some_and(|w| w.prepare_sleep(true)) || wait_readable(self.fd.get(), time)
     }
 
     fn read(
@@ -614,6 +614,7 @@ impl Tcp {
         now: Instant,
         flush: bool,
     ) -> Outcome {
+        let before = self.counts.tx_bytes;
         let outcome = self.transmit_batches(engine, conn, now, flush);
         // An acknowledgement whose record could not be written, or that is due without a record, is stored in page 0 of the
         // shared memory.
@@ -626,9 +627,11 @@ impl Tcp {
         }
         if self.tx_shm
             && let Some(shm) = &self.shm
-            && shm.must_wake()
         {
-            self.wake();
+            let has_sent = self.counts.tx_bytes != before;
+            if has_sent && shm.must_wake() || !has_sent && shm.must_wake_for_ack() {
+                self.wake();
+            }
         }
         outcome
     }
@@ -696,6 +699,11 @@ impl Tcp {
             shm.watch().set_owes_ack(true);
         }
         self.tx_shm
+    }
+
+    /// Makes sure that the next acknowledgement of the peer wakes this end if it sleeps. Returns false if it has arrived already.
+    pub(crate) fn await_ack(&self) -> bool {
+        self.watch().is_none_or(|watch| watch.await_ack())
     }
 
     /// Whether [`Self::schedule_ack`] was called since this was last called, and no acknowledgement was sent.

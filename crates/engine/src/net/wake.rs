@@ -14,7 +14,15 @@ pub(crate) trait Flag {
     fn load(&self) -> u32;
     fn store(&self, value: u32);
     fn swap(&self, value: u32) -> u32;
+    /// Replaces `value` by another one. Returns false if the flag does not have it.
+    fn replace(&self, value: u32, by: u32) -> bool;
 }
+
+/// An end that sleeps is woken for records and for acknowledgements.
+const ASLEEP: u32 = 1;
+/// An end that sleeps is woken for records, and not for an acknowledgement in page 0: its program waits for no event, so its next poll
+/// handles the acknowledgement soon enough.
+const ASLEEP_TO_ACKS: u32 = 2;
 
 impl Flag for AtomicU32 {
     #[inline]
@@ -31,13 +39,46 @@ impl Flag for AtomicU32 {
     fn swap(&self, value: u32) -> u32 {
         self.swap(value, Ordering::AcqRel)
     }
+
+    #[inline]
+    fn replace(&self, value: u32, by: u32) -> bool {
+        self.compare_exchange(value, by, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    }
 }
 
 /// Sets `flag`, by which this process announces that it sleeps or waits for room, and then evaluates `condition`:
 /// whether the peer has stored a position in the meantime, so that there is no need to sleep.
 #[inline]
 pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R {
-    flag.store(1);
+    announce_as(ASLEEP, flag, condition)
+}
+
+/// As [`announce`] of a sleep. `acks`: whether acknowledgements wake this end too.
+#[inline]
+pub(crate) fn announce_sleep<R>(
+    asleep: &impl Flag,
+    acks: bool,
+    condition: impl FnOnce() -> R,
+) -> R {
+    let value = if acks { ASLEEP } else { ASLEEP_TO_ACKS };
+    announce_as(value, asleep, condition)
+}
+
+#[inline]
+fn announce_as<R>(value: u32, flag: &impl Flag, condition: impl FnOnce() -> R) -> R {
+    flag.store(value);
+    fence(Ordering::SeqCst);
+    condition()
+}
+
+/// Makes an acknowledgement wake this process if it sleeps and only records do so. Then evaluates `condition`: whether no acknowledgement has
+/// arrived.
+#[inline]
+pub(crate) fn await_ack(asleep: &impl Flag, condition: impl FnOnce() -> bool) -> bool {
+    if asleep.load() == ASLEEP_TO_ACKS {
+        asleep.replace(ASLEEP_TO_ACKS, ASLEEP);
+    }
     fence(Ordering::SeqCst);
     condition()
 }
@@ -47,7 +88,14 @@ pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R 
 #[inline]
 pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);
-    asleep.load() == 1 && asleep.swap(0) == 1
+    asleep.load() != 0 && asleep.swap(0) != 0
+}
+
+/// As [`must_wake`], after this process has stored only an acknowledgement.
+#[inline]
+pub(crate) fn must_wake_for_ack(asleep: &impl Flag) -> bool {
+    fence(Ordering::SeqCst);
+    asleep.load() == ASLEEP && asleep.replace(ASLEEP, 0)
 }
 
 /// Whether the peer waits for room and has to be woken. Called after this process has stored the position up to which
@@ -81,6 +129,39 @@ mod loom_tests {
         fn swap(&self, value: u32) -> u32 {
             self.swap(value, Ordering::AcqRel)
         }
+
+        fn replace(&self, value: u32, by: u32) -> bool {
+            self.compare_exchange(value, by, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        }
+    }
+
+    /// An acknowledgement and then a record, to a receiver that falls asleep, is woken by neither or one of them, and falls asleep again for
+    /// acknowledgements too.
+    #[test]
+    fn loom_a_record_after_an_acknowledgement_wakes_a_receiver_that_sleeps() {
+        loom::model(|| {
+            let asleep = Arc::new(AtomicU32::new(0));
+            let (done, written) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+            let sender = thread::spawn({
+                let (asleep, done, written) =
+                    (Arc::clone(&asleep), Arc::clone(&done), Arc::clone(&written));
+                move || {
+                    done.store(1, Ordering::Release);
+                    let for_ack = must_wake_for_ack(&*asleep);
+                    written.store(1, Ordering::Release);
+                    (for_ack, must_wake(&*asleep))
+                }
+            });
+            let has_record = || written.load(Ordering::Acquire) == 1;
+            let seen = announce_sleep(&*asleep, false, has_record);
+            // The program starts to wait for events.
+            let seen_later = announce_sleep(&*asleep, true, || {
+                has_record() && done.load(Ordering::Acquire) == 1
+            });
+            let (for_ack, woken) = sender.join().unwrap();
+            assert!(seen || seen_later || woken, "the record is lost: {for_ack}");
+        });
     }
 
     #[test]

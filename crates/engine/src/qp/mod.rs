@@ -290,6 +290,7 @@ impl RcQp {
         let mut inner = self.lock();
         let mut result = Ok(());
         let before = inner.requests.0;
+        let others_wait = inner.conn.has_untaken();
         let mut longest = 0;
         for (i, fill) in requests.enumerate() {
             let mut len = 0;
@@ -324,8 +325,11 @@ impl RcQp {
             && self.cork(&mut inner)
         {
             // The requests are corked. The second poll that finds no completion sends them.
-        } else if may_wait && inner.conn.may_coalesce_behind_ack(limits, longest) {
-            self.schedule_ack();
+        } else if may_wait
+            && inner.conn.may_coalesce_behind_ack(limits, longest)
+            && (others_wait || self.wait_for_ack(&inner))
+        {
+            // The requests are sent at the next acknowledgement of the peer, or by the next thread that polls.
         } else {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;
@@ -347,6 +351,17 @@ impl RcQp {
         }
         self.unlock(inner);
         result
+    }
+
+    /// Lets requests wait for the next acknowledgement of the peer, which wakes this end if it sleeps. Returns false if they have to be sent
+    /// now: the acknowledgement has arrived, or the program computes between its posts.
+    fn wait_for_ack(&self, inner: &Inner) -> bool {
+        if !self.engine.is_busy(clock::now()) {
+            return false;
+        }
+        // Before `await_ack`: a worker that falls asleep meanwhile either sees this, or is woken by the acknowledgement.
+        self.schedule_ack();
+        inner.tcp.as_ref().is_some_and(Tcp::await_ack)
     }
 
     /// Schedules an acknowledgement, and the requests that are to be sent behind it, to be sent by the next thread that polls.
@@ -471,6 +486,10 @@ impl RcQp {
     ) -> Result<(), Misuse> {
         self.engine.works()?;
         let now = clock::now();
+        if next == Some(State::Sqd) {
+            // The event SQ_DRAINED follows the last acknowledgement.
+            self.engine.expect_events();
+        }
         self.with(|inner| {
             if matches!(next, Some(State::Error | State::Reset)) {
                 self.receive_arrived(inner, now);
@@ -496,6 +515,8 @@ impl RcQp {
 
     /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`).
     pub fn attach_counter(&self, counter: &Arc<Counter>, ops: Ops) -> Result<(), Misuse> {
+        // The program may wait for the counter without a poll.
+        self.engine.expect_events();
         self.lock().conn.attach_counter(counter, ops)
     }
 

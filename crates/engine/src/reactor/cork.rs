@@ -6,7 +6,8 @@
 //! uses the number of polls that have found nothing, *idle polls*.
 //!
 //! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between each and the next. A request
-//!   that is posted after two idle polls is sent at once, since the program waits for its result.
+//!   that is posted after two idle polls is sent at once, since the program waits for its result. [`Cork::is_busy`] excludes programs
+//!   that compute between their posts.
 //! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent,
 //!   because no acknowledgement of the peer triggers sending.
 //!
@@ -18,6 +19,10 @@ use crate::sync::{AtomicU64, Ordering, fence};
 const NOTHING_CORKED: u64 = u64::MAX;
 /// A post is corked if this many posts came before it, with at most one idle poll between each and the next.
 const BURST_MIN_POSTS: u64 = 4;
+
+/// A post is corked only if the posts before it came at least this often, on average. A program that computes for longer between two
+/// posts polls too late to send the first one. Sending a request alone takes 2 µs more.
+const POST_EACH_MAX: u64 = 20_000;
 
 /// What an idle poll has to do about corked requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +49,11 @@ pub(super) struct Cork {
     burst_polls: AtomicU64,
     /// The number of idle polls when a completion queue was armed.
     armed_at: AtomicU64,
+    /// Number of posts. Only an estimate, since several threads may post.
+    posts: AtomicU64,
+    /// The time in nanoseconds, and the number of posts, at the last call of [`Self::is_busy`].
+    checked_at: AtomicU64,
+    posts_at_check: AtomicU64,
 }
 
 impl Cork {
@@ -55,6 +65,9 @@ impl Cork {
             burst_polls: AtomicU64::new(0),
             // An arbitrary number that is far from the current one.
             armed_at: AtomicU64::new(1 << 63),
+            posts: AtomicU64::new(0),
+            checked_at: AtomicU64::new(0),
+            posts_at_check: AtomicU64::new(0),
         }
     }
 
@@ -80,6 +93,8 @@ impl Cork {
 
     /// Records that the program posts to a stream. Returns whether the request is part of a burst, and may be corked.
     pub(super) fn on_post(&self) -> bool {
+        let posts = self.posts.load(Ordering::Relaxed);
+        self.posts.store(posts.wrapping_add(1), Ordering::Relaxed);
         let idle = self.idle_polls.load(Ordering::Relaxed);
         // A program that waits for events polls once without success after each event and then sleeps, so it would
         // not send corked requests.
@@ -100,6 +115,15 @@ impl Cork {
         };
         self.burst_posts.store(posts + 1, Ordering::Relaxed);
         posts >= BURST_MIN_POSTS
+    }
+
+    /// Whether the posts since the last call came as often as those of a program that is busy sending. Called at the first post that is to
+    /// be corked, not at each post, because reading the time takes as long as sending a short message by shared memory.
+    pub(super) fn is_busy(&self, t: u64) -> bool {
+        let posts = self.posts.load(Ordering::Relaxed);
+        let before = self.checked_at.swap(t, Ordering::Relaxed);
+        let since = posts.wrapping_sub(self.posts_at_check.swap(posts, Ordering::Relaxed));
+        t.saturating_sub(before) <= since.saturating_mul(POST_EACH_MAX)
     }
 
     /// Records that a completion queue is armed.
@@ -192,6 +216,28 @@ mod tests {
             assert!(!cork.on_post());
         }
         assert!(cork.on_post());
+    }
+
+    #[test]
+    fn a_program_that_computes_between_its_posts_is_not_busy() {
+        let cork = Cork::new();
+        let mut t = 1_000_000_000;
+        let mut posts = |count: u64, each: u64| {
+            for _ in 0..count {
+                cork.on_post();
+                t += each;
+            }
+            cork.is_busy(t)
+        };
+        assert!(!posts(1, 0), "it posted nothing for a second");
+        // Some posts are corked, and the time is read at the first of them only.
+        for count in [1, 2, 64] {
+            assert!(posts(count, POST_EACH_MAX), "{count} posts");
+        }
+        for count in [1, 2, 64] {
+            assert!(!posts(count, 77_000), "{count} posts");
+        }
+        assert!(posts(1, 1_000), "it is busy again");
     }
 
     #[test]

@@ -103,9 +103,9 @@ pub(crate) trait PolledMemory: Send + Sync {
     fn is_ready(&self) -> bool {
         self.has_input() || self.owes_ack()
     }
-    /// Requests that the peer sends a wake-up through the socket from now on. Returns whether the memory is ready
-    /// already.
-    fn prepare_sleep(&self) -> bool;
+    /// Requests that the peer sends a wake-up through the socket from now on; for an acknowledgement alone only if `acks` is set. Returns
+    /// whether the memory is ready already.
+    fn prepare_sleep(&self, acks: bool) -> bool;
 }
 
 /// Polled memory and the source that uses it.
@@ -146,6 +146,8 @@ pub struct Reactor {
     delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
+    /// Whether the program has requested events that an acknowledgement may raise ([`Self::expect_events`]).
+    may_await_events: AtomicBool,
     /// Number of times that the worker returned from the kernel.
     wakes: AtomicU64,
     /// Whether an internal error was caught. Nothing is sent or received after it.
@@ -195,6 +197,7 @@ impl Reactor {
             delayed_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
+            may_await_events: AtomicBool::new(false),
             wakes: AtomicU64::new(0),
             broken: AtomicBool::new(false),
         };
@@ -417,9 +420,21 @@ impl Reactor {
 
     /// Called when a completion queue is armed: the program is about to sleep, so nothing may wait for its next poll.
     pub(crate) fn on_arm(&self) {
+        self.expect_events();
         self.lease.on_arm();
         self.cork.on_arm();
         self.flush_delayed(clock::now());
+    }
+
+    /// Called when the program may wait for an event that an acknowledgement raises: acknowledgements wake the worker from now on.
+    #[inline]
+    pub(crate) fn expect_events(&self) {
+        if !self.may_await_events.load(Ordering::Relaxed)
+            && !self.may_await_events.swap(true, Ordering::SeqCst)
+        {
+            // The worker may sleep, and be woken for records only.
+            self.wake();
+        }
     }
 
     /// Carries out the actions that the lease returned.
@@ -474,14 +489,20 @@ impl Reactor {
         self.cork.on_post()
     }
 
-    /// Corks posted requests. Returns false if no thread polls: then the requests have to be sent now.
+    /// Corks posted requests. Returns false if they have to be sent now: no thread polls, or the program computes between its posts.
     pub(crate) fn cork(&self, qp: Option<Arc<dyn DelayedAck>>) -> bool {
         let now = clock::now();
-        if !self.lease.is_polled(self.epoch.nanos(now)) {
+        let t = self.epoch.nanos(now);
+        if !self.cork.is_busy(t) || !self.lease.is_polled(t) {
             return false;
         }
         self.cork_since(self.cork.idle_polls(), now, qp);
         true
+    }
+
+    /// Whether the program posts so often that a request may wait for further ones.
+    pub(crate) fn is_busy(&self, now: Instant) -> bool {
+        self.cork.is_busy(self.epoch.nanos(now))
     }
 
     /// Corks further requests of a queue pair that has corked requests.
@@ -652,13 +673,16 @@ impl Reactor {
 
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
     fn memory_prepare_sleep(&self) -> bool {
-        self.has_memories()
+        let acks = self.may_await_events.load(Ordering::SeqCst);
+        let ready = self.has_memories()
             && !self.is_broken()
             && self
                 .memories
                 .read()
                 .iter()
-                .fold(false, |any, (memory, _)| memory.prepare_sleep() || any)
+                .fold(false, |any, (memory, _)| memory.prepare_sleep(acks) || any);
+        // Requests may have been posted meanwhile that wait for an acknowledgement (`RcQp::may_wait_for_ack`).
+        ready || !acks && self.has_memories() && self.has_delayed()
     }
 
     // ------------------------------------------------------------------ buffers

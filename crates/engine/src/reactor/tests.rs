@@ -119,9 +119,11 @@ fn nothing_is_corked_while_no_thread_polls() {
     // If the test is preempted, the lease may have ended.
     let corked = (0..100).any(|_| {
         reactor.on_idle_poll();
+        reactor.may_cork();
         reactor.cork(None)
     });
     assert!(corked);
+    assert!(!reactor.cork(None), "the program posted nothing since");
 }
 
 /// The lease ends between its check and the corking of a request: no other thread would send that request.
@@ -307,7 +309,7 @@ impl PolledMemory for Memory {
         self.0.load(Ordering::SeqCst)
     }
 
-    fn prepare_sleep(&self) -> bool {
+    fn prepare_sleep(&self, _acks: bool) -> bool {
         self.is_ready()
     }
 }
@@ -336,6 +338,57 @@ fn a_poll_handles_memory_that_is_ready() {
     reactor.remove_memory(&polled);
     reactor.on_idle_poll();
     assert!(memory.is_ready(), "it is no longer polled");
+}
+
+/// Memory that notes whether acknowledgements are to wake the worker.
+struct Sleeper(Mutex<Vec<bool>>);
+
+impl PolledMemory for Sleeper {
+    fn has_input(&self) -> bool {
+        false
+    }
+
+    fn prepare_sleep(&self, acks: bool) -> bool {
+        self.0.lock().unwrap().push(acks);
+        false
+    }
+}
+
+/// The acknowledgement may raise the event that the program has requested while the worker slept.
+#[test]
+fn acknowledgements_wake_the_worker_once_the_program_requests_events() {
+    let reactor = reactor();
+    let memory = Arc::new(Sleeper(Mutex::new(Vec::new())));
+    let user: Weak<MemoryUser> = Weak::new();
+    reactor.add_memory(Arc::clone(&memory) as Arc<dyn PolledMemory>, user);
+    let sleep = || {
+        reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
+        std::mem::take(&mut *memory.0.lock().unwrap())
+    };
+    reactor.wake();
+    assert_eq!(sleep(), [false]);
+    reactor.on_arm();
+    // Without a wake-up this would sleep forever.
+    assert_eq!(sleep(), [true]);
+    reactor.on_arm();
+    assert!(!socket::wait_readable(reactor.wake.get(), Duration::ZERO));
+}
+
+/// Such requests are sent when the acknowledgement arrives, which does not wake a worker that has gone to sleep before.
+#[test]
+fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
+    let reactor = reactor();
+    let user: Weak<MemoryUser> = Weak::new();
+    let memory = Arc::new(Sleeper(Mutex::new(Vec::new())));
+    reactor.add_memory(memory as Arc<dyn PolledMemory>, user);
+    assert!(!reactor.memory_prepare_sleep());
+    let qp = Arc::new(Flushed(Mutex::new(None)));
+    reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
+    assert!(reactor.memory_prepare_sleep());
+    reactor.wake();
+    reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
+    assert!(qp.0.lock().unwrap().is_some());
+    assert!(!reactor.memory_prepare_sleep());
 }
 
 /// A poll can take the wake-up after its lease has ended. The peer sends the next one only after the worker has slept
