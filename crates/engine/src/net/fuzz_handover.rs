@@ -81,6 +81,11 @@ struct Both {
 
 impl Both {
     fn new(choice: u8) -> io::Result<Self> {
+        Self::with_inline(choice, 64)
+    }
+
+    /// `inline`: the longest inline data.
+    fn with_inline(choice: u8, inline: u32) -> io::Result<Self> {
         let engine = engine()?;
         let (ours, peer) = connection()?;
         let addresses = (peer.local_addr()?, ours.local_addr()?);
@@ -97,11 +102,11 @@ impl Both {
                 max_sge: 1,
             },
             capacity: Capacity {
-                max_send_wr: 64,
+                max_send_wr: 256,
                 max_recv_wr: 64,
                 max_send_sge: 1,
                 max_recv_sge: 1,
-                max_inline: 64,
+                max_inline: inline,
             },
             sig_all: true,
         });
@@ -368,6 +373,46 @@ fn run(both: &mut Both, data: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reactor::PolledMemory as _;
+
+    /// The first step of sending fills the ring, and the second one finds no room.
+    #[test]
+    fn a_sleeping_peer_is_woken_for_a_list_that_fills_the_ring() {
+        let mut both = Both::with_inline(1 | 2 | 4, 2048).unwrap();
+        run(&mut both, &[8, 0, 0, 2, 9, 0, 1, 0, 9, 0, 8, 0, 6, 0, 9, 0]);
+        assert!(!both.tcp.sends_by_socket());
+        let mut received = [0; 4096];
+        let mut peer = both.peer.take().unwrap();
+        let _ = peer.read(&mut received);
+        let watch = Arc::clone(both.memory.as_ref().unwrap().watch());
+        assert!(!watch.prepare_sleep(false));
+        for id in 0..200 {
+            let request = WorkRequest {
+                id,
+                op: Op::Send {
+                    imm: None,
+                    invalidate: None,
+                },
+                payload: Payload::Inline(vec![0; 2048].into()),
+                signaled: true,
+                solicited: false,
+                ack_later: false,
+                fence: false,
+                destination: None,
+                srq: None,
+            };
+            both.conn.post_send(request).unwrap();
+        }
+        let now = clock::now();
+        let sent = both.tcp.transmit_posted(both.engine, &mut both.conn, now);
+        assert_eq!(sent, None);
+        assert!(both.transmit());
+        assert!(both.tcp.blocked, "the ring is full");
+        peer.set_nonblocking(false).unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        assert_eq!(peer.read(&mut received).unwrap(), 1);
+    }
 
     #[test]
     fn any_hand_over_messages_of_a_peer_are_handled() {

@@ -112,6 +112,8 @@ pub struct Tcp {
     shm: Option<Shm>,
     /// Whether the stream to the peer goes through `shm`.
     tx_shm: bool,
+    /// Whether records were written for which it was not yet checked whether the peer has to be woken.
+    unannounced: bool,
     /// Whether the stream from the peer goes through `shm`.
     rx_shm: bool,
 }
@@ -186,6 +188,7 @@ impl Tcp {
             counts: Counters::default(),
             shm: None,
             tx_shm: false,
+            unannounced: false,
             rx_shm: false,
         }
     }
@@ -614,7 +617,6 @@ impl Tcp {
         now: Instant,
         flush: bool,
     ) -> Outcome {
-        let before = self.counts.tx_bytes;
         let outcome = self.transmit_batches(engine, conn, now, flush);
         // An acknowledgement whose record could not be written, or that is due without a record, is stored in page 0 of the
         // shared memory.
@@ -625,15 +627,23 @@ impl Tcp {
         {
             shm.publish_done(conn.carrier_ack());
         }
-        if self.tx_shm
-            && let Some(shm) = &self.shm
-        {
-            let has_sent = self.counts.tx_bytes != before;
-            if has_sent && shm.must_wake() || !has_sent && shm.must_wake_for_ack() {
-                self.wake();
-            }
-        }
+        self.announce();
         outcome
+    }
+
+    /// Wakes the peer that shares memory, if it sleeps, for the records that were written, or for an acknowledgement in page 0.
+    fn announce(&mut self) {
+        let Some(shm) = self.shm.as_ref().filter(|_| self.tx_shm) else {
+            return;
+        };
+        let must_wake = if std::mem::take(&mut self.unannounced) {
+            shm.must_wake()
+        } else {
+            shm.must_wake_for_ack()
+        };
+        if must_wake {
+            self.wake();
+        }
     }
 
     /// [`Self::transmit`] in one step, for a queue pair that sends requests that were just posted, with no data from
@@ -673,6 +683,7 @@ impl Tcp {
             Io::WouldBlock | Io::Invalidated | Io::Eof => return None,
         };
         self.counts.tx_bytes += n as u64;
+        self.unannounced = true;
         if n < self.batch.len() {
             self.sent = n;
             return None;
@@ -683,11 +694,7 @@ impl Tcp {
             return None;
         }
         self.all_sent(engine);
-        if let Some(shm) = &self.shm
-            && shm.must_wake()
-        {
-            self.wake();
-        }
+        self.announce();
         Some(Outcome::Open)
     }
 
@@ -701,7 +708,8 @@ impl Tcp {
         self.tx_shm
     }
 
-    /// Makes sure that the next acknowledgement of the peer wakes this end if it sleeps. Returns false if it has arrived already.
+    /// Makes sure that the next acknowledgement of the peer wakes this end if it sleeps. Returns false if it has arrived already. On a socket
+    /// it always wakes this end.
     pub(crate) fn await_ack(&self) -> bool {
         self.watch().is_none_or(|watch| watch.await_ack())
     }
@@ -791,6 +799,7 @@ impl Tcp {
             match sent {
                 Io::Done(n) => {
                     self.counts.tx_bytes += n as u64;
+                    self.unannounced = true;
                     written += n;
                     self.sent += n;
                     if self.sent >= self.batch.len() {

@@ -329,7 +329,8 @@ impl RcQp {
             && inner.conn.may_coalesce_behind_ack(limits, longest)
             && (others_wait || self.wait_for_ack(&inner))
         {
-            // The requests are sent at the next acknowledgement of the peer, or by the next thread that polls.
+            // The requests are sent at the next acknowledgement of the peer, by the next thread that polls, or by the worker before it
+            // sleeps. Those that wait already are sent by one of these too, or when the ring has room or the rate limit permits it.
         } else {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;

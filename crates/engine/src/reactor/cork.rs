@@ -13,6 +13,8 @@
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
 
+use std::sync::atomic::AtomicBool;
+
 use crate::sync::{AtomicU64, Ordering, fence};
 
 /// The value of [`Cork::corked_at`] when nothing is corked. It is larger than any number of polls.
@@ -49,11 +51,13 @@ pub(super) struct Cork {
     burst_polls: AtomicU64,
     /// The number of idle polls when a completion queue was armed.
     armed_at: AtomicU64,
-    /// Number of posts. Only an estimate, since several threads may post.
+    /// Number of posts to streams. A list counts as one, because it is sent together. Only an estimate, since several threads may post.
     posts: AtomicU64,
     /// The time in nanoseconds, and the number of posts, at the last call of [`Self::is_busy`].
     checked_at: AtomicU64,
     posts_at_check: AtomicU64,
+    /// The result of that call.
+    was_busy: AtomicBool,
 }
 
 impl Cork {
@@ -68,6 +72,7 @@ impl Cork {
             posts: AtomicU64::new(0),
             checked_at: AtomicU64::new(0),
             posts_at_check: AtomicU64::new(0),
+            was_busy: AtomicBool::new(false),
         }
     }
 
@@ -119,11 +124,18 @@ impl Cork {
 
     /// Whether the posts since the last call came as often as those of a program that is busy sending. Called at the first post that is to
     /// be corked, not at each post, because reading the time takes as long as sending a short message by shared memory.
+    /// If there was no post since the last call, the result is the same.
     pub(super) fn is_busy(&self, t: u64) -> bool {
         let posts = self.posts.load(Ordering::Relaxed);
+        let since = posts.wrapping_sub(self.posts_at_check.load(Ordering::Relaxed));
+        if since == 0 {
+            return self.was_busy.load(Ordering::Relaxed);
+        }
+        self.posts_at_check.store(posts, Ordering::Relaxed);
         let before = self.checked_at.swap(t, Ordering::Relaxed);
-        let since = posts.wrapping_sub(self.posts_at_check.swap(posts, Ordering::Relaxed));
-        t.saturating_sub(before) <= since.saturating_mul(POST_EACH_MAX)
+        let is_busy = t.saturating_sub(before) <= since.saturating_mul(POST_EACH_MAX);
+        self.was_busy.store(is_busy, Ordering::Relaxed);
+        is_busy
     }
 
     /// Records that a completion queue is armed.
@@ -238,6 +250,8 @@ mod tests {
             assert!(!posts(count, 77_000), "{count} posts");
         }
         assert!(posts(1, 1_000), "it is busy again");
+        // The second question about one post.
+        assert!(cork.is_busy(2_000_000_000));
     }
 
     #[test]

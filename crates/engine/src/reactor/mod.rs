@@ -426,7 +426,8 @@ impl Reactor {
         self.flush_delayed(clock::now());
     }
 
-    /// Called when the program may wait for an event that an acknowledgement raises: acknowledgements wake the worker from now on.
+    /// Called when the program may wait for an event that an acknowledgement raises: acknowledgements wake the worker from its next sleep on, and
+    /// a thread that waits for an event from its next slice on ([`WAIT_SLICE`]).
     #[inline]
     pub(crate) fn expect_events(&self) {
         if !self.may_await_events.load(Ordering::Relaxed)
@@ -493,7 +494,7 @@ impl Reactor {
     pub(crate) fn cork(&self, qp: Option<Arc<dyn DelayedAck>>) -> bool {
         let now = clock::now();
         let t = self.epoch.nanos(now);
-        if !self.cork.is_busy(t) || !self.lease.is_polled(t) {
+        if !self.lease.is_polled(t) || !self.cork.is_busy(t) {
             return false;
         }
         self.cork_since(self.cork.idle_polls(), now, qp);
@@ -681,7 +682,7 @@ impl Reactor {
                 .read()
                 .iter()
                 .fold(false, |any, (memory, _)| memory.prepare_sleep(acks) || any);
-        // Requests may have been posted meanwhile that wait for an acknowledgement (`RcQp::may_wait_for_ack`).
+        // Requests may have been posted meanwhile that wait for an acknowledgement (`RcQp::wait_for_ack`).
         ready || !acks && self.has_memories() && self.has_delayed()
     }
 

@@ -123,7 +123,6 @@ fn nothing_is_corked_while_no_thread_polls() {
         reactor.cork(None)
     });
     assert!(corked);
-    assert!(!reactor.cork(None), "the program posted nothing since");
 }
 
 /// The lease ends between its check and the corking of a request: no other thread would send that request.
