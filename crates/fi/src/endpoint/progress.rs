@@ -3,19 +3,24 @@
 use super::*;
 
 impl Endpoint {
-    /// Calls `post`. If the send queue is full, handles completions of the device, which may free entries, and tries once more.
+    /// Calls `post`. If the send queue is full, handles completions of the device, which may free entries, and tries again.
+    ///
+    /// Two polls may be needed: if both ends are in one process, the first one sends the acknowledgement of a link that the second one
+    /// receives.
     pub(super) fn post_or_progress(
         &mut self,
         cx: &mut Shared,
         post: impl Fn(&mut Self, &mut Shared) -> Result<(), i32>,
     ) -> Result<(), i32> {
-        match post(self, cx) {
-            Err(FI_EAGAIN) => {
-                self.progress(cx);
-                post(self, cx)
+        let mut posted = post(self, cx);
+        for _ in 0..2 {
+            if posted != Err(FI_EAGAIN) {
+                break;
             }
-            other => other,
+            self.progress(cx);
+            posted = post(self, cx);
         }
+        posted
     }
 
     /// Handles completions of the device.
