@@ -2,18 +2,21 @@
 
 use super::*;
 
+/// How often the device is polled before a request is refused because the send queue is full.
+const PROGRESS_TRIES: u32 = 4;
+
 impl Endpoint {
     /// Calls `post`. If the send queue is full, handles completions of the device, which may free entries, and tries again.
     ///
-    /// Two polls may be needed: if both ends are in one process, the first one sends the acknowledgement of a link that the second one
-    /// receives.
+    /// Several polls may be needed: if both ends are in one process, one of them sends the acknowledgement of a link, and the next one
+    /// receives it.
     pub(super) fn post_or_progress(
         &mut self,
         cx: &mut Shared,
         post: impl Fn(&mut Self, &mut Shared) -> Result<(), i32>,
     ) -> Result<(), i32> {
         let mut posted = post(self, cx);
-        for _ in 0..2 {
+        for _ in 0..PROGRESS_TRIES {
             if posted != Err(FI_EAGAIN) {
                 break;
             }
