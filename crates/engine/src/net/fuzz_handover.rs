@@ -62,6 +62,24 @@ fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
     out
 }
 
+/// A signaled Send.
+fn send_of(id: u64, payload: Payload) -> WorkRequest {
+    WorkRequest {
+        id,
+        op: Op::Send {
+            imm: None,
+            invalidate: None,
+        },
+        payload,
+        signaled: true,
+        solicited: false,
+        ack_later: false,
+        fence: false,
+        destination: None,
+        srq: None,
+    }
+}
+
 /// The tested end, and its peer.
 struct Both {
     engine: &'static Engine,
@@ -332,20 +350,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 true
             }
             13 => {
-                let _ = both.conn.post_send(WorkRequest {
-                    id: 1,
-                    op: Op::Send {
-                        imm: None,
-                        invalidate: None,
-                    },
-                    payload: Payload::empty(),
-                    signaled: true,
-                    solicited: false,
-                    ack_later: false,
-                    fence: false,
-                    destination: None,
-                    srq: None,
-                });
+                let _ = both.conn.post_send(send_of(1, Payload::empty()));
                 both.transmit()
             }
             14 => {
@@ -387,20 +392,7 @@ mod tests {
         let watch = Arc::clone(both.memory.as_ref().unwrap().watch());
         assert!(!watch.prepare_sleep(false));
         for id in 0..200 {
-            let request = WorkRequest {
-                id,
-                op: Op::Send {
-                    imm: None,
-                    invalidate: None,
-                },
-                payload: Payload::Inline(vec![0; 2048].into()),
-                signaled: true,
-                solicited: false,
-                ack_later: false,
-                fence: false,
-                destination: None,
-                srq: None,
-            };
+            let request = send_of(id, Payload::Inline(vec![0; 2048].into()));
             both.conn.post_send(request).unwrap();
         }
         let now = clock::now();

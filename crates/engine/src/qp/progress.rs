@@ -54,8 +54,8 @@ impl RcQp {
         received.any
     }
 
-    /// Receives once. The rest of a Write is to be received if the last posted request has completed by this call, or if `unfinished`
-    /// says so and that Write is still not complete.
+    /// Receives once. The result has [`Received::unfinished`] in two cases: a Write of the peer has arrived in part, and this call has completed
+    /// the last posted request; or `unfinished` is the result of an earlier call, and the same Write is still incomplete.
     fn receive_once(&self, receive: Receive, now: Instant, unfinished: Option<u32>) -> Received {
         let bytes = |inner: &Inner| inner.tcp.as_ref().map_or(0, |t| t.counts.rx_bytes);
         self.with(|inner| {
