@@ -1716,7 +1716,7 @@ static const char *atomic_operations(size_t arg)
 static const char *levels(size_t arg)
 {
 	static const uint64_t wanted[] = { FI_INJECT_COMPLETE, FI_TRANSMIT_COMPLETE, FI_DELIVERY_COMPLETE };
-	static const size_t lengths[] = { 8, 1000, INJECT, EAGER, 100000 };
+	static const size_t lengths[] = { 8, 1000, 4096, INJECT, 100000 };
 	bool for_all = arg;
 	struct fi_cq_tagged_entry entry;
 
@@ -1783,6 +1783,14 @@ static const char *levels(size_t arg)
 	return NULL;
 }
 
+/* The length after `len` in the test of injected messages: all lengths where the way of sending changes, and some between them. */
+static size_t longer_to_inject(size_t len)
+{
+	size_t step = len < 8 || (len > 980 && len < 1030) ? 1 : len < 4096 ? 61 : 997;
+
+	return len < INJECT && len + step > INJECT ? INJECT : len + step;
+}
+
 /* Injected data may be changed at once. Its largest size is that of the attributes. */
 static const char *injected(size_t arg)
 {
@@ -1806,7 +1814,7 @@ static const char *injected(size_t arg)
 	OK(fi_mr_reg(b.domain, in, sizeof in, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
 	keep(close_fid, mr, "region");
 	uint64_t at = (uintptr_t)in, key = fi_mr_key(mr);
-	for (size_t n = 0, len = 0; len <= INJECT; len += len < 8 || (len > 980 && len < 1030) || len > INJECT - 4 ? 1 : 61, n++) {
+	for (size_t n = 0, len = 0; len <= INJECT; len = longer_to_inject(len), n++) {
 		struct iovec iov = { out, len };
 		struct fi_msg msg = { .msg_iov = &iov, .iov_count = 1, .addr = a.peer, .context = &a };
 		struct fi_msg_tagged tmsg = { .msg_iov = &iov, .iov_count = 1, .addr = a.peer, .context = &a, .tag = n };
@@ -2118,7 +2126,7 @@ static const char *memory_bandwidth(size_t call)
 static const char *memory_pingpong(size_t with_data)
 {
 	static uint8_t memory[2][(1 << 18) + 1];
-	static const size_t lengths[] = { 1, 8, 1000, INJECT, EAGER, 100000, 1 << 18 };
+	static const size_t lengths[] = { 1, 8, 1000, 4096, EAGER, 100000, 1 << 18 };
 	struct fi_cq_tagged_entry entry;
 	struct fid_mr *mr[2];
 	struct side a, b, *ends[2] = { &a, &b };

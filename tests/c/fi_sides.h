@@ -20,7 +20,7 @@
 #include <sys/mman.h>
 #include <sys/uio.h>
 
-#define INJECT 4096u
+#define INJECT 16384u
 #define EAGER 16384u
 
 static struct fi_info *info;

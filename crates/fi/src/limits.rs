@@ -6,9 +6,9 @@ use std::time::Duration;
 /// messages are announced and written directly to the memory of the receiving program, which for this length costs less than
 /// a copy at each end.
 pub const EAGER: usize = 16 * 1024;
-/// The longest message in bytes that is copied when it is posted (`fi_inject`). It is shorter than [`EAGER`], so that a burst of such
-/// messages leaves room for others.
-pub const INJECT: usize = 4096;
+/// The longest message in bytes that is copied when it is posted (`fi_inject`). MPI libraries inject all messages up to this length, and
+/// need no acknowledgement before `MPI_Send` or `MPI_Wait` returns.
+pub const INJECT: usize = EAGER;
 /// The longest message in bytes that is sent inline: the inline limit of the device.
 pub const INLINE: usize = 1024;
 /// The largest number of buffers of one message.
@@ -42,7 +42,7 @@ pub const LATE: usize = 8 << 20;
 /// (`FI_EAGAIN`).
 pub const ANNOUNCED: usize = 4096;
 /// The most injected messages, each of at most [`INJECT`] bytes, that an endpoint stores for peers where its share is used up.
-pub const COPIES: usize = 16_384;
+pub const COPIES: usize = 4096;
 /// The bytes that a stored message uses in addition to its content.
 pub const UNEXPECTED_EACH: usize = 160;
 /// The most completions of the device that one call handles, so that the program gets its own completions soon.

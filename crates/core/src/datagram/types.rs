@@ -429,4 +429,6 @@ pub(super) struct Part {
     pub(super) alone: bool,
     /// Whether the acknowledgement is not needed soon.
     pub(super) ack_later: bool,
+    /// Whether the message is so long that its end is acknowledged at once.
+    pub(super) long: bool,
 }

@@ -4,7 +4,7 @@
 //! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program
 //! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once. If it then posts
 //! many without a poll, for example because the peer has granted a window, the first ones are sent at once and the others
-//! are corked.
+//! are corked. A program that computes between its posts polls too late to send corked datagrams, so its posts are sent at once.
 
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,9 @@ const CLOCK_EACH: usize = 8;
 const CLOCK_BYTES: u64 = 4096;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
+/// A run is started only if the posts before it came at least this often, on average. A program that computes for longer between two
+/// posts polls too late to send the run. Sending a datagram alone takes 3 µs more.
+const POST_EACH_MAX: Duration = Duration::from_micros(20);
 
 /// The decision about posted datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,9 +55,12 @@ pub(super) struct Cork {
     /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
     sent_at: Instant,
-    /// Replaces [`BUSY_FOR`] in tests.
+    /// The time of the last decision on whether to start a run, and the number of posts since.
+    checked_at: Instant,
+    posts_since_check: u32,
+    /// A factor of the times in tests.
     #[cfg(test)]
-    busy_for: Duration,
+    slowness: u32,
 }
 
 impl Cork {
@@ -70,8 +76,10 @@ impl Cork {
             polls_at_send: 0,
             sent_since_poll: 0,
             sent_at: start,
+            checked_at: start,
+            posts_since_check: 0,
             #[cfg(test)]
-            busy_for: BUSY_FOR,
+            slowness: 1,
         }
     }
 
@@ -80,7 +88,7 @@ impl Cork {
     #[cfg(test)]
     pub(super) fn for_slow_machines(start: Instant) -> Self {
         Self {
-            busy_for: Duration::from_millis(20),
+            slowness: 400,
             ..Self::new(start)
         }
     }
@@ -88,14 +96,23 @@ impl Cork {
     #[inline]
     fn busy_for(&self) -> Duration {
         #[cfg(test)]
-        return self.busy_for;
+        return BUSY_FOR * self.slowness;
         #[cfg(not(test))]
         return BUSY_FOR;
+    }
+
+    #[inline]
+    fn post_each_max(&self) -> Duration {
+        #[cfg(test)]
+        return POST_EACH_MAX * self.slowness;
+        #[cfg(not(test))]
+        return POST_EACH_MAX;
     }
 
     /// Counts a posted request.
     #[inline]
     pub(super) fn posted(&mut self, bytes: u64) {
+        self.posts_since_check = self.posts_since_check.saturating_add(1);
         self.requests += 1;
         self.bytes += bytes;
     }
@@ -139,6 +156,13 @@ impl Cork {
         self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES
     }
 
+    /// Whether the posts since the last call came as often as those of a program that is busy sending.
+    fn posts_often(&mut self, now: Instant) -> bool {
+        let posts = std::mem::take(&mut self.posts_since_check);
+        let since = now.duration_since(std::mem::replace(&mut self.checked_at, now));
+        since <= self.post_each_max() * posts
+    }
+
     /// Decides after a list of requests was posted.
     pub(super) fn decide(&mut self, polls: Polls, now: Instant) -> Decision {
         let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
@@ -149,7 +173,8 @@ impl Cork {
         // transmission was too long ago.
         let polled = polls.all != self.polls_at_send;
         let busy = (polled || self.sent_since_poll >= BURST)
-            && now.duration_since(self.sent_at) < self.busy_for();
+            && now.duration_since(self.sent_at) < self.busy_for()
+            && (self.corked || self.posts_often(now));
         if waits_for_something || full || !busy {
             // A full run is sent because of its length alone, so requests that are posted after it may be corked as a
             // new run.
@@ -195,7 +220,7 @@ mod tests {
         Polls { all, idle }
     }
 
-    /// The state of a program that posted one datagram, which was sent at once.
+    /// The state of a program that posts often. Its last datagram was sent at once.
     fn busy() -> (Cork, Instant) {
         let start = crate::clock::now();
         let mut cork = Cork::new(start);
@@ -203,7 +228,27 @@ mod tests {
         cork.posted(100);
         assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
         cork.sending();
+        cork.checked_at = now;
         (cork, now)
+    }
+
+    #[test]
+    fn a_program_that_computes_between_a_few_posts_sends_them_at_once() {
+        let (mut cork, mut now) = busy();
+        let mut polled = 5;
+        for _ in 0..3 {
+            // After the computation two messages, with a poll between them.
+            now += 10 * BUSY_FOR;
+            for decision in [Decision::SendNow; 2] {
+                polled += 1;
+                cork.posted(100);
+                assert_eq!(cork.decide(polls(polled, 1), now), decision);
+                cork.sending();
+            }
+        }
+        // If it goes on to post, the next ones are corked.
+        cork.posted(100);
+        assert_eq!(cork.decide(polls(polled + 1, 1), now), FIRST);
     }
 
     #[test]

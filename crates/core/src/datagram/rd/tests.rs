@@ -18,6 +18,7 @@ fn whole(tag: Tag) -> Part {
         last: true,
         alone: true,
         ack_later: false,
+        long: false,
     }
 }
 
@@ -501,6 +502,28 @@ fn a_message_may_be_acknowledged_later() {
             two.run();
         }
         assert!(two.events(0).contains(&Event::Done(tag, tag)), "{tag}");
+    }
+}
+
+/// The receiver of a long message acknowledges its end at once, although its program may not poll again soon.
+#[test]
+fn the_end_of_a_long_message_is_acknowledged_at_once() {
+    let mut two = Two::new();
+    two.sends(0, 1);
+    let _ = two.events(0);
+    let changes: [fn(&mut Part); 4] = [
+        |_| (),
+        |part| part.long = true,
+        |part| (part.long, part.ack_later) = (true, true),
+        |part| (part.long, part.alone) = (true, false),
+    ];
+    for (tag, change) in (2..).zip(changes) {
+        let mut part = whole(tag);
+        change(&mut part);
+        let packet = vec![0; Packet::LEN + 50];
+        let (_, bytes) = two.ends[0].push(&Two::at(1), packet, part, two.now).unwrap();
+        let (packet, _) = crate::wire::rd::parse(&bytes).unwrap();
+        assert_eq!(packet.ack_now, tag == 3, "{tag}");
     }
 }
 

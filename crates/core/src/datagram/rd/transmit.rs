@@ -88,6 +88,7 @@ impl Reliable {
             last,
             alone,
             ack_later,
+            long,
         }: Part,
         now: Duration,
     ) -> Option<(IpFields, Bytes)> {
@@ -102,7 +103,7 @@ impl Reliable {
         let ask = tx.push(packet.len() + dgram::CRC, alone, now, &mut state.path);
         let mut head = header(state, peer, me, room, now);
         head.seq = state.next as u32;
-        head.ack_now = ask;
+        head.ack_now = ask || alone && long && !ack_later;
         head.ack_soon = alone && !ack_later;
         // Runs are sent in a separate packet, so that this packet does not exceed the MTU.
         let whole = head.arrived.is_empty();

@@ -15,6 +15,9 @@ use crate::wire::rdmap::Opcode;
 
 /// The reason of a failure if memory was deregistered after the message was built.
 const DEREGISTERED: &str = "memory of a posted request was deregistered";
+/// The end of a message of at least this many bytes is acknowledged at once. A program at the other end that has received such a
+/// message often computes next, and would send a delayed acknowledgement late.
+const LONG: u64 = 32 << 10;
 /// The largest number of final datagrams that are kept to be repeated.
 const TRAILERS: usize = 64;
 
@@ -145,6 +148,7 @@ impl DatagramQp {
             last,
             alone,
             ack_later: posted.is_some_and(|p| p.request.ack_later),
+            long: current.message.sent >= LONG,
         };
         let now = self.now;
         let pushed = self

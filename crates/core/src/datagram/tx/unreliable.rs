@@ -291,6 +291,7 @@ impl DatagramQp {
                 last: true,
                 alone: self.base.sq.untaken() == 0,
                 ack_later,
+                long: false,
             };
             if let Some((way, packet)) = rd.push(&peer, datagram, part, now) {
                 *bytes += packet.len();
