@@ -21,6 +21,7 @@ UNUSED static __typeof__(anywarpdv_read_bitmap) *read_bitmap;
 UNUSED static __typeof__(anywarpdv_release_map) *release_map;
 UNUSED static __typeof__(anywarpdv_query_counters) *query_counters;
 UNUSED static __typeof__(anywarpdv_restrict_mr) *restrict_mr;
+UNUSED static __typeof__(anywarpdv_set_progress) *set_progress;
 UNUSED static __typeof__(anywarpdv_is_supported) *is_supported;
 UNUSED static __typeof__(anywarpdv_query_device) *query_dv_device;
 UNUSED static __typeof__(anywarpdv_create_ah_from_record) *ah_from_record;
@@ -42,6 +43,7 @@ UNUSED static const char *find_all(void)
 		{ "anywarpdv_release_map", (void **)&release_map },
 		{ "anywarpdv_query_counters", (void **)&query_counters },
 		{ "anywarpdv_restrict_mr", (void **)&restrict_mr },
+		{ "anywarpdv_set_progress", (void **)&set_progress },
 		{ "anywarpdv_is_supported", (void **)&is_supported },
 		{ "anywarpdv_query_device", (void **)&query_dv_device },
 		{ "anywarpdv_create_ah_from_record", (void **)&ah_from_record },

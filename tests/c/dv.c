@@ -491,6 +491,44 @@ static const char *reads(size_t arg)
 	return NULL;
 }
 
+/* Whatever the progress is, requests complete while the program does not poll: the device's thread takes over. */
+static const char *progress(size_t arg)
+{
+	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
+	struct region mine, theirs;
+	struct dgram a, b;
+	struct ibv_wc wc;
+
+	(void)arg;
+	TRY(find_all());
+	errno = 0;
+	ENSURE(set_progress(NULL, ANYWARPDV_PROGRESS_AUTO) == -1 && errno == EINVAL, "no context: %s", strerror(errno));
+	errno = 0;
+	ENSURE(set_progress(device, (enum anywarpdv_progress)2) == -1 && errno == EINVAL, "value 2: %s", strerror(errno));
+	TRY(open_dgram(&a, &dv));
+	TRY(open_dgram(&b, &dv));
+	TRY(new_region(&mine, a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&theirs, b.pd, 64, ALL_ACCESS));
+	for (uint64_t i = 0; i < 20; i++) {
+		int polled;
+
+		ENSURE(!set_progress(device, i % 2 ? ANYWARPDV_PROGRESS_POLLED : ANYWARPDV_PROGRESS_AUTO), "%s", strerror(errno));
+		fill_pattern(theirs.at, 64, (uint32_t)i);
+		/* This poll finds nothing, and begins the time after which the thread takes over. */
+		ENSURE(ibv_poll_cq(a.scq, 1, &wc) == 0, "there is a completion too many");
+		TRY(request(&a, &b, READ, i, &mine, 64, &theirs));
+		polled = ibv_poll_cq(a.scq, 1, &wc);
+		if (!polled) {
+			usleep(200000);
+			polled = ibv_poll_cq(a.scq, 1, &wc);
+		}
+		ENSURE(polled == 1, "Read %llu has not completed without a poll", (unsigned long long)i);
+		ENSURE(wc.wr_id == i && wc.status == IBV_WC_SUCCESS, "%s", ibv_wc_status_str(wc.status));
+		TRY(same_pattern(mine.at, 64, (uint32_t)i));
+	}
+	return NULL;
+}
+
 /* A Read from a peer that does not exist times out, and so does a request of reliable datagrams. */
 static const char *missing_peer(size_t arg)
 {
@@ -998,6 +1036,7 @@ static const struct test tests[] = {
 	{ "read_from_completions_ud", read_from_completions, ANYWARPDV_QPT_UD, 0, false },
 	{ "read_from_completions_rd", read_from_completions, ANYWARPDV_QPT_RD, 0, false },
 	{ "reads", reads, ANYWARPDV_QPT_UD, 0, false },
+	{ "progress", progress, 0, 0, false },
 	{ "reads_reliable", reads, ANYWARPDV_QPT_RD, 0, false },
 	{ "missing_peer", missing_peer, ANYWARPDV_QPT_UD, 0, false },
 	{ "missing_peer_reliable", missing_peer, ANYWARPDV_QPT_RD, 0, false },

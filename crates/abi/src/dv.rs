@@ -24,7 +24,7 @@ use crate::verbs::address::create as create_ah;
 use crate::verbs::convert::c_gid;
 use crate::verbs::cq_ex::shown;
 use crate::verbs::handle::live;
-use crate::verbs::object::{CqObject, MrObject, QpObject};
+use crate::verbs::object::{ContextObject, CqObject, MrObject, QpObject};
 use crate::verbs::ops::poll_cq;
 use crate::verbs::qp::create_datagram_qp;
 use crate::verbs::wr_ex;
@@ -401,6 +401,26 @@ entry! {
         };
         // SAFETY: upheld by the caller.
         unsafe { write_sized(attr.cast(), struct_size(inlen)?, &ours) };
+        Ok(0)
+    }
+}
+
+entry! {
+    /// `anywarpdv_set_progress`: see the header.
+    ///
+    /// # Safety
+    /// `context` is null or open.
+    unsafe fn anywarpdv_set_progress(context: *mut ibv_context, progress: u32) -> c_int, minus_one, {
+        let polled = match progress {
+            ANYWARPDV_PROGRESS_AUTO => false,
+            ANYWARPDV_PROGRESS_POLLED => true,
+            _ => return Err(libc::EINVAL),
+        };
+        if context.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: upheld by the caller.
+        unsafe { ContextObject::live(context) }?.engine.set_polled(polled);
         Ok(0)
     }
 }

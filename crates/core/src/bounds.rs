@@ -154,6 +154,12 @@ pub const COALESCE_BYTES: u64 = 128 * 1024;
 /// Number of done requests after which an acknowledgement is sent at once, without waiting for other messages.
 pub const ACK_AFTER: u32 = 32;
 
+/// Length of a Write that is acknowledged at once if the receiving program makes progress only by polls, bytes. It often computes after it
+/// has received so much, and an acknowledgement that waits for its next message or poll would come late. For shorter Writes a separate
+/// acknowledgement costs too much. Other programs may poll their memory for Writes, and an early acknowledgement of their own Write would end
+/// the polls that receive the answer.
+pub const ACK_AT_ONCE: u64 = 16 * 1024;
+
 /// Private data in a connection request or reply, bytes (RFC 5044 allows 512, of which RFC 6581 uses 4).
 pub const PRIVATE_DATA_MAX: usize = 508;
 

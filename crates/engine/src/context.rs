@@ -5,7 +5,7 @@
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
@@ -31,6 +31,8 @@ pub struct Context {
     /// The descriptor that represents the device when a program passes it on (`ibv_import_device(3)`). It is an empty
     /// file in memory, and is recognized by its inode.
     pub command: OwnedFd,
+    /// Whether the program makes progress only by polls.
+    polled: AtomicBool,
 }
 
 impl std::fmt::Debug for Context {
@@ -57,12 +59,34 @@ impl Context {
     pub fn open() -> io::Result<Arc<Self>> {
         crate::fault::check()?;
         crate::qos::check()?;
-        Ok(Arc::new(Self {
-            engine: engine()?,
+        Self::of(engine()?)
+    }
+
+    /// Opens the device of an engine.
+    pub(crate) fn of(engine: &'static Engine) -> io::Result<Arc<Self>> {
+        let me = Self {
+            engine,
             events: Arc::new(Channel::new()?),
             c_object: AtomicUsize::new(0),
             command: command()?.try_clone()?,
-        }))
+            polled: AtomicBool::new(false),
+        };
+        engine.set_context_open(true);
+        Ok(Arc::new(me))
+    }
+
+    /// Whether the program makes progress only by polls.
+    #[inline]
+    pub(crate) fn is_polled(&self) -> bool {
+        self.polled.load(Ordering::Relaxed)
+    }
+
+    /// Sets whether the program makes progress only by polls. While this holds for all open contexts, the worker waits for longer
+    /// before it handles the sockets of a program that does not poll.
+    pub fn set_polled(&self, polled: bool) {
+        if self.polled.swap(polled, Ordering::Relaxed) != polled {
+            self.engine.set_context_polled(polled);
+        }
     }
 
     /// Whether a descriptor is a copy of a context's [`Self::command`].
@@ -87,6 +111,13 @@ impl Context {
     pub fn mtu() -> u32 {
         debug_assert_eq!(bounds::UD_MTU, 4096);
         5
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        self.set_polled(false);
+        self.engine.set_context_open(false);
     }
 }
 

@@ -63,6 +63,7 @@ functions! {
     dv_is_supported: c"anywarpdv_is_supported" = fn(*mut ibv_device) -> bool;
     dv_create_qp: c"anywarpdv_create_qp_ex" = fn(*mut ibv_context, *mut ibv_qp_init_attr_ex, *const anywarpdv_qp_init_attr, u32) -> *mut ibv_qp;
     dv_poll_records: c"anywarpdv_poll_records" = fn(*mut ibv_qp, c_int, *mut anywarpdv_record, u32, c_int) -> c_int;
+    dv_set_progress: c"anywarpdv_set_progress" = fn(*mut ibv_context, u32) -> c_int;
     dv_restrict_mr: c"anywarpdv_restrict_mr" = fn(*mut ibv_mr, *const sockaddr, socklen_t, u32) -> c_int;
 }
 

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Deref;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use libc::{c_int, c_void};
 
@@ -58,6 +58,8 @@ pub struct Device {
     process: u32,
     /// The addresses of the device, with their indexes in the GID table.
     addresses: Vec<(IpAddr, u8)>,
+    /// Number of regions that peers may access by one-sided operations of their own accord ([`Exposed`]).
+    exposed: Mutex<usize>,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -148,12 +150,28 @@ impl Device {
         if addresses.is_empty() {
             return Err(Missing::Address);
         }
-        Ok(Self {
+        let device = Self {
             f,
             context,
             process: std::process::id(),
             addresses,
-        })
+            exposed: Mutex::new(0),
+        };
+        device.set_progress(false);
+        Ok(device)
+    }
+
+    /// Sets how soon the device's thread handles what arrives while the program makes no calls. The provider has manual progress, so that
+    /// messages wait for the next call in any case, and the thread would only disturb a program that computes. One-sided operations of
+    /// peers do not wait for a call.
+    fn set_progress(&self, soon: bool) {
+        let progress = if soon {
+            ffi::ANYWARPDV_PROGRESS_AUTO
+        } else {
+            ffi::ANYWARPDV_PROGRESS_POLLED
+        };
+        // SAFETY: the context is open. The call cannot fail with these arguments.
+        unsafe { (self.f.dv_set_progress)(self.context, progress) };
     }
 
     /// Returns the device. The first call opens it, and it stays open.
@@ -231,6 +249,39 @@ pub enum Access {
     },
 }
 
+/// Counts a region that peers may access at any time. While there is one, the device's thread handles their operations soon.
+#[derive(Debug)]
+struct Exposed(&'static Device);
+
+impl Exposed {
+    fn new(pd: &Arc<Pd>) -> Self {
+        let mut count = pd
+            .device
+            .exposed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if *count == 0 {
+            pd.device.set_progress(true);
+        }
+        *count += 1;
+        Self(pd.device)
+    }
+}
+
+impl Drop for Exposed {
+    fn drop(&mut self) {
+        let device = self.0;
+        let mut count = device
+            .exposed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *count -= 1;
+        if *count == 0 {
+            device.set_progress(false);
+        }
+    }
+}
+
 /// A memory region.
 #[derive(Debug)]
 pub struct Region {
@@ -238,6 +289,7 @@ pub struct Region {
     window: Option<Window>,
     pd: Arc<Pd>,
     mr: *mut ffi::ibv_mr,
+    _exposed: Option<Exposed>,
 }
 
 // SAFETY: verbs may be called by any thread.
@@ -249,6 +301,7 @@ impl Region {
     /// # Safety
     /// The memory stays mapped until the region is dropped. If `access` allows writes, no code relies on the memory being unchanged.
     pub unsafe fn new(pd: &Arc<Pd>, at: usize, len: usize, access: Access) -> Result<Self, i32> {
+        let is_exposed = matches!(access, Access::Remote { read, write } if read || write);
         let access = match access {
             Access::Source => 0,
             Access::Sink => ffi::IBV_ACCESS_LOCAL_WRITE,
@@ -274,6 +327,7 @@ impl Region {
             window: None,
             pd: Arc::clone(pd),
             mr,
+            _exposed: is_exposed.then(|| Exposed::new(pd)),
         })
     }
 

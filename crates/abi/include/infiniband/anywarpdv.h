@@ -77,6 +77,14 @@ enum anywarpdv_qp_flags {
  */
 #define ANYWARPDV_WC_RECORD IBV_WC_DRIVER1
 
+/* Who handles what arrives while the program does not poll. */
+enum anywarpdv_progress {
+	/* The device's thread, 0.15 ms after the last poll. */
+	ANYWARPDV_PROGRESS_AUTO = 0,
+	/* The device's thread, 1 ms after the last poll, so that it does not disturb a program that computes between its polls. */
+	ANYWARPDV_PROGRESS_POLLED = 1,
+};
+
 struct anywarpdv_qp_init_attr {
 	uint64_t comp_mask;		/* must be 0 */
 	uint32_t driver_qp_type;	/* enum anywarpdv_qp_type */
@@ -203,6 +211,12 @@ bool anywarpdv_is_supported(struct ibv_device *device);
 
 /* Queries the datagram capabilities of the device. `inlen` is sizeof(*attr). EINVAL: a pointer is null. */
 int anywarpdv_query_device(struct ibv_context *context, struct anywarpdv_device_attr *attr, uint32_t inlen);
+
+/*
+ * Sets the progress of the context. ANYWARPDV_PROGRESS_POLLED has an effect while it is set for all open contexts of the process.
+ * EINVAL: `context` is null, or `progress` is not a value of the enumeration.
+ */
+int anywarpdv_set_progress(struct ibv_context *context, enum anywarpdv_progress progress);
 
 /*
  * Creates a datagram queue pair with one-sided operations. send_ops_flags of `attr_ex` may contain, besides the Sends,

@@ -342,7 +342,7 @@ impl Connection {
             return Ok(());
         };
         let written = s.responder.count_send().unwrap_or(0);
-        s.responder.request_done();
+        s.responder.finish_immediate(written);
         let mut entry = Completion::new(
             request.id,
             Status::Success,

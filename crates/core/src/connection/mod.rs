@@ -232,6 +232,13 @@ impl Connection {
         self.unacknowledged() >= bounds::ACK_AFTER
     }
 
+    /// Whether a Write of at least `len` bytes is done and not acknowledged.
+    #[inline]
+    pub fn owes_ack_of_write(&self, len: u64) -> bool {
+        let longest = self.stream.as_ref().map(|s| s.responder.longest_write());
+        longest.is_some_and(|longest| longest >= len) && self.ack_due()
+    }
+
     /// Whether posted requests may wait to be sent together because earlier requests are not acknowledged yet. They are
     /// sent at the latest when the acknowledgement arrives.
     ///

@@ -57,6 +57,8 @@ pub(super) struct Responder {
     send_immediate: Option<[u8; 4]>,
     /// Payload bytes of the Write that is arriving.
     write_bytes: u64,
+    /// Length of the longest Write that is done and not acknowledged.
+    longest_write: u64,
     /// Length of the last Write, if an immediate for it may follow.
     last_write: Option<u32>,
     /// Requests are dropped until the peer restarts at this number.
@@ -77,6 +79,7 @@ impl Responder {
             receive: None,
             send_immediate: None,
             write_bytes: 0,
+            longest_write: 0,
             last_write: None,
             discarding: None,
         }
@@ -172,6 +175,7 @@ impl Responder {
     #[inline]
     pub(super) fn acknowledge_all(&mut self) -> u32 {
         self.done_acked = self.done;
+        self.longest_write = 0;
         self.done
     }
 
@@ -319,7 +323,21 @@ impl Responder {
         let len = std::mem::take(&mut self.write_bytes);
         self.last_write = Some(u32::try_from(len).unwrap_or(u32::MAX));
         self.request_done();
+        self.longest_write = self.longest_write.max(len);
         len
+    }
+
+    /// Completes an immediate, which ends a request whose Write had `written` bytes.
+    #[inline]
+    pub(super) fn finish_immediate(&mut self, written: u32) {
+        self.request_done();
+        self.longest_write = self.longest_write.max(written.into());
+    }
+
+    /// Length of the longest Write that is done and not acknowledged.
+    #[inline]
+    pub(super) fn longest_write(&self) -> u64 {
+        self.longest_write
     }
 
     // ------------------------------------------------------------------ Reads and atomics

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 
-use crate::reactor::Polls;
+use crate::reactor::{Polls, posts_often};
 
 /// A run with this many posted bytes is full, and is sent.
 const RUN_BYTES: u64 = 48 << 10;
@@ -23,9 +23,6 @@ const CLOCK_EACH: usize = 8;
 const CLOCK_BYTES: u64 = 4096;
 /// Maximum age of the last transmission for a program to count as busy sending.
 const BUSY_FOR: Duration = Duration::from_micros(50);
-/// A run is started only if the posts before it came at least this often, on average. A program that computes for longer between two
-/// posts polls too late to send the run. Sending a datagram alone takes 3 µs more.
-const POST_EACH_MAX: Duration = Duration::from_micros(20);
 
 /// The decision about posted datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,9 +52,10 @@ pub(super) struct Cork {
     /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
     sent_at: Instant,
-    /// The time of the last decision on whether to start a run, and the number of posts since.
+    /// Whether requests were posted often, when that was decided, and the number of posts since.
+    posts_often: bool,
     checked_at: Instant,
-    posts_since_check: u32,
+    posts_since_check: u64,
     /// A factor of the times in tests.
     #[cfg(test)]
     slowness: u32,
@@ -76,6 +74,7 @@ impl Cork {
             polls_at_send: 0,
             sent_since_poll: 0,
             sent_at: start,
+            posts_often: true,
             checked_at: start,
             posts_since_check: 0,
             #[cfg(test)]
@@ -101,18 +100,10 @@ impl Cork {
         return BUSY_FOR;
     }
 
-    #[inline]
-    fn post_each_max(&self) -> Duration {
-        #[cfg(test)]
-        return POST_EACH_MAX * self.slowness;
-        #[cfg(not(test))]
-        return POST_EACH_MAX;
-    }
-
     /// Counts a posted request.
     #[inline]
     pub(super) fn posted(&mut self, bytes: u64) {
-        self.posts_since_check = self.posts_since_check.saturating_add(1);
+        self.posts_since_check += 1;
         self.requests += 1;
         self.bytes += bytes;
     }
@@ -156,11 +147,19 @@ impl Cork {
         self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES
     }
 
-    /// Whether the posts since the last call came as often as those of a program that is busy sending.
+    /// Whether requests are posted as often as by a program that is busy sending. A program that computes between its posts polls too late to
+    /// send a run.
     fn posts_often(&mut self, now: Instant) -> bool {
-        let posts = std::mem::take(&mut self.posts_since_check);
-        let since = now.duration_since(std::mem::replace(&mut self.checked_at, now));
-        since <= self.post_each_max() * posts
+        let elapsed = now.duration_since(self.checked_at);
+        #[cfg(test)]
+        let elapsed = elapsed / self.slowness;
+        let elapsed = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+        if let Some(often) = posts_often(self.posts_since_check, elapsed) {
+            self.posts_often = often;
+            self.checked_at = now;
+            self.posts_since_check = 0;
+        }
+        self.posts_often
     }
 
     /// Decides after a list of requests was posted.
@@ -228,7 +227,7 @@ mod tests {
         cork.posted(100);
         assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
         cork.sending();
-        cork.checked_at = now;
+        (cork.posts_often, cork.checked_at) = (true, now);
         (cork, now)
     }
 
@@ -238,7 +237,7 @@ mod tests {
         let mut polled = 5;
         for _ in 0..3 {
             // After the computation two messages, with a poll between them.
-            now += 10 * BUSY_FOR;
+            now += 100 * BUSY_FOR;
             for decision in [Decision::SendNow; 2] {
                 polled += 1;
                 cork.posted(100);
@@ -246,9 +245,16 @@ mod tests {
                 cork.sending();
             }
         }
-        // If it goes on to post, the next ones are corked.
-        cork.posted(100);
-        assert_eq!(cork.decide(polls(polled + 1, 1), now), FIRST);
+        // If it goes on to post, datagrams are corked after a while.
+        let corked = (0..2000).find(|_| {
+            now += Duration::from_micros(1);
+            polled += 1;
+            cork.posted(100);
+            let corked = cork.decide(polls(polled, 1), now) == FIRST;
+            cork.sending();
+            corked
+        });
+        assert!(corked.is_some_and(|n| n > 100), "{corked:?}");
     }
 
     #[test]

@@ -345,13 +345,7 @@ fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
 fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
     // The port of this queue pair belongs to the engine of the process, also if queue pair `a` shares the port.
     let b = End::new(Kind::Ud, 200);
-    let shared = Context::open().unwrap();
-    let context = Arc::new(Context {
-        engine: Engine::without_worker().unwrap(),
-        events: Arc::clone(&shared.events),
-        c_object: AtomicUsize::new(0),
-        command: shared.command.try_clone().unwrap(),
-    });
+    let context = Context::of(Engine::without_worker().unwrap()).unwrap();
     let a = End::with(&context, Kind::Ud, 100);
     a.to_rts(None);
     b.to_rts(None);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
+use anywarp_core::bounds;
 use anywarp_core::connection::End;
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
@@ -144,6 +145,8 @@ impl RcQp {
                 // An acknowledgement has waited for one poll, and nothing has arrived since. The poll that received the request may
                 // also look at the sockets. That does not count, because the program has not seen the request yet.
                 flush |= in_vain && !socket && tcp.take_owed_ack();
+                flush |= inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE)
+                    && self.common.context.is_polled();
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
                     // This case is frequent: most polls find nothing.
                     if in_vain {
@@ -151,7 +154,7 @@ impl RcQp {
                     }
                     // There is nothing to send. Returning here lets the program get the completion sooner.
                     let idle = open && !tcp.blocked && !tcp.changes_carrier();
-                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
+                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() && !flush {
                         self.schedule(inner);
                         return;
                     }

@@ -22,9 +22,18 @@ const NOTHING_CORKED: u64 = u64::MAX;
 /// A post is corked if this many posts came before it, with at most one idle poll between each and the next.
 const BURST_MIN_POSTS: u64 = 4;
 
-/// A post is corked only if the posts before it came at least this often, on average. A program that computes for longer between two
-/// posts polls too late to send the first one. Sending a request alone takes 2 µs more.
+/// A post is corked only if the posts before it came at least this often on average, in nanoseconds. A program that computes for longer
+/// between two posts polls too late to send the first one. Sending a request alone takes 2 µs more.
 const POST_EACH_MAX: u64 = 20_000;
+/// The time in nanoseconds over which the average is taken, at least. A program that computes may post a few requests in a row before it
+/// computes again.
+const POST_WINDOW: u64 = 1_000_000;
+
+/// Whether `posts` within `elapsed` nanoseconds are those of a program that is busy sending. `None`: the time is too short to tell.
+#[inline]
+pub(crate) fn posts_often(posts: u64, elapsed: u64) -> Option<bool> {
+    (elapsed >= POST_WINDOW).then(|| elapsed <= posts.saturating_mul(POST_EACH_MAX))
+}
 
 /// What an idle poll has to do about corked requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,10 +62,10 @@ pub(super) struct Cork {
     armed_at: AtomicU64,
     /// Number of posts to streams. A list counts as one, because it is sent together. Only an estimate, since several threads may post.
     posts: AtomicU64,
-    /// The time in nanoseconds, and the number of posts, at the last call of [`Self::is_busy`].
+    /// The time in nanoseconds, and the number of posts, when [`Self::is_busy`] last decided.
     checked_at: AtomicU64,
     posts_at_check: AtomicU64,
-    /// The result of that call.
+    /// The last decision.
     was_busy: AtomicBool,
 }
 
@@ -72,7 +81,7 @@ impl Cork {
             posts: AtomicU64::new(0),
             checked_at: AtomicU64::new(0),
             posts_at_check: AtomicU64::new(0),
-            was_busy: AtomicBool::new(false),
+            was_busy: AtomicBool::new(true),
         }
     }
 
@@ -122,18 +131,17 @@ impl Cork {
         posts >= BURST_MIN_POSTS
     }
 
-    /// Whether the posts since the last call came as often as those of a program that is busy sending. Called at the first post that is to
-    /// be corked, not at each post, because reading the time takes as long as sending a short message by shared memory.
-    /// If there was no post since the last call, the result is the same.
+    /// Whether posts come as often as those of a program that is busy sending. Called at the first post that is to be corked, not at each
+    /// post, because reading the time takes as long as sending a short message by shared memory. The decision holds for [`POST_WINDOW`].
     pub(super) fn is_busy(&self, t: u64) -> bool {
+        let elapsed = t.saturating_sub(self.checked_at.load(Ordering::Relaxed));
         let posts = self.posts.load(Ordering::Relaxed);
         let since = posts.wrapping_sub(self.posts_at_check.load(Ordering::Relaxed));
-        if since == 0 {
+        let Some(is_busy) = posts_often(since, elapsed) else {
             return self.was_busy.load(Ordering::Relaxed);
-        }
+        };
         self.posts_at_check.store(posts, Ordering::Relaxed);
-        let before = self.checked_at.swap(t, Ordering::Relaxed);
-        let is_busy = t.saturating_sub(before) <= since.saturating_mul(POST_EACH_MAX);
+        self.checked_at.store(t, Ordering::Relaxed);
         self.was_busy.store(is_busy, Ordering::Relaxed);
         is_busy
     }
@@ -242,16 +250,20 @@ mod tests {
             cork.is_busy(t)
         };
         assert!(!posts(1, 0), "it posted nothing for a second");
-        // Some posts are corked, and the time is read at the first of them only.
-        for count in [1, 2, 64] {
-            assert!(posts(count, POST_EACH_MAX), "{count} posts");
+        assert!(!posts(64, 1_000), "a few posts in a row");
+        for each in [1_000, POST_EACH_MAX] {
+            assert!(posts(POST_WINDOW / each, each), "a post each {each} ns");
         }
-        for count in [1, 2, 64] {
-            assert!(!posts(count, 77_000), "{count} posts");
+        assert!(posts(1, 1_000), "the decision holds for a while");
+        for each in [77_000, POST_WINDOW] {
+            assert!(!posts(1_000, each), "a post each {each} ns");
         }
-        assert!(posts(1, 1_000), "it is busy again");
-        // The second question about one post.
-        assert!(cork.is_busy(2_000_000_000));
+        // Short bursts between computations.
+        for _ in 0..10 {
+            assert!(!posts(20, 1_000));
+            assert!(!posts(1, POST_WINDOW / 2));
+        }
+        assert!(posts(POST_WINDOW / 1_000, 1_000), "it is busy again");
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! All fields are atomics, because each poll and each post uses them and must take no lock. Several threads may poll
 //! at the same time, and each of them may renew the lease. A lost update only causes one renewal more or less.
 
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::time::Duration;
 
 use crate::sync::{AtomicU64, Ordering};
@@ -90,6 +90,9 @@ pub(super) struct Lease {
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
+    /// Number of open contexts, and of those whose programs make progress only by polls ([`Self::set_polled`]).
+    contexts: AtomicUsize,
+    polled_contexts: AtomicUsize,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
     lengths: (Duration, Duration),
@@ -107,6 +110,8 @@ impl Lease {
             is_by_post: AtomicBool::new(false),
             posts_to_skip: AtomicU32::new(0),
             successful_polls: AtomicU64::new(0),
+            contexts: AtomicUsize::new(0),
+            polled_contexts: AtomicUsize::new(0),
             #[cfg(test)]
             lengths: (LEASE, STEADY_LEASE),
         }
@@ -192,8 +197,28 @@ impl Lease {
         self.renewed(t, lease, ended)
     }
 
+    /// Called when a context was opened, or with `false` when it was closed.
+    pub(super) fn set_open(&self, open: bool) {
+        change(&self.contexts, open);
+    }
+
+    /// Called when the program has declared that it makes progress only by polls, or with `false` when this no longer holds.
+    pub(super) fn set_polled(&self, polled: bool) {
+        change(&self.polled_contexts, polled);
+    }
+
+    /// Whether all leases are long: the programs of all contexts make progress only by polls. The worker would only disturb them when
+    /// they compute between their polls.
+    fn is_patient(&self) -> bool {
+        let polled = self.polled_contexts.load(Ordering::Relaxed);
+        polled > 0 && polled == self.contexts.load(Ordering::Relaxed)
+    }
+
     /// The length of a lease that is granted at `t`.
     fn duration(&self, t: u64) -> Duration {
+        if self.is_patient() {
+            return self.steady();
+        }
         let runs = t <= self.until.load(Ordering::Acquire);
         let since = self.steady_since.load(Ordering::Relaxed);
         if runs && t.saturating_sub(since) >= nanos(STEADY_AFTER) {
@@ -335,6 +360,15 @@ impl Lease {
     }
 }
 
+/// Adds 1 to a count, or subtracts 1.
+fn change(count: &AtomicUsize, up: bool) {
+    if up {
+        count.fetch_add(1, Ordering::Relaxed);
+    } else {
+        count.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Whether a post at `t` renews a lease that ends at `until`. `polled` is the end of the lease from polls alone, and
 /// `steady` the longest lease of a polling thread.
 fn posts_extend(t: u64, until: u64, polled: u64, steady: Duration) -> bool {
@@ -403,6 +437,26 @@ mod tests {
         assert_eq!(lease.on_wake(end - 1), Some(Duration::from_nanos(1)));
         assert_eq!(lease.on_wake(end), None);
         assert!(lease.on_poll(end + 1).take_sockets);
+    }
+
+    #[test]
+    fn leases_are_long_while_all_contexts_are_polled() {
+        let lease = Lease::new();
+        let mut t = MILLISECOND;
+        let mut granted = || {
+            t += 10 * MILLISECOND;
+            set_timer(lease.on_poll(t))
+        };
+        lease.set_open(true);
+        assert_eq!(granted(), Some(LEASE));
+        lease.set_polled(true);
+        assert_eq!(granted(), Some(STEADY_LEASE));
+        lease.set_open(true);
+        assert_eq!(granted(), Some(LEASE), "the second context is not");
+        lease.set_open(false);
+        assert_eq!(granted(), Some(STEADY_LEASE));
+        lease.set_polled(false);
+        assert_eq!(granted(), Some(LEASE));
     }
 
     #[test]

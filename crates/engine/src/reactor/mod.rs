@@ -51,8 +51,8 @@ pub(crate) use alarm::Alarm;
 use arming::{Armings, Pollers};
 use buffers::Buffers;
 pub use buffers::RX_BUFFER_LEN;
-pub(crate) use cork::Polls;
 use cork::{Cork, IdlePoll};
+pub(crate) use cork::{Polls, posts_often};
 use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
 use lease::{Actions, Lease, WAIT_SLICE};
@@ -332,6 +332,16 @@ impl Reactor {
     #[inline]
     pub(crate) fn on_successful_poll(&self) {
         self.lease.count_successful_poll();
+    }
+
+    /// Called when a context was opened, or with `false` when it was closed.
+    pub(crate) fn set_context_open(&self, open: bool) {
+        self.lease.set_open(open);
+    }
+
+    /// Called when the program of a context has declared that it makes progress only by polls, or with `false` when this no longer holds.
+    pub(crate) fn set_context_polled(&self, polled: bool) {
+        self.lease.set_polled(polled);
     }
 
     /// The number of polls of completion queues, and of those that found nothing.

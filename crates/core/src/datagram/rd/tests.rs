@@ -521,7 +521,9 @@ fn the_end_of_a_long_message_is_acknowledged_at_once() {
         let mut part = whole(tag);
         change(&mut part);
         let packet = vec![0; Packet::LEN + 50];
-        let (_, bytes) = two.ends[0].push(&Two::at(1), packet, part, two.now).unwrap();
+        let (_, bytes) = two.ends[0]
+            .push(&Two::at(1), packet, part, two.now)
+            .unwrap();
         let (packet, _) = crate::wire::rd::parse(&bytes).unwrap();
         assert_eq!(packet.ack_now, tag == 3, "{tag}");
     }
