@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Commands of an MPI program that runs several, one after the other: starting its ranks takes longer than most of them.
- * Rank 0 reads a command from each line of its standard input.
+ * Commands for an MPI program. The program runs several commands, one after the other, because starting its ranks takes
+ * longer than most commands. Rank 0 reads a command from each line of its standard input.
  */
 #ifndef COMMANDS_H
 #define COMMANDS_H
@@ -14,8 +14,8 @@
 enum { MOST_WORDS = 8, MOST_CHARACTERS = 256, PAUSE_US = 10000, COMMAND_TAG = 4711 };
 
 /*
- * Waits for the next command. The words follow words[0], which stays as it is. Returns their number, with words[0]; 0 at
- * the end of the input.
+ * Waits for the next command. Stores its words after words[0], which is not changed. Returns the number of words, including
+ * words[0], or 0 at the end of the input.
  */
 static inline int next_command(char **words)
 {
@@ -30,7 +30,7 @@ static inline int next_command(char **words)
 		for (int r = 1; r < ranks; r++)
 			MPI_Send(line, sizeof line, MPI_CHAR, r, COMMAND_TAG, MPI_COMM_WORLD);
 	} else {
-		/* MPI_Recv would poll, and other programs are measured meanwhile. */
+		/* MPI_Recv would poll, and so take processor time from the programs that are measured meanwhile. */
 		while (MPI_Iprobe(0, COMMAND_TAG, MPI_COMM_WORLD, &here, MPI_STATUS_IGNORE), !here)
 			usleep(PAUSE_US);
 		MPI_Recv(line, sizeof line, MPI_CHAR, 0, COMMAND_TAG, MPI_COMM_WORLD, MPI_STATUS_IGNORE);

@@ -193,7 +193,8 @@ static int by_place(const void *a, const void *b)
 	return x->row != y->row ? (x->row > y->row) - (x->row < y->row) : (x->column > y->column) - (x->column < y->column);
 }
 
-/* A sum of n outer products of sparse random vectors with weights from 1 down to 0.1. The diagonal is raised by 0.1 - shift. */
+/* Makes the rows of this rank. The matrix is a sum of n outer products of sparse random vectors with weights from 1 down to 0.1. Its
+ * diagonal is raised by 0.1 - shift. */
 static void make_matrix(struct matrix *m, const struct cg *c)
 {
 	const double condition = 0.1;

@@ -145,8 +145,8 @@ static void exact(const double place[3], double *u)
 }
 
 /*
- * At a point with the values u: the flux f in direction d, and the values w of which the equations contain the second
- * derivative: viscosity and second-order dissipation.
+ * Computes, at a point with the values u, the flux f in direction d and the values w. The equations contain the second
+ * derivative of w, which describes viscosity and second-order dissipation.
  */
 static inline void fluxes(const double *u, int d, double *f, double *w)
 {
@@ -168,8 +168,8 @@ static inline void fluxes(const double *u, int d, double *f, double *w)
 }
 
 /*
- * Adds to `sum` the product with the vector t of the matrix `convection` df/du - `diffusion` dw/du at a point. This is the
- * derivative in the direction of t, so that no matrix is needed.
+ * Adds to `sum` the product of a matrix and the vector t. The matrix is `convection` df/du - `diffusion` dw/du at a point. It
+ * is not computed, because the product is the derivative in the direction of t.
  */
 static inline void add_product(const double *u, const double *t, int d, double convection, double diffusion, double *sum)
 {
@@ -197,7 +197,7 @@ static inline void add_product(const double *u, const double *t, int d, double c
 
 /*
  * Solves D x = t for the diagonal block D at a point: the identity and twice the sum of the second derivatives in the three
- * directions. x replaces t. Each row of D uses only itself and the rows before it.
+ * directions. x replaces t. D is lower triangular, so the rows are solved one after the other.
  */
 static inline void solve_diagonal(const double *u, double *t)
 {
@@ -235,7 +235,7 @@ static void add_line(const double *u, double *r, int d, int width, double *work)
 			fluxes(u + (ptrdiff_t)p * (ptrdiff_t)step + i, d, f + to, w + to);
 		}
 	for (int p = begin; p < end; p++) {
-		/* The fourth difference leaves out the boundary and beyond. Next to the boundary the middle has less weight. */
+		/* The fourth difference omits points on and beyond the boundary. Next to the boundary the middle point has less weight. */
 		int far_before = p - 2 > low, far_after = p + 2 < high, before = p - 1 > low, after = p + 1 < high;
 		double middle = before && after ? 6 : 5;
 		const double *x = u + (size_t)p * step, *x1 = x - step, *x2 = far_before ? x1 - step : x;
@@ -272,7 +272,7 @@ static void residual(const double *u, const double *constant, double *r, double 
 
 /* ---------------------------------------------------------------- the sweeps */
 
-/* The product of the blocks below the diagonal (`side` -1) or above it (1) with the vector r, at a point. */
+/* Adds to `sum` the product of the blocks below the diagonal (`side` -1) or above it (1) and the vector r, at a point. */
 static inline void neighbours(const double *u, const double *r, int side, double *sum)
 {
 	double convection = side * b.time * b.first_difference, diffusion = b.time * b.second_difference;
@@ -408,7 +408,7 @@ static double integral(const double *u)
 					inside &= place[d] >= low[d] && place[d] <= high[d];
 					ends[d] = place[d] == low[d] || place[d] == high[d];
 				}
-				/* On a face that ends direction d, a point counts half where it ends another direction too. */
+				/* On a face of the box, a point on an edge has half the weight of an inner point, and a corner a quarter. */
 				for (int d = 0; d < 3 && inside; d++)
 					weight += ends[d] * (2 - ends[(d + 1) % 3]) * (2 - ends[(d + 2) % 3]);
 				here += weight * K2 * (v[4] - 0.5 * (v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) / v[0]);
@@ -447,7 +447,7 @@ static double run(size_t class)
 	r = room(b.step[3], sizeof *r);
 	forcing = room(b.step[3], sizeof *forcing);
 	work = room((size_t)(b.n + 2) * (size_t)b.size[0], 2 * EQUATIONS * sizeof *work);
-	/* The forcing term is such that the exact values have no residual. Before this it is 0. */
+	/* The forcing term is the negative residual of the exact values, so that their residual with the forcing term is 0. */
 	set_exact(u);
 	exchange(u);
 	residual(u, forcing, r, work);

@@ -47,7 +47,7 @@ struct grid {
 	/* The distances in memory to the next point in x, in y and in z, and the number of points. */
 	size_t step[4];
 	double *u, *r;
-	/* The points with equal x, y or z. */
+	/* The types of the planes: the points with equal x, with equal y, and with equal z. */
 	MPI_Datatype plane[3];
 };
 
@@ -95,7 +95,10 @@ static void free_grid(struct grid *g)
 	free(g->u), free(g->r);
 }
 
-/* Gets the outer planes of `a`. Those of x are part of the planes of y, and both of the planes of z, so edges and corners arrive too. */
+/*
+ * Gets the outer planes of `a` from the neighbours, in x, then in y, then in z. A plane in y has the edges of the planes in x, and a plane
+ * in z has the edges of both, so edges and corners arrive too.
+ */
 static void exchange(const struct grid *g, double *a)
 {
 	for (int d = 0; d < 3; d++) {

@@ -118,8 +118,8 @@ static void bandwidth(int both)
 }
 
 /*
- * The memory of this process that was written, in units of 1,000,000 bytes. Memory that several processes share counts for each with
- * its part. Linux before 6.1 reports only private memory.
+ * The memory of this process that was written, in units of 1,000,000 bytes. Of memory that several processes share, each is charged
+ * an equal part. Linux before 6.1 reports only private memory.
  */
 static double written_memory(void)
 {

@@ -45,7 +45,7 @@ static inline void report(const char *kernel, char class, double seconds)
 		printf("%d ranks, %s.%c verified %.3f s\n", ranks, kernel, class, seconds);
 }
 
-/* A program with one kernel: runs the class that the argument names, and reports it. `run` gets its index in `letters`. */
+/* A program with one kernel: runs the class that the argument names, and reports it. `run` gets the index of the class in `letters`. */
 static inline int run_class(int argc, char **argv, const char *kernel, const char *letters, double (*run)(size_t class))
 {
 	const char *at = NULL;
@@ -62,7 +62,7 @@ static inline int run_class(int argc, char **argv, const char *kernel, const cha
 	return 0;
 }
 
-/* The generator: x := 5^13 x mod 2^46. Its value is x / 2^46. */
+/* The random number generator: x := 5^13 x mod 2^46. The random number is x / 2^46. */
 static const uint64_t FACTOR = 1220703125, SEED = 314159265, MASK = ((uint64_t)1 << 46) - 1;
 
 static inline double draw(uint64_t *x)

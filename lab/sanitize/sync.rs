@@ -4,8 +4,8 @@
 //! Most code of locks is inlined into the program and is therefore instrumented. Some functions are not: the slow path
 //! of a contended lock, waiting for a condition variable, the first call of a `Once`. The linker's `--wrap` redirects
 //! calls of these functions to this file, which reports them. `cargo lab sanitize` maps the mangled names. The reported
-//! addresses are those on which the inlined code synchronizes, so that both parts refer to the same object. Nothing is
-//! reported that the functions do not do, so real data races are still detected.
+//! addresses are those on which the inlined code synchronizes, so that both parts refer to the same object. Only
+//! synchronization that the functions really do is reported, so real data races are still detected.
 
 use std::sync::OnceState;
 use std::time::Duration;

@@ -231,7 +231,7 @@ struct Target {
     kind: Vec<String>,
 }
 
-/// Downloads a crate, as a dependency of a package that is written for this. Returns the path of its manifest.
+/// Downloads a crate as a dependency of a package that this function writes. Returns the path of the crate's manifest.
 fn unpacked(dir: &Path, package: &str, version: &str) -> Result<PathBuf> {
     let user = dir.join("user");
     fs::create_dir_all(user.join("src"))?;

@@ -2,8 +2,8 @@
 //!
 //! Each pair of programs runs with `anywarp capture`. tshark must then find the packets that the programs caused, and no
 //! malformed, damaged or unknown ones. tshark itself does not know anywarp's control messages: anywarp's dissector
-//! (`anywarp.lua`) must decode them. With `ANYWARP_PROFILE=standard` there are none, and tshark must know everything
-//! without the dissector.
+//! (`anywarp.lua`) must decode them. With `ANYWARP_PROFILE=standard` there are no control messages, and
+//! tshark must decode all packets without the dissector.
 //!
 //! Only the dissector understands the datagrams. It is also compared with anywarp's decoder, datagram by datagram, for the
 //! conversations in `docs/datagram-iwarp-vectors.md`, which contain the bytes and their decoded form.
@@ -81,8 +81,8 @@ const CASES: &[Case] = &[
             ("anywarp.report.room", 1),
         ],
     },
-    // The following three cases: Write-Records (RDMA Writes that are recorded at the target) over UD; Reads over UD;
-    // both, and atomics, over RD.
+    // The following three cases test Write-Records (RDMA Writes that are recorded at the target) over UD, Reads over UD,
+    // and Write-Records, Reads and atomics over RD.
     Case {
         name: "records",
         server: "{dv} record_path_mtu reads restricted",
@@ -200,12 +200,12 @@ const NEVER: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || anyw
     || (iwarp_rdma.opcode > 11 && !anywarp_control) \
     || (udp && !anywarp)";
 
-/// A filter that must match no packet of standard iWARP, which tshark decodes without the dissector. A packet without a whole
-/// FPDU is allowed, because a busy socket may accept a part of one.
+/// A filter that must match no packet of standard iWARP, which tshark decodes without the dissector. A packet that contains
+/// only a part of an FPDU is allowed, because a socket with little room may accept only a part.
 const NEVER_STANDARD: &str = "_ws.malformed || _ws.expert.severity >= \"Warning\" || iwarp_rdma.opcode > 11 \
     || _ws.unreassembled || !tcp || (tcp.len > 0 && !iwarp_mpa && !tcp.segment_data)";
 
-/// Disables a dissector of tshark that takes any Send for RPC and reports errors.
+/// Disables a dissector of tshark that interprets each Send as RPC, and reports errors.
 const WITHOUT: [&str; 2] = ["--disable-protocol", "rpcordma"];
 
 /// Immediate Data, without and with solicited event (RFC 7306 §6): the only opcodes that tshark 4.0 does not know.
@@ -547,7 +547,7 @@ fn tshark(script: Option<&Path>, file: &Path, filter: &str) -> Result<String> {
     output(command.arg("-r").arg(file).args(["-Y", filter]))
 }
 
-/// Returns the lines about iWARP in the full decoding that contain "unknown".
+/// Returns the lines about iWARP in the full decoding that contain "Unknown", except those of the opcodes in [`NAMELESS`].
 fn unknown(file: &Path) -> Result<String> {
     let mut command = Command::new("tshark");
     command

@@ -16,7 +16,7 @@ pub(crate) fn run(write: bool) -> Result {
         fs::remove_dir_all(&work)?;
     }
     fs::create_dir_all(&work)?;
-    // Over sockets, and over shared memory from the first request on.
+    // The operations are counted over sockets, and again over shared memory that is used from the first request on.
     let mut counted = count(&work, "tcp", "")?;
     let near = count(&work, "eager", "near/")?;
     counted.extend(near.into_iter().filter(|(n, _)| n.starts_with("near/rc")));
@@ -61,7 +61,7 @@ const HEAD: &str = "# Instructions outside the kernel. post_*, poll_cq: a call o
 /// The tolerance of a new count in percent.
 const SLACK: u64 = 15;
 
-/// Runs the program with this carrier. Returns for each phase its name, after `prefix`, and the least number of instructions
+/// Runs the program `count` with this carrier. Returns for each phase its name, after `prefix`, and the least number of instructions
 /// per operation over several rounds.
 fn count(work: &Path, carrier: &str, prefix: &str) -> Result<Vec<(String, u64)>> {
     let binary = c_tests::build("count", &work.join("count"))?;

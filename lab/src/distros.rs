@@ -42,8 +42,8 @@ pub(crate) struct Options {
     /// All releases and all cases, instead of one case of each program.
     #[arg(long)]
     nightly: bool,
-    /// The programs of arm64 under qemu-user, on the result of `cargo xtask dist --target aarch64-unknown-linux-gnu`; by default
-    /// of Debian 12.
+    /// Run arm64 programs under qemu-user, with the libraries that `cargo xtask dist --target
+    /// aarch64-unknown-linux-gnu` has built; by default the programs of Debian 12.
     #[arg(long)]
     arm64: bool,
     /// Only cases with this in their name, which is `PROGRAM/CASE`.
@@ -122,7 +122,7 @@ fn tree(name: &str, arm64: bool) -> Result<PathBuf> {
     make.args(["--variant=extract", "--skip=check/qemu", "--quiet"])
         .args(arm64.then_some("--architectures=arm64"))
         .arg(format!("--include={packages}"))
-        // Snapshots of an archive have the dates of their releases, which may have expired.
+        // The release file of an archive's snapshot may be older than its period of validity.
         .arg("--aptopt=Acquire::Check-Valid-Until \"false\"")
         .arg("--aptopt=Acquire::Languages \"none\"")
         .arg(name)

@@ -1,16 +1,17 @@
 //! `cargo lab experiments [--short] [--only PART]`: measures how many bytes of datagrams arrive in a network that loses packets, in each mode
 //! of Write-Record, and how fast reliable datagrams are. `anywarp study` has the figures of the papers.
 //!
-//! All processes run in namespaces that end with this process. `tests/netlab/relay.c` causes loss and delay, with a decision
-//! for each packet; the results are compared with those of loss that the device itself injects. The following are errors: a
+//! All processes run in namespaces that end with this process. `tests/netlab/relay.c` delays packets, and decides for each packet
+//! whether it is lost. The results are compared with those of loss that the device itself injects. The following are errors: a
 //! wrong byte, an inexact validity map, a duplicate, too little data that arrives at 1 % loss, and reliable datagrams that
-//! are too slow in comparison with the kernel's TCP or with unreliable datagrams. For these comparisons the median of the
-//! ratios of consecutive runs counts; if it is below the bound, up to three times as many runs are made. Other values depend on the machine
+//! are too slow in comparison with the kernel's TCP or with unreliable datagrams. These comparisons use the median of
+//! the ratios of consecutive runs; if it is below the bound, up to three times as many runs are made. Other values depend on the machine
 //! and are only printed. The long form writes `docs/results`.
 //!
-//! The short form is for machines with other load. It checks only what does not depend on that: no wrong byte, exact validity
-//! maps, each reliable message once, and the share of data that arrives when the device injects 1 % loss. The relay loses more packets when
-//! it gets no processor time, so its values and the ratios of rates are printed but not checked, except the shares of fresh pairs.
+//! The short form is for machines with other load. It checks only what does not depend on the load: that no byte is wrong, that validity
+//! maps are exact, that each reliable message arrives once, and the share of data that arrives when the device injects 1 % loss. The relay
+//! loses more packets when it gets no processor time. So the values that are measured with it, and the ratios of rates, are printed but not
+//! checked, except the shares that arrive between new queue pairs.
 
 use crate::perf::waiting_port;
 use crate::process::Process;
@@ -185,8 +186,8 @@ done";
         })
     }
 
-    /// Returns a command that runs on one of two hosts, which stand for two machines. Connections on loopback use TCP too, not
-    /// shared memory.
+    /// Returns a command that runs on one of two hosts, which are network namespaces and represent two machines. Connections on
+    /// loopback use TCP too, not shared memory.
     fn on(place: Place, host: &str, program: &std::path::Path) -> Command {
         let mut command = match place {
             Place::Loopback => Command::new(program),
@@ -379,7 +380,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
         &["path-mtu", "jumbo", "max"]
     };
     let words = if short {
-        // A long deadline: a sender that gets no processor time has not lost anything.
+        // The deadline is long, because a sender that gets no processor time for a while has not lost anything.
         "-s 64K,1M -n 60 --warmup 5 -r 1 --deadline 5000"
     } else {
         "-s 1K,64K,1M -d 0.5 --warmup 5 -r 1"
@@ -521,7 +522,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
 /// Measures new pairs of queue pairs without warm-up: the share of their first four messages of 1 MiB that arrives, when
 /// feedback about the sending rate is lost too.
 fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
-    /// The share of the messages that may be lost in addition to the loss itself.
+    /// How far the share that arrives may be below the share that the loss rate leaves.
     const MORE: f64 = 0.02;
     let words = "-t ud -o write-record --record-mode robust --exact -s 1M -n 4 --warmup 0 -r 1";
     let pairs = if short { 3 } else { 15 };
@@ -573,7 +574,7 @@ fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
                 drop(link);
                 let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
                 let middle = median(shares);
-                // A fragmented datagram is lost with any of its fragments. The device injects loss at both ends.
+                // A fragmented datagram is lost if any of its fragments is lost. On loopback the device injects loss at both ends.
                 let pieces = match (mtu, segment) {
                     (Some(1500), "jumbo") => 7,
                     (Some(1500), "max") => 42,
@@ -835,7 +836,7 @@ fn tcp_rate(seconds: u64) -> Result<f64> {
     Ok(rate.parse()?)
 }
 
-/// Runs one end of the kernel's TCP: `take PORT` or `give PORT SECONDS`.
+/// Runs one end of the measurement of the kernel's TCP: `take PORT` or `give PORT SECONDS`.
 pub(crate) fn tcp(arguments: &[&str]) -> Result {
     let mut buffer = vec![0_u8; 1 << 18];
     match *arguments {

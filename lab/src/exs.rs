@@ -39,7 +39,7 @@ const TCP: Variable = ("ANYWARP_CARRIER", "tcp");
 /// A program of the table.
 struct Row {
     name: &'static str,
-    /// The arguments after `exs-ttcp --self --json`, or a command with `{port}` and `{client}`.
+    /// The arguments after `exs-ttcp --self --json`, or a command with the placeholders `{port}`, `{count}` and `{client}`.
     command: &'static str,
     kind: Kind,
     /// The number of messages in one run.
@@ -121,7 +121,7 @@ const ROWS: &[Row] = &[
     ),
     SEND_LAT,
     WRITE_LAT,
-    // As between two hosts.
+    // These rows use the transport of connections between two hosts.
     NORMAL.over(TCP, "exs normal 1 MiB, TCP"),
     READ_BW.over(TCP, "ib_read_bw 1 MiB, TCP"),
     FOUR_READS.over(TCP, "ib_read_bw 1 MiB, four buffers, TCP"),
@@ -155,7 +155,7 @@ const READ_BW: Row = perftest(
     800,
 );
 /// `ib_read_bw` and `ib_write_bw` have one buffer for each queue pair, and `exs-ttcp` one for each of its four messages in flight. More
-/// buffers need more of the processor's cache, so these rows have four as well.
+/// buffers need more of the processor's cache, so this row and [`FOUR_WRITES`] have four queue pairs, and so four buffers.
 const FOUR_READS: Row = perftest(
     "ib_read_bw 1 MiB, four buffers",
     "ib_read_bw -d anywarp0 -F -p {port} -q 4 -s 1048576 -n {count} {client}",

@@ -92,7 +92,7 @@ pub(crate) fn run(options: &Options) -> Result {
         return Err("no case matches the filter".into());
     }
     if env::var_os(INSIDE).is_none() {
-        // Before entering the namespaces, because packages are downloaded.
+        // The guest is built before the namespaces are entered, because packages are downloaded for it.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }

@@ -92,17 +92,17 @@ enum Task {
     Perf,
     /// Capture the traffic of programs, and decode it with tshark and anywarp's dissector.
     Capture,
-    /// Run programs of the distribution with the preloaded library for sockets at both ends, at the server, and at the client;
-    /// or measure upgraded streams against kernel TCP.
+    /// Run programs of the distribution with the preloaded library for sockets: at both ends, only
+    /// at the server, and only at the client; or measure upgraded streams against kernel TCP.
     Sockets(sockets::Options),
     /// Compare extended sockets with verbs, rsockets and plain TCP, and check the bounds.
     Exs(exs::Options),
     /// Test `anywarp study` briefly with each of its runners.
     Study {
-        /// Also measure the page as Chromium shows it; needs the package chromium.
+        /// Also check how Chromium shows the drawings of the report; needs the package chromium.
         #[arg(long)]
         browser: bool,
-        /// Instead run it in a QEMU guest, on anywarp, siw and rxe side by side.
+        /// Instead run `anywarp study` in a QEMU guest, on anywarp, siw and rxe side by side.
         #[arg(long, conflicts_with = "browser")]
         guest: bool,
     },

@@ -14,8 +14,8 @@ use crate::python;
 /// The time limit of one run in seconds.
 const TIME_LIMIT: &str = "120";
 
-/// A run passes only if the capture of the device's packets has at least this many bytes. The ranks exchange more (of all programs, MG
-/// the least: 1.4 MiB), so a smaller capture shows that the MPI did not use the device.
+/// A run passes only if the capture of the device's packets has at least this many bytes. The ranks of every program exchange more (at
+/// least 1.4 MiB, in MG), so a smaller capture shows that the MPI did not use the device.
 const LEAST: u64 = 1 << 20;
 
 /// An implementation of MPI. Open MPI has options that select its transport.
@@ -31,7 +31,7 @@ enum Library {
 /// An implementation of MPI from PyPI.
 struct Wheel {
     package: &'static str,
-    /// The package with the compiler: Intel's has none, and runs programs that were compiled with MPICH.
+    /// The package with the compiler. Intel's package has no compiler, but its library runs programs that were compiled with MPICH.
     compiler: &'static str,
     /// The launcher in the package, and its options.
     launcher: &'static [&'static str],
@@ -137,7 +137,7 @@ macro_rules! ofi {
     };
 }
 
-// After the macro, which it uses.
+// The module is declared after the macro, because it uses the macro.
 mod compare;
 
 const WAYS: &[Way] = &[

@@ -1,6 +1,7 @@
-//! `cargo lab perf`: runs `anywarp ping` and `anywarp blast` briefly with every type of queue pair, operation and way to post
-//! and poll. Also tests interrupts, and ports of other programs. The results are only compared with lower bounds; `cargo lab
-//! experiments` measures.
+//! `cargo lab perf`: runs `anywarp ping` and `anywarp blast` briefly with every type of queue pair,
+//! operation and way to post and poll. It also tests interrupted runs, and connections to ports of
+//! other programs. The results are only compared with lower bounds; `cargo lab experiments`
+//! measures.
 
 use std::io::{BufRead, Read, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -30,7 +31,8 @@ const OPERATIONS: [(&str, &[&str]); 4] = [
     ),
 ];
 
-/// Options: whether they are for blast only, whether they are for all operations but Reads, and the options.
+/// Sets of options. Each entry tells whether the set is for blast only, and whether it is for all
+/// operations except Reads.
 const WAYS: [(bool, bool, &str); 5] = [
     (false, false, "-s 64,5000"),
     (false, false, "-s 64,5000 --event"),
@@ -60,8 +62,9 @@ const LEAST_RATES: [(&str, &str, u32); 9] = [
 /// Rows of `anywarp bench` with `ib_send_lat`, which polls its completion queue, and `ib_write_lat`, which polls its memory for
 /// the peer's Write.
 const MEMORY_POLLED: [&str; 2] = ["lat-64k", "shm-64k"];
-/// How many times as long as a Send a Write to a program that polls its memory may take. If each Write waits for the worker of the
-/// engine, it takes 9 times as long over TCP, and 20 times through memory.
+/// The limit for the time of a Write to a program that polls its memory, as a multiple of the time
+/// of a Send. If each Write waits for the worker of the engine, the multiple is 9 over TCP, and 20
+/// through memory.
 const MEMORY_POLLED_MAX: f64 = 4.0;
 
 /// The time limit of a short run, and of both ends after an interrupt or with a wrong port.
@@ -245,7 +248,8 @@ fn polls_memory(row: &str) -> Result {
     Ok(())
 }
 
-/// On a link that duplicates and reorders datagrams each message must count once, even messages that are too short for a number.
+/// On a link that duplicates and reorders datagrams each message must be counted once, even if it
+/// is too short to contain its number.
 fn duplicates(sizes: &str) -> Result {
     let server = Server::start("blast")?;
     let csv = sh::target().join("perf-duplicates.csv");

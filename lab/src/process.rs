@@ -16,7 +16,7 @@ use xtask::Result;
 /// The interval at which the exit of a program is checked.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// The time that a program has to exit after SIGTERM, and that its pipes have to close after its exit.
+/// The time limit for the exit of a program after SIGTERM, and for the end of its output after its exit.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// The time limit for installing or building a program.
@@ -135,7 +135,7 @@ impl Process {
         let stdout = drain(self.child.stdout.take());
         let stderr = drain(self.child.stderr.take());
         let status = self.status(limit);
-        // Another process that it started may keep the pipes open.
+        // A process that the program has started may keep the pipes open.
         let [stdout, stderr] = [stdout, stderr].map(|t| t.recv_timeout(GRACE).unwrap_or_default());
         let status = status.map_err(|e| format!("{e}: {}", String::from_utf8_lossy(&stderr)))?;
         Ok(Output {

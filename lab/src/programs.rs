@@ -262,7 +262,7 @@ struct Environment {
     tree: Option<PathBuf>,
     /// The cases that do not pass in that system, with the reason.
     skips: BTreeMap<String, String>,
-    /// Start programs as an ordinary user, because this process is root.
+    /// Whether programs are started as an ordinary user, because this process is root.
     drop_root: bool,
 }
 
@@ -333,7 +333,7 @@ impl Environment {
         if !sh::dist().join("bin/anywarp").exists() {
             return Err("target/dist does not exist: run `cargo xtask dist` first".into());
         }
-        // A copy in a folder that an ordinary user can read.
+        // The installed files are copied to a folder that an ordinary user can read.
         let mut copy = Command::new("cp");
         copy.arg("-rL")
             .arg(sh::dist())
@@ -349,7 +349,7 @@ impl Environment {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
             }
         }
-        // The files that commands name as files/NAME. Commands run in this folder.
+        // Commands run in the folder `work`, and name these files as files/NAME.
         dist::copy_tree(
             &sh::root().join("tests/programs/files"),
             &environment.work.join("files"),
@@ -364,7 +364,7 @@ impl Environment {
         Ok(environment)
     }
 
-    /// Returns why a case is known not to pass, if so.
+    /// Returns the reason why a case is expected to fail, if it is.
     fn skipped<'a>(&'a self, program: &Program, case: &'a Case) -> Option<&'a str> {
         let name = format!("{}/{}", program.name, case.name);
         let here = self
@@ -605,7 +605,7 @@ mount --rbind /dev dev
 /// Registers qemu-user for programs of another architecture, in the user namespace of this process.
 fn emulate(arch: &str) -> Result {
     const DIR: &str = "/proc/sys/fs/binfmt_misc";
-    // The ELF header before the machine, with the mask of each byte: 64 bits, little endian, an executable or a library.
+    // The ELF header before the field `e_machine`, with the mask of each byte: 64 bits, little endian, an executable or a library.
     const HEAD: &str = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00";
     const MASK: &str =
         r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff";

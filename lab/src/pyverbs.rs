@@ -143,7 +143,7 @@ pub(crate) fn run(only: Option<&str>) -> Result {
     .into())
 }
 
-/// Returns why an outcome is not the expected one, if so.
+/// Returns why an outcome is unexpected, or `None` if it is expected.
 fn judge(lines: &mut [Line], pass: &str, word: Word, id: &str) -> Option<&'static str> {
     let mut expected = Word::Ok;
     for line in lines {

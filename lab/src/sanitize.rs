@@ -522,7 +522,7 @@ fn sync(rustlib: &Path, work: &Path) -> Result<Vec<String>> {
             name.starts_with("libstd-") && name.ends_with(".rlib")
         })
         .ok_or("the toolchain has no libstd")?;
-    // Not nm, which would pass the objects to a plugin for the bitcode of other compilers.
+    // readelf is used because nm would pass the objects to its plugin for other compilers' bitcode.
     let listing = sh::output(Command::new("readelf").arg("-sW").arg(std))?;
     let object = work.join("sync.o");
     sh::run(

@@ -101,7 +101,7 @@ void run_rank(int rank, const std::string& store_path) {
     equal("broadcast", mine, of_the_last, length);
     kept<gloo::BarrierAllToAll>(context).run();
   }
-  // Not destroyed, for the same reason.
+  // The context is never destroyed either, for the same reason as the algorithms.
   new Context(context);
 }
 

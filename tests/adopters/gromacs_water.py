@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-# Two of the boxes of water that GROMACS has, beside each other.
+# The size of two of the boxes of water that GROMACS provides, side by side.
 BOX = ["3.72412", "1.86206", "1.86206"]
 STEPS = "200"
 

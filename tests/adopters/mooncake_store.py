@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A store of Mooncake: its master, a client with the memory, and one that puts and gets objects. Compares all objects.
+"""A store of Mooncake: its master, a client that provides the memory, and a client that puts and gets objects. Compares all objects.
 
 With `--time` it also prints the throughput of large objects and the time of small ones; `--protocol tcp` uses TCP instead.
 """

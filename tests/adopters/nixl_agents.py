@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two agents of NIXL on one host. Compares writes and reads of many sizes, and a notification."""
+"""Runs two agents of NIXL on one host, and checks the data of writes and reads of many sizes, and a notification."""
 
 import multiprocessing
 import sys

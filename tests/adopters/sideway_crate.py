@@ -53,7 +53,7 @@ def connect(command):
         try:
             return run(command)
         except SystemExit as end:
-            # The second text is that of cmtime, which does not print why it could not connect.
+            # cmtime prints the second text. It does not print why it could not connect.
             reasons = ("Connection refused", "Failed to receive cm_id")
             if attempt == 99 or not any(reason in str(end) for reason in reasons):
                 raise

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Two workers of PyTorch's RPC, whose tensors are sent by TensorPipe's transport ibv. Compares calls of many sizes."""
+"""Two workers of PyTorch's RPC, whose tensors are sent by TensorPipe's transport ibv.
+
+The test compares the results of calls with tensors of several lengths.
+"""
 
 import multiprocessing
 import os

@@ -1058,7 +1058,7 @@ static const char *completed_without_further_polls(size_t arg)
 		/* Polls of another queue, which stays empty, handle the connection and do not take the completion. */
 		for (uint32_t n = 0; n < polls; n++)
 			ENSURE(!ibv_poll_cq(p.b.rcq, 1, &wc), "a completion without a request");
-		/* poll(2) handles nothing. */
+		/* poll(2) does not call the library, so from now on only the device's thread handles the connection. */
 		ENSURE(poll(&ready, 1, WAIT_MS) == 1, "round %llu: a Write of %u bytes does not complete after %u polls", (unsigned long long)i, len, polls);
 		ENSURE(!ibv_get_cq_event(p.a.channel, &cq, &context) && cq == p.a.scq, "ibv_get_cq_event");
 		ibv_ack_cq_events(p.a.scq, 1);

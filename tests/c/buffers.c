@@ -3,8 +3,8 @@
  * <anywarp-buffers.h>: which buffers are copied, registered and kept, and that no registration outlives its memory.
  *
  * This program defines ibv_reg_mr and ibv_dereg_mr, which number the registrations and call the functions of the
- * device. A device that pins pages keeps the pages of the time of the registration. A registration is therefore valid
- * only if it is newer than the mapping of its memory.
+ * device. A device that pins pages continues to use the pages that were mapped at the time of the registration. A
+ * registration is therefore valid only if it is newer than the mapping of its memory.
  */
 #include "ends.h"
 
@@ -49,7 +49,7 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acce
 	return mr;
 }
 
-/* How long the next ibv_dereg_mr takes, as with a device that unpins many pages, and whether it has begun. */
+/* The duration of the next ibv_dereg_mr, as with a device that unpins many pages, and whether that call has begun. */
 static unsigned int slow_ms;
 static bool slow_begun;
 static unsigned int deregistrations;
@@ -266,7 +266,7 @@ static const char *until_kept(struct awbuf *buffers, const void *at, size_t len,
 
 enum change { UNMAP, SYSCALL, FIXED, REMAP, EMPTY, FREE, TRIM, PART, CHANGES };
 
-/* Whatever removes the memory, its kept registration is not used again. */
+/* A kept registration is not used again after its memory was removed, whichever call removed it. */
 static const char *change_once(size_t how)
 {
 	size_t len = 512 * KIB;
@@ -582,7 +582,7 @@ static const char *errors(size_t arg)
 	return NULL;
 }
 
-/* A long buffer in pieces, which several threads prepare. */
+/* A long buffer is sent in pieces, which several threads prepare. */
 static const char *pieces(size_t threads)
 {
 	size_t len = 24 * MIB + 5, at_byte = 0, n = 0;
@@ -871,8 +871,8 @@ static const char *rights(size_t arg)
 enum { WATCHED, PROMISED };
 
 /*
- * anywarp-buffers(7): after awbuf_invalidate, a mapping that was split by the monitoring of one part is one mapping
- * again, also if the program has meanwhile promised to report changes itself.
+ * anywarp-buffers(7): the kernel splits a mapping if one part of it is watched. After awbuf_invalidate it is one mapping
+ * again, even if the program has promised in the meantime to report changes itself (AWBUF_STABLE).
  */
 static const char *remap_around(size_t arg)
 {

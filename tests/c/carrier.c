@@ -39,7 +39,10 @@ enum { OFFER = 0, TAKE = 1, REFUSE = 2, SWITCH = 3 };
 /* How long an offer that is not answered counts against the limit. */
 #define OFFER_LIFETIME_MS 5000u
 #define MAX_GAP_MS 10.0
-/* A single attack is repeated, up to this number of times, if a message takes longer: another program may have delayed it. */
+/*
+ * An attack that runs once is repeated, up to this number of times, if a message takes longer than MAX_GAP_MS, because another
+ * program may have delayed it.
+ */
 #define TURNS 5u
 
 static struct {
@@ -701,7 +704,7 @@ static void fill_page(uint8_t *memory, int fd)
 	memcpy(memory, &(uint64_t){ MAGIC }, 8);
 }
 
-/* Creates memory as the library does, with page faults that this process must handle and never does (userfaultfd). */
+/* Creates memory as the library does. This process registers to handle its page faults (userfaultfd), and never handles one. */
 static int faulting_memory(int fd)
 {
 	int file = memfd_create("anywarp-carrier", MFD_CLOEXEC | MFD_ALLOW_SEALING);

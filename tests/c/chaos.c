@@ -396,7 +396,7 @@ static const char *outlive(struct end *e, struct region *mine, const struct hell
 		TRY(settle(e, l));
 	ENSURE(l->sends_done == l->sends, "%llu of %llu sends complete after the peer's death",
 	       (unsigned long long)l->sends_done, (unsigned long long)l->sends);
-	while (!l->failed && now_ms() < end) { /* the queue was empty when the peer died: what is posted now fails */
+	while (!l->failed && now_ms() < end) { /* the queue was empty when the peer died: a request that is posted now fails */
 		if (l->sends_done == l->sends)
 			TRY(post_one(e, mine, theirs, l));
 		TRY(settle(e, l));
@@ -454,8 +454,8 @@ static const char *killed_peer(size_t arg)
 static const char *wait_exit(struct peer *peer, unsigned int ms);
 
 /*
- * A process exits with its last receive. It has received all messages, so their Sends succeed, although it has
- * acknowledged fewer.
+ * The peer exits as soon as its last receive completes. It has received all messages, so all Sends succeed, although the
+ * peer has not acknowledged all of them.
  */
 static const char *peer_takes_and_ends(size_t arg)
 {
@@ -538,7 +538,7 @@ static int close_event_channel(void *p)
 	return 0;
 }
 
-/* As killed_peer with a connection of rdma_cm. The survivor also gets an event. */
+/* Does the same as killed_peer with a connection of rdma_cm. The surviving process also gets an event. */
 static const char *killed_cm_peer(size_t arg)
 {
 	struct rdma_conn_param param = { .responder_resources = 4, .initiator_depth = 4, .retry_count = 7,
@@ -1121,7 +1121,7 @@ static const char *threads_cancelled(size_t count)
 	struct pair p;
 	void *context;
 
-	TRY(open_pair(&p, &usual)); /* opens what stays open after the first use of the device */
+	TRY(open_pair(&p, &usual)); /* opens the descriptors and threads that remain after the first use of the device */
 	TRY(close_all());
 	before = holdings();
 	TRY(open_pair(&p, &(struct want){ .channels = true }));
@@ -1302,7 +1302,7 @@ static const char *stopped_peer(size_t arg)
 	return NULL;
 }
 
-/* As killed_peer and missing_peer, with RC over reliable datagrams if supported, with and without packet loss. */
+/* Does the same as killed_peer and missing_peer with RC over reliable datagrams if supported, with and without packet loss. */
 static const char *over_datagrams(size_t bad)
 {
 	setenv("ANYWARP_RC", "udp", 1);

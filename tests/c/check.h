@@ -186,7 +186,10 @@ static struct {
 	const char *running;
 } tally;
 
-/* Reports the expired time limit, using only functions that a signal handler may call, and ends the program. */
+/*
+ * Reports the expired time limit and ends the program. The signal may have interrupted stdio, so the text is sent with
+ * write(2).
+ */
 static void on_deadline(int signal_number)
 {
 	char text[256];
@@ -322,7 +325,7 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 			printf("# %s: %s [%s]\n", argv[2], reason, failed_at);
 		return reason ? 1 : 0;
 	}
-	/* A name that selects nothing would be a test that never runs. */
+	/* An argument that matches no test is an error. Otherwise a test whose name is misspelled would silently not run. */
 	for (int i = 1; i < argc; i++) {
 		bool found = argv[i][0] == '-';
 

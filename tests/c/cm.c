@@ -243,7 +243,7 @@ static const char *new_buffer(struct region *r, struct rdma_cm_id *id, size_t le
 	return new_region(r, id->pd, len, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
 }
 
-/* One message in each direction, and a Write, with the queues of rdma_create_qp. */
+/* Sends one message and one Write in each direction, with the queues of rdma_create_qp. */
 static const char *traffic(struct rdma_cm_id *a, struct rdma_cm_id *b)
 {
 	struct rdma_cm_id *from = a, *to = b;
@@ -404,7 +404,7 @@ static const char *reject(size_t len)
 	return traffic(s.client, s.server);
 }
 
-/* No listener at the port. */
+/* A connection to a port without a listener is refused. */
 static const char *refused(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -524,8 +524,8 @@ static const char *queue_pair_gone(size_t arg)
 }
 
 /*
- * Connections to a listening port from clients that do not speak MPA. Each is closed, and a client that does is served
- * meanwhile.
+ * Connections to a listening port from clients that do not speak MPA. Each of them is closed. A client that speaks MPA is
+ * served while they are open.
  */
 static const char *other_clients(size_t count)
 {
@@ -1267,7 +1267,10 @@ static const char *establish(size_t arg)
 	return event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
 }
 
-/* A queue pair that is used only for its number, as UCX does: private data in both directions, then a disconnect. */
+/*
+ * Creates a queue pair of which only the number is used, as UCX does. The connections of the test exchange private data in
+ * both directions.
+ */
 static const char *dummy_qp(struct rdma_cm_id *id, struct rdma_conn_param *p)
 {
 	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_UD);

@@ -63,7 +63,7 @@ static bool take(struct ibv_cq *cq, struct ibv_wc *wc)
 	return n == 1 && wc->status == IBV_WC_SUCCESS;
 }
 
-/* After two polls that find nothing, a posted request is sent at once. Otherwise it depends on the time whether it is. */
+/* After two polls that find nothing, a posted request is always sent at once. Without them, timing decides this. */
 static void look_in_vain(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;

@@ -94,7 +94,10 @@ static int attach_to(struct ibv_qp *qp, struct counter *c, uint32_t ops)
 	return attach(qp, c, &attr);
 }
 
-/* Waits for the values by reading the counter only, and then checks that they do not increase further. */
+/*
+ * Reads the counter until it has the expected values, and then checks that they do not increase further. Polls no completion
+ * queue.
+ */
 static const char *counts(struct counter *c, uint64_t done, uint64_t failed)
 {
 	uint64_t end = now_ms() + WAIT_MS, quiet = 0, got = 0, bad = 0;
@@ -139,7 +142,7 @@ static const char *open_counted(struct pair *p, const struct want *w, struct cou
 
 enum { SEND, RECV, READ, REMOTE_READ, WRITE, REMOTE_WRITE };
 
-/* Requests of each opcode, of one segment to many, every third without a completion. */
+/* Posts requests of each opcode, with lengths from one segment to many segments. Every third request is unsignaled. */
 static const char *each_counts_once(size_t arg)
 {
 	static const size_t lengths[] = { 0, 8, 700, 4096, 70000 };
@@ -183,7 +186,7 @@ static const char *each_counts_once(size_t arg)
 			}
 		}
 	}
-	/* Several elements: one request here, and one Read Request for each element at the target. */
+	/* A Read with several SGEs counts as one request here, and as one Read Request for each SGE at the target. */
 	for (int i = 0; i < 3; i++)
 		sink[i] = sge_of(&from, (size_t)i * 100, 100);
 	struct ibv_send_wr read = rdma_wr(id++, IBV_WR_RDMA_READ, sink, 3, &to, 0);
@@ -257,7 +260,7 @@ static const char *counted_before_polled(size_t arg)
 	return NULL;
 }
 
-/* Failed and flushed requests count as errors, one for each request, also with counters of bytes. */
+/* Each failed or flushed request adds one to the error count, even if the counter counts bytes. */
 static const char *errors(size_t arg)
 {
 	struct counter *a[6] = { 0 }, *b[6] = { 0 };
@@ -311,7 +314,7 @@ static const char *destroyed_is_not_an_error(size_t arg)
 	return counts(c, 0, 0);
 }
 
-/* Datagram queue pairs, and one counter for several queue pairs. */
+/* Counts the requests of datagram queue pairs, and attaches one counter to several queue pairs. */
 static const char *datagrams(size_t arg)
 {
 	struct want w = { .type = IBV_QPT_UD };

@@ -277,7 +277,7 @@ static const char *sources(size_t family)
 	at = loopback((int)family);
 	*port_of(&at) = *port_of(&from);
 	TRY(same_address(&at, &from));
-	/* The address as recvmsg returns it, and truncated by recvfrom. */
+	/* recvmsg returns the whole address. recvfrom cuts it off at the length that the caller gives. */
 	TRY(text_to(e.client, "two", &e.at));
 	m.msg_iov = &part;
 	m.msg_iovlen = 1;
@@ -351,7 +351,7 @@ static const char *packet_info(size_t arg)
 	}
 	ENSURE(ntohl(info.ipi_addr.s_addr) == 0x7f000009 && info.ipi_ifindex == 1, "IP_PKTINFO: %x", ntohl(info.ipi_addr.s_addr));
 	ENSURE(tos == 0x10, "IP_TOS: %d", tos);
-	/* A reply from the address that the request was sent to. */
+	/* The server replies from the address that the request was sent to. */
 	m.msg_controllen = CMSG_SPACE(sizeof info);
 	m.msg_name = &from.addr;
 	TRY(own_name(client, &from));
@@ -794,7 +794,7 @@ static const char *errors(size_t arg)
 		if (c->cmsg_type == IP_RECVERR)
 			why = (struct sock_extended_err *)CMSG_DATA(c);
 	ENSURE(why && why->ee_errno == ECONNREFUSED, "the error report has no reason");
-	/* With a list, and truncated: the full length of the datagram is not reported. */
+	/* The same with recvmmsg, and with a buffer that is too short: the full length of the datagram is not reported. */
 	TRY(text_to(e.client, "another", &e.at));
 	ENSURE(recv(e.client, got, sizeof got, 0) < 0 && errno == ECONNREFUSED, "recv: %s", strerror(errno));
 	ENSURE(recvmmsg(e.client, list, 2, MSG_ERRQUEUE, NULL) == 1, "recvmmsg: %s", strerror(errno));
@@ -1272,7 +1272,7 @@ static const char *many_sockets(size_t arg)
 		TRY(takes(server, "hello"));
 	}
 	ENSURE(errno == EMFILE, "socket: %s", strerror(errno));
-	/* A reliable one takes five descriptors. */
+	/* A socket with reliable datagrams takes five descriptors. */
 	ENSURE(n >= 256 - 256 / 8 - 16 - (is_reliable() ? 256 / 8 * 4 : 0), "%d sockets", n);
 	while (n > 0)
 		close(fds[--n]);

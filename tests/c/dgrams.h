@@ -126,7 +126,7 @@ struct peers {
 	struct ibv_ah *ah;
 };
 
-/* The number of peers that send before the receiver must have taken their messages. */
+/* The number of peers that send at once. The receiver must take their messages before further peers send. */
 #define PEERS_AT_ONCE 16u
 
 UNUSED static unsigned int many_peers(void)

@@ -912,7 +912,7 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 
 	TRY(find_all());
 	TRY(open_peers(&p, dv, QKEY));
-	/* Two rounds, because memory that is needed only temporarily in the first round is not a cost of a peer. */
+	/* The memory is measured after a second round, because memory that only the first round needs is not a cost of a peer. */
 	for (int round = 0; round < 2; round++) {
 		ENSURE(read(from, &hub, sizeof hub) == sizeof hub, "the other process has ended");
 		for (unsigned int i = 0; i < p.many; i += PEERS_AT_ONCE) {
@@ -925,8 +925,8 @@ static const char *be_peers(const struct anywarpdv_qp_init_attr *dv, int from, i
 }
 
 /*
- * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. Memory that is shared with
- * ports of the same host is turned off: it is limited to 64 ports, whatever the number of peers.
+ * Many queue pairs send to one. Each message arrives, and the memory for each peer is printed. Shared memory between ports
+ * of one host is turned off: at most 64 ports have it, so it is not a cost of each peer.
  */
 static const char *peers(size_t arg)
 {

@@ -232,7 +232,7 @@ static const char *messages(size_t immediate)
 	return finish();
 }
 
-/* Many more messages than credits, from unregistered memory. The events of each direction arrive in order. */
+/* Sends many more messages than there are credits, from unregistered memory. The events of each direction arrive in order. */
 static const char *many(size_t immediate)
 {
 	int sent = 0, received = 0, at[2] = { 0, 0 };
@@ -550,7 +550,7 @@ static const char *vectors(size_t arg)
 	return finish();
 }
 
-/* One event each for cancelled calls, the end of a direction, and the end of the connection. */
+/* Cancelled calls, the end of a direction and the end of the connection each cause one event. */
 static const char *endings(size_t arg)
 {
 	exs_pollfd_t polled = { .fd = ends[1], .events = EXS_POLLIN };
@@ -629,7 +629,7 @@ static const char *timeouts(size_t arg)
 	return finish();
 }
 
-/* An address at which no listener answers, and an accept without a client. */
+/* A connect to an address at which no listener answers, and an accept without a client, end with a time-out. */
 static const char *connect_timeout(size_t arg)
 {
 	struct sockaddr_in addr, silent = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
@@ -966,7 +966,7 @@ static const char *refusals(size_t arg)
 	return finish();
 }
 
-/* A listener of the other socket type, and a port without a listener. */
+/* A connect to a listener of the other socket type, and to a port without a listener, is refused. */
 static const char *refused_connections(size_t arg)
 {
 	struct sockaddr_in addr;

@@ -14,10 +14,10 @@
 #include <sys/wait.h>
 
 #define GREEDY 8
-/* Reads in a round, and number of rounds. Other programs may delay some rounds; an unfair server delays all. */
+/* The number of Reads in a round, and of rounds. Other programs may delay some rounds; an unfair server delays all. */
 #define READS 100
 #define ROUNDS 5
-/* Time limits for half and for nine of ten Reads. They allow for two processors with three busy processes. */
+/* The time limits for half and for nine tenths of the Reads allow for three busy processes on two processors. */
 #define HALF_MS 5.0
 #define MOST_MS 25.0
 /* What the eight peers must have sent for a valid test: FLOOD kilobytes on streams, FLOOD / 20 requests of datagrams. */

@@ -214,7 +214,7 @@ static const char *beyond_1gib(size_t arg)
 	return NULL;
 }
 
-/* An operation with FI_FENCE, and those posted after it, wait for earlier operations to the same peer only. */
+/* An operation with FI_FENCE, and operations posted after it, wait only for earlier operations to the same peer. */
 static const char *fence(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -249,7 +249,7 @@ static const char *fence(size_t arg)
 	OK(fi_trecv(b.ep, in, 8, NULL, FI_ADDR_UNSPEC, 2, 0, &in[0]));
 	OK(fi_trecv(b.ep, in + 8, 8, NULL, FI_ADDR_UNSPEC, 3, 0, &in[8]));
 	OK(fi_trecv(c.ep, in + 16, 8, NULL, FI_ADDR_UNSPEC, 4, 0, &in[16]));
-	/* Does not complete before its receive is posted. */
+	/* This send does not complete before its receive is posted. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, to_b, 1, &out[0]));
 	one = 5;
 	switch (arg) {
@@ -328,7 +328,7 @@ static const char *flood(size_t arg)
 		ENSURE(entry.op_context == &c && entry.len == size,
 		       "the message of another sender has another context, or not %zu bytes", size);
 	}
-	/* Also a message whose receive is posted later. */
+	/* The same sender sends a message whose receive is posted later. */
 	OK(fi_tsend(c.ep, out, 100, NULL, c.peer, 2, &c));
 	for (uint64_t end = now_ms() + 50; now_ms() < end;)
 		fi_cq_read(b.rx, NULL, 0);
@@ -403,7 +403,7 @@ static const char *exchange_in_order(struct side *a, struct side *b, size_t few,
 			uint8_t *at = from[i][sent[i] % UNDERWAY];
 			size_t len = lengths[sent[i] % COUNT(lengths)];
 
-			/* Few messages at once in the first phase, and many later. */
+			/* Few messages are outstanding in the first phase, and many later. */
 			if (sent[i] < LINKED && sent[i] - sent_until[i] < (sent[i] < 200 ? few : most)) {
 				fill_bytes(at, len, sent[i]);
 				ssize_t rc = fi_tsend(e->ep, at, len, NULL, e->peer, sent[i], &sent_done[i][sent[i]]);
@@ -468,7 +468,7 @@ static const char *count_queue_pairs(int *count)
 	return NULL;
 }
 
-/* Busy endpoints of one host get a connection. If it fails, no message is lost, duplicated or out of order. */
+/* Busy endpoints of one host get a connection. If the connection fails, no message is lost, duplicated or out of order. */
 static const char *link_between(size_t arg)
 {
 	/* Faults of the first and of the second end of the connection. */
@@ -514,7 +514,8 @@ static const char *link_between(size_t arg)
 	return NULL;
 }
 
-/* Sends a number by fi_tinject. The memory of a link is free again when the device has received the acknowledgements of earlier messages. */
+/* Sends a number by fi_tinject, which returns FI_EAGAIN until the link has free memory. The device frees the memory of earlier messages
+ * when it receives their acknowledgements. */
 static const char *inject(struct side *from, fi_addr_t to, uint32_t n)
 {
 	struct fi_cq_tagged_entry entry;
@@ -640,7 +641,7 @@ static const char *cancel(size_t arg)
 	return check_bytes(in + 100, 100, 1);
 }
 
-/* A buffer for many messages, short and long ones, is returned once, after the last write to it. */
+/* A buffer for many short and long messages is returned to the program once, after the last write to the buffer. */
 static const char *multi_recv(size_t arg)
 {
 	struct fi_cq_tagged_entry entry;
@@ -998,7 +999,7 @@ static const char *wait_object(size_t arg)
 
 /* ---------------------------------------------------------------- failures */
 
-/* The other end, in a separate process. It gets the name of this end, prints its own, and polls. */
+/* Runs the other end, in a separate process: gets the name of the first end, prints its own name, and polls. */
 static int be_a_peer(const char *hex)
 {
 	char name[64] = { 0 };
@@ -1073,7 +1074,7 @@ static const char *lost_peer(size_t arg)
 		TRY(next(a.tx, &entry, NULL));
 	}
 	ENSURE(streams() == (arg & LINK ? 1 : 0), "%d connections", streams());
-	/* Arrives at the peer and waits for a receive there. */
+	/* The first message arrives at the peer and waits for a receive there. */
 	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &context[0]));
 	OK(fi_tsend(a.ep, out, 10, NULL, a.peer, 1, &context[1]));
 	TRY(next(a.tx, &entry, NULL));
@@ -1178,7 +1179,7 @@ static const char *failed_endpoint(size_t arg)
 		OK(fi_recv(a.ep, in + 100 * i, 100, NULL, FI_ADDR_UNSPEC, &in[i]));
 		OK(fi_trecv(a.ep, in + 1000 + 100 * i, 100, NULL, FI_ADDR_UNSPEC, i, 0, &in[4 + i]));
 	}
-	/* A rendezvous message without a receive. */
+	/* Sends a long message, by rendezvous, for which there is no receive. */
 	OK(fi_send(a.ep, out, 100000, NULL, a.peer, &out[0]));
 	for (posted = 1; posted < COUNT(sends); posted++)
 		if (fi_send(a.ep, out, 10, NULL, a.peer, &out[posted]))
@@ -1264,7 +1265,7 @@ static const char *flood_hostile(size_t arg)
 	memset(m, 0, 32);
 	m[0] = m[1] = m[2] = 1; /* eager, with a tag */
 	m[14] = EAGER >> 8;
-	/* More than all senders together may store. */
+	/* These messages need more memory than all senders together may use. */
 	for (size_t i = 0; i < (80u << 20) / EAGER; i++)
 		TRY(post_raw(&bad, &mine, EAGER + 32, &b));
 	OK(fi_tsend(a.ep, out, 100, NULL, a.peer, 2, &a));
@@ -1395,7 +1396,7 @@ static const char *read_by_receiver(size_t arg)
 	       fi_strerror(error.err), error.len, error.olen);
 	TRY(check_bytes(in, 40000, 9));
 	TRY(next(a.tx, &entry, NULL));
-	/* An announcement with a tag, the number 7, 100000 bytes, the tag 1, and a key and an address of no memory. */
+	/* Announces a message with a tag: number 7, 100000 bytes, tag 1. No memory has the key and the address. */
 	memset(mine.at, 0x55, 44);
 	memcpy(mine.at, "\1\2\41\0" "\0\0\0\7" "\0\0\0\0\0\1\206\240" "\0\0\0\0\0\0\0\1" "\0\0\0\0\0\0\0\0", 32);
 	TRY(post_raw(&bad, &mine, 44, &b));
@@ -1408,7 +1409,7 @@ static const char *read_by_receiver(size_t arg)
 			TRY(check_bytes(in, 100000, 9));
 			TRY(next(a.tx, &entry, NULL));
 		} else {
-			/* The stranger answers no Read. The second error is injected: it shows that there was a Read. */
+			/* The stranger refuses the Read of tag 1. The error of tag 3 is injected, and shows that the receiver has read. */
 			TRY(next_error(b.rx, &error, WAIT_MS));
 			ENSURE(error.err == (tag == 1 ? FI_EREMOTEIO : FI_EACCES) && error.op_context == &b && error.len == 0,
 			       "a refused Read: %s", fi_strerror(error.err));
@@ -1459,7 +1460,8 @@ static const char *be_peers(int from, int to)
 }
 
 /*
- * The memory of an endpoint for each of many peers: those in the address vector, and those that have exchanged messages.
+ * Measures the memory that an endpoint needs for each of many peers, after their insertion into the address vector and after an
+ * exchange of messages.
  * The carrier in shared memory is turned off: at most 64 ports use it, so its memory does not grow with the number of peers.
  */
 static const char *peers(size_t arg)
@@ -1699,7 +1701,7 @@ static const char *refused(size_t arg)
 }
 
 static const struct test tests[] = {
-	/* In a separate process, because this one has read the variables already. */
+	/* This test runs in a separate process, because this process has already read the environment variables. */
 	{ "failed_endpoint", failed_endpoint, 0, 0, true },
 	{ "answers", answers, 0, 0, false },
 	{ "refused", refused, 0, 0, false },

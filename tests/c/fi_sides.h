@@ -44,9 +44,9 @@ struct setup {
 	uint64_t selective;        /* 0 or FI_SELECTIVE_COMPLETION, for the transmit queue */
 	bool one_queue;            /* uses one queue for transmits and receives */
 	uint64_t counts;           /* what the counter counts; default: FI_SEND | FI_WRITE | FI_READ */
-	const struct side *beside; /* an endpoint of the same domain */
-	bool its_queues;           /* uses the queues of that endpoint, */
-	bool its_vector;           /* and its address vector */
+	const struct side *beside; /* another endpoint, whose domain is used; default: a new domain */
+	bool its_queues;           /* uses the queues of `beside` */
+	bool its_vector;           /* uses the address vector of `beside` */
 };
 
 UNUSED static int close_fid(void *fid)

@@ -31,10 +31,10 @@
 
 /* Datagrams of the flood per second; enough to fill every table many times over. */
 #define PACE 20000u
-/* How long the legitimate peer works at a time, and how often: alternately with and without the flood. */
+/* The length of a turn of the legitimate peer. It has this number of turns without the flood, and after each of them one with it. */
 #define TURN_MS 100u
 #define TURNS 5u
-/* The most turns in which it is tried to see progress of the legitimate peer. */
+/* The largest number of turns without the flood until the legitimate peer has to make progress. */
 #define TRIES 10u
 /* The part of its usual rate that the legitimate peer must reach under the flood. */
 #define SHARE 0.1
@@ -721,7 +721,7 @@ static const char *turn(enum work work, enum flood flood, double *rate)
 
 	shared->flood = flood;
 	shared->work = work;
-	/* Both processes start. */
+	/* Gives both processes time to start. */
 	TRY(serve(20));
 	before = work == RECORDS ? v.records : shared->done;
 	begin = now_ns();
@@ -922,7 +922,8 @@ static const char *requests(size_t arg)
 	grown = resident() - before;
 	shared->flood = QUIET;
 	sleep_ms(60);
-	/* On a loaded machine requests may still be in the socket. They would be kept when the program has taken earlier ones. */
+	/* On a loaded machine requests may still be in the socket. The device would keep them as soon as the program takes
+	 * earlier ones, so that more are counted than the backlog allows. */
 	for (unsigned int ms = 0; ms < WAIT_MS && unread(shared->listener); ms++)
 		sleep_ms(1);
 	p = (struct pollfd){ .fd = channel->fd, .events = POLLIN };

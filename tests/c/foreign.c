@@ -46,7 +46,7 @@ static bool sealed(const uint8_t *d, size_t len)
 
 enum { I = 1, Z = 2, P = 4 };			/* flags of a data datagram */
 enum { D = 1, C = 2, R = 4, A = 8 };		/* flags of a packet */
-enum { K = 1, S = 2 };				/* its other flags */
+enum { K = 1, S = 2 };				/* further flags of a packet, in byte 20 */
 enum { WRITE_OP = 0, READ_REQUEST = 1, READ_RESPONSE = 2, SEND_OP = 3, TERMINATE = 7, ATOMIC_REQUEST = 10,
        ATOMIC_RESPONSE = 11, RECORD = 15, CONTROL = 15 };
 enum { REPORT = 2, COOKIE = 11 };
@@ -179,7 +179,7 @@ static struct peer foreign;
 
 static int close_peer(void *p) { return close(((struct peer *)p)->fd); }
 
-/* Opens a socket at the address of the device, and sets what it needs to send to queue pair `qpn`. */
+/* Opens a socket at the address of the device, and sets the state of a peer that sends to queue pair `qpn`. */
 static const char *open_peer(struct peer *p, uint32_t qpn)
 {
 	struct sockaddr_storage own = { 0 };
@@ -315,8 +315,8 @@ static const char *ud_sends_arrive(size_t arg)
 	fill_pattern(from, sizeof from, 1);
 	reports = 0;
 	/*
-	 * The report about an empty Send is longer than the Send. It is delayed until the byte account of the address
-	 * allows it, and a newer report replaces it.
+	 * The report about an empty Send is longer than the Send. The device delays it until it has received enough bytes
+	 * from this address (docs/datagram-iwarp.md, section 5), and a newer report replaces it.
 	 */
 	for (uint32_t i = 0; i < 5; i++, foreign.id++) {
 		uint32_t length = i == 0 ? 0 : i == 1 ? 77 : 9000, each = 1408;
@@ -514,7 +514,10 @@ static const char *ud_requests_of_the_device(size_t arg)
 		d = (struct data){ .id = id, .length = 5000, .offset = (uint32_t)n * 1000, .opcode = READ_RESPONSE, .tagged = true,
 				   .stag = base, .to = (uintptr_t)mine.at + (size_t)n * 1000, .len = 1000, .last = n == 4 };
 		if (!n) {
-			/* An answer with a wrong CRC, and one with another length of the message, contain other bytes. */
+			/*
+			 * Two invalid answers, one with a wrong CRC and one with a wrong message length. They contain other
+			 * bytes, so that the test notices if they are placed.
+			 */
 			d.payload = got + 1000;
 			TRY(send_as(&foreign, d, true));
 			d.length = 4999;
@@ -693,8 +696,8 @@ static const char *rd_peer_sends(size_t arg)
 	foreign.id++;
 
 	/*
-	 * A wrong STag: the device refuses this number with status 10 until the base is beyond it. Later messages are
-	 * accepted.
+	 * A wrong STag: the device refuses the packet with this sequence number, with status 10, until the base is beyond
+	 * the number. Later messages are accepted.
 	 */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;
@@ -758,8 +761,8 @@ static const char *rd_peer_reads(size_t arg)
 			foreign.ack++;
 		}
 		/*
-		 * This packet echoes the time of the received one, which proves to the device that it arrived. Before
-		 * that, the device limits the length of the response.
+		 * This packet echoes the time of the received one, which proves to the device that its packet has arrived.
+		 * Before this proof, the device limits the length of the response.
 		 */
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
 	}
@@ -774,7 +777,7 @@ static const char *rd_peer_reads(size_t arg)
 	put32(ask + 8, source.mr->rkey);
 	put64(ask + 12, (uintptr_t)source.at);
 	put64(ask + 20, 5);			/* add or swap data */
-	put64(ask + 28, 0);			/* its mask: one sum of 64 bits */
+	put64(ask + 28, 0);			/* add mask: no bit divides the 64 bits into fields */
 	d = (struct data){ .qkey = QKEY, .id = foreign.id, .length = 52, .opcode = ATOMIC_REQUEST, .qn = 1, .msn = foreign.id,
 			   .payload = ask, .len = 52, .last = true };
 	for (int i = 0; i < 2; i++)
@@ -841,7 +844,7 @@ static const char *rd_device_sends(size_t arg)
 				foreign.ack++;
 			}
 		}
-		/* Packets beyond the lost one are dropped too, so that the device must send them again. */
+		/* Packets beyond the lost one are not acknowledged either, so that the device must send them again. */
 		TRY(send_packet(&foreign, 0, foreign.seq, NULL));
 	}
 	TRY(done(&a, 1, IBV_WC_SUCCESS));

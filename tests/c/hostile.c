@@ -223,7 +223,10 @@ static int receive_result(int fd)
 	return END_ONLY;
 }
 
-/* Makes one attack. Returns what the attacker received, or -2 without a connection. */
+/*
+ * Makes one attack. Returns what the attacker received, -2 if it could not connect, or -3 if neither a Terminate nor the
+ * end of the stream arrived in time.
+ */
 static int attack(enum attack_kind kind, unsigned int which)
 {
 	bool early = kind == LONG_PRIVATE_DATA || kind == LOUD_PRIVATE_DATA;
@@ -250,7 +253,10 @@ static struct report {
 	volatile int wrong; /* an unexpected result of an attack; or how many connections could not be opened */
 } *report;
 
-/* Repeats an attack at a high rate, with pauses, so that the attacker does not merely compete for the processor. */
+/*
+ * Repeats an attack at a high rate. Without the pause after each attack, the attacker would slow the server merely by
+ * using the processor.
+ */
 static int attack_on(enum attack_kind kind)
 {
 	struct timespec pause = { 0, 3000000 };
@@ -355,8 +361,8 @@ enum holder { SILENT, HALF_REQUEST, HALF_FPDU, TRICKLE, NEVER_READS };
 #define QP_COST (16u << 10)
 
 /*
- * Memory that is shared by all connections of a kind, in bytes: overhead of malloc and of tables, and for peers that
- * never read, all buffers but the first.
+ * Memory that is shared by all connections of a kind, in bytes: the overhead of malloc and of tables. For peers that
+ * never read, it also includes all buffers of a connection except the first.
  */
 #define USUAL (4u << 20)
 #define UNREAD (80u << 20)
@@ -368,15 +374,15 @@ static const struct wave {
 	size_t each, shared;
 } waves[] = {
 	/*
-	 * Connections that send nothing or half a message: the server keeps descriptors for only some of them, and a few
-	 * hundred bytes for each.
+	 * These connections send nothing or half an MPA Request. The server keeps the descriptors of only some of them, and
+	 * a few hundred bytes of memory for each connection.
 	 */
 	[SILENT] = { "silent", 2500, false, 2048, USUAL },
 	[HALF_REQUEST] = { "half_a_request", 2500, false, 2048, USUAL },
-	/* One FPDU, which cannot be used before its CRC arrives. */
+	/* The server must buffer one FPDU for each connection, since no part of it may be used before its CRC arrives. */
 	[HALF_FPDU] = { "half_an_fpdu", 2000, true, 65536 + 2 + 4 + QP_COST, USUAL },
 	[TRICKLE] = { "a_byte_now_and_then", 1000, true, 4096 + QP_COST, USUAL },
-	/* Read Responses that the attacker never receives. */
+	/* The server keeps Read Responses that the attacker never receives. */
 	[NEVER_READS] = { "never_reads", 2000, true, 65536 + 4096 + QP_COST, UNREAD },
 };
 
@@ -466,7 +472,7 @@ static const char *holders(size_t kind)
 		now = resident() * 1024;
 		peak = now > peak ? now : peak;
 	}
-	/* What the attackers sent arrives meanwhile. */
+	/* The server receives the bytes of the attackers during this measurement. */
 	TRY(best_pace(&p, 80, calm / 2, &busy));
 	now = resident() * 1024;
 	peak = now > peak ? now : peak;
@@ -539,7 +545,7 @@ int main(int argc, char **argv)
 	report = mmap(NULL, sizeof *report, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (report == MAP_FAILED)
 		return 2;
-	/* The measured peer uses the network, as the attackers do. */
+	/* The undisturbed connection must use TCP, as the attackers do, rather than shared memory. */
 	setenv("ANYWARP_CARRIER", "tcp", 0);
 	/* The test reads the log, unless the user has asked for one. */
 	if (!getenv("ANYWARP_LOG") && (log_file = tmpfile())) {

@@ -1,11 +1,11 @@
 /*
- * Loads libibverbs and librdmacm in every way that programs do, and prints what it found.
+ * Loads libibverbs and librdmacm in every way that programs do, and prints each check that fails.
  *
  * usage: load HOW, where HOW is
  *   linked     the program's own references (DT_NEEDED); only if built with -DLINKED
  *   soname     dlopen("libibverbs.so.1") and ("librdmacm.so.1")
  *   link       dlopen("libibverbs.so") and ("librdmacm.so"), as NCCL does first
- *   deepbind   as soname, with RTLD_DEEPBIND
+ *   deepbind   the same names as soname, with RTLD_DEEPBIND
  *   rdmacm     librdmacm only; the functions of libibverbs are found through it
  *   DIR        by absolute path, librdmacm first
  *

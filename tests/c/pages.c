@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * How registration treats pages: by default they are left as they are, ANYWARP_PREFAULT brings them in, and ANYWARP_PIN
- * also locks them.
+ * How registration treats pages: by default they are left as they are, ANYWARP_PREFAULT makes them resident, and
+ * ANYWARP_PIN also locks them.
  *
  * Each test is a separate process, which sets its environment variables before the library reads them.
  */
@@ -115,7 +115,7 @@ static const char *pinned(size_t arg)
 	return refused(false);
 }
 
-/* The kernel refuses to lock more: ENOMEM, and a smaller region still works. */
+/* A registration beyond the limit of locked memory fails with ENOMEM, and a smaller region can still be registered. */
 static const char *limit(size_t arg)
 {
 	struct rlimit most = { 16 * PAGE, 16 * PAGE };

@@ -329,7 +329,7 @@ static const char *profile(size_t which)
 	return operations(d);
 }
 
-/* Creates as many objects as the device has, and one more after one was destroyed. */
+/* Creates as many objects as the profile allows. Another one can be created only after one was destroyed. */
 static const char *numbers(size_t arg)
 {
 	static struct ibv_ah *ahs[100];
@@ -380,7 +380,7 @@ static const char *unknown(size_t arg)
 	return NULL;
 }
 
-/* siw: unsupported requests are refused on the queue pair of rdma_cm, and supported ones work. */
+/* With the siw profile, a queue pair that rdma_cm connects refuses unsupported requests and executes supported ones. */
 static int close_events(void *p)
 {
 	rdma_destroy_event_channel(p);

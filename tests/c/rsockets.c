@@ -274,7 +274,7 @@ static const char *no_waiting(size_t unused UNUSED)
 		got += (size_t)n;
 	}
 	ENSURE(rpoll(p, 1, WAIT_MS) == 1 && p[0].revents == POLLOUT, "an empty socket is not writable");
-	/* Together with another descriptor. */
+	/* rpoll waits for a socket and a pipe together. */
 	ENSURE(!pipe(made), "pipe");
 	p[0] = (struct pollfd){ far, POLLIN, 0 };
 	p[1] = (struct pollfd){ made[0], POLLIN, 0 };
@@ -608,8 +608,8 @@ static int close_id(void *p UNUSED)
 }
 
 /*
- * Sends a message of the protocol, which is a word of 4 bytes: its kind is in the upper 3 bits, a value in the others. Kind 0: the
- * number of bytes that were written to the peer's memory; no kind has the number 5 (docs/rsockets.md).
+ * Sends a message of the protocol, which is a word of 4 bytes: its kind is in the upper 3 bits, a value in the others. The value of
+ * kind 0 is the number of bytes that were written to the peer's memory. Kind 5 does not exist (docs/rsockets.md).
  */
 static const char *send_word(uint32_t word, uint32_t len)
 {
@@ -677,8 +677,8 @@ static const char *faulty_peer(size_t kind)
 		break;
 	case TOO_MANY_MESSAGES:
 		/*
-		 * Each message reports one byte, and the program reads none. rpoll takes the messages, and has to notice that there are
-		 * more than the peer has credits for.
+		 * Each message reports one byte, and the program reads none. rpoll receives the messages, and has to detect
+		 * that there are more than the peer has credits for.
 		 */
 		for (int i = 0; i < 800; i++) {
 			struct pollfd p = { far, POLLOUT | POLLRDHUP, 0 };

@@ -224,7 +224,7 @@ static const char *by_hand(struct ibv_pd *pd)
 		e = ibv_post_send(qp[0], &wr, &bad);
 		NEED(!e, e, "ibv_post_send");
 		TRY(completion(cq[0], 2));
-		TRY(completion(cq[1], 1)); /* on one host, to a socket with room, no datagram is lost */
+		TRY(completion(cq[1], 1)); /* on one host no datagram is lost while the socket buffer has room */
 		TRY(same_pattern(two.at + 40, 1000, 2));
 	}
 	return NULL;
@@ -383,7 +383,7 @@ static void own_memory(void)
 	two.at = two.whole + GUARD;
 }
 
-/* A child: runs the scenario with the limit, and again after removing it. */
+/* Runs in a child process: runs the scenario with the limit, and again after removing it. */
 static int with_little(const struct scarcity *s, long n)
 {
 	struct rlimit was, low;
@@ -412,8 +412,8 @@ static int with_little(const struct scarcity *s, long n)
 	if (getenv("SCARCE_SAY"))
 		printf("# %s + %ld: %s\n", s->what, n * s->step, first == DONE ? "enough" : little);
 	/*
-	 * Some descriptors stay: those of the engine, and those that rdma_cm shares among ids. Those of closed
-	 * connections go soon.
+	 * Some descriptors stay open: those of the engine, and those that rdma_cm shares among ids. The descriptors of
+	 * closed connections are closed soon.
 	 */
 	for (uint64_t end = now_ms() + WAIT_MS; second == DONE && open_fds() > fds + STAYS;) {
 		if (now_ms() > end) {
@@ -498,7 +498,7 @@ static const char *no_memory_at_all(size_t arg)
 	scarce = true;
 	wait_ms = SHORT_MS;
 	reason = n == MOST ? "malloc provides more memory than the test can allocate" : NULL;
-	/* Existing connections still work, and new objects are refused, many times. */
+	/* Checks many times that existing connections still work, and that new objects are refused. */
 	for (uint32_t round = 0; !reason && round < 2000; round++) {
 		reason = round % 20 ? NULL : both(qp, cq, round);
 		if (!reason) {
@@ -571,7 +571,7 @@ static const char *deep_queues(size_t arg)
 	setrlimit(RLIMIT_AS, &was);
 	ENSURE(rc == ENOMEM && posted < DEPTH, "%zu receives, then %s", posted, strerror(rc));
 	ENSURE(shared_rc == ENOMEM, "ibv_post_srq_recv without memory: %s", strerror(shared_rc));
-	/* The posted receives complete once each, and no others. */
+	/* Each posted receive completes once, and nothing else completes. */
 	TRY(to_state(qp, IBV_QPS_ERR));
 	for (size_t i = 0; i < posted; i++)
 		TRY(expect_status(init.recv_cq, 7, IBV_WC_WR_FLUSH_ERR));
@@ -672,7 +672,7 @@ static const char *few_ports(size_t arg)
 
 #define GONE_MS 100u /* how long the last descriptor of a destroyed connection may stay open on a busy machine */
 
-/* The descriptors of a connection close with its two queue pairs, and not after a timer of seconds. */
+/* The descriptors of a connection are closed when its two queue pairs are destroyed, and not by a timer seconds later. */
 static const char *descriptors_closed(size_t rounds)
 {
 	struct ibv_send_wr wr = { .wr_id = 2, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED };
@@ -701,7 +701,7 @@ static const char *descriptors_closed(size_t rounds)
 			       before);
 	}
 	printf("# %u of %zu connections still had a descriptor when ibv_destroy_qp returned\n", late, rounds);
-	/* If only the device's thread closed them, nine of ten would still be open. */
+	/* If only the device's thread closed the descriptors, nine of ten would still be open. */
 	ENSURE(late <= rounds / 10, "%u of %zu connections still had a descriptor when ibv_destroy_qp returned", late, rounds);
 	return NULL;
 }

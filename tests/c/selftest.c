@@ -784,7 +784,7 @@ static const char *rc_both_ways(size_t count)
 	return no_wc(p.b.rcq, 20);
 }
 
-/* Many queue pairs share one CQ at each end. Each message reaches its own queue pair. */
+/* The queue pairs of both ends share one CQ for sends and one for receives. Each message reaches its own queue pair. */
 static const char *rc_many_qps(size_t count)
 {
 	struct end a[64] = { 0 }, b[64] = { 0 };

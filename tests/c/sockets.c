@@ -37,7 +37,7 @@ struct pair {
 	int a, b; /* the end that connected, and the end that accepted */
 };
 
-/* A message in each direction, because the transport of an accepted connection is decided at its first read. */
+/* Sends a message in each direction, because the transport of an accepted connection is decided at its first read. */
 static const char *greet(const struct pair *p)
 {
 	char word[3] = "";
@@ -315,7 +315,8 @@ static const char *removed(size_t arg)
 	return NULL;
 }
 
-/* Data that arrives while the program does not wait for EPOLLIN is reported when it does. Until then, no wait spins. */
+/* Data that arrives while the program does not wait for EPOLLIN is reported as soon as the program waits for it. Until then, no
+ * wait spins. */
 static const char *not_waited_for(size_t with_out)
 {
 	struct pair p;
@@ -336,7 +337,7 @@ static const char *not_waited_for(size_t with_out)
 	TRY(takes(p.b, "abc"));
 	TRY(modify(set, p.b, EPOLLIN, 4));
 	TRY(is_quiet(set));
-	/* The end of the stream is not reported before the program waits for EPOLLIN. */
+	/* The end of the stream is reported only while the program waits for EPOLLIN or EPOLLRDHUP. */
 	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
 	TRY(reports(set, EPOLLIN, 4));
 	TRY(modify(set, p.b, 0, 4));
@@ -379,7 +380,7 @@ static const char *room(size_t arg)
 	TRY(fill(p.a, &r.total));
 	if (flags & EPOLLONESHOT)
 		TRY(modify(set, p.a, EPOLLOUT | flags, 1));
-	/* The kernels stop moving data at some point. Then the socket is full. */
+	/* The kernel moves data to the peer's buffer for a while, which makes room. Afterwards the socket stays full. */
 	for (int turn = 0; turn < 20 && poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, SHORT_MS) == 1; turn++) {
 		size_t more;
 
@@ -515,7 +516,7 @@ static const char *added_before(size_t edge)
 		TRY(takes(p.a, "bc"));
 	}
 	TRY(edge ? takes(p.a, "bc") : is_quiet(set));
-	/* After the close its number belongs to another socket. */
+	/* After the close, the number of the descriptor belongs to another socket. */
 	ENSURE(!close(p.a), "close: %s", strerror(errno));
 	other = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(other >= 0, "socket: %s", strerror(errno));
@@ -836,7 +837,7 @@ static const char *both_ways(size_t arg)
 	return at_b.error;
 }
 
-/* A program that waits only for room gets it, even if bytes that it has not read arrived before the peer made the room. */
+/* A program that waits only for room is woken when the peer has read, even if the program itself has left earlier bytes unread. */
 static const char *room_behind_data(size_t arg)
 {
 	static char block[1 << 16];
@@ -900,7 +901,7 @@ static void *read_one(void *arg)
 	return NULL;
 }
 
-/* A thread polls while another one is blocked in a read. It learns of the bytes that the read leaves. */
+/* A thread polls while another one is blocked in a read. The poll reports the bytes that the read leaves. */
 static const char *read_and_polled(size_t arg)
 {
 	struct pollfd fds = { .events = POLLIN };
@@ -940,7 +941,7 @@ static void *poll_long(void *arg)
 	return NULL;
 }
 
-/* The same, where the thread is in poll before bytes arrive, and the read takes them first. */
+/* As in read_and_polled, but the thread is in poll before the bytes arrive, and the read takes some of them first. */
 static const char *polled_after_read(size_t arg)
 {
 	struct pair p;

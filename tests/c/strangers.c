@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Connections to a listening port that do not come from a valid peer: other clients, silent or slow ones, and peers
- * that violate the protocol. Each is closed in time and does not disturb others. Each kind is logged a few times at most.
+ * that violate the protocol. Each such connection is closed in time and does not disturb others. Each kind is logged a few times
+ * at most.
  */
 #include "ends.h"
 #include "crc.h"

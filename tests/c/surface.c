@@ -28,7 +28,7 @@ static struct ibv_dm *new_dm(size_t len)
 
 /* ---------------------------------------------------------------- device memory */
 
-/* Written and read by the peer, and copied in and out by the program. */
+/* The peer writes and reads device memory, and the program copies data into it and out of it. */
 static const char *device_memory(size_t arg)
 {
 	const unsigned int access = IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
@@ -202,7 +202,7 @@ static const char *pages_without_rights(size_t arg)
 	return NULL;
 }
 
-/* A region of the whole address space. ibv_advise_mr brings pages in. */
+/* A region of the whole address space. ibv_advise_mr prefetches its pages. */
 static const char *implicit(size_t arg)
 {
 	struct ibv_send_wr wr;
@@ -447,8 +447,8 @@ static const char *open_xrc(struct xrc_end *e, struct ibv_pd *pd)
 }
 
 /*
- * Connects an XRC send queue pair with the receive queue pair of the other side. `all`: with the attributes of both ends for
- * either, as perftest does. The kernel ignores those of the other end.
+ * Connects an XRC send queue pair with the receive queue pair of the other side. `all`: passes the attributes of both ends to
+ * each queue pair, as perftest does. The kernel ignores the attributes that belong to the other end.
  */
 static const char *connect_xrc(struct ibv_qp *sender, struct ibv_qp *receiver, bool all)
 {
@@ -712,8 +712,8 @@ static void destroy(struct ibv_qp *qp)
 }
 
 /* After both queue pairs of a connection have been destroyed, no socket of it is left, although the device's thread sleeps
- * because the program has polled. If a poll finds the end of the connection, its socket is closed before the queue pair is
- * destroyed; the number of polls varies, because only some find it. */
+ * because the program has polled. If a poll detects the end of the connection, its socket is closed before the queue pair
+ * is destroyed. The number of polls varies, so that the end is detected by a poll in some rounds only. */
 static const char *no_socket_is_left(size_t arg)
 {
 	unsigned int before, left = 0;
@@ -832,7 +832,7 @@ static const char *one_event(struct pair *p, uint64_t id, uint64_t *ns)
 	return expect_ok(p->a.scq, id, IBV_WC_SEND, NULL);
 }
 
-/* When a program arms a queue after polling and waits for the descriptor itself, the device's thread takes over. */
+/* When a program arms a queue after polling and then waits for the descriptor itself, the device's thread receives for it. */
 static const char *event_after_polling(size_t arg)
 {
 	const struct want want = { .channels = true };

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A peer that vanishes without a reset or the end of the stream. Two network namespaces are connected by a veth link,
- * which the test takes down during traffic. The test is skipped if it may not create namespaces.
+ * Tests with a peer that vanishes: its stream ends neither with a reset nor with a FIN. Two network namespaces are
+ * connected by a veth link, which the test takes down during traffic. The test is skipped if it may not create
+ * namespaces.
  */
 #include "ends.h"
 

@@ -33,7 +33,7 @@ def test_two_programs_connect(rdma):
 def test_faults_reach_the_program(rdma):
     rdma.faults = "op=send nth=3 -> error=remote-access"
     client, _ = both(rdma, "-C", "5", "-V")
-    # IBV_WC_REM_ACCESS_ERR. The exit status of rping is 0 nevertheless if it first sees the end of the connection.
+    # Status 10 is IBV_WC_REM_ACCESS_ERR. The exit status of rping is 0 nevertheless if it first sees the end of the connection.
     assert "cq completion failed status 10" in client.stderr, client
 
 

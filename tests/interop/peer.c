@@ -314,7 +314,8 @@ static void ready(void) {
 }
 
 static void misbehave(void) {
-    // siw sends no Terminate while it is sending other data, and does not report when it has sent its last message.
+    // siw sends no Terminate while it is sending other data, and does not report when it has sent its last message. So this
+    // end waits.
     if (!is_siw()) usleep(100000);
     fill(work->addr, 2 * opt.size, 1);
     if (!strcmp(opt.bad, "write-bounds"))

@@ -5,8 +5,8 @@
  *   relay NAMESPACE NAMESPACE LOSS_PPM DELAY_US SEED
  *
  * Creates a point-to-point device "wire" in each namespace, prints "up" when both exist, and forwards packets until it
- * gets a signal or its standard input ends. Then it prints how many packets arrived, and how many it dropped. Whether a
- * packet is dropped is decided for each IP packet. The devices have no offloads, so the kernel has fragmented longer
+ * gets a signal or its standard input ends. Then it prints how many packets arrived, and how many it dropped. Each IP
+ * packet is dropped or kept independently of the others. The devices have no offloads, so the kernel has fragmented longer
  * datagrams already.
  *
  * The delay applies to each direction. Packets keep their order, and the queue is bounded, as in a router.

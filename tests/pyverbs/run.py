@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Runs one module of rdma-core's tests: run.py FOLDER MODULE [OPTION...]
 
-FOLDER contains the unpacked package `tests` of the distribution. OPTION is an option of its own runner (--dev, --gid,
+FOLDER contains the unpacked package `tests` of the distribution. OPTION is an option of the tests' own runner (--dev, --gid,
 --port). Prints one line for each test: `ok ID`, `skip ID reason` or `fail ID`, the last followed by the indented traceback.
 """
 import importlib
@@ -42,7 +42,7 @@ class Lines(unittest.TestResult):
             print('    ' + line, flush=True)
 
 
-# The __init__ of the package would load every module.
+# The package object is created here, because the __init__ of the package would load every module.
 package = type(sys)('tests')
 package.__path__ = [folder + '/tests']
 sys.modules['tests'] = package

@@ -514,7 +514,7 @@ fn cell(text: &str) -> String {
     words.join(" ").replace('|', "\\|")
 }
 
-/// Formats the first few "PATH ITEM", without the folders that all have in common.
+/// Formats the first few entries "PATH ITEM", without the folders that all have in common.
 fn places(all: &[&str]) -> String {
     const SHOWN: usize = 3;
     let short = |place: &&str| {
@@ -697,7 +697,7 @@ mod tests {
         ] {
             assert_eq!(check_test(test, &tree).is_ok(), fine, "{test}");
         }
-        // The whole report contains it too.
+        // The whole report contains the missing item too.
         let gone = "code = [\"crates/core/src/door.rs gone\"]\ntests = [\"tests/c/a.c gone\"]";
         assert_eq!(check(&(door() + &rule("ddp-x", gone)), &[]).len(), 2);
     }

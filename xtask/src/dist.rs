@@ -7,7 +7,7 @@
 //! lib/anywarp/anywarp-selftest the program of `anywarp doctor`: tests/c/selftest.c
 //! lib/anywarp/anywarp-perf     the program of `anywarp ping` and `anywarp blast`: crates/cli/perf/perf.c
 //! lib/anywarp/anywarp-cost     another program of `anywarp bench` and `anywarp study`: crates/cli/perf/cost.c
-//! lib/anywarp/libanywarp-path.so  shows the device as files when preloaded: crates/cli/shim/path-shim.c
+//! lib/anywarp/libanywarp-path.so  makes programs find files of the device when preloaded: crates/cli/shim/path-shim.c
 //! lib/anywarp/libanywarp-sockets.so  runs sockets of unmodified programs over RDMA when preloaded: crates/sockets
 //! lib/libanywarp-fi.so         the provider for libfabric, found by FI_PROVIDER_PATH: crates/fi
 //! lib/libexs.so.1              extended sockets, with its .so link
@@ -25,7 +25,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Builds all files and replaces the result atomically.
+/// Builds all files, and then replaces the earlier result with them.
 pub fn run() -> Result {
     let symbols = symbols::read()?;
     sh::run(portable::cargo()?.args([
@@ -45,8 +45,8 @@ pub fn run() -> Result {
         None => "dist-link".to_owned(),
     });
 
-    // Built in a temporary folder, which is renamed at the end: a running program keeps its old files, and no program finds
-    // an incomplete result.
+    // The files are built in a temporary folder, which is renamed at the end: a running program keeps its old files, and a build
+    // that fails leaves no incomplete result.
     let new = dist.with_extension("new");
     remove(&new)?;
     let lib = new.join("lib/anywarp");
@@ -268,7 +268,8 @@ fn loadable(
     sh::run(&mut cc)
 }
 
-/// Builds the program that measures extended sockets. It finds libexs in its own folder, and libexs uses any verbs libraries.
+/// Builds the program that measures extended sockets. It finds libexs in `../lib`, relative to its own folder. libexs
+/// uses whichever verbs libraries the loader finds.
 fn exs_ttcp(new: &Path, work: &Path) -> Result {
     let lib = new.join("lib");
     let mut cc = portable::cc();

@@ -25,7 +25,7 @@ pub struct Program {
 /// One run of a program, or of a server and its clients.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Unique in its file.
+    /// The name of the case, which is unique in its file.
     pub name: String,
     /// The command that is started first; the clients start when it listens. `None`: the clients need no server.
     pub server: Option<String>,
@@ -47,7 +47,7 @@ pub struct Case {
     pub timeout: Duration,
     /// The time after its start at which the server is assumed to be ready. `None`: when its port is bound.
     pub settle: Option<Duration>,
-    /// Files with fixed names that the programs leave. Another user could not use them.
+    /// Files with fixed names that the programs leave. They are removed, because the programs of another user could not use them.
     pub removes: Vec<String>,
     /// The port of a program with a fixed port.
     pub port: Option<u16>,

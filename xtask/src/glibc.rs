@@ -42,7 +42,7 @@ pub fn arguments(work: &Path, into: Into) -> Result<Vec<String>> {
     ])
 }
 
-/// Checks every ELF file below `folder`.
+/// Checks that no ELF file below `folder` needs a version node that is newer than the oldest supported glibc.
 pub fn check(folder: &Path) -> Result {
     let mut folders = vec![folder.to_owned()];
     let (mut seen, mut newer) = (0_usize, Vec::new());

@@ -62,7 +62,7 @@ struct File {
     lines: usize,
     /// The first sentence of the documentation.
     summary: String,
-    /// The modules that the file names, each with the first line that does.
+    /// The modules that the file names, each with the first line that names it.
     names: BTreeMap<Module, usize>,
     /// The modules declared for tests only.
     tests: BTreeSet<String>,
@@ -373,7 +373,7 @@ fn judge(crate_: &Crate, files: &BTreeMap<Module, File>, errors: &mut Vec<String
     }
 }
 
-/// Returns the shortest cycle of each strongly connected set of files.
+/// Returns the shortest cycle through each file that is part of a cycle. A cycle that several files share is returned once.
 fn cycles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
     let mut found: Vec<Vec<Module>> = Vec::new();
     let mut seen = BTreeSet::new();

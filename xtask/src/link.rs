@@ -3,7 +3,7 @@
 //! ```text
 //!   program ──> libibverbs.so.1   everything: entry points, engine, all state
 //!      │            ▲  anywarp_rdma_connect@@ANYWARP_…, …
-//!      └──────> librdmacm.so.1    68 jumps, no state
+//!      └──────> librdmacm.so.1    only jumps, no state
 //! ```
 //!
 //! rustc cannot assign version nodes to the symbols of a `cdylib`, so the Rust code is a static library, which the C compiler

@@ -36,7 +36,9 @@ const PROGRAMS: [&str; 24] = [
     "/usr/lib/x86_64-linux-gnu/libefa.so.1",
 ];
 
-/// Releases of rdma-core in other distributions: the newest public node of each library (the second number), and the private node.
+/// Releases of rdma-core in other distributions. The numbers are those of the newest public version
+/// nodes of the two libraries (`IBVERBS_1.n`, `RDMACM_1.n`) and of the private version node
+/// (`IBVERBS_PRIVATE_n`).
 const RELEASES: [(&str, u32, u32, u32); 5] = [
     ("EL 8.2 (rdma-core 26)", 7, 2, 25),
     ("Ubuntu 20.04 (rdma-core 28)", 8, 2, 25),
@@ -117,7 +119,9 @@ pub(crate) fn run() -> Result {
     for way in [Way::Path, Way::Both] {
         case(&plain, "link", way)?;
     }
-    // By path only; by the program's run path; and programs built against these libraries that run with those of the distribution.
+    // Without variables: the libraries are found by a path that is passed to dlopen, or by the run
+    // path of the program. A program that was built against them runs with the libraries of the
+    // distribution.
     case(&plain, &folder, Way::None)?;
     case(&only_cm, "rdmacm", Way::None)?;
     case(&against_ours, "linked", Way::None)?;
@@ -152,8 +156,8 @@ fn has(&(_, verbs, cm, private): &(&str, u32, u32, u32), node: &str) -> bool {
 }
 
 /// Builds a library that references every function of a release with its versions. Like drivers and programs of that release,
-/// it is linked to libraries that have exactly these nodes. A symbol in two nodes is referenced in the newer one, and those
-/// of the private node as a driver would reference them.
+/// it is linked to libraries that have exactly these nodes. A symbol in two nodes is referenced in
+/// the newer one. Symbols of the private node are referenced as a driver would reference them.
 fn of_release(work: &Path, release: &(&str, u32, u32, u32)) -> Result<PathBuf> {
     let symbols = xtask::symbols::read()?;
     let dir = work.join(format!("release-{}-{}", release.1, release.3));

@@ -19,7 +19,7 @@ pub fn target() -> PathBuf {
         .map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
-/// The variable in which cargo reads the target to build for. [`build_for`] sets it.
+/// The variable from which cargo reads the target to build for. [`build_for`] sets it.
 const BUILD_TARGET: &str = "CARGO_BUILD_TARGET";
 
 /// Returns the target of this build if it is of another architecture than this machine.

@@ -24,7 +24,7 @@ pub enum Version {
     Same,
     /// The default version, which is a function that does nothing.
     Void,
-    /// A zero byte. The flag tells whether this is the default version.
+    /// A data symbol of one byte with the value 0. The flag tells whether this is the default version.
     Data(bool),
     /// An old version that only fails.
     Legacy(Legacy),
@@ -59,7 +59,7 @@ pub fn read() -> Result<Vec<Symbol>> {
 enum Section {
     Default,
     Legacy,
-    /// The numbers of the nodes.
+    /// Names of a private interface. They are in the version nodes with these numbers.
     Private(Vec<u32>),
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-// Makes a program or library that was built on a newer glibc run with glibc 2.28. It is linked with this object.
+// Makes a program or library that was built on a newer glibc run with glibc 2.28. The program or library is linked with this object.
 //
 // A linker binds each function to its newest version. Some functions got a new version after 2.28 although they did not
 // change: those of libpthread and libdl, which moved into libc.so.6 in 2.34. Others are new names of functions that existed

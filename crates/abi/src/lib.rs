@@ -1,6 +1,6 @@
 //! The C ABI of libibverbs and librdmacm for the software RNIC of `anywarp-engine`.
 //!
-//! Every exported function is defined by [`entry!`]: it checks the arguments, calls the engine and converts the result.
+//! Every exported function is defined with [`entry!`]. The function checks its arguments, calls the engine and converts the result.
 //! Everything specific to the C API is in this crate; the crates below do not depend on it.
 //!
 //! - [`ffi`]: entry and exit of functions that C calls; `verbs/handle.rs`: objects behind C pointers.

@@ -5,8 +5,8 @@
 /// The group tells how: `null` and `minus_one` set errno, `code` returns the errno value, `minus_code` returns its negative, `zero`
 /// returns 0 and sets errno, and `void` does nothing.
 ///
-/// The functions declare no arguments although callers pass some. In the x86-64 and AArch64 procedure call standards the caller owns
-/// the arguments, so this is permitted.
+/// The functions declare no arguments although callers pass some. In the x86-64 and AArch64 procedure call standards the caller
+/// allocates and frees the space of the arguments, so this is permitted.
 #[macro_export]
 macro_rules! refuse {
     ($errno:expr; $( $how:ident { $($name:ident),* $(,)? } )*) => {

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-/* The buffers of one protection domain. */
+/* A manager, which provides the buffers of one protection domain. */
 struct awbuf;
 
 /* The settings of a manager. 0 stands for the default. */
@@ -22,8 +22,8 @@ struct awbuf_attr {
 	int send_access;       /* enum ibv_access_flags for sending; default 0 */
 	int recv_access;       /* the same for receiving; default IBV_ACCESS_LOCAL_WRITE */
 	size_t critical_size;  /* memory up to this size is copied; default: measured */
-	size_t pool_bytes;     /* most memory to copy through, for each direction; default 16 MiB */
-	size_t cache_bytes;    /* most bytes with cached registrations; default 256 MiB */
+	size_t pool_bytes;     /* limit of the memory for copies, for each direction; default 16 MiB */
+	size_t cache_bytes;    /* limit of the bytes with cached registrations; default 256 MiB */
 	size_t piece_size;     /* length of a piece; default 1 MiB */
 	unsigned int threads;  /* number of threads that register pieces; default up to 4 */
 	unsigned int flags;    /* AWBUF_NO_CACHE, AWBUF_NO_WATCH */
@@ -63,17 +63,17 @@ struct awbuf_buffer {
 struct awbuf_stats {
 	uint64_t critical_size;
 	uint64_t watching;     /* 1: the kernel reports changes of memory */
-	uint64_t copied;       /* buffers */
+	uint64_t copied;       /* buffers that were copied */
 	uint64_t copied_bytes;
 	uint64_t registered;   /* buffers registered for one use */
 	uint64_t hits;         /* buffers with a cached registration */
 	uint64_t kept;         /* registrations added to the cache */
-	uint64_t invalidated;  /* ended because the memory changed */
-	uint64_t evicted;      /* evicted for other registrations */
+	uint64_t invalidated;  /* cached registrations that ended because the memory changed or awbuf_invalidate ended them */
+	uint64_t evicted;      /* cached registrations that ended to make room for others */
 	uint64_t cached;       /* registrations in the cache */
 	uint64_t cached_bytes;
 	uint64_t pool_bytes;
-	uint64_t in_use;       /* buffers */
+	uint64_t in_use;       /* buffers that are not released yet */
 };
 
 /* A long buffer in pieces. */

@@ -21,7 +21,7 @@ static DEAD: Condvar = Condvar::new();
 /// Signalled when a registration has ended.
 static ENDED: Condvar = Condvar::new();
 static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
-/// How many times a lookup is repeated while the thread that reads reports is behind.
+/// How many times a lookup is repeated while the thread that reads reports has not read all of them.
 const LOOKUPS_MAX: usize = 64;
 
 /// Returns the descriptor of changes. The first call creates it and its threads.
@@ -139,7 +139,7 @@ pub(crate) enum Answer {
     Unknown,
 }
 
-/// Looks up a cached registration. With `learn`, counts the use of memory without one.
+/// Looks up a cached registration. If there is none and `learn` is set, counts the use of the memory.
 pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
     for _ in 0..LOOKUPS_MAX {
         let mut table = lock(&TABLE);
@@ -162,7 +162,7 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
     Answer::Unknown
 }
 
-/// Registers memory and caches the registration. `Ok(None)` if it cannot be cached.
+/// Registers memory and caches the registration. Returns `Ok(None)` if the registration cannot be cached.
 ///
 /// # Errors
 ///
@@ -205,7 +205,8 @@ pub(crate) unsafe fn keep(
     }
 }
 
-/// Ends the cached registrations of an owner in a range, and waits for those that are already ending. Returns the number.
+/// Ends the cached registrations of an owner in a range, and waits for those that are already ending. Returns how
+/// many registrations it ended.
 pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (ended, until) = {

@@ -8,7 +8,7 @@
 //! - A long buffer is registered in [`Pieces`] by several threads, while earlier pieces are being sent.
 //!
 //! A cached registration must end when its memory changes. The kernel reports ([`Statistics::watching`]) when any code of the
-//! process unmaps, moves or empties memory. Without these reports, registrations are cached only for memory that the program
+//! process unmaps or moves memory, or discards its contents. Without these reports, registrations are cached only for memory that the program
 //! invalidates itself ([`Lifetime::Stable`]).
 //!
 //! ```text

@@ -17,7 +17,8 @@ pub(crate) const MOST: usize = 1024;
 const MARKS: usize = 256;
 /// The number of uses of memory after which its registration is cached.
 const USES: u8 = 2;
-/// The highest number of such uses. The number grows for memory whose cached registrations are never used again.
+/// The upper limit of that number. The number grows for memory whose cached registrations are not
+/// used again before the memory changes.
 const MOST_USES: u8 = 128;
 
 /// Statistics of one owner.
@@ -371,7 +372,8 @@ impl Table {
         self.dead.iter().any(of)
     }
 
-    /// Removes an entry from the list, so that it is not found any more. It ends when no buffer uses it.
+    /// Removes an entry from the list, so that it is not found any more. Its registration ends when
+    /// no buffer uses it.
     fn take_out(&mut self, at: usize, watch: Option<&Watch>, mapped: bool) {
         let entry = self.entries.remove(at);
         entry.counters.entries.fetch_sub(1, Relaxed);

@@ -1,7 +1,8 @@
 //! The kernel's reports about the program's memory: `userfaultfd(2)` reports when memory is unmapped, moved or emptied.
 //!
 //! Only these events are used. Memory is registered with the descriptor for write protection but never protected, so accesses of the
-//! program are never stopped. A thread that unmaps memory continues when its event has been read.
+//! program are never stopped. A thread that unmaps memory waits in the kernel until its event
+//! has been read.
 
 use std::ops::Range;
 use std::os::fd::RawFd;
@@ -38,8 +39,8 @@ const UFFDIO_REGISTER: c_ulong = 0xc020_aa00;
 const UFFDIO_UNREGISTER: c_ulong = 0x8010_aa01;
 const UFFDIO_WRITEPROTECT: c_ulong = 0xc018_aa06;
 const MODE_WP: u64 = 2;
-/// Write protection, and events of moved, emptied and unmapped memory. The last bit, exact addresses, exists since Linux
-/// 5.18. Earlier kernels miscount simultaneous changes, so that [`Watch::settled`] would not be reliable.
+/// Write protection, and events for moved, emptied and unmapped memory. The last bit requests exact addresses, and exists since
+/// Linux 5.18. Earlier kernels miscount simultaneous changes, so that [`Watch::settled`] would not be reliable.
 const FEATURES: u64 = 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 11;
 const EVENT_REMAP: u8 = 0x14;
 const EVENT_REMOVE: u8 = 0x15;

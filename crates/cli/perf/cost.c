@@ -577,7 +577,7 @@ static double cpu_s(void)
 }
 
 /* Counts in a thread of its own, so that the main thread keeps polling. If it stopped to count, the engine's thread would wake to
-* poll instead, and that wake-up would be counted. */
+ * poll instead, and that wake-up would be counted. */
 static void *watch(void *waits)
 {
 	long before = others_waits();
@@ -1186,7 +1186,10 @@ static struct {
 	_Atomic uint64_t bytes[MEMBERS];
 } *group;
 
-/* Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group for a receiver, whose parent sends. */
+/*
+ * Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group if the caller is a receiver: the last byte is
+ * the lowest byte of the process number of the parent, which is the sender.
+ */
 static union ibv_gid join_group(unsigned int slots, size_t slot, bool sends)
 {
 	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_UD, .cap = { .max_send_sge = 1, .max_recv_sge = 1 } };
@@ -1211,7 +1214,7 @@ static union ibv_gid join_group(unsigned int slots, size_t slot, bool sends)
 	return gid;
 }
 
-/* Receives until the sender has ended, and compares each message: all its bytes are equal. */
+/* Receives until the sender has ended, and checks that all bytes of each message are equal. */
 static void member(unsigned int number)
 {
 	uint64_t end = now_ns() + WAIT_NS;

@@ -12,9 +12,10 @@
  *   out  samples …                one-way times in nanoseconds
  *   out  done …                   the results
  *
- * Message m consists of the bytes of the reference from word m % WINDOW on, so a sender sends from the reference and a
- * receiver compares with it. All words of the reference differ: the first word of a message identifies it, and no word of an
- * older message equals one of a newer message.
+ * Both ends have a buffer with the same contents, the reference. Message m consists of the bytes of the reference from word
+ * m % WINDOW on, so a sender sends from the reference and a receiver compares with it. All words of the reference differ. So the
+ * first word of a message identifies the message, and two messages whose numbers differ by less than WINDOW have no equal words
+ * at the same position.
  */
 #define _GNU_SOURCE
 #include <infiniband/verbs.h>
@@ -256,8 +257,8 @@ static bool pulls(void)
 	return o.op == READ || o.op == WRITE_READ;
 }
 
-/* Returns whether Sends carry their number as immediate data: if they may arrive out of order, and the payload is too short for a
-* number. */
+/* Returns whether Sends carry their number as immediate data, because they may arrive out of order or be lost, and the payload is
+ * too short for a number. */
 static bool numbered(void)
 {
 	return o.op == SEND && o.size < 8 && (lossy() || o.unordered);
@@ -757,7 +758,7 @@ static uint64_t member(const char *text, const char *key)
 	return strtoull(at + strlen(with), NULL, 0);
 }
 
-/* Reads a line of the command, if there is one, and reports progress. */
+/* Reads a line from the command that started this process, if there is one, and reports progress. */
 static void listen_now(uint64_t at)
 {
 	static uint64_t told;
@@ -1352,8 +1353,8 @@ static void listen_by_cm(void)
 	cm_port = ntohs(rdma_get_src_port(cm_id));
 }
 
-/* Connects the queue pair by rdma_cm, which has not created it: the program passes its number to rdma_cm and changes its states.
- * An iWARP device itself changes the states after INIT, when the connection is made. */
+/* Connects the queue pair by rdma_cm. rdma_cm has not created the queue pair, so this program passes the number to rdma_cm and
+ * changes the states itself. On an iWARP device, the device changes the states after INIT, when the connection is made. */
 static void connect_by_cm(void)
 {
 	struct rdma_conn_param param = { .responder_resources = 16, .initiator_depth = 16, .retry_count = 7, .rnr_retry_count = 7,

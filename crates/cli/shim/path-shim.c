@@ -3,12 +3,12 @@
  * Shows the device as files, for programs that look for device files instead of using libibverbs.
  *
  *   /dev/infiniband/anywarp0    behaves like /dev/null: a character device that everyone may read and write
- *   /sys/class/infiniband/...   is a small tree that contains only anywarp0; /sys/class/infiniband_verbs is another one
+ *   /sys/class/infiniband/...   is a small tree that contains only anywarp0; /sys/class/infiniband_verbs is another tree
  *
  * This preload library replaces the functions that take a path. Other paths are passed to the next library unchanged. The
  * tree consists of real files, so a folder that is opened here can be read, traversed and passed on by functions that are
  * not replaced. The tree is created on first use, in a folder of the user, and is kept. There is no constructor, no thread
- * and no state except cached values. If the tree cannot be created, the paths are those of the machine.
+ * and no state except cached values. If the tree cannot be created, paths below /sys are not replaced.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -469,7 +469,7 @@ EXPORT int scandir64(const char *path, struct dirent64 ***list, int (*filter)(co
 	return NEXT(scandir64)(path, list, filter, compare);
 }
 
-/* Relative paths are resolved from the tree afterwards. */
+/* After a change to a folder of the tree, the kernel resolves relative paths from there. */
 EXPORT int chdir(const char *path)
 {
 	SHOWN(path);

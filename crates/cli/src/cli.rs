@@ -39,11 +39,14 @@ pub(crate) enum Command {
     /// Sets LD_PRELOAD and LD_LIBRARY_PATH so that the program and all its children load anywarp's
     /// libibverbs.so.1 and librdmacm.so.1, and then executes the program in the same process. Earlier values of both
     /// variables are kept after anywarp's part. `--log info` shows what is set, and why. UCX,
-    /// libfabric and others find the device as they find hardware, without variables.
+    /// libfabric and other libraries find the device like a hardware device, without variables of
+    /// their own.
     ///
-    /// If anywarp's provider for libfabric is installed, its folder is put first in FI_PROVIDER_PATH: docs/mpi.md. On a
-    /// machine with at most two processors MC_WORKERS_PER_CTX is set to 1 unless it is set: by default two threads of
-    /// Mooncake poll without a pause, and leave no processor to the other end. `anywarp env` does not print this variable.
+    /// If anywarp's provider for libfabric is installed, its folder is put first in
+    /// FI_PROVIDER_PATH (see docs/mpi.md). On a machine with at most two processors
+    /// MC_WORKERS_PER_CTX is set to 1 unless it is set: by default two threads of Mooncake poll
+    /// without a pause, and leave no processor to the other end. `anywarp env` does not print this
+    /// variable.
     ///
     /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
     /// that gains privileges; for these a warning is printed.
@@ -70,9 +73,10 @@ pub(crate) enum Command {
     /// Each line is ok, warn or fail, and a warn or fail comes with advice. A self-test at the end transfers data with
     /// every opcode between two queue pairs on this machine. The exit status is 1 if a line is fail.
     ///
-    /// With the name of a program, of a Python package, or of a folder, it reads those files without running any, and
-    /// reports whether they will find the device and how to start them. It detects static linking, set-user-ID, another
-    /// C library, a bundled libibverbs, and programs that start others without LD_PRELOAD.
+    /// With the name of a program, of a Python package, or of a folder, the command reads the files
+    /// of that program, package or folder without running any of them, and reports whether they will
+    /// find the device and how to start them. It detects static linking, set-user-ID, another C
+    /// library, a bundled libibverbs, and programs that start others without LD_PRELOAD.
     Doctor(Doctor),
 
     /// Measure latency: the two ends send messages to each other in turn
@@ -187,7 +191,7 @@ pub(crate) struct Stat {
     /// Process id of the program
     pub(crate) pid: u32,
 
-    /// Repeat every SECONDS, and show what was added since
+    /// Repeat every SECONDS, and show what was added since the last report
     #[arg(short, long, value_name = "SECONDS")]
     pub(crate) interval: Option<f64>,
 

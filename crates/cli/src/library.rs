@@ -8,7 +8,7 @@ use std::{env, fmt};
 /// The libraries to preload, in this order. The loader uses a preloaded library for every reference to its name.
 const PRELOADED: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
 
-/// The preloaded library that shows the device as files. It is optional.
+/// The preloaded library with which programs find files of the device in `/sys` and `/dev`. It is optional.
 const PATH_SHIM: &str = "libanywarp-path.so";
 
 /// The provider for libfabric, relative to the prefix.
@@ -27,7 +27,7 @@ const SELF_TEST: &str = "anywarp-selftest";
 /// The verbs program of `anywarp ping` and `anywarp blast`.
 const PERF: &str = "anywarp-perf";
 
-/// The verbs program of `anywarp bench` and `anywarp study` for costs other than those of messages.
+/// The verbs program with which `anywarp bench` and `anywarp study` measure costs other than those of messages.
 const COST: &str = "anywarp-cost";
 
 /// The folder with the drop-in libraries, which has been checked.

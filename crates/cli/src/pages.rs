@@ -212,7 +212,7 @@ fn command(page: &str) -> io::Result<String> {
     if command.get_arguments().next().is_some() {
         man.render_options_section(&mut text)?;
     }
-    // A nested subcommand has no page of its own, but a section.
+    // A nested subcommand has a section in the page of its command, and no page of its own.
     let own_pages = command.get_name() == root.get_name();
     if own_pages && command.get_subcommands().any(|sub| !sub.is_hide_set()) {
         man.render_subcommands_section(&mut text)?;

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: Apache-2.0 OR MIT
--- Wireshark and tshark: anywarp's datagrams over UDP, and its own control messages over TCP.
+-- Dissects anywarp's datagrams over UDP, and its private control messages over TCP, in Wireshark and tshark:
 --
---   tshark -X lua_script:anywarp.lua -r FILE          or: copy it into Wireshark's plugin folder
+--   tshark -X lua_script:anywarp.lua -r FILE
 --
--- Fields to filter by: anywarp.id, anywarp.qkey, anywarp.opcode, ddp and rdmap fields below; for TCP anywarp_control.
--- The formats: crates/core/src/wire/dgram.rs and control.rs.
+-- Wireshark loads this file if it is copied into the folder for plugins. Datagrams can be filtered by the fields below,
+-- such as anywarp.id, anywarp.qkey and anywarp.opcode, and control messages over TCP by anywarp_control.
+-- crates/core/src/wire/dgram.rs and control.rs describe the formats.
 
 local OPCODES = {
     [0] = "Write", "Read Request", "Read Response", "Send", "Send with Invalidate", "Send with Solicited Event",
@@ -18,7 +19,7 @@ local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immed
 
 -- ------------------------------------------------------------------ control messages
 
--- One control message, from its DDP header on: 18 bytes. On a stream no payload follows.
+-- Returns the text for a control message. `header` is its untagged DDP header, 18 bytes. Over TCP no payload follows it.
 local function control_text(header)
     local kind, arg = header(2, 1):uint(), header(5, 1):uint()
     local seq, extra = header(10, 4):uint(), header(14, 4):uint()
@@ -292,7 +293,8 @@ dg:register_heuristic("udp", is_ours)
 
 -- ------------------------------------------------------------------ control messages on a stream
 
--- Wireshark dissects iWARP over TCP itself and shows these messages as opcode 15. This shows their content.
+-- Wireshark dissects iWARP over TCP itself and shows these messages as opcode 15. The following postdissector shows
+-- their content.
 local control = Proto("anywarp_control", "anywarp control message")
 local control_field = ProtoField.string("anywarp_control.message", "Message")
 control.fields = { control_field }

@@ -4,17 +4,17 @@
 //!
 //! | what | where | limit |
 //! | --- | --- | --- |
-//! | half-open connections (no MPA Request yet), in a process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors |
+//! | half-open connections (no MPA Request yet) per process | `limits.rs` `peer_descriptors` | 512, or a quarter of the descriptors |
 //! | time until their MPA Request has arrived | `connect/startup.rs` `REQUEST_TIMEOUT` | 5 s |
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
-//! | closed connections that are drained, in a process | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
-//! | how long a process that ends waits for them | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
-//! | connections that may wait until a queue pair names their peer | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
+//! | closed connections per process that are drained | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
+//! | how long an exiting process waits for connections that are drained | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
+//! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
-//! | bytes of an FPDU that is not complete, of a queue pair | `net/tcp.rs` `rest` | 65,542 |
-//! | bytes that wait in the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in all |
+//! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,542 |
+//! | bytes in the socket buffers of the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in total |
 //! | lines of the log that peers cause | `log.rs` `LINES_PER_SECOND` | 20 a second |
 
 /// Largest message, bytes. The verbs report it as `max_msg_sz`; one DDP message could carry 2^32 - 1.
@@ -26,8 +26,8 @@ pub const MAX_MESSAGE: u64 = 1 << 30;
 /// fits one `sendmsg` together with its headers.
 pub const MAX_SGE: u32 = 32;
 
-/// Bytes of inline data in one work request. The creation of a queue pair with more fails, as programs that search
-/// for the limit expect.
+/// Bytes of inline data in one work request. If a program requests more, the creation of its queue pair fails, as
+/// programs that search for the limit expect.
 pub const MAX_INLINE: u32 = 1024;
 /// Bytes of inline data that a queue pair supports if its program requests fewer.
 ///
@@ -71,8 +71,8 @@ pub const MULPDU_MIN: usize = 128;
 
 /// A segment with at least this number of payload bytes is sent by reference instead of being copied next to its header.
 ///
-/// A copy of fewer bytes costs less than another iovec entry. The CRC of a copy also always covers the bytes that are
-/// sent.
+/// A copy of fewer bytes costs less than another iovec entry. A copy also guarantees that the CRC matches the bytes
+/// that are sent, even if the program changes its buffer meanwhile.
 pub const COPY_LIMIT: usize = 16 * 1024;
 
 /// Bytes that one transmit batch collects before it is handed to the socket.
@@ -94,12 +94,12 @@ pub const TX_BATCH_PIECES: usize = 96;
 /// Bytes of a packet on a link with virtual lanes: the largest MTU of InfiniBand.
 pub const QOS_PACKET: i64 = 4096;
 
-/// If no thread of its senders ran when packets were due, a link with virtual lanes sends them later, but at most the packets of
-/// this number of nanoseconds.
+/// A link with virtual lanes sends packets late if no thread of its senders ran when the packets were due. The link makes up
+/// for at most this number of nanoseconds.
 pub const QOS_CATCH_UP: u64 = 10_000_000;
 
-/// A sender on a link with virtual lanes that does not use its turns saves them up, to send later. The limit is this number of
-/// bytes, or more on a fast link.
+/// A sender on a link with virtual lanes that does not use its turns may use them later. They may amount to at most this number
+/// of bytes; a fast link has a higher limit.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
 /// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
@@ -187,7 +187,7 @@ pub const DATAGRAM_RANGES: usize = 64;
 /// The socket buffer that a peer is assumed to have until it reports one, bytes as the kernel counts them. A receiver
 /// never reports less.
 ///
-/// Less than a third of what Linux gives a socket if an unprivileged user requests more than the default of
+/// This is less than a third of what Linux gives a socket if an unprivileged user requests more than the default of
 /// `net.core.rmem_max` allows.
 pub const DATAGRAM_WINDOW: u32 = 128 * 1024;
 
@@ -205,21 +205,21 @@ pub const DATAGRAM_STALL: std::time::Duration = std::time::Duration::from_millis
 
 /// Peers that one queue pair of reliable datagrams knows.
 ///
-/// There are limits for peers that send first. A network (the first 24 bits of an IPv4 address, or 48 of an IPv6
-/// address) may not have more peers than there are free entries, and a host (32 or 64 bits) may not have more than
-/// half of that. So one network can have half of all entries and one host a third, and the next network half of the
-/// rest. Peers that have been silent for a minute are removed if needed.
+/// The entries of peers that send first are limited per network (the first 24 bits of an IPv4 address, or 48 of an IPv6
+/// address) and per host (32 or 64 bits). A network may not have more entries than are free, and a host may not have more
+/// than half as many as are free. So one network can use half of all entries, one host can use a third, and a second
+/// network can use half of the remaining entries. Peers that have been silent for a minute are removed if needed.
 pub const RD_PEERS: usize = 65_536;
 
-/// Bytes of waiting packets of one peer, with their overhead. [`RD_WAITING`] is the limit for all peers. A network
-/// may not have more than is free.
+/// Bytes of waiting packets of one peer, with their overhead. [`RD_WAITING`] is the limit for all peers. The
+/// packets of one network may not occupy more bytes than are free.
 pub const RD_WAITING_PEER: usize = 16 << 20;
 /// See [`RD_WAITING_PEER`].
 pub const RD_WAITING: usize = 64 << 20;
 
 /// Queued answers to one reliable peer: twice the Reads and atomics that it may have outstanding.
 pub const RD_ANSWERS_PEER: usize = 2 * MAX_RD_ATOMIC as usize;
-/// Queued answers to all reliable peers. Beyond this number, each peer may have four.
+/// Queued answers to all reliable peers. Beyond this number, each peer may have four queued answers.
 pub const RD_ANSWERS: usize = 16_384;
 
 /// Packets with wrong tokens per second from one host, after which all packets of unknown peers at that host are dropped.
@@ -229,7 +229,7 @@ pub const RD_BAD_ECHOES: u16 = 256;
 /// Queued answers to unknown peers. Further unknown peers get none.
 pub const RD_CHALLENGES: usize = 256;
 
-/// Sources of messages of several datagrams, or of Write-Records, that one queue pair keeps.
+/// Sources for which one queue pair keeps state: senders of Write-Records, or of messages that consist of several datagrams.
 pub const RECORD_SOURCES: usize = 16_384;
 
 /// Incomplete messages of one queue pair. [`OPEN_MESSAGES_SOURCE`] is the limit for one source.
@@ -240,15 +240,16 @@ pub const OPEN_MESSAGES_SOURCE: usize = 64;
 /// Runs of bytes in all validity maps of a queue pair that the program has not released.
 pub const RECORD_RANGES: usize = 1 << 20;
 
-/// Runs of bytes of one Write-Record with gaps. If 1 % of the datagrams of the longest message are lost, there are about a
-/// quarter as many.
+/// Runs of bytes of one Write-Record with gaps. If 1 % of the datagrams of the longest message are lost, the message
+/// has about a quarter of this number.
 pub const RECORD_GAPS: usize = 32_768;
 
-/// Runs of bytes of all open messages of a queue pair, of 8 bytes each, in allocations of up to twice the size.
+/// Runs of bytes of all open messages of a queue pair. A run occupies 8 bytes of an allocation that may be twice as large as
+/// its runs need.
 ///
 /// These are 32 messages with the largest number of gaps, or 130 messages of 1 GiB with 1 % of losses. Beyond this
-/// limit each message may have [`DATAGRAM_RANGES`]. A datagram that would make one run more is dropped, or waits on a
-/// reliable queue pair.
+/// limit each message may have [`DATAGRAM_RANGES`]. A datagram that would need another run is dropped. On a
+/// reliable queue pair it waits instead.
 pub const OPEN_RUNS: usize = 1 << 20;
 
 /// Bytes of incomplete parity groups of one queue pair. Groups beyond this limit are not repaired.
@@ -269,7 +270,7 @@ pub const COOKIES: usize = 1024;
 /// Largest number of payload bytes with which a request is padded to the length of its answer.
 pub const READ_PADDING: usize = 1024;
 
-/// Datagrams that an injected fault delays at the same time, as many as 100 ms of a fast link contain. Further ones
+/// Datagrams that an injected fault delays at the same time. A fast link carries about this number in 100 ms. Further datagrams
 /// are lost, as in a full queue. [`FAULT_DELAYED_BYTES`] limits their bytes.
 pub const FAULT_DELAYED: usize = 65_536;
 /// See [`FAULT_DELAYED`].

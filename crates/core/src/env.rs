@@ -3,7 +3,7 @@
 /// Which part reads a variable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reader {
-    /// The device: once, when it is first used.
+    /// The device, which reads the variable once, when the device is first used.
     Device,
     /// The C interface of libibverbs.
     Abi,

@@ -15,15 +15,15 @@ pub enum Step<'a> {
     Take(u64),
     /// A message of this opcode and length was built.
     Build(Opcode, u64),
-    /// A segment was cut: its payload bytes, and whether it is the last of its message.
+    /// A segment was built. The values are its number of payload bytes, and whether it is the last of its message.
     Segment(usize, bool),
-    /// An FPDU was added to the batch: ULPDU bytes.
+    /// An FPDU was added to the batch. The value is the length of its ULPDU in bytes.
     Frame(usize),
-    /// An FPDU was taken out of the stream, or a datagram arrived: its header, and its payload bytes.
+    /// An FPDU was taken out of the stream, or a datagram arrived. The values are its header and its number of payload bytes.
     Deframe(&'a Header, usize),
-    /// The payload of the FPDU passed the access check: bytes.
+    /// The payload of an FPDU passed the access check. The value is its number of bytes.
     Admit(u64),
-    /// Bytes were placed.
+    /// This number of bytes was placed.
     Place(u64),
     /// A message was delivered.
     Deliver(Opcode),

@@ -62,8 +62,8 @@ mod model {
     }
 }
 
-/// The fence between a `SeqCst` store and a later `SeqCst` load whose order matters. Only loom needs it: loom treats
-/// `SeqCst` accesses as `AcqRel`, and orders fences only.
+/// The fence between a `SeqCst` store and a later `SeqCst` load whose order matters. Only loom needs it, because loom treats
+/// `SeqCst` accesses as `AcqRel` accesses, and supports the order of `SeqCst` only for fences.
 #[inline]
 pub(crate) fn store_load_fence() {
     #[cfg(loom)]

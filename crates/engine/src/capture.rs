@@ -48,8 +48,9 @@ pub(crate) enum Direction {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct At(u64);
 
-/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends. Otherwise the answer could
-/// get an earlier time, because another thread may receive it before the sender has captured its packet.
+/// The time now if a capture is on, otherwise `None`. A sender calls this before it sends.
+/// Otherwise the answer to a packet could get an earlier time than the packet, because another
+/// thread may receive the answer before the sender has captured the packet.
 #[inline]
 pub(crate) fn begin() -> Option<At> {
     is_on().then(|| {

@@ -17,7 +17,7 @@ use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::reserve;
 
 /// If this number of consecutive events were in the queue when the program called for them, the program is assumed to
-/// wait for the descriptor itself (`poll`, `epoll_wait`). Fewer may be chance.
+/// wait for the descriptor itself (`poll`, `epoll_wait`). A smaller number may be due to chance.
 const UNWAITED: u8 = 3;
 
 /// A queue of events with a descriptor.

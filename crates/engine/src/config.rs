@@ -143,7 +143,7 @@ pub enum Framing {
     /// A peer that is not anywarp gets FPDUs of one TCP segment each; two anywarp ends use large FPDUs and messages of
     /// their own.
     Aligned,
-    /// As `Aligned`, and this end does not identify itself as anywarp.
+    /// Like `Aligned`, but this end does not identify itself as anywarp.
     Standard,
     /// Each peer gets FPDUs that are as large as RFC 5044 allows.
     Large,

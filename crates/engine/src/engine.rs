@@ -142,7 +142,7 @@ impl Engine {
     /// An engine without a worker, which only the calling test polls.
     #[cfg(test)]
     pub(crate) fn without_worker() -> io::Result<&'static Self> {
-        // The list keeps leak detection from reporting them.
+        // The list keeps leak detection from reporting the engines.
         static ALL: std::sync::Mutex<Vec<&Engine>> = std::sync::Mutex::new(Vec::new());
         let engine: &'static Self = Box::leak(Box::new(Self::new()?));
         ALL.lock()

@@ -3,7 +3,7 @@
 //!
 //! Faults are injected into datagrams between queue pair and socket, in both directions, and into requests to reliable
 //! connections when they are posted. Delayed datagrams wait in one queue of the process. Fault injection is off by
-//! default: a queue pair then has no `Faults`, and only checks that.
+//! default. A queue pair then has no `Faults`, and the only cost is to check whether it has.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;

@@ -81,12 +81,12 @@ impl EngineFd {
         Ok((n, from))
     }
 
-    /// Borrows it.
+    /// Borrows the descriptor.
     pub fn get(&self) -> BorrowedFd<'_> {
         self.as_fd()
     }
 
-    /// Its number.
+    /// The number of the descriptor.
     pub fn raw(&self) -> RawFd {
         self.0.as_raw_fd()
     }
@@ -104,16 +104,16 @@ impl Drop for EngineFd {
         process::forget_fd(self.0.as_raw_fd());
         // A thread of the program may get here when it posts or polls, and close(2) is a cancellation point.
         let _inside = Uncancelled::new();
-        // SAFETY: dropped once, and not used any more.
+        // SAFETY: the descriptor is dropped once, and is not used any more.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
 /// Duplicates a descriptor of the program. `None` if it is not open.
 pub fn duplicate(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: takes a number; the kernel checks that it is a descriptor.
+    // SAFETY: the call takes a number, and the kernel checks that it is a descriptor.
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-    // SAFETY: just made, and owned by nothing else.
+    // SAFETY: the copy was just made, and nothing else owns it.
     (copy >= 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(copy) })
 }
 

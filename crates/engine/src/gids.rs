@@ -331,9 +331,9 @@ pub fn is_up() -> bool {
     current(|gid_table| gid_table.up)
 }
 
-/// The address of a LID: the first address of this host if it has that LID, otherwise the address in the same network
-/// with these low 16 bits, or `None` with IPv6. The other addresses of this host have no LID: the LID of 127.0.0.1 would
-/// hide x.y.0.1.
+/// The address of a LID. It is the first address of this host if that has the LID. Otherwise it is the address in the same network
+/// whose low 16 bits, except bit 14, are the LID, or `None` if the first address is IPv6. The other addresses of this host are not
+/// searched, because an address such as 127.0.0.1 would hide the address x.y.0.1, which has the same LID.
 pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     let first = gids().first()?.ip;
     if lid_of(first) == lid {

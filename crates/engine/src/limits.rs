@@ -2,8 +2,8 @@
 
 /// Largest number of descriptors for connections that no queue pair owns.
 const PEER_DESCRIPTORS_MAX: usize = 512;
-/// Smallest number of such descriptors, even if the limit of the process is low: one of two may be a connection of an
-/// unknown host that sends nothing.
+/// Smallest number of such descriptors, even if the limit of the process is low. If there were only one, a connection of an unknown
+/// host that sends nothing would keep all others from being accepted.
 const PEER_DESCRIPTORS_MIN: usize = 2;
 
 /// The number of descriptors for connections that no queue pair owns: half-open ones, and closed ones that are
@@ -13,7 +13,7 @@ pub fn peer_descriptors() -> usize {
     share_of(rustix::process::getrlimit(rustix::process::Resource::Nofile).current)
 }
 
-/// The part for peers of this number of descriptors; `None` means no limit.
+/// The number of descriptors that peers may use if `limit` is that of the process; `None` means no limit.
 fn share_of(limit: Option<u64>) -> usize {
     let quarter = limit.map_or(PEER_DESCRIPTORS_MAX, |n| {
         usize::try_from(n / 4).unwrap_or(PEER_DESCRIPTORS_MAX)

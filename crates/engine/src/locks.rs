@@ -202,7 +202,7 @@ pub struct RwLock<T> {
     lock: lock::RwLock<T>,
 }
 
-/// A held lock: releases it when dropped.
+/// A held lock, which is released when this value is dropped.
 #[derive(Debug)]
 pub struct Guard<G> {
     // Dropped in this order: the lock is released first.

@@ -76,7 +76,7 @@ impl Rarely {
 #[derive(Debug)]
 pub(crate) struct Throttle(Mutex<(Option<Instant>, u32, u32)>);
 
-/// The most lines of one kind per second, for lines that a peer can cause at any rate.
+/// The largest number of lines of one kind per second, for lines that a peer can cause at any rate.
 const LINES_PER_SECOND: u32 = 20;
 
 impl Throttle {

@@ -101,7 +101,7 @@ impl Memory for UserMemory {
             && len == 8
             && target.addr().is_multiple_of(8)
         {
-            // A word of an Atomic Write must be written atomically, and any aligned word may be one.
+            // An Atomic Write must be stored atomically. Any aligned word may be that of an Atomic Write.
             // SAFETY: eight bytes inside the pinned region, aligned.
             let at = unsafe { AtomicU64::from_ptr(target.cast()) };
             at.store(u64::from_ne_bytes(word), Ordering::Release);
@@ -237,7 +237,7 @@ pub(crate) struct Unfilled<'a> {
     pub(crate) missing: u64,
 }
 
-/// Ranges of one vectored system call, at most; the kernel's limit is 1024.
+/// No further range is added to a vectored system call that has more ranges than this. The kernel's limit is 1024.
 const RANGES_MAX: usize = 500;
 
 impl<'a> Unfilled<'a> {

@@ -133,7 +133,7 @@ pub struct CompletionCounter {
     engine: &'static Engine,
     /// The counter of the core.
     pub core: Arc<Counter>,
-    /// The sum of the two values (done and failed) at the last [`Self::read`].
+    /// The sum of both values (done and failed) at the last [`Self::read`].
     seen: AtomicU64,
 }
 
@@ -199,7 +199,7 @@ fn lock_limit() -> u64 {
         .unwrap_or(u64::MAX)
 }
 
-/// Locks or faults in the pages of a region, as the environment configures. Does nothing for a region with on-demand
+/// Locks the pages of a region, or faults them in, as the environment variables configure. Does nothing for a region with on-demand
 /// paging.
 fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Misuse>> {
     if access.has(Access::ON_DEMAND) {
@@ -357,7 +357,7 @@ impl MemoryRegion {
         Ok(())
     }
 
-    /// Deregisters the region. After it returns, the memory is not accessed.
+    /// Deregisters the region. After this method has returned, the memory is not accessed.
     pub fn deregister(&self) -> Result<(), Misuse> {
         let region = self.region();
         self.engine.rnic.regions.deregister(&region)?;
@@ -474,7 +474,7 @@ impl SharedReceive {
         Ok(())
     }
 
-    /// Raises the event that fewer receives are posted than the limit of the queue.
+    /// Raises the event `IBV_EVENT_SRQ_LIMIT_REACHED`: fewer receives are posted than the limit of the queue.
     pub fn raise_limit_event(&self) {
         self.context.events.push(AsyncItem {
             event: event::SRQ_LIMIT_REACHED,

@@ -1,10 +1,10 @@
 //! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
 //! anywarp-qos(7).
 //!
-//! Each queue pair has a [`Flow`], asks it before it sends, and is called when its waiting flow may send. Without settings
-//! a queue pair has no flow, and only checks that. The link is in this process, or in a file that several processes lock
-//! and change in turn (docs/decisions/034). A process that waits looks at the link after some time by itself, so that
-//! processes do not have to wake each other, and one that is killed delays the others only briefly.
+//! Each queue pair has a [`Flow`]. It asks the flow before it sends, and is called when a flow that waits may send. Without
+//! settings a queue pair has no flow, and only checks whether it has one. The link is in this process, or in a file that
+//! several processes lock and change in turn (docs/decisions/034). A process that waits looks at the link after some time by
+//! itself. So processes do not have to wake each other, and a process that is killed delays the others only briefly.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -68,7 +68,7 @@ fn read() -> Result<Option<Settings>, String> {
     Ok(Some(settings))
 }
 
-/// Returns `EINVAL` if the settings of the environment cannot be used: without its lanes a program would measure
+/// Returns `EINVAL` if the settings of the environment cannot be used: a program that ran without its lanes would measure
 /// something else.
 pub(crate) fn check() -> io::Result<()> {
     settings()
@@ -136,7 +136,7 @@ struct Sender {
     settings: &'static Settings,
     /// The file with the link, if processes share it.
     shared: Option<Arc<File>>,
-    /// The link, if they do not.
+    /// The link of this process, if it shares none.
     own: Link,
     waiting: BTreeMap<FlowId, Weak<dyn Paced>>,
     alarm: Alarm,
@@ -222,7 +222,7 @@ struct Clock(&'static Engine);
 
 impl Source for Clock {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // It has no socket, so it is never called for one.
+        // The clock has no socket, so this is never called.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {
@@ -298,7 +298,7 @@ impl Flow {
         usize::try_from(allowed).unwrap_or(usize::MAX)
     }
 
-    /// Records that the queue pair has sent `bytes`. With `more` it has more to send, and `me` is called when it may.
+    /// Records that the queue pair has sent `bytes`. With `more` it has more to send, and `me` is called when it may send.
     pub(crate) fn sent(
         &self,
         me: &Weak<impl Paced + 'static>,

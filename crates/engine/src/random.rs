@@ -41,7 +41,8 @@ pub fn random_u32() -> u32 {
 /// Fills `bytes` from the kernel.
 ///
 /// # Panics
-/// The kernel returns no random bytes. Predictable keys protect nothing, so the device fails.
+/// Panics if the kernel returns no random bytes. The device then fails, because predictable keys
+/// would protect nothing.
 fn fill(bytes: &mut [u8; POOL_BYTES]) {
     loop {
         // Without flags `getrandom` blocks until the kernel's pool is ready, and a signal can interrupt that.

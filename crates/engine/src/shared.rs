@@ -1,7 +1,7 @@
 //! Memory that two processes of one user share.
 //!
 //! The peer may write to the memory at any time, so no `&[u8]` to it is ever made: bytes are copied by offset, words
-//! are atomic, and the code that reads a number checks it.
+//! are atomic, and the code that reads a number from the memory checks the number before it uses it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -53,7 +53,7 @@ impl Shared {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let path = format!("/proc/self/fd/{}", seen.as_raw_fd());
-        // Without O_NONBLOCK a lease that the peer has on the file (fcntl(2), F_SETLEASE) would delay this for 45
+        // Without O_NONBLOCK, a lease that the peer holds on the file (fcntl(2), F_SETLEASE) would delay this `open` for 45
         // seconds.
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = rustix::fs::open(path, flags, Mode::empty())?;
@@ -68,7 +68,7 @@ impl Shared {
     fn map(file: impl AsFd, len: usize) -> io::Result<Self> {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let fd = file.as_fd().as_raw_fd();
-        // SAFETY: a new mapping, where the kernel finds room.
+        // SAFETY: the address is null, so the kernel chooses unused addresses for the new mapping.
         let start =
             unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
         if start == libc::MAP_FAILED {
@@ -113,7 +113,8 @@ impl Shared {
     #[inline]
     pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
         if let Some(to) = self.at(at, bytes.len()) {
-            // SAFETY: `to` has room for them (`at`), and does not overlap `bytes`, which the peer does not share.
+            // SAFETY: `Self::at` has checked that `to` has room for `bytes`. They do not overlap, because `bytes` is not in the
+            // shared memory.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }
@@ -121,7 +122,7 @@ impl Shared {
     /// Copies bytes from offset `at` to `out`. Does nothing if they are not inside the memory.
     pub(crate) fn get(&self, at: usize, out: &mut [u8]) {
         if let Some(from) = self.at(at, out.len()) {
-            // SAFETY: the bytes are in the mapping (`at`), `out` is memory of ours.
+            // SAFETY: `Self::at` has checked that the bytes are in the mapping, and `out` is not in the shared memory.
             unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
         }
     }
@@ -132,7 +133,8 @@ impl Shared {
         let Some(from) = self.at(at, len) else { return };
         out.reserve(len);
         let end = out.len();
-        // SAFETY: the bytes are in the mapping (`at`). `reserve` made room for them after `end`, in memory of ours.
+        // SAFETY: `Self::at` has checked that the bytes are in the mapping. `reserve` made room for them after `end`, in
+        // memory that is not shared.
         unsafe {
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(end), len);
             out.set_len(end + len);
@@ -142,8 +144,8 @@ impl Shared {
     /// Copies user memory to offset `at`. Does nothing if it does not fit.
     pub(crate) fn put_from(&self, at: usize, from: UserSlice<'_>) {
         if let Some(to) = self.at(at, from.len()) {
-            // SAFETY: there is room (`at`), and the slice is valid while its lifetime lasts. Both may overlap: a
-            // program can register any memory of its process.
+            // SAFETY: `Self::at` has checked that there is room, and the slice is valid while its lifetime lasts. The two
+            // ranges may overlap, because a program can register any memory of its process.
             unsafe { std::ptr::copy(from.start(), to, from.len()) };
         }
     }
@@ -172,7 +174,7 @@ fn device(stat: &Statx) -> (u32, u32) {
     (stat.stx_dev_major, stat.stx_dev_minor)
 }
 
-/// The device number that the files of `memfd_create` have, and no file of a mounted file system.
+/// The device number of all files that `memfd_create` makes. No file of a mounted file system has this number.
 fn memory_device() -> io::Result<(u32, u32)> {
     static DEVICE: OnceLock<(u32, u32)> = OnceLock::new();
     if let Some(device) = DEVICE.get() {

@@ -2,7 +2,7 @@
 //!
 //! If `ANYWARP_STAT` is set, the first queue pair opens an abstract socket with the name `anywarp-stat-PID`. A process
 //! of the same user or of root that connects gets the descriptor of a memory file with one line for each queue pair. The
-//! counters are plain numbers under locks that the data path holds anyway, and are always counted.
+//! counters are plain numbers under locks that the data path holds anyway, so they are counted even if `ANYWARP_STAT` is not set.
 
 use std::fmt::Write as _;
 use std::os::fd::{AsFd, BorrowedFd};

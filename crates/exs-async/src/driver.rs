@@ -83,7 +83,7 @@ impl Driver {
                 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
                     continue;
                 }
-                // The library refuses calls only in a child of `fork`, which does not have this thread.
+                // Otherwise the call fails only in a child of `fork`, in which this thread does not exist.
                 return;
             };
             for event in events.iter().take(n) {

@@ -151,7 +151,7 @@ impl Listener {
         Ok(Self { fd })
     }
 
-    /// Returns the address at which it listens.
+    /// Returns the address at which the listener accepts connections.
     ///
     /// # Errors
     ///
@@ -303,7 +303,7 @@ impl Socket {
     ///
     /// # Errors
     ///
-    /// The connection has ended, or its sending direction.
+    /// The connection or its sending direction has ended.
     pub fn share(&self, buffer: Buffer) -> io::Result<Shared> {
         let fd = self.fd.0;
         Shared::start(fd, buffer, |queue, id, b| {

@@ -44,7 +44,7 @@ const TIMEOUT_ONCE: c_int = 1 << 30;
 const MEMORY: c_int = 1;
 const FILE: c_int = 2;
 
-/// The most sockets of one exs_poll.
+/// The largest number of sockets in one call of exs_poll.
 const MAX_POLLED: usize = 1024;
 const EVTVEC_MAX: usize = 1024;
 const MAX_DEPTH: usize = 1 << 20;

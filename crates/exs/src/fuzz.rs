@@ -596,8 +596,8 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         }
         first.shutdown();
         second.shutdown();
-        // Posts receives until the end of the data was reported. A receive of 0 bytes is the end, or an empty message. So the end was
-        // reported if there were more such receives than the other end has sent empty messages.
+        // Posts receives until the end of the data was reported. A receive that completes with 0 bytes reports the end or an empty
+        // message. So the end was reported if more receives completed with 0 bytes than the other end sent empty messages.
         let open = |e: &End| e.calls.values().any(|c| c.ended.is_none());
         let empty = |e: &End, receives: bool| {
             let calls = e.order.iter().map(|id| &e.calls[id]);

@@ -53,7 +53,7 @@ pub(crate) struct Library {
 #[derive(Debug)]
 struct Table<T> {
     all: Mutex<FxHashMap<c_int, Arc<T>>>,
-    /// The number of removals so far. What threads have in [`Recent`] is valid as long as it has not changed.
+    /// The number of removals so far. The objects that threads keep in [`Recent`] are valid as long as this number is the same.
     removals: AtomicU64,
 }
 
@@ -118,8 +118,8 @@ impl<T> Table<T> {
 
     /// Returns an object. `recent`: the objects that this thread has used last.
     fn get(&self, number: c_int, recent: &'static LocalKey<RefCell<Recent<T>>>) -> Option<Arc<T>> {
-        // The variable of the thread does not exist any more while the thread ends. It is borrowed if this is a handler of a signal
-        // that has interrupted a call of the library.
+        // While the thread ends, its thread-local variable may be destroyed already. The variable is borrowed if this is called in a
+        // signal handler that has interrupted a call of the library.
         let found = recent.try_with(|recent| {
             let mut recent = recent.try_borrow_mut().ok()?;
             Some(self.get_recent(number, &mut recent))
@@ -130,8 +130,8 @@ impl<T> Table<T> {
         }
     }
 
-    /// Calls `f` with an object. The object lives during the call because `recent` owns it and is borrowed, so no reference is
-    /// counted.
+    /// Calls `f` with an object. If `recent` holds the object, `recent` stays borrowed during the call and so keeps the object
+    /// alive, and the reference count is not changed.
     fn with<R>(
         &self,
         number: c_int,
@@ -157,7 +157,7 @@ impl<T> Table<T> {
     }
 
     fn get_recent(&self, number: c_int, recent: &mut Recent<T>) -> Option<Arc<T>> {
-        // Read before the table: a removal after that is seen by the next call.
+        // The number is read before the table, so that the next call detects a removal that happens in between.
         let removals = self.removals.load(SeqCst);
         if recent.removals != removals {
             recent.objects = [const { None }; RECENT];

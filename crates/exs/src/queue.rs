@@ -314,7 +314,7 @@ impl Queue {
         }
     }
 
-    /// Polls the completion queues of the sockets until there is an event. Returns the last time that it read.
+    /// Polls the completion queues of the sockets until there is an event. Returns the time at which it last read the clock, if it has read it.
     fn poll(
         &self,
         members: &[Arc<Socket>],

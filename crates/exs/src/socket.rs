@@ -586,7 +586,7 @@ impl Socket {
         inner.add(op);
         self.perform(&mut inner, actions);
         if inner.state != State::Connected {
-            // A receive that waits for more bytes than there are ends now, because no more arrive.
+            // A receive that waits for more bytes than are buffered ends now, because no more arrive.
             self.report(&mut inner, id, libc::ECONNRESET, 0, 0);
         }
         self.set_alarm(&mut inner, deadline);
@@ -1231,7 +1231,8 @@ impl Link {
         length: usize,
     ) -> Result<(), c_int> {
         let mut flags = 0;
-        // At most a quarter of the buffers wait for a message that is signaled, so the others become free again.
+        // At most a quarter of the buffers are used by messages after the last signaled one. The completion of that message shows
+        // that the buffers of all messages before it are free again.
         if self.unsignaled >= self.sends / 4 {
             flags |= ffi::IBV_SEND_SIGNALED;
             self.unsignaled = 0;

@@ -1,6 +1,6 @@
 //! The format of the bytes that two ends exchange: the private data of the connection, and the header of each message.
 //!
-//! `docs/exs.md` describes them, and the tests of this file read its vectors.
+//! `docs/exs.md` describes both, and the tests of this file read its vectors.
 
 use smallvec::{SmallVec, smallvec};
 use std::num::NonZeroU32;
@@ -113,7 +113,7 @@ pub(crate) enum Message {
         segments: Segments,
         persistent: bool,
         notify: bool,
-        /// The peer's message that this one also acknowledges. The status is done, and all bytes were taken.
+        /// The peer's message that this one also acknowledges, with status `Done` and all bytes accepted.
         acks: Option<NonZeroU32>,
     },
     /// Data of this length follows in the message itself.
@@ -124,7 +124,7 @@ pub(crate) enum Message {
     },
     /// Memory that the receiver of the message may write: a persistent receive.
     Place { seq: u32, segment: Segment },
-    /// The answer to any message that is not an answer.
+    /// The answer to a message. Each message except `Ack` has one.
     Ack { seq: u32, len: u64, status: Status },
     /// Reports that a part of a persistent advertisement was read.
     Notify { seq: u32, of: u32, len: u64 },

@@ -389,7 +389,7 @@ static bool offer(struct end *e, bool memory_to_write)
 	return failed ? fail_errno("a persistent operation") : true;
 }
 
-/* Ends a persistent operation. Everything that the peer wrote before is in the memory afterwards. */
+/* Ends a persistent operation. When this returns, all data that the peer has written is in the memory. */
 static bool withdraw(struct end *e, int fd)
 {
 	struct timeval limit = { TIMEOUT_S, 0 };
@@ -481,7 +481,7 @@ static bool await_message(struct end *e, unsigned int *sent)
 	}
 	/*
 	 * A write into persistent memory causes no event at the receiver, so the memory is polled, as with RDMA Write. A software device
-	 * places the data while the queue is polled, so few looks at the memory come between two polls.
+	 * places the data while the queue is polled, so the memory is compared only LOOKS times between two polls of the queue.
 	 */
 	for (;;) {
 		for (int look = 0; look < LOOKS; look++) {
@@ -522,7 +522,7 @@ static bool fetch(struct end *e, unsigned int count)
 	return true;
 }
 
-/* The number of receives of a ping that are posted, and of its send buffers. */
+/* The number of receives that a ping keeps posted, and the number of its send buffers. */
 #define PING_BUFFERS 2
 
 static bool begin_ping(struct end *e, unsigned int count)
@@ -534,8 +534,8 @@ static bool begin_ping(struct end *e, unsigned int count)
 }
 
 /*
- * Sends a message and waits for one, `count` times. The client starts. The latency of a ping is half of the time of the whole
- * turn, with the calls that prepare the next one.
+ * Sends a message and waits for one, `count` times. The client starts. The latency of a ping is half of the round-trip time,
+ * which includes the calls that prepare the next ping.
  */
 static bool ping(struct end *e, unsigned int count, bool client)
 {
@@ -574,10 +574,10 @@ static bool ping(struct end *e, unsigned int count, bool client)
 /* ---- transactions ---- */
 
 /*
- * Each end has memory that it sends persistently with notify, on a separate socket, and reads that of the other end. The
- * notification that the request was read shows the client that it may write the next one, and that the previous answer is
- * complete. The notification that the answer was read shows the server that it may write the next
- * answer, and that the next request is complete.
+ * Each end offers its memory with a persistent send with notification, on a separate connection, and reads the memory of the other
+ * end. When the client is notified that its request was read, the answer to that request is complete, and the client may write
+ * the next request. When the server is notified that its answer was read, the next request is complete, and the server may write
+ * the next answer.
  */
 static bool transact(struct end *e, unsigned int count, bool client)
 {
@@ -888,7 +888,7 @@ static in_port_t port_of(const struct sockaddr_storage *addr)
 					     ((const struct sockaddr_in *)addr)->sin_port;
 }
 
-/* Waits for the client of this row at the address of its control connection. */
+/* Announces a port at the address of the control connection, and accepts the data connections of the row there. */
 static bool admit(struct end *e)
 {
 	struct sockaddr_storage addr;

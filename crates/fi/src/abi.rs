@@ -691,7 +691,7 @@ mod tests {
     use std::fmt::Write;
     use std::process::Command;
 
-    /// Compiles assertions of everything above against the headers of the installed libfabric.
+    /// Compiles assertions about all structures and constants of this file with the headers of the installed libfabric.
     #[test]
     fn the_structures_are_those_of_the_headers() {
         let mut c = String::from(

@@ -121,8 +121,8 @@ pub fn format_of(ip: IpAddr) -> u32 {
 #[derive(Debug, Default)]
 pub struct Vector {
     peers: Vec<Option<Remote>>,
-    /// The index that stands for each peer. A program may insert a name twice; completions and receives then use one of its
-    /// indexes: the first one, or the lowest of the others after this was removed.
+    /// The index that stands for each peer. A program may insert a name twice. Completions and receives then use one of the indexes:
+    /// the first one or, after that was removed, the lowest of the others.
     first: HashMap<Remote, FiAddr>,
     free: Vec<FiAddr>,
     /// The peer that was looked up last, because many messages in a row often belong to one peer.

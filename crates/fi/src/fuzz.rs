@@ -21,7 +21,7 @@ const GUARD: usize = 64;
 const KEY: u32 = 0x0101;
 
 /// Handles messages of a peer, each preceded by a length byte: atomic operations on registered memory, and messages that are
-/// matched with receives. Panics if memory outside the registered one changes, if an answer has a wrong length, or if the
+/// matched with receives. Panics if memory outside the registered region changes, if an answer has a wrong length, or if the
 /// recorded size of the stored messages is wrong.
 pub fn messages(mut data: &[u8]) {
     let mut memory = vec![0x5a_u64; (MEMORY + 2 * GUARD) / 8];

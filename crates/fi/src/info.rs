@@ -199,8 +199,9 @@ impl Hints {
         }
         let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
-        // Before version 1.5 a memory registration mode was a number. Since then it consists of bits, which are returned to a
-        // program without hints.
+        // Before version 1.5 a memory registration mode was a number. Since then it is a set of
+        // bits. A program of a later version that passes no hints gets the bits that this provider
+        // needs.
         let old = api < fi_version(1, 5);
         let mr_mode = if mode == FI_MR_BASIC || (old && mode == FI_MR_UNSPEC) {
             Some(FI_MR_BASIC)
@@ -251,8 +252,9 @@ impl Hints {
             mr_mode,
             threading: FI_THREAD_SAFE,
             control_progress: FI_PROGRESS_MANUAL,
-            // Vectors of both types are the same here. The type is answered only if it was requested: a program that gets
-            // FI_AV_TABLE without a request may use index 0 for each new peer, which is right for the first one only.
+            // Address vectors of both types behave the same in this provider. A type is returned
+            // only if the program requested it: a program that gets FI_AV_TABLE without requesting
+            // it may use index 0 for each new peer, which is right for the first peer only.
             av_type: FI_AV_UNSPEC,
             tag_format: TAG_FORMAT,
             send_flags: self.tx.as_ref().map_or(0, |tx| tx.op_flags),
@@ -331,7 +333,7 @@ struct Ends {
     destination: Option<Vec<u8>>,
 }
 
-/// Returns the name of a socket address, without an index.
+/// Returns the libfabric name for a socket address ([`crate::address`]). The index in it is 0.
 fn plain_name(addr: SocketAddr) -> Vec<u8> {
     let remote = Remote {
         ip: addr.ip(),
@@ -346,7 +348,8 @@ fn family_of(name: &[u8]) -> Option<i32> {
     Some(i32::from(u16::from_ne_bytes(*family)))
 }
 
-/// Returns the address of a node, which is looked up only if it may be a name.
+/// Returns the address of a node. If `numeric` is set, the node must be an IP address, and no name
+/// is looked up.
 fn resolve(
     node: &str,
     service: Option<&str>,

@@ -56,7 +56,7 @@ pub const DEFERRED: usize = 4096;
 pub const ATOMIC: usize = 4096;
 /// The default of `FI_OPT_MIN_MULTI_RECV`: a multi-receive buffer is returned to the program when fewer bytes than this remain in it.
 pub const MULTI_RECV_MIN: usize = 64;
-/// The longest message in bytes, and the longest read or write: more than a host has memory.
+/// The longest message in bytes, and the longest read or write. No host has so much memory.
 pub const MESSAGE: usize = 1 << 40;
 /// The longest request to the device in bytes. Longer messages, reads and writes consist of several requests, one after the other.
 pub const PIECE: usize = 1 << 30;
@@ -75,7 +75,8 @@ pub const BUSY: u32 = 64;
 pub const LINKS: usize = 8;
 /// The number of receives of a link, and the most messages on it that have not completed.
 pub const LINK_DEPTH: usize = 32;
-/// The most memory windows of a link that are being bound. Beyond that, memory is granted to datagrams.
+/// The most memory windows of a link that are being bound. While there are so many, further announced messages of the link's peer are
+/// written by datagrams.
 pub const BINDS: usize = 32;
 /// The longest message in bytes that is sent inline on a link.
 pub const LINK_INLINE: usize = 256;
@@ -83,8 +84,8 @@ pub const LINK_INLINE: usize = 256;
 pub const COUNTED: usize = 1024;
 /// The shortest interval between two probes of the peers that operations wait for.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
-/// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer, messages whose
-/// completion was already reported to the program may be acknowledged later.
+/// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer requests are
+/// outstanding, messages whose completion was already reported to the program may be acknowledged later.
 pub const LATER: usize = 64;
 /// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock is a considerable part of an idle poll.
 pub const ASK_CALLS: u32 = 64;

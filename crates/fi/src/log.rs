@@ -72,8 +72,8 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Sets the `fi_provider` that all lines name, which libfabric identifies by its address. Lines before this call are not
-/// written.
+/// Sets the `fi_provider` that is named in all lines. libfabric identifies a provider by the address of this structure. Lines
+/// before this call are not written.
 pub(crate) fn init(provider: *mut c_void) {
     PROVIDER.store(provider, Ordering::Release);
 }

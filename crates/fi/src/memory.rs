@@ -1,7 +1,7 @@
 //! Memory of the program, and memory that the device accesses for this library.
 //!
-//! The program's memory is accessed by address: it is copied, or changed by atomic operations. The only Rust references to it are
-//! those of these atomic operations.
+//! This library copies the program's memory, or changes it by atomic operations. It accesses the memory by address. Rust references to
+//! this memory exist only during the atomic operations.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
@@ -161,7 +161,7 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
             loop {
                 let new = f(u64::from(old)) as $int;
                 if new == old {
-                    return u64::from(old); // Without a write: the memory may be read-only.
+                    return u64::from(old); // Nothing is written, because the memory may be read-only.
                 }
                 match element.compare_exchange_weak(old, new, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => return u64::from(old),
@@ -180,7 +180,7 @@ pub unsafe fn change(at: usize, size: usize, f: impl Fn(u64) -> u64) -> u64 {
     let size = size.min(8);
     let at = std::ptr::with_exposed_provenance_mut::<u8>(at);
     let mut bytes = [0; 8];
-    // SAFETY: as above, without alignment.
+    // SAFETY: as above, except that these copies need no alignment.
     unsafe {
         std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), size);
         let old = u64::from_le_bytes(bytes);
@@ -232,7 +232,7 @@ impl Area {
         self.len
     }
 
-    /// Returns bytes that the device has placed, or an empty slice if the range exceeds the area.
+    /// Returns bytes into which the device has placed data, or an empty slice if the range exceeds the area.
     ///
     /// # Safety
     /// The device does not write to the bytes while the result is live: they belong to a receive that has completed and was
@@ -279,7 +279,7 @@ mod tests {
                 iov_len: p.len(),
             })
             .collect();
-        // SAFETY: the buffers of the test are live longer than the result.
+        // SAFETY: the buffers of the test outlive the result.
         unsafe { UserMemory::list(list.as_ptr(), list.len()) }.unwrap()
     }
 

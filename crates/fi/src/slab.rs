@@ -1,5 +1,5 @@
-//! A table of values with 32-bit names. A name consists of an index and of a count of earlier uses of that index, so that an old name
-//! does not find a new value. No value ever has the name [`NONE`].
+//! A table of values with 32-bit names. A name consists of an index and of a count of earlier uses of that index, modulo 4096, so that an
+//! old name does not find a new value until the index has been used 4096 times. No value ever has the name [`NONE`].
 
 const INDEX_BITS: u32 = 20;
 const INDEX: u32 = (1 << INDEX_BITS) - 1;
@@ -125,7 +125,7 @@ mod tests {
         let mut slab = Slab::default();
         let names: Vec<u32> = std::iter::from_fn(|| slab.insert(()).ok()).collect();
         assert_eq!(names.len(), INDEX as usize);
-        // After all uses of an index its names begin again, so that each number that can be a name has been one.
+        // After 4096 uses of an index its first name is used again. By then the loop has seen every name of the last index.
         let last = names.last().copied().unwrap();
         let mut name = last;
         loop {

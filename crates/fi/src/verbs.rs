@@ -349,7 +349,8 @@ impl Region {
     /// Limits the access by peers to one queue pair, `peer`.
     pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
         let (mut name, len) = peer.name();
-        // The byte of a name that contains the index must be zero in a socket address.
+        // The call takes a socket address, in which the byte must be zero that contains the index
+        // in a name (`address.rs`).
         if peer.ip.is_ipv4() {
             name[8] = 0;
         } else {
@@ -641,7 +642,7 @@ pub struct Job {
     pub qkey: u32,
     /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
-    /// Whether busy pairs of endpoints on one host make links.
+    /// Whether busy pairs of endpoints on one host connect by links (`endpoint/link.rs`).
     pub links: bool,
     /// Whether receivers may read the messages that an endpoint announces.
     pub readable: bool,
@@ -658,7 +659,8 @@ pub struct Qp {
 unsafe impl Send for Qp {}
 
 impl Qp {
-    /// Takes over a queue pair that was created in this domain; null if this failed.
+    /// Takes over a queue pair that was created in this domain. A null pointer means that creating
+    /// it failed, and that errno has the reason.
     fn new(pd: &Arc<Pd>, qp: *mut ffi::ibv_qp) -> Result<Self, i32> {
         if qp.is_null() {
             return Err(errno());

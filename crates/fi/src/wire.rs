@@ -115,7 +115,7 @@ pub const DATA: u8 = 2;
 pub const FETCH: u8 = 4;
 /// An atomic operation with values to compare with.
 pub const COMPARE: u8 = 8;
-/// A grant of memory that is written over the link.
+/// A grant of memory that the sender of the message writes over the link.
 pub const LINKED: u8 = 16;
 
 /// An announced message that the receiver may read: a [`Source`] follows the header.
@@ -205,8 +205,8 @@ impl Header {
         }
     }
 
-    /// Returns the grant of no memory for the announced message `id`. Its sender completes the message by a write of 0 bytes, whose
-    /// immediate data is the name of no message, so that the receiver ignores it.
+    /// Returns a grant of no memory for the announced message `id`. The sender of that message completes it by a write of 0 bytes.
+    /// The immediate data of the write is the name of no message, so that the receiver ignores the write.
     pub fn grant_of_nothing(id: u32) -> Self {
         Self {
             id,

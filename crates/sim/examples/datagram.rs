@@ -1,8 +1,8 @@
 //! Datagrams from one queue pair to another, for callgrind: `cargo lab count`.
 //!
-//! The costs counted are those of three functions and of all that they call: `sent`, from the posting of a message to
-//! its datagram; `received`, from the datagram to the completion of its receive; and `acknowledged`, the acknowledgement or
-//! report from the receiver to the sender. Messages come in runs of 32. The arguments are the kind of queue pair and
+//! callgrind counts the instructions of three functions and of all functions that they call. `sent` posts messages and builds
+//! their datagrams. `received` handles the datagrams until their receives are complete. `acknowledged` transfers the
+//! acknowledgement or report from the receiver to the sender. Messages come in runs of 32. The arguments are the kind of queue pair and
 //! the length of the messages; the output is the number of messages.
 #![allow(
     clippy::expect_used,
@@ -130,7 +130,7 @@ fn main() {
             let receive = RecvRequest { id, sges };
             net[b].qp.post_recv(receive).expect("room for a receive");
         }
-        // Allocated outside of what is counted, because the engine reuses its list.
+        // The list is allocated outside the counted functions, because the engine reuses its list.
         let mut out = Vec::with_capacity(RUN);
         if time < WARMUP {
             post_and_send(&mut net[a].qp, &requests, &mut out);

@@ -277,12 +277,12 @@ impl Mr {
         self.region.is_empty()
     }
 
-    /// All of it as list element.
+    /// The whole memory as a list element.
     pub fn all(&self) -> Sge {
         self.part(0, self.len())
     }
 
-    /// `len` bytes from `at` as list element.
+    /// `len` bytes from `at` as a list element.
     pub fn part(&self, at: usize, len: usize) -> Sge {
         Sge {
             addr: self.region.start() + at as u64,
@@ -388,7 +388,7 @@ impl End {
         self.qpn
     }
 
-    /// Makes the end request markers. The product never does: they are removed here before the connection gets the bytes.
+    /// Makes the end request markers. anywarp never requests them, so they are removed here before the connection gets the bytes.
     pub fn wants_markers(&mut self) {
         self.markers = Some((Stripper::new(), Vec::new()));
     }

@@ -1,8 +1,8 @@
 //! Two ends of the software RNIC on a simulated network.
 //!
 //! A test simulates a conversation, which a seed determines. [`World`] has the clock and the links. Each end is a [`Connection`] of the
-//! core with memory, completion queues and a byte stream, which arrives late and in pieces of any size, through a
-//! pipe that is often full and that may break at any byte. The same seed gives the same conversation:
+//! core with memory and completion queues. The ends exchange byte streams through pipes, which delay the bytes, deliver them in pieces
+//! of any size, are often full, and may break at any byte. The same seed gives the same conversation:
 //!
 //! ```
 //! use anywarp_sim::{Request, Setup, World, access, send};

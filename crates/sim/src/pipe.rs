@@ -15,7 +15,7 @@ pub(crate) enum Load {
     Reset,
 }
 
-/// Bytes under way: in order, with some delay, in pieces, and limited by the capacity.
+/// The bytes under way. They arrive in order, after some delay and in pieces. The capacity limits their number.
 #[derive(Debug)]
 pub struct Pipe {
     flights: VecDeque<(Instant, Load)>,

@@ -748,7 +748,7 @@ impl PeerMessage {
         bytes
     }
 
-    /// Writes the fields in the line into the body of the message.
+    /// Writes the fields that the line of the script contains into the body of the message.
     fn fill(&self, body: &mut [u8]) {
         match (self.opcode, body.len()) {
             (Opcode::ReadRequest, ReadRequest::LEN) => {

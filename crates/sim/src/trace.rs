@@ -15,7 +15,7 @@ use anywarp_core::wire::rdmap::Opcode;
 pub struct Log(Arc<Mutex<Vec<(u32, String)>>>);
 
 impl Log {
-    /// An observer that writes into this record.
+    /// Returns an observer that writes into this log.
     pub fn observer(&self) -> Arc<dyn Observer> {
         Arc::new(self.clone())
     }
@@ -76,7 +76,7 @@ pub fn render(step: &Step<'_>) -> String {
     }
 }
 
-/// A log with names for the queue pairs, one step a line.
+/// Returns the log as text, with one step in each line. Queue pair numbers are replaced by `names`.
 pub fn lines(log: &[(u32, String)], names: &BTreeMap<u32, &str>) -> String {
     log.iter()
         .map(|(qpn, step)| format!("{:<7} {step}\n", names.get(qpn).copied().unwrap_or("?")))

@@ -2,7 +2,7 @@
 //! text by [`pretty::udp`] and its bytes. Also checks the vectors in `docs/datagram-iwarp.md`.
 //!
 //! Virtual time and a seed make the bytes deterministic. `cargo lab capture` passes the same bytes to tshark and compares
-//! the output of its dissector. Other bytes than before are a change of the wire format or of what the device sends. If
+//! the output of its dissector. If the bytes differ from the document, the wire format or what the device sends has changed. If
 //! the change is intended, run with `ANYWARP_BLESS=1` and check the difference.
 #![allow(
     clippy::indexing_slicing,

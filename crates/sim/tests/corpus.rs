@@ -20,7 +20,7 @@ fn every_input_of_every_corpus() {
             files.len()
         );
         for file in files {
-            // A panic message names only the test. The last of these lines before it names the input.
+            // A panic message names only the test. The line that was printed last before the panic names the input.
             println!("{}", file.display());
             target(&std::fs::read(&file).unwrap());
         }

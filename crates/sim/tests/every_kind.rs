@@ -219,8 +219,8 @@ impl Qp {
         }
     }
 
-    /// Reports that the socket accepted everything that was sent. Returns whether that completes the requests: those
-    /// of a reliable datagram queue pair wait for the peer.
+    /// Reports that the socket accepted everything that was sent. Returns whether the requests are complete then:
+    /// those of a reliable datagram queue pair wait for an acknowledgement of the peer.
     fn written(&mut self) -> bool {
         match &mut self.machine {
             Machine::Stream(conn) => conn.handle_written(),
@@ -259,7 +259,7 @@ fn reset_after_a_completion_queue_overflow_makes_the_queue_pair_usable_again() {
         for id in 0..3 {
             qp.recv(id).unwrap();
         }
-        // Three flushed receives for a queue of two entries.
+        // Three receives are flushed, and the completion queue has room for two entries.
         qp.modify(0, State::Error).unwrap();
         assert!(qp.cq.is_broken(), "{kind:?}");
         qp.modify(0, State::Reset).unwrap();
@@ -349,7 +349,7 @@ fn each_state_accepts_and_refuses_the_requests_that_verbs_specify() {
                     Err(other) => panic!("{kind:?} {state:?}: {other}"),
                 }
             }
-            // Only RTS sends.
+            // A queue pair sends only in the state RTS.
             assert_eq!(qp.transmit(), state == State::Rts, "{kind:?} {state:?}");
             // An accepted request is flushed in the error state, and otherwise stays posted.
             let mut done = qp.completions();

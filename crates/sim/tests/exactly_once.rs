@@ -423,7 +423,8 @@ fn a_refused_message_fails_only_itself() {
             for (id, n) in delivered.iter().enumerate() {
                 assert_eq!(*n, usize::from(!bad[id]), "{what}, {id}: {delivered:?}");
             }
-            // At most the messages that were not refused were delivered, and both queue pairs are still usable.
+            // The number of delivered messages does not exceed the number of messages that were not
+            // refused. Both queue pairs are still usable.
             let left = bad.len() - delivered.iter().sum::<usize>();
             assert!(left >= bad.iter().filter(|b| **b).count(), "{what}");
             let state = (net[a].qp.state(), net[b].qp.state());

@@ -1046,7 +1046,7 @@ fn queued_challenges_are_limited() {
     }
     net.run(Duration::ZERO);
     assert_eq!(seen.borrow().len(), bounds::RD_CHALLENGES);
-    // Nothing but the challenges is kept for their senders.
+    // For the senders of these packets, nothing is kept but the queued challenges.
     let late = Stranger::meets(&mut net, &seen, 1000, b);
     assert_ne!(late.echo, 0);
 }

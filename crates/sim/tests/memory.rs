@@ -37,7 +37,7 @@ const PATTERN: &str = "ANYWARP_TEST_PATTERN";
 /// Each order runs in a separate process, whose memory no other test uses.
 #[test]
 fn waiting_packets_use_no_more_memory_than_they_are_charged() {
-    // Under a sanitizer each takes ten times as long, and memory is not measured.
+    // Under a sanitizer each pattern takes ten times as long, and memory is not measured.
     let patterns = if cfg!(sanitized) { 1 } else { PATTERNS.len() };
     for (at, pattern) in PATTERNS.iter().enumerate().take(patterns) {
         let this = std::env::current_exe().unwrap();

@@ -56,7 +56,7 @@ const SIZES: [usize; 26] = [
     (1 << 20) + 3,
 ];
 
-/// An end whose peer is anywarp, and an end whose peer is a standard implementation.
+/// The setup of an end whose peer is anywarp, and that of an end whose peer is a standard implementation.
 fn both() -> [Setup; 2] {
     [Setup::anywarp(), Setup::standard()]
 }
@@ -301,7 +301,7 @@ fn a_window_of_another_queue_pair_is_not_invalidated_by_a_send() {
         w[b].recv(1, &[]);
         w[a].post(send_invalidate(2, rkey));
         w.run();
-        // RFC 5040 §5.3 [rdmap-invalidate]: the window is of another stream, so this stream fails.
+        // RFC 5040 §5.3 [rdmap-invalidate]: the window belongs to another stream, so this stream fails.
         assert_eq!(w[b].conn.state(), State::Error);
         assert_eq!(w[b].received()[0].status, Status::Flushed);
         if setup.peer == Peer::Anywarp {

@@ -312,7 +312,7 @@ fn a_writer_that_is_created_again_is_another_source() {
     assert!(net[b].host.bytes(&theirs).iter().all(|b| *b == 9));
 }
 
-/// A commit, which repeats the end of a message, makes the record in thesis mode if the final datagram is lost.
+/// In thesis mode, a commit, which repeats the end of a message, causes the record if the final datagram is lost.
 #[test]
 fn a_repeated_end_closes_a_message() {
     let options = Options {
@@ -383,7 +383,7 @@ fn parity_restores_one_datagram_of_a_group() {
     }
 }
 
-/// With the option `records_complete`, a record makes a completion as well.
+/// With the option `records_complete`, each record also has a completion.
 #[test]
 fn records_can_make_completions() {
     let options = Options {
@@ -552,7 +552,7 @@ fn a_late_answer_is_not_placed() {
     assert!(net[a].completed().is_empty());
 }
 
-/// The responder sends no more bytes to a forged source address than the requests from there had.
+/// The responder sends no more bytes to a forged source address than the requests with this source address contain.
 #[test]
 fn a_responder_does_not_amplify() {
     let (mut net, a, b) = pair(15, Link::default(), options(RecordMode::Robust));
@@ -593,11 +593,11 @@ fn a_responder_does_not_amplify() {
         net.run(LONG);
     }
     let (sent, received) = (*sent.borrow(), *received.borrow());
-    // The responder also reports received datagrams: the first ones, and later some of them.
+    // An eighth more is allowed, because the responder also reports received datagrams: the first ones, and later some of them.
     assert!(received <= sent + sent / 8, "{received} for {sent}");
 }
 
-/// First datagrams of messages from more sources than a queue pair stores: its state stays limited.
+/// The state of a queue pair stays limited if it receives first datagrams of messages from more sources than it stores.
 #[test]
 fn a_flood_from_many_sources_is_bounded() {
     let (mut net, a, b) = pair(16, Link::default(), options(RecordMode::Robust));

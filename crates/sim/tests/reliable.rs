@@ -304,7 +304,7 @@ fn a_refused_write_fails_at_its_source() {
         let error = net[a].qp.poll_error().unwrap();
         assert_eq!(error.from, net[b].addr);
         assert_eq!(error.id, refused.get());
-        // Requests after it succeed.
+        // Requests after the refused one succeed.
         net[a].qp.set_state(State::Rts);
         net.post(a, b, write(4, open.remote(0)).from(&[mr.all()]));
         net.run(LONG);
@@ -481,7 +481,7 @@ fn four_senders_share_a_link() {
     assert!(sent < 2.0 * (all << 16) as f64 + 4e6, "{sent} for {done:?}");
 }
 
-/// One queue pair with many peers: the memory of each is small, and none delays another.
+/// One queue pair with a thousand peers: failed peers do not delay the messages to the others.
 #[test]
 fn a_thousand_peers_and_one_queue_pair() {
     let link = Link {

@@ -123,8 +123,9 @@ fn blank() -> Packet {
     }
 }
 
-/// Of packets that were sent at the same time, one counts as lost when the sixteenth after it has arrived, and not
-/// before. Later ones do not count as lost.
+/// Of packets that were sent at the same time, a packet counts as lost as soon as the sixteenth
+/// packet after it has arrived, and not before. If only nearer packets have arrived, it does not
+/// count as lost.
 #[test]
 fn a_packet_overtaken_by_sixteen_is_lost() {
     let mut far = Far::met();
@@ -207,8 +208,8 @@ fn an_unsolicited_challenge_is_not_accepted() {
     assert_eq!(echoes, [TOKEN]);
 }
 
-/// A peer is sent no more than its window, except that the last packet may exceed it. A peer with a closed window is
-/// probed, and is sent the rest when the window opens.
+/// A sender sends no more than the window of its peer, except that the last packet may exceed it.
+/// It probes a peer with a closed window, and sends the rest when the window opens.
 #[test]
 fn even_a_small_window_is_respected() {
     for (window, first) in [(0, 0), (1, 1), (3000, 3), (1 << 20, 9)] {

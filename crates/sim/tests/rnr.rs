@@ -430,7 +430,7 @@ fn requests_after_a_dropped_send_are_dropped_until_the_restart() {
         controls(&w[peer].received()).last(),
         Some(&Control::Ack { seq: 3 })
     );
-    // A Restart without a preceding receiver-not-ready message.
+    // A Restart without a preceding receiver-not-ready message ends the stream.
     w[peer].sends(&Control::Restart { seq: 9 }.header().emit());
     w.run();
     assert_eq!(w[end].conn.state(), State::Error);

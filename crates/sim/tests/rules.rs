@@ -122,7 +122,7 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w.run();
         let fpdus = w[peer].received();
         // RFC 5041 §5.2 [ddp-segment] [ddp-mo-offset], §4.1 [ddp-last], §4.3 [ddp-mo-zero] [ddp-msn-first]
-        // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: room for 111 bytes each.
+        // [ddp-msn-increment] [ddp-msn-same] [ddp-qn-same], §5.3 [ddp-mo-ascending]: each segment has room for 111 bytes of payload.
         let got: Vec<_> = fpdus
             .iter()
             .map(|f| {
@@ -143,7 +143,8 @@ fn an_untagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         );
         // RFC 5041 §5.2 [ddp-send-all]
         assert_eq!(payload(&fpdus.iter().take(3).collect::<Vec<_>>()), data);
-        // RFC 5041 §4.3 [ddp-rsvdulp-same], RFC 5040 §4.1 [rdmap-inv-stag] [rdmap-inv-stag-zero]: in all segments alike.
+        // RFC 5041 §4.3 [ddp-rsvdulp-same], RFC 5040 §4.1 [rdmap-inv-stag] [rdmap-inv-stag-zero]: the field is the same in all segments
+        // of a message.
         for (f, inv) in fpdus.iter().zip([0, 0, 0, 0, 0x900, 0x900]) {
             assert_eq!(untagged_of(f).inv_stag, Stag(inv));
             assert_eq!(f.ulpdu[2..6], u32::to_be_bytes(inv));
@@ -163,8 +164,8 @@ fn a_tagged_message_is_cut_at_the_mulpdu_and_its_segments_agree() {
         w[end].post(write(2, THERE));
         w.run();
         let fpdus = w[peer].received();
-        // RFC 5041 §5.2 [ddp-segment] [ddp-to-offset] [ddp-zero-len-one], §4.1 [ddp-last], §4.2 [ddp-stag-sent]: room for
-        // 115 bytes each.
+        // RFC 5041 §5.2 [ddp-segment] [ddp-to-offset] [ddp-zero-len-one], §4.1 [ddp-last], §4.2 [ddp-stag-sent]: each
+        // segment has room for 115 bytes of payload.
         let got: Vec<_> = fpdus
             .iter()
             .map(|f| {
@@ -211,7 +212,7 @@ fn every_header_bit_has_its_specified_value() {
     w.run();
     let fpdus = w[peer].received();
     // RFC 5040 §4.1 [rdmap-control] [rdmap-reserved] [rdmap-version] [rdmap-opcode] [rdmap-model] [rdmap-queues],
-    // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: control octets, and the queue of untagged messages.
+    // RFC 5041 §4.1 [ddp-reserved] [ddp-version]: the control octets of all segments, and the queue of untagged ones.
     let got: Vec<_> = fpdus
         .iter()
         .map(|f| {
@@ -253,7 +254,8 @@ fn every_header_bit_has_its_specified_value() {
     ]
     .concat();
     assert_eq!(fpdus[5].payload(), request);
-    // RFC 5040 §4.8 [term-header] [term-control] [term-reserved]: invalid STag, with length and header of the segment.
+    // RFC 5040 §4.8 [term-header] [term-control] [term-reserved]: the Terminate reports an invalid STag, and contains the length and
+    // the header of the segment.
     let bad = tagged(Opcode::Write, Stag(2), 0, true, &[]);
     let terminate = [&[0x11, 0x00, 0xc0, 0, 0, 17][..], &bad].concat();
     assert_eq!(fpdus[7].payload(), terminate);
@@ -454,7 +456,7 @@ fn ord_limits_the_outstanding_reads() {
         };
         let (end, peer) = w.raw(&setup, true);
         let mr = w[end].register(64, access::LOCAL);
-        // Eight Read Requests on the wire: a Read with two elements makes two.
+        // The seven Reads are sent as eight Read Requests, because a Read with two elements needs two.
         w[end].post(read(0, THERE).from(&[mr.part(0, 4), mr.part(8, 4)]));
         for id in 1..7 {
             w[end].post(read(id, THERE).from(&[mr.part(0, 8)]));
@@ -526,7 +528,7 @@ fn completed_requests_arrive_although_the_sender_disconnects_at_once() {
     });
 }
 
-/// Whether a Terminate reports a local failure: no length, no headers.
+/// Whether a Terminate reports a local failure. It then contains no length and no headers.
 fn is_local(f: &Fpdu) -> bool {
     let bare = Terminate {
         layer: 0,
@@ -563,7 +565,7 @@ fn a_request_that_cannot_be_built_is_reported_to_the_peer_in_its_place() {
             w[end].post(send(3).inline(b"behind"));
             w.run();
             let fpdus = w[peer].received();
-            // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: nothing is sent after it.
+            // RFC 5040 §7.1 (1) [term-local], §5.4 [term-last]: nothing is sent after the Terminate.
             assert_eq!(fpdus.len(), 2, "{fpdus:?}");
             assert_eq!(fpdus[0].payload(), b"good");
             assert!(is_local(&fpdus[1]), "{}", fpdus[1].text());

@@ -1,6 +1,7 @@
 //! Every rule that a peer can break, and the Terminate that reports it.
 //!
-//! Most rules are tested by scripts, one in each file of `scripts/*.pkt`. Here are the tests that need a loop.
+//! Most rules are tested by scripts, one in each file of `scripts/*.pkt`. This file has the tests
+//! that need a loop.
 #![allow(
     clippy::indexing_slicing,
     clippy::unwrap_used,

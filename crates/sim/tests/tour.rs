@@ -9,7 +9,7 @@ use anywarp_sim::{Log, Request, Setup, World, access, lines, write};
 const FROM: &str = "<!-- tour -->";
 const TO: &str = "<!-- /tour -->";
 
-/// One RDMA Write of three segments, every step at both ends.
+/// Returns every step of one RDMA Write of three segments, at both ends.
 fn tour() -> String {
     let log = Log::default();
     let mut w = World::new(1);
@@ -26,7 +26,7 @@ fn tour() -> String {
         w[a].register(4000, access::LOCAL),
         w[b].register(4096, access::WRITE),
     );
-    // The stream's first message.
+    // The messages at the start of the stream are not part of the tour.
     w.run();
     log.take();
     w[a].post(write(7, to.remote(0)).from(&[from.all()]));

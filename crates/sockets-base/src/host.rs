@@ -80,7 +80,7 @@ unsafe fn ip(addr: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: every socket address begins with the family.
     match i32::from(unsafe { (*addr).sa_family }) {
         libc::AF_INET => {
-            // SAFETY: upheld by the caller; it may be unaligned.
+            // SAFETY: the caller guarantees the length of the address. It may be unaligned.
             let a = unsafe { addr.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)).into())
         }

@@ -63,7 +63,7 @@ fn host(text: &str) -> Result<Where, String> {
     match text {
         "*" => return Ok(Where::Any),
         "@same-host" => return Ok(Where::SameHost),
-        // The name would be parsed as an interface, which never matches.
+        // Without this case, `localhost` would be parsed as the name of an interface, which never matches.
         "localhost" => return Err(wrong()),
         _ => {}
     }

@@ -4,7 +4,7 @@
 //!  "aSKd" (4) | version 1 | kind | protocol | status | port (2) | 0 (6) | nonce (8)
 //! ```
 //!
-//! The query is sent to the UDP port [`PORT`] of the host, and to the address of the socket that it asks about. An answer is as
+//! The query is sent to the UDP port [`PORT`] at the IP address of the socket that it asks about. An answer is as
 //! long as its query, so a responder sends no more bytes than it gets.
 
 use crate::name::Protocol;

@@ -228,7 +228,7 @@ impl Default for Settings {
             ask: 1000,
             pool: 64 << 20,
             shares: true,
-            // As long as an answer takes on one host, if no thread has to be woken for it, with some room.
+            // The time that an answer takes on one host if no thread has to be woken for it, plus a margin.
             spin: 20,
         }
     }
@@ -674,8 +674,8 @@ impl Policy {
     }
 
     /// Returns the mode of a listener's connections. The rules have to be checked for each connection if a rule that upgrades
-    /// connections is among those that may match, and the match depends on an address that is known only then: the local address if
-    /// the listener is bound to a wildcard address, or the address after `from`.
+    /// connections is among those that may match, and the match depends on an address that is known only when the connection arrives:
+    /// the local address if the listener is bound to a wildcard address, or the address after `from`.
     pub fn listener(&self, who: &Who, addr: SocketAddr, host: &dyn Host) -> Listener {
         let everywhere = addr.ip().to_canonical().is_unspecified();
         let mut upgrades = false;

@@ -113,7 +113,8 @@ impl Held {
     }
 }
 
-/// Called before a fork. Waits until no other thread holds the lock: the child could otherwise not close its inherited names.
+/// Called before a fork. Waits until no other thread holds the lock, because the child could not close its inherited
+/// names if the lock were held.
 pub fn stop() -> Stop {
     Stop { _held: udp() }
 }
@@ -133,7 +134,7 @@ pub fn enter_udp(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<(c_i
         *sockets += 1;
         return Some((*name, false));
     }
-    // Leaves most descriptors to the program. An unregistered socket works too, and gets plain datagrams.
+    // The limit leaves most descriptors to the program. A socket that is not registered works too, and gets plain datagrams.
     if udp.by_addr.len() >= sys::descriptors() / limits::NAMES_PART {
         return None;
     }
@@ -143,7 +144,8 @@ pub fn enter_udp(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<(c_i
     Some((name, true))
 }
 
-/// Called when a UDP socket with this name was closed. Returns whether it was the last, so that the caller closes the name.
+/// Called when a UDP socket with this name was closed. Returns whether it was the last one with this
+/// name. If so, the caller closes the name.
 pub fn leave_udp(name: c_int) -> bool {
     let mut held = udp();
     let Some(udp) = held.as_mut().and_then(Held::get) else {
@@ -224,7 +226,7 @@ fn ask_name(name: &Name) -> Answer {
     let (un, len) = address(name);
     // SAFETY: the length is that of the address.
     let r = unsafe { real::connect(fd, (&raw const un).cast(), len) };
-    // With a full backlog the owner of the name cannot be checked.
+    // If the backlog is full, there is no connection by which the owner of the name could be checked.
     let answer = match r {
         0 if is_trusted(fd) => Answer::Yes,
         0 => Answer::No,

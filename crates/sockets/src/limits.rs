@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// Bytes received from the carrier by a call that waits for events. The rest is read directly into the program's buffer later.
 pub const WAIT_READ: usize = 16 * 1024;
-/// The same if long messages are expected: enough to learn that there is one.
+/// The same if long messages are expected: enough bytes to detect a long message.
 pub const WAIT_LONG: usize = 512;
 /// Size in bytes of a buffer for data that is not received directly into the program's buffer.
 pub const SCRATCH: usize = 64 * 1024;
@@ -23,15 +23,15 @@ pub const POOL_EMPTY: usize = 64;
 pub const HELD: usize = 64 * 1024;
 /// Payloads of a Send up to this many bytes are copied next to their headers: a copy costs less than two more iovec entries.
 pub const COPIED: usize = 4096;
-/// The number of consecutive long messages after which the carrier may join them to longer segments.
+/// After this number of consecutive long messages, the carrier may join such messages into longer segments.
 pub const RUN: u8 = 8;
 /// The most iovec entries of a program's buffer list that one Send carries. The next Send carries further
 /// entries.
 pub const PARTS: usize = 64;
 /// Bytes that `sendfile` reads from the file at a time.
 pub const FILE_PIECE: usize = 64 * 1024;
-/// Waits that are shorter are not polled: the peer has answered on the same processor, or before the thread slept. Nothing has to be woken
-/// on another processor.
+/// Waits that are shorter are not polled: the peer has answered on the same processor, or before the thread slept, so that no thread on another
+/// processor has to be woken.
 pub const SPIN_LEAST: Duration = Duration::from_micros(6);
 /// Waits that are longer are not polled: the peer needs more time for its answers than it takes to wake a thread at each end, even on a slow
 /// virtual machine.
@@ -42,10 +42,10 @@ pub const SPIN_TRY: Duration = Duration::from_micros(150);
 /// The most tries, which are waits that poll for [`SPIN_TRY`]. After them the thread gives up. Both ends begin at about the same time,
 /// but not at the same wait.
 pub const SPIN_TRIES: u8 = 32;
-/// The number of tries without an answer after which the thread gives up earlier.
+/// The number of tries without an answer after which the thread gives up before it has made [`SPIN_TRIES`] tries.
 pub const SPIN_MISSES: u8 = 2;
-/// The number of suitable waits in succession after which a thread tries to poll. With other work on the processors, some waits are suitable
-/// by chance.
+/// The number of suitable waits in succession after which a thread tries to poll. A wait is suitable if it takes from [`SPIN_LEAST`] to
+/// [`SPIN_LONGEST`]. With other work on the processors, some waits are suitable by chance.
 pub const SPIN_SUITABLE: u8 = 8;
 /// The number of tries in succession with a short wait after which the thread continues to poll.
 pub const SPIN_GOOD: u8 = 4;
@@ -53,8 +53,8 @@ pub const SPIN_GOOD: u8 = 4;
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
-/// A failure does not count if all waits since the first try took less than this fraction of the time that they took before the tries: one
-/// in this many.
+/// A failure does not count if the waits since the first try took, on average, less than the usual wait before the tries divided by this
+/// number.
 pub const SPIN_WORTH: u32 = 4;
 /// After each failure, up to this number, the time until the next try is four times as long.
 pub const SPIN_FAILURES: u8 = 5;
@@ -77,7 +77,7 @@ pub const EXIT_WAIT: i32 = 1000;
 /// The lowest number of the library's own descriptors. Lower numbers stay free for programs that use
 /// `select`.
 pub const OWN_FROM: i32 = 1000;
-/// The size of the descriptor table: Linux's usual limit for privileged processes. Higher descriptors stay plain.
+/// The size of the descriptor table: Linux's usual limit for privileged processes. Sockets with higher descriptors stay kernel sockets.
 pub const DESCRIPTORS: usize = 1 << 20;
 /// Milliseconds after which a waiting thread checks again: a writer that waits for another thread, or a
 /// thread that has no eventfd.
@@ -121,9 +121,10 @@ pub const NAMES_PART: usize = 8;
 /// The number of reliable datagrams that a socket can receive before the program reads. Further packets wait in the queue pair, and
 /// their acknowledgements report this to the senders.
 pub const RECEIVES: usize = 64;
-/// The most reliable datagrams of a socket that are sent and not yet delivered. Then the program's calls wait, or fail with EAGAIN.
+/// The most reliable datagrams of a socket that are sent and not yet delivered. When this number is reached, the program's calls wait, or
+/// fail with EAGAIN.
 pub const SENDS: usize = 1024;
-/// The most payload bytes of these datagrams: about what a path of 1 Gbit/s and 30 ms holds.
+/// The most payload bytes of the datagrams that [`SENDS`] limits: about what a path of 1 Gbit/s and 30 ms holds.
 pub const SEND_BYTES: usize = 4 << 20;
 /// The number of datagrams that the thread for reliable datagrams receives by one call.
 pub const INBOX: usize = 32;
@@ -132,8 +133,8 @@ pub const INBOX: usize = 32;
 pub const CONTROL: usize = 256;
 /// The longest record between the program and the thread for reliable datagrams, in bytes: headers, control messages, payload.
 pub const RECORD: usize = 66 * 1024;
-/// Bytes of received datagrams that the thread keeps for a program that does not read, in addition to those in the pair. Above this
-/// it receives no more packets.
+/// Bytes of received datagrams that the thread keeps for a program that does not read, in addition to those in the socket pair between the
+/// two ([`PAIR`]). Above this number the thread receives no more packets.
 pub const BACKLOG: usize = 1 << 20;
 /// The number of datagrams that are received for one socket before other sockets are served.
 pub const TURN: usize = 256;
@@ -143,7 +144,7 @@ pub const RELEASE: u64 = 20;
 pub const PATH: u64 = 1000;
 /// The most paths whose MTU is cached.
 pub const PATHS: usize = 4096;
-/// Seconds for which the answer of another host is cached, and the absence of an answer.
+/// Seconds for which the answer of another host, or the absence of an answer, is cached.
 pub const REMOTE: u64 = 60;
 /// The most answers of other hosts that are cached.
 pub const REMOTES: usize = 4096;
@@ -154,6 +155,6 @@ pub const PAIR: i32 = 1 << 20;
 /// A datagram that fails within this time after it was sent is sent once more, because its peer has restarted. One that fails
 /// later has failed because the peer does not answer, which takes five seconds to detect.
 pub const RESTART: Duration = Duration::from_secs(3);
-/// The most UDP sockets with reliable datagrams are the number of descriptors that the process may open, divided by this. Each of them
-/// uses up to five descriptors.
+/// The largest number of UDP sockets with reliable datagrams is the number of descriptors that the process may open, divided by this. Each
+/// of them uses up to five descriptors.
 pub const RELIABLE_PART: usize = 8;

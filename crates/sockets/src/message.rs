@@ -30,7 +30,7 @@ pub enum Kind {
     Send,
     /// Write-Record.
     Record,
-    /// A reliable Send. Where the queue pair cannot send it, it is an unreliable one.
+    /// A Send over reliable datagrams, or an unreliable Send where that is not possible.
     Reliable,
 }
 

@@ -91,7 +91,8 @@ fn key(addr: SocketAddr) -> ([u64; 2], u64) {
 }
 
 fn slot(addr: [u64; 2], port: u64) -> Option<&'static Slot> {
-    // 2^64 divided by the golden ratio. It spreads the ports, in which peers of one host differ.
+    // The factor is 2^64 divided by the golden ratio. Products with it are spread evenly, even for peers of one host, which differ
+    // only in their ports.
     let mix = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let hash = mix(mix(addr[0] ^ addr[1].rotate_left(17)) ^ port);
     SLOTS.get((hash >> 32) as usize % limits::PEERS)

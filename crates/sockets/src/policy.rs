@@ -37,7 +37,7 @@ fn load(has_more_rights: bool) -> Policy {
         return Policy::default();
     }
     sources::read(&sources::all(variable)).unwrap_or_else(|mistake| {
-        // Rules with an error are not applied in part.
+        // If the rules contain an error, none of them is applied.
         log::always(&format!("{mistake}\nall sockets stay plain"));
         Policy::default()
     })

@@ -112,7 +112,8 @@ impl Queue {
         }
     }
 
-    /// Gives the buffer up, for other queues if it has a usual size.
+    /// Releases the buffer. If the queue shares, a buffer of at most [`limits::SLAB`] bytes is kept
+    /// for other queues, as long as fewer than [`limits::SLABS_KEPT`] are kept.
     fn give_back(&mut self) {
         let mut buffer = std::mem::take(&mut self.bytes);
         USED.fetch_sub(buffer.capacity(), Ordering::Relaxed);

@@ -154,7 +154,7 @@ impl Reliable {
         let receives = Arc::new(Cq::new(limits::RECEIVES, None));
         let parts = Parts {
             rnic,
-            // The index is 0; the port does not matter here.
+            // Queue pair 0: the low eight bits are the index. The port in the other bits is not used here.
             qpn: 1 << 8,
             pd: PD,
             send_cq: Arc::clone(&sends),
@@ -273,7 +273,7 @@ impl Reliable {
         self.qp.poll_timeout()
     }
 
-    /// Sends acknowledgements that wait for a packet to travel with.
+    /// Sends the acknowledgements that would otherwise wait until another packet carries them.
     pub fn acknowledge(&mut self) {
         if self.qp.ack_due() {
             self.qp.flush();

@@ -1,7 +1,7 @@
 //! Queries to other hosts: whether the socket at an address accepts RDMA.
 //!
-//! A query goes to the directory's port of the host, in which any process with the library answers (see `conn/answers.rs`). Only hosts
-//! in the networks of this machine are asked, and the answer, or its absence, is cached for a minute.
+//! A query goes to the UDP port of the directory at the other host, where any process with the library answers (see
+//! `conn/answers.rs`). Only hosts in the networks of this machine are asked, and the answer, or its absence, is cached for a minute.
 
 use crate::limits;
 use crate::policy;

@@ -32,14 +32,14 @@ enum Plan {
     Poll(Duration),
 }
 
-/// The end of the polls of a wait.
+/// How the polling of a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Polled {
     /// An answer has arrived.
     Found,
     /// The thread has slept after the polls.
     Nothing,
-    /// Another thread has used the processor meanwhile, and this one has slept then.
+    /// Another thread has used the processor meanwhile, so this thread has stopped polling and slept.
     Preempted,
 }
 
@@ -149,7 +149,7 @@ impl State {
                 let (n, sum) = self.polls;
                 let (n, sum) = (n + 1, sum + took);
                 self.polls = (n, sum);
-                // The processor is not free, or the series takes more than half of what its waits took before.
+                // The processor is not free, or the waits of the series take more than half as long as waits took before the polling.
                 if result == Polled::Preempted || sum > self.usual() * (limits::SPIN_SERIES / 2) {
                     self.fail();
                 } else if n >= limits::SPIN_SERIES {

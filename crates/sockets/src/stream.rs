@@ -375,8 +375,7 @@ impl Stream {
     }
 
     /// Makes the socket send each message at once, as a carrier must. The program's delay options are saved in `delays`,
-    /// from which
-    /// `getsockopt` reports them.
+    /// from which `getsockopt` reports them.
     pub fn undelay(&mut self, fd: c_int) {
         let names = [libc::TCP_NODELAY, libc::TCP_CORK];
         for ((place, name), own) in self.delays.iter_mut().zip(names).zip([1, 0]) {
@@ -392,7 +391,7 @@ impl Stream {
         if let Some(place) = self.delays.get_mut(which) {
             *place = value;
         }
-        // `TCP_NODELAY` sends what the carrier has delayed.
+        // Setting `TCP_NODELAY` sends the bytes that the carrier has delayed.
         if !self.plain && self.delays[0] != 0 {
             self.joins(fd, 0);
         }
@@ -1235,7 +1234,7 @@ impl Stream {
         if !self.held.is_empty() || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        // The Send also carries the new limit, for what the program has read.
+        // A message of the stream also carries the limit that was granted to the peer.
         let n = if self.plain {
             self.send_plain(fd, parts, flags)?
         } else {

@@ -523,7 +523,8 @@ pub fn now_ms() -> u64 {
     t.tv_sec as u64 * 1000 + t.tv_nsec as u64 / 1_000_000
 }
 
-/// Duplicates a descriptor to a number above those that programs commonly use.
+/// Duplicates a descriptor to a number above those that programs commonly use, or to any number
+/// from 3 on if the limit of descriptors does not allow that.
 pub fn copy_high(fd: c_int) -> Option<c_int> {
     // SAFETY: no pointer is passed.
     let copy = unsafe { real::fcntl(fd, libc::F_DUPFD_CLOEXEC, limits::OWN_FROM as usize) };
@@ -768,7 +769,8 @@ pub struct Route {
     pub is_whole: bool,
 }
 
-/// Returns the destination address in a control message `IP_PKTINFO` or `IPV6_PKTINFO`; `None` if it is another one.
+/// Returns the destination address in a control message `IP_PKTINFO` or `IPV6_PKTINFO`, and `None`
+/// for other control messages.
 pub fn destination(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     match (level, kind) {
         (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
@@ -782,8 +784,8 @@ pub fn destination(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Returns the source address that the program chose by a control message `IP_PKTINFO` or `IPV6_PKTINFO`; `None` if it is
-/// another one.
+/// Returns the source address that the program chose by a control message `IP_PKTINFO` or
+/// `IPV6_PKTINFO`, and `None` for other control messages.
 pub fn chosen_source(level: c_int, kind: c_int, data: &[u8]) -> Option<IpAddr> {
     match (level, kind) {
         (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
@@ -846,7 +848,8 @@ pub fn send_datagram(fd: c_int, bytes: &[u8], route: &Route) -> Result<(), c_int
     size(unsafe { real::sendmsg(fd, &raw const m, flags) }).map(|_| ())
 }
 
-/// Sends a datagram and waits for the first one that `is_answer` accepts. `None`: there is none in time, or the port is closed.
+/// Sends a datagram and waits for an answer: the first received datagram that `is_answer` accepts.
+/// Returns `None` if no answer arrives within `wait`, or if the port is closed.
 pub fn exchange<R>(
     to: SocketAddr,
     bytes: &[u8],

@@ -145,7 +145,7 @@ impl Tx {
         }
     }
 
-    /// Returns whether payload was sent, so that the peer may send limits.
+    /// Returns whether payload was sent. Otherwise the peer has no reason to send a limit.
     pub fn has_sent(&self) -> bool {
         self.sent != 0
     }
@@ -409,7 +409,8 @@ impl Rx {
         self.at == At::Head && self.have == 0
     }
 
-    /// Returns the number of bytes that can be received without any beyond the current message.
+    /// Returns the number of bytes that are missing in the current part of a message: its head,
+    /// payload or tail. Bytes up to this number belong to the current message.
     pub fn missing(&self) -> usize {
         match self.at {
             At::Head => HEAD - self.have,

@@ -100,7 +100,7 @@ c_consts! {
     }
 }
 
-/// `struct anywarpdv_counters`, which has one member for each counter, in their order.
+/// `struct anywarpdv_counters`, which has one member for each counter, in the order of the counters.
 #[cfg(test)]
 pub(crate) fn counters_layout() -> crate::layout::CType {
     let named = anywarp_core::datagram::Counters::default().named();

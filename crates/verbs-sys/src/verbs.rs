@@ -842,7 +842,8 @@ c_types! {
         _dummy2: Option<unsafe extern "C" fn(context: *mut ibv_context)>,
     }
 
-    /// Additional zeroed memory has to follow it: libmlx5 and libefa recognize their devices by a pointer there.
+    /// Additional zeroed memory has to follow the structure, because libmlx5 and libefa recognize
+    /// their devices by a pointer there.
     struct ibv_device {
         _ops: _ibv_device_ops,
         node_type: ibv_node_type,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* Reliable datagrams with completions of records: a peer writes to memory of this queue pair. The record contains the address of the
- * writer, to which an answer is sent, without a connection and without an address handle created before. */
+/* Reliable datagrams with completions of records: a peer writes to memory of this queue pair. The program sends an answer to the
+ * address of the writer, which the record contains. It needs no connection, and creates the address handle from the record. */
 #include <infiniband/anywarpdv.h>
 #include <stdio.h>
 #include <stdlib.h>

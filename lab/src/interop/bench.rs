@@ -71,7 +71,7 @@ pub(crate) fn run(repeat: Option<usize>, filter: Option<&str>) -> Result {
         return Err(format!("no row and no program has {filter} in its name").into());
     }
     if env::var_os(INSIDE).is_none() {
-        // Before entering the namespaces, because packages are downloaded.
+        // The guest is made before the namespaces are entered, because packages are downloaded for it.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }

@@ -58,7 +58,8 @@ impl Guest {
         let cache = Path::new(cache.trim());
         let initramfs = with_our_files(cache, work)?;
         let console = work.join("console");
-        // KVM is used only if the processor supports virtualization natively: nested in software it is slower than emulation.
+        // KVM is used only if the processor has extensions for virtualization. Without them, KVM itself is emulated in software, which is
+        // slower than the emulation by QEMU.
         let kvm = File::options()
             .read(true)
             .write(true)
@@ -135,7 +136,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Returns why the guest must be replaced, if so. After a case that `passed`, the agent is not queried.
+    /// Returns the reason why the guest must be replaced, or `None` if it need not be. After a case that `passed`, the agent is not
+    /// queried.
     pub(super) fn failure(&mut self, passed: bool) -> Option<String> {
         if let Ok(Some(status)) = self.qemu.poll() {
             return Some(format!("QEMU ends with {status}"));

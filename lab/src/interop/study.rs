@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const PREPARE: &str =
     "modprobe crc32_generic; modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0";
 
-/// Writes and Sends. siw has no Write with immediate data.
+/// The figures, measured with Writes and Sends. Writes with immediate data are not measured, because siw has none.
 const FIGURES: &str = "pb:3a pb:8a --vary op=write,send --vary inline=false";
 
 /// The devices.
@@ -26,7 +26,7 @@ const DEVICES: [&str; 3] = ["anywarp", "rxe0", "siw0"];
 
 pub(crate) fn run() -> Result {
     if env::var_os(INSIDE).is_none() {
-        // Before entering the namespaces, because packages are downloaded.
+        // The guest is made before the namespaces are entered, because packages are downloaded for it.
         sh::run(Command::new(sh::root().join("tests/interop/make-guest")).stdout(Stdio::null()))?;
         return programs::in_namespaces();
     }

@@ -23,8 +23,9 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// The size of the capture buffer. It holds all packets of a long case, even if tcpdump gets no processor time.
 const BUFFER_KIB: &str = "65536";
 
-/// The payload and the destination port, which has no listener, of the packet that ends a capture.
+/// The payload of the packet that ends a capture.
 const LAST: &[u8] = b"this is the last packet of the capture";
+/// The destination of that packet: a port without a listener.
 const AFTER: (&str, u16) = (guest::GUEST, 9);
 
 /// The least length of a large ULPDU. A TCP segment cannot contain two of them.

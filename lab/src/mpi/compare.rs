@@ -101,8 +101,8 @@ const SPEEDS: [Speed; 7] = [
     ("LU.A, s", "lu", "A", "seconds"),
 ];
 
-/// Reliable datagrams without an MPI, for the first columns: the command, its options, the column of its table, and the factor that
-/// converts this to the unit here.
+/// Measurements of reliable datagrams without an MPI, for the first columns: the command, its options, the column of its table, and the
+/// factor that converts the value to the unit of the column here.
 const RAW: [(&str, &str, &str, f64); 3] = [
     ("ping", "-t rd -s 8 -n 20000 --poll", "median_us", 1.0),
     ("ping", "-t rd -s 4096 -n 10000 --poll", "median_us", 1.0),

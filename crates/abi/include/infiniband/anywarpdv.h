@@ -66,8 +66,9 @@ enum anywarpdv_qp_flags {
 };
 
 /*
- * A flag beside enum ibv_send_flags, in send_flags of a work request and in wr_flags. RD: the program does not need the completion soon. The
- * peer sends no acknowledgement for this request alone, so the completion may come some 10 ms later, and neither end is disturbed.
+ * A flag for send_flags of a work request and for wr_flags, in addition to those of enum ibv_send_flags. RD: the program does not
+ * need the completion soon. The peer sends no acknowledgement for this request alone, so neither end has to handle one, and the
+ * completion may come some 10 ms later.
  */
 #define ANYWARPDV_SEND_ACK_LATER (1u << 30)
 
@@ -94,7 +95,7 @@ struct anywarpdv_qp_init_attr {
 	uint8_t repeats;		/* how often the last datagram of a Write-Record is repeated */
 	uint8_t parity;			/* UD: datagrams for each parity datagram, 1 to 15; 0: no parity */
 	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. Above 4096 it must be equal at the peer */
-	uint32_t max_records;		/* most stored records; with RD, further writers wait; 0: 4096 */
+	uint32_t max_records;		/* limit of stored records; RD: further writers wait; 0: 4096 */
 	uint32_t max_reads;		/* outstanding Reads and atomics, and waiting responses; 0: 16 */
 	uint32_t max_read_size;		/* UD: longest Read of a peer; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */

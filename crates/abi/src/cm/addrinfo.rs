@@ -310,7 +310,7 @@ pub(super) unsafe fn look_up(
 }
 
 entry! {
-    /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno. After `EAI_SYSTEM` too, errno is the error.
+    /// `rdma_getaddrinfo(3)`: returns 0, an error code of `getaddrinfo(3)`, or -1 with errno. If the code is `EAI_SYSTEM`, errno is set too.
     ///
     /// # Safety
     /// `node` and `service` are null or C strings, `hints` is null or valid, `res` is valid for writes.

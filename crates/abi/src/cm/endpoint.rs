@@ -68,7 +68,7 @@ entry! {
             return Err(libc::EINVAL);
         }
         let none = std::ptr::null_mut();
-        // SAFETY: upheld by the caller; the identifier was created above, and no other code refers to it.
+        // SAFETY: upheld by the caller; the created identifier is live, and no other code refers to it.
         unsafe {
             let info = arg(res)?;
             let (space, kind) = (info.ai_port_space.cast_unsigned(), info.ai_qp_type.cast_unsigned());
@@ -167,7 +167,8 @@ unsafe fn take_request(
 
 /// `rdma_get_request(3)`: returns the next connect request of a synchronous listener.
 ///
-/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack.
+/// This is not an `entry!`, because `entry!` calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the
+/// stack.
 ///
 /// # Safety
 /// `listen` is null or points to a live identifier. `id` is null or valid for writes.

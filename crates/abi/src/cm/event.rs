@@ -125,9 +125,10 @@ unsafe fn try_event(
 
 /// `rdma_get_cm_event(3)`: waits for an event, unless the program made the channel's descriptor non-blocking.
 ///
-/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
-/// holds a reference to the event queue, because a program may destroy the channel while a thread waits in it (rping does). That
-/// thread then waits forever, as it would in a `read` of the descriptor.
+/// This function is not defined by `entry!`, which calls `catch_unwind`: the wait is a cancellation
+/// point, cancellation unwinds the stack, and this must not be caught. The thread holds a reference
+/// to the event queue, because a program may destroy the channel while a thread waits for an event
+/// of it (rping does). That thread then waits forever, as it would in a `read` of the descriptor.
 ///
 /// # Safety
 /// `channel` is null or points to an object that is live when this is called. `event` is null or valid for writes.
@@ -173,7 +174,8 @@ entry! {
 
 // ---------------------------------------------------------------------- steps of synchronous identifiers
 
-/// Ends a step. A synchronous identifier waits for the event of the step and stores it.
+/// Completes a step of connecting, such as the resolution of an address. A synchronous identifier
+/// waits for the event that reports the step, and stores the event.
 pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
     if !id.is_synchronous() {
         return Ok(());

@@ -5,7 +5,7 @@ use crate::verbs::text::text;
 use anywarp_verbs_sys::cm::rdma_cm_event_type;
 use std::ffi::{CStr, c_char};
 
-/// In the order of `enum rdma_cm_event_type`.
+/// The names, in the order of `enum rdma_cm_event_type`.
 const EVENT: [&CStr; 16] = [
     c"RDMA_CM_EVENT_ADDR_RESOLVED",
     c"RDMA_CM_EVENT_ADDR_ERROR",

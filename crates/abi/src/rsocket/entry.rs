@@ -30,7 +30,7 @@ fn count(result: Result<usize, c_int>) -> Result<ssize_t, c_int> {
     result.map(|n| ssize_t::try_from(n).unwrap_or(ssize_t::MAX))
 }
 
-/// Wraps the caller's buffer. `EFAULT` for null.
+/// Wraps the caller's buffer. Returns `EFAULT` if `buf` is null and `len` is not 0.
 ///
 /// # Safety
 /// `buf` is null or points to `len` bytes as long as the returned value is live.
@@ -313,7 +313,7 @@ entry! {
 }
 
 entry! {
-    /// `rrecvmsg`. There is never ancillary data.
+    /// `rrecvmsg`. It never returns ancillary data.
     ///
     /// # Safety
     /// `msg` and everything that it points to are valid.
@@ -449,7 +449,7 @@ entry! {
 // ---------------------------------------------------------------------- waiting
 
 entry! {
-    /// `rpoll`: sockets and other descriptors together.
+    /// `rpoll`: waits for sockets and other descriptors together.
     ///
     /// # Safety
     /// `fds` has `n` elements.

@@ -43,7 +43,7 @@ struct Set<'a> {
     sockets: Vec<(usize, Arc<Socket>)>,
     /// The indexes in `fds` of the descriptors that are not sockets.
     places: Vec<usize>,
-    /// These descriptors.
+    /// The descriptors that are not sockets, in the order of `places`.
     others: Vec<libc::pollfd>,
 }
 

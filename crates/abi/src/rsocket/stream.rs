@@ -1106,7 +1106,8 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
             if arm {
                 stream.arm();
             }
-            // Received messages matter only at the start, for errors, and when there is no room, for credits.
+            // Received messages are handled at the start, because they may end the connection, and if there is no room, because they
+            // may grant credits.
             if sent == 0 || arm {
                 stream.step(socket);
             }

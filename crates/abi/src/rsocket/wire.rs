@@ -1,7 +1,7 @@
 //! The formats of private data and messages between stream sockets, which are those of librdmacm over iWARP (docs/rsockets.md).
 //!
 //! Numbers in private data are big-endian. All other numbers have the byte order of the sender's host, which a flag in the
-//! private data tells. Only little-endian is supported.
+//! private data indicates. Only little-endian is supported.
 
 /// Version in the private data.
 const VERSION: u8 = 1;

@@ -91,8 +91,8 @@ unsafe fn try_event(
 
 /// `ibv_get_async_event(3)`: waits for an event, unless the program made `async_fd` non-blocking.
 ///
-/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
-/// holds a reference to the event queue, because a program may close the device while a thread waits here.
+/// This is not an `entry!`, because `entry!` calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the
+/// stack. The thread holds a reference to the event queue, because a program may close the device while a thread waits here.
 ///
 /// # Safety
 /// `context` is null or open, `out` is null or valid for writes.

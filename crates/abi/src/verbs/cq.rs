@@ -187,8 +187,9 @@ unsafe fn try_event(
 
 /// `ibv_get_cq_event(3)`: waits for an event, unless the program made the channel's descriptor non-blocking.
 ///
-/// Not an `entry!`, which calls `catch_unwind`: the wait is a cancellation point, and cancellation unwinds the stack. The thread
-/// holds a reference to the event queue, because a program may destroy the channel while a thread waits in it.
+/// The function is not defined by `entry!`, which would execute the wait inside `catch_unwind`:
+/// the wait is a cancellation point, and cancellation unwinds the stack. The thread holds a
+/// reference to the event queue, because a program may destroy the channel while a thread waits.
 ///
 /// # Safety
 /// `channel` is live when this is called. The others are valid for writes.

@@ -92,7 +92,8 @@ readers! {
 /// Returns the current completion of the queue.
 ///
 /// # Safety
-/// `cq` is null or points to a live queue. Only this thread polls it, and does not poll it while the result is used.
+/// `cq` is null or points to a live queue. Only the calling thread polls it, and this thread does not poll it while
+/// the result is used.
 pub(crate) unsafe fn shown<'a>(cq: *mut ibv_cq_ex) -> Option<&'a Completion> {
     // SAFETY: upheld by the caller.
     let queue = unsafe { live::<CqObject, _>(cq) }.ok()?;

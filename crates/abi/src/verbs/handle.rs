@@ -100,7 +100,8 @@ pub(crate) unsafe fn live_if_any<'a, T: Object<C> + 'a, C>(
     unsafe { live(pointer) }.map(Some)
 }
 
-/// Returns the object of a pointer that this library stores, for objects that are live as long as others use them.
+/// Like [`live`], without its checks: for pointers that this library has stored, and for the data
+/// path.
 ///
 /// # Safety
 /// `pointer` came from [`into_c`] for this `T` in this process, and the object was not destroyed.

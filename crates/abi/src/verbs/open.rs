@@ -17,7 +17,8 @@ use crate::ffi::{Errno, fail, os_errno, put};
 use crate::profile::{self, profile};
 use anywarp_verbs_sys::verbs::*;
 
-/// The public device structure. libmlx5 and libefa recognize their devices by a pointer behind it, so zeros follow.
+/// The public device structure, and zeros after it: libmlx5 and libefa read a pointer there to
+/// recognize their own devices.
 #[repr(C)]
 struct DeviceObject {
     c: ibv_device,
@@ -128,7 +129,8 @@ entry! {
     unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(-1) }
 }
 
-/// The entry of `ibv_context_ops` for functions that only programs from before 2007 call through it.
+/// The function in those entries of `ibv_context_ops` through which only programs from before 2007
+/// call verbs.
 unsafe extern "C" fn compat() -> *mut c_void {
     fail(libc::ENOSYS, std::ptr::null_mut())
 }

@@ -27,7 +27,8 @@ pub(crate) struct Bench {
     #[arg(long)]
     pub(crate) short: bool,
 
-    /// Write all results to this file after each measurement; `partial` in it is true until the last one
+    /// Write all results to this file after each measurement; its field `partial` is true until the
+    /// last one
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) json: Option<PathBuf>,
 

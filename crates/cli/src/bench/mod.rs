@@ -166,8 +166,8 @@ fn choose(args: &Bench, all: Vec<Row>) -> Result<Vec<Row>, String> {
         .collect())
 }
 
-/// The beginning of the names of rows that are measured again if they fail: perftest waits for datagrams that were lost because the
-/// receiver got no processor.
+/// The prefix of the names of UD rows. A measurement of such a row is repeated once if it fails: perftest waits for datagrams that were
+/// lost because the receiver got no processor.
 const UD_ROWS: &str = "ud-";
 
 /// Measures all parties of a row in turn, `repeat` times.

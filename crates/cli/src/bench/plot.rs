@@ -8,7 +8,8 @@ use anywarp_plot::{Bar, Panel};
 
 use super::report::{Report, Seen, digits};
 
-/// Writes the drawing. A file name with .html gets a page that includes the commands, one with .md gets tables.
+/// Writes the drawing. If the file name ends with .html, the file is a page that includes the commands; if it ends with .md, the
+/// file contains tables.
 pub(crate) fn draw(report: &Report, path: &Path) -> io::Result<()> {
     let kind = path.extension().unwrap_or_default().to_string_lossy();
     let text = match kind.as_ref() {

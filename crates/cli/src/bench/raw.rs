@@ -1,6 +1,6 @@
 //! The raw peers: measurements of plain sockets and shared memory on this machine, made in the same way as those of verbs programs.
 //!
-//! Each consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an
+//! Each raw peer consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an
 //! argument, measures, and prints one line of JSON. A TCP connection between the two signals the end of a measurement. The
 //! memory probes have no connection, and their server ends when its standard input is closed.
 
@@ -23,16 +23,16 @@ const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// The number of polls of a socket between two reads of the clock.
 const LOOKS: u32 = 1 << 14;
 
-/// The most polls of a flag in memory: some tens of seconds.
+/// The largest number of polls of a flag in memory. They take some tens of seconds.
 const TURNS: u64 = 1 << 34;
 
-/// The requested receive and send buffers of UDP sockets in bytes, which are those of the device.
+/// The sizes in bytes that are requested for the receive and the send buffer of a UDP socket. The device requests the same sizes.
 const UDP_ROOM: (i32, i32) = (16 << 20, 4 << 20);
 
 /// The longest UDP payload over IPv4 in bytes.
 const DATAGRAM: usize = 65507;
 
-/// The most datagrams that the kernel makes of one call.
+/// The largest number of datagrams that the kernel makes from the payload of one call.
 const SEGMENTS: usize = 64;
 
 /// The first byte of each message except the last one, which begins with `LAST`.
@@ -213,8 +213,8 @@ fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// Connects with a congestion control. It is chosen before the connection is established: one that has begun with bbr goes on
-/// pacing its segments.
+/// Connects with a congestion control. It is chosen before the connection is established, because a connection that starts with bbr
+/// continues to pace its segments after a change to another congestion control.
 fn connect_with(congestion: &str, host: &str, port: u16) -> io::Result<TcpStream> {
     let mut last = wrong("the host has no address");
     for address in (host, port).to_socket_addrs()? {
@@ -549,7 +549,7 @@ fn scatter(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<V
         }
     }
     control.send(&[sent])?;
-    // Wakes the reader after it has read everything else.
+    // These datagrams arrive after all others and end the receiver's loop. There are several because some may be lost.
     let end = vec![LAST; size];
     for _ in 0..20 {
         let _the_reader_may_be_gone = socket.send(&end);
@@ -600,13 +600,14 @@ fn collect(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<(
     control.send(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
 }
 
-/// Offsets in the shared memory: a flag and a payload for each direction, two cache lines apart.
+/// Offsets in the shared memory: the flag of each direction, the flag that ends the measurement, and the payloads. Two flags are two
+/// cache lines apart.
 const THERE: usize = 0;
 const BACK: usize = 128;
 const OVER: usize = 256;
 const PAYLOADS: usize = 512;
 
-/// The value at [`OVER`] until it becomes the number of the last round.
+/// The value that the client stores at [`OVER`] when it starts. In the last round it stores the number of that round there.
 const BEGUN: u64 = u64::MAX;
 
 fn shm_len(size: usize) -> usize {

@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::rows::{Bound, By, RAW, RAW_RENO, Row};
 use super::run::{Sample, Stage};
 
-/// The number of failures after which a party is not measured again.
+/// The number of failures after which a party (a program or setting that is compared with others
+/// in a row) is not measured again.
 const TRIES: usize = 2;
 
 /// A value is marked if other programs had the processor for more than this share of the time.
@@ -326,7 +327,8 @@ impl Seen {
         self.parties.iter().find(|p| p.name == name)?.median
     }
 
-    /// The value that values are compared with.
+    /// Returns the median of the party `by`, with which bounds compare other parties. For raw TCP,
+    /// it is the better one of the two that have different congestion controls.
     fn reference(&self, by: &str) -> Option<f64> {
         let median = self.median_of(by);
         if by != RAW {

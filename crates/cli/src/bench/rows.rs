@@ -160,7 +160,7 @@ fn fi_pingpong(name: &str, server: &'static str, client: &'static str) -> Party 
 }
 
 fn ucx(name: &str, server: &'static str, client: &'static str) -> Party {
-    // Restricts UCX to TCP, since it uses all transports that it finds.
+    // Restricts UCX to TCP. By default it uses all transports that it finds.
     party(name, How::Peer("ucx_perftest", server, client)).env("UCX_TLS", "tcp")
 }
 
@@ -189,10 +189,11 @@ const LOCAL: (&str, &str) = ("ANYWARP_CARRIER", "tcp");
 /// Turns the checksum off.
 const NO_CRC: (&str, &str) = ("ANYWARP_CRC", "0");
 
-/// The names of parties that bounds refer to.
-/// With the congestion control of the host.
+// The names of parties that bounds refer to.
+
+/// TCP with the congestion control of the host.
 pub(crate) const RAW: &str = "raw TCP";
-/// With the congestion control that every program may use.
+/// TCP with the congestion control that every program may use.
 pub(crate) const RAW_RENO: &str = "raw TCP, reno";
 const UDP: &str = "raw UDP";
 const SEND: &str = "Send";

@@ -33,9 +33,9 @@ const CHECK_EVERY: Duration = Duration::from_millis(5);
 /// The result of one measurement.
 #[derive(Debug, Clone)]
 pub(crate) struct Sample {
-    /// In the unit of the row.
+    /// The measured value, in the unit of the row.
     pub(crate) value: f64,
-    /// The share of the client's time that other programs had its processor, if known.
+    /// The share of the client's time in which other programs used its processor, if known.
     pub(crate) waited: Option<f64>,
     /// The other numbers that the program printed, by name.
     pub(crate) numbers: BTreeMap<String, f64>,

@@ -49,7 +49,8 @@ impl End {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // An interrupt by the keyboard must only reach the command, which ends the program cleanly.
+            // An interrupt by the keyboard must reach only this command, which then ends the
+            // program cleanly.
             .process_group(0)
             .spawn()
             .map_err(|e| format!("{}: {e}", program.display()))?;

@@ -48,7 +48,7 @@ const FAILED: u8 = 1;
 /// Exit status for wrong usage.
 const MISUSE: u8 = 2;
 
-/// Exit status of an interrupted client, as of a program that the signal kills.
+/// Exit status of an interrupted client, which is that of a program that SIGINT kills.
 const INTERRUPTED: u8 = 130;
 
 /// Set by SIGINT and SIGTERM.

@@ -21,7 +21,7 @@ pub(crate) struct Run {
     pub(crate) client: Numbers,
     /// The server's numbers.
     pub(crate) server: Numbers,
-    /// Times of a ping, in nanoseconds.
+    /// The one-way times of a ping, in nanoseconds: half of each round trip, and the whole round trip of a Read.
     pub(crate) samples: Vec<u64>,
 }
 
@@ -108,8 +108,8 @@ impl Run {
     }
 
     /// Returns the rate of arrival in megabytes per second, from the first message to the last, without the bytes of the first. It is
-    /// unknown for a run shorter than [`SHORTEST`], in which buffered messages are received faster than they arrived. Writes have the
-    /// sender's rate, and none over UC.
+    /// unknown for a run shorter than [`SHORTEST`], in which buffered messages are received faster than they arrived. The receiver is
+    /// not notified of Writes, so the result for them is the sender's rate, and `None` over UC.
     fn delivered_rate(&self, op: Op, transport: Transport, size: u64) -> Option<f64> {
         if op == Op::Write {
             return self.sent_rate(size).filter(|_| transport != Transport::Uc);
@@ -140,7 +140,8 @@ impl Run {
 
 /// Returns the share of the time that an end waited for one of its `processors`.
 ///
-/// Threads of one end also wait for each other, while one of them uses the processor. That is not time that the end lost.
+/// A thread also waits for a processor while another thread of the same end uses it. That time is not counted, because the end does
+/// not lose it.
 fn waited(end: &Numbers, processors: f64) -> f64 {
     let elapsed = float(of(end, "elapsed_ns").max(1));
     let used = float(of(end, "cpu_us")) * 1e3 / elapsed;
@@ -193,7 +194,8 @@ impl Run {
         } else {
             let delivered = self.delivered(args.op, args.transport, size);
             let rate = self.delivered_rate(args.op, args.transport, size);
-            // If hardly a message arrives, there is no time between the first and the last.
+            // If very few messages arrive, the time between the first and the last is too short or missing. The rate is then
+            // that of all delivered bytes over the whole run.
             let rate = rate.or_else(|| Some(float(delivered?) * 1e3 / float(elapsed)));
             figures.extend(rate.map(|mb_s| ("arrived_mbps", mb_s * 8.0)));
             let sent = float(messages * size);
@@ -274,7 +276,7 @@ impl Report {
         }
     }
 
-    /// Ends the report. `partial`: runs are missing.
+    /// Ends the report. `partial`: whether runs are missing.
     pub(crate) fn end(&mut self, partial: bool) {
         self.partial = partial;
     }
@@ -583,7 +585,7 @@ mod tests {
                 ("cpu_us", cpu_us),
             ])
         };
-        // The end has used its processor all the time, half of it, and hardly.
+        // The end uses its processor all the time, half of the time, and a tenth of the time.
         for (cpu_us, processors, lost) in [(1000, 1.0, 0.0), (500, 1.0, 0.4), (100, 2.0, 0.4)] {
             assert_eq!(waited(&end(cpu_us), processors), lost, "{cpu_us}");
         }

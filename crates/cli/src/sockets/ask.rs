@@ -93,7 +93,8 @@ fn query_host(protocol: Protocol, address: SocketAddr) -> io::Result<bool> {
     Err(io::ErrorKind::TimedOut.into())
 }
 
-/// Returns the process and the user that have registered a listener or a UDP socket, by binding its name.
+/// Returns the process and the user that have registered a listener or a UDP socket: those that
+/// have bound its name.
 fn find(protocol: Protocol, address: SocketAddr) -> Option<(i32, u32)> {
     name::to_ask(protocol, address).iter().find_map(|name| {
         let name = net::SocketAddr::from_abstract_name(name).ok()?;

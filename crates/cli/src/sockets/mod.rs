@@ -50,7 +50,7 @@ impl Rules {
         }
     }
 
-    /// Reads all rules that would apply to a program started with these.
+    /// Reads all rules that would apply to a program that is started with these rules.
     fn read(&self) -> Result<Policy, Failure> {
         let command = self.value(variable(COMMAND));
         let all = sources::all(|name| match name {

@@ -29,7 +29,7 @@ impl Extent {
         }
     }
 
-    /// Returns the name in files.
+    /// Returns the name of the extent in stored samples and in reports.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -202,10 +202,10 @@ pub(crate) struct Axis {
     quick: Option<Vec<Value>>,
     /// The values for `--smoke`, if they are not the first and the last of `quick`.
     smoke: Option<Vec<Value>>,
-    /// The settings for which a value stands, if it is only a name: `[axis.place.set.network]`.
+    /// The settings that a value represents, if the value is only a name: `[axis.place.set.network]`.
     #[serde(default)]
     set: BTreeMap<String, BTreeMap<String, Value>>,
-    /// The points that exist with a value, if not all: `[axis.rate.only.none]`.
+    /// The points that exist with a value, unless all points do: `[axis.rate.only.none]`.
     #[serde(default)]
     only: BTreeMap<String, Select>,
 }
@@ -428,7 +428,7 @@ impl Point {
     }
 }
 
-/// Returns the sort key of a figure: by its numbers, then by its letters. Names without a number are last.
+/// Returns the sort key of a figure: the numbers of its name, then the letters after them. Names without a number are last.
 pub(crate) fn order(name: &str) -> (u64, u64, String) {
     let number = |text: &str| {
         let end = text
@@ -498,7 +498,7 @@ pub(crate) const VARIABLE: [&str; 20] = [
     "size",
 ];
 
-/// Gives axes other values, in each experiment that can have them.
+/// Replaces the values of axes, in each experiment that can have these axes.
 pub(crate) fn vary(experiments: &mut [Experiment], all: &[Varied]) -> Result<(), String> {
     for varied in all {
         let mut taken = false;
@@ -738,7 +738,7 @@ pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
     experiment.fault().map_or(Ok(experiment), Err)
 }
 
-/// Reads all experiments of a folder, by the names of their files.
+/// Reads all experiments of a folder. They are ordered by paper, and those of one paper by the names of their files.
 pub(crate) fn read(folder: &Path) -> Result<Vec<Experiment>, String> {
     let entries = fs::read_dir(folder).map_err(|e| {
         format!(
@@ -800,7 +800,7 @@ pub(crate) fn choose(all: &[Experiment], names: &[String]) -> Result<Vec<Experim
         let Some(rest) = id.strip_prefix(name) else {
             return name == "all";
         };
-        // The parts of a figure have letters after its number.
+        // The parts of figure 3 are 3a, 3b and so on, or 3.1, 3.2 and so on.
         rest.is_empty()
             || rest.starts_with(':') && !name.contains(':')
             || name.contains(':')

@@ -35,11 +35,12 @@ const DOUBTFUL: f64 = 0.02;
 /// of two samples alone says little.
 const TYPICAL: f64 = 3.0;
 
-/// The number of samples from which on a deviation says whether more samples can decide a finding.
+/// From this number of samples on, the deviation of a point is known well enough to say whether
+/// more samples can decide a finding.
 const ENOUGH_TO_KNOW: usize = 4;
 
-/// The deviation of a point between two runs, even if the samples of each run agree: each run has its programs at other
-/// addresses.
+/// The deviation of a point between two runs, even if the samples of each run agree: in each run
+/// the programs are loaded at other addresses.
 const BETWEEN_RUNS: f64 = 0.01;
 
 /// The result of checking a finding.
@@ -237,7 +238,7 @@ fn tests(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Vec<
         .collect();
     let params = |n: usize| values.get(n).map(|of| &of.params);
     let place = |n: usize| params(n).map_or(f64::NAN, at);
-    // The points b for a point a.
+    // Returns the points that `finding.b` selects for a comparison with point `n`.
     let others = |n: usize| {
         (0..values.len()).filter(move |&other| {
             let (Some(one), Some(other)) = (params(n), params(other)) else {
@@ -400,8 +401,9 @@ pub(crate) fn judge(
     }
 }
 
-/// Returns by how much each number of each comparison would differ in another run: a standard deviation, as a share of the number.
-/// `between` is the deviation of a point between runs. With `most`, each point is taken to have so many samples.
+/// Returns by how much each number of each comparison would differ in another run: a standard
+/// deviation, as a share of the number. `between` is the deviation of a point between runs. With
+/// `most`, each point counts as if it had that many samples.
 fn errors(tests: &[Test], between: f64, most: Option<usize>) -> Vec<Vec<f64>> {
     let numbers = tests.iter().flat_map(|test| &test.0);
     let several = numbers.filter(|number| number.count > 1);

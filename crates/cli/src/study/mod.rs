@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Study) -> Result<ExitCode, Failure> {
         Task::List(list) => self::list(list, &all),
         Task::Run(run) => Work::new(run, &all, library, &folder)?.run(),
         Task::Hints(hints) => self::hints(hints, &all),
-        // Handled above: they need no figures.
+        // These tasks were handled above, because they need no figures.
         Task::Calls(_) | Task::Lanes(_) | Task::Inside(_) | Task::Between(_) => {
             Ok(ExitCode::SUCCESS)
         }
@@ -161,7 +161,7 @@ fn clock(seconds: f64) -> String {
     }
 }
 
-/// Prints advice.
+/// Prints the hints that the results in a report's folder give.
 fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
     let folder = &args.report;
     let Some((extent, device)) = Store::last(folder) else {
@@ -188,7 +188,7 @@ struct Work<'a> {
     interrupted: Interrupted,
     /// Each point to measure, and its wanted number of samples.
     planned: Vec<(Point, usize)>,
-    /// The time that is left for additional samples, seconds.
+    /// The time that is left for additional samples, in seconds.
     spare: f64,
     shown: Instant,
 }
@@ -290,8 +290,8 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Measures all points of an experiment in turn, then the noisy ones and those that decide a finding again, and then the
-    /// controls of findings that do not hold.
+    /// Measures all points of an experiment in turn. Then measures the noisy points and those that decide a finding again, and
+    /// finally the controls of findings that do not hold.
     fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
         let extent = self.store.extent();
         let began = Instant::now();
@@ -324,7 +324,8 @@ impl<'a> Work<'a> {
         self.decide(experiment, true)
     }
 
-    /// Repeats the points that decide findings within the noise, or their controls, until they are decided or the time is over.
+    /// Measures points of findings (or of their controls) that are undecided because of noise again, until the findings are decided
+    /// or no time for additional samples is left.
     fn decide(&mut self, experiment: &Experiment, of_controls: bool) -> Result<(), String> {
         let most = self.store.extent().most_samples();
         loop {
@@ -418,7 +419,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Returns all experiments, with the chosen figures as they were measured.
+/// Returns all experiments. The chosen figures are taken from `chosen`, whose axes `--vary` may have changed.
 fn shown(all: &[Experiment], chosen: &[Experiment]) -> Vec<Experiment> {
     let ids: BTreeSet<String> = chosen
         .iter()
@@ -461,7 +462,7 @@ fn in_turn(experiment: &Experiment, points: BTreeSet<Point>) -> Vec<Point> {
     all
 }
 
-/// Returns the point of a finding with the changes of its control, if the control repeats it.
+/// Returns the point that a control measures in place of a point of its finding. `None`: the control leaves this point out.
 fn changed(point: &Point, finding: &Finding, control: &figures::Control) -> Option<Point> {
     if !figures::selects(&control.only, &point.params) {
         return None;

@@ -48,7 +48,7 @@ impl Mpi {
 
     /// Ends the programs.
     pub(crate) fn end(&mut self) {
-        // The end of each takes a second, so all begin to end before one is waited for.
+        // Each program takes a second to exit, so all are told to exit before one is waited for.
         for running in self.running.values_mut() {
             running.hang_up();
         }
@@ -116,7 +116,7 @@ impl Mpi {
             .get("test")
             .is_some_and(|test| test == "memory")
         {
-            // The memory of a program that has run others before would include theirs.
+            // If the program had run other tests before, its memory would include that of those.
             command
                 .args(words.split(' '))
                 .stdin(Stdio::null())

@@ -104,8 +104,8 @@ impl Drop for Conversation {
     }
 }
 
-/// Returns the command that runs a verbs program with these arguments and variables. `library`: anywarp's, unless the program uses
-/// the system's.
+/// Returns the command that runs a verbs program with these arguments and variables. `library` is anywarp's library, or `None` if
+/// the program uses the system's.
 pub(crate) fn verbs_program(
     program: &Path,
     words: &[String],

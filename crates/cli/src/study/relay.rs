@@ -18,7 +18,7 @@ const QUEUE: usize = 1 << 16;
 /// The longest packet, bytes.
 const LONGEST: usize = 9216;
 
-/// The shortest delay that is waited for.
+/// A packet that is due within this time is written at once. Before another one the thread sleeps.
 const SHORTEST: Duration = Duration::from_micros(20);
 
 /// What happens to packets on their way.

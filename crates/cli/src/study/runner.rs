@@ -691,7 +691,7 @@ fn words(point: &Point, extent: Extent) -> Result<Vec<String>, String> {
             .map_err(|_| format!("{axis}={text} is not a number")),
     };
     let (size, buffers) = (number("size", 64)?, number("buffers", 16)?);
-    // For datagrams a Write stands for a Write-Record.
+    // UD has no plain Write, so the value `write` stands for a Write-Record there.
     let op = match (get("op").unwrap_or("send"), get("qp")) {
         ("write", Some("ud")) => "write-record",
         (op, _) => op,

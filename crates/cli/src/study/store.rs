@@ -48,7 +48,7 @@ const JUDGED: [&str; 8] = [
     "share",
 ];
 
-/// The spread of that value, as a share of the median, above which a point is noisy.
+/// The spread of the value of [`JUDGED`], as a share of its median, above which a point is noisy.
 const SPREAD: f64 = 0.25;
 
 /// The share of the time that an end waited for a processor, above which a point is noisy.
@@ -97,18 +97,19 @@ pub(crate) struct Middle {
     pub(crate) deviation: f64,
     /// The number of samples.
     pub(crate) count: usize,
-    /// The share of the time that an end waited for a processor, if that is so much that all samples may be wrong alike.
+    /// The share of the time that an end waited for a processor, if it exceeds [`WAITED`], and otherwise 0. With so much waiting, all
+    /// samples may have the same error.
     pub(crate) waited: f64,
 }
 
 /// The ratio of the standard deviation to the median distance from the median, for a normal distribution.
 const TO_STANDARD: f64 = 1.4826;
 
-/// What that ratio is multiplied by for 2, 3, 4 … samples, for which the median distance is too small on average.
+/// Factors for [`TO_STANDARD`] with 2, 3, 4 … samples. With so few samples the median distance is too small on average.
 const FOR_FEW: [f64; 8] = [1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.107];
 
-/// Estimates the standard deviation from the median distance to the median, on which outliers have no influence, as they have none on
-/// the median itself.
+/// Estimates the standard deviation, as a share of the median, from the median distance of the values to their median. Outliers have no
+/// influence on the median and on the median distance.
 pub(super) fn deviation(all: &[f64], median: f64) -> f64 {
     let Some(at) = all.len().checked_sub(2).filter(|_| median != 0.0) else {
         return 0.0;

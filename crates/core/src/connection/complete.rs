@@ -186,7 +186,7 @@ impl Connection {
         // IBA 9.7.5.2.8: 7 means to try forever.
         if rnr_retry != 7 {
             if posted.rnr_tries >= rnr_retry {
-                // The peer executed none of the later requests. The queue is rewound, so that this is the last one taken.
+                // The peer executed none of the later requests. The queue is rewound, so that this request is the last one taken from it.
                 self.base.sq.rewind(number);
                 self.base.sq.advance();
                 s.requester.forget_from(number);

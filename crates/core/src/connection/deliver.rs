@@ -529,8 +529,8 @@ impl Connection {
         match header {
             Header::Untagged(h) if h.qn == QN_READ || h.qn == QN_SEND => {
                 let of_reads = h.qn == QN_READ;
-                // A request may use several MSNs. The cause is the last request whose first MSN is not after
-                // that of the Terminate.
+                // A request may use several MSNs. The cause is the last request whose first MSN is not after the MSN
+                // in the Terminate.
                 let found = self.base.sq.taken_mut().filter(|(_, p)| {
                     let first = if of_reads {
                         p.msn_before.1
@@ -621,7 +621,7 @@ impl Connection {
                 }
             }
             Control::SendImmediate { value } => s.responder.set_immediate(value),
-            // Dropped like all requests until the Restart, after which the peer sends the SelectSrq again.
+            // A SelectSrq is dropped like all requests until the Restart, after which the peer sends it again.
             Control::SelectSrq { .. } if s.responder.is_discarding() => {}
             Control::SelectSrq { number } => {
                 if s.responder.is_receiving_send() {

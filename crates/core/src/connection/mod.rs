@@ -121,7 +121,7 @@ impl Connection {
         &self.base.attr
     }
 
-    /// The attributes, for the connection manager, which sets some (as `retry_cnt`) without the checks of
+    /// The attributes, for the connection manager, which sets some of them (such as `retry_cnt`) without the checks of
     /// [`Self::modify`].
     pub fn attr_mut(&mut self) -> &mut Attr {
         &mut self.base.attr
@@ -180,8 +180,8 @@ impl Connection {
             .is_some_and(|s| s.direct.is_some() || s.responder.is_receiving())
     }
 
-    /// Whether a Write of the peer has arrived in part. `rest` is the front of an FPDU of which too little has been received to be
-    /// handled.
+    /// Whether a Write of the peer has arrived in part. `rest` contains the first bytes of an FPDU, or is empty: the FPDU cannot
+    /// be handled yet, because too little of it has been received.
     pub fn is_receiving_write(&self, rest: &[u8]) -> bool {
         let Some(s) = &self.stream else { return false };
         if s.responder.is_receiving_write() {
@@ -190,7 +190,7 @@ impl Connection {
         match rest.get(LENGTH..).map(Header::parse) {
             Some(Ok((Header::Tagged(h), _))) => h.opcode == Opcode::Write,
             Some(Ok((Header::Untagged(_), _))) => false,
-            // The header has not arrived as a whole.
+            // The header is incomplete, so these bytes may be the start of a Write.
             Some(Err(_)) | None => !rest.is_empty(),
         }
     }
@@ -336,14 +336,15 @@ impl Connection {
         Ok(())
     }
 
-    /// Makes the request that was posted last fail with `status`, without being sent, when it would be taken
-    /// ([`crate::fault`]).
+    /// Injects a fault ([`crate::fault`]): the request that was posted last is not sent, but fails with `status` at the time
+    /// when it would be taken from the send queue.
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
     }
 
     /// Cuts the stream, as an injected fault. The oldest unfinished request fails with RETRY_EXC_ERR, whether or not it
-    /// was sent. Without a stream, the request that was posted last fails when it would be taken.
+    /// was sent. Without a stream, the request that was posted last fails when it would be taken
+    /// from the send queue.
     pub fn cut(&mut self) {
         self.inject_error(Status::RetryExceeded);
         if self.stream.is_none() || self.base.state == State::Error {
@@ -500,7 +501,7 @@ impl Connection {
         }
     }
 
-    /// For tests: adds `first` to all numbers of a fresh stream, at both ends, so that they wrap soon.
+    /// For tests: adds `first` to all sequence numbers of a fresh stream, so that they wrap soon. Both ends must do this.
     #[doc(hidden)]
     pub fn number_from(&mut self, first: u32) {
         if let Some(s) = &mut self.stream {

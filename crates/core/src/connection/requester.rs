@@ -463,8 +463,8 @@ fn unexpected(opcode: Opcode) -> Violation {
 mod tests {
     use super::*;
 
-    /// The first messages of a request were acknowledged before the peer had no receive for its last one. Until the request is
-    /// sent again, the peer can acknowledge nothing new.
+    /// The peer has acknowledged the first messages of a request, and had no receive for the last
+    /// one. Until the request is sent again, the peer can acknowledge nothing new.
     #[test]
     fn nothing_ahead_is_acknowledged_while_a_request_is_sent_again() {
         let mut sq = SendQueue::new(4, 1, 0);

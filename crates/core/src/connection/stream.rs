@@ -80,7 +80,7 @@ pub enum End {
     Dead,
 }
 
-/// A message of which some segments are sent.
+/// A message that is being sent, segment by segment.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) message: Message,

@@ -54,8 +54,9 @@ enum Taken {
 }
 
 impl Connection {
-    /// Adds all messages to `batch` that may be sent now, after an acknowledgement if one is due; with `flush` also an
-    /// acknowledgement alone. Returns whether the batch was full before the messages ended.
+    /// Adds all messages that may be sent now to `batch`. An acknowledgement that is due comes before them. If it may
+    /// wait and there are no messages, it is added only with `flush`. Returns whether the batch was full before the
+    /// messages ended.
     pub fn poll_tx(&mut self, now: Instant, flush: bool, batch: &mut TxBatch) -> bool {
         // The answer to a message must not overtake its acknowledgement: programs expect the completion of their Send
         // before that of the receive. In shared memory the carrier transports the acknowledgement with the answer.
@@ -278,8 +279,8 @@ impl Connection {
         }
     }
 
-    /// Takes, builds and frames requests in one step each, as long as the next one is one short message and no other
-    /// message is to be sent before it, which is true of most requests. Returns whether there was any.
+    /// Takes, builds and frames requests in one step each, as long as the next request is one short message, as most
+    /// requests are, and no other message is to be sent before it. Returns whether it has framed any.
     ///
     /// The request after them is unchanged, and has to take the general path ([`Self::next_message`]).
     /// Bytes, completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
@@ -410,7 +411,7 @@ impl Connection {
         let id = posted.request.id;
         s.requester.note_start(posted);
         if posted.phase == Phase::Done {
-            // A bind or invalidate that had been executed before a receiver-not-ready moved the queue back.
+            // The request is a bind or invalidate that was executed before a receiver-not-ready moved the send queue back.
             self.base.sq.advance();
             self.retire();
             return Taken::Local;
@@ -473,7 +474,8 @@ impl Connection {
     }
 }
 
-/// Appends the payload of a request. False: the request may not access the memory, or it is no longer registered.
+/// Appends the payload of a request. Returns false if the request may not access the memory, or if the memory is no
+/// longer registered.
 #[inline(always)]
 fn append(
     payload: &Payload,

@@ -575,7 +575,7 @@ impl DatagramQp {
         self.record_of(peer, id, &open.identity, ranges, open.final_seen);
     }
 
-    /// As [`Self::record`], with the runs of bytes that have arrived.
+    /// Like [`Self::record`], with the runs of bytes that have arrived.
     fn record_of(
         &mut self,
         peer: &Peer,

@@ -4,8 +4,8 @@
 //! the same host would lose most of them, while hardware loses none. So a receiver sends *reports* from time to time:
 //! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than this size
 //! is under way. A report that is lost, wrong or missing costs time, never a message. If a peer stays
-//! silent, a sender stops waiting, until the peer reports again; for a peer that has never reported it waits once.
-//! Without reports it sends at a fixed rate, low enough that no queue on the path overflows.
+//! silent, a sender no longer waits for it until the peer reports again. For a peer that has never reported, a sender
+//! waits only once. Without reports it sends at a fixed rate, low enough that no queue on the path overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!
@@ -236,7 +236,7 @@ impl Flow {
         self.window(peer).sent(id, end, bytes, now);
     }
 
-    /// The window to `to`, if it is the peer of the last datagram. This saves most lookups the conversion of the address.
+    /// The window to `to`, if it is the peer of the last datagram. In most lookups this avoids converting the address.
     #[inline]
     pub(super) fn last_window(&mut self, to: &Destination) -> Option<&mut Window> {
         let (peer, window) = self.windows.last_mut()?;
@@ -322,8 +322,8 @@ impl Flow {
             .get_or_insert(peer, bounds::DATAGRAM_PEERS, Source::default);
         source.since += u64::from(charge(bytes));
         source.credit += bytes as u64;
-        // A sender that has received no report sends no more than the first window, which may be two datagrams, and any report
-        // may be lost.
+        // A sender that has received no report stops when the first window is full, which may hold only two datagrams.
+        // One report may be lost, so each of the first datagrams is reported.
         source.reports_sent < EARLY || source.since >= quarter
     }
 
@@ -426,7 +426,7 @@ mod tests {
         assert!(flow.may_send(&peer(1), NOW));
     }
 
-    /// Sends all datagrams that may be sent at a time. Returns their number.
+    /// Sends as many datagrams as may be sent at the time `now`. Returns their number.
     fn fill(flow: &mut Flow, now: Duration) -> u64 {
         let mut n = 0;
         while n < 100_000 && flow.may_send(&peer(1), now) {
@@ -458,7 +458,7 @@ mod tests {
         let more = fill(&mut flow, NOW);
         assert!(more > n && more < 10_000);
         assert_eq!((flow.stall(), flow.silent_stall_end()), (Some(3), None));
-        // The peer has reported before, so the sender waits for more stalls.
+        // The peer has reported before, so it counts as silent only after more stalls.
         for stall in 4..=STALLS_UNTIL_SILENT.into() {
             flow.give_up_waiting();
             assert_eq!(fill(&mut flow, NOW), more);

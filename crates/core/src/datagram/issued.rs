@@ -12,7 +12,8 @@ pub(super) struct Issued {
 }
 
 impl Issued {
-    /// Stores nothing if `kept` is false: only `anywarpdv_poll_errors(3)` reads the entries.
+    /// Entries are stored only if `kept` is true. The only reader is `anywarpdv_poll_errors(3)`,
+    /// which needs them only for some queue pairs.
     pub(super) fn new(kept: bool) -> Self {
         Self {
             ring: Vec::new(),

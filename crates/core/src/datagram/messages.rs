@@ -38,7 +38,7 @@ pub struct Record {
     pub length: u32,
     /// Number of bytes that have arrived.
     pub valid: u32,
-    /// Of a record of one datagram: its offset in the message. Otherwise 0.
+    /// The offset in the message if the record is of one datagram, otherwise 0.
     pub offset: u32,
     /// Immediate data.
     pub imm: Option<[u8; 4]>,
@@ -143,7 +143,7 @@ pub(super) const WINDOW: u32 = 1024;
 struct Closed {
     /// The largest closed number.
     top: Option<u32>,
-    /// Bit `i`: number `top - i` is closed.
+    /// Bit `i` is set if number `top - i` is closed.
     bits: [u64; (WINDOW / 64) as usize],
 }
 
@@ -216,7 +216,7 @@ pub(super) struct Open {
     pub(super) failed: Option<Dropped>,
     /// When the message is given up, with the bytes that have arrived by then.
     pub(super) until: Duration,
-    /// The time of its entry in the list of timers.
+    /// The time of the message's entry in the list of timers.
     pub(super) timer: Duration,
 }
 
@@ -253,7 +253,7 @@ pub(super) struct Messages {
     open: usize,
     /// Runs of bytes of all open messages.
     runs: usize,
-    /// Reliable services: an open message must not be given up in favour of another.
+    /// Whether the service is reliable. Then no open message may be given up to make room for another.
     reliable: bool,
 }
 
@@ -448,8 +448,8 @@ impl Messages {
         }
     }
 
-    /// Gives up messages whose packets were abandoned by their reliable source: all packets before `base` that have
-    /// not arrived never will. The packets of a message have consecutive numbers, and a source abandons all or none
+    /// Gives up messages whose packets were abandoned by their reliable source: packets before `base` that have not
+    /// arrived will not arrive any more. The packets of a message have consecutive numbers, and a source abandons all or none
     /// of them, so a message with a later packet is not affected.
     pub(super) fn skip(&mut self, peer: &Peer, base: u64, given_up: &mut Vec<GivenUp>) {
         let Some(source) = self.sources.get(peer) else {

@@ -309,7 +309,8 @@ impl DatagramQp {
             || self.rd.as_deref().is_some_and(Reliable::wants_tx)
     }
 
-    /// Whether an acknowledgement is due that waits for a datagram to travel with. [`Self::flush`] sends it alone.
+    /// Whether an acknowledgement is due that waits for a datagram that can contain it. [`Self::flush`] sends it in a datagram of its
+    /// own.
     pub fn ack_due(&self) -> bool {
         self.rd.as_deref().is_some_and(Reliable::ack_due)
     }
@@ -325,15 +326,15 @@ impl DatagramQp {
         }
     }
 
-    /// Sends the acknowledgements that wait for a datagram to travel with. Called when nothing else is about to be
-    /// sent.
+    /// Sends the acknowledgements that wait for a datagram that can contain them. Called when nothing else is about to be sent.
     pub fn flush(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(Duration::MAX);
         }
     }
 
-    /// As [`Self::flush`], but only for acknowledgements that have waited long enough: the caller calls again soon.
+    /// As [`Self::flush`], but only for acknowledgements that have waited long enough. The caller calls this method again
+    /// soon, for the others.
     pub fn flush_due(&mut self) {
         if let Some(rd) = &mut self.rd {
             rd.flush(self.now);
@@ -374,7 +375,7 @@ impl DatagramQp {
         released
     }
 
-    /// Handles packets of reliable peers that have waited for room for a record.
+    /// Handles packets of reliable peers that have waited until a record could be stored.
     fn feed_records(&mut self) {
         if self.rd.is_some() {
             self.feed(Resource::Record);
@@ -446,14 +447,15 @@ impl DatagramQp {
         self.last_arrival.forget();
     }
 
-    /// For tests: sets whether messages of one datagram may take the shortcuts past the general data path. By default
-    /// they may.
+    /// For tests: sets whether messages of one datagram may take the shortcuts that bypass the general data path. The default is
+    /// true.
     #[doc(hidden)]
     pub fn set_shortcuts(&mut self, shortcuts: bool) {
         self.shortcuts = shortcuts;
     }
 
-    /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment it on its path.
+    /// Sets the payload bytes of each datagram of a segmented message, so that IP does not fragment the datagram on its
+    /// path.
     pub fn set_segment(&mut self, payload: usize) {
         let payload = payload.clamp(bounds::DATAGRAM_PAYLOAD_MIN, bounds::DATAGRAM_PAYLOAD);
         // A multiple of 8 keeps the payload of later datagrams aligned at the receiver.
@@ -517,8 +519,8 @@ impl DatagramQp {
             return;
         }
         if let Some(rd) = &mut self.rd {
-            // The peer has acknowledged the request, so no packet is under way whose loss would show that the peer is
-            // gone: a probe is sent.
+            // The peer has acknowledged the request, so no packet is in flight whose retries could show that the peer is gone.
+            // Therefore a probe is sent.
             for peer in self.reads.overdue(self.now, self.now + reads::ASK) {
                 rd.ask(&peer, self.now);
             }
@@ -560,7 +562,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// The request that was posted last is not sent, and completes with `status` ([`crate::fault`]).
+    /// Makes the request that was posted last complete with `status` without being sent ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
     }
@@ -748,7 +750,7 @@ impl DatagramQp {
         self.base.end_rq();
     }
 
-    /// Completes all send requests. From the first one on that is not done, they complete as flushed.
+    /// Completes all send requests. The first request that is not done, and all later ones, complete as flushed.
     fn flush_sq(&mut self) {
         let mut flushing = false;
         loop {

@@ -33,7 +33,7 @@ pub(super) struct Current {
     pub(super) to: Destination,
     /// The shim of its datagrams. The offset is set for each datagram.
     pub(super) shim: Shim,
-    /// Payload bytes of a datagram.
+    /// Largest number of payload bytes in one datagram.
     pub(super) segment: u64,
     /// The parity sum of the current group, the number of datagrams in it, and the offset of the first.
     pub(super) group: (Vec<u8>, u8, u32),

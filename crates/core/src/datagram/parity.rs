@@ -197,8 +197,8 @@ mod tests {
         }
     }
 
-    /// The offset of a parity datagram must be that of the first datagram of its group. Nothing is restored from
-    /// another one.
+    /// The offset of a parity datagram must be that of the first datagram of its group. A parity datagram with another offset
+    /// restores nothing.
     #[test]
     fn a_parity_datagram_with_a_wrong_offset_is_ignored() {
         let mut groups = Groups::new(400, 100, 2, &Budget::default()).unwrap();

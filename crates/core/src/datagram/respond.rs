@@ -96,7 +96,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Whether the largest number of answers is queued, for this reliable peer or for all peers together. This limits
+    /// Whether the largest number of answers is queued, for this reliable peer or for all peers together. The limit bounds
     /// the memory for a peer that does not acknowledge answers, so that other peers are still served.
     fn has_enough_answers(&self, peer: &Peer) -> bool {
         let waiting = self
@@ -156,7 +156,8 @@ impl DatagramQp {
 
     // ------------------------------------------------------------------ answers of others
 
-    /// Handles a Read Response. It is placed only where the request said, and only while the request is outstanding.
+    /// Handles a Read Response. The data is placed only into the memory of the request, and only while the
+    /// request is outstanding.
     pub(super) fn receive_read_response(
         &mut self,
         peer: &Peer,
@@ -223,7 +224,7 @@ impl DatagramQp {
         }
         let (places, number) = (reading.places.clone(), reading.number);
         self.reads.remove(d.shim.id);
-        // Host byte order in memory, network byte order on the wire.
+        // The value has host byte order in memory, and network byte order on the wire.
         if !self.place(&places, 0, &response.value.to_ne_bytes()) {
             self.mark_failed(number, Status::LocalProtection);
         }
@@ -231,7 +232,7 @@ impl DatagramQp {
         Ok(())
     }
 
-    /// Marks a request as done, whose answer has arrived.
+    /// Marks a request whose answer has arrived as done.
     fn answered(&mut self, number: u64) {
         self.sent(number);
         self.retire();
@@ -437,7 +438,7 @@ impl DatagramQp {
     }
 }
 
-/// Answers that each reliable peer may have queued when the limit for all peers is reached.
+/// The number of answers that may be queued for each reliable peer when the limit for all peers is reached.
 const FAIR: usize = 4;
 /// Bytes of the datagram of a cookie.
 const COOKIE: usize = Shim::LEN + Untagged::LEN + 8 + dgram::CRC;

@@ -133,7 +133,8 @@ impl DatagramQp {
         self.make_ready(&peer);
         let result = match (verdict, data) {
             (RxOutcome::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
-            // The packet may say that earlier ones will never come, so waiting packets may be deliverable now.
+            // The base of the packet may show that missing packets will never arrive. Packets that waited for them can be
+            // delivered now.
             _ => Ok(true),
         };
         if result.err().and_then(Dropped::resource).is_none() {

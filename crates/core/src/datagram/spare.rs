@@ -6,14 +6,14 @@ use crate::bounds;
 /// faulted in.
 #[derive(Debug, Default)]
 pub(super) struct Spare {
-    /// Large buffers, and others. They are separate, so that small datagrams do not use up the large buffers.
+    /// The large buffers. They are separate from the small ones, so that small datagrams do not use up the large buffers.
     large: Vec<Vec<u8>>,
     small: Vec<Vec<u8>>,
     bytes: usize,
 }
 
 impl Spare {
-    /// Smallest size of a large buffer, bytes.
+    /// Smallest size of a large buffer, in bytes.
     const LARGE: usize = 8 << 10;
 
     /// Returns an empty buffer with room for `len` bytes.

@@ -1211,7 +1211,7 @@ fn a_sender_waits_for_a_slow_receiver() {
                 assert_eq!(a.receive_datagram(&b, &datagram.bytes), Ok(()));
             }
         }
-        // 1 MiB of room, some 1.3 KB of it for each datagram.
+        // The room is 1 MiB, and each datagram takes some 1.3 KB of it.
         assert!((500..1000).contains(&most), "{kind:?} {most}");
         assert_eq!(a.qp.counters().tx_stalls, 0);
         assert!(a.qp.counters().rx_dgrams < 20);
@@ -1377,12 +1377,12 @@ fn gaps_of_all_messages_together_are_bounded() {
         receive_datagram(&mut b.qp, one_more + 16),
         Err(Dropped::Gaps)
     );
-    // Gaps of other messages have been filled.
+    // Simulates that gaps of other messages have been filled.
     b.qp.messages.note_runs(bounds::OPEN_RUNS - 1, 0);
     assert_eq!(receive_datagram(&mut b.qp, one_more + 16), Ok(()));
 }
 
-/// As above, with reliability: a packet that would make one gap too many waits until there are fewer.
+/// On a reliable queue pair, a packet that would exceed the limit of gaps waits until there are fewer gaps.
 #[test]
 fn gaps_that_are_too_many_wait_on_a_reliable_queue_pair() {
     const PARTS: usize = 3 * bounds::DATAGRAM_RANGES;
@@ -1512,7 +1512,7 @@ fn requests_after_a_failed_one_of_a_reliable_connection_are_flushed() {
 /// `peer_timeout`.
 #[test]
 fn the_wait_for_a_silent_peer_follows_the_attributes() {
-    // 4.096 µs × 2^timeout, eight times.
+    // The attributes allow 4.096 µs × 2^timeout for each of eight attempts.
     for (timeout, from, to) in [(20, 34, 37), (10, 5, 8), (0, 90, 100)] {
         use mask::*;
         let mut a = End::new(Kind::Rc, 1, 4000, 5, None);
@@ -1598,7 +1598,7 @@ fn each_message_of_a_run_has_its_own_route_header() {
         let bytes = list.iter().map(|d| &*d.bytes);
         b.qp.handle_rx_run(from, bytes, |_, why| panic!("dropped: {why:?}"));
     };
-    // The second source, and another hop limit of the first one.
+    // The third message has another source, and the fourth another hop limit.
     let arrival = a.arrival(&b);
     let farther = Arrival {
         hop_limit: 3,

@@ -13,11 +13,11 @@ use crate::verbs::wc::Status;
 pub struct Cause {
     /// The action.
     pub action: Action,
-    /// The line of the rule; `None`: the settings of the link.
+    /// The line of the rule, or `None` if the settings of the link caused the fault.
     pub line: Option<u32>,
 }
 
-/// The faults of one datagram or request. Without causes there are none.
+/// The faults of one datagram or request. If there are no causes, there is no fault.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Decision {
     /// Number of the request or datagram, from 1.
@@ -103,7 +103,7 @@ pub struct Decisions {
 /// The transport of the requests of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Service {
-    /// A stream: requests are delayed, since there are no datagrams.
+    /// A stream: requests are delayed, because there are no datagrams to delay.
     Stream,
     /// Reliable datagrams.
     Reliable,

@@ -60,7 +60,7 @@ impl Table {
         }
     }
 
-    /// Whether this table has a weight for one of the lanes in `waiting`, which are bits.
+    /// Whether this table has a weight for one of the lanes in the bit mask `waiting`.
     fn serves(&self, waiting: u32) -> bool {
         self.shares
             .iter()
@@ -70,7 +70,7 @@ impl Table {
     /// The entry that sends next; `None` if no lane of the table waits.
     ///
     /// An entry sends as long as it has credit, and may exceed it with its last packet. The excess is deducted from its
-    /// next turn, so that weights of fewer bytes than a packet are met too. Without credit anywhere a new round begins.
+    /// next turn, so that weights of fewer bytes than a packet are met too. If no waiting entry has credit, a new round begins.
     fn pick(&mut self, waiting: u32) -> Option<usize> {
         let count = self.shares.len();
         let waits = |share: &Share| share.weight > 0 && waiting >> share.lane & 1 == 1;
@@ -85,7 +85,7 @@ impl Table {
                 self.turn = at;
                 return Some(at);
             }
-            // As many rounds as it takes until a waiting lane has credit.
+            // Begins as many rounds as it takes until a waiting lane has credit.
             let entries = self.shares.iter().zip(&self.credits);
             let rounds = entries
                 .filter(|(share, _)| waits(share))
@@ -114,12 +114,12 @@ pub struct Link {
     low: Table,
     /// Bytes of high priority that may be sent before a waiting packet of low priority.
     high_left: i64,
-    /// When the packets so far have been carried.
+    /// The time at which all packets so far have been carried.
     free_at: Nanos,
     flows: BTreeMap<FlowId, Flow>,
     /// The eligible flows of each lane.
     queues: [BTreeSet<FlowId>; LANES],
-    /// The flow of each lane that was served last.
+    /// For each lane, the flow that was served last.
     last: [FlowId; LANES],
 }
 
@@ -250,7 +250,7 @@ impl Link {
         if eligible && let Some(queue) = self.queues.get_mut(usize::from(lane)) {
             queue.insert(id);
             if idle {
-                // An idle link does not save up time.
+                // Time in which the link was idle is not available for later packets.
                 self.free_at = self.free_at.max(now);
             }
         }
@@ -268,7 +268,8 @@ impl Link {
     fn carry_packet(&mut self, now: Nanos) -> Option<u64> {
         let waiting = self.waiting();
         let (high, low) = (self.high.serves(waiting), self.low.serves(waiting));
-        // IBA 7.6.9.2: when the limit is reached, one packet of low priority is sent. A limit of 0 is one packet.
+        // IBA 7.6.9.2: when the limit is reached, one packet of low priority is sent. A limit of 0 allows one packet of high
+        // priority.
         let limit = i64::from(self.high_limit.unwrap_or(0)).max(1);
         let unlimited = self.high_limit.is_none();
         let from_high = high && (unlimited || !low || self.high_left > 0);

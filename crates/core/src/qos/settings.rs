@@ -17,7 +17,7 @@ const NO_LIMIT: u8 = 255;
 /// Largest number of entries of a table (IBA 7.6.9.1).
 const ENTRIES_MAX: usize = 64;
 
-/// The data rate of an InfiniBand link of four lanes, in bit/s: the names of its generations.
+/// The generations of InfiniBand, and the data rate of a link with four physical lanes in bit/s.
 const GENERATIONS: [(&str, u64); 5] = [
     ("SDR", 8_000_000_000),
     ("DDR", 16_000_000_000),
@@ -30,7 +30,7 @@ const GENERATIONS: [(&str, u64); 5] = [
 const NAMES: &str =
     "rate, link, qos_max_vls, qos_high_limit, qos_vlarb_high, qos_vlarb_low, qos_sl2vl";
 
-/// A lane in a table, and the number of its units of 64 bytes in each round.
+/// A lane in a table, with its weight in units of 64 bytes per round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
     /// The lane.
@@ -40,7 +40,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// The bytes of its turn.
+    /// The bytes that the lane may send in its turn.
     pub(super) fn bytes(self) -> i64 {
         i64::from(self.weight) * i64::from(WEIGHT_UNIT)
     }
@@ -57,7 +57,7 @@ pub struct Settings {
     pub high: Vec<Share>,
     /// The table of low priority.
     pub low: Vec<Share>,
-    /// Bytes of high priority that may be sent while low priority waits; `None`: without limit. With 0 it is one packet.
+    /// Bytes of high priority that may be sent while low priority waits; `None`: without limit. 0 allows one packet.
     pub high_limit: Option<u32>,
     /// The lane of each service level.
     pub lanes: [u8; LEVELS],
@@ -85,8 +85,8 @@ pub fn level_of_class(class: u8) -> u8 {
 }
 
 impl Settings {
-    /// Reads the settings: `NAME VALUE` or `NAME=VALUE`, on lines or between semicolons. Lines that begin with `#` are
-    /// comments.
+    /// Reads the settings: `NAME VALUE` or `NAME=VALUE`, each on its own line or separated by semicolons. Lines that begin with
+    /// `#` are comments.
     ///
     /// # Errors
     /// The first error in the text, and what to write instead.
@@ -183,7 +183,7 @@ impl Settings {
         Ok(())
     }
 
-    /// A number that differs between settings that differ in anything but the file. Processes that share a link compare it.
+    /// A hash of all settings except the file. Processes that share a link compare it to detect different settings.
     pub fn fingerprint(&self) -> u64 {
         let limit = self.high_limit.map_or(u64::MAX, u64::from);
         let mut words = vec![self.rate, limit, self.high.len() as u64];
@@ -231,7 +231,7 @@ fn read_rate(value: &str) -> Result<u64, Wrong> {
     }
 }
 
-/// Reads a table: `LANE:WEIGHT` with commas.
+/// Reads a table: entries `LANE:WEIGHT`, separated by commas.
 fn table(name: &str, value: &str) -> Result<Vec<Share>, Wrong> {
     let mut shares = Vec::new();
     for entry in value.split(',').map(str::trim).filter(|e| !e.is_empty()) {

@@ -31,7 +31,7 @@ impl Sender {
     }
 }
 
-/// Lets senders send for a second; each asks every 50 µs whether it may. Returns the bytes of each.
+/// Lets senders send for a second. Each asks every 50 µs whether it may send. Returns the number of bytes that each has sent.
 fn run(link: &mut Link, senders: &mut [Sender]) -> Vec<u64> {
     for step in 0..20_000 {
         let now = 1_000 * MS + step * MS / 20;
@@ -153,7 +153,7 @@ fn an_idle_link_sends_at_once_and_does_not_save_up_time() {
     for at in [1_000 * MS, 5_000 * MS] {
         assert_eq!(link.ask(at, 7, 0), 4096);
         link.sent(at, 7, 0, 40_960, false);
-        // Nine packets too many: 295 µs.
+        // The message exceeds the allowance by nine packets, which take 295 µs.
         assert_eq!(link.ask(at + MS / 10, 7, 0), 0);
         let free = link.next(7).unwrap();
         assert!((free - at).abs_diff(10 * 32_768) < 40_000, "{}", free - at);

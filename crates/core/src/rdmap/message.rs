@@ -1,4 +1,6 @@
-//! Messages without user memory: control messages, requests for a response, messages of length zero.
+//! Messages without user memory: control messages, requests for a response, messages of length
+//! zero. Requests for a response are Read and Atomic Requests. `bytes_message` makes them, and also
+//! Atomic Responses and Immediates, whose few bytes the message itself holds.
 
 use smallvec::SmallVec;
 
@@ -57,7 +59,8 @@ pub(crate) fn tagged(opcode: Opcode, stag: Stag, to: To) -> Message {
     }
 }
 
-/// The STag of a Write: one of length 0 accesses no memory, and carries [`NO_STAG`] (RFC 5041 §5.2).
+/// The STag of a Write. A Write of length 0 accesses no memory and carries [`NO_STAG`] (RFC 5041
+/// §5.2).
 pub(crate) fn write_stag(remote: Remote, len: u64) -> Stag {
     if len == 0 { NO_STAG } else { remote.rkey }
 }

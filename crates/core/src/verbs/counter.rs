@@ -55,7 +55,7 @@ impl Ops {
 pub enum Unit {
     /// One for each operation.
     Requests,
-    /// The length of the operation, bytes.
+    /// The length of the operation in bytes.
     Bytes,
 }
 
@@ -163,7 +163,7 @@ mod tests {
         for op in [WcOp::Send, WcOp::Recv, WcOp::RecvWriteImm, WcOp::Read] {
             counters.completed(op, Status::Success, 10);
         }
-        // There is no counter for the first ones, and no bit for the others.
+        // No counter is attached for Writes, and the other operations have no bit.
         for op in [
             WcOp::Write,
             WcOp::AtomicWrite,

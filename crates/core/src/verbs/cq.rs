@@ -27,8 +27,8 @@ struct State {
     entries: Ring<Completion>,
     capacity: usize,
     armed: Armed,
-    /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so entries raise
-    /// no further event.
+    /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so an entry that
+    /// arrives meanwhile does not count as missed, and arming raises no event for it.
     event_pending: bool,
     /// Whether there are unpolled entries for which no event was raised and none is pending: `Solicited` if one of them is
     /// solicited, otherwise `Any`. Arming for one of them raises an event at once.
@@ -199,7 +199,7 @@ impl Cq {
     ///
     /// Arming for any entry stays in force when the queue is armed again for solicited entries only. An entry that
     /// arrived between the last poll and the arming raises the event at once, as network cards do: UCX arms and
-    /// sleeps without polling again. While an earlier event is pending no further one is raised: `ibv_rc_pingpong -e
+    /// sleeps without polling again. If an event was raised since the last poll, arming does not raise another one: `ibv_rc_pingpong -e
     /// -t` arms before it polls and regards an event without entries as an error.
     pub fn arm(&self, solicited_only: bool) {
         let mut state = self.state();

@@ -375,7 +375,7 @@ type Index = HashMap<u32, Entry, BuildHasherDefault<IndexHasher>>;
 #[derive(Debug)]
 enum Entry {
     Live(Arc<Region>),
-    /// A window that is allocated and not bound: has an STag, gives no access.
+    /// An allocated window that is not bound. It has an STag, and gives no access.
     Unbound {
         pd: u32,
         type2: bool,
@@ -436,7 +436,7 @@ impl Regions {
         Ok(region)
     }
 
-    /// Registers a null region, which has all addresses and no memory.
+    /// Registers a null region, which covers all addresses and has no memory of the program.
     pub fn register_null(
         &self,
         pd: u32,
@@ -476,7 +476,7 @@ impl Regions {
         Ok(new)
     }
 
-    /// Deregisters a region. After this returns nothing accesses the memory.
+    /// Deregisters a region. After this call has returned, nothing accesses the memory.
     pub fn deregister(&self, old: &Arc<Region>) -> Result<(), Misuse> {
         let mut table = self.table.write();
         old.check_unbound()?;
@@ -632,7 +632,8 @@ impl Regions {
         last.0.as_ref().ok_or(AccessError::Invalid)
     }
 
-    /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in this order: exists, associated, rights, wrap, bounds.
+    /// The access check of RFC 5040 §8 and RFC 5041 §7.1, in this order: the STag exists, it is associated with the stream, it gives
+    /// the rights, and the range does not wrap and is within the bounds.
     #[inline]
     pub fn check(
         &self,

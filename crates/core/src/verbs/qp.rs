@@ -17,7 +17,7 @@ pub enum QpType {
     Ud = 4,
     /// The sending end of an extended reliable connection.
     XrcSend = 9,
-    /// Its receiving end.
+    /// The receiving end of an extended reliable connection.
     XrcRecv = 10,
     /// Reliable datagram. Verbs have no number for it, so it is a driver-specific type.
     Rd = 255,
@@ -165,8 +165,8 @@ pub struct Attr {
 }
 
 impl Attr {
-    /// How long the peer may stay silent with requests outstanding, from timeout and `retry_cnt`: 0.2 s to 600 s. `None`:
-    /// without limit.
+    /// How long the peer may stay silent while requests are outstanding. The time follows from
+    /// `timeout` and `retry_cnt`, and is 0.2 s to 600 s. `None` means that there is no limit.
     pub fn silence_limit(&self) -> Option<Duration> {
         self.silence_limit_ns().map(Duration::from_nanos)
     }
@@ -181,7 +181,8 @@ impl Attr {
     /// [`Self::silence_limit`] in nanoseconds: arithmetic of `Duration` is slow, and each posted request needs this.
     #[inline]
     fn silence_limit_ns(&self) -> Option<u64> {
-        // IBA 9.7.6.1.3: 4.096 µs × 2^timeout for the first try and each of `retry_cnt` more: far below 2^64 ns.
+        // IBA 9.7.6.1.3: the limit is 4.096 µs × 2^timeout for the first try and again for each of
+        // `retry_cnt` retries. This is far below 2^64 ns, so the product does not overflow.
         let t = u64::from(self.timeout & 31);
         let all = (4096_u64 << t) * (u64::from(self.retry_cnt) + 1);
         (t > 0).then_some(all.clamp(200_000_000, 600_000_000_000))
@@ -351,8 +352,9 @@ fn rule(kind: QpType, from: State, to: State) -> Option<Rule> {
     }
 }
 
-/// Returns the attributes that an end of an XRC connection has. Programs pass the attributes of both ends to each end, because the
-/// kernel ignores those of the other end.
+/// Removes the attributes from `attr_mask` that only the other end of an XRC connection has.
+/// Programs pass the attributes of both ends to each end, because the kernel ignores those that an
+/// end does not have.
 pub fn of_this_end(kind: QpType, attr_mask: u32) -> u32 {
     let other = match kind {
         QpType::XrcSend => mask::MAX_DEST_RD_ATOMIC | mask::MIN_RNR_TIMER,

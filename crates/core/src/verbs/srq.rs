@@ -112,13 +112,13 @@ impl Srq {
         self.state().requests.is_empty()
     }
 
-    /// (`max_wr`, `max_sge`, `srq_limit`).
+    /// Returns (`max_wr`, `max_sge`, `srq_limit`).
     pub fn attributes(&self) -> (u32, u32, u32) {
         let state = self.state();
         (state.max_wr, self.max_sge, state.limit)
     }
 
-    /// Number of the protection domain that its buffers belong to.
+    /// Number of the protection domain that the buffers of the receives belong to.
     pub fn pd(&self) -> u32 {
         self.pd
     }

@@ -106,9 +106,9 @@ pub enum WcOp {
     LocalInvalidate = 6,
     /// An atomic write.
     AtomicWrite = 9,
-    /// A receive, by a Send.
+    /// A receive that a Send used.
     Recv = 128,
-    /// A receive, by a Write with immediate.
+    /// A receive that a Write with immediate data used.
     RecvWriteImm = 129,
     /// An arrived Write-Record, which used no receive (`IBV_WC_DRIVER1`).
     Record = 135,
@@ -123,7 +123,7 @@ pub struct Completion {
     pub status: Status,
     /// The operation.
     pub op: WcOp,
-    /// Bytes received, read, or written by the peer's Write with immediate data. On UD the 40 bytes of the route header count.
+    /// Bytes received, read, or written by the peer's Write with immediate data. On UD this includes the 40 bytes of the route header.
     pub byte_len: u32,
     /// The queue pair that it belongs to.
     pub qpn: u32,

@@ -19,7 +19,7 @@ pub struct Sge {
 /// A scatter/gather list.
 pub type Sges = SmallVec<[Sge; 2]>;
 
-/// Inline data of a work request, copied when it was posted.
+/// Inline data of a work request, copied when the request was posted.
 pub type InlineData = SmallVec<[u8; 64]>;
 
 /// The data of a work request.
@@ -204,12 +204,12 @@ pub struct WorkRequest {
     pub op: Op,
     /// Local data: source, or sink of a Read or atomic.
     pub payload: Payload,
-    /// Whether a completion is made on success too.
+    /// Whether the request has a completion on success, too.
     pub signaled: bool,
     /// Whether to ask the peer to raise a solicited event.
     pub solicited: bool,
-    /// For reliable datagrams: whether the program does not need the completion soon, so that the acknowledgement may wait for other
-    /// packets to travel with.
+    /// For reliable datagrams: whether the program does not need the completion soon, so that the peer may delay the acknowledgement
+    /// and send it together with other packets.
     pub ack_later: bool,
     /// Whether the request waits until earlier Reads and atomics are complete.
     pub fence: bool,

@@ -7,7 +7,7 @@
 //! +----+----+--------+--------+--------+----------------+-----+
 //! |0xDF|1 kd|  zero  |  pid   |   fd   |     proof      | CRC |
 //! +----+----+--------+--------+--------+----------------+-----+
-//!       kd: 1 offer, which has no proof; 2 take, which has no pid and fd; 3 wake, which has neither
+//!       kd: 1 offer, which has no proof; 2 take, which has no pid and fd; 3 wake, which has none of the three
 //! ```
 
 use super::dgram::{DgramError, checked, seal};
@@ -51,7 +51,7 @@ impl Message {
     /// Parses a message.
     ///
     /// # Errors
-    /// The first rule that the message breaks. The caller drops it.
+    /// The first rule that the message breaks. The caller drops the message.
     pub fn parse(bytes: &[u8]) -> Result<Self, DgramError> {
         let bytes = checked(bytes)?;
         let Some((head, [])) = bytes.split_first_chunk::<LEN>() else {

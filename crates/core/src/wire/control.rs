@@ -74,7 +74,8 @@ pub enum Control {
     Bye,
     /// A message about the switch to shared memory, for two ends on one host.
     Handover(Handover),
-    /// Only in a datagram: the sender of a request has to send it again together with the payload of this message, 8 bytes.
+    /// Sent only in datagrams, with a payload of 8 bytes. The receiver of this message has to send
+    /// its request again, together with this payload.
     Cookie,
 }
 

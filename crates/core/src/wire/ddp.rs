@@ -69,10 +69,10 @@ pub enum Header {
 impl Header {
     /// Parses the header of a segment from a stream. Also returns the offset of the payload.
     ///
-    /// Checks the versions, the opcode, and the opcode against tagged or untagged and against the queue.
+    /// Checks the versions, and that the opcode exists, and that it belongs to this kind of header and to this queue.
     ///
     /// # Errors
-    /// The first of those rules that the segment breaks, or that it is shorter than its header.
+    /// The error of the first check that fails, or that the segment is shorter than its header.
     pub fn parse(ulpdu: &[u8]) -> Result<(Self, usize), PeerError> {
         Self::parse_with(ulpdu, Opcode::from_bits)
     }
@@ -83,7 +83,7 @@ impl Header {
     /// datagrams only.
     ///
     /// # Errors
-    /// As [`Header::parse`].
+    /// The errors of [`Header::parse`].
     pub fn parse_datagram(segment: &[u8]) -> Result<(Self, usize), PeerError> {
         let tagged = segment.first().is_some_and(|ctrl| ctrl & TAGGED != 0);
         Self::parse_with(segment, |bits| match Opcode::from_bits(bits) {

@@ -24,7 +24,7 @@ use crate::llp::mpa::crc::Crc32c;
 ///  then: DDP header (14 or 18), payload, CRC32C (4)
 /// ```
 ///
-/// Without immediate the payload of a tagged segment starts at byte 40, of an untagged one at 44.
+/// Without immediate data, the payload of a tagged segment starts at byte 40, and that of an untagged segment at byte 44.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shim {
     /// Random number, which distinguishes the queue pair from an earlier one with the same queue pair number. Never 0.
@@ -49,7 +49,7 @@ pub struct Shim {
     pub immediate: Option<[u8; 4]>,
     /// Z: no payload; the datagram ends the message, and `offset` is its length.
     pub commit: bool,
-    /// P: the payload is the exclusive or of the group of datagrams that begins at `offset`.
+    /// P: the payload is the exclusive or of the payloads of the group of datagrams that begins at `offset`.
     pub parity: bool,
     /// Number of datagrams in a parity group, in the upper half of the attributes. 0: there are no groups.
     pub group: u8,
@@ -86,7 +86,7 @@ pub struct Datagram<'a> {
     pub payload: &'a [u8],
 }
 
-/// Why a datagram is dropped. It is not answered; each reason has its counter.
+/// Why a datagram is dropped. A dropped datagram is not answered. Each reason has its own counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DgramError {
     /// Shorter than its headers and CRC.
@@ -107,7 +107,7 @@ pub enum DgramError {
     Offset,
     /// The payload does not lie inside its message, or the last datagram does not end it.
     Length,
-    /// A commit with payload, or that does not end its message.
+    /// A commit that has a payload, or that does not end its message.
     Commit,
     /// An unknown kind of connection manager message.
     CmKind,
@@ -138,7 +138,7 @@ impl core::error::Error for DgramError {}
 
 /// Parses a datagram.
 ///
-/// Checks all rules for which the datagram is sufficient: not the Q_Key, the index, or whether the message is known.
+/// Checks all rules that need only the datagram. It does not check the Q_Key, the index, or whether the message is known.
 ///
 /// # Errors
 /// The first rule that the datagram breaks. The caller drops it.
@@ -306,10 +306,10 @@ pub struct SendHead {
     pub solicited: bool,
 }
 
-/// Length of the headers of such a Send on the wire.
+/// Length of the headers of a [`SendHead`] on the wire.
 pub const SEND_HEAD: usize = Shim::LEN + Untagged::LEN;
 
-/// The bytes of a head as numbers, which are compared faster than an array of bytes. The last two overlap.
+/// The bytes of a head as numbers, which are compared faster than an array of bytes. The last two numbers overlap.
 #[inline]
 fn words(head: &[u8; SEND_HEAD]) -> [u64; 6] {
     [
@@ -324,7 +324,7 @@ fn words(head: &[u8; SEND_HEAD]) -> [u64; 6] {
 }
 
 impl SendHead {
-    /// Parses a datagram without checking its CRC. `None`: it is not a whole Send of this kind.
+    /// Parses a datagram without checking its CRC. Returns `None` if it is not a whole Send of this kind.
     #[inline]
     pub fn parse(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (covered, _crc) = bytes.split_last_chunk::<CRC>()?;
@@ -752,7 +752,7 @@ mod tests {
         };
         assert_eq!(drop(far, record(u64::MAX), b"x"), Some(DgramError::Length));
 
-        // The two offsets agree.
+        // The two offsets must agree.
         let at_1 = Shim {
             offset: 1,
             ..shim(1, 6)
@@ -817,7 +817,7 @@ mod tests {
         .emit();
         assert_eq!(parse(&cm), Err(DgramError::Magic));
 
-        // The header in it.
+        // A DDP header that breaks a rule, and headers that are cut off.
         let control = Untagged {
             opcode: Opcode::ReadRequest,
             ..untagged(send(1))

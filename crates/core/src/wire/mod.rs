@@ -81,8 +81,8 @@ pub const QN_ATOMIC_RESPONSE: u32 = 3;
 /// Queue of private control messages; used between two anywarp ends only.
 pub const QN_CONTROL: u32 = 4;
 
-// Fields at constant offsets of arrays of constant length. The compiler checks both bounds of every access, so the
-// fallbacks below are never used and cost nothing.
+// The functions below access fields at constant offsets in arrays of constant length. The compiler
+// checks both bounds of every access, so the fallbacks are never used and cost nothing.
 
 /// The `M` bytes at offset `AT` of `bytes`.
 pub(crate) fn take<const AT: usize, const N: usize, const M: usize>(bytes: &[u8; N]) -> [u8; M] {

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 /// A run of packet numbers. The end is exclusive.
 pub type Run = (u32, u32);
 
-/// The runs of one packet. Most packets have none, and space for the largest number would be moved with each packet.
+/// The runs of one packet. Most packets have none. Space for the largest number of runs would be copied with each packet.
 pub type Runs = SmallVec<[Run; 2]>;
 
 /// The header of a packet.
@@ -120,7 +120,7 @@ impl Packet {
 /// Parses a packet: its header, and the datagram in it (which has no CRC).
 ///
 /// # Errors
-/// The first rule that the packet breaks. The caller drops it.
+/// The first rule that the packet breaks. The caller drops the packet.
 pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     let bytes = super::dgram::checked(bytes)?;
     let Some((head, mut rest)) = bytes.split_first_chunk::<{ Packet::LEN }>() else {
@@ -179,7 +179,7 @@ pub fn parse(bytes: &[u8]) -> Result<(Packet, Option<&[u8]>), DgramError> {
     Ok((packet, data.then_some(rest)))
 }
 
-/// Whether this is a packet, not a datagram without one. Only the first byte is checked.
+/// Whether the bytes are a packet, and not a datagram outside a packet. Only the first byte is checked.
 pub fn is_packet(bytes: &[u8]) -> bool {
     bytes.first() == Some(&MAGIC)
 }

@@ -329,8 +329,8 @@ pub const fn fetch_add(orig: u64, add: u64, mask: u64) -> u64 {
     (orig & !mask).wrapping_add(add & !mask) ^ ((orig ^ add) & mask)
 }
 
-/// If `orig` and `cmp` agree in the bits of `cmp_mask`: `orig` with the bits of `swap_mask` taken
-/// from `swap`; otherwise `orig`.
+/// Returns `orig` with the bits of `swap_mask` taken from `swap`, if `orig` and `cmp` agree in the bits of `cmp_mask`. Otherwise
+/// returns `orig`.
 // RFC 7306 §5.1.2 [atomic-cmp-swap]
 pub const fn cmp_swap(orig: u64, swap: u64, swap_mask: u64, cmp: u64, cmp_mask: u64) -> u64 {
     if (orig ^ cmp) & cmp_mask == 0 {
@@ -566,7 +566,7 @@ impl Terminate {
 
 /// Whether the first bytes of a Terminate have the layout of the RFC. Otherwise they have that of siw.
 ///
-/// If the flags do not decide and the bytes are a valid error in both layouts, that of the RFC is used: 0x10
+/// If the flags do not decide and the bytes are a valid error in both layouts, the layout of the RFC is used: 0x10
 /// code 0 is read as "DDP, local", and 0x20 code 6 as "MPA, not enough IRD". When siw sends these bytes it
 /// sets flags, which show its layout.
 fn is_rfc_layout(code: TermCode, flags: u8) -> bool {

@@ -17,7 +17,7 @@
 pub const LEN: usize = 20;
 const MAGIC: [u8; 4] = *b"aWsp";
 const VERSION: u8 = 1;
-/// The first port that needs no privilege. The signposts of ports below it are below it too.
+/// The first port that needs no privilege. The signposts of privileged ports are bound to privileged ports too.
 pub const UNPRIVILEGED: u16 = 1024;
 /// The ports for signposts of unprivileged ports, first and count: above the ephemeral ports of Linux, up to the last port.
 const HIGH: (u16, u32) = (61_000, 4536);

@@ -17,7 +17,7 @@ use crate::net::socket::local_addr;
 use crate::net::tcp;
 use crate::qp::Manager;
 
-/// How long a connection to a closed TCP port is attempted again before it fails.
+/// For how long a connection to a closed TCP port is attempted again before it fails.
 ///
 /// Programs connect while the other end is between `rdma_bind_addr` and `rdma_listen` (perftest with `-R` does). The
 /// connect request of an RDMA adapter is a management datagram and takes milliseconds to arrive; a TCP connection is

@@ -75,11 +75,11 @@ pub enum EventKind {
 /// A destination of datagrams: the queue pair in a peer's reply, or a multicast group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Its address and the UDP port of its queue pair.
+    /// The address of the peer or of the group, with the UDP port that datagrams are sent to.
     pub addr: SocketAddr,
-    /// Its queue pair number.
+    /// The queue pair number of the destination.
     pub qpn: u32,
-    /// Its Q_Key.
+    /// The Q_Key of the destination.
     pub qkey: u32,
 }
 
@@ -314,7 +314,7 @@ impl CmId {
         self.lock().remote
     }
 
-    /// `RDMA_OPTION_ID_REUSEADDR`, `RDMA_OPTION_ID_AFONLY`, `RDMA_OPTION_ID_ACK_TIMEOUT`.
+    /// Sets `RDMA_OPTION_ID_REUSEADDR`, `RDMA_OPTION_ID_AFONLY` and `RDMA_OPTION_ID_ACK_TIMEOUT`. `None` keeps the value of an option.
     pub fn set_options(
         &self,
         reuse: Option<bool>,
@@ -333,12 +333,12 @@ impl CmId {
         Ok(())
     }
 
-    /// `RDMA_OPTION_ID_TOS`: the type of service of the connection's packets. Its upper three bits are the service level.
+    /// Sets `RDMA_OPTION_ID_TOS`, the type of service of the connection's packets. Its upper three bits are the service level.
     pub fn set_tos(&self, tos: u8) {
         self.lock().tos = tos;
     }
 
-    /// Sets the service of a queue pair before it is connected.
+    /// Sets the service level and the type of service of a queue pair before it is connected.
     fn apply_tos(&self, qp: &RcQp) {
         let tos = self.lock().tos;
         if tos != 0 {
@@ -516,7 +516,7 @@ impl CmId {
     }
 
     /// Returns the queue pair to connect: that of the identifier, the one that `private_qp` created, or the one with this
-    /// number. The flag is true for that of the identifier, whose state the identifier changes.
+    /// number. The flag is true for the queue pair of the identifier. The identifier changes the state of that one only.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();

@@ -59,7 +59,7 @@ impl State {
         Ok(())
     }
 
-    /// Watches a listening socket, and lets peers find it.
+    /// Watches a listening socket, and records its TCP port, which the identifier's signpost reports to peers.
     fn watch_listener(
         &self,
         engine: &'static Engine,

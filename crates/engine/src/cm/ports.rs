@@ -47,9 +47,9 @@ pub enum PortSpace {
     Tcp = 0x0106,
     /// Datagrams.
     Udp = 0x0111,
-    /// IPoIB multicast: as datagrams.
+    /// IPoIB multicast, which is handled like [`Self::Udp`].
     Ipoib = 0x0002,
-    /// Any service of InfiniBand: as connections.
+    /// Any service of InfiniBand, which is handled like [`Self::Tcp`].
     Ib = 0x013f,
 }
 
@@ -357,8 +357,9 @@ fn bind_signpost(
     let [first, second] = port.candidate_ports();
     if except != Some(first) {
         match bind_signpost_at(bind_request, first)? {
-            // Another listener of this port may have its signpost at the second candidate: it stays there even when the first one,
-            // which was taken, becomes free.
+            // Another identifier may have the signpost of this port at the second candidate,
+            // because the first one was taken when it bound. A signpost does not move when the
+            // first candidate becomes free.
             Some(_) if first != second && is_elsewhere(second) => {
                 // The second candidate can be bound only if both sockets share it (`RDMA_OPTION_ID_REUSEADDR`).
                 let shared = bind_request

@@ -75,7 +75,8 @@ impl CmId {
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 
-    /// Makes the active side ready (`rdma_establish(3)`). The passive side is established only then.
+    /// Moves the queue pair of the active side to RTS (`rdma_establish(3)`). Only then does it send its first message, on which
+    /// the passive side reports that the connection is established.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
             self.ready_private_qp();

@@ -3,7 +3,7 @@
 //! Any host can connect to a listening port. The number of half-open connections is limited for all listeners of the
 //! process together, and each may last for [`REQUEST_TIMEOUT`]. At the limit, a new connection closes the oldest one,
 //! so that silent connections do not block others. When the process is out of descriptors, the listener pauses,
-//! because epoll would report it as readable again and again.
+//! because otherwise epoll would report it as readable again and again.
 //!
 //! [`REQUEST_TIMEOUT`]: crate::connect::startup::REQUEST_TIMEOUT
 

@@ -7,10 +7,10 @@
 //! refuses, is the signpost of another port, or has not answered for a while. Otherwise a program could mislead peers
 //! by binding the second candidate of a port that is in use.
 //!
-//! On one host, the call usually gets the answer, or the refusal of a candidate without a socket, before it returns. If both
-//! candidates refuse, there is no signpost, and the TCP port has the same number as the rdma_cm port, as with standard iWARP.
-//! Nothing is sent to that port before this is known, because it may belong to a service that does not use RDMA. See
-//! docs/decisions/026.
+//! If the listener is on the same host, the answer of a signpost, or the kernel's refusal for a candidate without a socket, usually
+//! arrives before `query` returns. If both candidates refuse, there is no signpost, and the TCP port has the same number as the
+//! rdma_cm port, as with standard iWARP. Nothing is sent to that port before this is known, because it may belong to a service that
+//! does not use RDMA. See docs/decisions/026.
 
 use std::collections::VecDeque;
 use std::io;
@@ -31,7 +31,7 @@ use crate::random::random_u64;
 use crate::reactor::{Source, Token};
 use crate::sys::socket::{set_option, wait_readable};
 
-/// When the query is sent, counted from the first time. At the last of these times it is not sent again, but counts as
+/// The times at which the query is sent, counted from the first one. At the last time the query is not sent again, but counts as
 /// unanswered.
 const SENT_AT: [Duration; 5] = [
     Duration::ZERO,
@@ -47,7 +47,7 @@ const LOCAL_TIMEOUT: Duration = Duration::from_millis(100);
 /// A call that waits for several answers sleeps on the socket of the first one, and reads the others at this
 /// interval.
 const LOCAL_CHECK_EVERY: Duration = Duration::from_millis(5);
-/// How long a port is not queried after it was found to be a standard iWARP listener that did not answer a query.
+/// How long a port is not queried again, after it did not answer a query and turned out to be a standard iWARP listener.
 const SILENT_LIFETIME: Duration = Duration::from_secs(60);
 /// Largest number of such ports that are stored.
 const SILENT_MAX: usize = 64;
@@ -57,7 +57,7 @@ const SILENT_MAX: usize = 64;
 pub(crate) enum Location {
     /// On this TCP or UDP port.
     At(u16),
-    /// The port is bound by a program that does not listen yet.
+    /// The rdma_cm port is bound by a program that does not listen yet.
     NotListening,
     /// There is no signpost: the listener, if there is one, is on the kernel's port of the same number.
     SamePort,
@@ -132,7 +132,7 @@ impl QuerySocket {
             }
             let bytes = message.emit();
             let send = || rustix::net::sendto(&self.fd, &bytes, SendFlags::NOSIGNAL, candidate);
-            // A call may report a refusal of the other candidate. It sends nothing then, so it is repeated.
+            // A call may report that the other candidate has refused a datagram. Such a call sends nothing, so it is repeated.
             let sent = match send() {
                 Err(rustix::io::Errno::CONNREFUSED) => send(),
                 other => other,
@@ -155,7 +155,7 @@ impl QuerySocket {
     /// Receives datagrams and errors. Returns the answer to this query, if it is known now.
     ///
     /// The sender's address is not compared, because a host with several addresses may answer from any of them. The
-    /// random number shows that the query arrived there.
+    /// random number in the answer shows that the sender has received the query.
     fn receive(&mut self) -> Option<Status> {
         self.take_datagrams().or_else(|| {
             let [first, _] = self.refused;
@@ -422,7 +422,7 @@ pub(crate) fn is_taken_here(port: Port, candidate: u16, at: &[SocketAddr]) -> bo
 }
 
 /// Requests that other processes of this host release the kernel's ports of these numbers for a plain socket. Returns
-/// whether one did. `at` are addresses of this host by which they are reached.
+/// whether one did. `at` contains the addresses of this host to which the requests are sent.
 pub(crate) fn release_elsewhere(ports: [Port; 2], at: &[SocketAddr]) -> bool {
     let mut waiting = Vec::new();
     for (port, to) in ports

@@ -68,7 +68,7 @@ pub struct Opened {
     pub private_data: Vec<u8>,
     /// The depths in the Reply, from the peer's point of view.
     pub peer_depths: Option<Depths>,
-    /// Whether the peer may be anywarp. A responder knows only when the first message has arrived.
+    /// Whether the peer may be anywarp. A responder knows whether it is only when the first message has arrived.
     pub may_be_anywarp: bool,
     /// Whether the first message is a ready-to-receive message.
     pub expects_rtr: bool,
@@ -128,7 +128,7 @@ pub struct Dial {
 /// The initiator's part of a start-up.
 struct Initiating {
     machine: Initiator,
-    /// For a second attempt.
+    /// The configuration, for another attempt to connect.
     config: InitiatorConfig,
     /// The part of the Request that is not sent yet.
     unsent: Vec<u8>,

@@ -353,7 +353,7 @@ mod tests {
         }
         assert_eq!(post(&mut cork, now), FIRST);
         assert_eq!(post(&mut cork, now), MORE);
-        // After a wait the first ones are sent at once again.
+        // After two polls that found nothing, the first datagrams are sent at once again.
         cork.uncork(polls(7, 2), now);
         cork.sending();
         cork.posted(100);

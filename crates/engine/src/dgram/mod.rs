@@ -361,8 +361,8 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
-    /// Numbers of system calls: of this queue pair, those that sent; of its whole port, those that received something, and
-    /// those that received nothing.
+    /// Returns the number of system calls with which this queue pair sent datagrams, and the numbers of system calls with
+    /// which its whole port received datagrams, and received nothing.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
         let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)
@@ -530,7 +530,7 @@ impl Deliver for DgramQp {
 
 impl Source for DgramQp {
     fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {
-        // The UDP port has the socket.
+        // The UDP port owns the socket, and handles its readiness.
     }
 
     fn timeout(self: Arc<Self>, now: Instant) {

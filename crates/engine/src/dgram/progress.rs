@@ -28,7 +28,7 @@ const ANSWER_BYTES: usize = 128 << 10;
 /// Number of bytes that a queue pair sends in one turn, so that a busy queue pair does not delay others.
 const TURN_BYTES: usize = 1 << 20;
 
-/// The datagrams at the front of a list that have this traffic class, up to the one with which their sum reaches `bytes`.
+/// The datagrams at the front of a list that have this traffic class, up to the one with which their total length reaches `bytes`.
 fn of_class(list: &[TxDatagram], class: u8, bytes: usize) -> &[TxDatagram] {
     let mut left = bytes;
     let count = list.iter().take_while(|datagram| {

@@ -144,7 +144,7 @@ impl End {
         self.qp.post_send(std::iter::once(Ok(request))).unwrap();
     }
 
-    /// Returns the next completion of receives (or sends), and waits for it a while.
+    /// Returns the next completion of a receive, or else of a send, and discards those of the other kind. Waits for up to 5 seconds.
     fn next(&self, receive: bool) -> Option<Completion> {
         let until = clock::now() + Duration::from_secs(5);
         let mut found = None;
@@ -457,8 +457,8 @@ fn multicast_reaches_every_member_and_no_other_queue_pair() {
         assert!(b.next(true).is_some());
         assert_eq!(a.qp.counters().rx_messages, 1);
         assert_eq!(b.qp.counters().rx_messages, 2);
-        // Not `rx_dgrams`: tests that run at the same time share the port, and a late datagram for a queue pair that had this
-        // number before counts there.
+        // `rx_dgrams` is not checked, because tests that run at the same time share the port, and a late datagram for a queue pair
+        // that had this number before counts there.
         assert_eq!(c.qp.counters().rx_messages, 0);
     }
 }

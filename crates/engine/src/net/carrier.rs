@@ -11,10 +11,11 @@
 //! +-----------+---------------+-----+----------
 //! ```
 //!
-//! A carrier is an option, and never needed: whatever cannot use it goes over UDP, and a datagram may be lost as
+//! No datagram depends on a carrier: a datagram that cannot use it is sent over UDP, and a datagram in the memory may be lost, as
 //! with UDP. An end that wants to stop using the carrier sets its `closed` flag; the other end reads the records that are left,
 //! and sends over UDP from then on. An end that reads no records for twice
-//! [`STALL`], although it was woken in between, has ended, is stopped, or executes another program.
+//! [`STALL`], although it was woken in between, has ended, is stopped, or executes another program; its peer then stops using the
+//! carrier.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,7 +47,7 @@ pub(super) const HOP_LIMIT: u8 = 64;
 /// An end whose peer has not read anything for this time, although there is something to read, wakes the peer once more. After
 /// the same time again it stops using the carrier.
 pub(super) const STALL: Duration = Duration::from_millis(100);
-/// How long an end that has closed a carrier receives from it, so that the peer can notice.
+/// How long an end still receives from a carrier that it has closed. The peer notices the close within this time.
 const LINGER: Duration = Duration::from_secs(2);
 /// When it is first checked whether the peer's port still exists. The time doubles with each check, up to [`CHECK_MAX`].
 const CHECK_AFTER: Duration = Duration::from_secs(10);
@@ -55,7 +56,7 @@ const CHECK_MAX: Duration = Duration::from_secs(640);
 const OFFER_AGAIN_AFTER: u32 = 1 << 16;
 /// Number of datagrams after which an unanswered offer is given up.
 const ANSWER_WITHIN: u32 = 1 << 12;
-/// Largest number of destinations of a port that are observed. Each send looks through them.
+/// Largest number of destinations of a port that are observed. Each send searches this list.
 pub(super) const DESTINATIONS_MAX: usize = 16;
 
 /// Largest number of offers that a port examines in one second. Each costs some system calls.
@@ -195,8 +196,8 @@ impl<S: DatagramSink> Carriers<S> {
         }
     }
 
-    /// Handles an offer of `from`. `take` opens the memory. `is_first`: whether the offer of this port counts, if both
-    /// have made one. Returns the carrier if the offer is accepted.
+    /// Handles an offer of `from`. `take` opens the memory. `is_first`: whether the offer of this port has precedence if both ports have
+    /// made one. Returns the carrier if the offer is accepted.
     pub(super) fn offered(
         &self,
         from: SocketAddr,
@@ -228,7 +229,8 @@ impl<S: DatagramSink> Carriers<S> {
                 before.close();
             }
             None => {
-                // Carriers are limited, so the table is too.
+                // The new entry is added even if the table is full of carriers. The number of carriers is limited (`CARRIERS`), so
+                // the table stays small.
                 make_room(&mut table.destinations);
                 table.destinations.push(Destination { to: from, state });
             }
@@ -236,7 +238,7 @@ impl<S: DatagramSink> Carriers<S> {
         Some(taken)
     }
 
-    /// Handles the message that `from` has opened the memory.
+    /// Handles the message in which `from` reports that it has opened the memory.
     pub(super) fn taken(&self, from: SocketAddr, proof: u64) {
         let mut table = self.table.lock();
         let Some(known) = table.destinations.iter_mut().find(|d| d.to == from) else {
@@ -350,8 +352,8 @@ struct Polled {
 }
 
 impl Polled {
-    /// Whether queue pairs that wait can send now, by this carrier or over UDP. Another queue pair may have used the room since the ring
-    /// was full.
+    /// Whether queue pairs that wait can send now, by this carrier or over UDP. The ring may be full again, because another
+    /// queue pair has used the room.
     fn can_send(&self) -> bool {
         self.waits.load(Ordering::Acquire)
             && (!self.watch.is_full() || self.closed.load(Ordering::Relaxed))
@@ -544,7 +546,7 @@ impl<S: DatagramSink> Carrier<S> {
             self.wake_writers();
         }
         if self.watch().has_room_again() {
-            // Nothing was written since, so the ring would count as ready forever.
+            // No queue pair has written since. Without this call, the ring would count as ready until one writes.
             self.send.lock().shm.forget_full();
         }
     }
@@ -673,7 +675,7 @@ impl<S: DatagramSink> Carrier<S> {
         self.watch().has_bytes()
     }
 
-    /// Records that the peer was not woken after all, because the message was not sent.
+    /// Records that the peer was not woken, because the message that wakes it was not sent.
     pub(super) fn was_not_woken(&self) {
         self.watch().was_not_woken();
     }
@@ -714,7 +716,7 @@ impl<S: DatagramSink> Source for Carrier<S> {
             return;
         };
         if self.is_new.load(Ordering::Acquire) {
-            // What the peer sent over UDP before is in the socket's buffer.
+            // Datagrams that the peer has sent over UDP before are in the socket's buffer, and are received first.
             if !Arc::clone(&port).receive_from_socket() {
                 return;
             }

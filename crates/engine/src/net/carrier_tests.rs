@@ -305,7 +305,7 @@ fn forged_messages_change_nothing() {
     for n in 0..OFFER_AFTER + 1 {
         a.send(&b, n, 100).unwrap();
     }
-    // A take without the proof, from the right address, arrives before the true one.
+    // A Take without the proof, from the right address, arrives before the genuine one.
     b.port.tell(a.at, None, Message::Take { proof: 1 });
     let mine = std::process::id();
     for (pid, fd) in [(mine, 0), (mine, 1_000_000), (0, 0), (u32::MAX, u32::MAX)] {
@@ -362,7 +362,7 @@ fn peers_that_come_and_go_leave_no_entries() {
         let carrier = server.carrier(&client).unwrap();
         drop(client);
         poll(engine);
-        // The carrier is removed at once, and not only after its linger.
+        // The carrier is removed at once, and not only after its linger time.
         carrier.remove();
         server.port.carriers().forget(&carrier);
     }

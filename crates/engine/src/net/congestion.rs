@@ -2,11 +2,12 @@
 //!
 //! On a loopback interface, and on a veth pair, bbr has a third to two thirds of the bandwidth of cubic or reno: it sends at the
 //! rate that it has measured, and the measurement follows a path of a few microseconds too slowly. On a path that loses more than 2 %
-//! of the segments it is the fastest. So it is replaced on paths with a short round trip, and comes back if so many are lost.
+//! of the segments bbr is the fastest. So bbr is replaced on paths with a short round trip, and restored if a connection loses that many
+//! segments.
 //!
-//! The replacement is chosen before the connection is established, when its path is not known, and undone afterwards on a long
-//! path. A connection that has begun with bbr goes on pacing its segments with every other congestion control: between network
-//! namespaces 1.3 GB/s in place of 4.3.
+//! bbr is replaced before the connection is established, when the path is not known, and restored afterwards if the path is long. The
+//! replacement cannot be later: a connection that has begun with bbr continues to pace its segments with every other congestion control,
+//! which limits it to 1.3 GB/s instead of 4.3 between network namespaces.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::OnceLock;
@@ -25,13 +26,14 @@ const LONG: Duration = Duration::from_micros(100);
 const REPLACEMENTS: [&str; 2] = ["cubic", "reno"];
 /// How often lost segments are counted.
 const CHECK_EACH: Duration = Duration::from_millis(100);
-/// bbr comes back if more than one segment in this number was sent again. Between namespaces cubic has twice the bandwidth of bbr at
-/// a loss of 1 %, the same at 2 %, and a twentieth at 5 %.
+/// bbr is restored if more than one segment in this number was retransmitted. Between namespaces cubic has twice the bandwidth of bbr
+/// at a loss of 1 %, the same at 2 %, and a twentieth at 5 %.
 const LOST_ONE_IN: u32 = 50;
-/// So many segments may be sent again for another reason, such as a late acknowledgement.
+/// The number of retransmitted segments that are not counted as lost, because there may be another reason, such as a late
+/// acknowledgement.
 const SPURIOUS: u32 = 8;
 
-/// The host's default, if it is bbr, and this process may replace it and return to it.
+/// The host's default congestion control, if it is bbr and this process may replace it and set it again.
 static REPLACED: OnceLock<Option<String>> = OnceLock::new();
 
 /// Chooses the congestion control of a TCP socket that is not connected. The connections that a listening socket accepts have that
@@ -56,8 +58,8 @@ fn set_named(fd: BorrowedFd<'_>, name: &str) {
     }
 }
 
-/// Tries on a socket of its own whether bbr can be replaced, and set again: the host may allow unprivileged programs only other
-/// names than its default.
+/// Tries on a separate socket whether bbr can be replaced, and set again: the host's default is not always among the names that it
+/// allows unprivileged programs to set.
 fn find_replaced() -> Option<String> {
     let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).ok()?;
     let fd = socket.as_fd();
@@ -90,7 +92,7 @@ struct Chosen {
 }
 
 impl Congestion {
-    /// Called when a TCP connection is established: on a long path it gets the host's default again.
+    /// Called when a TCP connection is established. On a long path the connection gets the host's default again.
     pub(super) fn settle(fd: BorrowedFd<'_>) -> Self {
         let Some(Some(before)) = REPLACED.get() else {
             return Self::default();
@@ -115,7 +117,7 @@ impl Congestion {
         Self::default()
     }
 
-    /// Called when the socket is full: lost segments matter only then. Returns to the host's default if there were many.
+    /// Called when the socket is full: lost segments matter only then. Restores the host's default if many segments were lost.
     #[cold]
     pub(super) fn check(&mut self, fd: BorrowedFd<'_>, now: Instant) {
         let Some(chosen) = &mut self.chosen else {

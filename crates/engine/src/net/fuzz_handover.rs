@@ -242,7 +242,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 });
                 true
             }
-            // Memory that was created for this connection.
+            // Offers memory that was created for this connection.
             1 => {
                 let (theirs, ours) = both.addresses;
                 both.memory = Shm::offer(theirs, ours);
@@ -251,7 +251,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 }
                 true
             }
-            // Any descriptor of this process or of others.
+            // Offers any descriptor of this process or of others.
             2 => {
                 let pid = match small % 5 {
                     0 => 0,
@@ -341,7 +341,7 @@ fn run(both: &mut Both, data: &[u8]) {
                 both.send(&bytes);
                 true
             }
-            // Any position in the memory, any flag.
+            // Overwrites a word at any position of the memory, which may be a flag.
             12 => {
                 let value = u64::from_le_bytes(std::array::from_fn(|_| byte()));
                 if let Some(memory) = &both.memory {

@@ -34,9 +34,9 @@ fn is_one_user(user: u32) -> bool {
     )
 }
 
-/// [`is_one_user`] for given files. `overflow` is the content of `/proc/sys/kernel/overflowuid`, or empty if it cannot be read: then the kernel's default is
-/// used. `map` is the content of `/proc/self/uid_map`, or empty: then the namespace is assumed to lack users, so that fewer users are
-/// trusted.
+/// Like [`is_one_user`], with the given contents of files. `overflow` is the content of `/proc/sys/kernel/overflowuid`. If it could not
+/// be read, it is empty, and the kernel's default is used. `map` is the content of `/proc/self/uid_map`. If it is empty, the namespace
+/// is assumed to lack users, so that fewer users are trusted.
 fn stands_for_one(user: u32, overflow: &str, map: &str) -> bool {
     const DEFAULT_OVERFLOW: u32 = 65534;
     let has_all_users = map.split_whitespace().eq(["0", "0", "4294967295"]);
@@ -50,7 +50,7 @@ pub(crate) fn is_udp_of_this_user(local: SocketAddr) -> bool {
         .is_some_and(|user| user == rustix::process::geteuid().as_raw() && is_one_user(user))
 }
 
-/// As [`is_udp_of_this_user`], or if the socket belongs to root.
+/// Like [`is_udp_of_this_user`], but also true if the socket belongs to root.
 pub(crate) fn is_udp_of_this_user_or_root(local: SocketAddr) -> bool {
     udp_user(local) == Some(0) || is_udp_of_this_user(local)
 }

@@ -22,7 +22,7 @@
 //! receiver polls the word in which it expects a record, and finds a short message in the same or the next cache line.
 //!
 //! `done` is the number of the last request of the peer that this end has executed. So each record acknowledges requests, and
-//! no messages are sent for it. An end that has nothing to send writes the number to page 0.
+//! acknowledgements need no messages. An end that has nothing to send writes the number to page 0.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -75,8 +75,9 @@ const CONNECTION_LEN: usize = 160;
 /// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
 pub(super) const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
-/// Largest number of bytes that the peer may send in one burst to wake this end. An end that sleeps and is woken
-/// alternately gets one or two. The limit is much larger, because one system call receives many of them.
+/// Largest number of bytes that the peer may send in one burst to wake this end. An end that sleeps
+/// and is woken alternately gets one or two. The limit can be much larger, because one system call
+/// receives many such bytes.
 const WAKEUPS_MAX: u32 = 4096;
 
 /// Offsets of the words of one end in the page, each in a separate cache line.
@@ -202,7 +203,7 @@ pub(crate) struct Watch {
     receives: AtomicBool,
     /// The word of [`Lines::done`] of the peer that was handled last.
     done_seen: AtomicU64,
-    /// Whether the peer is to be sent an acknowledgement by the next poll that finds nothing.
+    /// Whether the next poll that finds nothing has to send the peer an acknowledgement.
     owes_ack: AtomicBool,
     /// The number of bytes of our ring that had been read when it was found full. `u64::MAX`: it was not full.
     full_at: AtomicU64,
@@ -940,7 +941,8 @@ impl Drop for Shm {
     }
 }
 
-/// The offset in a ring of `position`, the number of bytes before it.
+/// Converts a position, which counts all bytes since the start of the stream of records, to an
+/// offset in a ring.
 #[inline]
 fn in_ring(position: u64) -> usize {
     position as usize % RING
@@ -999,11 +1001,12 @@ pub(crate) fn fuzz(data: &[u8]) {
         let word = |at| watch.shared.word(at);
         let them = watch.them;
         match op % 9 {
-            // The first word of a record, with any length. An acknowledgement.
+            // 0 writes the first word of a record, with any length. 1 writes an acknowledgement.
             0 => word(them.ring + in_ring(shm.taken))
                 .store(large.wrapping_mul(0x1_0000_0001), Ordering::Release),
             1 => word(them.done()).store(large.wrapping_mul(0x1_0000_0001), Ordering::Release),
-            // Positions: near the true ones, or any.
+            // 2 and 3 write the position up to which the peer has read: one near the true position,
+            // or any.
             2 => {
                 word(them.taken()).store(shm.written.wrapping_sub(small as u64), Ordering::Release);
             }

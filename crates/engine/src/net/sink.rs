@@ -7,10 +7,11 @@ use anywarp_core::datagram::Arrival;
 
 /// The receiver of datagrams of a UDP port: a datagram queue pair.
 pub(crate) trait DatagramSink: Send + Sync + 'static {
-    /// Datagrams arrived from one source, in this order, after `now`. [`Self::received`] follows.
+    /// Called with datagrams from one source, in the order in which they arrived. `now` is a time shortly before they were received.
+    /// [`Self::received`] follows.
     fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant);
     /// Called when no more datagrams are received in this turn. The sink may send its answers.
     fn received(&self);
-    /// The socket has room again, after a call of `UdpPort::wait_writable`.
+    /// Called when the socket has room again, after a call of `UdpPort::wait_writable`.
     fn writable(&self);
 }

@@ -85,7 +85,7 @@ impl Counters {
 #[derive(Debug)]
 pub struct Tcp {
     fd: EngineFd,
-    /// A queue pair that is connected to itself sends here and receives from `fd`.
+    /// The socket to which a queue pair that is connected to itself sends. It receives from `fd`.
     tx: Option<EngineFd>,
     batch: TxBatch,
     /// Bytes of `batch` that were sent.
@@ -104,7 +104,7 @@ pub struct Tcp {
     pub(crate) blocked: bool,
     /// Bytes that may be sent in one turn.
     most: usize,
-    /// The last turn ended because of `most`.
+    /// Whether the last turn of sending ended because of `most`.
     limited: bool,
     waiting: Option<Waiting>,
     pub(crate) counts: Counters,
@@ -193,7 +193,7 @@ impl Tcp {
         }
     }
 
-    /// Called when the connection has been established by sockets of this library: settles its congestion control.
+    /// Called when this library has established the connection: restores the host's congestion control on a long path.
     pub(crate) fn settle_congestion(&mut self) {
         self.congestion = Congestion::settle(self.fd.get());
     }
@@ -202,7 +202,8 @@ impl Tcp {
 
     /// Offers the peer shared memory for the stream.
     pub(crate) fn offer_shm(&mut self, conn: &mut Connection) {
-        // The thread that posts or polls opens and closes files here, which are cancellation points.
+        // Opening and closing files are cancellation points, at which the program's thread, which posts or polls, must not be
+        // cancelled.
         let _inside = Uncancelled::new();
         let addresses = (socket::local_addr(&self.fd), socket::peer_addr(&self.fd));
         let (Some(local), Some(remote)) = addresses else {
@@ -244,7 +245,7 @@ impl Tcp {
     }
 
     /// Handles a hand-over message of the peer, if there is one. Returns what the message changed: whether the peer's stream
-    /// uses shared memory from here on, or that it is a violation. `behind`: number of bytes that were received after the
+    /// uses shared memory from here on, or that the message breaks a rule. `behind`: number of bytes that were received after the
     /// message.
     fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
         if conn.has_handover_message() {
@@ -405,7 +406,7 @@ impl Tcp {
             engine.return_rx_buffer(buffer);
             outcome
         };
-        // Until our last hand-over message is sent, bytes on the socket belong to the stream and also wake the peer.
+        // Until the last hand-over message of this end is sent, bytes on the socket belong to the stream and also wake the peer.
         if let Some(shm) = &mut self.shm
             && self.rx_shm
         {
@@ -708,8 +709,8 @@ impl Tcp {
         self.tx_shm
     }
 
-    /// Makes sure that the next acknowledgement of the peer wakes this end if it sleeps. Returns false if it has arrived already. On a socket
-    /// it always wakes this end.
+    /// Makes sure that the next acknowledgement of the peer wakes this end if it sleeps. Returns false if the acknowledgement has
+    /// arrived already. An acknowledgement on a socket always wakes this end.
     pub(crate) fn await_ack(&self) -> bool {
         self.watch().is_none_or(|watch| watch.await_ack())
     }

@@ -1,9 +1,9 @@
 //! UDP sockets that datagram queue pairs share.
 //!
-//! Sending: a run of datagrams of one length to one destination is passed to the kernel as one (`UDP_SEGMENT`), and
-//! several runs in one call. Receiving: several datagrams in one call, each of them possibly a run that the kernel
-//! coalesced (`UDP_GRO`). A thread that receives holds the port's receive lock, so datagrams reach a queue pair in
-//! the order of the socket's queue.
+//! To send, a run of datagrams of one length to one destination is passed to the kernel as one buffer (`UDP_SEGMENT`), and
+//! several runs are passed in one call. One call receives several buffers, each of which may be a run that the kernel
+//! coalesced (`UDP_GRO`). A thread that receives holds the port's receive lock, so datagrams reach a queue pair in the
+//! order of the socket's queue.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -43,13 +43,14 @@ const SLOT_BYTES: usize = 1 << 16;
 const TURN_DATAGRAMS: usize = 64;
 /// Bytes after which a turn of receiving ends.
 const TURN_BYTES: usize = 128 << 10;
-/// Bytes of a run from shared memory, which is copied twice: so few that they stay in the processor's first cache.
+/// Largest number of bytes in a run from shared memory. The run is copied twice, and is short enough to stay in the processor's first
+/// cache.
 const MEMORY_RUN_BYTES: usize = 16 << 10;
 /// Largest number of turns of [`UdpPort::catch_up`]: enough for all datagrams in the socket's buffer.
 const CATCH_UP_TURNS: usize = 256;
-/// Datagrams of one run, at most: a limit of the kernel.
+/// Largest number of datagrams in one run, a limit of the kernel.
 const RUN_DATAGRAMS_MAX: usize = 64;
-/// Bytes of one run with its IP and UDP headers, at most: a limit of the kernel.
+/// Largest number of payload bytes in one run: the kernel limits a run with its IP and UDP headers to 65,535 bytes.
 const RUN_BYTES_MAX: usize = 65_000;
 
 // ---------------------------------------------------------------------- the socket
@@ -320,7 +321,7 @@ impl<S: DatagramSink> UdpPort<S> {
         *self.receiving.lock()
     }
 
-    /// Sends datagrams from the front of the list, by shared memory if there is a carrier, as [`UdpSocket::send`].
+    /// Like [`UdpSocket::send`], but sends the datagrams by shared memory if there is a carrier.
     #[inline]
     pub(crate) fn send(
         self: &Arc<Self>,
@@ -504,7 +505,7 @@ impl<S: DatagramSink> UdpPort<S> {
         true
     }
 
-    /// As [`Self::try_readable`]. False also if another thread is receiving, which will receive these datagrams.
+    /// Like [`Self::try_readable`], but also returns false if another thread is receiving, which will receive these datagrams.
     fn readable(self: &Arc<Self>, batch: Batch, now: Instant) -> bool {
         self.try_readable(batch, now).unwrap_or(false)
     }

@@ -18,10 +18,11 @@ pub(crate) trait Flag {
     fn replace(&self, value: u32, by: u32) -> bool;
 }
 
-/// An end that sleeps is woken for records and for acknowledgements.
+/// The value of a flag whose end sleeps and is woken for records and for acknowledgements.
 const ASLEEP: u32 = 1;
-/// An end that sleeps is woken for records, and not for an acknowledgement in page 0, which the next poll of its program handles. Not used
-/// if the program may wait for what the acknowledgement does: an event, a counter, or requests that are sent behind it.
+/// The value of a flag whose end sleeps and is woken for records. It is not woken for an acknowledgement in page 0, because the next
+/// poll of its program handles the acknowledgement. Not used if the program may wait for an effect of the acknowledgement: an event, a
+/// counter, or requests that are sent after it.
 const ASLEEP_TO_ACKS: u32 = 2;
 
 impl Flag for AtomicU32 {
@@ -54,7 +55,7 @@ pub(crate) fn announce<R>(flag: &impl Flag, condition: impl FnOnce() -> R) -> R 
     announce_as(ASLEEP, flag, condition)
 }
 
-/// As [`announce`] of a sleep. `acks`: whether acknowledgements wake this end too.
+/// Like [`announce`], for a sleep. `acks`: whether acknowledgements wake this end too.
 #[inline]
 pub(crate) fn announce_sleep<R>(
     asleep: &impl Flag,
@@ -72,11 +73,11 @@ fn announce_as<R>(value: u32, flag: &impl Flag, condition: impl FnOnce() -> R) -
     condition()
 }
 
-/// Makes an acknowledgement wake this process if it sleeps and only records do so. Then evaluates `condition`: whether no acknowledgement has
-/// arrived.
+/// Makes an acknowledgement wake this process if it sleeps and only records would wake it. Then evaluates `condition`: whether no
+/// acknowledgement has arrived.
 ///
-/// The caller has stored that requests wait. Store-load pair with a worker that falls asleep: it stores the flag, then loads whether
-/// requests wait.
+/// Before the call, the caller has stored that requests wait. This store and the load of the flag form a store-load pair with a worker
+/// that falls asleep, which stores the flag and then loads whether requests wait.
 #[inline]
 pub(crate) fn await_ack(asleep: &impl Flag, condition: impl FnOnce() -> bool) -> bool {
     fence(Ordering::SeqCst);
@@ -95,7 +96,7 @@ pub(crate) fn must_wake(asleep: &impl Flag) -> bool {
     asleep.load() != 0 && asleep.swap(0) != 0
 }
 
-/// As [`must_wake`], after this process has stored only an acknowledgement.
+/// Like [`must_wake`], after this process has stored only an acknowledgement.
 #[inline]
 pub(crate) fn must_wake_for_ack(asleep: &impl Flag) -> bool {
     fence(Ordering::SeqCst);

@@ -54,8 +54,8 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_millis(20);
 const SHORT: u64 = 2048;
 
 /// Posts of short requests renew the lease once in this many requests. (During the lease, polling threads do the work of the engine's
-/// thread.) If the peer shares memory, posts read the clock only for a renewal. That is early enough: a lease that is due for
-/// renewal still runs for much longer than this many requests take.
+/// thread.) If the peer shares memory, posts read the clock only for a renewal. The renewal is early enough, because a lease that is due
+/// for renewal still runs for much longer than this many requests take.
 const LEASE_EACH: u64 = 8;
 
 /// The connection manager of a queue pair. It is called without any lock of the queue pair.
@@ -271,7 +271,7 @@ impl RcQp {
 
     // ------------------------------------------------------------------ the application
 
-    /// Posts send requests until one is refused. Returns its index in the list and the reason.
+    /// Posts send requests until one is refused. Returns the index of the refused one and the reason.
     pub fn post_send(
         &self,
         requests: impl Iterator<Item = Result<WorkRequest, Misuse>>,
@@ -360,7 +360,8 @@ impl RcQp {
         if !self.engine.is_busy(clock::now()) {
             return false;
         }
-        // Before `await_ack`: a worker that falls asleep meanwhile either sees this, or is woken by the acknowledgement.
+        // This is done before `await_ack`, so that a worker that falls asleep meanwhile either sees the scheduled acknowledgement, or is
+        // woken by that of the peer.
         self.schedule_ack();
         inner.tcp.as_ref().is_some_and(Tcp::await_ack)
     }
@@ -422,7 +423,7 @@ impl RcQp {
         }
     }
 
-    /// Posts receive requests until one is refused. Returns its index in the list and the reason.
+    /// Posts receive requests until one is refused. Returns the index of the refused one and the reason.
     pub fn post_recv(
         &self,
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
@@ -455,12 +456,12 @@ impl RcQp {
         Ok(())
     }
 
-    /// Its number.
+    /// The number of the queue pair.
     pub fn number(&self) -> u32 {
         self.common.number
     }
 
-    /// Its state and attributes.
+    /// The state and attributes of the queue pair.
     pub fn query(&self) -> (State, Attr) {
         let inner = self.lock();
         (inner.conn.state(), *inner.conn.attr())
@@ -585,7 +586,7 @@ impl RcQp {
         });
     }
 
-    /// Whether it is connected to a standard peer, which does not acknowledge messages.
+    /// Whether the queue pair is connected to a standard peer, which does not acknowledge messages.
     pub fn has_standard_peer(&self) -> bool {
         let inner = self.lock();
         inner.conn.end() == End::Open && inner.conn.peer() == Some(Peer::Standard)
@@ -779,8 +780,8 @@ impl Source for RcQp {
 
     fn flush_memory(self: Arc<Self>, now: Instant) {
         self.with(|inner| {
-            // The flag is cleared even if nothing may be sent now, because the worker does not sleep while it is set. What holds the
-            // acknowledgement back, such as a rate limit, sends it when it ends.
+            // The flag is cleared even if nothing may be sent now, because the worker does not sleep while it is set. If something, such
+            // as a rate limit, holds the acknowledgement back, the acknowledgement is sent when that ends.
             if let Some(tcp) = &inner.tcp {
                 tcp.take_owed_ack();
             }

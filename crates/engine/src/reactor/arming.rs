@@ -11,8 +11,8 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// A thread that has not renewed the lease for this number of nanoseconds no longer polls. A thread that polls without a pause
-/// renews it each 0.7 ms.
+/// A thread that has not renewed the lease for this number of nanoseconds counts as not polling. A thread that polls without a
+/// pause renews it every 0.7 ms.
 const POLLED_WITHIN: u64 = 1_000_000;
 /// After this number of consecutive armings without sleep, arming does not end the lease.
 const SLEEPLESS: u8 = 4;
@@ -50,7 +50,7 @@ impl Pollers {
         last_at.store(t, Ordering::Relaxed);
     }
 
-    /// Called when a thread is about to sleep: it no longer counts. Returns whether another thread polls.
+    /// Called when a thread is about to sleep, after which it no longer counts as polling. Returns whether another thread polls.
     pub(super) fn on_sleep(&self, thread: usize, t: u64) -> bool {
         let mut others = false;
         for (other, at) in self.threads.iter().zip(&self.at) {

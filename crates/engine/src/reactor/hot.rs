@@ -15,9 +15,9 @@ use crate::locks::{Mutex, Rank};
 const MISSES_MAX: usize = 256;
 /// Receives with success after which the readiness events of a hot socket are turned off.
 pub(super) const DISARM_AFTER_HITS: usize = 64;
-/// While receives on the hot socket succeed, all sockets are checked in one of this number of polls.
+/// While receives on the hot socket succeed, one poll out of this number checks all sockets.
 const POLL_ALL_EACH_HIT: u64 = 16;
-/// While receives on the hot socket find nothing, all sockets are checked in one of this number of polls.
+/// While receives on the hot socket find nothing, one poll out of this number checks all sockets.
 const POLL_ALL_EACH_MISS: u64 = 4;
 
 /// The result of a receive on the hot socket.

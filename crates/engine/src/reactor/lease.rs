@@ -80,13 +80,13 @@ pub(super) struct Lease {
     /// The end of the lease from polls alone. The lease of a thread that waits for an event is not included, because
     /// such a thread does not run deadlines.
     polled_until: AtomicU64,
-    /// The last post without a running lease; 0 after a completion queue was armed.
+    /// The time of the last post for which no lease ran; 0 after a completion queue was armed.
     posted_at: AtomicU64,
     /// The number of successful polls at that post.
     polls_at_post: AtomicU64,
-    /// Whether a post started the lease, and no poll has found nothing since.
+    /// Whether a post started the lease, and there was no idle poll since.
     is_by_post: AtomicBool,
-    /// The number of posts that start no lease, because an earlier one was of no use.
+    /// The number of posts that start no lease, because no poll handled the sockets during an earlier lease of a post.
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
@@ -266,7 +266,8 @@ impl Lease {
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
         if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !self.skips_post() {
             let actions = self.grant(t, false);
-            // After the grant: a worker that is awake and finds no lease must not take this for the end of one.
+            // The flag is set after the grant. A worker that is awake and finds no lease would otherwise take the flag for that of
+            // a lease that has ended.
             self.is_by_post.store(true, Ordering::Release);
             return actions;
         }
@@ -322,7 +323,7 @@ impl Lease {
         }
         if self.is_by_post.swap(false, Ordering::AcqRel) {
             // No poll handled the sockets during the lease. The program polls its memory: its own requests complete without an
-            // acknowledgement of the peer, as those of UC or to a standard peer, so all its polls succeed.
+            // acknowledgement of the peer, as requests of UC and requests to a standard peer do, so all its polls succeed.
             self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
         }
         None

@@ -64,8 +64,8 @@ use turns::Turns;
 
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// While polled memory has something to receive, one of this number of polls that find no completion also checks the sockets if
-/// that is due ([`Turns::sockets_are_due`]). Any of these polls checks them if a check is late ([`Turns::sockets_are_late`]).
+/// While polled memory has something to receive, one in this number of polls that find no completion also checks the sockets, if a check
+/// is due ([`Turns::sockets_are_due`]). If a check is late ([`Turns::sockets_are_late`]), every such poll checks them.
 /// Polling memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
 /// The same while polled memory has nothing to receive.
@@ -93,7 +93,7 @@ pub(crate) trait DelayedAck: Send + Sync {
 
 /// Memory that a peer process writes to. It has to be polled, because a write to it makes no socket readable.
 pub(crate) trait PolledMemory: Send + Sync {
-    /// Whether there is something to receive, or again room to send.
+    /// Whether there is something to receive, or room to send after there was none.
     fn has_input(&self) -> bool;
     /// Whether the peer waits for an acknowledgement.
     fn owes_ack(&self) -> bool {
@@ -416,7 +416,7 @@ impl Reactor {
         self.perform(self.lease.on_poll(self.epoch.nanos(now)));
     }
 
-    /// Whether this idle poll only had to look at the memory.
+    /// Whether this idle poll may end after it has checked the polled memory.
     #[inline]
     fn may_skip_turn(&self, idle_polls: u64) -> bool {
         self.has_memories() && !self.has_delayed() && self.turns.may_skip(idle_polls)
@@ -436,14 +436,14 @@ impl Reactor {
         self.flush_delayed(clock::now());
     }
 
-    /// Called when the program may wait for an event that an acknowledgement raises: acknowledgements wake the worker from its next sleep on, and
-    /// a thread that waits for an event from its next slice on ([`WAIT_SLICE`]).
+    /// Called when the program may wait for an event that an acknowledgement raises. From its next sleep on, the worker is also woken for
+    /// acknowledgements; a thread that waits for an event is woken for them from its next slice on ([`WAIT_SLICE`]).
     #[inline]
     pub(crate) fn expect_events(&self) {
         if !self.may_await_events.load(Ordering::Relaxed)
             && !self.may_await_events.swap(true, Ordering::SeqCst)
         {
-            // The worker may sleep, and be woken for records only.
+            // A worker that sleeps already has requested no wake-ups for acknowledgements.
             self.wake();
         }
     }
@@ -470,7 +470,7 @@ impl Reactor {
     }
 
     /// Called when the calling thread has armed a completion queue and will wait for the event in its own `poll` or
-    /// `epoll_wait`: as [`Self::hand_over`], if a lease runs, no other thread polls, and this thread is expected to sleep ([`arming`]).
+    /// `epoll_wait`. Does the same as [`Self::hand_over`] if a lease runs, no other thread polls, and this thread is expected to sleep ([`arming`]).
     pub(crate) fn end_lease(&self) {
         thread_local! {
             static ARMINGS: Cell<Armings> = const { Cell::new(Armings::new()) };
@@ -635,7 +635,7 @@ impl Reactor {
         self.memory_count.store(memories.len(), Ordering::Relaxed);
     }
 
-    /// Adds the users of memory for which `is_ready` is true. Most polls find none, and make no list.
+    /// Adds the users of memory for which `is_ready` is true to `found`, which most polls leave empty.
     #[inline]
     fn find_memories(
         &self,

@@ -3,14 +3,14 @@
 //!
 //! A program that polls uses its processor fully, even while nothing arrives. If more threads poll than there are processors, the
 //! thread with something to do waits until the scheduler ends the time slice of another one, which takes milliseconds. So
-//! polls yield when nothing has been received for some time. While messages arrive they do not: another thread may then use
-//! the processor for a whole time slice.
+//! polls yield when nothing has been received for some time. While messages arrive, polls do not yield, because another thread
+//! might use the processor for a whole time slice.
 
 use crate::sync::{AtomicU64, Ordering};
 
 /// The time without a received message after which polls yield. It is several times that of a round trip on one host.
 const QUIET: u64 = 50_000;
-/// After that, one of this number of idle polls yields.
+/// After that time, one of this number of idle polls yields.
 const YIELD_EACH: u64 = 8;
 
 /// The state of all threads together. Times are in nanoseconds.

@@ -125,7 +125,7 @@ fn nothing_is_corked_while_no_thread_polls() {
     assert!(corked);
 }
 
-/// The lease ends between its check and the corking of a request: no other thread would send that request.
+/// The lease ends between its check and the corking of a request. If the timer were not set again, no thread would send that request.
 #[test]
 fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -190,7 +190,7 @@ fn a_first_empty_poll_leaves_the_acknowledgement_for_the_answer() {
     reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
     reactor.on_idle_poll();
     assert!(!bytes.recv(), "the first empty poll has sent it");
-    // Without an answer a later poll sends it.
+    // Without an answer a later poll sends the acknowledgement.
     std::thread::sleep(Duration::from_nanos(2 * ACK_HOLD));
     reactor.on_idle_poll();
     assert!(bytes.recv());
@@ -367,13 +367,14 @@ fn acknowledgements_wake_the_worker_once_the_program_requests_events() {
     reactor.wake();
     assert_eq!(sleep(), [false]);
     reactor.on_arm();
-    // Without a wake-up this would sleep forever.
+    // Without a wake-up the worker would sleep forever.
     assert_eq!(sleep(), [true]);
     reactor.on_arm();
     assert!(!socket::wait_readable(reactor.wake.get(), Duration::ZERO));
 }
 
-/// Such requests are sent when the acknowledgement arrives, which does not wake a worker that has gone to sleep before.
+/// Requests that wait for an acknowledgement are sent when it arrives. The acknowledgement does not wake a worker that went to sleep
+/// before the requests waited.
 #[test]
 fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
     let reactor = reactor();

@@ -13,9 +13,9 @@ const TURN_EACH: u64 = 4;
 /// The longest time between two turns of a busy loop, in nanoseconds.
 const CLOSE: u64 = 2_000;
 /// While memory is polled and the sockets have nothing to receive, the time between two checks of the sockets, in
-/// nanoseconds. A check is a system call, and a message that arrives in memory meanwhile waits for its end.
+/// nanoseconds. A check is a system call, and a message that arrives in memory meanwhile is received only after it.
 const SOCKETS_EACH: u64 = 5_000;
-/// The time after the last socket that had something, in nanoseconds, during which the sockets are checked more often.
+/// How long the sockets are checked more often after one of them had something to receive, in nanoseconds.
 const SOCKETS_BUSY: u64 = 1_000_000;
 
 /// The longest time between two checks of the sockets while memory is polled slowly, in nanoseconds.

@@ -16,7 +16,7 @@ use crate::sys::thread;
 
 /// The name of the worker thread.
 pub(crate) const THREAD_NAME: &str = "anywarp";
-/// Bytes of the worker's stack.
+/// Size of the worker's stack in bytes.
 const STACK_BYTES: usize = 512 * 1024;
 /// Number of consecutive rounds in which the worker handles ready sockets before it checks its timers again.
 pub(super) const ROUNDS_MAX: usize = 64;
@@ -33,8 +33,9 @@ pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
 ///
 /// A program that polls its memory for the peer's Write answers within a microsecond of its arrival. If the worker sent the
 /// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. No thread would
-/// poll a completion queue then, and each message would wait until a lease ends. The program is known by its polls: the
-/// acknowledgements to it complete its own Writes. A passive target has no completions, and its acknowledgements are sent at once.
+/// poll a completion queue then, and each message would wait until a lease ends. The worker recognizes such a program by
+/// successful polls since the last acknowledgements, because the program polls the completions of its own Writes. A passive target
+/// polls no completions, so the acknowledgements for its peer are sent at once.
 #[derive(Debug, Default)]
 pub(super) struct AckHold {
     /// The number of successful polls when acknowledgements were sent last.
@@ -64,7 +65,7 @@ impl SpinBudget {
     const CREDIT_MAX: u32 = 16;
     /// Credit for each spin in which something arrived.
     const CREDIT_PER_HIT: u32 = 2;
-    /// Without credit the worker spins before one of this number of sleeps.
+    /// Without credit, the worker spins once in this number of sleeps.
     const TRY_EACH: u32 = 64;
 
     pub(super) fn new(spin_for: Duration) -> Self {
@@ -110,8 +111,8 @@ impl SpinBudget {
     }
 }
 
-/// Starts the worker of a reactor. It begins when `take` delivers the reactor, and ends if the sender of the channel
-/// is dropped before. `on_panic` receives the payload of a panic.
+/// Starts the worker of a reactor. The worker begins its loop when `take` delivers the reactor, and ends if the sender of the
+/// channel is dropped without sending one. `on_panic` receives the payload of a panic.
 pub(crate) fn spawn(
     take: std::sync::mpsc::Receiver<&'static Reactor>,
     on_panic: fn(&(dyn Any + Send)),

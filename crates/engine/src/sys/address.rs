@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
-/// A socket address as the kernel takes it; on an IPv6 socket IPv4 is mapped.
+/// A socket address in the form that the kernel expects. For an IPv6 socket, an IPv4 address is mapped to IPv6.
 pub(super) fn to_sockaddr(
     addr: SocketAddr,
     ipv6: bool,

@@ -86,7 +86,7 @@ pub(super) struct Control {
 impl Control {
     fn push<T: Copy>(&mut self, level: libc::c_int, kind: libc::c_int, value: T) {
         let size = size_of::<T>() as libc::c_uint;
-        // SAFETY: these two only compute.
+        // SAFETY: these two functions only compute lengths and access no memory.
         let (len, space) = unsafe { (libc::CMSG_LEN(size), libc::CMSG_SPACE(size)) };
         if self.len + space as usize > size_of_val(&self.words) {
             return;

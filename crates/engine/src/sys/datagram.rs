@@ -215,7 +215,7 @@ const COPY_MAX: usize = 256;
 /// Bytes for a run of 64 datagrams that are copied together.
 const COPY_BUFFER: usize = 64 * COPY_MAX;
 
-/// Sends one run. Most calls are for one, and `sendmsg` costs less than `sendmmsg`.
+/// Sends one run. Most calls of [`send_runs`] have only one, and `sendmsg` costs less than `sendmmsg`.
 fn send_run(fd: BorrowedFd<'_>, ipv6: bool, run: &Run<'_>) -> Result<usize, Io> {
     let Some(first) = run.datagrams.first() else {
         return Ok(0);

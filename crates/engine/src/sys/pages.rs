@@ -191,8 +191,7 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
         return false;
     };
     // MS_ASYNC writes nothing back and touches no page: the kernel walks its list of mappings and fails if there is a
-    // gap.
-    // `mincore` would need a byte for each page.
+    // gap. `mincore` would need a byte for each page.
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }

@@ -184,7 +184,7 @@ fn tcp_info(fd: BorrowedFd<'_>) -> Option<libc::tcp_info> {
             &raw mut len,
         )
     };
-    // SAFETY: zeros are a value of this type of plain numbers, and the kernel has written none but numbers.
+    // SAFETY: all members are integers, so zeros, and any bytes that the kernel has written, are a valid value.
     (r == 0).then(|| unsafe { info.assume_init() })
 }
 

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 /// Registers `what` to be called when the process ends by `exit` or by returning from `main`.
 pub(crate) fn at_exit(what: extern "C" fn()) {
-    // SAFETY: a function of this library, which is never unloaded (`-z nodelete`).
+    // SAFETY: `what` is a function of this library, which is never unloaded (`-z nodelete`).
     unsafe { libc::atexit(what) };
 }
 
@@ -14,8 +14,8 @@ unsafe extern "C" {
 
 /// A guard: while it exists, the calling thread cannot be cancelled (`pthread_cancel(3)`).
 ///
-/// A cancelled thread would unwind through frames that hold locks, into a `catch_unwind` that cannot handle this kind of
-/// unwinding, which ends the process. A guard is needed around calls of the C library that are cancellation points.
+/// Cancelling a thread would unwind frames that hold locks, and then reach a `catch_unwind` that cannot handle this kind of
+/// unwinding and ends the process. A guard is needed around calls of the C library that are cancellation points.
 /// Posting and polling need no guard, since their system calls bypass the C library. A guard would cost them about 10 ns.
 #[derive(Debug)]
 pub struct Uncancelled(libc::c_int);
@@ -35,7 +35,7 @@ impl Uncancelled {
 impl Drop for Uncancelled {
     fn drop(&mut self) {
         let mut ours = 0;
-        // SAFETY: a state that the C library gave, and a local.
+        // SAFETY: the C library returned this state, and `ours` is a local.
         unsafe { pthread_setcancelstate(self.0, &raw mut ours) };
     }
 }
@@ -48,7 +48,7 @@ thread_local! {
 /// A number that no other running thread has, and that is never 0.
 #[inline]
 pub(crate) fn number() -> usize {
-    // The address of a variable of the thread. A system call would take longer.
+    // The address of a thread-local variable is the number. A system call would take longer.
     IS_WORKER.with(|variable| std::ptr::from_ref(variable).addr())
 }
 
@@ -98,7 +98,7 @@ pub fn block_signals() {
 ///
 /// The `poll` in which this library waits fails with EINTR after every handler. The `read` in which the libraries of
 /// rdma-core wait fails only after a handler of this kind. So this function is called after an EINTR, which is rare, and
-/// its caller waits again if it returns false.
+/// the caller waits again if the result is false.
 pub fn handlers_interrupt() -> bool {
     (1..=64).filter(|n| !(32..=33).contains(n)).any(|n| {
         // SAFETY: all-zero is a valid sigaction to be overwritten.

@@ -222,7 +222,7 @@ unsafe extern "C" fn readerr(cq: *mut fid_cq, to: *mut fi_cq_err_entry, _flags: 
         let mut state = object.domain.lock();
         let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
         let entry = queue.take_error().ok_or(FI_EAGAIN)?;
-        // SAFETY: the structure is that of the program's version of the header, which has one member less before 1.5.
+        // SAFETY: the structure has the layout of the program's version of the header. Before 1.5 it has no `err_data_size`.
         unsafe {
             let at = |a: usize| std::ptr::with_exposed_provenance_mut(a);
             (*to).op_context = at(entry.context);
@@ -263,7 +263,7 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     for endpoint in state.endpoints.values_mut() {
         endpoint.arm();
     }
-    // Completions that arrived before the completion queue was armed have no event.
+    // The device raises no event for completions that arrived before its completion queue was armed.
     state.progress();
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
     if !queue.is_empty() {

@@ -96,7 +96,8 @@ fn job() -> Job {
     Job {
         qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
         timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
-        // On links, which are reliable connections on one host, receivers do not read announced messages.
+        // Links (reliable connections on one host) do not support announced messages that the receiver reads, so
+        // `readable` turns links off.
         links: !readable && number("FI_ANYWARP_LINKS", 1) != 0,
         readable,
     }
@@ -109,7 +110,7 @@ pub(crate) unsafe extern "C" fn open(
     context: *mut c_void,
 ) -> c_int {
     ended_int(|| {
-        // SAFETY: upheld by the caller, for the structures and everything that they point to.
+        // SAFETY: the caller guarantees that the structures and everything that they point to are valid.
         let (domain, info, source) = unsafe {
             let info = info.as_ref().ok_or(FI_EINVAL)?;
             let kind = info.ep_attr.as_ref().map_or(FI_EP_RDM, |ep| ep.r#type);

@@ -222,7 +222,7 @@ unsafe extern "C" fn sread(
     })
 }
 
-/// The longest sleep without a look at the queue.
+/// The longest wait until the queue is checked again.
 const LONG: Duration = Duration::from_secs(3600);
 
 unsafe extern "C" fn strerror(

@@ -95,7 +95,7 @@ unsafe fn receives(
     // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
-            // Only receives without a tag can have several messages, so this default of the endpoint is for those.
+            // Only a receive without a tag can receive several messages, so the flag is removed from the default of the endpoint for others.
             let usual = match what.tag {
                 Some(_) => endpoint.binding.receive_flags & !FI_MULTI_RECV,
                 None => endpoint.binding.receive_flags,

@@ -53,7 +53,7 @@ pub(crate) type CqObject = Object<fid_cq, Waiting>;
 
 /// The additional fields of a completion queue.
 pub(crate) struct Waiting {
-    /// The descriptors, if the program waits for them.
+    /// The descriptors to wait for, if the program opened the queue with a wait object.
     pub(crate) wait: Option<Wait>,
     /// Whether `fi_cq_signal` was called, after which a waiting thread must return.
     pub(crate) signaled: AtomicBool,

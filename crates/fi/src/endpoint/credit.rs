@@ -1,6 +1,6 @@
 //! Limits for unexpected messages, which have no posted receive yet: how many bytes each sender may store in this endpoint (its
 //! *share*), and this endpoint in each of its peers. A sender that was notified that its share is used up announces all its
-//! messages.
+//! messages: their content stays at the sender until a receive matches.
 
 use std::collections::HashMap;
 

@@ -93,7 +93,7 @@ impl Endpoint {
         }
     }
 
-    /// Ends a receive whose message was read, or could not be. `length`: the number of bytes that were to be read.
+    /// Ends a receive whose message was read or could not be read. `length`: the number of bytes that were to be read.
     pub(super) fn fetched(
         &mut self,
         cx: &mut Shared,

@@ -88,7 +88,7 @@ struct Link {
     posted: u64,
     received: u64,
     sent: VecDeque<Sent>,
-    /// Messages that may be written and wait for room.
+    /// Announced messages that the peer has granted, and whose writes wait for room on the link.
     writes: VecDeque<u32>,
     /// The number of windows that are being bound.
     binds: usize,
@@ -125,7 +125,7 @@ impl Link {
 #[derive(Debug)]
 pub(super) struct Links {
     all: Vec<Option<Link>>,
-    /// The messages to and from peers on this host that have no link. `u32::MAX`: no link is made any more.
+    /// The number of messages to and from each peer on this host that has no link. `u32::MAX`: no link is offered to the peer any more.
     counts: HashMap<Remote, u32>,
     generation: u16,
     enabled: bool,
@@ -167,8 +167,8 @@ impl Links {
             .map(|l| l.peer)
     }
 
-    /// Returns a message that has arrived: `None` if the link does not exist any more, an error if messages of the peer that
-    /// precede it are still to come.
+    /// Returns a message that has arrived: `None` if the link does not exist any more, an error if earlier messages of the peer
+    /// have not arrived yet.
     pub(super) fn message(
         &self,
         name: Name,
@@ -435,7 +435,7 @@ impl Endpoint {
             return self.window_bound(cx, name);
         }
         if wc.wr_id >> KIND == LINK_SEND {
-            // When the peer has reported its count, the queue does not contain this message any more.
+            // Once the peer has reported its count, `send_again` handles the messages in the queue.
             if link.count.is_none()
                 && let Some(sent) = link.sent.pop_front()
             {
@@ -501,7 +501,7 @@ impl Endpoint {
         (usable && link.binds < limits::BINDS).then_some(link_index)
     }
 
-    /// Binds a window for the memory of an announced message. The grant is sent when it is bound.
+    /// Binds a window for the memory of an announced message. The grant is sent when the window is bound.
     pub(super) fn bind_window(
         &mut self,
         cx: &mut Shared,
@@ -539,7 +539,7 @@ impl Endpoint {
         }
     }
 
-    /// Sends a new grant of the memory of an announced message that was to be written over a link: it is written by datagrams.
+    /// Grants the memory of an announced message again. It was to be written over a link, and is now written by datagrams.
     fn grant_datagrams(&mut self, cx: &mut Shared, name: u32) {
         let Some(incoming) = self.incoming.get_mut(name) else {
             return;
@@ -570,7 +570,7 @@ impl Endpoint {
         }
     }
 
-    /// Sends new grants for all messages that were to be written over a failed link: they are written by datagrams.
+    /// Sends new grants for all messages that were to be written over a failed link, so that they are written by datagrams.
     fn grant_again(&mut self, cx: &mut Shared, link: Name) {
         let of_link = |i: &Incoming| i.link.is_some_and(|(name, _)| name == link);
         let names = self.incoming.iter().filter(|(_, i)| of_link(i));
@@ -737,7 +737,7 @@ impl Endpoint {
                 qkey: self.job.qkey,
             };
             if sent.what == What::Write {
-                // The peer grants other memory for it.
+                // The peer grants memory for this message again.
                 link.sent.pop_front();
                 self.outstanding = self.outstanding.saturating_sub(1);
                 continue;
@@ -833,7 +833,8 @@ impl Endpoint {
         }
     }
 
-    /// Returns whether only peers that are closed too have to acknowledge something.
+    /// Returns whether the only outstanding messages are notices of this close to peers that are closed too. Such peers do not
+    /// acknowledge them.
     pub(super) fn is_left_alone(&self) -> bool {
         let closed = |peer: &Remote| {
             let link_index = self.links.find(*peer);

@@ -8,7 +8,7 @@ impl Endpoint {
     pub fn access(&mut self, cx: &mut Shared, what: &OneSidedRequest) -> Result<(), i32> {
         self.ready(cx)?;
         let length = what.memory.len();
-        // The flag may be a default of the endpoint. Nothing of a read is copied, so it has no meaning there.
+        // `FI_INJECT` may be a default flag of the endpoint. It has no meaning for a read, which has no data to copy when it is posted.
         let injected = what.flags & FI_INJECT != 0 && !what.read;
         if length > limits::MESSAGE || (injected && length > limits::INJECT) {
             return Err(FI_EMSGSIZE);

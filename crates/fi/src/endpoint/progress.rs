@@ -8,8 +8,8 @@ const PROGRESS_TRIES: u32 = 4;
 impl Endpoint {
     /// Calls `post`. If the send queue is full, handles completions of the device, which may free entries, and tries again.
     ///
-    /// Several polls may be needed: if both ends are in one process, one of them sends the acknowledgement of a link, and the next one
-    /// receives it.
+    /// Several polls may be needed: if both ends of a link are in one process, one poll sends the
+    /// acknowledgement of the other end, and the next poll receives it.
     pub(super) fn post_or_progress(
         &mut self,
         cx: &mut Shared,
@@ -368,7 +368,8 @@ impl Endpoint {
 
     pub(super) fn again(&mut self, at: usize) {
         self.used_receives.push(at);
-        // When messages stay in receives, all other receives are needed.
+        // While messages are kept in receives of the device, few receives are free, so each used
+        // one is posted again at once.
         if self.used_receives.len() >= limits::REPOST || !self.held.is_empty() {
             // This fails only if the queue pair has failed, in which case nothing more is received.
             let _posted = self.post_receives();

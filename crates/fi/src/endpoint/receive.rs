@@ -245,8 +245,8 @@ impl Endpoint {
         }
     }
 
-    /// Grants the memory of a receive to the sender of an announced message. If the message is empty or cannot be received, the
-    /// grant has no memory: the sender completes its request only when a grant arrives.
+    /// Grants the memory of a receive to the sender of an announced message. A message that is empty or cannot be received is answered
+    /// by a grant without memory, because the sender completes its request only when a grant arrives.
     pub(super) fn grant(&mut self, cx: &mut Shared, target: Target, message: Arrived, id: u32) {
         let wanted = usize::try_from(message.length).unwrap_or(usize::MAX);
         let granted = wanted.min(target.memory.len());

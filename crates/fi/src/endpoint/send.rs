@@ -61,7 +61,8 @@ impl Endpoint {
         let at_once = message.flags & (FI_INJECT | FI_INJECT_COMPLETE) != 0
             && message.flags & (FI_TRANSMIT_COMPLETE | FI_DELIVERY_COMPLETE) == 0
             || message.silent;
-        // A message that is announced is copied only if it is injected.
+        // An announced message is copied only if it is injected. Without a copy the program's memory is still needed, so the
+        // operation does not complete at once.
         let at_once = at_once && (copied || !announced);
         let later = (!at_once).then_some(done);
         if announced {
@@ -138,7 +139,7 @@ impl Endpoint {
     }
 
     /// Sends a probe to each peer with messages that need not be acknowledged soon, so that it acknowledges them now. The device
-    /// completes requests in the order of posting, so a message that is not acknowledged keeps its entry and those of all later messages.
+    /// completes requests in the order of posting, so an unacknowledged message and all later ones stay in the send queue.
     pub(super) fn ask_for_acknowledgements(&mut self, cx: &mut Shared) {
         while let Some(to) = self.later.pop() {
             let Ok(op) = self.ops.insert(Op::Probe { to }) else {
@@ -170,7 +171,8 @@ impl Endpoint {
         } else {
             None
         };
-        // The source in an announcement is one piece of memory. Messages of several pieces are written.
+        // An announcement names at most one piece of memory that the receiver can read. A message of several pieces is written
+        // by the sender.
         let readable = memory
             .single()
             .filter(|(_, len)| self.job.readable && *len > 0);

@@ -1,4 +1,4 @@
-//! Choices that the fuzzer's input bytes make.
+//! Choices of a test that are derived from the input bytes of the fuzzer.
 
 /// The rest of the input. After its last byte all numbers are 0.
 #[derive(Debug)]

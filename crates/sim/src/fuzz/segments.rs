@@ -38,13 +38,13 @@ pub fn converse(data: &[u8]) -> bool {
                 t.w[peer].sends(&ulpdu);
             }
             170..190 if input.odd() => {
-                // A damaged segment in a valid frame.
+                // Sends a damaged segment in a valid frame.
                 let mut ulpdu = numbers.message(&t, &mut input);
                 damage(&mut ulpdu, &mut input);
                 t.w[peer].sends(&ulpdu);
             }
             190..195 if input.odd() => {
-                // The segment twice.
+                // Sends the same segment twice.
                 let frame = framed(&numbers.message(&t, &mut input));
                 t.w[peer].sends_bytes(&frame);
                 t.w[peer].sends_bytes(&frame);
@@ -139,7 +139,7 @@ fn tagged(opcode: Opcode, mr: &Mr, at: u64, input: &mut Input<'_>, body: &[u8]) 
 }
 
 impl Numbers {
-    /// Returns a message that is valid as far as the peer can know, unless the input chooses an error.
+    /// Returns a message that contains no error that its sender can know of, unless the input chooses an error.
     fn message(&mut self, t: &Target, input: &mut Input<'_>) -> Vec<u8> {
         let len = match input.byte() {
             n @ 0..5 => [0, 8, 100, 1_000, 4_900][usize::from(n)],

@@ -1,4 +1,4 @@
-//! The bytes of a peer before there is a stream: Requests to a responder, Replies to an initiator.
+//! Start-up frames from a peer: Requests to a responder, and Replies to an initiator.
 
 use anywarp_core::llp::mpa::startup::{
     Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits, RtrForms,
@@ -48,7 +48,9 @@ fn config(input: &mut Input<'_>) -> InitiatorConfig {
     }
 }
 
-/// Checks that the same bytes in pieces lead to the same outcome, and not before the last necessary byte.
+/// Passes the input to a responder in pieces, as a Request. Checks that the responder waits for no
+/// more than a frame, that an error does not depend on the pieces, that no byte follows an accepted
+/// Request, and that the reply is within the limits.
 fn responder(input: &mut Input<'_>) {
     let limits = limits(input);
     let (ird, ord) = (input.u16(), input.u16());

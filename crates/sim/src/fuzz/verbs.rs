@@ -92,7 +92,7 @@ impl Side {
     }
 }
 
-/// Posts, binds, deregistrations and changes of state, with steps of the simulation between them.
+/// Posts requests, binds, deregisters and changes states as the input selects, with steps of the simulation between the calls.
 pub fn verbs(data: &[u8]) {
     let mut input = Input::new(data);
     let mut w = World::new(u64::from(input.u16()));

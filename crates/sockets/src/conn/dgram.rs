@@ -67,7 +67,7 @@ pub struct Dgram {
     numbers: AtomicUsize,
     /// The descriptor that holds the socket's name in the directory, or -1.
     name: AtomicI32,
-    /// The same for its name as a socket that accepts reliable datagrams.
+    /// The descriptor that holds the socket's name as one that accepts reliable datagrams, or -1.
     reliable_name: AtomicI32,
     /// The program's end of the pair of local sockets, or -1.
     pair: AtomicI32,
@@ -497,12 +497,12 @@ impl Dgram {
             .map_or_else(|_| R::default(), |shared| call(&shared))
     }
 
-    /// Called before a datagram is sent by the kernel's socket, and not by the pair.
+    /// Called before a datagram is sent through the kernel's socket, not through the pair.
     pub fn sends_itself(&self) {
         self.with_shared(Shared::sends_itself);
     }
 
-    /// Returns whether an error waits for the program.
+    /// Returns whether there is a pending error for the program.
     pub fn has_error(&self) -> bool {
         self.with_shared(Shared::has_error)
     }
@@ -604,7 +604,7 @@ impl Dgram {
         let end = self.shared.try_read().map_or(-1, |shared| shared.end());
         table::close_own(pair);
         if server != owner::me() {
-            // This process has a copy of the other end that no thread of it uses.
+            // This process has a copy of the other end, which none of its threads uses.
             table::close_own(end);
         } else if let Ok(shared) = self.shared.try_read() {
             let errno = sys::errno();

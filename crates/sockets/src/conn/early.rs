@@ -1,5 +1,6 @@
-//! TCP sockets that the program adds to an epoll set before it connects them, as nginx does. The set gets them as members when
-//! they become connections that are not plain.
+//! TCP sockets that the program adds to an epoll set before it connects them, as nginx does. If the
+//! library may upgrade the connection of such a socket, or has upgraded it, the connection becomes
+//! a member of the sets that contain the socket. A plain TCP connection does not.
 
 use crate::conn::set::Set;
 use crate::conn::sock::Sock;

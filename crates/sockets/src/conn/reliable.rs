@@ -520,7 +520,8 @@ impl Thread {
             self.close(id);
             return false;
         }
-        // If no packet waits for an acknowledgement, the queue pair may have no deadline.
+        // The queue pair may have no deadline, for example if no packet waits for an acknowledgement. So the thread also wakes at
+        // `until`.
         let latest = now + until.saturating_duration_since(Instant::now());
         if deadline.is_none_or(|at| at > latest)
             && let Some(socket) = self.sockets.get_mut(&id)
@@ -564,7 +565,7 @@ impl Socket {
         self.has_more && self.accepts()
     }
 
-    /// Returns whether datagrams are received: the program has not left too many unread.
+    /// Returns whether the thread may receive datagrams. It may not while the program has left too many unread.
     fn accepts(&self) -> bool {
         self.backlog < limits::BACKLOG
     }
@@ -687,7 +688,7 @@ impl Socket {
         }
     }
 
-    /// Passes records to the program's end.
+    /// Sends the stored records to the program's end of the pair.
     fn deliver(&mut self) {
         while let Some(record) = self.records.front() {
             match sys::send(

@@ -80,7 +80,7 @@ struct Member {
     reported: (Call, usize),
 }
 
-/// The number of a waiting call.
+/// The number of a call that waits for events, such as `epoll_wait`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call(u64);
 

@@ -52,15 +52,15 @@ pub struct Sock {
     /// The number of descriptors of the connection.
     numbers: AtomicI32,
     inner: Mutex<Option<Box<Stream>>>,
-    /// The number of threads that sleep until the carrier has bytes. [`Self::read`] counts a thread with `inner` locked, after it
-    /// found nothing to read, and [`Self::asleep`] before the thread checks the stream. While the number is not 0, no other thread
-    /// receives from the carrier: it could take the bytes that a thread is about to sleep for.
+    /// The number of threads that sleep until the carrier has bytes. [`Self::read`] counts a thread that has found nothing to read,
+    /// while `inner` is locked. [`Self::asleep`] counts a thread before the thread checks the stream. While the number is not 0, no
+    /// other thread receives from the carrier, because it could take the bytes that a counted thread is about to sleep for.
     sleepers: AtomicI32,
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
     direct: AtomicBool,
-    /// The eventfds of threads that poll the connection while a thread receives in this way: the kernel does not tell them of bytes
-    /// that this thread has taken.
+    /// The eventfds of threads that poll the connection while a thread receives as described at `direct`. The kernel does not tell
+    /// them of bytes that this thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// There may be watchers. Changed with `inner` locked.
     watched: AtomicBool,
@@ -71,14 +71,14 @@ pub struct Sock {
     kick: AtomicI32,
     /// Signalled when `turn` changes and `followers` is not 0, because a signal is a system call even without a waiting thread.
     taken: Condvar,
-    /// The number of threads that wait for `taken`, or have decided to.
+    /// The number of threads that wait for `taken`, or are about to wait. They are the *followers*: writers other than the leader.
     followers: AtomicU32,
-    /// Incremented by each event that writers other than the leader wait for, if there are any.
+    /// Incremented by each event for which followers may wait, if there are followers.
     turn: AtomicU64,
     /// The epoll sets that contain the connection.
     sets: Mutex<Vec<&'static Set>>,
     in_sets: AtomicBool,
-    /// The descriptor by which the connection was added to a set last.
+    /// The descriptor with which the connection was most recently added to a set.
     member: AtomicI32,
     /// The connection has, or had, several descriptors.
     copied: AtomicBool,
@@ -95,11 +95,11 @@ pub const GONE: c_int = -1;
 /// What [`Sock::receive`] has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Got {
-    /// It was not called, or the stream is gone.
+    /// `receive` was not called, or the stream is gone.
     Nothing,
     /// The stream has handled the result.
     Bytes,
-    /// It has read one whole message, and nothing else was in the carrier.
+    /// `receive` has read one whole message, and nothing else was in the carrier.
     Whole,
     /// The errno with which the call of the program fails if it has read nothing.
     Failed(c_int),
@@ -128,13 +128,13 @@ impl<'a> Receiver<'a> {
     fn end(&mut self) {
         self.is_over = true;
         self.sock.direct.store(false, Ordering::Release);
-        // A thread that looks from here on may receive itself.
+        // A thread that reads `direct` from now on may receive from the carrier itself.
         self.is_alone = self.sock.followers.load(Ordering::SeqCst) == 0
             && !self.sock.watched.load(Ordering::Acquire);
     }
 }
 
-/// The stream must not be locked. The thread can have been cancelled in the kernel's call.
+/// The stream must not be locked. The thread may have been cancelled in the receive call, and then [`Receiver::end`] was not called.
 impl Drop for Receiver<'_> {
     fn drop(&mut self) {
         if !self.is_over {
@@ -545,9 +545,9 @@ impl Sock {
         }
     }
 
-    /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If less than the caller
-    /// needs was available and this call may not wait for it (it peeks, or other threads receive or sleep), the caller is counted
-    /// in `sleepers`; the second value is true then.
+    /// Reads; see [`Stream::read`]. With `sleeps` the call may block, unless the descriptor is non-blocking. If fewer bytes than the
+    /// caller needs are available and this call may not wait for more (because it peeks, or because other threads receive or sleep),
+    /// the caller is counted in `sleepers` and the second value is true.
     pub fn read(
         &'static self,
         fd: c_int,
@@ -902,7 +902,7 @@ impl Sock {
             }
         }
         if self.lost.load(Ordering::Relaxed) {
-            // A thread that does not exist in this process holds its locks, so the object is not reused.
+            // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
             LIVE.fetch_sub(1, Ordering::Relaxed);
             return;
         }

@@ -167,7 +167,7 @@ pub fn set(fd: c_int) -> Option<&'static Set> {
     }
 }
 
-/// Sets the entry of `fd` and returns the previous one. A descriptor beyond the end of the table stays plain.
+/// Sets the entry of `fd` and returns the previous one. Descriptors beyond the end of the table have no entry and are ignored.
 pub fn replace(fd: c_int, entry: Entry) -> Entry {
     let word = entry.word();
     let place = if word == 0 { place(fd) } else { make(fd) };

@@ -48,7 +48,7 @@ fn start(work: &mut Work) {
     work.running = spawn("anywarp-sockets", run);
 }
 
-/// Starts a thread of the library. It blocks all signals, so that threads of the program handle them. Returns whether there is one.
+/// Starts a thread of the library. It blocks all signals, so that threads of the program handle them. Returns whether it was started.
 pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> bool {
     // SAFETY: the sets are local; the mask of this thread is restored below.
     let old = unsafe {

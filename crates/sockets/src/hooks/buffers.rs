@@ -7,11 +7,11 @@ use libc::{c_int, iovec, msghdr, size_t};
 use std::cell::Cell;
 use std::net::SocketAddr;
 
-/// A buffer of a thread for one datagram. Callers hold a raw pointer and no guard: when a thread is cancelled in the kernel's
-/// call, nothing has to be dropped.
+/// A buffer of a thread for one datagram. Callers hold a raw pointer and no guard, so nothing has to be dropped if the thread is
+/// cancelled in a system call.
 struct Buffer {
     at: Cell<*mut u8>,
-    /// The buffer is in use, by a call that a signal handler has interrupted.
+    /// Whether a call uses the buffer. A signal handler that has interrupted this call must take another one.
     busy: Cell<bool>,
 }
 
@@ -25,7 +25,7 @@ thread_local! {
     static BUFFER: Buffer = const { Buffer { at: Cell::new(std::ptr::null_mut()), busy: Cell::new(false) } };
 }
 
-/// Maps a buffer. A signal handler that has interrupted the allocator can do this too. Null: there is no memory.
+/// Maps a buffer. The allocator is not used, because a signal handler may have interrupted it. Returns null if there is no memory.
 fn make() -> *mut u8 {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -43,7 +43,7 @@ fn free(at: *mut u8) {
     }
 }
 
-/// Returns a buffer of [`limits::RECORD`] bytes, which the caller must release. Null: there is no memory.
+/// Returns a buffer of [`limits::RECORD`] bytes, which the caller must release. Returns null if there is no memory.
 pub(super) fn take() -> *mut u8 {
     let own = BUFFER.try_with(|b| {
         if b.busy.replace(true) {

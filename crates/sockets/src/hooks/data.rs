@@ -106,7 +106,7 @@ impl Drop for Sleeper {
 /// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. Returns false if the call must fail with
 /// errno.
 fn sleep(fd: c_int, sock: &'static Sock) -> bool {
-    // The guard ends the count also if the thread is cancelled while it sleeps.
+    // The guard removes the thread from the count even if the thread is cancelled while it sleeps.
     let sleeper = Sleeper(sock);
     if sys::is_nonblocking(fd) {
         drop(sleeper);

@@ -1,6 +1,8 @@
 //! The hooks that read and write UDP sockets whose datagrams may be messages of datagram-iWARP.
 //!
-//! The kernel's calls still wait, report errors, and fill in addresses and control data. The library only replaces the buffers.
+//! The kernel's calls still wait, report errors, and fill in addresses and control data. The
+//! library only replaces the buffers. A datagram that is not a message is called plain: the kernel
+//! sends it unchanged.
 
 use super::buffers::{Plan, gather, give_back, header, is_sound, parts, result, scatter, take};
 use super::reliable;
@@ -27,8 +29,9 @@ fn payload(bytes: &[u8], is_report: bool) -> (&[u8], bool) {
     }
 }
 
-/// Called when a call has failed, with its errno set. If nothing is bound at the peer's port any more, a later program there may not have
-/// the library.
+/// Called when a call has failed, with its errno set. If the kernel reports that no socket is bound
+/// at the peer's port any more, removes what is known about the peer, because a program that binds
+/// there later may not have the library.
 pub(super) fn forget_if_refused(dgram: &Dgram) {
     let errno = sys::errno();
     if errno == libc::ECONNREFUSED
@@ -143,7 +146,7 @@ pub(super) unsafe fn recvfrom(
     if let Some(pair) = reliable::reader(fd, dgram, flags) {
         // SAFETY: upheld by the caller.
         match unsafe { recvfrom_pair(fd, dgram, pair, part, flags, addr, alen) } {
-            // The kernel consumes the datagram too.
+            // The datagram is consumed although the call fails, as in the kernel.
             Some(0..) if is_wrong => return Some(super::fail_long(libc::EFAULT)),
             Some(n) => return Some(n),
             None => {}

@@ -164,7 +164,7 @@ pub(crate) fn adopt_listener(fd: c_int) {
     sys::set_errno(errno);
 }
 
-/// The number of accepted connections. The backlogs of the directory's names are emptied after every 512.
+/// The number of accepted connections. After every 512 of them the backlogs of the directory's names are emptied.
 static ACCEPTED: AtomicUsize = AtomicUsize::new(0);
 
 fn accepted(listener: c_int, fd: c_int) -> c_int {
@@ -185,7 +185,7 @@ fn accepted(listener: c_int, fd: c_int) -> c_int {
             };
             set_entry(fd, Entry::Sock(Sock::new(State::Accepted, is_strict)));
             show::undecided(fd);
-            // In the child of a fork the thread has not been started yet.
+            // In the child of a fork the thread that answers queries has not been started yet.
             answers::start();
             if ACCEPTED.fetch_add(1, Ordering::Relaxed) % 512 == 511 {
                 directory::sweep();
@@ -811,7 +811,8 @@ fn before_exec() {
             State::Accepted => {
                 sock.hand_over(fd);
             }
-            // Other descriptors are inherited unintentionally, and the parent continues to use them.
+            // Only standard input, output and error are handed over. Other descriptors are mostly inherited by mistake, and the parent
+            // continues to use them.
             State::Up if fd <= libc::STDERR_FILENO && sock.is_ours(fd) && sock.hand_over(fd) => {}
             State::Up => {
                 crate::log::line(&format!("stream {fd} is closed by exec"));

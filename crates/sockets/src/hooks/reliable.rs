@@ -31,8 +31,8 @@ pub(super) fn reader(fd: c_int, dgram: &Dgram, flags: c_int) -> Option<c_int> {
     dgram.served(fd)
 }
 
-/// Receives a datagram like `recvmsg`. `pair`: the program's end. Returns `None` if the socket was passed on, so that the call goes to
-/// the kernel's socket.
+/// Receives a datagram like `recvmsg`. `pair`: the program's end. Returns `None` if the socket was passed to another
+/// program, so that the call goes to the kernel's socket.
 ///
 /// # Safety
 /// The requirements of `recvmsg` apply. The buffer list is sound.
@@ -73,7 +73,7 @@ pub(super) unsafe fn receive(
             // SAFETY: upheld by the caller.
             return unsafe { receive(fd, dgram, pair, msg, flags) };
         }
-        // Nothing was read: the socket was passed on, or the program has shut it down.
+        // Nothing was read: the socket was passed to another program, or this program has shut it down.
         return (!dgram.is_over()).then_some(0);
     };
     // SAFETY: upheld by the caller.
@@ -175,7 +175,7 @@ pub(super) unsafe fn transmit(
     let mut few = [const { MaybeUninit::<iovec>::uninit() }; limits::BUFFERS_HERE + 1];
     let all = parts.len() + 1;
     let is_long = all > few.len();
-    // If the thread is cancelled in the call, this frame is unwound and has no destructor, so a long list leaks.
+    // If the thread is cancelled in the call, this frame is unwound without destructors, so the memory of a long list leaks.
     let list = if is_long {
         // SAFETY: no pointer is passed.
         unsafe { libc::malloc(all * size_of::<iovec>()) }.cast::<iovec>()
@@ -254,7 +254,7 @@ pub(super) unsafe fn recvmmsg(
         // SAFETY: upheld by the caller.
         let got = unsafe {
             let msg = &raw mut (*msgs.add(i)).msg_hdr;
-            // If the socket was passed on, the list ends here.
+            // If the socket was passed to another program, the list ends here.
             receive(fd, dgram, pair, msg, flags | more)
                 .unwrap_or_else(|| super::fail_long(libc::EAGAIN))
         };
@@ -283,7 +283,7 @@ pub(super) unsafe fn recvmmsg(
     done
 }
 
-/// Takes the pending error of the socket. 0: there is none.
+/// Takes the pending error of the socket. Returns 0 if there is none.
 pub(super) fn take_error(dgram: &Dgram) -> c_int {
     if !dgram.has_error() {
         return 0;

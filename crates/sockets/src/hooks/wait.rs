@@ -286,8 +286,9 @@ fn wait_streams(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_in
     }
 }
 
-/// Waits for a list that contains streams or sockets with reliable datagrams. For a socket with reliable datagrams it waits
-/// for the program's end of the pair.
+/// Waits for a list that contains streams or sockets with reliable datagrams. The library passes
+/// reliable datagrams to the program through a pair of connected sockets, so in place of such a
+/// socket, the program's end of the pair is polled.
 fn wait(fds: &mut [pollfd], until: Until, mask: *const sigset_t) -> c_int {
     let mut changed = Vec::new();
     if RELIABLE.load(Ordering::Relaxed) > 0 {

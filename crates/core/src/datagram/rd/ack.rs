@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// Returns the number of packets that one acknowledgement covers if none is missing. It is a part of those under way, so
-/// that the sender can continue meanwhile, and has a lower and an upper limit. If packets are missing, [`ACK_WITH_GAPS`]
-/// applies.
+/// Returns the number of packets that one acknowledgement covers if none is missing. The number is a part of the packets under
+/// way, so that the sender can continue meanwhile, and has a lower and an upper limit. If packets are missing,
+/// [`ACK_WITH_GAPS`] applies.
 pub(super) fn together(under_way: u32) -> u32 {
     (under_way / PART).clamp(ACK_EACH, ACK_MOST)
 }
@@ -14,7 +14,7 @@ pub(super) const ACK_EACH: u32 = 32;
 pub(super) const ACK_MOST: u32 = 128;
 pub(super) const ACK_WITH_GAPS: u32 = 16;
 /// If at least this many packets are under way, an acknowledgement is delayed so that it can travel with a packet in
-/// the other direction. The delay is [`ACK_DELAY`] and more for each 1,000 bytes of a packet.
+/// the other direction. The delay is [`ACK_DELAY`], plus [`ACK_DELAY_PER_KILOBYTE`] for each 1,000 bytes of a packet.
 pub(super) const PIPELINE: u32 = 4;
 pub(super) const ACK_DELAY: Duration = Duration::from_micros(5);
 pub(super) const ACK_DELAY_PER_KILOBYTE: Duration = Duration::from_nanos(300);

@@ -34,13 +34,14 @@ const RATE_ROUNDS: usize = 6;
 const RTT_MEMORY: Duration = Duration::from_secs(10);
 /// The percentage of lost packets in a round above which a queue is assumed to overflow.
 const TOO_MANY_LOST: u64 = 20;
-/// Delay above the shortest round trip that all packets of a round may have without being counted as queueing. On a
-/// path whose round trip is less than 7/16 of this, a smaller value applies, because a longer queue would only exceed
-/// the caches of the processor.
+/// Delay above the shortest round trip that all packets of a round may have without being counted
+/// as queueing. On a path whose round trip is less than 7/16 of this, a smaller value applies: a
+/// longer queue gains no throughput there, and its packets do not fit the caches of the processor.
 const SLACK: Duration = Duration::from_millis(1);
-/// Delay above that of the fastest packet of a round that is not counted as queueing. A queue delays all packets of a
-/// round. A scheduler that runs both ends in time slices of some milliseconds delays only some of them, and the
-/// window must cover the packets that arrive meanwhile.
+/// A packet may be later than the fastest packet of its round by this time without being counted as
+/// queueing. A queue delays all packets of a round. A scheduler that runs both ends in time slices
+/// of some milliseconds delays only some of them, and the window must cover the packets that arrive
+/// meanwhile.
 const TURNS: Duration = Duration::from_millis(8);
 
 /// Longest round trip within a host or between neighbours.

@@ -10,7 +10,7 @@
 //!   |------------------------------------>|
 //!   |      challenge: token b, echo a     |
 //!   |<------------------------------------|
-//!   | token a, echo b, seq, base, data    |      A receives at its address: B takes its packets
+//!   | token a, echo b, seq, base, data    |      the echo proves A's address: B accepts packets
 //!   |------------------------------------>|
 //!   |        ack, runs, window            |
 //!   |<------------------------------------|
@@ -124,9 +124,11 @@ struct PeerState {
     echo_before: u32,
     /// The instance number of the peer's queue pair. 0: unknown.
     instance: u32,
-    /// Sent instead of the time in packets to the peer, until the peer has returned it once.
+    /// A random number that packets to the peer contain instead of the time, until the peer has
+    /// returned it once.
     nonce: u32,
-    /// Whether the peer has shown that it receives at its address, in the second `proven_at`.
+    /// Whether the peer has shown that it receives at its address. `proven_at` is the second of the
+    /// last proof.
     is_proven: bool,
     proven_at: u32,
     /// Bytes that may be sent to the peer until it has shown that it receives at its address.
@@ -234,10 +236,12 @@ pub(super) struct Reliable {
     /// How long a peer may stay silent.
     peer_timeout: Duration,
     peers: Table<Peer, PeerState>,
-    /// The use of peer entries and of memory for waiting packets by each host and network.
+    /// How many peer entries, and how much memory for waiting packets, each host and each network
+    /// uses.
     shares: Shares,
     queued: VecDeque<Peer>,
-    /// The sender of the last peer for which nothing was under way any more. Its memory is used for the next one.
+    /// A sender that its peer does not need any more, because nothing is under way to that peer.
+    /// Its memory is used for the next sender.
     spare_sender: Option<Box<Sender>>,
     timers: BTreeSet<(Duration, Peer)>,
     /// Challenges to peers that have not proved their addresses.
@@ -252,7 +256,7 @@ pub(super) struct Reliable {
     shells: Vec<Arc<Vec<u8>>>,
     /// When the table of peers was last searched for idle ones.
     last_search: Duration,
-    /// When to search it next for peers whose packets wait without a deadline.
+    /// When to search the table of peers next for those whose packets wait without a deadline.
     search_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,
@@ -277,7 +281,8 @@ impl Reliable {
             timers: BTreeSet::new(),
             challenges: VecDeque::new(),
             blocked: Blocked::default(),
-            // Above 2^32, so that earlier numbers can be expanded too.
+            // The number is above 2^32, so that `numbers::expand` does not fall below 0 for a
+            // number on the wire that is earlier than this one.
             first_number: 1 << 32 | u64::from(secret.start(3)),
             delayed_acks: Vec::new(),
             spare: Vec::new(),
@@ -319,8 +324,8 @@ impl Reliable {
         self.shares.waiting()
     }
 
-    /// Checks that peers are charged at least what they use, and that the sums are right. Counts everything; for
-    /// tests.
+    /// Checks that peers are charged at least what they use, and that the sums are right. Only
+    /// tests call this, because it counts all waiting packets of all peers.
     pub(super) fn check_accounts(&self) {
         let of_peers = self.peers.values().filter_map(|state| state.rx.as_ref());
         let held: usize = of_peers.map(|rx| rx.counted()).sum();
@@ -343,8 +348,9 @@ fn second(now: Duration) -> u32 {
 /// How long a peer may be silent before it is forgotten. Longer than the lifetime of a datagram in the network, and
 /// than the validity of a token for first contact.
 const IDLE: Duration = Duration::from_secs(60);
-/// Unacknowledged packets younger than this have not arrived if the peer has forgotten this end. Less than [`IDLE`],
-/// by more than clocks may differ.
+/// If the peer has forgotten this end, unacknowledged packets that are younger than this have not
+/// arrived. The limit is less than [`IDLE`] by more than the clocks of two hosts may differ in that
+/// time.
 const YOUNG: Duration = Duration::from_secs(50);
 /// How long a proof of an address is valid, seconds.
 const PROOF: u32 = 60;

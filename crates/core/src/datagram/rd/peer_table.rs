@@ -46,7 +46,7 @@ impl Reliable {
             is_proven: true,
             proven_at: second(now),
             credit: 0,
-            // It is above 2^32, so that truncated numbers of earlier packets can be expanded too.
+            // The number is above 2^32, so that truncated numbers of earlier packets can be expanded too.
             next: self.first_number,
             expected: None,
             tx: None,
@@ -64,8 +64,8 @@ impl Reliable {
     }
 
     /// Forgets peers that have been silent for [`IDLE`], unless packets are under way to them. Their incomplete
-    /// messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the numbers of a
-    /// new entry are beyond all that were sent before.
+    /// messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the packet numbers
+    /// of a new entry are larger than all that were sent before.
     pub(super) fn forget_idle(&mut self, now: Duration) {
         self.forget(now, |_| true);
         self.last_search = now;

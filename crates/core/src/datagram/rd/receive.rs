@@ -341,8 +341,8 @@ impl RxContext<'_> {
             enqueue(self.queued, peer, state);
         }
         if crowded {
-            // The list may contain a peer twice, if a packet carried its acknowledgement and another became due
-            // since.
+            // The list contains a peer twice if a packet has carried its first acknowledgement and a second one has become
+            // due since.
             self.delayed_acks.sort_unstable();
             self.delayed_acks.dedup();
         }
@@ -350,7 +350,7 @@ impl RxContext<'_> {
     }
 }
 
-/// Stores packet `seq`, which waits, if its memory can be charged. Returns false otherwise.
+/// Stores packet `seq` until it can be delivered. Returns false if its memory cannot be charged to the peer.
 fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u8]) -> bool {
     let before = rx.held();
     if !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {

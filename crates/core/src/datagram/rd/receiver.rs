@@ -51,7 +51,8 @@ pub(super) struct Receiver {
     pub(super) since: u64,
     /// Whether an acknowledgement has to be sent now.
     pub(super) due: bool,
-    /// An acknowledgement has to be sent by this time, and may travel with another packet before.
+    /// The time by which an acknowledgement has to be sent. A packet with data that is sent earlier
+    /// may carry it.
     pub(super) ack_by: Option<Duration>,
     /// The time in the packet that is being answered.
     pub(super) time: u32,

@@ -100,7 +100,7 @@ pub(super) struct Sender {
     transmissions: VecDeque<(u64, u64)>,
     delivered: u64,
     delivered_at: Duration,
-    /// When the newest packet that was delivered had been sent.
+    /// When the newest delivered packet was sent.
     newest_at: Duration,
     /// Whether the window did not limit sending.
     app_limited: bool,
@@ -148,7 +148,7 @@ impl Sender {
     }
 
     /// Returns a new sender in the memory of another one, if there is one. In a dialogue of short messages each message has a new
-    /// sender.
+    /// sender, so this saves allocations.
     pub(super) fn boxed(
         spare: Option<Box<Self>>,
         next: u64,
@@ -324,7 +324,7 @@ impl Sender {
             s.state = State::Arrived;
             acked.bytes += s.packet.len() as u64;
             // If the packet was sent more than once, the first transmission may be the one that arrived. Then nothing
-            // can be concluded about packets that were sent between the two.
+            // can be concluded about packets that were sent between the two transmissions.
             let ahead = answers.wrapping_sub(micros(s.at)).cast_signed();
             if s.again && (answers == 0 || ahead < 0) {
                 return;
@@ -456,7 +456,7 @@ impl Sender {
         self.room = room;
     }
 
-    /// Returns the next lost packet, to be sent again, if the windows of the path and of the peer allow. The peer's
+    /// Returns the next lost packet, to be sent again, if the windows of the path and of the peer allow it. The peer's
     /// window may have become smaller since the packet was first sent.
     pub(super) fn again(&mut self, now: Duration, cc: &Congestion) -> Option<Outgoing<'_>> {
         let is_full = self.flying >= cc.window() || self.charge >= self.room;

@@ -1,8 +1,8 @@
 //! Limits for hosts and networks: entries in the table of peers, and memory of waiting packets.
 //!
 //! A host is an IPv4 address or the first 64 bits of an IPv6 address. A network is the first 24 or 48 bits. The
-//! limits leave a part for others: one network may use half of the total, the next one half of the rest, and so on. Of the
-//! entries, one host may use a third instead of half.
+//! limits leave a part of the total for others: one network may use half of it, the next network half of the rest, and so on. One
+//! host may use a third of the entries.
 
 use std::net::IpAddr;
 
@@ -65,7 +65,7 @@ impl Shares {
         self.peers += 1;
     }
 
-    /// Removes a peer, of which no packet waits.
+    /// Removes a peer that has no waiting packets.
     pub(super) fn leave(&mut self, peer: &Peer) {
         let (host, network) = prefixes(peer);
         for (table, key) in [(&mut self.hosts, host), (&mut self.networks, network)] {

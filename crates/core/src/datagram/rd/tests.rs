@@ -399,8 +399,8 @@ fn invalid_datagrams_are_not_stored() {
 
 #[test]
 fn an_idle_peer_costs_less_than_a_kibibyte() {
-    // The entry in the table with one control byte, and those of its host and network. Tables are filled to 7/16 at
-    // least.
+    // A peer has an entry in the table of peers, with one control byte, and its host and its network have one each. A
+    // hash table that has grown is at least 7/16 full.
     let place = size_of::<(Peer, PeerState)>() + 1 + 2 * (size_of::<(IpAddr, [u32; 2])>() + 1);
     eprintln!("{place} bytes, {} at most", place * 16 / 7);
     assert!(place * 16 / 7 <= 1024, "{place}");
@@ -473,7 +473,8 @@ impl Two {
     }
 }
 
-/// A message whose completion is not needed soon asks for no acknowledgement of its own. The probe of its sender does.
+/// A message whose completion is not needed soon requests no acknowledgement of its own. A later probe of its sender
+/// requests one.
 #[test]
 fn a_message_may_be_acknowledged_later() {
     let mut two = Two::new();

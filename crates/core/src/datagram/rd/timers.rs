@@ -106,7 +106,8 @@ pub(super) fn enqueue(queued: &mut VecDeque<Peer>, peer: &Peer, state: &mut Peer
     }
 }
 
-/// A timer that is earlier than the deadline is not moved: most packets postpone the deadline, and it rarely passes.
+/// Sets the timer of a peer to the deadline of its sender. A timer that is earlier is not moved:
+/// most packets postpone the deadline, and it rarely passes.
 pub(super) fn watch(timers: &mut BTreeSet<(Duration, Peer)>, peer: &Peer, state: &mut PeerState) {
     let Some(wanted) = state.tx.as_ref().and_then(|tx| tx.deadline) else {
         return;

@@ -71,8 +71,8 @@ impl Reliable {
         true
     }
 
-    /// Whether so many packets with wrong tokens came from the address of `peer`'s host in this second that they are
-    /// guesses.
+    /// Returns whether the packets with wrong tokens that came from the address of `peer`'s host in this second are so many that
+    /// they have to be guesses.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();

@@ -243,7 +243,7 @@ impl Reliable {
         }
     }
 
-    /// Whether acknowledgements wait for a packet to travel with.
+    /// Whether acknowledgements wait for packets with data that can carry them.
     pub(in crate::datagram) fn ack_due(&self) -> bool {
         !self.delayed_acks.is_empty()
     }

@@ -30,9 +30,9 @@ use crate::wire::rd::Packet;
 use crate::wire::rdmap::{AtomicRequest, Opcode, ReadRequest};
 use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
 
-/// The UDP payload that every path is assumed to carry, bytes: an Ethernet frame minus the headers of IPv6 and UDP.
+/// The UDP payload, in bytes, that every path is assumed to carry: an Ethernet frame minus the headers of IPv6 and UDP.
 const PATH_MTU: usize = 1500 - 48;
-/// The UDP payload of a jumbo frame, bytes.
+/// The UDP payload of a jumbo frame, in bytes.
 const JUMBO_MTU: usize = 9000 - 48;
 /// How long the MTU of a path is used before it is looked up again.
 const PATH_MEMORY: Duration = Duration::from_millis(100);
@@ -96,7 +96,7 @@ impl DatagramQp {
         self.flush_untaken();
     }
 
-    /// The headers of the datagrams of a Send or a Write of `len` bytes, without the destination. `None`: it is another
+    /// The headers of the datagrams of a Send or a Write of `len` bytes, without the destination. Returns `None` for any other
     /// operation.
     pub(super) fn head_of(
         &self,
@@ -155,8 +155,8 @@ impl DatagramQp {
         Some((shim, opcode, address))
     }
 
-    /// The UDP payload that the path to an address carries, bytes. It is looked up once in [`PATH_MEMORY`], because the
-    /// look-up takes a lock.
+    /// The UDP payload, in bytes, that the path to an address carries. The result for the last address is kept for
+    /// [`PATH_MEMORY`], because the look-up takes a lock.
     pub(super) fn path_mtu(&mut self, ip: IpAddr) -> usize {
         let Some(ask) = self.paths else {
             return PATH_MTU;
@@ -452,7 +452,8 @@ impl DatagramQp {
             return;
         };
         if std::mem::replace(with_cookie, true) {
-            // A request is sent again once. A peer that demands more could make this end send any number of datagrams.
+            // A request is repeated only once. Otherwise a peer that demands a cookie each time could make this end send any
+            // number of datagrams.
             return;
         }
         let (request, number) = (*request, reading.number);

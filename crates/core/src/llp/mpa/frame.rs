@@ -30,7 +30,7 @@ pub struct TxBatch {
     aligned: bool,
     /// Whether the batch copies as little payload as possible.
     small: bool,
-    /// The number of bytes at which it is full.
+    /// The number of bytes at which the batch is full.
     most: usize,
 }
 
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
 }
 
 impl TxBatch {
-    /// Bytes in it.
+    /// Number of bytes in the batch.
     pub fn len(&self) -> usize {
         self.bytes
     }
@@ -140,7 +140,7 @@ impl TxBatch {
         self.aligned
     }
 
-    /// Whether part of it is user memory by reference.
+    /// Whether the batch contains references to user memory.
     pub fn has_user_memory(&self) -> bool {
         !self.pieces.is_empty()
     }
@@ -346,7 +346,8 @@ pub fn frame_bytes(segment: &Segment, source: &Source, with_crc: bool) -> Vec<u8
     batch.own
 }
 
-/// Without CRC the payload is not copied: the kernel reads it from user memory.
+/// Appends the FPDU of a segment on a stream without CRCs. The payload is not copied: the kernel
+/// reads it from user memory.
 fn frame_by_reference(segment: &Segment, places: &[Placement], batch: &mut TxBatch) {
     let (length, pad) = length_and_pad(segment.header.len() + segment.len);
     batch.push_raw(&length);

@@ -30,8 +30,8 @@ impl Inserter {
         Self { at: 0 }
     }
 
-    /// Appends `fpdu`, a whole frame without markers, to `out`; its CRC is replaced by that over
-    /// frame and markers, or kept as it is if CRCs are off.
+    /// Appends `fpdu`, a whole frame without markers, to `out`; its CRC is replaced by the CRC
+    /// over the frame and its markers, or kept as it is if CRCs are off.
     ///
     /// The frame must not be longer than the 64,768 bytes that RFC 5044 allows, so that every distance
     /// fits its field.
@@ -199,8 +199,8 @@ impl Stripper {
         // RFC 5044 §4.2 [mpa-marker-low-bits]: the two low bits of a distance read as zero.
         let got = u16::from_be_bytes([high, low]) & !3;
         // The distance is that of the marker's first byte, and `since_start` already includes the `at`
-        // bytes of the marker that came in earlier calls. In a frame beyond the length that the RFC allows,
-        // the distance can exceed the field; then the low 16 bits are compared.
+        // bytes of the marker that came in earlier calls. In a frame that is longer than the RFC
+        // allows, the distance can exceed the field; then the low 16 bits are compared.
         let expected = self.since_start.saturating_sub(self.at) as u16;
         // RFC 5044 §8 [mpa-marker-check]: a marker must point to the length field of the current frame.
         if got != expected && self.wrong_marker.is_none() {
@@ -388,7 +388,7 @@ mod tests {
         inserter.insert(&good, true, &mut stream);
         let second = stream.len();
         inserter.insert(&fpdu(&[2; 700]), true, &mut stream);
-        // Without the two length bytes: a different length would move the end of the frame.
+        // The two length bytes are left out, because a different length would move the end of the frame.
         for at in (second..stream.len()).filter(|at| !(second + 4..second + 6).contains(at)) {
             let mut bad = stream.clone();
             bad[at] ^= 0x10;

@@ -56,7 +56,7 @@ pub enum Progress {
         params: StreamParams,
         /// Private data of the peer's ULP.
         private_data: Vec<u8>,
-        /// The depths in the Reply, for the ULP. [`params`](StreamParams) has the resulting ones.
+        /// The depths in the Reply, for the ULP. The depths that both ends agreed on are in `params`.
         peer_depths: Option<Depths>,
         /// The message to send first. To an anywarp peer a Control Hello is sent instead.
         rtr: Option<Rtr>,
@@ -79,14 +79,14 @@ pub enum Progress {
     NoCommonRtr {
         /// Bytes of the Reply.
         consumed: usize,
-        /// For framing the Terminate.
+        /// The parameters with which the Terminate is framed.
         params: StreamParams,
     },
     /// The peer will have more Reads outstanding than this end can serve: the caller sends a Terminate and closes.
     InsufficientIrd {
         /// Bytes of the Reply.
         consumed: usize,
-        /// For framing the Terminate.
+        /// The parameters with which the Terminate is framed.
         params: StreamParams,
         /// Reads that the peer will have outstanding.
         needed: u16,
@@ -94,7 +94,7 @@ pub enum Progress {
 }
 
 impl Progress {
-    /// The error to send to the peer, if this outcome is one.
+    /// Returns the error that the caller reports to the peer, if this outcome is an error.
     pub fn error(&self) -> Option<PeerError> {
         match self {
             Self::NeedMore | Self::Established { .. } | Self::Rejected { .. } => None,
@@ -116,8 +116,8 @@ impl Progress {
 ///   |  up  |          |   for   | -------> NoCommonRtr, InsufficientIrd  [Terminate; close]
 ///   +------+          |  Reply  | -------> PeerError     [close, nothing is sent]
 ///                     +---------+
-///                      timeout, TCP closed: the caller's; a stack without revision 2 closes
-///                      without a Reply: try again with `InitiatorConfig::older`
+///                      The caller handles a timeout and a closed TCP connection. A stack without revision 2
+///                      closes without a Reply; the caller then tries again with `InitiatorConfig::older`.
 /// ```
 #[derive(Clone, Debug)]
 pub struct Initiator {

@@ -1,8 +1,8 @@
 //! MPA start-up: Request and Reply, and the parameters that both ends agree on (RFC 5044 §7.1, RFC 6581).
 //!
-//! There is one state machine for each end. Its input is received bytes, its output frames to send; the caller has
-//! the socket, the timer and the ULP. A machine does not read bytes after its frame: after the Reply these are
-//! FPDUs.
+//! There is one state machine for each end. Its input is received bytes, and its output is frames to send. The caller
+//! has the socket, the timer and the ULP. A machine does not read the bytes after its frame. After the Reply these bytes
+//! are FPDUs.
 //!
 //! The ready-to-receive (RTR) message that follows is an FPDU and is not sent here. The result of a machine contains
 //! its form, if there is one.

@@ -19,7 +19,7 @@ pub struct StreamParams {
     pub rev: u8,
     /// Whether the initiator's first message is a ready-to-receive message.
     pub peer_to_peer: bool,
-    /// Its form: the initiator sends it, and the responder expects it.
+    /// The form of the ready-to-receive message, which the initiator sends and the responder expects.
     pub rtr: Option<Rtr>,
     /// Whether the other end is anywarp too. On a responder this is set when a Hello has arrived.
     pub peer_is_anywarp: bool,
@@ -94,8 +94,8 @@ impl RtrForms {
 /// The number of Reads and atomics that one end serves, and has outstanding, at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Depths {
-    /// Inbound; 0x3fff leaves it to the ULP.
+    /// The inbound depth. With 0x3fff, the ULP negotiates it.
     pub ird: u16,
-    /// Outbound; 0x3fff leaves it to the ULP.
+    /// The outbound depth. With 0x3fff, the ULP negotiates it.
     pub ord: u16,
 }

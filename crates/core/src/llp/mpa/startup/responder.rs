@@ -34,7 +34,7 @@ impl Default for ResponderLimits {
 /// A valid Request, for the ULP to accept or reject.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Bytes of the Request. No bytes may follow before the Reply is sent.
+    /// The number of bytes of the Request. No bytes may follow before the Reply is sent.
     pub consumed: usize,
     /// MPA revision.
     pub rev: u8,
@@ -44,16 +44,16 @@ pub struct Request {
     pub markers: bool,
     /// Whether the peer will send a ready-to-receive message first.
     pub peer_to_peer: bool,
-    /// The forms of that message which it offers.
+    /// The forms of the ready-to-receive message that the peer offers.
     pub rtr: RtrForms,
-    /// Reads that the peer serves concurrently. `None` if it does not say, or leaves it to the ULP.
+    /// Reads that the peer serves concurrently. `None` if the Request does not state the number, or leaves it to the ULP.
     pub ird: Option<u16>,
-    /// Reads that the peer wants to have outstanding. `None` if it does not say, or leaves it to the ULP.
+    /// Reads that the peer wants to have outstanding. `None` if the Request does not state the number, or leaves it to the ULP.
     pub ord: Option<u16>,
     /// Private data of the peer's ULP.
     pub private_data: Vec<u8>,
-    /// Whether the peer offers all three ready-to-receive messages, as anywarp does. That it is anywarp is certain only when a Control
-    /// Hello arrives instead.
+    /// Whether the peer offers all three ready-to-receive messages, as anywarp does. Only a Control Hello in place of
+    /// the ready-to-receive message makes it certain that the peer is anywarp.
     pub peer_may_be_anywarp: bool,
 }
 
@@ -230,8 +230,8 @@ impl Responder {
                 params.ird = params.ird.max(1);
             }
             let mirrored = |asked: u16, ours: u16| {
-                // RFC 6581 §9.1 [mpa-not-negotiated]: if the peer leaves a depth to the ULP, the Reply does too: our
-                // IRD for its ORD, and our ORD for its IRD.
+                // RFC 6581 §9.1 [mpa-not-negotiated]: if the peer leaves a depth to the ULP, so does the Reply. Our
+                // IRD answers the peer's ORD, and our ORD answers the peer's IRD.
                 if asked == DEPTH_NOT_NEGOTIATED {
                     DEPTH_NOT_NEGOTIATED
                 } else {
