@@ -96,6 +96,7 @@ const CARRIERS: &[(&str, &str)] = &[
     ("vanish", "eager"),
     ("vanish", "tcp"),
     ("fork", "eager"),
+    ("fi", "tcp"),
 ];
 
 /// Tests of `chaos` whose connections use datagrams, whatever `ANYWARP_CARRIER` is.

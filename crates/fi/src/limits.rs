@@ -68,13 +68,14 @@ pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
 /// seconds.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
-/// The messages to and from a peer on this host after which the endpoint makes a link to it.
+/// The messages to and from a peer after which the endpoint makes a link to it.
 pub const BUSY: u32 = 64;
-/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and the rings of a connection on one host.
+/// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and on one host the rings of the connection.
 /// Pages that were never written use no memory.
 pub const LINKS: usize = 8;
-/// The number of receives of a link, and the most messages on it that have not completed.
-pub const LINK_DEPTH: usize = 32;
+/// The number of receives of a link, and the most messages on it that have not completed. The peer acknowledges 32 messages together, so
+/// that with half this number the sender would wait for each acknowledgement.
+pub const LINK_DEPTH: usize = 64;
 /// The most memory windows of a link that are being bound. While there are so many, further announced messages of the link's peer are
 /// written by datagrams.
 pub const BINDS: usize = 32;

@@ -642,7 +642,7 @@ pub struct Job {
     pub qkey: u32,
     /// The milliseconds without a response after which a peer counts as lost.
     pub timeout_ms: u32,
-    /// Whether busy pairs of endpoints on one host connect by links (`endpoint/link.rs`).
+    /// Whether busy pairs of endpoints connect by links (`endpoint/link.rs`).
     pub links: bool,
     /// Whether receivers may read the messages that an endpoint announces.
     pub readable: bool,

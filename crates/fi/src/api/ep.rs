@@ -96,7 +96,7 @@ fn job() -> Job {
     Job {
         qkey: number("FI_ANYWARP_QKEY", USUAL_KEY),
         timeout_ms: number("FI_ANYWARP_PEER_TIMEOUT_MS", limits::PEER_TIMEOUT_MS).max(1),
-        // Links (reliable connections on one host) do not support announced messages that the receiver reads, so
+        // Links (reliable connections) do not support announced messages that the receiver reads, so
         // `readable` turns links off.
         links: !readable && number("FI_ANYWARP_LINKS", 1) != 0,
         readable,

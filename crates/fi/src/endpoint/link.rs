@@ -1,11 +1,12 @@
-//! Links: reliable connections between busy endpoints of one host, which are faster there than datagrams.
+//! Links: reliable connections between busy endpoints, which are faster than datagrams.
 //!
 //! ```text
 //! lower name              other
 //!     | ---- offer ------> |      after 64 messages, by datagram, like all steps
 //!     | <--- accept ------ |
-//!     | ---- moved ------> |      and then messages on the link; each end moves independently of the other
-//!     | <--- moved ------- |
+//!     | <=== probes =====> |      the first messages on the link
+//!     | ---- moved ------> |      and then messages on the link; each end moves independently of the other,
+//!     | <--- moved ------- |      when its probe has completed
 //! ```
 //!
 //! Only messages that are matched with receives use the link: those with content, and announcements. The receiver reads no
@@ -57,6 +58,8 @@ struct Sent {
 enum What {
     Message,
     Announcement,
+    /// The first message, which shows that the queue pairs are connected.
+    Probe,
     /// A write of a message, or of a piece of one, to a window of the peer.
     Write,
 }
@@ -81,6 +84,9 @@ struct Link {
     peer: Remote,
     /// The queue pair of the peer, when it is known.
     remote: Option<u32>,
+    /// Whether a message has arrived at the peer. Messages use the link only then: a firewall may drop the packets of TCP, and the
+    /// connection would fail only after a while.
+    is_proven: bool,
     /// Whether messages to the peer use the link.
     sends: bool,
     /// Whether the peer has reported that its messages use the link.
@@ -125,7 +131,7 @@ impl Link {
 #[derive(Debug)]
 pub(super) struct Links {
     all: Vec<Option<Link>>,
-    /// The number of messages to and from each peer on this host that has no link. `u32::MAX`: no link is offered to the peer any more.
+    /// The number of messages to and from each peer that has no link. `u32::MAX`: no link is offered to the peer any more.
     counts: HashMap<Remote, u32>,
     generation: u16,
     enabled: bool,
@@ -189,7 +195,7 @@ impl Links {
 impl Endpoint {
     /// Returns the link for a message to a peer, if it has one. `FI_EAGAIN` if the message has to wait.
     pub(super) fn link_to(&mut self, cx: &mut Shared, to: Remote) -> Result<Option<usize>, i32> {
-        if to.ip != self.name.ip || !self.links.enabled {
+        if !self.links.enabled {
             return Ok(None);
         }
         let Some(link_index) = self.links.find(to) else {
@@ -210,7 +216,7 @@ impl Endpoint {
                 (false, false) => Ok(Some(link_index)),
             };
         }
-        if link.broken || link.closed {
+        if link.broken || link.closed || !link.is_proven {
             return Ok(None);
         }
         let header = step(Step::Moved, link.stream.number(), remote);
@@ -247,10 +253,10 @@ impl Endpoint {
         link.posted += 1;
         link.sent.push_back(Sent {
             op,
-            what: if header.kind == Kind::Announce {
-                What::Announcement
-            } else {
-                What::Message
+            what: match header.kind {
+                Kind::Announce => What::Announcement,
+                Kind::Probe => What::Probe,
+                _ => What::Message,
             },
             length,
         });
@@ -259,7 +265,7 @@ impl Endpoint {
 
     /// Counts a message to or from a peer, and offers it a link if there are many.
     pub(super) fn count_message(&mut self, cx: &mut Shared, peer: Remote) {
-        if peer.ip != self.name.ip || !self.links.enabled || peer == self.name {
+        if !self.links.enabled || peer == self.name {
             return;
         }
         if self.links.counts.len() >= limits::COUNTED && !self.links.counts.contains_key(&peer) {
@@ -303,6 +309,7 @@ impl Endpoint {
             },
             peer,
             remote: None,
+            is_proven: false,
             sends: false,
             receives: false,
             posted: 0,
@@ -345,7 +352,20 @@ impl Endpoint {
             ip: link.peer.ip,
             qpn: remote,
         };
-        link.stream.connect(peer, self.gid_index)
+        let to = link.peer;
+        link.stream.connect(peer, self.gid_index)?;
+        let op = self
+            .ops
+            .insert(Op::Probe { to })
+            .map_err(|_full| FI_EAGAIN)?;
+        let header = Header::new(Kind::Probe);
+        let posted = self.post_on_link(link_index, op, &header, &UserMemory::default());
+        if let Err(why) = posted {
+            self.ops.remove(op);
+            return Err(why);
+        }
+        self.outstanding += 1;
+        Ok(())
     }
 
     /// Handles a step of a peer.
@@ -358,7 +378,6 @@ impl Endpoint {
             let welcome = link_index.is_none()
                 && self.links.enabled
                 && from < self.name
-                && from.ip == self.name.ip
                 && self.source(cx, from) != FI_ADDR_NOTAVAIL;
             let made = if welcome {
                 self.new_link(cx, from, Some(header.id))
@@ -439,6 +458,7 @@ impl Endpoint {
             if link.count.is_none()
                 && let Some(sent) = link.sent.pop_front()
             {
+                link.is_proven |= sent.what == What::Probe;
                 self.link_sent(cx, sent, 0);
                 self.write_waiting(cx, usize::from(name.link_index));
             }
@@ -470,10 +490,12 @@ impl Endpoint {
         };
         // SAFETY: the receive has completed and is not posted again yet.
         let message = unsafe { link.area.received(at.saturating_mul(MESSAGE_ROOM), length) };
-        let matched = Header::decode(message)
-            .is_some_and(|(header, _)| matches!(header.kind, Kind::Eager | Kind::Announce));
+        let kind = Header::decode(message).map(|(header, _)| header.kind);
+        let matched = matches!(kind, Some(Kind::Eager | Kind::Announce));
         if !matched {
-            self.bad = self.bad.wrapping_add(1);
+            if kind != Some(Kind::Probe) {
+                self.bad = self.bad.wrapping_add(1);
+            }
             return self.release_receive(&held);
         }
         if !self.held.is_empty() || !self.take(cx, &held) {
@@ -492,9 +514,6 @@ impl Endpoint {
 
     /// Returns the link that a peer may write a message over.
     pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
-        if from.ip != self.name.ip {
-            return None;
-        }
         let link_index = self.links.find(from)?;
         let link = self.links.all.get(link_index)?.as_ref()?;
         let usable = link.receives && link.remote.is_some() && !link.broken && !link.closed;

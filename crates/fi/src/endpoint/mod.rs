@@ -6,7 +6,7 @@
 //! complete. As an option, the receiver reads the message instead (`fetch.rs`). Reads and writes of the program use a second queue
 //! pair, whose writes create no records.
 //!
-//! Busy endpoints of one host send their messages and announcements over a connection (`link.rs`).
+//! Busy pairs of endpoints send their messages and announcements over a connection (`link.rs`).
 
 pub(crate) mod atomic;
 mod credit;
@@ -501,7 +501,7 @@ impl Binding {
 #[derive(Debug)]
 pub struct Endpoint {
     qp: QueuePair,
-    /// Links to peers on this host.
+    /// Links to busy peers.
     links: link::Links,
     /// The queue pair for reads and writes of the program. It is created for the first of them.
     plain: Option<QueuePair>,
