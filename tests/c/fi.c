@@ -563,6 +563,57 @@ static const char *link_closes(size_t arg)
 	return NULL;
 }
 
+/* Orders two endpoints by their names, as the provider does: the one with the lower name offers a connection. */
+static const char *order_by_name(struct side *low, struct side *high)
+{
+	uint8_t names[2][64] = { { 0 } };
+	size_t len = sizeof names[0];
+
+	OK(fi_getname(&low->ep->fid, names[0], &len));
+	len = sizeof names[1];
+	OK(fi_getname(&high->ep->fid, names[1], &len));
+	if (memcmp(names[0], names[1], len) > 0) {
+		struct side moved = *low;
+
+		*low = *high;
+		*high = moved;
+	}
+	return NULL;
+}
+
+/*
+ * An endpoint offers a connection and is closed before the other end has accepted it. That end still notices that its peer is gone: a
+ * message that waits for a receive of the peer fails.
+ */
+static const char *link_abandoned(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	struct side low, high;
+	uint32_t got;
+
+	(void)arg;
+	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "1000", 1);
+	TRY(open_sides(&low, &high));
+	TRY(order_by_name(&low, &high));
+	/* The 64th message is followed by the offer. `high` makes no progress after the one before. */
+	for (uint32_t n = 0; n < 63; n++) {
+		if (n == 50)
+			OK(fi_send(high.ep, out, 100000, NULL, high.peer, &high));
+		OK(fi_trecv(high.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, &high));
+		TRY(inject(&low, low.peer, 1, n));
+		if (n < 62)
+			TRY(next(high.rx, &entry, NULL));
+	}
+	ENSURE(!close_now(low.ep), "fi_close");
+	TRY(next(high.rx, &entry, NULL));
+	ENSURE(got == 62, "the last message is %u", got);
+	/* Now `high` connects its queue pair to that of the closed endpoint. */
+	TRY(next_error(high.tx, &error, 10000));
+	ENSURE(error.err == FI_EHOSTUNREACH || error.err == FI_ECONNRESET, "%s", fi_strerror(error.err));
+	return NULL;
+}
+
 /* With FI_ANYWARP_LINKS=0 there are no connections. Without the variable there are connections to a limited number of peers. */
 static const char *links_limited(size_t arg)
 {
@@ -1736,6 +1787,7 @@ static const struct test tests[] = {
 	{ "link_binds_no_window_at_the_other_end", link_between, 12, 0, true },
 	{ "link_fails_at_windows_and_writes", link_between, 13, 0, true },
 	{ "link_closes", link_closes, 0, 0, false },
+	{ "link_abandoned", link_abandoned, 0, 0, false },
 	{ "link_with_loss", link_between, WITH_LOSS, 0, true },
 	{ "links_limited", links_limited, 0, 0, true },
 	{ "links_disabled", links_limited, 1, 0, true },

@@ -9,6 +9,9 @@ pub const EAGER: usize = 16 * 1024;
 /// The longest message in bytes that is copied when it is posted (`fi_inject`). MPI libraries inject all messages up to this length, and
 /// need no acknowledgement before `MPI_Send` or `MPI_Wait` returns.
 pub const INJECT: usize = EAGER;
+/// The longest write in bytes that is copied although the program does not inject it. Registering longer memory costs less than the copy, and the
+/// memory for copies is shared with messages.
+pub const COPIED_WRITE: usize = 4096;
 /// The longest message in bytes that is sent inline: the inline limit of the device.
 pub const INLINE: usize = 1024;
 /// The largest number of buffers of one message.

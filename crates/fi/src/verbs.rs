@@ -1010,7 +1010,7 @@ impl Stream {
 
     /// Connects the queue pair to one of a peer. Both ends have to do this, in any order. The call does not wait for the
     /// connection; posted requests do.
-    pub fn connect(&self, peer: Remote, from: u8) -> Result<(), i32> {
+    pub fn connect(&self, peer: Remote, from: u8, timeout_ms: u32) -> Result<(), i32> {
         const RNR_TIMER_640_US: u8 = 12;
         const FOR_EVER: u8 = 7;
         let ready_to_receive = ffi::ibv_qp_attr {
@@ -1044,8 +1044,8 @@ impl Stream {
         )?;
         let ready_to_send = ffi::ibv_qp_attr {
             qp_state: ffi::IBV_QPS_RTS,
-            timeout: 14,
-            retry_cnt: 7,
+            timeout: timeout_exponent(timeout_ms),
+            retry_cnt: RETRIES,
             rnr_retry: FOR_EVER,
             max_rd_atomic: 1,
             ..Default::default()
@@ -1212,9 +1212,33 @@ pub(crate) fn error_of(wc: &Wc) -> i32 {
     }
 }
 
+/// How often a request is repeated until its queue pair fails.
+const RETRIES: u8 = 7;
+
+/// Returns the exponent of the acknowledgement timeout, 4.096 µs × 2^exponent, with which a queue pair fails after `ms` milliseconds
+/// without a response, or a little later.
+fn timeout_exponent(ms: u32) -> u8 {
+    let longest = |exponent: u8| (4_096_u64 << exponent) * (u64::from(RETRIES) + 1) / 1_000_000;
+    (14..31)
+        .find(|exponent| longest(*exponent) >= ms.into())
+        .unwrap_or(31)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_queue_pair_fails_after_the_timeout_of_peers() {
+        let after = |ms| 4.096e-3 * 2_f64.powi(timeout_exponent(ms).into()) * 8.0;
+        for ms in [600, 5_000, 30_000, 600_000] {
+            assert!(
+                (f64::from(ms)..2.0 * f64::from(ms)).contains(&after(ms)),
+                "{ms}"
+            );
+        }
+        assert_eq!((timeout_exponent(1), timeout_exponent(u32::MAX)), (14, 31));
+    }
 
     #[test]
     fn an_address_equals_its_gid() {

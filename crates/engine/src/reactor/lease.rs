@@ -32,6 +32,10 @@ const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 /// processor to fire.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
+/// How many leases are short after a completion queue was armed, also if the program makes progress only by polls. It may sleep after the next
+/// poll, and the worker then receives for it.
+const SHORT_AFTER_ARM: u32 = 16;
+
 /// How many posts start no lease after a lease that a post started, and during which no poll handled the sockets.
 const POSTS_TO_SKIP: u32 = 1024;
 
@@ -93,6 +97,8 @@ pub(super) struct Lease {
     /// Number of open contexts, and of those whose programs make progress only by polls ([`Self::set_polled`]).
     contexts: AtomicUsize,
     polled_contexts: AtomicUsize,
+    /// The number of leases that are short because a completion queue was armed.
+    short_leases: AtomicU32,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
     lengths: (Duration, Duration),
@@ -112,6 +118,7 @@ impl Lease {
             successful_polls: AtomicU64::new(0),
             contexts: AtomicUsize::new(0),
             polled_contexts: AtomicUsize::new(0),
+            short_leases: AtomicU32::new(0),
             #[cfg(test)]
             lengths: (LEASE, STEADY_LEASE),
         }
@@ -217,7 +224,11 @@ impl Lease {
     /// The length of a lease that is granted at `t`.
     fn duration(&self, t: u64) -> Duration {
         if self.is_patient() {
-            return self.steady();
+            // Only an estimate: two threads may count the same lease.
+            match self.short_leases.load(Ordering::Relaxed) {
+                0 => return self.steady(),
+                left => self.short_leases.store(left - 1, Ordering::Relaxed),
+            }
         }
         let runs = t <= self.until.load(Ordering::Acquire);
         let since = self.steady_since.load(Ordering::Relaxed);
@@ -288,6 +299,9 @@ impl Lease {
     /// has polled again.
     pub(super) fn on_arm(&self) {
         self.posted_at.store(0, Ordering::Relaxed);
+        if self.is_patient() {
+            self.short_leases.store(SHORT_AFTER_ARM, Ordering::Relaxed);
+        }
     }
 
     /// Called when a completion queue was armed by a thread that will probably poll again at once. It may sleep after
@@ -455,6 +469,12 @@ mod tests {
         lease.set_open(true);
         assert_eq!(granted(), Some(LEASE), "the second context is not");
         lease.set_open(false);
+        assert_eq!(granted(), Some(STEADY_LEASE));
+        // The program may sleep after it has armed a completion queue.
+        lease.on_arm();
+        for _ in 0..SHORT_AFTER_ARM {
+            assert_eq!(granted(), Some(LEASE));
+        }
         assert_eq!(granted(), Some(STEADY_LEASE));
         lease.set_polled(false);
         assert_eq!(granted(), Some(LEASE));

@@ -49,6 +49,7 @@ impl Name {
 /// A message on a link that has not completed.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
+    /// The operation. A probe has none.
     op: u32,
     what: What,
     length: usize,
@@ -93,6 +94,8 @@ struct Link {
     receives: bool,
     posted: u64,
     received: u64,
+    /// The number of receives that are posted and have not completed.
+    receives_posted: usize,
     sent: VecDeque<Sent>,
     /// Announced messages that the peer has granted, and whose writes wait for room on the link.
     writes: VecDeque<u32>,
@@ -109,7 +112,7 @@ struct Link {
 }
 
 impl Link {
-    fn post_receive(&self, at: usize) -> Result<(), i32> {
+    fn post_receive(&mut self, at: usize) -> Result<(), i32> {
         let piece = Piece {
             at: self.area.address(at * MESSAGE_ROOM),
             len: HEADER + limits::EAGER,
@@ -117,7 +120,9 @@ impl Link {
         };
         let id = self.name.id(LINK_RECEIVE, at);
         // SAFETY: the area is registered, and this part of it is not used before the completion.
-        unsafe { self.stream.receive(id, piece) }
+        unsafe { self.stream.receive(id, piece) }?;
+        self.receives_posted += 1;
+        Ok(())
     }
 
     /// Returns the offset of the memory of message number `number`.
@@ -169,7 +174,7 @@ impl Links {
     pub(super) fn waiting(&self) -> impl Iterator<Item = Remote> + '_ {
         let links = self.all.iter().flatten();
         links
-            .filter(|l| !l.closed && (!l.sent.is_empty() || l.broken))
+            .filter(|l| !l.closed && (!l.sent.is_empty() || l.broken || l.remote.is_none()))
             .map(|l| l.peer)
     }
 
@@ -299,7 +304,7 @@ impl Endpoint {
         let region = unsafe { Region::new(&cx.pd, area.address(0), area.size(), Access::Sink) }?;
         let stream = Stream::new(&cx.pd, &self.cq)?;
         self.links.generation = self.links.generation.wrapping_add(1);
-        let link = Link {
+        let mut link = Link {
             stream,
             region,
             area,
@@ -314,6 +319,7 @@ impl Endpoint {
             receives: false,
             posted: 0,
             received: 0,
+            receives_posted: 0,
             sent: VecDeque::new(),
             writes: VecDeque::new(),
             binds: 0,
@@ -352,20 +358,10 @@ impl Endpoint {
             ip: link.peer.ip,
             qpn: remote,
         };
-        let to = link.peer;
-        link.stream.connect(peer, self.gid_index)?;
-        let op = self
-            .ops
-            .insert(Op::Probe { to })
-            .map_err(|_full| FI_EAGAIN)?;
+        link.stream
+            .connect(peer, self.gid_index, self.job.timeout_ms)?;
         let header = Header::new(Kind::Probe);
-        let posted = self.post_on_link(link_index, op, &header, &UserMemory::default());
-        if let Err(why) = posted {
-            self.ops.remove(op);
-            return Err(why);
-        }
-        self.outstanding += 1;
-        Ok(())
+        self.post_on_link(link_index, 0, &header, &UserMemory::default())
     }
 
     /// Handles a step of a peer.
@@ -444,6 +440,9 @@ impl Endpoint {
         let Some(link) = self.links.get_mut(name) else {
             return;
         };
+        if wc.wr_id >> KIND == LINK_RECEIVE {
+            link.receives_posted = link.receives_posted.saturating_sub(1);
+        }
         if err != 0 {
             let link_index = usize::from(name.link_index);
             return self.break_link(cx, link_index);
@@ -467,8 +466,10 @@ impl Endpoint {
         link.received += 1;
         let from = link.peer;
         if let Some(word) = written_word(wc) {
-            // This fails only if the link has failed.
-            let _posted = link.post_receive(at);
+            if !link.broken {
+                // This fails only if the link has failed.
+                let _posted = link.post_receive(at);
+            }
             let length = wc.byte_len as usize;
             let fits = self.incoming.get(word).is_some_and(|i| {
                 i.link.is_some_and(|(link, _)| link == name)
@@ -507,6 +508,9 @@ impl Endpoint {
     }
 
     fn link_sent(&mut self, cx: &mut Shared, sent: Sent, err: i32) {
+        if sent.what == What::Probe {
+            return;
+        }
         self.outstanding = self.outstanding.saturating_sub(1);
         let kind = sent.kind();
         self.request_completed(cx, kind, sent.op, err);
@@ -673,7 +677,7 @@ impl Endpoint {
         match held.link {
             None => self.again(held.receive),
             Some(name) => {
-                if let Some(link) = self.links.get(name) {
+                if let Some(link) = self.links.get_mut(name).filter(|link| !link.broken) {
                     // This fails only if the link has failed.
                     let _posted = link.post_receive(held.receive);
                 }
@@ -681,7 +685,7 @@ impl Endpoint {
         }
     }
 
-    /// Called when a link has failed. All completions of messages that have arrived on it were handled before.
+    /// Called when a link has failed. Messages that have arrived on it may still have completions in the queue.
     fn break_link(&mut self, cx: &mut Shared, link_index: usize) {
         let Some(Some(link)) = self.links.all.get_mut(link_index) else {
             return;
@@ -708,6 +712,10 @@ impl Endpoint {
                 continue;
             }
             let Some(remote) = link.remote else { continue };
+            // When the queue pair has failed, all receives complete. The number of messages that have arrived is final then.
+            if link.receives_posted > 0 {
+                continue;
+            }
             if !std::mem::replace(&mut link.notified, true) {
                 let name = link.name;
                 let mut header = step(Step::Broken, link.stream.number(), remote);
@@ -740,7 +748,7 @@ impl Endpoint {
                 }
                 return;
             };
-            if number < count {
+            if number < count || sent.what == What::Probe {
                 link.sent.pop_front();
                 self.link_sent(cx, sent, 0);
                 continue;

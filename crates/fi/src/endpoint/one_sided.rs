@@ -47,7 +47,7 @@ impl Endpoint {
             self.plain = Some(QueuePair::new(&cx.pd, &self.cq, self.job, true, 0)?);
         }
         let inject = what.silent || what.flags & FI_INJECT != 0;
-        let slot = if !what.read && (inject || length <= limits::INJECT) {
+        let slot = if !what.read && (inject || length <= limits::COPIED_WRITE) {
             Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
         } else {
             None

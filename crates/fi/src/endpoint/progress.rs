@@ -454,12 +454,14 @@ impl Endpoint {
             &mut self.untagged
         };
         let Some((index, receive)) = matching.receive_for(&envelope) else {
+            // A message on a link stays in the link's receive, which keeps back this peer alone. It may have been sent before its sender has
+            // read the notice, which travels as a datagram.
+            if crowded || held.link.is_some() && !self.may_store(from) {
+                return false;
+            }
             if !self.may_store(from) {
                 self.ignored(from);
                 return true;
-            }
-            if crowded {
-                return false;
             }
             let content = if announced {
                 Content::Announced(announcement)

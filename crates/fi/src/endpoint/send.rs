@@ -81,7 +81,11 @@ impl Endpoint {
         }
         let total = HEADER + length;
         let slot = if link.is_none() && total > limits::INLINE {
-            Some(self.free_slots.pop().ok_or(FI_EAGAIN)?)
+            let Some(slot) = self.free_slots.pop() else {
+                self.ask_for_acknowledgements(cx);
+                return Err(FI_EAGAIN);
+            };
+            Some(slot)
         } else {
             None
         };
@@ -97,7 +101,8 @@ impl Endpoint {
         if self.outstanding == 0 {
             self.later.clear();
         }
-        let many = self.outstanding.max(self.later.len()) >= limits::LATER;
+        let few_slots = slot.is_some() && self.free_slots.len() < limits::SLOTS / 4;
+        let many = few_slots || self.outstanding.max(self.later.len()) >= limits::LATER;
         let soon = !at_once || many;
         let posted = match (slot, link) {
             (None, Some(link)) => self.post_on_link(link, op, &header, &message.memory),
