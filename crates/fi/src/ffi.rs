@@ -43,6 +43,7 @@ functions! {
     get_device_list: c"ibv_get_device_list" = fn(*mut c_int) -> *mut *mut ibv_device;
     free_device_list: c"ibv_free_device_list" = fn(*mut *mut ibv_device) -> ();
     open_device: c"ibv_open_device" = fn(*mut ibv_device) -> *mut ibv_context;
+    close_device: c"ibv_close_device" = fn(*mut ibv_context) -> c_int;
     query_gid: c"ibv_query_gid" = fn(*mut ibv_context, u8, c_int, *mut ibv_gid) -> c_int;
     alloc_pd: c"ibv_alloc_pd" = fn(*mut ibv_context) -> *mut ibv_pd;
     dealloc_pd: c"ibv_dealloc_pd" = fn(*mut ibv_pd) -> c_int;

@@ -16,6 +16,9 @@ pub const PROVIDER: &CStr = c"anywarp";
 const FABRIC: &CStr = c"anywarp";
 const DOMAIN: &CStr = c"anywarp0";
 
+/// The size in bytes of the memory for an address, which is more than any socket address has.
+const NAME: usize = 128;
+
 /// The version of the provider.
 pub const VERSION: u32 = fi_version(1, 0);
 
@@ -89,9 +92,11 @@ unsafe fn string(text: *const c_char) -> Option<String> {
 /// # Safety
 /// `at` is null or points to `len` bytes.
 unsafe fn bytes(at: *const c_void, len: usize) -> Option<Vec<u8>> {
-    if at.is_null() || len == 0 || len > 128 {
+    if at.is_null() || len == 0 {
         return None;
     }
+    // An address of more than `NAME` bytes is refused, and only its length matters for that.
+    let len = len.min(NAME + 1);
     // SAFETY: upheld by the caller.
     Some(unsafe { std::slice::from_raw_parts(at.cast::<u8>(), len) }.to_vec())
 }
@@ -144,6 +149,10 @@ impl Hints {
             FI_FORMAT_UNSPEC | FI_SOCKADDR | FI_SOCKADDR_IN | FI_SOCKADDR_IN6
         ) {
             return Err("an address format other than socket addresses");
+        }
+        let ends = [&self.source, &self.destination];
+        if ends.into_iter().flatten().any(|end| end.len() > NAME) {
+            return Err("an address that is too long");
         }
         if let Some(ep) = &self.ep {
             if !matches!(ep.r#type, FI_EP_UNSPEC | FI_EP_RDM) {
@@ -319,9 +328,9 @@ fn text(from: &CStr) -> Option<*mut c_char> {
 }
 
 fn name_copy(name: &[u8]) -> Option<*mut c_void> {
-    let at = zeroed::<[u8; 128]>()?;
-    // SAFETY: the buffer has 128 bytes, and names are shorter.
-    unsafe { std::ptr::copy_nonoverlapping(name.as_ptr(), at.cast(), name.len().min(128)) };
+    let at = zeroed::<[u8; NAME]>()?;
+    // SAFETY: the buffer has `NAME` bytes, and names are shorter.
+    unsafe { std::ptr::copy_nonoverlapping(name.as_ptr(), at.cast(), name.len().min(NAME)) };
     Some(at.cast())
 }
 
@@ -571,6 +580,20 @@ mod tests {
                 ..domain()
             }),
             ..Hints::default()
+        }
+    }
+
+    #[test]
+    fn an_address_that_is_too_long_is_refused() {
+        let name = [0u8; NAME + 1];
+        for len in [16, NAME, NAME + 1, usize::MAX] {
+            // SAFETY: zeros are valid for all members.
+            let mut info: fi_info = unsafe { std::mem::zeroed() };
+            info.src_addr = name.as_ptr().cast_mut().cast();
+            info.src_addrlen = len;
+            // SAFETY: at most `NAME` + 1 bytes of an address are read.
+            let hints = unsafe { Hints::read(&raw const info) };
+            assert_eq!(hints.answer(NOW).is_ok(), len <= NAME, "{len} bytes");
         }
     }
 

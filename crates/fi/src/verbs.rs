@@ -148,6 +148,8 @@ impl Device {
             }
         }
         if addresses.is_empty() {
+            // SAFETY: the context is open, and nothing refers to it.
+            unsafe { (f.close_device)(context) };
             return Err(Missing::Address);
         }
         let device = Self {
