@@ -1,10 +1,11 @@
 //! A child process that measures. Dropping the value that represents it kills the process.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
@@ -184,6 +185,9 @@ impl Ended {
 
     /// Returns the output of a program that has exited successfully, or the last line of its error messages.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
+        // Read while the program runs: it would not end if its output filled a pipe.
+        let output = self.0.stdout.take().map(text_of);
+        let errors = self.0.stderr.take().map(text_of);
         let end = Instant::now() + LONGEST;
         let status = loop {
             match self.0.try_wait().map_err(|e| e.to_string())? {
@@ -198,25 +202,32 @@ impl Ended {
                 None => thread::sleep(CHECK_EVERY),
             }
         };
-        let mut text = String::new();
+        let text = if status.success() { output } else { errors };
+        let text = text.map_or_else(|| Ok(String::new()), finished)?;
         if status.success() {
-            if let Some(stdout) = &mut self.0.stdout {
-                stdout
-                    .read_to_string(&mut text)
-                    .map_err(|e| e.to_string())?;
-            }
             return Ok(text);
-        }
-        if let Some(stderr) = &mut self.0.stderr {
-            stderr
-                .read_to_string(&mut text)
-                .map_err(|e| e.to_string())?;
         }
         let last = text.lines().rev().find(|line| !line.trim().is_empty());
         Err(last
             .unwrap_or("the program failed without a message")
             .to_owned())
     }
+}
+
+/// Starts a thread that reads a pipe to its end.
+fn text_of(mut pipe: impl Read + Send + 'static) -> JoinHandle<io::Result<String>> {
+    thread::spawn(move || {
+        let mut text = String::new();
+        pipe.read_to_string(&mut text).map(|_| text)
+    })
+}
+
+/// Returns the text that a thread of [`text_of`] reads.
+fn finished(reader: JoinHandle<io::Result<String>>) -> Result<String, String> {
+    let text = reader
+        .join()
+        .map_err(|_| "the output was not read".to_owned())?;
+    text.map_err(|e| e.to_string())
 }
 
 /// Waits until a server is bound to its port.
@@ -243,4 +254,23 @@ pub(crate) fn ready(port: u16, tcp: bool) -> Result<(), String> {
         thread::sleep(Duration::from_millis(5));
     }
     Err("the server does not start".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn an_output_that_does_not_fit_into_a_pipe_is_returned() {
+        let mut command = Command::new("seq");
+        command
+            .arg("50000")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let program = Ended::start(&mut command).unwrap();
+        let text = program.output(&Arc::new(AtomicBool::new(false))).unwrap();
+        assert_eq!(text.lines().count(), 50_000);
+    }
 }
