@@ -333,7 +333,10 @@ impl<'a> Work<'a> {
                 .into_iter()
                 .filter(|point| {
                     let known = self.store.known(point);
-                    known.failures.len() < ATTEMPTS && (1..most).contains(&known.samples.len())
+                    // `round` does not measure the others.
+                    known.failures.len() < ATTEMPTS
+                        && known.blank.is_none()
+                        && (1..most).contains(&known.samples.len())
                 })
                 .collect();
             if points.is_empty() {
