@@ -188,7 +188,7 @@ fn label(axis: &str, value: &str) -> String {
         ("carrier", "tcp") => "over TCP",
         ("carrier", "udp") => "over UDP",
         ("carrier", "memory") => "shared memory",
-        ("network-rate" | "rate" | "loss", "none") => "no limit",
+        ("network-rate" | "rate", "none") => "no limit",
         ("op", "send") => "Send",
         ("op", "write") => "Write",
         ("op", "write-imm") => "Write with immediate",
@@ -196,6 +196,7 @@ fn label(axis: &str, value: &str) -> String {
         ("op", "read") => "Read",
         ("op", "write-read") => "Write, then Read",
         ("qp", name) => return name.to_uppercase(),
+        ("loss", "none") => "none lost",
         ("loss", share) => return format!("{share} lost"),
         ("size", bytes) => return bytes.parse().map_or_else(|_| bytes.to_owned(), sizes::text),
         ("buffers", "1") => "1 buffer",
@@ -969,3 +970,15 @@ const STYLE: &str = "body{max-width:900px;margin:2em auto;padding:0 1em;font:14p
  code{font-size:11px}section{margin:2.5em 0;break-inside:avoid}svg{max-width:100%;height:auto}.met{font-weight:bold}\
  .notmet{font-weight:bold;text-decoration:underline}.why,.note{color:#555;font-size:13px}.blank{border:1px dashed #999;padding:.5em}\
  @media print{details{display:none}}";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_rate_has_no_limit() {
+        assert_eq!(label("rate", "none"), "no limit");
+        assert_eq!(label("loss", "none"), "none lost");
+        assert_eq!(label("loss", "5%"), "5% lost");
+    }
+}
