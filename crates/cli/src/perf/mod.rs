@@ -450,9 +450,7 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     while !interrupted.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((stream, from)) => greetings.begin(stream, from.ip().to_canonical()),
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                std::thread::sleep(CHECK_EVERY / 5);
-            }
+            Err(e) if passes(&e) => std::thread::sleep(CHECK_EVERY / 5),
             Err(e) => return Err(format!("port {port}: {e}")),
         }
         let Ok((from, client)) = greetings.ended.try_recv() else {
@@ -475,6 +473,30 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
         }
     }
     Ok(all_well)
+}
+
+/// Returns whether a later `accept` may succeed after this error. Then there was no connection, or its client has given it up already
+/// (for which Linux also reports errors of the network), or the host has no descriptor or memory for it at the moment.
+fn passes(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::WouldBlock
+        || matches!(
+            error.raw_os_error(),
+            Some(
+                libc::ECONNABORTED
+                    | libc::EPROTO
+                    | libc::ENETDOWN
+                    | libc::ENETUNREACH
+                    | libc::EHOSTDOWN
+                    | libc::EHOSTUNREACH
+                    | libc::ENOPROTOOPT
+                    | libc::ENONET
+                    | libc::EOPNOTSUPP
+                    | libc::EMFILE
+                    | libc::ENFILE
+                    | libc::ENOBUFS
+                    | libc::ENOMEM
+            )
+        )
 }
 
 /// The connections that wait for a greeting. Each has a thread, so that a silent one does not delay the others.
