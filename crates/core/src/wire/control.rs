@@ -218,6 +218,9 @@ mod tests {
             Control::SendImmediate {
                 value: [1, 2, 3, 4],
             },
+            Control::SelectSrq {
+                number: 0x0012_3456,
+            },
             Control::Ping,
             Control::Pong,
             Control::Bye,
