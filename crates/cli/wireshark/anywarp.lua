@@ -14,7 +14,9 @@ local OPCODES = {
 }
 local KINDS = {
     "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye", "Select SRQ", "Cookie",
+    "Handover",
 }
+local HANDOVERS = { [0] = "Offer", "Take", "Refuse", "Switch" }
 local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immediate", "error report" }
 
 -- ------------------------------------------------------------------ control messages
@@ -36,6 +38,13 @@ local function control_text(header)
         return string.format("%s 0x%08x", name, extra)
     elseif kind == 10 then
         return string.format("%s %d", name, extra)
+    elseif kind == 12 then
+        name = string.format("%s %s", name, HANDOVERS[arg] or arg)
+        if arg == 0 then
+            return string.format("%s process %d descriptor %d", name, seq, extra)
+        elseif arg == 1 then
+            return string.format("%s proof 0x%08x%08x", name, seq, extra)
+        end
     end
     return name
 end
