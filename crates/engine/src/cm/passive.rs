@@ -247,17 +247,23 @@ impl CmId {
     /// Handles the MPA Request of an incoming connection: creates an identifier for it and raises the connect
     /// request.
     pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
-        let (channel, full, port) = {
+        let (channel, is_full, port) = {
             let mut state = self.lock();
             state.pending.retain(|p| {
                 p.upgrade()
                     .is_some_and(|id| id.lock().phase == Phase::Requested)
             });
-            let full = state.pending.len() >= state.backlog || state.phase != Phase::Listening;
+            if state.phase != Phase::Listening {
+                drop(state);
+                log!(Info, "cm: no longer listening, refusing {}", startup.peer);
+                let _ = startup.reject(&[]);
+                return;
+            }
+            let is_full = state.pending.len() >= state.backlog;
             let port = state.local.map(|l| l.port());
-            (Arc::clone(&state.channel), full, port)
+            (Arc::clone(&state.channel), is_full, port)
         };
-        if full {
+        if is_full {
             log!(Info, "cm: backlog is full, refusing {}", startup.peer);
             let _ = startup.reject(&[]);
             return;
