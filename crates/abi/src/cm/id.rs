@@ -253,7 +253,16 @@ pub(super) unsafe fn create_id(
     let channel = if sync { create_channel()? } else { channel };
     // SAFETY: the channel was created above, or is live (guaranteed by the caller).
     let events = unsafe { live::<ChannelObject, _>(channel) }?;
-    let engine = CmId::new(&events.engine, space).map_err(|e| os_errno(&e))?;
+    let engine = match CmId::new(&events.engine, space) {
+        Ok(engine) => engine,
+        Err(e) => {
+            if sync {
+                // SAFETY: the channel was created for this identifier alone, which does not exist.
+                unsafe { destroy_channel(channel) }?;
+            }
+            return Err(os_errno(&e));
+        }
+    };
     let qp_type = qp_type.unwrap_or(usual);
     Ok(make_id(engine, channel, context, qp_type, sync))
 }
