@@ -248,8 +248,14 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
 fn enter(srq: &Arc<SharedReceive>, xrcd: &XrcdObject, cq: &CqObject) -> XrcPart {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let owner = Arc::downgrade(srq);
+    let next = || NEXT.fetch_add(1, Ordering::Relaxed) & 0x00ff_ffff;
+    // After 16 million queues, the numbers begin again. A queue from before may still exist.
+    let mut number = next();
+    while xrcd.domain.find(number).is_some() {
+        number = next();
+    }
     let queue = Arc::new(XrcSrq::new(
-        NEXT.fetch_add(1, Ordering::Relaxed) & 0x00ff_ffff,
+        number,
         Arc::clone(&srq.core),
         Arc::clone(&cq.engine.core),
         Box::new(move || {
