@@ -95,8 +95,14 @@ pub fn run() -> Result {
 
     glibc::check(&new)?;
     portable::check(&new)?;
-    remove(&dist)?;
+    // The old folder is renamed before it is removed: removing takes long, and a program that starts meanwhile would find nothing.
+    let old = dist.with_extension("old");
+    remove(&old)?;
+    if dist.exists() {
+        fs::rename(&dist, &old)?;
+    }
     fs::rename(&new, &dist)?;
+    remove(&old)?;
     println!("{}", dist.display());
     Ok(())
 }
