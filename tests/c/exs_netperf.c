@@ -77,7 +77,7 @@ static const char *netperf(size_t arg)
 	int listener, fd, peer, exs_aio_pending = 0;
 	struct sockaddr_in addr;
 	pthread_t thread;
-	void *failed;
+	void *failed = "the thread cannot be joined";
 
 	(void)arg;
 	ENSURE(exs_init(EXS_VERSION) != -1, "exs_init: %s", strerror(errno));

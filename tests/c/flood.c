@@ -787,7 +787,7 @@ static const char *goes_on(size_t arg)
 	printf("# flood of %llu datagrams, %llu dropped as invalid; the legitimate peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped, without[TURNS / 2], 100 * share[TURNS / 2],
 	       (unsigned long long)shared->lost, grown);
-	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu arrived",
+	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu were dropped as invalid",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
 	ENSURE(share[TURNS / 2] >= SHARE, "the legitimate peer reaches %.0f %% of its rate without the flood",

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * Loads libibverbs and librdmacm in every way that programs do, and prints each check that fails.
  *

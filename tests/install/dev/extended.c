@@ -10,7 +10,7 @@ int main(void)
 		return 1;
 	}
 	exs_qhandle_t queue = exs_qcreate(1);
-	if (!queue || exs_qdelete(queue)) {
+	if (queue == EXS_QHANDLE_INVALID || exs_qdelete(queue)) {
 		perror("exs_qcreate");
 		return 1;
 	}
