@@ -885,6 +885,29 @@ static const char *available(size_t arg)
 	return take_all(p.b, sizeof piece);
 }
 
+/* The error of a reset connection, of which the program takes `room` bytes: the bytes behind them are neither read nor written. */
+static const char *short_error(size_t room)
+{
+	unsigned char value[sizeof(int)] = { 7, 7, 7, 7 };
+	static const int error = ECONNRESET;
+	struct linger reset = { 1, 0 };
+	socklen_t len = (socklen_t)room;
+	struct pair p;
+
+	TRY(connected(&p));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_LINGER, &reset, sizeof reset), "SO_LINGER: %s", strerror(errno));
+	ENSURE(!close(p.b), "close: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLIN }, 1, LONG_MS) == 1, "poll does not report the reset");
+	ENSURE(!getsockopt(p.a, SOL_SOCKET, SO_ERROR, value, &len), "SO_ERROR: %s", strerror(errno));
+	ENSURE(len == room, "%u bytes of %zu", len, room);
+	for (size_t i = 0; i < sizeof value; i++) {
+		unsigned char wanted = i < room ? ((const unsigned char *)&error)[i] : 7;
+
+		ENSURE(value[i] == wanted, "byte %zu of %zu is %u, and not %u", i, room, value[i], wanted);
+	}
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- threads */
 
 struct waiter {
@@ -1038,6 +1061,9 @@ static const struct test tests[] = {
 	{ "both_ways", both_ways, 0, 0, false },
 	{ "room_behind_data", room_behind_data, 0, 0, false },
 	{ "available", available, 0, 0, false },
+	{ "short_error_0", short_error, 0, 0, false },
+	{ "short_error_1", short_error, 1, 0, false },
+	{ "short_error_4", short_error, 4, 0, false },
 	{ "read_and_polled", read_and_polled, 0, 0, false },
 	{ "polled_after_read", polled_after_read, 0, 0, false },
 	{ "cancelled_read", cancelled, 0, 0, false },

@@ -595,12 +595,12 @@ pub unsafe extern "C-unwind" fn getsockopt(
         && name == libc::SO_ERROR
         && let Some(sock) = table::sock(fd)
     {
-        // SAFETY: the kernel has written the value, which may be unaligned.
-        let error = unsafe { value.cast::<c_int>().read_unaligned() };
+        // SAFETY: the kernel has written the value and its length.
+        let error = unsafe { written(value, *len) };
         if error == 0 && sock.decide(fd, false) == State::Up {
             let own = sock.with(|s| s.take_error()).map_or(0, |(e, _)| e);
             // SAFETY: as above.
-            unsafe { value.cast::<c_int>().write_unaligned(own) };
+            unsafe { rewrite(value, *len, own) };
         }
     }
     if r == 0
@@ -611,7 +611,7 @@ pub unsafe extern "C-unwind" fn getsockopt(
         let error = pairs::take_error(dgram);
         if error != 0 {
             // SAFETY: as above.
-            unsafe { value.cast::<c_int>().write_unaligned(error) };
+            unsafe { rewrite(value, *len, error) };
         }
     }
     if r == 0
@@ -619,13 +619,34 @@ pub unsafe extern "C-unwind" fn getsockopt(
         && let Some(sock) = table::sock(fd)
         && let Some((Some(own), _)) = sock.with(|s| s.delays.get(which).copied())
     {
-        // SAFETY: the kernel has written an integer of at most four bytes there.
-        unsafe {
-            let n = (*len as usize).min(size_of::<c_int>());
-            std::ptr::copy_nonoverlapping(own.to_ne_bytes().as_ptr(), value.cast(), n);
-        }
+        // SAFETY: as above.
+        unsafe { rewrite(value, *len, own) };
     }
     r
+}
+
+/// Returns the value of an integer option that the kernel has written. A program may pass a buffer of less than four bytes, and gets
+/// the first ones of the value.
+///
+/// # Safety
+/// `value` points to `len` readable bytes.
+unsafe fn written(value: *const c_void, len: socklen_t) -> c_int {
+    let mut bytes = [0; size_of::<c_int>()];
+    let n = (len as usize).min(bytes.len());
+    // SAFETY: upheld by the caller.
+    unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), n) };
+    c_int::from_ne_bytes(bytes)
+}
+
+/// Replaces the value of an integer option, of which the kernel has written `len` bytes.
+///
+/// # Safety
+/// `value` points to `len` writable bytes.
+unsafe fn rewrite(value: *mut c_void, len: socklen_t, new: c_int) {
+    let bytes = new.to_ne_bytes();
+    let n = (len as usize).min(bytes.len());
+    // SAFETY: upheld by the caller.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.cast(), n) };
 }
 
 /// Returns the index of an option that delays data. Such options are not set on the TCP connection of an upgraded socket.
