@@ -652,6 +652,32 @@ static const char *selects(size_t arg)
 	return NULL;
 }
 
+/* Times that are no times. */
+static const char *refuses_times(size_t arg)
+{
+	static const struct timespec bad[] = { { -1, 0 }, { 0, -1 }, { 0, 1000000000 } };
+	struct timeval second = { 0, 1000000 }, negative[] = { { -1, 0 }, { 0, -1 } };
+	struct pollfd fd;
+	struct pair p;
+	fd_set r;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(text(p.a, "a")); /* so that a call that accepts the time does not wait */
+	for (size_t i = 0; i < COUNT(bad); i++) {
+		fd = (struct pollfd){ .fd = p.b, .events = POLLIN };
+		ENSURE(ppoll(&fd, 1, &bad[i], NULL) == -1 && errno == EINVAL, "ppoll accepts time %zu", i);
+		FD_ZERO(&r);
+		FD_SET(p.b, &r);
+		ENSURE(pselect(p.b + 1, &r, NULL, NULL, &bad[i], NULL) == -1 && errno == EINVAL, "pselect accepts time %zu", i);
+		ENSURE(FD_ISSET(p.b, &r), "pselect changes the set");
+	}
+	for (size_t i = 0; i < COUNT(negative); i++)
+		ENSURE(select(p.b + 1, &r, NULL, NULL, &negative[i]) == -1 && errno == EINVAL, "select accepts time %zu", i);
+	ENSURE(select(p.b + 1, &r, NULL, NULL, &second) == 1, "select refuses a million microseconds: %s", strerror(errno));
+	return NULL;
+}
+
 /* ---------------------------------------------------------------- reads and writes */
 
 static const char *reads(size_t arg)
@@ -1053,6 +1079,7 @@ static const struct test tests[] = {
 	{ "woken", woken, 0, 0, false },
 	{ "polls", polls, 0, 0, false },
 	{ "selects", selects, 0, 0, false },
+	{ "refuses_times", refuses_times, 0, 0, false },
 	{ "reads", reads, 0, 0, false },
 	{ "times_out", times_out, 0, 0, false },
 	{ "half_closed", half_closed, 0, 0, false },

@@ -39,6 +39,16 @@ impl Until {
         Self(Instant::now().checked_add(d))
     }
 
+    /// Returns whether the kernel accepts a time. Calls with other times are passed to it, and it returns EINVAL.
+    ///
+    /// # Safety
+    /// `t` is null or valid.
+    unsafe fn accepts(t: *const timespec) -> bool {
+        // SAFETY: upheld by the caller.
+        unsafe { t.as_ref() }
+            .is_none_or(|t| t.tv_sec >= 0 && (0..1_000_000_000).contains(&t.tv_nsec))
+    }
+
     fn left(self) -> Option<timespec> {
         let left = self.0?.saturating_duration_since(Instant::now());
         Some(timespec {
@@ -376,8 +386,8 @@ pub unsafe extern "C-unwind" fn ppoll(
     mask: *const sigset_t,
 ) -> c_int {
     // SAFETY: upheld by the caller.
-    let all = unsafe { list(fds, n) };
-    if is_plain(all) {
+    let (all, is_accepted) = unsafe { (list(fds, n), Until::accepts(timeout)) };
+    if !is_accepted || is_plain(all) {
         // SAFETY: upheld by the caller.
         return unsafe { real::ppoll(fds, n, timeout, mask) };
     }
@@ -505,6 +515,13 @@ pub unsafe extern "C-unwind" fn select(
             + Duration::from_micros(t.tv_usec.max(0) as u64);
         Until(Instant::now().checked_add(d))
     };
+    // Of the times, the C library and the kernel refuse only negative ones: a million microseconds and more are seconds.
+    // SAFETY: upheld by the caller.
+    let is_accepted = unsafe { timeout.as_ref() }.is_none_or(|t| t.tv_sec >= 0 && t.tv_usec >= 0);
+    if !is_accepted {
+        // SAFETY: as above.
+        return unsafe { real::select(n, r, w, e, timeout) };
+    }
     let started = Instant::now();
     match select_with(n, r, w, e, until, std::ptr::null()) {
         Some(result) => {
@@ -541,6 +558,11 @@ pub unsafe extern "C-unwind" fn pselect(
     mask: *const sigset_t,
 ) -> c_int {
     // SAFETY: upheld by the caller.
+    if unsafe { !Until::accepts(timeout) } {
+        // SAFETY: as above.
+        return unsafe { real::pselect(n, r, w, e, timeout, mask) };
+    }
+    // SAFETY: as above.
     let until = || unsafe { Until::spec(timeout) };
     match select_with(n, r, w, e, until, mask) {
         Some(result) => result,
@@ -728,6 +750,11 @@ pub unsafe extern "C-unwind" fn epoll_pwait2(
     mask: *const sigset_t,
 ) -> c_int {
     // SAFETY: upheld by the caller.
+    if unsafe { !Until::accepts(timeout) } {
+        // SAFETY: as above.
+        return unsafe { real::epoll_pwait2(epfd, events, n, timeout, mask) };
+    }
+    // SAFETY: as above.
     let until = || unsafe { Until::spec(timeout) };
     match epoll(epfd, events, n, until, mask) {
         Some(r) => r,
