@@ -129,6 +129,7 @@ struct Job {
     /// The number of the program's descriptor, for the log.
     fd: c_int,
     shared: Arc<Shared>,
+    rd: Reliable,
 }
 
 /// Whether the thread runs, and the sockets that it has not taken over yet.
@@ -169,26 +170,52 @@ pub fn move_away(fd: c_int) {
     }
 }
 
-/// Makes the thread serve the UDP socket `fd`. Returns false if no thread or descriptor can be created.
+/// Starts the thread. If this fails, no descriptor stays open, because each later call tries it again.
+fn start() -> bool {
+    let Some(set) = sys::epoll() else {
+        return false;
+    };
+    let Some(wake) = sys::eventfd() else {
+        sys::close(set);
+        return false;
+    };
+    table::own(set);
+    table::own(wake);
+    sys::epoll_change(
+        set,
+        libc::EPOLL_CTL_ADD,
+        wake,
+        libc::EPOLLIN as u32,
+        WAKE_EVENT,
+    );
+    WAKE.store(wake, Ordering::Release);
+    SET.store(set, Ordering::Release);
+    let is_running = spawn("anywarp-rd", || Thread::new().run());
+    if !is_running {
+        close_descriptors();
+    }
+    is_running
+}
+
+/// Closes the eventfd and the epoll set of a thread that does not run.
+fn close_descriptors() {
+    for place in [&WAKE, &SET] {
+        let fd = place.swap(-1, Ordering::AcqRel);
+        if fd >= 0 {
+            table::close_own(fd);
+        }
+    }
+}
+
+/// Makes the thread serve the UDP socket `fd`. Returns false if no thread, descriptor or queue pair can be created.
 pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
+    let Some(rd) = Reliable::new(path_mtu, sys::random) else {
+        return false;
+    };
     let mut guard = THREAD.lock();
     let thread = guard.get_or_insert_default();
     if !thread.is_running {
-        let (Some(set), Some(wake)) = (sys::epoll(), sys::eventfd()) else {
-            return false;
-        };
-        table::own(set);
-        table::own(wake);
-        sys::epoll_change(
-            set,
-            libc::EPOLL_CTL_ADD,
-            wake,
-            libc::EPOLLIN as u32,
-            WAKE_EVENT,
-        );
-        WAKE.store(wake, Ordering::Release);
-        SET.store(set, Ordering::Release);
-        thread.is_running = spawn("anywarp-rd", || Thread::new().run());
+        thread.is_running = start();
         if !thread.is_running {
             return false;
         }
@@ -199,7 +226,7 @@ pub fn serve(fd: c_int, shared: Arc<Shared>) -> bool {
     table::own(socket);
     show::own(socket);
     shared.socket.store(socket, Ordering::Release);
-    thread.new.push(Job { fd, shared });
+    thread.new.push(Job { fd, shared, rd });
     wake_thread();
     true
 }
@@ -270,12 +297,7 @@ impl Held {
     /// Called in the child of a fork, which has no thread.
     pub fn forked(mut self) {
         if self.0.take().is_some() {
-            for place in [&WAKE, &SET] {
-                let fd = place.swap(-1, Ordering::AcqRel);
-                if fd >= 0 {
-                    table::close_own(fd);
-                }
-            }
+            close_descriptors();
         }
         DRAINING.store(0, Ordering::Release);
     }
@@ -443,9 +465,6 @@ impl Thread {
             .as_mut()
             .map_or_else(Vec::new, |thread| std::mem::take(&mut thread.new));
         for job in new {
-            let Some(rd) = Reliable::new(path_mtu, sys::random) else {
-                continue;
-            };
             let fd = job.shared.socket();
             let option = |name| sys::option(fd, libc::SOL_SOCKET, name);
             let room = option(libc::SO_RCVBUF).unwrap_or(0);
@@ -455,7 +474,7 @@ impl Thread {
                 fd: job.fd,
                 is_v6: option(libc::SO_DOMAIN) == Ok(libc::AF_INET6),
                 shared: job.shared,
-                rd,
+                rd: job.rd,
                 records: VecDeque::new(),
                 backlog: 0,
                 unsent: VecDeque::new(),
