@@ -52,7 +52,10 @@ pub(super) fn take() -> *mut u8 {
         if b.at.get().is_null() {
             b.at.set(make());
         }
-        Some(b.at.get())
+        let at = b.at.get();
+        // The caller gets no buffer, so it gives none back.
+        b.busy.set(!at.is_null());
+        Some(at)
     });
     own.ok().flatten().unwrap_or_else(make)
 }
