@@ -279,7 +279,10 @@ impl FileMap {
         if offset < 0 || end.is_none_or(|end| end > size) {
             return Err(libc::EINVAL);
         }
-        let before = offset & 4095;
+        // The offset of a mapping is a multiple of the page size, which is not 4096 on all machines.
+        // SAFETY: no pointer is passed.
+        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        let before = offset % page.max(1);
         let len =
             usize::try_from(len).map_err(|_| libc::EINVAL)? + usize::try_from(before).unwrap_or(0);
         // SAFETY: this is a new mapping. If another process truncates the file, accesses by this process would raise SIGBUS,
