@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <sys/exs.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #define MIB (1u << 20)
@@ -1306,7 +1307,32 @@ static const char *fork_is_refused(size_t arg)
 	return finish();
 }
 
+/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. */
+static const char *begun_with_few(size_t arg)
+{
+	struct rlimit was, low;
+	int first = dup(0), more, result = -1, why = 0;
+
+	(void)arg;
+	ENSURE(first >= 0 && !close(first), "dup: %s", strerror(errno));
+	getrlimit(RLIMIT_NOFILE, &was);
+	low = was;
+	for (more = 0; result && more < 64; more++) {
+		low.rlim_cur = (rlim_t)(first + more);
+		setrlimit(RLIMIT_NOFILE, &low);
+		result = exs_init(EXS_VERSION);
+		why = errno;
+		if (result && why != EMFILE)
+			break;
+	}
+	setrlimit(RLIMIT_NOFILE, &was);
+	ENSURE(!result, "exs_init with %d descriptors: %s", more, strerror(why));
+	ENSURE(more > 1, "exs_init needs no descriptor");
+	return messages(0);
+}
+
 static const struct test tests[] = {
+	{ "begun_with_few", begun_with_few, 0, 0, true },
 	{ "messages", messages, 0, 0, false },
 	{ "messages_immediate", messages, 4096, 0, false },
 	{ "many", many, 0, 0, false },

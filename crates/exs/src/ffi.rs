@@ -29,6 +29,7 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub(crate) fn rdma_get_devices(num: *mut c_int) -> *mut *mut ibv_context;
     pub(crate) fn rdma_create_event_channel() -> *mut rdma_event_channel;
+    pub(crate) fn rdma_destroy_event_channel(channel: *mut rdma_event_channel);
     pub(crate) fn rdma_create_id(
         channel: *mut rdma_event_channel,
         id: *mut *mut rdma_cm_id,

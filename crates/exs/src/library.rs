@@ -13,6 +13,7 @@ use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::LocalKey;
@@ -30,8 +31,7 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// The state that all threads share.
 #[derive(Debug)]
 pub(crate) struct Library {
-    channel: Ptr<ffi::rdma_event_channel>,
-    wakeup: c_int,
+    sources: Sources,
     next: AtomicI32,
     sockets: Table<Socket>,
     queues: Table<Queue>,
@@ -194,7 +194,53 @@ extern "C" fn in_child() {
     FORKED.store(true, SeqCst);
 }
 
-/// Initializes the library at the first call.
+/// What the library waits for. It is closed when this is dropped.
+#[derive(Debug)]
+struct Sources {
+    channel: Ptr<ffi::rdma_event_channel>,
+    wakeup: OwnedFd,
+}
+
+impl Sources {
+    fn open() -> Result<Self, c_int> {
+        // SAFETY: the descriptor is new.
+        let wakeup = unsafe {
+            let fd = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
+            if fd < 0 {
+                return Err(crate::errno());
+            }
+            OwnedFd::from_raw_fd(fd)
+        };
+        // SAFETY: no pointer is passed.
+        let channel = unsafe { ffi::rdma_create_event_channel() };
+        if channel.is_null() {
+            return Err(crate::errno());
+        }
+        let sources = Self {
+            channel: Ptr(channel),
+            wakeup,
+        };
+        // SAFETY: the channel is open.
+        let is_set = unsafe {
+            let fd = (*channel).fd;
+            let flags = libc::fcntl(fd, libc::F_GETFL);
+            libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) >= 0
+        };
+        if !is_set {
+            return Err(crate::errno());
+        }
+        Ok(sources)
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        // SAFETY: the channel is not used afterwards.
+        unsafe { ffi::rdma_destroy_event_channel(self.channel.0) };
+    }
+}
+
+/// Initializes the library at the first call. If this fails, nothing stays open, and the next call tries it again.
 pub(crate) fn init() -> Result<(), c_int> {
     static STARTING: Mutex<()> = Mutex::new(());
     let _one = lock(&STARTING);
@@ -204,24 +250,20 @@ pub(crate) fn init() -> Result<(), c_int> {
     if LIBRARY.get().is_some() {
         return Ok(());
     }
-    // SAFETY: only a function is passed, which is valid as long as the process; the descriptors are new.
-    let (channel, wakeup) = unsafe {
-        let channel = ffi::rdma_create_event_channel();
-        if channel.is_null() {
-            return Err(crate::errno());
+    let sources = Sources::open()?;
+    // The thread waits until this call ends, and so until there is a library to run.
+    let run = || {
+        drop(lock(&STARTING));
+        if let Some(library) = LIBRARY.get() {
+            library.run();
         }
-        let fd = (*channel).fd;
-        let flags = libc::fcntl(fd, libc::F_GETFL);
-        let wakeup = libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
-        if wakeup < 0 || libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
-            return Err(crate::errno());
-        }
-        libc::pthread_atfork(None, None, Some(in_child));
-        (channel, wakeup)
     };
-    let library = LIBRARY.get_or_init(|| Library {
-        channel: Ptr(channel),
-        wakeup,
+    let thread = std::thread::Builder::new().name("exs".to_owned());
+    thread.spawn(run).map_err(|_| libc::EAGAIN)?;
+    // SAFETY: only a function is passed, which is valid as long as the process.
+    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    LIBRARY.get_or_init(|| Library {
+        sources,
         next: AtomicI32::new(1),
         sockets: Table::new(),
         queues: Table::new(),
@@ -233,8 +275,6 @@ pub(crate) fn init() -> Result<(), c_int> {
         failed: Mutex::default(),
         alarms: Mutex::default(),
     });
-    let thread = std::thread::Builder::new().name("exs".to_owned());
-    thread.spawn(|| library.run()).map_err(|_| libc::EAGAIN)?;
     Ok(())
 }
 
@@ -349,7 +389,7 @@ impl Library {
     fn wake(&self) {
         let one = 1u64;
         // SAFETY: eight bytes are read from a variable of that size.
-        unsafe { libc::write(self.wakeup, (&raw const one).cast(), 8) };
+        unsafe { libc::write(self.sources.wakeup.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
     /// Returns a socket that the program has not closed.
@@ -386,7 +426,7 @@ impl Library {
         // SAFETY: the channel is live as long as the process, and `id` is valid for writes.
         let made = unsafe {
             ffi::rdma_create_id(
-                self.channel.0,
+                self.sources.channel.0,
                 &raw mut id,
                 number_as_context(fd),
                 ffi::RDMA_PS_TCP,
@@ -503,7 +543,12 @@ impl Library {
         loop {
             let devices = lock(&self.devices).clone();
             // SAFETY: the channels are live as long as the process.
-            let fds = unsafe { [self.wakeup, (*self.channel.0).fd] };
+            let fds = unsafe {
+                [
+                    self.sources.wakeup.as_raw_fd(),
+                    (*self.sources.channel.0).fd,
+                ]
+            };
             let channels = devices.iter().map(|d| {
                 // SAFETY: as above.
                 unsafe { (*d.channel.0).fd }
@@ -526,7 +571,13 @@ impl Library {
             unsafe { libc::poll(set.as_mut_ptr(), set.len() as libc::nfds_t, timeout) };
             let mut counter = 0u64;
             // SAFETY: eight bytes are written to a variable of that size.
-            unsafe { libc::read(self.wakeup, (&raw mut counter).cast(), 8) };
+            unsafe {
+                libc::read(
+                    self.sources.wakeup.as_raw_fd(),
+                    (&raw mut counter).cast(),
+                    8,
+                )
+            };
             self.events_of_cm();
             for device in devices {
                 self.events_of_device(&device);
@@ -578,7 +629,7 @@ impl Library {
         let next = |event| {
             let _alone = lock(&self.cm);
             // SAFETY: as above.
-            unsafe { ffi::rdma_get_cm_event(self.channel.0, event) == 0 }
+            unsafe { ffi::rdma_get_cm_event(self.sources.channel.0, event) == 0 }
         };
         while next(&raw mut event) {
             // SAFETY: as above; the kinds in `has_data` have the member `conn`, and its octets are initialized for all kinds.
