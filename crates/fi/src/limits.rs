@@ -71,7 +71,7 @@ pub const PEERS: usize = 1 << 20;
 /// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
 /// seconds.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
-/// The messages to and from a peer after which the endpoint makes a link to it.
+/// The messages to and from a peer after which the endpoint makes a link to it. Each [`EAGER`] bytes of a long message count as one more.
 pub const BUSY: u32 = 64;
 /// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and on one host the rings of the connection.
 /// Pages that were never written use no memory.

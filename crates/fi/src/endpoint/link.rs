@@ -199,12 +199,17 @@ impl Links {
 
 impl Endpoint {
     /// Returns the link for a message to a peer, if it has one. `FI_EAGAIN` if the message has to wait.
-    pub(super) fn link_to(&mut self, cx: &mut Shared, to: Remote) -> Result<Option<usize>, i32> {
+    pub(super) fn link_to(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        length: usize,
+    ) -> Result<Option<usize>, i32> {
         if !self.links.enabled {
             return Ok(None);
         }
         let Some(link_index) = self.links.find(to) else {
-            self.count_message(cx, to);
+            self.count_message(cx, to, length as u64);
             return Ok(None);
         };
         let Some(link) = self.links.all.get(link_index).and_then(Option::as_ref) else {
@@ -269,7 +274,7 @@ impl Endpoint {
     }
 
     /// Counts a message to or from a peer, and offers it a link if there are many.
-    pub(super) fn count_message(&mut self, cx: &mut Shared, peer: Remote) {
+    pub(super) fn count_message(&mut self, cx: &mut Shared, peer: Remote, length: u64) {
         if !self.links.enabled || peer == self.name {
             return;
         }
@@ -280,7 +285,10 @@ impl Endpoint {
         if *count == u32::MAX {
             return;
         }
-        *count += 1;
+        let weight = 1 + length / limits::EAGER as u64;
+        *count = count
+            .saturating_add(u32::try_from(weight).unwrap_or(u32::MAX))
+            .min(u32::MAX - 1);
         if *count >= limits::BUSY && self.name < peer {
             *count = u32::MAX;
             if self.source(cx, peer) != FI_ADDR_NOTAVAIL

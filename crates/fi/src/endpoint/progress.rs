@@ -337,7 +337,8 @@ impl Endpoint {
                     from,
                 };
                 if header.kind != Kind::Atomic {
-                    self.count_message(cx, from);
+                    let announced = header.kind == Kind::Announce;
+                    self.count_message(cx, from, if announced { header.length } else { 0 });
                 }
                 if !self.held.is_empty() || !self.take(cx, &held) {
                     self.held.push_back(held);

@@ -34,7 +34,7 @@ impl Endpoint {
         length: usize,
     ) -> Result<(), i32> {
         let to = self.peer(cx, message.to)?;
-        let link = self.link_to(cx, to)?;
+        let link = self.link_to(cx, to, length)?;
         let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
