@@ -1307,7 +1307,8 @@ static const char *fork_is_refused(size_t arg)
 	return finish();
 }
 
-/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. */
+/* After calls of exs_init that failed because descriptors were missing, the next one succeeds when there are enough. It is the first test, because
+ * only the first successful call of a process needs descriptors. */
 static const char *begun_with_few(size_t arg)
 {
 	struct rlimit was, low;
@@ -1332,7 +1333,7 @@ static const char *begun_with_few(size_t arg)
 }
 
 static const struct test tests[] = {
-	{ "begun_with_few", begun_with_few, 0, 0, true },
+	{ "begun_with_few", begun_with_few, 0, 0, false },
 	{ "messages", messages, 0, 0, false },
 	{ "messages_immediate", messages, 4096, 0, false },
 	{ "many", many, 0, 0, false },
