@@ -97,8 +97,9 @@ pub(super) struct Lease {
     /// Number of open contexts, and of those whose programs make progress only by polls ([`Self::set_polled`]).
     contexts: AtomicUsize,
     polled_contexts: AtomicUsize,
-    /// The number of leases that are short because a completion queue was armed.
+    /// The number of leases that are short because a completion queue was armed, and whether the running one is to be shortened.
     short_leases: AtomicU32,
+    shorten: AtomicBool,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
     lengths: (Duration, Duration),
@@ -119,6 +120,7 @@ impl Lease {
             contexts: AtomicUsize::new(0),
             polled_contexts: AtomicUsize::new(0),
             short_leases: AtomicU32::new(0),
+            shorten: AtomicBool::new(false),
             #[cfg(test)]
             lengths: (LEASE, STEADY_LEASE),
         }
@@ -172,7 +174,9 @@ impl Lease {
         if t < self.renew_at.load(Ordering::Relaxed) {
             return Actions::NONE;
         }
-        self.grant(t, false)
+        let shorten =
+            self.shorten.load(Ordering::Relaxed) && self.shorten.swap(false, Ordering::Relaxed);
+        self.grant(t, shorten)
     }
 
     /// Called when a request is corked. Its delay must end with the lease of a polling thread, so the longer lease of
@@ -301,6 +305,8 @@ impl Lease {
         self.posted_at.store(0, Ordering::Relaxed);
         if self.is_patient() {
             self.short_leases.store(SHORT_AFTER_ARM, Ordering::Relaxed);
+            self.shorten.store(true, Ordering::Relaxed);
+            self.renew_at.store(0, Ordering::Relaxed);
         }
     }
 
@@ -470,9 +476,16 @@ mod tests {
         assert_eq!(granted(), Some(LEASE), "the second context is not");
         lease.set_open(false);
         assert_eq!(granted(), Some(STEADY_LEASE));
-        // The program may sleep after it has armed a completion queue.
+        // The program may sleep after it has armed a completion queue, so the lease that runs is shortened.
         lease.on_arm();
-        for _ in 0..SHORT_AFTER_ARM {
+        t += 1;
+        assert_eq!(set_timer(lease.on_poll(t)), Some(LEASE));
+        assert_eq!(lease.ends_at(), t + nanos(LEASE));
+        let mut granted = || {
+            t += 10 * MILLISECOND;
+            set_timer(lease.on_poll(t))
+        };
+        for _ in 1..SHORT_AFTER_ARM {
             assert_eq!(granted(), Some(LEASE));
         }
         assert_eq!(granted(), Some(STEADY_LEASE));

@@ -170,11 +170,17 @@ impl Links {
         (link.name == name).then_some(link)
     }
 
+    /// Returns whether messages of a peer come, or came, over a link that still exists.
+    pub(super) fn receives_from(&self, peer: Remote) -> bool {
+        let link = self.find(peer).and_then(|at| self.all.get(at)?.as_ref());
+        link.is_some_and(|link| link.receives)
+    }
+
     /// Returns the peers that must acknowledge something.
     pub(super) fn waiting(&self) -> impl Iterator<Item = Remote> + '_ {
         let links = self.all.iter().flatten();
         links
-            .filter(|l| !l.closed && (!l.sent.is_empty() || l.broken || l.remote.is_none()))
+            .filter(|l| !l.sent.is_empty() || !l.closed && (l.broken || l.remote.is_none()))
             .map(|l| l.peer)
     }
 
@@ -199,17 +205,11 @@ impl Links {
 
 impl Endpoint {
     /// Returns the link for a message to a peer, if it has one. `FI_EAGAIN` if the message has to wait.
-    pub(super) fn link_to(
-        &mut self,
-        cx: &mut Shared,
-        to: Remote,
-        length: usize,
-    ) -> Result<Option<usize>, i32> {
+    pub(super) fn link_to(&mut self, cx: &mut Shared, to: Remote) -> Result<Option<usize>, i32> {
         if !self.links.enabled {
             return Ok(None);
         }
         let Some(link_index) = self.links.find(to) else {
-            self.count_message(cx, to, length as u64);
             return Ok(None);
         };
         let Some(link) = self.links.all.get(link_index).and_then(Option::as_ref) else {
@@ -299,9 +299,25 @@ impl Endpoint {
         }
     }
 
+    /// Removes a link to a peer that has closed its endpoint, if nothing of it is left.
+    fn forget_closed_link(&mut self) {
+        let held = &self.held;
+        let is_done = |link: &Link| {
+            let waits = held.iter().any(|held| held.link == Some(link.name));
+            link.closed && link.sent.is_empty() && link.writes.is_empty() && !waits
+        };
+        let mut all = self.links.all.iter_mut();
+        if let Some(done) = all.find(|link| link.as_ref().is_some_and(is_done)) {
+            *done = None;
+        }
+    }
+
     /// Creates a link, and connects it to the peer's queue pair `remote`, if that is known. Returns the number of its own
     /// queue pair.
     fn new_link(&mut self, cx: &Shared, peer: Remote, remote: Option<u32>) -> Result<u32, i32> {
+        if self.links.all.iter().flatten().count() >= limits::LINKS {
+            self.forget_closed_link();
+        }
         let free = self.links.all.iter().position(Option::is_none);
         let link_index = free.unwrap_or(self.links.all.len());
         if link_index >= limits::LINKS {
@@ -494,6 +510,7 @@ impl Endpoint {
         let held = Held {
             receive: at,
             link: Some(name),
+            follows_link: false,
             length,
             from,
         };
@@ -528,7 +545,10 @@ impl Endpoint {
     pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
         let link_index = self.links.find(from)?;
         let link = self.links.all.get(link_index)?.as_ref()?;
-        let usable = link.receives && link.remote.is_some() && !link.broken && !link.closed;
+        // While messages of the link wait in its receives, a write could use up the rest of them.
+        let waits = self.held.iter().any(|held| held.link == Some(link.name));
+        let usable =
+            link.receives && link.remote.is_some() && !link.broken && !link.closed && !waits;
         (usable && link.binds < limits::BINDS).then_some(link_index)
     }
 
@@ -715,21 +735,28 @@ impl Endpoint {
                 continue;
             }
             let peer = link.peer;
-            if link.closed {
-                self.lose_link(cx, |of| of == peer, FI_ECONNRESET);
+            let Some(remote) = link.remote else {
+                // The peer broke off before it had accepted the offer, so nothing was sent.
+                if let Some(to) = self.links.all.get_mut(link_index) {
+                    *to = None;
+                }
                 continue;
-            }
-            let Some(remote) = link.remote else { continue };
+            };
             // When the queue pair has failed, all receives complete. The number of messages that have arrived is final then.
             if link.receives_posted > 0 {
                 continue;
             }
+            let closed = link.closed;
             if !std::mem::replace(&mut link.notified, true) {
                 let name = link.name;
                 let mut header = step(Step::Broken, link.stream.number(), remote);
                 header.tag = link.received;
                 self.answer(cx, peer, header);
                 self.grant_again(cx, name);
+            }
+            if closed {
+                self.lose_link(cx, |of| of == peer, FI_ECONNRESET);
+                continue;
             }
             self.send_again(cx, link_index);
         }
@@ -835,6 +862,10 @@ impl Endpoint {
             let sent = std::mem::take(&mut link.sent);
             let waiting = std::mem::take(&mut link.writes);
             let name = link.name;
+            if !link.receives {
+                // The peer did not say that earlier datagrams are followed by these messages, and does not any more.
+                self.held.retain(|held| held.link != Some(name));
+            }
             if self.held.iter().any(|h| h.link == Some(name)) {
                 self.links.any_broken = true;
             } else {

@@ -341,6 +341,8 @@ struct Held {
     receive: usize,
     /// The link on which it has arrived, if any.
     link: Option<link::Name>,
+    /// Of a datagram: whether messages that its sender has sent over a link precede it.
+    follows_link: bool,
     length: usize,
     from: Remote,
 }

@@ -333,6 +333,7 @@ impl Endpoint {
                 let held = Held {
                     receive: at,
                     link: None,
+                    follows_link: self.links.receives_from(from),
                     length,
                     from,
                 };
@@ -403,7 +404,8 @@ impl Endpoint {
         let source = self.source(cx, from);
         let message = match held.link {
             Some(link) => {
-                let first = self.held.iter().any(|h| h.link.is_none() && h.from == from);
+                let is_earlier = |h: &Held| h.link.is_none() && !h.follows_link && h.from == from;
+                let first = self.held.iter().any(is_earlier);
                 match self.links.message(link, at, length) {
                     // Earlier messages of the peer that came without the link are handled first.
                     Some(_) if first => return false,
@@ -428,6 +430,10 @@ impl Endpoint {
                 self.operate(cx, from, &header, at, length);
             }
             return room;
+        }
+        // The link has failed, and its last messages wait. The datagram was sent after them.
+        if held.follows_link && self.held.iter().any(|h| h.link.is_some() && h.from == from) {
+            return false;
         }
         let crowded = self.is_crowded();
         let tagged = header.has(TAGGED);

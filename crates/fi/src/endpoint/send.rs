@@ -34,7 +34,7 @@ impl Endpoint {
         length: usize,
     ) -> Result<(), i32> {
         let to = self.peer(cx, message.to)?;
-        let link = self.link_to(cx, to, length)?;
+        let link = self.link_to(cx, to)?;
         let way = cx.way(to.ip, self.gid_index)?;
         let to_whom = To {
             way: &way,
@@ -76,6 +76,9 @@ impl Endpoint {
             )?;
             if at_once {
                 self.finish(cx, &done, 0);
+            }
+            if link.is_none() {
+                self.count_message(cx, to, length as u64);
             }
             return Ok(());
         }
@@ -134,6 +137,9 @@ impl Endpoint {
         self.outstanding += 1;
         if at_once {
             self.finish(cx, &done, 0);
+        }
+        if link.is_none() {
+            self.count_message(cx, to, 0);
         }
         if link.is_none() && !soon && !self.later.contains(&to) {
             self.later.push(to);
