@@ -52,8 +52,7 @@ pub(super) struct Cork {
     /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
     sent_at: Instant,
-    /// Whether requests were posted often, when that was decided, and the number of posts since.
-    posts_often: bool,
+    /// The time of the last decision on whether to start a run, and the number of posts since.
     checked_at: Instant,
     posts_since_check: u64,
     /// A factor of the times in tests.
@@ -74,7 +73,6 @@ impl Cork {
             polls_at_send: 0,
             sent_since_poll: 0,
             sent_at: start,
-            posts_often: true,
             checked_at: start,
             posts_since_check: 0,
             #[cfg(test)]
@@ -154,12 +152,8 @@ impl Cork {
         #[cfg(test)]
         let elapsed = elapsed / self.slowness;
         let elapsed = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-        if let Some(often) = posts_often(self.posts_since_check, elapsed) {
-            self.posts_often = often;
-            self.checked_at = now;
-            self.posts_since_check = 0;
-        }
-        self.posts_often
+        self.checked_at = now;
+        posts_often(std::mem::take(&mut self.posts_since_check), elapsed)
     }
 
     /// Decides after a list of requests was posted.
@@ -227,7 +221,7 @@ mod tests {
         cork.posted(100);
         assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
         cork.sending();
-        (cork.posts_often, cork.checked_at) = (true, now);
+        cork.checked_at = now;
         (cork, now)
     }
 
@@ -254,7 +248,7 @@ mod tests {
             cork.sending();
             corked
         });
-        assert!(corked.is_some_and(|n| n > 100), "{corked:?}");
+        assert!(corked.is_some_and(|n| n < 10), "{corked:?}");
     }
 
     #[test]

@@ -357,7 +357,7 @@ impl RcQp {
     /// Lets requests wait for the next acknowledgement of the peer, which wakes this end if it sleeps. Returns false if they have to be sent
     /// now: the acknowledgement has arrived, or the program computes between its posts.
     fn wait_for_ack(&self, inner: &Inner) -> bool {
-        if !self.engine.is_busy(clock::now()) {
+        if !self.engine.is_busy_for_long(clock::now()) {
             return false;
         }
         // This is done before `await_ack`, so that a worker that falls asleep meanwhile either sees the scheduled acknowledgement, or is

@@ -25,14 +25,14 @@ const BURST_MIN_POSTS: u64 = 4;
 /// The longest average time between posts, in nanoseconds, at which a post is corked. A program that computes for longer between two
 /// posts polls too late to send the first one. Corking saves about 2 µs for each request.
 const POST_EACH_MAX: u64 = 20_000;
-/// The time in nanoseconds over which the average is taken, at least. A program that computes may post a few requests in a row before it
-/// computes again.
+/// The time in nanoseconds over which the average is taken for requests that wait for an acknowledgement. A program that computes may post a few
+/// requests in a row before it computes again, and the acknowledgement of a peer that computes as well comes late.
 const POST_WINDOW: u64 = 1_000_000;
 
-/// Whether `posts` within `elapsed` nanoseconds are those of a program that is busy sending. `None`: the time is too short to tell.
+/// Whether `posts` within `elapsed` nanoseconds are those of a program that is busy sending.
 #[inline]
-pub(crate) fn posts_often(posts: u64, elapsed: u64) -> Option<bool> {
-    (elapsed >= POST_WINDOW).then(|| elapsed <= posts.saturating_mul(POST_EACH_MAX))
+pub(crate) fn posts_often(posts: u64, elapsed: u64) -> bool {
+    elapsed <= posts.saturating_mul(POST_EACH_MAX)
 }
 
 /// What an idle poll has to do about corked requests.
@@ -62,11 +62,9 @@ pub(super) struct Cork {
     armed_at: AtomicU64,
     /// Number of posts to streams. A list counts as one, because it is sent together. Only an estimate, since several threads may post.
     posts: AtomicU64,
-    /// The time in nanoseconds, and the number of posts, when [`Self::is_busy`] last decided.
-    checked_at: AtomicU64,
-    posts_at_check: AtomicU64,
-    /// The last decision.
-    was_busy: AtomicBool,
+    /// The decisions of [`Self::is_busy`] and of [`Self::is_busy_for_long`].
+    lately: Decided,
+    for_long: Decided,
 }
 
 impl Cork {
@@ -79,9 +77,8 @@ impl Cork {
             // An arbitrary number that is far from the current one.
             armed_at: AtomicU64::new(1 << 63),
             posts: AtomicU64::new(0),
-            checked_at: AtomicU64::new(0),
-            posts_at_check: AtomicU64::new(0),
-            was_busy: AtomicBool::new(true),
+            lately: Decided::default(),
+            for_long: Decided::default(),
         }
     }
 
@@ -131,19 +128,19 @@ impl Cork {
         posts >= BURST_MIN_POSTS
     }
 
-    /// Whether posts come as often as those of a program that is busy sending. Called at the first post that is to be corked, not at each
-    /// post, because reading the time takes as long as sending a short message by shared memory. The decision holds for [`POST_WINDOW`].
+    /// Whether the posts since the last call came as often as those of a program that is busy sending. Called at the first post that is to
+    /// be corked, not at each post, because reading the time takes as long as sending a short message by shared memory.
+    /// If there was no post since the last call, the result is the same.
     pub(super) fn is_busy(&self, t: u64) -> bool {
-        let elapsed = t.saturating_sub(self.checked_at.load(Ordering::Relaxed));
         let posts = self.posts.load(Ordering::Relaxed);
-        let since = posts.wrapping_sub(self.posts_at_check.load(Ordering::Relaxed));
-        let Some(is_busy) = posts_often(since, elapsed) else {
-            return self.was_busy.load(Ordering::Relaxed);
-        };
-        self.posts_at_check.store(posts, Ordering::Relaxed);
-        self.checked_at.store(t, Ordering::Relaxed);
-        self.was_busy.store(is_busy, Ordering::Relaxed);
-        is_busy
+        self.lately.decide(posts, t, |since, _| since > 0)
+    }
+
+    /// As [`Self::is_busy`], for the posts of the last [`POST_WINDOW`] or longer.
+    pub(super) fn is_busy_for_long(&self, t: u64) -> bool {
+        let posts = self.posts.load(Ordering::Relaxed);
+        self.for_long
+            .decide(posts, t, |_, elapsed| elapsed >= POST_WINDOW)
     }
 
     /// Records that a completion queue is armed.
@@ -179,6 +176,31 @@ impl Cork {
     /// Records that the corked requests are about to be sent.
     pub(super) fn uncork(&self) {
         self.corked_at.store(NOTHING_CORKED, Ordering::Release);
+    }
+}
+
+/// A decision on whether the program is busy sending.
+#[derive(Debug, Default)]
+struct Decided {
+    /// The time in nanoseconds, and the number of posts, when it was made.
+    at: AtomicU64,
+    posts: AtomicU64,
+    busy: AtomicBool,
+}
+
+impl Decided {
+    /// Decides again if `tells` is true for the number of posts and the time since the last decision.
+    fn decide(&self, posts: u64, t: u64, tells: impl Fn(u64, u64) -> bool) -> bool {
+        let since = posts.wrapping_sub(self.posts.load(Ordering::Relaxed));
+        let elapsed = t.saturating_sub(self.at.load(Ordering::Relaxed));
+        if !tells(since, elapsed) {
+            return self.busy.load(Ordering::Relaxed);
+        }
+        let busy = posts_often(since, elapsed);
+        self.posts.store(posts, Ordering::Relaxed);
+        self.at.store(t, Ordering::Relaxed);
+        self.busy.store(busy, Ordering::Relaxed);
+        busy
     }
 }
 
@@ -250,20 +272,38 @@ mod tests {
             cork.is_busy(t)
         };
         assert!(!posts(1, 0), "it posted nothing for a second");
-        assert!(!posts(64, 1_000), "a few posts in a row");
-        for each in [1_000, POST_EACH_MAX] {
-            assert!(posts(POST_WINDOW / each, each), "a post each {each} ns");
+        // Some posts are corked, and the time is read at the first of them only.
+        for count in [1, 2, 64] {
+            assert!(posts(count, POST_EACH_MAX), "{count} posts");
         }
-        assert!(posts(1, 1_000), "the decision holds for a while");
-        for each in [77_000, POST_WINDOW] {
-            assert!(!posts(1_000, each), "a post each {each} ns");
+        for count in [1, 2, 64] {
+            assert!(!posts(count, 77_000), "{count} posts");
         }
-        // Short bursts between computations.
+        assert!(posts(1, 1_000), "it is busy again");
+        // There was no post since the last call, so the result is the same.
+        assert!(cork.is_busy(2_000_000_000));
+    }
+
+    #[test]
+    fn a_few_posts_in_a_row_do_not_show_that_a_program_is_busy_for_long() {
+        let cork = Cork::new();
+        let mut t = 1_000_000_000;
+        let mut posts = |count: u64, each: u64| {
+            for _ in 0..count {
+                cork.on_post();
+                t += each;
+            }
+            cork.is_busy_for_long(t)
+        };
         for _ in 0..10 {
             assert!(!posts(20, 1_000));
             assert!(!posts(1, POST_WINDOW / 2));
         }
-        assert!(posts(POST_WINDOW / 1_000, 1_000), "it is busy again");
+        for each in [1_000, POST_EACH_MAX] {
+            assert!(posts(2 * POST_WINDOW / each, each), "a post each {each} ns");
+        }
+        assert!(posts(1, 1_000), "the decision holds for a while");
+        assert!(!posts(1, POST_WINDOW));
     }
 
     #[test]

@@ -511,9 +511,9 @@ impl Reactor {
         true
     }
 
-    /// Whether the program posts so often that a request may wait for further ones.
-    pub(crate) fn is_busy(&self, now: Instant) -> bool {
-        self.cork.is_busy(self.epoch.nanos(now))
+    /// Whether the program has posted so often for a while that a request may wait for the acknowledgement of earlier ones.
+    pub(crate) fn is_busy_for_long(&self, now: Instant) -> bool {
+        self.cork.is_busy_for_long(self.epoch.nanos(now))
     }
 
     /// Corks further requests of a queue pair that has corked requests.
