@@ -16,7 +16,7 @@
 
 /* Requests in a list. */
 #define LIST 16u
-/* Number of polls of another completion queue after which a request is complete. */
+/* A request has completed after this many polls of another queue, done twice with a pause after each (`complete_others`). */
 #define POLLS 200u
 
 /*

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Tests the device against a second implementation of docs/datagram-iwarp.md, in both directions. The peer is a UDP
- * socket of this program. It was written from the document and shares no code with the device. In all tests, everything
- * that the device sends is checked against the rules of the document (`check_data`, `check_packet`).
+ * Tests the device against a second implementation of docs/datagram-iwarp.md, in both directions. The second
+ * implementation is this program: it was written from the document, shares no code with the device, and sends and
+ * receives on a UDP socket. In all tests, everything that a test receives from the device is checked against the rules
+ * of the document (`check_data`, `check_packet`).
  */
 #include "dgrams.h"
 
@@ -335,7 +336,7 @@ static const char *ud_sends_arrive(size_t arg)
 		TRY(same_pattern(into.at + ROUTE, length, 1));
 	}
 	TRY(next_data(&foreign, &d, false));
-	ENSURE(reports >= 4, "%u reports of the first datagrams", reports);
+	ENSURE(reports >= 4, "the device sent %u reports about five messages", reports);
 	/* Datagrams with a wrong Q_Key, an unknown `sub`, or an MO that differs from the offset are dropped. */
 	TRY(post_recv(a.qp, 9, &sge, 1));
 	d = send_of(&foreign, from, 77, 0, 77);
@@ -415,7 +416,10 @@ static const char *ud_records_arrive(size_t arg)
 	return guards_untouched(&to);
 }
 
-/* The device answers a Read only to an address that has returned its cookie, and therefore receives datagrams. */
+/*
+ * The device answers a long Read only to an address that has returned the device's cookie: this proves that the address
+ * receives datagrams.
+ */
 static const char *ud_reads_are_answered(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { 0 };
@@ -660,7 +664,7 @@ static const char *rd_peer_sends(size_t arg)
 	d = send_of(&foreign, from, 200, 0, 200);
 	TRY(send_packet(&foreign, A, foreign.seq, &d));
 	TRY(acknowledged(&foreign, foreign.seq, &k));
-	ENSURE(k.flags & R, "a packet whose sender waits has no flag R: flags %x", k.flags);
+	ENSURE(k.flags & R, "the flag R is not set although a message waits for a receive: flags %x", k.flags);
 	sge = sge_of(&into, 0, into.len);
 	TRY(post_recv(a.qp, 1, &sge, 1));
 	TRY(expect_ok(a.rcq, 1, IBV_WC_RECV, &wc));
@@ -696,8 +700,8 @@ static const char *rd_peer_sends(size_t arg)
 	foreign.id++;
 
 	/*
-	 * A wrong STag: the device refuses the packet with this sequence number, with status 10, until the base is beyond
-	 * the number. Later messages are accepted.
+	 * A wrong STag: the device refuses the packet (`why` is 10, `ack` is the packet's sequence number), and repeats
+	 * this in its packets until the peer's base is beyond that number. Later messages are accepted.
 	 */
 	d = record_of(&foreign, from, &to, 100, 0, 100);
 	d.stag ^= 0x100;

@@ -1,6 +1,7 @@
 //! The C ABI of libibverbs and librdmacm for the software RNIC of `anywarp-engine`.
 //!
-//! Every exported function is defined with [`entry!`]. The function checks its arguments, calls the engine and converts the result.
+//! Every exported function that does something is defined with [`entry!`], except those in which a thread may be cancelled; those
+//! that only fail, with [`refuse!`]. A function of [`entry!`] checks its arguments, calls the engine and converts the result.
 //! Everything specific to the C API is in this crate; the crates below do not depend on it.
 //!
 //! - [`ffi`]: entry and exit of functions that C calls; `verbs/handle.rs`: objects behind C pointers.
@@ -48,7 +49,8 @@ static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::All
 /// }
 /// ```
 ///
-/// `errno` is a function of [`ffi`] that reports failures to C. The body returns a `Result` with an errno value.
+/// `errno` is a function of [`ffi`] that reports failures to C. The body returns a `Result` with an errno value (except with
+/// `value`, whose body returns the value itself).
 #[macro_export]
 macro_rules! entry {
     (
@@ -159,7 +161,8 @@ mod tests {
         }
     }
 
-    /// The value -1 of a refused function is -1 for a caller that reads an `int`, a `ssize_t` or an `off_t`.
+    /// A `minus_one` function of `refuse!` returns a 64-bit -1, so a caller reads -1 whether the header declares the result as
+    /// `int`, `ssize_t` or `off_t`.
     #[test]
     fn refused_functions_fail_by_the_convention_of_their_type() {
         super::ffi::set_errno(0);

@@ -103,7 +103,7 @@ impl Maker<'_> {
             page.push_str(&generated);
         }
         if !page.contains(&format!("\n.TH {stem} {} ", section(name))) {
-            return Err(io::Error::other("its .TH is not that of the file's name"));
+            return Err(io::Error::other("its .TH line does not name the file"));
         }
         Ok(page)
     }

@@ -139,39 +139,39 @@ impl Hints {
                 .is_none_or(|w| w.as_bytes().eq_ignore_ascii_case(ours.to_bytes()))
         };
         if !same(&self.provider, PROVIDER) {
-            return Err("another provider");
+            return Err("another provider is requested");
         }
         if !same(&self.fabric_name, FABRIC) || !same(&self.domain_name, DOMAIN) {
-            return Err("another fabric or domain");
+            return Err("another fabric or domain is requested");
         }
         if !matches!(
             self.addr_format,
             FI_FORMAT_UNSPEC | FI_SOCKADDR | FI_SOCKADDR_IN | FI_SOCKADDR_IN6
         ) {
-            return Err("an address format other than socket addresses");
+            return Err("the address format is not one of socket addresses");
         }
         let ends = [&self.source, &self.destination];
         if ends.into_iter().flatten().any(|end| end.len() > NAME) {
-            return Err("an address that is too long");
+            return Err("an address is too long");
         }
         if let Some(ep) = &self.ep {
             if !matches!(ep.r#type, FI_EP_UNSPEC | FI_EP_RDM) {
-                return Err("an endpoint type other than FI_EP_RDM");
+                return Err("the endpoint type is not FI_EP_RDM");
             }
             if !matches!(ep.protocol, FI_PROTO_UNSPEC | PROTOCOL) {
-                return Err("another protocol");
+                return Err("another protocol is requested");
             }
             if ep.max_msg_size > limits::MESSAGE {
-                return Err("max_msg_size");
+                return Err("max_msg_size is too large");
             }
             if ep.max_order_raw_size > 0 || ep.max_order_war_size > 0 || ep.max_order_waw_size > 0 {
-                return Err("orders of reads and writes");
+                return Err("orders of reads and writes are not guaranteed");
             }
             if ep.tx_ctx_cnt > 1 || ep.rx_ctx_cnt > 1 {
-                return Err("several contexts");
+                return Err("several contexts are not supported");
             }
             if ep.auth_key_size > 0 {
-                return Err("an authorization key");
+                return Err("authorization keys are not supported");
             }
         }
         let mut wanted = self.caps;
@@ -181,30 +181,30 @@ impl Hints {
                 || tx.iov_limit > limits::IOV
                 || tx.rma_iov_limit > 1
             {
-                return Err("sizes of the transmit context");
+                return Err("sizes of the transmit context are too large");
             }
             if tx.op_flags & !OP_FLAGS != 0 {
-                return Err("operation flags");
+                return Err("some operation flags are not supported");
             }
             if tx.msg_order & !ORDER != 0 || tx.comp_order != 0 {
-                return Err("message orders that the provider does not guarantee");
+                return Err("a requested message or completion order is not guaranteed");
             }
             wanted |= tx.caps;
         }
         if let Some(rx) = &self.rx {
             if rx.iov_limit > limits::IOV || rx.size > limits::ENTRIES {
-                return Err("sizes of the receive context");
+                return Err("sizes of the receive context are too large");
             }
             if rx.op_flags & !OP_FLAGS != 0 {
-                return Err("operation flags");
+                return Err("some operation flags are not supported");
             }
             if rx.msg_order & !ORDER != 0 || rx.comp_order != 0 {
-                return Err("message orders that the provider does not guarantee");
+                return Err("a requested message or completion order is not guaranteed");
             }
             wanted |= rx.caps;
         }
         if wanted & !ALL != 0 {
-            return Err("capabilities that the provider does not have");
+            return Err("the provider does not have all requested capabilities");
         }
         let memory_wanted = wanted & (FI_RMA | FI_ATOMIC) != 0;
         let mode = self.domain.as_ref().map_or(0, |d| d.mr_mode);
@@ -221,7 +221,7 @@ impl Hints {
         };
         if memory_wanted && mr_mode.is_none() {
             return Err(
-                "memory registration without FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
+                "memory registration requires FI_MR_VIRT_ADDR, FI_MR_ALLOCATED and FI_MR_PROV_KEY",
             );
         }
         // Hints that name a kind of operation but no direction request all directions.
@@ -272,20 +272,20 @@ impl Hints {
         if let Some(domain) = &self.domain {
             if domain.data_progress == FI_PROGRESS_AUTO {
                 return Err(
-                    "FI_PROGRESS_AUTO: data is transferred only during calls of the program",
+                    "FI_PROGRESS_AUTO is not supported: only calls of the program transfer data",
                 );
             }
             if domain.caps & !OF_DOMAIN != 0 {
-                return Err("capabilities that the domain does not have");
+                return Err("the domain does not have all requested capabilities");
             }
             if domain.cq_data_size > 8 || domain.mr_key_size > 8 || domain.mr_iov_limit > 1 {
-                return Err("sizes of the domain");
+                return Err("sizes of the domain are too large");
             }
             if domain.max_ep_stx_ctx > 0 || domain.max_ep_srx_ctx > 0 {
-                return Err("shared contexts");
+                return Err("shared contexts are not supported");
             }
             if domain.auth_key_size > 0 {
-                return Err("an authorization key");
+                return Err("authorization keys are not supported");
             }
             if domain.threading != FI_THREAD_UNSPEC {
                 answer.threading = domain.threading;
@@ -396,8 +396,7 @@ fn ends(
         port = of_hint;
     }
     if let Some(node) = node {
-        let addr =
-            resolve(node, service, v4, numeric).ok_or("a node or service that is not known")?;
+        let addr = resolve(node, service, v4, numeric).ok_or("the node or service is not known")?;
         if is_source {
             local = Some(addr.ip());
             port = addr.port();
@@ -408,23 +407,23 @@ fn ends(
     if let (None, Some(service), true) = (node, service, is_source) {
         port = service
             .parse()
-            .map_err(|_| "a service that is not a port number")?;
+            .map_err(|_| "the service is not a port number")?;
     }
     let v4 = v4.or_else(|| Some(family_of(destination.as_ref()?)? == libc::AF_INET));
     let ip = match local {
         Some(ip) if !ip.is_unspecified() => {
             device
                 .gid_index_of(ip)
-                .ok_or("a source address that the device does not have")?;
+                .ok_or("the device does not have the source address")?;
             ip
         }
         _ => {
             let found = device.address(v4).or_else(|| device.address(None));
-            found.ok_or("no address")?.0
+            found.ok_or("the device has no address")?.0
         }
     };
     if v4.is_some_and(|v4| v4 != ip.is_ipv4()) {
-        return Err("an address family that the device does not have");
+        return Err("the device has no address of the requested family");
     }
     Ok(Ends {
         format: address::format_of(ip),

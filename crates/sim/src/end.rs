@@ -388,7 +388,8 @@ impl End {
         self.qpn
     }
 
-    /// Makes the end request markers. anywarp never requests them, so they are removed here before the connection gets the bytes.
+    /// Removes markers from what this end receives, as if it had requested them; the peer's `Setup::markers` must be set. anywarp
+    /// itself never requests markers.
     pub fn wants_markers(&mut self) {
         self.markers = Some((Stripper::new(), Vec::new()));
     }
@@ -462,12 +463,13 @@ impl End {
         }
     }
 
-    /// Handles bytes of the stream. Payload is received directly into memory if the connection requests that.
+    /// Handles bytes of the stream. If the connection requests that payload is received directly into memory, chance decides whether
+    /// it is.
     pub(crate) fn take_bytes(&mut self, now: Instant, rng: &mut Rng, bytes: &[u8]) {
         let stripped = self.without_markers(bytes);
         let mut bytes = stripped.as_deref().unwrap_or(bytes);
         if self.rx.is_empty() {
-            // This corresponds to one receive call into user memory and a buffer behind it.
+            // This models one scatter receive: the first bytes go into user memory, the rest into a buffer.
             let straight = self.conn.direct().and_then(|(places, placed, left)| {
                 rng.chance(60).then(|| {
                     let n = bytes.len().min(left as usize);

@@ -82,7 +82,7 @@ impl Raw {
         }
     }
 
-    /// Makes the peer request markers.
+    /// Removes markers from what this peer receives, as if it had requested them; the `Setup::markers` of the other end must be set.
     pub fn wants_markers(&mut self) {
         self.markers = Some(Stripper::new());
     }

@@ -87,7 +87,7 @@ pub(super) struct Stream {
     backlog: usize,
     /// Whether the queue of accepted connections is full. The channel is not watched then.
     full: bool,
-    /// Whether the peer may still send.
+    /// Whether this end may still receive.
     receiving: bool,
     /// Whether this end may still send.
     sending: bool,
@@ -103,7 +103,7 @@ pub(super) struct End {
     cq: Arc<Cq>,
     /// The ring of the stream, to which the peer writes.
     ring: Buffer,
-    /// The list to which the peer writes its grants of memory, and after it the table of its mappings.
+    /// The list in which the peer grants parts of its ring, followed by the table of the peer's mappings. The peer writes both.
     list: Buffer,
     /// The local ring: copies of the bytes that are being sent.
     copies: Buffer,
@@ -575,7 +575,7 @@ impl Stream {
         self.phase != Phase::Open || self.sending
     }
 
-    /// Returns whether the socket has, or will have, a queue pair, so that its sizes cannot be changed any more.
+    /// Returns whether the socket's queue pair was created, so that its sizes cannot be changed any more.
     pub(super) fn is_sized(&self) -> bool {
         self.end.is_some()
     }
@@ -600,7 +600,7 @@ impl Stream {
         self.id.local()
     }
 
-    /// Returns the peer's address, if the socket is or was connected.
+    /// Returns the peer's address, if the socket is or was connected, or failed to connect.
     pub(super) fn remote(&self) -> Option<SocketAddr> {
         matches!(self.phase, Phase::Open | Phase::Over)
             .then(|| self.id.remote())
@@ -786,7 +786,8 @@ impl Stream {
         self.error = broken.unwrap_or(self.error);
     }
 
-    /// Closes the connection with an error, because the peer violated the protocol or named memory that cannot exist.
+    /// Closes the connection with an error, because the peer violated the protocol or named memory that cannot exist, or because a
+    /// request could not be posted.
     pub(super) fn cut_off(&mut self) {
         if let Some(end) = &self.end {
             end.qp.disconnect();
@@ -912,8 +913,7 @@ impl Stream {
             Phase::Connecting => 0,
             Phase::Closed => libc::POLLNVAL,
             Phase::Over => {
-                // Programs treat POLLHUP as the end of the stream. So it is reported only when everything has been read, as
-                // TCP sockets do.
+                // Programs treat POLLHUP as the end of the stream. So it is reported only when everything has been read.
                 let unread = self.end.as_ref().is_some_and(|e| e.receiver.readable() > 0);
                 let end = match (unread, self.broken) {
                     (true, _) => 0,
@@ -986,7 +986,7 @@ impl Stream {
         Some(posted)
     }
 
-    /// Returns whether the peer has received everything that was sent, or a send has failed.
+    /// Returns whether all sends have completed, or one has failed.
     fn is_sent(&mut self) -> bool {
         match &mut self.end {
             Some(end) if self.phase == Phase::Over => {
@@ -997,7 +997,8 @@ impl Stream {
         }
     }
 
-    /// Returns whether the peer has closed too. For a peer that acknowledges messages, returns true without waiting.
+    /// Returns whether the peer has closed too. For an anywarp peer, returns true without waiting: it acknowledges messages, so
+    /// `is_sent` was enough.
     fn is_answered(&mut self) -> bool {
         self.end
             .as_mut()
@@ -1106,8 +1107,8 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
             if arm {
                 stream.arm();
             }
-            // Received messages are handled at the start, because they may end the connection, and if there is no room, because they
-            // may grant credits.
+            // Received messages are handled twice: at the start, because they may end the connection; and again when there is no
+            // room, because they may grant credits.
             if sent == 0 || arm {
                 stream.step(socket);
             }
@@ -1132,7 +1133,7 @@ pub(super) fn send(socket: &Socket, from: &Caller, flags: c_int) -> Result<usize
     }
 }
 
-/// Receives the available bytes, or fills `to` with `MSG_WAITALL`.
+/// Receives the available bytes. With `MSG_WAITALL`, waits until `to` is full.
 pub(super) fn receive(socket: &Socket, to: &Caller, flags: c_int) -> Result<usize, c_int> {
     if flags & libc::MSG_OOB != 0 {
         return Err(libc::EOPNOTSUPP);
@@ -1221,8 +1222,9 @@ pub(super) fn finish(socket: &Socket) {
         let answer = Instant::now().checked_add(ANSWER);
         wait(until.min(answer).or(answer), Stream::is_answered);
     }
-    // To a standard iWARP peer, a send completes when the kernel has accepted its bytes. They are delivered only as long as
-    // this process reads what the peer sends, and the process may be about to exit.
+    // A send to a standard iWARP peer completes when the kernel has accepted its bytes. If the process exits before the peer has
+    // acknowledged them, and the peer still sends, the kernel resets the connection and the bytes are lost. So this waits for the
+    // acknowledgement.
     let Kind::Stream(stream) = &socket.kind else {
         return;
     };

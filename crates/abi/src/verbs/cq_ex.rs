@@ -23,9 +23,9 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
     if first {
         queue.engine.poll(1, |_, c| found = Some(c.clone()));
     } else {
-        // Only completions that are already queued are polled. If this call handled sockets, a completion that arrives while
-        // the program empties the queue would raise an event, and the program would find no completion when it handles that
-        // event.
+        // Only completions that are already queued are polled. If this call also handled sockets, a completion could arrive while
+        // the program empties the queue. It would raise an event, this same loop would take it, and the program would find
+        // nothing when it handles the event.
         queue.engine.poll_waiting(1, |_, c| found = Some(c.clone()));
     }
     let completion = found.ok_or(libc::ENOENT)?;

@@ -315,7 +315,8 @@ fn receive_list(wr: *mut ibv_recv_wr) -> List<ibv_recv_wr> {
     }
 }
 
-/// Returns the functions that fill receives from a linked list of C receive requests.
+/// Returns an iterator over a linked list of C receive requests. Each item is a function that fills a blank receive from one
+/// request.
 ///
 /// # Safety
 /// Each element and its scatter/gather list are valid.

@@ -160,7 +160,9 @@ impl Run {
     ) -> Result<BTreeMap<String, f64>, String> {
         let wrong = self.wrong(args.op, args.transport);
         if wrong > 0 {
-            return Err(format!("{wrong} messages are wrong or duplicates"));
+            return Err(format!(
+                "{wrong} messages have a wrong byte or validity map, or are duplicates"
+            ));
         }
         let (messages, elapsed) = (self.messages(), of(&self.client, "elapsed_ns"));
         if messages == 0 || elapsed == 0 {

@@ -372,7 +372,7 @@ impl<'a> Word<'a> {
 
     fn count(&self) -> Result<u64, Wrong> {
         match self.number()? {
-            0 => Err(self.wrong("must be 1 or more")),
+            0 => Err(self.wrong(format!("'{}' is not allowed: give 1 or more", self.text))),
             n => Ok(n),
         }
     }
@@ -416,7 +416,7 @@ impl<'a> Word<'a> {
     fn duration(&self) -> Result<Duration, Wrong> {
         let seconds = self.measured(&[("us", 1e-6), ("ms", 1e-3), ("s", 1.0)], "duration")?;
         if seconds > 60.0 {
-            return Err(self.wrong("is longer than 60s"));
+            return Err(self.wrong(format!("'{}' is longer than 60s", self.text)));
         }
         Ok(Duration::from_secs_f64(seconds))
     }
@@ -433,7 +433,7 @@ impl<'a> Word<'a> {
         ];
         let rate = self.measured(&units, "rate")?;
         if !(1.0..=1e12).contains(&rate) {
-            return Err(self.wrong("is not between 1B/s and 1000GB/s"));
+            return Err(self.wrong(format!("'{}' is not between 1B/s and 1000GB/s", self.text)));
         }
         Ok(rate as u64)
     }
@@ -586,7 +586,10 @@ fn which_qp(value: Word<'_>) -> Result<WhichQp, Wrong> {
     if value.text == "any" {
         return Ok(WhichQp::Any);
     }
-    let small = |n: u64| u32::try_from(n).map_err(|_| value.wrong("is not a queue pair number"));
+    let small = |n: u64| {
+        u32::try_from(n)
+            .map_err(|_| value.wrong(format!("'{}' is not a queue pair number", value.text)))
+    };
     if value.text.starts_with('#') {
         return Ok(WhichQp::Nth(small(value.from(1).count()?)?));
     }
