@@ -99,6 +99,9 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fi", "tcp"),
 ];
 
+/// The beginning of the names of those tests of `fi` in which endpoints make a connection.
+const OF_CONNECTIONS: &str = "link";
+
 /// Tests of `chaos` whose connections use datagrams, whatever `ANYWARP_CARRIER` is.
 const OF_DATAGRAMS: [&str; 2] = [
     "--without=killed_peer_over_datagrams",
@@ -213,6 +216,9 @@ fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result
         command.env("ANYWARP_CARRIER", carrier);
         if name == "chaos" {
             command.args(OF_DATAGRAMS);
+        }
+        if name == "fi" && tests.is_empty() {
+            command.arg(OF_CONNECTIONS);
         }
         if !run_one(&mut command, name, work, skips)? {
             failed.push(format!("{name} with ANYWARP_CARRIER={carrier}"));
