@@ -260,15 +260,20 @@ mod tests {
         assert!(cork.on_post());
     }
 
+    /// Posts `count` requests, one each `each` nanoseconds.
+    fn post_each(cork: &Cork, count: u64, each: u64, t: &mut u64) {
+        for _ in 0..count {
+            cork.on_post();
+            *t += each;
+        }
+    }
+
     #[test]
     fn a_program_that_computes_between_its_posts_is_not_busy() {
         let cork = Cork::new();
         let mut t = 1_000_000_000;
-        let mut posts = |count: u64, each: u64| {
-            for _ in 0..count {
-                cork.on_post();
-                t += each;
-            }
+        let mut posts = |count, each| {
+            post_each(&cork, count, each, &mut t);
             cork.is_busy(t)
         };
         assert!(!posts(1, 0), "it posted nothing for a second");
@@ -288,11 +293,8 @@ mod tests {
     fn a_few_posts_in_a_row_do_not_show_that_a_program_is_busy_for_long() {
         let cork = Cork::new();
         let mut t = 1_000_000_000;
-        let mut posts = |count: u64, each: u64| {
-            for _ in 0..count {
-                cork.on_post();
-                t += each;
-            }
+        let mut posts = |count, each| {
+            post_each(&cork, count, each, &mut t);
             cork.is_busy_for_long(t)
         };
         for _ in 0..10 {
