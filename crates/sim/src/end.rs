@@ -515,13 +515,8 @@ fn request(id: u64, op: Op) -> WorkRequest {
     WorkRequest {
         id,
         op,
-        payload: Payload::empty(),
         signaled: true,
-        solicited: false,
-        ack_later: false,
-        fence: false,
-        destination: None,
-        srq: None,
+        ..WorkRequest::blank()
     }
 }
 

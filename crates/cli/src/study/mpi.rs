@@ -48,7 +48,7 @@ impl Mpi {
 
     /// Ends the programs.
     pub(crate) fn end(&mut self) {
-        // Each program takes a second to exit, so all are told to exit before one is waited for.
+        // A program takes up to a second to exit. All of them are told to exit first and then waited for, so that they exit at the same time.
         for running in self.running.values_mut() {
             running.hang_up();
         }

@@ -412,3 +412,32 @@ fn wrong_offset(expected: u32, h: &Untagged) -> Violation {
     let error = PeerError::UntaggedOffset { expected, got };
     Violation::request(error, Status::RemoteInvalidRequest)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_write_counts_until_it_is_acknowledged() {
+        let mut responder = Responder::new(1);
+        responder.count_write(20_000);
+        assert_eq!(
+            responder.longest_write(),
+            0,
+            "it has not arrived as a whole"
+        );
+        responder.count_write(10_000);
+        assert_eq!(responder.finish_write(), 30_000);
+        responder.count_write(100);
+        responder.finish_write();
+        assert_eq!(responder.longest_write(), 30_000);
+        responder.acknowledge_all();
+        assert_eq!(responder.longest_write(), 0);
+        // The immediate ends the request of the Write before it, which may be acknowledged already.
+        responder.finish_immediate(30_000);
+        assert_eq!(
+            (responder.longest_write(), responder.unacknowledged()),
+            (30_000, 1)
+        );
+    }
+}

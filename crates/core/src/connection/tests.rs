@@ -20,7 +20,7 @@ use crate::verbs::rnic::Rnic;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::source::Source;
 use crate::verbs::wc::{Completion, Status};
-use crate::verbs::wr::{Op, Payload, RecvRequest, Remote, WorkRequest};
+use crate::verbs::wr::{Op, RecvRequest, Remote, WorkRequest};
 use crate::wire::ddp::Header;
 use crate::wire::rdmap::{Opcode, ReadRequest};
 use crate::wire::{Msn, Stag, To};
@@ -97,13 +97,8 @@ fn post(conn: &mut Connection, id: u64, op: Op) {
     conn.post_send(WorkRequest {
         id,
         op,
-        payload: Payload::Sges(smallvec![]),
         signaled: true,
-        solicited: false,
-        ack_later: false,
-        fence: false,
-        destination: None,
-        srq: None,
+        ..WorkRequest::blank()
     })
     .unwrap();
 }

@@ -416,17 +416,8 @@ mod tests {
     fn request(id: u64) -> WorkRequest {
         WorkRequest {
             id,
-            op: Op::Send {
-                imm: None,
-                invalidate: None,
-            },
-            payload: Payload::empty(),
             signaled: true,
-            solicited: false,
-            ack_later: false,
-            fence: false,
-            destination: None,
-            srq: None,
+            ..WorkRequest::blank()
         }
     }
 

@@ -18,7 +18,7 @@ use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
-use anywarp_core::verbs::wr::{Op, Payload, RecvRequest, WorkRequest};
+use anywarp_core::verbs::wr::{Payload, RecvRequest, WorkRequest};
 use anywarp_core::wire::control::{Control, Handover};
 
 use super::shm::{self, Shm};
@@ -66,17 +66,9 @@ fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
 fn send_of(id: u64, payload: Payload) -> WorkRequest {
     WorkRequest {
         id,
-        op: Op::Send {
-            imm: None,
-            invalidate: None,
-        },
         payload,
         signaled: true,
-        solicited: false,
-        ack_later: false,
-        fence: false,
-        destination: None,
-        srq: None,
+        ..WorkRequest::blank()
     }
 }
 

@@ -145,8 +145,8 @@ impl RcQp {
                 // An owed acknowledgement is sent when a later poll of the memory has received nothing. A call that also reads the
                 // socket does not count: it may belong to the poll that received the request, which the program has not seen yet.
                 flush |= in_vain && !socket && tcp.take_owed_ack();
-                flush |= inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE)
-                    && self.common.context.is_polled();
+                flush |= self.common.context.is_polled()
+                    && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
                     // This case is frequent: most polls find nothing.
                     if in_vain {
@@ -154,7 +154,7 @@ impl RcQp {
                     }
                     // There is nothing to send. Returning here lets the program get the completion sooner.
                     let idle = open && !tcp.blocked && !tcp.changes_carrier();
-                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() && !flush {
+                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
                         self.schedule(inner);
                         return;
                     }
