@@ -981,25 +981,16 @@ static const char *destroyed_events_discarded(size_t arg)
 	return not_readable(device->async_fd, QUIET_MS);
 }
 
-/*
- * When a queue pair is destroyed, the Writes that have arrived still complete, and their bytes are in memory, even if there are
- * many. If both ends share memory, the shared memory can hold all of them.
- */
-static const char *destroyed_with_many_arrived(size_t arg)
+/* Destroys a queue pair after a burst of Writes, and counts those that have arrived. */
+static const char *destroy_after_burst(uint64_t *arrived)
 {
-	/*
-	 * Requests that have not arrived may fail: the last ones of a burst, which the sender keeps until it polls, and those in its
-	 * socket while the congestion window is full. The bytes in memory show which ones have arrived.
-	 */
-	enum { WRITES = 1000, FEWEST = 100 };
+	enum { WRITES = 1000 };
 	struct want w = { .send_wr = WRITES, .inline_data = 64, .cq_depth = 2 * WRITES };
 	struct region mine, theirs;
-	uint64_t arrived = 1;
 	struct ibv_send_wr wr;
 	struct ibv_sge from;
 	struct pair p;
 
-	(void)arg;
 	TRY(open_pair(&p, &w));
 	TRY(new_region(&mine, p.a.pd, 64, 0));
 	TRY(new_region(&theirs, p.b.pd, 64 * WRITES, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
@@ -1016,13 +1007,38 @@ static const char *destroyed_with_many_arrived(size_t arg)
 		TRY(post(p.a.qp, &wr));
 	}
 	ENSURE(!close_now(p.b.qp), "ibv_destroy_qp");
-	while (arrived < WRITES && theirs.at[64 * arrived])
-		arrived++;
-	ENSURE(arrived > FEWEST, "%u Writes have arrived", (unsigned int)arrived);
-	for (uint64_t i = 1; i < arrived; i++) {
+	*arrived = 1;
+	while (*arrived < WRITES && theirs.at[64 * *arrived])
+		++*arrived;
+	for (uint64_t i = 1; i < *arrived; i++) {
 		TRY(expect_ok(p.a.scq, i, IBV_WC_RDMA_WRITE, NULL));
 		TRY(all_bytes(theirs.at + 64 * i, 64, (uint8_t)(i % 251 + 1), "the bytes of a Write"));
 	}
+	return NULL;
+}
+
+/*
+ * When a queue pair is destroyed, the Writes that have arrived still complete, and their bytes are in memory, even if there are
+ * many. If both ends share memory, the shared memory can hold all of them.
+ */
+static const char *destroyed_with_many_arrived(size_t arg)
+{
+	/*
+	 * Requests that have not arrived may fail: the last ones of a burst, which the sender keeps until it polls or until earlier ones
+	 * are acknowledged, and those in its socket while the congestion window is full. The bytes in memory show which ones have
+	 * arrived. On a busy machine the device's thread may not run during the burst, and few arrive; the test then tries again.
+	 */
+	enum { ATTEMPTS = 20, FEWEST = 100 };
+	uint64_t arrived = 0, most = 0;
+
+	(void)arg;
+	for (int i = 0; i < ATTEMPTS && most <= FEWEST; i++) {
+		TRY(destroy_after_burst(&arrived));
+		if (arrived > most)
+			most = arrived;
+		TRY(close_all());
+	}
+	ENSURE(most > FEWEST, "at most %u Writes have arrived", (unsigned int)most);
 	return NULL;
 }
 

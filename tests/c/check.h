@@ -322,7 +322,7 @@ UNUSED static int run_tests(const struct test *tests, size_t count, int argc, ch
 			return SKIPPED;
 		}
 		if (reason)
-			printf("# %s: %s [%s]\n", argv[2], reason, failed_at);
+			printf("FAIL %s: %s [%s]\n", argv[2], reason, failed_at);
 		return reason ? 1 : 0;
 	}
 	/* An argument that matches no test is an error. Otherwise a test whose name is misspelled would silently not run. */
