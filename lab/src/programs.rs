@@ -97,7 +97,7 @@ impl Options {
     fn cases<'a>(&self, programs: &'a [Program]) -> Vec<(&'a Program, &'a Case)> {
         let mut chosen: Vec<(&Program, &Case)> = Vec::new();
         for (program, case) in all(programs) {
-            let in_turn = self.nightly || !case.nightly;
+            let in_turn = (self.nightly || !case.nightly) && (self.netns || !case.firewall);
             let packaged = self.packages.is_empty() || self.packages.contains(&program.package);
             let seen = chosen.last().is_some_and(|(p, _)| p.name == program.name);
             let name = format!("{}/{}", program.name, case.name);
@@ -465,6 +465,7 @@ impl Environment {
         };
         let end = Instant::now() + limit;
         let port = case.port.map_or_else(free_port, Ok)?;
+        let _firewall = case.firewall.then(|| Firewall::new(port)).transpose()?;
 
         if let Some(line) = &case.server {
             let process = self.start(Host::Server, line, case, port)?;
@@ -646,6 +647,43 @@ echo 'the wire between the namespaces does not come up' >&2
 exit 1
 ";
     sh::run(Command::new("sh").args(["-c", SCRIPT]))
+}
+
+/// Rules of both hosts that drop TCP packets from the other host, except those of one port. Dropping this value removes them.
+struct Firewall;
+
+impl Firewall {
+    fn new(port: u16) -> Result<Self> {
+        // The table of local addresses usually comes first. Here it comes after the rules. iptables and nftables may not be installed.
+        const SCRIPT: &str = "set -e
+for host in server client; do
+    ip -n $host rule add pref 100 lookup local
+    ip -n $host rule del pref 0
+    ip -n $host rule add pref 50 iif wire ipproto tcp dport $1 lookup local
+    ip -n $host rule add pref 51 iif wire ipproto tcp sport $1 lookup local
+    ip -n $host rule add pref 60 iif wire ipproto tcp blackhole
+done
+";
+        let rules = Self;
+        let mut add = Command::new("sh");
+        sh::run(add.args(["-c", SCRIPT, "firewall", &port.to_string()]))?;
+        Ok(rules)
+    }
+}
+
+impl Drop for Firewall {
+    fn drop(&mut self) {
+        const SCRIPT: &str = "for host in server client; do
+    ip -n $host rule add pref 0 lookup local
+    for pref in 50 51 60 100; do
+        ip -n $host rule del pref $pref
+    done
+done
+";
+        if let Err(why) = sh::run(Command::new("sh").args(["-c", SCRIPT])) {
+            eprintln!("the rules of a case are not removed: {why}");
+        }
+    }
 }
 
 /// Returns a port that is free for TCP and for UDP.

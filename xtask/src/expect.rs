@@ -55,6 +55,8 @@ pub struct Case {
     pub ipv6: bool,
     /// Whether the case takes so long that it runs only when requested.
     pub nightly: bool,
+    /// Whether TCP packets between the two hosts are dropped, except those of the case's port. The case runs only between namespaces.
+    pub firewall: bool,
     /// Why the case cannot pass, for each [`Place`].
     pub skip: [Option<String>; 2],
     /// The keys of cases in `tests/interop`.
@@ -149,6 +151,7 @@ impl Case {
             port: None,
             ipv6: false,
             nightly: false,
+            firewall: false,
             skip: [None, None],
             interop: Interop::default(),
         }
@@ -291,6 +294,7 @@ fn set(case: &mut Case, key: &str, value: &str) -> Result {
         "port" => case.port = Some(value.parse()?),
         "ipv6" => case.ipv6 = true,
         "nightly" => case.nightly = true,
+        "firewall" => case.firewall = true,
         "skip" => case.skip = [reason()?, reason()?],
         "only" => {
             case.interop.only = Some(match value {
