@@ -58,7 +58,7 @@ static const char *const wait_names[] = { "", "adaptive", "notify", "busy" };
 
 /* The parameters of one row. */
 struct row {
-	unsigned int mode, stream, ping, size, in_flight, count, wait, nagle, verify;
+	unsigned int mode, stream, ping, size, in_flight, buffers, count, wait, nagle, verify;
 };
 
 /* Latencies in microseconds: one way, or of a whole read of persistent memory. */
@@ -310,6 +310,24 @@ static bool is_message(const struct row *row, const char *is, uint64_t number)
 	return true;
 }
 
+/* Whether messages in flight share buffers. All messages have the same content then. */
+static bool shares(const struct row *row)
+{
+	return row->buffers < row->in_flight;
+}
+
+/* Returns the number that determines the content of message `number`. */
+static uint64_t content_of(const struct row *row, uint64_t number)
+{
+	return shares(row) || row->mode == PERSISTENT_SEND ? 1 : number;
+}
+
+/* Returns the offset of the buffer of the message in flight `slot`. */
+static size_t offset_of(const struct end *e, size_t slot)
+{
+	return slot % e->row.buffers * e->stride;
+}
+
 /* ---- events ---- */
 
 /* Returns the next event, and sets the buffer that it belongs to. */
@@ -355,9 +373,11 @@ static unsigned long long copied(const struct end *e)
 
 static bool post_recv(struct end *e, size_t slot)
 {
-	char *at = e->block_in + slot * e->stride;
+	char *at = e->block_in + offset_of(e, slot);
 
-	wipe(&e->row, at);
+	/* A shared buffer is cleared only before its first message, because later ones may arrive at any time. */
+	if (!shares(&e->row) || (e->in == 1 && slot < e->row.buffers))
+		wipe(&e->row, at);
 	if (exs_recv(e->data, at, e->row.size, e->row.stream ? EXS_MSG_WAITALL : 0, e->queue, (exs_ahandle_t)slot, e->memory_in))
 		return fail_errno("exs_recv");
 	return true;
@@ -365,10 +385,13 @@ static bool post_recv(struct end *e, size_t slot)
 
 static bool post_send(struct end *e, size_t slot)
 {
-	char *at = e->block + slot * e->stride;
-	uint64_t offset = e->row.mode == PERSISTENT_RECV && !e->row.ping ? slot * e->stride : 0;
+	char *at = e->block + offset_of(e, slot);
+	uint64_t offset = e->row.mode == PERSISTENT_RECV && !e->row.ping ? offset_of(e, slot) : 0;
 
-	fill(&e->row, at, e->out++);
+	/* A shared buffer is filled before its first message, and not changed while messages are sent from it. */
+	if (!shares(&e->row) || e->out <= e->row.buffers)
+		fill(&e->row, at, content_of(&e->row, e->out));
+	e->out++;
 	if (exs_send_offset(e->data, at, e->row.size, 0, e->queue, (exs_ahandle_t)slot, e->memory, offset))
 		return fail_errno("exs_send");
 	return true;
@@ -446,7 +469,7 @@ static bool receive_all(struct end *e, unsigned int count)
 	for (unsigned int done = 0; done < count; done++) {
 		if (!take(e, &type, &slot))
 			return false;
-		if (!is_message(&e->row, e->block_in + slot * e->stride, e->row.mode == PERSISTENT_SEND ? 1 : e->in))
+		if (!is_message(&e->row, e->block_in + offset_of(e, slot), content_of(&e->row, e->in)))
 			return false;
 		e->in++;
 		if (started < count) {
@@ -477,7 +500,7 @@ static bool await_message(struct end *e, unsigned int *sent)
 				return false;
 			*sent += type == EXS_EVT_SEND;
 		} while (type != EXS_EVT_RECV);
-		return is_message(&e->row, e->block_in + slot * e->stride, e->in++);
+		return is_message(&e->row, e->block_in + offset_of(e, slot), e->in++);
 	}
 	/*
 	 * A write into persistent memory causes no event at the receiver, so the memory is polled, as with RDMA Write. A software device
@@ -671,11 +694,14 @@ static struct latencies summary(double *pings, unsigned int count)
 /* Sends end in order, so consecutive messages of a buffer are `in_flight` messages apart. */
 static bool has_last_messages(const struct end *e, unsigned int count)
 {
-	unsigned int buffers = (unsigned int)least(count, e->row.in_flight);
+	unsigned int buffers = (unsigned int)least(count, e->row.buffers);
 
-	for (unsigned int number = count - buffers + 1; number <= count; number++)
-		if (!is_message(&e->row, e->block_in + (number - 1) % e->row.in_flight * e->stride, number))
+	for (unsigned int number = count - buffers + 1; number <= count; number++) {
+		const char *at = e->block_in + offset_of(e, (number - 1) % e->row.in_flight);
+
+		if (!is_message(&e->row, at, content_of(&e->row, number)))
 			return false;
+	}
 	return true;
 }
 
@@ -779,7 +805,8 @@ static bool client_phase(struct end *e, unsigned int count, struct measured *m)
 static bool is_row(const struct row *r)
 {
 	return r->mode < MODES && r->stream <= 1 && r->ping <= 1 && r->size >= 1 && r->size <= MAX_SIZE && r->in_flight >= 1 &&
-	       r->in_flight <= MAX_IN_FLIGHT && r->count >= 1 && r->count <= (r->ping ? MAX_PINGS : MAX_COUNT) &&
+	       r->in_flight <= MAX_IN_FLIGHT && r->buffers >= 1 && r->buffers <= r->in_flight &&
+	       (r->buffers == r->in_flight || (!r->ping && r->mode != TRANSACTION)) && r->count >= 1 && r->count <= (r->ping ? MAX_PINGS : MAX_COUNT) &&
 	       r->wait >= EXS_WAIT_ADAPTIVE && r->wait <= EXS_WAIT_BUSY_POLL && r->nagle <= 1 && r->verify <= 1 &&
 	       (r->mode != IMMEDIATE || r->size <= 1u << 20) && (r->mode != TRANSACTION || !r->ping);
 }
@@ -995,8 +1022,8 @@ static bool run_server_row(int control, const struct row *row)
 static bool run_client_row(int control, const struct row *r, struct measured *m)
 {
 	struct end e = { .row = *r, .control = control };
-	bool good = prepare(&e) && write_line(control, "row %u %u %u %u %u %u %u %u %u\n", r->mode, r->stream, r->ping, r->size,
-				       r->in_flight, r->count, r->wait, r->nagle, r->verify);
+	bool good = prepare(&e) && write_line(control, "row %u %u %u %u %u %u %u %u %u %u\n", r->mode, r->stream, r->ping, r->size,
+				       r->in_flight, r->buffers, r->count, r->wait, r->nagle, r->verify);
 
 	good = good && dial(&e);
 	if (good && r->mode == PERSISTENT_SEND) {
@@ -1024,8 +1051,8 @@ static bool serve(int control)
 
 	set_timeouts(control);
 	while ((got = read_line(control, line)) == 1) {
-		if (sscanf(line, "row %u %u %u %u %u %u %u %u %u", &r.mode, &r.stream, &r.ping, &r.size, &r.in_flight, &r.count,
-			   &r.wait, &r.nagle, &r.verify) != 9 ||
+		if (sscanf(line, "row %u %u %u %u %u %u %u %u %u %u", &r.mode, &r.stream, &r.ping, &r.size, &r.in_flight, &r.buffers,
+			   &r.count, &r.wait, &r.nagle, &r.verify) != 10 ||
 		    !is_row(&r)) {
 			write_line(control, "refused\n");
 			return fail("the client asks for \"%s\"", line);
@@ -1046,9 +1073,9 @@ static void report(const struct row *r, const struct measured *m, bool json)
 
 	if (json) {
 		printf("{\"mode\": \"%s\", \"type\": \"%s\", \"nagle\": %s, \"test\": \"%s\", \"size\": %u, \"in_flight\": %u, "
-		       "\"count\": %u, \"wait\": \"%s\", \"verified\": \"%s\", \"seconds\": %.6f, ",
+		       "\"buffers\": %u, \"count\": %u, \"wait\": \"%s\", \"verified\": \"%s\", \"seconds\": %.6f, ",
 		       mode_names[r->mode], r->stream || r->mode == TCP ? "stream" : "seqpacket", r->nagle ? "true" : "false",
-		       r->ping ? "ping" : "throughput", r->size, r->in_flight, r->count, wait_names[r->wait],
+		       r->ping ? "ping" : "throughput", r->size, r->in_flight, r->buffers, r->count, wait_names[r->wait],
 		       r->verify ? "all" : "ends", m->seconds);
 		if (r->ping)
 			printf("\"latency_us\": {\"min\": %.3f, \"median\": %.3f, \"p99\": %.3f, \"max\": %.3f}, ", l->least,
@@ -1079,6 +1106,7 @@ static const char usage[] =
 	"  -m, --mode MODE       normal, immediate, persistent-send, persistent-recv, transaction or tcp [normal]\n"
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
+	"  -b, --buffers N       buffers that these messages use in turn, 1 to N of -i [as many as -i]\n"
 	"  -n, --count N         messages [as 512 MiB hold, 100 to 200000 (--ping: 20000)]\n"
 	"      --ping            latency: one message there, one back\n"
 	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
@@ -1139,14 +1167,14 @@ static int parse(int argc, char **argv, struct options *o)
 	enum { ALL = 256, PING, STREAM, WAIT, NAGLE, VERIFY, JSON, LISTEN, KEEP, SELF };
 	static const struct option longs[] = {
 		{ "mode", 1, NULL, 'm' },   { "size", 1, NULL, 's' },	   { "all", 0, NULL, ALL },	 { "in-flight", 1, NULL, 'i' },
-		{ "count", 1, NULL, 'n' },  { "ping", 0, NULL, PING },	   { "stream", 0, NULL, STREAM }, { "wait", 1, NULL, WAIT },
+		{ "buffers", 1, NULL, 'b' }, { "count", 1, NULL, 'n' },  { "ping", 0, NULL, PING },	   { "stream", 0, NULL, STREAM }, { "wait", 1, NULL, WAIT },
 		{ "nagle", 0, NULL, NAGLE }, { "verify", 0, NULL, VERIFY }, { "json", 0, NULL, JSON },	 { "port", 1, NULL, 'p' },
 		{ "listen", 0, NULL, LISTEN }, { "keep", 0, NULL, KEEP }, { "self", 0, NULL, SELF },	 { "help", 0, NULL, 'h' },
 		{ "version", 0, NULL, 'V' }, { 0 },
 	};
 	int c;
 
-	while ((c = getopt_long(argc, argv, "m:s:i:n:p:hV", longs, NULL)) != -1) {
+	while ((c = getopt_long(argc, argv, "m:s:i:b:n:p:hV", longs, NULL)) != -1) {
 		switch (c) {
 		case 'm':
 			o->row.mode = find(optarg, mode_names, MODES);
@@ -1167,6 +1195,10 @@ static int parse(int argc, char **argv, struct options *o)
 			break;
 		case 'i':
 			if (!number(optarg, MAX_IN_FLIGHT, &o->row.in_flight))
+				return wrong("not a number from 1 to 64", optarg);
+			break;
+		case 'b':
+			if (!number(optarg, MAX_IN_FLIGHT, &o->row.buffers))
 				return wrong("not a number from 1 to 64", optarg);
 			break;
 		case 'n':
@@ -1229,6 +1261,12 @@ static int parse(int argc, char **argv, struct options *o)
 	for (unsigned int i = 0; i < o->size_count; i++)
 		if (o->row.mode == IMMEDIATE && o->sizes[i] > 1u << 20)
 			return wrong("immediate data is at most 1M", mode_names[IMMEDIATE]);
+	if (o->row.buffers == 0)
+		o->row.buffers = o->row.in_flight;
+	if (o->row.buffers > o->row.in_flight)
+		return wrong("more buffers than messages in flight", "--buffers");
+	if (shares(&o->row) && (o->row.ping || o->row.mode == TRANSACTION))
+		return wrong("only for the throughput of single messages", "--buffers");
 	if (o->row.mode == TRANSACTION && o->row.ping)
 		return wrong("no pings in mode", mode_names[TRANSACTION]);
 	if (o->row.ping && o->row.count > MAX_PINGS)
