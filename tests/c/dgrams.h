@@ -206,7 +206,7 @@ UNUSED static const char *send_from_peers(struct peers *p, unsigned int first, u
 	for (unsigned int i = 0; i < n; i++) {
 		struct ibv_wc wc;
 
-		ENSURE(poll_cq_for(p->cq, 1, &wc, (int)WAIT_MS) == 1, "a message of peer %u or one after it does not complete", first);
+		ENSURE(poll_cq_for(p->cq, 1, &wc, (int)WAIT_MS) == 1, "a message of peer %u or of a later peer does not complete", first);
 		ENSURE(wc.status == IBV_WC_SUCCESS, "peer %u: %s", (unsigned int)wc.wr_id, ibv_wc_status_str(wc.status));
 	}
 	return NULL;

@@ -228,7 +228,7 @@ static bool first_time(uint64_t m)
 	uint64_t word = m / 64;
 
 	if (m > 1ull << 36)
-		die("a message with number %" PRIu64, m);
+		die("the message number %" PRIu64 " is impossibly large", m);
 	if (word >= seen_words) {
 		uint64_t more = word * 2 + 64;
 
@@ -604,7 +604,9 @@ static void one_record(const struct anywarpdv_record *r)
 		id_of_zero = r->message_id - in_region / stride;
 		id_known = true;
 	}
-	/* Message ids have 32 bits; the count of messages has 64. Answers skip numbers, so they are identified by their slot. */
+	/* Message ids have 32 bits; the count of messages has 64. In a ping, an answer has the number of
+	 * the message that it answers, so the numbers of answers have gaps where messages were lost. Messages of a ping are therefore
+	 * identified by their slot. */
 	ahead = (int32_t)(r->message_id - (uint32_t)id_of_zero - (uint32_t)expected);
 	if (!o.blast) {
 		ahead = (int64_t)((in_region / stride + o.slots - expected % o.slots) % o.slots);
@@ -791,7 +793,8 @@ static void on_alarm(int signal)
 }
 
 /* Waits at most 50 ms for an event. SIGALRM ends the wait; it is blocked outside this function, so it interrupts nothing else.
-* poll(2) is not used, because a library with its own transport would need a thread switch for it. */
+* poll(2) is not used: if the library itself receives in user space, as anywarp does, another of its threads would have to receive
+* for a thread in poll(2), and wake it. */
 static void event_comes(struct ibv_comp_channel *channel)
 {
 	static bool ticks;
@@ -1163,8 +1166,8 @@ static void make_queue_pair(void)
 			die("ibv_create_comp_channel: %s", strerror(errno));
 	}
 	/* Receives are posted only if needed. A Write with immediate data consumes one. Up to `depth` Writes may be placed
-	 * while they wait for a receive, so `depth` fewer receives than slots keep the peer from overwriting a message before
-	 * it is compared. */
+	 * while they wait for a receive. So only `slots - depth` receives are posted, or one: then the peer does not overwrite a
+	 * message before it is compared. */
 	receives = 0;
 	if (answers && (o.op == SEND || o.op == SEND_IMM))
 		receives = o.slots;
@@ -1467,7 +1470,7 @@ static void read_peer(void)
 	peer.cm = (uint16_t)member(text, "cm");
 	gid = strstr(text, " ip=");
 	if (!gid || sscanf(gid, " ip=%63s", peer.ip) != 1)
-		die("the other end's words have no address");
+		die("the line of the other end has no IP address");
 	gid = strstr(text, " gid=");
 	if (!gid || strlen(gid) < 5 + 32 || !peer.slots)
 		die("the line of the other end has no gid");

@@ -68,8 +68,8 @@ fn read() -> Result<Option<Settings>, String> {
     Ok(Some(settings))
 }
 
-/// Returns `EINVAL` if the settings of the environment cannot be used: a program that ran without its lanes would measure
-/// something else.
+/// Returns `EINVAL` if the settings of the environment cannot be used. Without this check a program would run without virtual lanes and
+/// without the link's rate, and its results would look like those of a run with the settings.
 pub(crate) fn check() -> io::Result<()> {
     settings()
         .map(|_| ())

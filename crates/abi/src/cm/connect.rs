@@ -209,8 +209,8 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: for a connection whose queue pair does not belong to the identifier, because the program itself moves
-    /// it through its states. This queue pair was already connected when the response arrived.
+    /// `rdma_establish(3)`: for a connection whose queue pair does not belong to the identifier. The program itself moves that queue
+    /// pair through its states. Only a queue pair that this library has created for the connection is moved to RTS here.
     ///
     /// # Safety
     /// `id` is null or points to a live identifier.

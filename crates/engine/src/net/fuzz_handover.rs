@@ -217,7 +217,11 @@ pub(crate) fn fuzz(data: &[u8]) {
         both.peer = None;
     }
     if cfg!(fuzzing) {
-        assert_eq!(shm::held(), before, "offers and carriers that are left");
+        assert_eq!(
+            shm::held(),
+            before,
+            "the stream has left shared memory or offers behind"
+        );
     }
 }
 

@@ -32,11 +32,11 @@ const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 /// processor to fire.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
-/// How many leases are short after a completion queue was armed, also if the program makes progress only by polls. It may sleep after the next
-/// poll, and the worker then receives for it.
+/// How many leases are short after a completion queue was armed, although the programs of all contexts make progress only by polls. A program
+/// that has armed a queue may sleep after its next poll, and the worker then receives for it.
 const SHORT_AFTER_ARM: u32 = 16;
 
-/// How many posts start no lease after a lease that a post started, and during which no poll handled the sockets.
+/// The number of posts that start no lease after a post has started a lease during which no poll handled the sockets.
 const POSTS_TO_SKIP: u32 = 1024;
 
 const fn nanos(duration: Duration) -> u64 {

@@ -218,7 +218,7 @@ impl DelayedAck for Flushed {
     }
 }
 
-/// A program that polls its memory for the peer's Write answers at once, and the answer carries the acknowledgement.
+/// If a program polls its memory for a Write of the peer, it answers at once, and the answer carries the acknowledgement.
 #[test]
 fn the_worker_holds_an_acknowledgement_only_if_a_poll_has_succeeded() {
     let (reactor, _bytes, other) = idle();
@@ -431,7 +431,7 @@ fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     assert!(is_shortened_by(&take));
     assert!(
         !is_shortened_by(&|| thread::waiting(take)),
-        "it was the thread that waits"
+        "the waiting thread itself took the wake-up"
     );
     reactor.hot.end_sleep();
 }

@@ -31,7 +31,7 @@ pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
 
 /// Decides whether the worker holds acknowledgements back for [`HOLD_FOR`], while it spins.
 ///
-/// A program that polls its memory for the peer's Write answers within a microsecond of its arrival. If the worker sent the
+/// If a program polls its memory for a Write of the peer, it answers within a microsecond of the Write's arrival. If the worker sent the
 /// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. No thread would
 /// poll a completion queue then, and each message would wait until a lease ends. The worker recognizes such a program by
 /// successful polls since the last acknowledgements, because the program polls the completions of its own Writes. A passive target
