@@ -619,6 +619,77 @@ static const char *link_abandoned(size_t arg)
 	return NULL;
 }
 
+/* Connections to closed endpoints make room for connections to other ones, of which there are more than the limit in all. */
+static const char *links_of_closed_peers(size_t arg)
+{
+	struct fi_cq_tagged_entry entry;
+	struct side a, other;
+
+	(void)arg;
+	TRY(open_side(&a, 0));
+	for (size_t i = 0; i < 12; i++) {
+		int before = streams();
+
+		TRY(open_side(&other, 0));
+		TRY(introduce(&a, &other));
+		TRY(introduce(&other, &a));
+		move_both(&a, &other);
+		for (uint32_t n = 0; n < 200; n++) {
+			uint32_t got = ~0u;
+
+			OK(fi_trecv(other.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
+			TRY(inject(&a, a.peer, 1, n));
+			TRY(next(other.rx, &entry, NULL));
+			ENSURE(got == n, "message %u is %u", n, got);
+		}
+		/* Two ends are new, and one of an earlier connection may have been closed. */
+		ENSURE(streams() > before, "endpoint %zu has no connection: %d before, %d now", i, before, streams());
+		ENSURE(!close_now(other.ep), "fi_close");
+		memset(moving, 0, sizeof moving);
+		moving[0] = &a;
+		for (uint64_t until = now_ms() + 20; now_ms() < until;)
+			fi_cq_read(a.rx, NULL, 0);
+	}
+	return NULL;
+}
+
+/* A receiver takes messages in the reverse order, many of which have to wait at their sender. */
+static const char *receives_in_reverse(size_t arg)
+{
+	enum { MOST = 6000 };
+	static uint32_t words[MOST];
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint32_t sent = 0, word;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (uint64_t quiet = now_ms(); sent < MOST && now_ms() < quiet + 300;) {
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, EAGER - 4 } };
+
+		words[sent] = sent;
+		if (fi_tsendv(a.ep, parts, NULL, 2, a.peer, sent, &a) == 0) {
+			sent++;
+			quiet = now_ms();
+		}
+		fi_cq_read(b.rx, NULL, 0);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	ENSURE(sent > 4000, "only %u messages are accepted", sent);
+	while (sent > 0) {
+		sent--;
+		OK(fi_trecv(b.ep, in, EAGER, NULL, b.peer, sent, 0, &b));
+		TRY(next(b.rx, &entry, NULL));
+		memcpy(&word, in, sizeof word);
+		ENSURE(word == sent && entry.tag == sent && entry.len == EAGER, "message %u is %u", sent, word);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	return NULL;
+}
+
 /* With FI_ANYWARP_LINKS=0 there are no connections. Without the variable there are connections to a limited number of peers. */
 static const char *links_limited(size_t arg)
 {
@@ -1796,6 +1867,8 @@ static const struct test tests[] = {
 	{ "link_with_loss", link_between, WITH_LOSS, 0, true },
 	{ "links_limited", links_limited, 0, 0, true },
 	{ "links_disabled", links_limited, 1, 0, true },
+	{ "links_of_closed_peers", links_of_closed_peers, 0, 0, true },
+	{ "receives_in_reverse", receives_in_reverse, 0, 0, false },
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
 	{ "flood_hostile", flood_hostile, 0, 0, false },

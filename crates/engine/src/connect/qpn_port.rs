@@ -4,6 +4,7 @@
 //! A queue pair number is `port << 8 | index`. The kernel assigns ports, so two processes of a host cannot have the
 //! same number. A peer that knows address and number of a queue pair knows where to connect or send to.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -29,6 +30,9 @@ pub const HELLO: [u8; 4] = *b"aWQ1";
 const BACKLOG: i32 = 512;
 /// Number of ports tried until one is free for both TCP and UDP.
 const TRIES: u32 = 64;
+/// The number of indexes that rest after they were freed. A peer of reliable datagrams remembers a queue pair for a minute, and its first
+/// request to another one with the same number fails. A late datagram for the earlier queue pair would be delivered to the other one.
+const RECENT: usize = 128;
 
 /// The open ports of this process.
 static PORTS: PerProcess<Mutex<Vec<Weak<Port>>>> =
@@ -57,8 +61,56 @@ pub struct Port {
 }
 
 struct State {
-    used: [bool; 256],
+    indexes: Indexes,
     token: Token,
+}
+
+/// The indexes of a port.
+struct Indexes {
+    used: [bool; 256],
+    /// The indexes that were freed last, oldest first. They are not used.
+    recent: VecDeque<u8>,
+}
+
+impl Indexes {
+    fn new() -> Self {
+        Self {
+            used: [false; 256],
+            recent: VecDeque::new(),
+        }
+    }
+
+    /// Marks an index as used. Returns false if it is used already.
+    fn take(&mut self, index: u8) -> bool {
+        let is_free = self
+            .used
+            .get_mut(usize::from(index))
+            .is_some_and(|used| !std::mem::replace(used, true));
+        if is_free {
+            self.recent.retain(|recent| *recent != index);
+        }
+        is_free
+    }
+
+    /// Marks a free index as used, and returns it. Searches from `first` on, and returns an index that was freed recently only if there is
+    /// no other one.
+    fn take_any(&mut self, first: u8) -> Option<u8> {
+        let all = (0..=255).map(|n| first.wrapping_add(n));
+        let is_used = |index: u8| self.used.get(usize::from(index)).is_none_or(|used| *used);
+        let rested = { all }.find(|index| !is_used(*index) && !self.recent.contains(index));
+        let index = rested.or_else(|| self.recent.front().copied())?;
+        self.take(index).then_some(index)
+    }
+
+    fn free(&mut self, index: u8) {
+        let used = self.used.get_mut(usize::from(index));
+        if used.is_some_and(|used| std::mem::replace(used, false)) {
+            self.recent.push_back(index);
+            if self.recent.len() > RECENT {
+                self.recent.pop_front();
+            }
+        }
+    }
 }
 
 impl std::fmt::Debug for Port {
@@ -105,12 +157,7 @@ impl Port {
                 port
             }
         };
-        let free = port
-            .lock()
-            .used
-            .first_mut()
-            .is_some_and(|used| !std::mem::replace(used, true));
-        if free {
+        if port.lock().indexes.take(0) {
             Ok((port, u32::from(number) << 8))
         } else {
             Err(none_left())
@@ -141,7 +188,7 @@ impl Port {
                 state: Mutex::new(
                     Rank::PortIndexes,
                     State {
-                        used: [false; 256],
+                        indexes: Indexes::new(),
                         token: Token::NONE,
                     },
                 ),
@@ -161,27 +208,16 @@ impl Port {
 
     /// Allocates a queue pair number of this port; `None` if all are in use.
     pub(crate) fn take_index(&self) -> Option<u32> {
-        let mut state = self.lock();
         // RFC 5042 §5.1.1 [sec-number-guess]: the next number cannot be derived from earlier ones.
         let [first, ..] = random_u32().to_ne_bytes();
-        for n in 0..=255 {
-            let index = first.wrapping_add(n);
-            if let Some(used) = state.used.get_mut(usize::from(index))
-                && !*used
-            {
-                *used = true;
-                return Some(u32::from(self.number) << 8 | u32::from(index));
-            }
-        }
-        None
+        let index = self.lock().indexes.take_any(first)?;
+        Some(u32::from(self.number) << 8 | u32::from(index))
     }
 
     /// Frees a queue pair number.
     pub fn release(&self, qpn: u32) {
         let index = qpn.to_be_bytes()[3];
-        if let Some(used) = self.lock().used.get_mut(usize::from(index)) {
-            *used = false;
-        }
+        self.lock().indexes.free(index);
     }
 
     fn accept(&self) {
@@ -274,5 +310,37 @@ mod tests {
             assert_eq!(number >> 8, u32::from(port.number));
             port.release(number);
         }
+    }
+
+    #[test]
+    fn freed_indexes_are_used_again_only_after_others() {
+        let mut indexes = Indexes::new();
+        let mut last = [None; 256];
+        for round in 0..1000 {
+            // The search always begins at the same index, which random numbers may do too.
+            let index = indexes.take_any(7).unwrap();
+            if let Some(last) = last[usize::from(index)].replace(round) {
+                assert!(round - last > RECENT, "{index}: {last} and {round}");
+            }
+            indexes.free(index);
+        }
+    }
+
+    #[test]
+    fn all_indexes_can_be_used_at_the_same_time() {
+        let mut indexes = Indexes::new();
+        for _ in 0..2 {
+            let mut taken: Vec<u8> = std::iter::from_fn(|| indexes.take_any(200)).collect();
+            assert!(!indexes.take(0));
+            taken.sort_unstable();
+            assert_eq!(taken, (0..=255).collect::<Vec<u8>>());
+            taken.into_iter().for_each(|index| indexes.free(index));
+        }
+        assert!(indexes.take(0));
+        assert!(!indexes.take(0));
+        indexes.free(0);
+        // An index that is not used is not freed a second time.
+        indexes.free(0);
+        assert_eq!(std::iter::from_fn(|| indexes.take_any(0)).count(), 256);
     }
 }
