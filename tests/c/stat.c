@@ -239,8 +239,8 @@ static const char *burst(bool polling, long long *calls)
 
 /*
  * After four posts in succession, with at most one idle poll after each, small requests that are posted one by one are
- * corked. They are still sent without a poll. The same holds with a poll after each post. There are several bursts, because
- * this thread may be descheduled during one.
+ * corked. They are sent even if the program does not poll again. `polling`: whether the program polls after each post.
+ * There are several bursts, because this thread may be descheduled during one.
  */
 static const char *corking(size_t polling)
 {

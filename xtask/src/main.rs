@@ -66,8 +66,8 @@ enum Task {
 /// A build for another architecture.
 #[derive(Debug, clap::Args)]
 struct Other {
-    /// Build for this Rust target, such as aarch64-unknown-linux-gnu. The name of the folder in `target` ends with the
-    /// architecture.
+    /// Build for this Rust target, such as aarch64-unknown-linux-gnu. The result of `dist` is then in target/dist-ARCHITECTURE, such
+    /// as target/dist-aarch64.
     #[arg(long, value_name = "TARGET")]
     target: Option<String>,
 }

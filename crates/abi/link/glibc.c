@@ -10,7 +10,7 @@
 // On glibc 2.28 the old versions are in libpthread.so.0 and libdl.so.2. The loader finds them if these libraries are loaded,
 // so the program or library is linked with both, even on a host where they are empty.
 //
-//   -DPROGRAM   for a program: defines the function that its start code calls
+//   -DPROGRAM   for a program: defines `__libc_start_main`, which its start code calls
 //   -DMATH      for a program or library that is linked with libm
 //   -DREPLACES  for a library that replaces functions of libc itself: defines only the jumps
 #define _GNU_SOURCE

@@ -1,10 +1,10 @@
-//! `bind` and `listen` for plain sockets of the program that need the TCP port of a listener of rdma_cm.
+//! `bind` and `listen` for plain sockets of the program that need a TCP or UDP port that an identifier of rdma_cm uses.
 //!
-//! Such a listener must release the port, but the kernel does not tell it that another socket needs the port. So the libraries also
+//! The identifier must release the port, but the kernel does not tell it that another socket needs the port. So the libraries also
 //! define these two functions of the C library. The symbols have the version that they had in an old glibc. The dynamic loader
 //! resolves a program's calls to them, but a linker does not choose them, because this is not a default version. Each calls the next
 //! function of its name, which belongs to another preloaded library or to libc. If that call fails because the port is in use, the
-//! function requests that the listeners move to another port and repeats the call. See docs/decisions/026.
+//! function requests that the identifiers move to another port and repeats the call. See docs/decisions/026.
 
 use std::ffi::{CStr, c_int};
 use std::net::SocketAddr;
@@ -77,7 +77,7 @@ fn option(fd: c_int, level: c_int, name: c_int) -> Option<c_int> {
     (result == 0).then_some(value)
 }
 
-/// Makes the call. If the port is in use, requests that the listeners of rdma_cm release the port, and makes the call again.
+/// Makes the call. If the port is in use, requests that the identifiers of rdma_cm release the port, and makes the call again.
 fn with_room(
     fd: c_int,
     call: impl Fn() -> Result<c_int, Errno>,

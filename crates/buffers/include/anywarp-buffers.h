@@ -25,7 +25,7 @@ struct awbuf_attr {
 	size_t pool_bytes;     /* limit of the memory for copies, for each direction; default 16 MiB */
 	size_t cache_bytes;    /* limit of the bytes with cached registrations; default 256 MiB */
 	size_t piece_size;     /* length of a piece; default 1 MiB */
-	unsigned int threads;  /* number of threads that register pieces; default up to 4 */
+	unsigned int threads;  /* number of threads that register pieces, with the caller; default: processors, at most 4 */
 	unsigned int flags;    /* AWBUF_NO_CACHE, AWBUF_NO_WATCH */
 };
 
@@ -34,9 +34,9 @@ enum {
 	AWBUF_NO_WATCH = 1 << 1, /* cache only registrations of AWBUF_STABLE memory */
 };
 
-/* Flags of a use of memory. */
+/* Flags of awbuf_get_send, awbuf_get_recv and awbuf_pieces_begin. */
 enum {
-	AWBUF_STABLE = 1 << 0, /* the program calls awbuf_invalidate before the memory changes */
+	AWBUF_STABLE = 1 << 0, /* the memory stays mapped until the program calls awbuf_invalidate */
 };
 
 enum awbuf_how {
@@ -62,13 +62,13 @@ struct awbuf_buffer {
 
 struct awbuf_stats {
 	uint64_t critical_size;
-	uint64_t watching;     /* 1: the kernel reports changes of memory */
+	uint64_t watching;     /* 1: the kernel reports when memory is unmapped, moved or discarded */
 	uint64_t copied;       /* buffers that were copied */
 	uint64_t copied_bytes;
 	uint64_t registered;   /* buffers registered for one use */
 	uint64_t hits;         /* buffers with a cached registration */
 	uint64_t kept;         /* registrations added to the cache */
-	uint64_t invalidated;  /* cached registrations that ended because the memory changed or awbuf_invalidate ended them */
+	uint64_t invalidated;  /* cached registrations that ended because of a report of the kernel or a call of awbuf_invalidate */
 	uint64_t evicted;      /* cached registrations that ended to make room for others */
 	uint64_t cached;       /* registrations in the cache */
 	uint64_t cached_bytes;

@@ -1,7 +1,8 @@
-//! The cache of registrations of memory that is used repeatedly, and the end of registrations when the memory changes.
+//! The cache of registrations of repeatedly used memory, which end when the memory is unmapped, moved or discarded.
 //!
 //! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
-//! It must never unmap memory itself, so another thread ends the registrations.
+//! The kernel stops a thread that unmaps watched memory until the report is read, so this thread must not unmap memory. Ending a
+//! registration may unmap memory, so another thread does that.
 
 use std::sync::{Condvar, Mutex, OnceLock};
 
@@ -48,8 +49,8 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     made.as_ref().map_err(|errno| *errno)
 }
 
-/// Reads the kernel's reports. The table is locked while a report is read and the entries of changed memory are removed, so
-/// other threads find only entries whose memory is unchanged. This thread neither allocates nor frees memory.
+/// Reads the kernel's reports. The table is locked while a report is read and the entries of the reported memory are removed, so
+/// other threads find only entries whose mapping has not changed. This thread neither allocates nor frees memory.
 fn read_changes(watch: &'static Watch) {
     while watch.wait() {
         let mut table = lock(&TABLE);
@@ -170,7 +171,8 @@ pub(crate) fn find(wanted: &Wanted<'_>, learn: bool) -> Answer {
 ///
 /// # Safety
 ///
-/// The requirements of [`Region::new`] apply. The region ends at the latest with [`forget`] for its owner.
+/// The requirements of [`Region::new`] apply. The region ends no later than with [`forget`] for its owner or, if it is in use then,
+/// when it is released.
 pub(crate) unsafe fn keep(
     pd: *mut ibv_pd,
     wanted: &Wanted<'_>,

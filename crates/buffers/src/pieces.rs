@@ -53,7 +53,7 @@ impl Shared {
         }
         let piece = self.inner.settings.piece;
         let at = index * piece;
-        // SAFETY: the caller of `Pieces::begin` keeps the memory unchanged until `Pieces` is dropped, and the drop waits for
+        // SAFETY: the caller of `Pieces::begin` keeps the memory mapped until `Pieces` is dropped, and the drop waits for
         // pieces in preparation.
         let ready = unsafe {
             Inner::get(

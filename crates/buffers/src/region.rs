@@ -83,7 +83,7 @@ const LEAST: usize = 4 << 10;
 const TRIES: usize = 7;
 
 /// Measures the largest size, up to `most` bytes, for which copying takes no longer than registering and deregistering. This
-/// takes a few milliseconds and uses resident memory.
+/// takes a few milliseconds, and needs twice `most` bytes of resident memory while it runs.
 ///
 /// # Errors
 ///

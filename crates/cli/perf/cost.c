@@ -9,14 +9,16 @@
  *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
  *           sleeps
  *   idle    costs of --qps idle queue pairs for a process
- *   reg     ibv_reg_mr and ibv_dereg_mr; one process
- *   memory  the same with newly mapped memory, compared with copying it; one process
+ *   reg     ibv_reg_mr and ibv_dereg_mr; no server
+ *   memory  the same with newly mapped memory, compared with copying it; no server
  *   first   time to the first byte: from no connection to a byte sent and returned, with rdma_cm and with TCP
  *   buffers RDMA Writes of memory that the program has just written: registered each time, copied, registered once, or
  *           provided by libanywarp-buffers, whole or in pieces
- *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of the rates that they receive
+ *   broadcast datagrams to a multicast group with --qps members, each a process: the sum of the rates that they receive; no
+ *           server
  *
- * Without a host the program is the server. The client prints one line of JSON. Every payload is compared.
+ * Without a host the program is the server, if the test has one. The client prints one line of JSON. What arrives is checked,
+ * except in passive; spread and buffers check the memory of the server once, at the end.
  */
 #define _GNU_SOURCE
 #include <anywarp-buffers.h>
@@ -695,7 +697,7 @@ static void *register_too(void *at)
 	return register_at(at);
 }
 
-/* Registers --threads mappings, in parallel or one after the other. Returns the time from the first to the last. */
+/* Registers --threads mappings, in parallel or one after the other. Returns the time until all are registered. */
 static uint64_t several(void)
 {
 	void *mapping[MOST_THREADS], *at[MOST_THREADS], *mr_of[MOST_THREADS];
@@ -734,7 +736,7 @@ struct shared {
 	atomic_bool over;
 };
 
-/* Ends this process, which would wait for the one that has failed. */
+/* Handles SIGCHLD: ends this process, which would otherwise wait at a barrier for the child process that has failed. */
 static void process_failed(int signal_number)
 {
 	(void)signal_number;
@@ -1187,8 +1189,8 @@ static struct {
 } *group;
 
 /*
- * Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group if the caller is a receiver: the last byte is
- * the lowest byte of the process number of the parent, which is the sender.
+ * Makes a datagram queue pair and memory for `slots` messages. Returns the GID of the group. Its last byte is the lowest byte of the
+ * parent's process number. The parent of a receiver is the sender; the sender has to replace that byte by the one of its own number.
  */
 static union ibv_gid join_group(unsigned int slots, size_t slot, bool sends)
 {

@@ -44,8 +44,8 @@ pub(crate) enum Command {
     ///
     /// If anywarp's provider for libfabric is installed, its folder is put first in
     /// FI_PROVIDER_PATH (see docs/mpi.md). On a machine with at most two processors
-    /// MC_WORKERS_PER_CTX is set to 1 unless it is set: by default two threads of Mooncake poll
-    /// without a pause, and leave no processor to the other end. `anywarp env` does not print this
+    /// MC_WORKERS_PER_CTX is set to 1 unless the user has set it: by default two threads of Mooncake
+    /// poll without a pause, and leave no processor to the other end of a transfer. `anywarp env` does not print this
     /// variable.
     ///
     /// This does not work for a statically linked program, a program of another architecture and a set-user-ID program
@@ -102,8 +102,8 @@ pub(crate) enum Command {
 
     /// Repeat the experiments of papers about RDMA on this machine, and check their findings
     ///
-    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`, and drawn next to the paper's finding and
-    /// the result here. The report is one HTML file, with the values in CSV and JSON files beside it.
+    /// Each figure is measured as in the paper, with `anywarp ping` and `blast`. Below its drawing, a table shows each finding
+    /// of the paper and whether it holds on this machine. The report is one HTML file, with the values in CSV and JSON files beside it.
     Study(Study),
 
     /// Run unmodified socket programs over RDMA, and list which of their connections use it
@@ -143,7 +143,7 @@ pub(crate) struct Run {
     #[arg(long, value_name = "DEVICE", value_enum)]
     pub(crate) profile: Option<DeviceProfile>,
 
-    /// Inject faults: settings like loss=0.01,seed=7, rules, or @FILE with them (sets ANYWARP_FAULTS)
+    /// Inject faults: settings like loss=0.01,seed=7, rules, or @FILE to read both from a file (sets ANYWARP_FAULTS)
     ///
     /// Settings: loss, dup, reorder, corrupt, kill (probabilities), delay, jitter (5ms), rate (10MB/s), dir (tx, rx,
     /// both), seed, summary (on, off). A rule is MATCHES -> ACTION, such as 'op=send nth=3 -> error=remote-access';
@@ -211,7 +211,7 @@ pub(crate) struct Capture {
     #[arg(short, long, value_name = "FILE", default_value = "anywarp.pcapng", value_hint = ValueHint::FilePath)]
     pub(crate) write: PathBuf,
 
-    /// Bytes to keep of each packet, with its headers; by default all
+    /// Bytes to keep of each packet, including its headers; by default all
     #[arg(long, value_name = "BYTES")]
     pub(crate) snaplen: Option<u64>,
 

@@ -9,7 +9,7 @@
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
 //! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
-//! | closed connections per process that are drained | `net/drain.rs` `DRAIN_TIMEOUT` | 512, each 2 s |
+//! | closed connections per process that are drained | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
 //! | how long an exiting process waits for connections that are drained | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
@@ -66,7 +66,7 @@ pub const GRH_LEN: u32 = 40;
 /// of 4, so it needs no padding. Two anywarp ends use it whatever the segment size of the path is.
 pub const MULPDU_ANYWARP: usize = 64_766;
 
-/// Smallest MULPDU to use, in bytes, however small the segments of the path are (RFC 5044 section 5: at least 128).
+/// Smallest MULPDU to use, in bytes, however small the segments of the path are (RFC 5044 section 4.5: at least 128).
 pub const MULPDU_MIN: usize = 128;
 
 /// A segment with at least this number of payload bytes is sent by reference instead of being copied next to its header.
@@ -99,7 +99,7 @@ pub const QOS_PACKET: i64 = 4096;
 pub const QOS_CATCH_UP: u64 = 10_000_000;
 
 /// A sender on a link with virtual lanes that does not use its turns may use them later. They may amount to at most this number
-/// of bytes; a fast link has a higher limit.
+/// of bytes, or to the number of bytes that the link carries in [`QOS_CATCH_UP`], if that is more.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
 /// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
@@ -112,7 +112,8 @@ pub const DIRECT_MIN: usize = 8 * 1024;
 /// number is reached.
 pub const RESPONSES_MAX: usize = 1024;
 
-/// Number of requests of both ends after which a connection on one host switches to shared memory.
+/// Number of requests, of both ends together, after which a connection on one host switches to shared memory. For datagrams it is the
+/// number of datagrams that one UDP port has sent to another.
 pub const CARRIER_AFTER: u32 = 64;
 
 /// Bytes of each direction's ring in memory that two ends share, a power of two.
@@ -151,13 +152,15 @@ pub const COALESCE_SHM: Coalesce = Coalesce {
 /// post.
 pub const COALESCE_BYTES: u64 = 128 * 1024;
 
-/// Number of done requests after which an acknowledgement is sent at once, without waiting for other messages.
+/// Number of unacknowledged requests of the peer that this end has executed, from which on an acknowledgement is sent at once, without
+/// waiting for other messages.
 pub const ACK_AFTER: u32 = 32;
 
-/// Length of a Write that is acknowledged at once if the receiving program makes progress only by polls, bytes. It often computes after it
-/// has received so much, and an acknowledgement that waits for its next message or poll would come late. For shorter Writes a separate
-/// acknowledgement costs too much. Other programs may poll their memory for Writes, and an early acknowledgement of their own Write would end
-/// the polls that receive the answer.
+/// Least length in bytes of a Write that is acknowledged at once if the receiving program makes progress only by polls
+/// (`ANYWARPDV_PROGRESS_POLLED`). Such a program often computes after it has received so much, and an acknowledgement that waits for its
+/// next message or poll would come late. For shorter Writes a separate acknowledgement costs too much. In other programs the writer may
+/// wait for an answer by polling its memory. It polls its completion queue, and so receives, only until its Write is acknowledged: an early
+/// acknowledgement would end these polls before the answer arrives.
 pub const ACK_AT_ONCE: u64 = 16 * 1024;
 
 /// Private data in a connection request or reply, bytes (RFC 5044 allows 512, of which RFC 6581 uses 4).
@@ -172,7 +175,7 @@ pub const DATAGRAM_PAYLOAD: usize = 61_440;
 /// Smallest payload of one datagram of a segmented message, bytes, so that headers do not use most of the datagram.
 pub const DATAGRAM_PAYLOAD_MIN: usize = 64;
 
-/// Datagrams that one call makes before they are handed to the socket.
+/// Datagrams that one call of `DatagramQp::poll_tx` creates at most, before they are passed to the socket.
 pub const DATAGRAM_BATCH: usize = 64;
 
 /// Bytes of buffers that a queue pair keeps for the next datagrams.
@@ -240,15 +243,15 @@ pub const OPEN_MESSAGES_SOURCE: usize = 64;
 /// Runs of bytes in all validity maps of a queue pair that the program has not released.
 pub const RECORD_RANGES: usize = 1 << 20;
 
-/// Runs of bytes of one Write-Record with gaps. If 1 % of the datagrams of the longest message are lost, the message
-/// has about a quarter of this number.
+/// Runs of bytes of one Write-Record with gaps. If the datagrams of the longest message fit an MTU of 1500 bytes and 1 %
+/// of them are lost, the message has about a quarter of this number.
 pub const RECORD_GAPS: usize = 32_768;
 
 /// Runs of bytes of all open messages of a queue pair. A run occupies 8 bytes of an allocation that may be twice as large as
 /// its runs need.
 ///
-/// These are 32 messages with the largest number of gaps, or 130 messages of 1 GiB with 1 % of losses. Beyond this
-/// limit each message may have [`DATAGRAM_RANGES`]. A datagram that would need another run is dropped. On a
+/// These are 32 messages with the largest number of gaps, or 130 messages of 1 GiB with 1 % of losses at an MTU of
+/// 1500 bytes. Beyond this limit each message may have [`DATAGRAM_RANGES`]. A datagram that would need another run is dropped. On a
 /// reliable queue pair it waits instead.
 pub const OPEN_RUNS: usize = 1 << 20;
 

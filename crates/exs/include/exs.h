@@ -41,7 +41,7 @@ typedef intptr_t exs_ahandle_t;
 
 #define EXS_SHUT_WR 1
 
-/* Commands of exs_fcntl, with an int argument. Commands 1 to 6 must be used before the socket is connected. */
+/* Commands of exs_fcntl, with an int argument. The settings of commands 1, 3 and 5 must be set before the socket is connected. */
 #define EXS_F_SETCREDITS 1
 #define EXS_F_GETCREDITS 2
 #define EXS_F_SETSMALLPACKET 3
@@ -50,14 +50,14 @@ typedef intptr_t exs_ahandle_t;
 #define EXS_F_GETSTREAMBUFFER 6
 #define EXS_F_SETCONNECTTIMEOUT 7 /* milliseconds */
 #define EXS_F_GETCONNECTTIMEOUT 8
-#define EXS_F_SETLINGER 9 /* milliseconds, of exs_close_async */
+#define EXS_F_SETLINGER 9 /* milliseconds: how long exs_close_async waits for the peer */
 #define EXS_F_GETLINGER 10
 
 /* Options, set with exs_fcntl */
 #define SO_ASYNC_RECV_ORDERED 100
 #define SO_ASYNC_SEND_TIMEOUT 101 /* milliseconds; 0: no limit */
 #define SO_ASYNC_RECV_TIMEOUT 102
-#define EXS_TIMEOUT_ONCE (1 << 30) /* combined with a time: only for the next call */
+#define EXS_TIMEOUT_ONCE (1 << 30) /* added to a time limit above: the limit applies only to the next operation */
 
 /* Attributes of queues */
 #define EXS_QATTR_DEPTH 1      /* int */
@@ -81,7 +81,7 @@ typedef struct exs_signal {
 
 typedef struct exs_counters {
 	uint64_t exs_copied; /* bytes that the library copied */
-	uint64_t exs_direct; /* bytes that a device transferred for requests of this end */
+	uint64_t exs_direct; /* bytes that a device transferred without a copy, by RDMA requests that this process posted */
 } exs_counters_t;
 
 typedef struct exs_iovec {
@@ -157,7 +157,7 @@ typedef struct exs_evt_xfer {
 	void *exs_evt_buffer;
 	size_t exs_evt_length;
 	int exs_evt_flags;
-	int exs_evt_count; /* with EXS_MSG_MORE: how often the memory was read */
+	int exs_evt_count; /* with EXS_MSG_MORE: how often the peer has read the memory since the previous such event */
 	uint64_t exs_evt_offset;
 } exs_evt_xfer_t;
 

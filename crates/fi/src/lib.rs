@@ -5,7 +5,9 @@
 //! info      fi_getinfo
 //! domain    the device, and the objects opened on it, whose state one lock protects
 //! endpoint  messages, rendezvous, one-sided operations
-//! matching  receives and messages   queue  completions   address  names of peers
+//! matching  receives and messages
+//! queue     completions
+//! address   names of peers
 //! verbs     the device, through the public libibverbs and <infiniband/anywarpdv.h>
 //! ```
 //!

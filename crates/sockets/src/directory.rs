@@ -1,4 +1,4 @@
-//! The directory of a network namespace: which listeners accept an MPA Request, and which UDP sockets accept messages.
+//! The directory of a network namespace: which listeners accept an MPA Request, and which UDP sockets accept iWARP messages.
 //!
 //! To register, a process binds a UNIX socket to an abstract name and listens on it: `anywarp/tcp/ADDR/PORT` for a listener,
 //! `anywarp/udp/ADDR/PORT` for a UDP socket, and also `anywarp/rd/ADDR/PORT` if the UDP socket accepts reliable datagrams. A query
@@ -99,7 +99,7 @@ impl Drop for Held {
     }
 }
 
-/// Locks [`UDP`]. Returns `None` in a signal handler that has interrupted this thread while it held the lock.
+/// Locks [`UDP`]. Returns `None` in a signal handler that has interrupted this thread while it held the lock or waited for it.
 fn udp() -> Option<Held> {
     if IS_HERE.try_with(|here| here.replace(true)) == Ok(true) {
         return None;
@@ -144,8 +144,8 @@ pub fn enter_udp(fd: c_int, protocol: Protocol, addr: SocketAddr) -> Option<(c_i
     Some((name, true))
 }
 
-/// Called when a UDP socket with this name was closed. Returns whether it was the last one with this
-/// name. If so, the caller closes the name.
+/// Called when a UDP socket whose name the descriptor `name` holds was closed or became plain. Returns whether it was the last
+/// socket with this name. If so, the caller closes the descriptor.
 pub fn leave_udp(name: c_int) -> bool {
     let mut held = udp();
     let Some(udp) = held.as_mut().and_then(Held::get) else {
@@ -205,7 +205,7 @@ pub enum Answer {
     Busy,
 }
 
-/// Queries whether the UDP socket at `addr` accepts messages, or reliable datagrams.
+/// Queries whether the UDP socket at `addr` accepts messages ([`Protocol::Udp`]) or reliable datagrams ([`Protocol::Reliable`]).
 pub fn ask_udp(protocol: Protocol, addr: SocketAddr) -> Answer {
     if !is_here(addr) {
         return if remote::ask(protocol, addr) {
@@ -276,7 +276,8 @@ fn user_of(fd: c_int) -> Option<u32> {
     (r == 0).then_some(cred.uid)
 }
 
-/// Returns whether an address belongs to this namespace. The kernel then uses the same address as source of packets to it.
+/// Returns whether an address belongs to this namespace: it is a loopback address, or the kernel chooses the address itself as the
+/// source of packets to it.
 fn is_here(addr: SocketAddr) -> bool {
     addr.ip().to_canonical().is_loopback() || source(addr) == Some(addr.ip())
 }
@@ -299,7 +300,7 @@ pub fn sweep_udp(name: c_int) {
     with_name(name, sweep_name);
 }
 
-/// Ends the name of a UDP socket in all processes that share the descriptor.
+/// Shuts down the descriptor that holds the name of a UDP socket, so that queries fail. This affects all processes that share it.
 pub fn end_udp(name: c_int) {
     with_name(name, end_name);
 }

@@ -66,8 +66,8 @@ fn peer(window: u32) -> Private {
     }
 }
 
-/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result. `wholes`: each piece is first passed to
-/// [`Rx::whole`], which accepts whole messages.
+/// Feeds a stream in pieces whose lengths `piece` returns, and returns the result. If `wholes` is true, each piece is first
+/// passed to [`Rx::whole`], which accepts a piece that is one whole message.
 fn feed_as(
     bytes: &[u8],
     crc: bool,

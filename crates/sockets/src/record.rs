@@ -1,4 +1,4 @@
-//! Records between the program's calls and the thread for reliable datagrams, over a pair of local sockets of this process.
+//! The format in which the program's calls and the thread for reliable datagrams exchange datagrams, over a pair of local sockets.
 //!
 //! ```text
 //!  kind (1) | flags (1) | control (2) | length (4) | address length (4) | address (28) | control messages | payload

@@ -8,7 +8,7 @@
 //! otherwise the enum's alias.
 #![allow(
     missing_docs,
-    reason = "the manual pages of libibverbs document these names; repeating them here would only age"
+    reason = "the manual pages of libibverbs document these names; a copy here would become outdated"
 )]
 #![allow(
     missing_debug_implementations,

@@ -2,9 +2,9 @@
 /*
  * Extensions of anywarp to verbs: one-sided operations on datagrams.
  *
- * Units: lengths and offsets are in bytes; the name of a time contains its unit. Addresses and ports are as in the socket
- * structures that contain them. A function that returns int returns 0 or a count, or -1 with errno, unless its comment says
- * otherwise. A member that is 0 has its default value, so a structure of zeroes has all defaults.
+ * Units: lengths and offsets are in bytes; the name of a time contains its unit. Addresses and ports in socket structures are in
+ * network byte order; the member `port` is in host byte order. A function that returns int returns 0 or a count, or -1 with
+ * errno, unless its comment says otherwise. A member that is 0 has its default value, so a structure of zeroes has all defaults.
  *
  * Manual: anywarpdv(7) and a page for each function. Wire format: docs/datagram-iwarp.md.
  */
@@ -35,7 +35,7 @@ enum anywarpdv_segment {
 	ANYWARPDV_SEGMENT_PATH_MTU = 0,
 	/* The length that jumbo frames of 9000 bytes carry. */
 	ANYWARPDV_SEGMENT_JUMBO = 1,
-	/* The longest that IP permits. IP fragments them, and a lost fragment loses a datagram of up to 60 KiB. */
+	/* Up to 60 KiB of payload in each datagram. IP fragments such a datagram, and a lost fragment loses all of it. */
 	ANYWARPDV_SEGMENT_MAX = 2,
 };
 
@@ -78,11 +78,11 @@ enum anywarpdv_qp_flags {
  */
 #define ANYWARPDV_WC_RECORD IBV_WC_DRIVER1
 
-/* Who handles what arrives while the program does not poll. */
+/* When the device's thread begins to handle what arrives while the program does not poll. */
 enum anywarpdv_progress {
-	/* The device's thread, 0.15 ms after the last poll. */
+	/* 0.15 ms after the last poll. If the program had polled without a pause for at least 2 ms: 1 ms after the last poll. */
 	ANYWARPDV_PROGRESS_AUTO = 0,
-	/* The device's thread, 1 ms after the last poll, so that it does not disturb a program that computes between its polls. */
+	/* 1 ms after the last poll, so that the thread does not disturb a program that computes between its polls. */
 	ANYWARPDV_PROGRESS_POLLED = 1,
 };
 
@@ -96,7 +96,7 @@ struct anywarpdv_qp_init_attr {
 	uint8_t parity;			/* UD: datagrams for each parity datagram, 1 to 15; 0: no parity */
 	uint32_t max_send_size;		/* longest Send, bytes; 0: 4096. Above 4096 it must be equal at the peer */
 	uint32_t max_records;		/* limit of stored records; RD: further writers wait; 0: 4096 */
-	uint32_t max_reads;		/* outstanding Reads and atomics, and waiting responses; 0: 16 */
+	uint32_t max_reads;		/* limit of outstanding Reads and atomics, and of queued responses to peers; 0: 16 */
 	uint32_t max_read_size;		/* UD: longest Read of a peer; 0: 1 MiB */
 	uint32_t grace_us;		/* how long datagrams are accepted after the final one; 0: 2000 */
 	uint32_t deadline_us;		/* after this time without a datagram a message ends; 0: 100000 */
@@ -149,7 +149,7 @@ struct anywarpdv_error {
 	struct sockaddr_storage source;
 	uint32_t src_qp;
 	uint32_t message_id;
-	uint8_t layer;			/* of a Terminate message: RFC 5040 section 4.8 */
+	uint8_t layer;			/* layer, type and code: as in a Terminate message (RFC 5040 section 4.8) */
 	uint8_t type;
 	uint8_t code;
 	uint8_t flags;			/* enum anywarpdv_error_flags */
@@ -168,7 +168,7 @@ struct anywarpdv_counters {
 	uint64_t rx_state;		/* dropped: the queue pair was not ready */
 	uint64_t rx_dup;		/* dropped: duplicate */
 	uint64_t rx_late;		/* dropped: of a message that had ended */
-	uint64_t rx_no_recv;		/* UD: dropped, because no receive was posted. RD: waited for a receive or for a record */
+	uint64_t rx_no_recv;		/* UD: dropped, because no receive was posted. RD: waited for a receive or for room for a record */
 	uint64_t rx_stag;		/* dropped: access to the memory is not permitted */
 	uint64_t rx_bounds;		/* dropped: too long, or too many gaps */
 	uint64_t rx_repaired;		/* lost, and recovered by parity */
@@ -181,7 +181,7 @@ struct anywarpdv_counters {
 	uint64_t err_out;		/* error reports to peers */
 	uint64_t tx_dgrams;		/* passed to the socket */
 	uint64_t tx_errors;		/* refused by the socket */
-	uint64_t tx_stalls;		/* times that a peer did not report what it had received */
+	uint64_t tx_stalls;		/* UD: times that sending waited in vain for a peer's report of what it had received */
 	uint64_t rd_again;		/* RD: retransmitted packets */
 	uint64_t rd_probes;		/* RD: packets that probed a silent peer */
 	uint64_t rd_acks;		/* RD: packets with only an acknowledgement */
@@ -214,7 +214,7 @@ bool anywarpdv_is_supported(struct ibv_device *device);
 int anywarpdv_query_device(struct ibv_context *context, struct anywarpdv_device_attr *attr, uint32_t inlen);
 
 /*
- * Sets the progress of the context. ANYWARPDV_PROGRESS_POLLED has an effect while it is set for all open contexts of the process.
+ * Sets the progress of the context. ANYWARPDV_PROGRESS_POLLED takes effect only while all open contexts of the process have it.
  * EINVAL: `context` is null, or `progress` is not a value of the enumeration.
  */
 int anywarpdv_set_progress(struct ibv_context *context, enum anywarpdv_progress progress);

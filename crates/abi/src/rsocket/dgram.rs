@@ -256,7 +256,7 @@ impl Drop for End {
     }
 }
 
-/// Returns the source address in a route header. `kind` is the kind of the header ([`Completion::sl`]).
+/// Returns the source address in a route header. `kind` is the value of [`Completion::sl`], whose low bits tell IPv6 from IPv4.
 fn source_of(route: &[u8; ROUTE], kind: u8) -> Option<IpAddr> {
     let bytes = |at: usize| route.get(at..);
     if kind & 3 == 1 {
@@ -394,7 +394,7 @@ impl Datagrams {
         Ok(())
     }
 
-    /// Removes the oldest entry of a peer, to make room for another one.
+    /// Removes the peer with the oldest answer, to make room for another peer.
     fn forget_one(&mut self) {
         let oldest = self
             .peers

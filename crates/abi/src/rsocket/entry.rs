@@ -237,7 +237,8 @@ entry! {
 }
 
 entry! {
-    /// `rclose`: waits until the peer has received the sent data, at most five seconds.
+    /// `rclose`: a stream socket waits until the peer has received the sent data, for at most five seconds or the time that
+    /// `SO_LINGER` sets.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -570,7 +571,7 @@ entry! {
             // The kernel takes the length as an `int` and refuses negative ones.
             let len = c_int::try_from(len).ok().and_then(|n| usize::try_from(n).ok());
             let mut bytes = vec![0_u8; len.ok_or(libc::EINVAL)?.min(options::LONGEST)];
-            // SAFETY: `value` has `len` bytes (guaranteed by the caller), and the vector has that length.
+            // SAFETY: `value` has `len` bytes (guaranteed by the caller), and the vector is not longer.
             unsafe { std::ptr::copy_nonoverlapping(value.cast(), bytes.as_mut_ptr(), bytes.len()) };
             options::set(&socket, level, name, &Value(&bytes))
         }))
@@ -603,8 +604,8 @@ entry! {
 }
 
 entry! {
-    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C. A caller passes the variadic argument
-    /// in the same register as the fixed third argument here.
+    /// `rfcntl`: gets and sets the flags of `fcntl(2)`. The function is variadic in C, but this definition has a fixed third
+    /// argument: the calling convention uses the same register for both.
     ///
     /// # Safety
     /// The function has no requirements.

@@ -95,7 +95,8 @@ pub(super) struct Hello {
     pub(super) credits: u16,
     /// The number of mappings that the sender has room for.
     pub(super) mappings: u32,
-    /// The sender's list of free memory. The receiver of this private data writes grants of its own memory into it.
+    /// Where the list of free memory is in the sender's memory. The receiver of this private data announces its own free memory by
+    /// writing entries into this list. `len` is the number of entries.
     pub(super) list: Area,
     /// The sender's memory for the first bytes of the stream.
     pub(super) data: Area,
@@ -211,7 +212,8 @@ pub(super) fn unscale(n: u8) -> u32 {
 pub(super) enum Message {
     /// The number of bytes of the stream that the RDMA Write before this message has written.
     Data(u32),
-    /// The number of the first message that must not be sent yet. An entry of the list may have been written before it.
+    /// The number of the first message that must not be sent yet. An RDMA Write before this message may have filled an entry of the list
+    /// of free memory.
     Credits(u16),
     /// An entry of the table of mappings was written before this message.
     Mapped,
@@ -221,7 +223,7 @@ pub(super) enum Message {
     Shutdown,
     /// Has no content. It shows that the connection is alive.
     KeepAlive,
-    /// An unknown kind, or one that is not used between two ends.
+    /// A kind, or a value of the control kind, that must not be sent. Receiving it ends the connection.
     Unknown,
 }
 

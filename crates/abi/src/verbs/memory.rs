@@ -113,7 +113,8 @@ entry! {
 }
 
 entry! {
-    /// `ibv_reg_mr_iova2`: what the `ibv_reg_mr` macro calls when the access flags are not constant.
+    /// `ibv_reg_mr_iova2`: the `ibv_reg_mr` macro calls it when the access flags are not constant, or contain optional flags
+    /// (`IBV_ACCESS_OPTIONAL_RANGE`).
     ///
     /// # Safety
     /// The requirements of `ibv_reg_mr` apply.

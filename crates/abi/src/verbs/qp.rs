@@ -374,7 +374,7 @@ entry! {
     }
 }
 
-/// Returns the path of an address vector, or `None` if the GID table has no entry for the source address.
+/// Returns the path of an address vector, or `None` if the GID table has no entry at `sgid_index`.
 fn route_of(attr: &ibv_qp_attr) -> Result<Option<Route>, Misuse> {
     let remote = remote_ip(&attr.ah_attr)?;
     let grh = if attr.ah_attr.is_global != 0 {
@@ -404,7 +404,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
     let migrates = has(mask::PATH_MIG_STATE) && attr.path_mig_state != IBV_MIG_MIGRATED;
     if has(mask::ALT_PATH) || migrates {
         return Err(Misuse::Unsupported(
-            "path migration: the kernel routes, there is one path",
+            "path migration: there is only one path, which the kernel chooses",
         ));
     }
     let state = |bit, number| -> Result<Option<State>, Misuse> {

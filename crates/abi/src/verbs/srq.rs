@@ -112,7 +112,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
         } else {
             None
         };
-        // SAFETY: the domain is null or points to a live object (guaranteed by the program).
+        // SAFETY: the protection domain is null or points to a live object (guaranteed by the program).
         unsafe { create(init.pd, init.srq_context, &mut init.attr, of_domain) }
     })
 }

@@ -89,7 +89,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
         if !may_bind && what.bind_info.length != 0 {
             return Err(libc::EPERM);
         }
-        // The consumer chooses the low octet (RFC 5040 §5.1, "STag Key"). Here it counts the binds.
+        // Each bind gives the window another key. Only the low octet changes, as in `ibv_inc_rkey`: it counts the binds.
         let next = key & !0xff | key.wrapping_add(1) & 0xff;
         // SAFETY: both are live (guaranteed by the program).
         let bind =

@@ -31,7 +31,7 @@ use crate::cmd::Failure;
 /// The default number of repetitions: with --all or --only, and otherwise.
 const REPEAT: (u64, u64) = (7, 3);
 
-/// Exit status if a measurement failed, or a required bound is not met.
+/// Exit status if a measurement failed, or, with --strict, if a bound is not met.
 const FAILED: u8 = 1;
 
 /// Exit status for wrong usage.

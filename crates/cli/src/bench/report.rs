@@ -198,7 +198,7 @@ impl Report {
             variables.join(" ")
         });
         text.push_str(
-            "\nmedian, least..most; ~ marks values during which other programs used more than 5 % of the processor time\n",
+            "\nmedian, least..most; ~ marks a value if other programs used the client's processor for more than 5 % of the time\n",
         );
         text
     }
@@ -327,8 +327,8 @@ impl Seen {
         self.parties.iter().find(|p| p.name == name)?.median
     }
 
-    /// Returns the median of the party `by`, with which bounds compare other parties. For raw TCP,
-    /// it is the better one of the two that have different congestion controls.
+    /// Returns the median of the party `by`, the reference of a bound. Raw TCP may be measured twice,
+    /// with the host's congestion control and with reno: the reference is then the better median.
     fn reference(&self, by: &str) -> Option<f64> {
         let median = self.median_of(by);
         if by != RAW {

@@ -1,4 +1,4 @@
-//! Requests of peers, their answers, and errors that they report.
+//! Requests of peers, the answers to these requests, and errors that peers report.
 
 use std::net::IpAddr;
 

@@ -50,7 +50,7 @@ use group::Group;
 
 struct Inner {
     core: DatagramQp,
-    /// The time that the core knows.
+    /// The time that was last passed to the core.
     now: Instant,
     /// Datagrams taken from the core. The first `sent` of them were passed to the kernel.
     pending: Vec<TxDatagram>,
@@ -60,7 +60,8 @@ struct Inner {
     /// Numbers of datagrams and bytes received since the last responses to them were sent.
     unanswered: (usize, usize),
     cork: Cork,
-    /// Length of the longest datagram that may be part of a run.
+    /// Length in bytes of the longest datagram that may be sent in a run: several datagrams to one destination that the
+    /// kernel splits (`UDP_SEGMENT`).
     run_max: usize,
     /// The address that a connected peer expects datagrams from.
     source: Option<IpAddr>,
@@ -76,8 +77,8 @@ struct Inner {
 }
 
 impl Inner {
-    /// Sets the time of the core. An earlier time than that of the core changes nothing. It is possible if another thread read the
-    /// clock later but acquired the lock first.
+    /// Sets the time of the core, unless the core's time is later already, because another thread read the clock later but
+    /// acquired the lock first.
     #[inline]
     fn set_now(&mut self, now: Instant) {
         if now > self.now {
@@ -198,8 +199,8 @@ impl DgramQp {
         (inner, now)
     }
 
-    /// Locks the state for operations that need no time, because reading the clock costs as much as posting a receive
-    /// request.
+    /// Locks the state without setting the time of the core, for operations that do not depend on the time. Reading the
+    /// clock costs as much as posting a receive request.
     fn lock_timeless(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock()
     }
@@ -314,8 +315,8 @@ impl DgramQp {
         };
         let core = &mut inner.core;
         let mut posted = 0;
-        // The compiler inlines the iterator into this loop. With `enumerate` it would not, which costs some 45
-        // instructions.
+        // The compiler inlines the iterator into this loop. With `enumerate` it would not, and posting a receive
+        // request would take some 45 more instructions.
         requests
             .try_for_each(|request| {
                 core.post_recv(request?)?;
@@ -361,8 +362,8 @@ impl DgramQp {
         (inner.core.state(), *inner.core.attr())
     }
 
-    /// Returns the number of system calls with which this queue pair sent datagrams, and the numbers of system calls with
-    /// which its whole port received datagrams, and received nothing.
+    /// Returns three numbers of system calls: those that sent datagrams of this queue pair, those that received datagrams for
+    /// any queue pair of its port, and those that tried to receive on the port and found nothing.
     pub(crate) fn calls(&self) -> (u64, u64, u64) {
         let ReceiveCalls { found, empty } = self.udp.calls();
         (self.lock().calls, found, empty)
@@ -458,7 +459,7 @@ impl DgramQp {
         let ip = ip.to_canonical();
         if self.kind != Kind::Ud {
             return Err(Misuse::InvalidArgument(
-                "multicast on a connected queue pair",
+                "multicast on a queue pair that is not UD",
             ));
         }
         if !is_group(ip) && !is_broadcast(ip) {

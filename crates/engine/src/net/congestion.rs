@@ -1,4 +1,4 @@
-//! Replaces bbr on short paths.
+//! Replaces the TCP congestion control bbr on paths with a short round trip.
 //!
 //! On a loopback interface, and on a veth pair, bbr has a third to two thirds of the bandwidth of cubic or reno: it sends at the
 //! rate that it has measured, and the measurement follows a path of a few microseconds too slowly. On a path that loses more than 2 %

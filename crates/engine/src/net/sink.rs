@@ -1,4 +1,4 @@
-//! What a UDP port needs from its queue pairs.
+//! The interface through which a UDP port passes datagrams to its queue pairs.
 
 use std::slice::Chunks;
 use std::time::Instant;

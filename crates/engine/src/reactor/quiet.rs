@@ -1,6 +1,9 @@
 //! How long polls have received nothing. This decides when delayed acknowledgements are sent, and when a polling thread
 //! lets other threads use its processor.
 //!
+//! An *idle poll* is a poll that found its completion queue empty. The calling thread then handles the device's sockets and shared
+//! memory, and may receive something from them.
+//!
 //! A program that polls uses its processor fully, even while nothing arrives. If more threads poll than there are processors, the
 //! thread with something to do waits until the scheduler ends the time slice of another one, which takes milliseconds. So
 //! polls yield when nothing has been received for some time. While messages arrive, polls do not yield, because another thread
@@ -8,9 +11,9 @@
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// The time without a received message after which polls yield. It is several times that of a round trip on one host.
+/// The time without a received message after which polls yield, in nanoseconds. It is several round-trip times on one host.
 const QUIET: u64 = 50_000;
-/// After that time, one of this number of idle polls yields.
+/// After that time, one in this many idle polls yields.
 const YIELD_EACH: u64 = 8;
 
 /// The state of all threads together. Times are in nanoseconds.
@@ -18,8 +21,8 @@ const YIELD_EACH: u64 = 8;
 pub(super) struct Quiet {
     /// The time of the last idle poll that received something.
     received_at: AtomicU64,
-    /// The time of the first idle poll after that one; 0: there was none. It is much later than `received_at` if the program
-    /// computed between the two polls.
+    /// The time of the first idle poll since then that received nothing; 0: there was none. It is much later than `received_at` if
+    /// the program computed between the two polls.
     polling_since: AtomicU64,
 }
 

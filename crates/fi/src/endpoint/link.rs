@@ -2,15 +2,16 @@
 //!
 //! ```text
 //! lower name              other
-//!     | ---- offer ------> |      after 64 messages, by datagram, like all steps
+//!     | ---- offer ------> |      after 64 messages; the offer and all other steps are sent as datagrams
 //!     | <--- accept ------ |
 //!     | <=== probes =====> |      the first messages on the link
 //!     | ---- moved ------> |      and then messages on the link; each end moves independently of the other,
 //!     | <--- moved ------- |      when its probe has completed
 //! ```
 //!
-//! Only messages that are matched with receives use the link: those with content, and announcements. The receiver reads no
-//! message of the link before `moved`, which follows all earlier datagrams, so the order of messages does not change. If the
+//! The link carries the messages that are matched with receives (those with content, and announcements) and the writes of announced
+//! messages. All others remain datagrams. The receiver reads no message of the link before `moved`, which follows all earlier
+//! datagrams, so the order of messages does not change. If the
 //! link fails, each end tells the other how many messages it has received on it. The messages that were not received are sent
 //! again as datagrams, from the memory of the link, before any new one.
 
@@ -97,7 +98,7 @@ struct Link {
     /// The number of receives that are posted and have not completed.
     receives_posted: usize,
     sent: VecDeque<Sent>,
-    /// Announced messages that the peer has granted, and whose writes wait for room on the link.
+    /// Announced messages for which the peer has granted memory, and whose writes wait for room on the link.
     writes: VecDeque<u32>,
     /// The number of windows that are being bound.
     binds: usize,
@@ -176,7 +177,7 @@ impl Links {
         link.is_some_and(|link| link.receives)
     }
 
-    /// Returns the peers that must acknowledge something.
+    /// Returns the peers that have to acknowledge messages on a link, or to answer an offer or the report of a failed link.
     pub(super) fn waiting(&self) -> impl Iterator<Item = Remote> + '_ {
         let links = self.all.iter().flatten();
         links
@@ -436,7 +437,7 @@ impl Endpoint {
             }
             Step::Broken if link.count.is_none() => {
                 link.count = Some(header.tag);
-                // The grants of the messages that are written over the link are void. The next grants follow this step.
+                // The grants for messages that are written over the link are no longer valid. The peer sends new ones after this step.
                 let first = link.posted - link.sent.len() as u64;
                 let lost = (first..).zip(&link.sent);
                 let lost =
@@ -545,7 +546,7 @@ impl Endpoint {
     pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
         let link_index = self.links.find(from)?;
         let link = self.links.all.get(link_index)?.as_ref()?;
-        // While messages of the link wait in its receives, a write could use up the rest of them.
+        // Each held message of the link occupies one of its receives, and each write consumes one. Writes could consume all others.
         let waits = self.held.iter().any(|held| held.link == Some(link.name));
         let usable =
             link.receives && link.remote.is_some() && !link.broken && !link.closed && !waits;
@@ -863,7 +864,7 @@ impl Endpoint {
             let waiting = std::mem::take(&mut link.writes);
             let name = link.name;
             if !link.receives {
-                // The peer did not say that earlier datagrams are followed by these messages, and does not any more.
+                // The peer has not sent `moved`, and will not send it any more, so these messages can never be read.
                 self.held.retain(|held| held.link != Some(name));
             }
             if self.held.iter().any(|h| h.link == Some(name)) {
@@ -899,8 +900,8 @@ impl Endpoint {
         }
     }
 
-    /// Returns whether the only outstanding messages are notices of this close to peers that are closed too. Such peers do not
-    /// acknowledge them.
+    /// Returns whether the only outstanding messages are close notices (`Op::CloseNotice`) to peers that have closed their endpoints
+    /// too. Such peers do not acknowledge the notices.
     pub(super) fn is_left_alone(&self) -> bool {
         let closed = |peer: &Remote| {
             let link_index = self.links.find(*peer);

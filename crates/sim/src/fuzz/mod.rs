@@ -2,8 +2,8 @@
 //! invariant.
 //!
 //! The fuzzer's programs (`fuzz/fuzz_targets`) are one line each. `tests/corpus.rs` runs the inputs that they found,
-//! and `tests/random_input.rs` runs the same functions on random bytes. A failing input is a file, and `cargo test -p
-//! anywarp-sim --test corpus` with that file in `fuzz/corpus/TARGET` replays it.
+//! and `tests/random_input.rs` runs the same functions on random bytes. The fuzzer writes a failing input to a file in
+//! `fuzz/artifacts`. To replay it, copy it to `fuzz/corpus/TARGET` and run `cargo test -p anywarp-sim --test corpus`.
 //!
 //! | target | input |
 //! |---|---|

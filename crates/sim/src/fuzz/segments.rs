@@ -139,7 +139,8 @@ fn tagged(opcode: Opcode, mr: &Mr, at: u64, input: &mut Input<'_>, body: &[u8]) 
 }
 
 impl Numbers {
-    /// Returns a message that contains no error that its sender can know of, unless the input chooses an error.
+    /// Returns the next message of the peer. Its header is valid unless the input chooses an error. The receiver may refuse a valid
+    /// message too, for example because no receive request is posted.
     fn message(&mut self, t: &Target, input: &mut Input<'_>) -> Vec<u8> {
         let len = match input.byte() {
             n @ 0..5 => [0, 8, 100, 1_000, 4_900][usize::from(n)],

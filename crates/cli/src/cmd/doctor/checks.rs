@@ -18,7 +18,8 @@ const ENOUGH_BUFFER: u64 = 1 << 20;
 /// The least descriptor limit for a program with a hundred connections; a connection uses up to three.
 const ENOUGH_DESCRIPTORS: u64 = 1024;
 
-/// The least maximum of the automatic TCP buffer in bytes for a link with a high bandwidth-delay product.
+/// The size in bytes to which TCP must be able to enlarge a socket buffer automatically, so that a link with a high
+/// bandwidth-delay product is fully used.
 const ENOUGH_TCP_BUFFER: u64 = 4 << 20;
 
 /// Returns the results of all checks that do not depend on the library.
@@ -255,7 +256,7 @@ fn congestion_control() -> Line {
         Ok(name) if name.starts_with("bbr") => Line::ok(
             "TCP congestion control",
             format!(
-                "{name}; on paths of less than 100 µs cubic or reno takes its place (ANYWARP_CC={name} keeps it)"
+                "{name}; replaced by cubic or reno if the round trip takes less than 100 µs (ANYWARP_CC={name} prevents this)"
             ),
         ),
         Ok(name) => Line::ok("TCP congestion control", name),
