@@ -125,7 +125,7 @@ impl Pieces {
     /// The errors of [`Manager::send`], for this piece. EPERM in a forked child.
     #[expect(
         clippy::should_implement_trait,
-        reason = "the pieces borrow nothing, and an iterator cannot fail"
+        reason = "the C function has this name, and adaptors of iterators would continue after an error"
     )]
     pub fn next(&mut self) -> Option<Result<Buffer, c_int>> {
         if fork::is_child() {
