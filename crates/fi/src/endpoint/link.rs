@@ -141,6 +141,8 @@ pub(super) struct Links {
     counts: HashMap<Remote, u32>,
     generation: u16,
     enabled: bool,
+    /// Whether the endpoint is being closed. It neither offers nor accepts a link then.
+    closing: bool,
     /// Whether some link has failed and still exists.
     pub(super) any_broken: bool,
 }
@@ -152,8 +154,14 @@ impl Links {
             counts: HashMap::new(),
             generation: 0,
             enabled,
+            closing: false,
             any_broken: false,
         }
+    }
+
+    /// Called when the endpoint begins to close.
+    pub(super) fn begin_close(&mut self) {
+        self.closing = true;
     }
 
     fn find(&self, peer: Remote) -> Option<usize> {
@@ -276,7 +284,7 @@ impl Endpoint {
 
     /// Counts a message to or from a peer, and offers it a link if there are many.
     pub(super) fn count_message(&mut self, cx: &mut Shared, peer: Remote, length: u64) {
-        if !self.links.enabled || peer == self.name {
+        if !self.links.enabled || self.links.closing || peer == self.name {
             return;
         }
         if self.links.counts.len() >= limits::COUNTED && !self.links.counts.contains_key(&peer) {
@@ -398,6 +406,7 @@ impl Endpoint {
         if step_of_peer == Step::Offer {
             let welcome = link_index.is_none()
                 && self.links.enabled
+                && !self.links.closing
                 && from < self.name
                 && self.source(cx, from) != FI_ADDR_NOTAVAIL;
             let made = if welcome {

@@ -586,6 +586,7 @@ impl Endpoint {
         let tagged: Vec<Receive> = self.tagged.cancel_all().collect();
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
         drop((tagged, untagged));
+        self.links.begin_close();
         let until = Instant::now() + limits::LINGER;
         self.progress(cx);
         self.ask_for_acknowledgements(cx);
