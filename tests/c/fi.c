@@ -533,6 +533,23 @@ static const char *inject(struct side *from, fi_addr_t to, uint64_t tag, uint32_
 	return NULL;
 }
 
+/* Sends numbers to an endpoint, each when the one before has arrived. */
+static const char *exchange_numbers(struct side *from, fi_addr_t to, struct side *at, uint32_t count)
+{
+	struct fi_cq_tagged_entry entry;
+
+	move_both(from, at);
+	for (uint32_t n = 0; n < count; n++) {
+		uint32_t got = ~0u;
+
+		OK(fi_trecv(at->ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
+		TRY(inject(from, to, 1, n));
+		TRY(next(at->rx, &entry, NULL));
+		ENSURE(got == n, "message %u is %u", n, got);
+	}
+	return NULL;
+}
+
 /* Messages of a closed endpoint are still delivered, and neither end waits for the other when it closes. */
 static const char *link_closes(size_t arg)
 {
@@ -543,13 +560,7 @@ static const char *link_closes(size_t arg)
 
 	(void)arg;
 	TRY(open_sides(&a, &b));
-	move_both(&a, &b);
-	for (uint32_t n = 0; n < 200; n++) {
-		OK(fi_trecv(b.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, &b));
-		TRY(inject(&a, a.peer, 1, n));
-		TRY(next(b.rx, &entry, NULL));
-		ENSURE(got == n, "message %u is %u", n, got);
-	}
+	TRY(exchange_numbers(&a, a.peer, &b, 200));
 	ENSURE(streams() == 2, "%d connections", streams());
 	for (uint32_t n = 0; n < 20; n++)
 		TRY(inject(&a, a.peer, 2, n));
@@ -622,7 +633,6 @@ static const char *link_abandoned(size_t arg)
 /* Connections to closed endpoints make room for connections to other ones, of which there are more than the limit in all. */
 static const char *links_of_closed_peers(size_t arg)
 {
-	struct fi_cq_tagged_entry entry;
 	struct side a, other;
 
 	(void)arg;
@@ -633,15 +643,7 @@ static const char *links_of_closed_peers(size_t arg)
 		TRY(open_side(&other, 0));
 		TRY(introduce(&a, &other));
 		TRY(introduce(&other, &a));
-		move_both(&a, &other);
-		for (uint32_t n = 0; n < 200; n++) {
-			uint32_t got = ~0u;
-
-			OK(fi_trecv(other.ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
-			TRY(inject(&a, a.peer, 1, n));
-			TRY(next(other.rx, &entry, NULL));
-			ENSURE(got == n, "message %u is %u", n, got);
-		}
+		TRY(exchange_numbers(&a, a.peer, &other, 200));
 		/* Two ends are new, and one of an earlier connection may have been closed. */
 		ENSURE(streams() > before, "endpoint %zu has no connection: %d before, %d now", i, before, streams());
 		ENSURE(!close_now(other.ep), "fi_close");
@@ -693,7 +695,6 @@ static const char *receives_in_reverse(size_t arg)
 /* With FI_ANYWARP_LINKS=0 there are no connections. Without the variable there are connections to a limited number of peers. */
 static const char *links_limited(size_t arg)
 {
-	struct fi_cq_tagged_entry entry;
 	struct side a, other[10];
 	fi_addr_t peers[COUNT(other)];
 
@@ -706,17 +707,8 @@ static const char *links_limited(size_t arg)
 		peers[i] = a.peer;
 		TRY(introduce(&other[i], &a));
 	}
-	for (size_t i = 0; i < COUNT(other); i++) {
-		move_both(&a, &other[i]);
-		for (uint32_t n = 0; n < 200; n++) {
-			uint32_t got = ~0u;
-
-			OK(fi_trecv(other[i].ep, &got, 4, NULL, FI_ADDR_UNSPEC, 1, 0, NULL));
-			TRY(inject(&a, peers[i], 1, n));
-			TRY(next(other[i].rx, &entry, NULL));
-			ENSURE(got == n, "message %u is %u", n, got);
-		}
-	}
+	for (size_t i = 0; i < COUNT(other); i++)
+		TRY(exchange_numbers(&a, peers[i], &other[i], 200));
 	ENSURE(streams() == (arg ? 0 : 16), "%d connections", streams());
 	return NULL;
 }
