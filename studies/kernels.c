@@ -25,14 +25,11 @@ enum { TESTED = 5, SORTS = 10, BUCKETS = 1 << 10 };
 struct is {
 	char class;
 	int log_keys, log_max;
-	/*
-	 * Keys with known positions in the sorted order: their indexes, and their positions before the first
-	 * repetition.
-	 */
+	/* Keys with known positions in the sorted order: their indexes, and the base of their positions. */
 	long index[TESTED], place[TESTED];
 	/*
-	 * The positions change with each repetition: those of the first `rising` keys increase by repetition - `from`,
-	 * the others decrease by repetition - `other`.
+	 * The positions depend on the number of the repetition. They are place + (number - `from`) for the first `rising`
+	 * keys, and place - (number - `other`) for the others.
 	 */
 	int rising, from, other;
 };

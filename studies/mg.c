@@ -242,7 +242,7 @@ static int lowest_first(const void *a, const void *b)
 	return (x->state > y->state) - (x->state < y->state);
 }
 
-/* Keeps the number if it is among the lowest. They are in order. */
+/* Keeps the number if it is among the lowest so far. `lowest` is in ascending order. */
 static void keep(struct number *lowest, struct number n)
 {
 	int i = CHARGES - 1;

@@ -89,7 +89,7 @@ unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(
 }
 
 /// The thread that drops the last `Arc` decrements the count with Release, followed by an Acquire fence. ThreadSanitizer does not
-/// support fences, so the decrement is reported as both.
+/// support fences, so the decrement is reported with the order AcqRel.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __wrap___tsan_atomic64_fetch_sub(
     address: *mut u64,

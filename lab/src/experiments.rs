@@ -659,8 +659,8 @@ fn reliable(lab: &mut Lab, short: bool) -> Result<String> {
     let mut text = String::from(
         "# Reliable datagrams\n\n`anywarp blast -t rd -o write-record --event` verifies that every message arrives exactly once. The \
          kernel's TCP, with the congestion control of the machine, uses the same relay; each run measures both, one after the other. \
-         MB/s at the receiver and their ratio, medians of the runs. The ends wait for events, because polling ends would take the two \
-         processors from the relay between them.\n\n\
+         MB/s at the receiver and their ratio, medians of the runs. The ends wait for events, because on a machine with two processors \
+         polling ends would leave none for the relay.\n\n\
          | loss | round trip | messages | RD | kernel's TCP | RD / TCP | runs |\n|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     let paths: &[(u32, u32)] = if short {

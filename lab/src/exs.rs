@@ -146,7 +146,8 @@ const ROWS: &[Row] = &[
 
 const NORMAL: Row = exs("exs normal 1 MiB", "--mode normal --size 1M", 800);
 /// `ib_read_bw` and `ib_write_bw` have one buffer for each queue pair, also for several messages in flight. `exs-ttcp` has by default one
-/// for each message in flight, which need more of the processor's cache. They are compared only with rows of as many buffers.
+/// buffer for each message in flight, and more buffers need more of the processor's cache. So perftest is
+/// compared only with rows of `exs-ttcp` that have as many buffers.
 const ONE_NORMAL: Row = exs(
     "exs normal 1 MiB, one buffer",
     "--mode normal --size 1M --buffers 1",

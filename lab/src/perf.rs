@@ -67,8 +67,9 @@ const MEMORY_POLLED: [&str; 2] = ["lat-64k", "shm-64k"];
 /// through memory.
 const MEMORY_POLLED_MAX: f64 = 4.0;
 
-/// The time limit of a short run, and of both ends after an interrupt or with a wrong port.
+/// The time limit of a short run.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
+/// The time limit for the start of a server, and for the exit of an end after an interrupt or with a wrong port.
 const SOON: Duration = Duration::from_secs(8);
 
 pub(crate) fn run() -> Result {
@@ -282,7 +283,7 @@ fn duplicates(sizes: &str) -> Result {
         // A slow receiver may miss some messages, but none may count twice.
         let sound = (0.5..=1.0).contains(&share) && value("wrong")? == 0.0 && duplicates > 1000.0;
         if !sound {
-            return Err(format!("a message was lost or counted twice: {line}").into());
+            return Err(format!("too few or too many messages, or wrong ones: {line}").into());
         }
         rows += 1;
     }

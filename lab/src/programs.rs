@@ -654,7 +654,8 @@ struct Firewall;
 
 impl Firewall {
     fn new(port: u16) -> Result<Self> {
-        // The table of local addresses usually comes first. Here it comes after the rules. iptables and nftables may not be installed.
+        // Routing rules are used, because iptables and nftables may not be installed. The rule for the table of local addresses usually
+        // has the first priority, 0. Here it gets the priority 100, so that the rules that drop packets (60) apply before it.
         const SCRIPT: &str = "set -e
 for host in server client; do
     ip -n $host rule add pref 100 lookup local

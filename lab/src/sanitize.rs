@@ -72,7 +72,8 @@ const SHORT: &[(&str, &[&str])] = &[
 /// The program that uses the provider for libfabric.
 const FI: &str = "fi";
 
-/// Leaves out the tests that take long: messages longer than 1 GiB, loss, floods, and most variants of a link that fails.
+/// Leaves out the tests that take long: messages longer than 1 GiB, messages in pieces, loss, the flood that uses all names, and most
+/// variants of a link that fails.
 const OF_FI: &[&str] = &[
     "--without=1gib",
     "--without=1536mib",

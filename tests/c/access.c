@@ -56,7 +56,10 @@ static const char *try_operation(enum operation op, unsigned int mr_access, unsi
 	return NULL;
 }
 
-/* An operation succeeds if the region and the queue pair have only its flag, and fails if one of them has all flags but this. */
+/*
+ * An operation succeeds if the region and the queue pair have only the flag of this operation. It fails if the region or the queue
+ * pair has all flags except that one.
+ */
 static const char *remote_flags(size_t op)
 {
 	const unsigned int all = ALL_ACCESS, local = IBV_ACCESS_LOCAL_WRITE;

@@ -154,7 +154,7 @@ static uint8_t *mapped(size_t len)
 	return mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
 
-/* Sends between two ends with buffers of their managers, and checks that each buffer is of the kind `how`. */
+/* Sends between two ends with buffers of their managers, and checks that the buffer of the sender is of the kind `how`. */
 static const char *transfer(struct pair *p, struct awbuf *from, struct awbuf *to, const uint8_t *src, uint8_t *dst, size_t len,
 			    enum awbuf_how how)
 {

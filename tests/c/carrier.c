@@ -40,8 +40,8 @@ enum { OFFER = 0, TAKE = 1, REFUSE = 2, SWITCH = 3 };
 #define OFFER_LIFETIME_MS 5000u
 #define MAX_GAP_MS 10.0
 /*
- * An attack that runs once is repeated, up to this number of times, if a message takes longer than MAX_GAP_MS, because another
- * program may have delayed it.
+ * The number of attempts of a test whose attacker attacks only once. The test makes another attempt if a message takes longer than
+ * MAX_GAP_MS, because another program may have delayed the message.
  */
 #define TURNS 5u
 
@@ -303,7 +303,7 @@ static const char *gaps_of(struct pair *p, unsigned int windows, double *median,
 	qsort(gaps, windows, sizeof *gaps, by_size);
 	*median = gaps[windows / 2];
 	*longest = gaps[windows - 1];
-	printf("# the undisturbed connection: a message takes at most %.2f ms in a window of 50 ms, %.2f in the worst of %u\n", *median,
+	printf("# the undisturbed connection: a message takes at most %.2f ms in the median window of 50 ms, %.2f in the worst of %u\n", *median,
 	       gaps[windows - 1], windows);
 	return NULL;
 }
@@ -869,7 +869,7 @@ static const char *hostile_offer(size_t bait)
 	TRY(open_pair(&p, &usual));
 	for (unsigned int turn = 0; turn < TURNS && longest > MAX_GAP_MS; turn++)
 		TRY(offer_once(&p, &longest));
-	ENSURE(longest <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms, %u times", longest, TURNS);
+	ENSURE(longest <= MAX_GAP_MS, "the undisturbed connection stops for %.1f ms in the last of %u attempts", longest, TURNS);
 	return NULL;
 }
 

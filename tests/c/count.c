@@ -16,7 +16,7 @@
 
 /* Requests in a list. */
 #define LIST 16u
-/* A request has completed after this many polls of another queue, done twice with a pause after each (`complete_others`). */
+/* The polls of another queue in each of two rounds, each followed by a pause. After them a request has completed (`complete_others`). */
 #define POLLS 200u
 
 /*

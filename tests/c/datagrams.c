@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * UDP sockets as programs use them. `cargo lab sockets` runs this program twice: on the kernel's sockets, and with
- * libanywarp-sockets.so and a rule that sends the program's datagrams as messages of datagram-iWARP (docs/sockets.md).
- * Datagrams that are not messages are called plain, and sockets that send messages upgraded. Both runs must give the same
+ * UDP sockets as programs use them. `cargo lab sockets` runs this program on the kernel's sockets, and with
+ * libanywarp-sockets.so and rules that send the program's datagrams as messages of datagram-iWARP (docs/sockets.md).
+ * Datagrams that are not messages are called plain, and sockets that send messages upgraded. All runs must give the same
  * results. All ends are in this process and use the loopback interface.
  *
  * With DATAGRAMS_RELIABLE the datagrams are to be reliable. A thread of the library then reads the socket, so a datagram
@@ -677,11 +677,11 @@ static const char *sets(size_t flags)
 	TRY(text_to(e.client, "one", &e.at));
 	ENSURE(epoll_wait(set, out, 2, LONG_MS) == 1 && out[0].events == EPOLLIN && out[0].data.u64 == 7,
 	       "epoll_wait does not report the first datagram");
-	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "the event is repeated where it should not be, or not where it should");
+	ENSURE(epoll_wait(set, out, 2, 0) == (flags == 0), "only a level-triggered event must be repeated");
 	TRY(text_to(e.client, "two", &e.at));
 	settle();
 	ENSURE(epoll_wait(set, out, 2, 0) == (flags != EPOLLONESHOT),
-	       "the second datagram is reported where it should not be, or not where it should");
+	       "the second datagram must be reported, except with EPOLLONESHOT");
 	if (flags == EPOLLONESHOT) {
 		ENSURE(!epoll_ctl(set, EPOLL_CTL_MOD, e.server, &ev), "epoll_ctl: %s", strerror(errno));
 		ENSURE(epoll_wait(set, out, 2, 0) == 1, "epoll_wait does not report the datagram after the socket was armed again");

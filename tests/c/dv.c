@@ -491,7 +491,7 @@ static const char *reads(size_t arg)
 	return NULL;
 }
 
-/* Whatever the progress is, requests complete while the program does not poll: the device's thread takes over. */
+/* In each progress mode, requests complete while the program does not poll: the device's thread takes over. */
 static const char *progress(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .driver_qp_type = ANYWARPDV_QPT_RD };
@@ -798,7 +798,7 @@ static const char *deadline_passes_unpolled(struct dgram *a, const struct region
 
 static const char *queued_half_beats_deadline(size_t arg)
 {
-	/* A deadline that does not expire because of scheduling delays. */
+	/* The deadline is so long that scheduling delays alone do not let it expire. */
 	struct anywarpdv_qp_init_attr ud = { .grace_us = 1000000, .deadline_us = 1000000 };
 	const char *reason = NULL;
 	struct region mine;

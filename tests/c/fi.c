@@ -612,7 +612,7 @@ static const char *link_abandoned(size_t arg)
 	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "1000", 1);
 	TRY(open_sides(&low, &high));
 	TRY(order_by_name(&low, &high));
-	/* The 64th message is followed by the offer. `high` makes no progress after the one before. */
+	/* The offer follows the 64th message. After the 62nd number, `high` makes no progress until `low` is closed. */
 	for (uint32_t n = 0; n < 63; n++) {
 		if (n == 50)
 			OK(fi_send(high.ep, out, 100000, NULL, high.peer, &high));
@@ -630,7 +630,10 @@ static const char *link_abandoned(size_t arg)
 	return NULL;
 }
 
-/* Connections to closed endpoints make room for connections to other ones, of which there are more than the limit in all. */
+/*
+ * Connections to closed endpoints do not count against the limit: one endpoint connects to more endpoints than the limit, each of which
+ * is closed before the next one is opened.
+ */
 static const char *links_of_closed_peers(size_t arg)
 {
 	struct side a, other;
@@ -655,7 +658,7 @@ static const char *links_of_closed_peers(size_t arg)
 	return NULL;
 }
 
-/* A receiver takes messages in the reverse order, many of which have to wait at their sender. */
+/* A receiver takes messages in the reverse order. Many of the messages have to wait at their sender. */
 static const char *receives_in_reverse(size_t arg)
 {
 	enum { MOST = 6000 };
@@ -1394,9 +1397,9 @@ static const char *flood_hostile(size_t arg)
 }
 
 /*
- * A peer announces messages and writes none of them, until the receiver has no more names for them. The next announced message
- * fails at the receiver, and its sender's request ends: it does not wait for a grant for ever. The receives of the peer's messages
- * have no memory, so that the receiver registers none for them.
+ * A peer announces messages and writes none of them, until the receiver has no free number for another one (a number has 20 bits). The
+ * next announced message fails at the receiver, and the request of its sender ends instead of waiting for a grant for ever. The receives
+ * of the peer's messages have no memory, so that the receiver registers none for them.
  */
 static const char *all_names_used(size_t arg)
 {

@@ -510,7 +510,7 @@ static const char *queues(size_t arg)
 		struct fi_cq_attr attr = { .size = size, .format = FI_CQ_FORMAT_UNSPEC, .wait_obj = FI_WAIT_UNSPEC };
 
 		OK(fi_cq_open(domain, &attr, &cq, NULL));
-		ENSURE(attr.format != FI_CQ_FORMAT_UNSPEC, "the format stays open");
+		ENSURE(attr.format != FI_CQ_FORMAT_UNSPEC, "fi_cq_open does not set the format that it has chosen");
 		OK(fi_close(&cq->fid));
 	}
 	for (size_t i = 0; i < COUNT(waits); i++) {
@@ -805,7 +805,7 @@ static const char *counters(size_t arg)
 	return NULL;
 }
 
-/* What a counter counts: exactly the operations that it is bound to, and failed ones apart. */
+/* What a counter counts: exactly the operations that it is bound to. Failed operations are counted separately. */
 static const char *counted(size_t arg)
 {
 	static const uint64_t what[] = { FI_SEND, FI_RECV, FI_READ, FI_WRITE };
@@ -1866,7 +1866,7 @@ static const char *injected(size_t arg)
 	GIVES(FI_EMSGSIZE, fi_send(a.ep, out, INJECT + 1, NULL, a.peer, &a));
 	GIVES(FI_EMSGSIZE, fi_inject_write(a.ep, out, INJECT + 1, a.peer, at, key));
 	GIVES(FI_EMSGSIZE, fi_writemsg(a.ep, &write, FI_INJECT));
-	/* Without the flag of the endpoint a longer message is sent. */
+	/* The flags of this call replace FI_INJECT of the endpoint, so a longer message is sent. */
 	OK(fi_recv(b.ep, in, INJECT + 1, NULL, FI_ADDR_UNSPEC, &b));
 	OK(fi_sendmsg(a.ep, &msg, FI_TRANSMIT_COMPLETE));
 	TRY(next(b.rx, &entry, NULL));

@@ -31,16 +31,18 @@
 
 /* Datagrams of the flood per second; enough to fill every table many times over. */
 #define PACE 20000u
-/* The length of a turn of the legitimate peer. It has this number of turns without the flood, and after each of them one with it. */
+/* The length of a turn of the legitimate peer. */
 #define TURN_MS 100u
+/* The number of turns without the flood. Each is followed by a turn with the flood. */
 #define TURNS 5u
 /* The largest number of turns without the flood until the legitimate peer has to make progress. */
 #define TRIES 10u
 /* The part of its usual rate that the legitimate peer must reach under the flood. */
 #define SHARE 0.1
 /*
- * The memory that the victim may allocate under the flood, in KiB: its two queue pairs keep up to 8 MiB of buffers each, depending on the rate of
- * the legitimate peer, and each carrier between its ports has 0.7 MiB. The same for a flood at full speed.
+ * HOLDS: the memory that the victim may allocate under the flood, in KiB. Its two queue pairs keep up to 8 MiB of buffers each,
+ * depending on the rate of the legitimate peer, and each carrier between its ports has 0.7 MiB. HOLDS_UNPACED: the same for a
+ * flood at full speed.
  */
 #define HOLDS (20 * 1024)
 #define HOLDS_UNPACED (64 * 1024)
@@ -354,7 +356,7 @@ union address {
 	struct sockaddr_in6 six;
 };
 
-/* Whether the device has an IPv6 address. TEST_ADDR names the address of the device; without it, it is 127.0.0.1. */
+/* Whether the device has an IPv6 address. Its address is TEST_ADDR, or 127.0.0.1 if that variable is not set. */
 static bool is_ipv6(void)
 {
 	const char *text = getenv("TEST_ADDR");
@@ -475,8 +477,8 @@ static void send_from(int fd, uint32_t which, uint16_t to, const struct packet *
 }
 
 /*
- * Opens a socket at address `which` of the IPv4 loopback network, or at the IPv6 loopback address, or at any address if
- * 0.
+ * Opens a socket at address `which` of the IPv4 loopback network or, if the device has an IPv6 address, at the IPv6 loopback
+ * address. If `which` is 0, the socket is bound to the wildcard address.
  */
 static int udp_socket(uint32_t which)
 {
@@ -784,7 +786,8 @@ static const char *goes_on(size_t arg)
 		dropped += seen[i].rx_bad_crc + seen[i].rx_bad_hdr + seen[i].rx_qkey + seen[i].rx_stag;
 	}
 	qsort(share, TURNS, sizeof *share, by_value);
-	printf("# flood of %llu datagrams, %llu dropped as invalid; the legitimate peer: %.0f a second, %.0f %% under it, %llu lost; %ld KiB more\n",
+	printf("# flood of %llu datagrams, %llu dropped as invalid; "
+	       "the legitimate peer: %.0f operations a second without the flood, %.0f %% of that with it, %llu lost; %ld KiB more\n",
 	       (unsigned long long)shared->sent, (unsigned long long)dropped, without[TURNS / 2], 100 * share[TURNS / 2],
 	       (unsigned long long)shared->lost, grown);
 	ENSURE(shared->sent > 1000 && dropped > shared->sent / 50, "a flood of %llu, of which %llu were dropped as invalid",
@@ -834,7 +837,7 @@ static const char *unpaced(size_t arg)
 	TRY(serve(60));
 	TRY(nothing_was_placed());
 	ENSURE(!query_counters(v.ends[0].qp, &seen, sizeof seen), "counters");
-	printf("# %.0f datagrams a second, %llu of them arrived at the UD queue pair; %ld KiB more\n",
+	printf("# %.0f datagrams a second; in all %llu arrived at the UD queue pair; %ld KiB more\n",
 	       (double)shared->sent * 1000 / UNPACED_MS, (unsigned long long)seen.rx_dgrams, grown);
 	ENSURE(shared->sent > 10000, "a flood of %llu", (unsigned long long)shared->sent);
 #if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__

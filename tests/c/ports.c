@@ -381,7 +381,7 @@ static const char *shared_by_option(size_t chosen)
 	return NULL;
 }
 
-/* A plain socket with SO_REUSEPORT does not share the TCP port with the listener: the listener leaves it. */
+/* A plain socket with SO_REUSEPORT does not share the TCP port with the listener, because the listener moves to another TCP port. */
 static const char *reuseport(size_t arg)
 {
 	struct fixture s;
@@ -795,7 +795,7 @@ static void candidate_ports(uint16_t port, uint16_t candidate[2])
 
 /*
  * A listener of another process has its signpost at the second candidate port, because the first was taken when it
- * started. The first is free now, but the port is still taken.
+ * started. The first candidate port is free now, but the port of rdma_cm is still taken.
  */
 static const char *taken_at_second_candidate(size_t arg)
 {

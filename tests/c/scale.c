@@ -1092,7 +1092,7 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 		TRY(to_rts(qps[i], &want));
 		numbers[i] = qps[i]->qp_num;
 	}
-	TRY(print_cost("(one) UD queue pair; the other end: each of them", before, n, 5));
+	TRY(print_cost("UD queue pairs: one here, one per peer at the other end", before, n, 5));
 	if (side == 0) {
 		TRY(send_to_other(numbers, sizeof *numbers));
 		TRY(receive_from_other(numbers, n * sizeof *numbers));
@@ -1118,7 +1118,7 @@ static const char *idle_peers(unsigned int n, struct ibv_mr *buffer)
 		TRY(take(cq, 2));
 		TRY(meet());
 	}
-	return print_cost("UD peer, one message each way; the other end: each peer's", before, n, 6);
+	return print_cost("UD peer, after one message each way", before, n, 6);
 }
 
 static unsigned int idle_count;

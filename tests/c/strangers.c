@@ -291,7 +291,6 @@ static const char *few_descriptors(size_t arg)
 	return NULL;
 }
 
-/* Without a free descriptor, new connections wait, and no thread spins. Later everything works as before. */
 /* The part of the test below that runs without a free descriptor. `late` connects to `address`. */
 static const char *without_descriptors(struct pair *p, int late, const union address *address, double *busy)
 {
@@ -305,6 +304,7 @@ static const char *without_descriptors(struct pair *p, int late, const union add
 	return NULL;
 }
 
+/* Without a free descriptor, new connections wait, and no thread spins. Later everything works as before. */
 static const char *no_descriptors(size_t arg)
 {
 	struct rlimit was, low;

@@ -107,7 +107,7 @@ pub(crate) fn last_errno() -> Errno {
 #[cold]
 pub fn panicked(name: &'static str, payload: Box<dyn Any + Send>) {
     anywarp_engine::engine::caught(name, &*payload);
-    // Dropping a foreign payload may panic again, so a few bytes are leaked instead.
+    // Dropping the payload of the panic may panic again, because it can have any type. So it is leaked, usually a few bytes.
     let _leaked = std::mem::ManuallyDrop::new(payload);
     set_errno(libc::EIO);
 }

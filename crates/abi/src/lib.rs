@@ -1,7 +1,8 @@
 //! The C ABI of libibverbs and librdmacm for the software RNIC of `anywarp-engine`.
 //!
-//! Every exported function that does something is defined with [`entry!`], except those in which a thread may be cancelled; those
-//! that only fail, with [`refuse!`]. A function of [`entry!`] checks its arguments, calls the engine and converts the result.
+//! Exported functions that do something are defined with [`entry!`], except those in which a thread may be cancelled. Exported
+//! functions that only fail are defined with [`refuse!`]. A function of [`entry!`] checks its arguments, calls the engine and
+//! converts the result.
 //! Everything specific to the C API is in this crate; the crates below do not depend on it.
 //!
 //! - [`ffi`]: entry and exit of functions that C calls; `verbs/handle.rs`: objects behind C pointers.
@@ -73,7 +74,7 @@ mod tests {
     use std::ffi::c_int;
 
     entry! {
-        /// Panics.
+        /// Panics if `how` is not 0.
         ///
         /// # Safety
         /// The function has no requirements.
@@ -97,7 +98,8 @@ mod tests {
         assert_eq!(errno, Some(libc::EIO));
     }
 
-    /// Every function that C calls, with or without `entry!`, first calls one that catches panics, or only returns a constant.
+    /// Every function that C calls, with or without `entry!`, begins with a call of a function of [`ffi`](crate::ffi) that catches
+    /// panics, or only returns a constant.
     #[test]
     fn no_panic_leaves_a_function_that_c_calls() {
         const CATCH: [&str; 7] = [

@@ -466,7 +466,7 @@ impl Profile {
         Ok(())
     }
 
-    /// Returns the operations of `ibv_qp_ex` that the device has, and all unknown bits.
+    /// Returns the bits of the operations of `ibv_qp_ex` that the device has. Bits without a meaning are set too.
     pub(crate) fn send_ops(&self) -> u64 {
         let mut missing = 0;
         if !self.has.atomics {

@@ -2,8 +2,8 @@
 
 /// Exports functions under their C names. They ignore their arguments and fail with one errno.
 ///
-/// The group tells how: `null` and `minus_one` set errno, `code` returns the errno value, `minus_code` returns its negative, `zero`
-/// returns 0 and sets errno, and `void` does nothing.
+/// The word before the braces around the names selects how they fail: `null` and `minus_one` return null or -1 and set errno, `code`
+/// returns the errno value, `minus_code` returns its negative, `zero` returns 0 and sets errno, and `void` does nothing.
 ///
 /// The functions declare no arguments although callers pass some. In the x86-64 and AArch64 procedure call standards the caller
 /// allocates and frees the space of the arguments, so this is permitted.

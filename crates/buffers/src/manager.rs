@@ -151,7 +151,7 @@ pub struct Buffer {
     _in_use: InUse,
 }
 
-/// Counts a buffer in the statistics of its manager, which is busy while there are any.
+/// Counts a buffer in the statistics of its manager. The manager is busy as long as it has such a buffer.
 struct InUse(Arc<Inner>);
 
 impl InUse {
@@ -267,7 +267,8 @@ impl Manager {
         self.0.pool(of).take(len)
     }
 
-    /// Ends all cached registrations of memory in this range. Those in use end when they are released. Returns the number.
+    /// Ends all cached registrations of memory in this range. Those in use end when they are released. Returns how many registrations
+    /// end.
     #[must_use = "or assign to _"]
     pub fn invalidate(&self, range: Range<usize>) -> usize {
         if fork::is_child() {

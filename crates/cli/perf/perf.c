@@ -9,7 +9,7 @@
  *   in   go
  *   out  progress msgs=… bytes=…  each second
  *   in   stop sent=…              to a client: end now; to a server: the number of sent messages, end when they have arrived
- *   out  samples …                one-way times in nanoseconds
+ *   out  samples …                one-way times, or round-trip times of Reads, in nanoseconds
  *   out  done …                   the results
  *
  * Both ends have a buffer with the same contents, the reference. Message m consists of the bytes of the reference from word
@@ -45,7 +45,7 @@
 #define PORT 1
 #define BATCH 128
 #define MAX_SGE 16
-#define LATE 8192u  /* a message that arrives after newer ones is assumed to be at most this many messages older than they */
+#define LATE 8192u  /* a message that arrives late is assumed to be at most this many messages older than the newest one */
 #define SWEEP 64u /* a message this much older than the newest is assumed to have no record, and its slot is prepared anew */
 
 enum transport { RC, UC, UD, RD };
@@ -164,7 +164,7 @@ static void *memory(size_t size)
 
 	size = (size + 4095) & ~(size_t)4095;
 	if (posix_memalign(&at, 4096, size))
-		die("%zu bytes of memory: ask for fewer --buffers", size);
+		die("cannot allocate %zu bytes of memory: ask for fewer --buffers", size);
 	memset(at, 0, size);
 	return at;
 }
@@ -518,7 +518,7 @@ static uint64_t id_of_zero, swept;
 static uint64_t *prepared, *spoilt, processed;
 static bool id_known;
 
-/* Returns the number of unread records, without that of this message. */
+/* Returns the number of unread records. The record that is being processed does not count as unread. */
 static uint64_t behind(void)
 {
 	struct anywarpdv_counters c;
@@ -564,8 +564,8 @@ static void compare_place(uint64_t m, const uint8_t *data, uint64_t from, uint64
 }
 
 /*
- * Returns whether later messages may have been written to the slots that are being compared, because nearly as many records
- * are unread as there are slots.
+ * Returns whether later messages may have been written to the slots that are being compared, because the number of unread records
+ * is more than half of the number of slots.
  */
 static bool lapped(void)
 {
@@ -1166,7 +1166,7 @@ static void make_queue_pair(void)
 			die("ibv_create_comp_channel: %s", strerror(errno));
 	}
 	/* Receives are posted only if needed. A Write with immediate data consumes one. Up to `depth` Writes may be placed
-	 * while they wait for a receive. So only `slots - depth` receives are posted, or one: then the peer does not overwrite a
+	 * while they wait for a receive. So `slots - depth` receives are posted (at least one), and the peer does not overwrite a
 	 * message before it is compared. */
 	receives = 0;
 	if (answers && (o.op == SEND || o.op == SEND_IMM))

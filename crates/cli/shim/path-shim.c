@@ -283,7 +283,7 @@ static bool fill_tree(const char *top, const struct gid *table, int n)
 static const char *tree(void)
 {
 	static char made[PATH_MAX / 2];
-	static int state; /* 0: not tried yet, 1: being created, 2: created, 3: cannot be created */
+	static int state; /* 0: not tried yet, 1: `made` is being written, 2: created, 3: cannot be created */
 	char top[PATH_MAX / 2];
 	const char *base = secure_getenv("XDG_RUNTIME_DIR");
 	struct gid table[GIDS];
@@ -469,7 +469,7 @@ EXPORT int scandir64(const char *path, struct dirent64 ***list, int (*filter)(co
 	return NEXT(scandir64)(path, list, filter, compare);
 }
 
-/* After a change to a folder of the tree, the kernel resolves relative paths from there. */
+/* If the working directory is changed to a folder of the tree, the kernel resolves relative paths from that folder. */
 EXPORT int chdir(const char *path)
 {
 	SHOWN(path);

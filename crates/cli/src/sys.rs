@@ -1,4 +1,5 @@
-//! Tries the kernel features that the device uses. All unsafe code of this crate is here and in `bench/raw_sys.rs`.
+//! System calls: trying the kernel features that the device uses, TUN interfaces, socket options and free ports. All unsafe code of
+//! this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer, with plain arguments"

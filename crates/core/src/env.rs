@@ -55,10 +55,10 @@ pub const VARIABLES: &[Variable] = &[
         reader: Reader::Device,
         default: "tcp",
         value: "tcp|apart",
-        text: "Whether a listener of rdma_cm also has the TCP port of its number, if that is free; tcp when unset. \
-               Peers that are not anywarp need this port to find the listener. If a program that runs on the device \
-               binds a plain socket to the port, the listener moves to another port. Set apart if a program that \
-               does not run on the device needs TCP ports of the same numbers, and all peers are anywarp.",
+        text: "Whether a listener of rdma_cm also uses the TCP port with the same number, if that is free; tcp when \
+               unset. Peers that are not anywarp need this port to find the listener. If a program that runs on the \
+               device binds a plain socket to the port, the listener moves to another port. Use the value apart if a \
+               program that does not run on the device needs TCP ports of the same numbers, and all peers are anywarp.",
     },
     Variable {
         name: "ANYWARP_FACE",

@@ -79,7 +79,7 @@ pub enum PeerError {
         /// Bytes of payload.
         len: u32,
     },
-    /// Tagged offset plus length passes 2^64.
+    /// Tagged offset plus length is 2^64 or more.
     TaggedWrap {
         /// Tagged offset of the segment.
         to: u64,
@@ -159,7 +159,7 @@ pub enum PeerError {
         /// The STag.
         stag: u32,
     },
-    /// Tagged offset plus length passes 2^64.
+    /// Tagged offset plus length is 2^64 or more.
     RemoteWrap {
         /// The requested tagged offset.
         to: u64,

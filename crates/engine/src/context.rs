@@ -82,7 +82,7 @@ impl Context {
     }
 
     /// Sets whether the program makes progress only by polls. While this holds for all open contexts, the worker waits for longer
-    /// before it handles the sockets of a program that does not poll.
+    /// after the last poll before it handles the sockets.
     pub fn set_polled(&self, polled: bool) {
         if self.polled.swap(polled, Ordering::Relaxed) != polled {
             self.engine.set_context_polled(polled);

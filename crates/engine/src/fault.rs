@@ -116,7 +116,7 @@ impl Done {
 
 static DONE: PerProcess<Done> = PerProcess::new(Done::new);
 
-/// The text of the summary; `None` if there was no queue pair.
+/// The text of the summary; `None` if there was no queue pair, or if the counters of faults are locked.
 fn summary(plan: &Plan, done: &Done) -> Option<String> {
     let queue_pairs = done.queue_pairs.load(Ordering::Relaxed);
     if queue_pairs == 0 {

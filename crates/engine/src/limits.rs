@@ -2,8 +2,8 @@
 
 /// Largest number of descriptors for connections that no queue pair owns.
 const PEER_DESCRIPTORS_MAX: usize = 512;
-/// Smallest number of such descriptors, even if the limit of the process is low. If there were only one, a connection of an unknown
-/// host that sends nothing would keep all others from being accepted.
+/// Smallest number of such descriptors, even if the limit of the process is low. If there were only one, each new connection would close
+/// the one before it, whose MPA Request may still arrive.
 const PEER_DESCRIPTORS_MIN: usize = 2;
 
 /// The number of descriptors for connections that no queue pair owns: half-open ones, and closed ones that are

@@ -1,7 +1,7 @@
 //! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
 //! anywarp-qos(7).
 //!
-//! Each queue pair has a [`Flow`]. It asks the flow before it sends, and is called when a flow that waits may send. Without
+//! Each queue pair has a [`Flow`], which it asks before it sends. If it may not send now, it is called when it may. Without
 //! settings a queue pair has no flow, and only checks whether it has one. The link is in this process, or in a file that
 //! several processes lock and change in turn (docs/decisions/034). A process that waits looks at the link after some time by
 //! itself. So processes do not have to wake each other, and a process that is killed delays the others only briefly.

@@ -1,8 +1,8 @@
 //! A reserve of memory that serves allocations when malloc fails.
 //!
-//! Rust aborts the process when an allocation fails, and the process belongs to the program. So if malloc fails, an
-//! allocation is served from a reserve: calls in progress finish normally, and calls that create objects or post
-//! requests fail with `ENOMEM` until malloc has memory again. The reserve consists of static pages, which use no
+//! Rust aborts the process when an allocation fails, but a library must not abort the program that has loaded it. So if
+//! malloc fails, an allocation is served from a reserve: calls in progress finish normally, and calls that create objects
+//! or post requests fail with `ENOMEM` until malloc has memory again. The reserve consists of static pages, which use no
 //! memory of the host before they are used.
 //!
 //! This is one of the files that may have `unsafe` code.

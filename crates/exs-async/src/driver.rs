@@ -83,7 +83,7 @@ impl Driver {
                 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
                     continue;
                 }
-                // Otherwise the call fails only in a child of `fork`, in which this thread does not exist.
+                // No other error occurs here: the call fails in a child of `fork`, but this thread does not exist there.
                 return;
             };
             for event in events.iter().take(n) {

@@ -216,7 +216,7 @@ enum ControlKind {
 
 /// The most moves in progress. Each uses up to 15 send queue entries.
 const MAX_MOVES: usize = 16;
-/// The most writes in progress, for the same reason.
+/// The most writes in progress. Each uses up to 8 send queue entries.
 const MAX_WRITES: usize = 16;
 
 impl Flow {
@@ -777,7 +777,8 @@ impl Flow {
                 notify,
                 done: len == 0,
             });
-            // The advertisement ends the receive even if its data is shorter, so that it is not read twice.
+            // One read of the persistent send ends the receive, even if the send is shorter than the receive. Otherwise the
+            // receive would read the same data again.
             self.asked(at, room);
             if len > 0 {
                 out.push(Action::Read {
@@ -986,7 +987,7 @@ impl Flow {
             if let Some((_, sent)) = &mut self.standing {
                 *sent = Some(seq);
             }
-            // The peer's next sends are Writes, which wait for the acknowledgement of earlier ones.
+            // After this message the peer sends by Writes. They start only when its advertised sends are acknowledged.
             self.flush(out);
             out.push(Action::Message(Message::Place { seq, segment }, None));
         }
@@ -1414,7 +1415,7 @@ mod tests {
             "{out:?}"
         );
         assert!(!flow.has_deferred());
-        // Without an answer of the program the acknowledgement is a message of its own, and it keeps its place.
+        // If the program sends nothing, `flush` sends the acknowledgement as a message of its own.
         out.clear();
         let second = Message::Immediate {
             seq: 2,

@@ -618,7 +618,7 @@ fn friends(input: &mut Input<'_>, a: End, b: End) {
         }
         assert!(
             round < 100_000,
-            "the two ends do not come to an end: {:?}",
+            "operations of the two ends do not complete: {:?}",
             ends.map(|e| (e.flow, e.order.len(), e.next))
         );
     }

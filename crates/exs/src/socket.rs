@@ -275,8 +275,8 @@ pub(crate) struct Socket {
     watched: AtomicBool,
 }
 
-/// The longest messages in bytes that are passed to the device inline, in the order in which they are tried: the devices that
-/// cannot have the first refuse to create the queue pair.
+/// The lengths in bytes up to which messages are passed to the device inline. They are tried in this order, because a device that
+/// does not support a length refuses to create the queue pair.
 const INLINE: [u32; 3] = [64, 32, 0];
 
 /// The length in bytes up to which immediate data is copied to the message buffer although it is registered: a copy takes less time

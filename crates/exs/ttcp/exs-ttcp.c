@@ -1107,7 +1107,7 @@ static const char usage[] =
 	"  -s, --size SIZE,...   bytes of a message, 1 to 16M [1M]; --all: every power of two\n"
 	"  -i, --in-flight N     sends and receives under way, 1 to 64 [4]\n"
 	"  -b, --buffers N       buffers that these messages use in turn, at most as many as -i [as many as -i]\n"
-	"  -n, --count N         messages [as 512 MiB hold, 100 to 200000 (--ping: 20000)]\n"
+	"  -n, --count N         messages [512 MiB / SIZE, at least 100, at most 200000 (--ping: 20000)]\n"
 	"      --ping            latency: one message there, one back\n"
 	"      --stream          SOCK_STREAM, not SOCK_SEQPACKET\n"
 	"      --wait HOW        adaptive, notify or busy: how threads wait for events [adaptive]\n"

@@ -119,7 +119,7 @@ pub fn messages(mut data: &[u8]) {
     }
     let guards = memory.iter().take(GUARD / 8);
     let guards = guards.chain(memory.iter().skip((GUARD + MEMORY) / 8));
-    assert!(guards.copied().all(|word| word == 0x5a), "memory beside");
+    assert!(guards.copied().all(|word| word == 0x5a), "a guard changed");
 }
 
 #[cfg(test)]

@@ -32,8 +32,8 @@ pub const READS: u32 = 128;
 /// The most bytes of unexpected messages that are stored, where each message counts [`UNEXPECTED_EACH`] bytes more. Beyond
 /// that, messages stay in the receives of the device, and their senders have to wait.
 pub const UNEXPECTED: usize = 64 << 20;
-/// The bytes from which the shares of the senders are computed: a sender may store half of what is left of them. The rest of
-/// [`UNEXPECTED`] is for messages that were sent before their sender knew that its share is used up.
+/// The share of each sender is half of the difference between this number of bytes and the bytes that all senders have stored.
+/// The rest of [`UNEXPECTED`] is for messages that were sent before their sender knew that its share is used up.
 pub const SHARED: usize = 32 << 20;
 /// The smallest share of a sender in bytes.
 pub const SHARE_MIN: usize = 256 << 10;

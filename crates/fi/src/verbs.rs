@@ -287,7 +287,7 @@ impl Drop for Exposed {
 /// A memory region.
 #[derive(Debug)]
 pub struct Region {
-    /// It is deallocated before the region.
+    /// The memory window of the region, if it has one. The window is deallocated before the region.
     window: Option<Window>,
     pd: Arc<Pd>,
     mr: *mut ffi::ibv_mr,
@@ -351,8 +351,8 @@ impl Region {
     /// Limits the access by peers to one queue pair, `peer`.
     pub fn restrict_to(&self, peer: Remote) -> Result<(), i32> {
         let (mut name, len) = peer.name();
-        // The call takes a socket address, in which the byte must be zero that contains the index
-        // in a name (`address.rs`).
+        // The call takes a socket address. In a name, one byte of the socket address contains the index (`address.rs`). This
+        // byte must be 0 here.
         if peer.ip.is_ipv4() {
             name[8] = 0;
         } else {

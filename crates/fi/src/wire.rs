@@ -360,7 +360,7 @@ mod tests {
         assert!(!with(0, 2), "a version");
         assert!(!with(1, 0) && !with(1, 11), "a kind");
         assert!(!with(2, 64), "a flag");
-        assert!(!with(3, 1), "the byte that is zero");
+        assert!(!with(3, 1), "the byte that must be zero");
         assert!(!with(15, 1), "a length that is not that of the message");
         let mut long = Header::new(Kind::Announce);
         long.length = crate::limits::MESSAGE as u64 + 1;

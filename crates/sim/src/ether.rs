@@ -63,7 +63,7 @@ pub struct Link {
     pub delay: Duration,
     /// Rate in bytes per second; 0: no limit.
     pub rate: u64,
-    /// Bytes that the queue of the link can hold. Further datagrams are lost.
+    /// If there is a limit of the rate: bytes that the queue of the link can hold. Further datagrams are lost.
     pub queue: u64,
 }
 

@@ -35,9 +35,11 @@
 //! | `memory NAME zero`, `memory NAME at N len N data N` | a region: the payload pattern at this place, zeros elsewhere |
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
-//! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`. To break rules: `dv`, `rv`, `op`, `qn`,
-//! `tagged`, `untagged`, `cut N` (bytes of the ULPDU that are sent), `length N` (the value of the length field),
-//! `bad-crc`. Payload byte *i* of a message is *i* + 1, modulo 251.
+//! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`, `skip N` (the first payload byte is that with the
+//! number N). Words of a control message: `hello`, `ack N`, `rnr N`, `restart N`, `nak N N`, `ping`, `bye`, `kind N`. To
+//! break rules: `dv`, `rv`, `op`, `qn`, `more` (not the last segment), `tagged`, `untagged`, `cut N` (bytes of the ULPDU
+//! that are sent), `length N` (the value of the length field), `bad-crc`. Payload byte *i* of a message is *i* modulo 251,
+//! plus 1.
 
 use std::collections::BTreeMap;
 use std::iter::Peekable;
@@ -130,7 +132,7 @@ impl Stage {
         self.ends = Some(ends);
         if self.initiator {
             self.world.run();
-            // This is the Hello or ready-to-receive message.
+            // Discards the Hello or the ready-to-receive message.
             self.world[ends.1].received();
         } else if !self.has_first_message {
             let first = if self.setup.peer == Peer::Anywarp {
@@ -649,7 +651,7 @@ impl PeerMessage {
         Self {
             opcode,
             tagged: opcode.is_tagged(),
-            // Messages other than Sends and tagged messages are always one segment.
+            // Only Sends and tagged messages can have several segments.
             last: !opcode.is_send() && !opcode.is_tagged(),
             stag: Stag(0),
             to: 0,

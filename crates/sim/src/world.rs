@@ -39,7 +39,7 @@ struct Link {
 #[derive(Debug)]
 pub struct World {
     seed: u64,
-    /// All random choices use these numbers.
+    /// The generator for all random choices of the world.
     pub rng: Rng,
     start: Instant,
     now: Instant,
@@ -210,7 +210,7 @@ impl World {
 
     // ------------------------------------------------------------------ turns
 
-    /// Runs until nothing happens any more.
+    /// Runs until nothing happens any more, for at most an hour of virtual time.
     pub fn run(&mut self) {
         let end = self.now + Duration::from_secs(3600);
         self.run_until(end);

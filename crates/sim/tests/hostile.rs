@@ -1088,8 +1088,8 @@ fn acknowledgements_are_sent_in_time_and_are_few() {
     assert_eq!(ack(0), (1032, vec![]));
     assert_eq!(ack(1), (1040, vec![(1041, 1042)]));
     assert_eq!(ack(3), (1040, vec![(1041, 1074)]));
-    // An acknowledgement is sent after a quarter of the window. A packet counts as twice its length and a fixed amount, because it
-    // uses about as much of the socket's buffer.
+    // An acknowledgement is sent after a quarter of the window. A packet counts as 1024 bytes plus twice its length: about what it
+    // occupies in the socket's receive buffer.
     let acks = of(60_000);
     let (_, _, window, len) = acks[0].1;
     let quarter = (window / 4).div_ceil(2 * len as u32 + 1024);

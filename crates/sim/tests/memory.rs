@@ -167,7 +167,7 @@ fn fill_table_of_peers() {
         challenged > peers / 10 * 9,
         "{challenged} of {peers} peers were challenged"
     );
-    // Nearly all of them have an entry, and their packets wait.
+    // Nearly all challenged peers have an entry, and are charged for a waiting packet.
     assert!(charged > challenged as usize / 10 * 9 * 144, "{charged}");
     assert!(
         cfg!(sanitized) || held <= charged + peers as usize * 1536,

@@ -1172,7 +1172,7 @@ fn few_and_short_requests_wait_to_be_sent_together() {
     }
     w[a].post(write(99, there.remote(0)).from(&[here.all()]));
     assert!(!w[a].conn.may_coalesce_burst(&COALESCE_TCP, 64), "too many");
-    // The requests are taken to be sent, and the peer does not acknowledge them.
+    // `poll_tx` takes the requests for sending. Their bytes are discarded, so the peer does not acknowledge them.
     let now = w.now();
     w[a].conn.poll_tx(now, true, &mut TxBatch::default());
     w[a].post(write(100, there.remote(0)).from(&[here.all()]));

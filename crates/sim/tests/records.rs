@@ -552,7 +552,8 @@ fn a_late_answer_is_not_placed() {
     assert!(net[a].completed().is_empty());
 }
 
-/// The responder sends no more bytes to a forged source address than the requests with this source address contain.
+/// The responder sends at most an eighth more bytes to a forged source address than the requests with this source address
+/// contain.
 #[test]
 fn a_responder_does_not_amplify() {
     let (mut net, a, b) = pair(15, Link::default(), options(RecordMode::Robust));

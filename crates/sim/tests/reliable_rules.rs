@@ -123,9 +123,8 @@ fn blank() -> Packet {
     }
 }
 
-/// Of packets that were sent at the same time, a packet counts as lost as soon as the sixteenth
-/// packet after it has arrived, and not before. If only nearer packets have arrived, it does not
-/// count as lost.
+/// Of packets that were sent at the same time, packet `n` counts as lost if packet `n + 16` or a
+/// later one has arrived. It does not count as lost if only packets up to `n + 15` have arrived.
 #[test]
 fn a_packet_overtaken_by_sixteen_is_lost() {
     let mut far = Far::met();

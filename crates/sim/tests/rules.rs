@@ -485,7 +485,7 @@ fn ord_limits_the_outstanding_reads() {
     }
 }
 
-// ---------------------------------------------------------------------- how it ends
+// ---------------------------------------------------------------------- the end of a stream
 
 #[test]
 fn completed_requests_arrive_although_the_sender_disconnects_at_once() {

@@ -51,7 +51,7 @@ struct Run {
     w: World,
     ends: [EndId; 2],
     mrs: [Mr; 2],
-    /// Decides what is posted. The world has a generator for pieces and delays.
+    /// Decides what is posted. The generator of the world decides in which pieces bytes arrive, and how late.
     rng: Rng,
     to_anywarp: bool,
     next_id: u64,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* A buffer that is sent repeatedly. It is copied or registered first; later its registration is kept. */
+/* A buffer that is sent repeatedly. The first time it is copied or registered. Later sends use a registration that was kept. */
 #include <anywarp-buffers.h>
 #include <stdio.h>
 #include <stdlib.h>

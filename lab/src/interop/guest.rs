@@ -44,7 +44,7 @@ const TAIL: usize = 14;
 pub(super) struct Guest {
     qemu: Process,
     console: PathBuf,
-    /// The current parameters of siw. Before the first change the driver is the unmodified one.
+    /// The current parameters of siw. Before the first change, the driver is the unmodified siw. Then it is siw_tun.
     set: std::cell::RefCell<Vec<(String, String)>>,
 }
 
@@ -185,7 +185,8 @@ impl Guest {
             .map_err(|e| format!("{line}: {e}\n{}\n{}", remote.tail(), self.console_text()).into())
     }
 
-    /// Sets siw's parameters. Without parameters nothing changes, so the driver is the unmodified one until the first case with some.
+    /// Sets siw's parameters, and all others to their default values. The first case with parameters replaces the unmodified driver by
+    /// siw_tun, which stays until the guest is replaced.
     pub(super) fn set_up(&self, parameters: &[(String, String)]) -> Result {
         if *self.set.borrow() == parameters {
             return Ok(());

@@ -225,7 +225,7 @@ pub(super) enum Failure {
 }
 
 impl Failure {
-    /// Returns the failure for a code of `getaddrinfo(3)`, and for the errno after it.
+    /// Returns the failure for a code that `getaddrinfo(3)` returned. `errno` is the value after the call; `EAI_SYSTEM` refers to it.
     fn of(code: c_int, errno: Errno) -> Self {
         match code {
             libc::EAI_SYSTEM => Self::System(errno),

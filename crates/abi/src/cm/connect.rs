@@ -209,8 +209,9 @@ entry! {
 }
 
 entry! {
-    /// `rdma_establish(3)`: for a connection whose queue pair does not belong to the identifier. The program itself moves that queue
-    /// pair through its states. Only a queue pair that this library has created for the connection is moved to RTS here.
+    /// `rdma_establish(3)`: for a connection whose queue pair does not belong to the identifier; otherwise EINVAL. The program itself
+    /// changes the state of its queue pair. If the program has no queue pair for the connection, the engine has created a private
+    /// one, which this function moves to RTS.
     ///
     /// # Safety
     /// `id` is null or points to a live identifier.
@@ -283,7 +284,7 @@ entry! {
 }
 
 entry! {
-    /// `rdma_join_multicast_ex(3)`: supports full members only.
+    /// `rdma_join_multicast_ex(3)`: joins as a full member, whatever join flags `attr` has.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `attr` is null or valid.

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_beyond_an_address_space_are_refused() {
+    fn parts_longer_than_a_call_can_return_are_refused() {
         let parts = [(std::ptr::null(), usize::MAX / 2), (std::ptr::null(), 2)];
         // SAFETY: the memory is not accessed.
         assert!(unsafe { Caller::gather(parts.into_iter()) }.is_none());

@@ -45,8 +45,8 @@ pub(super) const TRANSFER: usize = 64_000;
 const EXTRA_RECEIVES: u32 = 2 * CONTROL;
 /// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);
-/// The part of that time in which `rclose` waits until a peer with librdmacm's rsockets has closed too. Sends of such a peer
-/// fail once this end has closed, and librdmacm then discards data that it has received.
+/// The longest time that `rclose` then waits until a peer with librdmacm's rsockets has closed its end. The limit of [`LINGER`] or
+/// `SO_LINGER` applies too. Sends of such a peer fail once this end has closed, and librdmacm then discards data that it has received.
 const ANSWER: Duration = Duration::from_millis(100);
 /// The smallest and the largest queue of accepted connections of a listener, whatever its backlog is.
 const BACKLOG: std::ops::RangeInclusive<usize> = 8..=1024;
@@ -951,7 +951,8 @@ impl Stream {
         }
     }
 
-    /// Shuts down receiving, sending or both, and notifies the peer. Returns `None` if the caller has to wait.
+    /// Shuts down receiving, sending or both. The peer gets a message when this end stops sending, and when both directions are shut
+    /// down. Returns `None` if the caller has to wait.
     fn shut(&mut self, how: c_int) -> Option<Result<(), c_int>> {
         match self.phase {
             Phase::Open => {}
@@ -997,8 +998,8 @@ impl Stream {
         }
     }
 
-    /// Returns whether the peer has closed too. For an anywarp peer, returns true without waiting: it acknowledges messages, so
-    /// `is_sent` was enough.
+    /// Returns whether the peer has closed its end. Always returns true for an anywarp peer: such a peer acknowledges messages, so
+    /// [`Self::is_sent`] already shows that it has received all data.
     fn is_answered(&mut self) -> bool {
         self.end
             .as_mut()
@@ -1258,7 +1259,7 @@ mod tests {
     /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and
     /// the next call the error.
     #[test]
-    fn bytes_that_were_read_are_not_lost_when_the_acknowledgement_cannot_be_sent() {
+    fn bytes_that_were_read_are_not_lost_when_the_grant_cannot_be_sent() {
         let (listener, near) = (socket(), socket());
         let any = "127.0.0.1:0".parse().unwrap();
         listener.stream().unwrap().listen(8, any).unwrap();
@@ -1278,7 +1279,7 @@ mod tests {
             if stream.any_end().unwrap().receiver.readable() == half {
                 break;
             }
-            assert!(Instant::now() < until, "it does not arrive");
+            assert!(Instant::now() < until, "the data does not arrive");
         }
 
         let mut stream = far.stream().unwrap();

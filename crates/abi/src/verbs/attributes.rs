@@ -95,7 +95,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
                 max_cq_period: u16::MAX,
             };
         }
-        // SAFETY: the caller's structure has `size` bytes (the header's inline function passes them).
+        // SAFETY: the caller's structure has `size` bytes (the header's inline function passes its size).
         unsafe { put_prefix(attr, &all, size) }
     })
 }

@@ -111,7 +111,7 @@ pub(crate) unsafe fn known<'a, T: Object<C> + 'a, C>(pointer: *mut C) -> &'a T {
     unsafe { &(*pointer.cast::<Made<T>>()).object }
 }
 
-/// An object that the program wants to destroy. The call may still fail: the object is unchanged before [`Self::take`].
+/// An object that the program wants to destroy. The call may still fail, so the object stays unchanged until [`Self::take`].
 pub(crate) struct Returned<T>(*mut Made<T>);
 
 impl<T> Returned<T> {

@@ -221,7 +221,7 @@ pub(crate) struct Acks {
 struct AckCounts {
     delivered: u64,
     acknowledged: u64,
-    /// The number of threads in `wait`. If the number is 0, no thread is woken, because waking is a system call.
+    /// The number of threads that wait. If it is 0, the condition variable is not notified, which saves a system call.
     waiting: u32,
 }
 

@@ -129,8 +129,7 @@ entry! {
     unsafe fn ibv_get_device_index(_device: *mut ibv_device) -> c_int, minus_one, { Ok(-1) }
 }
 
-/// The function in those entries of `ibv_context_ops` through which only programs from before 2007
-/// call verbs.
+/// Fails with ENOSYS. This function is in the entries of `ibv_context_ops` that only programs from before 2007 call.
 unsafe extern "C" fn compat() -> *mut c_void {
     fail(libc::ENOSYS, std::ptr::null_mut())
 }

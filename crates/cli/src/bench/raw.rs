@@ -2,7 +2,8 @@
 //!
 //! Each raw peer consists of two processes. The server prints `ready WORD` on standard output. The client gets the word as an
 //! argument, measures, and prints one line of JSON. A TCP connection between the two signals the end of a measurement. The
-//! memory probes have no connection, and their server ends when its standard input is closed.
+//! memory probes have no connection: a flag in the shared memory ends the server of `shm`, and the end of its standard input ends
+//! the server of `cma`.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
@@ -600,8 +601,8 @@ fn collect(socket: &UdpSocket, control: &mut Control, raw: &Raw) -> io::Result<(
     control.send(&[messages, u64::try_from(ns).unwrap_or(u64::MAX), bad])
 }
 
-/// Offsets in the shared memory: the flag of each direction, the flag that ends the measurement, and the payloads. Two flags are two
-/// cache lines apart.
+/// Offsets in the shared memory: the flag of each direction, the flag that ends the measurement, and the payloads. Each flag is two
+/// cache lines (of 64 bytes) after the one before.
 const THERE: usize = 0;
 const BACK: usize = 128;
 const OVER: usize = 256;
@@ -633,7 +634,7 @@ fn shm_server(raw: &Raw) -> io::Result<()> {
     let (mut got, mut out) = (vec![0; size], pattern(size));
     for number in 1.. {
         if !shared.spin(THERE, number, TURNS) {
-            return Err(wrong("the other end has disconnected"));
+            return Err(wrong("the other end did not respond in time"));
         }
         shared.get(PAYLOADS, &mut got);
         if !is_number(&got, number as u8) {
@@ -674,7 +675,7 @@ fn shm_client(raw: &Raw, path: &str) -> io::Result<Value> {
             shared.put(PAYLOADS, &out);
             shared.flag(THERE).store(number, Ordering::Release);
             if !shared.spin(BACK, number, TURNS) {
-                return Err(wrong("the other end has disconnected"));
+                return Err(wrong("the other end did not respond in time"));
             }
             shared.get(PAYLOADS + size.next_multiple_of(128), &mut back);
             if !is_number(&back, number as u8) {

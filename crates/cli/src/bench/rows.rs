@@ -688,7 +688,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn targets_name_parties_of_their_row() {
+    fn bounds_name_parties_of_their_row() {
         let mut names = BTreeSet::new();
         for row in all(1500) {
             assert!(names.insert(row.name), "{} is there twice", row.name);

@@ -56,8 +56,9 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
-    /// Returns the exit status. As in a shell, 127 and 126 concern the program; 125 concerns anywarp itself, so that a
-    /// caller can distinguish it from the program's own status.
+    /// Returns the exit status. As in a shell, 127 and 126 mean that the program was not found or cannot be executed. 125 means that
+    /// anywarp's libraries are missing; it differs from the usual statuses of programs. 2 means an invalid argument, and 1 another
+    /// failure.
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::NotFound(_) => 127,

@@ -91,7 +91,7 @@ fn mooncake_workers(processors: usize, inherited: Option<OsString>) -> Option<&'
     (processors <= FEW_PROCESSORS && inherited.is_none()).then_some("1")
 }
 
-/// Returns one line for each variable that is set, with the reason.
+/// Returns one line for each variable that is set or removed, with the reason.
 fn explanations(command: &Command) -> Vec<String> {
     let why = |name: &str| match name {
         "LD_PRELOAD" => {
@@ -117,7 +117,8 @@ fn explanations(command: &Command) -> Vec<String> {
     lines.collect()
 }
 
-/// Parses the value of --faults as the device does. The path of a file is made absolute, because programs may change their folder.
+/// Parses the value of --faults as the device does. The path of a file is made absolute, because a program may change its working
+/// directory.
 fn check_faults(spec: &OsStr) -> Result<OsString, Failure> {
     let parse = |name: &str, text: &str| {
         Plan::parse(text).map_err(|e| {

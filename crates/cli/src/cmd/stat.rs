@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Stat) -> Result<ExitCode, Failure> {
         Some(Ok(time)) if time >= Duration::from_millis(10) => Some(time),
         Some(_) => {
             return Err(Failure::Stat(
-                "--interval is at least 0.01 seconds".to_owned(),
+                "--interval must be at least 0.01 seconds".to_owned(),
             ));
         }
     };

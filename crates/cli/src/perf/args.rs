@@ -254,7 +254,9 @@ impl Perf {
             return Some("write-read is for ping with --transport rc".to_owned());
         }
         if self.op == Op::WriteRead && (self.gather > 1 || self.signal_every > 2) {
-            return Some("write-read has no --gather, and --signal-every is 1 or 2".to_owned());
+            return Some(
+                "write-read has no --gather, and --signal-every must be 1 or 2".to_owned(),
+            );
         }
         if ping && (self.list > 1 || self.batch) {
             return Some("--list and --batch are for blast".to_owned());
@@ -263,7 +265,7 @@ impl Perf {
             return Some("--signal-every is for blast and for write-read".to_owned());
         }
         if self.duration.is_some_and(|s| !(0.001..1e6).contains(&s)) {
-            return Some("--duration is from 0.001 to 1000000 seconds".to_owned());
+            return Some("--duration must be from 0.001 to 1000000 seconds".to_owned());
         }
         None
     }

@@ -475,8 +475,8 @@ fn serve(args: &Perf, library: &Library, interrupted: &Interrupted) -> Result<bo
     Ok(all_well)
 }
 
-/// Returns whether a later `accept` may succeed after this error. Then there was no connection, or its client has given it up already
-/// (for which Linux also reports errors of the network), or the host has no descriptor or memory for it at the moment.
+/// Returns whether a later `accept` may succeed after this error. This is the case if no connection was waiting, if the client has
+/// already closed the connection (Linux may report a network error instead), or if the host has no free descriptor or memory now.
 fn passes(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::WouldBlock
         || matches!(

@@ -122,7 +122,7 @@ pub(super) fn run(args: &Between) -> Result<String, String> {
     }
 }
 
-/// Parses the delay and the loss, which are written as those of the device's faults.
+/// Parses the delay and the loss, which have the syntax of the same settings in the device's faults.
 fn path(args: &Between) -> Result<Path, String> {
     let text = format!("delay={};loss={}", args.delay, args.loss);
     let link = Plan::parse(&text).map_err(|e| e.to_string())?.link;
@@ -132,7 +132,7 @@ fn path(args: &Between) -> Result<Path, String> {
     })
 }
 
-/// Parses the rate of the network, which is written as that of the device's faults. Returns it in bits for each second.
+/// Parses the rate of the network, which has the syntax of the same setting in the device's faults. Returns bits per second.
 fn rate(text: &str) -> Result<u64, String> {
     let plan = Plan::parse(&format!("rate={text}")).map_err(|e| e.to_string())?;
     plan.link
@@ -141,8 +141,8 @@ fn rate(text: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("the rate {text} is no limit"))
 }
 
-/// Returns the commands that limit the rate at which an end sends. A queue of 2 ms, but at least 256 KiB, delays the packets of a full
-/// link, as a card does.
+/// Returns the commands that limit the rate at which an end sends. As in a network card, packets wait in a queue if the link is busy.
+/// The queue holds the bytes that the link sends in 2 ms, but at least 256 KiB.
 fn limits(rate: u64) -> [String; 3] {
     let queue = (rate / 8 / 500).max(256 * 1024);
     [

@@ -534,7 +534,7 @@ mod tests {
         (judged.verdict, judged.number)
     }
 
-    /// The same with the standard deviation of a sample, of which each point has four.
+    /// The same with a standard deviation of the samples. Each point has four samples.
     fn with_noise(finding: &str, poll: [f64; 4], event: [f64; 4], deviation: f64) -> Judged {
         let file = format!(
             "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1, 2, 4, 8]\n[axis.mode]\nvalues = ['poll', 'event']\n\
@@ -634,7 +634,7 @@ mod tests {
         assert_eq!(verdict([1.0; 4], 0.8), Verdict::Noise);
         // The mean of values that differ little between samples can still differ between runs.
         assert_eq!(verdict([1.99; 4], 0.0), Verdict::Noise);
-        // A value that is compared with a limit does not.
+        // A value that is compared with a limit is assumed not to differ between runs.
         let limit = "shape = 'at-most'\nlimit = 2\na = { mode = 'poll' }";
         let judged = with_noise(limit, [1.99; 4], two, 0.0);
         assert_eq!(judged.verdict, Verdict::Met);

@@ -290,8 +290,8 @@ impl<'a> Work<'a> {
         })
     }
 
-    /// Measures all points of an experiment in turn. Then measures the noisy points and those that decide a finding again, and
-    /// finally the controls of findings that do not hold.
+    /// Measures all points of an experiment in turn. Then repeats the measurement of noisy points and of points that decide a finding.
+    /// Finally measures the controls of findings that do not hold.
     fn measure(&mut self, experiment: &Experiment) -> Result<(), String> {
         let extent = self.store.extent();
         let began = Instant::now();
@@ -324,8 +324,8 @@ impl<'a> Work<'a> {
         self.decide(experiment, true)
     }
 
-    /// Measures points of findings (or of their controls) that are undecided because of noise again, until the findings are decided
-    /// or no time for additional samples is left.
+    /// Repeats the measurement of points of findings (or of their controls) that are undecided because of noise, until the findings
+    /// are decided or no time for additional samples is left.
     fn decide(&mut self, experiment: &Experiment, of_controls: bool) -> Result<(), String> {
         let most = self.store.extent().most_samples();
         loop {

@@ -116,7 +116,7 @@ impl Mpi {
             .get("test")
             .is_some_and(|test| test == "memory")
         {
-            // If the program had run other tests before, its memory would include that of those.
+            // A new process runs this test, because the memory of a process includes what its earlier tests have allocated.
             command
                 .args(words.split(' '))
                 .stdin(Stdio::null())

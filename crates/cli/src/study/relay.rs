@@ -18,7 +18,7 @@ const QUEUE: usize = 1 << 16;
 /// The longest packet, bytes.
 const LONGEST: usize = 9216;
 
-/// A packet that is due within this time is written at once. Before another one the thread sleeps.
+/// A packet that is due within this time is written at once. If the next packet is due later, the thread sleeps until then.
 const SHORTEST: Duration = Duration::from_micros(20);
 
 /// What happens to packets on their way.

@@ -92,7 +92,7 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
     match metric {
         "oneway_us" => ("time one way", "µs"),
         "median_us" => ("time one way, median", "µs"),
-        "p99_us" => ("time one way, 99 %", "µs"),
+        "p99_us" => ("time one way, 99th percentile", "µs"),
         "mbps" => ("throughput", "Mbit/s"),
         "arrived_mbps" => ("throughput at the receiver", "Mbit/s"),
         "delivered" => ("delivered", "%"),
@@ -137,7 +137,7 @@ fn label(axis: &str, value: &str) -> String {
         ("crc", "false") => "without a CRC",
         ("mtu", "none") => "loopback interface",
         ("mtu", bytes) => return format!("packets of {bytes} bytes"),
-        ("offload", "true") => "segmented late",
+        ("offload", "true") => "segmentation offload",
         ("offload", "false") => "packets one by one",
         ("processes", "true") => "processes instead of threads",
         ("at_once", "true") => "at once",

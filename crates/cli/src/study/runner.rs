@@ -125,7 +125,8 @@ impl Bench {
         self
     }
 
-    /// Returns the host of the servers for a device: for one of the system's libibverbs the address of its interface.
+    /// Returns the host of the servers: the remote host, the other network namespace, the address of a device of the system's
+    /// libibverbs, or the loopback address.
     fn host(&self, device: Option<&str>) -> String {
         let elsewhere = self.elsewhere.as_ref().map(|(host, _)| host.clone());
         let beyond = || self.beyond.as_ref().map(|beyond| beyond.host.clone());
@@ -523,7 +524,7 @@ impl Bench {
                     _ => {}
                 }
             }
-            // Each receiver needs a processor during the measurement.
+            // The measurement must be long enough that each receiver gets a processor in it. The value is in milliseconds.
             let least = if point.runner == Runner::Broadcast {
                 200.0
             } else {

@@ -68,7 +68,7 @@ impl Connection {
     }
 
     /// Handles the first message of the peer: both ends may send from now on, and the message shows whether the peer is
-    /// anywarp. True if the message has no other purpose.
+    /// anywarp. Returns true if the message is a ready-to-receive Send, which is not delivered.
     pub(super) fn note_first(&mut self, header: &Header, len: usize) -> bool {
         let Some(s) = &mut self.stream else {
             return false;

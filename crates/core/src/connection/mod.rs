@@ -11,9 +11,9 @@
 //! | `stream.rs` | the state of one stream |
 //! | `requester.rs` | requests of this end on the stream: numbers, outstanding Reads and atomics, retries |
 //! | `responder.rs` | the peer's requests on the stream, and the responses to them |
-//! | `tx.rs` | take the next request from the send queue; calls segment (`ddp/tx.rs`) and frame (`llp/mpa/frame.rs`) |
+//! | `tx.rs` | take the next request from the send queue, segment (in `ddp/tx.rs`) and frame (in `llp/mpa/frame.rs`) its messages |
 //! | `build.rs` | build the messages of a request |
-//! | `rx.rs` | calls deframe (`llp/mpa/deframe.rs`); admit (check) a segment, place its payload |
+//! | `rx.rs` | deframe the received bytes (in `llp/mpa/deframe.rs`), admit (check) a segment, place its payload |
 //! | `deliver.rs` | deliver a message |
 //! | `complete.rs` | complete requests; acknowledgements; failure |
 //! | `shm_handover.rs` | from TCP to shared memory |
@@ -180,8 +180,8 @@ impl Connection {
             .is_some_and(|s| s.direct.is_some() || s.responder.is_receiving())
     }
 
-    /// Whether a Write of the peer has arrived in part. `rest` contains the first bytes of an FPDU, or is empty: the FPDU cannot
-    /// be handled yet, because too little of it has been received.
+    /// Whether a Write of the peer has arrived in part. `rest` contains the received bytes of an FPDU that is still too short to be
+    /// handled. It is empty if there is no such FPDU.
     pub fn is_receiving_write(&self, rest: &[u8]) -> bool {
         let Some(s) = &self.stream else { return false };
         if s.responder.is_receiving_write() {

@@ -269,7 +269,7 @@ impl Requester {
         self.read(UNPOSTED, None, NO_STAG, To(0), 0)
     }
 
-    /// The Atomic Request that `request` builds from its identifier; the old value goes to `sink`.
+    /// The Atomic Request that the closure `request` builds from a new request identifier; the old value goes to `sink`.
     pub(super) fn atomic(
         &mut self,
         number: u64,

@@ -187,8 +187,8 @@ impl Responder {
         self.discarding.is_some()
     }
 
-    /// Records that no receive is posted: requests are dropped until the peer sends a Restart after the time of
-    /// `timer`.
+    /// Queues a receiver-not-ready, because no receive is posted. `timer` is the code of the time after which the peer
+    /// sends a Restart. Until the Restart, requests are dropped.
     pub(super) fn reject(&mut self, timer: u8) {
         let seq = self.done.wrapping_add(1);
         self.discarding = Some(seq);
@@ -366,7 +366,8 @@ impl Responder {
         self.serving = self.serving.saturating_sub(1);
     }
 
-    /// Queues the response to a Read. The Read counts as done when its memory is known.
+    /// Queues the response to a Read whose memory has passed the access check. The Read counts as done already, before
+    /// its response is sent.
     pub(super) fn finish_read(&mut self, request: &ReadRequest, places: Places) {
         self.request_done();
         self.push(Response::Read(Message {
@@ -424,7 +425,7 @@ mod tests {
         assert_eq!(
             responder.longest_write(),
             0,
-            "it has not arrived as a whole"
+            "only a part of the Write has arrived"
         );
         responder.count_write(10_000);
         assert_eq!(responder.finish_write(), 30_000);

@@ -42,7 +42,8 @@ pub struct StreamConfig {
     pub ird: u32,
     /// Reads and atomics outstanding at most (ORD).
     pub ord: u32,
-    /// Whether this end opened the connection and sends first. The other end sends nothing before the first message.
+    /// Whether this end opened the connection and sends first. The other end sends nothing before the first message,
+    /// unless it knows that its peer is anywarp.
     pub initiator: bool,
     /// The message that makes the stream ready, to be sent first.
     pub first: First,
@@ -86,7 +87,8 @@ pub(super) struct Outgoing {
     pub(super) message: Message,
     /// Number of the request that it belongs to; `None` for responses.
     pub(super) request: Option<u64>,
-    /// Whether this is the last message of its request.
+    /// Whether this is the last message of its request. Without a request: whether it is a response that occupies an
+    /// IRD slot.
     pub(super) last: bool,
 }
 

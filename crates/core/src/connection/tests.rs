@@ -1,4 +1,4 @@
-//! Behaviour that takes many messages: numbers that wrap, acknowledgements without data.
+//! Sequences of several messages: numbers that wrap, acknowledgements, the end of the stream.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -234,8 +234,8 @@ fn an_acknowledgement_is_sent_before_the_next_message() {
     assert_eq!(opcodes, [Opcode::Control, Opcode::Send]);
 }
 
-/// A process that ends right after a receive completes has no time to acknowledge it. Its transport had acknowledged
-/// the bytes of the Send.
+/// A peer process that ends right after its receive completes has no time to acknowledge the Send. The Send succeeds
+/// if the transport of the peer has acknowledged all its bytes.
 #[test]
 fn a_send_whose_bytes_were_acknowledged_completes_when_the_stream_ends() {
     for (reset, all_taken, status) in [
@@ -331,7 +331,7 @@ fn a_carrier_acknowledges_in_place_of_messages() {
     assert_eq!(
         conn.poll_timeout(),
         None,
-        "a Ping would reach no other host"
+        "no Ping is sent to a peer on the same host"
     );
 
     conn.handle_carrier_ack(first.wrapping_add(1));
@@ -345,7 +345,11 @@ fn a_carrier_acknowledges_in_place_of_messages() {
 
     let (mut conn, cq) = begun();
     conn.handle_carrier_ack(first.wrapping_add(3));
-    assert_eq!(conn.state(), State::Error, "a request that was not sent");
+    assert_eq!(
+        conn.state(),
+        State::Error,
+        "an acknowledgement of a request that was not sent"
+    );
     assert_eq!(completed(&cq).len(), 3);
     assert_eq!(sent_messages(&mut conn), [(Opcode::Terminate, Some(1))]);
 }

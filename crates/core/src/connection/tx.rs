@@ -40,7 +40,7 @@ enum Next {
     Nothing,
     /// The message under way.
     Current,
-    /// The first message of the request that was taken last.
+    /// The next message of the request that was taken last.
     Part,
 }
 
@@ -82,7 +82,8 @@ impl Connection {
             }
             let ended = self.send_segment(next, batch);
             if ended && batch.is_aligned() {
-                // The last FPDU seldom fills a TCP segment: the engine ends the segment there when it sends the batch.
+                // The last FPDU of a message seldom fills a TCP segment. The batch ends with it, and the engine ends the
+                // TCP segment at the end of the batch.
                 break;
             }
         }
@@ -175,7 +176,7 @@ impl Connection {
             posted.phase = Phase::Sent;
         }
         if segment.last && request.is_none() && last {
-            // `last` marks responses that occupy an IRD slot.
+            // Without a request, `last` means that the message is a response that occupies an IRD slot.
             s.responder.end_service();
             if is_read {
                 self.count_remote(Ops::REMOTE_READ, segment.from + segment.len as u64);

@@ -36,8 +36,8 @@ impl Secret {
         hasher.finish()
     }
 
-    /// Returns the number that a reliable peer has to echo in its first packet. Never 0. `instead`: the token of the
-    /// queue pair that was known at the same address until now, or 0.
+    /// Returns the number that a reliable peer has to echo in its first packet. Never 0. `instead`: the token of a
+    /// queue pair that would replace the known one at the same address, or 0.
     pub(super) fn token(&self, peer: &Peer, instead: u32, now: Duration) -> u32 {
         self.token_of(peer, instead, now.as_secs() / TOKEN_LIFE)
     }

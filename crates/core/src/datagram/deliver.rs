@@ -532,7 +532,7 @@ impl DatagramQp {
             }
             return Ok(());
         }
-        // A reliable message always becomes complete, so it is not recorded early.
+        // A reliable message becomes complete unless its sender gives it up, so it is not recorded early.
         let thesis = record && self.options.record == RecordMode::Thesis && !chunks;
         if thesis
             && self.rd.is_none()

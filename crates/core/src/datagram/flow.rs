@@ -95,7 +95,7 @@ const STALLS_UNTIL_SILENT: u8 = 10;
 const NEVER_REPORTED: u8 = STALLS_UNTIL_SILENT - 1;
 /// The number of reports that a source gets for its first datagrams, so that the loss of one report does not stop it.
 const EARLY: u8 = 4;
-/// The charge per second that a silent peer is assumed to fetch: some 32,000 datagrams of 1,500 bytes.
+/// The charge per second that a silent peer is assumed to fetch. It allows some 33,000 datagrams of 1,500 bytes per second.
 const SILENT_RATE: u64 = 128 << 20;
 /// The charge that may be under way to a silent peer.
 const SILENT_WINDOW: u64 = 1 << 20;
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_does_not_wait_for_a_silent_peer_until_it_reports() {
+    fn the_fixed_rate_applies_to_a_silent_peer_until_it_reports() {
         let mut flow = Flow::new();
         let n = fill(&mut flow, NOW);
         assert!(n < 100);
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_peer_is_sent_to_at_the_pace_of_the_clock() {
+    fn the_rate_to_a_silent_peer_follows_the_clock() {
         let mut flow = Flow::new();
         fill(&mut flow, NOW);
         flow.give_up_waiting();
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_that_replaces_one_is_the_same_report_to_the_account() {
+    fn a_report_that_replaces_a_waiting_report_is_not_counted_again() {
         let mut flow = Flow::new();
         let mut reported = 0;
         for batch in 0..5 {

@@ -1,4 +1,4 @@
-//! The route header in front of every received UD message.
+//! The route header in front of every Send that is received on UD or RD.
 //!
 //! Verbs programs find the address of a sender in the first 40 bytes of the receive buffer. The host has received an
 //! ordinary IP header, which is presented in the layout of RoCE v2:

@@ -2,7 +2,7 @@
 //! fixed peer (UC).
 //!
 //! The same segments as on a stream travel in UDP datagrams, after the shim of [`crate::wire::dgram`]. Unreliable
-//! services acknowledge nothing and send nothing again: a request is complete when the socket has taken its
+//! services have no acknowledgements and no retransmission: a Send or Write is complete when the socket has taken its
 //! datagrams, and a loss is not reported. Reliable services send datagrams in the packets of [`crate::wire::rd`], and
 //! a request is complete when its peer has acknowledged all of it.
 //!
@@ -34,7 +34,7 @@
 //! | destination | in each request | in each request | [`DatagramQp::set_peer`] | the same |
 //! | source | anybody with the Q_Key | the same | the peer alone | the same |
 //! | operations | Send; Write-Record, Read | the same, atomics | Send, Write | Send, Write, Read, atomics |
-//! | a peer's error | a counter, a report | the queue pair stops | | the queue pair stops |
+//! | an error that a peer reports | a counter, a report | the queue pair stops, except with `keep_going` | | the queue pair stops |
 //!
 //! Methods come in the four kinds of [`crate::connection`]: commands (`post_send`, `post_recv`, `modify`, `set_peer`),
 //! inputs (`set_now`, `handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`, `handle_timeout`), outputs
@@ -297,7 +297,8 @@ impl DatagramQp {
         }
     }
 
-    /// Whether [`Self::poll_tx`] has something to send, now that datagrams have been received.
+    /// Whether [`Self::poll_tx`] may have something to send. The caller checks this after other methods of the queue pair,
+    /// such as [`Self::handle_rx`].
     pub fn wants_tx(&self) -> bool {
         let more =
             self.was_stalled || (self.base.sq.untaken() > 0 && self.base.state == State::Rts);
@@ -434,8 +435,9 @@ impl DatagramQp {
         self.peer = Some(peer);
     }
 
-    /// Makes the queue pair receive datagrams to the address `group`, with any index. Multicast addresses and
-    /// 255.255.255.255 are recognized as such; the broadcast address of a subnet is not, and has to be joined.
+    /// Makes the queue pair accept datagrams to the address `group`, whatever queue pair index they contain. Datagrams to
+    /// multicast addresses and to 255.255.255.255 are accepted without this call, those to the broadcast address of a
+    /// subnet are not.
     pub fn join(&mut self, group: IpAddr) {
         self.joined.push(group);
         self.last_arrival.forget();

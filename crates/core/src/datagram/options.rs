@@ -39,7 +39,7 @@ pub struct Options {
     pub max_send: u32,
     /// When records are made.
     pub record: RecordMode,
-    /// How long datagrams of a message are accepted after its final one, or after one of a newer message.
+    /// How long further datagrams of an incomplete message are accepted after its final datagram has arrived.
     pub grace: Duration,
     /// How long a message may go without a datagram before it is given up.
     pub deadline: Duration,

@@ -176,7 +176,7 @@ fn check_other(kind: Kind, options: &Options, request: &WorkRequest) -> Result<(
         let sends = matches!(request.op, Op::Send { .. });
         if (kind.is_reliable() || !sends) && is_group(to.addr.ip()) {
             return Err(Misuse::InvalidArgument(
-                "an operation other than an unreliable Send to a multicast group",
+                "a request to a multicast group that is not an unreliable Send",
             ));
         }
     }

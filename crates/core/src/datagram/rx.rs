@@ -1,8 +1,9 @@
 //! Receive side: checks arriving datagrams, places their payload, and completes messages.
 //!
-//! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. All checks come
-//! before the payload is placed or a receive is consumed. An unreliable queue pair answers a dropped datagram
-//! only if its options demand error reports.
+//! Any host can send datagrams here. A datagram that breaks a rule is dropped and counted. The checks come before the
+//! payload is placed or a receive is consumed, except two that need the whole message: the STag of a Send with
+//! Invalidate, and the receive of a segmented Write with immediate. An unreliable queue pair answers a dropped
+//! datagram only if its options demand error reports.
 //!
 //! A message may also fail because of this end. If no receive is posted, or the receive is too short, an
 //! unreliable service drops the message and keeps the receive for the next message. IBA 9.9.3 lists these as

@@ -646,7 +646,8 @@ fn sq_drained_is_raised_after_the_last_datagram() {
 
 #[test]
 fn a_request_with_deregistered_memory_fails() {
-    // The memory is deregistered before the request is taken from the queue, and likewise for a receive.
+    // The memory of a send request is deregistered before the request is taken from the queue, the memory of a receive
+    // before the message arrives.
     let (mut a, mut b) = pair(Kind::Ud);
     b.recv(9, 0, 100);
     let payload = Payload::Sges(smallvec![a.sge(0, 8)]);

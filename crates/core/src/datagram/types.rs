@@ -262,7 +262,7 @@ impl Unwritten {
         }
     }
 
-    /// Removes a run of at most `most` datagrams: the effect of its first one, and their number.
+    /// Removes a run of at most `most` datagrams. Returns the effect of the first one, and their number.
     #[inline]
     pub(super) fn take(&mut self, most: usize) -> Option<(SendEffect, u32)> {
         let most = u32::try_from(most).unwrap_or(u32::MAX);

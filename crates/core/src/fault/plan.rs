@@ -37,7 +37,7 @@ pub struct Link {
     pub kill: f64,
     /// Delay of each datagram, and of each request of a stream.
     pub delay: Duration,
-    /// Largest deviation from `delay`, in both directions.
+    /// Largest amount by which a delay is shorter or longer than `delay`.
     pub jitter: Duration,
     /// Rate in bytes per second.
     pub rate: Option<u64>,

@@ -150,7 +150,7 @@ fn probabilities_are_met() {
     assert!((9620..=10_380).contains(&twice), "{twice}");
     assert!(
         (60..=150).contains(&both),
-        "{both}: one does not bring the other"
+        "{both}: losses and duplicates are independent"
     );
 }
 
@@ -193,7 +193,7 @@ fn rules_count_the_items_that_they_match() {
 }
 
 #[test]
-fn queue_pair_and_peer_select() {
+fn a_rule_selects_by_queue_pair_and_peer() {
     let hits = |text: &str, nth, number, peer: Option<&str>| {
         let mut decisions = Decisions::new(plan(text), nth, number);
         let peer = peer.map(|p| p.parse().unwrap());
@@ -216,7 +216,7 @@ fn queue_pair_and_peer_select() {
 }
 
 #[test]
-fn streams_have_no_datagrams_to_lose_and_datagrams_are_late_by_themselves() {
+fn delays_apply_to_requests_of_streams_and_to_datagrams_but_losses_only_to_datagrams() {
     let text = "loss=1,delay=5ms,rate=1MB/s\n-> drop\n-> delay=1ms";
     let mut stream = Decisions::new(plan(text), 1, 0);
     let decision = stream.request(What::Send, None, Service::Stream);

@@ -194,7 +194,7 @@ impl Link {
         Some(self.free_at + self.time_of(missing))
     }
 
-    /// Removes the flows that have not asked for [`QOS_SILENCE`], because their processes have ended.
+    /// Removes the flows whose processes have not accessed the link for the time [`QOS_SILENCE`]: these processes have ended.
     pub fn forget_silent(&mut self, now: Nanos) {
         let silent = |flow: &Flow| now.saturating_sub(flow.seen) > QOS_SILENCE;
         let gone: Vec<_> = self
@@ -220,7 +220,7 @@ impl Link {
         u64::try_from(time).unwrap_or(u64::MAX / 2)
     }
 
-    /// The largest allowance of a flow that does not use it.
+    /// The allowance, in bytes, up to which a flow that wants to send more gets packets without sending.
     fn ahead(&self) -> i64 {
         let carried = u128::from(self.rate) * u128::from(QOS_CATCH_UP) / 1_000_000_000;
         i64::try_from(carried).unwrap_or(i64::MAX).max(QOS_AHEAD)
@@ -316,7 +316,7 @@ impl Link {
         if !flow.is_eligible() {
             queue.remove(&id);
         }
-        debug_assert!(now >= flow.seen, "time goes on");
+        debug_assert!(now >= flow.seen, "the time never decreases");
         Some(len)
     }
 

@@ -163,7 +163,7 @@ fn an_idle_link_sends_at_once_and_does_not_save_up_time() {
 }
 
 #[test]
-fn a_thread_that_is_late_makes_up_for_ten_milliseconds() {
+fn a_thread_that_is_late_catches_up_at_most_ten_milliseconds() {
     let mut link = link("");
     assert_eq!(link.ask(0, 1, 0), 4096);
     link.sent(0, 1, 0, 4096, true);

@@ -587,7 +587,8 @@ impl Regions {
         Ok(())
     }
 
-    /// Invalidates a type 2 window: the local verb, or a Send with Invalidate that arrived on queue pair `qpn`.
+    /// Invalidates a type 2 window of queue pair `qpn`, as requested by a local invalidate or by a Send with Invalidate that
+    /// arrived on this queue pair.
     pub fn invalidate(&self, stag: Stag, pd: u32, qpn: u32) -> Result<(), AccessError> {
         let mut table = self.table.write();
         let index = stag.0 >> 8;

@@ -6,10 +6,10 @@ use super::access::Access;
 use crate::bounds;
 use crate::error::Misuse;
 
-/// Transport of a queue pair; the numbers are those of `enum ibv_qp_type`.
+/// Type of a queue pair; the numbers are those of `enum ibv_qp_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QpType {
-    /// Reliable connection: iWARP over TCP.
+    /// Reliable connection: iWARP over TCP, or reliable datagrams over UDP.
     Rc = 2,
     /// Unreliable connection: datagram-iWARP to one fixed peer.
     Uc = 3,
@@ -258,7 +258,7 @@ impl Default for Attr {
     }
 }
 
-/// One row of the table of legal transitions: attributes that must, and attributes that may, be given.
+/// One row of the table of legal transitions: the attributes that a transition requires, and those that it allows.
 struct Rule {
     required: u32,
     optional: u32,
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn rnr_codes_mean_the_tables_times() {
+    fn rnr_codes_have_the_times_of_the_iba_table() {
         assert_eq!(rnr_timer_us(0), 655_360);
         assert_eq!(rnr_timer_us(1), 10);
         assert_eq!(rnr_timer_us(12), 640);

@@ -123,11 +123,12 @@ pub struct Completion {
     pub status: Status,
     /// The operation.
     pub op: WcOp,
-    /// Bytes received, read, or written by the peer's Write with immediate data. On UD this includes the 40 bytes of the route header.
+    /// Bytes received, read, or written by the peer's Write with immediate data. For a Send on UD or RD this includes the 40
+    /// bytes of the route header.
     pub byte_len: u32,
     /// The queue pair that it belongs to.
     pub qpn: u32,
-    /// Sender's queue pair, on UD.
+    /// Sender's queue pair, on UD and RD.
     pub src_qpn: u32,
     /// Number of the message, on a datagram queue pair: of a request that was sent, or of a record. 0 otherwise.
     pub message: u32,
@@ -135,7 +136,7 @@ pub struct Completion {
     pub imm: Option<[u8; 4]>,
     /// STag that the peer's Send invalidated.
     pub invalidated: Option<Stag>,
-    /// Whether a route header precedes the data (UD).
+    /// Whether a route header precedes the data (UD and RD).
     pub grh: bool,
     /// The kind of route header, as drivers report it in the service level of a RoCE v2 datagram: bit 3 is set, and
     /// the lower bits are 1 for IPv6 or 2 for IPv4. IBA annex A17.4.5.1 requires this information, and verbs have no

@@ -219,7 +219,8 @@ pub struct WorkRequest {
     pub srq: Option<u32>,
 }
 
-/// Returns a function that replaces its argument by `request`, or returns the error, for callees that take a function.
+/// Returns a function that replaces its argument by the request, or returns the error if `request` is one. For callees that take a
+/// function instead of a request.
 #[inline]
 pub fn given(
     request: Result<WorkRequest, Misuse>,
@@ -259,8 +260,8 @@ impl WorkRequest {
 }
 
 impl WorkRequest {
-    /// Makes this request equal to [`Self::blank`], except for its payload, which is that of an earlier request: posting
-    /// sets the payload of every request.
+    /// Makes this request equal to [`Self::blank`], except for its payload. The payload of an earlier request may stay, because
+    /// posting sets the payload of every request.
     #[inline]
     pub(crate) fn make_blank(&mut self) {
         let Self {

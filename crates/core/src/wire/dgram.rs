@@ -47,7 +47,7 @@ pub struct Shim {
     pub src_index: u8,
     /// I: immediate data.
     pub immediate: Option<[u8; 4]>,
-    /// Z: no payload; the datagram ends the message, and `offset` is its length.
+    /// Z: no payload; the datagram ends the message, and `offset` is the length of the message.
     pub commit: bool,
     /// P: the payload is the exclusive or of the payloads of the group of datagrams that begins at `offset`.
     pub parity: bool,

@@ -183,7 +183,7 @@ impl StartupFrame {
 /// Most bytes of private data in a frame, the enhanced block included (RFC 5044 §7.1).
 pub const MAX_PRIVATE_DATA: usize = 512;
 
-/// Value of an IRD or ORD field that is not negotiated here: the ULP agrees on the depth.
+/// Value of an IRD or ORD field by which the sender leaves the depth to the ULP, instead of negotiating it in MPA.
 pub const DEPTH_NOT_NEGOTIATED: u16 = 0x3fff;
 
 /// The largest IRD or ORD that can be negotiated.

@@ -11,7 +11,7 @@
 //! +----+----+----+----+----------+----------+----------+----------+-------+----+----+
 //!  24         28         32         36         40
 //! +----------+----------+----------+----------+----------------------------+
-//! |   ack    |  window  |   time   | time echo|  n ranges (start 4, end 4) |
+//! |   ack    |  window  |   time   | time echo|  n runs (start 4, end 4)   |
 //! +----------+----------+----------+----------+----------------------------+
 //!  then, if D: a datagram without its CRC; then CRC32C (4)
 //!       fl:  D 0x1 data   C 0x2 challenge   R 0x4 not ready   A 0x8 acknowledge at once
@@ -48,7 +48,7 @@ pub struct Packet {
     /// Random number of the sending queue pair, sent instead of `ack` if that is `None`. It stays the same if the
     /// sender only forgot the receiver; a new queue pair on the port has a different one. 0: unknown.
     pub instance: u32,
-    /// Bytes that the receiver accepts beyond `ack`, counted as the kernel counts memory of sockets.
+    /// Bytes that the sender of this packet accepts beyond `ack`, counted as the kernel counts memory of sockets.
     pub window: u32,
     /// Time of the sender, in microseconds.
     pub time: u32,

@@ -21,8 +21,8 @@ const VERSION: u8 = 1;
 pub const UNPRIVILEGED: u16 = 1024;
 /// The ports for signposts of unprivileged ports, first and count: above the ephemeral ports of Linux, up to the last port.
 const HIGH: (u16, u32) = (61_000, 4536);
-/// The ports for signposts of privileged ports, first and count. `rpcbind` and similar programs assign these ports to the
-/// superuser.
+/// The ports for signposts of privileged ports, first and count. The range lies in that from which `bindresvport(3)` selects
+/// ports for privileged programs.
 const LOW: (u16, u32) = (600, 400);
 
 /// A port of rdma_cm.
@@ -58,9 +58,9 @@ pub enum Status {
     Listening(u16),
     /// The port is bound, and its program does not listen yet.
     Bound,
-    /// This is the signpost of another port.
+    /// This is the signpost of another port. To a [`Message::Release`] also: no port was released.
     Other,
-    /// The kernel's port with the number of this port was released, if this process had it.
+    /// The process no longer listens on the TCP port with the same number: it has left that port now or before.
     Released,
 }
 
@@ -69,8 +69,8 @@ pub enum Status {
 pub enum Message {
     /// Queries the port of a listener.
     Ask(Port, u64),
-    /// Requests that the listener releases the kernel's port with the number of this port, for a plain socket on the same
-    /// host.
+    /// Requests that the listener moves away from the TCP port with the same number, because a plain socket on the same host
+    /// needs it.
     Release(Port, u64),
     /// The answer to either of them.
     Answer(Port, u64, Status),

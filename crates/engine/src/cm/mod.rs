@@ -4,8 +4,8 @@
 //! identifiers in `udp`, and connections without a queue pair of the program in `private_qp`.
 //!
 //! Ports are in `ports` and `holder`. A listener also has the TCP port with the number of its rdma_cm port, if that is
-//! free, and private data is sent in the MPA frames. So siw and hardware RNICs can connect in both directions. The events
-//! of an identifier are queued in the channel with which it was created, or to which it was moved.
+//! free, and private data is sent in the MPA frames. So siw and hardware RNICs can connect to this device, and this device
+//! to them. The events of an identifier are queued in the channel with which it was created, or to which it was moved.
 //!
 //! Queue pairs and start-ups call identifiers ([`Manager`], [`Owner`]) without holding their own locks. Lock order:
 //! first a listening identifier, then the identifier of a connect request that it received.

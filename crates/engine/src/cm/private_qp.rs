@@ -75,8 +75,8 @@ impl CmId {
         qp.with_attr(|attr| attr.retry_cnt = 7);
     }
 
-    /// Moves the queue pair of the active side to RTS (`rdma_establish(3)`). Only then does it send its first message, on which
-    /// the passive side reports that the connection is established.
+    /// Moves the queue pair of the active side to RTS, if this file created it (`rdma_establish(3)`). In RTS the queue pair sends
+    /// its first message. When that message arrives, the passive side reports that the connection is established.
     pub fn establish(&self) {
         if self.lock().phase == Phase::Connected {
             self.ready_private_qp();

@@ -30,8 +30,9 @@ pub const HELLO: [u8; 4] = *b"aWQ1";
 const BACKLOG: i32 = 512;
 /// Number of ports tried until one is free for both TCP and UDP.
 const TRIES: u32 = 64;
-/// The number of indexes that rest after they were freed. A peer of reliable datagrams remembers a queue pair for a minute, and its first
-/// request to another one with the same number fails. A late datagram for the earlier queue pair would be delivered to the other one.
+/// Number of the last freed indexes that are not allocated again while other indexes are free. A peer of reliable datagrams remembers a
+/// queue pair for a minute, and its first request to a new queue pair with the same number fails. A late datagram for the earlier queue
+/// pair would be delivered to the new one.
 const RECENT: usize = 128;
 
 /// The open ports of this process.
@@ -68,7 +69,7 @@ struct State {
 /// The indexes of a port.
 struct Indexes {
     used: [bool; 256],
-    /// The indexes that were freed last, oldest first. They are not used.
+    /// The free indexes that were freed last, oldest first; at most [`RECENT`].
     recent: VecDeque<u8>,
 }
 
@@ -317,7 +318,7 @@ mod tests {
         let mut indexes = Indexes::new();
         let mut last = [None; 256];
         for round in 0..1000 {
-            // The search always begins at the same index, which random numbers may do too.
+            // Every search begins at the same index. This is the worst case: elsewhere the first index is a random number.
             let index = indexes.take_any(7).unwrap();
             if let Some(last) = last[usize::from(index)].replace(round) {
                 assert!(round - last > RECENT, "{index}: {last} and {round}");

@@ -356,7 +356,7 @@ impl SilentPorts {
     }
 }
 
-/// Stores that `port` is a standard iWARP listener in a network that does not answer queries.
+/// Stores that `port` is a standard iWARP listener, and that the query for it was not answered.
 pub(crate) fn remember_silent(port: SocketAddr) {
     let mut ports = SILENT.get().0.lock();
     ports.retain(|(known, _)| *known != port);

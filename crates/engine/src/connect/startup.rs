@@ -52,8 +52,8 @@ const REFUSED_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a Request may wait for the application's answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The end of log lines that peers can cause at any rate. They are limited in number.
-const LOGGED_ONCE: &str = "(repeats are counted, not logged)";
+/// The last words of log lines that peers can cause at any rate. One in a thousand of these lines is written ([`log::Rarely`]).
+const LOGGED_ONCE: &str = "(one in 1,000 such events is logged)";
 
 /// A connection whose start-up succeeded.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ pub struct Opened {
     pub private_data: Vec<u8>,
     /// The depths in the Reply, from the peer's point of view.
     pub peer_depths: Option<Depths>,
-    /// Whether the peer may be anywarp. A responder knows whether it is only when the first message has arrived.
+    /// Whether the peer may be anywarp. An initiator is certain of it. A responder is certain when the first message has arrived.
     pub may_be_anywarp: bool,
     /// Whether the first message is a ready-to-receive message.
     pub expects_rtr: bool,

@@ -1,9 +1,9 @@
 //! Decides whether posted datagrams are sent at once, or corked (kept back) to be sent together with those that are posted
 //! next. The datagrams that are sent together are a *run*, which takes one system call instead of many.
 //!
-//! A program that alternates between posts and polls will soon post again, so its datagrams are corked. A program
-//! whose last two polls since a post found nothing waits for a completion, so its next post is sent at once. If it then posts
-//! many without a poll, for example because the peer has granted a window, the first ones are sent at once and the others
+//! A program that alternates between posts and polls will soon post again, so its datagrams are corked. If two polls since
+//! the last post found nothing, the program waits for a completion, so its next post is sent at once. If it then posts
+//! many datagrams without a poll, for example because the peer has granted a window, the first ones are sent at once and the others
 //! are corked. A program that computes between its posts polls too late to send corked datagrams, so its posts are sent at once.
 
 use std::time::{Duration, Instant};
@@ -272,7 +272,7 @@ mod tests {
         for n in 0..bounds::DATAGRAM_BATCH {
             cork.posted(100);
             let polls = polls(6 + n as u64, 1);
-            // The decision with the time would be the same.
+            // Where `goes_on` returns true, `decide`, which needs the time, would also cork the request.
             let full = n + 1 == bounds::DATAGRAM_BATCH;
             if cork.goes_on(polls) {
                 timeless += 1;

@@ -314,8 +314,8 @@ impl DgramQp {
             if let Some(left_out) = LIMIT.line(clock::now()) {
                 log!(
                     Warn,
-                    "qp 0x{:06x}: packets from {host} echo wrong tokens; for the rest of this second only its known \
-                     peers are accepted from that host ({left_out} lines left out)",
+                    "qp 0x{:06x}: packets from {host} echo wrong tokens; for the rest of this second this queue pair \
+                     accepts only known peers from that host ({left_out} lines left out)",
                     self.common.number
                 );
             }

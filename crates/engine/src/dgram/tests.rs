@@ -471,7 +471,7 @@ fn an_unreachable_destination_fails_only_its_request() {
     b.to_rts(None);
     b.recv(1, 0, 4096);
     let mut nowhere = b.destination();
-    // No datagram goes to port 0.
+    // A datagram cannot be sent to port 0.
     nowhere.addr.set_port(0);
     a.send(SEND, 0, 10, Some(nowhere));
     assert_eq!(a.next(false).unwrap().status, Status::LocalQpOperation);

@@ -165,7 +165,7 @@ impl<S: DatagramSink> Carriers<S> {
         carriers.collect()
     }
 
-    /// Whether there is a carrier to this destination.
+    /// Whether there is a carrier to this destination, or memory was offered to it.
     pub(super) fn has(&self, to: SocketAddr) -> bool {
         let table = self.table.lock();
         let known = table.destinations.iter().find(|d| d.to == to);
@@ -687,8 +687,8 @@ impl<S: DatagramSink> Carrier<S> {
 }
 
 impl Sending {
-    /// Starts to check whether the peer reads what is there. Returns the deadline of the check; `None` if there is one already, or nothing
-    /// to read. `woken`: whether the peer is woken for it.
+    /// Starts to check whether the peer reads what is there. Returns the deadline of the check; `None` if a check is running, or if there
+    /// is nothing to read. `woken`: whether the caller wakes the peer once more at the start of the check.
     #[inline]
     fn watch_peer(&mut self, woken: bool) -> Option<Instant> {
         if self.stall.is_some() || self.shm.is_all_taken() {

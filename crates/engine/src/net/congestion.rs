@@ -75,7 +75,7 @@ fn replace(fd: BorrowedFd<'_>) -> bool {
     names.any(|name| set_tcp_congestion(fd, name).is_ok())
 }
 
-/// The congestion control of a connection that may have been chosen here.
+/// The congestion control of a connection: whether it is a replacement that was chosen here.
 #[derive(Debug, Default)]
 pub(super) struct Congestion {
     chosen: Option<Chosen>,
@@ -135,7 +135,7 @@ impl Congestion {
             if set_tcp_congestion(fd, chosen.before).is_ok() {
                 log!(
                     Info,
-                    "{resent} of {sent} segments were lost: {} again",
+                    "{resent} of {sent} segments were lost: the congestion control is {} again",
                     chosen.before
                 );
             }

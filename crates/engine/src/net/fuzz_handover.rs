@@ -220,7 +220,7 @@ pub(crate) fn fuzz(data: &[u8]) {
         assert_eq!(
             shm::held(),
             before,
-            "the stream has left shared memory or offers behind"
+            "shared memory or an offer of the stream was not released"
         );
     }
 }

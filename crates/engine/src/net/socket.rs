@@ -91,7 +91,7 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     } else {
         set(libc::IPPROTO_IP, libc::IP_PKTINFO, 1);
     }
-    // IP fragments a datagram that is longer than the link's MTU, regardless of the recorded path MTU.
+    // Path MTU discovery is off: a datagram that is longer than the MTU of the path is fragmented, and not refused with EMSGSIZE.
     set(
         libc::IPPROTO_IP,
         libc::IP_MTU_DISCOVER,

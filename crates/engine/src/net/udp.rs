@@ -598,8 +598,8 @@ impl<S: DatagramSink> Port<S> for UdpPort<S> {
     }
 }
 
-/// Whether a datagram with these addresses stays on this host. To an address of the host, the kernel sends from this same
-/// address, or from another loopback address.
+/// Whether a datagram with these addresses stays on this host. If the destination is an address of this host, the kernel uses it as
+/// the source too. If it is a loopback address, the source may be another loopback address.
 fn is_of_one_host(from: IpAddr, to: IpAddr) -> bool {
     from == to || from.is_loopback() && to.is_loopback()
 }

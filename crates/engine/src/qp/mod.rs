@@ -103,8 +103,8 @@ struct Inner {
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
-    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post can only move the time at
-    /// which the peer is to be asked further into the future, so a post need not compute that time while this is true.
+    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post can only postpone the time of
+    /// this request for an answer, so a post need not compute that time while this is true.
     probe_covered: bool,
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.

@@ -27,16 +27,17 @@ const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
 /// How long posts alone renew the lease after the last poll that found nothing.
 const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 
-/// How long a thread that waits for an event sleeps at a time. Its lease is twice as long, and the worker sleeps for
-/// that time if the thread does something else. Setting a timer costs little if it is not the next one of its
-/// processor to fire.
+/// How long a thread that waits for an event sleeps at a time. Its lease is more than twice as long. If the thread stops
+/// waiting and does not poll, the worker sleeps until the end of that lease. Setting a timer costs little if it is not
+/// the next one of its processor to fire.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
-/// How many leases are short after a completion queue was armed, although the programs of all contexts make progress only by polls. A program
-/// that has armed a queue may sleep after its next poll, and the worker then receives for it.
+/// If the programs of all contexts make progress only by polls, leases are long, except for this number of leases after a
+/// completion queue was armed. A program that has armed a queue may sleep after its next poll, and the worker then
+/// receives for it.
 const SHORT_AFTER_ARM: u32 = 16;
 
-/// The number of posts that start no lease after a post has started a lease during which no poll handled the sockets.
+/// A post may start a lease. If no poll handled the sockets during that lease, this number of following posts start none.
 const POSTS_TO_SKIP: u32 = 1024;
 
 const fn nanos(duration: Duration) -> u64 {
@@ -90,14 +91,16 @@ pub(super) struct Lease {
     polls_at_post: AtomicU64,
     /// Whether a post started the lease, and there was no idle poll since.
     is_by_post: AtomicBool,
-    /// The number of posts that start no lease, because no poll handled the sockets during an earlier lease of a post.
+    /// The number of further posts that start no lease, because no poll handled the sockets during a lease that a post had
+    /// started.
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
     /// Number of open contexts, and of those whose programs make progress only by polls ([`Self::set_polled`]).
     contexts: AtomicUsize,
     polled_contexts: AtomicUsize,
-    /// The number of leases that are short because a completion queue was armed, and whether the running one is to be shortened.
+    /// The number of further leases that are short because a completion queue was armed, and whether the next poll shortens the
+    /// running lease.
     short_leases: AtomicU32,
     shorten: AtomicBool,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
@@ -179,8 +182,8 @@ impl Lease {
         self.grant(t, shorten)
     }
 
-    /// Called when a request is corked. Its delay must end with the lease of a polling thread, so the longer lease of
-    /// a thread that waits for an event is shortened.
+    /// Called when a request is corked. The request must not wait longer than the lease of a polling thread, so the
+    /// longer lease of a thread that waits for an event is shortened.
     #[inline]
     pub(super) fn on_cork(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {
@@ -195,7 +198,7 @@ impl Lease {
         let until = t + nanos(lease);
         self.polled_until.store(until, Ordering::Relaxed);
         if !shorten && self.until.load(Ordering::Acquire) >= until {
-            // The lease of a thread that waited for an event is longer.
+            // The running lease ends later, for example because a thread that waited for an event has started it.
             self.renew_at
                 .store(t + nanos(RENEW_AFTER), Ordering::Relaxed);
             return Actions::NONE;
@@ -281,8 +284,8 @@ impl Lease {
         let polled = self.polls_at_post.swap(polls, Ordering::Relaxed) != polls;
         if polled && t <= before + nanos(POSTS_EXTEND_FOR) && !self.skips_post() {
             let actions = self.grant(t, false);
-            // The flag is set after the grant. A worker that is awake and finds no lease would otherwise take the flag for that of
-            // a lease that has ended.
+            // The flag is set after the grant. If it were set before, an awake worker could find the flag and no running lease,
+            // and would conclude that a lease by a post has ended without a poll.
             self.is_by_post.store(true, Ordering::Release);
             return actions;
         }
@@ -342,8 +345,9 @@ impl Lease {
             return Some(Duration::from_nanos(until - t));
         }
         if self.is_by_post.swap(false, Ordering::AcqRel) {
-            // No poll handled the sockets during the lease. The program polls its memory: its own requests complete without an
-            // acknowledgement of the peer, as requests of UC and requests to a standard peer do, so all its polls succeed.
+            // No poll handled the sockets during the lease: every poll found a completion. This happens if the requests of the
+            // program complete without an acknowledgement of the peer (UC, or a standard peer), and the program then polls
+            // its memory for the data of the peer.
             self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
         }
         None
@@ -473,7 +477,7 @@ mod tests {
         lease.set_polled(true);
         assert_eq!(granted(), Some(STEADY_LEASE));
         lease.set_open(true);
-        assert_eq!(granted(), Some(LEASE), "the second context is not");
+        assert_eq!(granted(), Some(LEASE), "the second context is not polled");
         lease.set_open(false);
         assert_eq!(granted(), Some(STEADY_LEASE));
         // The program may sleep after it has armed a completion queue, so the lease that runs is shortened.
@@ -528,7 +532,7 @@ mod tests {
         let t = MILLISECOND;
         let wait = lease.on_wait(t, WAIT_SLICE);
         assert!(wait.set_timer > Some(STEADY_LEASE));
-        assert!(!lease.is_polled(t), "only a waiting thread has it");
+        assert!(!lease.is_polled(t), "only a waiting thread has the lease");
         assert_eq!(lease.on_poll(t + 1), Actions::NONE);
         let t = t + 1 + nanos(RENEW_AFTER);
         assert_eq!(lease.on_cork(t).set_timer, Some(LEASE));
@@ -545,7 +549,7 @@ mod tests {
             let t = MILLISECOND + message * 10 * MICROSECOND;
             timers += usize::from(set_timer(lease.on_wait(t, slice)).is_some());
         }
-        assert_eq!(timers, 3, "ten milliseconds, and a timer for each slice");
+        assert_eq!(timers, 3, "10 ms of waits set one timer for each slice");
     }
 
     /// The worker receives everything that completes: each poll finds something, and none handles sockets.
@@ -556,15 +560,15 @@ mod tests {
         let later = |n: u64| 1000 * MILLISECOND + n * MILLISECOND;
         let _ = lease.on_post(later(1));
         let _ = lease.on_post(later(2));
-        assert!(!has_lease(later(2)), "it only posts");
+        assert!(!has_lease(later(2)), "the thread only posts");
         lease.count_successful_poll();
         lease.on_arm();
         let _ = lease.on_post(later(3));
-        assert!(!has_lease(later(3)), "it waits for events");
+        assert!(!has_lease(later(3)), "the thread waits for events");
         lease.count_successful_poll();
         let posting = nanos(POSTS_EXTEND_FOR);
         let _ = lease.on_post(later(4) + posting);
-        assert!(!has_lease(later(4) + posting), "it posted long ago");
+        assert!(!has_lease(later(4) + posting), "the post was long ago");
         lease.count_successful_poll();
         let actions = lease.on_post(later(5) + posting);
         assert!(has_lease(later(5) + posting));

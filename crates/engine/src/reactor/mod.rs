@@ -299,8 +299,8 @@ impl Reactor {
             self.hot.set(&self.sources, Token::NONE);
         }
         for event in events.iter().take(n) {
-            // A source or another thread has marked the device as broken. The other events are not handled, because they
-            // could look like closed connections.
+            // If a source or another thread has marked the device as broken, the other events are not handled, because
+            // they could look like closed connections.
             if self.is_broken() {
                 return false;
             }
@@ -317,7 +317,7 @@ impl Reactor {
         n > 0
     }
 
-    /// Handles the socket that was the only ready one at the last check, and, if a check is due, all sockets that are ready.
+    /// Tries to receive from the hot socket ([`hot`]), and handles all sockets that are ready if a check is due.
     /// Returns whether something had arrived. `nth`: the number of this idle poll.
     fn poll_ready(&self, nth: u64, now: Instant) -> bool {
         let Tried { found, poll_all } = self.hot.try_recv(&self.sources, nth, now);

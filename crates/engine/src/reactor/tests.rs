@@ -171,7 +171,7 @@ fn a_spinning_worker_receives_arriving_data() {
     for (credit, delay, after) in cases {
         let (reactor, bytes, other) = idle();
         assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
-        // The value is kept: dropping it would close the socket, which would be ready from then on.
+        // The value is kept: dropping it would close the peer's end, and the socket of `bytes` would be ready from then on.
         let qp = Arc::new(Acknowledges(other, delay));
         reactor.schedule_ack(Arc::clone(&qp) as Arc<dyn DelayedAck>);
         let mut spin = SpinBudget::with_credit(LONG, credit);
@@ -262,7 +262,7 @@ fn a_hot_socket_is_disarmed_until_the_worker_takes_over() {
     reactor.hand_over();
     reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
     assert_eq!(bytes.calls(), ["rearmed", "ready"]);
-    // The worker left it armed.
+    // The worker has left the socket armed.
     send();
     assert!(reactor.poll_all(clock::now()));
 }
@@ -336,7 +336,7 @@ fn a_poll_handles_memory_that_is_ready() {
     memory.0.store(true, Ordering::SeqCst);
     reactor.remove_memory(&polled);
     reactor.on_idle_poll();
-    assert!(memory.is_ready(), "it is no longer polled");
+    assert!(memory.is_ready(), "memory was polled after it was removed");
 }
 
 /// Memory that notes whether acknowledgements are to wake the worker.
@@ -353,7 +353,7 @@ impl PolledMemory for Sleeper {
     }
 }
 
-/// The acknowledgement may raise the event that the program has requested while the worker slept.
+/// The program requests an event while the worker sleeps. An acknowledgement may raise that event, so it has to wake the worker.
 #[test]
 fn acknowledgements_wake_the_worker_once_the_program_requests_events() {
     let reactor = reactor();
@@ -409,7 +409,7 @@ fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     assert!(unchanged);
 }
 
-/// One thread takes the wake-up of another thread, which waits for an event and perhaps does not poll for a while.
+/// A thread takes the wake-up of another thread, which waits for an event. The first thread may not poll again for a while.
 #[test]
 fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     let reactor = reactor();

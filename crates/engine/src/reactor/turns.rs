@@ -1,9 +1,9 @@
 //! Turns: which idle polls read the clock and handle what depends on the time.
 //!
 //! While memory is polled, an idle poll has little to do, and reading the clock takes as long as everything else together. So
-//! only one of several idle polls of a busy loop makes a *turn*: it reads the clock, renews the lease, checks the sockets and
-//! runs deadlines. The others only look at the memory. If polls follow each other slowly, each of them makes a turn, because
-//! the lease would end otherwise.
+//! only one of several idle polls of a busy loop makes a *turn*: it reads the clock, renews the lease, runs deadlines, and
+//! checks the sockets if a check is due. The others only look at the memory. If polls follow each other slowly, each of them
+//! makes a turn, because the lease would end otherwise.
 
 use crate::sync::{AtomicU64, Ordering};
 

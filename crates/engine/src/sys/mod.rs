@@ -1,6 +1,7 @@
 //! Safe functions around the system calls that `rustix` does not cover, one file for each subject.
 //!
-//! `unsafe` code of the engine is in these files and in `mem`, `shared` and `reserve`.
+//! Outside tests, the `unsafe` blocks of the engine are only in these files and in `fd`, `mem`, `process`, `reserve` and
+//! `shared`.
 
 pub mod address;
 mod cmsg;

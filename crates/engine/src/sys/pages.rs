@@ -195,8 +195,8 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }
-/// Copies `bytes` to `target` in this process by the kernel, which reports memory that is not mapped (EFAULT) instead of
-/// raising a signal.
+/// Lets the kernel copy `bytes` to `target` in this process. For memory that is not mapped, the kernel returns EFAULT and
+/// raises no signal.
 ///
 /// # Errors
 /// The errno, also if only a part was copied (EFAULT).

@@ -95,7 +95,8 @@ unsafe fn receives(
     // SAFETY: upheld by the caller.
     unsafe {
         with_endpoint(ep, |endpoint, shared| {
-            // Only a receive without a tag can receive several messages, so the flag is removed from the default of the endpoint for others.
+            // Only a receive without a tag can receive several messages. For a receive with a tag, FI_MULTI_RECV is removed from
+            // the default flags of the endpoint.
             let usual = match what.tag {
                 Some(_) => endpoint.binding.receive_flags & !FI_MULTI_RECV,
                 None => endpoint.binding.receive_flags,

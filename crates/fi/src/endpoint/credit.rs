@@ -1,6 +1,6 @@
-//! Limits for unexpected messages, which have no posted receive yet: how many bytes each sender may store in this endpoint (its
-//! *share*), and this endpoint in each of its peers. A sender that was notified that its share is used up announces all its
-//! messages: their content stays at the sender until a receive matches.
+//! Limits for unexpected messages, which have no posted receive yet. Each sender may store a limited number of bytes in this
+//! endpoint: its *share*. This endpoint has such a share in each of its peers. A sender that was notified that its share is used
+//! up announces all its messages: their content stays at the sender until a receive matches.
 
 use std::collections::HashMap;
 
@@ -129,7 +129,8 @@ impl Endpoint {
         if header.length == 0 {
             self.credit.used_up.remove(&from);
         } else if self.source(cx, from) != FI_ADDR_NOTAVAIL {
-            // Messages are sent only to peers in the address vector, whose size the program determines.
+            // Messages are sent only to peers in the address vector, so notices of other peers are ignored. Otherwise any number
+            // of peers could add entries.
             self.credit.used_up.entry(from).or_default();
         }
     }

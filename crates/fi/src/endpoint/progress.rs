@@ -321,8 +321,8 @@ impl Endpoint {
             if self.bad == 0 {
                 let version = message.first().copied().unwrap_or(0);
                 crate::log::warn(&format!(
-                    "a message from {from} is dropped: its version is {version}, ours {VERSION}; both ends must have the \
-                     same libanywarp-fi.so"
+                    "a message from {from} is dropped: its header is invalid (version {version}, ours {VERSION}); both ends \
+                     must have the same libanywarp-fi.so"
                 ));
             }
             self.bad = self.bad.wrapping_add(1);
@@ -461,8 +461,8 @@ impl Endpoint {
             &mut self.untagged
         };
         let Some((index, receive)) = matching.receive_for(&envelope) else {
-            // A message on a link stays in the link's receive, which keeps back this peer alone. It may have been sent before its sender has
-            // read the notice, which travels as a datagram.
+            // A message on a link stays in the link's receive, which delays only the messages of this peer. It is not dropped, because
+            // its sender may not have read the notice yet, which is sent as a datagram.
             if crowded || held.link.is_some() && !self.may_store(from) {
                 return false;
             }

@@ -436,7 +436,7 @@ fn datagram(receiver: &Receiver, input: &mut Input<'_>) -> Vec<u8> {
     ]);
     let asked = request(receiver, input, opcode);
     let len = usize::from(input.byte()) * input.one_of(&[1, 16, 250]);
-    // A valid request fills its datagram with padding.
+    // Less than 1100 bytes of padding follow the payload that `request` has made.
     let len = asked.as_ref().map_or(len, |r| r.len() + len % 1100);
     let offset = u32::from(input.u16()) % 60_000;
     let offset = if input.byte() < 128 { 0 } else { offset };

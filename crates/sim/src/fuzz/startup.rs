@@ -49,8 +49,8 @@ fn config(input: &mut Input<'_>) -> InitiatorConfig {
 }
 
 /// Passes the input to a responder in pieces, as a Request. Checks that the responder waits for no
-/// more than a frame, that an error does not depend on the pieces, that no byte follows an accepted
-/// Request, and that the reply is within the limits.
+/// more than a frame, that an error does not depend on the pieces, that a Request with bytes after
+/// it is refused, and that the reply is within the limits.
 fn responder(input: &mut Input<'_>) {
     let limits = limits(input);
     let (ird, ord) = (input.u16(), input.u16());
@@ -74,7 +74,7 @@ fn responder(input: &mut Input<'_>) {
             }
         }
     };
-    assert_eq!(asked.consumed, seen, "bytes after the request were taken");
+    assert_eq!(asked.consumed, seen, "bytes follow an accepted Request");
     let reply = if accepts {
         let accepted = responder.accept(ird, ord, b"welcome").expect("accept");
         assert!(accepted.params.ird <= limits.max_ird.clamp(1, MAX_DEPTH));

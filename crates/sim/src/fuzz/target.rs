@@ -131,7 +131,8 @@ impl Target {
         self.w[self.end].conn.state() == State::Rts
     }
 
-    /// Checks at the end that memory without write rights is unchanged, and that every request completed once.
+    /// Checks at the end that memory that nothing writes (`closed`, `readable` and `source`) is unchanged, and that every request
+    /// completed once.
     pub(super) fn check(mut self) {
         self.w.run_for(Duration::from_millis(20));
         let end = self.end;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// Returns the number of packets that one acknowledgement covers if none is missing. The number is a part of the packets under
-/// way, so that the sender can continue meanwhile, and has a lower and an upper limit. If packets are missing,
-/// [`ACK_WITH_GAPS`] applies.
+/// Returns the number of packets that one acknowledgement covers if none is missing. The number is a quarter of the packets
+/// under way, so that an acknowledgement arrives before the sender's window is full, but at least [`ACK_EACH`] and at most
+/// [`ACK_MOST`]. If packets are missing, [`ACK_WITH_GAPS`] applies.
 pub(super) fn together(under_way: u32) -> u32 {
     (under_way / PART).clamp(ACK_EACH, ACK_MOST)
 }

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_of_a_full_queue_shrink_it() {
+    fn losses_of_a_full_queue_shrink_the_window() {
         let window = run(10_000_000, 3).window();
         assert!(window < 100_000, "{window}");
         assert!(window >= 24_000, "{window}");

@@ -364,7 +364,11 @@ mod tests {
         assert_eq!((rx.next(), rx.skipped), (100, None), "nothing is missing");
         rx.skip(107);
         assert_eq!((rx.next(), rx.skipped), (100, None));
-        assert_eq!(rx.sort(103), Arrived::Again, "it was given up");
+        assert_eq!(
+            rx.sort(103),
+            Arrived::Again,
+            "the sender has given up packet 103"
+        );
         let mut taken = Vec::new();
         let mut skipped = Vec::new();
         while let Some((seq, _)) = rx.take_waiting(false) {

@@ -496,7 +496,10 @@ fn a_message_may_be_acknowledged_later() {
         two.ends[1].flush(Duration::MAX);
         two.run();
         if ack_later {
-            assert!(two.events(0).is_empty(), "the acknowledgement came at once");
+            assert!(
+                two.events(0).is_empty(),
+                "the acknowledgement is not needed soon"
+            );
             two.now += Duration::from_secs(1);
             let now = two.now;
             two.ends[0].handle_timeout(now, None);
@@ -506,7 +509,8 @@ fn a_message_may_be_acknowledged_later() {
     }
 }
 
-/// The receiver of a long message acknowledges its end at once, although its program may not poll again soon.
+/// The last packet of a long message requests an immediate acknowledgement, because the receiving program may not poll
+/// again soon.
 #[test]
 fn the_end_of_a_long_message_is_acknowledged_at_once() {
     let mut two = Two::new();

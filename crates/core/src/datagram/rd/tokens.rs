@@ -71,8 +71,8 @@ impl Reliable {
         true
     }
 
-    /// Returns whether the packets with wrong tokens that came from the address of `peer`'s host in this second are so many that
-    /// they have to be guesses.
+    /// Returns whether so many packets with wrong tokens came from the host of `peer` in this second that the tokens must be
+    /// guesses.
     fn is_guessed(&mut self, peer: &Peer, now: Duration) -> bool {
         if self.bad_second != now.as_secs() {
             self.bad_second = now.as_secs();
@@ -122,8 +122,8 @@ impl Reliable {
     }
 
     /// Handles a challenge of the peer. It is accepted if it echoes the token of this end and if this end has sent a
-    /// packet. A peer that had another token before is challenged once more, with a token made for this case, so that a
-    /// forged challenge has no effect.
+    /// packet. If the peer had another token before, this end sends a packet with a token made for this case, and accepts
+    /// only a challenge that echoes this token. So a forged challenge has no effect.
     fn challenged(&mut self, peer: &Peer, arrival: &Arrival, packet: &Packet, now: Duration) {
         let Some(state) = self.peers.get_mut(peer) else {
             return;

@@ -1,4 +1,4 @@
-//! Sends messages of unreliable services: each datagram once.
+//! Sends messages of unreliable services: each datagram once, except the end of a Write-Record, which may be repeated.
 
 use std::time::Duration;
 

@@ -18,7 +18,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Reads the length field, if its two bytes have arrived. All values are accepted: siw sends up to 65,474.
+    /// Reads the length field, if its two bytes have arrived. All values are accepted: siw sends ULPDUs of up to 65,474
+    /// bytes.
     pub fn of(bytes: &[u8]) -> Option<Self> {
         let length = bytes.first_chunk::<LENGTH>()?;
         let ulpdu = usize::from(u16::from_be_bytes(*length));

@@ -26,7 +26,7 @@ pub struct TxBatch {
     /// Start of the run of `own` that follows `pieces`.
     tail: usize,
     bytes: usize,
-    /// Whether the batch ends with a message, so that the next message begins a TCP segment.
+    /// Whether the batch has to be sent when a message ends in it, so that the next message begins a TCP segment.
     aligned: bool,
     /// Whether the batch copies as little payload as possible.
     small: bool,

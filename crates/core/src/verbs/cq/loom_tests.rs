@@ -13,7 +13,7 @@ impl Notify for Events {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
     fn overflow(&self) {
-        panic!("the queue has room");
+        panic!("an overflow of a queue that has room");
     }
 }
 

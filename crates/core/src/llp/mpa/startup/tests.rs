@@ -74,7 +74,7 @@ fn request_of_revision_2() {
     };
     let i = initiator(InitiatorConfig { rtr, ..config() });
     assert_eq!(i.request(), raw(REQ, &v2([0x80, 0x10, 0xc0, 0x10])));
-    // The default configuration offers the third form too, by which anywarp is recognized.
+    // `config` offers the Send form too. An offer of all three forms shows that the initiator may be anywarp.
     assert_eq!(
         initiator(config()).request(),
         raw(REQ, &v2([0xc0, 0x10, 0xc0, 0x10]))
