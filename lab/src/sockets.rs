@@ -19,6 +19,8 @@ echo '== tests/c/sockets.c, sockets of the kernel'
 "$2"
 echo '== tests/c/sockets.c, upgraded'
 SOCKETS_UPGRADED=1 LD_PRELOAD="$1" "$2"
+echo '== tests/c/sockets.c, upgraded, payload in shared memory'
+SOCKETS_UPGRADED=1 ANYWARP_SOCKETS_RULES='all prefer; set memory 1' LD_PRELOAD="$1" "$2"
 datagrams() {
     echo "== tests/c/datagrams.c, $1"
     "$2"
@@ -107,7 +109,7 @@ pub(crate) fn run(options: &Options) -> Result {
     sh::run(&mut check)
 }
 
-/// Measures by tests/sockets/bars in a new network namespace.
+/// Runs the measurements of tests/sockets/bars in a new network namespace.
 fn bars(options: &Options) -> Result {
     let mut command = Command::new("unshare");
     command

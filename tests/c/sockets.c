@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
  * TCP sockets and poll, select and epoll as programs use them. `cargo lab sockets` runs this program on the kernel's
- * sockets, and with both ends upgraded by libanywarp-sockets.so. Both runs must give the same results. Both ends are in
- * this process and use the loopback interface.
+ * sockets, and with both ends upgraded by libanywarp-sockets.so, with and without shared memory. All runs must give the same
+ * results. Both ends are in this process and use the loopback interface.
  *
  * SOCKETS_UPGRADED=1 says that connections should be upgraded. The first test checks this.
  */
@@ -18,6 +18,7 @@
 #include <sys/select.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
 
 #define SHORT_MS 30 /* time in which no event must occur */
 #define LONG_MS 5000
@@ -652,7 +653,7 @@ static const char *selects(size_t arg)
 	return NULL;
 }
 
-/* Times that are no times. */
+/* Invalid times are refused. */
 static const char *refuses_times(size_t arg)
 {
 	static const struct timespec bad[] = { { -1, 0 }, { 0, -1 }, { 0, 1000000000 } };
@@ -863,6 +864,118 @@ static const char *both_ways(size_t arg)
 	return at_b.error;
 }
 
+static unsigned char byte_at(size_t at)
+{
+	return (unsigned char)(at * 31 + at / 251);
+}
+
+static const char *same_bytes(const unsigned char *bytes, ssize_t n, size_t at)
+{
+	ENSURE(n > 0, "%s", n ? strerror(errno) : "end");
+	for (ssize_t k = 0; k < n; k++)
+		ENSURE(bytes[k] == byte_at(at + (size_t)k), "the byte at %zu is another one", at + (size_t)k);
+	return NULL;
+}
+
+/* Writes of any length, and reads of any length with and without MSG_PEEK, in any order. Then the child of a fork reads the rest. */
+static const char *mixed_reads(size_t arg)
+{
+	static unsigned char block[60000];
+	size_t sent = 0, got = 0;
+	uint32_t state = 1;
+	struct pair p;
+	int status;
+	pid_t child;
+
+	(void)arg;
+	TRY(connected(&p));
+	TRY(nonblocking(p.a));
+	for (int step = 0; step < 4000; step++) {
+		size_t wanted;
+		ssize_t n;
+
+		state = state * 1664525 + 1013904223;
+		/* Half of the lengths are below 600 bytes. */
+		wanted = 1 + (state >> 8) % (state & 128 ? 600 : sizeof block);
+		if (state >> 31) {
+			for (size_t k = 0; k < wanted; k++)
+				block[k] = byte_at(sent + k);
+			n = write(p.a, block, wanted);
+			ENSURE(n > 0 || errno == EAGAIN, "write: %s", strerror(errno));
+			sent += n > 0 ? (size_t)n : 0;
+		} else if (sent > got) {
+			int peek = (state >> 30) & 1 ? MSG_PEEK : 0;
+
+			n = recv(p.b, block, wanted, peek);
+			TRY(same_bytes(block, n, got));
+			got += peek ? 0 : (size_t)n;
+		}
+	}
+	ENSURE(sent > 1000000, "only %zu bytes were sent", sent);
+	while (sent == got) {
+		block[0] = byte_at(sent);
+		ENSURE(write(p.a, block, 1) == 1, "write: %s", strerror(errno));
+		sent++;
+	}
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		while (got < sent) {
+			ssize_t n = read(p.b, block, 1000);
+
+			if (same_bytes(block, n, got))
+				_exit(1);
+			got += (size_t)n;
+		}
+		_exit(0);
+	}
+	ENSURE(waitpid(child, &status, 0) == child, "waitpid: %s", strerror(errno));
+	ENSURE(!status, "the child does not read the rest: status %#x", status);
+	return NULL;
+}
+
+/* Fewer bytes than SO_RCVLOWAT do not make a socket readable. */
+static const char *low_water(size_t arg)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof at;
+	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), least = 100, a, b;
+	char block[100] = "";
+
+	(void)arg;
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	ENSURE(!setsockopt(listener, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least), "SO_RCVLOWAT: %s", strerror(errno));
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(a);
+	ENSURE(!connect(a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(b);
+	ENSURE(write(a, block, 99) == 99, "write: %s", strerror(errno));
+	ENSURE(!poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, SHORT_MS), "99 bytes make the socket readable");
+	ENSURE(write(a, block, 1) == 1, "write: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, LONG_MS) == 1, "100 bytes do not");
+	return NULL;
+}
+
+/* Of the bytes of a call with MSG_OOB only the last one is urgent. */
+static const char *urgent(size_t arg)
+{
+	char bytes[8] = "";
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(send(p.a, "abc", 3, MSG_OOB) == 3, "send: %s", strerror(errno));
+	ENSURE(poll(&(struct pollfd){ .fd = p.b, .events = POLLPRI }, 1, LONG_MS) == 1, "poll");
+	ENSURE(recv(p.b, bytes, sizeof bytes, MSG_OOB) == 1 && bytes[0] == 'c', "the urgent byte is '%c'", bytes[0]);
+	ENSURE(read(p.b, bytes, sizeof bytes) == 2 && !memcmp(bytes, "ab", 2), "'%.2s' is before the urgent byte", bytes);
+	return NULL;
+}
+
 /* A program that waits only for room is woken when the peer has read, even if the program itself has left earlier bytes unread. */
 static const char *room_behind_data(size_t arg)
 {
@@ -911,7 +1024,7 @@ static const char *available(size_t arg)
 	return take_all(p.b, sizeof piece);
 }
 
-/* The error of a reset connection, of which the program takes `room` bytes: the bytes behind them are neither read nor written. */
+/* SO_ERROR of a reset connection, with a buffer of `room` bytes: getsockopt writes only these bytes of the error, and none after them. */
 static const char *short_error(size_t room)
 {
 	unsigned char value[sizeof(int)] = { 7, 7, 7, 7 };
@@ -1086,6 +1199,9 @@ static const struct test tests[] = {
 	{ "half_closed_reply", half_closed_reply, 0, 0, false },
 	{ "writable_does_not_block", writable_does_not_block, 0, 0, false },
 	{ "both_ways", both_ways, 0, 0, false },
+	{ "mixed_reads", mixed_reads, 0, 0, false },
+	{ "low_water", low_water, 0, 0, false },
+	{ "urgent", urgent, 0, 0, false },
 	{ "room_behind_data", room_behind_data, 0, 0, false },
 	{ "available", available, 0, 0, false },
 	{ "short_error_0", short_error, 0, 0, false },

@@ -1,233 +1,26 @@
-//! Memory that two processes of one user share.
-//!
-//! The peer may write to the memory at any time, so no `&[u8]` to it is ever made: bytes are copied by offset, words
-//! are atomic, and the code that reads a number from the memory checks the number before it uses it.
-
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64};
-
-use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags};
+//! Memory that two processes of one user share, and copies between it and the program's memory.
 
 use crate::mem::UserSlice;
 
-/// The name of the memory file, as shown in `/proc/PID/fd`.
-const NAME: &str = "anywarp-carrier";
+pub(crate) use shared_memory::Shared;
 
-/// A mapping of shared memory.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    start: usize,
-    len: usize,
-}
-
-/// The size of the file must not change, because an access beyond its end causes SIGBUS.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
-
-impl Shared {
-    /// New memory of `len` bytes, all zero, and the descriptor by which the peer opens it.
-    pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = rustix::fs::memfd_create(NAME, flags)?;
-        rustix::fs::ftruncate(&file, len as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SEALS | SealFlags::SEAL)?;
-        let shared = Self::map(&file, len)?;
-        Ok((shared, file))
-    }
-
-    /// Opens the memory of a descriptor of another process of this user.
-    pub(crate) fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
-        let path = format!("/proc/{pid}/fd/{fd}");
-        // The peer may name any file of any process, and the file must not block this process. So until the file is known
-        // to be memory of the kernel, it is only examined: O_PATH opens no device or FIFO and sends no request to a
-        // file system, and STATX_DONT_SYNC does not wait for the server of a file system in user space (FUSE) either.
-        let seen = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let stat = stat_at_once(&seen)?;
-        let link = rustix::fs::readlink(&path, Vec::new())?;
-        let ours = device(&stat) == memory_device()?
-            && stat.stx_uid == rustix::process::geteuid().as_raw()
-            && stat.stx_size == len as u64
-            && link.to_bytes().starts_with(b"/memfd:anywarp-carrier");
-        if !ours {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
-        let path = format!("/proc/self/fd/{}", seen.as_raw_fd());
-        // Without O_NONBLOCK, a lease that the peer holds on the file (fcntl(2), F_SETLEASE) would delay this `open` for 45
-        // seconds.
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = rustix::fs::open(path, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&file)?;
-        let seals = rustix::fs::fcntl_get_seals(&file)?;
-        if !seals.contains(SEALS) || u64::try_from(stat.st_size) != Ok(len as u64) {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
-        Self::map(&file, len)
-    }
-
-    fn map(file: impl AsFd, len: usize) -> io::Result<Self> {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let fd = file.as_fd().as_raw_fd();
-        // SAFETY: the address is null, so the kernel chooses unused addresses for the new mapping.
-        let start =
-            unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(Self {
-            start: start.expose_provenance(),
-            len,
-        })
-    }
-
-    #[inline]
-    fn at(&self, at: usize, len: usize) -> Option<*mut u8> {
-        let end = at.checked_add(len)?;
-        (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.start + at))
-    }
-
-    /// The word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
-    #[inline]
-    pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
-        static NONE: AtomicU64 = AtomicU64::new(0);
-        match self.at(at, 8) {
-            // SAFETY: eight bytes of the mapping, which lives as long as `self`. The mapping begins at a page, so a multiple
-            // of 8 is aligned. The peer changes the word by atomic operations.
-            Some(word) if at.is_multiple_of(8) => unsafe { AtomicU64::from_ptr(word.cast()) },
-            _ => &NONE,
-        }
-    }
-
-    /// The 32-bit word at `at`, which is a multiple of 8. Outside of the memory it is a word with the value 0.
-    #[inline]
-    pub(crate) fn flag(&self, at: usize) -> &AtomicU32 {
-        static NONE: AtomicU32 = AtomicU32::new(0);
-        match self.at(at, 4) {
-            // SAFETY: as in `word`.
-            Some(word) if at.is_multiple_of(8) => unsafe { AtomicU32::from_ptr(word.cast()) },
-            _ => &NONE,
-        }
-    }
-
-    /// Copies `bytes` to offset `at`. Does nothing if they do not fit.
-    #[inline]
-    pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
-        if let Some(to) = self.at(at, bytes.len()) {
-            // SAFETY: `Self::at` has checked that `to` has room for `bytes`. They do not overlap, because `bytes` is not in the
-            // shared memory.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-        }
-    }
-
-    /// Copies bytes from offset `at` to `out`. Does nothing if they are not inside the memory.
-    pub(crate) fn get(&self, at: usize, out: &mut [u8]) {
-        if let Some(from) = self.at(at, out.len()) {
-            // SAFETY: `Self::at` has checked that the bytes are in the mapping, and `out` is not in the shared memory.
-            unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
-        }
-    }
-
-    /// Appends `len` bytes from offset `at` to `out`. Does nothing if they are not inside the memory.
-    #[inline]
-    pub(crate) fn append_to(&self, at: usize, len: usize, out: &mut Vec<u8>) {
-        let Some(from) = self.at(at, len) else { return };
-        out.reserve(len);
-        let end = out.len();
-        // SAFETY: `Self::at` has checked that the bytes are in the mapping. `reserve` made room for them after `end`, in
-        // memory that is not shared.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(end), len);
-            out.set_len(end + len);
-        }
-    }
-
+/// Copies between shared memory and user memory. The two may overlap, because a program can register any memory of its process.
+pub(crate) trait UserCopies {
     /// Copies user memory to offset `at`. Does nothing if it does not fit.
-    pub(crate) fn put_from(&self, at: usize, from: UserSlice<'_>) {
-        if let Some(to) = self.at(at, from.len()) {
-            // SAFETY: `Self::at` has checked that there is room, and the slice is valid while its lifetime lasts. The two
-            // ranges may overlap, because a program can register any memory of its process.
-            unsafe { std::ptr::copy(from.start(), to, from.len()) };
-        }
-    }
+    fn put_user(&self, at: usize, from: UserSlice<'_>);
 
-    /// Fills user memory with bytes from offset `at`. Does nothing if they are not inside the memory.
-    pub(crate) fn get_to(&self, at: usize, to: UserSlice<'_>) {
-        if let Some(from) = self.at(at, to.len()) {
-            // SAFETY: as in `put_from`.
-            unsafe { std::ptr::copy(from, to.start(), to.len()) };
-        }
-    }
+    /// Fills user memory with bytes from offset `at`. Does nothing if they are not inside the shared memory.
+    fn get_user(&self, at: usize, to: UserSlice<'_>);
 }
 
-/// Returns the attributes of a file without a request to a file system in user space.
-fn stat_at_once(file: &OwnedFd) -> io::Result<Statx> {
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    Ok(rustix::fs::statx(
-        file,
-        c"",
-        flags,
-        StatxFlags::BASIC_STATS,
-    )?)
-}
-
-fn device(stat: &Statx) -> (u32, u32) {
-    (stat.stx_dev_major, stat.stx_dev_minor)
-}
-
-/// The device number of all files that `memfd_create` makes. No file of a mounted file system has this number.
-fn memory_device() -> io::Result<(u32, u32)> {
-    static DEVICE: OnceLock<(u32, u32)> = OnceLock::new();
-    if let Some(device) = DEVICE.get() {
-        return Ok(*device);
-    }
-    let file = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC)?;
-    let found = device(&stat_at_once(&file)?);
-    Ok(*DEVICE.get_or_init(|| found))
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        let start = std::ptr::with_exposed_provenance_mut(self.start);
-        // SAFETY: mapped in `map`, and not referenced any more.
-        unsafe { libc::munmap(start, self.len) };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::atomic::Ordering;
-
-    #[test]
-    fn bytes_written_to_one_mapping_are_in_the_other() {
-        let (one, file) = Shared::create(8192).unwrap();
-        let fd = u32::try_from(file.as_raw_fd()).unwrap();
-        let other = Shared::open(std::process::id(), fd, 8192).unwrap();
-        one.put(4090, b"over the edge of a page");
-        one.word(64).store(7, Ordering::Release);
-        let mut bytes = [0; 23];
-        other.get(4090, &mut bytes);
-        assert_eq!(&bytes, b"over the edge of a page");
-        assert_eq!(other.word(64).load(Ordering::Acquire), 7);
-        // Accesses outside of the memory have no effect.
-        other.put(8180, &[1; 20]);
-        assert_eq!(other.word(8192).load(Ordering::Relaxed), 0);
+impl UserCopies for Shared {
+    fn put_user(&self, at: usize, from: UserSlice<'_>) {
+        // SAFETY: the slice is valid while its lifetime lasts.
+        unsafe { self.put_from(at, from.start(), from.len()) };
     }
 
-    #[test]
-    fn only_memory_made_for_it_is_opened() {
-        let pid = std::process::id();
-        let other = rustix::fs::memfd_create("something", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&other, 8192).unwrap();
-        let fd = |f: &OwnedFd| u32::try_from(f.as_raw_fd()).unwrap();
-        assert!(Shared::open(pid, fd(&other), 8192).is_err());
-        // A file with the right name whose size could be reduced.
-        let loose = rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&loose, 8192).unwrap();
-        assert!(Shared::open(pid, fd(&loose), 8192).is_err());
-        let (_shared, good) = Shared::create(4096).unwrap();
-        assert!(Shared::open(pid, fd(&good), 8192).is_err(), "another size");
-        assert!(Shared::open(pid, fd(&good), 4096).is_ok());
-        assert!(Shared::open(pid, 1_000_000, 4096).is_err());
+    fn get_user(&self, at: usize, to: UserSlice<'_>) {
+        // SAFETY: the slice is valid while its lifetime lasts.
+        unsafe { self.get_to(at, to.start(), to.len()) };
     }
 }

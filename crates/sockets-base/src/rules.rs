@@ -8,7 +8,7 @@
 //! all                                                     any of these modes
 //! DATAGRAMS: datagram | record | reliable
 //! set crc on|off;  set window SIZE[..SIZE];  set io_uring hide|leave;  set fallback log|silent|error
-//! set ask TIME|off;  set pool SIZE;  set share process|off;  set spin TIME|off
+//! set ask TIME|off;  set pool SIZE;  set share process|off;  set spin TIME|off;  set memory SIZE|off
 //! ```
 //!
 //! The source that was read last has precedence. Within a source the first matching rule decides.
@@ -204,12 +204,17 @@ pub struct Settings {
     pub shares: bool,
     /// Microseconds for which a thread may poll for an answer before it sleeps. 0: it sleeps at once.
     pub spin: u32,
+    /// A stream between two processes of one host offers shared memory for further payload after it has sent this number of bytes.
+    /// 0: it never offers memory.
+    pub memory: u32,
 }
 
 /// The longest time of [`Settings::spin`] in microseconds: about what it takes to wake a thread on a processor that sleeps.
 pub const SPIN_MOST: u32 = 100;
 /// The smallest pool in bytes: a few buffers.
 pub const POOL_LEAST: u32 = 64 << 10;
+/// The largest value of [`Settings::memory`].
+pub const MEMORY_MOST: u32 = 1 << 30;
 /// The largest pool in bytes.
 pub const POOL_MOST: u32 = 1 << 30;
 /// The smallest window in bytes: one page, so that a request of usual length fits one message.
@@ -230,6 +235,8 @@ impl Default for Settings {
             shares: true,
             // The time that an answer takes on one host if no thread has to be woken for it, plus a margin.
             spin: 20,
+            // To make and map the memory takes as long as to send about this much.
+            memory: 1 << 20,
         }
     }
 }
@@ -244,6 +251,7 @@ enum Setting {
     Pool(u32),
     Share(bool),
     Spin(u32),
+    Memory(u32),
 }
 
 /// A mistake in a configuration.
@@ -549,9 +557,20 @@ impl<'a> Line<'a> {
                     .map(Setting::Spin)
                     .ok_or_else(|| self.mistake(column, "expected off, or a time from 1us to 100us"))
             }
+            "memory" => {
+                let (column, value) = self.next();
+                let bytes = if value == "off" {
+                    Some(0)
+                } else {
+                    size(value).filter(|n| (1..=MEMORY_MOST).contains(n))
+                };
+                bytes.map(Setting::Memory).ok_or_else(|| {
+                    self.mistake(column, "expected off, or a size up to 1024M")
+                })
+            }
             _ => Err(self.mistake(
                 column,
-                "expected the name of a setting: crc, window, io_uring, fallback, ask, pool, share or spin",
+                "expected the name of a setting: crc, window, io_uring, fallback, ask, pool, share, spin or memory",
             )),
         }
     }
@@ -716,6 +735,7 @@ impl Policy {
                 Setting::Pool(bytes) => all.pool = bytes,
                 Setting::Share(shares) => all.shares = shares,
                 Setting::Spin(micros) => all.spin = micros,
+                Setting::Memory(bytes) => all.memory = bytes,
             }
         }
         all
@@ -849,6 +869,9 @@ mod tests {
         let spins = ["", "set spin off", "set spin 100us"];
         let spins = spins.map(|text| read(text).settings(&who("x")).spin);
         assert_eq!(spins, [20, 0, 100]);
+        let memories = ["", "set memory off", "set memory 64K"];
+        let memories = memories.map(|text| read(text).settings(&who("x")).memory);
+        assert_eq!(memories, [1 << 20, 0, 64 << 10]);
     }
 
     #[test]
@@ -991,6 +1014,9 @@ mod tests {
             ("set pool 63K", 1, 10),
             ("set pool 1025M", 1, 10),
             ("set share host", 1, 11),
+            ("set memory", 1, 12),
+            ("set memory 0", 1, 12),
+            ("set memory 1025M", 1, 12),
             ("set spin", 1, 10),
             ("set spin 101us", 1, 10),
             ("set spin 0us", 1, 10),

@@ -24,7 +24,8 @@ pub struct Source {
     pub text: Result<String, String>,
 }
 
-/// Reads a file that may be missing. A file that may not be read counts as missing, because a program may change its user.
+/// Reads a file that may be missing. A file that this user has no permission to read counts as missing, because a program may
+/// change its user.
 fn file(path: &Path) -> Option<Source> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => Ok(text),

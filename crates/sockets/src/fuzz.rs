@@ -10,6 +10,7 @@
     reason = "a violated invariant is a panic"
 )]
 
+use crate::memory::Offer;
 use crate::message;
 use crate::record::{Controls, Record};
 use crate::stream;
@@ -39,6 +40,9 @@ pub(crate) struct Got {
     /// Data whose checksum has not been checked yet.
     waiting: Vec<u8>,
     pub(crate) urgent: Vec<u8>,
+    pub(crate) offers: Vec<Offer>,
+    /// The number of bytes that the peer has put into memory.
+    pub(crate) in_memory: usize,
 }
 
 impl Sink for Got {
@@ -53,6 +57,15 @@ impl Sink for Got {
     fn urgent(&mut self, byte: u8) {
         self.urgent.push(byte);
     }
+
+    fn offer(&mut self, offer: Offer) {
+        self.offers.push(offer);
+    }
+
+    fn memory(&mut self, len: usize) -> bool {
+        self.in_memory += len;
+        true
+    }
 }
 
 const WINDOW: u32 = 4096;
@@ -63,6 +76,7 @@ fn peer(window: u32) -> Private {
         longest: LONGEST as u32,
         namespace: 0,
         plain: false,
+        memory: true,
     }
 }
 
@@ -88,7 +102,7 @@ fn feed_as(
         } else {
             rx.feed(now, &mut tx, &mut got)
         };
-        let all = got.data.len() + got.waiting.len() + got.urgent.len();
+        let all = got.data.len() + got.waiting.len() + got.urgent.len() + got.in_memory;
         // The window does not limit the bytes after a Plain message.
         let is_plain = rx.is_plain();
         assert!(
@@ -129,21 +143,33 @@ fn messages(input: &mut Input<'_>, crc: bool) {
     let mut sent = 0;
     let mut is_right = true;
     for _ in 0..input.byte() % 16 {
-        let kind = match input.byte() % 9 {
+        let kind = match input.byte() % 11 {
             0..4 => Kind::Data,
             4 => Kind::Limit,
             5 => Kind::Urgent,
             6 => Kind::End,
             7 => Kind::Plain,
-            _ => Kind::Reset,
+            8 => Kind::Reset,
+            9 => Kind::Offer,
+            _ => Kind::Memory,
         };
         let len = match kind {
             Kind::Data => input.number() as usize % 1500,
             Kind::Urgent => 1,
+            Kind::Offer => 16,
+            Kind::Memory => 4,
             _ => 0,
         };
         limit = limit.wrapping_add(u32::from(input.byte()));
-        let payload: Vec<u8> = (0..len).map(|n| n as u8).collect();
+        let mut payload: Vec<u8> = (0..len).map(|n| n as u8).collect();
+        let mut bytes = match kind {
+            Kind::Data | Kind::Urgent => len,
+            _ => 0,
+        };
+        if kind == Kind::Memory {
+            bytes = 1 + usize::from(input.byte());
+            payload = (bytes as u32).to_be_bytes().to_vec();
+        }
         let frame = tx.frame(kind, limit, std::iter::once(&payload[..]));
         tx.went(&frame);
         let from = wire.len();
@@ -151,8 +177,8 @@ fn messages(input: &mut Input<'_>, crc: bool) {
         wire.extend_from_slice(&payload);
         wire.extend_from_slice(frame.tail());
         lengths.push(wire.len() - from);
-        sent += len;
-        is_right &= matches!(kind, Kind::Data | Kind::Limit | Kind::Urgent);
+        sent += bytes;
+        is_right &= !matches!(kind, Kind::End | Kind::Plain | Kind::Reset);
         if input.byte() > 200 {
             let at = from + input.number() as usize % (wire.len() - from);
             wire[at] ^= input.byte();
@@ -162,7 +188,7 @@ fn messages(input: &mut Input<'_>, crc: bool) {
     if is_right && sent <= WINDOW as usize {
         let (got, credit, why) = feed(&wire, crc, || usize::MAX);
         assert_eq!(why, None);
-        assert_eq!(got.data.len() + got.urgent.len(), sent);
+        assert_eq!(got.data.len() + got.urgent.len() + got.in_memory, sent);
         assert!(wire.is_empty() || credit == limit as usize);
     }
     let mut next = lengths.into_iter();

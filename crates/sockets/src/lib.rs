@@ -29,6 +29,7 @@ pub mod fuzz;
 pub mod hooks;
 pub mod limits;
 pub mod log;
+pub mod memory;
 pub mod message;
 pub mod owner;
 pub mod peers;

@@ -12,7 +12,8 @@ pub const SCRATCH: usize = 64 * 1024;
 pub const FEW: usize = 1024;
 /// The number of buffers of [`SCRATCH`] bytes that are kept for reuse. More threads than this rarely receive at the same time.
 pub const SCRATCH_KEPT: usize = 4;
-/// The largest receive buffer in bytes that the streams of a process share. A wait receives about this much for a stream.
+/// The largest receive buffer in bytes that the streams of a process share. A wait receives up to half of it ([`WAIT_READ`]) for a
+/// stream.
 pub const SLAB: usize = 32 * 1024;
 /// The most shared receive buffers that are kept while no stream uses them: two megabytes.
 pub const SLABS_KEPT: usize = 64;
@@ -39,8 +40,8 @@ pub const SPIN_LONGEST: Duration = Duration::from_micros(300);
 /// How long a wait polls while the peer does not poll yet. To wake the peer, which may be on a processor that has to be woken too, takes up to
 /// this time.
 pub const SPIN_TRY: Duration = Duration::from_micros(150);
-/// The most tries, which are waits that poll for [`SPIN_TRY`]. After them the thread gives up. Both ends begin at about the same time,
-/// but not at the same wait.
+/// The number of tries (waits that poll for [`SPIN_TRY`]) after which the thread gives up. Several are needed because the two ends
+/// begin with their tries at about the same time, but not at the same wait.
 pub const SPIN_TRIES: u8 = 32;
 /// The number of tries without an answer after which the thread gives up before it has made [`SPIN_TRIES`] tries.
 pub const SPIN_MISSES: u8 = 2;
@@ -49,14 +50,14 @@ pub const SPIN_MISSES: u8 = 2;
 pub const SPIN_SUITABLE: u8 = 8;
 /// The number of tries in succession with a short wait after which the thread continues to poll.
 pub const SPIN_GOOD: u8 = 4;
-/// The number of waits between two that are measured: reading the clock takes a few percent of a short wait.
+/// The number of waits that are not measured after an unsuitable one: reading the clock takes a few percent of a short wait.
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
 /// A failure does not count if the waits since the first try took, on average, less than the usual wait before the tries divided by this
 /// number.
 pub const SPIN_WORTH: u32 = 4;
-/// After each failure, up to this number, the time until the next try is four times as long.
+/// After each failure, up to this number, four times as many waits pass until the next try.
 pub const SPIN_FAILURES: u8 = 5;
 /// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops the processor,
 /// but mostly for shorter times.
@@ -158,3 +159,10 @@ pub const RESTART: Duration = Duration::from_secs(3);
 /// The largest number of UDP sockets with reliable datagrams is the number of descriptors that the process may open, divided by this. Each
 /// of them uses up to five descriptors.
 pub const RELIABLE_PART: usize = 8;
+/// The size in bytes of the ring in shared memory that carries one direction of a stream between two processes of one host. It is as
+/// large as the largest window by default.
+pub const RING: usize = 1 << 20;
+/// The most payload that one message announces in that memory, in bytes: the reader copies a part while the writer copies the next one.
+pub const MEMORY_PIECE: usize = 64 * 1024;
+/// The most rings ([`RING`]) of a process, one for each direction of a stream. All together have 64 MiB.
+pub const MEMORIES: usize = 64;

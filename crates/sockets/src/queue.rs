@@ -1,6 +1,7 @@
 //! The queue of received bytes that the program has not read, and the buffers of a call that reads.
 
 use crate::limits;
+use crate::memory::Reader;
 use anywarp_core::lock::Mutex;
 use std::io::IoSliceMut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,12 +16,15 @@ pub fn used() -> usize {
     USED.load(Ordering::Relaxed)
 }
 
-/// A byte queue. Bytes at the end may be unverified (their CRC has not been checked yet); these cannot be read.
+/// A byte queue. Bytes at the end may be unverified (their CRC has not been checked yet); these cannot be read. The last bytes may be in
+/// memory that the peer shares, and are copied when they are read.
 #[derive(Debug)]
 pub struct Queue {
     bytes: Vec<u8>,
     from: usize,
     unverified: usize,
+    /// The memory that the peer shares. Its bytes follow `bytes`.
+    memory: Option<Box<Reader>>,
     /// An empty queue gives its buffer to other queues.
     shares: bool,
 }
@@ -41,13 +45,64 @@ impl Queue {
             bytes: Vec::new(),
             from: 0,
             unverified: 0,
+            memory: None,
             shares,
+        }
+    }
+
+    /// Sets the memory in which the peer puts bytes.
+    pub fn set_memory(&mut self, memory: Reader) {
+        self.memory = Some(Box::new(memory));
+    }
+
+    /// Returns whether the peer may put bytes into memory.
+    pub fn has_memory(&self) -> bool {
+        self.memory.is_some()
+    }
+
+    /// Appends `n` bytes that the peer has put into the memory. Returns false if there is no memory or they do not fit, which is an error
+    /// of the peer.
+    pub fn announce(&mut self, n: usize) -> bool {
+        self.memory
+            .as_mut()
+            .is_some_and(|memory| memory.announce(n))
+    }
+
+    /// Returns the number of bytes in the memory.
+    fn in_memory(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.unread())
+    }
+
+    /// Copies the bytes in the memory into the queue's buffer.
+    pub fn load(&mut self) {
+        let n = self.in_memory();
+        if n > 0
+            && let Some(mut memory) = self.memory.take()
+        {
+            self.append(n, |bytes| memory.append_to(bytes));
+            self.memory = Some(memory);
+        }
+    }
+
+    /// Moves as many readable bytes as fit to the program's buffers.
+    pub fn take(&mut self, dest: &mut Dest<'_, '_>) {
+        if self.bytes.len() > self.from + self.unverified {
+            let n = dest.put(self.peek());
+            self.consume(n);
+        }
+        if self.bytes.is_empty()
+            && let Some(memory) = &mut self.memory
+        {
+            while memory.unread() > 0 && !dest.is_full() {
+                let n = memory.take(dest.place());
+                dest.advance(n);
+            }
         }
     }
 
     /// Returns the number of readable bytes.
     pub fn len(&self) -> usize {
-        self.bytes.len() - self.from - self.unverified
+        self.bytes.len() - self.from - self.unverified + self.in_memory()
     }
 
     /// Returns whether no bytes are readable.
@@ -57,7 +112,7 @@ impl Queue {
 
     /// Returns the number of bytes in the queue, including unverified ones.
     pub fn held(&self) -> usize {
-        self.bytes.len() - self.from
+        self.bytes.len() - self.from + self.in_memory()
     }
 
     /// Returns the memory of the queue in bytes.
@@ -70,6 +125,15 @@ impl Queue {
         if bytes.is_empty() {
             return;
         }
+        self.load();
+        self.append(bytes.len(), |all| all.extend_from_slice(bytes));
+        if !verified {
+            self.unverified += bytes.len();
+        }
+    }
+
+    /// Appends `n` bytes to the buffer with `extend`.
+    fn append(&mut self, n: usize, extend: impl FnOnce(&mut Vec<u8>)) {
         if self.from > 0 && self.from >= self.bytes.len() / 2 {
             self.bytes.drain(..self.from);
             self.from = 0;
@@ -81,11 +145,9 @@ impl Queue {
         {
             self.bytes = buffer;
         }
-        self.bytes.extend_from_slice(bytes);
+        self.bytes.reserve(n);
+        extend(&mut self.bytes);
         USED.fetch_add(self.bytes.capacity() - before, Ordering::Relaxed);
-        if !verified {
-            self.unverified += bytes.len();
-        }
     }
 
     /// Marks all bytes as verified.
@@ -93,16 +155,16 @@ impl Queue {
         self.unverified = 0;
     }
 
-    /// Returns the readable bytes.
+    /// Returns the readable bytes in the buffer: all of them after [`Self::load`].
     pub fn peek(&self) -> &[u8] {
         self.bytes
             .get(self.from..self.bytes.len() - self.unverified)
             .unwrap_or(&[])
     }
 
-    /// Removes the first `n` readable bytes.
+    /// Removes the first `n` readable bytes of the buffer.
     pub fn consume(&mut self, n: usize) {
-        self.from += n.min(self.len());
+        self.from += n.min(self.bytes.len() - self.from - self.unverified);
         if self.from == self.bytes.len() {
             self.from = 0;
             self.bytes.clear();
@@ -223,6 +285,35 @@ mod tests {
         assert_eq!(q.peek(), b"fg");
         q.consume(2);
         assert_eq!(q.held(), 0);
+    }
+
+    #[test]
+    fn bytes_in_memory_keep_their_place_among_the_others() {
+        let (mut writer, offer) = crate::memory::Writer::offer().unwrap();
+        let mut q = Queue::new(false);
+        assert!(!q.announce(1), "no memory");
+        q.set_memory(Reader::open(&offer).unwrap());
+        let mut put = |q: &mut Queue, bytes: &[u8]| {
+            writer.put(std::iter::once(bytes));
+            writer.went(bytes.len());
+            assert!(q.announce(bytes.len()));
+        };
+        q.push(b"ab", true);
+        put(&mut q, b"cd");
+        put(&mut q, b"ef");
+        assert_eq!((q.len(), q.held(), q.peek()), (6, 6, &b"ab"[..]));
+        let mut first = [0; 3];
+        let mut parts = [IoSliceMut::new(&mut first)];
+        q.take(&mut Dest::new(&mut parts));
+        assert_eq!((&first, q.len()), (b"abc", 3));
+        // Bytes of an ordinary message follow those in the memory.
+        q.push(b"g", true);
+        assert_eq!(q.peek(), b"defg");
+        put(&mut q, b"h");
+        q.load();
+        assert_eq!(q.peek(), b"defgh");
+        q.consume(100);
+        assert!(q.is_empty());
     }
 
     #[test]

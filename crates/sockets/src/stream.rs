@@ -2,11 +2,12 @@
 
 use crate::limits;
 use crate::log;
+use crate::memory::{self, Offer, Reader, Writer};
 use crate::policy;
 use crate::queue::{self, Dest, Queue};
 use crate::remote;
 use crate::sys;
-use crate::wire::{Broken, Frame, HEAD, Kind, LONGEST, Private, Rx, Sink, TAIL, Tx};
+use crate::wire::{self, Broken, Frame, HEAD, Kind, LONGEST, Private, Rx, Sink, TAIL, Tx};
 use anywarp_core::llp::mpa::deframe::CRC;
 use anywarp_core::llp::mpa::startup::{
     Incoming, Initiator, InitiatorConfig, Progress, Responder, ResponderLimits,
@@ -181,6 +182,7 @@ pub struct Stream {
     /// closed. What arrives is therefore discarded.
     blind: bool,
     urgent: Option<u8>,
+    memory_out: MemoryOut,
     news: News,
     /// The number of long messages that were sent in succession, up to [`limits::RUN`].
     run: u8,
@@ -216,6 +218,7 @@ fn private() -> Private {
         longest: LONGEST as u32,
         namespace: 0,
         plain: false,
+        memory: policy::settings().memory > 0,
     }
 }
 
@@ -282,6 +285,7 @@ pub fn first(bytes: &[u8], crc: bool) -> First {
             let crc = accepted.params.crc;
             let mut stream = Stream::new(crc);
             stream.tx = Some(Tx::new(&peer, crc));
+            stream.memory_out = MemoryOut::of(&peer, crc);
             First::Request(request.consumed, accepted.reply, Box::new(stream))
         }
         Err(_) => First::Other,
@@ -293,6 +297,7 @@ struct Arriving<'q, 'd, 'a, 'b> {
     dest: Option<&'d mut Dest<'a, 'b>>,
     with_crc: bool,
     urgent: &'q mut Option<u8>,
+    offer: &'q mut Option<Offer>,
 }
 
 impl Sink for Arriving<'_, '_, '_, '_> {
@@ -315,6 +320,47 @@ impl Sink for Arriving<'_, '_, '_, '_> {
 
     fn urgent(&mut self, byte: u8) {
         *self.urgent = Some(byte);
+    }
+
+    fn offer(&mut self, offer: Offer) {
+        *self.offer = Some(offer);
+    }
+
+    fn memory(&mut self, len: usize) -> bool {
+        let fits = self.queue.announce(len);
+        if let Some(dest) = &mut self.dest {
+            self.queue.take(dest);
+        }
+        fits
+    }
+}
+
+/// The memory for the payload that this end sends.
+#[derive(Debug)]
+enum MemoryOut {
+    /// It is not used: the peer or the rules do not permit it, there are CRCs, or the peer is on another host.
+    Never,
+    /// It may be offered when the program has written enough.
+    Later,
+    /// It was offered. The peer may have accepted it.
+    Offered(Box<Writer>),
+}
+
+impl MemoryOut {
+    fn of(peer: &Private, crc: bool) -> Self {
+        if peer.memory && !crc && policy::settings().memory > 0 {
+            Self::Later
+        } else {
+            Self::Never
+        }
+    }
+
+    /// Returns the memory if the peer has accepted it.
+    fn accepted(&mut self) -> Option<&mut Writer> {
+        match self {
+            Self::Offered(writer) => writer.is_accepted().then_some(writer),
+            Self::Never | Self::Later => None,
+        }
     }
 }
 
@@ -346,6 +392,7 @@ impl Stream {
             has_payload: false,
             blind: false,
             urgent: None,
+            memory_out: MemoryOut::Never,
             news: News::default(),
             run: 0,
             joins: false,
@@ -521,7 +568,13 @@ impl Stream {
 
     /// Returns the memory of the stream in bytes.
     pub fn memory(&self) -> usize {
-        size_of::<Self>() + self.queue.room() + self.held.capacity() + self.out.capacity()
+        let out = matches!(self.memory_out, MemoryOut::Offered(_));
+        let memories = usize::from(out) + usize::from(self.queue.has_memory());
+        size_of::<Self>()
+            + self.queue.room()
+            + self.held.capacity()
+            + self.out.capacity()
+            + memories * limits::RING
     }
 
     // ------------------------------------------------------------------ receiving
@@ -657,7 +710,7 @@ impl Stream {
         if n >= limits::FEW {
             self.few = false;
         } else if self.rx.is_between() {
-            // These bytes are not just the rest of a message that did not fit.
+            // Only a short receive at the start of a message counts. Within a message it may be the end of a long one.
             self.few = true;
         }
         if self.blind {
@@ -746,6 +799,7 @@ impl Stream {
                     }
                     self.rx = Rx::new(window_first(), params.crc);
                     self.tx = Some(Tx::new(&peer, params.crc));
+                    self.memory_out = MemoryOut::of(&peer, params.crc);
                     self.news.writable = true;
                 }
                 Ok(_) | Err(_) => {
@@ -775,13 +829,25 @@ impl Stream {
         let credit = (tx.credit() > 0, tx.has_room());
         let before = (self.queue.len(), self.urgent.is_some());
         let with_crc = self.rx.has_crc();
+        let mut offer = None;
         let mut sink = Arriving {
             queue: &mut self.queue,
             dest,
             with_crc,
             urgent: &mut self.urgent,
+            offer: &mut offer,
         };
         let result = self.rx.feed(bytes, tx, &mut sink);
+        if let Some(offer) = offer
+            && !with_crc
+            && policy::settings().memory > 0
+            && !self.queue.has_memory()
+            && memory::is_local(fd)
+            && let Some(memory) = Reader::open(&offer)
+        {
+            log::with(|| format!("stream {fd}: received payload is in shared memory"));
+            self.queue.set_memory(memory);
+        }
         if credit != (tx.credit() > 0, tx.has_room()) {
             self.news.writable = true;
         }
@@ -916,13 +982,14 @@ impl Stream {
     ) -> Result<(), c_int> {
         if peek {
             while may_pull && self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
+            self.queue.load();
             dest.put(self.queue.peek());
         } else {
-            self.take_queued(dest);
+            self.queue.take(dest);
             // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
             while may_pull && !dest.is_full() && (dest.done() == start || !self.drained || all) {
                 let more = self.pull(fd, Some(dest), limits::SCRATCH);
-                self.take_queued(dest);
+                self.queue.take(dest);
                 if !more {
                     break;
                 }
@@ -943,13 +1010,6 @@ impl Stream {
             return Ok(());
         }
         Err(libc::EAGAIN)
-    }
-
-    fn take_queued(&mut self, dest: &mut Dest<'_, '_>) {
-        if !self.queue.is_empty() {
-            let n = dest.put(self.queue.peek());
-            self.queue.consume(n);
-        }
     }
 
     /// Reads the urgent byte.
@@ -1136,6 +1196,10 @@ impl Stream {
         if len == 0 {
             return Err(libc::EAGAIN);
         }
+        match self.data_in_memory(fd, parts, total, flags) {
+            Ok(0) => {}
+            result => return result,
+        }
         self.joins(fd, len);
         match parts {
             [part] => {
@@ -1144,6 +1208,78 @@ impl Stream {
             }
             _ => self.data_of(fd, len, Cut::new(parts, len), flags),
         }
+    }
+
+    /// Puts a prefix of the payload into the memory, and announces it. Returns the length of the prefix: 0 if the payload has to be sent
+    /// in a message.
+    fn data_in_memory(
+        &mut self,
+        fd: c_int,
+        parts: &[IoSlice<'_>],
+        total: usize,
+        flags: c_int,
+    ) -> Result<usize, c_int> {
+        if self.memory_out.accepted().is_none() {
+            return Ok(0);
+        }
+        // The reader waits for the announcement, which is short.
+        self.joins(fd, 0);
+        let limit = self.rx.granted();
+        let (Some(writer), Some(tx)) = (self.memory_out.accepted(), &mut self.tx) else {
+            return Ok(0);
+        };
+        let len = total
+            .min(tx.credit())
+            .min(limits::MEMORY_PIECE)
+            .min(writer.room());
+        // A short payload in a message would make the reader copy unread bytes out of the memory, to keep the order.
+        if len == 0 || len <= limits::COPIED && writer.is_empty() {
+            return Ok(0);
+        }
+        writer.put(Cut::new(parts, len));
+        let (frame, payload) = tx.memory(limit, len as u32);
+        let mut message = [0; HEAD + TAIL + size_of::<u32>()];
+        let n = gather(&mut message, &frame, std::iter::once(&payload[..]));
+        let message = message.get(..n).unwrap_or(&[]);
+        let sent = match sys::send(fd, &[IoSlice::new(message)], flags) {
+            Ok(sent) => sent,
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => return Err(e),
+            Err(e) => {
+                self.fail(e);
+                self.error = 0;
+                return Err(e);
+            }
+        };
+        tx.went(&frame);
+        writer.went(len);
+        self.out
+            .extend_from_slice(message.get(sent..).unwrap_or(&[]));
+        Ok(len)
+    }
+
+    /// Offers memory to a peer on this host if the program has written enough.
+    fn offer_memory(&mut self, fd: c_int) {
+        if !matches!(self.memory_out, MemoryOut::Later)
+            || self.bytes_out < u64::from(policy::settings().memory)
+        {
+            return;
+        }
+        self.memory_out = MemoryOut::Never;
+        if !memory::is_local(fd) {
+            return;
+        }
+        let limit = self.rx.granted();
+        let (Some(tx), Some((writer, offer))) = (&mut self.tx, Writer::offer()) else {
+            return;
+        };
+        let payload = wire::offer_payload(&offer);
+        let frame = tx.frame(Kind::Offer, limit, std::iter::once(&payload[..]));
+        tx.went(&frame);
+        self.memory_out = MemoryOut::Offered(Box::new(writer));
+        self.out.extend_from_slice(&frame.head);
+        self.out.extend_from_slice(&payload);
+        self.out.extend_from_slice(frame.tail());
+        self.flush_out(fd);
     }
 
     /// Sends `len` bytes of payload, which the credit permits.
@@ -1234,13 +1370,15 @@ impl Stream {
         if !self.held.is_empty() || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        // A message of the stream also carries the limit that was granted to the peer.
         let n = if self.plain {
             self.send_plain(fd, parts, flags)?
         } else {
             self.data(fd, parts, flags)?
         };
         self.bytes_out += n as u64;
+        if n > limits::COPIED {
+            self.offer_memory(fd);
+        }
         Ok(n)
     }
 
@@ -1309,7 +1447,7 @@ impl Stream {
     }
 
     /// Called when the program closes the stream. Returns whether [`Self::drain`] has to continue: bytes are left to send, or Limit
-    /// messages of the peer may still arrive. Without `may_pull` another thread receives from the carrier.
+    /// messages of the peer may still arrive. `may_pull` is false if another thread receives from the carrier.
     pub fn close(&mut self, fd: c_int, may_pull: bool) -> bool {
         if self.broken {
             return false;
@@ -1352,13 +1490,14 @@ impl Stream {
 
 /// The first `len` bytes of a list of buffers.
 #[derive(Debug, Clone)]
-struct Cut<'a, 'b> {
+pub struct Cut<'a, 'b> {
     parts: std::slice::Iter<'a, IoSlice<'b>>,
     left: usize,
 }
 
 impl<'a, 'b> Cut<'a, 'b> {
-    fn new(parts: &'a [IoSlice<'b>], len: usize) -> Self {
+    /// Returns the first `len` bytes of `parts`.
+    pub fn new(parts: &'a [IoSlice<'b>], len: usize) -> Self {
         Self {
             parts: parts.iter(),
             left: len,

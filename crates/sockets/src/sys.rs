@@ -1,4 +1,4 @@
-//! System calls on the carrier, as safe functions. Errors are errno values.
+//! System calls as safe functions. Errors are errno values.
 
 use crate::limits;
 use crate::real;
@@ -542,16 +542,20 @@ pub fn read_at(fd: c_int, into: &mut [u8], offset: i64) -> Result<usize, c_int> 
     size(unsafe { real::pread(fd, into.as_mut_ptr().cast(), into.len(), offset) })
 }
 
-/// Creates a memory file that begins with `first`. Returns its descriptor and the address where it is mapped.
-pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int, *mut u8)> {
+/// Returns whether the process may create a file of `size` bytes. A file above the limit (`RLIMIT_FSIZE`) would raise SIGXFSZ.
+pub fn may_have_file_of(size: usize) -> bool {
     let mut limit = libc::rlimit {
         rlim_cur: 0,
         rlim_max: 0,
     };
-    // A file larger than RLIMIT_FSIZE would raise SIGXFSZ.
     // SAFETY: the structure is writable.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
-    if !known || limit.rlim_cur < size as libc::rlim_t || first.len() > size {
+    known && limit.rlim_cur >= size as libc::rlim_t
+}
+
+/// Creates a memory file that begins with `first`. Returns its descriptor and the address where it is mapped.
+pub fn shared(name: &std::ffi::CStr, size: usize, first: &[u8]) -> Option<(c_int, *mut u8)> {
+    if !may_have_file_of(size) || first.len() > size {
         return None;
     }
     // SAFETY: the name is a C string.

@@ -9,9 +9,10 @@
 //! bytes, modulo 2^32, up to which the receiver of the limit may send.
 //!
 //! Flag 1 of a Reply refuses the upgrade: plain TCP follows in both directions. The connecting end sends nothing after the Request
-//! before it has the Reply.
+//! before it has the Reply. Flag 2 of a Request or Reply: its sender accepts offers of shared memory ([`crate::memory`]).
 
 use crate::limits;
+use crate::memory::Offer;
 use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::deframe::{CRC, Extent, LENGTH, verify};
@@ -44,18 +45,23 @@ pub struct Private {
     pub namespace: u64,
     /// In a Reply: the upgrade is refused, and plain TCP follows.
     pub plain: bool,
+    /// This end accepts offers of shared memory.
+    pub memory: bool,
 }
 
 /// The flag of [`Private::plain`].
 const PLAIN: u8 = 1;
+/// The flag of [`Private::memory`].
+const MEMORY: u8 = 2;
 
 impl Private {
     /// Returns the bytes on the wire.
     pub fn emit(&self) -> [u8; PRIVATE] {
         let mut b = [0; PRIVATE];
+        let flags = (u8::from(self.plain) * PLAIN) | (u8::from(self.memory) * MEMORY);
         let fields: [&[u8]; 6] = [
             MAGIC,
-            &[VERSION, if self.plain { PLAIN } else { 0 }, 0, 0],
+            &[VERSION, flags, 0, 0],
             &self.window.to_be_bytes(),
             &self.longest.to_be_bytes(),
             &self.namespace.to_be_bytes(),
@@ -80,6 +86,7 @@ impl Private {
             longest: u32::from_be_bytes(*longest),
             namespace: u64::from_be_bytes(*namespace),
             plain: kind.get(1).is_some_and(|flags| flags & PLAIN != 0),
+            memory: kind.get(1).is_some_and(|flags| flags & MEMORY != 0),
         };
         (known && private.window > 0 && private.longest > 0).then_some(private)
     }
@@ -99,6 +106,10 @@ pub enum Kind {
     Reset = 3,
     /// One urgent byte.
     Urgent = 4,
+    /// An offer of memory for the payload that its sender sends.
+    Offer = 5,
+    /// The sender has put payload into the memory.
+    Memory = 6,
     /// The last message of its sender, which sends plain TCP from then on. The receiver sends its pending data and then answers
     /// with a Plain message of its own.
     Plain = 7,
@@ -112,10 +123,39 @@ impl Kind {
             2 => Self::End,
             3 => Self::Reset,
             4 => Self::Urgent,
+            5 => Self::Offer,
+            6 => Self::Memory,
             7 => Self::Plain,
             _ => return None,
         })
     }
+}
+
+/// The length of the payload of an Offer message: process, descriptor, nonce.
+const OFFER: usize = 16;
+/// The length of the payload of a Memory message: the number of bytes that were put into the memory.
+const MEMORY_LEN: usize = 4;
+
+/// Returns the payload of an Offer message.
+pub fn offer_payload(offer: &Offer) -> [u8; OFFER] {
+    let mut b = [0; OFFER];
+    let (pid, rest) = b.split_at_mut(4);
+    let (fd, nonce) = rest.split_at_mut(4);
+    pid.copy_from_slice(&offer.pid.to_be_bytes());
+    fd.copy_from_slice(&offer.fd.to_be_bytes());
+    nonce.copy_from_slice(&offer.nonce.to_be_bytes());
+    b
+}
+
+fn parse_offer(bytes: &[u8; OFFER]) -> Option<Offer> {
+    let (pid, rest) = bytes.split_first_chunk::<4>()?;
+    let (fd, rest) = rest.split_first_chunk::<4>()?;
+    let nonce = rest.first_chunk::<8>()?;
+    Some(Offer {
+        pid: u32::from_be_bytes(*pid),
+        fd: u32::from_be_bytes(*fd),
+        nonce: u64::from_be_bytes(*nonce),
+    })
 }
 
 /// The sending side: builds FPDUs and keeps sequence numbers and credit.
@@ -221,13 +261,28 @@ impl Tx {
             tail,
             tail_len: pad + CRC,
             payload: len,
+            credit: match kind {
+                Kind::Data | Kind::Urgent => len as u32,
+                _ => 0,
+            },
         }
+    }
+
+    /// Returns a Memory message for `len` bytes in the memory: the FPDU, and its payload.
+    pub fn memory(&self, limit: u32, len: u32) -> (Frame, [u8; MEMORY_LEN]) {
+        let payload = len.to_be_bytes();
+        let frame = self.frame(Kind::Memory, limit, std::iter::once(&payload[..]));
+        let frame = Frame {
+            credit: len,
+            ..frame
+        };
+        (frame, payload)
     }
 
     /// Records that the FPDU was given to the carrier or queued for it.
     pub fn went(&mut self, frame: &Frame) {
         self.msn = self.msn.next();
-        self.sent = self.sent.wrapping_add(frame.payload as u32);
+        self.sent = self.sent.wrapping_add(frame.credit);
     }
 }
 
@@ -256,6 +311,8 @@ pub struct Frame {
     tail: [u8; TAIL],
     tail_len: usize,
     payload: usize,
+    /// The number of bytes of the stream that the FPDU carries or announces.
+    credit: u32,
 }
 
 impl Frame {
@@ -287,6 +344,8 @@ pub enum Broken {
     Reset,
     /// Data after the End message.
     AfterEnd,
+    /// A Memory message that announces no bytes, or more than the memory holds, or that arrives although no memory was accepted.
+    Memory,
 }
 
 impl std::fmt::Display for Broken {
@@ -295,9 +354,14 @@ impl std::fmt::Display for Broken {
             Self::Peer(e) => write!(f, "{e}"),
             Self::Message => f.write_str("the peer sent a message that is not the next Send"),
             Self::Kind => f.write_str("the peer sent a message of an unknown kind"),
-            Self::Limit => f.write_str("the peer sent a limit that is lower than the last"),
+            Self::Limit => {
+                f.write_str("the peer sent a limit that is lower than the last, or too large")
+            }
             Self::Credit => f.write_str("the peer sent more than its limit allows"),
             Self::Reset => f.write_str("the peer reset the stream"),
+            Self::Memory => {
+                f.write_str("the peer announced bytes that cannot be in the shared memory")
+            }
             Self::AfterEnd => f.write_str("the peer sent data after the end of its stream"),
         }
     }
@@ -319,12 +383,15 @@ pub struct Rx {
     head: [u8; HEAD],
     /// The number of received bytes of the head.
     have: usize,
-    /// The number of missing bytes of the payload.
+    /// The length of the payload, and the number of its bytes that are missing.
+    payload: usize,
     left: usize,
     /// The length of the last payload.
     last: usize,
     tail: [u8; TAIL],
     tail_len: usize,
+    /// The payload of an Offer or Memory message.
+    short: [u8; OFFER],
     kind: Kind,
     msn: Msn,
     crc: Option<Crc32c>,
@@ -344,6 +411,10 @@ pub trait Sink {
     fn verified(&mut self);
     /// Called with an urgent byte.
     fn urgent(&mut self, byte: u8);
+    /// Called with an offer of memory.
+    fn offer(&mut self, offer: Offer);
+    /// Called when the peer has put `len` bytes into the memory. Returns false if that is impossible.
+    fn memory(&mut self, len: usize) -> bool;
 }
 
 impl Rx {
@@ -353,10 +424,12 @@ impl Rx {
             at: At::Head,
             head: [0; HEAD],
             have: 0,
+            payload: 0,
             left: 0,
             last: 0,
             tail: [0; TAIL],
             tail_len: 0,
+            short: [0; OFFER],
             kind: Kind::Data,
             msn: Msn::FIRST,
             crc: None,
@@ -522,6 +595,12 @@ impl Rx {
                     match (self.kind, now.first()) {
                         (Kind::Data, Some(_)) => sink.data(now),
                         (Kind::Urgent, Some(byte)) => sink.urgent(*byte),
+                        (Kind::Offer | Kind::Memory, Some(_)) => {
+                            let from = self.payload - self.left;
+                            for (place, byte) in self.short.iter_mut().skip(from).zip(now) {
+                                *place = *byte;
+                            }
+                        }
                         _ => {}
                     }
                     self.left -= take;
@@ -563,11 +642,35 @@ impl Rx {
                         Kind::End => self.ended = true,
                         Kind::Reset => return Err(Broken::Reset),
                         Kind::Plain => self.at = At::Plain,
+                        Kind::Offer => {
+                            if let Some(offer) = parse_offer(&self.short) {
+                                sink.offer(offer);
+                            }
+                        }
+                        Kind::Memory => self.announced(sink)?,
                         Kind::Data | Kind::Limit | Kind::Urgent => {}
                     }
                 }
             }
         }
+    }
+
+    /// Handles a complete Memory message.
+    fn announced(&mut self, sink: &mut impl Sink) -> Result<(), Broken> {
+        let len = self
+            .short
+            .first_chunk()
+            .map_or(0, |b| u32::from_be_bytes(*b));
+        if len > self.open() {
+            return Err(Broken::Credit);
+        }
+        if len == 0 || !sink.memory(len as usize) {
+            return Err(Broken::Memory);
+        }
+        self.received = self.received.wrapping_add(len);
+        // The next message is expected to be a Memory message too, which is short.
+        self.last = 0;
+        Ok(())
     }
 
     /// Handles a complete head.
@@ -593,7 +696,9 @@ impl Rx {
         };
         let kind = kind.ok_or(Broken::Kind)?;
         match kind {
-            Kind::Data | Kind::Urgent if self.ended => return Err(Broken::AfterEnd),
+            Kind::Data | Kind::Urgent | Kind::Memory if self.ended => {
+                return Err(Broken::AfterEnd);
+            }
             Kind::Data if len as u32 > self.open() => return Err(Broken::Credit),
             Kind::Data => {
                 self.received = self.received.wrapping_add(len as u32);
@@ -605,11 +710,15 @@ impl Rx {
                 return Err(Broken::Message);
             }
             Kind::Limit | Kind::End | Kind::Reset | Kind::Plain => {}
+            Kind::Offer if len == OFFER => {}
+            Kind::Memory if len == MEMORY_LEN => {}
+            Kind::Offer | Kind::Memory => return Err(Broken::Message),
         }
         tx.raise(limit)?;
         self.msn = self.msn.next();
         self.kind = kind;
         self.left = len;
+        self.payload = len;
         self.tail_len = extent.pad + CRC;
         self.have = 0;
         self.crc = self.with_crc.then(|| {
@@ -633,6 +742,7 @@ mod tests {
             longest: LONGEST as u32,
             namespace: 7,
             plain: false,
+            memory: false,
         }
     }
 
@@ -668,6 +778,47 @@ mod tests {
             ..peer(1)
         };
         assert_eq!(Private::parse(&refusal.emit()), Some(refusal));
+        let with_memory = Private {
+            memory: true,
+            ..peer(1)
+        };
+        assert_eq!(Private::parse(&with_memory.emit()), Some(with_memory));
+    }
+
+    #[test]
+    fn memory_is_offered_and_its_bytes_are_announced() {
+        let offer = Offer {
+            pid: 1,
+            fd: 0x0102_0304,
+            nonce: 0x1122_3344_5566_7788,
+        };
+        let mut tx = Tx::new(&peer(1000), false);
+        let mut wire = bytes(&mut tx, Kind::Offer, 100, &offer_payload(&offer));
+        for len in [1, 899] {
+            let (frame, payload) = tx.memory(100, len);
+            tx.went(&frame);
+            wire.extend([&frame.head[..], &payload, frame.tail()].concat());
+        }
+        assert_eq!(tx.credit(), 100);
+        for piece in [1, 5, 1000] {
+            let mut got = Got::default();
+            let mut rx = Rx::new(1000, false);
+            for part in wire.chunks(piece) {
+                rx.feed(part, &mut Tx::new(&peer(100), false), &mut got)
+                    .unwrap();
+            }
+            assert_eq!((got.in_memory, rx.open()), (900, 100));
+            assert_eq!(got.offers, [offer]);
+        }
+        for (len, why) in [(0, Broken::Memory), (1001, Broken::Credit)] {
+            let (frame, payload) = Tx::new(&peer(2000), false).memory(100, len);
+            let wire = [&frame.head[..], &payload, frame.tail()].concat();
+            assert_eq!(rx(&wire, false).err(), Some(why));
+        }
+        for kind in [Kind::Offer, Kind::Memory] {
+            let wire = bytes(&mut Tx::new(&peer(10), false), kind, 100, b"12345");
+            assert_eq!(rx(&wire, false).err(), Some(Broken::Message));
+        }
     }
 
     #[test]
@@ -765,7 +916,11 @@ mod tests {
                 (rx.open(), rx.expected(), rx.msn, rx.is_between()),
                 (other.open(), other.expected(), other.msn, true)
             );
-            assert_eq!(rx.whole(&wire, &mut tx), None, "the number was used");
+            assert_eq!(
+                rx.whole(&wire, &mut tx),
+                None,
+                "its sequence number was used before"
+            );
         }
         // What is not exactly one valid data message changes nothing.
         let wire = data(b"0123");

@@ -42,7 +42,7 @@ use crate::net::{owner, wake};
 use crate::process::PerProcess;
 use crate::random::random_u32;
 use crate::reactor::PolledMemory;
-use crate::shared::Shared;
+use crate::shared::{Shared, UserCopies as _};
 use crate::sys::Io;
 use crate::sys::thread::Uncancelled;
 
@@ -496,8 +496,8 @@ impl Shm {
         self.proof
     }
 
-    /// Handles the peer's Take: closes the descriptor. Returns false if the proof is wrong, or if the Take is so late
-    /// that the process has the largest number of carriers.
+    /// Handles the peer's Take: closes the descriptor. Returns false if the proof is wrong, or if the offer has expired
+    /// and the process has the largest number of carriers.
     pub(crate) fn taken_by_peer(&mut self, proof: u64) -> bool {
         if self.name.is_none() || proof != self.proof {
             return false;
@@ -626,7 +626,7 @@ impl Shm {
                     (Run::User { .. }, Some(pinned)) => {
                         let whole = UserSlice::new(pinned, from as u64, n as u64);
                         self.for_each_run(start, n, |shared, at, of, n| {
-                            shared.put_from(at, whole.part(of, n));
+                            shared.put_user(at, whole.part(of, n));
                         });
                     }
                     (Run::User { .. }, None) => return Io::Invalidated,
@@ -860,7 +860,7 @@ impl Shm {
         let mut at = record.at;
         for target in &to {
             runs(at, target.len(), |from, of, n| {
-                shared.get_to(ring + from, target.part(of, n));
+                shared.get_user(ring + from, target.part(of, n));
             });
             at += target.len() as u64;
         }
@@ -1021,7 +1021,8 @@ pub(crate) fn fuzz(data: &[u8]) {
                     .flag(them.blocked())
                     .store(large as u32 & 3, Ordering::SeqCst);
             }
-            // The first word of a record that follows one of this length, or a correct record.
+            // 5 writes the first word of the record behind one with `small` bytes of payload. 6 writes the first word of a correct
+            // record with `small` bytes.
             5 => {
                 let next = shm.taken + record_bytes(small);
                 word(them.ring + in_ring(next)).store(large, Ordering::Release);

@@ -40,7 +40,8 @@ pub fn start() {
     sys::set_errno(errno);
 }
 
-/// Called in the child of a fork, which has no thread. It starts one when it accepts a connection.
+/// Called in the child of a fork. The parent's thread does not run in the child. The child starts a thread of its own when it accepts
+/// a connection or registers a socket in the directory.
 pub fn forked() {
     STARTED.store(false, Ordering::Release);
     let socket = SOCKET.swap(-1, Ordering::AcqRel);

@@ -52,7 +52,7 @@ const WHOLE: u32 = 512;
 /// `peer` is out of date: it could not be locked when the program changed it.
 const STALE: u32 = 1024;
 
-/// The number of UDP sockets of this process that may have messages.
+/// The number of UDP sockets of this process whose datagrams may be messages.
 pub static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 /// A UDP socket.
@@ -626,8 +626,8 @@ impl Dgram {
         }
     }
 
-    /// Called when the program's end has no more datagrams. Returns whether the socket was released, so that the call goes to the
-    /// kernel's socket.
+    /// Called when the program's end has no more datagrams. Returns whether the socket is plain (for example because it was passed to
+    /// another program, or shut down), so that the call goes to the kernel's socket.
     pub fn is_over(&self) -> bool {
         let is_over = self.has(PINNED);
         if is_over {

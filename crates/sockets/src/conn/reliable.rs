@@ -354,7 +354,7 @@ struct Socket {
     is_v6: bool,
     shared: Arc<Shared>,
     rd: Reliable,
-    /// Records that the program's end does not accept yet.
+    /// The records for which the program's end has no room yet.
     records: VecDeque<Vec<u8>>,
     backlog: usize,
     /// Packets that the UDP socket does not accept yet.
@@ -830,7 +830,7 @@ impl Socket {
         let done = self.rd.done();
         if done.failed > 0 {
             log::line(&format!(
-                "datagrams {}: {} were given up: the peer did not answer",
+                "datagrams {}: {} were given up: the peer did not answer, or refused them",
                 self.fd, done.failed
             ));
         }

@@ -49,7 +49,7 @@ pub struct Set {
 struct Inner {
     epfd: c_int,
     members: FxHashMap<c_int, Member>,
-    /// The member by the data of its events. Further members with the same data are in `shared`.
+    /// Maps the epoll data of events to the member with this data. Further members with the same data are in `shared`.
     by_data: FxHashMap<u64, c_int>,
     shared: Vec<(u64, c_int)>,
     ready: VecDeque<c_int>,
@@ -229,7 +229,7 @@ impl Set {
         Ok(())
     }
 
-    /// Puts a member into the map, and reports it if it has events already.
+    /// Puts a member into the map and the list, so that the next wait reports the events that it has already.
     fn add_member(&self, inner: &mut Inner, fd: c_int, member: Member) {
         let data = member.data;
         let old = inner.members.insert(fd, member);

@@ -531,7 +531,7 @@ impl Sock {
 
     // ------------------------------------------------------------------ data
 
-    /// Wakes the threads that wait for the stream in an epoll set, after a call that changed the stream.
+    /// Wakes the threads that wait for the stream in any way, also in epoll sets, after a call that changed the stream.
     fn notify_sets(&self, news: News) {
         if news == News::default() {
             return;

@@ -53,7 +53,7 @@ pub(super) fn take() -> *mut u8 {
             b.at.set(make());
         }
         let at = b.at.get();
-        // The caller gets no buffer, so it gives none back.
+        // If there is no memory, the caller gets no buffer and will not release it, so the flag is cleared here.
         b.busy.set(!at.is_null());
         Some(at)
     });

@@ -7,6 +7,7 @@ use crate::conn::table;
 use crate::limits;
 use crate::queue::Dest;
 use crate::real;
+use crate::stream::Cut;
 use crate::sys::{self, Kicked};
 use libc::{
     c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off_t, size_t, sockaddr, socklen_t, ssize_t,
@@ -134,8 +135,18 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
     if flags & libc::MSG_OOB != 0 {
         let last = rest.iter().rev().find_map(|p| p.last()).copied();
         let Some(byte) = last else { return 0 };
+        // The bytes before the urgent one are ordinary ones.
+        let before = total - 1;
+        if before > 0 {
+            let mut ordinary: Vec<IoSlice<'_>> = Cut::new(rest, before).map(IoSlice::new).collect();
+            let sent = transmit(fd, sock, &mut ordinary, flags & !libc::MSG_OOB);
+            if sent != before as isize {
+                return sent;
+            }
+        }
         return match sock.with(|s| s.write_urgent(fd, byte)) {
             Some((Ok(()), _)) => total as isize,
+            _ if before > 0 => before as isize,
             Some((Err(e), _)) => fail_long(e),
             None => fail_long(libc::EBADF),
         };

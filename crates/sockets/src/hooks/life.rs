@@ -303,8 +303,8 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, addr: *const sockaddr, len: s
         sys::set_errno(errno);
         return r;
     }
-    // With quick acknowledgements off, the last acknowledgement of the TCP handshake is sent with the Request, which has arrived
-    // when the peer's `accept` returns.
+    // With quick acknowledgements off, the last acknowledgement of the TCP handshake is sent with the Request. So the Request has
+    // arrived when the peer's `accept` returns.
     let _ = sys::set_option(fd, libc::IPPROTO_TCP, libc::TCP_QUICKACK, 0);
     // SAFETY: as above.
     let r = unsafe { real::connect(fd, addr, len) };
@@ -680,7 +680,15 @@ pub unsafe extern "C-unwind" fn setsockopt(
                 | libc::TCP_REPAIR
                 | libc::TCP_MD5SIG
         ),
-        libc::SOL_SOCKET => matches!(name, libc::SO_ZEROCOPY | libc::SO_OOBINLINE),
+        libc::SOL_SOCKET => match name {
+            libc::SO_ZEROCOPY | libc::SO_OOBINLINE => true,
+            // The kernel would count the bytes of messages, not those of the program.
+            libc::SO_RCVLOWAT if !value.is_null() && len as usize >= size_of::<c_int>() => {
+                // SAFETY: upheld by the caller.
+                unsafe { value.cast::<c_int>().read_unaligned() > 1 }
+            }
+            _ => false,
+        },
         _ => false,
     };
     if pins {
@@ -863,7 +871,7 @@ pub(crate) fn adopt_connection(fd: c_int) {
     }
 }
 
-/// Called at start for an inherited UDP socket. It is used if it is bound and a rule applies to its address.
+/// Called at start for an inherited UDP socket. Its datagrams may be messages if it is bound and a rule permits messages.
 pub(crate) fn adopt_dgram(fd: c_int) {
     let bound = own_address(fd).is_some_and(|own| own.port() != 0);
     if bound && may_have_messages() {

@@ -32,7 +32,7 @@ pub(super) fn reader(fd: c_int, dgram: &Dgram, flags: c_int) -> Option<c_int> {
 }
 
 /// Receives a datagram like `recvmsg`. `pair`: the program's end. Returns `None` if the socket was passed to another
-/// program, so that the call goes to the kernel's socket.
+/// program, or shut down, so that the call goes to the kernel's socket.
 ///
 /// # Safety
 /// The requirements of `recvmsg` apply. The buffer list is sound.

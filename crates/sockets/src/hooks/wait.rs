@@ -515,7 +515,7 @@ pub unsafe extern "C-unwind" fn select(
             + Duration::from_micros(t.tv_usec.max(0) as u64);
         Until(Instant::now().checked_add(d))
     };
-    // Of the times, the C library and the kernel refuse only negative ones: a million microseconds and more are seconds.
+    // The C library and the kernel refuse only negative times. They accept a `tv_usec` of a million and more.
     // SAFETY: upheld by the caller.
     let is_accepted = unsafe { timeout.as_ref() }.is_none_or(|t| t.tv_sec >= 0 && t.tv_usec >= 0);
     if !is_accepted {
