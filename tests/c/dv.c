@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <rdma/rdma_cma.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
@@ -529,6 +530,88 @@ static const char *progress(size_t arg)
 	return NULL;
 }
 
+/* Returns how often the device's threads have slept, or -1. */
+static long sleeps_of_threads(void)
+{
+	char path[300], line[200];
+	struct dirent *entry;
+	long all = 0, n;
+	DIR *tasks = opendir("/proc/self/task");
+
+	if (!tasks)
+		return -1;
+	while ((entry = readdir(tasks))) {
+		bool is_device = false;
+		FILE *status;
+
+		snprintf(path, sizeof path, "/proc/self/task/%s/status", entry->d_name);
+		status = fopen(path, "r");
+		while (status && fgets(line, sizeof line, status)) {
+			is_device |= !strcmp(line, "Name:\tanywarp\n");
+			if (is_device && sscanf(line, "voluntary_ctxt_switches: %ld", &n) == 1)
+				all += n;
+		}
+		if (status)
+			fclose(status);
+	}
+	closedir(tasks);
+	return all;
+}
+
+/* Returns how often the device's threads sleep while the program polls once in 400 us. */
+static long sleeps_beside(struct ibv_cq *cq)
+{
+	long before = sleeps_of_threads();
+	struct ibv_wc wc;
+
+	for (int i = 0; i < 300; i++) {
+		struct timespec now, start;
+
+		ibv_poll_cq(cq, 1, &wc);
+		clock_gettime(CLOCK_MONOTONIC, &start);
+		do
+			clock_gettime(CLOCK_MONOTONIC, &now);
+		while ((now.tv_sec - start.tv_sec) * 1000000000L + now.tv_nsec - start.tv_nsec < 400000);
+	}
+	return sleeps_of_threads() - before;
+}
+
+/*
+ * A program that makes progress only by polls is not disturbed by the device's thread while it computes, even if a library has opened a
+ * context that it does not use any more. libfabric's provider for verbs does this: librdmacm keeps the context of its identifiers open.
+ */
+static const char *undisturbed(size_t arg)
+{
+	struct sockaddr_in any = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	struct rdma_cm_id *id;
+	long automatic = 0, polled = 0;
+	struct ibv_cq *cq;
+
+	(void)arg;
+	TRY(find_all());
+	ENSURE(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	ENSURE(!rdma_bind_addr(id, (struct sockaddr *)&any), "rdma_bind_addr: %s", strerror(errno));
+	cq = ibv_create_cq(id->verbs, 1, NULL, NULL, 0);
+	ENSURE(cq && !ibv_destroy_cq(cq), "the queue of the other context: %s", strerror(errno));
+	ENSURE(!rdma_destroy_id(id), "rdma_destroy_id: %s", strerror(errno));
+	cq = ibv_create_cq(device, 1, NULL, NULL, 0);
+	ENSURE(cq, "ibv_create_cq: %s", strerror(errno));
+	/* If other programs use the processors, the program polls later than it should, and the device's thread takes over. */
+	for (int attempt = 0; attempt < 10; attempt++) {
+		ENSURE(!set_progress(device, ANYWARPDV_PROGRESS_AUTO), "%s", strerror(errno));
+		automatic = sleeps_beside(cq);
+		ENSURE(!set_progress(device, ANYWARPDV_PROGRESS_POLLED), "%s", strerror(errno));
+		polled = sleeps_beside(cq);
+		ENSURE(automatic >= 0 && polled >= 0, "/proc/self/task: %s", strerror(errno));
+		if (automatic > 100 && polled < automatic / 3)
+			break;
+	}
+	ENSURE(automatic > 100, "without the setting the thread sleeps only %ld times", automatic);
+	ENSURE(polled < automatic / 3, "the thread sleeps %ld times, without the setting %ld times", polled, automatic);
+	ENSURE(!set_progress(device, ANYWARPDV_PROGRESS_AUTO) && !ibv_destroy_cq(cq), "%s", strerror(errno));
+	return NULL;
+}
+
 /* A Read from a peer that does not exist times out, and so does a request of reliable datagrams. */
 static const char *missing_peer(size_t arg)
 {
@@ -1037,6 +1120,7 @@ static const struct test tests[] = {
 	{ "read_from_completions_rd", read_from_completions, ANYWARPDV_QPT_RD, 0, false },
 	{ "reads", reads, ANYWARPDV_QPT_UD, 0, false },
 	{ "progress", progress, 0, 0, false },
+	{ "undisturbed", undisturbed, 0, 0, false },
 	{ "reads_reliable", reads, ANYWARPDV_QPT_RD, 0, false },
 	{ "missing_peer", missing_peer, ANYWARPDV_QPT_UD, 0, false },
 	{ "missing_peer_reliable", missing_peer, ANYWARPDV_QPT_RD, 0, false },

@@ -1095,7 +1095,7 @@ static const char *vectors_used(size_t type)
 		TRY(next(a.tx, &entry, NULL));
 		OK(fi_av_remove(a.av, &a.peer, 1, 0));
 		GIVES(FI_EINVAL, fi_send(a.ep, out, 300, NULL, a.peer, &a));
-		/* In every second round another address takes the place. */
+		/* The removed address is inserted again; in every second round another address takes its place first. */
 		if (i % 2)
 			ENSURE(fi_av_insert(a.av, others, 1, decoys, 0, NULL) == 1, "fi_av_insert");
 		ENSURE(fi_av_insert(a.av, &name, 1, &a.peer, 0, NULL) == 1, "fi_av_insert");
@@ -2270,7 +2270,7 @@ static const char *full_queue(size_t writes)
 	for (size_t round = 0; round < 2; round++) {
 		uint64_t until = now_ms() + 30000, quiet = now_ms();
 
-		/* A refusal that ends as soon as the device has room lasts less than 100 ms. */
+		/* The queue is full when nothing was accepted for 100 ms. A refusal because the device has no room ends sooner. */
 		while (now_ms() < quiet + 100) {
 			ENSURE(now_ms() < until && posted[round] < 1u << 18, "%zu operations are accepted", posted[round]);
 			for (size_t i = 0; i < 64; i++) {

@@ -325,8 +325,8 @@ static const char *no_descriptors(size_t arg)
 	low.rlim_cur = 3; /* lower than the number of open descriptors */
 	pid = send_crowd(SILENT, port, 50);
 	/*
-	 * The device may accept the crowd's connections before the limit is set. This socket is created before that and
-	 * connects after it, so its connection cannot be accepted.
+	 * The device may accept the crowd's connections before the limit is set. `late` is created before the
+	 * limit is set and connects afterwards, so its connection cannot be accepted.
 	 */
 	address = at_port(port);
 	late = socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);

@@ -391,7 +391,7 @@ fn cycles(files: &BTreeMap<Module, File>) -> Vec<Vec<Module>> {
     found
 }
 
-/// Returns the shortest cycle through a file, along the files that are named.
+/// Returns the shortest cycle through a file, in which each file names the next one.
 fn shortest_cycle(files: &BTreeMap<Module, File>, start: &Module) -> Option<Vec<Module>> {
     let mut ways: Vec<Vec<Module>> = vec![vec![start.clone()]];
     let mut seen = BTreeSet::new();

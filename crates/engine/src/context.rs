@@ -5,7 +5,7 @@
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use anywarp_core::bounds;
@@ -31,9 +31,14 @@ pub struct Context {
     /// The descriptor that represents the device when a program passes it on (`ibv_import_device(3)`). It is an empty
     /// file in memory, and is recognized by its inode.
     pub command: OwnedFd,
-    /// Whether the program makes progress only by polls.
-    polled: AtomicBool,
+    /// The number of completion queues, times [`QUEUE`], and [`POLLED`].
+    state: AtomicUsize,
 }
+
+/// The program makes progress only by polls.
+const POLLED: usize = 1;
+/// One completion queue.
+const QUEUE: usize = 2;
 
 impl std::fmt::Debug for Context {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -69,23 +74,55 @@ impl Context {
             events: Arc::new(Channel::new()?),
             c_object: AtomicUsize::new(0),
             command: command()?.try_clone()?,
-            polled: AtomicBool::new(false),
+            state: AtomicUsize::new(0),
         };
-        engine.set_context_open(true);
         Ok(Arc::new(me))
     }
 
     /// Whether the program makes progress only by polls.
     #[inline]
     pub(crate) fn is_polled(&self) -> bool {
-        self.polled.load(Ordering::Relaxed)
+        self.state.load(Ordering::Relaxed) & POLLED != 0
     }
 
-    /// Sets whether the program makes progress only by polls. While this holds for all open contexts, the worker waits for longer
-    /// after the last poll before it handles the sockets.
+    /// Sets whether the program makes progress only by polls. While this holds for all contexts that have completion queues, the worker
+    /// waits for longer after the last poll before it handles the sockets.
     pub fn set_polled(&self, polled: bool) {
-        if self.polled.swap(polled, Ordering::Relaxed) != polled {
-            self.engine.set_context_polled(polled);
+        let before = if polled {
+            self.state.fetch_or(POLLED, Ordering::Relaxed)
+        } else {
+            self.state.fetch_and(!POLLED, Ordering::Relaxed)
+        };
+        let after = if polled {
+            before | POLLED
+        } else {
+            before & !POLLED
+        };
+        self.count(before, after);
+    }
+
+    /// Called when a completion queue is created. A context without one is not polled. For example, the context that librdmacm opens for
+    /// its identifiers stays open although the program may not use it.
+    pub(crate) fn add_queue(&self) {
+        let before = self.state.fetch_add(QUEUE, Ordering::Relaxed);
+        self.count(before, before + QUEUE);
+    }
+
+    /// Called when a completion queue is destroyed.
+    pub(crate) fn remove_queue(&self) {
+        let before = self.state.fetch_sub(QUEUE, Ordering::Relaxed);
+        self.count(before, before - QUEUE);
+    }
+
+    /// Reports a change of the state to the engine.
+    fn count(&self, before: usize, after: usize) {
+        let counts = |state: usize| (state >= QUEUE, state > QUEUE && state & POLLED != 0);
+        let (before, after) = (counts(before), counts(after));
+        if before.0 != after.0 {
+            self.engine.set_context_used(after.0);
+        }
+        if before.1 != after.1 {
+            self.engine.set_context_polled(after.1);
         }
     }
 
@@ -111,13 +148,6 @@ impl Context {
     pub fn mtu() -> u32 {
         debug_assert_eq!(bounds::UD_MTU, 4096);
         5
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        self.set_polled(false);
-        self.engine.set_context_open(false);
     }
 }
 

@@ -65,6 +65,12 @@ impl Notify for CqNotify {
     }
 }
 
+impl Drop for CqNotify {
+    fn drop(&mut self) {
+        self.context.remove_queue();
+    }
+}
+
 impl CompletionQueue {
     /// A queue for `capacity` entries (`ibv_create_cq(3)`: EINVAL if the capacity is 0 or too large).
     pub fn new(
@@ -76,6 +82,7 @@ impl CompletionQueue {
         if capacity == 0 || capacity > bounds::MAX_CQE {
             return Err(Misuse::InvalidArgument("cqe"));
         }
+        context.add_queue();
         let c_object = Arc::new(AtomicUsize::new(0));
         let notify = CqNotify {
             context: Arc::clone(context),

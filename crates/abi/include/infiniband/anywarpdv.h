@@ -214,7 +214,8 @@ bool anywarpdv_is_supported(struct ibv_device *device);
 int anywarpdv_query_device(struct ibv_context *context, struct anywarpdv_device_attr *attr, uint32_t inlen);
 
 /*
- * Sets the progress of the context. ANYWARPDV_PROGRESS_POLLED takes effect only while all open contexts of the process have it.
+ * Sets the progress of the context. ANYWARPDV_PROGRESS_POLLED takes effect only while all contexts of the process that
+ * have completion queues have it.
  * EINVAL: `context` is null, or `progress` is not a value of the enumeration.
  */
 int anywarpdv_set_progress(struct ibv_context *context, enum anywarpdv_progress progress);

@@ -96,7 +96,7 @@ pub(super) struct Lease {
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
-    /// Number of open contexts, and of those whose programs make progress only by polls ([`Self::set_polled`]).
+    /// Number of open contexts with completion queues, and of those whose programs make progress only by polls ([`Self::set_polled`]).
     contexts: AtomicUsize,
     polled_contexts: AtomicUsize,
     /// The number of further leases that are short because a completion queue was armed, and whether the next poll shortens the
@@ -211,18 +211,19 @@ impl Lease {
         self.renewed(t, lease, ended)
     }
 
-    /// Called when a context was opened, or with `false` when it was closed.
-    pub(super) fn set_open(&self, open: bool) {
-        change(&self.contexts, open);
+    /// Called when a context gets its first completion queue, or with `false` when its last one is destroyed.
+    pub(super) fn set_used(&self, used: bool) {
+        change(&self.contexts, used);
     }
 
-    /// Called when the program has declared that it makes progress only by polls, or with `false` when this no longer holds.
+    /// Called when the program of such a context has declared that it makes progress only by polls, or with `false` when this no longer
+    /// holds.
     pub(super) fn set_polled(&self, polled: bool) {
         change(&self.polled_contexts, polled);
     }
 
-    /// Whether all leases are long: the programs of all contexts make progress only by polls. The worker would only disturb them when
-    /// they compute between their polls.
+    /// Whether all leases are long: the programs of all contexts with completion queues make progress only by polls. The worker would
+    /// only disturb them when they compute between their polls.
     fn is_patient(&self) -> bool {
         let polled = self.polled_contexts.load(Ordering::Relaxed);
         polled > 0 && polled == self.contexts.load(Ordering::Relaxed)
@@ -472,13 +473,13 @@ mod tests {
             t += 10 * MILLISECOND;
             set_timer(lease.on_poll(t))
         };
-        lease.set_open(true);
+        lease.set_used(true);
         assert_eq!(granted(), Some(LEASE));
         lease.set_polled(true);
         assert_eq!(granted(), Some(STEADY_LEASE));
-        lease.set_open(true);
+        lease.set_used(true);
         assert_eq!(granted(), Some(LEASE), "the second context is not polled");
-        lease.set_open(false);
+        lease.set_used(false);
         assert_eq!(granted(), Some(STEADY_LEASE));
         // The program may sleep after it has armed a completion queue, so the lease that runs is shortened.
         lease.on_arm();

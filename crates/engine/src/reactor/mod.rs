@@ -334,12 +334,13 @@ impl Reactor {
         self.lease.count_successful_poll();
     }
 
-    /// Called when a context was opened, or with `false` when it was closed.
-    pub(crate) fn set_context_open(&self, open: bool) {
-        self.lease.set_open(open);
+    /// Called when a context gets its first completion queue, or with `false` when its last one is destroyed.
+    pub(crate) fn set_context_used(&self, used: bool) {
+        self.lease.set_used(used);
     }
 
-    /// Called when the program of a context has declared that it makes progress only by polls, or with `false` when this no longer holds.
+    /// Called when the program of such a context has declared that it makes progress only by polls, or with `false` when this no longer
+    /// holds.
     pub(crate) fn set_context_polled(&self, polled: bool) {
         self.lease.set_polled(polled);
     }

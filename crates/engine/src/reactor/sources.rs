@@ -22,7 +22,7 @@ pub trait Source: Send + Sync {
     /// Memory that was registered for this source has something to receive, or room to send.
     fn memory_ready(self: Arc<Self>, _now: Instant) {}
 
-    /// The acknowledgement that the user of registered memory owes its peer is to be sent now.
+    /// The acknowledgement that this source owes the peer at the other end of that memory is to be sent now.
     fn flush_memory(self: Arc<Self>, _now: Instant) {}
 
     /// A requested deadline has passed.
