@@ -202,6 +202,9 @@ pub(crate) struct Options {
     /// With --compare: compare transports of MPICH between two network namespaces, and raw reliable datagrams; without the memory
     #[arg(long, requires = "compare")]
     netns: bool,
+    /// With --compare: measure only columns with this in their titles
+    #[arg(long, value_name = "PART", default_value = "", requires = "compare")]
+    only: String,
 }
 
 /// Compiles a program of tests/mpi or of studies.
@@ -274,7 +277,7 @@ const BENCHMARKS: Program = Program::Packaged(
 
 pub(crate) fn run(options: &Options) -> Result {
     if let Some(rounds) = options.compare {
-        return compare::run(rounds, options.netns);
+        return compare::run(rounds, options.netns, &options.only);
     }
     std::fs::create_dir_all(sh::target().join("mpi"))?;
     let mut tally = sh::Tally::default();

@@ -54,6 +54,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("profiles", &[]),
     ("buffers", &[]),
     ("sockets", &[]),
+    ("sockets_memory", &[]),
     ("datagrams", DATAGRAMS),
     ("datagrams_reliable", DATAGRAMS),
     ("exs", &[]),
@@ -93,8 +94,16 @@ type OnSockets = (
     &'static str,
     &'static [(&'static str, &'static str)],
 );
-const SOCKETS: [OnSockets; 3] = [
+const SOCKETS: [OnSockets; 4] = [
     ("sockets", "sockets", &[("SOCKETS_UPGRADED", "1")]),
+    (
+        "sockets_memory",
+        "sockets",
+        &[
+            ("SOCKETS_UPGRADED", "1"),
+            ("ANYWARP_SOCKETS_RULES", "all prefer; set memory 1"),
+        ],
+    ),
     (
         "datagrams",
         "datagrams",

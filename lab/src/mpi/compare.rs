@@ -122,8 +122,9 @@ const FAR: &str = "10.79.0.2";
 /// The values of a transport in all rounds, by column.
 type Values = Vec<Vec<f64>>;
 
-/// Measures the transports in turn, and prints a table of medians and of the smallest and largest values.
-pub(super) fn run(rounds: usize, netns: bool) -> Result {
+/// Measures the transports in turn, and prints a table of medians and of the smallest and largest values. `only`: measures the columns with
+/// this in their titles. Memory is measured if this is empty.
+pub(super) fn run(rounds: usize, netns: bool, only: &str) -> Result {
     if netns && env::var_os(INSIDE).is_none() {
         // Installing needs a network, and the namespaces have none.
         Library::Wheel(&MPICH_5).compiler()?;
@@ -144,6 +145,7 @@ pub(super) fn run(rounds: usize, netns: bool) -> Result {
         let source = format!("studies/{program}.c");
         compile(&compiler, &source, &work.join(program))?;
     }
+    let wanted = |title: &str| title.contains(only);
     let mut values: Vec<Values> = vec![vec![Vec::new(); SPEEDS.len()]; transports.len()];
     let mut raw: Values = vec![Vec::new(); RAW.len()];
     let keep = |name: &str, column: &mut Vec<f64>, result: Result<f64>| {
@@ -155,30 +157,33 @@ pub(super) fn run(rounds: usize, netns: bool) -> Result {
     for round in 1..=rounds {
         eprintln!("round {round} of {rounds}");
         for (columns, transport) in values.iter_mut().zip(transports) {
-            for (column, (_, program, arguments, value)) in columns.iter_mut().zip(SPEEDS) {
+            let columns = columns.iter_mut().zip(SPEEDS);
+            for (column, (_, program, arguments, value)) in columns.filter(|(_, s)| wanted(s.0)) {
                 let result = measure(&work.join(program), transport, 2, netns, arguments, value);
                 keep(transport.name, column, result);
             }
         }
-        for (column, test) in raw.iter_mut().zip(RAW).filter(|_| netns) {
+        let raw = raw.iter_mut().zip(RAW).zip(SPEEDS);
+        for ((column, test), _) in raw.filter(|(_, s)| netns && wanted(s.0)) {
             keep(RAW_NAME, column, measure_raw(&work, test));
         }
     }
-    let titles = SPEEDS.map(|(title, ..)| title).join(" | ");
-    let memory = if netns {
+    let titles: Vec<&str> = SPEEDS.iter().map(|s| s.0).filter(|t| wanted(t)).collect();
+    let has_memory = !netns && only.is_empty();
+    let memory = if !has_memory {
         ""
     } else {
         " MB of a rank: 2 ranks | 4 | 8 | 16 |"
     };
-    println!("| transport | {titles} |{memory}");
-    let columns = SPEEDS.len() + if netns { 0 } else { RANKS.len() };
+    println!("| transport | {} |{memory}", titles.join(" | "));
+    let columns = titles.len() + if has_memory { RANKS.len() } else { 0 };
     println!("| --- |{}", " ---: |".repeat(columns));
     for (columns, transport) in values.iter().zip(transports) {
         let mut row = format!("| {} |", transport.name);
-        for column in columns {
+        for column in columns.iter().filter(|column| !column.is_empty()) {
             row += &format!(" {} |", cell(column));
         }
-        for ranks in RANKS.iter().filter(|_| !netns) {
+        for ranks in RANKS.iter().filter(|_| has_memory) {
             let mpi = work.join("mpi");
             match measure(&mpi, transport, *ranks, netns, "memory 1024", "mb") {
                 Ok(mb) => row += &format!(" {mb:.1} |"),
@@ -191,8 +196,12 @@ pub(super) fn run(rounds: usize, netns: bool) -> Result {
         println!("{row}");
     }
     if netns {
-        let cells: Vec<String> = raw.iter().map(|column| cell(column)).collect();
-        let rest = " |".repeat(SPEEDS.len() - RAW.len());
+        let cells: Vec<String> = raw
+            .iter()
+            .filter(|column| !column.is_empty())
+            .map(|column| cell(column))
+            .collect();
+        let rest = " |".repeat(titles.len() - cells.len());
         println!("| {RAW_NAME} | {} |{rest}", cells.join(" | "));
     }
     Ok(())
