@@ -976,6 +976,142 @@ static const char *urgent(size_t arg)
 	return NULL;
 }
 
+/* SO_RCVLOWAT of an accepted connection, of which nothing was read yet. */
+static const char *low_water_later(size_t arg)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	socklen_t len = sizeof at;
+	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), least = 100, a, b;
+	struct timeval limit = { .tv_sec = 5 };
+	char block[100] = "";
+
+	(void)arg;
+	ENSURE(listener >= 0, "socket: %s", strerror(errno));
+	keep_fd(listener);
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(a);
+	ENSURE(!connect(a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(b);
+	ENSURE(!setsockopt(b, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least), "SO_RCVLOWAT: %s", strerror(errno));
+	ENSURE(!setsockopt(b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
+	ENSURE(write(a, block, 10) == 10, "write: %s", strerror(errno));
+	ENSURE(!poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, SHORT_MS), "10 bytes make the socket readable");
+	ENSURE(read(b, block, 10) == 10, "read: %s", strerror(errno));
+	ENSURE(write(b, block, 10) == 10, "write: %s", strerror(errno));
+	ENSURE(read(a, block, 10) == 10, "the answer: %s", strerror(errno));
+	return NULL;
+}
+
+struct share {
+	int fd;
+	size_t len;
+	ssize_t got;
+};
+
+static void *write_share(void *arg)
+{
+	static char block[1 << 18];
+	struct share *share = arg;
+
+	share->got = write(share->fd, block, share->len);
+	return NULL;
+}
+
+static void *read_share(void *arg)
+{
+	static char bytes[2][1 << 16];
+	struct share *share = arg;
+
+	share->got = read(share->fd, bytes[share->len & 1], share->len & ~(size_t)1);
+	return NULL;
+}
+
+/* Two threads each read half of what the peer writes in one call. */
+static const char *two_readers(size_t half)
+{
+	static char block[10000];
+	struct timeval limit = { .tv_sec = 5 };
+	struct pair p;
+
+	TRY(connected(&p));
+	/* Long writes pass through memory when the stream has carried some. */
+	for (int i = 0; i < 4; i++) {
+		ENSURE(write(p.a, block, sizeof block) == sizeof block, "write: %s", strerror(errno));
+		TRY(take_all(p.b, sizeof block));
+	}
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
+	for (int round = 0; round < 20; round++) {
+		struct share shares[2] = { { p.b, half, 0 }, { p.b, half | 1, 0 } }, written = { p.a, 2 * half, 0 };
+		pthread_t threads[2], writer;
+		ssize_t all;
+
+		for (int i = 0; i < 2; i++)
+			ENSURE(!pthread_create(&threads[i], NULL, read_share, &shares[i]), "pthread_create");
+		sleep_ms(3);
+		ENSURE(!pthread_create(&writer, NULL, write_share, &written), "pthread_create");
+		for (int i = 0; i < 2; i++)
+			pthread_join(threads[i], NULL);
+		ENSURE(shares[0].got > 0 && shares[1].got > 0, "round %d: the reads return %zd and %zd", round, shares[0].got,
+		       shares[1].got);
+		all = shares[0].got + shares[1].got;
+		if (all < (ssize_t)(2 * half))
+			TRY(take_all(p.b, 2 * half - (size_t)all));
+		pthread_join(writer, NULL);
+		ENSURE(written.got == (ssize_t)(2 * half), "the write returns %zd", written.got);
+	}
+	return NULL;
+}
+
+static void *drain_all(void *arg)
+{
+	const struct share *share = arg;
+	static char bytes[50000];
+	size_t got = 0;
+
+	sleep_ms(200);
+	while (got < share->len) {
+		ssize_t n = read(share->fd, bytes, sizeof bytes);
+
+		if (n <= 0)
+			break;
+		got += (size_t)n;
+		if (got % 7 == 0)
+			sleep_ms(1);
+	}
+	return NULL;
+}
+
+/* Blocking writes of single bytes continue after the reader has paused, also with small buffers of the kernel. */
+static const char *short_writes_block(size_t arg)
+{
+	struct timeval limit = { .tv_sec = 5 };
+	struct share share = { .len = 60000 };
+	int small = 20000;
+	pthread_t thread;
+	const char *error = NULL;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &small, sizeof small), "SO_SNDBUF: %s", strerror(errno));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVBUF, &small, sizeof small), "SO_RCVBUF: %s", strerror(errno));
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit), "SO_SNDTIMEO: %s", strerror(errno));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
+	share.fd = p.b;
+	for (int round = 0; round < 4 && !error; round++) {
+		ENSURE(!pthread_create(&thread, NULL, drain_all, &share), "pthread_create");
+		for (size_t i = 0; i < share.len && !error; i++)
+			if (write(p.a, "x", 1) != 1)
+				error = "a write waits for ever";
+		pthread_join(thread, NULL);
+	}
+	return error;
+}
+
 /* A program that waits only for room is woken when the peer has read, even if the program itself has left earlier bytes unread. */
 static const char *room_behind_data(size_t arg)
 {
@@ -1201,7 +1337,11 @@ static const struct test tests[] = {
 	{ "both_ways", both_ways, 0, 0, false },
 	{ "mixed_reads", mixed_reads, 0, 0, false },
 	{ "low_water", low_water, 0, 0, false },
+	{ "low_water_later", low_water_later, 0, 0, false },
 	{ "urgent", urgent, 0, 0, false },
+	{ "two_readers", two_readers, 64000, 0, false },
+	{ "two_readers_short", two_readers, 10, 0, false },
+	{ "short_writes_block", short_writes_block, 0, 0, false },
 	{ "room_behind_data", room_behind_data, 0, 0, false },
 	{ "available", available, 0, 0, false },
 	{ "short_error_0", short_error, 0, 0, false },

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags};
 
 /// The name of a memory file, as shown in `/proc/PID/fd`.
 const NAME: &str = "anywarp-carrier";
@@ -53,9 +53,24 @@ impl Shared {
         Ok((shared, file))
     }
 
+    /// Allocates all pages of new memory. Otherwise they are allocated when they are first written, and SIGBUS is raised if the system has
+    /// none.
+    pub fn allocate(&self, file: &OwnedFd) -> io::Result<()> {
+        rustix::fs::fallocate(file, FallocateFlags::empty(), 0, self.len as u64)?;
+        Ok(())
+    }
+
     /// Opens the memory of a descriptor of another process of this user.
     pub fn open(pid: u32, fd: u32, len: usize) -> io::Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
+        // Reading the link does not follow it. Following it may ask the server of a network file system.
+        let is_named = |path: &str| {
+            let link = rustix::fs::readlink(path, Vec::new())?;
+            io::Result::Ok(link.to_bytes().starts_with(b"/memfd:anywarp-carrier"))
+        };
+        if !is_named(&path)? {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         // The peer may name any file of any process, and the file must not block this process. So until the file is known
         // to be memory of the kernel, it is only examined: O_PATH opens no device or FIFO and sends no request to a
         // file system, and STATX_DONT_SYNC does not wait for the server of a file system in user space (FUSE) either.
@@ -63,11 +78,10 @@ impl Shared {
             rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?.into_raw_fd(),
         );
         let stat = stat_at_once(seen.as_fd())?;
-        let link = rustix::fs::readlink(&path, Vec::new())?;
         let ours = device(&stat) == memory_device()?
             && stat.stx_uid == rustix::process::geteuid().as_raw()
             && stat.stx_size == len as u64
-            && link.to_bytes().starts_with(b"/memfd:anywarp-carrier");
+            && is_named(&format!("/proc/self/fd/{}", seen.0))?;
         if !ours {
             return Err(io::ErrorKind::PermissionDenied.into());
         }

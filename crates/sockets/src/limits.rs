@@ -166,3 +166,5 @@ pub const RING: usize = 1 << 20;
 pub const MEMORY_PIECE: usize = 64 * 1024;
 /// The most rings ([`RING`]) of a process, one for each direction of a stream. All together have 64 MiB.
 pub const MEMORIES: usize = 64;
+/// Milliseconds after which an offer of memory that was not accepted is withdrawn when another one is made.
+pub const OFFER: u64 = 5000;

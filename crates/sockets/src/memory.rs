@@ -12,6 +12,7 @@
 
 use crate::limits;
 use crate::sys;
+use anywarp_core::lock::Mutex;
 use libc::c_int;
 use shared_memory::{FileId, Shared};
 use std::net::IpAddr;
@@ -27,29 +28,33 @@ const RING: usize = 4096;
 /// The size of the file.
 const LEN: usize = RING + limits::RING;
 
-/// The number of mappings of this process.
+/// The number of directions that memory carries in this process.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// A mapping, which is counted.
+/// A direction that memory carries.
 #[derive(Debug)]
-struct Mapping(Shared);
+struct Counted;
 
-impl Mapping {
-    fn new(shared: Shared) -> Self {
+impl Counted {
+    fn new() -> Self {
         COUNT.fetch_add(1, Ordering::Relaxed);
-        Self(shared)
+        Self
     }
 }
 
-impl Drop for Mapping {
+impl Drop for Counted {
     fn drop(&mut self) {
         COUNT.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Returns whether the process may map memory for one more direction of a stream.
-fn may_map() -> bool {
-    COUNT.load(Ordering::Relaxed) < limits::MEMORIES
+/// The descriptors of memory that is offered and not accepted yet, and when it was offered. Each of them has a slot of
+/// [`limits::MEMORIES`]. The lock is only tried: another thread may have held it when this process was forked.
+static OFFERED: Mutex<Vec<(File, u64)>> = Mutex::new(Vec::new());
+
+/// Returns whether memory may carry one more direction of a stream, besides `offered` ones.
+fn may_carry(offered: usize) -> bool {
+    COUNT.load(Ordering::Relaxed) + offered < limits::MEMORIES
 }
 
 /// Returns the pieces of `len` bytes from `position` on: the offset of each in the ring, and its length.
@@ -90,9 +95,11 @@ impl Drop for File {
 /// The end that puts payload into the memory.
 #[derive(Debug)]
 pub struct Writer {
-    memory: Mapping,
-    /// Open until the reader has accepted the memory.
-    file: Option<File>,
+    shared: Shared,
+    /// The file by which the reader opens the memory.
+    file: FileId,
+    /// `None`: the reader has not accepted the memory.
+    counted: Option<Counted>,
     /// The number of bytes put into the ring.
     written: u64,
 }
@@ -100,32 +107,36 @@ pub struct Writer {
 impl Writer {
     /// Makes memory for a reader. `None`: the process has too many, or there is no memory or no descriptor.
     pub fn offer() -> Option<(Self, Offer)> {
-        if !may_map() || !sys::may_have_file_of(LEN) {
+        let now = sys::now_ms();
+        let mut offered = OFFERED.try_lock()?;
+        // A reader that accepts an offer does so at its next receive. One that cannot open the memory never does.
+        offered.retain(|(_, at)| now.saturating_sub(*at) < limits::OFFER);
+        if !may_carry(offered.len()) || !sys::may_have_file_of(LEN) {
             return None;
         }
         let (shared, file) = Shared::create(LEN).ok()?;
-        let memory = Mapping::new(shared);
+        let is_allocated = shared.allocate(&file).is_ok();
         let low = file.into_raw_fd();
         let fd = sys::copy_high(low);
         sys::close(low);
         let fd = fd?;
-        let Some(id) = FileId::of(fd) else {
+        let Some(id) = FileId::of(fd).filter(|_| is_allocated) else {
             sys::close(fd);
             return None;
         };
-        let file = File { fd, file: id };
         let nonce = sys::random();
-        let shared = &memory.0;
         shared.word(NONCE).store(nonce, Ordering::Relaxed);
         shared.word(0).store(MAGIC, Ordering::Release);
+        offered.push((File { fd, file: id }, now));
         let offer = Offer {
             pid: std::process::id(),
             fd: u32::try_from(fd).ok()?,
             nonce,
         };
         let writer = Self {
-            memory,
-            file: Some(file),
+            shared,
+            file: id,
+            counted: None,
             written: 0,
         };
         Some((writer, offer))
@@ -133,13 +144,22 @@ impl Writer {
 
     /// Returns whether the reader has opened the memory.
     pub fn is_accepted(&mut self) -> bool {
-        if self.file.is_some() {
-            if self.memory.0.word(ACCEPTED).load(Ordering::Acquire) != 1 {
+        if self.counted.is_none() {
+            if self.shared.word(ACCEPTED).load(Ordering::Acquire) != 1 {
                 return false;
             }
-            self.file = None;
+            self.counted = Some(Counted::new());
+            self.withdraw();
         }
         true
+    }
+
+    /// Closes the file by which the reader opens the memory.
+    fn withdraw(&self) {
+        // If another thread holds the lock, the file is closed at a later offer.
+        if let Some(mut offered) = OFFERED.try_lock() {
+            offered.retain(|(file, _)| file.file != self.file);
+        }
     }
 
     /// Returns the number of bytes that fit into the ring.
@@ -154,7 +174,7 @@ impl Writer {
 
     /// Returns the number of bytes that the reader has not read. `None`: the reader's number is impossible.
     fn unread(&self) -> Option<usize> {
-        let read = self.memory.0.word(READ).load(Ordering::Acquire);
+        let read = self.shared.word(READ).load(Ordering::Acquire);
         let unread = usize::try_from(self.written.wrapping_sub(read)).ok()?;
         (unread <= limits::RING).then_some(unread)
     }
@@ -166,7 +186,7 @@ impl Writer {
             let mut rest = part;
             for (at, n) in runs(position, part.len()) {
                 let (now, behind) = rest.split_at(n.min(rest.len()));
-                self.memory.0.put(RING + at, now);
+                self.shared.put(RING + at, now);
                 rest = behind;
             }
             position += part.len() as u64;
@@ -179,10 +199,19 @@ impl Writer {
     }
 }
 
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if self.counted.is_none() {
+            self.withdraw();
+        }
+    }
+}
+
 /// The end that takes payload from the memory.
 #[derive(Debug)]
 pub struct Reader {
-    memory: Mapping,
+    shared: Shared,
+    _counted: Counted,
     /// The number of bytes taken from the ring.
     read: u64,
     /// The number of announced bytes that were not taken.
@@ -192,11 +221,10 @@ pub struct Reader {
 impl Reader {
     /// Opens the memory that the peer offers, and accepts it. `None`: the memory is not usable, or the process has too many.
     pub fn open(offer: &Offer) -> Option<Self> {
-        if !may_map() {
+        if !may_carry(0) {
             return None;
         }
-        let memory = Mapping::new(Shared::open(offer.pid, offer.fd, LEN).ok()?);
-        let shared = &memory.0;
+        let shared = Shared::open(offer.pid, offer.fd, LEN).ok()?;
         let fits = shared.word(NONCE).load(Ordering::Acquire) == offer.nonce
             && shared
                 .word(0)
@@ -207,7 +235,8 @@ impl Reader {
         }
         shared.word(ACCEPTED).store(1, Ordering::Release);
         Some(Self {
-            memory,
+            shared,
+            _counted: Counted::new(),
             read: 0,
             unread: 0,
         })
@@ -231,29 +260,35 @@ impl Reader {
     /// Appends all bytes to `out`.
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
         for (at, n) in runs(self.read, self.unread) {
-            self.memory.0.append_to(RING + at, n, out);
+            self.shared.append_to(RING + at, n, out);
         }
         self.advance(self.unread);
     }
 
     /// Moves the first bytes to `place`. Returns their number.
     pub fn take(&mut self, place: &mut [u8]) -> usize {
-        let all = self.unread.min(place.len());
+        let n = self.peek(0, place);
+        self.advance(n);
+        n
+    }
+
+    /// Copies the bytes after the first `skip` ones to `place`. Returns their number.
+    pub fn peek(&self, skip: usize, place: &mut [u8]) -> usize {
+        let all = self.unread.saturating_sub(skip).min(place.len());
         let mut done = 0;
-        for (at, n) in runs(self.read, all) {
+        for (at, n) in runs(self.read + skip as u64, all) {
             if let Some(out) = place.get_mut(done..done + n) {
-                self.memory.0.get(RING + at, out);
+                self.shared.get(RING + at, out);
             }
             done += n;
         }
-        self.advance(all);
         all
     }
 
     fn advance(&mut self, n: usize) {
         self.unread -= n;
         self.read += n as u64;
-        self.memory.0.word(READ).store(self.read, Ordering::Release);
+        self.shared.word(READ).store(self.read, Ordering::Release);
     }
 }
 
@@ -320,9 +355,30 @@ mod tests {
         let (mut writer, reader) = pair();
         writer.went(100);
         for read in [101, 1 << 40, 1 << 63] {
-            reader.memory.0.word(READ).store(read, Ordering::Release);
+            reader.shared.word(READ).store(read, Ordering::Release);
             assert_eq!((writer.room(), writer.is_empty()), (0, false), "{read}");
         }
+    }
+
+    #[test]
+    fn offers_that_are_not_accepted_are_closed() {
+        let open = || OFFERED.lock().len();
+        let (writer, _offer) = Writer::offer().unwrap();
+        let file = writer.file;
+        let is_open = || OFFERED.lock().iter().any(|(f, _)| f.file == file);
+        assert!(is_open() && open() <= limits::MEMORIES);
+        // The time of the offer is over.
+        for (f, at) in OFFERED.lock().iter_mut() {
+            if f.file == file {
+                *at -= limits::OFFER;
+            }
+        }
+        let next = Writer::offer();
+        assert!(next.is_some() && !is_open());
+        let (writer, _offer) = next.unwrap();
+        let file = writer.file;
+        drop(writer);
+        assert!(!OFFERED.lock().iter().any(|(f, _)| f.file == file));
     }
 
     #[test]

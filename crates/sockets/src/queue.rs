@@ -74,13 +74,28 @@ impl Queue {
     }
 
     /// Copies the bytes in the memory into the queue's buffer.
-    pub fn load(&mut self) {
+    fn load(&mut self) {
         let n = self.in_memory();
         if n > 0
             && let Some(mut memory) = self.memory.take()
         {
             self.append(n, |bytes| memory.append_to(bytes));
             self.memory = Some(memory);
+        }
+    }
+
+    /// Copies as many readable bytes as fit to the program's buffers. They stay in the queue.
+    pub fn peek_into(&self, dest: &mut Dest<'_, '_>) {
+        if dest.put(self.peek()) < self.peek().len() {
+            return;
+        }
+        if let Some(memory) = &self.memory {
+            let mut done = 0;
+            while done < memory.unread() && !dest.is_full() {
+                let n = memory.peek(done, dest.place());
+                dest.advance(n);
+                done += n;
+            }
         }
     }
 
@@ -155,7 +170,7 @@ impl Queue {
         self.unverified = 0;
     }
 
-    /// Returns the readable bytes in the buffer: all of them after [`Self::load`].
+    /// Returns the readable bytes in the buffer: those in memory are not among them.
     pub fn peek(&self) -> &[u8] {
         self.bytes
             .get(self.from..self.bytes.len() - self.unverified)
@@ -309,10 +324,17 @@ mod tests {
         // Bytes of an ordinary message follow those in the memory.
         q.push(b"g", true);
         assert_eq!(q.peek(), b"defg");
-        put(&mut q, b"h");
-        q.load();
-        assert_eq!(q.peek(), b"defgh");
-        q.consume(100);
+        put(&mut q, b"hi");
+        let mut all = [0; 5];
+        let mut parts = [IoSliceMut::new(&mut all)];
+        q.peek_into(&mut Dest::new(&mut parts));
+        assert_eq!((&all, q.len()), (b"defgh", 6));
+        let mut rest = [0; 9];
+        let mut parts = [IoSliceMut::new(&mut rest)];
+        let mut dest = Dest::new(&mut parts);
+        q.take(&mut dest);
+        assert_eq!(dest.done(), 6);
+        assert_eq!(&rest[..6], b"defghi");
         assert!(q.is_empty());
     }
 

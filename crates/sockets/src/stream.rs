@@ -170,7 +170,7 @@ pub struct Stream {
     plain: bool,
     /// This end has sent a Plain message.
     plain_reported: bool,
-    /// The connection is plain, and the carrier's send buffer is full.
+    /// The carrier's send buffer is full: it has accepted no byte of the last message, or of the last plain bytes.
     full: bool,
     /// The last receive returned fewer bytes than it asked for, so the carrier's receive buffer is empty.
     drained: bool,
@@ -183,6 +183,8 @@ pub struct Stream {
     blind: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
+    /// The peer has offered memory. Further offers are ignored.
+    was_offered: bool,
     news: News,
     /// The number of long messages that were sent in succession, up to [`limits::RUN`].
     run: u8,
@@ -393,6 +395,7 @@ impl Stream {
             blind: false,
             urgent: None,
             memory_out: MemoryOut::Never,
+            was_offered: false,
             news: News::default(),
             run: 0,
             joins: false,
@@ -464,7 +467,7 @@ impl Stream {
         match &self.tx {
             // No more credit arrives, so a write fails.
             Some(tx) if self.closed && !tx.has_room() => true,
-            Some(tx) => self.held.is_empty() && self.out.is_empty() && tx.has_room(),
+            Some(tx) => self.held.is_empty() && self.out.is_empty() && !self.full && tx.has_room(),
             None if self.plain => self.held.is_empty() && !self.full,
             None => self.held.len() <= limits::HELD / 2,
         }
@@ -839,9 +842,9 @@ impl Stream {
         };
         let result = self.rx.feed(bytes, tx, &mut sink);
         if let Some(offer) = offer
+            && !std::mem::replace(&mut self.was_offered, true)
             && !with_crc
             && policy::settings().memory > 0
-            && !self.queue.has_memory()
             && memory::is_local(fd)
             && let Some(memory) = Reader::open(&offer)
         {
@@ -915,6 +918,7 @@ impl Stream {
     /// Turns the stream into a plain TCP connection in both directions. `bytes` were received after the peer's Plain message.
     fn go_plain(&mut self, fd: c_int, bytes: &[u8]) {
         self.plain = true;
+        self.full = false;
         self.tx = None;
         // From now on a TCP FIN ends the data, instead of an End message.
         self.end_due |= self.shut_wr;
@@ -982,8 +986,7 @@ impl Stream {
     ) -> Result<(), c_int> {
         if peek {
             while may_pull && self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
-            self.queue.load();
-            dest.put(self.queue.peek());
+            self.queue.peek_into(dest);
         } else {
             self.queue.take(dest);
             // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
@@ -1196,6 +1199,7 @@ impl Stream {
         if len == 0 {
             return Err(libc::EAGAIN);
         }
+        self.full = false;
         match self.data_in_memory(fd, parts, total, flags) {
             Ok(0) => {}
             result => return result,
@@ -1243,7 +1247,10 @@ impl Stream {
         let message = message.get(..n).unwrap_or(&[]);
         let sent = match sys::send(fd, &[IoSlice::new(message)], flags) {
             Ok(sent) => sent,
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => return Err(e),
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => {
+                self.full = e == libc::EAGAIN;
+                return Err(e);
+            }
             Err(e) => {
                 self.fail(e);
                 self.error = 0;
@@ -1312,7 +1319,10 @@ impl Stream {
         };
         let sent = match sent {
             Ok(n) => n,
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => return Err(e),
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => {
+                self.full = e == libc::EAGAIN;
+                return Err(e);
+            }
             Err(e) => {
                 self.fail(e);
                 self.error = 0;
@@ -1473,6 +1483,9 @@ impl Stream {
     /// arrive later, the kernel sends a reset, and the peer loses data that it has not read yet.
     pub fn drain(&mut self, fd: c_int) -> bool {
         self.limit_due = false;
+        if !self.plain {
+            self.full = false;
+        }
         self.flush(fd);
         if !self.is_waiting() && !self.fin {
             self.fin = true;

@@ -143,10 +143,19 @@ impl Drop for Receiver<'_> {
             return;
         }
         self.sock.wake_followers();
-        for kick in lock(&self.sock.watchers).iter() {
-            sys::ring(*kick);
-        }
+        self.sock.ring_watchers();
     }
+}
+
+/// The other threads that read a stream, for a thread that is about to sleep until there is something to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Others {
+    /// There is something to read.
+    Left,
+    /// There are none. No other thread receives from the carrier while this one sleeps.
+    Absent,
+    /// There are some. They write the eventfd. `None`: there is no eventfd.
+    Present(Option<c_int>),
 }
 
 /// What a writer that can send nothing now has to wait for.
@@ -419,6 +428,19 @@ impl Sock {
         true
     }
 
+    /// Makes a connection plain that is not decided yet: the program has set an option that streams do not have. Returns whether it is plain.
+    pub fn stay_plain(&'static self, fd: c_int) -> bool {
+        match self.mode() {
+            Mode::Up => return false,
+            Mode::Accepted => {
+                self.hand_over(fd);
+            }
+            Mode::Connecting => self.go_plain(fd, Why::Option),
+            Mode::Plain => {}
+        }
+        self.mode() == Mode::Plain
+    }
+
     /// Makes `fd` plain once the stream has become plain and has no more buffered bytes.
     fn settle(&'static self, fd: c_int, why: Why) {
         let mut inner = lock(&self.inner);
@@ -670,7 +692,34 @@ impl Sock {
         true
     }
 
-    /// Ends [`Self::watch`].
+    /// Called by a thread that is counted as a sleeper and is about to sleep in a call that reads. If other threads receive or sleep too, the
+    /// eventfd that `kick` returns is written when one of them has left something to read.
+    pub fn watch_others(&self, kick: impl FnOnce() -> Option<c_int>) -> Others {
+        let inner = lock(&self.inner);
+        if inner.as_ref().is_none_or(|stream| stream.is_readable()) {
+            return Others::Left;
+        }
+        if !self.direct.load(Ordering::SeqCst) && self.sleepers.load(Ordering::SeqCst) <= 1 {
+            return Others::Absent;
+        }
+        let kick = kick();
+        if let Some(kick) = kick {
+            lock(&self.watchers).push(kick);
+            self.watched.store(true, Ordering::Release);
+        }
+        Others::Present(kick)
+    }
+
+    /// Writes the eventfds of the threads that watch.
+    fn ring_watchers(&self) {
+        if self.watched.load(Ordering::Acquire) {
+            for kick in lock(&self.watchers).iter() {
+                sys::ring(*kick);
+            }
+        }
+    }
+
+    /// Ends [`Self::watch`] and [`Self::watch_others`].
     pub fn unwatch(&self, kick: c_int) {
         let _inner = lock(&self.inner);
         let mut watchers = lock(&self.watchers);
@@ -699,6 +748,9 @@ impl Sock {
     fn wake(&self, news: News) {
         if news.readable || news.writable {
             self.wake_followers();
+        }
+        if news.readable {
+            self.ring_watchers();
         }
         if news.writable && self.leads.load(Ordering::SeqCst) {
             sys::ring(self.kick.load(Ordering::Acquire));

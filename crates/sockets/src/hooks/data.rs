@@ -1,8 +1,9 @@
 //! The hooks that read and write: `read`, `recv`, `send`, `write`, `sendfile` and their variants.
 
+use super::wait::kick;
 use super::{batch, dgram, fail, fail_long};
 use crate::conn::dgram::LIVE as DGRAMS;
-use crate::conn::sock::{GONE, LIVE, Mode, Sock, Wait};
+use crate::conn::sock::{GONE, LIVE, Mode, Others, Sock, Wait};
 use crate::conn::table;
 use crate::limits;
 use crate::queue::Dest;
@@ -96,32 +97,56 @@ fn receive(fd: c_int, sock: &'static Sock, parts: &mut [IoSliceMut<'_>], flags: 
 }
 
 /// A thread that is counted as a sleeper.
-struct Sleeper(&'static Sock);
+struct Sleeper {
+    sock: &'static Sock,
+    /// The eventfd by which other threads wake this one.
+    watched: Option<c_int>,
+}
 
 impl Drop for Sleeper {
     fn drop(&mut self) {
-        self.0.awake();
+        if let Some(kick) = self.watched {
+            self.sock.unwatch(kick);
+        }
+        self.sock.awake();
     }
 }
 
-/// Sleeps until the carrier has bytes. The caller must be counted as a sleeper. Returns false if the call must fail with
-/// errno.
+/// Sleeps until the carrier has bytes, or another thread has left some. The caller must be counted as a sleeper. Returns false if the call
+/// must fail with errno.
 fn sleep(fd: c_int, sock: &'static Sock) -> bool {
     // The guard removes the thread from the count even if the thread is cancelled while it sleeps.
-    let sleeper = Sleeper(sock);
+    let mut sleeper = Sleeper {
+        sock,
+        watched: None,
+    };
     if sys::is_nonblocking(fd) {
         drop(sleeper);
         sys::set_errno(libc::EAGAIN);
         return false;
     }
-    let mut byte = 0u8;
-    // SAFETY: the buffer has one byte.
-    let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
-    let e = sys::errno();
+    let e = match sock.watch_others(kick) {
+        Others::Left => 0,
+        Others::Absent => {
+            let mut byte = 0u8;
+            // SAFETY: the buffer has one byte.
+            let n = unsafe { real::recv(fd, (&raw mut byte).cast(), 1, libc::MSG_PEEK) };
+            if n < 0 { sys::errno() } else { 0 }
+        }
+        Others::Present(kick) => {
+            sleeper.watched = kick;
+            let timeout = sys::timeout(fd, libc::SO_RCVTIMEO);
+            match sys::poll_kicked(fd, libc::POLLIN, kick, timeout) {
+                Ok(Kicked::TimeOut) => libc::EAGAIN,
+                Ok(Kicked::Ready(_) | Kicked::Other) => 0,
+                Err(e) => e,
+            }
+        }
+    };
     drop(sleeper);
     sys::set_errno(e);
     // The next receive records and returns other errors.
-    n >= 0 || !matches!(e, libc::EINTR | libc::EAGAIN)
+    !matches!(e, libc::EINTR | libc::EAGAIN)
 }
 
 fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_int) -> isize {

@@ -156,7 +156,7 @@ thread_local! {
 }
 
 /// Returns the eventfd of this thread, and opens it at the first call.
-fn kick() -> Option<c_int> {
+pub(super) fn kick() -> Option<c_int> {
     let me = owner::me();
     let (fd, process) = KICK.try_with(|k| k.0.get()).ok()?;
     if fd >= 0 && process == me {
