@@ -160,7 +160,7 @@ fn ibverbs_map(symbols: &[Symbol], cm: &[&Symbol]) -> String {
     map
 }
 
-/// Returns the version script of a library: its nodes, newest first. Symbols that no node names are hidden.
+/// Returns the version script of a library: its nodes, newest first. Symbols that are in none of the nodes are hidden.
 ///
 /// A name whose old version is another function appears in two nodes. The linker assigns the function of that name to the
 /// first of the two, so the newer node must come first. The old version is assigned by its `.symver`. If the old versions of
@@ -191,7 +191,8 @@ fn version_script(symbols: &[Symbol], library: &str) -> String {
     map
 }
 
-/// Returns assembler text for versions of symbols that differ from the function of that name: jumps to other functions, and data.
+/// Returns assembler text that defines the symbol versions for which the Rust function with the symbol's name is not used directly:
+/// jumps, and data.
 fn other_versions(symbols: &[Symbol]) -> Result<String> {
     let jumps = symbols.iter().filter_map(|s| {
         let target = match s.version {

@@ -79,7 +79,7 @@ fn segment_len(net: &mut Ether, a: Id, b: Id) -> usize {
     seen.take()
 }
 
-/// Drops the Write-Record datagram with data that is number `nth` (from 0) after this call.
+/// Drops one Write-Record datagram: among those that carry data and are sent after this call, the one with the index `nth` (from 0).
 fn lose_nth(net: &mut Ether, nth: usize) {
     let mut count = 0;
     net.filter = Some(Box::new(move |d| {

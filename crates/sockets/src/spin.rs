@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Sleeps,
-    /// Polls for [`limits::SPIN_TRY`], because the peer has to begin to poll too. The number of waits so far in this phase.
+    /// Polls for up to [`limits::SPIN_TRY`] in each wait, so that the peer has time to begin to poll too. The value is the number of
+    /// waits so far in this phase.
     Tries(u8),
     Polls,
 }
@@ -97,7 +98,7 @@ impl State {
         self.polls = (0, Duration::ZERO);
     }
 
-    /// Returns how long a wait took before the thread polled.
+    /// Returns the mean duration of the suitable waits that were measured while the thread still slept in each wait.
     fn usual(&self) -> Duration {
         self.asleep / u32::from(limits::SPIN_SUITABLE)
     }

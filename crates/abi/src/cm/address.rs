@@ -125,7 +125,7 @@ pub(super) fn vector_to(remote: SocketAddr, local: Option<SocketAddr>) -> ibv_ah
 
 /// Returns whether binding to an address binds the identifier to the device. A loopback address does not, as in the kernel's rdma_cm,
 /// unless the first address of the device is a loopback address. libfabric depends on this: it resolves "localhost" to find out
-/// whether it may offer the other addresses.
+/// whether it may offer the addresses of the device.
 pub(super) fn names_device(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let own = || gids::at(0).is_some_and(|first| first.ip.is_loopback());

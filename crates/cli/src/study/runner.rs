@@ -212,7 +212,7 @@ impl Bench {
         if between::wanted(&point.params) {
             let (command, outcome) =
                 between::start(point, self.extent, &self.library, &self.interrupted);
-            // The network runs on the processors of the ends, so they wait for it by design.
+            // The network between the ends uses their processors, so the ends have to wait for a processor by design.
             return (command, outcome.map(without_waiting));
         }
         if point.params.get("carrier").is_some_and(|c| c == KERNEL) {
@@ -283,7 +283,7 @@ impl Bench {
             let op = point.params.get("op").map_or("send", String::as_str);
             if is("qp", &["ud", "rd"]) || !one_way(op) {
                 return Some(
-                    "the kernel's TCP has messages in one direction only, as Sends and Writes of RC",
+                    "plain TCP is measured only with messages in one direction, like Sends and Writes of RC",
                 );
             }
         }

@@ -1,4 +1,4 @@
-//! The hot socket: if the last check that found a ready socket found only one, it is that socket. It is tried first.
+//! The hot socket: the socket that the last successful check for ready sockets found, if it found no other. It is tried first.
 //!
 //! If only one socket has something to receive, a receive on it saves the epoll call that returns the ready sockets.
 //! After many hits its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)):

@@ -1,4 +1,4 @@
-//! Sending of messages, with their content or announced.
+//! Sending of messages: either the content itself, or an announcement of it.
 
 use super::fence::Request;
 use super::*;
