@@ -984,6 +984,7 @@ static const char *low_water_later(size_t arg)
 	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), least = 100, a, b;
 	struct timeval limit = { .tv_sec = 5 };
 	char block[100] = "";
+	uint64_t start;
 
 	(void)arg;
 	ENSURE(listener >= 0, "socket: %s", strerror(errno));
@@ -1000,7 +1001,9 @@ static const char *low_water_later(size_t arg)
 	ENSURE(!setsockopt(b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
 	ENSURE(write(a, block, 10) == 10, "write: %s", strerror(errno));
 	ENSURE(!poll(&(struct pollfd){ .fd = b, .events = POLLIN }, 1, SHORT_MS), "10 bytes make the socket readable");
+	start = now_ms();
 	ENSURE(read(b, block, 10) == 10, "read: %s", strerror(errno));
+	ENSURE(now_ms() - start < 2000, "the read of the bytes that are there waits for its time-out");
 	ENSURE(write(b, block, 10) == 10, "write: %s", strerror(errno));
 	ENSURE(read(a, block, 10) == 10, "the answer: %s", strerror(errno));
 	return NULL;

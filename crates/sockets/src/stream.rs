@@ -879,7 +879,7 @@ impl Stream {
     fn announce_plain(&mut self, fd: c_int) {
         if !std::mem::replace(&mut self.plain_reported, true) {
             self.limit_due = false;
-            self.control(fd, Kind::Plain);
+            self.control(fd, Kind::Plain, &[]);
         }
     }
 
@@ -1065,7 +1065,7 @@ impl Stream {
         }
         if self.limit_due && self.tx.is_some() {
             self.limit_due = false;
-            self.control(fd, Kind::Limit);
+            self.control(fd, Kind::Limit, &[]);
         }
         while !self.held.is_empty() && self.out.is_empty() && self.credit() > 0 {
             let held = std::mem::take(&mut self.held);
@@ -1084,7 +1084,7 @@ impl Stream {
         }
         if self.end_due && self.held.is_empty() && self.out.is_empty() && self.tx.is_some() {
             self.end_due = false;
-            self.control(fd, Kind::End);
+            self.control(fd, Kind::End, &[]);
         }
     }
 
@@ -1119,6 +1119,11 @@ impl Stream {
         flags: c_int,
     ) -> Result<usize, c_int> {
         let result = sys::send(fd, parts.get(..limits::PARTS).unwrap_or(parts), flags);
+        self.accepted(result)
+    }
+
+    /// Records whether the carrier has accepted bytes of the program. Returns the result.
+    fn accepted(&mut self, result: Result<usize, c_int>) -> Result<usize, c_int> {
         match result {
             Err(libc::EAGAIN) => self.full = true,
             Err(libc::EINTR) | Ok(_) => {}
@@ -1177,15 +1182,16 @@ impl Stream {
         }
     }
 
-    /// Sends a message without payload. What the carrier does not accept at once is queued.
-    fn control(&mut self, fd: c_int, kind: Kind) {
+    /// Sends a message that is not payload of the stream. What the carrier does not accept at once is queued.
+    fn control(&mut self, fd: c_int, kind: Kind, payload: &[u8]) {
         self.joins(fd, 0);
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else { return };
-        let frame = tx.frame(kind, limit, std::iter::empty());
+        let frame = tx.frame(kind, limit, std::iter::once(payload));
         tx.went(&frame);
-        self.out.extend_from_slice(&frame.head);
-        self.out.extend_from_slice(frame.tail());
+        for part in around(&frame, std::iter::once(payload)) {
+            self.out.extend_from_slice(part);
+        }
         self.flush_out(fd);
     }
 
@@ -1245,20 +1251,12 @@ impl Stream {
         let mut message = [0; HEAD + TAIL + size_of::<u32>()];
         let n = gather(&mut message, &frame, std::iter::once(&payload[..]));
         let message = message.get(..n).unwrap_or(&[]);
-        let sent = match sys::send(fd, &[IoSlice::new(message)], flags) {
-            Ok(sent) => sent,
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => {
-                self.full = e == libc::EAGAIN;
-                return Err(e);
-            }
-            Err(e) => {
-                self.fail(e);
-                self.error = 0;
-                return Err(e);
-            }
-        };
-        tx.went(&frame);
-        writer.went(len);
+        let result = sys::send(fd, &[IoSlice::new(message)], flags);
+        let sent = self.accepted(result)?;
+        if let (Some(writer), Some(tx)) = (self.memory_out.accepted(), &mut self.tx) {
+            tx.went(&frame);
+            writer.went(len);
+        }
         self.out
             .extend_from_slice(message.get(sent..).unwrap_or(&[]));
         Ok(len)
@@ -1275,18 +1273,10 @@ impl Stream {
         if !memory::is_local(fd) {
             return;
         }
-        let limit = self.rx.granted();
-        let (Some(tx), Some((writer, offer))) = (&mut self.tx, Writer::offer()) else {
-            return;
-        };
-        let payload = wire::offer_payload(&offer);
-        let frame = tx.frame(Kind::Offer, limit, std::iter::once(&payload[..]));
-        tx.went(&frame);
-        self.memory_out = MemoryOut::Offered(Box::new(writer));
-        self.out.extend_from_slice(&frame.head);
-        self.out.extend_from_slice(&payload);
-        self.out.extend_from_slice(frame.tail());
-        self.flush_out(fd);
+        if let Some((writer, offer)) = Writer::offer() {
+            self.memory_out = MemoryOut::Offered(Box::new(writer));
+            self.control(fd, Kind::Offer, &wire::offer_payload(&offer));
+        }
     }
 
     /// Sends `len` bytes of payload, which the credit permits.
@@ -1317,19 +1307,10 @@ impl Stream {
             }
             sys::send(fd, list.get(..n).unwrap_or(&[]), flags)
         };
-        let sent = match sent {
-            Ok(n) => n,
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => {
-                self.full = e == libc::EAGAIN;
-                return Err(e);
-            }
-            Err(e) => {
-                self.fail(e);
-                self.error = 0;
-                return Err(e);
-            }
-        };
-        tx.went(&frame);
+        let sent = self.accepted(sent)?;
+        if let Some(tx) = &mut self.tx {
+            tx.went(&frame);
+        }
         if sent < frame.total() {
             let mut skip = sent;
             for part in around(&frame, payload) {
@@ -1403,18 +1384,10 @@ impl Stream {
         if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        self.joins(fd, 0);
-        let limit = self.rx.granted();
-        let Some(tx) = &mut self.tx else {
+        if self.tx.is_none() {
             return Err(libc::EAGAIN);
-        };
-        let payload = [byte];
-        let frame = tx.frame(Kind::Urgent, limit, std::iter::once(&payload[..]));
-        tx.went(&frame);
-        self.out.extend_from_slice(&frame.head);
-        self.out.push(byte);
-        self.out.extend_from_slice(frame.tail());
-        self.flush_out(fd);
+        }
+        self.control(fd, Kind::Urgent, &[byte]);
         Ok(())
     }
 

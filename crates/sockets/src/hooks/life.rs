@@ -691,24 +691,15 @@ pub unsafe extern "C-unwind" fn setsockopt(
         },
         _ => false,
     };
-    if pins && name == libc::SO_RCVLOWAT {
-        // Bytes that the library has taken from the carrier already, and its own messages, would not be counted.
-        match table::get(fd) {
-            Entry::Listener(_) => return fail(libc::ENOPROTOOPT),
-            Entry::Sock(sock) if !sock.stay_plain(fd) => return fail(libc::ENOPROTOOPT),
-            _ => {}
-        }
-    }
     if pins {
         match table::get(fd) {
             Entry::Tcp => {
                 set_entry(fd, Entry::Other);
                 show::plain(fd, Why::Option);
             }
-            Entry::Sock(sock) if sock.mode() == State::Up => return fail(libc::ENOPROTOOPT),
-            Entry::Sock(sock) => {
-                sock.decide(fd, true);
-            }
+            Entry::Sock(sock) if !sock.stay_plain(fd) => return fail(libc::ENOPROTOOPT),
+            // Accepted connections would inherit it.
+            Entry::Listener(_) if name == libc::SO_RCVLOWAT => return fail(libc::ENOPROTOOPT),
             _ => {}
         }
     }
