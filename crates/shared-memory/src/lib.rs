@@ -4,11 +4,12 @@
 //! are atomic, and the code that reads a number from the memory checks the number before it uses it.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, Statx, StatxFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 /// The name of a memory file, as shown in `/proc/PID/fd`.
 const NAME: &str = "anywarp-carrier";
@@ -99,14 +100,13 @@ impl Shared {
     }
 
     fn map(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let fd = file.as_raw_fd();
+        // A system call, like the one that closes the descriptor. ThreadSanitizer would see a call of the C library's `mmap` but not that
+        // the descriptor is closed, and would report the next use of its number in another thread as a data race.
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the address is null, so the kernel chooses unused addresses for the new mapping.
-        let start =
-            unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let start = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, 0)?
+        };
         Ok(Self {
             start: start.expose_provenance(),
             len,
@@ -244,6 +244,7 @@ fn memory_device() -> io::Result<(u32, u32)> {
 impl Drop for Shared {
     fn drop(&mut self) {
         let start = std::ptr::with_exposed_provenance_mut(self.start);
+        // The C library's function, by which ThreadSanitizer forgets the accesses to these addresses.
         // SAFETY: mapped in `map`, and not referenced any more.
         unsafe { libc::munmap(start, self.len) };
     }
@@ -252,6 +253,7 @@ impl Drop for Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
     use std::sync::atomic::Ordering;
 
     #[test]
