@@ -32,7 +32,7 @@ const RUN: Duration = Duration::from_secs(15 * 60);
 /// The program for extended sockets, in target/dist and in the guest.
 const EXS_TTCP: &str = "bin/exs-ttcp";
 
-/// How often a failed guest is replaced in one run.
+/// The largest number of times that a failed guest is replaced in one run.
 const REBOOTS: u32 = 4;
 
 /// Options of `cargo lab interop`.

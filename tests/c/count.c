@@ -16,7 +16,8 @@
 
 /* Requests in a list. */
 #define LIST 16u
-/* The polls of another queue in each of two rounds, each followed by a pause. After them a request has completed (`complete_others`). */
+/* `complete_others` makes this many polls of another queue in each of two rounds. A pause follows each round. After both, a request has
+ * completed. */
 #define POLLS 200u
 
 /*

@@ -35,7 +35,7 @@
 #define TURN_MS 100u
 /* The number of turns without the flood. Each is followed by a turn with the flood. */
 #define TURNS 5u
-/* The largest number of turns without the flood until the legitimate peer has to make progress. */
+/* The legitimate peer must make progress in at least one of this many turns without the flood. */
 #define TRIES 10u
 /* The part of its usual rate that the legitimate peer must reach under the flood. */
 #define SHARE 0.1

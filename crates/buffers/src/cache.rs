@@ -1,8 +1,8 @@
 //! The cache of registrations of repeatedly used memory, which end when the memory is unmapped, moved or discarded.
 //!
 //! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
-//! The kernel stops a thread that unmaps watched memory until the report is read, so this thread must not unmap memory. Ending a
-//! registration may unmap memory, so another thread does that.
+//! The kernel stops a thread that unmaps watched memory until the report is read, so the thread that reads the reports must not
+//! unmap memory. Ending a registration may unmap memory, so the other thread does that.
 
 use std::sync::{Condvar, Mutex, OnceLock};
 

@@ -4,7 +4,8 @@
 //! cheapest way:
 //!
 //! - A buffer up to the *critical size*, which is measured, is copied through memory that is registered already.
-//! - For a larger one, the program's memory is registered. The registration is cached if the memory is used repeatedly.
+//! - For a larger buffer, the program's memory is registered.
+//! - The registration of memory longer than 4 KiB that is used repeatedly is cached, and later uses need neither a copy nor a registration.
 //! - A long buffer is registered in [`Pieces`] by several threads, while earlier pieces are being sent.
 //!
 //! A cached registration must end when its memory changes. The kernel reports ([`Statistics::watching`]) when any code of the

@@ -46,7 +46,7 @@
 #define BATCH 128
 #define MAX_SGE 16
 #define LATE 8192u  /* a message that arrives late is assumed to be at most this many messages older than the newest one */
-#define SWEEP 64u /* a message this much older than the newest is assumed to have no record, and its slot is prepared anew */
+#define SWEEP 64u /* a message this many messages older than the newest is assumed to have no record; its slot is prepared anew */
 
 enum transport { RC, UC, UD, RD };
 enum op { SEND, SEND_IMM, WRITE, WRITE_IMM, WRITE_RECORD, READ, WRITE_READ };

@@ -32,7 +32,7 @@ pub const MAX_INLINE: u32 = 1024;
 /// Bytes of inline data that a queue pair supports if its program requests fewer.
 ///
 /// The work queue entries of network cards have room for some inline data, and some programs rely on it: rdma_xclient
-/// sends 16 bytes without having requested them. 64 is what the smallest entry of common cards leaves.
+/// sends 16 bytes without having requested them. 64 bytes fit into the smallest entry of common cards.
 pub const MIN_INLINE: u32 = 64;
 
 /// Work requests in one send or receive queue.
@@ -157,10 +157,11 @@ pub const COALESCE_BYTES: u64 = 128 * 1024;
 pub const ACK_AFTER: u32 = 32;
 
 /// Least length in bytes of a Write that is acknowledged at once if the receiving program makes progress only by polls
-/// (`ANYWARPDV_PROGRESS_POLLED`). Such a program often computes after it has received so much, and an acknowledgement that waits for its
-/// next message or poll would come late. For shorter Writes a separate acknowledgement costs too much. In other programs the writer may
-/// wait for an answer by polling its memory. It polls its completion queue, and so receives, only until its Write is acknowledged: an early
-/// acknowledgement would end these polls before the answer arrives.
+/// (`ANYWARPDV_PROGRESS_POLLED`). Such a program often computes after it has received so much, and an acknowledgement that waits for the
+/// program's next message or poll would come late. For shorter Writes a separate acknowledgement costs too much. This limit does not
+/// apply to other receiving programs: the peer of such a program may wait for an answer by polling its own memory, and may poll its
+/// completion queue, and so receive, only until its Write is acknowledged. An early acknowledgement would end these polls before the
+/// answer arrives.
 pub const ACK_AT_ONCE: u64 = 16 * 1024;
 
 /// Private data in a connection request or reply, bytes (RFC 5044 allows 512, of which RFC 6581 uses 4).
@@ -270,7 +271,7 @@ pub const ERRORS_A_SECOND: u32 = 64;
 /// Peers whose cookies one queue pair keeps.
 pub const COOKIES: usize = 1024;
 
-/// Largest number of payload bytes with which a request is padded to the length of its answer.
+/// Length in bytes of the longest answer to whose length a request is padded.
 pub const READ_PADDING: usize = 1024;
 
 /// Datagrams that an injected fault delays at the same time. A fast link carries about this number in 100 ms. Further datagrams

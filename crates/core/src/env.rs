@@ -57,8 +57,9 @@ pub const VARIABLES: &[Variable] = &[
         value: "tcp|apart",
         text: "Whether a listener of rdma_cm also uses the TCP port with the same number, if that is free; tcp when \
                unset. Peers that are not anywarp need this port to find the listener. If a program that runs on the \
-               device binds a plain socket to the port, the listener moves to another port. Use the value apart if a \
-               program that does not run on the device needs TCP ports of the same numbers, and all peers are anywarp.",
+               device binds a plain socket to the port, the listener moves to another port. apart: the \
+               listener never uses this TCP port, so that programs that do not run on the device can use it; all peers \
+               must then be anywarp.",
     },
     Variable {
         name: "ANYWARP_FACE",

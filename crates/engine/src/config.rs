@@ -1,6 +1,6 @@
 //! The configuration of the device, read once from the environment.
 //!
-//! [`anywarp_core::env::VARIABLES`] documents each variable; this file is the only one of the library that reads them.
+//! [`anywarp_core::env::VARIABLES`] documents each variable. Other files of this crate do not read them from the environment.
 
 use std::ffi::OsString;
 use std::net::IpAddr;

@@ -31,7 +31,7 @@ pub struct Context {
     /// The descriptor that represents the device when a program passes it on (`ibv_import_device(3)`). It is an empty
     /// file in memory, and is recognized by its inode.
     pub command: OwnedFd,
-    /// The number of completion queues, times [`QUEUE`], and [`POLLED`].
+    /// The number of completion queues times [`QUEUE`], plus [`POLLED`] if the program makes progress only by polls.
     state: AtomicUsize,
 }
 

@@ -1,10 +1,10 @@
 //! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
 //! anywarp-qos(7).
 //!
-//! Each queue pair has a [`Flow`], which it asks before it sends. If it may not send now, it is called when it may. Without
-//! settings a queue pair has no flow, and only checks whether it has one. The link is in this process, or in a file that
-//! several processes lock and change in turn (docs/decisions/034). A process that waits looks at the link after some time by
-//! itself. So processes do not have to wake each other, and a process that is killed delays the others only briefly.
+//! With settings, each queue pair has a [`Flow`], and asks the flow before it sends. A queue pair that may not send now is called
+//! when it may. Without settings, a queue pair has no flow, and only checks whether it has one. The link is in this process, or in
+//! a file that several processes lock and change in turn (docs/decisions/034). A process that waits looks at the link after some
+//! time by itself. So processes do not have to wake each other, and a process that is killed delays the others only briefly.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -76,8 +76,8 @@ pub(crate) fn check() -> io::Result<()> {
         .map_err(|()| io::Error::from_raw_os_error(libc::EINVAL))
 }
 
-/// The service level and the traffic class of a path, from those that the program has set. With lanes, each one that is 0
-/// follows from the other: a level is the upper three bits of a class.
+/// The service level and the traffic class of a path, from those that the program has set. If `ANYWARP_QOS` is set, a value of
+/// 0 is derived from the other value: a level is the upper three bits of a class.
 pub fn service(level: u8, class: u8) -> (u8, u8) {
     if !matches!(settings(), Ok(Some(_))) {
         return (level, class);
@@ -217,7 +217,7 @@ impl Sender {
     }
 }
 
-/// Lets those waiting flows send that may send now.
+/// Calls [`Paced::granted`] of the waiting queue pairs whose flows may send now.
 struct Clock(&'static Engine);
 
 impl Source for Clock {

@@ -1369,7 +1369,8 @@ mod tests {
         let (taken, done) = (take(6, 0, 100, 100), complete(6, Outcome::Done, 100));
         assert!(out.contains(&taken) && out.contains(&done), "{out:?}");
         out.clear();
-        // The third is read into the buffer once there is room. After that a receive is posted before its data arrives.
+        // The third advertisement has been read into the buffer, and receive 7 takes it. Receive 8 is posted before there is data
+        // for it, so the fourth advertisement is read into the memory of that receive.
         flow.moved(2, &mut out);
         out.clear();
         flow.recv(recv(7), &mut out);

@@ -194,7 +194,7 @@ extern "C" fn in_child() {
     FORKED.store(true, SeqCst);
 }
 
-/// What the library waits for. It is closed when this is dropped.
+/// The descriptors that the library's thread waits for. They are closed when this is dropped.
 #[derive(Debug)]
 struct Sources {
     channel: Ptr<ffi::rdma_event_channel>,

@@ -41,7 +41,7 @@ pub enum Kind {
     /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
     /// the number of messages that the sender has received on the link.
     Link,
-    /// The announced message `id`, which was [`READABLE`], has been read.
+    /// The receiver has read the announced message `id`, which was [`READABLE`], or will not read it.
     Taken,
 }
 

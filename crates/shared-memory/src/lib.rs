@@ -100,8 +100,9 @@ impl Shared {
     }
 
     fn map(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-        // A system call, like the one that closes the descriptor. ThreadSanitizer would see a call of the C library's `mmap` but not that
-        // the descriptor is closed, and would report the next use of its number in another thread as a data race.
+        // The memory is mapped without the C library, because the descriptor is closed without it. ThreadSanitizer would see a call of
+        // the C library's `mmap` but not that the descriptor is closed, and would report the next use of its number in another thread
+        // as a data race.
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the address is null, so the kernel chooses unused addresses for the new mapping.
         let start = unsafe {
@@ -199,7 +200,7 @@ impl Shared {
     }
 }
 
-/// The numbers that identify an open file on this machine: that of its device, and its own there.
+/// The numbers that together identify an open file on this machine: the device number and the inode number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId(u64, u64);
 

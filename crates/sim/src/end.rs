@@ -33,7 +33,7 @@ use crate::rng::Rng;
 pub mod access {
     use super::Access;
 
-    /// All remote rights, and local write.
+    /// All remote rights, local write, and the right to bind windows.
     pub const ALL: Access = Access(0b1_1111);
     /// The right of memory into which received data is placed.
     pub const LOCAL: Access = Access::LOCAL_WRITE;

@@ -31,7 +31,7 @@ const AFTER: (&str, u16) = (guest::GUEST, 9);
 /// The least length of a large ULPDU. A TCP segment cannot contain two of them.
 const LARGE: usize = 1000;
 
-/// The least number of large FPDUs in a capture of which a percentage is checked. A case with fewer fails.
+/// The least number of large FPDUs in a capture if the percentage of aligned ones is checked. A case with fewer fails.
 const BULK: usize = 100;
 
 /// A running tcpdump on the link to the guest.

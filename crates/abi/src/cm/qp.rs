@@ -449,7 +449,7 @@ mod tests {
     }
 
     /// A thread that took an event copies the state of the queue pair into the program's `ibv_qp`. Meanwhile `rdma_destroy_qp` waits.
-    /// After it, no state is copied, because the identifier has no queue pair.
+    /// After `rdma_destroy_qp` no state is copied, because the identifier has no queue pair.
     #[test]
     fn a_queue_pair_is_not_destroyed_while_its_state_is_shown() {
         // SAFETY: the arguments are valid, and the identifier is destroyed once, at the end.

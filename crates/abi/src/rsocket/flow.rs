@@ -64,7 +64,7 @@ pub(super) struct Sender {
     limit: u16,
     /// The unused part of the memory that the peer has granted.
     target: Area,
-    /// The index of the next entry to use of the list of free memory. The peer writes its grants into this list.
+    /// The index of the entry to use next in the list of free memory. The peer writes its grants into this list.
     slot: usize,
     /// The number of free send queue entries for data.
     requests: u32,
@@ -72,7 +72,7 @@ pub(super) struct Sender {
     control: u32,
     /// The size of the ring with copies of the bytes in flight.
     size: usize,
-    /// The position in the ring of the next copy.
+    /// The position of the next copy in the ring.
     at: usize,
     /// The number of free bytes of the ring.
     free: usize,
@@ -228,7 +228,7 @@ pub(super) struct Receiver {
     granted: usize,
     /// The number of bytes of the ring that are free and not granted.
     free: usize,
-    /// The position in the ring of the next grant.
+    /// The position of the next grant in the ring.
     grant_at: usize,
     /// The number of entries of the peer's list of free memory.
     slots: u32,

@@ -18,7 +18,7 @@ use super::poll;
 use crate::entry;
 use crate::ffi::os_errno;
 
-/// The events of `epoll_ctl(2)` that `poll(2)` has with the same numbers.
+/// The events that have the same numbers in `epoll_ctl(2)` and in `poll(2)`.
 const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLPRI | libc::EPOLLRDHUP) as u32;
 
 /// The most descriptors in one set.

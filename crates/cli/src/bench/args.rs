@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 /// Arguments of `anywarp bench`.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// Measure only the rows of --list whose names are or begin with these words
+    /// Measure only the rows of --list with these names, or with names that begin with these words
     #[arg(long, value_name = "ROW", num_args = 1..)]
     pub(crate) only: Vec<String>,
 

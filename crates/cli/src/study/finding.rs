@@ -1,8 +1,8 @@
 //! Checks the findings of a figure against the measured values.
 //!
-//! The values of a second run on the same machine would differ by some noise. To find out whether it would give the same verdict,
-//! it is simulated many times, with values that differ as much as the samples do. If some of these runs give the other verdict,
-//! the finding is within the noise.
+//! The values of a second run on the same machine would differ by some noise. To find out whether a second run would give the same
+//! verdict, such runs are simulated, with values that differ as much as the samples do. If more than 5 % of the simulated runs give
+//! another verdict, the finding is within the noise.
 
 use std::collections::{BTreeMap, BTreeSet};
 

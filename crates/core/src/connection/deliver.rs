@@ -454,7 +454,7 @@ impl Connection {
                 Status::RemoteAccess,
             ));
         };
-        // RFC 7306 §5.1 [atomic-once]: an atomic is executed once, in the order of arrival, and its response carries
+        // RFC 7306 §5.2.1 [atomic-once]: an atomic is executed once, in the order of arrival, and its response carries
         // the old value.
         let value = self
             .base

@@ -609,7 +609,7 @@ impl Connection {
             self.complete_sent();
         }
         let Some(s) = &mut self.stream else { return };
-        // RFC 5040 §6.2 [ddp-fatal-reported]: an end of the stream in the middle of a message is an error.
+        // RFC 5041 §6.2 [ddp-fatal-reported]: an end of the stream in the middle of a message is an error.
         let quiet = s.bye_received && !s.responder.is_receiving_send() && s.direct.is_none();
         let managed = s.config.managed;
         s.end = End::Dead;

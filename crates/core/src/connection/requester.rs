@@ -372,8 +372,8 @@ impl Requester {
         (1..1 << 31).contains(&seq.wrapping_sub(self.acked))
     }
 
-    /// Handles an acknowledgement of all request messages up to `seq`: marks the requests of `sq` that are complete
-    /// by it. Returns false if `seq` was not sent.
+    /// Handles an acknowledgement of all request messages up to `seq`: marks the requests of `sq` that it completes.
+    /// Returns false if `seq` was not sent.
     pub(super) fn acknowledge(&mut self, seq: u32, sq: &mut SendQueue) -> bool {
         let unacknowledged = self.seq.wrapping_sub(self.acked);
         if unacknowledged >= 1 << 31 {

@@ -78,7 +78,7 @@ impl ShmHandover {
         self.peer_can = features & FEATURE != 0;
     }
 
-    /// Whether to offer memory now that both ends together have made `requests` requests.
+    /// Whether to offer memory when both ends together have made `requests` requests.
     #[inline]
     pub(super) fn may_offer(&self, requests: u32) -> bool {
         self.peer_can

@@ -40,7 +40,7 @@ pub struct StreamConfig {
     pub peer: Peer,
     /// Number of Reads and atomics of the peer that are served at the same time (IRD).
     pub ird: u32,
-    /// Reads and atomics outstanding at most (ORD).
+    /// Largest number of outstanding Reads and atomics of this end (ORD).
     pub ord: u32,
     /// Whether this end opened the connection and sends first. The other end sends nothing before the first message,
     /// unless it knows that its peer is anywarp.

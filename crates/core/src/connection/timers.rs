@@ -18,8 +18,9 @@ impl Timer {
     pub(super) const ALL: [Self; 3] = [Self::Rnr, Self::Probe, Self::GiveUp];
 }
 
-/// The running timers with their times. The time of [`Timer::Probe`] is that of the last arriving segment, at which the silence
-/// of the peer began: each segment stores it, without computing when the timer fires. The time of the others is when they fire.
+/// The running timers with their times. The time of [`Timer::Probe`] is when the silence of the peer began: when the last segment
+/// arrived, or when the first request without an answer was sent. It is stored for each segment, without computing when the timer
+/// fires. The time of each other timer is when it fires.
 #[derive(Debug, Default)]
 pub(super) struct Timers([Option<Instant>; Timer::ALL.len()]);
 

@@ -208,7 +208,7 @@ pub(super) struct Open {
     /// Whether the final datagram has arrived.
     pub(super) final_seen: bool,
     pub(super) parity: Option<Box<Groups>>,
-    /// When the last datagram arrived.
+    /// When the most recent datagram of the message arrived.
     pub(super) last: Duration,
     /// Reliable services: number of the latest packet of the message.
     pub(super) packet: u64,

@@ -34,7 +34,7 @@
 //! | destination | in each request | in each request | [`DatagramQp::set_peer`] | the same |
 //! | source | anybody with the Q_Key | the same | the peer alone | the same |
 //! | operations | Send; Write-Record, Read | the same, atomics | Send, Write | Send, Write, Read, atomics |
-//! | an error that a peer reports | a counter, a report | the queue pair stops, except with `keep_going` | | the queue pair stops |
+//! | an error that a peer reports | a counter, a report | the queue pair fails, except with `keep_going` | | the queue pair fails |
 //!
 //! Methods come in the four kinds of [`crate::connection`]: commands (`post_send`, `post_recv`, `modify`, `set_peer`),
 //! inputs (`set_now`, `handle_rx`, `handle_written`, `handle_send_error`, `handle_stall`, `handle_timeout`), outputs

@@ -43,7 +43,7 @@ pub struct Options {
     pub grace: Duration,
     /// How long a message may go without a datagram before it is given up.
     pub deadline: Duration,
-    /// The largest number of records that wait for the program.
+    /// The largest number of records that wait for the program, and of maps that it has not released, together.
     pub max_records: u32,
     /// Whether each record also makes a completion in the receive completion queue.
     pub records_complete: bool,

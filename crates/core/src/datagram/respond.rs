@@ -428,8 +428,8 @@ impl DatagramQp {
         }
     }
 
-    /// Handles a failed request of a reliable queue pair. The queue pair stops until the program resumes it
-    /// (Grant's thesis, section 5.3). An RD queue pair with the option `keep_going` continues.
+    /// Handles a failed request of a reliable queue pair. The queue pair enters the error state, and sends again only after the
+    /// program has reset it (Grant's thesis, section 5.3). An RD queue pair with the option `keep_going` continues.
     fn failed_towards_peer(&mut self) {
         self.retire();
         if self.kind.is_connected() || !self.options.keep_going {

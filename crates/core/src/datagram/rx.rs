@@ -6,8 +6,8 @@
 //! datagram only if its options demand error reports.
 //!
 //! A message may also fail because of this end. If no receive is posted, or the receive is too short, an
-//! unreliable service drops the message and keeps the receive for the next message. IBA 9.9.3 lists these as
-//! class D errors, and the kernel's rxe driver drops such messages too. If the memory of the receive is not writable,
+//! unreliable service drops the message. A receive that is too short stays posted for the next message. IBA 9.9.3 lists
+//! these as class D errors, and the kernel's rxe driver drops such messages too. If the memory of the receive is not writable,
 //! the receive completes with a protection error and the queue pair fails.
 
 use smallvec::smallvec;

@@ -30,8 +30,8 @@ struct State {
     /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so an entry that
     /// arrives meanwhile does not count as missed, and arming raises no event for it.
     event_pending: bool,
-    /// Whether there are unpolled entries for which no event was raised and none is pending: `Solicited` if one of them is
-    /// solicited, otherwise `Any`. Arming for one of them raises an event at once.
+    /// The kind of the unpolled entries for which no event was raised or is pending: `No` if there are none, `Solicited` if one
+    /// of them is solicited, otherwise `Any`. Arming for one of them raises an event at once.
     missed: Armed,
     overrun_allowed: bool,
 }

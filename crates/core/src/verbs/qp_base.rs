@@ -1,7 +1,7 @@
 //! State and queues that queue pairs of all kinds have: attributes, requests, completions and events.
 //!
 //! [`Connection`](crate::connection::Connection) and [`DatagramQp`](crate::datagram::DatagramQp) each contain one
-//! `QpBase` and add how requests reach the peer.
+//! `QpBase`, and add the transport of requests to the peer.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -316,7 +316,7 @@ impl SendQueue {
         Some(retired)
     }
 
-    /// Makes request `number` the next one to be taken again.
+    /// Queues request `number`, which was taken, and all later ones again: `number` is the next request to be taken.
     pub fn rewind(&mut self, number: u64) {
         if number < self.front || number >= self.next {
             return;

@@ -219,8 +219,8 @@ pub struct WorkRequest {
     pub srq: Option<u32>,
 }
 
-/// Returns a function that replaces its argument by the request, or returns the error if `request` is one. For callees that take a
-/// function instead of a request.
+/// Wraps a request for callees that take a function instead of a request. The returned function replaces its argument by the request. If
+/// `request` is an error, the function returns that error.
 #[inline]
 pub fn given(
     request: Result<WorkRequest, Misuse>,

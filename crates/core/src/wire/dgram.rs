@@ -51,7 +51,7 @@ pub struct Shim {
     pub commit: bool,
     /// P: the payload is the exclusive or of the payloads of the group of datagrams that begins at `offset`.
     pub parity: bool,
-    /// Number of datagrams in a parity group, in the upper half of the attributes. 0: there are no groups.
+    /// Number of datagrams in a parity group, encoded in the upper four bits of the attributes byte. 0: there are no groups.
     pub group: u8,
     /// Payload length of all datagrams of the message but the last, if there are groups.
     pub segment: u16,

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 /// A run of packet numbers. The end is exclusive.
 pub type Run = (u32, u32);
 
-/// The runs of one packet. Most packets have none. Space for the largest number of runs would be copied with each packet.
+/// The runs of one packet. Most packets have none, so the inline space is for two: it is copied with each [`Packet`].
 pub type Runs = SmallVec<[Run; 2]>;
 
 /// The header of a packet.

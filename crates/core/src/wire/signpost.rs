@@ -35,7 +35,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// The two UDP ports to one of which the signpost is bound. They differ for neighbouring ports.
+    /// The two UDP ports to one of which the signpost is bound. Neighbouring rdma_cm ports have different ones.
     #[must_use]
     pub fn candidate_ports(self) -> [u16; 2] {
         let (first, count) = if self.number < UNPRIVILEGED {
@@ -58,7 +58,7 @@ pub enum Status {
     Listening(u16),
     /// The port is bound, and its program does not listen yet.
     Bound,
-    /// This is the signpost of another port. To a [`Message::Release`] also: no port was released.
+    /// This is the signpost of another port. In the answer to a [`Message::Release`], it can also mean that no port was released.
     Other,
     /// The process no longer listens on the TCP port with the same number: it has left that port now or before.
     Released,

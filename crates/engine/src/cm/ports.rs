@@ -551,9 +551,9 @@ pub(super) fn release_to_process(number: u16) -> bool {
     release(SocketType::STREAM, number, None) || was_ours(number)
 }
 
-/// Makes identifiers of rdma_cm release a port to which the program could not bind a plain socket: a TCP port of a listener in this process
-/// or another one of this host, or a UDP port of a signpost in this process. Returns true if `bind` can succeed now. The socket may need `SO_REUSEADDR`, because
-/// connections of the listener continue after it has moved.
+/// Makes identifiers of rdma_cm release a port to which the program could not bind a plain socket: a TCP port of a listener in any
+/// process of this host, or a UDP port of a signpost in this process. Returns true if `bind` can succeed now. The socket may need
+/// `SO_REUSEADDR`, because connections of the listener continue after it has moved.
 pub fn make_room(is_stream: bool, to: SocketAddr, v6only: bool) -> bool {
     let to = unmapped(to);
     if to.port() == 0 {

@@ -194,7 +194,7 @@ impl Cork {
         self.sent_at = now;
         self.polls_at_send = polls.all;
         if polls.all != self.polls_at_cork {
-            // The idle polls were made for the corked datagrams. They do not show that the program waits for
+            // The polls found nothing because the datagrams were corked, so they do not show that the program waits for
             // something else. One of them counts as a poll after this transmission, so that the next posts may be corked.
             self.idle_polls_at_post = polls.idle;
             self.polls_at_send = polls.all.wrapping_sub(1);

@@ -546,7 +546,7 @@ impl<S: DatagramSink> Carrier<S> {
             self.wake_writers();
         }
         if self.watch().has_room_again() {
-            // No queue pair has written since. Without this call, the ring would count as ready until one writes.
+            // No queue pair has written since the ring was full. Without this call, the ring would count as ready until one writes.
             self.send.lock().shm.forget_full();
         }
     }

@@ -75,7 +75,7 @@ fn replace(fd: BorrowedFd<'_>) -> bool {
     names.any(|name| set_tcp_congestion(fd, name).is_ok())
 }
 
-/// The congestion control of a connection: whether it is a replacement that was chosen here.
+/// Whether the congestion control of a connection is a replacement that was chosen here.
 #[derive(Debug, Default)]
 pub(super) struct Congestion {
     chosen: Option<Chosen>,

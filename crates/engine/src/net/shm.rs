@@ -123,10 +123,10 @@ impl Lines {
     }
 }
 
-/// How many connections of this process share memory.
+/// How many connections and pairs of UDP ports of this process share memory.
 static COUNT: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
 
-/// Counts a connection that shares memory.
+/// Counts a connection, or a pair of UDP ports, that shares memory.
 #[derive(Debug)]
 struct Counted;
 

@@ -39,7 +39,7 @@ const RX_RECORDS: usize = 128;
 pub(crate) const RX_RING_TURNS: usize = super::shm::RECORDS_MAX / RX_RECORDS + 1;
 /// A received record counts as at least this many bytes, because each record takes some time.
 const RX_RECORD_LEAST: usize = 64;
-/// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a megabyte for each, eight
+/// Bytes that a queue pair sends in one turn. Sending costs more than receiving: with a limit of 1 MiB, eight
 /// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
 /// How long one turn may handle FPDUs. An FPDU may be as short as 20 bytes, so the number of bytes does not limit the
@@ -647,8 +647,8 @@ impl Tcp {
         }
     }
 
-    /// [`Self::transmit`] in one step, for a queue pair that sends requests that were just posted, with no data from
-    /// before. `None`: the caller calls [`Self::transmit`] for data that could not be framed or sent.
+    /// Does the work of [`Self::transmit`] in one step for requests that were just posted, if no earlier data is unsent.
+    /// `None`: the caller has to call [`Self::transmit`], because there is data that was not framed or sent here.
     pub(crate) fn transmit_posted(
         &mut self,
         engine: &Engine,

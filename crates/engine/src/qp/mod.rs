@@ -103,8 +103,8 @@ struct Inner {
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
-    /// Whether the engine calls `timeout` early enough to ask a silent peer for an answer. A post can only postpone the time of
-    /// this request for an answer, so a post need not compute that time while this is true.
+    /// Whether the engine calls `timeout` early enough to probe a silent peer (with a Ping). A post can only postpone the probe,
+    /// so a post need not compute the time of the probe while this is true.
     probe_covered: bool,
     manager: Option<Weak<dyn Manager>>,
     /// Pending calls of the manager, in order.
@@ -330,7 +330,8 @@ impl RcQp {
             && (others_wait || self.wait_for_ack(&inner))
         {
             // The requests are sent at the next acknowledgement of the peer, by the next thread that polls, or by the worker before it
-            // sleeps. Those that wait already are sent by one of these too, or when the ring has room or the rate limit permits it.
+            // sleeps. Earlier requests that still wait are sent at one of these times too, or when the ring has room, or when the rate
+            // limit permits it.
         } else {
             let shared = inner.tcp.as_ref().is_some_and(Tcp::is_shared);
             let renews = before / LEASE_EACH != inner.requests.0 / LEASE_EACH;

@@ -15,7 +15,7 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// How long the worker sleeps after a poll: longer than the time between two polls of a busy loop.
 pub(super) const LEASE: Duration = Duration::from_micros(150);
-/// How long after a renewal the next poll renews the lease again. Setting a timer is a system call.
+/// A poll renews the lease only if the last renewal was at least this long ago, because each renewal sets a timer by a system call.
 const RENEW_AFTER: Duration = Duration::from_micros(60);
 /// How long a thread must poll without a pause to get [`STEADY_LEASE`].
 const STEADY_AFTER: Duration = Duration::from_millis(2);
@@ -24,7 +24,7 @@ const STEADY_AFTER: Duration = Duration::from_millis(2);
 const STEADY_LEASE: Duration = Duration::from_millis(1);
 /// [`RENEW_AFTER`] for the longer lease.
 const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
-/// How long posts alone renew the lease after the last poll that found nothing.
+/// How long posts alone renew the lease, after the end of the lease that the last poll without completions has granted.
 const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 
 /// How long a thread that waits for an event sleeps at a time. Its lease is more than twice as long. If the thread stops
@@ -85,7 +85,7 @@ pub(super) struct Lease {
     /// The end of the lease from polls alone. The lease of a thread that waits for an event is not included, because
     /// such a thread does not run deadlines.
     polled_until: AtomicU64,
-    /// The time of the last post for which no lease ran; 0 after a completion queue was armed.
+    /// The time of the last post that was made while no lease ran; 0 after a completion queue was armed.
     posted_at: AtomicU64,
     /// The number of successful polls at that post.
     polls_at_post: AtomicU64,
@@ -216,8 +216,8 @@ impl Lease {
         change(&self.contexts, used);
     }
 
-    /// Called when the program of such a context has declared that it makes progress only by polls, or with `false` when this no longer
-    /// holds.
+    /// Called when the program of a context with completion queues has declared that it makes progress only by polls, or with
+    /// `false` when this no longer holds.
     pub(super) fn set_polled(&self, polled: bool) {
         change(&self.polled_contexts, polled);
     }

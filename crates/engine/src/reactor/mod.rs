@@ -339,8 +339,8 @@ impl Reactor {
         self.lease.set_used(used);
     }
 
-    /// Called when the program of such a context has declared that it makes progress only by polls, or with `false` when this no longer
-    /// holds.
+    /// Called when the program of a context with completion queues has declared that it makes progress only by polls, or with
+    /// `false` when this no longer holds.
     pub(crate) fn set_context_polled(&self, polled: bool) {
         self.lease.set_polled(polled);
     }
@@ -728,8 +728,8 @@ impl Reactor {
             .add(token, at, &self.sources, self.epoch, set_timer);
     }
 
-    /// Sets the timer of the first deadline. While a thread polls, it runs the deadlines. Then the timer is set one lease later
-    /// than the deadline, and the worker runs the deadline only if the thread has stopped polling before.
+    /// Sets the timer of the first deadline, which is at `at`. While a thread polls, that thread runs the deadlines, so the timer is
+    /// set one lease later than the deadline: the worker runs the deadline only if the thread has stopped polling before.
     fn wake_worker_at(&self, at: Instant, now: Instant) {
         let polled = self.lease.runs_deadlines(self.epoch.nanos(now));
         let at = if polled { at + self.lease.short() } else { at };

@@ -67,7 +67,7 @@ fn number(name: &str, usual: u32) -> u32 {
     };
     number.unwrap_or_else(|_| {
         crate::log::warn(&format!(
-            "{name}={text}: not a number of 32 bits; {usual:#x} is taken"
+            "{name}={text}: not a number of 32 bits; {usual:#x} is used"
         ));
         usual
     })
@@ -83,7 +83,7 @@ fn rendezvous_by_read() -> bool {
         "write" => false,
         other => {
             crate::log::warn(&format!(
-                "FI_ANYWARP_RENDEZVOUS={other}: neither write nor read; write is taken"
+                "FI_ANYWARP_RENDEZVOUS={other}: neither write nor read; write is used"
             ));
             false
         }

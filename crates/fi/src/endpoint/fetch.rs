@@ -114,7 +114,7 @@ impl Endpoint {
         self.received(cx, target, message, placed, err);
     }
 
-    /// Handles the notice that a peer has read an announced message, or has discarded it.
+    /// Handles the notice that a peer has read an announced message, or that reading it has failed.
     pub(super) fn taken(&mut self, cx: &mut Shared, from: Remote, header: &Header) {
         let Some(Op::Announced {
             to,

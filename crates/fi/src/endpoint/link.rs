@@ -555,7 +555,8 @@ impl Endpoint {
     pub(super) fn link_for_writes(&self, from: Remote) -> Option<usize> {
         let link_index = self.links.find(from)?;
         let link = self.links.all.get(link_index)?.as_ref()?;
-        // Each held message of the link occupies one of its receives, and each write consumes one. Writes could consume all others.
+        // Each held message of the link occupies one of its receives, and each write consumes one. While messages are held, writes
+        // could consume all other receives, so none is granted.
         let waits = self.held.iter().any(|held| held.link == Some(link.name));
         let usable =
             link.receives && link.remote.is_some() && !link.broken && !link.closed && !waits;

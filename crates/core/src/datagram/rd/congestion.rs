@@ -206,8 +206,8 @@ impl Congestion {
         self.rates.iter().copied().max().unwrap_or(0)
     }
 
-    /// The bandwidth-delay product, a quarter more, and [`QUEUED`] packets, which each sender keeps in a shared queue.
-    /// That makes the rates of the senders equal.
+    /// The delivery rate times the shortest round trip plus the delay that [`SLACK`] and [`TURNS`] permit; a quarter more; and
+    /// [`QUEUED`] packets, which each sender keeps in a shared queue. The equal numbers of packets make the rates of the senders equal.
     fn target(&self) -> u64 {
         let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
             return FIRST;

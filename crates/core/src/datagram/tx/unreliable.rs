@@ -349,8 +349,8 @@ impl DatagramQp {
         buffer
     }
 
-    /// The next answer to a peer whose window is open. An answer to another peer goes to the end of the queue, so that a
-    /// slow peer delays only its own answers.
+    /// The next answer to a peer whose window is open. Answers to peers whose windows are closed go to the end of the queue, so
+    /// that a slow peer delays only its own answers.
     pub(super) fn next_answer(&mut self) -> Option<Current> {
         if self.receives().is_err() {
             return None;

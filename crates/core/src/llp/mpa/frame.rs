@@ -21,14 +21,14 @@ use crate::verbs::source::Source;
 pub struct TxBatch {
     /// Headers, small payloads, padding, checksums.
     own: Vec<u8>,
-    /// The runs up to the last one in user memory. Most batches have none.
+    /// The runs up to the last one in user memory. Empty in most batches.
     pieces: Vec<Piece>,
     /// Start of the run of `own` that follows `pieces`.
     tail: usize,
     bytes: usize,
     /// Whether the batch has to be sent when a message ends in it, so that the next message begins a TCP segment.
     aligned: bool,
-    /// Whether the batch copies as little payload as possible.
+    /// Whether the batch is full after [`bounds::TX_BATCH_SMALL`] copied bytes.
     small: bool,
     /// The number of bytes at which the batch is full.
     most: usize,
@@ -125,7 +125,7 @@ impl TxBatch {
         self.most = bytes.clamp(1, bounds::TX_BATCH_BYTES);
     }
 
-    /// Sets whether the batch copies as little payload as possible, to save memory when many peers do not read.
+    /// Sets whether the batch is full after [`bounds::TX_BATCH_SMALL`] copied bytes, to save memory when many peers do not read.
     pub fn keep_small(&mut self, small: bool) {
         self.small = small;
     }
