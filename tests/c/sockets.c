@@ -1115,6 +1115,132 @@ static const char *short_writes_block(size_t arg)
 	return error;
 }
 
+enum { BLOCKS, WAITS_FOR_ALL, POLLS, PEEKS, ASKS, LEVEL, EDGE, EDGE_SHORT, SIGNALLED };
+
+struct burst {
+	int fd;
+	size_t len;
+};
+
+/* Writes in pieces of many lengths, with a pause now and then, in which the reader reads everything. */
+static void *write_bursts(void *p)
+{
+	static unsigned char block[100000];
+	struct burst *b = p;
+	unsigned int seed = 1;
+
+	for (size_t at = 0; at < b->len;) {
+		size_t len = rand_r(&seed) % 3 ? 5000 + (size_t)rand_r(&seed) % 60000 : 1 + (size_t)rand_r(&seed) % 3000;
+
+		len = len < b->len - at ? len : b->len - at;
+		for (size_t i = 0; i < len; i++)
+			block[i] = byte_at(at + i);
+		for (size_t done = 0; done < len;) {
+			ssize_t n = write(b->fd, block + done, len - done);
+
+			if (n <= 0)
+				return NULL;
+			done += (size_t)n;
+		}
+		at += len;
+		if (rand_r(&seed) % 16 == 0)
+			usleep((useconds_t)rand_r(&seed) % 300);
+	}
+	return NULL;
+}
+
+/* Waits for bytes in the way `how`. Returns the number of bytes that may be read now, up to `most`. */
+static size_t wait_for_bytes(size_t how, int fd, int set, size_t most, const char **error)
+{
+	struct pollfd one = { .fd = fd, .events = POLLIN };
+	struct timespec limit = { .tv_sec = 5 };
+	struct epoll_event e;
+	int there;
+	sigset_t io;
+	char some[3000];
+	ssize_t n;
+
+	if (how == BLOCKS || how == WAITS_FOR_ALL)
+		return most;
+	if (how == SIGNALLED) {
+		sigemptyset(&io);
+		sigaddset(&io, SIGIO);
+		if (sigtimedwait(&io, NULL, &limit) != SIGIO)
+			*error = "the reader gets no signal";
+		return most;
+	}
+	if ((how >= LEVEL ? epoll_wait(set, &e, 1, LONG_MS) : poll(&one, 1, LONG_MS)) != 1)
+		*error = "the reader is not woken";
+	if (how == PEEKS) {
+		n = recv(fd, some, sizeof some, MSG_PEEK);
+		if (n <= 0)
+			*error = "nothing to peek at";
+		return (size_t)n < most ? (size_t)n : most;
+	}
+	if (how == ASKS) {
+		if (ioctl(fd, FIONREAD, &there) || there <= 0)
+			*error = "no bytes are there";
+		return (size_t)there < most ? (size_t)there : most;
+	}
+	return most;
+}
+
+/* All bytes arrive in order, and each kind of wait ends when bytes arrive, however fast the peer writes. */
+static const char *bursts(size_t how)
+{
+	static unsigned char block[70000];
+	struct timeval limit = { .tv_sec = 5 };
+	struct burst b = { .len = 24000000 };
+	const char *error = NULL;
+	unsigned int seed = 2;
+	pthread_t thread;
+	sigset_t io;
+	int set;
+	struct pair p;
+
+	TRY(connected(&p));
+	TRY(new_set(&set));
+	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
+	if (how > WAITS_FOR_ALL)
+		TRY(nonblocking(p.b));
+	if (how == SIGNALLED) {
+		sigemptyset(&io);
+		sigaddset(&io, SIGIO);
+		ENSURE(!pthread_sigmask(SIG_BLOCK, &io, NULL), "pthread_sigmask");
+		ENSURE(!fcntl(p.b, F_SETOWN, getpid()) && !fcntl(p.b, F_SETFL, O_NONBLOCK | O_ASYNC), "fcntl: %s", strerror(errno));
+		kill(getpid(), SIGIO); /* bytes may have arrived before */
+	} else if (how >= LEVEL)
+		ENSURE(!control(set, EPOLL_CTL_ADD, p.b, how == LEVEL ? EPOLLIN : EPOLLIN | EPOLLET, 1), "epoll_ctl: %s", strerror(errno));
+	b.fd = p.a;
+	ENSURE(!pthread_create(&thread, NULL, write_bursts, &b), "pthread_create");
+	for (size_t at = 0; at < b.len && !error;) {
+		size_t most = rand_r(&seed) % 4 ? 1 + (size_t)rand_r(&seed) % sizeof block : 1 + (size_t)rand_r(&seed) % 100;
+
+		if (most > b.len - at)
+			most = b.len - at;
+		most = wait_for_bytes(how, p.b, set, most, &error);
+		/* With edges and signals, the program reads until an error, or until it gets fewer bytes than it asked for. */
+		for (bool again = true; again && !error && at < b.len;) {
+			ssize_t n = recv(p.b, block, most, how == WAITS_FOR_ALL ? MSG_WAITALL : 0);
+
+			again = how >= EDGE && (how == EDGE ? n > 0 : n == (ssize_t)most);
+			if (n < 0 && errno == EAGAIN && how >= EDGE)
+				break;
+			if (n <= 0)
+				error = n ? strerror(errno) : "the stream ends";
+			if ((how == WAITS_FOR_ALL || how == PEEKS || how == ASKS) && n != (ssize_t)most)
+				error = "fewer bytes than there are";
+			for (ssize_t i = 0; i < n; i++, at++)
+				if (block[i] != byte_at(at))
+					error = "a wrong byte";
+		}
+	}
+	if (error)
+		shutdown(p.b, SHUT_RDWR);
+	pthread_join(thread, NULL);
+	return error;
+}
+
 /* A program that waits only for room is woken when the peer has read, even if the program itself has left earlier bytes unread. */
 static const char *room_behind_data(size_t arg)
 {
@@ -1345,6 +1471,15 @@ static const struct test tests[] = {
 	{ "two_readers", two_readers, 64000, 0, false },
 	{ "two_readers_short", two_readers, 10, 0, false },
 	{ "short_writes_block", short_writes_block, 0, 0, false },
+	{ "bursts_blocking", bursts, BLOCKS, 0, false },
+	{ "bursts_all", bursts, WAITS_FOR_ALL, 0, false },
+	{ "bursts_polled", bursts, POLLS, 0, false },
+	{ "bursts_peeked", bursts, PEEKS, 0, false },
+	{ "bursts_available", bursts, ASKS, 0, false },
+	{ "bursts_level", bursts, LEVEL, 0, false },
+	{ "bursts_edge", bursts, EDGE, 0, false },
+	{ "bursts_edge_short", bursts, EDGE_SHORT, 0, false },
+	{ "bursts_signalled", bursts, SIGNALLED, 0, false },
 	{ "room_behind_data", room_behind_data, 0, 0, false },
 	{ "available", available, 0, 0, false },
 	{ "short_error_0", short_error, 0, 0, false },

@@ -10,7 +10,7 @@
     reason = "a violated invariant is a panic"
 )]
 
-use crate::memory::Offer;
+use crate::memory::{Mark, Offer};
 use crate::message;
 use crate::record::{Controls, Record};
 use crate::stream;
@@ -62,9 +62,12 @@ impl Sink for Got {
         self.offers.push(offer);
     }
 
-    fn memory(&mut self, len: usize) -> bool {
-        self.in_memory += len;
-        true
+    fn memory(&mut self, mark: Mark, open: u32) -> Result<u32, Broken> {
+        let n = mark.beyond(self.in_memory as u64).unwrap_or(0);
+        let n = u32::try_from(n).ok().filter(|n| *n <= open);
+        let n = n.ok_or(Broken::Credit)?;
+        self.in_memory += n as usize;
+        Ok(n)
     }
 }
 
@@ -140,7 +143,7 @@ fn messages(input: &mut Input<'_>, crc: bool) {
     let mut wire = Vec::new();
     let mut lengths = Vec::new();
     let mut limit = 100u32;
-    let mut sent = 0;
+    let (mut sent, mut in_memory) = (0, 0);
     let mut is_right = true;
     for _ in 0..input.byte() % 16 {
         let kind = match input.byte() % 11 {
@@ -157,7 +160,7 @@ fn messages(input: &mut Input<'_>, crc: bool) {
             Kind::Data => input.number() as usize % 1500,
             Kind::Urgent => 1,
             Kind::Offer => 16,
-            Kind::Memory => 4,
+            Kind::Memory => 8,
             _ => 0,
         };
         limit = limit.wrapping_add(u32::from(input.byte()));
@@ -168,7 +171,8 @@ fn messages(input: &mut Input<'_>, crc: bool) {
         };
         if kind == Kind::Memory {
             bytes = 1 + usize::from(input.byte());
-            payload = (bytes as u32).to_be_bytes().to_vec();
+            in_memory += bytes as u64;
+            payload = Mark::new(0, in_memory).emit().to_vec();
         }
         let frame = tx.frame(kind, limit, std::iter::once(&payload[..]));
         tx.went(&frame);

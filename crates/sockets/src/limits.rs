@@ -54,10 +54,11 @@ pub const SPIN_GOOD: u8 = 4;
 pub const SPIN_SKIPS: u32 = 16;
 /// The number of polled waits that are judged together.
 pub const SPIN_SERIES: u32 = 64;
-/// A failure does not count if the waits since the first try took, on average, less than the usual wait before the tries divided by this
-/// number.
+/// A failure does not count if the mean duration of the waits since the first try is less than that of the suitable waits before the
+/// first try, divided by this number.
 pub const SPIN_WORTH: u32 = 4;
-/// After each failure, up to this number, four times as many waits pass until the next try.
+/// Each failure in succession quadruples the number of waits until the next measured one. Failures beyond this number do not increase
+/// it further.
 pub const SPIN_FAILURES: u8 = 5;
 /// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops the processor,
 /// but mostly for shorter times.

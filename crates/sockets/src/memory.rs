@@ -1,12 +1,21 @@
 //! Shared memory that carries the payload of one direction of a stream, if both ends are on one host.
 //!
 //! The writer of the direction makes the memory and offers it by a message of the stream. The reader opens it and sets a word in it.
-//! From then on the writer copies long payloads into the ring in the memory, and announces each by a message, so that the
+//! From then on the writer copies long payloads into the ring in the memory, and announces them by messages, so that the
 //! kernel's socket remains what a program waits for. Payload that does not fit into the ring is sent in messages as before.
 //!
 //! ```text
-//!  offset 0: magic | 8: nonce | 64: accepted | 128: number of bytes read | 4096: the ring
+//!  offset 0: magic | 8: nonce | 64: accepted | 128: number of bytes read | 136: asked | 192: mark | 4096: the ring
 //! ```
+//!
+//! The *mark* tells up to which byte the ring is filled: 40 bits with the number of bytes written, and before them 24 bits with the
+//! *generation*. The mark is in the memory and in each announcement. A payload that is sent in a message ends the generation, so a
+//! reader that has handled an announcement knows that all bytes up to a mark of the same generation come before any later message.
+//!
+//! A reader that knows no unread byte in the ring *asks* for the next announcement: it stores the number of announcements that it has
+//! handled, and then looks at the mark again. The writer stores the mark, and then announces it if the reader has handled and asked
+//! for as many announcements as were sent. So bytes that arrive while the reader is busy with earlier ones cost no message, and a reader that
+//! waits always gets one.
 //!
 //! The other end may write anything to the memory at any time. Each number from it is read once and checked before it is used.
 
@@ -17,16 +26,57 @@ use libc::c_int;
 use shared_memory::{FileId, Shared};
 use std::net::IpAddr;
 use std::os::fd::IntoRawFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 /// The first word of memory that was not opened yet. The last byte is the version of the layout.
-const MAGIC: u64 = u64::from_be_bytes(*b"aSK mem\x01");
+const MAGIC: u64 = u64::from_be_bytes(*b"aSK mem\x02");
 const NONCE: usize = 8;
 const ACCEPTED: usize = 64;
 const READ: usize = 128;
+const ASKED: usize = 136;
+const MARK: usize = 192;
 const RING: usize = 4096;
 /// The size of the file.
 const LEN: usize = RING + limits::RING;
+
+/// The number of low bits of a mark, which are those of the number of bytes written.
+const POSITION: u32 = 40;
+
+/// Up to which byte the ring is filled, and the generation of these bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark(u64);
+
+impl Mark {
+    /// The length in bytes of a mark in a message.
+    pub const LEN: usize = 8;
+
+    /// Returns the mark after the `written`th byte.
+    pub fn new(generation: u64, written: u64) -> Self {
+        Self(generation << POSITION | written & ((1 << POSITION) - 1))
+    }
+
+    fn generation(self) -> u64 {
+        self.0 >> POSITION
+    }
+
+    /// Returns the number of bytes from `known` to the mark. `None`: the mark is before `known`.
+    pub fn beyond(self, known: u64) -> Option<usize> {
+        let n = (self.0 << (64 - POSITION)).wrapping_sub(known << (64 - POSITION));
+        i64::try_from(n)
+            .ok()
+            .map(|n| (n >> (64 - POSITION)) as usize)
+    }
+
+    /// Returns the bytes in a message.
+    pub fn emit(self) -> [u8; Self::LEN] {
+        self.0.to_be_bytes()
+    }
+
+    /// Returns the mark with these bytes.
+    pub fn parse(bytes: [u8; Self::LEN]) -> Self {
+        Self(u64::from_be_bytes(bytes))
+    }
+}
 
 /// The number of directions that memory carries in this process.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
@@ -52,7 +102,8 @@ impl Drop for Counted {
 /// [`limits::MEMORIES`]. The lock is only tried: another thread may have held it when this process was forked.
 static OFFERED: Mutex<Vec<(File, u64)>> = Mutex::new(Vec::new());
 
-/// Returns whether memory may carry one more direction of a stream, besides `offered` ones.
+/// Returns whether memory may carry one more direction of a stream. `offered`: the number of directions for which memory is
+/// offered and not accepted yet.
 fn may_carry(offered: usize) -> bool {
     COUNT.load(Ordering::Relaxed) + offered < limits::MEMORIES
 }
@@ -71,8 +122,8 @@ pub struct Offer {
     pub pid: u32,
     /// A descriptor of the memory in that process.
     pub fd: u32,
-    /// A random number, which is also in the memory. Another process cannot make a reader open memory of which it does not know the
-    /// number.
+    /// A random number, which is also in the memory. A process that does not know the number in some memory cannot make a reader open
+    /// that memory.
     pub nonce: u64,
 }
 
@@ -100,8 +151,14 @@ pub struct Writer {
     file: FileId,
     /// `None`: the reader has not accepted the memory.
     counted: Option<Counted>,
-    /// The number of bytes put into the ring.
+    /// The number of bytes put into the ring, and of those that were announced.
     written: u64,
+    announced: u64,
+    /// The number of announcements.
+    announcements: u64,
+    generation: u64,
+    /// The next bytes are of a new generation.
+    is_over: bool,
 }
 
 impl Writer {
@@ -138,6 +195,10 @@ impl Writer {
             file: id,
             counted: None,
             written: 0,
+            announced: 0,
+            announcements: 0,
+            generation: 0,
+            is_over: false,
         };
         Some((writer, offer))
     }
@@ -179,8 +240,8 @@ impl Writer {
         (unread <= limits::RING).then_some(unread)
     }
 
-    /// Copies payload into the ring, which has room for it. The position advances with [`Self::went`].
-    pub fn put<'a>(&self, payload: impl Iterator<Item = &'a [u8]>) {
+    /// Copies payload into the ring, which has room for it. Returns whether it has to be announced.
+    pub fn put<'a>(&mut self, payload: impl Iterator<Item = &'a [u8]>) -> bool {
         let mut position = self.written;
         for part in payload {
             let mut rest = part;
@@ -191,11 +252,32 @@ impl Writer {
             }
             position += part.len() as u64;
         }
+        self.written = position;
+        self.generation += u64::from(self.is_over);
+        let mark = self.mark().0;
+        self.shared.word(MARK).store(mark, Ordering::Release);
+        // Either this thread sees that the reader has asked, or the reader sees the mark after it has asked.
+        fence(Ordering::SeqCst);
+        let asked = self.shared.word(ASKED).load(Ordering::Relaxed);
+        std::mem::take(&mut self.is_over) || asked == self.announcements
     }
 
-    /// Records that `n` bytes of the payload that was put were announced.
-    pub fn went(&mut self, n: usize) {
-        self.written += n as u64;
+    fn mark(&self) -> Mark {
+        Mark::new(self.generation, self.written)
+    }
+
+    /// Returns the mark for an announcement, which the caller sends.
+    pub fn announce(&mut self) -> Mark {
+        self.announced = self.written;
+        self.announcements += 1;
+        self.mark()
+    }
+
+    /// Called before a message is sent that has to be handled after the bytes in the ring. Returns whether these have to be announced
+    /// first.
+    pub fn end_generation(&mut self) -> bool {
+        self.is_over = true;
+        self.announced != self.written && !self.is_empty()
     }
 }
 
@@ -214,8 +296,11 @@ pub struct Reader {
     _counted: Counted,
     /// The number of bytes taken from the ring.
     read: u64,
-    /// The number of announced bytes that were not taken.
+    /// The number of known bytes that were not taken.
     unread: usize,
+    /// The generation of the last announcement, and the number of announcements.
+    generation: u64,
+    announcements: u64,
 }
 
 impl Reader {
@@ -239,22 +324,48 @@ impl Reader {
             _counted: Counted::new(),
             read: 0,
             unread: 0,
+            generation: 0,
+            announcements: 0,
         })
     }
 
-    /// Returns the number of announced bytes that were not taken.
+    /// Returns the number of known bytes that were not taken.
     pub fn unread(&self) -> usize {
         self.unread
     }
 
-    /// Records that the peer has put `n` bytes into the ring. Returns false if these do not fit, which is an error of the peer.
-    pub fn announce(&mut self, n: usize) -> bool {
-        let all = self.unread.saturating_add(n);
-        let fits = all <= limits::RING;
-        if fits {
-            self.unread = all;
+    /// Handles an announcement. Returns the number of bytes that were not known. `None`: they do not fit, which is an error of the peer.
+    pub fn announced(&mut self, mark: Mark) -> Option<usize> {
+        self.announcements += 1;
+        self.generation = mark.generation();
+        let told = self.fill_to(mark)?;
+        Some(told + self.look()?)
+    }
+
+    /// Looks for bytes that were not announced. Returns their number. `None`: they do not fit, which is an error of the peer.
+    pub fn look(&mut self) -> Option<usize> {
+        let mark = Mark(self.shared.word(MARK).load(Ordering::Acquire));
+        // Bytes of another generation come after messages that have not arrived.
+        if self.announcements == 0 || mark.generation() != self.generation {
+            return Some(0);
         }
-        fits
+        self.fill_to(mark)
+    }
+
+    /// Asks for the next announcement. The caller has to [`look`](Self::look) afterwards.
+    pub fn ask(&self) {
+        let asked = self.shared.word(ASKED);
+        asked.store(self.announcements, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    fn fill_to(&mut self, mark: Mark) -> Option<usize> {
+        let n = mark.beyond(self.read + self.unread as u64).unwrap_or(0);
+        if n > limits::RING - self.unread {
+            return None;
+        }
+        self.unread += n;
+        Some(n)
     }
 
     /// Appends all bytes to `out`.
@@ -313,6 +424,72 @@ mod tests {
         (writer, reader)
     }
 
+    /// Puts payload into the ring. Afterwards the reader knows it, whether it was announced or not.
+    fn put(writer: &mut Writer, reader: &mut Reader, payload: &[&[u8]]) {
+        let before = reader.unread();
+        if writer.put(payload.iter().copied()) {
+            reader.announced(writer.announce()).unwrap();
+        } else {
+            reader.look().unwrap();
+        }
+        let len: usize = payload.iter().map(|part| part.len()).sum();
+        assert_eq!(reader.unread() - before, len);
+    }
+
+    #[test]
+    fn bytes_are_announced_only_to_a_reader_that_asks() {
+        let (mut writer, mut reader) = pair();
+        let bytes = || std::iter::once(&[1; 10][..]);
+        assert!(writer.put(bytes()), "the first bytes");
+        assert_eq!(reader.look(), Some(0), "nothing was announced");
+        let first = writer.announce();
+        assert!(!writer.put(bytes()), "the announcement was not handled");
+        assert_eq!(reader.announced(first), Some(20));
+        assert!(!writer.put(bytes()), "the reader has not asked");
+        assert_eq!(reader.look(), Some(10));
+        reader.ask();
+        assert_eq!(reader.look(), Some(0));
+        assert!(writer.put(bytes()));
+        assert_eq!(reader.look(), Some(10), "before the announcement arrives");
+        assert_eq!(reader.announced(writer.announce()), Some(0));
+    }
+
+    #[test]
+    fn bytes_after_a_message_are_known_only_when_they_are_announced() {
+        let (mut writer, mut reader) = pair();
+        let bytes = || std::iter::once(&[1; 10][..]);
+        assert!(writer.put(bytes()));
+        let first = writer.announce();
+        assert!(!writer.put(bytes()));
+        assert!(writer.end_generation(), "ten bytes were not announced");
+        let second = writer.announce();
+        // A message is sent here.
+        assert!(writer.put(bytes()), "the first bytes after a message");
+        let third = writer.announce();
+        assert_eq!(reader.announced(first), Some(10));
+        assert_eq!(reader.look(), Some(0));
+        assert_eq!(reader.announced(second), Some(10));
+        assert_eq!(reader.look(), Some(0));
+        assert_eq!(reader.announced(third), Some(10));
+        reader.append_to(&mut Vec::new());
+        assert!(!writer.put(bytes()));
+        assert_eq!(reader.look(), Some(10));
+        reader.append_to(&mut Vec::new());
+        assert!(!writer.end_generation(), "the reader has read all bytes");
+    }
+
+    #[test]
+    fn a_mark_has_the_generation_and_the_position_and_both_wrap() {
+        for written in [0, 5, (1 << POSITION) - 3, 1 << POSITION, 1 << 50] {
+            let mark = Mark::new(7, written + 4);
+            assert_eq!(mark.generation(), 7);
+            assert_eq!(mark.beyond(written), Some(4));
+            assert_eq!(mark.beyond(written + 4), Some(0));
+            assert_eq!(mark.beyond(written + 5), None);
+            assert_eq!(Mark::parse(mark.emit()), mark);
+        }
+    }
+
     #[test]
     fn bytes_keep_their_order_around_the_end_of_the_ring() {
         let (mut writer, mut reader) = pair();
@@ -325,9 +502,7 @@ mod tests {
                 })
                 .collect();
             let (a, b) = payload.split_at(round);
-            writer.put([a, b].into_iter());
-            writer.went(payload.len());
-            assert!(reader.announce(payload.len()));
+            put(&mut writer, &mut reader, &[a, b]);
             let mut first = vec![0; 20_000];
             assert_eq!(reader.take(&mut first), 20_000);
             reader.append_to(&mut first);
@@ -341,11 +516,10 @@ mod tests {
         let (mut writer, mut reader) = pair();
         let payload = vec![7; limits::RING];
         assert_eq!(writer.room(), limits::RING);
-        writer.put(std::iter::once(&payload[..]));
-        writer.went(payload.len());
+        put(&mut writer, &mut reader, &[&payload]);
         assert_eq!((writer.room(), writer.is_empty()), (0, false));
-        assert!(reader.announce(payload.len()));
-        assert!(!reader.announce(1), "more than the ring holds");
+        let beyond = Mark::new(0, limits::RING as u64 + 1);
+        assert_eq!(reader.announced(beyond), None, "more than the ring holds");
         reader.append_to(&mut Vec::new());
         assert_eq!(writer.room(), limits::RING);
     }
@@ -353,7 +527,7 @@ mod tests {
     #[test]
     fn an_impossible_number_of_the_reader_means_no_room() {
         let (mut writer, reader) = pair();
-        writer.went(100);
+        writer.put(std::iter::once(&[7; 100][..]));
         for read in [101, 1 << 40, 1 << 63] {
             reader.shared.word(READ).store(read, Ordering::Release);
             assert_eq!((writer.room(), writer.is_empty()), (0, false), "{read}");

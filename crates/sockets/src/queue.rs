@@ -1,7 +1,7 @@
 //! The queue of received bytes that the program has not read, and the buffers of a call that reads.
 
 use crate::limits;
-use crate::memory::Reader;
+use crate::memory::{Mark, Reader};
 use anywarp_core::lock::Mutex;
 use std::io::IoSliceMut;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -60,12 +60,27 @@ impl Queue {
         self.memory.is_some()
     }
 
-    /// Appends `n` bytes that the peer has put into the memory. Returns false if there is no memory or they do not fit, which is an error
-    /// of the peer.
-    pub fn announce(&mut self, n: usize) -> bool {
-        self.memory
-            .as_mut()
-            .is_some_and(|memory| memory.announce(n))
+    /// Appends the bytes in the memory up to a mark that the peer has announced, and those behind it that are known to follow. Returns
+    /// their number. `None`: there is no memory or they do not fit, which is an error of the peer.
+    pub fn announced(&mut self, mark: Mark) -> Option<usize> {
+        self.memory.as_mut()?.announced(mark)
+    }
+
+    /// Appends bytes in the memory that were not announced. Returns their number. `None`: they do not fit, which is an error of the peer.
+    pub fn look(&mut self) -> Option<usize> {
+        self.memory.as_mut().map_or(Some(0), |memory| memory.look())
+    }
+
+    /// Asks the peer to announce the next bytes that it puts into the memory. Then does the same as [`Self::look`]. Unless `always` is
+    /// set, nothing is done if there are unread bytes in the memory.
+    pub fn ask(&mut self, always: bool) -> Option<usize> {
+        match &mut self.memory {
+            Some(memory) if always || memory.unread() == 0 => {
+                memory.ask();
+                memory.look()
+            }
+            _ => Some(0),
+        }
     }
 
     /// Returns the number of bytes in the memory.
@@ -306,12 +321,14 @@ mod tests {
     fn bytes_in_memory_keep_their_place_among_the_others() {
         let (mut writer, offer) = crate::memory::Writer::offer().unwrap();
         let mut q = Queue::new(false);
-        assert!(!q.announce(1), "no memory");
+        assert_eq!((q.look(), q.ask(true)), (Some(0), Some(0)), "no memory");
         q.set_memory(Reader::open(&offer).unwrap());
         let mut put = |q: &mut Queue, bytes: &[u8]| {
-            writer.put(std::iter::once(bytes));
-            writer.went(bytes.len());
-            assert!(q.announce(bytes.len()));
+            if writer.put(std::iter::once(bytes)) {
+                assert_eq!(q.announced(writer.announce()), Some(bytes.len()));
+            } else {
+                assert_eq!(q.look(), Some(bytes.len()));
+            }
         };
         q.push(b"ab", true);
         put(&mut q, b"cd");

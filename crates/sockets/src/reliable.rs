@@ -32,7 +32,7 @@ const FIRST: u8 = 0xde;
 const PD: u32 = 1;
 /// The longest payload of a datagram, in bytes: that of UDP over IPv4.
 pub const LONGEST: usize = 65_507;
-/// The size of the address range of a receive: the route header and the longest payload.
+/// The size of the address range of a receive. It has room for the route header and the longest payload.
 const STRIDE: u64 = 1 << 17;
 
 /// The buffers of the receives. Buffer `n` has the addresses from `n * STRIDE` on. It grows with the bytes that are placed in it.

@@ -52,7 +52,7 @@ struct State {
     phase: Phase,
     /// The number of waits until the next one is measured.
     skips: u32,
-    /// The number of suitable waits in succession, and during the tries that of short waits in succession.
+    /// While the thread sleeps: the number of suitable waits in succession. During the tries: the number of short waits in succession.
     good: u8,
     /// The number of tries without an answer.
     misses: u8,

@@ -35,8 +35,8 @@ extern "C" fn begin() {
     inherited();
 }
 
-/// Adopts descriptors that were open before exec: listeners, bound UDP sockets, and, as standard input, output or error, accepted
-/// connections that were not read yet.
+/// Adopts descriptors that were open before exec: listeners, bound UDP sockets, and accepted connections that were not read yet and are
+/// standard input, output or error.
 fn inherited() {
     for fd in 0..limits::INHERITED {
         let listens = sys::option(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN);

@@ -2,7 +2,7 @@
 
 use crate::limits;
 use crate::log;
-use crate::memory::{self, Offer, Reader, Writer};
+use crate::memory::{self, Mark, Offer, Reader, Writer};
 use crate::policy;
 use crate::queue::{self, Dest, Queue};
 use crate::remote;
@@ -178,8 +178,8 @@ pub struct Stream {
     few: bool,
     /// The carrier's receive buffer has payload.
     has_payload: bool,
-    /// A thread that receives from the carrier without the lock of the stream may take bytes at any time, although the stream is
-    /// closed. What arrives is therefore discarded.
+    /// The program has closed the stream while another thread receives from the carrier without the lock of the stream. That thread may
+    /// take bytes at any time, so what arrives here is discarded.
     blind: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
@@ -328,19 +328,21 @@ impl Sink for Arriving<'_, '_, '_, '_> {
         *self.offer = Some(offer);
     }
 
-    fn memory(&mut self, len: usize) -> bool {
-        let fits = self.queue.announce(len);
+    fn memory(&mut self, mark: Mark, open: u32) -> Result<u32, Broken> {
+        let n = self.queue.announced(mark).ok_or(Broken::Memory)?;
+        let n = u32::try_from(n).ok().filter(|n| *n <= open);
+        let n = n.ok_or(Broken::Credit)?;
         if let Some(dest) = &mut self.dest {
             self.queue.take(dest);
         }
-        fits
+        Ok(n)
     }
 }
 
 /// The memory for the payload that this end sends.
 #[derive(Debug)]
 enum MemoryOut {
-    /// It is not used: the peer or the rules do not permit it, there are CRCs, or the peer is on another host.
+    /// It is not used: the peer or the rules do not permit it, there are CRCs, the peer is on another host, or no offer could be made.
     Never,
     /// It may be offered when the program has written enough.
     Later,
@@ -629,7 +631,7 @@ impl Stream {
         queue::used() >= policy::settings().pool as usize && !self.rx.has_crc()
     }
 
-    /// Decides where the next bytes from the carrier are received, of which `most` at most are received into a buffer of the library.
+    /// Decides where the next bytes from the carrier are received. At most `most` bytes are received into a buffer of the library.
     ///
     /// Payload of long messages is received directly into the program's memory. At the beginning of a message its length is not known:
     /// it is expected to be as long as the last one. If it is not, the bytes are moved.
@@ -774,6 +776,8 @@ impl Stream {
     }
 
     fn take_bytes(&mut self, fd: c_int, bytes: &[u8], dest: Option<&mut Dest<'_, '_>>) {
+        // A call that reads asks for announcements when it has read.
+        let is_read = dest.is_some();
         let mut behind = None;
         if let Some(start) = &mut self.start {
             start.got.extend_from_slice(bytes);
@@ -861,6 +865,9 @@ impl Stream {
             self.broke(fd, &why);
             return;
         }
+        if !is_read {
+            self.ask(fd, false);
+        }
         if self.rx.ended() && !self.eof {
             self.eof = true;
             self.news.readable = true;
@@ -873,6 +880,35 @@ impl Stream {
         if !self.held.is_empty() || self.end_due {
             self.flush(fd);
         }
+    }
+
+    /// Looks for bytes in the memory that the peer has not announced. Returns whether there are any.
+    fn look(&mut self, fd: c_int) -> bool {
+        let found = self.queue.look();
+        self.found(fd, found)
+    }
+
+    /// Asks the peer to announce the next bytes that it puts into the memory: always, or if no unread ones are known, so that a program
+    /// can wait for them. Returns whether there are some already.
+    fn ask(&mut self, fd: c_int, always: bool) -> bool {
+        let found = self.queue.ask(always);
+        self.found(fd, found)
+    }
+
+    fn found(&mut self, fd: c_int, n: Option<usize>) -> bool {
+        if n == Some(0) || self.broken {
+            return false;
+        }
+        let n = n.and_then(|n| u32::try_from(n).ok());
+        match n.ok_or(Broken::Memory).and_then(|n| self.rx.found(n)) {
+            Ok(()) => {
+                self.news.readable = true;
+                // Their announcement may be in the carrier's buffer. Until it is handled there, the peer sends no other one.
+                self.drained = false;
+            }
+            Err(why) => self.broke(fd, &why),
+        }
+        true
     }
 
     /// Sends a Plain message: this end sends plain TCP afterwards.
@@ -967,6 +1003,8 @@ impl Stream {
     pub fn fill(&mut self, fd: c_int) {
         self.drained = false;
         while !self.is_exhausted() && self.pull(fd, None, limits::SCRATCH) && !self.drained {}
+        // The program may wait for more bytes than it can read now.
+        self.ask(fd, true);
     }
 
     /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
@@ -985,17 +1023,25 @@ impl Stream {
         may_pull: bool,
     ) -> Result<(), c_int> {
         if peek {
+            self.look(fd);
             while may_pull && self.queue.is_empty() && self.pull(fd, None, limits::WAIT_READ) {}
+            // The program may wait for more bytes than there are.
+            self.ask(fd, true);
             self.queue.peek_into(dest);
         } else {
             self.queue.take(dest);
-            // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
-            while may_pull && !dest.is_full() && (dest.done() == start || !self.drained || all) {
-                let more = self.pull(fd, Some(dest), limits::SCRATCH);
-                self.queue.take(dest);
-                if !more {
-                    break;
+            while !dest.is_full() {
+                if !self.look(fd) {
+                    // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
+                    let pulls = may_pull && (dest.done() == start || !self.drained || all);
+                    if !pulls || !self.pull(fd, Some(dest), limits::SCRATCH) {
+                        break;
+                    }
                 }
+                self.queue.take(dest);
+            }
+            while self.ask(fd, false) && !dest.is_full() {
+                self.queue.take(dest);
             }
             let n = dest.done() - start;
             self.bytes_in += n as u64;
@@ -1185,6 +1231,9 @@ impl Stream {
     /// Sends a message that is not payload of the stream. What the carrier does not accept at once is queued.
     fn control(&mut self, fd: c_int, kind: Kind, payload: &[u8]) {
         self.joins(fd, 0);
+        if matches!(kind, Kind::End | Kind::Urgent | Kind::Plain) {
+            self.announce_rest();
+        }
         let limit = self.rx.granted();
         let Some(tx) = &mut self.tx else { return };
         let frame = tx.frame(kind, limit, std::iter::once(payload));
@@ -1210,6 +1259,10 @@ impl Stream {
             Ok(0) => {}
             result => return result,
         }
+        self.announce_rest();
+        if !self.flush_out(fd) {
+            return Err(libc::EAGAIN);
+        }
         self.joins(fd, len);
         match parts {
             [part] => {
@@ -1220,8 +1273,8 @@ impl Stream {
         }
     }
 
-    /// Puts a prefix of the payload into the memory, and announces it. Returns the length of the prefix: 0 if the payload has to be sent
-    /// in a message.
+    /// Puts a prefix of the payload into the memory, and announces it if the peer has asked for that. Returns the length of the prefix: 0
+    /// if the payload has to be sent in a message.
     fn data_in_memory(
         &mut self,
         fd: c_int,
@@ -1234,7 +1287,6 @@ impl Stream {
         }
         // The reader waits for the announcement, which is short.
         self.joins(fd, 0);
-        let limit = self.rx.granted();
         let (Some(writer), Some(tx)) = (self.memory_out.accepted(), &mut self.tx) else {
             return Ok(0);
         };
@@ -1246,20 +1298,45 @@ impl Stream {
         if len == 0 || len <= limits::COPIED && writer.is_empty() {
             return Ok(0);
         }
-        writer.put(Cut::new(parts, len));
-        let (frame, payload) = tx.memory(limit, len as u32);
-        let mut message = [0; HEAD + TAIL + size_of::<u32>()];
-        let n = gather(&mut message, &frame, std::iter::once(&payload[..]));
-        let message = message.get(..n).unwrap_or(&[]);
-        let result = sys::send(fd, &[IoSlice::new(message)], flags);
-        let sent = self.accepted(result)?;
-        if let (Some(writer), Some(tx)) = (self.memory_out.accepted(), &mut self.tx) {
-            tx.went(&frame);
-            writer.went(len);
+        tx.put(len);
+        if !writer.put(Cut::new(parts, len)) {
+            return Ok(len);
         }
+        let mark = writer.announce();
+        let message = self.announcement(mark);
+        // The reader may have seen the bytes already, so the announcement is queued if the carrier accepts nothing.
+        let sent = match sys::send(fd, &[IoSlice::new(&message)], flags) {
+            Err(libc::EAGAIN | libc::EINTR) => 0,
+            result => self.accepted(result)?,
+        };
         self.out
             .extend_from_slice(message.get(sent..).unwrap_or(&[]));
         Ok(len)
+    }
+
+    /// Returns the next message, a Memory message.
+    fn announcement(&mut self, mark: Mark) -> [u8; ANNOUNCEMENT] {
+        let mut message = [0; ANNOUNCEMENT];
+        let limit = self.rx.granted();
+        if let Some(tx) = &mut self.tx {
+            let payload = mark.emit();
+            let frame = tx.frame(Kind::Memory, limit, std::iter::once(&payload[..]));
+            tx.went(&frame);
+            gather(&mut message, &frame, std::iter::once(&payload[..]));
+        }
+        message
+    }
+
+    /// Queues an announcement of the bytes in the memory that were not announced and that the peer may not know. Called before a message
+    /// that the peer has to handle after these bytes.
+    fn announce_rest(&mut self) {
+        if let Some(writer) = self.memory_out.accepted()
+            && writer.end_generation()
+        {
+            let mark = writer.announce();
+            let message = self.announcement(mark);
+            self.out.extend_from_slice(&message);
+        }
     }
 
     /// Offers memory to a peer on this host if the program has written enough.
@@ -1519,6 +1596,10 @@ fn send_copy<'a, const N: usize>(
     let n = gather(&mut copy, frame, payload);
     sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
 }
+
+/// The length in bytes of a Memory message, which needs no padding and has a field for the CRC.
+const ANNOUNCEMENT: usize = HEAD + Mark::LEN + CRC;
+const _: () = assert!(ANNOUNCEMENT.is_multiple_of(4));
 
 /// Returns the parts of an FPDU.
 fn around<'f, 'a: 'f>(

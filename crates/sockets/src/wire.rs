@@ -12,7 +12,7 @@
 //! before it has the Reply. Flag 2 of a Request or Reply: its sender accepts offers of shared memory ([`crate::memory`]).
 
 use crate::limits;
-use crate::memory::Offer;
+use crate::memory::{Mark, Offer};
 use anywarp_core::error::PeerError;
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::deframe::{CRC, Extent, LENGTH, verify};
@@ -41,7 +41,7 @@ pub struct Private {
     pub window: u32,
     /// The longest payload of one Send that this end accepts, in bytes.
     pub longest: u32,
-    /// A number that identifies the network namespace.
+    /// Reserved for a number that identifies the network namespace: sent as 0, and not used.
     pub namespace: u64,
     /// In a Reply: the upgrade is refused, and plain TCP follows.
     pub plain: bool,
@@ -133,8 +133,6 @@ impl Kind {
 
 /// The length of the payload of an Offer message: process, descriptor, nonce.
 const OFFER: usize = 16;
-/// The length of the payload of a Memory message: the number of bytes that were put into the memory.
-const MEMORY_LEN: usize = 4;
 
 /// Returns the payload of an Offer message.
 pub fn offer_payload(offer: &Offer) -> [u8; OFFER] {
@@ -268,15 +266,9 @@ impl Tx {
         }
     }
 
-    /// Returns a Memory message for `len` bytes in the memory: the FPDU, and its payload.
-    pub fn memory(&self, limit: u32, len: u32) -> (Frame, [u8; MEMORY_LEN]) {
-        let payload = len.to_be_bytes();
-        let frame = self.frame(Kind::Memory, limit, std::iter::once(&payload[..]));
-        let frame = Frame {
-            credit: len,
-            ..frame
-        };
-        (frame, payload)
+    /// Records that `n` bytes were put into the memory.
+    pub fn put(&mut self, n: usize) {
+        self.sent = self.sent.wrapping_add(n as u32);
     }
 
     /// Records that the FPDU was given to the carrier or queued for it.
@@ -311,7 +303,7 @@ pub struct Frame {
     tail: [u8; TAIL],
     tail_len: usize,
     payload: usize,
-    /// The number of bytes of the stream that the FPDU carries or announces.
+    /// The number of bytes of the stream that the FPDU carries.
     credit: u32,
 }
 
@@ -344,7 +336,7 @@ pub enum Broken {
     Reset,
     /// Data after the End message.
     AfterEnd,
-    /// A Memory message that announces no bytes, or more than the memory holds, or that arrives although no memory was accepted.
+    /// The memory has more bytes than it holds, or a Memory message arrives although no memory was accepted.
     Memory,
 }
 
@@ -413,8 +405,11 @@ pub trait Sink {
     fn urgent(&mut self, byte: u8);
     /// Called with an offer of memory.
     fn offer(&mut self, offer: Offer);
-    /// Called when the peer has put `len` bytes into the memory. Returns false if that is impossible.
-    fn memory(&mut self, len: usize) -> bool;
+    /// Called when the peer has filled the memory up to `mark`. Returns the number of bytes that were not known.
+    ///
+    /// # Errors
+    /// That is impossible, or there are more than `open` bytes.
+    fn memory(&mut self, mark: Mark, open: u32) -> Result<u32, Broken>;
 }
 
 impl Rx {
@@ -655,19 +650,23 @@ impl Rx {
         }
     }
 
-    /// Handles a complete Memory message.
-    fn announced(&mut self, sink: &mut impl Sink) -> Result<(), Broken> {
-        let len = self
-            .short
-            .first_chunk()
-            .map_or(0, |b| u32::from_be_bytes(*b));
-        if len > self.open() {
+    /// Counts bytes in the memory that the peer has not announced.
+    ///
+    /// # Errors
+    /// There are more than the peer may send.
+    pub fn found(&mut self, n: u32) -> Result<(), Broken> {
+        if n > self.open() {
             return Err(Broken::Credit);
         }
-        if len == 0 || !sink.memory(len as usize) {
-            return Err(Broken::Memory);
-        }
-        self.received = self.received.wrapping_add(len);
+        self.received = self.received.wrapping_add(n);
+        Ok(())
+    }
+
+    /// Handles a complete Memory message.
+    fn announced(&mut self, sink: &mut impl Sink) -> Result<(), Broken> {
+        let mark = self.short.first_chunk().ok_or(Broken::Message)?;
+        let n = sink.memory(Mark::parse(*mark), self.open())?;
+        self.received = self.received.wrapping_add(n);
         // The next message is expected to be a Memory message too, which is short.
         self.last = 0;
         Ok(())
@@ -711,7 +710,7 @@ impl Rx {
             }
             Kind::Limit | Kind::End | Kind::Reset | Kind::Plain => {}
             Kind::Offer if len == OFFER => {}
-            Kind::Memory if len == MEMORY_LEN => {}
+            Kind::Memory if len == Mark::LEN => {}
             Kind::Offer | Kind::Memory => return Err(Broken::Message),
         }
         tx.raise(limit)?;
@@ -794,11 +793,16 @@ mod tests {
         };
         let mut tx = Tx::new(&peer(1000), false);
         let mut wire = bytes(&mut tx, Kind::Offer, 100, &offer_payload(&offer));
-        for len in [1, 899] {
-            let (frame, payload) = tx.memory(100, len);
-            tx.went(&frame);
-            wire.extend([&frame.head[..], &payload, frame.tail()].concat());
+        // The last message announces bytes that are known already.
+        for written in [1, 900, 500] {
+            wire.extend(bytes(
+                &mut tx,
+                Kind::Memory,
+                100,
+                &Mark::new(0, written).emit(),
+            ));
         }
+        tx.put(900);
         assert_eq!(tx.credit(), 100);
         for piece in [1, 5, 1000] {
             let mut got = Got::default();
@@ -810,11 +814,10 @@ mod tests {
             assert_eq!((got.in_memory, rx.open()), (900, 100));
             assert_eq!(got.offers, [offer]);
         }
-        for (len, why) in [(0, Broken::Memory), (1001, Broken::Credit)] {
-            let (frame, payload) = Tx::new(&peer(2000), false).memory(100, len);
-            let wire = [&frame.head[..], &payload, frame.tail()].concat();
-            assert_eq!(rx(&wire, false).err(), Some(why));
-        }
+        let mark = Mark::new(0, 1001).emit();
+        let wire = bytes(&mut Tx::new(&peer(2000), false), Kind::Memory, 100, &mark);
+        assert_eq!(rx(&wire, false).err(), Some(Broken::Credit));
+        assert_eq!(Rx::new(10, false).found(11), Err(Broken::Credit));
         for kind in [Kind::Offer, Kind::Memory] {
             let wire = bytes(&mut Tx::new(&peer(10), false), kind, 100, b"12345");
             assert_eq!(rx(&wire, false).err(), Some(Broken::Message));

@@ -59,8 +59,8 @@ pub struct Sock {
     /// A thread receives from the carrier without holding `inner`, and no other thread may receive meanwhile. That thread is
     /// not counted in `sleepers`. It changes this field with `inner` locked, unless it was cancelled.
     direct: AtomicBool,
-    /// The eventfds of threads that poll the connection while a thread receives as described at `direct`. The kernel does not tell
-    /// them of bytes that this thread has taken.
+    /// The eventfds of threads that poll the connection, or sleep in a call that reads, while another thread receives as described at
+    /// `direct` or sleeps too. The kernel does not tell them of bytes that the other thread has taken.
     watchers: Mutex<Vec<c_int>>,
     /// There may be watchers. Changed with `inner` locked.
     watched: AtomicBool,
@@ -428,7 +428,8 @@ impl Sock {
         true
     }
 
-    /// Makes a connection plain that is not decided yet: the program has set an option that streams do not have. Returns whether it is plain.
+    /// Makes an undecided connection plain, because the program has set an option that streams do not have. Returns whether the
+    /// connection is plain.
     pub fn stay_plain(&'static self, fd: c_int) -> bool {
         match self.mode() {
             Mode::Up => return false,
@@ -779,8 +780,8 @@ impl Sock {
         Some(fd)
     }
 
-    /// Writes without blocking; see [`Stream::write`]. Also returns what to wait for: if nothing was written and the program `waits`, or
-    /// if bytes were written before the peer's Reply has arrived.
+    /// Writes without blocking; see [`Stream::write`]. Also returns what the caller has to wait for, if nothing was written and the
+    /// program waits (`waits`), or if bytes were written before the peer's Reply has arrived.
     pub fn write(
         &'static self,
         fd: c_int,

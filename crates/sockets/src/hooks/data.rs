@@ -624,7 +624,7 @@ pub unsafe extern "C-unwind" fn writev(fd: c_int, iov: *const iovec, n: c_int) -
     }
 }
 
-/// Makes the connections and UDP sockets plain whose descriptors `msg` passes to another process (`SCM_RIGHTS`).
+/// Handles the connections and UDP sockets whose descriptors `msg` passes to another process (`SCM_RIGHTS`): makes them plain.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.

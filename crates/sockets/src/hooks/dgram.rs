@@ -339,7 +339,7 @@ pub(super) unsafe fn join(
     end + TAIL
 }
 
-/// Sends a piece of a datagram that is built by several calls (`MSG_MORE`). Returns `None` if the datagram is not built so.
+/// Sends a piece of a datagram that is built by several calls (`MSG_MORE`). Returns `None` if one call sends the whole datagram.
 ///
 /// # Safety
 /// The requirements of `sendmsg` apply.

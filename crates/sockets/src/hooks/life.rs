@@ -814,8 +814,9 @@ fn new_set(fd: c_int) -> c_int {
     fd
 }
 
-/// Called before exec. Makes connections plain that were not used, and a stream (an upgraded connection) that is standard input,
-/// output or error. Closes all other streams, because the next program would read FPDUs.
+/// Called before exec. Accepted connections that are not decided yet become plain, and so does a UDP socket or a stream (an upgraded
+/// connection) that is standard input, output or error. All other streams are closed by exec, because the next program would
+/// read FPDUs.
 fn before_exec() {
     if LIVE.load(Ordering::Relaxed) + DGRAMS.load(Ordering::Relaxed) == 0 {
         return;
