@@ -1115,6 +1115,74 @@ static const char *short_writes_block(size_t arg)
 	return error;
 }
 
+static const char *cork(int fd, int on)
+{
+	ENSURE(!setsockopt(fd, IPPROTO_TCP, TCP_CORK, &on, sizeof on), "TCP_CORK: %s", strerror(errno));
+	return NULL;
+}
+
+/* Exactly these bytes arrive at once. */
+static const char *arrive(int fd, const char *text)
+{
+	struct pollfd one = { .fd = fd, .events = POLLIN };
+	char got[100];
+	ssize_t n;
+
+	ENSURE(poll(&one, 1, LONG_MS) == 1, "nothing arrives");
+	n = recv(fd, got, sizeof got, MSG_DONTWAIT);
+	ENSURE(n == (ssize_t)strlen(text) && !memcmp(got, text, (size_t)n), "%zd bytes arrive: %.*s", n, (int)(n < 0 ? 0 : n), got);
+	return NULL;
+}
+
+static const char *nothing_arrives(int fd)
+{
+	ENSURE(poll(&(struct pollfd){ .fd = fd, .events = POLLIN }, 1, SHORT_MS) == 0, "corked bytes arrive");
+	return NULL;
+}
+
+/* Corked bytes are sent together: when the cork is removed, with a write that has no MSG_MORE, when the stream ends, and after 200 ms. */
+static const char *corked(size_t arg)
+{
+	static char block[100000];
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	for (int round = 0; round < 3; round++) {
+		TRY(cork(p.a, 1));
+		ENSURE(write(p.a, "one ", 4) == 4 && write(p.a, "two", 3) == 3, "write: %s", strerror(errno));
+		ENSURE(poll(&(struct pollfd){ .fd = p.a, .events = POLLOUT }, 1, 0) == 1, "a corked stream is not writable");
+		TRY(nothing_arrives(p.b));
+		TRY(cork(p.a, 0));
+		TRY(arrive(p.b, "one two"));
+		ENSURE(send(p.a, "three ", 6, MSG_MORE) == 6, "send: %s", strerror(errno));
+		TRY(nothing_arrives(p.b));
+		ENSURE(send(p.a, "four", 4, 0) == 4, "send: %s", strerror(errno));
+		TRY(arrive(p.b, "three four"));
+	}
+	/* Without an end of the message. */
+	ENSURE(send(p.a, "late", 4, MSG_MORE) == 4, "send: %s", strerror(errno));
+	TRY(nothing_arrives(p.b));
+	TRY(arrive(p.b, "late"));
+	/* Long payload is not delayed, and stays behind what was corked. */
+	TRY(cork(p.a, 1));
+	memset(block, 'x', sizeof block);
+	ENSURE(write(p.a, "head", 4) == 4 && write(p.a, block, 9000) == 9000, "write: %s", strerror(errno));
+	ENSURE(read(p.b, block, 4) == 4 && !memcmp(block, "head", 4), "the bytes are in another order");
+	TRY(cork(p.a, 0));
+	TRY(take_all(p.b, 9000));
+	/* The end of the stream comes behind corked bytes. */
+	TRY(cork(p.a, 1));
+	ENSURE(write(p.a, "last", 4) == 4, "write: %s", strerror(errno));
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	TRY(arrive(p.b, "last"));
+	ENSURE(read(p.b, block, 1) == 0, "the stream does not end");
+	ENSURE(!setsockopt(p.b, IPPROTO_TCP, TCP_CORK, &(int){ 1 }, sizeof(int)), "TCP_CORK: %s", strerror(errno));
+	ENSURE(write(p.b, "bye", 3) == 3 && !close(p.b), "write: %s", strerror(errno));
+	TRY(arrive(p.a, "bye"));
+	return NULL;
+}
+
 enum { BLOCKS, WAITS_FOR_ALL, POLLS, PEEKS, ASKS, LEVEL, EDGE, EDGE_SHORT, SIGNALLED };
 
 struct burst {
@@ -1471,6 +1539,7 @@ static const struct test tests[] = {
 	{ "two_readers", two_readers, 64000, 0, false },
 	{ "two_readers_short", two_readers, 10, 0, false },
 	{ "short_writes_block", short_writes_block, 0, 0, false },
+	{ "corked", corked, 0, 0, false },
 	{ "bursts_blocking", bursts, BLOCKS, 0, false },
 	{ "bursts_all", bursts, WAITS_FOR_ALL, 0, false },
 	{ "bursts_polled", bursts, POLLS, 0, false },

@@ -66,6 +66,15 @@ pub const SPIN_GAP: Duration = Duration::from_micros(200);
 /// Milliseconds that a blocking write waits for the peer's Reply before the call returns and the worker sends the data. A peer in
 /// `accept` answers sooner.
 pub const REPLY_WAIT: i32 = 10;
+/// Corked payload up to this many bytes waits for more payload of the same message.
+pub const CORKED: usize = 4096;
+/// Milliseconds after which corked payload is sent, as the kernel does (tcp(7), `TCP_CORK`).
+pub const CORK: u64 = 200;
+/// Milliseconds after the last corked payload during which the worker looks at the stream now and then. A program that corks each of
+/// its answers then does not wake the worker for each.
+pub const CORK_KEPT: u64 = 1000;
+/// Milliseconds between two such looks.
+pub const CORK_TICK: u64 = 50;
 /// Milliseconds between two passes of the worker over the streams with unsent bytes.
 pub const WORKER_TICK: i32 = 2;
 /// Milliseconds after which a closed stream is abandoned, even if bytes are unsent or the peer has not closed it.

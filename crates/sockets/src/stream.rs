@@ -141,8 +141,12 @@ pub struct Stream {
     tx: Option<Tx>,
     start: Option<Box<Start>>,
     queue: Queue,
-    /// Bytes that the program has written and that are not in an FPDU yet.
+    /// Bytes that the program has written and that are not in an FPDU yet: before the peer's Reply, without credit, or corked.
     held: Vec<u8>,
+    /// The held bytes are corked: they wait for more bytes, to be sent in one message.
+    corked: bool,
+    /// The time in milliseconds until which the last corked bytes waited, or wait.
+    corked_until: u64,
     /// Bytes of FPDUs that the carrier has not accepted yet.
     out: Vec<u8>,
     out_from: usize,
@@ -376,6 +380,8 @@ impl Stream {
             start: None,
             queue: Queue::new(policy::settings().shares),
             held: Vec::new(),
+            corked: false,
+            corked_until: 0,
             out: Vec::new(),
             out_from: 0,
             window: window_first(),
@@ -447,6 +453,9 @@ impl Stream {
         if !self.plain && self.delays[0] != 0 {
             self.joins(fd, 0);
         }
+        if self.corked && (which == 0 || value == 0) {
+            self.uncork(fd);
+        }
     }
 
     // ------------------------------------------------------------------ readiness
@@ -469,7 +478,12 @@ impl Stream {
         match &self.tx {
             // No more credit arrives, so a write fails.
             Some(tx) if self.closed && !tx.has_room() => true,
-            Some(tx) => self.held.is_empty() && self.out.is_empty() && !self.full && tx.has_room(),
+            Some(tx) => {
+                (self.held.is_empty() || self.corked)
+                    && self.out.is_empty()
+                    && !self.full
+                    && tx.has_room()
+            }
             None if self.plain => self.held.is_empty() && !self.full,
             None => self.held.len() <= limits::HELD / 2,
         }
@@ -479,6 +493,16 @@ impl Stream {
     pub fn is_waiting(&self) -> bool {
         !self.broken
             && (!self.out.is_empty() || !self.held.is_empty() || self.end_due || self.limit_due)
+    }
+
+    /// Returns whether all bytes that wait are corked.
+    pub fn is_corked(&self) -> bool {
+        self.corked && self.out.is_empty() && !self.limit_due
+    }
+
+    /// Returns whether bytes were corked a short time ago.
+    pub fn was_corked(&self) -> bool {
+        self.corked_until != 0 && sys::now_ms() < self.corked_until + limits::CORK_KEPT
     }
 
     /// Returns whether the peer's Reply has not arrived.
@@ -925,7 +949,7 @@ impl Stream {
         if self.broken || self.start.is_some() || self.plain || self.queue.held() > 0 {
             return false;
         }
-        self.flush(fd);
+        self.uncork(fd);
         self.announce_plain(fd);
         while !self.is_over() {
             if self.broken || self.closed || self.queue.held() > 0 {
@@ -1113,7 +1137,10 @@ impl Stream {
             self.limit_due = false;
             self.control(fd, Kind::Limit, &[]);
         }
-        while !self.held.is_empty() && self.out.is_empty() && self.credit() > 0 {
+        if self.corked && sys::now_ms() >= self.corked_until {
+            self.corked = false;
+        }
+        while !self.held.is_empty() && !self.corked && self.out.is_empty() && self.credit() > 0 {
             let held = std::mem::take(&mut self.held);
             match self.data(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL) {
                 Ok(n) if n < held.len() => self.held = held.get(n..).unwrap_or(&[]).to_vec(),
@@ -1134,8 +1161,15 @@ impl Stream {
         }
     }
 
+    /// Sends what is pending, also corked bytes.
+    pub fn uncork(&mut self, fd: c_int) {
+        self.corked = false;
+        self.flush(fd);
+    }
+
     /// Like [`Self::flush`], for a connection that has become plain.
     fn flush_plain(&mut self, fd: c_int) {
+        self.corked = false;
         if !self.flush_out(fd) {
             return;
         }
@@ -1270,6 +1304,48 @@ impl Stream {
                 self.data_of(fd, len, std::iter::once(payload), flags)
             }
             _ => self.data_of(fd, len, Cut::new(parts, len), flags),
+        }
+    }
+
+    /// Adds payload to the corked bytes. Sends all of them if they are many, or if no `more` payload follows. Returns the length of the
+    /// prefix that was added or sent.
+    fn data_behind_cork(
+        &mut self,
+        fd: c_int,
+        parts: &[IoSlice<'_>],
+        flags: c_int,
+        more: bool,
+    ) -> Result<usize, c_int> {
+        let len = parts.iter().map(|p| p.len()).sum();
+        let before = self.held.len();
+        if before + len <= limits::CORKED.min(self.credit()) && self.tx.is_some() {
+            parts.iter().for_each(|p| self.held.extend_from_slice(p));
+            self.corked_until = match before {
+                0 => sys::now_ms() + limits::CORK,
+                _ => self.corked_until,
+            };
+            self.corked = true;
+            if !more {
+                self.uncork(fd);
+            }
+            return Ok(len);
+        }
+        if before == 0 {
+            return self.data(fd, parts, flags);
+        }
+        let mut held = std::mem::take(&mut self.held);
+        let mut all = Vec::with_capacity(parts.len() + 1);
+        all.push(IoSlice::new(&held));
+        all.extend(parts.iter().map(|p| IoSlice::new(p)));
+        let result = self.data(fd, &all, flags);
+        drop(all);
+        drop(held.drain(..result.unwrap_or(0).min(before)));
+        // The rest, if any, is sent as soon as possible.
+        self.corked = false;
+        self.held = held;
+        match result?.saturating_sub(before) {
+            0 => Err(libc::EAGAIN),
+            n => Ok(n),
         }
     }
 
@@ -1435,11 +1511,14 @@ impl Stream {
         if self.closed && self.tx.as_ref().is_some_and(|tx| tx.credit() == 0) {
             return Err(libc::EPIPE);
         }
-        if !self.held.is_empty() || !self.out.is_empty() {
+        if (!self.held.is_empty() && !self.corked) || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
+        let more = flags & libc::MSG_MORE != 0 || self.delays[1] != 0;
         let n = if self.plain {
             self.send_plain(fd, parts, flags)?
+        } else if more || self.corked {
+            self.data_behind_cork(fd, parts, flags & !libc::MSG_MORE, more)?
         } else {
             self.data(fd, parts, flags)?
         };
@@ -1458,10 +1537,11 @@ impl Stream {
         if self.shut_wr || self.broken {
             return Err(libc::EPIPE);
         }
+        self.uncork(fd);
         if self.start.is_some() || self.credit() == 0 || !self.out.is_empty() {
             return Err(libc::EAGAIN);
         }
-        if self.tx.is_none() {
+        if self.tx.is_none() || !self.held.is_empty() {
             return Err(libc::EAGAIN);
         }
         self.control(fd, Kind::Urgent, &[byte]);
@@ -1501,7 +1581,7 @@ impl Stream {
             self.shut_wr = true;
             self.end_due = true;
             self.news.writable = true;
-            self.flush(fd);
+            self.uncork(fd);
         }
         Ok(())
     }
@@ -1522,7 +1602,7 @@ impl Stream {
             return false;
         }
         self.limit_due = false;
-        self.flush(fd);
+        self.uncork(fd);
         let limits_may_come = !self.closed && self.tx.as_ref().is_some_and(Tx::has_sent);
         self.is_waiting() || (limits_may_come && !self.broken)
     }

@@ -969,7 +969,7 @@ impl Sock {
             return;
         }
         while let Some((true, _)) = self.with(|s| {
-            s.flush(fd);
+            s.uncork(fd);
             s.is_waiting()
         }) {
             let left = until.saturating_duration_since(Instant::now());

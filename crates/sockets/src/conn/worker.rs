@@ -29,6 +29,20 @@ struct Work {
     running: bool,
 }
 
+impl Work {
+    /// Adds a stream. Returns false if it is in the list already.
+    fn add(&mut self, fd: c_int, sock: &'static Sock) -> bool {
+        let is_new = !self
+            .watched
+            .iter()
+            .any(|(f, s)| *f == fd && std::ptr::eq(*s, sock));
+        if is_new {
+            self.watched.push((fd, sock));
+        }
+        is_new
+    }
+}
+
 static WORK: Mutex<Option<Work>> = Mutex::new(None);
 /// The number of closed streams of which the peer's kernel has not acknowledged all bytes.
 static DRAINING: AtomicUsize = AtomicUsize::new(0);
@@ -72,12 +86,7 @@ pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> bool {
 pub fn watch(fd: c_int, sock: &'static Sock) {
     let mut guard = lock();
     let work = guard.get_or_insert_default();
-    if !work
-        .watched
-        .iter()
-        .any(|(f, s)| *f == fd && std::ptr::eq(*s, sock))
-    {
-        work.watched.push((fd, sock));
+    if work.add(fd, sock) {
         start(work);
     }
 }
@@ -115,37 +124,63 @@ fn run() {
         let mut draining = std::mem::take(&mut work.draining);
         drop(guard);
         std::thread::sleep(Duration::from_millis(limits::WORKER_TICK as u64));
+        let mut is_calm = true;
         let still: Vec<_> = watched
             .into_iter()
-            .filter(|(fd, sock)| turn(*fd, sock))
+            .filter(|(fd, sock)| {
+                let left = turn(*fd, sock);
+                is_calm &= left != Left::Bytes;
+                left != Left::Nothing
+            })
             .collect();
         draining.retain_mut(drain_turn);
         guard = lock();
-        if let Some(work) = guard.as_mut() {
-            work.watched.extend(still);
-            work.draining.extend(draining);
+        let Some(work) = guard.as_mut() else { return };
+        is_calm &= work.watched.is_empty() && work.draining.is_empty() && draining.is_empty();
+        for (fd, sock) in still {
+            work.add(fd, sock);
+        }
+        work.draining.extend(draining);
+        if is_calm && !work.watched.is_empty() {
+            let tick = Duration::from_millis(limits::CORK_TICK);
+            guard = MORE.wait_timeout(guard, tick).0;
         }
     }
 }
 
-/// Sends what can be sent of the stream of `fd`. Returns whether bytes are left.
-fn turn(fd: c_int, sock: &'static Sock) -> bool {
+/// What a stream has after the worker has handled it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Left {
+    Nothing,
+    /// Corked bytes, or none, but there were corked ones a short time ago.
+    Corked,
+    /// Bytes that could not be sent.
+    Bytes,
+}
+
+/// Sends what can be sent of the stream of `fd`.
+fn turn(fd: c_int, sock: &'static Sock) -> Left {
     // The program may have closed the socket, and `fd` may be another descriptor now.
     if !table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock))
         || sock.mode() != Mode::Up
         || !sock.is_ours(fd)
     {
-        return false;
+        return Left::Nothing;
     }
     let done = sock.with(|stream| {
         stream.flush(fd);
-        if stream.is_waiting() && !stream.has_rest() && sock.may_pull() {
+        let is_waiting = |stream: &Stream| stream.is_waiting() && !stream.is_corked();
+        if is_waiting(stream) && !stream.has_rest() && sock.may_pull() {
             // The bytes cannot be sent before the peer's Reply or credit was received.
             stream.pull(fd, None, limits::WAIT_READ);
         }
-        stream.is_waiting()
+        match is_waiting(stream) {
+            true => Left::Bytes,
+            false if stream.was_corked() => Left::Corked,
+            false => Left::Nothing,
+        }
     });
-    done.is_some_and(|(waits, _)| waits)
+    done.map_or(Left::Nothing, |(left, _)| left)
 }
 
 fn drain_turn(d: &mut Draining) -> bool {

@@ -176,7 +176,7 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
             None => fail_long(libc::EBADF),
         };
     }
-    let kernel = flags & libc::MSG_NOSIGNAL;
+    let kernel = flags & (libc::MSG_NOSIGNAL | libc::MSG_MORE);
     // `is_nonblocking` is a system call, so it is called only when the write would block.
     let may_wait = waits;
     let mut waits = false;

@@ -10,6 +10,7 @@ use crate::conn::set::Set;
 use crate::conn::show;
 use crate::conn::sock::{LIVE, Mode as State, Sock};
 use crate::conn::table::{self, Entry, Listens};
+use crate::conn::worker;
 use crate::directory;
 use crate::owner;
 use crate::policy;
@@ -341,7 +342,7 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
             return fail(libc::ENOTCONN);
         };
         if waits {
-            crate::conn::worker::watch(fd, sock);
+            worker::watch(fd, sock);
         }
         return result.map_or_else(fail, |()| 0);
     }
@@ -714,7 +715,10 @@ pub unsafe extern "C-unwind" fn setsockopt(
         let set = sock.with(|s| {
             s.set_delay(fd, which, on);
         });
-        if set.is_some() {
+        if let Some(((), is_waiting)) = set {
+            if is_waiting {
+                worker::watch(fd, sock);
+            }
             return 0;
         }
     }
