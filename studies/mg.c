@@ -2,8 +2,8 @@
 /*
  * The kernel MG of the NAS parallel benchmarks, implemented from its specification (NAS Technical Report RNR-94-007). It
  * approximates the solution of Poisson's equation on a periodic cube by cycles over grids of 2, 4, 8, ... points in each
- * direction. Messages are planes of all these grids, on 2 ranks from 520 KiB in class A down to 288 bytes. The norm of the
- * residual must equal the published value.
+ * direction. Messages are planes of the grids that are divided. In class A on 2 ranks, the largest has 520 KiB and the
+ * smallest 288 bytes. The norm of the residual must equal the published value.
  *
  * The cube is divided in z, then in y, then in x. The number of ranks must be a power of two. A coarse grid with less than
  * two planes for a rank is not divided: the ranks add up their parts, and each computes all of it.

@@ -40,7 +40,7 @@ struct config {
 struct header {
 	uint64_t number; /* number of this Send on the connection */
 	uint32_t seed;
-	uint32_t compared; /* number of the receiver's Writes with immediate data that this end has compared */
+	uint32_t compared; /* how many of the receiver's Writes with immediate data the sender has compared */
 	uint32_t rkey;     /* key of the window, in a GRANT */
 	uint32_t kind;
 };
@@ -123,7 +123,7 @@ static uint8_t *part(const struct conn *c, unsigned int which, unsigned int slot
 
 enum { RECV_PART, OUT_PART, IN_PART, WRITE_PART, IMM_PART, WINDOW_PART, SOURCE_PART };
 
-/* The words for atomics follow the other parts, page-aligned. */
+/* The words for atomics follow the other parts. They are aligned to 8 bytes, because the lengths of messages are. */
 static uint64_t *words(const struct conn *c)
 {
 	return (uint64_t *)part(c, SOURCE_PART, 1);
@@ -435,7 +435,7 @@ static const char *sent(struct conn *c, const struct ibv_wc *wc, struct sums *mi
 		break;
 	case FETCH_ADD:
 		memcpy(&old, (void *)(((uintptr_t)part(c, IN_PART, n) + 7) & ~7ull), 8);
-		TRY(record_arrival(&c->adds, old, false, "sum"));
+		TRY(record_arrival(&c->adds, old, false, "value of Fetch and Add"));
 		break;
 	case CMP_SWAP:
 		memcpy(&old, (void *)(((uintptr_t)part(c, IN_PART, n) + 7) & ~7ull), 8);
@@ -792,7 +792,7 @@ static const char *compare_accounts(void)
 		       (unsigned long long)c->sends_in.next, (unsigned long long)theirs.sends);
 		ENSURE(c->writes_in.next == theirs.written, "connection %u: %llu Writes of %llu arrived", i,
 		       (unsigned long long)c->writes_in.next, (unsigned long long)theirs.written);
-		ENSURE(c->adds.next == c->adds_out, "connection %u: %llu sums of %llu", i,
+		ENSURE(c->adds.next == c->adds_out, "connection %u: Fetch and Add returned %llu of %llu expected values", i,
 		       (unsigned long long)c->adds.next, (unsigned long long)c->adds_out);
 		ENSURE(words(c)[0] == theirs.adds, "connection %u: the sum is %llu, expected %llu", i,
 		       (unsigned long long)words(c)[0], (unsigned long long)theirs.adds);
@@ -832,7 +832,7 @@ static const char *traffic(void)
 	atomic_store(&stop, true);
 	if (!reason)
 		reason = wait_until(nothing_under_way, STOP_LIMIT_MS, "all requests are complete");
-	/* The peer may still send, and windows are returned. */
+	/* The peer may still send. If it grants a window, this end posts one more request, which returns the window. */
 	for (int round = 0; !reason && round < 3; round++) {
 		mine[0] = mine[1] = 0;
 		for (unsigned int i = 0; i < config.qps; i++) {
@@ -1056,7 +1056,7 @@ static const char *idle_connections(unsigned int n, struct ibv_mr *buffer)
 	sleep_ms(100);
 	malloc_trim(0);
 	/*
-	 * The process keeps buffers of 2 MiB for later queue pairs, which is 2 KiB for each of 1,000 queue pairs. The
+	 * The process keeps up to 2 MiB of buffers in all for later queue pairs: 2 KiB for each of 1,000 queue pairs. The
 	 * rest of the limit is memory that malloc keeps.
 	 */
 	return print_cost("RC queue pair, all destroyed", before, n, 3);
@@ -1138,7 +1138,7 @@ static const char *idle_end(void)
 	memset(kept + kept_count, 0, sizeof kept - kept_count * sizeof kept[0]); /* makes the pages resident now */
 	buffer = new_mr(pd, idle_memory, sizeof idle_memory, ALL_ACCESS);
 	ENSURE(buffer, "ibv_reg_mr: %s", strerror(errno));
-	/* Datagrams first, because memory that connections leave with malloc would hide the memory of datagram peers. */
+	/* Datagrams first: malloc keeps the memory that closed connections have freed, and datagram peers would use it. */
 	TRY(idle_peers(idle_count, buffer));
 	TRY(idle_connections(idle_count, buffer));
 	return close_all();

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_survives_the_wire() {
+    fn a_peer_is_converted_to_a_name_and_back() {
         for peer in [peer("127.0.0.1", 0x00ab_cd07), peer("fe80::1", 0x0000_0100)] {
             let (name, len) = peer.name();
             assert_eq!(len, name_len(format_of(peer.ip)));

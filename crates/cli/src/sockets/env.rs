@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_format_contains_only_its_variables() {
+    fn each_format_escapes_its_special_characters() {
         let rest = [("R", "program a'b$c%d\"e".to_owned())];
         assert_eq!(
             shell("/l.so", &rest),

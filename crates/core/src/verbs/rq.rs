@@ -116,7 +116,8 @@ impl RecvQueue {
         }
     }
 
-    /// Completes the receive that was taken last, in the queue pair's own completion queue or the shared queue's.
+    /// Completes the receive that was taken last. With XRC the completion goes to the completion queue of the XRC SRQ that the receive came
+    /// from, otherwise to `own`, the completion queue of the queue pair.
     #[inline]
     pub fn complete(&self, entry: Completion, own: &Cq) -> Result<(), Overflow> {
         match self {

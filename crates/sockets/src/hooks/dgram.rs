@@ -304,7 +304,8 @@ pub(super) unsafe fn plan(dgram: &Dgram, msg: *const msghdr, flags: c_int) -> Op
     Some(Plan { peer, kind, length })
 }
 
-/// Returns the longest payload of a reliable datagram to this address. Over IPv4 the kernel refuses a longer one.
+/// Returns the longest payload that a message or reliable datagram to this address may have. A longer one is given to the kernel, which
+/// refuses it over IPv4.
 fn longest(peer: &SocketAddr) -> usize {
     if peer.ip().to_canonical().is_ipv4() {
         crate::reliable::LONGEST
