@@ -234,7 +234,8 @@ fn provider(built: &Path, lib: &Path, work: &Path) -> Result {
 }
 
 /// Links a library that programs load by its name. Its code is that of the static library of the same name. `exports`: its
-/// symbols, each with a semicolon. The library is never unloaded, because its threads run its code or the device stays open.
+/// symbols, each with a semicolon. The library is never unloaded, because its threads may run its code, or the device that it opened may
+/// be in use.
 fn loadable(
     name: &str,
     exports: &[String],

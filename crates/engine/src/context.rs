@@ -101,8 +101,8 @@ impl Context {
         self.count(before, after);
     }
 
-    /// Called when a completion queue is created. A context without one is not polled. For example, the context that librdmacm opens for
-    /// its identifiers stays open although the program may not use it.
+    /// Called when a completion queue is created. A context without completion queues counts neither as used nor as polled:
+    /// librdmacm opens a context for its identifiers, which stays open even if the program never uses it.
     pub(crate) fn add_queue(&self) {
         let before = self.state.fetch_add(QUEUE, Ordering::Relaxed);
         self.count(before, before + QUEUE);

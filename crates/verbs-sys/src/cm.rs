@@ -3,7 +3,7 @@
 //! The conventions are those of [`crate::verbs`]. The test in `layout.rs` compares every line with the headers.
 #![allow(
     missing_docs,
-    reason = "the manual pages of librdmacm document these names; repeating them here would only age"
+    reason = "the manual pages of librdmacm document these names; a copy here would become outdated"
 )]
 #![allow(
     missing_debug_implementations,

@@ -97,7 +97,7 @@ pub(crate) enum Runner {
     Exs,
     /// SIPp, ffmpeg, sockperf, iperf3 and perftest.
     Apps,
-    /// Streams of two kinds on a slow link with lanes.
+    /// Streams of two kinds on a slow link. Each has a virtual lane of its own.
     Lanes,
     /// No program: no figure of the file can be measured.
     None,
@@ -205,7 +205,7 @@ pub(crate) struct Axis {
     /// The settings that a value represents, if the value is only a name: `[axis.place.set.network]`.
     #[serde(default)]
     set: BTreeMap<String, BTreeMap<String, Value>>,
-    /// The points that exist with a value, unless all points do: `[axis.rate.only.none]`.
+    /// For some values of this axis, which points with the value exist; all of them without an entry: `[axis.rate.only.none]`.
     #[serde(default)]
     only: BTreeMap<String, Select>,
 }
@@ -457,7 +457,7 @@ impl std::str::FromStr for Varied {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || "it has the form AXIS=VALUE,VALUE, as in carrier=tcp,udp".to_owned();
+        let wrong = || "expected AXIS=VALUE,VALUE, as in carrier=tcp,udp".to_owned();
         let (axis, values) = text.split_once('=').ok_or_else(wrong)?;
         let values: Vec<Value> = values.split(',').map(|v| Value(v.to_owned())).collect();
         let distinct: BTreeSet<&Value> = values.iter().collect();

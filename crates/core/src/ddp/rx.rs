@@ -48,8 +48,8 @@ impl Violation {
         }
     }
 
-    /// The segment is valid, but the posted receive cannot take it: it is too short, or its memory is not registered. The
-    /// peer's request fails with `theirs`, and the receive with `ours`.
+    /// The segment is valid, but the posted receive cannot take it: the receive is too short, or its memory is not
+    /// registered. The peer's request fails with `theirs`, and the receive with `ours`.
     pub(crate) fn receive(error: PeerError, theirs: Status, ours: Status) -> Self {
         Self {
             receive: Some(ours),
