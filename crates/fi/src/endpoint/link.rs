@@ -23,13 +23,21 @@ use super::*;
 const MESSAGE_ROOM: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
 /// The name of a link: its index in the table of links, and a number that no other link of this index has had recently.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Name {
     link_index: u8,
     generation: u16,
 }
 
 impl Name {
+    #[cfg(test)]
+    pub(super) const fn for_test(link_index: u8) -> Self {
+        Self {
+            link_index,
+            generation: 0,
+        }
+    }
+
     fn id(self, kind: u64, index: usize) -> u64 {
         kind << KIND
             | u64::from(self.generation) << 40
@@ -312,7 +320,7 @@ impl Endpoint {
     fn forget_closed_link(&mut self) {
         let held = &self.held;
         let is_done = |link: &Link| {
-            let waits = held.iter().any(|held| held.link == Some(link.name));
+            let waits = held.has_message_of(link.name);
             link.closed && link.sent.is_empty() && link.writes.is_empty() && !waits
         };
         let mut all = self.links.all.iter_mut();
@@ -557,7 +565,7 @@ impl Endpoint {
         let link = self.links.all.get(link_index)?.as_ref()?;
         // Each held message of the link occupies one of its receives, and each write consumes one. While messages are held, writes
         // could consume all other receives, so none is granted.
-        let waits = self.held.iter().any(|held| held.link == Some(link.name));
+        let waits = self.held.has_message_of(link.name);
         let usable =
             link.receives && link.remote.is_some() && !link.broken && !link.closed && !waits;
         (usable && link.binds < limits::BINDS).then_some(link_index)
@@ -787,7 +795,7 @@ impl Endpoint {
             let Some(sent) = link.sent.front().copied() else {
                 // Messages that have arrived on the link may still wait for a receive.
                 let name = link.name;
-                if !self.held.iter().any(|h| h.link == Some(name))
+                if !self.held.has_message_of(name)
                     && let Some(link) = self.links.all.get_mut(link_index)
                 {
                     *link = None;
@@ -875,9 +883,9 @@ impl Endpoint {
             let name = link.name;
             if !link.receives {
                 // The peer has not sent `moved`, and will not send it any more, so these messages can never be read.
-                self.held.retain(|held| held.link != Some(name));
+                self.held.remove_link(name);
             }
-            if self.held.iter().any(|h| h.link == Some(name)) {
+            if self.held.has_message_of(name) {
                 self.links.any_broken = true;
             } else {
                 *to = None;

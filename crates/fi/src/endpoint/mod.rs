@@ -12,6 +12,7 @@ pub(crate) mod atomic;
 mod credit;
 mod fence;
 mod fetch;
+mod held;
 mod link;
 mod one_sided;
 mod progress;
@@ -22,6 +23,8 @@ use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
+
+use held::{Held, HeldMessages};
 
 use crate::abi::*;
 use crate::address::{Remote, Vector};
@@ -335,18 +338,6 @@ enum Deferred {
     Notice(Remote, Header, Done),
 }
 
-/// A message that stays in a receive of the device, because too many unexpected messages are stored.
-#[derive(Debug)]
-struct Held {
-    receive: usize,
-    /// The link on which it has arrived, if any.
-    link: Option<link::Name>,
-    /// Of a datagram: whether messages that its sender has sent over a link precede it.
-    follows_link: bool,
-    length: usize,
-    from: Remote,
-}
-
 /// A message to send.
 #[derive(Debug, Clone, Copy)]
 pub struct Outgoing {
@@ -531,7 +522,7 @@ pub struct Endpoint {
     deferred: VecDeque<Deferred>,
     postponed: VecDeque<fence::Postponed>,
     credit: credit::Credit,
-    held: VecDeque<Held>,
+    held: HeldMessages,
     /// The number of requests that have not completed.
     outstanding: usize,
     /// Peers with messages that need not be acknowledged soon: at most [`limits::LATER`].
@@ -621,7 +612,7 @@ impl Endpoint {
             postponed: VecDeque::new(),
             credit: credit::Credit::default(),
             links: link::Links::new(job.links),
-            held: VecDeque::new(),
+            held: HeldMessages::default(),
             outstanding: 0,
             later: Vec::new(),
             asked: Instant::now(),

@@ -404,8 +404,7 @@ impl Endpoint {
         let source = self.source(cx, from);
         let message = match held.link {
             Some(link) => {
-                let is_earlier = |h: &Held| h.link.is_none() && !h.follows_link && h.from == from;
-                let first = self.held.iter().any(is_earlier);
+                let first = self.held.has_datagram_before_link(from);
                 match self.links.message(link, at, length) {
                     // Earlier messages of the peer that came without the link are handled first.
                     Some(_) if first => return false,
@@ -432,7 +431,7 @@ impl Endpoint {
             return room;
         }
         // The link has failed, and its last messages wait. The datagram was sent after them.
-        if held.follows_link && self.held.iter().any(|h| h.link.is_some() && h.from == from) {
+        if held.follows_link && self.held.has_message_on_link(from) {
             return false;
         }
         let crowded = self.is_crowded();
