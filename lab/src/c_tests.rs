@@ -18,6 +18,7 @@ const PROGRAMS: &[&str] = &[
     "vanish",
     FI,
     FI_QUICK,
+    PANIC,
     EXS_MANY,
     EXS,
     "access",
@@ -48,7 +49,6 @@ const PROGRAMS: &[&str] = &[
     "scarce",
     "stat",
     "strangers",
-    PANIC,
 ];
 
 /// The program that is linked to anywarp's libraries by path, because the loader ignores environment variables in a
@@ -132,7 +132,6 @@ const ALONE: &[&str] = &[
     "scarce",
     "stat",
     "strangers",
-    PANIC,
 ];
 
 /// Builds and runs the programs. `arguments` are names of programs, or one program and parts of test names.
