@@ -382,12 +382,20 @@ impl Build {
         Ok(out)
     }
 
-    /// Returns the command for the tests of the crates and the simulation. The simulation has only one thread, so
-    /// ThreadSanitizer checks it only if `long`.
+    /// Returns the command for the tests of the crates that have `unsafe` code. The core and the simulation have none (`forbid`), and one
+    /// thread: only `long` checks them.
     fn unit_tests(&self, arguments: &[&str], long: bool) -> Command {
-        let mut packages = vec!["anywarp-core", "anywarp-engine"];
-        if long || self.kind == Kind::Address {
-            packages.push("anywarp-sim");
+        let mut packages = vec![
+            "anywarp-engine",
+            "anywarp-shared-memory",
+            "anywarp-sockets-base",
+            "anywarp-sockets",
+            "anywarp-buffers",
+            "anywarp-exs",
+            "anywarp-fi",
+        ];
+        if long {
+            packages.extend(["anywarp-core", "anywarp-sim"]);
         }
         let mut command = self.cargo();
         command.args(["test", "--quiet", "--target", &self.target]);

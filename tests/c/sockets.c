@@ -1013,6 +1013,7 @@ struct share {
 	int fd;
 	size_t len;
 	ssize_t got;
+	const char *error;
 };
 
 static void *write_share(void *arg)
@@ -1048,7 +1049,7 @@ static const char *two_readers(size_t half)
 	}
 	ENSURE(!setsockopt(p.b, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit), "SO_RCVTIMEO: %s", strerror(errno));
 	for (int round = 0; round < 20; round++) {
-		struct share shares[2] = { { p.b, half, 0 }, { p.b, half | 1, 0 } }, written = { p.a, 2 * half, 0 };
+		struct share shares[2] = { { .fd = p.b, .len = half }, { .fd = p.b, .len = half | 1 } }, written = { .fd = p.a, .len = 2 * half };
 		pthread_t threads[2], writer;
 		ssize_t all;
 
@@ -1186,6 +1187,229 @@ static const char *corked(size_t arg)
 	ENSURE(!setsockopt(p.b, IPPROTO_TCP, TCP_CORK, &(int){ 1 }, sizeof(int)), "TCP_CORK: %s", strerror(errno));
 	ENSURE(write(p.b, "bye", 3) == 3 && !close(p.b), "write: %s", strerror(errno));
 	TRY(arrive(p.a, "bye"));
+	return NULL;
+}
+
+enum { PARENT_CLOSES, CHILD_ANSWERS, CHILD_READS, CHILD_WAITS };
+
+/* A process forks with corked bytes, or after corked bytes were sent. Each byte arrives once, and both processes can use the stream. */
+static const char *corked_fork(size_t how)
+{
+	struct pair p;
+	int status;
+	pid_t child;
+
+	TRY(connected(&p));
+	TRY(cork(p.a, 1));
+	ENSURE(write(p.a, "head", 4) == 4, "write: %s", strerror(errno));
+	if (how == CHILD_WAITS) {
+		TRY(cork(p.a, 0));
+		TRY(takes(p.b, "head"));
+	}
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		char word[4] = "";
+		bool ok = true;
+
+		close(p.b);
+		if (how == PARENT_CLOSES)
+			sleep_ms(300);
+		if (how == CHILD_ANSWERS)
+			ok = write(p.a, "body", 4) == 4;
+		if (how == CHILD_READS)
+			ok = read(p.a, word, 4) == 4;
+		/* The parent's worker may have looked at the stream meanwhile. */
+		if (how == CHILD_WAITS)
+			sleep_ms(300);
+		if (how == CHILD_WAITS)
+			ok = write(p.a, "tail", 4) == 4;
+		_exit(!ok);
+	}
+	if (how == PARENT_CLOSES)
+		ENSURE(!close(p.a), "close: %s", strerror(errno));
+	TRY(takes(p.b, how == CHILD_WAITS ? "tail" : "head"));
+	if (how == CHILD_ANSWERS)
+		TRY(takes(p.b, "body"));
+	if (how == CHILD_READS)
+		TRY(text(p.b, "word"));
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	if (how == CHILD_ANSWERS) {
+		TRY(cork(p.a, 0));
+		TRY(nothing_arrives(p.b));
+	}
+	close(p.a);
+	ENSURE(read(p.b, &status, 1) == 0, "the stream does not end: %s", strerror(errno));
+	return NULL;
+}
+
+/* A process ends, or executes another program, with corked bytes. */
+static const char *corked_end(size_t executes)
+{
+	struct pair p;
+	int status;
+	pid_t child;
+
+	TRY(connected(&p));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		close(p.b);
+		if (write(p.a, "one ", 4) != 4 || send(p.a, "two", 3, MSG_MORE) != 3)
+			_exit(1);
+		if (executes)
+			execv("/bin/true", (char *[]){ "true", NULL });
+		_exit(executes != 0);
+	}
+	close(p.a);
+	ENSURE(waitpid(child, &status, 0) == child && !status, "the child fails: status %#x", status);
+	TRY(takes(p.b, "one "));
+	TRY(takes(p.b, "two"));
+	ENSURE(read(p.b, &status, 1) == 0, "the stream does not end: %s", strerror(errno));
+	return NULL;
+}
+
+/* The descriptor by which bytes were corked is closed, while another one is open. */
+static const char *corked_copy(size_t arg)
+{
+	struct pair p;
+	int copy;
+
+	(void)arg;
+	TRY(connected(&p));
+	copy = dup(p.a);
+	ENSURE(copy >= 0, "dup: %s", strerror(errno));
+	keep_fd(copy);
+	ENSURE(send(p.a, "word", 4, MSG_MORE) == 4, "send: %s", strerror(errno));
+	ENSURE(!close(p.a), "close: %s", strerror(errno));
+	TRY(takes(p.b, "word"));
+	return NULL;
+}
+
+/* A program that only writes learns that its peer has ended. */
+static const char *writes_to_the_dead(size_t arg)
+{
+	static char block[9000];
+	struct pair p;
+	pid_t child;
+
+	(void)arg;
+	TRY(connected(&p));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		close(p.a);
+		_exit(take_all(p.b, 20 * sizeof block) != NULL);
+	}
+	close(p.b);
+	for (int i = 0; i < 20; i++)
+		ENSURE(write(p.a, block, sizeof block) == (ssize_t)sizeof block, "write: %s", strerror(errno));
+	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	for (int i = 0; i < 100; i++) {
+		if (write(p.a, block, i ? 100 : sizeof block) < 0) {
+			ENSURE(errno == EPIPE || errno == ECONNRESET, "write: %s", strerror(errno));
+			return NULL;
+		}
+		sleep_ms(10);
+	}
+	return "a program that has ended is written to for a second";
+}
+
+/* What was sent before the peer ended is read to its end. */
+static const char *reads_from_the_dead(size_t total)
+{
+	static char block[1 << 18];
+	struct pair p;
+	pid_t child;
+	size_t got = 0;
+	int waiting;
+	ssize_t n;
+
+	TRY(connected(&p));
+	child = fork();
+	ENSURE(child >= 0, "fork: %s", strerror(errno));
+	if (!child) {
+		close(p.b);
+		_exit(write(p.a, block, total) != (ssize_t)total);
+	}
+	close(p.a);
+	sleep_ms(100);
+	/* With these lengths, and with bytes that the library has counted before, it permits the peer twice to send more. */
+	ENSURE(!ioctl(p.b, FIONREAD, &waiting), "FIONREAD: %s", strerror(errno));
+	while ((n = read(p.b, block, got ? 4096 : 8190)) > 0) {
+		got += (size_t)n;
+		sleep_ms(1);
+	}
+	ENSURE(n == 0, "after %zu bytes: %s", got, strerror(errno));
+	ENSURE(got == total, "%zu of %zu bytes", got, total);
+	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
+	return NULL;
+}
+
+static void *take_share(void *p)
+{
+	struct share *share = p;
+
+	share->error = take_all(share->fd, share->len);
+	return NULL;
+}
+
+/*
+ * The kernel's buffer is full of bytes that the peer does not read when this end reads. The peer learns nevertheless that it may send more.
+ * With some values of `size` the last message fills the buffer exactly.
+ */
+static const char *read_with_full_buffer(size_t size)
+{
+	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), small = 1;
+	static char block[24000];
+	struct share share = { .len = 24000 };
+	socklen_t len = sizeof at;
+	pthread_t thread;
+	size_t sent = 0;
+	struct pair p;
+	ssize_t n;
+
+	keep_fd(listener);
+	ENSURE(!setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &small, sizeof small), "SO_RCVBUF: %s", strerror(errno));
+	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
+	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	keep_fd(p.a);
+	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &small, sizeof small), "SO_SNDBUF: %s", strerror(errno));
+	ENSURE(!connect(p.a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
+	p.b = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	ENSURE(p.b >= 0, "accept4: %s", strerror(errno));
+	keep_fd(p.b);
+	TRY(greet(&p));
+	/* The peer's kernel acknowledges bytes after up to 40 ms. */
+	for (int calm = 0; calm < 6; calm++) {
+		while ((n = send(p.a, block, size, MSG_DONTWAIT)) > 0) {
+			sent += (size_t)n;
+			calm = -1;
+		}
+		ENSURE(errno == EAGAIN && sent < 15000, "%zu bytes were sent: %s", sent, strerror(errno));
+		sleep_ms(10);
+	}
+	ENSURE(write(p.b, block, 12000) == 12000, "write: %s", strerror(errno));
+	TRY(take_all(p.a, 12000));
+	share.fd = p.a;
+	ENSURE(!pthread_create(&thread, NULL, take_share, &share), "pthread_create");
+	ENSURE(write(p.b, block, 24000) == 24000, "write: %s", strerror(errno));
+	pthread_join(thread, NULL);
+	TRY(share.error);
+	TRY(take_all(p.b, sent));
+	close(p.a);
+	close(p.b);
+	close(listener);
+	return NULL;
+}
+
+static const char *reads_with_a_full_buffer(size_t arg)
+{
+	(void)arg;
+	for (size_t size = 4; size < 50; size += 4)
+		TRY(read_with_full_buffer(size));
 	return NULL;
 }
 
@@ -1508,6 +1732,78 @@ static const char *cancelled(size_t with_poll)
 	return NULL;
 }
 
+/* Writes a pattern without end, in blocks of many lengths. The byte 255 is not in it. */
+static void *write_pattern(void *p)
+{
+	static __thread char block[40000];
+	size_t at = 0, len = 1;
+
+	for (;;) {
+		ssize_t n;
+
+		for (size_t k = 0; k < len; k++)
+			block[k] = (char)((at + k) % 251);
+		n = write(*(int *)p, block, len);
+		if (n < 0)
+			return p;
+		at += (size_t)n;
+		len = 1 + (len * 7 + 11) % sizeof block;
+	}
+}
+
+/* Reads patterns until the end of the stream. The byte 255 is between two. */
+static void *read_patterns(void *p)
+{
+	static char block[65536];
+	struct share *share = p;
+	size_t at = 0;
+	ssize_t n;
+
+	while ((n = read(share->fd, block, sizeof block)) > 0) {
+		for (ssize_t k = 0; k < n; k++) {
+			unsigned char byte = (unsigned char)block[k];
+
+			if (byte == 255) {
+				at = 0;
+				share->len++;
+			} else if (byte != at++ % 251) {
+				share->error = "bytes are missing";
+				return NULL;
+			}
+		}
+	}
+	share->error = n ? "the stream breaks" : NULL;
+	return NULL;
+}
+
+/* Threads are cancelled while they write. The bytes that the peer gets have no gaps, and other threads can use the connection afterwards. */
+static const char *cancelled_write(size_t arg)
+{
+	struct share share = { .len = 0 };
+	pthread_t reader;
+	struct pair p;
+
+	(void)arg;
+	TRY(connected(&p));
+	share.fd = p.b;
+	ENSURE(!pthread_create(&reader, NULL, read_patterns, &share), "pthread_create");
+	for (int i = 0; i < 200; i++) {
+		pthread_t thread;
+		void *result;
+
+		ENSURE(!pthread_create(&thread, NULL, write_pattern, &p.a), "pthread_create");
+		usleep((useconds_t)(i * 37 % 2000));
+		ENSURE(!pthread_cancel(thread) && !pthread_join(thread, &result), "pthread_cancel");
+		ENSURE(result == PTHREAD_CANCELED, "the thread was not cancelled, or its write fails");
+		ENSURE(write(p.a, "\377", 1) == 1, "write: %s", strerror(errno));
+	}
+	ENSURE(!shutdown(p.a, SHUT_WR), "shutdown: %s", strerror(errno));
+	pthread_join(reader, NULL);
+	TRY(share.error);
+	ENSURE(share.len == 200, "%zu patterns arrive", share.len);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "is_upgraded", is_upgraded, 0, 0, false },
 	{ "level", level, 0, 0, false },
@@ -1546,6 +1842,17 @@ static const struct test tests[] = {
 	{ "two_readers_short", two_readers, 10, 0, false },
 	{ "short_writes_block", short_writes_block, 0, 0, false },
 	{ "corked", corked, 0, 0, false },
+	{ "corked_parent_closes", corked_fork, PARENT_CLOSES, 0, false },
+	{ "corked_child_answers", corked_fork, CHILD_ANSWERS, 0, false },
+	{ "corked_child_reads", corked_fork, CHILD_READS, 0, false },
+	{ "corked_child_waits", corked_fork, CHILD_WAITS, 0, false },
+	{ "corked_exit", corked_end, 0, 0, false },
+	{ "corked_exec", corked_end, 1, 0, false },
+	{ "corked_copy", corked_copy, 0, 0, false },
+	{ "writes_to_the_dead", writes_to_the_dead, 0, 0, false },
+	{ "reads_from_the_dead", reads_from_the_dead, 16382, 0, false },
+	{ "reads_more_from_the_dead", reads_from_the_dead, 200000, 0, false },
+	{ "reads_with_a_full_buffer", reads_with_a_full_buffer, 0, 0, false },
 	{ "bursts_blocking", bursts, BLOCKS, 0, false },
 	{ "bursts_all", bursts, WAITS_FOR_ALL, 0, false },
 	{ "bursts_polled", bursts, POLLS, 0, false },
@@ -1564,6 +1871,7 @@ static const struct test tests[] = {
 	{ "polled_after_read", polled_after_read, 0, 0, false },
 	{ "cancelled_read", cancelled, 0, 0, false },
 	{ "cancelled_poll", cancelled, 1, 0, false },
+	{ "cancelled_write", cancelled_write, 0, 0, false },
 };
 
 int main(int argc, char **argv)

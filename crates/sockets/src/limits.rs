@@ -79,6 +79,11 @@ pub const CORK_TICK: u64 = 50;
 pub const WORKER_TICK: i32 = 2;
 /// Milliseconds after which a closed stream is abandoned, even if bytes are unsent or the peer has not closed it.
 pub const DRAIN: u64 = 5000;
+/// The most messages in succession while no payload moves in either direction. A peer sends one for each half of its window that it has read
+/// and one each time this end asks for it, so a few are on the way.
+pub const IDLE_MESSAGES: u32 = 1000;
+/// Milliseconds after which a writer that does not see the peer read checks whether the connection still exists.
+pub const UNREAD: u64 = 4;
 /// The most closed streams that are drained at the same time, since each holds a descriptor. Further ones are closed at once.
 pub const DRAINS: usize = 1024;
 /// Milliseconds between two checks, when the process exits, of whether the peer has acknowledged the sent bytes.

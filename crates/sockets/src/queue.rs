@@ -171,7 +171,8 @@ impl Queue {
         let before = self.bytes.capacity();
         if before == 0
             && self.shares
-            && let Some(buffer) = FREE.lock().pop()
+            // If another thread held the lock at a fork, it stays locked in the child.
+            && let Some(buffer) = FREE.try_lock().and_then(|mut free| free.pop())
         {
             self.bytes = buffer;
         }
@@ -211,8 +212,9 @@ impl Queue {
         USED.fetch_sub(buffer.capacity(), Ordering::Relaxed);
         if self.shares && (1..=limits::SLAB).contains(&buffer.capacity()) {
             buffer.clear();
-            let mut free = FREE.lock();
-            if free.len() < limits::SLABS_KEPT {
+            if let Some(mut free) = FREE.try_lock()
+                && free.len() < limits::SLABS_KEPT
+            {
                 free.push(buffer);
             }
         }

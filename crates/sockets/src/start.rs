@@ -85,9 +85,9 @@ extern "C" fn before_fork() {
         }
     });
     if LIVE.load(Ordering::Relaxed) > 0 {
-        table::for_each(|_, entry| {
+        table::for_each(|fd, entry| {
             if let Entry::Sock(sock) = entry {
-                sock.before_fork();
+                sock.before_fork(fd);
             }
         });
     }

@@ -58,7 +58,8 @@ impl<'a> Room<'a> {
             head: [0; HEAD],
             few,
             buffer: is_long.then(|| {
-                let kept = SCRATCH.lock().pop();
+                // If another thread held the lock at a fork, it stays locked in the child.
+                let kept = SCRATCH.try_lock().and_then(|mut all| all.pop());
                 kept.unwrap_or_else(|| vec![0; limits::SCRATCH].into_boxed_slice())
             }),
         }
@@ -115,13 +116,24 @@ impl<'a> Room<'a> {
 
 impl Drop for Room<'_> {
     fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            let mut all = SCRATCH.lock();
-            if all.len() < limits::SCRATCH_KEPT {
-                all.push(buffer);
-            }
+        if let Some(buffer) = self.buffer.take()
+            && let Some(mut all) = SCRATCH.try_lock()
+            && all.len() < limits::SCRATCH_KEPT
+        {
+            all.push(buffer);
         }
     }
+}
+
+/// What a stream has to send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pending {
+    /// Nothing.
+    Nothing,
+    /// Only corked bytes.
+    Corked,
+    /// Bytes that wait for the carrier, the peer's Reply or credit.
+    Bytes,
 }
 
 /// What a call changed for other threads that wait for the stream.
@@ -150,6 +162,8 @@ pub struct Stream {
     /// Bytes of FPDUs that the carrier has not accepted yet.
     out: Vec<u8>,
     out_from: usize,
+    /// `out` has nothing but a Limit.
+    out_is_limit: bool,
     /// The receive window: how many bytes the peer may send beyond what the program has read.
     window: u32,
     /// The peer has sent its last data. Its Limit messages may still arrive.
@@ -187,6 +201,8 @@ pub struct Stream {
     blind: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
+    /// The time in milliseconds when the writer last found the memory empty or checked the connection.
+    checked: u64,
     /// The peer has offered memory. Further offers are ignored.
     was_offered: bool,
     news: News,
@@ -384,6 +400,7 @@ impl Stream {
             corked_until: 0,
             out: Vec::new(),
             out_from: 0,
+            out_is_limit: false,
             window: window_first(),
             eof: false,
             closed: false,
@@ -403,6 +420,7 @@ impl Stream {
             blind: false,
             urgent: None,
             memory_out: MemoryOut::Never,
+            checked: 0,
             was_offered: false,
             news: News::default(),
             run: 0,
@@ -498,6 +516,15 @@ impl Stream {
     /// Returns whether all bytes that wait are corked.
     pub fn is_corked(&self) -> bool {
         self.corked && self.out.is_empty() && !self.limit_due
+    }
+
+    /// Returns what the stream has to send.
+    pub fn pending(&self) -> Pending {
+        match self.is_waiting() {
+            false => Pending::Nothing,
+            true if self.is_corked() => Pending::Corked,
+            true => Pending::Bytes,
+        }
     }
 
     /// Returns whether bytes were corked a short time ago.
@@ -1108,7 +1135,7 @@ impl Stream {
     fn open_window(&mut self, fd: c_int) {
         let ahead = self.rx.open() as usize + self.queue.held();
         let gone = (self.window as usize).saturating_sub(ahead);
-        if gone < self.window as usize / 2 || self.rx.ended() || self.plain {
+        if gone < self.window as usize / 2 || self.rx.ended() || self.plain || self.closed {
             return;
         }
         // The queue is empty, so the program keeps up and a larger window may help.
@@ -1140,24 +1167,42 @@ impl Stream {
         if self.corked && sys::now_ms() >= self.corked_until {
             self.corked = false;
         }
-        while !self.held.is_empty() && !self.corked && self.out.is_empty() && self.credit() > 0 {
-            let held = std::mem::take(&mut self.held);
-            match self.data(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL) {
-                Ok(n) if n < held.len() => self.held = held.get(n..).unwrap_or(&[]).to_vec(),
-                Ok(_) => {}
-                Err(libc::EAGAIN) => {
-                    self.held = held;
-                    return;
-                }
-                Err(_) => return,
-            }
-            if self.held.is_empty() {
-                self.news.writable = true;
-            }
+        if !self.held.is_empty() && !self.corked && !self.flush_held(fd) {
+            return;
         }
         if self.end_due && self.held.is_empty() && self.out.is_empty() && self.tx.is_some() {
             self.end_due = false;
             self.control(fd, Kind::End, &[]);
+        }
+    }
+
+    /// Sends the held bytes for which there is credit. Returns false if the carrier accepts no more.
+    fn flush_held(&mut self, fd: c_int) -> bool {
+        let mut held = std::mem::take(&mut self.held);
+        let mut sent = 0;
+        let mut accepts = true;
+        while accepts && sent < held.len() && self.out.is_empty() && self.credit() > 0 {
+            let rest = held.get(sent..).unwrap_or(&[]);
+            match self.data(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
+                Ok(n) => sent += n,
+                Err(libc::EAGAIN) => accepts = false,
+                Err(_) => return false,
+            }
+        }
+        if sent < held.len() {
+            held.drain(..sent);
+            self.held = held;
+        } else {
+            self.news.writable = true;
+        }
+        accepts
+    }
+
+    /// Sends corked bytes before the process ends or executes another program. In a signal handler no memory may be freed, so it is leaked.
+    pub fn uncork_at_end(&mut self, fd: c_int) {
+        if self.is_corked() && self.tx.is_some() {
+            let held = std::mem::ManuallyDrop::new(std::mem::take(&mut self.held));
+            let _sent = self.data(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL);
         }
     }
 
@@ -1222,6 +1267,8 @@ impl Stream {
             match sys::send(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
                 Ok(n) => self.out_from += n,
                 Err(libc::EAGAIN | libc::EINTR) => return false,
+                // The peer has closed the connection and needs no limit. What it has sent before can still be read.
+                Err(libc::EPIPE | libc::ECONNRESET) if self.out_is_limit => break,
                 Err(e) => {
                     self.fail(e);
                     return false;
@@ -1230,6 +1277,7 @@ impl Stream {
         }
         if !self.out.is_empty() {
             self.out_from = 0;
+            self.out_is_limit = false;
             self.out = Vec::new();
             self.news.writable = true;
         }
@@ -1262,6 +1310,14 @@ impl Stream {
         }
     }
 
+    /// Queues bytes for the carrier.
+    fn queue_out(&mut self, bytes: &[u8]) {
+        if !bytes.is_empty() {
+            self.out_is_limit = false;
+            self.out.extend_from_slice(bytes);
+        }
+    }
+
     /// Sends a message that is not payload of the stream. What the carrier does not accept at once is queued.
     fn control(&mut self, fd: c_int, kind: Kind, payload: &[u8]) {
         self.joins(fd, 0);
@@ -1272,9 +1328,11 @@ impl Stream {
         let Some(tx) = &mut self.tx else { return };
         let frame = tx.frame(kind, limit, std::iter::once(payload));
         tx.went(&frame);
+        let is_first = self.out.is_empty();
         for part in around(&frame, std::iter::once(payload)) {
-            self.out.extend_from_slice(part);
+            self.queue_out(part);
         }
+        self.out_is_limit = is_first && kind == Kind::Limit;
         self.flush_out(fd);
     }
 
@@ -1344,7 +1402,10 @@ impl Stream {
         self.corked = false;
         self.held = held;
         match result?.saturating_sub(before) {
-            0 => Err(libc::EAGAIN),
+            0 => {
+                self.flush(fd);
+                Err(libc::EAGAIN)
+            }
             n => Ok(n),
         }
     }
@@ -1358,7 +1419,8 @@ impl Stream {
         total: usize,
         flags: c_int,
     ) -> Result<usize, c_int> {
-        if self.memory_out.accepted().is_none() {
+        // If the peer has closed the connection, a message is sent, for which the kernel returns the error.
+        if self.closed || self.memory_out.accepted().is_none() {
             return Ok(0);
         }
         // The reader waits for the announcement, which is short.
@@ -1385,8 +1447,7 @@ impl Stream {
             Err(libc::EAGAIN | libc::EINTR) => 0,
             result => self.accepted(result)?,
         };
-        self.out
-            .extend_from_slice(message.get(sent..).unwrap_or(&[]));
+        self.queue_out(message.get(sent..).unwrap_or(&[]));
         Ok(len)
     }
 
@@ -1411,7 +1472,7 @@ impl Stream {
         {
             let mark = writer.announce();
             let message = self.announcement(mark);
-            self.out.extend_from_slice(&message);
+            self.queue_out(&message);
         }
     }
 
@@ -1469,7 +1530,7 @@ impl Stream {
             for part in around(&frame, payload) {
                 let gone = skip.min(part.len());
                 skip -= gone;
-                self.out.extend_from_slice(part.get(gone..).unwrap_or(&[]));
+                self.queue_out(part.get(gone..).unwrap_or(&[]));
             }
         }
         Ok(len)
@@ -1499,7 +1560,10 @@ impl Stream {
         if self.is_waiting() {
             self.flush(fd);
         }
-        if may_pull && !self.plain && (self.start.is_some() || self.credit() == 0) {
+        if may_pull
+            && !self.plain
+            && (self.start.is_some() || self.credit() == 0 || self.is_unread())
+        {
             self.pull(fd, None, limits::WAIT_READ);
             if self.error != 0 {
                 return Err(self.take_error());
@@ -1527,6 +1591,20 @@ impl Stream {
             self.offer_memory(fd);
         }
         Ok(n)
+    }
+
+    /// Returns whether bytes in the memory are unread for some time, so that the connection should be received from: writing to the memory
+    /// does not show that the peer has ended.
+    fn is_unread(&mut self) -> bool {
+        let checked = &mut self.checked;
+        self.memory_out.accepted().is_some_and(|writer| {
+            let now = sys::now_ms();
+            let is_due = !writer.is_empty() && now >= *checked + limits::UNREAD;
+            if is_due || writer.is_empty() {
+                *checked = now;
+            }
+            is_due
+        })
     }
 
     /// Sends an urgent byte: the last byte of a write.

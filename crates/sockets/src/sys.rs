@@ -614,6 +614,12 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
+/// Ends the thread if it was cancelled.
+pub fn cancellation_point() {
+    // SAFETY: the function has no requirements.
+    unsafe { real::pthread_testcancel() };
+}
+
 /// While it exists, this thread is not cancelled.
 #[derive(Debug)]
 pub struct NotCancelled(c_int);

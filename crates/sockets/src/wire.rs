@@ -162,6 +162,7 @@ pub struct Tx {
     msn: Msn,
     /// The number of payload bytes sent, modulo 2^32.
     sent: u32,
+    has_sent: bool,
     /// The number of payload bytes that may be sent in total, modulo 2^32.
     limit: u32,
     /// The least credit with which the stream is reported as writable.
@@ -176,6 +177,7 @@ impl Tx {
         Self {
             msn: Msn::FIRST,
             sent: 0,
+            has_sent: false,
             limit: peer.window,
             low: (peer.window as usize / 2).max(1),
             crc,
@@ -185,7 +187,7 @@ impl Tx {
 
     /// Returns whether payload was sent. Otherwise the peer has no reason to send a limit.
     pub fn has_sent(&self) -> bool {
-        self.sent != 0
+        self.has_sent
     }
 
     /// Returns the number of payload bytes that may be sent now.
@@ -268,12 +270,14 @@ impl Tx {
 
     /// Records that `n` bytes were put into the memory.
     pub fn put(&mut self, n: usize) {
+        self.has_sent |= n > 0;
         self.sent = self.sent.wrapping_add(n as u32);
     }
 
     /// Records that the FPDU was given to the carrier or queued for it.
     pub fn went(&mut self, frame: &Frame) {
         self.msn = self.msn.next();
+        self.has_sent |= frame.credit > 0;
         self.sent = self.sent.wrapping_add(frame.credit);
     }
 }
@@ -336,6 +340,8 @@ pub enum Broken {
     Reset,
     /// Data after the End message.
     AfterEnd,
+    /// Too many messages in succession that change nothing.
+    Flood,
     /// The memory has more bytes than it holds, or a Memory message arrives although no memory was accepted.
     Memory,
 }
@@ -353,6 +359,9 @@ impl std::fmt::Display for Broken {
             Self::Reset => f.write_str("the peer reset the stream"),
             Self::Memory => {
                 f.write_str("the peer announced bytes that cannot be in the shared memory")
+            }
+            Self::Flood => {
+                f.write_str("the peer sent too many messages without payload in succession")
             }
             Self::AfterEnd => f.write_str("the peer sent data after the end of its stream"),
         }
@@ -393,6 +402,10 @@ pub struct Rx {
     /// The number of payload bytes that the peer may send in total, modulo 2^32.
     granted: u32,
     ended: bool,
+    /// The numbers of payload bytes received and sent, modulo 2^32, at the last message after which one of them had changed.
+    moved: (u32, u32),
+    /// The number of messages since then.
+    idle: u32,
 }
 
 /// Receives the parsed contents of a stream.
@@ -432,6 +445,8 @@ impl Rx {
             received: 0,
             granted: window,
             ended: false,
+            moved: (0, 0),
+            idle: 0,
         }
     }
 
@@ -672,6 +687,21 @@ impl Rx {
         Ok(())
     }
 
+    /// Counts messages that neither carry payload nor answer any. A call of the program handles messages until it finds payload, and would
+    /// not return if a peer could send them without end.
+    fn count_idle(&mut self, tx: &Tx) -> Result<(), Broken> {
+        let moved = (self.received, tx.sent);
+        if moved != self.moved {
+            self.moved = moved;
+            self.idle = 0;
+        }
+        self.idle += 1;
+        if self.idle > limits::IDLE_MESSAGES {
+            return Err(Broken::Flood);
+        }
+        Ok(())
+    }
+
     /// Handles a complete head.
     fn begin(&mut self, tx: &mut Tx) -> Result<(), Broken> {
         let extent = Extent::of(&self.head).ok_or(Broken::Message)?;
@@ -714,6 +744,7 @@ impl Rx {
             Kind::Offer | Kind::Memory => return Err(Broken::Message),
         }
         tx.raise(limit)?;
+        self.count_idle(tx)?;
         self.msn = self.msn.next();
         self.kind = kind;
         self.left = len;
@@ -972,5 +1003,48 @@ mod tests {
         rx.feed(&wire[HEAD + 100..], &mut back, &mut got).unwrap();
         assert!(rx.is_between());
         assert_eq!(got.data.len(), 10);
+    }
+
+    #[test]
+    fn a_stream_has_sent_although_the_count_of_its_bytes_is_zero_again() {
+        let mut tx = Tx::new(&peer(1 << 20), false);
+        tx.put(0);
+        assert!(!tx.has_sent());
+        for _ in 0..4096 {
+            tx.put(1 << 20);
+        }
+        assert_eq!(tx.sent, 0);
+        assert!(tx.has_sent());
+    }
+
+    #[test]
+    fn messages_that_move_no_payload_are_limited_in_number() {
+        let (mut tx, mut of_peer) = (Tx::new(&peer(100), false), Tx::new(&peer(100), false));
+        let (mut rx, mut got) = (Rx::new(1000, false), Got::default());
+        let flood = |rx: &mut Rx, tx: &mut Tx, of_peer: &mut Tx, got: &mut Got| {
+            (0..limits::IDLE_MESSAGES).try_for_each(|n| {
+                // Empty payload and higher limits count too.
+                let kind = [Kind::Limit, Kind::Data][n as usize % 2];
+                rx.feed(&bytes(of_peer, kind, 100 + n, &[]), tx, got)
+            })
+        };
+        assert_eq!(flood(&mut rx, &mut tx, &mut of_peer, &mut got), Ok(()));
+        // Payload in any direction permits as many again.
+        tx.put(1);
+        let last = 100 + limits::IDLE_MESSAGES;
+        for payload in [&b"x"[..], b""] {
+            let data = bytes(&mut of_peer, Kind::Data, last, payload);
+            assert_eq!(rx.feed(&data, &mut tx, &mut got), Ok(()));
+        }
+        for n in 2..=limits::IDLE_MESSAGES {
+            let message = bytes(&mut of_peer, Kind::Limit, last, &[]);
+            let result = rx.feed(&message, &mut tx, &mut got);
+            let expected = if n < limits::IDLE_MESSAGES {
+                Ok(())
+            } else {
+                Err(Broken::Flood)
+            };
+            assert_eq!(result, expected, "message {n}");
+        }
     }
 }

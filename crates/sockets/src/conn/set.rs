@@ -97,7 +97,8 @@ static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
 impl Set {
     /// Returns the state for a new epoll descriptor.
     pub fn new(epfd: c_int) -> &'static Self {
-        let free = FREE.lock().pop();
+        // If another thread held the lock at a fork, it stays locked in the child.
+        let free = FREE.try_lock().and_then(|mut free| free.pop());
         let set = free.unwrap_or_else(|| {
             Box::leak(Box::new(Self {
                 inner: Mutex::new(Inner::default()),
@@ -130,7 +131,9 @@ impl Set {
         for member in members.into_values() {
             member.sock.left(self);
         }
-        FREE.lock().push(self);
+        if let Some(mut free) = FREE.try_lock() {
+            free.push(self);
+        }
     }
 
     /// Called in the child of a fork. Returns whether the set can be used there.

@@ -12,7 +12,7 @@ use crate::log;
 use crate::policy;
 use crate::queue::Dest;
 use crate::spin;
-use crate::stream::{self, First, News, Room, Stream};
+use crate::stream::{self, First, News, Pending, Room, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
@@ -231,7 +231,8 @@ impl Sock {
 
     /// Returns a connection with one descriptor.
     pub fn new(mode: Mode, strict: bool) -> &'static Self {
-        let sock = lock(&FREE).pop();
+        // If another thread held the lock at a fork, it stays locked in the child.
+        let sock = FREE.try_lock().and_then(|mut free| free.pop());
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
@@ -330,7 +331,9 @@ impl Sock {
             }
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            lock(&FREE).push(self);
+            if let Some(mut free) = FREE.try_lock() {
+                free.push(self);
+            }
         }
         last
     }
@@ -399,6 +402,7 @@ impl Sock {
     /// Makes the connection plain at both ends, because it is passed to another program, which may not have the library. A pending
     /// Request is refused; for a stream, both ends exchange Plain messages. Returns whether the connection is plain.
     pub fn hand_over(&'static self, fd: c_int) -> bool {
+        let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() == Mode::Up {
             let until = Instant::now() + Duration::from_millis(limits::HAND_OVER);
@@ -456,6 +460,7 @@ impl Sock {
 
     /// Sends the Request. Called when TCP has connected.
     pub fn start(&'static self, fd: c_int) {
+        let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Connecting {
             return;
@@ -489,8 +494,10 @@ impl Sock {
         *lock(&self.owner) = word;
     }
 
-    /// Called before a fork. The first of the two processes that uses the stream becomes its owner.
-    pub fn before_fork(&self) {
+    /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent before, because
+    /// otherwise it would depend on the owner whether, and how often, they are sent.
+    pub fn before_fork(&self, fd: c_int) {
+        self.uncork_now(fd, false);
         if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
             && word.load(Ordering::Relaxed) == crate::owner::me()
@@ -547,9 +554,39 @@ impl Sock {
     }
 
     /// Returns whether this process has used the stream since the last fork, or created it.
-    fn is_used_here(&self) -> bool {
+    pub fn is_used_here(&self) -> bool {
         !self.forked.load(Ordering::Acquire)
             || lock(&self.owner).is_some_and(|w| w.load(Ordering::Acquire) == crate::owner::me())
+    }
+
+    /// Returns whether another process has used the stream since the last fork.
+    pub fn is_used_elsewhere(&self) -> bool {
+        self.forked.load(Ordering::Acquire)
+            && lock(&self.owner)
+                .is_some_and(|w| ![0, crate::owner::me()].contains(&w.load(Ordering::Acquire)))
+    }
+
+    /// Sends corked bytes if this process uses the stream and no other thread does at the moment. `exits`: the process ends, perhaps in a
+    /// signal handler.
+    pub fn uncork_now(&self, fd: c_int, exits: bool) {
+        let is_here = |word: &AtomicU32| word.load(Ordering::Acquire) == crate::owner::me();
+        let is_used_here = || match self.owner.try_lock() {
+            Some(word) => word.is_some_and(is_here),
+            None => false,
+        };
+        let _stays = sys::NotCancelled::begin();
+        if self.mode() == Mode::Up
+            && !self.lost.load(Ordering::Relaxed)
+            && (!self.forked.load(Ordering::Acquire) || is_used_here())
+            && let Some(mut inner) = self.inner.try_lock()
+            && let Some(stream) = inner.as_mut().filter(|s| s.is_corked())
+        {
+            if exits {
+                stream.uncork_at_end(fd);
+            } else {
+                stream.uncork(fd);
+            }
+        }
     }
 
     // ------------------------------------------------------------------ data
@@ -579,8 +616,10 @@ impl Sock {
         all: bool,
         sleeps: bool,
     ) -> (Result<(), c_int>, bool) {
+        sys::cancellation_point();
         let mut start = dest.done();
         loop {
+            let mut stays = sys::NotCancelled::begin();
             let mut inner = lock(&self.inner);
             let mut received = None;
             let mut got = Got::Nothing;
@@ -591,7 +630,8 @@ impl Sock {
                 && inner.as_ref().is_some_and(|s| s.awaits_bytes())
             {
                 let receiver = received.insert(Receiver::new(self));
-                (inner, got) = self.receive(inner, fd, dest);
+                drop(stays);
+                (inner, got, stays) = self.receive(inner, fd, dest);
                 receiver.end();
             }
             let failed = match got {
@@ -622,9 +662,13 @@ impl Sock {
             news.readable &= stream.is_readable();
             show::moved(fd, stream);
             let is_over = stream.is_over();
+            let pending = stream.pending();
             drop(inner);
             drop(received);
             self.notify_sets(news);
+            // A limit for the peer may not fit into the carrier.
+            worker::watch(fd, self, pending);
+            drop(stays);
             if is_alone {
                 start = dest.done();
                 continue;
@@ -636,15 +680,15 @@ impl Sock {
         }
     }
 
-    /// Receives from the carrier by a call that blocks, while the stream is not locked.
+    /// Receives from the carrier by a call that blocks, while the stream is not locked. Only in that call the thread may be cancelled.
     fn receive<'a>(
         &'a self,
         inner: MutexGuard<'a, Option<Box<Stream>>>,
         fd: c_int,
         dest: &mut Dest<'_, '_>,
-    ) -> (MutexGuard<'a, Option<Box<Stream>>>, Got) {
+    ) -> (MutexGuard<'a, Option<Box<Stream>>>, Got, sys::NotCancelled) {
         let Some(stream) = inner.as_ref() else {
-            return (inner, Got::Nothing);
+            return (inner, Got::Nothing, sys::NotCancelled::begin());
         };
         let plan = stream.plan(Some(dest), limits::SCRATCH);
         drop(inner);
@@ -663,6 +707,7 @@ impl Sock {
                 }
             })
         });
+        let stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if let Some(stream) = inner.as_mut() {
             if let Ok(n) = result
@@ -670,13 +715,13 @@ impl Sock {
                 && let Some(bytes) = room.all(&plan, n)
                 && stream.read_whole(fd, bytes, dest)
             {
-                return (inner, Got::Whole);
+                return (inner, Got::Whole, stays);
             }
             stream.arrived(fd, &plan, result, Some(dest), &mut room);
         }
         match result {
-            Err(e @ (libc::EAGAIN | libc::EINTR)) => (inner, Got::Failed(e)),
-            _ => (inner, Got::Bytes),
+            Err(e @ (libc::EAGAIN | libc::EINTR)) => (inner, Got::Failed(e), stays),
+            _ => (inner, Got::Bytes, stays),
         }
     }
 
@@ -789,6 +834,7 @@ impl Sock {
         flags: c_int,
         waits: bool,
     ) -> (Result<usize, c_int>, Option<Wait>) {
+        sys::cancellation_point();
         let done = self.with(|stream| {
             let result = stream.write(fd, parts, flags, self.may_pull());
             show::moved(fd, stream);
@@ -810,15 +856,13 @@ impl Sock {
             };
             (result, wait, stream.has_rest(), stream.is_over())
         });
-        let Some(((result, wait, has_rest, is_over), is_waiting)) = done else {
+        let Some(((result, wait, has_rest, is_over), pending)) = done else {
             return (Err(GONE), None);
         };
         if result.is_ok() {
             spin::wrote();
         }
-        if is_waiting {
-            worker::watch(fd, self);
-        }
+        worker::watch(fd, self, pending);
         if has_rest && self.in_sets.load(Ordering::Acquire) {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
@@ -837,16 +881,18 @@ impl Sock {
         self.wake_followers();
     }
 
-    /// Calls `f` with the stream, then wakes the threads that the change concerns. Returns the result of `f` and whether
-    /// bytes are left to send, or `None` if the connection is not upgraded.
-    pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, bool)> {
+    /// Calls `f` with the stream, then wakes the threads that the change concerns. Returns the result of `f` and what is left to send, or
+    /// `None` if the connection is not upgraded. The thread is not cancelled meanwhile, because that would leave the stream in an
+    /// intermediate state.
+    pub fn with<R>(&self, f: impl FnOnce(&mut Stream) -> R) -> Option<(R, Pending)> {
+        let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         let stream = inner.as_mut()?;
         let result = f(stream);
-        let (news, waits) = (stream.news(), stream.is_waiting());
+        let (news, pending) = (stream.news(), stream.pending());
         drop(inner);
         self.notify_sets(news);
-        Some((result, waits))
+        Some((result, pending))
     }
 
     /// Returns the `poll` events of the carrier after which more can be sent. Used when the process exits.
@@ -870,13 +916,18 @@ impl Sock {
     }
 
     /// Processes events of the carrier. Returns the resulting events of the stream.
-    pub fn process(&self, fd: c_int, events: i16) -> i16 {
+    pub fn process(&'static self, fd: c_int, events: i16) -> i16 {
         self.process_for(fd, events, 0).0
     }
 
     /// Like [`Self::process`], for an epoll set in which the program waits for `wanted`. Also returns the events to request from the
     /// carrier next.
-    pub fn process_for(&self, fd: c_int, events: i16, wanted: u32) -> (i16, Option<Carrier>) {
+    pub fn process_for(
+        &'static self,
+        fd: c_int,
+        events: i16,
+        wanted: u32,
+    ) -> (i16, Option<Carrier>) {
         let done = self.with(|stream| {
             if events != 0 {
                 stream.on_carrier(fd, events, self.may_pull());
@@ -888,9 +939,10 @@ impl Sock {
                 stream.news(),
             )
         });
-        let Some(((ready, carrier, news), _)) = done else {
+        let Some(((ready, carrier, news), pending)) = done else {
             return (libc::POLLNVAL, None);
         };
+        worker::watch(fd, self, pending);
         self.wake(news);
         (ready, Some(carrier))
     }
@@ -930,6 +982,7 @@ impl Sock {
 
     /// Called when the program closes the descriptor `fd`, after it was removed from the table and before the kernel closes it.
     pub fn closing(&'static self, fd: c_int) {
+        let _stays = sys::NotCancelled::begin();
         if self.has_copies() {
             let sets: Vec<&'static Set> = lock(&self.sets).clone();
             for set in sets {
@@ -953,6 +1006,15 @@ impl Sock {
                     worker::drain(fd, stream);
                 }
             }
+        } else if self.mode() == Mode::Up
+            && !self.lost.load(Ordering::Relaxed)
+            && self.is_used_here()
+            && let Some(((), pending)) = self.with(|s| s.uncork(fd))
+            && pending != Pending::Nothing
+            && let Some(copy) = table::find(self)
+        {
+            // The worker may know the stream by this descriptor only.
+            worker::watch(copy, self, pending);
         }
         if self.lost.load(Ordering::Relaxed) {
             // A thread that does not exist in this process holds the locks of this object, so the object is not reused.
@@ -964,7 +1026,7 @@ impl Sock {
 
     /// Sends the pending bytes before the process exits, and waits until the peer's kernel has acknowledged them. Otherwise the
     /// kernel could discard them: it resets a connection that is closed with unread bytes, such as a Limit message of the peer.
-    pub fn finish(&self, fd: c_int, until: Instant) {
+    pub fn finish(&'static self, fd: c_int, until: Instant) {
         if self.mode() != Mode::Up || self.lost.load(Ordering::Relaxed) || !self.is_used_here() {
             return;
         }
@@ -989,7 +1051,7 @@ impl Sock {
         }
         while let Some((false, _)) = self.with(|s| {
             let is_free = !self.direct.load(Ordering::SeqCst);
-            while is_free && s.pull(fd, None, limits::WAIT_READ) {}
+            while is_free && Instant::now() < until && s.pull(fd, None, limits::WAIT_READ) {}
             sys::is_delivered(fd)
         }) {
             let left = until.saturating_duration_since(Instant::now());

@@ -194,6 +194,17 @@ pub fn forget(fd: c_int, sock: &'static Sock) -> bool {
     })
 }
 
+/// Returns a descriptor of the connection.
+pub fn find(sock: &'static Sock) -> Option<c_int> {
+    let mut found = None;
+    for_each(|fd, entry| {
+        if matches!(entry, Entry::Sock(s) if std::ptr::eq(s, sock)) {
+            found = Some(fd);
+        }
+    });
+    found
+}
+
 /// Calls `each` for all descriptors with an entry.
 pub fn for_each(mut each: impl FnMut(c_int, Entry)) {
     for (i, first) in FIRST.iter().enumerate() {

@@ -5,7 +5,7 @@
 use crate::conn::sock::{Mode, Sock};
 use crate::conn::table;
 use crate::limits;
-use crate::stream::Stream;
+use crate::stream::{Pending, Stream};
 use crate::sys;
 use anywarp_core::lock::{Condvar, Mutex};
 use libc::c_int;
@@ -27,6 +27,8 @@ struct Work {
     watched: Vec<(c_int, &'static Sock)>,
     draining: Vec<Draining>,
     running: bool,
+    /// The worker waits for a longer time, because all bytes are corked.
+    is_calm: bool,
 }
 
 impl Work {
@@ -82,11 +84,14 @@ pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> bool {
     thread.is_ok()
 }
 
-/// Makes the worker send the pending bytes of the stream of `fd`, unless the program's next call sends them first.
-pub fn watch(fd: c_int, sock: &'static Sock) {
+/// If bytes of the stream of `fd` are pending, makes the worker send them, unless the program's next call sends them first.
+pub fn watch(fd: c_int, sock: &'static Sock, pending: Pending) {
+    if pending == Pending::Nothing {
+        return;
+    }
     let mut guard = lock();
     let work = guard.get_or_insert_default();
-    if work.add(fd, sock) {
+    if work.add(fd, sock) || (pending == Pending::Bytes && work.is_calm) {
         start(work);
     }
 }
@@ -143,7 +148,11 @@ fn run() {
         work.draining.extend(draining);
         if is_calm && !work.watched.is_empty() {
             let tick = Duration::from_millis(limits::CORK_TICK);
+            work.is_calm = true;
             guard = MORE.wait_timeout(guard, tick).0;
+            if let Some(work) = guard.as_mut() {
+                work.is_calm = false;
+            }
         }
     }
 }
@@ -161,23 +170,30 @@ enum Left {
 /// Sends what can be sent of the stream of `fd`.
 fn turn(fd: c_int, sock: &'static Sock) -> Left {
     // The program may have closed the socket, and `fd` may be another descriptor now.
-    if !table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock))
-        || sock.mode() != Mode::Up
-        || !sock.is_ours(fd)
-    {
+    if !table::sock(fd).is_some_and(|s| std::ptr::eq(s, sock)) || sock.mode() != Mode::Up {
+        return Left::Nothing;
+    }
+    let Some(((), pending)) = sock.with(|_| ()) else {
+        return Left::Nothing;
+    };
+    // After a fork, a stream without pending bytes is left to the process that uses it first.
+    let may_use = match pending {
+        Pending::Nothing => sock.is_used_here(),
+        Pending::Corked | Pending::Bytes => sock.is_ours(fd),
+    };
+    if !may_use {
         return Left::Nothing;
     }
     let done = sock.with(|stream| {
         stream.flush(fd);
-        let is_waiting = |stream: &Stream| stream.is_waiting() && !stream.is_corked();
-        if is_waiting(stream) && !stream.has_rest() && sock.may_pull() {
+        if stream.pending() == Pending::Bytes && !stream.has_rest() && sock.may_pull() {
             // The bytes cannot be sent before the peer's Reply or credit was received.
             stream.pull(fd, None, limits::WAIT_READ);
         }
-        match is_waiting(stream) {
-            true => Left::Bytes,
-            false if stream.was_corked() => Left::Corked,
-            false => Left::Nothing,
+        match stream.pending() {
+            Pending::Bytes => Left::Bytes,
+            _ if stream.was_corked() => Left::Corked,
+            _ => Left::Nothing,
         }
     });
     done.map_or(Left::Nothing, |(left, _)| left)

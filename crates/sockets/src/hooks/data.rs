@@ -5,6 +5,7 @@ use super::{batch, dgram, fail, fail_long};
 use crate::conn::dgram::LIVE as DGRAMS;
 use crate::conn::sock::{GONE, LIVE, Mode, Others, Sock, Wait};
 use crate::conn::table;
+use crate::conn::worker;
 use crate::limits;
 use crate::queue::Dest;
 use crate::real;
@@ -170,7 +171,10 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
             }
         }
         return match sock.with(|s| s.write_urgent(fd, byte)) {
-            Some((Ok(()), _)) => total as isize,
+            Some((Ok(()), pending)) => {
+                worker::watch(fd, sock, pending);
+                total as isize
+            }
             _ if before > 0 => before as isize,
             Some((Err(e), _)) => fail_long(e),
             None => fail_long(libc::EBADF),

@@ -338,12 +338,10 @@ pub extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
         if !sock.is_ours(fd) {
             return fail(libc::EIO);
         }
-        let Some((result, waits)) = sock.with(|s| s.shutdown(fd, how)) else {
+        let Some((result, pending)) = sock.with(|s| s.shutdown(fd, how)) else {
             return fail(libc::ENOTCONN);
         };
-        if waits {
-            worker::watch(fd, sock);
-        }
+        worker::watch(fd, sock, pending);
         return result.map_or_else(fail, |()| 0);
     }
     // SAFETY: no pointer is passed.
@@ -546,9 +544,10 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -
         if request == libc::TIOCOUTQ && unsafe { real::ioctl(fd, request, arg) } < 0 {
             return -1;
         }
+        let is_ours = sock.is_ours(fd);
         let Some((n, _)) = sock.with(|s| {
             if request == libc::FIONREAD {
-                if sock.may_pull() {
+                if is_ours && sock.may_pull() {
                     s.fill(fd);
                 }
                 s.readable_bytes()
@@ -712,13 +711,14 @@ pub unsafe extern "C-unwind" fn setsockopt(
     {
         // SAFETY: upheld by the caller.
         let on = c_int::from(unsafe { value.cast::<c_int>().read_unaligned() } != 0);
+        if sock.is_used_elsewhere() {
+            return 0;
+        }
         let set = sock.with(|s| {
             s.set_delay(fd, which, on);
         });
-        if let Some(((), is_waiting)) = set {
-            if is_waiting {
-                worker::watch(fd, sock);
-            }
+        if let Some(((), pending)) = set {
+            worker::watch(fd, sock, pending);
             return 0;
         }
     }
@@ -835,6 +835,9 @@ fn before_exec() {
             dgram.hand_over(fd);
         }
         let Entry::Sock(sock) = entry else { return };
+        if !is_visitor {
+            sock.uncork_now(fd, false);
+        }
         // SAFETY: no pointer is passed.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
         if flags < 0 || flags & libc::FD_CLOEXEC != 0 {
@@ -998,11 +1001,18 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
     unsafe { real::fdopen(fd, mode) }
 }
 
-/// See `_exit(2)`. First waits until the reliable datagrams are acknowledged: unlike those in the kernel's buffers, they would
-/// not be sent after the end of the process.
+/// See `_exit(2)`. First sends corked bytes, and waits until the reliable datagrams are acknowledged: unlike those in the kernel's
+/// buffers, they would not be sent after the end of the process.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
+        if LIVE.load(Ordering::Relaxed) > 0 {
+            table::for_each(|fd, entry| {
+                if let Entry::Sock(sock) = entry {
+                    sock.uncork_now(fd, true);
+                }
+            });
+        }
         reliable::end();
     }
     // SAFETY: no pointer is passed.
