@@ -1206,6 +1206,38 @@ impl Stream {
         }
     }
 
+    /// Waits until the peer's kernel has acknowledged what was sent, and discards what arrives: if the process ended with unread messages of
+    /// the peer, the kernel would send a reset. `shuts`: no other process has the connection, so that a FIN can follow the bytes. No memory
+    /// is freed, as in [`Self::uncork_at_end`].
+    pub fn end(&mut self, fd: c_int, until: Instant, shuts: bool) {
+        if self.broken || self.plain || !self.tx.as_ref().is_some_and(Tx::has_sent) {
+            return;
+        }
+        let mut scrap = [0; limits::FEW];
+        let mut is_shut = !shuts;
+        loop {
+            while let Some(rest) = self.out.get(self.out_from..).filter(|r| !r.is_empty()) {
+                match sys::send(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
+                    Ok(n) => self.out_from += n,
+                    Err(libc::EAGAIN | libc::EINTR) => break,
+                    Err(_) => return,
+                }
+            }
+            let is_sent = self.out_from >= self.out.len();
+            if is_sent && !std::mem::replace(&mut is_shut, true) {
+                let _ = sys::shut_down_sending(fd);
+            }
+            let mut is_over = false;
+            while !is_over && matches!(sys::recv(fd, &mut [IoSliceMut::new(&mut scrap)]), Ok(1..)) {
+                is_over = Instant::now() >= until;
+            }
+            if is_over || is_sent && sys::is_delivered(fd) || Instant::now() >= until {
+                return;
+            }
+            let _ = sys::poll_one(fd, libc::POLLIN, limits::EXIT_TICK);
+        }
+    }
+
     /// Sends what is pending, also corked bytes.
     pub fn uncork(&mut self, fd: c_int) {
         self.corked = false;

@@ -497,7 +497,7 @@ impl Sock {
     /// Called before a fork. The first of the two processes that uses the stream becomes its owner. Corked bytes are sent before, because
     /// otherwise it would depend on the owner whether, and how often, they are sent.
     pub fn before_fork(&self, fd: c_int) {
-        self.uncork_now(fd, false);
+        self.uncork_now(fd);
         if let Some(owner) = self.owner.try_lock()
             && let Some(word) = *owner
             && word.load(Ordering::Relaxed) == crate::owner::me()
@@ -566,9 +566,26 @@ impl Sock {
                 .is_some_and(|w| ![0, crate::owner::me()].contains(&w.load(Ordering::Acquire)))
     }
 
-    /// Sends corked bytes if this process uses the stream and no other thread does at the moment. `exits`: the process ends, perhaps in a
-    /// signal handler.
-    pub fn uncork_now(&self, fd: c_int, exits: bool) {
+    /// Sends corked bytes if this process uses the stream.
+    pub fn uncork_now(&self, fd: c_int) {
+        self.with_free(|stream| {
+            if stream.is_corked() {
+                stream.uncork(fd);
+            }
+        });
+    }
+
+    /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`].
+    pub fn end(&self, fd: c_int, until: Instant) {
+        let is_alone = !self.forked.load(Ordering::Acquire);
+        self.with_free(|stream| {
+            stream.uncork_at_end(fd);
+            stream.end(fd, until, is_alone);
+        });
+    }
+
+    /// Calls `f` with the stream if this process uses it and no other thread does at the moment.
+    fn with_free(&self, f: impl FnOnce(&mut Stream)) {
         let is_here = |word: &AtomicU32| word.load(Ordering::Acquire) == crate::owner::me();
         let is_used_here = || match self.owner.try_lock() {
             Some(word) => word.is_some_and(is_here),
@@ -579,13 +596,9 @@ impl Sock {
             && !self.lost.load(Ordering::Relaxed)
             && (!self.forked.load(Ordering::Acquire) || is_used_here())
             && let Some(mut inner) = self.inner.try_lock()
-            && let Some(stream) = inner.as_mut().filter(|s| s.is_corked())
+            && let Some(stream) = inner.as_mut()
         {
-            if exits {
-                stream.uncork_at_end(fd);
-            } else {
-                stream.uncork(fd);
-            }
+            f(stream);
         }
     }
 
@@ -1048,6 +1061,10 @@ impl Sock {
                 Err(libc::EINTR) => {}
                 Err(_) => return,
             }
+        }
+        let is_alone = !self.forked.load(Ordering::Acquire);
+        if is_alone {
+            let _ = sys::shut_down_sending(fd);
         }
         while let Some((false, _)) = self.with(|s| {
             let is_free = !self.direct.load(Ordering::SeqCst);

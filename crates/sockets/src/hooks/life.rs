@@ -12,6 +12,7 @@ use crate::conn::sock::{LIVE, Mode as State, Sock};
 use crate::conn::table::{self, Entry, Listens};
 use crate::conn::worker;
 use crate::directory;
+use crate::limits;
 use crate::owner;
 use crate::policy;
 use crate::real;
@@ -21,6 +22,7 @@ use sockets_base::rules::{Fallback, Listener, Mode, Role};
 use sockets_base::stat::Why;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Sets the table entry of `fd`, and closes the object of the previous entry.
 fn set_entry(fd: c_int, entry: Entry) {
@@ -836,7 +838,7 @@ fn before_exec() {
         }
         let Entry::Sock(sock) = entry else { return };
         if !is_visitor {
-            sock.uncork_now(fd, false);
+            sock.uncork_now(fd);
         }
         // SAFETY: no pointer is passed.
         let flags = unsafe { real::fcntl(fd, libc::F_GETFD, 0) };
@@ -1001,15 +1003,16 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
     unsafe { real::fdopen(fd, mode) }
 }
 
-/// See `_exit(2)`. First sends corked bytes, and waits until the reliable datagrams are acknowledged: unlike those in the kernel's
-/// buffers, they would not be sent after the end of the process.
+/// See `_exit(2)`. First sends corked bytes, and waits until the bytes of streams and the reliable datagrams are acknowledged: unlike
+/// those in the kernel's buffers, some of them would not arrive after the end of the process.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
         if LIVE.load(Ordering::Relaxed) > 0 {
+            let until = Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64);
             table::for_each(|fd, entry| {
                 if let Entry::Sock(sock) = entry {
-                    sock.uncork_now(fd, true);
+                    sock.end(fd, until);
                 }
             });
         }
