@@ -658,6 +658,50 @@ static const char *links_of_closed_peers(size_t arg)
 	return NULL;
 }
 
+static void *close_endpoint(void *side)
+{
+	uint64_t begin = now_ms();
+
+	if (close_now(((struct side *)side)->ep))
+		return NULL;
+	return (void *)(uintptr_t)(now_ms() - begin + 1);
+}
+
+/*
+ * An endpoint that closes makes no connection any more, although its peer sends so many messages that one of the two would offer it. The close
+ * takes long because a third endpoint does not receive.
+ */
+static const char *no_link_at_the_end(size_t peer_offers)
+{
+	uint32_t number = 0, sent = 0;
+	struct side low, high, silent;
+	struct side *closes = peer_offers ? &high : &low, *peer = peer_offers ? &low : &high;
+	fi_addr_t to_peer;
+	pthread_t thread;
+	void *ms;
+	int most = 0;
+
+	TRY(open_sides(&low, &high));
+	TRY(order_by_name(&low, &high));
+	TRY(open_side(&silent, 0));
+	to_peer = closes->peer;
+	TRY(introduce(closes, &silent));
+	TRY(exchange_numbers(closes, to_peer, peer, 5));
+	while (sent < 1000 && fi_tinject(closes->ep, &number, sizeof number, closes->peer, 3) == 0)
+		sent++;
+	ENSURE(!pthread_create(&thread, NULL, close_endpoint, closes), "pthread_create");
+	sleep_ms(50);
+	for (uint64_t until = now_ms() + 1000; now_ms() < until; most = streams() > most ? streams() : most) {
+		fi_tinject(peer->ep, &number, sizeof number, peer->peer, 1);
+		fi_cq_read(peer->tx, NULL, 0);
+		fi_cq_read(peer->rx, NULL, 0);
+	}
+	pthread_join(thread, &ms);
+	ENSURE((uintptr_t)ms > 1000, "closing takes %zu ms, after %u messages", (size_t)(uintptr_t)ms, sent);
+	ENSURE(most == 0, "%d connections while an endpoint closes", most);
+	return NULL;
+}
+
 /* A receiver takes messages in the reverse order. Many of the messages have to wait at their sender. */
 static const char *receives_in_reverse(size_t arg)
 {
@@ -1863,6 +1907,8 @@ static const struct test tests[] = {
 	{ "links_limited", links_limited, 0, 0, true },
 	{ "links_disabled", links_limited, 1, 0, true },
 	{ "links_of_closed_peers", links_of_closed_peers, 0, 0, true },
+	{ "no_link_at_the_end", no_link_at_the_end, 0, 0, false },
+	{ "no_link_at_the_end_offered", no_link_at_the_end, 1, 0, false },
 	{ "receives_in_reverse", receives_in_reverse, 0, 0, false },
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
