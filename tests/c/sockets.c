@@ -1315,9 +1315,12 @@ static const char *writes_to_the_dead(size_t arg)
 	return "a program that has ended is written to for a second";
 }
 
+enum { CLOSES = 1 << 20, RESETS = 1 << 21 };
+
 /* What was sent before the peer ended is read to its end. */
-static const char *reads_from_the_dead(size_t total)
+static const char *reads_from_the_dead(size_t how)
 {
+	size_t total = how & (CLOSES - 1);
 	static char block[1 << 18];
 	struct pair p;
 	pid_t child;
@@ -1330,7 +1333,13 @@ static const char *reads_from_the_dead(size_t total)
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
 	if (!child) {
 		close(p.b);
-		_exit(write(p.a, block, total) != (ssize_t)total);
+		if (write(p.a, block, total) != (ssize_t)total)
+			_exit(1);
+		if (how & RESETS)
+			setsockopt(p.a, SOL_SOCKET, SO_LINGER, &(struct linger){ 1, 0 }, sizeof(struct linger));
+		if (how & (CLOSES | RESETS))
+			close(p.a);
+		_exit(0);
 	}
 	close(p.a);
 	sleep_ms(100);
@@ -1340,7 +1349,10 @@ static const char *reads_from_the_dead(size_t total)
 		got += (size_t)n;
 		sleep_ms(1);
 	}
-	ENSURE(n == 0, "after %zu bytes: %s", got, strerror(errno));
+	if (how & RESETS)
+		ENSURE(n < 0 && errno == ECONNRESET, "after %zu bytes: %s", got, n ? strerror(errno) : "end");
+	else
+		ENSURE(n == 0, "after %zu bytes: %s", got, strerror(errno));
 	ENSURE(got == total, "%zu of %zu bytes", got, total);
 	ENSURE(waitpid(child, NULL, 0) == child, "waitpid: %s", strerror(errno));
 	return NULL;
@@ -1851,7 +1863,10 @@ static const struct test tests[] = {
 	{ "corked_copy", corked_copy, 0, 0, false },
 	{ "writes_to_the_dead", writes_to_the_dead, 0, 0, false },
 	{ "reads_from_the_dead", reads_from_the_dead, 16382, 0, false },
+	{ "reads_from_the_closed", reads_from_the_dead, 16382 | CLOSES, 0, false },
+	{ "reads_from_the_reset", reads_from_the_dead, 16382 | RESETS, 0, false },
 	{ "reads_more_from_the_dead", reads_from_the_dead, 200000, 0, false },
+	{ "reads_more_from_the_closed", reads_from_the_dead, 200000 | CLOSES, 0, false },
 	{ "reads_with_a_full_buffer", reads_with_a_full_buffer, 0, 0, false },
 	{ "bursts_blocking", bursts, BLOCKS, 0, false },
 	{ "bursts_all", bursts, WAITS_FOR_ALL, 0, false },

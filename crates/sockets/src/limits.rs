@@ -77,6 +77,8 @@ pub const CORK_KEPT: u64 = 1000;
 pub const CORK_TICK: u64 = 50;
 /// Milliseconds between two passes of the worker over the streams with unsent bytes.
 pub const WORKER_TICK: i32 = 2;
+/// The number of times that a thread with a locked epoll set tries to lock the worker's list.
+pub const WORKER_TRIES: u32 = 100;
 /// Milliseconds after which a closed stream is abandoned, even if bytes are unsent or the peer has not closed it.
 pub const DRAIN: u64 = 5000;
 /// The most messages in succession while no payload moves in either direction. A peer sends one for each half of its window that it has read

@@ -3,8 +3,9 @@
 use crate::conn::answers;
 use crate::conn::early;
 use crate::conn::reliable;
+use crate::conn::set;
 use crate::conn::show;
-use crate::conn::sock::LIVE;
+use crate::conn::sock::{self, LIVE};
 use crate::conn::table::{self, Entry};
 use crate::conn::worker;
 use crate::directory;
@@ -66,7 +67,13 @@ extern "C" fn end() {
 }
 
 /// The locks that are held while the process forks.
-type Held = (worker::Held, reliable::Held, early::Held, directory::Stop);
+type Held = (
+    worker::Held,
+    reliable::Held,
+    early::Held,
+    directory::Stop,
+    (set::Held, sock::Held),
+);
 
 thread_local! {
     static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
@@ -78,6 +85,7 @@ extern "C" fn before_fork() {
         reliable::hold(),
         early::hold(),
         directory::stop(),
+        (set::hold(), sock::hold()),
     );
     let _ = HELD.try_with(|place| {
         if let Ok(mut place) = place.try_borrow_mut() {
@@ -99,7 +107,8 @@ extern "C" fn in_parent() {
 
 extern "C" fn in_child() {
     let held = HELD.try_with(|place| place.try_borrow_mut().ok().and_then(|mut p| p.take()));
-    if let Ok(Some((worker, reliable, early, directory))) = held {
+    if let Ok(Some((worker, reliable, early, directory, free))) = held {
+        drop(free);
         drop(directory);
         drop(early);
         reliable.forked();

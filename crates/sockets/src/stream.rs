@@ -15,7 +15,7 @@ use anywarp_core::llp::mpa::startup::{
 use anywarp_core::lock::Mutex;
 use libc::c_int;
 use std::io::{IoSlice, IoSliceMut};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Buffers for data that is not received directly into the program's memory.
 static SCRATCH: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
@@ -170,6 +170,8 @@ pub struct Stream {
     eof: bool,
     /// The carrier has ended: the peer has closed the connection.
     closed: bool,
+    /// The peer has reset the connection. The kernel has reported that for a Limit and does not report it again.
+    was_reset: bool,
     /// An errno that was not returned to the program yet, or 0.
     error: c_int,
     /// The stream is broken: reads and writes fail.
@@ -404,6 +406,7 @@ impl Stream {
             window: window_first(),
             eof: false,
             closed: false,
+            was_reset: false,
             error: 0,
             broken: false,
             shut_rd: false,
@@ -741,7 +744,9 @@ impl Stream {
         let n = match result {
             Ok(0) => {
                 // A FIN ends the stream cleanly only between two messages.
-                if self.blind || self.start.is_none() && (self.plain || self.rx.is_between()) {
+                let is_clean = !self.was_reset || self.rx.ended();
+                let may_end = self.start.is_none() && (self.plain || self.rx.is_between());
+                if self.blind || may_end && is_clean {
                     self.eof = true;
                     self.closed = true;
                     self.news.readable = true;
@@ -1198,44 +1203,85 @@ impl Stream {
         accepts
     }
 
-    /// Sends corked bytes before the process ends or executes another program. In a signal handler no memory may be freed, so it is leaked.
-    pub fn uncork_at_end(&mut self, fd: c_int) {
-        if self.is_corked() && self.tx.is_some() {
-            let held = std::mem::ManuallyDrop::new(std::mem::take(&mut self.held));
-            let _sent = self.data(fd, &[IoSlice::new(&held)], libc::MSG_NOSIGNAL);
-        }
-    }
-
-    /// Waits until the peer's kernel has acknowledged what was sent, and discards what arrives: if the process ended with unread messages of
-    /// the peer, the kernel would send a reset. `shuts`: no other process has the connection, so that a FIN can follow the bytes. No memory
-    /// is freed, as in [`Self::uncork_at_end`].
+    /// Sends all bytes for which there is credit, and waits until the peer's kernel has acknowledged them, but not longer than `until`. The
+    /// process ends then, so what arrives is discarded: with unread messages of the peer, the kernel would send a reset. `shuts`: no other
+    /// process has the connection, so a FIN can follow the bytes.
+    ///
+    /// The process may end in a signal handler, so no memory is allocated or freed.
     pub fn end(&mut self, fd: c_int, until: Instant, shuts: bool) {
-        if self.broken || self.plain || !self.tx.as_ref().is_some_and(Tx::has_sent) {
+        let has_bytes = !self.held.is_empty() || !self.out.is_empty();
+        let has_sent = self.tx.as_ref().is_some_and(Tx::has_sent);
+        if self.broken || self.plain || !(has_sent || has_bytes) || sys::linger(fd) == Some(0) {
             return;
         }
         let mut scrap = [0; limits::FEW];
+        let (mut message, mut len, mut sent) = ([0; LAST], 0, 0);
+        let mut held_from = 0;
         let mut is_shut = !shuts;
         loop {
-            while let Some(rest) = self.out.get(self.out_from..).filter(|r| !r.is_empty()) {
+            let mut is_sent = false;
+            while !is_sent {
+                let rest = match self.out.get(self.out_from..) {
+                    Some(rest) if !rest.is_empty() => rest,
+                    _ => message.get(sent..len).unwrap_or(&[]),
+                };
+                if rest.is_empty() {
+                    (len, sent) = (self.last_message(&mut message, &mut held_from), 0);
+                    is_sent = len == 0;
+                    continue;
+                }
                 match sys::send(fd, &[IoSlice::new(rest)], libc::MSG_NOSIGNAL) {
-                    Ok(n) => self.out_from += n,
+                    Ok(n) if self.out_from < self.out.len() => self.out_from += n,
+                    Ok(n) => sent += n,
                     Err(libc::EAGAIN | libc::EINTR) => break,
                     Err(_) => return,
                 }
             }
-            let is_sent = self.out_from >= self.out.len();
-            if is_sent && !std::mem::replace(&mut is_shut, true) {
+            let is_whole = is_sent && held_from == self.held.len();
+            if is_whole && !std::mem::replace(&mut is_shut, true) {
                 let _ = sys::shut_down_sending(fd);
             }
-            let mut is_over = false;
-            while !is_over && matches!(sys::recv(fd, &mut [IoSliceMut::new(&mut scrap)]), Ok(1..)) {
-                is_over = Instant::now() >= until;
+            loop {
+                match sys::recv(fd, &mut [IoSliceMut::new(&mut scrap)]) {
+                    Ok(1..) if Instant::now() < until => {}
+                    Ok(_) | Err(libc::EAGAIN | libc::EINTR) => break,
+                    Err(_) => return,
+                }
             }
-            if is_over || is_sent && sys::is_delivered(fd) || Instant::now() >= until {
+            if is_sent && sys::is_delivered(fd) || Instant::now() >= until {
                 return;
             }
-            let _ = sys::poll_one(fd, libc::POLLIN, limits::EXIT_TICK);
+            std::thread::sleep(Duration::from_millis(limits::EXIT_TICK as u64));
         }
+    }
+
+    /// Builds the next message from the held bytes, of which `from` are sent. Returns its length, or 0 if there is no more credit.
+    fn last_message(&mut self, into: &mut [u8; LAST], from: &mut usize) -> usize {
+        let mut len = 0;
+        if let Some(writer) = self.memory_out.accepted()
+            && *from < self.held.len()
+            && writer.end_generation()
+        {
+            let mark = writer.announce();
+            let message = self.announcement(mark);
+            if let Some(place) = into.get_mut(..ANNOUNCEMENT) {
+                place.copy_from_slice(&message);
+                len = ANNOUNCEMENT;
+            }
+        }
+        let limit = self.rx.granted();
+        let Some(tx) = &mut self.tx else { return 0 };
+        let n = tx.credit().min(tx.longest()).min(limits::CORKED);
+        let rest = self.held.get(*from..).unwrap_or(&[]);
+        let payload = rest.get(..n.min(rest.len())).unwrap_or(&[]);
+        if payload.is_empty() {
+            return len;
+        }
+        let frame = tx.frame(Kind::Data, limit, std::iter::once(payload));
+        tx.went(&frame);
+        *from += payload.len();
+        let place = into.get_mut(len..).unwrap_or(&mut []);
+        len + gather(place, &frame, std::iter::once(payload))
     }
 
     /// Sends what is pending, also corked bytes.
@@ -1300,7 +1346,10 @@ impl Stream {
                 Ok(n) => self.out_from += n,
                 Err(libc::EAGAIN | libc::EINTR) => return false,
                 // The peer has closed the connection and needs no limit. What it has sent before can still be read.
-                Err(libc::EPIPE | libc::ECONNRESET) if self.out_is_limit => break,
+                Err(e @ (libc::EPIPE | libc::ECONNRESET)) if self.out_is_limit => {
+                    self.was_reset |= e == libc::ECONNRESET;
+                    break;
+                }
                 Err(e) => {
                     self.fail(e);
                     return false;
@@ -1786,6 +1835,9 @@ fn send_copy<'a, const N: usize>(
     let n = gather(&mut copy, frame, payload);
     sys::send(fd, &[IoSlice::new(copy.get(..n).unwrap_or(&[]))], flags)
 }
+
+/// The length in bytes of the messages that [`Stream::end`] sends at a time: an announcement and corked bytes.
+const LAST: usize = ANNOUNCEMENT + limits::CORKED + BEHIND;
 
 /// The length in bytes of a Memory message, which needs no padding and has a field for the CRC.
 const ANNOUNCEMENT: usize = HEAD + Mark::LEN + CRC;

@@ -94,11 +94,18 @@ impl Call {
 
 static FREE: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
 
+/// The lock of [`hold`].
+pub type Held = MutexGuard<'static, Vec<&'static Set>>;
+
+/// Keeps other threads from creating or closing sets while the process forks, until the result is dropped.
+pub fn hold() -> Held {
+    FREE.lock()
+}
+
 impl Set {
     /// Returns the state for a new epoll descriptor.
     pub fn new(epfd: c_int) -> &'static Self {
-        // If another thread held the lock at a fork, it stays locked in the child.
-        let free = FREE.try_lock().and_then(|mut free| free.pop());
+        let free = FREE.lock().pop();
         let set = free.unwrap_or_else(|| {
             Box::leak(Box::new(Self {
                 inner: Mutex::new(Inner::default()),
@@ -131,9 +138,7 @@ impl Set {
         for member in members.into_values() {
             member.sock.left(self);
         }
-        if let Some(mut free) = FREE.try_lock() {
-            free.push(self);
-        }
+        FREE.lock().push(self);
     }
 
     /// Called in the child of a fork. Returns whether the set can be used there.
@@ -633,8 +638,9 @@ impl Inner {
             };
             let waits = !m.gone && !m.disarmed;
             let is_up = m.sock.mode() == Mode::Up && m.sock.is_ours(*fd);
-            m.listed =
-                waits && is_up && to_epoll(m.sock.process(*fd, 0)) & (m.events | ERR | HUP) != 0;
+            m.listed = waits
+                && is_up
+                && to_epoll(m.sock.process_for(*fd, 0, 0).0) & (m.events | ERR | HUP) != 0;
             m.listed
         });
     }

@@ -191,6 +191,14 @@ impl Carrier {
 
 static FREE: Mutex<Vec<&'static Sock>> = Mutex::new(Vec::new());
 
+/// The lock of [`hold`].
+pub type Held = MutexGuard<'static, Vec<&'static Sock>>;
+
+/// Keeps other threads from creating or closing connections while the process forks, until the result is dropped.
+pub fn hold() -> Held {
+    lock(&FREE)
+}
+
 /// Consumes bytes that were peeked before. Returns whether they were still there.
 fn take(fd: c_int, bytes: Option<&mut [u8]>) -> bool {
     bytes.is_some_and(|b| {
@@ -231,8 +239,7 @@ impl Sock {
 
     /// Returns a connection with one descriptor.
     pub fn new(mode: Mode, strict: bool) -> &'static Self {
-        // If another thread held the lock at a fork, it stays locked in the child.
-        let sock = FREE.try_lock().and_then(|mut free| free.pop());
+        let sock = lock(&FREE).pop();
         let sock = sock.unwrap_or_else(|| Box::leak(Box::new(Self::fresh())));
         sock.strict.store(strict, Ordering::Relaxed);
         sock.numbers.store(1, Ordering::Relaxed);
@@ -331,9 +338,7 @@ impl Sock {
             }
             self.in_sets.store(false, Ordering::Relaxed);
             lock(&self.sets).clear();
-            if let Some(mut free) = FREE.try_lock() {
-                free.push(self);
-            }
+            lock(&FREE).push(self);
         }
         last
     }
@@ -360,6 +365,7 @@ impl Sock {
 
     /// Peeks at the first bytes of an accepted connection, and decides.
     fn look(&'static self, fd: c_int, writes: bool) {
+        let _stays = sys::NotCancelled::begin();
         let mut inner = lock(&self.inner);
         if self.mode() != Mode::Accepted {
             return;
@@ -575,31 +581,31 @@ impl Sock {
         });
     }
 
-    /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`].
+    /// Sends the last bytes of the process, which may be in a signal handler. See [`Stream::end`]. The stream stays locked, because the
+    /// other threads must not use it any more.
     pub fn end(&self, fd: c_int, until: Instant) {
         let is_alone = !self.forked.load(Ordering::Acquire);
-        self.with_free(|stream| {
-            stream.uncork_at_end(fd);
-            stream.end(fd, until, is_alone);
-        });
+        let inner = self.with_free(|stream| stream.end(fd, until, is_alone));
+        std::mem::forget(inner);
     }
 
-    /// Calls `f` with the stream if this process uses it and no other thread does at the moment.
-    fn with_free(&self, f: impl FnOnce(&mut Stream)) {
+    /// Calls `f` with the stream if this process uses it and no other thread does at the moment. Returns the lock of the stream.
+    fn with_free(
+        &self,
+        f: impl FnOnce(&mut Stream),
+    ) -> Option<MutexGuard<'_, Option<Box<Stream>>>> {
         let is_here = |word: &AtomicU32| word.load(Ordering::Acquire) == crate::owner::me();
         let is_used_here = || match self.owner.try_lock() {
             Some(word) => word.is_some_and(is_here),
             None => false,
         };
         let _stays = sys::NotCancelled::begin();
-        if self.mode() == Mode::Up
+        let may_use = self.mode() == Mode::Up
             && !self.lost.load(Ordering::Relaxed)
-            && (!self.forked.load(Ordering::Acquire) || is_used_here())
-            && let Some(mut inner) = self.inner.try_lock()
-            && let Some(stream) = inner.as_mut()
-        {
-            f(stream);
-        }
+            && (!self.forked.load(Ordering::Acquire) || is_used_here());
+        let mut inner = may_use.then(|| self.inner.try_lock()).flatten()?;
+        f(inner.as_mut()?);
+        Some(inner)
     }
 
     // ------------------------------------------------------------------ data
@@ -930,17 +936,31 @@ impl Sock {
 
     /// Processes events of the carrier. Returns the resulting events of the stream.
     pub fn process(&'static self, fd: c_int, events: i16) -> i16 {
-        self.process_for(fd, events, 0).0
+        let (ready, _, pending) = self.process_locked(fd, events, 0);
+        worker::watch(fd, self, pending);
+        ready
     }
 
     /// Like [`Self::process`], for an epoll set in which the program waits for `wanted`. Also returns the events to request from the
-    /// carrier next.
+    /// carrier next. The set is locked, so this does not wait for the worker, which is stopped during a fork.
     pub fn process_for(
         &'static self,
         fd: c_int,
         events: i16,
         wanted: u32,
     ) -> (i16, Option<Carrier>) {
+        let (ready, carrier, pending) = self.process_locked(fd, events, wanted);
+        worker::try_watch(fd, self, pending);
+        (ready, carrier)
+    }
+
+    fn process_locked(
+        &self,
+        fd: c_int,
+        events: i16,
+        wanted: u32,
+    ) -> (i16, Option<Carrier>, Pending) {
+        let _stays = sys::NotCancelled::begin();
         let done = self.with(|stream| {
             if events != 0 {
                 stream.on_carrier(fd, events, self.may_pull());
@@ -953,11 +973,10 @@ impl Sock {
             )
         });
         let Some(((ready, carrier, news), pending)) = done else {
-            return (libc::POLLNVAL, None);
+            return (libc::POLLNVAL, None, Pending::Nothing);
         };
-        worker::watch(fd, self, pending);
         self.wake(news);
-        (ready, Some(carrier))
+        (ready, Some(carrier), pending)
     }
 
     /// Returns the events to request from the carrier, if the connection is upgraded.
@@ -1061,10 +1080,6 @@ impl Sock {
                 Err(libc::EINTR) => {}
                 Err(_) => return,
             }
-        }
-        let is_alone = !self.forked.load(Ordering::Acquire);
-        if is_alone {
-            let _ = sys::shut_down_sending(fd);
         }
         while let Some((false, _)) = self.with(|s| {
             let is_free = !self.direct.load(Ordering::SeqCst);

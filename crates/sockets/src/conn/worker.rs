@@ -89,8 +89,25 @@ pub fn watch(fd: c_int, sock: &'static Sock, pending: Pending) {
     if pending == Pending::Nothing {
         return;
     }
-    let mut guard = lock();
-    let work = guard.get_or_insert_default();
+    watch_with(&mut lock(), fd, sock, pending);
+}
+
+/// Like [`watch`], for a thread that has locked something that a fork must not find locked for long. If another thread holds the lock of the
+/// worker for some time, the stream's next call makes the worker send the bytes.
+pub fn try_watch(fd: c_int, sock: &'static Sock, pending: Pending) {
+    for _ in 0..limits::WORKER_TRIES {
+        if pending == Pending::Nothing {
+            return;
+        }
+        if let Some(mut guard) = WORK.try_lock() {
+            return watch_with(&mut guard, fd, sock, pending);
+        }
+        std::thread::yield_now();
+    }
+}
+
+fn watch_with(work: &mut Option<Work>, fd: c_int, sock: &'static Sock, pending: Pending) {
+    let work = work.get_or_insert_default();
     if work.add(fd, sock) || (pending == Pending::Bytes && work.is_calm) {
         start(work);
     }

@@ -175,8 +175,15 @@ fn transmit(fd: c_int, sock: &'static Sock, parts: &mut [IoSlice<'_>], flags: c_
                 worker::watch(fd, sock, pending);
                 total as isize
             }
-            _ if before > 0 => before as isize,
-            Some((Err(e), _)) => fail_long(e),
+            Some((Err(e), pending)) => {
+                worker::watch(fd, sock, pending);
+                if before > 0 {
+                    before as isize
+                } else {
+                    fail_long(e)
+                }
+            }
+            None if before > 0 => before as isize,
             None => fail_long(libc::EBADF),
         };
     }

@@ -1008,8 +1008,9 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut c
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn _exit(status: c_int) -> ! {
     if !owner::is_visitor() {
+        let until = Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64);
+        worker::finish(until);
         if LIVE.load(Ordering::Relaxed) > 0 {
-            let until = Instant::now() + Duration::from_millis(limits::EXIT_WAIT as u64);
             table::for_each(|fd, entry| {
                 if let Entry::Sock(sock) = entry {
                     sock.end(fd, until);
