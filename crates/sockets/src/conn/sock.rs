@@ -586,7 +586,7 @@ impl Sock {
     pub fn end(&self, fd: c_int, until: Instant) {
         let is_alone = !self.forked.load(Ordering::Acquire);
         let inner = self.with_free(|stream| stream.end(fd, until, is_alone));
-        std::mem::forget(inner);
+        let _locked = std::mem::ManuallyDrop::new(inner);
     }
 
     /// Calls `f` with the stream if this process uses it and no other thread does at the moment. Returns the lock of the stream.
