@@ -50,7 +50,8 @@ static const char *greet(const struct pair *p)
 	return NULL;
 }
 
-static const char *listens(int *listener, struct sockaddr_in *at)
+/* Opens a listener on a free port. `option`: an option of SOL_SOCKET that it sets to `value`, or 0. */
+static const char *listens(int *listener, struct sockaddr_in *at, int option, int value)
 {
 	socklen_t len = sizeof *at;
 
@@ -58,6 +59,8 @@ static const char *listens(int *listener, struct sockaddr_in *at)
 	*listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(*listener >= 0, "socket: %s", strerror(errno));
 	keep_fd(*listener);
+	if (option)
+		ENSURE(!setsockopt(*listener, SOL_SOCKET, option, &value, sizeof value), "setsockopt: %s", strerror(errno));
 	ENSURE(!bind(*listener, (struct sockaddr *)at, sizeof *at), "bind: %s", strerror(errno));
 	ENSURE(!listen(*listener, 4), "listen: %s", strerror(errno));
 	ENSURE(!getsockname(*listener, (struct sockaddr *)at, &len), "getsockname: %s", strerror(errno));
@@ -69,7 +72,7 @@ static const char *connected(struct pair *p)
 	struct sockaddr_in at;
 	int listener;
 
-	TRY(listens(&listener, &at));
+	TRY(listens(&listener, &at, 0, 0));
 	p->a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	ENSURE(p->a >= 0, "socket: %s", strerror(errno));
 	keep_fd(p->a);
@@ -946,17 +949,12 @@ static const char *mixed_reads(size_t arg)
 /* Fewer bytes than SO_RCVLOWAT do not make a socket readable. */
 static const char *low_water(size_t arg)
 {
-	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
-	socklen_t len = sizeof at;
-	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), least = 100, a, b;
+	struct sockaddr_in at;
+	int listener, a, b;
 	char block[100] = "";
 
 	(void)arg;
-	ENSURE(listener >= 0, "socket: %s", strerror(errno));
-	keep_fd(listener);
-	ENSURE(!setsockopt(listener, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least), "SO_RCVLOWAT: %s", strerror(errno));
-	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
-	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	TRY(listens(&listener, &at, SO_RCVLOWAT, 100));
 	a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	keep_fd(a);
 	ENSURE(!connect(a, (struct sockaddr *)&at, sizeof at), "connect: %s", strerror(errno));
@@ -1341,7 +1339,7 @@ static const char *reads_from_the_dead(size_t how)
 	int listener, waiting;
 	ssize_t n;
 
-	TRY(listens(&listener, &at));
+	TRY(listens(&listener, &at, 0, 0));
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
 	if (!child) {
@@ -1390,20 +1388,16 @@ static void *take_share(void *p)
  */
 static const char *read_with_full_buffer(size_t size)
 {
-	struct sockaddr_in at = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
-	int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), small = 1;
 	static char block[24000];
 	struct share share = { .len = 24000 };
-	socklen_t len = sizeof at;
+	struct sockaddr_in at;
+	int listener, small = 1;
 	pthread_t thread;
 	size_t sent = 0;
 	struct pair p;
 	ssize_t n;
 
-	keep_fd(listener);
-	ENSURE(!setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &small, sizeof small), "SO_RCVBUF: %s", strerror(errno));
-	ENSURE(!bind(listener, (struct sockaddr *)&at, sizeof at) && !listen(listener, 4), "listen: %s", strerror(errno));
-	ENSURE(!getsockname(listener, (struct sockaddr *)&at, &len), "getsockname: %s", strerror(errno));
+	TRY(listens(&listener, &at, SO_RCVBUF, small));
 	p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	keep_fd(p.a);
 	ENSURE(!setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &small, sizeof small), "SO_SNDBUF: %s", strerror(errno));

@@ -936,7 +936,7 @@ impl Sock {
 
     /// Processes events of the carrier. Returns the resulting events of the stream.
     pub fn process(&'static self, fd: c_int, events: i16) -> i16 {
-        let (ready, _, pending) = self.process_locked(fd, events, 0);
+        let (ready, _, pending) = self.process_with(fd, events, 0);
         worker::watch(fd, self, pending);
         ready
     }
@@ -949,17 +949,12 @@ impl Sock {
         events: i16,
         wanted: u32,
     ) -> (i16, Option<Carrier>) {
-        let (ready, carrier, pending) = self.process_locked(fd, events, wanted);
+        let (ready, carrier, pending) = self.process_with(fd, events, wanted);
         worker::try_watch(fd, self, pending);
         (ready, carrier)
     }
 
-    fn process_locked(
-        &self,
-        fd: c_int,
-        events: i16,
-        wanted: u32,
-    ) -> (i16, Option<Carrier>, Pending) {
+    fn process_with(&self, fd: c_int, events: i16, wanted: u32) -> (i16, Option<Carrier>, Pending) {
         let _stays = sys::NotCancelled::begin();
         let done = self.with(|stream| {
             if events != 0 {
