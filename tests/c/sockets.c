@@ -1322,7 +1322,7 @@ static const char *writes_to_the_dead(size_t arg)
 	return "a program that has ended is written to for a second";
 }
 
-enum { CLOSES = 1 << 20, RESETS = 1 << 21 };
+enum { CLOSES = 1 << 20, RESETS = 1 << 21, SMALL = 1 << 22 };
 
 /*
  * What was sent before the peer ended is read to its end. The peer has made the connection itself: a process that has inherited one does
@@ -1339,11 +1339,14 @@ static const char *reads_from_the_dead(size_t how)
 	int listener, waiting;
 	ssize_t n;
 
-	TRY(listens(&listener, &at, 0, 0));
+	/* With small buffers a part of the last bytes is in the process when it ends. */
+	TRY(listens(&listener, &at, how & SMALL ? SO_RCVBUF : 0, 1));
 	child = fork();
 	ENSURE(child >= 0, "fork: %s", strerror(errno));
 	if (!child) {
 		p.a = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+		if (how & SMALL)
+			setsockopt(p.a, SOL_SOCKET, SO_SNDBUF, &(int){ 1 }, sizeof(int));
 		if (connect(p.a, (struct sockaddr *)&at, sizeof at) || text(p.a, "hi") || takes(p.a, "ho") ||
 		    write(p.a, block, total) != (ssize_t)total)
 			_exit(1);
@@ -1876,6 +1879,8 @@ static const struct test tests[] = {
 	{ "writes_to_the_dead", writes_to_the_dead, 0, 0, false },
 	{ "reads_from_the_dead", reads_from_the_dead, 16382, 0, false },
 	{ "reads_from_the_closed", reads_from_the_dead, 16382 | CLOSES, 0, false },
+	{ "reads_small_from_the_dead", reads_from_the_dead, 16000 | SMALL, 0, false },
+	{ "reads_small_from_the_closed", reads_from_the_dead, 16000 | SMALL | CLOSES, 0, false },
 	{ "reads_from_the_reset", reads_from_the_dead, 16382 | RESETS, 0, false },
 	{ "reads_more_from_the_dead", reads_from_the_dead, 200000, 0, false },
 	{ "reads_more_from_the_closed", reads_from_the_dead, 200000 | CLOSES, 0, false },
