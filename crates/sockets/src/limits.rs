@@ -179,7 +179,8 @@ pub const RELIABLE_PART: usize = 8;
 /// The size in bytes of the ring in shared memory that carries one direction of a stream between two processes of one host. It is as
 /// large as the largest window by default.
 pub const RING: usize = 1 << 20;
-/// The most payload that one message announces in that memory, in bytes: the reader copies a part while the writer copies the next one.
+/// The most payload in bytes that is put into that memory, or taken out of it, before the other end learns of it: the reader copies a part
+/// while the writer copies the next one.
 pub const MEMORY_PIECE: usize = 64 * 1024;
 /// The most rings ([`RING`]) of a process, one for each direction of a stream. All together have 64 MiB.
 pub const MEMORIES: usize = 64;

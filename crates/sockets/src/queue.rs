@@ -114,7 +114,7 @@ impl Queue {
         }
     }
 
-    /// Moves as many readable bytes as fit to the program's buffers.
+    /// Moves readable bytes to the program's buffers: as many as fit, but at most a piece ([`limits::MEMORY_PIECE`]) out of the memory.
     pub fn take(&mut self, dest: &mut Dest<'_, '_>) {
         if self.bytes.len() > self.from + self.unverified {
             let n = dest.put(self.peek());
@@ -123,8 +123,10 @@ impl Queue {
         if self.bytes.is_empty()
             && let Some(memory) = &mut self.memory
         {
-            while memory.unread() > 0 && !dest.is_full() {
-                let n = memory.take(dest.place());
+            let end = dest.done() + limits::MEMORY_PIECE;
+            while memory.unread() > 0 && !dest.is_full() && dest.done() < end {
+                let most = dest.room().min(end - dest.done());
+                let n = memory.take(dest.place().get_mut(..most).unwrap_or(&mut []));
                 dest.advance(n);
             }
         }
@@ -321,7 +323,7 @@ mod tests {
 
     #[test]
     fn bytes_in_memory_keep_their_place_among_the_others() {
-        let (mut writer, offer) = crate::memory::Writer::offer().unwrap();
+        let (mut writer, offer) = crate::memory::offered();
         let mut q = Queue::new(false);
         assert_eq!((q.look(), q.ask(true)), (Some(0), Some(0)), "no memory");
         q.set_memory(Reader::open(&offer).unwrap());
@@ -355,6 +357,27 @@ mod tests {
         assert_eq!(dest.done(), 6);
         assert_eq!(&rest[..6], b"defghi");
         assert!(q.is_empty());
+    }
+
+    #[test]
+    fn a_long_read_returns_its_room_piece_by_piece() {
+        let (mut writer, offer) = crate::memory::offered();
+        let mut q = Queue::new(false);
+        q.set_memory(Reader::open(&offer).unwrap());
+        let all = vec![1; 2 * limits::MEMORY_PIECE + 1];
+        writer.put(std::iter::once(&all[..]));
+        q.announced(writer.announce()).unwrap();
+        let before = writer.room();
+        let mut bytes = vec![0; all.len()];
+        let (first, rest) = bytes.split_at_mut(10);
+        let mut parts = [IoSliceMut::new(first), IoSliceMut::new(rest)];
+        let mut dest = Dest::new(&mut parts);
+        for most in [1, 2].map(|n| n * limits::MEMORY_PIECE) {
+            q.take(&mut dest);
+            assert_eq!((dest.done(), writer.room()), (most, before + most));
+        }
+        q.take(&mut dest);
+        assert!(dest.is_full() && writer.is_empty() && bytes == all);
     }
 
     #[test]

@@ -1085,7 +1085,7 @@ impl Stream {
             self.ask(fd, true);
             self.queue.peek_into(dest);
         } else {
-            self.queue.take(dest);
+            self.take(fd, dest);
             while !dest.is_full() {
                 if !self.look(fd) {
                     // The bytes in the kernel's buffer are read too, because a program may take a short read for the end of the data.
@@ -1094,10 +1094,10 @@ impl Stream {
                         break;
                     }
                 }
-                self.queue.take(dest);
+                self.take(fd, dest);
             }
             while self.ask(fd, false) && !dest.is_full() {
-                self.queue.take(dest);
+                self.take(fd, dest);
             }
             let n = dest.done() - start;
             self.bytes_in += n as u64;
@@ -1115,6 +1115,19 @@ impl Stream {
             return Ok(());
         }
         Err(libc::EAGAIN)
+    }
+
+    /// Moves readable bytes to `dest`. A long read out of the memory takes pieces, so that the peer can fill the first part of the ring while
+    /// this end reads the rest.
+    fn take(&mut self, fd: c_int, dest: &mut Dest<'_, '_>) {
+        loop {
+            let before = dest.done();
+            self.queue.take(dest);
+            if dest.done() - before < limits::MEMORY_PIECE || dest.is_full() {
+                break;
+            }
+            self.open_window(fd);
+        }
     }
 
     /// Reads the urgent byte.
