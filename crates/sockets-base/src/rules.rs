@@ -234,7 +234,7 @@ impl Default for Settings {
             pool: 64 << 20,
             shares: true,
             // The time that an answer takes on one host if no thread has to be woken for it, plus a margin.
-            spin: 20,
+            spin: 50,
             // To make and map the memory takes as long as to send about this much.
             memory: 1 << 20,
         }

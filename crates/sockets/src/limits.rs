@@ -57,9 +57,10 @@ pub const SPIN_SERIES: u32 = 64;
 /// A failure does not count if the mean duration of the waits since the first try is less than that of the suitable waits before the
 /// first try, divided by this number.
 pub const SPIN_WORTH: u32 = 4;
-/// Each failure in succession quadruples the number of waits until the next measured one. Failures beyond this number do not increase
-/// it further.
-pub const SPIN_FAILURES: u8 = 5;
+/// Milliseconds of the period at whose end a thread measures its waits again after a failure. Each failure in succession quadruples it.
+pub const SPIN_PERIOD: u64 = 4;
+/// Failures in succession beyond this number do not increase the period further.
+pub const SPIN_FAILURES: u8 = 4;
 /// A longer time between two polls means that another thread has used the processor. The host of a virtual machine also stops the processor,
 /// but mostly for shorter times.
 pub const SPIN_GAP: Duration = Duration::from_micros(200);

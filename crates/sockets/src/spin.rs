@@ -5,6 +5,9 @@
 //! long. So a thread measures some of its waits, tries to poll if they are neither very short nor long, and continues only while its
 //! waits are less than half as long as before. After each failure it tries more seldom.
 //!
+//! A try succeeds only if the other end tries at the same time, because until then that end has to be woken. So the times at which threads
+//! try again are multiples of periods of the host's clock, which are the same for all threads.
+//!
 //! Only waits after a write are considered: a thread that only receives gains nothing, because the bytes wait for it.
 
 use crate::limits;
@@ -52,6 +55,8 @@ struct State {
     phase: Phase,
     /// The number of waits until the next one is measured.
     skips: u32,
+    /// No wait is measured before this time, in milliseconds of the host's clock.
+    until: u64,
     /// While the thread sleeps: the number of suitable waits in succession. During the tries: the number of short waits in succession.
     good: u8,
     /// The number of tries without an answer.
@@ -71,6 +76,7 @@ impl State {
         has_written: false,
         phase: Phase::Sleeps,
         skips: 0,
+        until: 0,
         good: 0,
         misses: 0,
         failures: 0,
@@ -79,10 +85,15 @@ impl State {
         all: (0, Duration::ZERO),
     };
 
-    fn plan(&mut self, limit: Duration) -> Plan {
+    /// `now`: the time in milliseconds of the host's clock.
+    fn plan(&mut self, limit: Duration, now: impl FnOnce() -> u64) -> Plan {
         match self.phase {
             Phase::Sleeps if self.skips > 0 => {
                 self.skips -= 1;
+                Plan::Sleep
+            }
+            Phase::Sleeps if self.until > 0 && now() < self.until => {
+                self.skips = limits::SPIN_SKIPS;
                 Plan::Sleep
             }
             Phase::Sleeps => Plan::Measure,
@@ -104,7 +115,12 @@ impl State {
     }
 
     /// Called after a measured wait. `may_poll`: whether there are several processors.
-    fn slept(&mut self, took: Duration, may_poll: impl FnOnce() -> bool) {
+    fn slept(
+        &mut self,
+        took: Duration,
+        may_poll: impl FnOnce() -> bool,
+        now: impl FnOnce() -> u64,
+    ) {
         if self.good == 0 {
             self.asleep = Duration::ZERO;
         }
@@ -119,13 +135,19 @@ impl State {
             if may_poll() {
                 self.enter(Phase::Tries(0));
             } else {
-                self.fail();
+                self.fail(now);
             }
         }
     }
 
     /// Called after a wait that was polled.
-    fn polled(&mut self, limit: Duration, result: Polled, took: Duration) {
+    fn polled(
+        &mut self,
+        limit: Duration,
+        result: Polled,
+        took: Duration,
+        now: impl FnOnce() -> u64,
+    ) {
         let (n, sum) = self.all;
         self.all = (n.saturating_add(1), sum.saturating_add(took));
         match self.phase {
@@ -143,7 +165,7 @@ impl State {
                     || self.misses >= limits::SPIN_MISSES
                     || result == Polled::Preempted
                 {
-                    self.fail();
+                    self.fail(now);
                 }
             }
             Phase::Polls => {
@@ -152,7 +174,7 @@ impl State {
                 self.polls = (n, sum);
                 // The processor is not free, or the waits of the series take more than half as long as waits took before the polling.
                 if result == Polled::Preempted || sum > self.usual() * (limits::SPIN_SERIES / 2) {
-                    self.fail();
+                    self.fail(now);
                 } else if n >= limits::SPIN_SERIES {
                     self.polls = (0, Duration::ZERO);
                 }
@@ -160,8 +182,9 @@ impl State {
         }
     }
 
-    /// Makes the next waits sleep. Their number grows with the number of failures in succession.
-    fn fail(&mut self) {
+    /// Makes the next waits sleep, up to the end of a period. The period grows with the number of failures in succession, and each one is a
+    /// multiple of the shorter ones. So a thread that tries seldom does so when those that try often try too.
+    fn fail(&mut self, now: impl FnOnce() -> u64) {
         let (n, sum) = std::mem::take(&mut self.all);
         if sum < self.usual().saturating_mul(n) / limits::SPIN_WORTH {
             // Until now the waits were much shorter than before the polling, so the thread tries again soon.
@@ -170,7 +193,8 @@ impl State {
             self.failures = (self.failures + 1).min(limits::SPIN_FAILURES);
         }
         self.enter(Phase::Sleeps);
-        self.skips = limits::SPIN_SKIPS << (2 * self.failures);
+        let period = limits::SPIN_PERIOD << (2 * self.failures);
+        self.until = (now() / period + 1) * period;
     }
 }
 
@@ -198,21 +222,21 @@ pub fn wait<R>(mut call: impl FnMut(bool) -> Option<R>) -> R {
     let plan = if !std::mem::take(&mut state.has_written) || limit.is_zero() {
         Plan::Sleep
     } else {
-        state.plan(limit)
+        state.plan(limit, sys::now_ms)
     };
     let result = match plan {
         Plan::Sleep => None,
         Plan::Measure => {
             let start = Instant::now();
             let result = call(true);
-            state.slept(start.elapsed(), || sys::processors() > 1);
+            state.slept(start.elapsed(), || sys::processors() > 1, sys::now_ms);
             result
         }
         Plan::Poll(time) => {
             let start = Instant::now();
             let (result, polled) = poll(&mut call, start, time);
             let result = result.or_else(|| call(true));
-            state.polled(limit, polled, start.elapsed());
+            state.polled(limit, polled, start.elapsed(), sys::now_ms);
             result
         }
     };
@@ -260,49 +284,109 @@ mod tests {
     const SOON: (Polled, Duration) = (Polled::Found, Duration::from_micros(3));
     const NEVER: (Polled, Duration) = (Polled::Nothing, Duration::from_micros(80));
 
-    /// Waits `n` times, and returns how many of the waits polled. Waits take `asleep` if the thread sleeps; otherwise the polls end with
-    /// `polls`, and the wait takes that time.
-    fn waits(state: &mut State, n: u32, asleep: Duration, polls: (Polled, Duration)) -> u32 {
-        let mut polled = 0;
-        for _ in 0..n {
-            match state.plan(LIMIT) {
-                Plan::Sleep => {}
-                Plan::Measure => state.slept(asleep, || true),
+    /// A thread that waits, and the host's clock.
+    struct Thread {
+        state: State,
+        clock: Duration,
+    }
+
+    impl Thread {
+        const NEW: Self = Self {
+            state: State::NEW,
+            clock: Duration::ZERO,
+        };
+
+        fn now(&self) -> impl FnOnce() -> u64 + use<> {
+            let now = self.clock.as_millis() as u64;
+            move || now
+        }
+
+        /// Waits once. The wait takes `asleep` if the thread sleeps; otherwise the polls end with `polls`, and the wait takes that
+        /// time.
+        fn wait(&mut self, plan: Plan, asleep: Duration, polls: (Polled, Duration)) {
+            let now = self.now();
+            match plan {
+                Plan::Sleep => self.clock += asleep,
+                Plan::Measure => {
+                    self.clock += asleep;
+                    self.state.slept(asleep, || true, now);
+                }
                 Plan::Poll(_) => {
-                    polled += 1;
-                    state.polled(LIMIT, polls.0, polls.1);
+                    self.clock += polls.1;
+                    self.state.polled(LIMIT, polls.0, polls.1, now);
                 }
             }
+        }
+
+        fn plan(&mut self) -> Plan {
+            let now = self.now();
+            self.state.plan(LIMIT, now)
+        }
+    }
+
+    /// Waits `n` times, and returns how many of the waits polled; see [`Thread::wait`].
+    fn waits(thread: &mut Thread, n: u32, asleep: Duration, polls: (Polled, Duration)) -> u32 {
+        let mut polled = 0;
+        for _ in 0..n {
+            let plan = thread.plan();
+            polled += u32::from(matches!(plan, Plan::Poll(_)));
+            thread.wait(plan, asleep, polls);
         }
         polled
     }
 
+    /// Two threads that wait for each other. An answer takes 4 µs, and 60 µs more for each end that has to be woken.
+    #[test]
+    fn two_ends_poll_although_they_have_failed_at_different_times() {
+        let mut ends = [Thread::NEW, Thread::NEW];
+        for (at, end) in [3, 97].into_iter().zip(&mut ends) {
+            // One end has failed often, the other one once.
+            end.state.failures = if at == 3 { limits::SPIN_FAILURES } else { 0 };
+            end.clock = Duration::from_millis(at);
+            let now = end.now();
+            end.state.fail(now);
+            end.clock = Duration::from_millis(100);
+        }
+        let mut together = 0;
+        for _ in 0..100_000 {
+            let [a, b] = &mut ends;
+            let plans = [a.plan(), b.plan()];
+            let sleepers = plans.iter().filter(|p| !matches!(p, Plan::Poll(_))).count() as u32;
+            together += u32::from(sleepers == 0);
+            let took = Duration::from_micros(4) + SLOW * sleepers;
+            for (plan, end) in plans.into_iter().zip(&mut ends) {
+                end.wait(plan, took, (Polled::Found, took));
+            }
+        }
+        assert!(together > 80_000, "both polled in {together} of 100,000");
+    }
+
     #[test]
     fn a_thread_polls_while_its_waits_are_shorter_than_before() {
-        let mut state = State::NEW;
-        assert!(waits(&mut state, 1000, SLOW, SOON) > 900);
-        assert_eq!(state.phase, Phase::Polls);
+        let mut thread = Thread::NEW;
+        assert!(waits(&mut thread, 1000, SLOW, SOON) > 900);
+        assert_eq!(thread.state.phase, Phase::Polls);
         // If one answer in ten is late, nothing changes. If every second answer is late, the polling ends.
         for _ in 0..1000 {
-            assert_eq!(waits(&mut state, 1, SLOW, NEVER), 1);
-            assert_eq!(waits(&mut state, 9, SLOW, SOON), 9);
+            assert_eq!(waits(&mut thread, 1, SLOW, NEVER), 1);
+            assert_eq!(waits(&mut thread, 9, SLOW, SOON), 9);
         }
         let mut polled = 0;
         for _ in 0..100 {
-            polled += waits(&mut state, 1, SLOW, NEVER);
-            polled += waits(&mut state, 1, SLOW, SOON);
+            polled += waits(&mut thread, 1, SLOW, NEVER);
+            polled += waits(&mut thread, 1, SLOW, SOON);
         }
         assert!(polled < 150, "{polled}");
     }
 
     #[test]
     fn a_thread_that_loses_the_processor_now_and_then_polls_most_of_the_time() {
-        let mut state = State::NEW;
+        let mut thread = Thread::NEW;
         let lost = (Polled::Preempted, Duration::from_millis(3));
         let mut polled = 0;
         for _ in 0..100 {
-            polled += waits(&mut state, 500, SLOW, SOON);
-            polled += waits(&mut state, 1, SLOW, lost);
+            polled += waits(&mut thread, 500, SLOW, SOON);
+            polled += waits(&mut thread, 1, SLOW, lost);
         }
         assert!(polled > 45_000, "{polled} of 50,100 waits polled");
     }
@@ -310,8 +394,8 @@ mod tests {
     #[test]
     fn waits_that_are_very_short_or_long_are_not_polled() {
         for asleep in [Duration::from_micros(3), Duration::from_millis(1)] {
-            let mut state = State::NEW;
-            assert_eq!(waits(&mut state, 100_000, asleep, SOON), 0);
+            let mut thread = Thread::NEW;
+            assert_eq!(waits(&mut thread, 100_000, asleep, SOON), 0);
         }
     }
 
@@ -322,26 +406,26 @@ mod tests {
             (Polled::Preempted, SLOW),
             (Polled::Found, Duration::from_micros(30)),
         ] {
-            let mut state = State::NEW;
-            waits(&mut state, 100_000, SLOW, polls);
-            let polled = waits(&mut state, 100_000, SLOW, polls);
+            let mut thread = Thread::NEW;
+            waits(&mut thread, 100_000, SLOW, polls);
+            let polled = waits(&mut thread, 100_000, SLOW, polls);
             assert!(polled < 1000, "{polls:?}: {polled} of 100,000 waits polled");
         }
         // The answer arrives while the thread polls, but not much sooner than if it had slept.
-        let mut state = State::NEW;
+        let mut thread = Thread::NEW;
         let (before, now) = (Duration::from_micros(10), Duration::from_micros(7));
-        waits(&mut state, 100_000, before, (Polled::Found, now));
-        let polled = waits(&mut state, 100_000, before, (Polled::Found, now));
+        waits(&mut thread, 100_000, before, (Polled::Found, now));
+        let polled = waits(&mut thread, 100_000, before, (Polled::Found, now));
         assert!(polled < 1000, "{polled} of 100,000 waits polled");
     }
 
     #[test]
     fn with_one_processor_no_wait_is_polled() {
         let mut state = State::NEW;
-        for _ in 0..1000 {
-            match state.plan(LIMIT) {
+        for now in 0..1000 {
+            match state.plan(LIMIT, || now) {
                 Plan::Sleep => {}
-                Plan::Measure => state.slept(SLOW, || false),
+                Plan::Measure => state.slept(SLOW, || false, || now),
                 Plan::Poll(_) => panic!("the wait is polled"),
             }
         }
