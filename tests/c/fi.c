@@ -283,6 +283,73 @@ static const char *fence(size_t arg)
 	return NULL;
 }
 
+/* A read with FI_FENCE that has to wait reads into the program's memory, also with FI_INJECT, which means nothing for reads. */
+static const char *fenced_read(size_t arg)
+{
+	static int64_t there[1000], here[1000];
+	struct fi_cq_tagged_entry entry;
+	struct iovec sink = { here, sizeof here };
+	struct side a, b;
+	struct fid_mr *mr;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (size_t i = 0; i < COUNT(there); i++)
+		there[i] = (int64_t)i + 1;
+	memset(here, 0, sizeof here);
+	OK(fi_mr_reg(b.domain, there, sizeof there, FI_REMOTE_READ, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	struct fi_rma_iov from = { (uintptr_t)there, sizeof there, fi_mr_key(mr) };
+	struct fi_msg_rma reads = { .msg_iov = &sink, .iov_count = 1, .addr = a.peer, .rma_iov = &from, .rma_iov_count = 1,
+				    .context = &reads };
+	OK(fi_tsend(a.ep, out, 100000, NULL, a.peer, 1, &out[0]));
+	OK(fi_readmsg(a.ep, &reads, FI_FENCE | FI_INJECT | FI_COMPLETION));
+	ENSURE(here[0] == 0 && fi_cq_read(a.tx, &entry, 1) == -FI_EAGAIN, "the read does not wait for the message");
+	OK(fi_trecv(b.ep, in, 100000, NULL, FI_ADDR_UNSPEC, 1, 0, &in[0]));
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &out[0], "the message does not complete first");
+	TRY(next(a.tx, &entry, NULL));
+	ENSURE(entry.op_context == &reads, "the read does not complete second");
+	ENSURE(!memcmp(here, there, sizeof here), "the memory does not have the data: %lld", (long long)here[0]);
+	return NULL;
+}
+
+/* A directed receive stays valid if the peer's lowest index is removed from the address vector and given to another peer. */
+static const char *directed_after_remove(size_t arg)
+{
+	char name[64];
+	size_t len = sizeof name;
+	struct fi_cq_tagged_entry entry;
+	struct side a, b, c;
+	fi_addr_t first, second, other;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	TRY(open_side(&c, 0));
+	TRY(introduce(&c, &a));
+	first = a.peer;
+	OK(fi_getname(&b.ep->fid, name, &len));
+	ENSURE(fi_av_insert(a.av, name, 1, &second, 0, NULL) == 1 && second != first, "a second index");
+	OK(fi_trecv(a.ep, in, 8, NULL, second, 1, 0, &in[0]));
+	OK(fi_av_remove(a.av, &first, 1, 0));
+	len = sizeof name;
+	OK(fi_getname(&c.ep->fid, name, &len));
+	ENSURE(fi_av_insert(a.av, name, 1, &other, 0, NULL) == 1 && other == first, "the index is not used again");
+	move_both(&a, &b);
+	moving[2] = &c;
+	OK(fi_tsend(c.ep, "of c....", 8, NULL, c.peer, 1, &c));
+	for (uint64_t until = now_ms() + 50; now_ms() < until;)
+		ENSURE(fi_cq_read(a.rx, &entry, 1) == -FI_EAGAIN, "the receive takes the message of another peer");
+	OK(fi_tsend(b.ep, "of b....", 8, NULL, b.peer, 1, &b));
+	TRY(next(a.rx, &entry, NULL));
+	ENSURE(entry.op_context == &in[0] && !memcmp(in, "of b....", 8), "the message of another peer");
+	OK(fi_trecv(a.ep, in, 8, NULL, other, 1, 0, &in[0]));
+	TRY(next(a.rx, &entry, NULL));
+	ENSURE(!memcmp(in, "of c....", 8), "the message of another peer");
+	return NULL;
+}
+
 /* A sender whose messages have no receive gets FI_EAGAIN at some point; other senders do not. No message is lost. */
 static const char *flood(size_t arg)
 {
@@ -700,6 +767,42 @@ static const char *no_link_at_the_end(size_t peer_offers)
 	ENSURE((uintptr_t)ms > 1000, "closing takes %zu ms, after %u messages", (size_t)(uintptr_t)ms, sent);
 	ENSURE(most == 0, "%d connections while an endpoint closes", most);
 	return NULL;
+}
+
+/* Injected messages that wait at their sender for a receive arrive although the sender's endpoint is closed. */
+static const char *closes_after_inject(size_t arg)
+{
+	enum { MOST = 20000 };
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint32_t sent = 0, got;
+	pthread_t thread;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	move_both(&a, &b);
+	for (uint64_t quiet = now_ms(); sent < MOST && now_ms() < quiet + 300;) {
+		memcpy(out, &sent, sizeof sent);
+		if (fi_tinject(a.ep, out, INJECT, a.peer, 1) == 0) {
+			sent++;
+			quiet = now_ms();
+		}
+		fi_cq_read(b.rx, NULL, 0);
+		fi_cq_read(a.tx, NULL, 0);
+	}
+	ENSURE(sent < MOST, "no message has to wait");
+	memset(moving, 0, sizeof moving);
+	ENSURE(!pthread_create(&thread, NULL, close_endpoint, &a), "pthread_create");
+	sleep_ms(50);
+	const char *why = NULL;
+	for (uint32_t i = 0; i < sent && !why; i++) {
+		why = fi_trecv(b.ep, in, INJECT, NULL, FI_ADDR_UNSPEC, 1, 0, &b) ? "fi_trecv" : next(b.rx, &entry, NULL);
+		memcpy(&got, in, sizeof got);
+		if (why || got != i)
+			why = because("message %u of %u: %s", i, sent, why ? why : "another one arrives");
+	}
+	pthread_join(thread, NULL);
+	return why;
 }
 
 /* A receiver takes messages in the reverse order. Many of the messages have to wait at their sender. */
@@ -1160,6 +1263,41 @@ static const char *wait_object(size_t arg)
 		}
 	}
 	ENSURE(entry.len == 10 && !memcmp(in, "0123456789", 10), "the message has other bytes");
+	return NULL;
+}
+
+/* Many messages for no receive have arrived before the one that the program waits for: it does not sleep. */
+static const char *wait_behind_others(size_t arg)
+{
+	enum { OTHERS = 100 };
+	struct fi_cq_tagged_entry entry;
+	struct fid *fids[1];
+	struct side a, b;
+	int fd;
+
+	(void)arg;
+	TRY(open_sides(&a, &b));
+	GIVES(0, fi_control(&b.rx->fid, FI_GETWAIT, &fd));
+	fids[0] = &b.rx->fid;
+	struct pollfd poll_fd = { .fd = fd, .events = POLLIN };
+	OK(fi_trecv(b.ep, in, 10, NULL, FI_ADDR_UNSPEC, 1, 0, &b));
+	OK(fi_trywait(fabric, fids, 1));
+	for (size_t i = 0; i <= OTHERS; i++) {
+		OK(fi_tsend(a.ep, "0123456789", 10, NULL, a.peer, i < OTHERS ? 2 : 1, &a));
+		fi_cq_read(a.tx, NULL, 0);
+	}
+	/* The device has received them all. Nothing else calls the library for `b`. */
+	memset(moving, 0, sizeof moving);
+	for (size_t i = 0; i <= OTHERS; i++)
+		TRY(next(a.tx, &entry, NULL));
+	ENSURE(poll(&poll_fd, 1, 5000) == 1, "the descriptor does not become readable");
+	while (fi_cq_read(b.rx, &entry, 1) == -FI_EAGAIN) {
+		int rc = fi_trywait(fabric, fids, 1);
+		ENSURE(rc == 0 || rc == -FI_EAGAIN, "fi_trywait: %d", rc);
+		if (rc == 0)
+			ENSURE(poll(&poll_fd, 1, 2000) == 1, "the program sleeps although its message has arrived");
+	}
+	ENSURE(entry.op_context == &b && entry.len == 10, "another completion");
 	return NULL;
 }
 
@@ -1910,6 +2048,9 @@ static const struct test tests[] = {
 	{ "no_link_at_the_end", no_link_at_the_end, 0, 0, false },
 	{ "no_link_at_the_end_offered", no_link_at_the_end, 1, 0, false },
 	{ "receives_in_reverse", receives_in_reverse, 0, 0, false },
+	{ "fenced_read", fenced_read, 0, 0, false },
+	{ "closes_after_inject", closes_after_inject, 0, 0, false },
+	{ "directed_after_remove", directed_after_remove, 0, 0, false },
 	{ "flood", flood, 0, 0, false },
 	{ "flood_injected", flood, 1, 0, false },
 	{ "flood_hostile", flood_hostile, 0, 0, false },
@@ -1928,6 +2069,7 @@ static const struct test tests[] = {
 	{ "atomics_long", atomics, 512, 0, false },
 	{ "wait_fd", wait_object, 0, 0, false },
 	{ "wait_sread", wait_object, 1, 0, false },
+	{ "wait_behind_others", wait_behind_others, 0, 0, false },
 	{ "killed_peer", lost_peer, SIGKILL, 0, false },
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
 	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },

@@ -17,10 +17,13 @@ pub struct State {
 
 impl State {
     /// Handles the completions of the device for all endpoints.
-    pub fn progress(&mut self) {
+    /// Returns whether there may be more completions of the device.
+    pub fn progress(&mut self) -> bool {
+        let mut more = false;
         for endpoint in self.endpoints.values_mut() {
-            endpoint.progress(&mut self.shared);
+            more |= endpoint.progress(&mut self.shared);
         }
+        more
     }
 }
 

@@ -98,5 +98,7 @@ pub const SPIN: Duration = Duration::from_micros(50);
 /// The bytes added to each structure that is allocated for the core of libfabric, which copies as many bytes as the structure
 /// has in the core's version.
 pub const SLACK: usize = 512;
+/// The most batches of completions that are handled before a wait. If there are more, the program does not wait but calls again.
+pub const BATCHES_BEFORE_WAIT: usize = 256;
 /// The time that closing an endpoint waits until its messages have arrived.
 pub const LINGER: Duration = Duration::from_secs(2);

@@ -184,6 +184,15 @@ impl<R> Matching<R> {
         Some(message)
     }
 
+    /// Makes the receives for the source `from` accept the messages of the source `to` instead.
+    pub fn move_source(&mut self, from: FiAddr, to: FiAddr) {
+        for (pattern, _) in &mut self.receives {
+            if pattern.source == from {
+                pattern.source = to;
+            }
+        }
+    }
+
     /// Looks up the sources of all stored messages again, including claimed ones, after a change of the address vector.
     pub fn renew_sources(&mut self, find: impl Fn(Remote) -> FiAddr) {
         let claimed = self.claimed.iter_mut().map(|(_, message)| message);

@@ -216,14 +216,24 @@ unsafe extern "C" fn remove(
         let state = &mut *guard;
         let vector = state.shared.vectors.get_mut(object.name).ok_or(FI_EINVAL)?;
         let mut result = Ok(0);
+        let mut moved = Vec::new();
         for i in 0..count {
             // SAFETY: the list has `count` elements (guaranteed by the caller).
-            if !vector.remove(unsafe { *fi_addr.add(i) }) {
+            let at = unsafe { *fi_addr.add(i) };
+            let peer = vector.get(at);
+            if !vector.remove(at) {
                 result = Err(FI_EINVAL);
+            }
+            let other = peer.map_or(FI_ADDR_NOTAVAIL, |peer| vector.find(peer));
+            if other != FI_ADDR_NOTAVAIL {
+                moved.push((at, other));
             }
         }
         for endpoint in state.endpoints.values_mut() {
-            endpoint.renew_sources(&state.shared);
+            if endpoint.binding.vector == Some(object.name) {
+                endpoint.move_sources(&moved);
+                endpoint.renew_sources(&state.shared);
+            }
         }
         result
     })

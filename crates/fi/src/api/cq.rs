@@ -263,10 +263,16 @@ fn may_wait(object: &CqObject, wait: &Wait) -> Result<(), c_int> {
     for endpoint in state.endpoints.values_mut() {
         endpoint.arm();
     }
-    // The device raises no event for completions that arrived before its completion queue was armed.
-    state.progress();
+    // The device raises no event for completions that arrived before its completion queue was armed, so all of them are handled.
+    let mut is_rest = false;
+    for _ in 0..limits::BATCHES_BEFORE_WAIT {
+        is_rest = state.progress();
+        if !is_rest {
+            break;
+        }
+    }
     let queue = state.shared.queues.get_mut(object.name).ok_or(FI_EINVAL)?;
-    if !queue.is_empty() {
+    if is_rest || !queue.is_empty() {
         return Err(FI_EAGAIN);
     }
     queue.armed = true;

@@ -20,8 +20,12 @@ impl Request {
         }
     }
 
-    /// Copies the memory that the program may use again before the operation has started. The returned bytes are that copy.
+    /// Copies the memory that the program may use again before the operation has started. The returned bytes are that copy. A read has
+    /// none: its data arrives in that memory.
     fn copy(&mut self) -> Vec<Vec<u8>> {
+        if matches!(self, Self::Access(m) if m.read) {
+            return Vec::new();
+        }
         let (injected, silent, lists) = match self {
             Self::Send(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),
             Self::Access(m) => (m.flags & FI_INJECT, m.silent, vec![&mut m.memory]),

@@ -172,6 +172,12 @@ impl Links {
         self.closing = true;
     }
 
+    /// Returns whether a peer with a link has closed its endpoint.
+    pub(super) fn has_closed(&self, peer: Remote) -> bool {
+        let link = self.find(peer).and_then(|at| self.all.get(at)?.as_ref());
+        link.is_some_and(|link| link.closed)
+    }
+
     fn find(&self, peer: Remote) -> Option<usize> {
         let mut all = self.all.iter();
         all.position(|link| link.as_ref().is_some_and(|l| l.peer == peer))
@@ -412,6 +418,10 @@ impl Endpoint {
         };
         let link_index = self.links.find(from);
         if step_of_peer == Step::Offer {
+            // Without an answer, the peer goes on to send datagrams.
+            if self.deferred.len() >= limits::DEFERRED {
+                return;
+            }
             let welcome = link_index.is_none()
                 && self.links.enabled
                 && !self.links.closing

@@ -654,6 +654,12 @@ impl Endpoint {
         self.outstanding == 0 && self.deferred.is_empty() && self.postponed.is_empty()
     }
 
+    /// Returns whether a peer has not received the content of an announced message whose completion was already reported.
+    pub(super) fn owes_content(&self) -> bool {
+        let owes = |op: &Op| matches!(op, Op::Announced { done: None, to, .. } if !self.links.has_closed(*to));
+        self.ops.iter().any(|(_, op)| owes(op))
+    }
+
     /// Posts the receives that were used.
     pub(super) fn post_receives(&mut self) -> Result<(), i32> {
         let receive = |at: usize| {

@@ -27,9 +27,10 @@ impl Endpoint {
     }
 
     /// Handles completions of the device.
-    pub fn progress(&mut self, cx: &mut Shared) {
+    /// Returns whether there may be more completions of the device.
+    pub fn progress(&mut self, cx: &mut Shared) -> bool {
         if !self.enabled {
-            return;
+            return false;
         }
         self.send_deferred(cx);
         if !self.postponed.is_empty() {
@@ -43,8 +44,9 @@ impl Endpoint {
         let mut batch = [Wc::default(); limits::BATCH];
         // If the program does not read its completions, no more messages are received, and their senders have to wait.
         let queue = self.binding.receive_queue.and_then(|q| cx.queues.get(q));
+        let mut n = 0;
         if !queue.is_some_and(Queue::is_full) {
-            let n = self.cq.poll(&mut batch);
+            n = self.cq.poll(&mut batch);
             for wc in batch.iter().take(n) {
                 self.completed(cx, wc);
             }
@@ -52,6 +54,7 @@ impl Endpoint {
         if !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken {
             self.ask(cx);
         }
+        n == batch.len()
     }
 
     pub(super) fn send_deferred(&mut self, cx: &mut Shared) {
@@ -451,7 +454,8 @@ impl Endpoint {
         };
         let announced = header.kind == Kind::Announce;
         let announcement = Announcement::new(&header, content);
-        if announced && self.deferred.len() >= limits::DEFERRED {
+        // An announcement needs room for its answer. Later messages wait too, so that none overtakes it.
+        if self.deferred.len() >= limits::DEFERRED {
             return false;
         }
         let matching = if tagged {
@@ -590,7 +594,8 @@ impl Endpoint {
         self.progress(cx);
         self.ask_for_acknowledgements(cx);
         self.notify_peers_of_close(cx);
-        while !self.is_idle() && !self.is_left_alone() && Instant::now() < until {
+        let is_done = |e: &Self| (e.is_idle() || e.is_left_alone()) && !e.owes_content();
+        while !is_done(self) && Instant::now() < until {
             self.progress(cx);
         }
     }

@@ -362,6 +362,15 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry.failed(err));
     }
 
+    /// Changes the sources of posted receives: each first index was removed from the address vector, and the second one is another index of
+    /// the same peer.
+    pub fn move_sources(&mut self, moved: &[(FiAddr, FiAddr)]) {
+        for (from, to) in moved {
+            self.tagged.move_source(*from, *to);
+            self.untagged.move_source(*from, *to);
+        }
+    }
+
     /// Updates the sources of stored messages, after the address vector has changed.
     pub fn renew_sources(&mut self, cx: &Shared) {
         let Some(vector) = self.binding.vector.and_then(|v| cx.vectors.get(v)) else {
