@@ -551,6 +551,38 @@ static const char *vectors(size_t arg)
 	return finish();
 }
 
+#define REFUSED(call, error) ENSURE((call) < 0 && errno == (error), #call ": %s", strerror(errno))
+
+/* Parts without bytes before the only part with some change nothing: a short receive and a short send, of registered and other memory. */
+static const char *empty_parts(size_t arg)
+{
+	exs_iovec_t out[2], in[2];
+	exs_msghdr_t send = { .msg_iov = out, .msg_iovlen = 2 }, recv = { .msg_iov = in, .msg_iovlen = 2 };
+	exs_event_t e;
+
+	(void)arg;
+	TRY(connected(SOCK_SEQPACKET, 0));
+	fill(block[0], 4, 100);
+	for (int registered = 0; registered < 2; registered++) {
+		memset(block[1], 0, 200);
+		out[0] = (exs_iovec_t){ block[0] + 500, 0, registered ? handle[0] : EXS_MHANDLE_UNREGISTERED };
+		out[1] = (exs_iovec_t){ block[0], 5, EXS_MHANDLE_UNREGISTERED };
+		in[0] = (exs_iovec_t){ block[1] + 500, 0, registered ? handle[1] : EXS_MHANDLE_UNREGISTERED };
+		in[1] = (exs_iovec_t){ block[1], 100, EXS_MHANDLE_UNREGISTERED };
+		ENSURE(exs_recvmsg(ends[1], &recv, 0, queue, 2) == 0, "%s", strerror(errno));
+		ENSURE(exs_sendmsg(ends[0], &send, 0, queue, 1) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_RECVMSG, 2, 0));
+		ENSURE(LENGTH(e) == 5, "%zu", LENGTH(e));
+		TRY(event(&e, EXS_EVT_SENDMSG, 1, 0));
+		TRY(compare(block[1], 4, 5));
+	}
+	ENSURE(exs_shutdown(ends[1], EXS_SHUT_WR, queue, 4) == 0, "%s", strerror(errno));
+	TRY(event(&e, EXS_EVT_SHUTDOWN, 4, 0));
+	/* The peer could not learn of a persistent receive after the end of the data. */
+	REFUSED(RECV(100, EXS_PERSISTENT, 3), EPIPE);
+	return finish();
+}
+
 /* Cancelled calls, the end of a direction and the end of the connection each cause one event. */
 static const char *endings(size_t arg)
 {
@@ -853,7 +885,6 @@ static const char *refusals(size_t arg)
 
 	(void)arg;
 	TRY(connected(SOCK_SEQPACKET, 0));
-#define REFUSED(call, error) ENSURE((call) < 0 && errno == (error), #call ": %s", strerror(errno))
 	REFUSED(exs_init(7), EINVAL);
 	REFUSED(exs_qcreate(0), EINVAL);
 	REFUSED(exs_qdelete(12345678), EBADF);
@@ -1351,6 +1382,7 @@ static const struct test tests[] = {
 	{ "persistent_send_notify", persistent_send, 1, 0, false },
 	{ "persistent_recv", persistent_recv, 0, 0, false },
 	{ "vectors", vectors, 0, 0, false },
+	{ "empty_parts", empty_parts, 0, 0, false },
 	{ "endings", endings, 0, 0, false },
 	{ "timeouts", timeouts, 0, 0, false },
 	{ "connect_timeout", connect_timeout, 0, 0, false },

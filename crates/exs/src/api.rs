@@ -451,7 +451,8 @@ fn resolve(
         .try_fold(0u64, |sum, (v, _)| sum.checked_add(v.len as u64));
     let total = total.filter(|t| *t <= MAX_LENGTH).ok_or(libc::EMSGSIZE)?;
     let several = vec.iter().filter(|(v, _)| v.len > 0).count() > 1;
-    for (v, file) in vec.iter().filter(|(v, _)| v.len > 0 || !several) {
+    // Parts without bytes are left out, because the data begins with the first segment.
+    for (v, file) in vec.iter().filter(|(v, _)| v.len > 0 || total == 0) {
         let (mut addr, len) = (v.base.expose_provenance() as u64, v.len as u64);
         let (mut lkey, mut rkey) = (0, 0);
         let pooled = || {
@@ -606,6 +607,8 @@ fn begin_transfer(
             require(!flow.is_shut(), libc::EPIPE)?;
             flow.send(Socket::send(op, id), out);
         } else {
+            // The peer learns the place of a persistent receive by a message, and none follows the end of the data.
+            require(!persistent || !flow.is_shut(), libc::EPIPE)?;
             flow.recv(Socket::recv(op, id, offset), out);
         }
         Ok(())

@@ -478,7 +478,7 @@ impl Library {
 
     pub(crate) fn remove_queue(&self, q: c_int) -> Result<(), c_int> {
         let busy = |queue: &Queue| {
-            if queue.is_idle() {
+            if queue.delete() {
                 Ok(())
             } else {
                 Err(libc::EBUSY)

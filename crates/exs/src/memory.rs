@@ -5,7 +5,7 @@ use crate::lock::lock;
 use anywarp_buffers::{self as buffers, Manager, Region};
 use anywarp_verbs_sys::ptr::Ptr;
 use libc::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// An open device, with the protection domain and the completion channel of all its sockets. It exists until the process exits.
@@ -139,6 +139,9 @@ impl Keys {
     }
 }
 
+/// A bit of [`Memory::uses`]: the program has deregistered the memory.
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
 /// Memory that the program has registered. It is registered with a device, with the access rights of a use, at the first such use.
 #[derive(Debug)]
 pub(crate) struct Memory {
@@ -147,10 +150,8 @@ pub(crate) struct Memory {
     regions: Mutex<Vec<(usize, Use, Region)>>,
     /// The protection domain and the keys of the first registration for each use, which are read without a lock.
     first: [OnceLock<(usize, Keys)>; 4],
-    /// The number of operations in progress with this memory.
+    /// The number of operations in progress with this memory, and [`CLOSED`].
     uses: AtomicUsize,
-    /// Whether the program has deregistered the memory.
-    closed: AtomicBool,
 }
 
 impl Memory {
@@ -161,7 +162,6 @@ impl Memory {
             regions: Mutex::new(Vec::new()),
             first: [const { OnceLock::new() }; 4],
             uses: AtomicUsize::new(0),
-            closed: AtomicBool::new(false),
         }
     }
 
@@ -194,12 +194,8 @@ impl Memory {
 
     /// Deregisters the memory. `EBUSY`: an operation uses it.
     pub(crate) fn close(&self) -> Result<(), c_int> {
-        // The counterpart is in `Used::new`: one of the two threads sees what the other has written.
-        self.closed.store(true, SeqCst);
-        if self.uses.load(SeqCst) > 0 {
-            self.closed.store(false, SeqCst);
-            return Err(libc::EBUSY);
-        }
+        let closed = self.uses.compare_exchange(0, CLOSED, SeqCst, SeqCst);
+        closed.map_err(|_| libc::EBUSY)?;
         lock(&self.regions).clear();
         Ok(())
     }
@@ -217,8 +213,7 @@ impl Used {
     ///
     /// The memory is in the table of the library, or was removed from it after [`Memory::close`] had succeeded.
     pub(crate) unsafe fn new(memory: &Arc<Memory>) -> Result<Self, c_int> {
-        memory.uses.fetch_add(1, SeqCst);
-        if memory.closed.load(SeqCst) {
+        if memory.uses.fetch_add(1, SeqCst) & CLOSED != 0 {
             memory.uses.fetch_sub(1, SeqCst);
             return Err(libc::EINVAL);
         }

@@ -24,6 +24,8 @@ pub(crate) struct Event {
     pub(crate) body: [u64; 6],
 }
 
+/// A bit of [`Queue::used`]: the queue is deleted.
+const DELETED: usize = 1 << (usize::BITS - 1);
 /// A flag in the event of a transfer: more events of the same call follow.
 pub(crate) const MORE: u64 = 0x200;
 /// The time that a thread polls before it sleeps, in the adaptive mode, if events take longer than [`SHORT_WAIT`].
@@ -70,7 +72,7 @@ pub(crate) struct Queue {
     state: Mutex<State>,
     depth: AtomicUsize,
     /// The number of events and of entries that are reserved for the events of calls in progress. It is limited by the depth, and
-    /// calls reserve entries without the lock.
+    /// calls reserve entries without the lock. Contains [`DELETED`].
     used: AtomicUsize,
     /// The number of events added so far, modulo 2^32. It changes only with the lock held. Waiting threads use it as a futex.
     pushed: AtomicU32,
@@ -114,9 +116,11 @@ impl Queue {
 
     /// Reserves entries for the events of a call on `socket`.
     pub(crate) fn reserve(&self, socket: &Arc<Socket>, events: usize) -> Result<(), c_int> {
-        if self.used.fetch_add(events, SeqCst) + events > self.depth() {
+        let used = self.used.fetch_add(events, SeqCst);
+        if used + events > self.depth() {
             self.release(events);
-            return Err(libc::EAGAIN);
+            let deleted = used & DELETED != 0;
+            return Err(if deleted { libc::EBADF } else { libc::EAGAIN });
         }
         // The socket stays a member until it is closed, and most sockets use one queue.
         if socket.last_queue.load(Relaxed) != self.number {
@@ -218,6 +222,12 @@ impl Queue {
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
+        // Threads that wait for events return.
+        let pushed = self.pushed.load(Relaxed).wrapping_add(1);
+        self.pushed.store(pushed, Release);
+        if state.sleepers > 0 {
+            let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
+        }
         let members = std::mem::take(&mut state.members);
         let list = state.list.take();
         if let Some(fd) = state.eventfd.take() {
@@ -228,10 +238,14 @@ impl Queue {
         drop((members, list));
     }
 
-    /// Returns whether no call in progress will add an event.
-    pub(crate) fn is_idle(&self) -> bool {
+    /// Makes later calls fail, unless a call in progress will add an event. Returns whether there is none.
+    pub(crate) fn delete(&self) -> bool {
         let state = self.lock();
-        self.used.load(SeqCst) == state.events.len()
+        let used = state.events.len();
+        let deleted = self
+            .used
+            .compare_exchange(used, used | DELETED, SeqCst, SeqCst);
+        deleted.is_ok()
     }
 
     pub(crate) fn waiting(&self) -> usize {
@@ -265,6 +279,9 @@ impl Queue {
         let mut latest = None;
         loop {
             let mut state = self.lock();
+            if state.closed {
+                return Err(libc::EBADF);
+            }
             let seen = self.pushed.load(Relaxed);
             if state.events.len() >= least {
                 if let (Some(began), Some(latest)) = (began, latest) {
@@ -427,6 +444,30 @@ impl Drop for Queue {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_that_waits_returns_when_the_queue_is_deleted() {
+        for wait in [Wait::Adaptive, Wait::Notify] {
+            let queue = Queue::new(4);
+            queue.lock().wait = wait;
+            std::thread::scope(|s| {
+                s.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(20));
+                    assert!(queue.delete());
+                    queue.close();
+                });
+                let mut into = [Event {
+                    kind: 0,
+                    errno: 0,
+                    fd: 0,
+                    ahandle: 0,
+                    body: [0; 6],
+                }];
+                let limit = Some(Duration::from_secs(20));
+                assert_eq!(queue.dequeue(&mut into, 1, limit), Err(libc::EBADF));
+            });
+        }
+    }
 
     #[test]
     fn a_wait_that_was_short_lets_the_next_one_poll_longer() {

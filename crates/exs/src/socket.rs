@@ -1024,6 +1024,12 @@ impl Socket {
             }
             return;
         }
+        // A connection that was cancelled, or whose time was over, must not come into being afterwards.
+        if matches!(inner.state, State::Ended(_))
+            && event.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST
+        {
+            return;
+        }
         let failed = match event.kind {
             ffi::RDMA_CM_EVENT_ADDR_RESOLVED => {
                 // SAFETY: the id is live until `close`.
