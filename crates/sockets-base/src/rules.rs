@@ -868,7 +868,7 @@ mod tests {
         assert_eq!(pool("set pool 1M; set share off"), (1 << 20, false));
         let spins = ["", "set spin off", "set spin 100us"];
         let spins = spins.map(|text| read(text).settings(&who("x")).spin);
-        assert_eq!(spins, [20, 0, 100]);
+        assert_eq!(spins, [50, 0, 100]);
         let memories = ["", "set memory off", "set memory 64K"];
         let memories = memories.map(|text| read(text).settings(&who("x")).memory);
         assert_eq!(memories, [1 << 20, 0, 64 << 10]);
