@@ -74,7 +74,8 @@ pub(crate) struct Queue {
     /// The number of events and of entries that are reserved for the events of calls in progress. It is limited by the depth, and
     /// calls reserve entries without the lock. Contains [`DELETED`].
     used: AtomicUsize,
-    /// The number of events added so far, modulo 2^32. It changes only with the lock held. Waiting threads use it as a futex.
+    /// The number of events added so far, modulo 2^32, plus one when the queue is closed. It changes only with the lock held. Waiting threads
+    /// use it as a futex.
     pushed: AtomicU32,
     /// Distinguishes this queue from all others, also from those that were deleted.
     number: u64,
@@ -189,6 +190,11 @@ impl Queue {
                 unsafe { libc::kill(libc::getpid(), signal) };
             }
         }
+        self.wake_waiting(state);
+    }
+
+    /// Makes threads that wait for events look at the queue again.
+    fn wake_waiting(&self, state: &State) {
         let pushed = self.pushed.load(Relaxed).wrapping_add(1);
         self.pushed.store(pushed, Release);
         if state.sleepers > 0 {
@@ -222,12 +228,7 @@ impl Queue {
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
-        // Threads that wait for events return.
-        let pushed = self.pushed.load(Relaxed).wrapping_add(1);
-        self.pushed.store(pushed, Release);
-        if state.sleepers > 0 {
-            let _ = self.futex(libc::FUTEX_WAKE, i32::MAX.cast_unsigned(), None);
-        }
+        self.wake_waiting(&state);
         let members = std::mem::take(&mut state.members);
         let list = state.list.take();
         if let Some(fd) = state.eventfd.take() {

@@ -174,8 +174,11 @@ impl Links {
 
     /// Returns whether a peer with a link has closed its endpoint.
     pub(super) fn has_closed(&self, peer: Remote) -> bool {
-        let link = self.find(peer).and_then(|at| self.all.get(at)?.as_ref());
-        link.is_some_and(|link| link.closed)
+        self.of(peer).is_some_and(|link| link.closed)
+    }
+
+    fn of(&self, peer: Remote) -> Option<&Link> {
+        self.all.iter().flatten().find(|link| link.peer == peer)
     }
 
     fn find(&self, peer: Remote) -> Option<usize> {
@@ -195,8 +198,7 @@ impl Links {
 
     /// Returns whether messages of a peer come, or came, over a link that still exists.
     pub(super) fn receives_from(&self, peer: Remote) -> bool {
-        let link = self.find(peer).and_then(|at| self.all.get(at)?.as_ref());
-        link.is_some_and(|link| link.receives)
+        self.of(peer).is_some_and(|link| link.receives)
     }
 
     /// Returns the peers that have to acknowledge messages on a link, or to answer an offer or the report of a failed link.
@@ -931,11 +933,7 @@ impl Endpoint {
     /// Returns whether the only outstanding messages are close notices (`Op::CloseNotice`) to peers that have closed their endpoints
     /// too. Such peers do not acknowledge the notices.
     pub(super) fn is_left_alone(&self) -> bool {
-        let closed = |peer: &Remote| {
-            let link_index = self.links.find(*peer);
-            let link = link_index.and_then(|link_index| self.links.all.get(link_index)?.as_ref());
-            link.is_none_or(|l| l.closed)
-        };
+        let closed = |peer: &Remote| self.links.of(*peer).is_none_or(|l| l.closed);
         let left = self.ops.iter();
         let left = left.filter(|(_, op)| matches!(op, Op::CloseNotice { to } if closed(to)));
         self.deferred.is_empty() && self.postponed.is_empty() && left.count() == self.outstanding
