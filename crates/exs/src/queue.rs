@@ -464,8 +464,10 @@ mod tests {
                     ahandle: 0,
                     body: [0; 6],
                 }];
-                let limit = Some(Duration::from_secs(20));
-                assert_eq!(queue.dequeue(&mut into, 1, limit), Err(libc::EBADF));
+                let (begin, limit) = (Instant::now(), Duration::from_secs(20));
+                let result = queue.dequeue(&mut into, 1, Some(limit));
+                assert_eq!(result, Err(libc::EBADF));
+                assert!(begin.elapsed() < limit, "it returns at the end of its time");
             });
         }
     }
