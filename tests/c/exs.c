@@ -583,6 +583,35 @@ static const char *empty_parts(size_t arg)
 	return finish();
 }
 
+/* An end that has nothing left to send ends the data of the other end, also if a persistent receive is posted or a receive is in progress. */
+static const char *closes_with_a_receive(size_t persistent)
+{
+	struct timeval wait = { 10, 0 };
+	exs_event_t e;
+
+	TRY(connected(SOCK_SEQPACKET, 0));
+	ENSURE(exs_recv(ends[0], block[0], 100, 0, queue, 1, handle[0]) == 0, "%s", strerror(errno));
+	ENSURE(RECV(4 * MIB, persistent ? EXS_PERSISTENT : 0, 2) == 0, "%s", strerror(errno));
+	if (persistent) {
+		/* The memory is known to the peer when this send has completed. */
+		ENSURE(exs_send_offset(ends[0], block[0], 100, 0, queue, 3, handle[0], 100) == 0, "%s", strerror(errno));
+		TRY(event(&e, EXS_EVT_SEND, 3, 0));
+	} else {
+		ENSURE(SEND(4 * MIB, 0, 3) == 0, "%s", strerror(errno));
+		usleep(200);
+	}
+	ENSURE(close_now((void *)(intptr_t)ends[1]) == 0, "%s", strerror(errno));
+	/* Each call has one event, whether the transfer was complete or not. */
+	for (int i = persistent ? 1 : 0; i < 3; i++) {
+		ENSURE(exs_qdequeue(queue, &e, 1, &wait) == 1, "a call has no event");
+		if (e.exs_evt_ahandle == 1)
+			ENSURE(e.exs_evt_errno == 0 && LENGTH(e) == 0, "where the data ends: %s, %zu bytes",
+			       strerror(e.exs_evt_errno), LENGTH(e));
+	}
+	TRY(no_event());
+	return finish();
+}
+
 /* Cancelled calls, the end of a direction and the end of the connection each cause one event. */
 static const char *endings(size_t arg)
 {
@@ -1383,6 +1412,8 @@ static const struct test tests[] = {
 	{ "persistent_recv", persistent_recv, 0, 0, false },
 	{ "vectors", vectors, 0, 0, false },
 	{ "empty_parts", empty_parts, 0, 0, false },
+	{ "closes_with_a_receive", closes_with_a_receive, 0, 0, false },
+	{ "closes_with_a_persistent_receive", closes_with_a_receive, 1, 0, false },
 	{ "endings", endings, 0, 0, false },
 	{ "timeouts", timeouts, 0, 0, false },
 	{ "connect_timeout", connect_timeout, 0, 0, false },

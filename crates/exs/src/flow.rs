@@ -129,6 +129,10 @@ struct Waiting {
     len: u64,
     asked: u64,
     got: u64,
+    /// Whether it gets no more bytes than those that are being read into its memory.
+    cancelled: bool,
+    /// How it has ended. It is reported after the earlier receives.
+    ended: Option<Outcome>,
 }
 
 #[derive(Debug)]
@@ -137,6 +141,8 @@ struct Sent {
     op: Option<OpId>,
     len: u64,
     kind: Kind,
+    /// The answer of the peer, which is reported after the earlier sends.
+    answer: Option<(Outcome, u64)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,32 +322,26 @@ impl Flow {
     }
 
     pub(crate) fn recv(&mut self, recv: Recv, out: &mut Vec<Action>) {
-        if recv.persistent {
-            let refuse = if self.persistent.is_some() || self.standing.is_some() {
-                Some(Outcome::BothPersistent)
-            } else if recv.segments.len() != 1
-                || total(&recv.segments) == 0
-                || !self.recvs.is_empty()
-            {
-                Some(Outcome::Invalid)
-            } else {
-                None
-            };
-            if let Some(outcome) = refuse {
-                out.push(complete(recv.id, outcome, 0));
-                return;
-            }
-            self.standing = Some((recv, None));
-        } else if self.standing.is_some() {
-            out.push(complete(recv.id, Outcome::BothPersistent, 0));
-            return;
+        let len = total(&recv.segments);
+        let ended = if self.standing.is_some() || recv.persistent && self.persistent.is_some() {
+            Some(Outcome::BothPersistent)
+        } else if recv.persistent
+            && (recv.segments.len() != 1 || len == 0 || !self.recvs.is_empty())
+        {
+            Some(Outcome::Invalid)
         } else {
-            let len = total(&recv.segments);
+            None
+        };
+        if recv.persistent && ended.is_none() {
+            self.standing = Some((recv, None));
+        } else {
             self.recvs.push_back(Waiting {
                 recv,
                 len,
                 asked: 0,
                 got: 0,
+                cancelled: false,
+                ended,
             });
         }
         self.progress(out);
@@ -356,12 +356,11 @@ impl Flow {
             && self.sent.is_empty()
     }
 
-    /// Returns whether no transfer is in progress and the peer has answered all messages.
-    pub(crate) fn is_idle(&self) -> bool {
+    /// Returns whether the peer has all data of this end. Transfers from the peer may be in progress.
+    pub(crate) fn has_delivered(&self) -> bool {
         self.sends.is_empty()
             && self.writes.is_empty()
-            && self.moves.is_empty()
-            && self.sent.is_empty()
+            && self.sent.iter().all(|s| s.kind == Kind::Place)
     }
 
     /// Ends the direction to the peer once all sends are advertised.
@@ -377,14 +376,22 @@ impl Flow {
             self.sends.remove(at);
             out.push(complete(op, Outcome::Cancelled, 0));
         } else if let Some(at) = self.recvs.iter().position(|w| w.recv.id == op) {
-            let untouched = !self.moves.iter().any(|m| m.recv == op);
-            if untouched && let Some(waiting) = self.recvs.remove(at) {
-                out.push(complete(op, Outcome::Cancelled, waiting.got));
+            let moving = self.moves.iter().any(|m| m.recv == op);
+            if let Some(waiting) = self.recvs.get_mut(at).filter(|w| w.ended.is_none()) {
+                waiting.cancelled = true;
+                if !moving {
+                    out.push(complete(op, Outcome::Cancelled, waiting.got));
+                    self.recvs.remove(at);
+                }
             }
         } else if let Some((_, None)) = self.standing.as_ref().filter(|(r, _)| r.id == op) {
             self.standing = None;
             self.end_standing(op, Outcome::Cancelled, 0, out);
-        } else if let Some(sent) = self.sent.iter().find(|s| s.op == Some(op)) {
+        } else if let Some(sent) = self
+            .sent
+            .iter()
+            .find(|s| s.op == Some(op) && s.answer.is_none())
+        {
             let of = sent.seq;
             let asked = self
                 .waiting_controls
@@ -496,10 +503,11 @@ impl Flow {
                 }
             }
             Message::Notify { of, len, .. } => {
+                let notify = Kind::Persistent { notify: true };
                 let sent = self
                     .sent
                     .iter()
-                    .find(|s| s.seq == of && s.kind == Kind::Persistent { notify: true });
+                    .find(|s| s.seq == of && s.kind == notify && s.answer.is_none());
                 match sent {
                     Some(sent) if len <= sent.len => {
                         if let Some(op) = sent.op {
@@ -578,14 +586,10 @@ impl Flow {
         let at = self
             .sent
             .iter()
-            .position(|s| s.seq == seq)
+            .position(|s| s.seq == seq && s.answer.is_none())
             .ok_or(Bad::Order)?;
-        let known = self.sent.get(at).is_some_and(|s| len <= s.len);
-        let sent = match at {
-            _ if !known => None,
-            0 => self.sent.pop_front(),
-            at => self.sent.remove(at),
-        };
+        let earlier = self.sent.iter().take(at).any(|s| s.kind == Kind::Once);
+        let sent = self.sent.get_mut(at).filter(|s| len <= s.len);
         let sent = sent.ok_or(Bad::Field)?;
         if sent.kind == Kind::Control {
             self.controls += 1;
@@ -597,23 +601,48 @@ impl Flow {
                     .retain(|(kind, of, _)| *kind != ControlKind::Cancel || *of != seq);
             }
         }
-        if sent.kind == Kind::Place {
-            self.standing = None;
+        let outcome = match status {
+            Status::Done if sent.kind == Kind::Once && len < sent.len => Outcome::Truncated,
+            Status::Done => Outcome::Done,
+            Status::Cancelled => Outcome::Cancelled,
+            Status::Refused => Outcome::BothPersistent,
+        };
+        let in_order = sent.kind == Kind::Once && outcome != Outcome::Cancelled
+            || matches!(sent.kind, Kind::Persistent { .. }) && status == Status::Refused;
+        if in_order && earlier {
+            sent.answer = Some((outcome, len));
+            return Ok(());
         }
-        if let Some(op) = sent.op {
-            let outcome = match status {
-                Status::Done if sent.kind == Kind::Once && len < sent.len => Outcome::Truncated,
-                Status::Done => Outcome::Done,
-                Status::Cancelled => Outcome::Cancelled,
-                Status::Refused => Outcome::BothPersistent,
-            };
-            if sent.kind == Kind::Place {
+        let (op, kind) = (sent.op, sent.kind);
+        if at == 0 {
+            self.sent.pop_front();
+        } else {
+            self.sent.remove(at);
+        }
+        match op {
+            Some(op) if kind == Kind::Place => {
+                self.standing = None;
                 self.end_standing(op, outcome, len, out);
-            } else {
-                out.push(complete(op, outcome, len));
             }
+            Some(op) => out.push(complete(op, outcome, len)),
+            None => {}
+        }
+        if kind == Kind::Once {
+            self.report_answered(out);
         }
         Ok(())
+    }
+
+    /// Reports the answered sends that no unanswered one precedes.
+    fn report_answered(&mut self, out: &mut Vec<Action>) {
+        let waits = |s: &Sent| s.kind == Kind::Once || s.answer.is_some();
+        while let Some(at) = self.sent.iter().position(waits)
+            && let Some(Sent { op, answer, .. }) = self.sent.get(at)
+            && let Some((outcome, len)) = *answer
+        {
+            out.extend(op.map(|op| complete(op, outcome, len)));
+            self.sent.remove(at);
+        }
     }
 
     /// Reports the end of a persistent receive once no read into its memory is in progress.
@@ -679,14 +708,10 @@ impl Flow {
 
     fn progress(&mut self, out: &mut Vec<Action>) {
         self.finish_moves(out);
-        while self.may_start_move() {
-            let state = |f: &Self| (f.moves.len(), f.recvs.len(), f.next_move, f.buffer.taken);
-            let before = state(self);
-            self.start_move(out);
+        self.report_received(out);
+        while self.may_start_move() && self.start_move(out) {
             self.finish_moves(out);
-            if before == state(self) {
-                break;
-            }
+            self.report_received(out);
         }
         self.start_sends(out);
         self.start_controls(out);
@@ -704,21 +729,39 @@ impl Flow {
             && self.moves.len() < MAX_MOVES
     }
 
-    /// Matches the first waiting receive with the advertisements of the peer.
-    fn start_move(&mut self, out: &mut Vec<Action>) {
+    /// Reports the receives that have ended and that no other one precedes.
+    fn report_received(&mut self, out: &mut Vec<Action>) {
+        while let Some(Waiting {
+            recv,
+            got,
+            ended: Some(outcome),
+            ..
+        }) = self.recvs.front()
+        {
+            out.push(complete(recv.id, *outcome, *got));
+            self.recvs.pop_front();
+        }
+    }
+
+    /// Matches the first waiting receive with the advertisements of the peer. Returns whether the state has changed.
+    fn start_move(&mut self, out: &mut Vec<Action>) -> bool {
         if let Some((recv, _)) = &self.standing {
             // The peer sent these advertisements before it knew of the persistent receive. Their data is read to the
             // beginning of the memory of this receive.
             let (id, len) = (recv.id, total(&recv.segments));
             if self.buffer.asked > self.buffer.taken {
-                self.take_buffered(id, 0, len, out);
-            } else if !self.adverts.is_empty() {
+                return self.take_buffered(id, 0, len, out) > 0;
+            }
+            let any = !self.adverts.is_empty();
+            if any {
                 self.take_advert(id, 0, len, false, out);
             }
-            return;
+            return any;
         }
         let more = |w: &Waiting, stream: bool, moving: bool| {
-            if stream && w.recv.wait_all && w.len > 0 {
+            if w.cancelled || w.ended.is_some() {
+                false
+            } else if stream && w.recv.wait_all && w.len > 0 {
                 w.asked < w.len
             } else {
                 w.asked == 0 && !moving
@@ -731,11 +774,10 @@ impl Flow {
             .iter()
             .position(|w| more(w, stream, moves.iter().any(|m| m.recv == w.recv.id)))
         else {
-            self.fill_buffer(out);
-            return;
+            return self.fill_buffer(out);
         };
-        let Some(waiting) = self.recvs.get(at) else {
-            return;
+        let Some(waiting) = self.recvs.get_mut(at) else {
+            return false;
         };
         let (id, asked, offset) = (waiting.recv.id, waiting.asked, waiting.recv.offset);
         let room = waiting.len - asked;
@@ -743,26 +785,27 @@ impl Flow {
             // The bytes in the buffer precede those of all advertisements in the stream.
             let wait_all = waiting.recv.wait_all;
             let len = self.take_buffered(id, asked, room, out);
+            let ends = (len > 0 && !wait_all) || len == room;
             if let Some(waiting) = self.recvs.get_mut(at) {
                 waiting.asked += len;
                 waiting.got += len;
                 // No move of this receive is in progress: earlier ones have ended, and later bytes of the stream are read
                 // into the buffer.
-                if (len > 0 && !wait_all) || len == room {
-                    out.push(complete(id, Outcome::Done, waiting.got));
-                    self.recvs.remove(at);
-                }
+                waiting.ended = ends.then_some(Outcome::Done);
             }
-            return;
+            return ends || len > 0;
         }
         if let Some(persistent) = self.persistent.as_ref().filter(|_| self.adverts.is_empty()) {
+            // A peer that does not acknowledge notifications gets no more of them.
+            if persistent.notify && self.waiting_controls.len() >= MAX_MOVES {
+                return false;
+            }
             let skip = offset.unwrap_or(0);
             let fits =
                 skip <= persistent.len && (offset.is_none() || room <= persistent.len - skip);
             if !fits {
-                self.recvs.remove(at);
-                out.push(complete(id, Outcome::Invalid, 0));
-                return;
+                waiting.ended = Some(Outcome::Invalid);
+                return true;
             }
             let len = room.min(persistent.len - skip);
             let from = cut(&persistent.segments, skip, len);
@@ -790,28 +833,31 @@ impl Flow {
             }
         } else if !self.adverts.is_empty() {
             if offset.is_some_and(|o| o != 0) {
-                self.recvs.remove(at);
-                out.push(complete(id, Outcome::Invalid, 0));
-                return;
+                waiting.ended = Some(Outcome::Invalid);
+                return true;
             }
             let wait_all = waiting.recv.wait_all && self.stream;
             let len = self.take_advert(id, asked, room, wait_all, out);
             self.asked(at, len);
         } else if self.peer_fin && self.moves.is_empty() {
-            let got = waiting.got;
-            self.recvs.remove(at);
-            out.push(complete(id, Outcome::Done, got));
+            waiting.ended = Some(Outcome::Done);
+        } else {
+            return false;
         }
+        true
     }
 
     /// Reads the first advertisement into the buffer of the stream if no receive waits and the buffer has room for all of it.
-    fn fill_buffer(&mut self, out: &mut Vec<Action>) {
+    /// Returns whether it does.
+    fn fill_buffer(&mut self, out: &mut Vec<Action>) -> bool {
         let room = self.buffer.size - (self.buffer.asked - self.buffer.taken);
         let left = self.adverts.front().map(|a| a.len - a.taken);
-        if self.buffer.size > 0 && left.is_some_and(|left| left <= room) {
+        let fits = self.buffer.size > 0 && left.is_some_and(|left| left <= room);
+        if fits {
             let at = self.buffer.asked;
             self.buffer.asked += self.take_advert(BUFFER, at, room, true, out);
         }
+        fits
     }
 
     /// Copies received bytes from the buffer of the stream to a receive. Returns their number.
@@ -906,20 +952,16 @@ impl Flow {
             if let Some(waiting) = at.and_then(|at| self.recvs.get_mut(at)) {
                 waiting.got += ended.len;
                 if ended.ends_recv {
-                    let got = waiting.got;
-                    let outcome = if ended.truncated {
+                    waiting.ended = Some(if ended.truncated {
                         Outcome::Truncated
                     } else {
                         Outcome::Done
-                    };
-                    out.push(complete(ended.recv, outcome, got));
-                    if at == Some(0) {
-                        self.recvs.pop_front();
-                    } else {
-                        at.and_then(|at| self.recvs.remove(at));
-                    }
+                    });
+                } else if waiting.cancelled && !self.moves.iter().any(|m| m.recv == ended.recv) {
+                    waiting.ended = Some(Outcome::Cancelled);
                 }
             }
+            self.report_received(out);
             let mut standing = self.standing_ends.iter();
             if let Some(at) = standing.position(|(op, ..)| *op == ended.recv)
                 && !self.moves.iter().any(|m| m.recv == ended.recv)
@@ -983,6 +1025,7 @@ impl Flow {
                 op: Some(id),
                 len: u64::from(segment.len),
                 kind: Kind::Place,
+                answer: None,
             });
             if let Some((_, sent)) = &mut self.standing {
                 *sent = Some(seq);
@@ -993,19 +1036,23 @@ impl Flow {
         }
         while let Some(send) = self.sends.front() {
             let len = total(&send.segments);
+            // Sends are reported in the order in which they began.
+            let answered = !self.sent.iter().any(|s| s.kind == Kind::Once);
             if let Some((_, place)) = self.place {
                 let offset = send.offset.unwrap_or(0);
                 let room = u64::from(place.len).checked_sub(offset);
-                if send.persistent || room.is_none_or(|room| len > room) {
+                if !answered {
+                    return;
+                } else if send.persistent || room.is_none_or(|room| len > room) {
+                    if !self.writes.is_empty() {
+                        return;
+                    }
                     let outcome = if send.persistent {
                         Outcome::BothPersistent
                     } else {
                         Outcome::Invalid
                     };
                     out.push(complete(send.id, outcome, 0));
-                } else if self.sent.iter().any(|s| s.kind == Kind::Once) {
-                    // An earlier send is unanswered, and sends end in the order in which they began.
-                    return;
                 } else if self.writes.len() < MAX_WRITES {
                     let Ok(len) = u32::try_from(len) else { return };
                     self.writes.push_back((send.id, u64::from(len)));
@@ -1021,7 +1068,7 @@ impl Flow {
                 self.sends.pop_front();
                 continue;
             }
-            if send.offset.is_some_and(|o| o != 0) || self.credits == 0 {
+            if send.offset.is_some_and(|o| o != 0) || self.credits == 0 || !self.writes.is_empty() {
                 return;
             }
             self.credits -= 1;
@@ -1041,6 +1088,7 @@ impl Flow {
                 op: Some(send.id),
                 len,
                 kind,
+                answer: None,
             });
             if !send.persistent && len <= self.immediate && send.segments.len() == 1 {
                 let len = u32::try_from(len).unwrap_or(0);
@@ -1077,6 +1125,7 @@ impl Flow {
                 op: None,
                 len: 0,
                 kind: Kind::Control,
+                answer: None,
             });
             if kind == ControlKind::Notify {
                 // The acknowledgement of an earlier send goes first, because the peer reports both as events of sends, in order.
@@ -1103,6 +1152,7 @@ impl Flow {
                 op: Some(op),
                 len: 0,
                 kind: Kind::Control,
+                answer: None,
             });
             out.push(Action::Message(Message::Fin { seq }, None));
         }
@@ -1529,6 +1579,171 @@ mod tests {
             out.contains(&complete(5, Outcome::Done, 0))
         };
         assert!(ends(false) && ends(true));
+    }
+
+    fn answer(seq: u32, len: u64, status: Status) -> Message {
+        Message::Ack { seq, len, status }
+    }
+
+    #[test]
+    fn a_cancelled_waitall_receive_ends_after_the_read_in_progress() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        let all = Recv {
+            segments: memory(500),
+            wait_all: true,
+            ..recv(5)
+        };
+        flow.recv(all, &mut out);
+        flow.recv(recv(6), &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        out.clear();
+        flow.cancel(5, &mut out);
+        assert_eq!(out, [], "memory of the receive is still written to");
+        flow.moved(0, &mut out);
+        let end = complete(5, Outcome::Cancelled, 100);
+        assert_eq!(out.first(), Some(&end), "{out:?}");
+        out.clear();
+        // The next bytes of the stream are those of the next receive.
+        flow.arrived(advert(2), 0, &mut out).unwrap();
+        let next = |a: &Action| matches!(a, Action::Read { to: 6, at: 0, .. });
+        assert!(out.iter().any(next), "{out:?}");
+    }
+
+    #[test]
+    fn a_refused_receive_is_reported_after_the_earlier_ones() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        flow.recv(recv(5), &mut out);
+        let persistent = Recv {
+            persistent: true,
+            ..recv(6)
+        };
+        flow.recv(persistent, &mut out);
+        assert_eq!(out, []);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        flow.moved(0, &mut out);
+        let ends: Vec<_> = out
+            .iter()
+            .filter(|a| matches!(a, Action::Complete { .. }))
+            .collect();
+        let expected = [
+            complete(5, Outcome::Done, 100),
+            complete(6, Outcome::Invalid, 0),
+        ];
+        assert!(ends.iter().copied().eq(&expected), "{ends:?}");
+    }
+
+    #[test]
+    fn an_empty_receive_is_reported_after_the_earlier_ones() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        flow.recv(recv(5), &mut out);
+        flow.arrived(advert(1), 0, &mut out).unwrap();
+        // No receive waits for these bytes, so they are read into the buffer.
+        flow.arrived(advert(2), 0, &mut out).unwrap();
+        out.clear();
+        let empty = Recv {
+            segments: memory(0),
+            ..recv(6)
+        };
+        flow.recv(empty, &mut out);
+        assert_eq!(out, []);
+        flow.moved(0, &mut out);
+        let ends: Vec<_> = out
+            .iter()
+            .filter(|a| matches!(a, Action::Complete { .. }))
+            .collect();
+        let expected = [
+            complete(5, Outcome::Done, 100),
+            complete(6, Outcome::Done, 0),
+        ];
+        assert!(ends.iter().copied().eq(&expected), "{ends:?}");
+    }
+
+    #[test]
+    fn sends_are_reported_in_order_whatever_the_order_of_their_answers() {
+        let mut flow = stream();
+        let mut out = Vec::new();
+        (5..8).for_each(|id| flow.send(send(id, false), &mut out));
+        out.clear();
+        flow.arrived(answer(2, 0, Status::Done), 0, &mut out)
+            .unwrap();
+        assert_eq!(out, [Action::Release(0)]);
+        let twice = flow.arrived(answer(2, 0, Status::Done), 0, &mut out);
+        assert_eq!(twice, Err(Bad::Order));
+        out.clear();
+        flow.arrived(answer(1, 100, Status::Done), 0, &mut out)
+            .unwrap();
+        let expected = [
+            Action::Release(0),
+            complete(5, Outcome::Done, 100),
+            complete(6, Outcome::Truncated, 0),
+        ];
+        assert_eq!(out, expected);
+    }
+
+    #[test]
+    fn a_refused_write_is_reported_after_the_earlier_ones() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        let place = Message::Place {
+            seq: 1,
+            segment: memory(150)[0],
+        };
+        flow.arrived(place, 0, &mut out).unwrap();
+        flow.send(send(5, false), &mut out);
+        out.clear();
+        let beyond = Send {
+            offset: Some(100),
+            ..send(6, false)
+        };
+        flow.send(beyond, &mut out);
+        assert_eq!(out, []);
+        flow.written(5, &mut out);
+        let expected = [
+            complete(5, Outcome::Done, 100),
+            complete(6, Outcome::Invalid, 0),
+        ];
+        assert_eq!(out, expected);
+    }
+
+    #[test]
+    fn a_peer_without_acknowledgements_gets_no_more_notifications() {
+        let mut flow = flow();
+        let mut out = Vec::new();
+        let block = Message::Advert {
+            seq: 1,
+            segments: memory(100),
+            persistent: true,
+            notify: true,
+            acks: None,
+        };
+        flow.arrived(block, 0, &mut out).unwrap();
+        let mut started = 0;
+        let mut read_all = |flow: &mut Flow, out: &mut Vec<Action>| {
+            while let Some(action) = out.pop() {
+                if let Action::Read { number, .. } = action {
+                    started += 1;
+                    flow.moved(number, out);
+                }
+            }
+            started
+        };
+        for id in 1..100 {
+            flow.recv(recv(id), &mut out);
+            let started = read_all(&mut flow, &mut out);
+            assert!(started <= CONTROLS as usize + MAX_MOVES);
+            assert!(flow.waiting_controls.len() <= MAX_MOVES);
+        }
+        // Acknowledged notifications make room for all the others.
+        for seq in 1..100 {
+            flow.arrived(answer(seq, 0, Status::Done), 0, &mut out)
+                .unwrap();
+            read_all(&mut flow, &mut out);
+        }
+        assert_eq!(read_all(&mut flow, &mut out), 99);
+        assert!(flow.recvs.is_empty() && flow.waiting_controls.is_empty());
     }
 
     #[test]

@@ -44,6 +44,8 @@ impl Input<'_> {
 #[derive(Debug)]
 struct Call {
     receives: bool,
+    /// Persistent calls may end in any order.
+    persistent: bool,
     len: u64,
     ended: Option<(Outcome, u64)>,
     bytes: Vec<u8>,
@@ -114,6 +116,7 @@ impl End {
             id,
             Call {
                 receives,
+                persistent: false,
                 len: len.into(),
                 ended: None,
                 bytes: bytes.collect(),
@@ -156,6 +159,7 @@ impl End {
             notify: flags & 3 == 3,
             offset,
         };
+        self.calls.get_mut(&id).unwrap().persistent = send.persistent;
         let mut out = Vec::new();
         self.flow.send(send, &mut out);
         self.perform(out);
@@ -177,6 +181,7 @@ impl End {
             wait_all: flags & 2 != 0,
             offset,
         };
+        self.calls.get_mut(&id).unwrap().persistent = recv.persistent;
         let mut out = Vec::new();
         self.flow.recv(recv, &mut out);
         self.perform(out);
@@ -346,7 +351,17 @@ impl End {
                     assert!(removed.is_some(), "slot {slot} is released twice");
                 }
                 Action::Complete { op, outcome, len } => {
+                    let earlier = self.calls.range(..op).map(|(id, c)| (*id, c));
+                    let open: Vec<_> = earlier
+                        .filter(|(_, c)| c.ended.is_none() && !c.persistent)
+                        .map(|(id, c)| (id, c.receives))
+                        .collect();
                     let call = self.calls.get_mut(&op).expect("an event of no call");
+                    let at_once = call.persistent || outcome == Outcome::Cancelled;
+                    assert!(
+                        at_once || open.iter().all(|(_, receives)| *receives != call.receives),
+                        "call {op} ended before {open:?}"
+                    );
                     assert!(call.ended.is_none(), "call {op} has two events");
                     assert!(len <= call.len, "{len} bytes of a call with {}", call.len);
                     if outcome != Outcome::WasRead {

@@ -683,7 +683,7 @@ impl Socket {
         self.gone.store(true, SeqCst);
         self.stop_deferring(&mut inner);
         // If the peer has received everything, it should see the end of the data instead of a broken connection.
-        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::is_idle) {
+        if inner.state == State::Connected && inner.flow.as_ref().is_some_and(Flow::has_delivered) {
             inner.end_direction(self);
         }
         if inner.state == State::Connected
