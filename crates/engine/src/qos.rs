@@ -11,10 +11,11 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use anywarp_core::bounds::QOS_SILENCE;
 use anywarp_core::qos::{FlowId, Link, Settings, level_of_class};
 use rustix::fs::FlockOperation;
 
@@ -25,11 +26,14 @@ use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
 use crate::process::PerProcess;
+use crate::random::random_u64;
 use crate::reactor::{Alarm, Source};
 use crate::sys::thread::Uncancelled;
 
 /// Shortest time until a waiting flow is looked at again. A timer for each packet would cost more than the packet.
 const TICK: Duration = Duration::from_micros(100);
+/// Longest time until then. The other processes forget a flow whose process has not accessed the link for [`QOS_SILENCE`].
+const ALIVE: Duration = Duration::from_nanos(QOS_SILENCE / 2);
 
 // ---------------------------------------------------------------------- settings
 
@@ -102,7 +106,8 @@ struct Locked<'a>(&'a File);
 
 impl<'a> Locked<'a> {
     fn new(file: &'a File) -> io::Result<Self> {
-        rustix::fs::flock(file, FlockOperation::LockExclusive)?;
+        // The program's signal handlers may interrupt the wait for another process.
+        rustix::io::retry_on_intr(|| rustix::fs::flock(file, FlockOperation::LockExclusive))?;
         Ok(Self(file))
     }
 
@@ -143,8 +148,6 @@ struct Sender {
 }
 
 static SENDER: PerProcess<OnceLock<Option<Mutex<Sender>>>> = PerProcess::new(OnceLock::new);
-/// Number of the last flow of this process.
-static FLOWS: AtomicU32 = AtomicU32::new(0);
 
 /// The link of this process, if there are settings.
 fn sender() -> Option<&'static Mutex<Sender>> {
@@ -189,6 +192,9 @@ impl Sender {
         match read {
             Ok((locked, mut link)) => {
                 let now = clock::nanos();
+                for id in self.waiting.keys() {
+                    link.touch(now, *id);
+                }
                 link.forget_silent(now);
                 let result = f(&mut link, now);
                 if let Err(e) = locked.store(&link, self.settings.fingerprint()) {
@@ -205,11 +211,28 @@ impl Sender {
         }
     }
 
+    /// Takes the flows that may send now. Also returns the time at which the first of the others can be served.
+    fn take_ready(&mut self) -> (Vec<Weak<dyn Paced>>, Option<u64>) {
+        let waiting: Vec<_> = self.waiting.keys().copied().collect();
+        let (ready, next) = self.with(|link, t| {
+            link.serve(t);
+            // Other processes forget the flows of a process that was stopped for a time, and a process that leaves the file begins
+            // with an empty link. Such a flow asks again.
+            let (ready, rest): (Vec<FlowId>, Vec<FlowId>) = waiting
+                .iter()
+                .copied()
+                .partition(|id| !link.knows(*id) || link.allowance(*id) > 0);
+            (ready, rest.into_iter().filter_map(|id| link.next(id)).min())
+        });
+        let ready = ready.iter().filter_map(|id| self.waiting.remove(id));
+        (ready.collect(), next)
+    }
+
     /// Sets the deadline for the flow that can be served first.
     fn watch(&mut self, engine: &'static Engine, next: Option<u64>, now: Instant) {
         let Some(next) = next else { return };
         let wait = Duration::from_nanos(next.saturating_sub(clock::nanos()));
-        let at = now + wait.max(TICK);
+        let at = now + wait.clamp(TICK, ALIVE);
         let register = || engine.reserve(Arc::new(Clock(engine)));
         if let Some(source) = self.alarm.set(at, register) {
             engine.deadline(source, at);
@@ -230,19 +253,9 @@ impl Source for Clock {
         let ready: Vec<_> = {
             let mut sender = sender.lock();
             sender.alarm.passed(now);
-            let waiting: Vec<_> = sender.waiting.keys().copied().collect();
-            let (ready, next) = sender.with(|link, t| {
-                for &id in &waiting {
-                    link.touch(t, id);
-                }
-                link.serve(t);
-                let (ready, rest): (Vec<_>, Vec<_>) =
-                    waiting.iter().partition(|id| link.allowance(**id) > 0);
-                (ready, rest.into_iter().filter_map(|id| link.next(id)).min())
-            });
+            let (ready, next) = sender.take_ready();
             sender.watch(self.0, next, now);
-            let ready = ready.iter().filter_map(|id| sender.waiting.remove(id));
-            ready.collect()
+            ready
         };
         for flow in ready.iter().filter_map(Weak::upgrade) {
             flow.granted(now);
@@ -269,10 +282,10 @@ impl Flow {
     /// The flow of a new queue pair; `None` without settings.
     pub(crate) fn of(engine: &'static Engine) -> Option<Self> {
         let _configured = sender()?;
-        let number = FLOWS.fetch_add(1, Ordering::Relaxed);
         Some(Self {
             engine,
-            id: u64::from(std::process::id()) << 32 | u64::from(number),
+            // A process in another container may have the same process number.
+            id: random_u64(),
             level: AtomicU8::new(0),
         })
     }
@@ -407,6 +420,87 @@ mod tests {
         assert!(one.with(|link, t| link.ask(t, 2, 0)) > 0);
         assert!(one.shared.is_none());
         assert_eq!(std::fs::read(&file).unwrap(), b"something else");
+    }
+
+    /// A queue pair that waits.
+    struct Waiter;
+
+    impl Paced for Waiter {
+        fn granted(self: Arc<Self>, _now: Instant) {}
+    }
+
+    /// Flow 1 sends far too much and waits.
+    fn waits(one: &mut Sender, waiter: &Arc<Waiter>) {
+        one.with(|link, t| link.ask(t, 1, 0));
+        one.with(|link, t| link.sent(t, 1, 0, 1 << 30, true));
+        let waiter: Weak<Waiter> = Arc::downgrade(waiter);
+        one.waiting.insert(1, waiter);
+        let (ready, next) = one.take_ready();
+        assert!(ready.is_empty() && next.is_some());
+    }
+
+    #[test]
+    fn a_flow_that_the_link_does_not_know_asks_again() {
+        let folder = Folder::new("forgotten");
+        let file = folder.0.join("link");
+        let waiter = Arc::new(Waiter);
+        let settings = leaked(TEXT);
+        // Another process has forgotten the flow, because this process was stopped.
+        let mut one = sender(settings, &file);
+        waits(&mut one, &waiter);
+        sender(settings, &file).with(|link, _| link.leave(1));
+        assert_eq!(one.take_ready().0.len(), 1);
+        // The file cannot be used any more.
+        let mut one = sender(settings, &file);
+        waits(&mut one, &waiter);
+        std::fs::write(&file, "something else").unwrap();
+        assert_eq!(one.take_ready().0.len(), 1);
+        assert!(one.shared.is_none() && one.waiting.is_empty());
+    }
+
+    #[test]
+    fn a_process_does_not_forget_its_own_waiting_flows() {
+        let folder = Folder::new("own");
+        let mut one = sender(leaked(TEXT), &folder.0.join("link"));
+        let waiter = Arc::new(Waiter);
+        waits(&mut one, &waiter);
+        std::thread::sleep(Duration::from_nanos(QOS_SILENCE + QOS_SILENCE / 10));
+        let (ready, next) = one.take_ready();
+        assert!(
+            ready.is_empty(),
+            "it still has to wait for what it has sent"
+        );
+        assert!(next.is_some());
+    }
+
+    #[test]
+    fn a_signal_does_not_end_the_wait_for_the_file() {
+        extern "C" fn nothing(_: libc::c_int) {}
+        let folder = Folder::new("signal");
+        let file = folder.0.join("link");
+        let mut one = sender(leaked(TEXT), &file);
+        let holder = open(&file).unwrap();
+        let locked = Locked::new(&holder).unwrap();
+        // SAFETY: the action is initialized, and its handler does nothing. Without SA_RESTART system calls end with EINTR.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+            libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut());
+        }
+        // SAFETY: no preconditions.
+        let thread = unsafe { libc::pthread_self() };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    std::thread::sleep(Duration::from_millis(5));
+                    // SAFETY: the other thread ends only after this scope.
+                    unsafe { libc::pthread_kill(thread, libc::SIGUSR2) };
+                }
+                drop(locked);
+            });
+            one.with(|link, t| link.ask(t, 1, 0));
+        });
+        assert!(one.shared.is_some());
     }
 
     #[test]

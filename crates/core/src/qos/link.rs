@@ -168,6 +168,11 @@ impl Link {
         u64::try_from(allowance).unwrap_or(0)
     }
 
+    /// Whether the flow is on the link.
+    pub fn knows(&self, id: FlowId) -> bool {
+        self.flows.contains_key(&id)
+    }
+
     /// Forgets a flow.
     pub fn leave(&mut self, id: FlowId) {
         if let Some(flow) = self.flows.remove(&id)
