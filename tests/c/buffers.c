@@ -562,6 +562,10 @@ static const char *errors(size_t arg)
 	       "awbuf_pieces_begin without a direction: %s", strerror(errno));
 	ENSURE(!awbuf_pieces_begin(buffers, at, 0, AWBUF_SEND, 0) && errno == EINVAL,
 	       "awbuf_pieces_begin of no bytes: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, SIZE_MAX, AWBUF_SEND, 0) && errno == EFAULT,
+	       "awbuf_pieces_begin of more bytes than an address space has: %s", strerror(errno));
+	ENSURE(!awbuf_pieces_begin(buffers, at, (size_t)1 << 46, AWBUF_SEND, 0) && errno == EINVAL,
+	       "awbuf_pieces_begin with too many pieces: %s", strerror(errno));
 	ENSURE(awbuf_pieces_next(NULL, &out) == -1 && awbuf_pieces_end(NULL) == -1 && errno == EINVAL,
 	       "null instead of pieces is accepted");
 	gone = mapped(MIB);
@@ -900,6 +904,44 @@ static const char *remap_around(size_t arg)
 	return NULL;
 }
 
+enum { NEIGHBOURS, PART_UNMAPPED, CLOSED };
+
+/*
+ * No page stays watched after its last registration has ended: of buffers that share a page, of memory that was unmapped in part, and
+ * after awbuf_close. mremap fails if a part of the memory is watched.
+ */
+static const char *pages_are_released(size_t arg)
+{
+	size_t len = 16 * MIB, part = 2 * MIB + 16;
+	struct awbuf *buffers;
+	uint32_t lkey = 0;
+	uint8_t *at, *to;
+
+	TRY(open_device());
+	buffers = opened(new_pd(), (struct awbuf_attr){ .critical_size = 1 });
+	ENSURE(buffers, "awbuf_open: %s", strerror(errno));
+	if (!stats_of(buffers).watching)
+		SKIP("the kernel does not report changes of memory");
+	at = mapped(len);
+	for (int i = 0; i < 3; i++)
+		TRY(until_kept(buffers, at + MIB + i * part, part, &lkey));
+	if (arg == PART_UNMAPPED) {
+		ENSURE(!munmap(at + MIB, 4096), "munmap: %s", strerror(errno));
+		at += 2 * MIB;
+		len -= 2 * MIB;
+	}
+	if (arg == CLOSED) {
+		forget(buffers);
+		ENSURE(!awbuf_close(buffers), "awbuf_close: %s", strerror(errno));
+	} else {
+		ENSURE(awbuf_invalidate(buffers, at, len) == (arg == NEIGHBOURS ? 3 : 2), "awbuf_invalidate does not end all registrations");
+	}
+	to = mremap(at, len, 2 * len, MREMAP_MAYMOVE);
+	ENSURE(to != MAP_FAILED, "mremap: %s", strerror(errno));
+	munmap(to, 2 * len);
+	return NULL;
+}
+
 static struct awbuf *cancelled_buffers;
 
 static void *cancelled(void *at)
@@ -1029,6 +1071,9 @@ static const struct test tests[] = {
 	{ "rights", rights, 0, 0, false },
 	{ "remap_around", remap_around, WATCHED, 0, false },
 	{ "remap_around_stable", remap_around, PROMISED, 0, false },
+	{ "pages_are_released", pages_are_released, NEIGHBOURS, 0, false },
+	{ "pages_are_released_in_part", pages_are_released, PART_UNMAPPED, 0, false },
+	{ "pages_are_released_by_close", pages_are_released, CLOSED, 0, false },
 	{ "cancel", cancel, 0, 0, true },
 	{ "forked", forked, 0, 0, true },
 };

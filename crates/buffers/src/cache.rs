@@ -34,8 +34,7 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
     let made = WATCH.get_or_init(|| {
         lock(&TABLE).make_room();
         let watch = Watch::open()?;
-        spawn("awbuf-end", end_the_dead)?;
-        spawn("awbuf-watch", || {
+        let read = || {
             // `get_or_init` sets the value after its closure has returned.
             while WATCH.get().is_none() {
                 std::thread::yield_now();
@@ -43,7 +42,10 @@ pub(crate) fn watch() -> Result<&'static Watch, c_int> {
             if let Some(Ok(watch)) = WATCH.get() {
                 read_changes(watch);
             }
-        })?;
+        };
+        spawn("awbuf-end", end_the_dead)
+            .and_then(|()| spawn("awbuf-watch", read))
+            .inspect_err(|_| watch.close())?;
         Ok(watch)
     });
     made.as_ref().map_err(|errno| *errno)
@@ -183,6 +185,8 @@ pub(crate) unsafe fn keep(
     // entries.
     let watch = watch().ok();
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
+        // Memory of other kinds stays what it is, and reading the list of mappings takes long.
+        lock(&TABLE).postpone(wanted);
         return Ok(None);
     }
     let reserved = lock(&TABLE).reserve(wanted, watched, watch, limit);
@@ -213,7 +217,11 @@ pub(crate) fn invalidate(owner: u64, range: &std::ops::Range<usize>) -> usize {
     let watch = WATCH.get().and_then(|watch| watch.as_ref().ok());
     let (ended, until) = {
         let mut table = lock(&TABLE);
-        let ended = table.invalidate(range, Some(owner), watch, true);
+        let ended = if range.is_empty() {
+            0
+        } else {
+            table.invalidate(range, Some(owner), watch, true)
+        };
         (ended, table.until(owner))
     };
     end_dead_until(until);

@@ -10,6 +10,9 @@ use crate::lock::{lock, wait};
 use crate::manager::{Buffer, Inner, Lifetime, Manager, Use};
 use crate::thread::spawn;
 
+/// The most pieces of a buffer. Each needs memory from the beginning on.
+const PIECES_MAX: usize = 1 << 20;
+
 /// A buffer whose pieces become ready one after another, in order of their addresses.
 #[derive(Debug)]
 pub struct Pieces {
@@ -25,6 +28,8 @@ struct Shared {
     inner: Arc<Inner>,
     addr: u64,
     len: usize,
+    /// The length of a piece.
+    piece: usize,
     of: Use,
     lifetime: Lifetime,
     slots: Mutex<Vec<Slot>>,
@@ -51,7 +56,7 @@ impl Shared {
                 _ => return,
             }
         }
-        let piece = self.inner.settings.piece;
+        let piece = self.piece;
         let at = index * piece;
         // SAFETY: the caller of `Pieces::begin` keeps the memory mapped until `Pieces` is dropped, and the drop waits for
         // pieces in preparation.
@@ -76,7 +81,8 @@ impl Pieces {
     ///
     /// # Errors
     ///
-    /// EINVAL if `len` is 0 or `addr` is null. EPERM in a forked child.
+    /// EINVAL if `len` is 0, `addr` is null or there would be more than 2^20 pieces. EFAULT if the memory exceeds the address space.
+    /// EPERM in a forked child.
     ///
     /// # Safety
     ///
@@ -95,11 +101,20 @@ impl Pieces {
         if len == 0 || addr.is_null() {
             return Err(libc::EINVAL);
         }
-        let count = len.div_ceil(inner.settings.piece.max(1));
+        let first = addr.expose_provenance();
+        if first.checked_add(len).is_none() {
+            return Err(libc::EFAULT);
+        }
+        let piece = inner.settings.piece.max(1);
+        let count = len.div_ceil(piece);
+        if count > PIECES_MAX {
+            return Err(libc::EINVAL);
+        }
         let shared = Arc::new(Shared {
             inner,
-            addr: addr.expose_provenance() as u64,
+            addr: first as u64,
             len,
+            piece,
             of,
             lifetime,
             slots: Mutex::new(std::iter::repeat_with(|| Slot::Open).take(count).collect()),

@@ -205,6 +205,16 @@ impl Table {
         true
     }
 
+    /// Makes the memory's registration be cached only after twice as many uses, because it cannot be cached now.
+    pub(crate) fn postpone(&mut self, wanted: &Wanted<'_>) {
+        let key = key(wanted.owner, wanted.range.start, wanted.range.end);
+        if let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS)
+            && mark.key == key
+        {
+            mark.need = mark.need.saturating_mul(2).min(MOST_USES);
+        }
+    }
+
     /// Adds an entry for memory that is about to be registered, and starts watching its pages if required. `watch` is set if
     /// any memory is watched. Returns the entry and the rights to register with, or `None` if there is no room or another
     /// thread is registering the same memory.
@@ -235,7 +245,7 @@ impl Table {
             {
                 access |= old.access;
             }
-            self.take_out(at, watch, true);
+            self.take_out(at, watch, None);
         }
         loop {
             let full = self.is_full();
@@ -303,7 +313,7 @@ impl Table {
             if let Some(entry) = self.entries.get_mut(at) {
                 entry.uses = 0;
             }
-            self.take_out(at, watch, true);
+            self.take_out(at, watch, None);
         } else if let Some(at) = self.detached.iter().position(|e| e.id == id) {
             let entry = self.detached.remove(at);
             self.add_dead(entry);
@@ -373,22 +383,22 @@ impl Table {
     }
 
     /// Removes an entry from the list, so that it is not found any more. Its registration ends when
-    /// no buffer uses it.
-    fn take_out(&mut self, at: usize, watch: Option<&Watch>, mapped: bool) {
+    /// no buffer uses it. `gone`: pages that are not mapped any more.
+    fn take_out(&mut self, at: usize, watch: Option<&Watch>, gone: Option<&Range<usize>>) {
         let entry = self.entries.remove(at);
         entry.counters.entries.fetch_sub(1, Relaxed);
         entry
             .counters
             .bytes
             .fetch_sub(entry.end - entry.start, Relaxed);
-        if let (true, true, Some(watch)) = (entry.watched, mapped, watch) {
-            let range = pages(&(entry.start..entry.end));
-            let needed = |e: &Entry| {
-                let other = pages(&(e.start..e.end));
-                e.watched && other.start < range.end && range.start < other.end
-            };
-            if !self.entries.iter().any(needed) {
-                watch.forget(&range);
+        if let (true, Some(watch)) = (entry.watched, watch) {
+            let Range { start, end } = pages(&(entry.start..entry.end));
+            // Other memory may be at the addresses of the pages that are gone, which another descriptor may watch.
+            let gone = gone.map_or(end..end, |gone| {
+                gone.start.clamp(start, end)..gone.end.clamp(start, end)
+            });
+            for part in [start..gone.start, gone.end..end] {
+                self.forget_unneeded(part, watch);
             }
         }
         if entry.uses == 0 {
@@ -398,12 +408,34 @@ impl Table {
         }
     }
 
+    /// Stops watching the pages that no watched entry is on.
+    fn forget_unneeded(&self, range: Range<usize>, watch: &Watch) {
+        let watched = || {
+            let entries = self.entries.iter().filter(|e| e.watched);
+            entries.map(|e| pages(&(e.start..e.end)))
+        };
+        let mut at = range.start;
+        while at < range.end {
+            let covering = watched().filter(|other| other.contains(&at));
+            if let Some(end) = covering.map(|other| other.end).max() {
+                at = end;
+                continue;
+            }
+            let later = watched()
+                .map(|other| other.start)
+                .filter(|start| *start > at);
+            let end = later.min().unwrap_or(range.end).min(range.end);
+            watch.forget(&(at..end));
+            at = end;
+        }
+    }
+
     fn evict(&mut self, id: u64, watch: Option<&Watch>) {
         if let Some(at) = self.entries.iter().position(|e| e.id == id) {
             if let Some(entry) = self.entries.get(at) {
                 entry.counters.evicted.fetch_add(1, Relaxed);
             }
-            self.take_out(at, watch, true);
+            self.take_out(at, watch, None);
         }
     }
 
@@ -445,7 +477,7 @@ impl Table {
                     };
                 }
             }
-            self.take_out(at, watch, mapped);
+            self.take_out(at, watch, (!mapped).then_some(range));
             ended += 1;
         }
         ended
@@ -454,7 +486,7 @@ impl Table {
     /// Removes all cached registrations of an owner. Those in use end when they are released.
     pub(crate) fn drop_owner(&mut self, owner: u64, watch: Option<&Watch>) {
         while let Some(at) = self.entries.iter().position(|e| e.owner == owner) {
-            self.take_out(at, watch, true);
+            self.take_out(at, watch, None);
         }
     }
 

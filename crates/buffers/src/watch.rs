@@ -149,7 +149,7 @@ impl Watch {
     }
 
     /// Closes the descriptor, and unmaps the page. Nothing else may use this object.
-    fn close(&self) {
+    pub(crate) fn close(&self) {
         // SAFETY: both belong to this object.
         unsafe {
             libc::close(self.fd);
