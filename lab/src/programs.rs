@@ -69,7 +69,8 @@ pub(crate) struct Options {
     /// List the cases without running them.
     #[arg(long)]
     list: bool,
-    /// Run the programs of the system in this folder (see `cargo lab distros`), on its loopback interface.
+    /// Run the programs of the system whose root is this folder (see `cargo lab distros`), in new namespaces over their loopback
+    /// interface.
     #[arg(long, value_name = "DIR")]
     tree: Option<PathBuf>,
     /// Only programs of these Debian packages.

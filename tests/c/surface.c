@@ -113,7 +113,7 @@ static const char *device_memory_limits(size_t arg)
 
 #define PAGE ((size_t)4096)
 
-/* An access to unmapped pages fails, and affects only its request. Pages that are mapped again work. */
+/* An access to unmapped pages completes with an error. The peer can access pages that were unmapped and mapped again. */
 static const char *unmapped_pages(size_t remote)
 {
 	const unsigned int access = ALL_ACCESS | IBV_ACCESS_ON_DEMAND;
@@ -163,7 +163,7 @@ static const char *unmapped_pages(size_t remote)
 	return NULL;
 }
 
-/* An access that page protections forbid fails, also for the peer. */
+/* An access of the peer fails if the protection of the pages forbids it. A Read of read-only pages succeeds. */
 static const char *pages_without_rights(size_t arg)
 {
 	static const int rights[] = { PROT_NONE, PROT_READ };

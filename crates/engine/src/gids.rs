@@ -263,7 +263,10 @@ impl Watch {
         if changes.is_empty() {
             return;
         }
-        log!(Info, "addresses of the host: {changes:?}");
+        log!(
+            Info,
+            "the port or the addresses of the host have changed: {changes:?}"
+        );
         let listeners: Vec<_> = {
             let mut all = self.listeners.lock();
             all.retain(|l| l.strong_count() > 0);
@@ -350,8 +353,8 @@ pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
     }
 }
 
-/// The node GUID: a number that differs between hosts and stays the same. It is derived from the first hardware
-/// address, or from the first IP address.
+/// The node GUID: a number that differs between hosts and stays the same. It is derived from the hardware address of the interface
+/// that has the first address of the GID table, or from this address if the interface has none. Without addresses it is a constant.
 pub fn node_guid() -> u64 {
     static GUID: OnceLock<u64> = OnceLock::new();
     *GUID.get_or_init(|| {

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use super::wire::{AREAS, Area};
 
 /// The number of send queue entries that are kept for control requests: messages with credits, or with the end of the stream, and
-/// Writes of grants into the peer's list. At most this many control messages are in flight.
+/// RDMA Writes that enter granted memory in the peer's list of free memory. At most this many control messages are in flight.
 pub(super) const CONTROL: u32 = 4;
 
 /// A violation of flow control by the peer.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-/// The timers of a reliable queue pair. Timers with the same time expire in this order.
+/// The timers of a reliable queue pair. Timers that have expired when they are checked are handled in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timer {
     /// Connects to the peer again, after a failed attempt.
@@ -11,7 +11,7 @@ pub(super) enum Timer {
     PeerDials,
     /// Fails the connection, because the peer requested it and did not send the first message.
     FirstMessage,
-    /// Ends an injected delay, until which nothing is sent.
+    /// Ends an injected delay, during which nothing is sent.
     Delay,
 }
 
@@ -54,7 +54,7 @@ impl Timers {
         self.0.iter().copied().flatten().min()
     }
 
-    /// Stops the first timer that has expired at `now` and returns it.
+    /// Stops a timer that has expired at `now` and returns it: the first in the order of [`Timer`], if there are several.
     pub(super) fn take_expired(&mut self, now: Instant) -> Option<Timer> {
         let expired = Timer::ALL
             .into_iter()

@@ -22,7 +22,7 @@ pub trait Source: Send + Sync {
     /// Memory that was registered for this source has something to receive, or room to send.
     fn memory_ready(self: Arc<Self>, _now: Instant) {}
 
-    /// The acknowledgement that this source owes the peer at the other end of that memory is to be sent now.
+    /// Sends the acknowledgement that this source owes the peer with which it shares memory (see [`Self::memory_ready`]).
     fn flush_memory(self: Arc<Self>, _now: Instant) {}
 
     /// A requested deadline has passed.

@@ -32,8 +32,9 @@ pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
 /// Decides whether the worker holds acknowledgements back for [`HOLD_FOR`], while it spins.
 ///
 /// If a program polls its memory for a Write of the peer, it answers within a microsecond of the Write's arrival. If the worker sent the
-/// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. No thread would
-/// poll a completion queue then, and each message would wait until a lease ends. The worker recognizes such a program by
+/// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. Then no thread would
+/// poll a completion queue, but the lease of the last poll (`lease.rs`) would go on, during which the worker sleeps, and each message would
+/// wait until the lease ends. The worker recognizes such a program by
 /// successful polls since the last acknowledgements, because the program polls the completions of its own Writes. A passive target
 /// polls no completions, so the acknowledgements for its peer are sent at once.
 #[derive(Debug, Default)]
@@ -56,7 +57,7 @@ impl AckHold {
 pub(super) struct SpinBudget {
     spin_for: Duration,
     credit: u32,
-    /// How often the worker slept without spinning.
+    /// How often the worker had no credit when it was about to sleep. Each 64th time it spins nevertheless.
     sleeps: u32,
 }
 

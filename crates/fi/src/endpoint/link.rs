@@ -1,7 +1,7 @@
 //! Links: reliable connections between busy endpoints, which are faster than datagrams.
 //!
 //! ```text
-//! lower name              other
+//! lower address           other
 //!     | ---- offer ------> |      after 64 messages; the offer and all other steps are sent as datagrams
 //!     | <--- accept ------ |
 //!     | <=== probes =====> |      the first messages on the link
@@ -9,8 +9,9 @@
 //!     | <--- moved ------- |      when its probe has completed
 //! ```
 //!
-//! The link carries the messages that are matched with receives (those with content, and announcements) and the writes of announced
-//! messages. All others remain datagrams. The receiver reads no message of the link before `moved`, which follows all earlier
+//! Of two endpoints, the one with the lower address offers the link. The link carries messages of at most [`limits::EAGER`] bytes with their
+//! content, the announcements of longer messages, and the RDMA Writes of these. All other messages, such as grants and atomic
+//! operations, remain datagrams. The receiver reads no message of the link before `moved`, which follows all earlier
 //! datagrams, so the order of messages does not change. If the
 //! link fails, each end tells the other how many messages it has received on it. The messages that were not received are sent
 //! again as datagrams, from the memory of the link, before any new one.
@@ -324,7 +325,7 @@ impl Endpoint {
         }
     }
 
-    /// Removes a link to a peer that has closed its endpoint, if nothing of it is left.
+    /// Removes a link whose peer has closed its endpoint, if no message or write on it is incomplete and none of its messages is held.
     fn forget_closed_link(&mut self) {
         let held = &self.held;
         let is_done = |link: &Link| {
