@@ -1412,6 +1412,204 @@ static const char *lost_peer(size_t arg)
 	return next(a.tx, &entry, NULL);
 }
 
+/* Fills the send queue of an endpoint with messages to a peer that is stopped. They complete only when its time is over. */
+static const char *fill_send_queue(struct side *a, pid_t *child)
+{
+	fi_addr_t peer = a->peer;
+	uint64_t until = now_ms() + 2000;
+	unsigned int sent = 0;
+
+	TRY(start_peer(a, child));
+	kill(*child, SIGSTOP);
+	waitpid(*child, NULL, WUNTRACED);
+	for (uint64_t quiet = now_ms(); now_ms() < until && now_ms() < quiet + 50;) {
+		if (fi_tinject(a->ep, out, 8, a->peer, 77) == 0) {
+			quiet = now_ms();
+			sent++;
+		}
+	}
+	ENSURE(sent > 500, "only %u messages are accepted", sent);
+	a->peer = peer;
+	return NULL;
+}
+
+/* Reads the failures of the messages to the stopped peer until there are no more for some time. */
+static const char *drop_failures(struct side *a)
+{
+	struct fi_cq_err_entry error = { 0 };
+	unsigned int failed = 0;
+
+	for (uint64_t quiet = now_ms(); now_ms() < quiet + (failed ? 200 : 10000);) {
+		struct fi_cq_tagged_entry entry;
+
+		for (size_t i = 0; i < COUNT(moving) && moving[i]; i++)
+			fi_cq_read(moving[i]->rx, NULL, 0);
+		if (fi_cq_read(a->tx, &entry, 1) == -FI_EAVAIL && fi_cq_readerr(a->tx, &error, 0) == 1) {
+			quiet = now_ms();
+			failed++;
+		}
+	}
+	ENSURE(failed > 0, "no message to the stopped peer fails");
+	return NULL;
+}
+
+/*
+ * The notice that a sender's share is used up waits in a full send queue. No message of the sender is lost meanwhile.
+ */
+static const char *notice_waits(size_t arg)
+{
+	enum { MOST = 4000 };
+	static uint32_t words[MOST];
+	struct fi_cq_tagged_entry entry;
+	struct side a, b;
+	uint32_t sent = 0, word;
+	pid_t child = -1;
+
+	(void)arg;
+	setenv("FI_ANYWARP_LINKS", "0", 1);
+	TRY(open_sides(&a, &b));
+	TRY(fill_send_queue(&b, &child));
+	move_both(&a, &b);
+	/* Less than the time-out, so that the notice cannot be sent. */
+	for (uint64_t begin = now_ms(), quiet = begin; sent < MOST && now_ms() < quiet + 300 && now_ms() < begin + 1500;) {
+		struct iovec parts[2] = { { &words[sent], 4 }, { out + 4, EAGER - 4 } };
+
+		words[sent] = sent;
+		if (fi_tsendv(a.ep, parts, NULL, 2, a.peer, 1, &a) == 0) {
+			sent++;
+			quiet = now_ms();
+		}
+		fi_cq_read(b.rx, NULL, 0);
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	const char *why = sent > 1200 ? NULL : because("only %u messages are accepted", sent);
+	if (!why)
+		why = drop_failures(&b);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	TRY(why);
+	for (uint32_t i = 0; i < sent; i++) {
+		OK(fi_trecv(b.ep, in, EAGER, NULL, b.peer, 1, 0, &b));
+		why = next(b.rx, &entry, NULL);
+		memcpy(&word, in, sizeof word);
+		if (why || word != i || entry.len != EAGER)
+			return because("message %u of %u: %s", i, sent, why ? why : "another one arrives");
+		while (fi_cq_read(a.tx, &entry, 1) == 1)
+			;
+	}
+	return NULL;
+}
+
+/*
+ * A connection fails after a grant for a long message has come, while the write waits in a full send queue. The message is written
+ * by datagrams.
+ */
+static const char *link_fails_before_write(size_t arg)
+{
+	static uint8_t long_out[2][100000], long_in[2][100000];
+	struct fi_cq_tagged_entry entry;
+	struct side low, high;
+	char rule[100];
+	uint32_t got[25];
+	pid_t child = -1;
+	int before;
+
+	(void)arg;
+	TRY(count_queue_pairs(&before));
+	/* The end with the higher name accepts the connection, so its queue pair is the second one of the connection. */
+	snprintf(rule, sizeof rule, "qp=#%d op=send nth=20 -> kill", before + 2);
+	setenv("ANYWARP_FAULTS", rule, 1);
+	TRY(open_sides(&low, &high));
+	TRY(order_by_name(&low, &high));
+	TRY(exchange_numbers(&low, low.peer, &high, 200));
+	ENSURE(streams() == 2, "%d connections", streams());
+	/* The process of the peer must not fail too. */
+	unsetenv("ANYWARP_FAULTS");
+	TRY(fill_send_queue(&low, &child));
+	memset(moving, 0, sizeof moving);
+	for (size_t i = 0; i < 2; i++)
+		fill_bytes(long_out[i], sizeof long_out[i], i);
+	/* `low` grants memory, and the grant waits in its send queue. Then `high` grants memory, and the write waits after that. */
+	OK(fi_trecv(low.ep, long_in[0], sizeof long_in[0], NULL, low.peer, 5, 0, &long_in[0]));
+	OK(fi_trecv(high.ep, long_in[1], sizeof long_in[1], NULL, high.peer, 5, 0, &long_in[1]));
+	OK(fi_tsend(high.ep, long_out[0], sizeof long_out[0], NULL, high.peer, 5, &long_out[0]));
+	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
+		fi_cq_read(high.rx, NULL, 0);
+		fi_cq_read(low.rx, NULL, 0);
+	}
+	OK(fi_tsend(low.ep, long_out[1], sizeof long_out[1], NULL, low.peer, 5, &long_out[1]));
+	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
+		fi_cq_read(high.rx, NULL, 0);
+		fi_cq_read(low.rx, NULL, 0);
+	}
+	for (uint32_t n = 0; n < COUNT(got); n++)
+		OK(fi_trecv(low.ep, &got[n], 4, NULL, low.peer, 6, 0, &got[n]));
+	move_both(&low, &high);
+	for (uint32_t n = 0; n < COUNT(got); n++)
+		fi_tinject(high.ep, &n, 4, high.peer, 6);
+	const char *why = drop_failures(&low);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	TRY(why);
+	ENSURE(streams() == 0, "%d connections after the failure", streams());
+	TRY(next(high.rx, &entry, NULL));
+	ENSURE(entry.op_context == &long_in[1] && entry.len == sizeof long_in[1], "%zu bytes", entry.len);
+	return check_bytes(long_in[1], sizeof long_in[1], 1);
+}
+
+/*
+ * One more peer than there are connections becomes busy while another one closes its endpoint. The last messages of the closed
+ * endpoint, which are still on their way, arrive.
+ */
+static const char *link_needed_while_one_closes(size_t arg)
+{
+	enum { OTHERS = 9, LATE = 60 };
+	struct side all[OTHERS + 1], *last = &all[OTHERS], *closes = &all[OTHERS - 2], *more = &all[OTHERS - 1];
+	struct fi_cq_tagged_entry entry;
+	char rule[100];
+	pthread_t thread;
+	uint32_t got;
+	void *ms;
+	int before;
+
+	(void)arg;
+	TRY(count_queue_pairs(&before));
+	/* Each connection has two queue pairs. That of the end that offers it is the first. */
+	snprintf(rule, sizeof rule, "qp=#%d op=send nth=150 -> delay=500ms", before + (OTHERS + 1 - 2) + 2 * (OTHERS - 2) + 1);
+	setenv("ANYWARP_FAULTS", rule, 1);
+	for (size_t i = 0; i <= OTHERS; i++)
+		TRY(open_side(&all[i], 0));
+	/* The last one has the highest name, so the others offer connections to it. */
+	for (size_t i = 0; i < OTHERS; i++)
+		TRY(order_by_name(&all[i], last));
+	for (size_t i = 0; i < OTHERS; i++) {
+		TRY(introduce(&all[i], last));
+		TRY(introduce(last, &all[i]));
+		if (&all[i] != more)
+			TRY(exchange_numbers(&all[i], all[i].peer, last, 200));
+	}
+	ENSURE(streams() == 2 * (OTHERS - 1), "%d connections", streams());
+	for (uint32_t n = 0; n < LATE; n++)
+		TRY(inject(closes, closes->peer, 2, n));
+	ENSURE(!pthread_create(&thread, NULL, close_endpoint, closes), "pthread_create");
+	sleep_ms(50);
+	const char *why = exchange_numbers(more, more->peer, last, 200);
+	memset(moving, 0, sizeof moving);
+	for (uint32_t n = 0; n < LATE && !why; n++) {
+		why = fi_trecv(last->ep, &got, 4, NULL, FI_ADDR_UNSPEC, 2, 0, NULL) ? "fi_trecv" : next(last->rx, &entry, NULL);
+		if (why || got != n)
+			why = because("message %u of the closed endpoint: %s", n, why ? why : "another one arrives");
+	}
+	pthread_join(thread, &ms);
+	TRY(why);
+	ENSURE((uintptr_t)ms > 300, "the last messages are not late: closing takes %zu ms", (size_t)(uintptr_t)ms);
+	/* Now there is room for the connection. */
+	TRY(exchange_numbers(more, more->peer, last, 1200));
+	ENSURE(streams() == 2 * (OTHERS - 1), "%d connections", streams());
+	return NULL;
+}
+
 /* Endpoints with another key refuse messages, and each failure is reported for its request. */
 static const char *other_key(size_t arg)
 {
@@ -2077,6 +2275,9 @@ static const struct test tests[] = {
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
 	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
 	{ "stopped_peer_with_link", lost_peer, SIGSTOP | LINK, 0, true },
+	{ "notice_waits", notice_waits, 0, 0, true },
+	{ "link_fails_before_write", link_fails_before_write, 0, 0, true },
+	{ "link_needed_while_one_closes", link_needed_while_one_closes, 0, 0, true },
 	{ "read_by_receiver", read_by_receiver, 0, 0, true },
 	{ "read_messages", read_messages, TAG, 0, true },
 	{ "read_messages_early", read_messages, EARLY, 0, true },

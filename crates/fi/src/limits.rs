@@ -72,7 +72,9 @@ pub const PEERS: usize = 1 << 20;
 /// seconds.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
 /// The messages to and from a peer after which the endpoint makes a link to it. Each [`EAGER`] bytes of a long message count as one more.
-pub const BUSY: u32 = 64;
+pub const BUSY: i32 = 64;
+/// The messages to and from a peer that has refused a link, or when this endpoint had too many links, until the next offer.
+pub const REFUSED: i32 = 1024;
 /// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and on one host the rings of the connection.
 /// Pages that were never written use no memory.
 pub const LINKS: usize = 8;
@@ -100,5 +102,7 @@ pub const SPIN: Duration = Duration::from_micros(50);
 pub const SLACK: usize = 512;
 /// The most batches of completions that are handled before a wait. If there are more, the program does not wait but calls again.
 pub const BATCHES_BEFORE_WAIT: usize = 256;
-/// The time that closing an endpoint waits until its messages have arrived.
+/// The time that closing an endpoint waits until the next of its messages has arrived.
 pub const LINGER: Duration = Duration::from_secs(2);
+/// The time that closing an endpoint waits at most until all its messages have arrived.
+pub const LINGER_MOST: Duration = Duration::from_secs(10);

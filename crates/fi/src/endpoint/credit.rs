@@ -14,10 +14,19 @@ pub(super) struct Credit {
     used_up: HashMap<Remote, Arc<()>>,
     /// Each copy of an injected message holds a reference to this, so the number of references limits the copies.
     copies: Arc<()>,
-    /// Senders that were notified that their share is used up, with the bytes that they had stored then.
-    notified: HashMap<Remote, usize>,
+    /// Senders that were notified that their share is used up.
+    notified: HashMap<Remote, Notice>,
     /// Whether a sender has ignored the notice. Only the first such message is logged.
     ignored: bool,
+}
+
+/// The notice to a sender that its share is used up.
+#[derive(Debug, Clone, Copy)]
+struct Notice {
+    /// The bytes that the sender had stored when the notice was sent.
+    stored: usize,
+    /// Whether the notice waits for room in the send queue.
+    waits: bool,
 }
 
 impl Credit {
@@ -68,7 +77,25 @@ impl Endpoint {
     /// Returns whether one more message of a sender may be stored. If not, the sender has ignored the notice.
     pub(super) fn may_store(&self, from: Remote) -> bool {
         let then = self.credit.notified.get(&from);
-        then.is_none_or(|then| self.stored_of(from) <= then + limits::LATE)
+        then.is_none_or(|then| self.stored_of(from) <= then.stored + limits::LATE)
+    }
+
+    /// Returns whether the notice to a sender is not sent yet.
+    pub(super) fn notice_waits(&self, from: Remote) -> bool {
+        self.credit.notified.get(&from).is_some_and(|n| n.waits)
+    }
+
+    /// Called when a message that has waited for room in the send queue is sent.
+    pub(super) fn answer_sent(&mut self, to: Remote, header: &Header) {
+        if header.kind == Kind::Hold && header.length == 1 {
+            let stored = self.stored_of(to);
+            if let Some(notice) = self.credit.notified.get_mut(&to) {
+                *notice = Notice {
+                    stored,
+                    waits: false,
+                };
+            }
+        }
     }
 
     /// Counts a message of a sender that ignores the notice.
@@ -88,8 +115,9 @@ impl Endpoint {
         }
         let stored = self.stored_of(from);
         if stored > self.share() {
-            self.credit.notified.insert(from, stored);
             self.hold(cx, from, true);
+            let waits = !self.deferred.is_empty();
+            self.credit.notified.insert(from, Notice { stored, waits });
         }
     }
 

@@ -73,6 +73,8 @@ enum What {
     Probe,
     /// A write of a message, or of a piece of one, to a window of the peer.
     Write,
+    /// A write of a message that is written again by datagrams.
+    Abandoned,
 }
 
 impl Sent {
@@ -119,6 +121,8 @@ struct Link {
     count: Option<u64>,
     /// Whether the peer has closed its endpoint.
     closed: bool,
+    /// When the peer has reported that it closes its endpoint, and the number of messages that it has sent on the link.
+    closing: Option<(Instant, u64)>,
 }
 
 impl Link {
@@ -146,8 +150,9 @@ impl Link {
 #[derive(Debug)]
 pub(super) struct Links {
     all: Vec<Option<Link>>,
-    /// The number of messages to and from each peer that has no link. `u32::MAX`: no link is offered to the peer any more.
-    counts: HashMap<Remote, u32>,
+    /// The number of messages to and from each peer that has no link. `i32::MAX`: a link was offered to the peer. Negative after a
+    /// refusal.
+    counts: HashMap<Remote, i32>,
     generation: u16,
     enabled: bool,
     /// Whether the endpoint is being closed. It neither offers nor accepts a link then.
@@ -308,29 +313,48 @@ impl Endpoint {
             return;
         }
         let count = self.links.counts.entry(peer).or_default();
-        if *count == u32::MAX {
+        if *count == i32::MAX {
             return;
         }
         let weight = 1 + length / limits::EAGER as u64;
         *count = count
-            .saturating_add(u32::try_from(weight).unwrap_or(u32::MAX))
-            .min(u32::MAX - 1);
+            .saturating_add(i32::try_from(weight).unwrap_or(i32::MAX))
+            .min(i32::MAX - 1);
         if *count >= limits::BUSY && self.name < peer {
-            *count = u32::MAX;
-            if self.source(cx, peer) != FI_ADDR_NOTAVAIL
-                && let Ok(number) = self.new_link(cx, peer, None)
-            {
-                self.answer(cx, peer, step(Step::Offer, number, 0));
+            *count = i32::MAX;
+            if self.source(cx, peer) == FI_ADDR_NOTAVAIL {
+                return;
+            }
+            match self.new_link(cx, peer, None) {
+                Ok(number) => self.answer(cx, peer, step(Step::Offer, number, 0)),
+                Err(_) => self.offer_later(peer),
             }
         }
     }
 
-    /// Removes a link whose peer has closed its endpoint, if no message or write on it is incomplete and none of its messages is held.
+    /// Offers a link to a peer again after some messages.
+    fn offer_later(&mut self, peer: Remote) {
+        self.links
+            .counts
+            .insert(peer, limits::BUSY - limits::REFUSED);
+    }
+
+    /// Removes a link whose peer has closed its endpoint, if no message or write on it is incomplete in either direction and none of its
+    /// messages is held.
     fn forget_closed_link(&mut self) {
         let held = &self.held;
         let is_done = |link: &Link| {
             let waits = held.has_message_of(link.name);
-            link.closed && link.sent.is_empty() && link.writes.is_empty() && !waits
+            // The last messages of the peer may still be on their way. If its host has failed, they never arrive.
+            let all = |(at, count): (Instant, u64)| {
+                let of_link = |i: &Incoming| i.link.is_some_and(|(name, _)| name == link.name);
+                link.received >= count && !self.incoming.iter().any(|(_, i)| of_link(i))
+                    || at.elapsed() > limits::LINGER_MOST
+            };
+            link.closing.is_some_and(all)
+                && link.sent.is_empty()
+                && link.writes.is_empty()
+                && !waits
         };
         let mut all = self.links.all.iter_mut();
         if let Some(done) = all.find(|link| link.as_ref().is_some_and(is_done)) {
@@ -377,6 +401,7 @@ impl Endpoint {
             notified: false,
             count: None,
             closed: false,
+            closing: None,
         };
         for at in 0..limits::LINK_DEPTH {
             link.post_receive(at)?;
@@ -460,6 +485,7 @@ impl Endpoint {
                 if let Some(link) = self.links.all.get_mut(link_index) {
                     *link = None;
                 }
+                self.offer_later(from);
             }
             Step::Moved => {
                 link.receives = true;
@@ -468,12 +494,26 @@ impl Endpoint {
             Step::Broken if link.count.is_none() => {
                 link.count = Some(header.tag);
                 // The grants for messages that are written over the link are no longer valid. The peer sends new ones after this step.
+                // A message of which only a piece has arrived is also granted again.
                 let first = link.posted - link.sent.len() as u64;
-                let lost = (first..).zip(&link.sent);
-                let lost =
-                    lost.filter(|(number, s)| *number >= header.tag && s.what == What::Write);
-                let lost = lost.map(|(_, sent)| sent.op);
-                let lost: Vec<u32> = lost.chain(link.writes.drain(..)).collect();
+                let mut lost: Vec<u32> = link.writes.drain(..).collect();
+                for (number, sent) in (first..).zip(&mut link.sent) {
+                    let whole = |op: &Op| matches!(op, Op::Announced { grant: Some(g), written, .. } if *written >= g.length);
+                    let arrived = number < header.tag && self.ops.get(sent.op).is_some_and(whole);
+                    if sent.what == What::Write && !arrived {
+                        sent.what = What::Abandoned;
+                        lost.push(sent.op);
+                    }
+                }
+                // These writes have waited for room in the send queue before they could wait for room on the link.
+                let linked = |op: &Op| matches!(op, Op::Announced { to, grant: Some(g), .. } if *to == from && g.linked);
+                self.deferred.retain(|deferred| match deferred {
+                    Deferred::Write(op) if self.ops.get(*op).is_some_and(linked) => {
+                        lost.push(*op);
+                        false
+                    }
+                    _ => true,
+                });
                 for op in lost {
                     self.forget_grant(op);
                 }
@@ -481,6 +521,7 @@ impl Endpoint {
             }
             Step::Closed => {
                 link.closed = true;
+                link.closing = Some((Instant::now(), header.tag));
                 if link.broken {
                     self.mend_links(cx);
                 }
@@ -568,6 +609,9 @@ impl Endpoint {
             return;
         }
         self.outstanding = self.outstanding.saturating_sub(1);
+        if sent.what == What::Abandoned {
+            return;
+        }
         let kind = sent.kind();
         self.request_completed(cx, kind, sent.op, err);
     }
@@ -815,7 +859,7 @@ impl Endpoint {
                 }
                 return;
             };
-            if number < count || sent.what == What::Probe {
+            if number < count || matches!(sent.what, What::Probe | What::Abandoned) {
                 link.sent.pop_front();
                 self.link_sent(cx, sent, 0);
                 continue;
@@ -830,12 +874,6 @@ impl Endpoint {
                 qpn: peer.qpn,
                 qkey: self.job.qkey,
             };
-            if sent.what == What::Write {
-                // The peer grants memory for this message again.
-                link.sent.pop_front();
-                self.outstanding = self.outstanding.saturating_sub(1);
-                continue;
-            }
             let kind = sent.kind();
             let id = kind << KIND | u64::from(sent.op);
             let mut slot = None;
@@ -916,15 +954,19 @@ impl Endpoint {
     pub(super) fn notify_peers_of_close(&mut self, cx: &mut Shared) {
         let links = self.links.all.iter().flatten();
         let open = links.filter(|l| !l.closed);
-        let peers: Vec<(Remote, u32, u32)> = open
-            .filter_map(|l| Some((l.peer, l.stream.number(), l.remote?)))
+        // Messages that wait for others may be sent on any link later.
+        let unknown = !self.postponed.is_empty();
+        let posted = |l: &Link| if unknown { u64::MAX } else { l.posted };
+        let peers: Vec<(Remote, u32, u32, u64)> = open
+            .filter_map(|l| Some((l.peer, l.stream.number(), l.remote?, posted(l))))
             .collect();
-        for (to, number, remote) in peers {
+        for (to, number, remote, posted) in peers {
             let Ok(op) = self.ops.insert(Op::CloseNotice { to }) else {
                 return;
             };
             let id = OP << KIND | u64::from(op);
-            let header = step(Step::Closed, number, remote);
+            let mut header = step(Step::Closed, number, remote);
+            header.tag = posted;
             if self.post_header(cx, to, id, &header).is_err() {
                 self.ops.remove(op);
             }

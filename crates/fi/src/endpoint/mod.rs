@@ -654,6 +654,12 @@ impl Endpoint {
         self.outstanding == 0 && self.deferred.is_empty() && self.postponed.is_empty()
     }
 
+    /// Returns the number of requests and operations that have not completed.
+    pub(super) fn unfinished(&self) -> usize {
+        let waiting = self.deferred.len() + self.postponed.len();
+        self.outstanding + self.ops.iter().count() + waiting
+    }
+
     /// Returns whether a peer has not received the content of an announced message whose completion was already reported.
     pub(super) fn owes_content(&self) -> bool {
         let owes = |op: &Op| matches!(op, Op::Announced { done: None, to, .. } if !self.links.has_closed(*to));

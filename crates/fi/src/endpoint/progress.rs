@@ -73,6 +73,9 @@ impl Endpoint {
                 self.deferred.push_front(first);
                 return;
             }
+            if let Deferred::Answer(to, header, _) = &first {
+                self.answer_sent(*to, header);
+            }
         }
     }
 
@@ -466,7 +469,9 @@ impl Endpoint {
         let Some((index, receive)) = matching.receive_for(&envelope) else {
             // A message on a link stays in the link's receive, which delays only the messages of this peer. It is not dropped, because
             // its sender may not have read the notice yet, which is sent as a datagram.
-            if crowded || held.link.is_some() && !self.may_store(from) {
+            // A sender is not expected to follow a notice that is not sent yet.
+            let excused = held.link.is_some() || self.notice_waits(from);
+            if crowded || excused && !self.may_store(from) {
                 return false;
             }
             if !self.may_store(from) {
@@ -590,13 +595,19 @@ impl Endpoint {
         let untagged: Vec<Receive> = self.untagged.cancel_all().collect();
         drop((tagged, untagged));
         self.links.begin_close();
-        let until = Instant::now() + limits::LINGER;
+        let last = Instant::now() + limits::LINGER_MOST;
+        let mut until = Instant::now() + limits::LINGER;
         self.progress(cx);
         self.ask_for_acknowledgements(cx);
         self.notify_peers_of_close(cx);
         let is_done = |e: &Self| (e.is_idle() || e.is_left_alone()) && !e.owes_content();
-        while !is_done(self) && Instant::now() < until {
+        let mut least = self.unfinished();
+        while !is_done(self) && Instant::now() < until.min(last) {
             self.progress(cx);
+            if self.unfinished() < least {
+                least = self.unfinished();
+                until = Instant::now() + limits::LINGER;
+            }
         }
     }
 }
