@@ -1,4 +1,5 @@
-//! System calls: trying the kernel features that the device uses, TUN interfaces, socket options and free ports. All unsafe code of
+//! System calls: trying the kernel features that the device uses, TUN interfaces, socket options, free ports and the end of programs
+//! with their parent. All unsafe code of
 //! this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
@@ -8,6 +9,8 @@
 use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::sync::atomic::{AtomicU16, Ordering};
 
 /// `SOL_UDP` option of the kernel's datagram segmentation.
@@ -137,6 +140,23 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
         libc::TCP_USER_TIMEOUT,
         1000,
     )
+}
+
+/// Makes the program that `command` starts receive SIGTERM when the thread that starts it ends, also if a signal kills this process.
+pub(crate) fn end_with_parent(command: &mut Command) {
+    let parent = rustix::process::getpid();
+    let ask = move || {
+        let term = Some(rustix::process::Signal::TERM);
+        rustix::process::set_parent_process_death_signal(term)?;
+        // There is no signal for a parent that ended before the call.
+        if rustix::process::getppid() == Some(parent) {
+            Ok(())
+        } else {
+            Err(rustix::io::Errno::SRCH.into())
+        }
+    };
+    // SAFETY: between fork and exec the function only makes system calls; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(ask) };
 }
 
 /// Returns a TCP port that no program listens on, for programs that take one as an argument.

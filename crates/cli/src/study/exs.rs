@@ -76,7 +76,7 @@ pub(crate) fn measure(
     let run = || {
         pin(Side::Server);
         let listen = ["--listen", HERE, "--port", "0"].map(str::to_owned);
-        let (server, line) = Ended::first_line(&mut start(&listen))?;
+        let (server, line) = Ended::first_line(&mut start(&listen), interrupted)?;
         let port = line.rsplit(' ').next().unwrap_or_default();
         pin(Side::Client);
         let to = [HERE, "--port", port].map(str::to_owned);

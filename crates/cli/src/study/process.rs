@@ -4,8 +4,8 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
@@ -14,6 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::library::Library;
 use crate::lines::lines_of;
 use crate::perf::Interrupted;
+use crate::sys;
 
 /// The time limit for the start of a server.
 pub(crate) const READY: Duration = Duration::from_secs(10);
@@ -26,6 +27,10 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// The time between two checks whether the study was interrupted, while it waits for an answer.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// The longest wait for the end of a pipe after the program has exited. A process that the program has started may hold the pipe
+/// open; what the program itself has written is read long before.
+const REST: Duration = Duration::from_secs(2);
 
 /// The pause between two checks whether a program has exited.
 const CHECK_EVERY: Duration = Duration::from_millis(2);
@@ -71,23 +76,32 @@ impl Conversation {
         loop {
             match self.lines.recv_timeout(LOOK_EVERY) {
                 Ok(line) if is_answer(&line) => return Ok(line),
-                Ok(_) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    let last = self.errors.iter().filter(|line| !line.trim().is_empty());
-                    let last = last.last();
-                    return Err(
-                        last.unwrap_or_else(|| "the program failed without a message".to_owned())
-                    );
-                }
-                Err(RecvTimeoutError::Timeout) if interrupted.load(Ordering::Relaxed) => {
-                    return Err("interrupted".to_owned());
-                }
-                Err(RecvTimeoutError::Timeout) if Instant::now() >= end => {
-                    return Err(format!("no answer after {} s", LONGEST.as_secs()));
-                }
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(self.last_error()),
+                Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+            }
+            // Also after a line that is no answer: a program that prints such lines all the time must not delay this.
+            if interrupted.load(Ordering::Relaxed) {
+                return Err("interrupted".to_owned());
+            }
+            if Instant::now() >= end {
+                return Err(format!("no answer after {} s", LONGEST.as_secs()));
             }
         }
+    }
+
+    /// Returns the last line of the error messages of the program, which has closed its output.
+    fn last_error(&self) -> String {
+        let end = Instant::now() + REST;
+        let mut last = None;
+        while let Ok(line) = self
+            .errors
+            .recv_timeout(end.saturating_duration_since(Instant::now()))
+        {
+            if !line.trim().is_empty() {
+                last = Some(line);
+            }
+        }
+        last.unwrap_or_else(|| "the program failed without a message".to_owned())
     }
 }
 
@@ -128,25 +142,48 @@ pub(crate) fn verbs_program(
 }
 
 impl Ended {
-    /// Starts a program.
+    /// Starts a program. It also ends if a signal kills this process, which then drops nothing: `anywarp study run` may have started
+    /// this process in a namespace, and terminates it after an interrupt.
+    ///
+    /// The thread that calls this must not end before the program does.
     pub(crate) fn start(command: &mut Command) -> Result<Self, String> {
+        sys::end_with_parent(command);
         let name = command.get_program().to_string_lossy().into_owned();
         let child = command.spawn().map_err(|e| format!("{name}: {e}"))?;
         Ok(Self(child))
     }
 
     /// Starts a program, and returns the first line of its output.
-    pub(crate) fn first_line(command: &mut Command) -> Result<(Self, String), String> {
+    pub(crate) fn first_line(
+        command: &mut Command,
+        interrupted: &Interrupted,
+    ) -> Result<(Self, String), String> {
         command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
         let mut process = Self::start(command)?;
-        let mut line = String::new();
-        if let Some(stdout) = &mut process.0.stdout {
+        let stdout = process.0.stdout.take().ok_or("the program has no output")?;
+        let (sender, first) = mpsc::channel();
+        thread::spawn(move || {
             let mut reader = BufReader::new(stdout);
-            reader.read_line(&mut line).map_err(|e| e.to_string())?;
-        }
+            let mut line = String::new();
+            let read = reader.read_line(&mut line).map_err(|e| e.to_string());
+            let _nobody_waits = sender.send(read.map(|_| line));
+            // If the pipe were closed, the program would be killed when it writes more.
+            let _ended = io::copy(&mut reader, &mut io::sink());
+        });
+        let end = Instant::now() + READY;
+        let line = loop {
+            match first.recv_timeout(LOOK_EVERY) {
+                Ok(line) => break line?,
+                Err(_) if interrupted.load(Ordering::Relaxed) => {
+                    return Err("interrupted".to_owned());
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
+                Err(_) => break String::new(),
+            }
+        };
         if line.is_empty() {
             return Err("the server does not start".to_owned());
         }
@@ -186,8 +223,8 @@ impl Ended {
     /// Returns the output of a program that has exited successfully, or the last line of its error messages.
     pub(crate) fn output(mut self, interrupted: &Interrupted) -> Result<String, String> {
         // Read while the program runs: it would not end if its output filled a pipe.
-        let output = self.0.stdout.take().map(text_of);
-        let errors = self.0.stderr.take().map(text_of);
+        let output = self.0.stdout.take().map(Text::of);
+        let errors = self.0.stderr.take().map(Text::of);
         let end = Instant::now() + LONGEST;
         let status = loop {
             match self.0.try_wait().map_err(|e| e.to_string())? {
@@ -203,7 +240,7 @@ impl Ended {
             }
         };
         let text = if status.success() { output } else { errors };
-        let text = text.map_or_else(|| Ok(String::new()), finished)?;
+        let text = text.map_or_else(|| Ok(String::new()), |text| text.wait(interrupted))?;
         if status.success() {
             return Ok(text);
         }
@@ -214,20 +251,60 @@ impl Ended {
     }
 }
 
-/// Starts a thread that reads a pipe to its end.
-fn text_of(mut pipe: impl Read + Send + 'static) -> JoinHandle<io::Result<String>> {
-    thread::spawn(move || {
-        let mut text = String::new();
-        pipe.read_to_string(&mut text).map(|_| text)
-    })
+/// The text of a pipe, which a thread reads.
+struct Text {
+    /// What was read so far.
+    bytes: Arc<Mutex<Vec<u8>>>,
+    /// Receives the result when the pipe has ended.
+    ended: Receiver<io::Result<()>>,
 }
 
-/// Returns the text that a thread of [`text_of`] reads.
-fn finished(reader: JoinHandle<io::Result<String>>) -> Result<String, String> {
-    let text = reader
-        .join()
-        .map_err(|_| "the output was not read".to_owned())?;
-    text.map_err(|e| e.to_string())
+impl Text {
+    /// Starts a thread that reads a pipe to its end.
+    fn of(mut pipe: impl Read + Send + 'static) -> Self {
+        let bytes = Arc::new(Mutex::new(Vec::new()));
+        let (sender, ended) = mpsc::channel();
+        let all = Arc::clone(&bytes);
+        thread::spawn(move || {
+            let mut part = [0; 8192];
+            let result = loop {
+                match pipe.read(&mut part) {
+                    Ok(0) => break Ok(()),
+                    Ok(n) => all
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .extend_from_slice(part.get(..n).unwrap_or_default()),
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Err(e) => break Err(e),
+                }
+            };
+            let _nobody_waits = sender.send(result);
+        });
+        Self { bytes, ended }
+    }
+
+    /// Returns the text of a program that has exited. If another process holds the pipe open, what was read within [`REST`].
+    fn wait(self, interrupted: &Interrupted) -> Result<String, String> {
+        let end = Instant::now() + REST;
+        loop {
+            match self.ended.recv_timeout(LOOK_EVERY) {
+                Ok(result) => {
+                    result.map_err(|e| e.to_string())?;
+                    break;
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err("the output was not read".to_owned());
+                }
+                Err(RecvTimeoutError::Timeout) if interrupted.load(Ordering::Relaxed) => {
+                    return Err("interrupted".to_owned());
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() >= end => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
 }
 
 /// Waits until a server is bound to its port.
@@ -259,7 +336,7 @@ pub(crate) fn ready(port: u16, tcp: bool) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
+    use std::os::unix::process::ExitStatusExt;
     use std::sync::atomic::AtomicBool;
 
     #[test]
@@ -272,5 +349,98 @@ mod tests {
         let program = Ended::start(&mut command).unwrap();
         let text = program.output(&Arc::new(AtomicBool::new(false))).unwrap();
         assert_eq!(text.lines().count(), 50_000);
+    }
+
+    /// Runs `f` in a thread. Fails if it does not return within 20 s.
+    fn within_limit<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+        let (sender, done) = mpsc::channel();
+        thread::spawn(move || sender.send(f()));
+        done.recv_timeout(Duration::from_secs(20)).unwrap()
+    }
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    fn noted(interrupted: bool) -> Interrupted {
+        Arc::new(AtomicBool::new(interrupted))
+    }
+
+    #[test]
+    fn a_server_that_prints_nothing_is_waited_for_only_until_a_limit_or_an_interrupt() {
+        let first = |script: &'static str, interrupted: bool| {
+            within_limit(move || {
+                let line = Ended::first_line(&mut shell(script), &noted(interrupted));
+                line.map(|(_, line)| line)
+            })
+        };
+        assert_eq!(first("exec sleep 60", true).unwrap_err(), "interrupted");
+        assert_eq!(
+            first("exec sleep 60", false).unwrap_err(),
+            "the server does not start"
+        );
+        assert_eq!(
+            first("exit 0", false).unwrap_err(),
+            "the server does not start"
+        );
+        assert_eq!(first("echo ready; exec sleep 60", false).unwrap(), "ready");
+    }
+
+    #[test]
+    fn a_server_can_print_more_than_its_first_line() {
+        let mut command = shell("echo ready; sleep 0.2; seq 50000 && exec sleep 60");
+        let (mut server, line) = Ended::first_line(&mut command, &noted(false)).unwrap();
+        assert_eq!(line, "ready");
+        let end = Instant::now() + Duration::from_secs(1);
+        while Instant::now() < end {
+            assert!(server.0.try_wait().unwrap().is_none());
+            thread::sleep(CHECK_EVERY);
+        }
+    }
+
+    #[test]
+    fn a_program_that_prints_other_lines_all_the_time_can_be_interrupted() {
+        let asked = within_limit(|| {
+            let mut command = shell("while echo no; do sleep 0.005; done");
+            let mut program = Ended::converse(&mut command).unwrap();
+            program.ask("go", |line| line == "yes", &noted(true))
+        });
+        assert_eq!(asked.unwrap_err(), "interrupted");
+    }
+
+    #[test]
+    fn a_process_in_the_background_does_not_delay_the_result() {
+        let output = |script: &'static str| {
+            within_limit(move || {
+                let mut command = shell(script);
+                command.stdout(Stdio::piped()).stderr(Stdio::piped());
+                Ended::start(&mut command).unwrap().output(&noted(false))
+            })
+        };
+        assert_eq!(output("sleep 30 & echo done").unwrap(), "done\n");
+        let failed = output("sleep 30 & echo why >&2; exit 1");
+        assert_eq!(failed.unwrap_err(), "why");
+        let asked = within_limit(|| {
+            let mut command = shell("sleep 30 >/dev/null & echo why >&2; exit 1");
+            let mut program = Ended::converse(&mut command).unwrap();
+            program.ask("go", |line| line == "yes", &noted(false))
+        });
+        assert_eq!(asked.unwrap_err(), "why");
+    }
+
+    #[test]
+    fn a_program_ends_with_the_thread_that_starts_it() {
+        let mut ended = within_limit(|| Ended::start(Command::new("sleep").arg("60")).unwrap());
+        let end = Instant::now() + Duration::from_secs(20);
+        let status = loop {
+            if let Some(status) = ended.0.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < end, "the program is still running");
+            thread::sleep(CHECK_EVERY);
+        };
+        assert_eq!(status.signal(), Some(libc::SIGTERM));
     }
 }

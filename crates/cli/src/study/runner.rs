@@ -464,7 +464,7 @@ impl Bench {
                 pin(server);
             }
             let mut server = self.command().map_err(failed)?;
-            let (server, word) = Ended::first_line(server.args(words))?;
+            let (server, word) = Ended::first_line(server.args(words), &self.interrupted)?;
             let word = word.strip_prefix("ready ").unwrap_or_default();
             if let Some((_, client)) = &self.processors {
                 pin(client);
