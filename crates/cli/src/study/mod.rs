@@ -40,7 +40,7 @@ use self::finding::Verdict;
 use self::machine::Times;
 use self::mpi::Mpi;
 use self::runner::Bench;
-use self::store::Store;
+use self::store::{Conditions, Store};
 use crate::cmd::Failure;
 use crate::library::Library;
 use crate::perf::Interrupted;
@@ -164,7 +164,7 @@ fn clock(seconds: f64) -> String {
 /// Prints the hints that the results in a report's folder give.
 fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
     let folder = &args.report;
-    let Some((extent, device)) = Store::last(folder) else {
+    let Some(conditions) = Store::last(folder) else {
         return Err(format!(
             "{}: nothing was measured there yet: run `anywarp study run all --quick --report {}`",
             folder.display(),
@@ -172,10 +172,18 @@ fn hints(args: &Hints, all: &[Experiment]) -> Result<ExitCode, String> {
         ));
     };
     let store =
-        Store::read(folder, extent, &device).map_err(|e| format!("{}: {e}", folder.display()))?;
+        Store::read(folder, conditions).map_err(|e| format!("{}: {e}", folder.display()))?;
+    warn_of_unused(&store);
     let report = report::Report::new(all, &store, String::new());
     print!("{}", report.hints());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Warns if stored samples are not used.
+fn warn_of_unused(store: &Store) {
+    if let Some(unused) = store.unused() {
+        eprintln!("anywarp: warning: {unused}");
+    }
 }
 
 /// The state of one `anywarp study run`.
@@ -213,8 +221,10 @@ impl<'a> Work<'a> {
             device.push_str(&format!(" to {host}"));
         }
         let folder = &args.report;
-        let store = Store::open(folder, extent, &device, args.fresh)
+        let conditions = Conditions::new(extent, device, args.first);
+        let store = Store::open(folder, conditions, args.fresh)
             .map_err(|e| format!("{}: {e}: choose another --report", folder.display()))?;
+        warn_of_unused(&store);
         let elsewhere = args.host.clone().zip(args.port);
         let interrupted = Interrupted::default();
         crate::perf::note_interrupts(&interrupted);

@@ -54,10 +54,19 @@ const SPREAD: f64 = 0.25;
 /// The share of the time that an end waited for a processor, above which a point is noisy.
 const WAITED: f64 = 0.10;
 
+/// The version of anywarp that measures.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
 #[derive(Debug, Serialize, Deserialize)]
 struct Line {
     extent: String,
     device: String,
+    /// The version of anywarp that measured. Older files do not say which.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    version: Option<String>,
+    /// Whether the measured programs had priority (`--first`). Older files do not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    first: Option<bool>,
     point: String,
     took_s: f64,
     /// When the measurement ended, in seconds since 1970.
@@ -73,6 +82,43 @@ struct Line {
     blank: Option<String>,
 }
 
+/// What all samples of a report have in common. The others in the file are not used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Conditions {
+    pub(crate) extent: Extent,
+    pub(crate) device: String,
+    version: String,
+    first: bool,
+}
+
+impl Conditions {
+    /// Returns the conditions of a measurement by this program. `first`: whether the measured programs have priority.
+    pub(crate) fn new(extent: Extent, device: String, first: bool) -> Self {
+        Self {
+            extent,
+            device,
+            version: VERSION.to_owned(),
+            first,
+        }
+    }
+
+    /// Returns why a sample of the same extent and device is not used, if so.
+    fn difference(&self, line: &Line) -> Option<String> {
+        if let Some(version) = line.version.as_ref().filter(|v| **v != self.version) {
+            return Some(format!("of anywarp {version} instead of {}", self.version));
+        }
+        let first = line.first.filter(|first| *first != self.first)?;
+        Some(
+            if first {
+                "with --first"
+            } else {
+                "without --first"
+            }
+            .to_owned(),
+        )
+    }
+}
+
 /// The stored samples of one point.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Known {
@@ -85,6 +131,8 @@ pub(crate) struct Known {
     pub(crate) failures: Vec<String>,
     /// Why the point is blank, according to this run.
     pub(crate) blank: Option<String>,
+    /// Whether the point was blank in an earlier run.
+    pub(crate) was_blank: bool,
 }
 
 /// A median with quartiles.
@@ -174,28 +222,24 @@ impl Known {
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
-    extent: Extent,
-    device: String,
+    conditions: Conditions,
     file: Option<File>,
     known: BTreeMap<String, Known>,
+    /// The number of stored samples that are not used, by reason.
+    unused: BTreeMap<String, usize>,
     /// The total duration in seconds and the number of samples, by runner.
     took: BTreeMap<String, (f64, usize)>,
 }
 
 impl Store {
-    /// Reads the samples of this extent and device in `folder`, and opens the file for writing.
-    pub(crate) fn open(
-        folder: &Path,
-        extent: Extent,
-        device: &str,
-        fresh: bool,
-    ) -> io::Result<Self> {
+    /// Reads the samples with these conditions in `folder`, and opens the file for writing.
+    pub(crate) fn open(folder: &Path, conditions: Conditions, fresh: bool) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let path = folder.join(SAMPLES);
         if fresh && path.exists() {
             fs::remove_file(&path)?;
         }
-        let mut store = Self::read(folder, extent, device)?;
+        let mut store = Self::read(folder, conditions)?;
         let mut file = OpenOptions::new().append(true).create(true).open(&path)?;
         // A killed run may have left an incomplete line.
         let text = fs::read(&path)?;
@@ -207,41 +251,72 @@ impl Store {
     }
 
     /// Like [`Self::open`], for reading only.
-    pub(crate) fn read(folder: &Path, extent: Extent, device: &str) -> io::Result<Self> {
+    pub(crate) fn read(folder: &Path, conditions: Conditions) -> io::Result<Self> {
         let mut store = Self {
             folder: folder.to_owned(),
-            extent,
-            device: device.to_owned(),
+            conditions,
             file: None,
             known: BTreeMap::new(),
+            unused: BTreeMap::new(),
             took: BTreeMap::new(),
         };
-        let text = match fs::read_to_string(folder.join(SAMPLES)) {
+        let text = match text_of(folder) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
             text => text?,
         };
         for line in text.lines() {
-            if let Ok(line) = serde_json::from_str::<Line>(line)
-                && line.extent == extent.as_str()
-                && line.device == device
-                && line.failed.is_none()
-                && line.blank.is_none()
+            let Ok(line) = serde_json::from_str::<Line>(line) else {
+                continue;
+            };
+            if line.extent != store.conditions.extent.as_str()
+                || line.device != store.conditions.device
+                || line.failed.is_some()
             {
-                store.keep(line);
+                continue;
+            }
+            match store.conditions.difference(&line) {
+                None if line.blank.is_some() => {
+                    store.known.entry(line.point).or_default().was_blank = true;
+                }
+                None => store.keep(line),
+                Some(_) if line.blank.is_some() => {}
+                Some(why) => *store.unused.entry(why).or_default() += 1,
             }
         }
         Ok(store)
     }
 
-    /// Returns the extent and the device of the last sample in `folder`.
-    pub(crate) fn last(folder: &Path) -> Option<(Extent, String)> {
-        let text = fs::read_to_string(folder.join(SAMPLES)).ok()?;
+    /// Returns the conditions of the last sample in `folder`.
+    pub(crate) fn last(folder: &Path) -> Option<Conditions> {
+        let text = text_of(folder).ok()?;
         let mut lines = text.lines().rev();
         let line: Line = lines.find_map(|line| serde_json::from_str(line).ok())?;
         let extent = [Extent::Full, Extent::Quick, Extent::Smoke]
             .into_iter()
             .find(|extent| extent.as_str() == line.extent)?;
-        Some((extent, line.device))
+        Some(Conditions {
+            extent,
+            device: line.device,
+            version: line.version.unwrap_or_else(|| VERSION.to_owned()),
+            first: line.first.unwrap_or_default(),
+        })
+    }
+
+    /// Returns how many stored samples are not used, and why, if there are any.
+    pub(crate) fn unused(&self) -> Option<String> {
+        let all: usize = self.unused.values().sum();
+        let reasons: Vec<String> = self
+            .unused
+            .iter()
+            .map(|(why, count)| format!("{count} {why}"))
+            .collect();
+        (all > 0).then(|| {
+            format!(
+                "{}: {all} of the stored samples are not used, because they were measured under other conditions: {}",
+                self.folder.display(),
+                reasons.join(", ")
+            )
+        })
     }
 
     fn keep(&mut self, line: Line) {
@@ -270,14 +345,24 @@ impl Store {
         took_s: f64,
     ) -> io::Result<()> {
         let first = self.known(point).command.as_ref() != Some(&command);
+        let outcome = outcome.and_then(|values| {
+            // No median or ratio can be formed with such a value, and JSON has no form for it.
+            let wrong = values.iter().find(|(_, value)| !value.is_finite());
+            match wrong {
+                Some((name, value)) => Err(Miss::Failed(format!("{name} is {value}"))),
+                None => Ok(values),
+            }
+        });
         let (values, failed, blank) = match outcome {
             Ok(values) => (values, None, None),
             Err(Miss::Failed(why)) => (Sample::new(), Some(why), None),
             Err(Miss::Blank(why)) => (Sample::new(), None, Some(why)),
         };
         let line = Line {
-            extent: self.extent.as_str().to_owned(),
-            device: self.device.clone(),
+            extent: self.conditions.extent.as_str().to_owned(),
+            device: self.conditions.device.clone(),
+            version: Some(self.conditions.version.clone()),
+            first: Some(self.conditions.first),
             point: point.key(),
             took_s,
             at: SystemTime::UNIX_EPOCH
@@ -305,6 +390,7 @@ impl Store {
             command: None,
             failures: Vec::new(),
             blank: None,
+            was_blank: false,
         };
         self.known.get(&point.key()).unwrap_or(&NOTHING)
     }
@@ -313,7 +399,7 @@ impl Store {
     pub(crate) fn expected(&self, point: &Point) -> f64 {
         match self.took.get(point.runner.as_str()) {
             Some((took, count)) if *count > 0 => took / *count as f64,
-            _ => point.runner.seconds(self.extent),
+            _ => point.runner.seconds(self.conditions.extent),
         }
     }
 
@@ -324,13 +410,20 @@ impl Store {
 
     /// Returns the extent of the measurements.
     pub(crate) fn extent(&self) -> Extent {
-        self.extent
+        self.conditions.extent
     }
 
     /// Returns the name of the device.
     pub(crate) fn device(&self) -> &str {
-        &self.device
+        &self.conditions.device
     }
+}
+
+/// Returns the text of the file of samples. Where a killed run has cut a line within a character, the text has a substitute, and
+/// only this line cannot be read.
+fn text_of(folder: &Path) -> io::Result<String> {
+    let bytes = fs::read(folder.join(SAMPLES))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -349,10 +442,103 @@ mod tests {
         [("oneway_us".to_owned(), us), ("waited".to_owned(), 0.0)].into()
     }
 
+    fn of(extent: Extent, first: bool) -> Conditions {
+        Conditions::new(extent, "d".to_owned(), first)
+    }
+
+    /// Returns a folder for a test.
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("anywarp-{name}-{}", std::process::id()));
+        let _not_there = fs::remove_dir_all(&folder);
+        folder
+    }
+
+    fn append(folder: &Path, text: &[u8]) {
+        let mut options = OpenOptions::new();
+        let file = options.append(true).open(folder.join(SAMPLES));
+        file.unwrap().write_all(text).unwrap();
+    }
+
+    #[test]
+    fn a_line_that_is_cut_within_a_character_is_dropped() {
+        let folder = folder("cut");
+        let open = || Store::open(&folder, of(Extent::Quick, false), false).unwrap();
+        let measured = Ok(sample(1.0));
+        open()
+            .add(&point("1"), "c".to_owned(), measured, 0.5)
+            .unwrap();
+        // The first byte of a micro sign.
+        append(&folder, b"{\"extent\":\"quick\",\"device\":\"\xc2");
+        let measured = Ok(sample(2.0));
+        open()
+            .add(&point("1"), "c".to_owned(), measured, 0.5)
+            .unwrap();
+        assert_eq!(open().known(&point("1")).samples.len(), 2);
+        assert_eq!(Store::last(&folder), Some(of(Extent::Quick, false)));
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn samples_of_another_version_or_priority_are_counted_but_not_used() {
+        let folder = folder("others");
+        let open = |first| Store::open(&folder, of(Extent::Quick, first), false).unwrap();
+        let measure = |store: &mut Store, us| {
+            store
+                .add(&point("1"), "c".to_owned(), Ok(sample(us)), 0.5)
+                .unwrap();
+        };
+        measure(&mut open(false), 1.0);
+        measure(&mut open(true), 2.0);
+        measure(&mut open(true), 3.0);
+        // Lines without the two fields are from an older file.
+        let old = "{\"extent\":\"quick\",\"device\":\"d\",\"point\":\"ping size=1\",\"took_s\":0.5,\"values\":{\"oneway_us\":4.0}}\n";
+        append(&folder, old.as_bytes());
+        let other = old.replacen('{', "{\"version\":\"0.0.1\",\"first\":true,", 1);
+        append(&folder, other.as_bytes());
+
+        let values = |store: &Store| -> Vec<f64> {
+            let samples = &store.known(&point("1")).samples;
+            samples.iter().map(|sample| sample["oneway_us"]).collect()
+        };
+        let store = open(false);
+        assert_eq!(values(&store), [1.0, 4.0]);
+        let unused = store.unused().unwrap();
+        assert!(unused.contains("3 of the stored samples"), "{unused}");
+        assert!(unused.contains("2 with --first"), "{unused}");
+        let version = format!("1 of anywarp 0.0.1 instead of {VERSION}");
+        assert!(unused.contains(&version), "{unused}");
+        assert_eq!(unused.lines().count(), 1);
+        let store = open(true);
+        assert_eq!(values(&store), [2.0, 3.0, 4.0]);
+        let unused = store.unused().unwrap();
+        assert!(unused.contains("1 without --first"), "{unused}");
+        // Advice is about the last samples, whichever program measured them.
+        let last = Store::last(&folder).unwrap();
+        assert_eq!(values(&Store::read(&folder, last).unwrap()), [4.0, 4.0]);
+        let fresh = Store::open(&folder, of(Extent::Quick, false), true).unwrap();
+        assert_eq!(fresh.unused(), None);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_sample_with_a_value_that_is_not_finite_is_a_failure() {
+        let folder = folder("finite");
+        let mut store = Store::open(&folder, of(Extent::Quick, false), false).unwrap();
+        for us in [f64::INFINITY, f64::NAN] {
+            store
+                .add(&point("1"), "c".to_owned(), Ok(sample(us)), 0.5)
+                .unwrap();
+        }
+        let known = store.known(&point("1"));
+        assert!(known.samples.is_empty());
+        assert_eq!(known.failures, ["oneway_us is inf", "oneway_us is NaN"]);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
     #[test]
     fn samples_survive_a_restart_and_a_partial_line_is_dropped() {
         let folder = std::env::temp_dir().join(format!("anywarp-store-{}", std::process::id()));
-        let open = |extent, fresh| Store::open(&folder, extent, "d", fresh).unwrap();
+        let open = |extent, fresh| Store::open(&folder, of(extent, false), fresh).unwrap();
         let mut store = open(Extent::Quick, true);
         for us in [1.0, 3.0, 2.0] {
             store
@@ -391,6 +577,8 @@ mod tests {
         assert_eq!(store.known(&point("2")).samples.len(), 1);
         assert!(store.known(&point("2")).failures.is_empty());
         assert_eq!(store.known(&point("3")).blank, None);
+        assert!(store.known(&point("3")).was_blank);
+        assert!(!store.known(&point("2")).was_blank);
         assert!(
             open(Extent::Full, false)
                 .known(&point("1"))
