@@ -52,7 +52,7 @@ pub(crate) enum Verdict {
     NotMet,
     /// A second run could have the other result.
     Noise,
-    /// There are too few points.
+    /// There are too few points, or the finding needs a point that has no value.
     Unknown,
 }
 
@@ -78,6 +78,8 @@ pub(crate) struct Judged {
     pub(crate) text: String,
     /// The points that more samples would help to decide.
     pub(crate) doubtful: Vec<Params>,
+    /// The number of points that the finding needs and that have no value.
+    pub(crate) lacking: usize,
 }
 
 /// Returns the x of a value: the value as a number, or its position if it is not a number.
@@ -142,6 +144,10 @@ impl Number {
                 one.middle.count.min(other.middle.count),
             ),
         };
+        // The ratio to a value of 0 says nothing, and its noise would be that of all other ratios too.
+        if !value.is_finite() {
+            return None;
+        }
         Some(Self {
             points: vec![a, b],
             place,
@@ -154,7 +160,7 @@ impl Number {
 }
 
 /// Returns the ratios of samples of two points, which are given with their times. Each sample is in one ratio at most. Samples that
-/// were measured closest to each other are paired first.
+/// were measured closest to each other are paired first. Ratios that are not finite are left out.
 fn pairs(a: &[(f64, f64)], b: &[(f64, f64)]) -> Vec<f64> {
     let all = |of: &[(f64, f64)]| of.iter().copied().enumerate().collect::<Vec<_>>();
     let (a, b) = (all(a), all(b));
@@ -171,7 +177,8 @@ fn pairs(a: &[(f64, f64)], b: &[(f64, f64)]) -> Vec<f64> {
         let free = !of_a.contains(i) && !of_b.contains(j);
         free && of_a.insert(*i) && of_b.insert(*j)
     });
-    near.into_iter().map(|(.., ratio)| ratio).collect()
+    let ratios = near.into_iter().map(|(.., ratio)| ratio);
+    ratios.filter(|ratio| ratio.is_finite()).collect()
 }
 
 /// One comparison of a finding: of a number, or, for a crossing, of the ratios at all x in their order.
@@ -219,16 +226,61 @@ impl Test {
     }
 }
 
+/// Returns the x of a point.
+fn x_of(params: &Params, x: &str, places: &[String]) -> f64 {
+    place(params.get(x).map_or("", String::as_str), places)
+}
+
+/// Returns whether a finding makes its assertion at an x. A finding about a crossing uses all x, not only those between the limits.
+fn within(finding: &Finding, here: f64) -> bool {
+    finding.shape == Shape::Crosses
+        || finding.from.is_none_or(|from| here >= from) && finding.to.is_none_or(|to| here <= to)
+}
+
+/// Returns how many of the `missing` points, which have no value, a finding needs.
+fn lacking(
+    finding: &Finding,
+    values: &Values,
+    missing: &[Params],
+    x: &str,
+    places: &[String],
+) -> usize {
+    let all = || values.iter().map(|of| &of.params).chain(missing);
+    let at = |params: &Params| x_of(params, x, places);
+    let of_a = |params: &Params| within(finding, at(params)) && selects(&finding.a, params);
+    let of_b = |params: &Params| selects(&finding.b, params);
+    let needed = |params: &&Params| match finding.shape {
+        // Both points of a comparison are needed. A point that nothing is compared with is not.
+        Shape::Less | Shape::Same | Shape::Crosses => {
+            of_a(params) && all().any(|other| of_b(other) && alike(finding, params, other))
+                || of_b(params) && all().any(|one| of_a(one) && alike(finding, one, params))
+        }
+        Shape::AtMost | Shape::AtLeast => of_a(params),
+        // The first and the last point of a line are needed.
+        Shape::Rises | Shape::Falls => {
+            let same_line = |other: &&Params| {
+                let rest = |axis: &&String| *axis != x;
+                of_a(other)
+                    && other.len() == params.len()
+                    && params
+                        .keys()
+                        .filter(rest)
+                        .all(|axis| params.get(axis) == other.get(axis))
+            };
+            let line = || all().filter(same_line).map(at);
+            let here = at(params);
+            let first = line().all(|there| there >= here);
+            let last = line().all(|there| there <= here);
+            of_a(params) && first != last
+        }
+    };
+    missing.iter().filter(needed).count()
+}
+
 /// Returns the comparisons of a finding with `values`, whose horizontal axis is `x`.
 fn tests(finding: &Finding, values: &Values, x: &str, places: &[String]) -> Vec<Test> {
-    let at = |params: &Params| place(params.get(x).map_or("", String::as_str), places);
-    let counts = |params: &Params| {
-        // A finding about a crossing uses all x, not only those between the limits.
-        let here = at(params);
-        finding.shape == Shape::Crosses
-            || finding.from.is_none_or(|from| here >= from)
-                && finding.to.is_none_or(|to| here <= to)
-    };
+    let at = |params: &Params| x_of(params, x, places);
+    let counts = |params: &Params| within(finding, at(params));
     let of_a: Vec<usize> = (0..values.len())
         .filter(|&n| {
             values
@@ -301,23 +353,36 @@ fn enough(finding: &Finding, held: usize, all: usize) -> bool {
     held as f64 >= finding.share * all as f64
 }
 
-/// Checks one finding with `values`, whose horizontal axis is `x`. A point has at most `most` samples; with 0 the noise is
-/// ignored.
+/// Checks one finding with `values`, whose horizontal axis is `x`. The points `missing` should have a value, but have none. A point
+/// has at most `most` samples; with 0 the noise is ignored.
 pub(crate) fn judge(
     finding: &Finding,
     values: &Values,
+    missing: &[Params],
     x: &str,
     places: &[String],
     most: usize,
 ) -> Judged {
+    let unknown = |text: String, lacking| Judged {
+        verdict: Verdict::Unknown,
+        number: None,
+        text,
+        doubtful: Vec::new(),
+        lacking,
+    };
+    let lacking = lacking(finding, values, missing, x, places);
+    if lacking > 0 {
+        // The other points alone could have another verdict than all of them.
+        let points = if lacking == 1 {
+            "a point has".to_owned()
+        } else {
+            format!("{lacking} points have")
+        };
+        return unknown(format!("incomplete: {points} no value"), lacking);
+    }
     let tests = tests(finding, values, x, places);
     if tests.is_empty() {
-        return Judged {
-            verdict: Verdict::Unknown,
-            number: None,
-            text: "not enough points".to_owned(),
-            doubtful: Vec::new(),
-        };
+        return unknown("not enough points".to_owned(), 0);
     }
     let results: Vec<_> = tests
         .iter()
@@ -357,22 +422,29 @@ pub(crate) fn judge(
     };
     let share = |runs: usize| runs as f64 / RUNS as f64;
     let (same, changed) = simulate(&errors);
-    // A smoke test has one sample of each point, which says nothing about noise.
-    let sure = most == 0 || share(same) >= SURE;
+    let certain = share(same) >= SURE;
+    // A single sample says nothing about noise. A smoke test has only one of each point.
+    let mut numbers = tests.iter().flat_map(|test| &test.0);
+    let single = numbers.any(|number| number.count < 2);
+    let sure = most == 0 || certain && !single;
     // Once the deviations are known, it may turn out that even the largest number of samples is too small.
     let known = tests
         .iter()
         .flat_map(|test| &test.0)
         .all(|number| number.count >= ENOUGH_TO_KNOW);
-    let hopeless = !sure && known && {
+    let hopeless = !certain && known && {
         let (same, _) = simulate(&self::errors(&tests, between, Some(most)));
         share(same) < SURE
     };
     let doubtful: BTreeSet<usize> = tests
         .iter()
         .zip(changed)
-        .filter(|(_, changed)| !sure && !hopeless && share(*changed) > DOUBTFUL)
-        .flat_map(|(test, _)| test.points())
+        .filter(|_| !sure)
+        .flat_map(|(test, changed)| {
+            let near = !certain && !hopeless && share(changed) > DOUBTFUL;
+            test.points()
+                .filter(move |n| near || values.get(*n).is_some_and(|of| of.middle.count < 2))
+        })
         .collect();
     let verdict = match (sure, met) {
         (false, _) => Verdict::Noise,
@@ -381,7 +453,9 @@ pub(crate) fn judge(
     };
     let numbers: Vec<f64> = results.iter().filter_map(|(number, _)| *number).collect();
     let (number, mut text) = summary(finding, &numbers, held, tests.len());
-    if !sure {
+    if !sure && single {
+        text.push_str(", points with a single sample have an unknown noise");
+    } else if !sure {
         let largest = |errors: &Vec<f64>| errors.iter().copied().fold(0.0, f64::max);
         let noise = sorted(errors.iter().map(largest));
         let typical = noise.get(noise.len() / 2).copied().unwrap_or(0.0);
@@ -398,6 +472,7 @@ pub(crate) fn judge(
             .into_iter()
             .filter_map(|n| Some(values.get(n)?.params.clone()))
             .collect(),
+        lacking: 0,
     }
 }
 
@@ -502,8 +577,9 @@ mod tests {
 
     #[test]
     fn a_control_supports_a_reason_if_most_of_the_difference_is_gone() {
-        let file = "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1]\n[[figure]]\nname = 'x'\ntitle = ''\nasks = ''\n\
-             found = ''\nmetric = 'm'\nx = 'size'\n[[figure.finding]]\ntext = ''\nshape = 'less'\nfactor = 1.0\n";
+        let file = "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1, 2]\n[[figure]]\nname = 'x'\ntitle = ''\nasks = ''\n\
+             found = ''\nmetric = 'm'\nx = 'size'\n[[figure.finding]]\ntext = ''\nshape = 'less'\nfactor = 1.0\n\
+             a = { size = 1 }\nb = { size = 2 }\n";
         let experiment = parse(file).unwrap();
         let finding = &experiment.figures[0].finding[0];
         let judged = |number: f64, verdict| Judged {
@@ -511,6 +587,7 @@ mod tests {
             number: Some(number),
             text: String::new(),
             doubtful: Vec::new(),
+            lacking: 0,
         };
         let here = judged(2.0, Verdict::NotMet);
         for (number, verdict, supported) in [
@@ -536,6 +613,15 @@ mod tests {
 
     /// The same with a standard deviation of the samples. Each point has four samples.
     fn with_noise(finding: &str, poll: [f64; 4], event: [f64; 4], deviation: f64) -> Judged {
+        let (finding, mut values) = measured(finding, poll, event);
+        for value in &mut values {
+            value.middle.deviation = deviation;
+        }
+        judge(&finding, &values, &[], "size", &[], 12)
+    }
+
+    /// Returns a finding, and values of polling and then of events at 1, 2, 4 and 8.
+    fn measured(finding: &str, poll: [f64; 4], event: [f64; 4]) -> (Finding, Values) {
         let file = format!(
             "paper = 'pb'\nrunner = 'ping'\n[axis.size]\nvalues = [1, 2, 4, 8]\n[axis.mode]\nvalues = ['poll', 'event']\n\
              [[figure]]\nname = 'x'\ntitle = ''\nasks = ''\nfound = ''\nmetric = 'm'\nx = 'size'\nlines = ['mode']\n\
@@ -552,7 +638,7 @@ mod tests {
                     median,
                     lower: median,
                     upper: median,
-                    deviation,
+                    deviation: 0.0,
                     count: 4,
                     waited: 0.0,
                 };
@@ -563,7 +649,116 @@ mod tests {
                 });
             }
         }
-        judge(&experiment.figures[0].finding[0], &values, "size", &[], 12)
+        (experiment.figures[0].finding[0].clone(), values)
+    }
+
+    /// Checks a finding without the values of some points, given by their positions.
+    fn without(finding: &str, missing: &[usize]) -> Judged {
+        let (finding, values) = measured(finding, [6.0, 3.0, 3.0, 1.0], [2.0, 4.0, 4.0, 4.0]);
+        let (mut kept, mut gone) = (Values::new(), Vec::new());
+        for (n, value) in values.into_iter().enumerate() {
+            if missing.contains(&n) {
+                gone.push(value.params);
+            } else {
+                kept.push(value);
+            }
+        }
+        judge(&finding, &kept, &gone, "size", &[], 12)
+    }
+
+    #[test]
+    fn a_finding_that_lacks_a_value_is_incomplete() {
+        let verdict = |finding: &str, missing: &[usize]| {
+            let judged = without(finding, missing);
+            let unknown = judged.verdict == Verdict::Unknown;
+            assert_eq!(
+                judged.text.contains("incomplete"),
+                unknown,
+                "{}",
+                judged.text
+            );
+            assert_eq!(judged.lacking > 0, unknown);
+            judged.verdict
+        };
+        let met = Verdict::Met;
+        let less = format!("{LESS}\nfrom = 2");
+        assert_eq!(verdict(&less, &[]), met);
+        // Points on either side of a comparison are needed, but not those outside of the limits.
+        assert_eq!(verdict(&less, &[1]), Verdict::Unknown);
+        assert_eq!(verdict(&less, &[7]), Verdict::Unknown);
+        assert_eq!(verdict(&less, &[0, 4]), met);
+        // Lines need their ends. Those of other lines do not count.
+        let falls = "shape = 'falls'\nfactor = 2\na = { mode = 'poll' }";
+        for (missing, expected) in [
+            (0, Verdict::Unknown),
+            (1, met),
+            (3, Verdict::Unknown),
+            (4, met),
+        ] {
+            assert_eq!(verdict(falls, &[missing]), expected, "{missing}");
+        }
+        let part = format!("{falls}\nfrom = 2");
+        assert_eq!(verdict(&part, &[0]), met);
+        assert_eq!(verdict(&part, &[1]), Verdict::Unknown);
+        let crosses = "shape = 'crosses'\na = { mode = 'poll' }\nb = { mode = 'event' }\nto = 4";
+        assert_eq!(verdict(crosses, &[]), met);
+        for missing in 0..8 {
+            assert_eq!(verdict(crosses, &[missing]), Verdict::Unknown, "{missing}");
+        }
+        let most = "shape = 'at-most'\nlimit = 7\na = { mode = 'poll' }";
+        assert_eq!(verdict(most, &[2]), Verdict::Unknown);
+        assert_eq!(verdict(most, &[5]), met);
+        assert!(without(most, &[1, 2]).text.contains("2 points"));
+    }
+
+    #[test]
+    fn a_line_is_as_long_as_the_points_that_can_be_measured() {
+        let falls = "shape = 'falls'\nfactor = 2\na = { mode = 'poll' }";
+        let (finding, mut values) = measured(falls, [9.0, 3.0, 2.0, 1.0], [1.0; 4]);
+        // The last point is blank: it is neither measured nor missing.
+        values.remove(3);
+        assert_eq!(
+            judge(&finding, &values, &[], "size", &[], 12).number,
+            Some(2.0 / 9.0)
+        );
+        let less = format!("{LESS}\nfrom = 2");
+        let (finding, mut values) = measured(&less, [1.0; 4], [2.0; 4]);
+        // Nothing can be compared with a missing point whose counterpart is blank.
+        let missing = values.remove(3).params;
+        values.remove(6);
+        assert_eq!(values[3].params["mode"], "event");
+        let judged = judge(&finding, &values, &[missing], "size", &[], 12);
+        assert_eq!(judged.verdict, Verdict::Met, "{}", judged.text);
+    }
+
+    #[test]
+    fn a_single_sample_decides_nothing() {
+        let (finding, mut values) = measured(LESS, [1.0; 4], [9.0; 4]);
+        let judged = |values: &Values, most| judge(&finding, values, &[], "size", &[], most);
+        values[2].middle.count = 1;
+        let one = judged(&values, 12);
+        assert_eq!(one.verdict, Verdict::Noise);
+        assert!(one.text.contains("single sample"), "{}", one.text);
+        let sizes: BTreeSet<&str> = one.doubtful.iter().map(|p| p["size"].as_str()).collect();
+        assert_eq!(sizes, ["4"].into());
+        // In a smoke test all points have a single sample.
+        assert_eq!(judged(&values, 0).verdict, Verdict::Met);
+        values[2].middle.count = 2;
+        assert_eq!(judged(&values, 12).verdict, Verdict::Met);
+    }
+
+    #[test]
+    fn ratios_to_zero_are_left_out() {
+        assert_eq!(
+            pairs(&[(0.0, 1.0), (5.0, 2.0)], &[(0.0, 0.0), (5.0, 4.0)]),
+            [0.5]
+        );
+        let zero = [2.0, 2.0, 2.0, 0.0];
+        for poll in [[1.0; 4], [1.0, 1.0, 1.0, 0.0]] {
+            let judged = with_noise(LESS, poll, zero, 0.04);
+            assert_eq!(judged.verdict, Verdict::Met, "{}", judged.text);
+            assert!(judged.text.contains("3 of 3"), "{}", judged.text);
+        }
     }
 
     const LESS: &str = "shape = 'less'\na = { mode = 'poll' }\nb = { mode = 'event' }";

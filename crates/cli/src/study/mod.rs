@@ -309,6 +309,7 @@ impl<'a> Work<'a> {
         for round in 1..=extent.samples() {
             self.round(experiment, &all, round)?;
         }
+        self.catch_up(experiment, &all)?;
         for round in 1..=extent.more_samples() {
             let noisy: Vec<Point> = all
                 .iter()
@@ -330,6 +331,7 @@ impl<'a> Work<'a> {
         for round in 1..=extent.samples() {
             self.round(experiment, &controls, round)?;
         }
+        self.catch_up(experiment, &controls)?;
         self.spare += began.elapsed().as_secs_f64() * TO_DECIDE;
         self.decide(experiment, true)
     }
@@ -362,6 +364,20 @@ impl<'a> Work<'a> {
                 self.spare -= began.elapsed().as_secs_f64();
             }
         }
+    }
+
+    /// Tries points again that have samples, but too few because an attempt has failed.
+    fn catch_up(&mut self, experiment: &Experiment, points: &[Point]) -> Result<(), String> {
+        let wanted = self.store.extent().samples();
+        for _ in 1..ATTEMPTS {
+            let few: Vec<Point> = points
+                .iter()
+                .filter(|point| (1..wanted).contains(&self.store.known(point).samples.len()))
+                .cloned()
+                .collect();
+            self.round(experiment, &few, wanted)?;
+        }
+        Ok(())
     }
 
     /// Measures each point with fewer than `wanted` samples once.

@@ -12,8 +12,8 @@ use super::figures::{
     self, Control, Experiment, Extent, Figure, Finding, PAPERS, Params, Point, Row,
 };
 use super::finding::{self, Judged, Measured, Values, Verdict, digits, supports};
-use super::store::Store;
-use super::{changed, needs, write};
+use super::store::{Known, Store};
+use super::{ATTEMPTS, changed, needs, write};
 use crate::perf::report::conditions;
 use crate::perf::sizes;
 
@@ -41,7 +41,7 @@ struct Seen<'a> {
     points: Vec<Point>,
     /// The result of each finding, and that of its control.
     findings: Vec<(Judged, Option<Judged>)>,
-    /// The points without a value, by reason.
+    /// The points without a value, and those of which a measurement has failed, by reason.
     missing: BTreeMap<String, Vec<String>>,
     noisy: BTreeMap<String, Vec<String>>,
     measured: usize,
@@ -64,7 +64,7 @@ pub(crate) fn judged(
 ) -> Judged {
     let extent = store.extent();
     let metric = finding.metric.as_ref().unwrap_or(&figure.metric);
-    let mut values = Values::new();
+    let (mut values, mut missing) = (Values::new(), Vec::new());
     for point in experiment.points_of(figure, extent) {
         if !needs(finding, &point.params) {
             continue;
@@ -81,10 +81,18 @@ pub(crate) fn judged(
                 middle,
                 samples: known.timed(metric),
             });
+        } else if known.samples.is_empty()
+            && known.blank.is_none()
+            && !known.was_blank
+            && experiment.blank(&measured.params).is_none()
+        {
+            // A point that was measured without this value, such as one of plain TCP, cannot have it.
+            missing.push(point.params);
         }
     }
     let places = experiment.values(&figure.x, extent);
-    finding::judge(finding, &values, &figure.x, &places, extent.most_samples())
+    let most = extent.most_samples();
+    finding::judge(finding, &values, &missing, &figure.x, &places, most)
 }
 
 /// Returns the description and the unit of a value.
@@ -232,6 +240,13 @@ fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
+/// Returns why the measurement of a point that has samples has failed, if it was given up or the point has fewer samples than wanted.
+fn failure(known: &Known, extent: Extent) -> Option<&String> {
+    let why = known.failures.last()?;
+    let too_few = known.samples.len() < extent.samples();
+    (too_few || known.failures.len() >= ATTEMPTS).then_some(why)
+}
+
 impl<'a> Seen<'a> {
     fn new(experiment: &'a Experiment, figure: &'a Figure, store: &Store) -> Self {
         let points = experiment.points_of(figure, store.extent());
@@ -262,6 +277,9 @@ impl<'a> Seen<'a> {
                 note(&mut missing, why, point);
             } else {
                 measured += 1;
+                if let Some(why) = failure(known, store.extent()) {
+                    note(&mut missing, format!("failed: {why}"), point);
+                }
                 if known.noise().is_some() {
                     note(
                         &mut noisy,
@@ -334,6 +352,10 @@ impl<'a> Seen<'a> {
         let noise = count(Verdict::Noise);
         if noise > 0 {
             let _ = write!(text, ", {noise} within the noise");
+        }
+        let incomplete = self.findings.iter().filter(|(j, _)| j.lacking > 0).count();
+        if incomplete > 0 {
+            let _ = write!(text, ", {incomplete} incomplete");
         }
         if self.failures().next().is_some() {
             text.push_str(", some points failed");
@@ -828,6 +850,11 @@ impl<'a> Report<'a> {
 
     /// Returns the rows of a table, with the results of the findings that they name.
     fn rows(&self, table: &'a Figure) -> Vec<Suited<'a>> {
+        // Whether a figure has any value.
+        let any = |id: &String| {
+            let mut seen = self.seen.iter();
+            seen.any(|seen| seen.id == *id && seen.measured > 0)
+        };
         let judge = |row: &'a Row| {
             let named = row.figure.as_ref().and_then(|id| {
                 let seen = self.seen.iter().find(|seen| seen.id == *id)?;
@@ -837,6 +864,9 @@ impl<'a> Report<'a> {
             let (here, why) = match named {
                 None => (None, "no figure measures this".to_owned()),
                 Some((id, judged)) => match judged.verdict {
+                    Verdict::Unknown if judged.lacking > 0 && any(id) => {
+                        (None, format!("{}: anywarp study run {id}", judged.text))
+                    }
                     Verdict::Unknown => (None, format!("not measured: anywarp study run {id}")),
                     Verdict::Noise => (None, format!("{} [{id}]", judged.text)),
                     verdict => {
@@ -974,11 +1004,97 @@ const STYLE: &str = "body{max-width:900px;margin:2em auto;padding:0 1em;font:14p
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::store::{Conditions, Miss};
 
     #[test]
     fn only_a_rate_has_no_limit() {
         assert_eq!(label("rate", "none"), "no limit");
         assert_eq!(label("loss", "none"), "none lost");
         assert_eq!(label("loss", "5%"), "5% lost");
+    }
+
+    const FILE: &str = "paper = 'pb'\nrunner = 'ping'\n[axis.mode]\nvalues = ['poll', 'event', 'none']\n[axis.size]\nvalues = [1, 2]\n\
+         [[blank]]\npoints = { mode = 'none', size = 2 }\nwhy = 'no'\n[[figure]]\nname = '1'\ntitle = ''\nasks = ''\nfound = ''\n\
+         metric = 'oneway_us'\nx = 'size'\nlines = ['mode']\n[[figure.finding]]\ntext = ''\nshape = 'less'\na = { mode = 'poll' }\n\
+         b = { mode = ['event', 'none'] }\n";
+
+    /// Returns a store in a folder with this name, with two samples of each point of the experiment that is not blank, except of the
+    /// point with the key `except`.
+    fn store(name: &str, experiment: &Experiment, except: &str) -> Store {
+        let folder = std::env::temp_dir().join(format!("anywarp-{name}-{}", std::process::id()));
+        let conditions = Conditions::new(Extent::Quick, "d".to_owned(), false);
+        let mut store = Store::open(&folder, conditions, true).unwrap();
+        for point in experiment.points(Extent::Quick) {
+            let us = if point.params["mode"] == "poll" {
+                1.0
+            } else {
+                9.0
+            };
+            if experiment.blank(&point.params).is_none() && point.key() != except {
+                add(&mut store, &point, Ok(us));
+                add(&mut store, &point, Ok(us));
+            }
+        }
+        store
+    }
+
+    fn add(store: &mut Store, point: &Point, outcome: Result<f64, Miss>) {
+        let outcome = outcome.map(|us| [("oneway_us".to_owned(), us)].into());
+        store.add(point, String::new(), outcome, 0.1).unwrap();
+    }
+
+    #[test]
+    fn a_failure_of_a_point_with_samples_is_reported() {
+        let all = [figures::parse(FILE).unwrap()];
+        let ids: BTreeSet<String> = ["pb:1".to_owned()].into();
+        let points = all[0].points(Extent::Quick);
+        let key = points[0].key();
+        let failed = |outcomes: &[bool]| {
+            let mut store = store("failures", &all[0], &key);
+            for ok in outcomes {
+                let why = || Miss::Failed("the reason".to_owned());
+                add(&mut store, &points[0], ok.then_some(1.0).ok_or_else(why));
+            }
+            let report = Report::new(&all, &store, String::new());
+            let failed = report.failed(&ids);
+            assert_eq!(report.summary(&ids).contains("failed: the reason"), failed);
+            std::fs::remove_dir_all(store.folder()).unwrap();
+            failed
+        };
+        assert!(!failed(&[true, true]));
+        // A single failure does not matter if the point then has all its samples.
+        assert!(!failed(&[false, true, true]));
+        assert!(failed(&[true, false]));
+        assert!(failed(&[false, true]));
+        assert!(failed(&[true, true, false, false]));
+        assert!(failed(&[false, false]));
+    }
+
+    #[test]
+    fn a_point_without_a_value_makes_a_finding_incomplete_unless_it_is_blank() {
+        let all = [figures::parse(FILE).unwrap()];
+        let (figure, finding) = (&all[0].figures[0], &all[0].figures[0].finding[0]);
+        let judged = |store: &Store| judged(&all[0], figure, finding, store, None);
+        let points = all[0].points(Extent::Quick);
+        let mode = |mode: &str| points.iter().find(|p| p.params["mode"] == mode).unwrap();
+        let complete = store("complete", &all[0], "");
+        assert_eq!(judged(&complete).verdict, Verdict::Met);
+        std::fs::remove_dir_all(complete.folder()).unwrap();
+        let point = mode("event");
+        let mut store = store("incomplete", &all[0], &point.key());
+        assert_eq!(judged(&store).verdict, Verdict::Unknown);
+        assert!(judged(&store).text.contains("incomplete"));
+        add(&mut store, point, Err(Miss::Failed("why".to_owned())));
+        assert_eq!(judged(&store).verdict, Verdict::Unknown);
+        let ids: BTreeSet<String> = ["pb:1".to_owned()].into();
+        let summary = Report::new(&all, &store, String::new()).summary(&ids);
+        assert!(summary.contains("0 of 1 met, 1 incomplete"), "{summary}");
+        add(&mut store, point, Err(Miss::Blank("not here".to_owned())));
+        assert_eq!(judged(&store).verdict, Verdict::Met);
+        // The next command knows it too.
+        let conditions = Store::last(store.folder()).unwrap();
+        let read = Store::read(store.folder(), conditions).unwrap();
+        assert_eq!(judged(&read).verdict, Verdict::Met);
+        std::fs::remove_dir_all(store.folder()).unwrap();
     }
 }
