@@ -82,6 +82,27 @@ struct Server {
     session: Option<Session>,
     /// When the session was last used.
     used: Instant,
+    /// Whether no connection to it could be made.
+    lost: bool,
+}
+
+impl Server {
+    /// Returns whether the server can still be used: its process runs, as far as it is known, and accepts connections.
+    fn usable(&mut self) -> bool {
+        let runs = |child: &mut Child| matches!(child.try_wait(), Ok(None));
+        !self.lost && self.child.as_mut().is_none_or(runs)
+    }
+
+    /// Returns the session with the server, or a new one if it was not used for too long.
+    fn session(&mut self) -> Result<Session, String> {
+        if let Some(session) = self.session.take_if(|_| self.used.elapsed() < IDLE) {
+            return Ok(session);
+        }
+        self.session = None;
+        let session = Session::connect(&self.host, self.port);
+        self.lost = session.is_err();
+        session
+    }
 }
 
 impl Drop for Server {
@@ -172,20 +193,21 @@ impl Bench {
         ) {
             return self.cost(point, &variables);
         }
-        if point.runner == Runner::Mpi {
+        if places_itself(point) {
+            // This thread may still be restricted to the processors of one end of the previous point.
             self.pin_all();
+        }
+        if point.runner == Runner::Mpi {
             return self
                 .mpi
                 .measure(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Apps {
-            self.pin_all();
             return self
                 .apps
                 .measure(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Lanes {
-            self.pin_all();
             return lanes::start(point, self.extent, &self.library, &self.interrupted);
         }
         if point.runner == Runner::Exs {
@@ -326,6 +348,7 @@ impl Bench {
         let mut servers = Vec::new();
         for stream in 0..streams {
             let kept = self.servers.remove(&(variables.clone(), stream));
+            let kept = kept.and_then(|mut server| server.usable().then_some(server));
             servers.push(kept.map_or_else(|| self.server(variables), Ok)?);
         }
         if let Some((_, client)) = &self.processors {
@@ -333,10 +356,7 @@ impl Bench {
         }
         let (library, interrupted) = (&self.library, &self.interrupted);
         let one = |server: &mut Server| {
-            let mut session = match server.session.take() {
-                Some(session) if server.used.elapsed() < IDLE => session,
-                _ => Session::connect(&server.host, server.port)?,
-            };
+            let mut session = server.session()?;
             let run = session.run(args, ping, variables, library, interrupted)?;
             // A session is kept only after a successful run.
             server.session = Some(session);
@@ -355,8 +375,11 @@ impl Bench {
                 ends.map(|end| end.unwrap_or_else(failed)).collect()
             }),
         };
-        for (stream, server) in servers.into_iter().enumerate() {
-            self.servers.insert((variables.clone(), stream), server);
+        for (stream, mut server) in servers.into_iter().enumerate() {
+            // The next attempt starts another server in place of one that cannot be used.
+            if server.usable() {
+                self.servers.insert((variables.clone(), stream), server);
+            }
         }
         let samples: Result<Vec<Sample>, String> = samples.into_iter().collect();
         Ok(together(&samples?))
@@ -370,6 +393,7 @@ impl Bench {
                 port: *port,
                 session: None,
                 used: Instant::now(),
+                lost: false,
             });
         }
         let failed = |e: io::Error| format!("the server does not start: {e}");
@@ -398,6 +422,7 @@ impl Bench {
             port,
             session: None,
             used: Instant::now(),
+            lost: false,
         };
         let end = Instant::now() + READY;
         loop {
@@ -639,6 +664,15 @@ impl Bench {
     }
 }
 
+/// Returns whether a program that measures a point is started once for both ends, and assigns processors to them.
+fn places_itself(point: &Point) -> bool {
+    match point.runner {
+        Runner::Mpi | Runner::Apps | Runner::Lanes => true,
+        Runner::Ping | Runner::Blast => between::wanted(&point.params),
+        _ => false,
+    }
+}
+
 /// Returns the numbers of a line of `anywarp bench-raw`.
 fn raw_values(text: &str) -> Option<Sample> {
     let all: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).ok()?;
@@ -856,5 +890,44 @@ mod tests {
             };
             assert_eq!(args.contradiction(false), None);
         }
+    }
+
+    #[test]
+    fn a_server_that_has_ended_is_not_used_again() {
+        let server = |program: &str, words: &[&str]| Server {
+            child: Some(Command::new(program).args(words).spawn().unwrap()),
+            host: HERE.to_owned(),
+            port: sys::free_port().unwrap(),
+            session: None,
+            used: Instant::now(),
+            lost: false,
+        };
+        let mut running = server("sleep", &["60"]);
+        assert!(running.usable());
+        // Nothing listens on its port.
+        assert!(running.session().is_err());
+        assert!(!running.usable());
+        let mut ended = server("true", &[]);
+        ended.child.as_mut().unwrap().wait().unwrap();
+        assert!(!ended.usable());
+    }
+
+    #[test]
+    fn programs_that_measure_both_ends_may_use_the_processors_of_both() {
+        let places = |runner, params: &[(&str, &str)]| {
+            let own = |(axis, value): &(&str, &str)| ((*axis).to_owned(), (*value).to_owned());
+            let params = params.iter().map(own).collect();
+            places_itself(&Point { runner, params })
+        };
+        for runner in [Runner::Ping, Runner::Blast] {
+            assert!(places(runner, &[("mtu", "1500")]));
+            assert!(places(runner, &[("network-delay", "1ms")]));
+            assert!(!places(runner, &[("mtu", "none")]));
+            assert!(!places(runner, &[("size", "1")]));
+        }
+        for runner in [Runner::Mpi, Runner::Apps, Runner::Lanes] {
+            assert!(places(runner, &[]));
+        }
+        assert!(!places(Runner::Exs, &[]));
     }
 }
