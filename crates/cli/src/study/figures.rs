@@ -172,11 +172,15 @@ pub(crate) enum Values {
 }
 
 impl Values {
-    fn has(&self, value: &str) -> bool {
+    fn all(&self) -> &[Value] {
         match self {
-            Self::One(one) => one.0 == value,
-            Self::Many(many) => many.iter().any(|one| one.0 == value),
+            Self::One(one) => std::slice::from_ref(one),
+            Self::Many(many) => many,
         }
+    }
+
+    fn has(&self, value: &str) -> bool {
+        self.all().iter().any(|one| one.0 == value)
     }
 }
 
@@ -658,6 +662,23 @@ impl Experiment {
         points
     }
 
+    /// Returns a description of the first selection that selects nothing, and of the first finding that cannot hold or cannot fail.
+    /// Axes that `--vary` changes are not checked: a finding may then lose its points.
+    fn pointless(&self) -> Option<String> {
+        let all = self.points(Extent::Full);
+        for figure in self.figures.iter().filter(|f| f.blank.is_none()) {
+            let points = self.points_of(figure, Extent::Full);
+            let why = unmatched(&figure.only, &all).or_else(|| {
+                let mut findings = figure.finding.iter();
+                findings.find_map(|finding| pointless(finding, &points))
+            });
+            if let Some(why) = why {
+                return Some(format!("{}: {why}", figure.name));
+            }
+        }
+        None
+    }
+
     /// Returns a description of the first mistake in the file.
     fn fault(&self) -> Option<String> {
         let known = |axis: &String| self.axes.contains_key(axis) || self.fixed.contains_key(axis);
@@ -724,6 +745,70 @@ impl Experiment {
     }
 }
 
+/// Returns how a finding can have only one result, whatever is measured, or none at all. `points`: those of its figure.
+fn pointless(finding: &Finding, points: &[Point]) -> Option<String> {
+    let number = |name: &str, value: f64| format!("the {name} of a finding is {value}");
+    if !(finding.factor.is_finite() && finding.factor > 0.0) {
+        return Some(number("factor", finding.factor));
+    }
+    if finding.shape == Shape::Same && finding.factor < 1.0 {
+        let factor = number("factor", finding.factor);
+        return Some(format!("{factor}, and `same` needs at least 1"));
+    }
+    if !(finding.share > 0.0 && finding.share <= 1.0) {
+        let share = number("share", finding.share);
+        return Some(format!("{share}, which is not above 0 and at most 1"));
+    }
+    if let (Some(from), Some(to)) = (finding.from, finding.to)
+        && from > to
+    {
+        return Some(format!("a finding is about values from {from} to {to}"));
+    }
+    let only = finding.control.as_ref().map(|control| &control.only);
+    if let Some(why) = [&finding.a, &finding.b]
+        .into_iter()
+        .chain(only)
+        .find_map(|select| unmatched(select, points))
+    {
+        return Some(why);
+    }
+    if matches!(finding.shape, Shape::Less | Shape::Same | Shape::Crosses) {
+        if finding.b.is_empty() {
+            return Some("less, same and crosses compare with points b".to_owned());
+        }
+        let both = |point: &&Point| {
+            selects(&finding.a, &point.params) && selects(&finding.b, &point.params)
+        };
+        if let Some(point) = points.iter().find(both) {
+            return Some(format!("a and b both have the point {}", point.key()));
+        }
+    }
+    None
+}
+
+/// Returns a value that a selection names and that no point has.
+fn unmatched(select: &Select, points: &[Point]) -> Option<String> {
+    let there = |axis: &String, value: &Value| {
+        let mut all = points.iter().map(|point| point.params.get(axis));
+        all.any(|has| has == Some(&value.0))
+    };
+    let missing = select.iter().find_map(|(axis, values)| {
+        let mut all = values.all().iter();
+        let value = all.find(|value| !there(axis, value))?;
+        Some(format!("no point has {axis} = {}", value.0))
+    });
+    missing.or_else(|| {
+        let any = points.iter().any(|point| selects(select, &point.params));
+        (!any).then(|| {
+            let axes: Vec<&str> = select.keys().map(String::as_str).collect();
+            format!(
+                "no point has all the values of a selection by {}",
+                axes.join(", ")
+            )
+        })
+    })
+}
+
 /// Parses the experiment of one file.
 pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
     let file: File = toml::from_str(text).map_err(|e| e.to_string())?;
@@ -735,7 +820,8 @@ pub(crate) fn parse(text: &str) -> Result<Experiment, String> {
         blanks: file.blank,
         figures: file.figure,
     };
-    experiment.fault().map_or(Ok(experiment), Err)
+    let fault = experiment.fault().or_else(|| experiment.pointless());
+    fault.map_or(Ok(experiment), Err)
 }
 
 /// Reads all experiments of a folder. They are ordered by paper, and those of one paper by the names of their files.
@@ -988,6 +1074,62 @@ mod tests {
             let error = parse(&FILE.replacen(from, to, 1)).unwrap_err();
             assert!(error.contains(why), "{why}: {error}");
         }
+    }
+
+    #[test]
+    fn a_finding_that_cannot_fail_or_cannot_hold_is_an_error() {
+        for (from, to, why) in [
+            ("b = { inline = false }", "", "compare with points b"),
+            ("a = { inline = true }", "", "both have the point"),
+            (
+                "b = { inline = false }",
+                "b = { size = 4 }",
+                "both have the point",
+            ),
+            (
+                "shape = \"less\"",
+                "shape = \"same\"\nfactor = 0.9",
+                "factor",
+            ),
+            ("to = 4", "factor = 0", "factor"),
+            ("to = 4", "share = 0", "share"),
+            ("to = 4", "share = 1.1", "share"),
+            ("to = 4", "from = 4\nto = 2", "from 4 to 2"),
+            (
+                "b = { inline = false }",
+                "b = { inline = \"no\" }",
+                "no point has inline = no",
+            ),
+            (
+                "b = { inline = false }",
+                "b = { inline = false, size = [8, 16] }",
+                "no point has size = 16",
+            ),
+            // The figure shows only Writes.
+            (
+                "b = { inline = false }",
+                "b = { inline = false, op = \"read\" }",
+                "no point has op = read",
+            ),
+            (
+                "only = { op = \"write\" }",
+                "only = { op = \"send\" }",
+                "no point has op = send",
+            ),
+            (
+                "to = 4",
+                "control = { only = { size = 3 }, text = \"\" }",
+                "no point has size = 3",
+            ),
+        ] {
+            assert!(FILE.contains(from), "{from}");
+            let error = parse(&FILE.replacen(from, to, 1)).unwrap_err();
+            assert!(error.contains(why), "{why}: {error}");
+        }
+        // With another value of the axis the finding has no points, but the figure can be measured.
+        let mut all = [parse(FILE).unwrap()];
+        vary(&mut all, &["inline=true".parse().unwrap()]).unwrap();
+        assert_eq!(all[0].points(Extent::Full).len(), 8);
     }
 
     #[test]
