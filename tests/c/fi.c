@@ -1564,7 +1564,8 @@ static const char *link_fails_before_write(size_t arg)
  */
 static const char *link_needed_while_one_closes(size_t arg)
 {
-	enum { OTHERS = 9, LATE = 60 };
+	enum { OTHERS = 9, LATE = 40 };
+	static uint8_t long_out[100000], long_in[100000];
 	struct side all[OTHERS + 1], *last = &all[OTHERS], *closes = &all[OTHERS - 2], *more = &all[OTHERS - 1];
 	struct fi_cq_tagged_entry entry;
 	char rule[100];
@@ -1575,8 +1576,11 @@ static const char *link_needed_while_one_closes(size_t arg)
 
 	(void)arg;
 	TRY(count_queue_pairs(&before));
-	/* Each connection has two queue pairs. That of the end that offers it is the first. */
-	snprintf(rule, sizeof rule, "qp=#%d op=send nth=150 -> delay=500ms", before + (OTHERS + 1 - 2) + 2 * (OTHERS - 2) + 1);
+	/*
+	 * Each connection has two queue pairs. That of the end that offers it is the first. The write of a long message, and the
+	 * messages after it, are delayed, but by less than the time that a close waits.
+	 */
+	snprintf(rule, sizeof rule, "qp=#%d op=write nth=1 -> delay=1500ms", before + (OTHERS + 1 - 2) + 2 * (OTHERS - 2) + 1);
 	setenv("ANYWARP_FAULTS", rule, 1);
 	for (size_t i = 0; i <= OTHERS; i++)
 		TRY(open_side(&all[i], 0));
@@ -1590,12 +1594,24 @@ static const char *link_needed_while_one_closes(size_t arg)
 			TRY(exchange_numbers(&all[i], all[i].peer, last, 200));
 	}
 	ENSURE(streams() == 2 * (OTHERS - 1), "%d connections", streams());
+	fill_bytes(long_out, sizeof long_out, 1);
+	OK(fi_trecv(last->ep, long_in, sizeof long_in, NULL, FI_ADDR_UNSPEC, 3, 0, long_in));
+	OK(fi_tsend(closes->ep, long_out, sizeof long_out, NULL, closes->peer, 3, NULL));
+	move_both(closes, last);
+	for (uint64_t until = now_ms() + 100; now_ms() < until;) {
+		fi_cq_read(closes->tx, NULL, 0);
+		fi_cq_read(last->rx, NULL, 0);
+	}
 	for (uint32_t n = 0; n < LATE; n++)
 		TRY(inject(closes, closes->peer, 2, n));
 	ENSURE(!pthread_create(&thread, NULL, close_endpoint, closes), "pthread_create");
 	sleep_ms(50);
 	const char *why = exchange_numbers(more, more->peer, last, 200);
 	memset(moving, 0, sizeof moving);
+	if (!why)
+		why = next(last->rx, &entry, NULL);
+	if (!why && (entry.op_context != long_in || entry.len != sizeof long_in))
+		why = "another message than the long one arrives";
 	for (uint32_t n = 0; n < LATE && !why; n++) {
 		why = fi_trecv(last->ep, &got, 4, NULL, FI_ADDR_UNSPEC, 2, 0, NULL) ? "fi_trecv" : next(last->rx, &entry, NULL);
 		if (why || got != n)
@@ -1603,7 +1619,8 @@ static const char *link_needed_while_one_closes(size_t arg)
 	}
 	pthread_join(thread, &ms);
 	TRY(why);
-	ENSURE((uintptr_t)ms > 300, "the last messages are not late: closing takes %zu ms", (size_t)(uintptr_t)ms);
+	TRY(check_bytes(long_in, sizeof long_in, 1));
+	ENSURE((uintptr_t)ms > 500, "the last messages are not late: closing takes %zu ms", (size_t)(uintptr_t)ms);
 	/* Now there is room for the connection. */
 	TRY(exchange_numbers(more, more->peer, last, 1200));
 	ENSURE(streams() == 2 * (OTHERS - 1), "%d connections", streams());
