@@ -257,7 +257,7 @@ pub(super) unsafe fn create_id(
         Ok(engine) => engine,
         Err(e) => {
             if sync {
-                // SAFETY: the channel was created for this identifier alone, which does not exist.
+                // SAFETY: the channel was created above for this identifier alone, whose creation failed, so nothing else refers to it.
                 unsafe { destroy_channel(channel) }?;
             }
             return Err(os_errno(&e));

@@ -291,7 +291,8 @@ impl Receiver {
                 allowed: self.granted,
             })?;
         self.readable += len as usize;
-        // No read of the program would remove an empty message that is the first unread one, so it counts as read at once.
+        // An empty message that arrives while no message is unread counts as read at once. Otherwise it would be removed only when bytes
+        // that arrive later are read, and perhaps none arrive.
         if len == 0 && self.messages.is_empty() {
             self.read = self.read.wrapping_add(1);
         } else {

@@ -75,7 +75,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
     })
 }
 
-/// Frees a handle of `ibv_alloc_dm` or `ibv_import_dm`. EBUSY while a region uses the memory.
+/// Frees a handle of `ibv_alloc_dm` or `ibv_import_dm`. EBUSY while a region exists that was registered with this handle.
 ///
 /// # Safety
 /// `dm` is null or points to a live object, and is not used again when this succeeds.
@@ -94,7 +94,7 @@ unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
     Ok(())
 }
 
-/// `ibv_free_dm(3)`: EBUSY while a region uses the memory.
+/// `ibv_free_dm(3)`: EBUSY while a region exists that was registered with this handle.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     // SAFETY: upheld by the program.
     errno("ibv_free_dm", || unsafe { free(dm, false) })

@@ -18,7 +18,7 @@ use crate::sys::socket::get_option;
 
 /// The UDP port of every multicast group: the port in the queue pair number that all members have.
 pub const GROUP_PORT: u16 = (MULTICAST_QPN >> 8) as u16;
-/// The port of lookups (`discard`). Nothing is sent there, but a socket cannot be connected to port 0.
+/// The port of lookups for which the caller has none (`discard`). Nothing is sent there.
 const LOOKUP_PORT: u16 = 9;
 /// How long a path MTU is stored. A change of the route is noticed after this time.
 const PATH_MTU_LIFETIME: Duration = Duration::from_secs(10);

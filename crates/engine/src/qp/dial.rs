@@ -201,7 +201,8 @@ impl RcQp {
 
     /// Called when the queue pair moves to RTS: limits the time for which this end dials the peer or waits for the
     /// peer to dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and
-    /// `retry_cnt`), but at least [`DIAL_TIMEOUT_MIN`].
+    /// `retry_cnt`), but at least [`DIAL_TIMEOUT_MIN`]. With a `timeout` of 0, which means no limit, failed attempts to dial are repeated
+    /// for [`DIAL_TIMEOUT_MIN`] only, and waiting has no limit.
     pub(super) fn limit_dialing(&self, inner: &mut Inner, now: Instant) {
         let (ird, ord) = depths(inner.conn.attr());
         inner.conn.set_depths(ird, ord);

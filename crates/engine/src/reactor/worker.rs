@@ -18,7 +18,8 @@ use crate::sys::thread;
 pub(crate) const THREAD_NAME: &str = "anywarp";
 /// Size of the worker's stack in bytes.
 const STACK_BYTES: usize = 512 * 1024;
-/// Number of consecutive rounds in which the worker handles ready sockets before it checks its timers again.
+/// Largest number of rounds in which the worker handles ready sockets or memory before it waits in epoll again. Each round also checks the
+/// deadlines.
 pub(super) const ROUNDS_MAX: usize = 64;
 /// How long the worker spins before it sleeps. Waking a sleeping worker takes longer, and costs the sender time too.
 const SPIN_FOR: Duration = Duration::from_micros(25);
@@ -32,9 +33,9 @@ pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
 /// Decides whether the worker holds acknowledgements back for [`HOLD_FOR`], while it spins.
 ///
 /// If a program polls its memory for a Write of the peer, it answers within a microsecond of the Write's arrival. If the worker sent the
-/// acknowledgement alone, the peer would get its completion before the answer, and would poll its memory too. Then no thread would
-/// poll a completion queue, but the lease of the last poll (`lease.rs`) would go on, during which the worker sleeps, and each message would
-/// wait until the lease ends. The worker recognizes such a program by
+/// acknowledgement alone, the peer's program would get its completion before the answer, and would poll its memory too. While a program
+/// polls its memory, no thread of its process polls a completion queue, and the worker of that process sleeps until the lease of the last
+/// poll (`lease.rs`) ends. So each message would wait at its receiver for the end of a lease. The worker recognizes such a program by
 /// successful polls since the last acknowledgements, because the program polls the completions of its own Writes. A passive target
 /// polls no completions, so the acknowledgements for its peer are sent at once.
 #[derive(Debug, Default)]

@@ -120,8 +120,8 @@ unsafe extern "C" fn query_atomic(
 }
 
 /// # Safety
-/// `at` is null or a domain of the program. Until the region is closed, the program does not access the memory in a way that
-/// conflicts with `access`. `mr` is null or has room for a pointer.
+/// `at` is null or a domain of the program. Until the region is closed, the memory stays mapped, and if `access` has a remote right to
+/// write, no code relies on the memory being unchanged. `mr` is null or has room for a pointer.
 unsafe fn register(
     at: *mut fid,
     buf: *const c_void,
