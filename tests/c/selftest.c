@@ -7,6 +7,10 @@
  */
 #include "ends.h"
 
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
 static const struct want usual = { 0 };
 
 static const char *device_is_usable(size_t arg)
@@ -1634,6 +1638,181 @@ static const char *rc_extended(size_t arg)
 	return same_pattern_from(src.at + 8, 500, 70, 100);
 }
 
+/* Adds a Send of 8 bytes to the requests since ibv_wr_start. */
+static void add_send(struct ibv_qp_ex *qp, const struct region *from, uint64_t id)
+{
+	qp->wr_id = id;
+	qp->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_send(qp);
+	ibv_wr_set_sge(qp, from->mr->lkey, (uintptr_t)from->at, 8);
+}
+
+/* ibv_wr_post(3): if ibv_wr_complete fails, none of the requests is posted, for want of room or because one of them is wrong. */
+static const char *rc_extended_refused(size_t arg)
+{
+	struct ibv_cq_ex *cqa, *cqb;
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct ibv_qp_ex *qp;
+	struct region src, dst;
+	struct ibv_sge to;
+	struct pair p;
+	uint64_t posted = 0;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_extended(&p.a, &cqa));
+	TRY(open_extended(&p.b, &cqb));
+	TRY(connect_ends(&p.a, &p.b, &usual));
+	qp = ibv_qp_to_qp_ex(p.a.qp);
+	ENSURE(qp, "ibv_qp_to_qp_ex returns NULL");
+	TRY(new_region(&src, p.a.pd, 4096, IBV_ACCESS_LOCAL_WRITE));
+	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_CAP, &init), "ibv_query_qp");
+	/* The second of three requests has more inline data than the queue pair supports. */
+	ibv_wr_start(qp);
+	add_send(qp, &src, 1000);
+	qp->wr_id = 1001;
+	qp->wr_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE;
+	ibv_wr_send(qp);
+	ibv_wr_set_inline_data(qp, src.at, init.cap.max_inline_data + 1);
+	add_send(qp, &src, 1002);
+	ENSURE(ibv_wr_complete(qp), "ibv_wr_complete accepts too much inline data");
+	/* The peer has no receive, so the requests stay in the queue. One more has room, but not three. */
+	for (; posted + 1 < init.cap.max_send_wr; posted++) {
+		ibv_wr_start(qp);
+		add_send(qp, &src, posted);
+		ENSURE(!ibv_wr_complete(qp), "request %llu is refused", (unsigned long long)posted);
+	}
+	ibv_wr_start(qp);
+	for (uint64_t i = 0; i < 3; i++)
+		add_send(qp, &src, 2000 + i);
+	ENSURE(ibv_wr_complete(qp), "ibv_wr_complete accepts more requests than have room");
+	ibv_wr_start(qp);
+	add_send(qp, &src, posted++);
+	ENSURE(!ibv_wr_complete(qp), "the last request that has room is refused");
+	/* The receiver gets those that were posted, and no others. */
+	TRY(new_region(&dst, p.b.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	to = sge_of(&dst, 0, 64);
+	for (uint64_t i = 0; i < posted; i++) {
+		TRY(post_recv(p.b.qp, i, &to, 1));
+		TRY(next_ex(cqb, i, IBV_WC_RECV, 8, NULL));
+		TRY(next_ex(cqa, i, IBV_WC_SEND, 0, NULL));
+	}
+	TRY(post_recv(p.b.qp, posted, &to, 1));
+	TRY(no_wc(p.b.rcq, QUIET_MS));
+	return no_wc(p.a.scq, 1);
+}
+
+enum { BATCHES = 20000, BATCH_THREADS = 3 };
+
+struct batches {
+	struct ibv_qp_ex *qp;
+	const struct region *from, *to;
+	atomic_int *under_way;
+	uint64_t thread;
+	int failed;
+};
+
+/* Each batch is a Write of the thread's number to the place of the thread. */
+static void *post_batches(void *arg)
+{
+	struct batches *b = arg;
+	uint64_t at = 8 * b->thread;
+
+	for (uint64_t i = 0; i < BATCHES && !b->failed; i++) {
+		/* The queue pair has room for 64 requests. */
+		while (atomic_fetch_add(b->under_way, 1) >= 48) {
+			atomic_fetch_sub(b->under_way, 1);
+			sched_yield();
+		}
+		ibv_wr_start(b->qp);
+		b->qp->wr_id = b->thread;
+		b->qp->wr_flags = IBV_SEND_SIGNALED;
+		ibv_wr_rdma_write(b->qp, b->to->mr->rkey, (uintptr_t)b->to->at + at);
+		ibv_wr_set_sge(b->qp, b->from->mr->lkey, (uintptr_t)b->from->at + at, 8);
+		b->failed = ibv_wr_complete(b->qp);
+	}
+	return NULL;
+}
+
+/* ibv_wr_post(3): a thread that calls ibv_wr_start waits until no other one is between ibv_wr_start and ibv_wr_complete. */
+static const char *rc_extended_threads(size_t arg)
+{
+	static atomic_int under_way;
+	struct batches all[BATCH_THREADS];
+	pthread_t threads[BATCH_THREADS];
+	uint64_t done[BATCH_THREADS] = { 0 }, count = 0, until;
+	struct ibv_cq_ex *cqa, *cqb;
+	struct region src, dst;
+	struct ibv_wc wc;
+	struct pair p;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_extended(&p.a, &cqa));
+	TRY(open_extended(&p.b, &cqb));
+	TRY(connect_ends(&p.a, &p.b, &usual));
+	TRY(new_region(&src, p.a.pd, 8 * BATCH_THREADS, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&dst, p.b.pd, 8 * BATCH_THREADS, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+	for (uint64_t i = 0; i < BATCH_THREADS; i++) {
+		memset(src.at + 8 * i, (int)i + 1, 8);
+		all[i] = (struct batches){ ibv_qp_to_qp_ex(p.a.qp), &src, &dst, &under_way, i, 0 };
+		ENSURE(!pthread_create(&threads[i], NULL, post_batches, &all[i]), "pthread_create");
+	}
+	until = now_ms() + WAIT_MS;
+	const char *why = NULL;
+	while (count < BATCH_THREADS * (uint64_t)BATCHES && !why) {
+		int n = ibv_poll_cq(p.a.scq, 1, &wc);
+
+		if (n == 1 && (wc.status != IBV_WC_SUCCESS || wc.wr_id >= BATCH_THREADS))
+			why = "a request fails, or has another wr_id";
+		else if (n == 1)
+			done[wc.wr_id]++, count++, atomic_fetch_sub(&under_way, 1), until = now_ms() + WAIT_MS;
+		else if (n < 0 || now_ms() > until)
+			why = "requests do not complete";
+	}
+	/* After a failure the threads must not wait for completions. */
+	atomic_store(&under_way, why ? INT_MIN / 2 : 0);
+	for (size_t i = 0; i < BATCH_THREADS; i++)
+		pthread_join(threads[i], NULL);
+	TRY(why);
+	for (size_t i = 0; i < BATCH_THREADS; i++)
+		ENSURE(!all[i].failed && done[i] == BATCHES, "thread %zu: %d, %llu completions", i, all[i].failed,
+		       (unsigned long long)done[i]);
+	ENSURE(!memcmp(src.at, dst.at, 8 * BATCH_THREADS), "a request of one thread has the memory of another");
+	return no_wc(p.a.scq, 1);
+}
+
+/* A message waits for a receive of a shared receive queue, and gets it soon after it is posted. */
+static const char *srq_posted_late(size_t arg)
+{
+	struct want w = { .srq = true };
+	struct region src, dst;
+	struct ibv_send_wr wr;
+	struct ibv_sge from, to;
+	struct pair p;
+	uint64_t begin;
+
+	(void)arg;
+	TRY(open_device());
+	TRY(open_pair(&p, &w));
+	TRY(new_region(&src, p.a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&dst, p.b.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	from = sge_of(&src, 0, 64);
+	to = sge_of(&dst, 0, 64);
+	for (uint64_t i = 0; i < 3; i++) {
+		wr = send_wr(i, IBV_WR_SEND, &from, 1);
+		TRY(post(p.a.qp, &wr));
+		sleep_ms(200);
+		begin = now_ms();
+		TRY(post_srq_recv(p.b.srq, i, &to, 1));
+		TRY(expect_ok(p.b.rcq, i, IBV_WC_RECV, NULL));
+		TRY(expect_ok(p.a.scq, i, IBV_WC_SEND, NULL));
+		ENSURE(now_ms() - begin < 100, "%llu ms", (unsigned long long)(now_ms() - begin));
+	}
+	return NULL;
+}
+
 #define MIB (1024u * 1024u)
 
 static const struct test tests[] = {
@@ -1680,6 +1859,9 @@ static const struct test tests[] = {
 	{ "rc_to_itself", rc_to_itself, 70000, 0, false },
 	{ "rc_by_lid", rc_by_lid, 4096, 0, false },
 	{ "rc_extended", rc_extended, 0, 0, false },
+	{ "rc_extended_refused", rc_extended_refused, 0, 0, false },
+	{ "rc_extended_threads", rc_extended_threads, 0, 0, false },
+	{ "srq_posted_late", srq_posted_late, 0, 0, false },
 	{ "rc_rnr_waits", rc_rnr_waits, 100, 0, false },
 	{ "rc_rnr_gives_up_at_once", rc_rnr_gives_up, 0, 0, false },
 	{ "rc_rnr_gives_up_later", rc_rnr_gives_up, 3, 0, false },

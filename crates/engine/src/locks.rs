@@ -46,6 +46,8 @@ pub enum Rank {
     SilentPorts,
     /// The address of a queue pair's peer.
     QpPeer,
+    /// The datagram queue pairs that use a shared receive queue.
+    SharedReceiveUsers,
     /// A datagram queue pair.
     DatagramQp,
     /// The list of multicast groups, held while one is joined.

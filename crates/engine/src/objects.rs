@@ -2,7 +2,7 @@
 //! queue pairs.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use anywarp_core::bounds;
 use anywarp_core::error::Misuse;
@@ -17,6 +17,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
 use crate::channel::Channel;
 use crate::context::Context;
+use crate::dgram::DgramQp;
 use crate::engine::Engine;
 use crate::events::{AsyncItem, event};
 use crate::locks::{Mutex, MutexGuard, Rank};
@@ -432,6 +433,8 @@ pub struct SharedReceive {
     pub core: Arc<Srq>,
     /// Address of the C object.
     pub c_object: Arc<AtomicUsize>,
+    /// The reliable datagram queue pairs that use this queue.
+    users: Mutex<Vec<Weak<DgramQp>>>,
 }
 
 impl SharedReceive {
@@ -453,7 +456,18 @@ impl SharedReceive {
             context: Arc::clone(context),
             core: Arc::new(Srq::new(max_wr, max_sge, limit, pd.id())),
             c_object: Arc::new(AtomicUsize::new(0)),
+            users: Mutex::new(Rank::SharedReceiveUsers, Vec::new()),
         }))
+    }
+
+    /// Called for each new queue pair that uses this queue.
+    pub fn add_user(&self, qp: &QueuePair) {
+        // A stream tries again by itself, as often as the peer's attributes permit.
+        if let QueuePair::Dgram(qp) = qp {
+            let mut users = self.users.lock();
+            users.retain(|user| user.strong_count() > 0);
+            users.push(Arc::downgrade(qp));
+        }
     }
 
     /// Posts receives until one is refused.
@@ -462,12 +476,26 @@ impl SharedReceive {
         requests: impl Iterator<Item = Result<RecvRequest, Misuse>>,
     ) -> Result<(), (usize, Misuse)> {
         self.context.engine.takes_requests().map_err(|e| (0, e))?;
+        let mut result = Ok(());
         for (i, request) in requests.enumerate() {
             if let Err(e) = request.and_then(|r| self.core.post(r)) {
-                return Err((i, e));
+                result = Err((i, e));
+                break;
             }
         }
-        Ok(())
+        if self.core.end_shortage() {
+            self.wake_users();
+        }
+        result
+    }
+
+    /// Tells the queue pairs that there are receives, because a message of a reliable peer may wait for one.
+    #[cold]
+    fn wake_users(&self) {
+        let users: Vec<_> = self.users.lock().iter().filter_map(Weak::upgrade).collect();
+        for qp in users {
+            qp.take_shared_receives();
+        }
     }
 
     /// Changes the size or the limit.
@@ -496,7 +524,7 @@ pub enum QueuePair {
     /// RC or XRC over TCP.
     Rc(Arc<crate::qp::RcQp>),
     /// A queue pair over UDP: UD, RD, UC, or RC over reliable datagrams.
-    Dgram(Arc<crate::dgram::DgramQp>),
+    Dgram(Arc<DgramQp>),
 }
 
 /// A work request that was refused: its index in the list, and the reason.
@@ -535,6 +563,14 @@ impl QueuePair {
         match self {
             Self::Rc(qp) => qp.post_send(requests),
             Self::Dgram(qp) => qp.post_send(requests),
+        }
+    }
+
+    /// Posts all send requests, or none if one of them is refused. The list is empty afterwards, unless they are refused.
+    pub fn post_batch(&self, requests: &mut Vec<WorkRequest>) -> Result<(), Refused> {
+        match self {
+            Self::Rc(qp) => qp.post_batch(requests),
+            Self::Dgram(qp) => qp.post_batch(requests),
         }
     }
 

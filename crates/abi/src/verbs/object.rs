@@ -356,8 +356,36 @@ impl SrqObject {
     }
 }
 
-/// The requests between `ibv_wr_start` and `ibv_wr_complete`. No lock of another verb is held in between, so the program may call
-/// other verbs there.
+/// Makes the calls from `ibv_wr_start` to `ibv_wr_complete` or `ibv_wr_abort` a critical section (ibv_wr_post(3)). No lock of another verb
+/// is held in it, so the program may call other verbs.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    /// The thread in the section.
+    owner: Mutex<Option<libc::pthread_t>>,
+    /// Signalled when it leaves the section.
+    left: Condvar,
+}
+
+impl Batch {
+    /// Waits until no other thread is in the section, and enters it. A thread that is in it already begins anew.
+    pub(crate) fn begin(&self) {
+        // SAFETY: no preconditions.
+        let me = unsafe { libc::pthread_self() };
+        let mut owner = self.owner.lock();
+        while owner.is_some_and(|owner| owner != me) {
+            owner = self.left.wait(owner);
+        }
+        *owner = Some(me);
+    }
+
+    /// Leaves the section.
+    pub(crate) fn end(&self) {
+        *self.owner.lock() = None;
+        self.left.notify_one();
+    }
+}
+
+/// The requests between `ibv_wr_start` and `ibv_wr_complete`.
 #[derive(Debug, Default)]
 pub(crate) struct Builder {
     pub(crate) requests: Vec<WorkRequest>,
@@ -374,6 +402,7 @@ pub(crate) struct QpObject {
     pub(crate) init: Mutex<ibv_qp_init_attr>,
     pub(crate) ah: Mutex<ibv_ah_attr>,
     pub(crate) builder: Mutex<Builder>,
+    pub(crate) batch: Batch,
     /// The uses of the completion queues, the shared receive queue and the XRC domain.
     pub(crate) _uses: [Option<Use>; 4],
     /// The uses of completion counters.

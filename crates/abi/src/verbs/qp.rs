@@ -24,7 +24,7 @@ use super::async_event::forget_events;
 use super::convert::{attr_of, gid_ip, own_ip, remote_ip};
 use super::handle::{CStruct, into_c, live, live_if_any, returned, set_c_object};
 use super::object::{
-    Acks, Builder, ContextObject, CqObject, PdObject, QpObject, SrqObject, Use, XrcdObject,
+    Acks, Batch, Builder, ContextObject, CqObject, PdObject, QpObject, SrqObject, Use, XrcdObject,
 };
 use super::wr_ex;
 use crate::entry;
@@ -133,6 +133,9 @@ unsafe fn create(
     if let QueuePair::Dgram(qp) = &engine {
         qp.register_counters();
     }
+    if let Some(srq) = srq {
+        srq.engine.add_user(&engine);
+    }
     domain.engine.enter();
     let uses = [
         Some(send_cq.users.enter()),
@@ -204,6 +207,7 @@ fn finish(
         init: Mutex::new(init),
         ah: Mutex::new(ibv_ah_attr::default()),
         builder: Mutex::new(Builder::default()),
+        batch: Batch::default(),
         _uses: uses,
         counters: Mutex::default(),
         extended: send_ops.is_some(),

@@ -136,6 +136,7 @@ fn remote(rkey: u32, to: u64) -> Remote {
 
 calls! {
     fn wr_start(qp) {
+        qp.batch.begin();
         let mut builder = qp.builder();
         builder.requests.clear();
         builder.error = None;
@@ -143,6 +144,7 @@ calls! {
 
     fn wr_abort(qp) {
         *qp.builder() = Builder::default();
+        qp.batch.end();
     }
 
     fn wr_send(qp) {
@@ -270,17 +272,19 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
     if let Some(e) = error {
         return Err(misuse("ibv_wr_complete", &e));
     }
-    let posted = qp.engine.post_send(requests.drain(..).map(Ok));
-    // Keeps the allocation for the next `ibv_wr_start`, unless another thread has called it meanwhile.
-    let mut builder = qp.builder();
-    if builder.requests.is_empty() {
-        builder.requests = requests;
-    }
-    drop(builder);
+    let posted = qp.engine.post_batch(&mut requests);
+    // Keeps the allocation for the next `ibv_wr_start`.
+    requests.clear();
+    qp.builder().requests = requests;
     posted.map_err(|(_, e)| misuse("ibv_wr_complete", &e))
 }
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
-    // SAFETY: the queue pair is live (guaranteed by the program).
-    errno_fast("ibv_wr_complete", || complete(unsafe { live(qp) }?))
+    errno_fast("ibv_wr_complete", || {
+        // SAFETY: the queue pair is live (guaranteed by the program).
+        let qp = unsafe { live::<QpObject, _>(qp) }?;
+        let posted = complete(qp);
+        qp.batch.end();
+        posted
+    })
 }

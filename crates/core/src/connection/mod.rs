@@ -336,6 +336,11 @@ impl Connection {
         Ok(())
     }
 
+    /// Checks whether all these requests can be posted now.
+    pub fn check_sends(&self, requests: &[WorkRequest]) -> Result<(), Misuse> {
+        self.base.check_sends(requests, may_post)
+    }
+
     /// Injects a fault ([`crate::fault`]): the request that was posted last is not sent, but fails with `status` at the time
     /// when it would be taken from the send queue.
     pub fn inject_error(&mut self, status: Status) {

@@ -564,6 +564,12 @@ impl DatagramQp {
         Ok(())
     }
 
+    /// Checks whether all these requests can be posted now.
+    pub fn check_sends(&self, requests: &[WorkRequest]) -> Result<(), Misuse> {
+        let check = |_: &_, request: &WorkRequest| check(self.kind, &self.options, request);
+        self.base.check_sends(requests, check)
+    }
+
     /// Makes the request that was posted last complete with `status` without being sent ([`crate::fault`]).
     pub fn inject_error(&mut self, status: Status) {
         self.base.sq.inject_error(status);
@@ -572,11 +578,16 @@ impl DatagramQp {
     /// Posts a receive (`ibv_post_recv(3)`).
     pub fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {
         self.base.post_recv(request)?;
+        self.handle_receives();
+        Ok(())
+    }
+
+    /// Called when receives were posted to this queue pair or to its shared receive queue: delivers packets that waited for one.
+    pub fn handle_receives(&mut self) {
         if self.base.state != State::Error && self.rd.is_some() {
             self.feed(Resource::Receive);
             self.after();
         }
-        Ok(())
     }
 
     /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.

@@ -222,6 +222,8 @@ impl Cq {
         state.entries.retain(|e| e.qpn != qpn);
         if state.entries.is_empty() {
             state.missed = Armed::No;
+            // The event was that of a dropped entry. The program may poll nothing, and the next entry must raise another one.
+            state.event_pending = false;
         }
         self.waiting.store(state.entries.len(), Ordering::Release);
     }

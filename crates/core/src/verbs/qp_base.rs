@@ -111,6 +111,20 @@ impl QpBase {
         Ok(())
     }
 
+    /// Checks whether all these send requests can be posted now. `check` has the rules of the kind of queue pair.
+    pub(crate) fn check_sends(
+        &self,
+        requests: &[WorkRequest],
+        check: impl Fn(&RecvQueue, &WorkRequest) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        requests
+            .iter()
+            .try_for_each(|request| check(&self.rq, request))?;
+        // In other states, requests complete at once and need no room.
+        let stay = matches!(self.state, State::Rts | State::Sqd);
+        self.sq.check(requests, stay)
+    }
+
     /// Adds a receive (`ibv_post_recv(3)`).
     #[inline]
     pub(crate) fn post_recv(&mut self, request: RecvRequest) -> Result<(), Misuse> {

@@ -212,6 +212,17 @@ impl SendQueue {
         Ok(())
     }
 
+    /// Checks whether these requests can be posted. `stay`: they need room at the same time.
+    pub fn check(&self, requests: &[WorkRequest], stay: bool) -> Result<(), Misuse> {
+        for request in requests {
+            Self::fits(request, self.max_sge, self.max_inline)?;
+        }
+        if stay && self.posted.len() + requests.len() > self.max_wr as usize {
+            return Err(Misuse::QueueFull);
+        }
+        Ok(())
+    }
+
     fn fits(request: &WorkRequest, max_sge: u32, max_inline: u32) -> Result<(), Misuse> {
         match &request.payload {
             Payload::Sges(sges) if sges.len() > max_sge as usize => Err(Misuse::TooManySge),

@@ -1,6 +1,7 @@
 //! Shared receive queues.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::wr::RecvRequest;
 use crate::error::Misuse;
@@ -19,6 +20,8 @@ pub struct Srq {
     state: Mutex<State>,
     max_sge: u32,
     pd: u32,
+    /// Whether a receive was wanted since the last call of [`Srq::end_shortage`], and there was none.
+    short: AtomicBool,
 }
 
 /// A receive that was taken.
@@ -41,6 +44,7 @@ impl Srq {
             }),
             max_sge,
             pd,
+            short: AtomicBool::new(false),
         }
     }
 
@@ -67,7 +71,10 @@ impl Srq {
     /// Takes the oldest receive.
     pub fn take(&self) -> Option<Taken> {
         let mut state = self.state();
-        let request = state.requests.pop_front()?;
+        let Some(request) = state.requests.pop_front() else {
+            self.short.store(true, Ordering::Release);
+            return None;
+        };
         let limit_reached = state.limit > 0 && state.requests.len() < state.limit as usize;
         if limit_reached {
             state.limit = 0;
@@ -76,6 +83,13 @@ impl Srq {
             request,
             limit_reached,
         })
+    }
+
+    /// Returns whether a receive was wanted since the last call, and there was none. Called after receives were posted: the queue
+    /// pairs on which messages wait are to be told.
+    #[inline]
+    pub fn end_shortage(&self) -> bool {
+        self.short.load(Ordering::Acquire) && self.short.swap(false, Ordering::AcqRel)
     }
 
     /// Puts back a receive that was taken and not used, as the oldest one. It is accepted even if the queue is full,

@@ -237,12 +237,34 @@ impl DgramQp {
     where
         F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
     {
+        self.post_made(|_| Ok(requests))
+    }
+
+    /// Posts all requests, or none if one of them is refused. The list is empty afterwards, unless they are refused.
+    pub fn post_batch(&self, requests: &mut Vec<WorkRequest>) -> Result<(), (usize, Misuse)> {
+        self.post_made(|core| {
+            core.check_sends(requests)?;
+            Ok(requests.drain(..).map(Ok).map(given))
+        })
+    }
+
+    /// [`Self::post_sends`], with the requests that `make` returns. It is called with the lock held.
+    #[inline]
+    fn post_made<F, I>(
+        &self,
+        make: impl FnOnce(&DatagramQp) -> Result<I, Misuse>,
+    ) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+        I: Iterator<Item = F>,
+    {
         self.common
             .context
             .engine
             .takes_requests()
             .map_err(|e| (0, e))?;
         let mut inner = self.lock_timeless();
+        let requests = make(&inner.core).map_err(|e| (0, e))?;
         let mut result = Ok(());
         for (i, fill) in requests.enumerate() {
             let mut len = 0;
@@ -317,17 +339,25 @@ impl DgramQp {
         let mut posted = 0;
         // The compiler inlines the iterator into this loop. With `enumerate` it would not, and posting a receive
         // request would take some 45 more instructions.
-        requests
-            .try_for_each(|request| {
-                core.post_recv(request?)?;
-                posted += 1;
-                Ok(())
-            })
-            .map_err(|e| (posted, e))?;
+        let result = requests.try_for_each(|request| {
+            core.post_recv(request?)?;
+            posted += 1;
+            Ok(())
+        });
+        // The receives before a refused one may have got packets already.
         if reliable {
             self.resume(&mut inner);
         }
-        Ok(())
+        result.map_err(|e| (posted, e))
+    }
+
+    /// Called when receives were posted to the shared receive queue: a packet of a reliable peer may wait for one.
+    pub(crate) fn take_shared_receives(&self) {
+        let mut inner = self.lock();
+        if !inner.destroyed {
+            inner.core.handle_receives();
+            self.resume(&mut inner);
+        }
     }
 
     /// Sends the datagrams that a posted receive has made possible, if any.
@@ -433,6 +463,8 @@ impl DgramQp {
             let mut inner = self.lock();
             self.flush_before_end(&mut inner);
             inner.destroyed = true;
+            // The event of a shared receive queue, which outlives this queue pair, may not be raised yet.
+            self.deliver_events(&mut inner);
             let counters = inner.core.counters();
             log!(
                 Debug,

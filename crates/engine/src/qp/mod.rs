@@ -286,8 +286,36 @@ impl RcQp {
     where
         F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
     {
+        self.post_made(|_| Ok(requests))
+    }
+
+    /// Posts all requests, or none if one of them is refused. The list is empty afterwards, unless they are refused.
+    pub fn post_batch(&self, requests: &mut Vec<WorkRequest>) -> Result<(), (usize, Misuse)> {
+        self.post_made(|conn| {
+            conn.check_sends(requests)?;
+            Ok(requests.drain(..).map(Ok).map(given))
+        })
+    }
+
+    /// [`Self::post_sends`], with the requests that `make` returns. It is called with the lock held.
+    #[inline(always)]
+    fn post_made<F, I>(
+        &self,
+        make: impl FnOnce(&Connection) -> Result<I, Misuse>,
+    ) -> Result<(), (usize, Misuse)>
+    where
+        F: FnOnce(&mut WorkRequest) -> Result<(), Misuse>,
+        I: Iterator<Item = F>,
+    {
         self.engine.takes_requests().map_err(|e| (0, e))?;
         let mut inner = self.lock();
+        let requests = match make(&inner.conn) {
+            Ok(requests) => requests,
+            Err(e) => {
+                self.unlock(inner);
+                return Err((0, e));
+            }
+        };
         let mut result = Ok(());
         let before = inner.requests.0;
         let others_wait = inner.conn.has_untaken();

@@ -145,3 +145,19 @@ fn entries_that_are_added_together_have_the_effects_of_single_ones() {
     }
     assert!(raised > 300 && lost > 30, "{raised} {lost}");
 }
+
+#[test]
+fn an_event_of_a_removed_entry_does_not_suppress_the_next() {
+    let count = Arc::new(Count::default());
+    let cq = Cq::new(8, Some(count.clone()));
+    let events = || count.0.load(Ordering::Relaxed);
+    cq.arm(false);
+    cq.complete(entry(1, Status::Success, false)).unwrap();
+    assert_eq!(events(), 1);
+    // The queue pair is destroyed before the program polls.
+    cq.purge(7);
+    assert_eq!(cq.poll(8, |_, _| ()), 0);
+    cq.complete(entry(2, Status::Success, false)).unwrap();
+    cq.arm(false);
+    assert_eq!(events(), 2);
+}
