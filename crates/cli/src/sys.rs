@@ -142,6 +142,13 @@ pub(crate) fn tcp_user_timeout() -> io::Result<()> {
     )
 }
 
+/// Returns the number of processors of the machine, whichever of them this process is bound to.
+pub(crate) fn processors() -> usize {
+    // SAFETY: the call takes only a number.
+    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    usize::try_from(online).unwrap_or(0)
+}
+
 /// Makes the program that `command` starts receive SIGTERM when the thread that starts it ends, also if a signal kills this process.
 pub(crate) fn end_with_parent(command: &mut Command) {
     let parent = rustix::process::getpid();

@@ -130,7 +130,7 @@ impl Report {
             partial: true,
             conditions: Conditions {
                 cpu,
-                processors: std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
+                processors: crate::sys::processors(),
                 kernel: read("/proc/sys/kernel/osrelease"),
                 load: read("/proc/loadavg"),
                 pinned: cpus.to_owned(),

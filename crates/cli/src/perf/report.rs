@@ -549,7 +549,7 @@ pub(crate) fn conditions() -> Value {
         "kernel": read("/proc/sys/kernel/osrelease"),
         "architecture": env::consts::ARCH,
         "cpu": cpu,
-        "cpus": thread::available_parallelism().map_or(0, NonZero::get),
+        "cpus": crate::sys::processors(),
         "load": read("/proc/loadavg"),
         "seconds_since_1970": since.as_secs(),
         "variables": variables,
