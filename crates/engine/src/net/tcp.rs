@@ -306,7 +306,8 @@ impl Tcp {
 
     /// Reads the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than allowed ends its stream.
     fn take_wakeups(&mut self, engine: &Engine) -> Outcome {
-        let mut bytes = [0; 1024];
+        // A peer rarely sends more than one. Initializing a larger buffer would take as long as handling a short message.
+        let mut bytes = [0; 64];
         loop {
             match self.fd.recv(&mut bytes) {
                 Ok(0) => return Outcome::Eof,

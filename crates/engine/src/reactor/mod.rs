@@ -31,6 +31,7 @@ pub(crate) mod worker;
 
 use std::cell::Cell;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -282,23 +283,23 @@ impl Reactor {
         if self.is_broken() {
             return false;
         }
-        let mut events: [epoll::Event; READY_MAX] = [epoll::Event {
-            flags: EventFlags::empty(),
-            data: EventData::new_u64(0),
-        }; READY_MAX];
+        // Not initialized, which would cost as much as the rest of a call that finds nothing.
+        let mut events = [const { MaybeUninit::uninit() }; READY_MAX];
         let at_once = Timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        let Ok(n) = epoll::wait(self.sockets.get(), events.as_mut_slice(), Some(&at_once)) else {
+        let waited = epoll::wait(self.sockets.get(), &mut events, Some(&at_once));
+        let Ok((events, _)) = waited else {
             return false;
         };
-        if let Some(event) = events.first().filter(|_| n == 1) {
-            self.hot.set(&self.sources, Token(event.data.u64()));
-        } else if n > 1 {
-            self.hot.set(&self.sources, Token::NONE);
+        match events {
+            [] => {}
+            [event] => self.hot.set(&self.sources, Token(event.data.u64())),
+            _ => self.hot.set(&self.sources, Token::NONE),
         }
-        for event in events.iter().take(n) {
+        let found = !events.is_empty();
+        for event in events {
             // If a source or another thread has marked the device as broken, the other events are not handled, because
             // they could look like closed connections.
             if self.is_broken() {
@@ -314,7 +315,7 @@ impl Reactor {
                 );
             }
         }
-        n > 0
+        found
     }
 
     /// Tries to receive from the hot socket ([`hot`]), and handles all sockets that are ready if a check is due.
