@@ -1783,6 +1783,52 @@ static const char *rc_extended_threads(size_t arg)
 	return no_wc(p.a.scq, 1);
 }
 
+/*
+ * A program posts until the send queue is full, and only then polls. The completion queue has as many entries as the send queue, which is
+ * enough because a request uses its place until its completion is polled.
+ */
+static const char *post_until_full(size_t arg)
+{
+	struct want w = { .send_wr = 16 };
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct region src, dst;
+	struct ibv_send_wr wr, *bad;
+	struct ibv_sge from;
+	struct pair p;
+	uint64_t posted = 0, done = 0;
+
+	(void)arg;
+	TRY(open_device());
+	w.cq_depth = 16;
+	TRY(open_pair(&p, &w));
+	ENSURE(!ibv_query_qp(p.a.qp, &attr, IBV_QP_CAP, &init), "ibv_query_qp");
+	if (p.a.scq->cqe < (int)init.cap.max_send_wr)
+		SKIP("the send queue has more places than requested");
+	TRY(new_region(&src, p.a.pd, 64, IBV_ACCESS_LOCAL_WRITE));
+	TRY(new_region(&dst, p.b.pd, 64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE));
+	from = sge_of(&src, 0, 64);
+	for (int round = 0; round < 50; round++) {
+		struct ibv_wc wc;
+		int rc = 0;
+
+		for (int i = 0; i < 1000 && !rc; i++) {
+			wr = rdma_wr(posted, IBV_WR_RDMA_WRITE, &from, 1, &dst, 0);
+			rc = ibv_post_send(p.a.qp, &wr, &bad);
+			posted += !rc;
+			/* Time for the completions. */
+			if (i % 8 == 7)
+				sleep_ms(1);
+		}
+		ENSURE(rc == ENOMEM, "after %llu requests: %s", (unsigned long long)posted, rc ? strerror(rc) : "never full");
+		for (; done < posted; done++) {
+			TRY(next_wc(p.a.scq, &wc, WAIT_MS));
+			TRY(wc_is(&wc, done, IBV_WC_SUCCESS));
+		}
+	}
+	return NULL;
+}
+
 /* A message waits for a receive of a shared receive queue, and gets it soon after it is posted. */
 static const char *srq_posted_late(size_t arg)
 {
@@ -1862,6 +1908,7 @@ static const struct test tests[] = {
 	{ "rc_extended_refused", rc_extended_refused, 0, 0, false },
 	{ "rc_extended_threads", rc_extended_threads, 0, 0, false },
 	{ "srq_posted_late", srq_posted_late, 0, 0, false },
+	{ "post_until_full", post_until_full, 0, 0, false },
 	{ "rc_rnr_waits", rc_rnr_waits, 100, 0, false },
 	{ "rc_rnr_gives_up_at_once", rc_rnr_gives_up, 0, 0, false },
 	{ "rc_rnr_gives_up_later", rc_rnr_gives_up, 3, 0, false },

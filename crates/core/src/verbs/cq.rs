@@ -56,6 +56,8 @@ pub struct Cq {
     state: Mutex<State>,
     /// Number of entries, readable without the lock so that polling an empty queue is cheap.
     waiting: AtomicUsize,
+    /// The capacity, readable without the lock.
+    capacity: AtomicUsize,
     /// An entry was dropped. Readable without the lock for the same reason; set with the lock held.
     broken: AtomicBool,
     notify: Option<Arc<dyn Notify>>,
@@ -78,6 +80,7 @@ impl Cq {
                 overrun_allowed: false,
             }),
             waiting: AtomicUsize::new(0),
+            capacity: AtomicUsize::new(capacity),
             broken: AtomicBool::new(false),
             notify,
         }
@@ -189,6 +192,24 @@ impl Cq {
         }
     }
 
+    /// Whether there is no room for `more` entries. Takes no lock.
+    #[inline]
+    pub(crate) fn may_overflow(&self, more: usize) -> bool {
+        self.waiting.load(Ordering::Relaxed) + more > self.capacity.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of entries of send requests of queue pair `qpn`; 0 if entries may be dropped.
+    pub(crate) fn sends_of(&self, qpn: u32) -> usize {
+        let state = self.state();
+        if state.overrun_allowed {
+            return 0;
+        }
+        (0..state.entries.len())
+            .filter_map(|i| state.entries.get(i))
+            .filter(|entry| entry.qpn == qpn && (entry.op as u32) < WcOp::Recv as u32)
+            .count()
+    }
+
     /// Whether the queue has no entries. Takes no lock.
     #[inline]
     pub fn is_empty(&self) -> bool {
@@ -235,6 +256,7 @@ impl Cq {
             return Err(Overflow);
         }
         state.capacity = capacity;
+        self.capacity.store(capacity, Ordering::Relaxed);
         Ok(())
     }
 

@@ -103,12 +103,25 @@ impl QpBase {
             }
             State::Rts | State::Sqd | State::Sqe | State::Error => {}
         }
+        if self.send_cq.may_overflow(self.sq.len() + 1) && self.is_full_until_polled(1) {
+            return Err(Misuse::QueueFull);
+        }
         let rq = &self.rq;
         self.sq.post_with(|into| fill(into, rq))?;
         if let (Some(observer), Some(posted)) = (&self.rnic.observer, self.sq.last()) {
             observer.step(self.qpn, &Step::Post(&posted.request));
         }
         Ok(())
+    }
+
+    /// Returns whether the send queue has no room for `more` requests, if those with an unpolled completion count too.
+    ///
+    /// An adapter's program gets the place of a request back when it polls the completion. A program that posts until the queue is full, and then
+    /// polls, therefore needs a completion queue of no more entries than the send queue has. Here places become free earlier, so this rule
+    /// is applied when the completion queue could overflow.
+    #[cold]
+    fn is_full_until_polled(&self, more: usize) -> bool {
+        self.sq.len() + self.send_cq.sends_of(self.qpn) + more > self.sq.max_wr()
     }
 
     /// Checks whether all these send requests can be posted now. `check` has the rules of the kind of queue pair.
@@ -120,6 +133,10 @@ impl QpBase {
         requests
             .iter()
             .try_for_each(|request| check(&self.rq, request))?;
+        let most = self.sq.len() + requests.len();
+        if self.send_cq.may_overflow(most) && self.is_full_until_polled(requests.len()) {
+            return Err(Misuse::QueueFull);
+        }
         // In other states, requests complete at once and need no room.
         let stay = matches!(self.state, State::Rts | State::Sqd);
         self.sq.check(requests, stay)

@@ -212,6 +212,17 @@ impl SendQueue {
         Ok(())
     }
 
+    /// Returns the number of requests that have not completed.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.posted.len()
+    }
+
+    /// Returns the largest number of requests.
+    pub fn max_wr(&self) -> usize {
+        self.max_wr as usize
+    }
+
     /// Checks whether these requests can be posted. `stay`: they need room at the same time.
     pub fn check(&self, requests: &[WorkRequest], stay: bool) -> Result<(), Misuse> {
         for request in requests {
