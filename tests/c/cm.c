@@ -609,6 +609,22 @@ static const char *server_gives_up(size_t arg)
 	return NULL;
 }
 
+/* The server destroys its listener before it has read the event of a request. The client is rejected. */
+static const char *listener_gives_up(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct fixture s;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(readable(s.server_channel->fd, WAIT_MS));
+	sleep_ms(QUIET_MS);
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	return event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL);
+}
+
 /* Many clients connect before the server accepts the first one. */
 static const char *many_clients(size_t count)
 {
@@ -1550,6 +1566,7 @@ static const struct test tests[] = {
 	{ "other_clients_100", other_clients, 100, 120, false },
 	{ "client_gives_up", client_gives_up, 0, 0, false },
 	{ "server_gives_up", server_gives_up, 0, 0, false },
+	{ "listener_gives_up", listener_gives_up, 0, 0, false },
 	{ "many_clients", many_clients, 16, 0, false },
 	{ "addresses", addresses, AF_INET, 0, false },
 	{ "addresses_ipv6", addresses, AF_INET6, 0, false },

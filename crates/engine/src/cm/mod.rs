@@ -637,7 +637,11 @@ impl CmId {
                 state.startup.take(),
                 state.end(),
                 Arc::clone(&state.channel),
-                std::mem::take(&mut state.pending),
+                // The events in the channel may have the only other references to these identifiers.
+                std::mem::take(&mut state.pending)
+                    .iter()
+                    .filter_map(Weak::upgrade)
+                    .collect::<Vec<_>>(),
                 state.udp.take(),
             )
         };
@@ -660,7 +664,7 @@ impl CmId {
             about(&e.id) || e.listener.as_ref().is_some_and(about)
         });
         // Connect requests whose event was not read are unknown to the program, so they are destroyed here.
-        for child in pending.iter().filter_map(Weak::upgrade) {
+        for child in pending {
             if child.c_object.load(Ordering::Relaxed) == 0 {
                 child.destroy();
             }
