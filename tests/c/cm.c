@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #define BACKLOG 16
@@ -754,6 +755,150 @@ static const char *extended(size_t arg)
 	errno = 0;
 	ENSURE(rdma_create_qp_ex(s.client, &init) == -1 && errno == EINVAL, "a queue pair of another type is created");
 	ENSURE(!s.client->send_cq && !s.client->recv_cq, "completion queues are left without a queue pair");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- without descriptors */
+
+/* Sets a limit that is lower than the number of open descriptors, so that none can be opened. */
+static void no_descriptors(struct rlimit *was)
+{
+	struct rlimit none;
+
+	getrlimit(RLIMIT_NOFILE, was);
+	none = *was;
+	none.rlim_cur = 3;
+	setrlimit(RLIMIT_NOFILE, &none);
+}
+
+/*
+ * The first event of a process needs descriptors, because the device is opened for it. If there are none, the event stays in the
+ * channel. The program gets it later, or destroys the listener without it.
+ */
+static const char *event_without_descriptors(size_t takes_it_later)
+{
+	static const char request[] = "MPA ID Req Frame\x40\x01\x00\x00";
+	struct address any = { .ss = { .ss_family = AF_INET } };
+	struct rdma_cm_event *got;
+	struct fixture s = { 0 };
+	struct event_copy t;
+	struct rlimit was;
+	uint8_t reply[64];
+	int fd, rc, e;
+
+	/* This test runs in a process of its own, which has no time limit yet. */
+	alarm(30);
+	TRY(only_over_tcp());
+	TRY(new_event_channel(&s.server_channel));
+	TRY(new_id(&s.listener, s.server_channel, RDMA_PS_TCP));
+	/* An address of the device would open the device now. */
+	ENSURE(!rdma_bind_addr(s.listener, sa(&any)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	ENSURE(!s.listener->verbs, "the listener has a device already");
+	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(s.listener))));
+	fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	ENSURE(fd >= 0, "socket: %s", strerror(errno));
+	keep(close_fd, (void *)(intptr_t)fd, "socket");
+	ENSURE(!connect(fd, sa(&s.address), sizeof(struct sockaddr_in)), "connect: %s", strerror(errno));
+	ENSURE(write(fd, request, 20) == 20, "write: %s", strerror(errno));
+	TRY(readable(s.server_channel->fd, WAIT_MS));
+	for (int i = 0; i < 3; i++) {
+		no_descriptors(&was);
+		rc = rdma_get_cm_event(s.server_channel, &got);
+		e = errno;
+		setrlimit(RLIMIT_NOFILE, &was);
+		ENSURE(rc == -1 && e == EMFILE, "rdma_get_cm_event without descriptors returns %d: %s", rc, strerror(e));
+		TRY(readable(s.server_channel->fd, 0));
+	}
+	if (takes_it_later) {
+		TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+		keep(close_id, t.id, "requested rdma_cm_id");
+		ENSURE(t.listen_id == s.listener && t.id->verbs, "the request has no listener or no device");
+		ENSURE(!close_now(t.id), "rdma_destroy_id: %s", strerror(errno));
+	}
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	/* The request is answered in both cases: the bit 0x20 of the Reply rejects it. */
+	TRY(readable(fd, WAIT_MS));
+	ENSURE(recv(fd, reply, 20, MSG_WAITALL) == 20, "no MPA Reply: %s", strerror(errno));
+	ENSURE(!memcmp(reply, "MPA ID Rep Frame", 16) && reply[16] & 0x20, "flags 0x%02x do not reject the request", reply[16]);
+	TRY(close_all());
+	return NULL;
+}
+
+/* A step of a synchronous id does not begin if the id cannot get its event. */
+static const char *step_without_descriptors(size_t arg)
+{
+	struct rdma_cm_id *id;
+	struct fixture s = { 0 };
+	struct rlimit was;
+	int rc, e;
+
+	(void)arg;
+	alarm(30); /* as above */
+	TRY(only_over_tcp());
+	TRY(new_id(&id, NULL, RDMA_PS_TCP));
+	TRY(own_address(&s.address, AF_INET, 0));
+	no_descriptors(&was);
+	rc = rdma_bind_addr(id, sa(&s.address));
+	e = errno;
+	setrlimit(RLIMIT_NOFILE, &was);
+	ENSURE(rc == -1 && e == EMFILE, "rdma_bind_addr without descriptors returns %d: %s", rc, strerror(e));
+	TRY(own_address(&s.address, AF_INET, 9));
+	no_descriptors(&was);
+	rc = rdma_resolve_addr(id, NULL, sa(&s.address), 2000);
+	e = errno;
+	setrlimit(RLIMIT_NOFILE, &was);
+	ENSURE(rc == -1 && e == EMFILE, "rdma_resolve_addr without descriptors returns %d: %s", rc, strerror(e));
+	ENSURE(!rdma_resolve_addr(id, NULL, sa(&s.address), 2000), "rdma_resolve_addr: %s", strerror(errno));
+	ENSURE(id->event && id->event->event == RDMA_CM_EVENT_ADDR_RESOLVED, "rdma_resolve_addr has another event");
+	ENSURE(!rdma_resolve_route(id, 2000), "rdma_resolve_route: %s", strerror(errno));
+	ENSURE(id->event && id->event->event == RDMA_CM_EVENT_ROUTE_RESOLVED, "rdma_resolve_route has another event");
+	TRY(close_all());
+	return NULL;
+}
+
+/*
+ * rdma_get_request needs descriptors for the channel of the new id. If there are none, the request is rejected, and the listener
+ * still accepts others.
+ */
+static const char *request_without_descriptors(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct rdma_cm_id *id = NULL;
+	struct fixture s = { 0 };
+	struct rlimit was;
+	int rc, e;
+
+	(void)arg;
+	TRY(only_over_tcp());
+	TRY(new_event_channel(&s.client_channel));
+	TRY(new_id(&s.listener, NULL, RDMA_PS_TCP));
+	TRY(own_address(&s.address, AF_INET, 0));
+	ENSURE(!rdma_bind_addr(s.listener, sa(&s.address)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(s.listener))));
+	/* More often than the backlog permits unanswered requests. */
+	for (int i = 0; i < BACKLOG + 2; i++) {
+		TRY(new_client(&s, RDMA_PS_TCP));
+		ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+		TRY(readable(s.listener->channel->fd, WAIT_MS));
+		no_descriptors(&was);
+		rc = rdma_get_request(s.listener, &id);
+		e = errno;
+		setrlimit(RLIMIT_NOFILE, &was);
+		ENSURE(rc == -1 && e == EMFILE, "rdma_get_request without descriptors returns %d: %s", rc, strerror(e));
+		TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL));
+		ENSURE(!close_now(s.client), "rdma_destroy_id: %s", strerror(errno));
+	}
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	ENSURE(!rdma_get_request(s.listener, &id), "rdma_get_request: %s", strerror(errno));
+	keep(close_id, id, "requested rdma_cm_id");
+	TRY(give_qp(id));
+	ENSURE(!rdma_accept(id, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	ENSURE(!close_now(id), "rdma_destroy_id: %s", strerror(errno));
+	ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
 	return NULL;
 }
 
@@ -1577,6 +1722,10 @@ static const struct test tests[] = {
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },
+	{ "event_later_without_descriptors", event_without_descriptors, 1, 0, true },
+	{ "event_never_without_descriptors", event_without_descriptors, 0, 0, true },
+	{ "step_without_descriptors", step_without_descriptors, 0, 0, true },
+	{ "request_without_descriptors", request_without_descriptors, 0, 0, false },
 	{ "lookups", lookups, 0, 0, false },
 	{ "misuse", misuse, 0, 0, false },
 	{ "wildcard", wildcard, AF_INET, 0, false },

@@ -7,6 +7,7 @@ use anywarp_engine::cm::{CmId, ConnParam};
 use libc::sockaddr;
 
 use super::address::{address_of, bytes_of, names_device, needed_address};
+use super::device::shared;
 use super::event::{complete, step};
 use super::id::IdObject;
 use crate::entry;
@@ -23,9 +24,11 @@ use anywarp_verbs_sys::verbs::*;
 pub(super) unsafe fn bind(id: &IdObject, addr: *const sockaddr) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
     let address = unsafe { needed_address(addr) }?;
+    // The device is opened first: if this fails, the identifier is not bound, and the program may try again.
+    let device = names_device(address.ip()).then(shared).transpose()?;
     id.engine.bind(address).map_err(|e| os_errno(&e))?;
-    if names_device(address.ip()) {
-        id.show_device()?;
+    if let Some(device) = device {
+        id.show_device(device);
     }
     id.show_addresses();
     Ok(())

@@ -120,6 +120,28 @@ fn request_channel(listen: &IdObject) -> Result<*mut rdma_event_channel, Errno> 
 /// Makes the identifier of a connect request synchronous, and creates a queue pair for it if the listener has a template.
 ///
 /// # Safety
+/// `made` is live, and no other code refers to it.
+unsafe fn equip(listen: &IdObject, made: *mut rdma_cm_id) -> Result<(), Errno> {
+    // SAFETY: the identifier is live (guaranteed by the caller).
+    let child = unsafe { known::<IdObject, _>(made) };
+    // SAFETY: a null channel is valid and makes the identifier synchronous.
+    unsafe { migrate(child, std::ptr::null_mut()) }?;
+    let template = listen
+        .template
+        .lock()
+        .as_ref()
+        .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
+    if let Some((pd, mut init)) = template {
+        init.qp_type = child.c.get(|c| c.qp_type);
+        // SAFETY: the program keeps the objects of the template live as long as the listener.
+        unsafe { create_plain_qp(made, pd, &mut init) }?;
+    }
+    Ok(())
+}
+
+/// Takes the identifier of a connect request and prepares it for the program. If this fails, the request is rejected.
+///
+/// # Safety
 /// `listen` is live. `event` is an unacknowledged event of its channel.
 unsafe fn take_request(
     listen: *mut rdma_cm_id,
@@ -140,28 +162,19 @@ unsafe fn take_request(
         unsafe { acknowledge(event) }?;
         return Err(if status < 0 { -status } else { libc::EINVAL });
     }
-    // SAFETY: the identifier of the request is live.
-    let child = unsafe { known::<IdObject, _>(made) };
-    // SAFETY: a null channel is valid and makes the identifier synchronous.
-    unsafe { migrate(child, std::ptr::null_mut()) }?;
-    let template = parent
-        .template
-        .lock()
-        .as_ref()
-        .and_then(|t| t.init.map(|init| (t.pd.load(Ordering::Relaxed), init)));
-    if let Some((pd, mut init)) = template {
-        init.qp_type = child.c.get(|c| c.qp_type);
-        // SAFETY: the program keeps the objects of the template live as long as the listener.
-        if let Err(e) = unsafe { create_plain_qp(made, pd, &mut init) } {
-            // SAFETY: the event is not acknowledged yet, and no other code refers to the identifier.
-            unsafe {
-                acknowledge(event)?;
-                destroy_ep(made)?;
-            }
-            return Err(e);
+    // SAFETY: the identifier of the request is live, and the program does not know it yet.
+    if let Err(e) = unsafe { equip(parent, made) } {
+        // SAFETY: the event is not acknowledged yet, and no other code refers to the identifier.
+        unsafe {
+            acknowledge(event)?;
+            destroy_ep(made)?;
         }
+        return Err(e);
     }
-    child.c.set(|c| c.event = event);
+    // SAFETY: as above.
+    unsafe { known::<IdObject, _>(made) }
+        .c
+        .set(|c| c.event = event);
     Ok(made)
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anywarp_engine::cm::{CmId, Event, EventChannel, EventKind};
 
 use super::address::vector_to;
+use super::device::{Shared, shared};
 use super::id::{ChannelObject, EventObject, IdObject, acknowledge, c_id, make_id};
 use crate::cancel_safe::Held;
 use crate::entry;
@@ -34,7 +35,8 @@ unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     (made, owner)
 }
 
-/// Creates the C event.
+/// Creates the C event. This cannot fail, because the event was counted as delivered: the program has to get it, or it could not
+/// acknowledge it, and `rdma_destroy_id` would wait for ever.
 ///
 /// # Safety
 /// The identifiers are live, because the event was counted as delivered.
@@ -42,10 +44,11 @@ unsafe fn c_event(
     event: Event,
     id: *mut rdma_cm_id,
     listen_id: *mut rdma_cm_id,
-) -> Result<*mut rdma_cm_event, Errno> {
+    device: &Shared,
+) -> *mut rdma_cm_event {
     // SAFETY: the identifier is live (guaranteed by the caller).
     let object = unsafe { known::<IdObject, _>(id) };
-    object.show_device()?;
+    object.show_device(device);
     object.show_addresses();
     if event.kind == EventKind::RouteResolved {
         object.c.set(|c| c.route.num_paths = 1);
@@ -99,7 +102,7 @@ unsafe fn c_event(
             ..rdma_conn_param::default()
         };
     }
-    Ok(Box::into_raw(made).cast())
+    Box::into_raw(made).cast()
 }
 
 /// Takes the next event of a channel. Returns `None` if there is none and the caller has to wait.
@@ -110,17 +113,23 @@ unsafe fn try_event(
     events: &EventChannel,
     out: *mut *mut rdma_cm_event,
 ) -> Result<Option<c_int>, Errno> {
-    // SAFETY: the identifiers of a queued event are live.
-    let taken = events.pop_with(|event| unsafe { deliver(event) });
-    match taken {
-        // SAFETY: the event was counted as delivered; `out` is valid (guaranteed by the caller).
-        Some((event, (id, listen_id))) => unsafe {
-            out.write(c_event(event, id, listen_id)?);
-            Ok(Some(0))
-        },
-        None if events.is_nonblocking() => Err(libc::EAGAIN),
-        None => Ok(None),
+    if !events.is_empty() {
+        // The first event of a process opens the device, which may fail because there are no descriptors. The event is still in the
+        // channel then, and a later call returns it.
+        let device = shared()?;
+        // SAFETY: the identifiers of a queued event are live.
+        let taken = events.pop_with(|event| unsafe { deliver(event) });
+        if let Some((event, (id, listen_id))) = taken {
+            // SAFETY: the event was counted as delivered; `out` is valid (guaranteed by the caller).
+            unsafe { out.write(c_event(event, id, listen_id, device)) };
+            return Ok(Some(0));
+        }
+        // Another thread has taken the event meanwhile.
     }
+    if events.is_nonblocking() {
+        return Err(libc::EAGAIN);
+    }
+    Ok(None)
 }
 
 /// `rdma_get_cm_event(3)`: waits for an event, unless the program made the channel's descriptor non-blocking.
@@ -196,11 +205,22 @@ pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
     }
 }
 
+/// Opens the device if a synchronous identifier will wait for an event, which it cannot get without the device.
+///
+/// This is called before the step begins. If the wait failed after it, the next step would return when the event of this one arrives.
+pub(super) fn prepare_wait(id: &IdObject) -> Result<(), Errno> {
+    if id.is_synchronous() {
+        shared()?;
+    }
+    Ok(())
+}
+
 /// Runs a step of the engine. A synchronous identifier then waits for the event.
 pub(super) fn step(
     id: &IdObject,
     step: impl FnOnce(&CmId) -> std::io::Result<()>,
 ) -> Result<(), Errno> {
+    prepare_wait(id)?;
     step(&id.engine).map_err(|e| os_errno(&e))?;
     complete(id)
 }

@@ -14,7 +14,7 @@ use anywarp_engine::cm::{CmId, EventChannel, PortSpace};
 
 use super::address::{c_address, c_port};
 use super::addrinfo::Resolved;
-use super::device::shared;
+use super::device::Shared;
 use crate::entry;
 use crate::ffi::{Errno, arg, os_errno, put};
 use crate::verbs::convert::c_gid;
@@ -137,16 +137,14 @@ impl IdObject {
     }
 
     /// Writes the device into the C structure, if it is not set yet.
-    pub(super) fn show_device(&self) -> Result<(), Errno> {
-        let shared = shared()?;
+    pub(super) fn show_device(&self, device: &Shared) {
         self.c.set(|c| {
             if c.verbs.is_null() {
-                c.verbs = shared.context();
-                c.pd = shared.pd();
+                c.verbs = device.context();
+                c.pd = device.pd();
                 c.port_num = 1;
             }
         });
-        Ok(())
     }
 }
 

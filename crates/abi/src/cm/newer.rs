@@ -8,7 +8,7 @@ use anywarp_engine::cm::EventKind;
 use anywarp_engine::sys::thread;
 
 use super::addrinfo::{self, Failure, List};
-use super::event::complete;
+use super::event::{complete, prepare_wait};
 use super::id::IdObject;
 use crate::entry;
 use crate::ffi::{Errno, os_errno, put};
@@ -74,6 +74,7 @@ entry! {
                 hints: given.map(|h| List(addrinfo::duplicate(h, false))),
             }
         };
+        prepare_wait(object)?;
         object.resolved.set(None);
         let (engine, resolved) = (Arc::clone(&object.engine), object.resolved.clone());
         // A name server may take long to answer. This call returns at once, and the engine's own thread has connections to serve, so

@@ -461,7 +461,7 @@ mod tests {
                 None,
             );
             let id = Id(id.unwrap());
-            id.object().show_device().unwrap();
+            id.object().show_device(shared().unwrap());
             let mut init = ibv_qp_init_attr {
                 qp_type: IBV_QPT_RC,
                 ..ibv_qp_init_attr::default()
