@@ -1581,6 +1581,37 @@ static const char *datagrams_rejected(size_t arg)
 	return NULL;
 }
 
+/*
+ * The server destroys the id of the request without an answer, or the listener before it has got the request. The client is
+ * rejected at once, and its request is not repeated.
+ */
+static const char *datagrams_not_answered(size_t gets_request)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct fixture s;
+	struct event_copy t;
+	uint64_t start;
+
+	TRY(listen_at(&s, AF_INET, RDMA_PS_UDP));
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	if (gets_request) {
+		TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+		ENSURE(!rdma_destroy_id(t.id), "rdma_destroy_id: %s", strerror(errno));
+	} else {
+		TRY(readable(s.server_channel->fd, WAIT_MS));
+		sleep_ms(QUIET_MS);
+		ENSURE(!close_now(s.listener), "rdma_destroy_id: %s", strerror(errno));
+	}
+	start = now_ms();
+	TRY(any_event(s.client_channel, &t, WAIT_MS));
+	ENSURE(t.type == RDMA_CM_EVENT_UNREACHABLE || t.type == RDMA_CM_EVENT_REJECTED,
+	       "event %s, expected a rejection", rdma_event_str(t.type));
+	ENSURE(t.status > 0, "status %d is an error, expected the reason of a rejection", t.status);
+	ENSURE(now_ms() - start < 2000, "rejected after %llu ms", (unsigned long long)(now_ms() - start));
+	return not_readable(s.server_channel->fd, 300);
+}
+
 /* A request cannot be answered after its listener was destroyed, however often it is tried. */
 static const char *datagrams_without_listener(size_t accepts)
 {
@@ -1735,6 +1766,8 @@ static const struct test tests[] = {
 	{ "datagrams", datagrams, AF_INET, 0, false },
 	{ "datagrams_ipv6", datagrams, AF_INET6, 0, false },
 	{ "datagrams_rejected", datagrams_rejected, 0, 0, false },
+	{ "datagrams_not_answered", datagrams_not_answered, 1, 0, false },
+	{ "datagrams_listener_destroyed", datagrams_not_answered, 0, 0, false },
 	{ "datagrams_accepted_without_listener", datagrams_without_listener, 1, 0, false },
 	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },

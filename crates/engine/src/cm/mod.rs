@@ -619,9 +619,14 @@ impl CmId {
         Ok(true)
     }
 
-    /// Destroys the identifier and drops its queued events.
+    /// Destroys the identifier and drops its queued events. A connect request that was not answered is rejected.
     pub fn destroy(&self) {
-        let (private_qp, listener, startup, phase, channel, pending, udp) = {
+        if self.is_datagram() {
+            // Without an answer the requester repeats its request, and each repetition would be a new connect request. This fails if the
+            // identifier has no unanswered request, or if its listener, whose socket sends the answer, does not exist any more.
+            let _ = self.reply(false, &[]);
+        }
+        let (private_qp, listener, startup, phase, channel, pending) = {
             let mut state = self.lock();
             state.destroyed = true;
             state.bound = None;
@@ -642,10 +647,8 @@ impl CmId {
                     .iter()
                     .filter_map(Weak::upgrade)
                     .collect::<Vec<_>>(),
-                state.udp.take(),
             )
         };
-        self.drop_udp(udp);
         if let Some(qp) = private_qp {
             qp.destroy();
         }
@@ -669,6 +672,9 @@ impl CmId {
                 child.destroy();
             }
         }
+        // Those of datagrams were rejected through this socket.
+        let udp = self.lock().udp.take();
+        self.drop_udp(udp);
     }
 }
 

@@ -256,7 +256,7 @@ impl CmId {
                 listener: self.me.clone(),
             });
         }
-        // A listener that is being destroyed does not reply: the requester times out.
+        // A request that arrives while the listener is being destroyed is not answered: the requester times out.
         let _ = self.offer(&child, |e| e.private_data = request.private_data);
     }
 
