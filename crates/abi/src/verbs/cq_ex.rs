@@ -12,7 +12,9 @@ use super::object::{CqObject, Shown};
 use crate::ffi::{Errno, arg, errno, errno_fast, null, or_fast};
 use anywarp_verbs_sys::verbs::*;
 
-/// Polls one completion and makes it the current one, whose fields the reading functions return. ENOENT: there is none.
+/// Polls one completion and makes it the current one, whose fields the reading functions return.
+///
+/// ENOENT: there is none, and the queue is still valid. EIO: there is none, and the queue has overflowed, so completions are missing.
 ///
 /// # Safety
 /// `cq` is null or points to a live object, and only this thread polls between start and end.
@@ -28,7 +30,11 @@ unsafe fn show_next(cq: *mut ibv_cq_ex, first: bool) -> Result<(), Errno> {
         // and the queue would be empty when the program handles the event.
         queue.engine.poll_waiting(1, |_, c| found = Some(c.clone()));
     }
-    let completion = found.ok_or(libc::ENOENT)?;
+    let Some(completion) = found else {
+        // If ENOENT were returned, a program would wait for ever for a completion that was dropped.
+        let broken = queue.engine.core.is_broken();
+        return Err(if broken { libc::EIO } else { libc::ENOENT });
+    };
     queue.c.set(|c| {
         c.status = completion.status as u32;
         c.wr_id = completion.wr_id;
