@@ -1028,6 +1028,81 @@ static const char *migrate_waits(size_t arg)
 	return NULL;
 }
 
+struct taker {
+	struct rdma_event_channel *channel;
+	struct rdma_cm_id *ids[BACKLOG];
+	int wanted, taken;
+};
+
+/*
+ * Takes connect requests without sleeping, so that the first one is taken while later ones are still being moved. After a failure it
+ * continues, because rdma_migrate_id waits for the acknowledgements.
+ */
+static void *take_requests(void *arg)
+{
+	struct taker *taker = arg;
+	uint64_t end = now_ms() + WAIT_MS;
+	const char *reason = NULL;
+	struct rdma_cm_event *got;
+
+	while (taker->taken < taker->wanted) {
+		if (rdma_get_cm_event(taker->channel, &got)) {
+			if (errno != EAGAIN)
+				return "rdma_get_cm_event";
+			if (now_ms() > end)
+				return "not all events arrive";
+			continue;
+		}
+		if (got->event != RDMA_CM_EVENT_CONNECT_REQUEST)
+			reason = "another event";
+		else if (got->id->channel != taker->channel)
+			reason = "the id of a request names a channel that did not have its event";
+		taker->ids[taker->taken++] = got->id;
+		rdma_ack_cm_event(got);
+	}
+	return (void *)(uintptr_t)reason;
+}
+
+/* A listener moves to another channel while a thread takes its connect requests there. Their ids are in that channel. */
+static const char *migrate_requests(size_t rounds)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct taker taker = { .wanted = BACKLOG };
+	struct rdma_cm_id *clients[BACKLOG];
+	struct fixture s;
+	pthread_t thread;
+	void *reason;
+
+	TRY(only_over_tcp()); /* the library of rdma-core copies the channel from the listener */
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	for (size_t i = 0; i < rounds; i++) {
+		TRY(new_event_channel(&taker.channel));
+		ENSURE(!fcntl(taker.channel->fd, F_SETFL, fcntl(taker.channel->fd, F_GETFL) | O_NONBLOCK), "fcntl: %s", strerror(errno));
+		for (int n = 0; n < taker.wanted; n++) {
+			TRY(new_client(&s, RDMA_PS_TCP));
+			clients[n] = s.client;
+			ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+		}
+		sleep_ms(20); /* most of the requests are in the old channel now */
+		ENSURE(!pthread_create(&thread, NULL, take_requests, &taker), "pthread_create");
+		sleep_ms(1);
+		ENSURE(!rdma_migrate_id(s.listener, taker.channel), "rdma_migrate_id: %s", strerror(errno));
+		ENSURE(s.listener->channel == taker.channel, "the listener still names its old channel");
+		ENSURE(!pthread_join(thread, &reason), "pthread_join");
+		for (int n = 0; n < taker.taken; n++)
+			keep(close_id, taker.ids[n], "requested rdma_cm_id");
+		ENSURE(!reason, "round %zu: %s", i, (char *)reason);
+		for (int n = 0; n < taker.taken; n++) {
+			ENSURE(!close_now(taker.ids[n]), "rdma_destroy_id: %s", strerror(errno));
+			TRY(event(s.client_channel, RDMA_CM_EVENT_REJECTED, NULL));
+		}
+		taker.taken = 0;
+		for (int n = 0; n < taker.wanted; n++)
+			ENSURE(!close_now(clients[n]), "rdma_destroy_id: %s", strerror(errno));
+	}
+	return close_now(s.listener) ? "rdma_destroy_id" : NULL;
+}
+
 /* rdma_get_cm_event on a non-blocking channel without events does not block. */
 static const char *nonblocking_channel(size_t arg)
 {
@@ -1750,6 +1825,7 @@ static const struct test tests[] = {
 	{ "xrc", xrc, 0, 0, false },
 	{ "migrate", migrate, 0, 0, false },
 	{ "migrate_waits", migrate_waits, 0, 0, false },
+	{ "migrate_requests", migrate_requests, 50, 0, false },
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },

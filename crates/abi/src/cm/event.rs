@@ -20,9 +20,16 @@ use anywarp_verbs_sys::cm::*;
 /// Called under the lock of the channel's queue, so a thread that destroys an identifier either removes the event or waits for its
 /// acknowledgement.
 ///
+/// `channel` is the channel that had the event. The engine's identifier of a connect request is in the same one: if its listener moves,
+/// it moves together with the event. The C structure of the listener may name another channel, because a thread in `rdma_migrate_id`
+/// changes it before the events move.
+///
 /// # Safety
 /// The identifiers of the event are live.
-unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
+unsafe fn deliver(
+    event: &Event,
+    channel: *mut rdma_event_channel,
+) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     let owner = c_id(event.listener.as_ref().unwrap_or(&event.id));
     // SAFETY: an identifier is live while its events are queued, because destroying it removes them.
     let object = unsafe { known::<IdObject, _>(owner) };
@@ -30,7 +37,7 @@ unsafe fn deliver(event: &Event) -> (*mut rdma_cm_id, *mut rdma_cm_id) {
     if event.listener.is_none() {
         return (owner, std::ptr::null_mut());
     }
-    let (channel, context, qp_type) = object.c.get(|c| (c.channel, c.context, c.qp_type));
+    let (context, qp_type) = object.c.get(|c| (c.context, c.qp_type));
     let made = make_id(Arc::clone(&event.id), channel, context, qp_type, false);
     (made, owner)
 }
@@ -105,11 +112,13 @@ unsafe fn c_event(
     Box::into_raw(made).cast()
 }
 
-/// Takes the next event of a channel. Returns `None` if there is none and the caller has to wait.
+/// Takes the next event of a channel. Returns `None` if there is none and the caller has to wait. `channel` is the C pointer of the
+/// channel and is not dereferenced.
 ///
 /// # Safety
 /// `out` is valid for writes.
 unsafe fn try_event(
+    channel: *mut rdma_event_channel,
     events: &EventChannel,
     out: *mut *mut rdma_cm_event,
 ) -> Result<Option<c_int>, Errno> {
@@ -118,7 +127,7 @@ unsafe fn try_event(
         // channel then, and a later call returns it.
         let device = shared()?;
         // SAFETY: the identifiers of a queued event are live.
-        let taken = events.pop_with(|event| unsafe { deliver(event) });
+        let taken = events.pop_with(|event| unsafe { deliver(event, channel) });
         if let Some((event, (id, listen_id))) = taken {
             // SAFETY: the event was counted as delivered; `out` is valid (guaranteed by the caller).
             unsafe { out.write(c_event(event, id, listen_id, device)) };
@@ -158,7 +167,7 @@ pub unsafe extern "C-unwind" fn rdma_get_cm_event(
     loop {
         let done = or("rdma_get_cm_event", Some(-1), || {
             // SAFETY: the caller passes null or a valid pointer, and null was excluded.
-            unsafe { try_event(events.get(), event) }
+            unsafe { try_event(channel, events.get(), event) }
         });
         let done = match done {
             Some(done) => done,

@@ -390,9 +390,11 @@ pub(super) unsafe fn migrate(id: &IdObject, channel: *mut rdma_event_channel) ->
     let channel = if sync { create_channel()? } else { channel };
     // SAFETY: the channel was created above, or is live (guaranteed by the caller).
     let to = unsafe { live::<ChannelObject, _>(channel) }?;
+    // The structure names the new channel before the events are in it: a thread that takes an event from the new channel must not find
+    // the old one, which may be destroyed when this call has returned.
+    let old = id.c.set(|c| std::mem::replace(&mut c.channel, channel));
     id.engine.migrate(&to.engine);
     let was_sync = id.sync.swap(sync, Ordering::Relaxed);
-    let old = id.c.set(|c| std::mem::replace(&mut c.channel, channel));
     if was_sync {
         id.drop_event();
         // SAFETY: the channel was created for this identifier alone.
