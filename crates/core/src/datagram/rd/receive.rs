@@ -350,10 +350,13 @@ impl RxContext<'_> {
     }
 }
 
-/// Stores packet `seq` until it can be delivered. Returns false if its memory cannot be charged to the peer.
+/// Stores packet `seq` until it can be delivered. Returns false if its memory cannot be charged to the peer. A packet
+/// that was taken for delivery and has to wait again is always stored: it may be acknowledged already, so its sender
+/// does not send it again.
 fn keep(shares: &mut Shares, peer: &Peer, rx: &mut Receiver, seq: u64, data: &[u8]) -> bool {
     let before = rx.held();
-    if !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {
+    let needs_room = !rx.waits(seq);
+    if needs_room && !shares.has_room(peer, before, data.len() + receiver::KEPT + receiver::RUN) {
         return false;
     }
     rx.keep(seq, data);

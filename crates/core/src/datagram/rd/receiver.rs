@@ -143,10 +143,11 @@ impl Receiver {
         self.arrived.is_empty()
     }
 
-    /// Stores packet `seq`, which waits.
+    /// Stores packet `seq`, which waits. It may have waited before, and have been taken for delivery.
     pub(super) fn keep(&mut self, seq: u64, data: &[u8]) {
         self.waiting += data.len();
-        self.kept.insert(seq, data.into());
+        let before = self.kept.insert(seq, data.into());
+        self.waiting -= before.map_or(0, |data| data.len());
         self.note(seq);
     }
 

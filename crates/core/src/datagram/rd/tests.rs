@@ -380,6 +380,55 @@ fn waiting_packets_are_limited_and_counted() {
     }
 }
 
+/// A waiting packet that was taken for delivery, and finds no receive, waits again with all its bytes, even if no
+/// more packets may wait.
+#[test]
+fn a_packet_that_waited_may_always_wait_again() {
+    for ordered in [true, false] {
+        let mut rd = Reliable::new(Secret::new([1, 2]), 5, ordered, IDLE);
+        let now = Duration::from_secs(5);
+        let data = datagram(60_000);
+        let comes = |rd: &mut Reliable, seq: u32| {
+            let packet = Packet {
+                base: 100,
+                ..packet(rd, &peer(), 77, seq)
+            };
+            match rd.handle(&peer(), &arrival(&peer()), &packet, Some(&data), now) {
+                RxOutcome::Deliver(seq) => rd.mark_blocked(&peer(), seq, &data, Resource::Receive),
+                RxOutcome::Nothing => {}
+            }
+        };
+        let held = |rd: &Reliable| rd.peers[&peer()].rx.as_ref().unwrap().held();
+        let mut before = 0;
+        for seq in 100..1000 {
+            comes(&mut rd, seq);
+            if held(&rd) == before {
+                break;
+            }
+            before = held(&rd);
+        }
+        assert!(
+            before > bounds::RD_WAITING_PEER - 2 * data.len(),
+            "{before}"
+        );
+        // One more packet uses all that remains.
+        let overhead = datagram(0).len() + receiver::KEPT + receiver::RUN;
+        let rest = datagram(bounds::RD_WAITING_PEER - before - overhead);
+        rd.mark_blocked(&peer(), 1 << 32 | 1100, &rest, Resource::Receive);
+        let full = held(&rd);
+        assert_eq!(full, bounds::RD_WAITING_PEER);
+        for _ in 0..3 {
+            let (seq, taken) = rd.take_waiting(&peer()).unwrap();
+            assert_eq!((seq, taken.len()), (1 << 32 | 100, data.len()));
+            rd.mark_blocked(&peer(), seq, &taken, Resource::Receive);
+            assert_eq!((held(&rd), rd.shares.waiting()), (full, full));
+            rd.check_accounts();
+        }
+        let (_, taken) = rd.take_waiting(&peer()).unwrap();
+        assert_eq!(taken, data);
+    }
+}
+
 /// Bytes that cannot be a datagram are not stored, in any order.
 #[test]
 fn invalid_datagrams_are_not_stored() {
