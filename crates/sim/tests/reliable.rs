@@ -527,3 +527,59 @@ fn a_thousand_peers_and_one_queue_pair() {
     let failed = done.iter().filter(|c| c.status == Status::RetryExceeded);
     assert_eq!(failed.count(), many / 10);
 }
+
+/// Connects two queue pairs of a connected service, if `kind` is one.
+fn connect(net: &mut Ether, kind: Kind, ends: [Id; 2]) {
+    if kind.is_connected() {
+        for (end, peer) in [(ends[0], ends[1]), (ends[1], ends[0])] {
+            let peer = net[peer].destination();
+            net[end].qp.set_peer(peer);
+        }
+    }
+}
+
+fn statuses(net: &mut Ether, of: Id) -> Vec<(u64, Status)> {
+    let all = net[of].completed();
+    all.iter().map(|c| (c.wr_id, c.status)).collect()
+}
+
+/// The local memory of a Read or of an atomic is deregistered before the answer arrives: the request fails, and the queue
+/// pair stops, as after other failed requests.
+#[test]
+fn an_answer_without_memory_fails_the_queue_pair() {
+    for kind in [Kind::Rd, Kind::Rc] {
+        for atomic in [false, true] {
+            for keep_going in [false, true] {
+                let options = Options {
+                    keep_going,
+                    ..options()
+                };
+                let what = format!("{kind:?}, atomic {atomic}, keep_going {keep_going}");
+                let mut net = Ether::new(21, Link::default());
+                let ends = [net.join(kind, options), net.join(kind, options)];
+                connect(&mut net, kind, ends);
+                let [a, b] = ends;
+                let mine = net[a].host.register(8, access::ALL);
+                let theirs = net[b].host.register(8, access::ALL);
+                let request = if atomic {
+                    fetch_add(1, theirs.remote(0), 1)
+                } else {
+                    read(1, theirs.remote(0))
+                };
+                net.post(a, b, request.from(&[mine.all()]));
+                net.run_until(LONG, |net| net[b].qp.counters().rx_dgrams > 1);
+                net[a].host.deregister(&mine);
+                net.run(LONG);
+                assert_eq!(
+                    statuses(&mut net, a),
+                    [(1, Status::LocalProtection)],
+                    "{what}"
+                );
+                let goes_on = keep_going && kind == Kind::Rd;
+                let state = if goes_on { State::Rts } else { State::Error };
+                assert_eq!(net[a].qp.state(), state, "{what}");
+                assert_eq!(net[b].qp.state(), State::Rts, "{what}");
+            }
+        }
+    }
+}

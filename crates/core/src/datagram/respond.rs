@@ -193,8 +193,7 @@ impl DatagramQp {
         });
         if !whole {
             self.reads.remove(shim.id);
-            self.mark_failed(number, Status::LocalProtection);
-            self.answered(number);
+            self.fail_answered(number, Status::LocalProtection);
             return Err(Dropped::Access);
         }
         if complete {
@@ -225,10 +224,11 @@ impl DatagramQp {
         let (places, number) = (reading.places.clone(), reading.number);
         self.reads.remove(d.shim.id);
         // The value has host byte order in memory, and network byte order on the wire.
-        if !self.place(&places, 0, &response.value.to_ne_bytes()) {
-            self.mark_failed(number, Status::LocalProtection);
+        if self.place(&places, 0, &response.value.to_ne_bytes()) {
+            self.answered(number);
+        } else {
+            self.fail_answered(number, Status::LocalProtection);
         }
-        self.answered(number);
         Ok(())
     }
 
@@ -236,6 +236,15 @@ impl DatagramQp {
     fn answered(&mut self, number: u64) {
         self.sent(number);
         self.retire();
+    }
+
+    /// Fails a request whose answer has arrived. A reliable queue pair then fails too, as after any other failed request.
+    fn fail_answered(&mut self, number: u64, status: Status) {
+        self.mark_failed(number, status);
+        self.answered(number);
+        if self.rd.is_some() {
+            self.failed_towards_peer();
+        }
     }
 
     // ------------------------------------------------------------------ errors
@@ -301,11 +310,7 @@ impl DatagramQp {
         if let Some(reading) = self.reads.get_mut(d.shim.id, peer) {
             let number = reading.number;
             self.reads.remove(d.shim.id);
-            self.mark_failed(number, Status::RemoteAccess);
-            self.answered(number);
-            if self.rd.is_some() {
-                self.failed_towards_peer();
-            }
+            self.fail_answered(number, Status::RemoteAccess);
         }
         Ok(())
     }
