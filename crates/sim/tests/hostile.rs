@@ -948,6 +948,37 @@ fn a_packet_and_the_datagram_in_it_agree() {
     }
 }
 
+/// A message whose first part is missing in an ordered stream can never be complete, so it is refused and takes no receive.
+#[test]
+fn a_message_without_its_beginning_is_refused() {
+    for ordered in [true, false] {
+        let options = Options {
+            ordered,
+            ..options()
+        };
+        let mut net = Ether::new(11, Link::default());
+        let b = net.join(Kind::Rd, options);
+        let inbox = net[b].host.register(100, access::LOCAL);
+        net[b].recv(1, &[inbox.all()]);
+        let seen = watch(&mut net);
+        let mut s = Stranger::meets(&mut net, &seen, 1, b);
+        s.sends(&mut net, Some(&half(1, true)));
+        net.run(50 * MS);
+        let answers = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+        let whys: Vec<u8> = answers
+            .iter()
+            .map(|bytes| rd::parse(bytes).unwrap().0.refused)
+            .filter(|why| *why != 0)
+            .collect();
+        let refused = ordered.then_some(Status::RemoteInvalidRequest as u8);
+        assert_eq!(whys, Vec::from_iter(refused), "ordered {ordered}");
+        s.sends(&mut net, Some(&half(1, false)));
+        net.run(50 * MS);
+        let got = net[b].received().len();
+        assert_eq!(got, usize::from(!ordered), "ordered {ordered}");
+    }
+}
+
 /// A challenge that does not echo the token of this end was not sent by the peer in question, and is dropped.
 #[test]
 fn a_challenge_from_a_wrong_source_is_dropped() {

@@ -583,3 +583,234 @@ fn an_answer_without_memory_fails_the_queue_pair() {
         }
     }
 }
+
+/// A Read of 4 MiB at 1 MB/s, of which a part has arrived. The requester waits longer for its peer than the
+/// peer for it.
+fn half_read(kind: Kind, keep_going: bool) -> (Ether, Id, Id) {
+    const LEN: usize = 4 << 20;
+    let link = Link {
+        rate: 1_000_000,
+        ..Link::default()
+    };
+    let mut net = Ether::new(22, link);
+    let options = Options {
+        keep_going,
+        ..options()
+    };
+    let patient = Options {
+        peer_timeout: 60_000 * MS,
+        ..options
+    };
+    let ends = [net.join(kind, patient), net.join(kind, options)];
+    connect(&mut net, kind, ends);
+    let [a, b] = ends;
+    let mine = net[a].host.register(LEN, access::ALL);
+    let theirs = net[b].host.register(LEN, access::ALL);
+    net[b].host.fill(&theirs, &[9; LEN]);
+    net.post(a, b, read(1, theirs.remote(0)).from(&[mine.all()]));
+    net.run_until(LONG, |net| net[a].host.bytes(&mine)[100_000] == 9);
+    (net, a, b)
+}
+
+/// A peer that was out of reach for long gives up the answer to a Read. When the path is good again, the Read fails
+/// instead of waiting for ever, and later requests succeed.
+#[test]
+fn a_read_fails_if_its_answer_was_given_up() {
+    for kind in [Kind::Rd, Kind::Rc] {
+        for keep_going in [false, true] {
+            let (mut net, a, b) = half_read(kind, keep_going);
+            net.filter = Some(Box::new(|_| false));
+            net.run(10_000 * MS);
+            net.filter = None;
+            let took = net.run(LONG);
+            assert!(took < 20_000 * MS, "{kind:?}: {took:?}");
+            assert_eq!(statuses(&mut net, a), [(1, Status::RemoteAborted)]);
+            assert_eq!(net[b].qp.state(), State::Rts, "{kind:?}");
+            if kind == Kind::Rd {
+                net[a].qp.set_state(State::Rts);
+                let mine = net[a].host.register(8, access::ALL);
+                let word = net[b].host.register(8, access::ALL);
+                net.post(a, b, fetch_add(2, word.remote(0), 3).from(&[mine.all()]));
+                net.post(b, a, fetch_add(3, mine.remote(0), 3).from(&[word.all()]));
+                net.run(LONG);
+                assert_eq!(statuses(&mut net, a), [(2, Status::Success)]);
+                assert_eq!(statuses(&mut net, b), [(3, Status::Success)]);
+            }
+        }
+    }
+}
+
+/// A queue pair fails because of one peer, and continues at once. The Read of another peer, whose answer was under way,
+/// fails instead of waiting for ever. So does an atomic whose answer waited behind it.
+#[test]
+fn a_read_fails_if_the_responder_was_reset() {
+    for to in [State::Rts, State::Reset] {
+        let (mut net, a, b) = half_read(Kind::Rd, true);
+        let word = net[a].host.register(8, access::ALL);
+        let theirs = net[b].host.register(8, access::ALL);
+        net.post(a, b, fetch_add(2, theirs.remote(0), 3).from(&[word.all()]));
+        net.run(100 * MS);
+        net[b].qp.set_state(State::Error);
+        again(&mut net, b, to);
+        let took = net.run(LONG);
+        assert!(took < 20_000 * MS, "{to:?}: {took:?}");
+        let failed = [(1, Status::RemoteAborted), (2, Status::RemoteAborted)];
+        assert_eq!(statuses(&mut net, a), failed, "{to:?}");
+        net.post(a, b, fetch_add(3, theirs.remote(0), 3).from(&[word.all()]));
+        net.run(LONG);
+        assert_eq!(statuses(&mut net, a), [(3, Status::Success)], "{to:?}");
+    }
+}
+
+/// Moves a queue pair to RTS, through `to`.
+fn again(net: &mut Ether, of: Id, to: State) {
+    net[of].qp.set_state(to);
+    net[of].qp.attr_mut().qkey = anywarp_sim::ether::QKEY;
+    net[of].qp.set_state(State::Rts);
+}
+
+/// A queue pair that fails, or is reset, in the middle of a Send of a healthy peer loses the first part of the message: the
+/// Send fails, and no receive waits for the rest. A Send of which nothing has arrived, or whose packets only wait for a
+/// receive, is delivered, once.
+#[test]
+fn a_message_that_a_reset_cuts_fails_and_others_arrive() {
+    const LEN: usize = 200_000;
+    for ordered in [true, false] {
+        for to in [State::Rts, State::Reset] {
+            let what = format!("ordered {ordered}, {to:?}");
+            let link = Link {
+                rate: 1_000_000,
+                ..Link::default()
+            };
+            let options = Options {
+                ordered,
+                keep_going: true,
+                ..options()
+            };
+            let mut net = Ether::new(23, link);
+            let [a, b, c] = [(); 3].map(|()| net.join(Kind::Rd, options));
+            let mine = net[a].host.register(LEN, access::ALL);
+            let other = net[c].host.register(3000, access::ALL);
+            let inbox = net[b].host.register(LEN + 40, access::ALL);
+            net[a].host.fill(&mine, &[9; LEN]);
+            net[b].recv(1, &[inbox.all()]);
+            net.post(a, b, send(1).from(&[mine.all()]));
+            net.run_until(LONG, |net| net[b].host.bytes(&inbox)[100_000] == 9);
+            // Two packets, for which there is no receive.
+            net.post(c, b, send(2).from(&[other.all()]));
+            net.run(50 * MS);
+            net[b].qp.set_state(State::Error);
+            assert!(
+                net[b]
+                    .received()
+                    .iter()
+                    .all(|r| r.status == Status::Flushed)
+            );
+            again(&mut net, b, to);
+            for id in 2..4 {
+                net[b].recv(id, &[inbox.all()]);
+            }
+            net.run(LONG);
+            assert_eq!(
+                statuses(&mut net, a),
+                [(1, Status::RemoteAborted)],
+                "{what}"
+            );
+            assert_eq!(statuses(&mut net, c), [(2, Status::Success)], "{what}");
+            let got = net[b].received();
+            let lens: Vec<_> = got.iter().map(|r| (r.status, r.byte_len)).collect();
+            assert_eq!(lens, [(Status::Success, 3040)], "{what}");
+            net.post(a, b, send(3).from(&[mine.part(0, 5000)]));
+            net.run(LONG);
+            assert_eq!(statuses(&mut net, a), [(3, Status::Success)], "{what}");
+            let got = net[b].received();
+            let lens: Vec<_> = got.iter().map(|r| (r.status, r.byte_len)).collect();
+            assert_eq!(lens, [(Status::Success, 5040)], "{what}");
+        }
+    }
+}
+
+/// A receive turns out to have no memory in the middle of a Send whose packets arrive in any order, and the queue pair
+/// fails. The Send fails too, and no part of it takes a receive after the queue pair continues.
+#[test]
+fn a_message_cut_by_a_broken_receive_takes_no_other_receive() {
+    const LEN: usize = 200_000;
+    for ordered in [true, false] {
+        each_seed(10, |seed| {
+            let what = format!("ordered {ordered}, seed {seed}");
+            let link = Link {
+                loss: 0.05,
+                reorder: 0.5,
+                delay: 5 * MS,
+                ..Link::default()
+            };
+            let options = Options {
+                ordered,
+                keep_going: true,
+                ..options()
+            };
+            let (mut net, a, b) = pair(seed, link, options);
+            let mine = net[a].host.register(LEN, access::ALL);
+            let broken = net[b].host.register(LEN + 40, access::ALL);
+            let inbox = net[b].host.register(LEN + 40, access::ALL);
+            net[a].host.fill(&mine, &[9; LEN]);
+            net[b].recv(1, &[broken.all()]);
+            net.post(a, b, send(1).from(&[mine.all()]));
+            net.run_until(LONG, |net| net[b].host.bytes(&broken)[50_000] == 9);
+            net[b].host.deregister(&broken);
+            net.run_until(LONG, |net| net[b].qp.state() == State::Error);
+            let got = net[b].received();
+            assert_eq!(got[0].status, Status::LocalProtection, "{what}");
+            again(&mut net, b, State::Rts);
+            net[b].recv(2, &[inbox.all()]);
+            net.run(LONG);
+            let ends = statuses(&mut net, a);
+            let expected = [Status::RemoteOperation, Status::RemoteAborted];
+            assert!(
+                ends.len() == 1 && expected.contains(&ends[0].1),
+                "{what}: {ends:?}"
+            );
+            net.post(a, b, send(2).from(&[mine.part(0, 5000)]));
+            net.run(LONG);
+            assert_eq!(statuses(&mut net, a), [(2, Status::Success)], "{what}");
+            let got = net[b].received();
+            let ids: Vec<_> = got.iter().map(|r| (r.wr_id, r.byte_len)).collect();
+            assert_eq!(ids, [(2, 5040)], "{what}");
+        });
+    }
+}
+
+/// A connected queue pair that is reset has no message of the old connection in the new one. The request of the peer fails.
+#[test]
+fn no_message_of_an_old_connection_reaches_the_new_one() {
+    for both in [false, true] {
+        let mut net = Ether::new(24, Link::default());
+        let ends = [net.join(Kind::Rc, options()), net.join(Kind::Rc, options())];
+        connect(&mut net, Kind::Rc, ends);
+        let [a, b] = ends;
+        let mine = net[a].host.register(3000, access::ALL);
+        let inbox = net[b].host.register(3000, access::ALL);
+        // The packets wait for a receive.
+        net.post(a, b, send(1).from(&[mine.all()]));
+        net.post(a, b, send(2).from(&[mine.all()]));
+        net.run(50 * MS);
+        let ids = if both { &ends[..] } else { &ends[1..] };
+        for id in ids {
+            again(&mut net, *id, State::Reset);
+        }
+        connect(&mut net, Kind::Rc, ends);
+        net[b].recv(1, &[inbox.all()]);
+        net.run(LONG);
+        assert!(net[b].received().is_empty(), "both {both}");
+        if !both {
+            let failed = [(1, Status::RemoteAborted), (2, Status::Flushed)];
+            assert_eq!(statuses(&mut net, a), failed);
+            again(&mut net, a, State::Reset);
+            connect(&mut net, Kind::Rc, ends);
+        }
+        net.post(a, b, send(3).from(&[mine.part(0, 100)]));
+        net.run(LONG);
+        assert_eq!(statuses(&mut net, a), [(3, Status::Success)], "both {both}");
+        assert_eq!(net[b].received()[0].byte_len, 100, "both {both}");
+    }
+}

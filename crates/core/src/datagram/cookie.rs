@@ -30,6 +30,11 @@ impl Secret {
         Self(key[0], key[1])
     }
 
+    /// Another key, which is derived from this one.
+    pub(super) fn next(self) -> Self {
+        Self(self.hash((5_u8, 0_u8)), self.hash((5_u8, 1_u8)))
+    }
+
     fn hash(&self, what: impl Hash) -> u64 {
         let mut hasher = SipHasher::new_with_keys(self.0, self.1);
         what.hash(&mut hasher);

@@ -22,7 +22,7 @@ use crate::verbs::mr::Placement;
 use crate::verbs::source::Places;
 use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::verbs::wr::RecvRequest;
-use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram};
+use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram, Shim};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
@@ -71,6 +71,8 @@ impl DatagramQp {
                 self.room_for_record()?;
                 self.record_single(arrival, peer, d, &identity, &mut given_up)
             }
+            // The first part of the message was acknowledged to its sender, but this end does not have it any more.
+            MessageStatus::New if self.begins_late(shim) => Err(Dropped::Operation),
             // An acknowledged message must not be given up, so the packet waits and is not acknowledged.
             MessageStatus::New if self.rd.is_some() && self.messages.is_full(peer) => {
                 Err(Dropped::Busy)
@@ -96,6 +98,13 @@ impl DatagramQp {
         };
         self.give_up_all(given_up, true);
         result
+    }
+
+    /// Whether the datagram of a new message is not the first one of that message, although the peer's datagrams are
+    /// delivered in order.
+    fn begins_late(&self, shim: &Shim) -> bool {
+        let ordered = self.options.ordered || self.kind.is_connected();
+        self.rd.is_some() && ordered && shim.offset != 0 && !shim.commit && !shim.parity
     }
 
     /// Returns the length of the route header in front of a Send.
@@ -458,11 +467,14 @@ impl DatagramQp {
             let part = (from - offset) as usize..(to - offset) as usize;
             let bytes = payload.get(part).unwrap_or(&[]);
             if !self.place(&places, lead + u64::from(*from), bytes) {
-                // The receive is removed from the message before the queue pair fails, since the failure flushes all
-                // other receives.
+                // The message is closed before the queue pair fails, since the failure flushes all other receives. Its
+                // sender is informed by the refusal of this packet.
                 let receive = self.messages.get_mut(peer, id);
                 return Err(match receive.and_then(|open| open.receive.take()) {
-                    Some(request) => self.broken_receive(request.id),
+                    Some(request) => {
+                        self.messages.close(peer, id);
+                        self.broken_receive(request.id)
+                    }
                     None => Dropped::Access,
                 });
             }

@@ -90,7 +90,7 @@ use cookie::Secret;
 use flow::Flow;
 use grh::LastArrival;
 use issued::Issued;
-use messages::{Messages, Record, Records};
+use messages::{GivenUp, Messages, Record, Records};
 use options::Options;
 use outgoing::{Current, PeerQueue, Trailer, check, index};
 use parity::Budget;
@@ -652,22 +652,35 @@ impl DatagramQp {
             self.base.rq.put_back(request);
         }
         self.incoming = Incoming::default();
-        for (_, _, mut open) in self.messages.clear() {
+        let incomplete = self.messages.clear();
+        self.records.clear();
+        self.errors.clear();
+        self.forget_tx(&incomplete);
+        if let (true, Some(rd)) = (self.kind.is_connected(), &mut self.rd) {
+            // The next connection is another one, even if it has the same peer: packets that wait are not for it. Peers of
+            // RD are not connected, so their waiting packets stay valid.
+            rd.reset();
+        }
+        for (_, _, mut open) in incomplete {
             if let Some(request) = open.receive.take() {
                 self.base.rq.put_back(request);
             }
         }
-        self.records.clear();
-        self.errors.clear();
-        self.forget_tx();
         self.failures.clear();
         self.broken = false;
         self.peer = None;
         self.base.reset();
     }
 
-    /// Clears everything that waits to be sent.
-    fn forget_tx(&mut self) {
+    /// Clears everything that waits to be sent. `incomplete`: messages of peers that were given up. A peer whose message or
+    /// answer is lost here gets a new session, so that its requests fail: parts of them are acknowledged, and it would
+    /// wait for the answers for ever.
+    fn forget_tx(&mut self, incomplete: &[GivenUp]) {
+        if let Some(rd) = &mut self.rd {
+            let sources = incomplete.iter().map(|(peer, ..)| *peer);
+            let answers = self.peer_queues.iter().filter(|(_, q)| q.answers > 0);
+            rd.abandon(sources.chain(answers.map(|(peer, _)| *peer)), self.now);
+        }
         self.current = None;
         self.answers.clear();
         self.outbox.clear();
@@ -679,9 +692,6 @@ impl DatagramQp {
         self.unwritten.clear();
         self.reads.clear();
         self.flow.reset();
-        if let Some(rd) = &mut self.rd {
-            rd.abandon();
-        }
     }
 
     // ------------------------------------------------------------------ completion
@@ -743,14 +753,15 @@ impl DatagramQp {
         self.base.observe(|| Step::Failed(why));
         self.base.events.extend(event);
         self.retire();
-        self.forget_tx();
+        let incomplete = self.messages.clear();
+        self.forget_tx(&incomplete);
         self.flush_sq();
         // The receive under way is older than all posted ones, so it completes first.
         let under_way = self.incoming.abandon().flatten();
         if let Some(request) = under_way {
             self.base.flush_recv(request.id);
         }
-        for (_, _, mut open) in self.messages.clear() {
+        for (_, _, mut open) in incomplete {
             if let Some(request) = open.receive.take() {
                 // A receive of a shared queue is returned, for other queue pairs.
                 if self.base.rq.is_shared() {

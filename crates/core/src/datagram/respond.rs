@@ -355,8 +355,9 @@ impl DatagramQp {
                 }
                 Event::Failed(peer, tag, id, status) => self.refused_by(&peer, tag, id, status),
                 Event::Lost(peer, status) => self.lost(&peer, status),
-                // The peer was restarted and does not know the requests, so they fail.
-                Event::Restarted(peer) if self.reads.awaits(&peer) => {
+                // The peer was restarted and does not know the requests, so they fail. It does not know the first part of a
+                // message either, so the rest of the message is not sent.
+                Event::Restarted(peer) if self.reads.awaits(&peer) || self.is_amid(&peer) => {
                     self.lost(&peer, Status::RemoteAborted);
                 }
                 Event::Restarted(_) => {}
@@ -406,11 +407,24 @@ impl DatagramQp {
         self.failed_towards_peer();
     }
 
+    /// Whether a request to the peer was sent in part.
+    fn is_amid(&self, peer: &Peer) -> bool {
+        let first = self.peer_queues.get(peer).and_then(|q| q.queue.front());
+        first.is_some_and(|c| c.tag & ANSWER == 0 && c.message.sent > 0)
+    }
+
     /// Fails all requests to a peer that is lost.
     fn lost(&mut self, peer: &Peer, status: Status) {
         if let Some(to_peer) = self.peer_queues.remove(peer) {
             self.queued_requests -= to_peer.queue.len() - to_peer.answers;
             self.queued_answers -= to_peer.answers;
+            // The peer may be alive, and would wait for its answers for ever. A peer that was restarted does not wait.
+            if to_peer.answers > 0
+                && status != Status::RemoteAborted
+                && let Some(rd) = &mut self.rd
+            {
+                rd.begin_session(peer, self.now);
+            }
         }
         let connected = self.kind.is_connected();
         let theirs = |to: &Option<crate::verbs::wr::Destination>| {

@@ -133,7 +133,11 @@ impl DatagramQp {
         self.handle_rd_events();
         self.make_ready(&peer);
         let result = match (verdict, data) {
-            (RxOutcome::Deliver(seq), Some(data)) => self.deliver_packet(arrival, &peer, seq, data),
+            (RxOutcome::Deliver(seq), Some(data)) => {
+                // The acknowledgement in the packet may have failed the queue pair. The peer then sends the datagram again.
+                self.receives()?;
+                self.deliver_packet(arrival, &peer, seq, data)
+            }
             // The base of the packet may show that missing packets will never arrive. Packets that waited for them can be
             // delivered now.
             _ => Ok(true),
@@ -229,7 +233,13 @@ impl DatagramQp {
                     rd.mark_blocked(peer, seq, data, want);
                     self.rx_full |= want == Resource::Room;
                 }
-                None => rd.refused(peer, seq, data, why.status()),
+                None => {
+                    let informed = rd.refused(peer, seq, data, why.status());
+                    if why == Dropped::Local && !informed {
+                        // The queue pair has failed, and its part of the message is lost.
+                        rd.begin_session(peer, self.now);
+                    }
+                }
             },
         }
         result.map(|()| waits)

@@ -37,6 +37,10 @@
 //! has to echo a new token that was made for this case. After that there are two possibilities. If it is another
 //! queue pair, everything under way to the old one fails, because it is unknown which part arrived. If it is the same
 //! queue pair, which had forgotten this one, then recent packets have not arrived, and they are sent again.
+//!
+//! An end that drops what its peer relies on (an answer, or the first part of a message) begins a new session with this
+//! peer: it uses another token, and packets without an instance number. For the peer this is as if the queue pair had
+//! been replaced, so its outstanding requests fail.
 
 mod ack;
 mod congestion;
@@ -149,6 +153,9 @@ struct PeerState {
     waiting_in: u8,
     /// Whether an empty packet that requires an answer has to be sent.
     ask: bool,
+    /// Whether this end has begun a new session with the peer. Tokens for first contact are not valid any more, because the
+    /// token of the old session may be one of them.
+    renewed: bool,
     /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
     timer: Option<Duration>,
 }
@@ -158,6 +165,30 @@ impl PeerState {
     fn has_under_way(&self) -> bool {
         let tx = self.tx.as_deref();
         tx.is_some_and(|tx| !tx.is_empty() || tx.deadline.is_some())
+    }
+
+    /// Begins a new session with the peer. Nothing of the old one is valid any more, and the peer notices the new token.
+    /// The caller has given up what was under way to the peer.
+    fn begin_session(&mut self, secret: &Secret, shares: &mut Shares, peer: &Peer, now: Duration) {
+        if self.echo == 0 {
+            // The peer has no session with this token yet.
+            return;
+        }
+        self.token = secret.token(peer, self.token, now);
+        self.renewed = true;
+        self.echo = 0;
+        self.expected = None;
+        if let Some(rx) = self.rx.take() {
+            shares.change(peer, rx.held(), 0);
+        }
+        // The entry must stay for as long as the old token would be accepted from an unknown peer.
+        self.used = now;
+    }
+
+    /// The instance number in packets to the peer, where `instance` is that of the queue pair. A peer that knew an earlier
+    /// session must not conclude that this end has only been idle.
+    fn own_instance(&self, instance: u32) -> u32 {
+        if self.renewed { 0 } else { instance }
     }
 
     /// Requires a new proof of the address, since another program may use it by now.
@@ -299,11 +330,20 @@ impl Reliable {
     }
 
     /// Gives up all packets under way. The peers, their numbers and received packets are kept, because acknowledged
-    /// packets are not sent again.
-    pub(super) fn abandon(&mut self) {
-        for state in self.peers.values_mut() {
-            state.tx = None;
+    /// packets are not sent again. A new session begins with the peers to which answers were under way, and with those
+    /// of `failed`.
+    pub(super) fn abandon(&mut self, failed: impl Iterator<Item = Peer>, now: Duration) {
+        for (peer, state) in &mut self.peers {
+            let tx = state.tx.take();
             state.timer = None;
+            if tx.is_some_and(|tx| tx.has_answers()) {
+                state.begin_session(&self.secret, &mut self.shares, peer, now);
+            }
+        }
+        for peer in failed {
+            if let Some(state) = self.peers.get_mut(&peer) {
+                state.begin_session(&self.secret, &mut self.shares, &peer, now);
+            }
         }
         for peer in self.queued.drain(..) {
             if let Some(state) = self.peers.get_mut(&peer) {
@@ -313,6 +353,32 @@ impl Reliable {
         self.timers.clear();
         self.challenges.clear();
         self.events.clear();
+    }
+
+    /// Begins a new session with a peer, because this end has dropped something that the peer relies on.
+    pub(super) fn begin_session(&mut self, peer: &Peer, now: Duration) {
+        if let Some(state) = self.peers.get_mut(peer) {
+            state.tx = None;
+            state.begin_session(&self.secret, &mut self.shares, peer, now);
+            self.events.push_back(Event::Skipped(*peer, u64::MAX));
+        }
+    }
+
+    /// Forgets all peers, and becomes another instance with other tokens. The counters and the limits of wrong tokens
+    /// stay.
+    pub(super) fn reset(&mut self) {
+        let new = Self::new(
+            self.secret.next(),
+            self.index,
+            self.ordered,
+            self.peer_timeout,
+        );
+        let old = std::mem::replace(self, new);
+        self.counts = old.counts;
+        self.room = old.room;
+        self.bad_echoes = old.bad_echoes;
+        self.bad_second = old.bad_second;
+        self.guessed = old.guessed;
     }
 
     pub(super) fn poll_event(&mut self) -> Option<Event> {

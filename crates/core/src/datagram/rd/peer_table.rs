@@ -57,6 +57,7 @@ impl Reliable {
             queued: false,
             waiting_in: 0,
             ask: false,
+            renewed: false,
             timer: None,
         };
         self.peers.insert(*peer, state);

@@ -115,13 +115,19 @@ impl Reliable {
         enqueue(&mut self.queued, peer, state);
     }
 
-    /// Records that the queue pair refuses the message of packet `seq`.
-    pub(in crate::datagram) fn refused(&mut self, peer: &Peer, seq: u64, data: &[u8], why: Status) {
+    /// Records that the queue pair refuses the message of packet `seq`. Returns false if the peer cannot be informed yet.
+    pub(in crate::datagram) fn refused(
+        &mut self,
+        peer: &Peer,
+        seq: u64,
+        data: &[u8],
+        why: Status,
+    ) -> bool {
         let Some(state) = self.peers.get_mut(peer) else {
-            return;
+            return false;
         };
         let Some(rx) = state.rx.as_deref_mut() else {
-            return;
+            return false;
         };
         if !self.ordered && seq != rx.next() {
             // Only the next packet can be refused. This one may be acknowledged already, so it is kept until it is
@@ -129,11 +135,12 @@ impl Reliable {
             if keep(&mut self.shares, peer, rx, seq, data) {
                 self.search_at.get_or_insert(state.used + IDLE);
             }
-            return;
+            return false;
         }
         rx.refuse(why as u8);
         rx.due = true;
         self.enqueue(*peer);
+        true
     }
 
     /// Removes and returns a waiting datagram that can be delivered now.

@@ -12,6 +12,7 @@ use super::ack::{ACK_EACH, ACK_MOST};
 use super::congestion::{Acked, Congestion};
 use super::numbers::{expand as expand_near, micros};
 use crate::datagram::flow::charge;
+use crate::datagram::outgoing::ANSWER;
 use crate::datagram::types::Tag;
 use smallvec::SmallVec;
 
@@ -437,6 +438,18 @@ impl Sender {
     /// When the oldest packet was sent for the first time.
     pub(super) fn oldest(&self) -> Option<Duration> {
         self.sent.front().map(|s| s.first_at)
+    }
+
+    /// Whether the oldest packet is the first one of its message, so that no part of this message is acknowledged.
+    pub(super) fn begins_message(&self) -> bool {
+        let data = self.sent.front().map_or(&[][..], Sent::data);
+        !dgram::parse_covered(data).is_ok_and(|d| d.shim.offset != 0)
+    }
+
+    /// Whether packets of answers are not acknowledged yet.
+    pub(super) fn has_answers(&self) -> bool {
+        let is_answer = |tag: Tag| tag & ANSWER != 0;
+        self.sent.iter().any(|s| s.tag.is_some_and(is_answer))
     }
 
     /// Marks all packets to be sent again, because the peer has forgotten this queue pair and has none of them.

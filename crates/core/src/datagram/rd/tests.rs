@@ -53,20 +53,25 @@ fn packet(rd: &Reliable, peer: &Peer, token: u32, seq: u32) -> Packet {
 
 /// A datagram of a Send with `len` bytes of payload, as packets carry it.
 fn datagram(len: usize) -> Vec<u8> {
+    datagram_at(0, len)
+}
+
+/// The same, with payload that begins at `offset` in the message.
+fn datagram_at(offset: u32, len: usize) -> Vec<u8> {
     let header = Untagged {
         last: true,
         opcode: Opcode::Send,
         inv_stag: crate::wire::Stag(0),
         qn: 0,
         msn: crate::wire::Msn(1),
-        mo: 0,
+        mo: offset,
     };
     let shim = Shim {
         epoch: 1,
         qkey: 0,
         id: 1,
-        length: len as u32,
-        offset: 0,
+        length: offset + len as u32,
+        offset,
         sub_op: 0,
         attributes: 0,
         dst_index: 5,
@@ -153,7 +158,7 @@ fn numbers_continue_after_a_peer_was_forgotten() {
     // A peer with packets under way is not forgotten.
     rd.forget_idle(at(100));
     assert_eq!(rd.peers(), 1);
-    rd.abandon();
+    rd.abandon(std::iter::empty(), at(1));
     rd.forget_idle(at(30));
     assert_eq!(rd.peers(), 1);
     rd.forget_idle(at(100));
@@ -606,6 +611,76 @@ fn a_forgotten_peer_is_recognized_again() {
         assert!(events.contains(&Event::Done(2, 2)), "{events:?}");
         assert!(!events.iter().any(lost), "{events:?}");
         assert!(!two.events(1 - first).iter().any(lost));
+    }
+}
+
+/// A sender that pauses for more than a minute in the middle of a message has nothing under way, so the peer may forget it,
+/// and the first part of the message with it. The rest alone is useless, so the request fails.
+#[test]
+fn the_rest_of_a_message_fails_when_the_peer_has_forgotten_the_beginning() {
+    for (offset, fails) in [(0, false), (50, true)] {
+        let mut two = Two::new();
+        two.sends(0, 1);
+        two.now += 2 * IDLE;
+        let now = two.now;
+        two.ends[1].forget_idle(now);
+        two.events(0);
+        let peer = Two::at(1);
+        let mut packet = vec![0; Packet::LEN];
+        packet.extend(datagram_at(offset, 50));
+        two.ends[0].push(&peer, packet, whole(2), now);
+        two.ends[0].handle_timeout(now + Duration::from_secs(2), None);
+        two.now += Duration::from_secs(2);
+        two.run();
+        let events = two.events(0);
+        let lost = events.contains(&Event::Lost(peer, Status::RemoteAborted));
+        assert_eq!(lost, fails, "{events:?}");
+        assert_eq!(events.contains(&Event::Done(2, 2)), !fails, "{events:?}");
+        assert_eq!(two.delivered, if fails { 1 } else { 2 });
+    }
+}
+
+/// A new session has a new token, even within the lifetime of the old one, and it is not taken for the session of a queue
+/// pair that was idle. Packets under way to the old session fail, and none of them is delivered in the new one.
+#[test]
+fn a_new_session_is_noticed_by_the_peer() {
+    for under_way in [false, true] {
+        for starter in 0..2 {
+            let mut two = Two::new();
+            two.sends(0, 1);
+            two.sends(1, 1);
+            let (to, from) = (Two::at(1), Two::at(0));
+            let now = two.now;
+            if under_way {
+                let packet = vec![0; Packet::LEN + 50];
+                two.ends[0].push(&to, packet, whole(2), now);
+            }
+            let _ = (two.events(0), two.events(1));
+            two.ends[1].begin_session(&from, now);
+            two.ends[1].begin_session(&from, now);
+            let skipped = |e: &Event| *e == Event::Skipped(from, u64::MAX);
+            assert!(two.events(1).iter().all(skipped));
+            if starter == 0 {
+                two.ends[0].ask(&to, now);
+                two.now += Duration::from_secs(2);
+                let now = two.now;
+                two.ends[0].handle_timeout(now, None);
+                two.run();
+            }
+            two.sends(1, 3);
+            let events = two.events(0);
+            let noticed = if under_way {
+                Event::Lost(to, Status::RemoteAborted)
+            } else {
+                Event::Restarted(to)
+            };
+            assert!(events.contains(&noticed), "{events:?}");
+            assert_eq!(two.delivered, 3);
+            two.sends(0, 4);
+            assert!(two.events(0).contains(&Event::Done(4, 4)));
+            assert!(two.events(1).contains(&Event::Done(3, 3)));
+            assert_eq!(two.delivered, 4);
+        }
     }
 }
 

@@ -51,7 +51,12 @@ impl Reliable {
                 .zip(blocked)
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
-                state.tx = None;
+                let tx = state.tx.take();
+                if tx.is_some_and(|tx| tx.has_answers()) {
+                    // The peer may still wait for an answer, and would wait for ever.
+                    state.begin_session(&self.secret, &mut self.shares, &peer, now);
+                    self.events.push_back(Event::Skipped(peer, u64::MAX));
+                }
                 // The packet numbers are not reset. The base in the next packet tells the peer which of them are skipped.
                 let why = if lacks_resource {
                     Status::RnrRetryExceeded

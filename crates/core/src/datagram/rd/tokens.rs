@@ -39,10 +39,13 @@ impl Reliable {
         let restarts = known.is_some_and(|s| s.echo != 0 && s.echo != packet.token);
         let instead = if restarts { packet.token } else { 0 };
         let required = known.filter(|_| !restarts).map(|s| s.token);
-        let right = required == Some(packet.echo)
-            || self
-                .secret
-                .has_issued_token(peer, instead, packet.echo, now);
+        // After a new session has begun, the old token is wrong even if it was issued within the last minute.
+        let one_only = known.is_some_and(|s| s.renewed) && !restarts;
+        let issued = || {
+            self.secret
+                .has_issued_token(peer, instead, packet.echo, now)
+        };
+        let right = required == Some(packet.echo) || !one_only && issued();
         if !right {
             let fresh = || self.secret.token(peer, instead, now);
             let token = required.unwrap_or_else(fresh);
@@ -111,7 +114,7 @@ impl Reliable {
             echo: packet.token,
             dst_index: peer.1,
             src_index: self.index,
-            instance: self.instance,
+            instance: self.instance_for(peer),
             window: self.room,
             time: micros(now),
             time_echo: packet.time,
@@ -119,6 +122,12 @@ impl Reliable {
             ..Packet::default()
         };
         self.challenges.push_back((*peer, arrival.to, answer));
+    }
+
+    /// The instance number in packets to a peer, which may be unknown.
+    fn instance_for(&self, peer: &Peer) -> u32 {
+        let known = self.peers.get(peer);
+        known.map_or(self.instance, |s| s.own_instance(self.instance))
     }
 
     /// Handles a challenge of the peer. It is accepted if it echoes the token of this end and if this end has sent a
@@ -145,7 +154,7 @@ impl Reliable {
                 base: state.next as u32,
                 dst_index: peer.1,
                 src_index: self.index,
-                instance: self.instance,
+                instance: state.own_instance(self.instance),
                 window: self.room,
                 time: micros(now),
                 ack_now: true,
@@ -213,7 +222,8 @@ impl Reliable {
         // The peer forgot this end after a minute without packets from it, so recent packets have not reached the peer.
         let is_young = |tx: &Sender| tx.oldest().is_some_and(|at| now.saturating_sub(at) < YOUNG);
         match tx {
-            Some(tx) if forgot_us && is_young(tx) => tx.start_again(),
+            // If a part of the oldest message was acknowledged, the peer has forgotten this part, so the rest is useless.
+            Some(tx) if forgot_us && is_young(tx) && tx.begins_message() => tx.start_again(),
             Some(_) => {
                 state.tx = None;
                 self.events

@@ -300,7 +300,7 @@ fn header(
         dst_index: peer.1,
         src_index: index,
         ack: next.map(|next| next as u32),
-        instance,
+        instance: state.own_instance(instance),
         window: room,
         time: if state.is_proven {
             micros(now)
