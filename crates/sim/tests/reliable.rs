@@ -662,6 +662,42 @@ fn a_read_fails_if_the_responder_was_reset() {
     }
 }
 
+/// Both ends give each other up, or the requester fails for long, while an answer is under way. Later requests succeed at
+/// the first attempt, although the responder has begun a new session.
+#[test]
+fn requests_after_a_failure_succeed() {
+    for cut in [true, false] {
+        for next in 0..3 {
+            let what = format!("cut {cut}, {next}");
+            let (mut net, a, b) = half_read(Kind::Rd, false);
+            let status = if cut {
+                net.filter = Some(Box::new(|_| false));
+                net.run(100_000 * MS);
+                net.filter = None;
+                Status::RetryExceeded
+            } else {
+                net[a].qp.set_state(State::Error);
+                net.run(10_000 * MS);
+                Status::Flushed
+            };
+            assert_eq!(statuses(&mut net, a), [(1, status)], "{what}");
+            again(&mut net, a, State::Rts);
+            let mine = net[a].host.register(5000, access::ALL);
+            let theirs = net[b].host.register(5040, access::ALL);
+            net[b].recv(1, &[theirs.all()]);
+            let request = match next {
+                0 => send(2),
+                1 => write(2, theirs.remote(0)),
+                _ => read(2, theirs.remote(0)),
+            };
+            net.post(a, b, request.from(&[mine.all()]));
+            net.run(LONG);
+            assert_eq!(statuses(&mut net, a), [(2, Status::Success)], "{what}");
+            assert_eq!(net[b].received().len(), usize::from(next == 0), "{what}");
+        }
+    }
+}
+
 /// Moves a queue pair to RTS, through `to`.
 fn again(net: &mut Ether, of: Id, to: State) {
     net[of].qp.set_state(to);

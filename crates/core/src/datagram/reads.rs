@@ -128,9 +128,10 @@ impl Reads {
         peers
     }
 
-    /// Whether a request to `peer` is outstanding.
-    pub(super) fn awaits(&self, peer: &Peer) -> bool {
-        self.waiting.values().any(|r| r.peer == *peer)
+    /// Returns the numbers of the requests to `peer`, also of those that are not sent yet.
+    pub(super) fn to<'a>(&'a self, peer: &'a Peer) -> impl Iterator<Item = u64> + 'a {
+        let theirs = self.waiting.values().filter(|r| r.peer == *peer);
+        theirs.map(|r| r.number)
     }
 
     /// The time of the next timeout.

@@ -357,7 +357,7 @@ impl DatagramQp {
                 Event::Lost(peer, status) => self.lost(&peer, status),
                 // The peer was restarted and does not know the requests, so they fail. It does not know the first part of a
                 // message either, so the rest of the message is not sent.
-                Event::Restarted(peer) if self.reads.awaits(&peer) || self.is_amid(&peer) => {
+                Event::Restarted(peer) if self.relies_on(&peer) => {
                     self.lost(&peer, Status::RemoteAborted);
                 }
                 Event::Restarted(_) => {}
@@ -407,10 +407,14 @@ impl DatagramQp {
         self.failed_towards_peer();
     }
 
-    /// Whether a request to the peer was sent in part.
-    fn is_amid(&self, peer: &Peer) -> bool {
-        let first = self.peer_queues.get(peer).and_then(|q| q.queue.front());
-        first.is_some_and(|c| c.tag & ANSWER == 0 && c.message.sent > 0)
+    /// Whether the peer has acknowledged something for which it must keep state: a request whose answer has not arrived, or
+    /// the first part of a message.
+    fn relies_on(&self, peer: &Peer) -> bool {
+        let queue = self.peer_queues.get(peer).map(|to_peer| &to_peer.queue);
+        let is_queued = |number| queue.is_some_and(|q| q.iter().any(|c| c.tag == number));
+        let first = queue.and_then(std::collections::VecDeque::front);
+        self.reads.to(peer).any(|number| !is_queued(number))
+            || first.is_some_and(|c| c.tag & ANSWER == 0 && c.message.sent > 0)
     }
 
     /// Fails all requests to a peer that is lost.

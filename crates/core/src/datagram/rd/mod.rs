@@ -56,6 +56,7 @@ mod transmit;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -140,7 +141,8 @@ struct PeerState {
     /// Number of the next packet to the peer.
     next: u64,
     /// Number of the next packet from the peer, used while `rx` is `None`. `None`: no packet has arrived yet.
-    expected: Option<u64>,
+    /// Numbers begin at 2^32 and are never 0.
+    expected: Option<NonZeroU64>,
     tx: Option<Box<Sender>>,
     rx: Option<Box<Receiver>>,
     path: Congestion,
@@ -156,6 +158,9 @@ struct PeerState {
     /// Whether this end has begun a new session with the peer. Tokens for first contact are not valid any more, because the
     /// token of the old session may be one of them.
     renewed: bool,
+    /// Whether the peer has to be heard before data is sent to it. Something under way to it was given up, and since then it
+    /// may have begun a new session, in which new packets would fail too.
+    unheard: bool,
     /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
     timer: Option<Duration>,
 }
@@ -336,6 +341,7 @@ impl Reliable {
         for (peer, state) in &mut self.peers {
             let tx = state.tx.take();
             state.timer = None;
+            state.unheard = true;
             if tx.is_some_and(|tx| tx.has_answers()) {
                 state.begin_session(&self.secret, &mut self.shares, peer, now);
             }

@@ -58,6 +58,7 @@ impl Reliable {
             waiting_in: 0,
             ask: false,
             renewed: false,
+            unheard: false,
             timer: None,
         };
         self.peers.insert(*peer, state);

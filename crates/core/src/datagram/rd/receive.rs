@@ -1,6 +1,7 @@
 //! Receives the packets of known peers, and decides which datagrams are delivered now.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -204,6 +205,7 @@ impl RxContext<'_> {
         now: Duration,
     ) -> RxOutcome {
         state.update_from(packet, now);
+        state.unheard = false;
         if !state.is_proven && packet.time_echo == state.nonce {
             state.prove(now);
         }
@@ -287,8 +289,8 @@ impl RxContext<'_> {
         let start = || 1 << 32 | u64::from(packet.base);
         let rx = state
             .rx
-            .get_or_insert_with(|| Box::new(Receiver::new(expected.unwrap_or_else(start))));
-        state.expected = Some(rx.next());
+            .get_or_insert_with(|| Box::new(Receiver::new(expected.map_or_else(start, u64::from))));
+        state.expected = NonZeroU64::new(rx.next());
         let near = rx.next();
         let before = rx.held();
         let base = expand(packet.base, near);

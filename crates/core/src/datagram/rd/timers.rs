@@ -52,6 +52,7 @@ impl Reliable {
                 .is_some_and(|(since, most)| now.saturating_sub(since) >= most);
             if lacks_resource || now.saturating_sub(tx.silent_since) >= peer_timeout {
                 let tx = state.tx.take();
+                state.unheard = true;
                 if tx.is_some_and(|tx| tx.has_answers()) {
                     // The peer may still wait for an answer, and would wait for ever.
                     state.begin_session(&self.secret, &mut self.shares, &peer, now);

@@ -200,6 +200,7 @@ impl Reliable {
         if state.echo == packet.token {
             return;
         }
+        state.unheard = false;
         if state.echo == 0 {
             if let Some(tx) = &mut state.tx
                 && tx.is_empty()

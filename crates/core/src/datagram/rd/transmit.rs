@@ -3,6 +3,7 @@
 //! The parent module describes tokens and proof of addresses. A *run* is a range of packet numbers that have arrived
 //! although an earlier packet is missing.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +23,8 @@ const CLOSED: Duration = Duration::from_millis(50);
 
 impl Reliable {
     /// Whether a datagram of `len` bytes may be sent to `peer` now. A peer that is not known is asked for its token
-    /// first. A peer whose address is not proven has to prove it before much is sent.
+    /// first. A peer whose address is not proven has to prove it before much is sent, and a peer that was given up has to
+    /// be heard.
     pub(in crate::datagram) fn may_send(
         &mut self,
         peer: &Peer,
@@ -35,7 +37,7 @@ impl Reliable {
             && state.echo != 0
         {
             state.used = now;
-            if !state.credit_allows(Packet::LEN + len + dgram::CRC) {
+            if state.unheard || !state.credit_allows(Packet::LEN + len + dgram::CRC) {
                 state.sender(now);
                 if let Some(tx) = state.tx.as_mut().filter(|tx| tx.deadline.is_none()) {
                     tx.wait(now, &state.path);
@@ -150,7 +152,7 @@ impl Reliable {
             };
             state.queued = false;
             if state.rx.as_ref().is_some_and(|rx| rx.is_idle()) {
-                state.expected = state.rx.take().map(|rx| rx.next());
+                state.expected = state.rx.take().and_then(|rx| NonZeroU64::new(rx.next()));
             }
             let over = |tx: &Sender| tx.is_empty() && tx.deadline.is_none();
             if state.tx.as_deref().is_some_and(over) && state.echo != 0 {
@@ -288,7 +290,9 @@ fn header(
     now: Duration,
 ) -> Packet {
     let rx = state.rx.as_deref();
-    let next = rx.map(Receiver::next).or(state.expected);
+    let next = rx
+        .map(Receiver::next)
+        .or_else(|| state.expected.map(u64::from));
     // The peer's time is returned only with an acknowledgement that is due. Otherwise the peer would count the time
     // for which this end was idle as part of the round trip.
     let answers = rx.filter(|rx| rx.due || rx.ack_by.is_some());
