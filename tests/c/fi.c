@@ -571,8 +571,11 @@ static const char *link_between(size_t arg)
 	/*
 	 * Some datagrams are lost and sent again, so that the first messages of the connection overtake earlier ones.
 	 */
-	if (arg == WITH_LOSS)
+	if (arg == WITH_LOSS) {
 		snprintf(rules, sizeof rules, "loss=30%%");
+		/* The default. In three seconds all repetitions of a datagram may be lost. */
+		setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "30000", 1);
+	}
 	if (arg)
 		setenv("ANYWARP_FAULTS", rules, 1);
 	TRY(open_sides(&a, &b));
