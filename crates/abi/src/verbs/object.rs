@@ -360,8 +360,8 @@ impl SrqObject {
 /// is held in it, so the program may call other verbs.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
-    /// The thread in the section.
-    owner: Mutex<Option<libc::pthread_t>>,
+    /// The thread in the section, and the number of threads that wait for it.
+    owner: Mutex<(Option<libc::pthread_t>, usize)>,
     /// Signalled when it leaves the section.
     left: Condvar,
 }
@@ -372,16 +372,22 @@ impl Batch {
         // SAFETY: no preconditions.
         let me = unsafe { libc::pthread_self() };
         let mut owner = self.owner.lock();
-        while owner.is_some_and(|owner| owner != me) {
+        while owner.0.is_some_and(|owner| owner != me) {
+            owner.1 += 1;
             owner = self.left.wait(owner);
+            owner.1 -= 1;
         }
-        *owner = Some(me);
+        owner.0 = Some(me);
     }
 
     /// Leaves the section.
     pub(crate) fn end(&self) {
-        *self.owner.lock() = None;
-        self.left.notify_one();
+        let mut owner = self.owner.lock();
+        owner.0 = None;
+        // A notification is a system call, also if no thread waits.
+        if owner.1 > 0 {
+            self.left.notify_one();
+        }
     }
 }
 

@@ -192,13 +192,15 @@ impl Cq {
         }
     }
 
-    /// Whether there is no room for `more` entries. Takes no lock.
+    /// Whether there would be more than `most` entries with `more` further ones, and not room for all of them. Takes no lock.
     #[inline]
-    pub(crate) fn may_overflow(&self, more: usize) -> bool {
-        self.waiting.load(Ordering::Relaxed) + more > self.capacity.load(Ordering::Relaxed)
+    pub(crate) fn may_overflow(&self, more: usize, most: usize) -> bool {
+        let all = self.waiting.load(Ordering::Relaxed) + more;
+        all > most && all > self.capacity.load(Ordering::Relaxed)
     }
 
     /// Returns the number of entries of send requests of queue pair `qpn`; 0 if entries may be dropped.
+    #[cold]
     pub(crate) fn sends_of(&self, qpn: u32) -> usize {
         let state = self.state();
         if state.overrun_allowed {

@@ -103,7 +103,7 @@ impl QpBase {
             }
             State::Rts | State::Sqd | State::Sqe | State::Error => {}
         }
-        if self.send_cq.may_overflow(self.sq.len() + 1) && self.is_full_until_polled(1) {
+        if self.lacks_places(1) {
             return Err(Misuse::QueueFull);
         }
         let rq = &self.rq;
@@ -119,9 +119,12 @@ impl QpBase {
     /// An adapter's program gets the place of a request back when it polls the completion. A program that posts until the queue is full, and then
     /// polls, therefore needs a completion queue of no more entries than the send queue has. Here places become free earlier, so this rule
     /// is applied when the completion queue could overflow.
-    #[cold]
-    fn is_full_until_polled(&self, more: usize) -> bool {
-        self.sq.len() + self.send_cq.sends_of(self.qpn) + more > self.sq.max_wr()
+    #[inline]
+    fn lacks_places(&self, more: usize) -> bool {
+        let all = self.sq.len() + more;
+        // Only some of the entries may be of this queue pair's send requests. Counting them takes the lock of the queue.
+        self.send_cq.may_overflow(all, self.sq.max_wr())
+            && all + self.send_cq.sends_of(self.qpn) > self.sq.max_wr()
     }
 
     /// Checks whether all these send requests can be posted now. `check` has the rules of the kind of queue pair.
@@ -133,8 +136,7 @@ impl QpBase {
         requests
             .iter()
             .try_for_each(|request| check(&self.rq, request))?;
-        let most = self.sq.len() + requests.len();
-        if self.send_cq.may_overflow(most) && self.is_full_until_polled(requests.len()) {
+        if self.lacks_places(requests.len()) {
             return Err(Misuse::QueueFull);
         }
         // In other states, requests complete at once and need no room.
