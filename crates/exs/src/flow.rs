@@ -1581,6 +1581,12 @@ mod tests {
         assert!(ends(false) && ends(true));
     }
 
+    /// Returns the reported operations.
+    fn completions(out: &[Action]) -> Vec<Action> {
+        let all = out.iter().filter(|a| matches!(a, Action::Complete { .. }));
+        all.cloned().collect()
+    }
+
     fn answer(seq: u32, len: u64, status: Status) -> Message {
         Message::Ack { seq, len, status }
     }
@@ -1623,15 +1629,11 @@ mod tests {
         assert_eq!(out, []);
         flow.arrived(advert(1), 0, &mut out).unwrap();
         flow.moved(0, &mut out);
-        let ends: Vec<_> = out
-            .iter()
-            .filter(|a| matches!(a, Action::Complete { .. }))
-            .collect();
         let expected = [
             complete(5, Outcome::Done, 100),
             complete(6, Outcome::Invalid, 0),
         ];
-        assert!(ends.iter().copied().eq(&expected), "{ends:?}");
+        assert_eq!(completions(&out), expected);
     }
 
     #[test]
@@ -1650,15 +1652,11 @@ mod tests {
         flow.recv(empty, &mut out);
         assert_eq!(out, []);
         flow.moved(0, &mut out);
-        let ends: Vec<_> = out
-            .iter()
-            .filter(|a| matches!(a, Action::Complete { .. }))
-            .collect();
         let expected = [
             complete(5, Outcome::Done, 100),
             complete(6, Outcome::Done, 0),
         ];
-        assert!(ends.iter().copied().eq(&expected), "{ends:?}");
+        assert_eq!(completions(&out), expected);
     }
 
     #[test]
