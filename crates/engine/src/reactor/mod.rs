@@ -377,7 +377,8 @@ impl Reactor {
         }
         self.perform(actions);
         if flush {
-            self.flush_corked(now);
+            // Each queue pair makes a system call, and all together may take longer than a lease.
+            self.flush_corked(now, || self.renew_lease(clock::now()));
         }
         let from_memory = handle_memories(ready, now);
         let sockets_each = if from_memory {
@@ -396,7 +397,10 @@ impl Reactor {
         self.quiet.on_poll(found, t);
         if self.has_delayed() && (self.is_delayed_too_long(t) || self.is_held_long_enough(found, t))
         {
-            for qp in self.take_delayed() {
+            for (nth, qp) in self.take_delayed().into_iter().enumerate() {
+                if nth > 0 {
+                    self.renew_lease(clock::now());
+                }
                 qp.flush_due(now);
             }
         }
@@ -413,7 +417,7 @@ impl Reactor {
         }
     }
 
-    /// Called while a poll goes on receiving: it may take longer than its lease.
+    /// Called while a poll goes on receiving or sending: it may take longer than its lease.
     pub(crate) fn renew_lease(&self, now: Instant) {
         self.perform(self.lease.on_poll(self.epoch.nanos(now)));
     }
@@ -545,10 +549,14 @@ impl Reactor {
         }
     }
 
-    fn flush_corked(&self, now: Instant) {
+    /// Sends the corked requests. Calls `between` between two queue pairs.
+    fn flush_corked(&self, now: Instant, between: impl Fn()) {
         self.cork.uncork();
         let corked = std::mem::take(&mut *self.corked.lock());
-        for qp in corked {
+        for (nth, qp) in corked.into_iter().enumerate() {
+            if nth > 0 {
+                between();
+            }
             qp.flush(now);
         }
     }
@@ -564,7 +572,7 @@ impl Reactor {
     /// Sends corked requests and all delayed acknowledgements.
     pub fn flush_delayed(&self, now: Instant) {
         if self.cork.is_corked() {
-            self.flush_corked(now);
+            self.flush_corked(now, || ());
         }
         for qp in self.take_delayed() {
             qp.flush(now);

@@ -125,6 +125,45 @@ fn nothing_is_corked_while_no_thread_polls() {
     assert!(corked);
 }
 
+/// A queue pair whose flush takes most of a lease. Records whether the lease ran when its flush began.
+struct Slow(&'static Reactor, Mutex<Vec<bool>>);
+
+impl DelayedAck for Slow {
+    fn flush(&self, _now: Instant) {
+        let runs = self.0.lease.runs(self.0.epoch.nanos(clock::now()));
+        self.1.lock().unwrap().push(runs);
+        std::thread::sleep(self.0.lease.short() * 3 / 4);
+    }
+}
+
+/// If the lease ended while one poll sends the requests of many queue pairs, the worker would take the sockets, and contend for them with
+/// the program.
+#[test]
+fn a_poll_that_sends_for_many_queue_pairs_keeps_its_lease() {
+    let reactor = reactor();
+    let kept = |corked: bool| {
+        let all: Vec<_> = (0..3)
+            .map(|_| Arc::new(Slow(reactor, Mutex::default())))
+            .collect();
+        let listed = all.iter().map(|qp| Arc::clone(qp) as Arc<dyn DelayedAck>);
+        if corked {
+            reactor.on_idle_poll();
+            for qp in listed {
+                reactor.cork_since(reactor.cork.idle_polls(), clock::now(), Some(qp));
+            }
+        } else {
+            listed.for_each(|qp| reactor.schedule_ack(qp));
+        }
+        while all.iter().any(|qp| qp.1.lock().unwrap().is_empty()) {
+            reactor.on_idle_poll();
+        }
+        all.iter().all(|qp| *qp.1.lock().unwrap() == [true])
+    };
+    // If the test is preempted, the lease may have ended.
+    assert!((0..20).any(|_| kept(true)), "corked requests");
+    assert!((0..20).any(|_| kept(false)), "acknowledgements");
+}
+
 /// The lease ends between its check and the corking of a request. If the timer were not set again, no thread would send that request.
 #[test]
 fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
