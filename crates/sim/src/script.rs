@@ -36,7 +36,8 @@
 //!
 //! Words of a message: `stag`, `to`, `len`, `last`, `msn`, `mo`, `inv`, `size`, `source STAG TO`, `sink STAG TO`,
 //! `target STAG TO`, `id`, `add`, `compare`, `swap`, `aop`, `value`, `skip N` (the first payload byte is that with the
-//! number N). Words of a control message: `hello`, `ack N`, `rnr N`, `restart N`, `nak N N`, `ping`, `bye`, `kind N`. To
+//! number N). `terminate LAYER/TYPE/CODE about read-response` names the segment that caused the error; `about atomic-response` too. Words of
+//! a control message: `hello`, `ack N`, `rnr N`, `restart N`, `nak N N`, `ping`, `bye`, `kind N`. To
 //! break rules: `dv`, `rv`, `op`, `qn`, `more` (not the last segment), `tagged`, `untagged`, `cut N` (bytes of the ULPDU
 //! that are sent), `length N` (the value of the length field), `bad-crc`. Payload byte *i* of a message is *i* modulo 251,
 //! plus 1.
@@ -55,7 +56,7 @@ use anywarp_core::verbs::wr::{Bind, Remote};
 use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::{Tagged, Untagged};
 use anywarp_core::wire::rdmap::{AtomicRequest, AtomicResponse, Opcode, ReadRequest, Terminate};
-use anywarp_core::wire::{Msn, Stag, To};
+use anywarp_core::wire::{Msn, QN_ATOMIC_RESPONSE, Stag, To};
 
 use crate::end::{Mr, Request, Setup, access, fetch_add, read, send, write, write_imm};
 use crate::raw::framed;
@@ -598,6 +599,35 @@ impl Stage {
                     read_request: None,
                 }
                 .emit();
+                if words.peek() == Some(&"about") {
+                    words.next();
+                    // M and D are set: the length and the DDP header of the segment follow.
+                    body[2] = 0xc0;
+                    body.extend([0, 18]);
+                    match self.word(words) {
+                        "read-response" => body.extend(
+                            Tagged {
+                                last: true,
+                                opcode: Opcode::ReadResponse,
+                                stag: Stag(0x700),
+                                to: To(0x10),
+                            }
+                            .emit(),
+                        ),
+                        "atomic-response" => body.extend(
+                            Untagged {
+                                last: true,
+                                opcode: Opcode::AtomicResponse,
+                                inv_stag: Stag(0),
+                                qn: QN_ATOMIC_RESPONSE,
+                                msn: Msn::FIRST,
+                                mo: 0,
+                            }
+                            .emit(),
+                        ),
+                        _ => self.fail("no such segment"),
+                    }
+                }
                 if words.peek() == Some(&"swapped") {
                     words.next();
                     // The layout of siw: nibbles swapped, and the bits of M and D at the low end.

@@ -289,6 +289,32 @@ fn a_send_with_invalidate_ends_a_window_of_type_2() {
     }
 }
 
+/// The next stream of the queue pair, or the next queue pair with its number, may have another peer.
+#[test]
+fn the_windows_of_a_queue_pair_end_with_its_stream() {
+    for destroyed in [false, true] {
+        let mut w = World::new(6);
+        let (_, b) = w.pair(&Setup::anywarp());
+        let mr = w[b].register(64, access::ALL);
+        let rkey = bind(&mut w, b, &mr, access::WRITE);
+        let (host, qpn) = (w[b].host.clone(), w[b].qpn());
+        let (pd, to) = (host.pd, To(mr.all().addr + 16));
+        let usable = || {
+            let regions = &host.rnic.regions;
+            regions
+                .check(rkey, pd, qpn, Access::REMOTE_WRITE, to, 8)
+                .is_ok()
+        };
+        assert!(usable());
+        if destroyed {
+            w[b].conn.purge();
+        } else {
+            w[b].conn.set_state(State::Reset);
+        }
+        assert!(!usable(), "destroyed: {destroyed}");
+    }
+}
+
 #[test]
 fn a_window_of_another_queue_pair_is_not_invalidated_by_a_send() {
     for setup in both() {

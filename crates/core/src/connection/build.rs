@@ -170,8 +170,7 @@ impl Connection {
                     })?;
             }
             Op::Bind(bind) => {
-                let (pd, qpn) = (self.base.pd, self.base.qpn);
-                self.base.rnic.regions.bind(&bind, pd, qpn).map_err(|_| {
+                self.base.bind(&bind).map_err(|_| {
                     Unbuildable(
                         Status::WindowBind,
                         "a memory window that cannot be bound with these rights or this range",

@@ -20,7 +20,7 @@ use crate::verbs::wc::{Completion, Status, WcOp};
 use crate::wire::control::Control;
 use crate::wire::ddp::{Header, Tagged, Untagged};
 use crate::wire::rdmap::{AtomicRequest, Immediate, Opcode, ReadRequest, Terminate};
-use crate::wire::{Msn, QN_READ, QN_SEND, Stag, To};
+use crate::wire::{Msn, QN_ATOMIC_RESPONSE, QN_READ, QN_SEND, Stag, To};
 
 impl Connection {
     /// Delivers the message of a segment, if the segment is its last one. The segment was placed, or belongs to a
@@ -543,9 +543,11 @@ impl Connection {
                 let (number, posted) = found.last()?;
                 (posted.phase != Phase::Done).then_some(Some(number))
             }
-            // Towards a standard peer a Write is complete when it is sent, so it cannot be the cause.
-            Header::Tagged(h) if h.opcode == Opcode::Write => None,
-            _ => Some(None),
+            // Towards a standard peer a Write is complete when it is sent, so it cannot be the cause. Responses belong to requests of the
+            // peer.
+            Header::Tagged(_) => None,
+            Header::Untagged(h) if h.qn == QN_ATOMIC_RESPONSE => None,
+            Header::Untagged(_) => Some(None),
         }
     }
 
@@ -600,7 +602,9 @@ impl Connection {
                 }
             }
             Control::Nak { seq, status } => {
-                let status = Status::from_number(status).unwrap_or(Status::RemoteOperation);
+                let status =
+                    Status::from_number(status).filter(|status| *status != Status::Success);
+                let status = status.unwrap_or(Status::RemoteOperation);
                 if !self.handle_ack(seq.wrapping_sub(1)) {
                     return Err(Violation::answer(PeerError::Control(
                         "a refusal of a request that was not sent",

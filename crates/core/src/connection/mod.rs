@@ -525,9 +525,11 @@ impl Connection {
         self.base.detach_counters();
     }
 
-    /// Drops the completions that were not polled, when the queue pair is destroyed (`ibv_destroy_qp(3)`).
+    /// Drops the completions that were not polled, and unbinds the windows of type 2, when the queue pair is destroyed
+    /// (`ibv_destroy_qp(3)`).
     pub fn purge(&mut self) {
         self.base.purge();
+        self.base.unbind_windows();
     }
 
     // ------------------------------------------------------------------ outputs

@@ -610,6 +610,23 @@ impl Regions {
         Ok(())
     }
 
+    /// Unbinds the windows of type 2 of queue pair `qpn`, whose stream has ended.
+    pub(crate) fn unbind_windows(&self, pd: u32, qpn: u32) {
+        let mut unbound = Vec::new();
+        for entry in self.table.write().values_mut() {
+            if let Entry::Live(window) = entry
+                && window.pd == pd
+                && window.kind == (Kind::WindowType2 { qpn })
+            {
+                unbound.push(Arc::clone(window));
+                *entry = Entry::Unbound { pd, type2: true };
+            }
+        }
+        for window in unbound {
+            window.retire();
+        }
+    }
+
     /// The region or window with this STag.
     fn live(&self, stag: Stag) -> Result<Arc<Region>, AccessError> {
         let table = self.table.read();

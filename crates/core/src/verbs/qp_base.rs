@@ -9,12 +9,13 @@ use std::sync::Arc;
 use super::counter::{Counter, Counters, Ops};
 use super::cq::Cq;
 use super::event::AsyncEvent;
+use super::mr::AccessError;
 use super::qp::{self, Attr, QpType, State, mask};
 use super::rnic::Rnic;
 use super::rq::RecvQueue;
 use super::sq::{Retired, SendQueue};
 use super::wc::{Completion, Status, WcOp};
-use super::wr::{RecvRequest, WorkRequest};
+use super::wr::{Bind, RecvRequest, WorkRequest};
 use crate::error::Misuse;
 use crate::observe::Step;
 
@@ -62,6 +63,8 @@ pub(crate) struct QpBase {
     drain_event_wanted: bool,
     /// Completion counters that are attached.
     counters: Option<Box<Counters>>,
+    /// Whether windows were bound since the last reset.
+    has_windows: bool,
 }
 
 impl QpBase {
@@ -84,6 +87,7 @@ impl QpBase {
             last_wqe_raised: false,
             drain_event_wanted: false,
             counters: None,
+            has_windows: false,
         }
     }
 
@@ -208,6 +212,23 @@ impl QpBase {
         self.last_wqe_raised = false;
         self.drain_event_wanted = false;
         self.purge();
+        self.unbind_windows();
+    }
+
+    /// Binds a window, or unbinds it.
+    pub(crate) fn bind(&mut self, bind: &Bind) -> Result<(), AccessError> {
+        self.rnic.regions.bind(bind, self.pd, self.qpn)?;
+        self.has_windows = true;
+        Ok(())
+    }
+
+    /// Unbinds the windows of type 2 that belong to this queue pair.
+    // RFC 5041 §8.2 [stag-stream]: after a reset the queue pair has another stream, and its number may be that of another queue pair after
+    // it was destroyed.
+    pub(crate) fn unbind_windows(&mut self) {
+        if std::mem::take(&mut self.has_windows) {
+            self.rnic.regions.unbind_windows(self.pd, self.qpn);
+        }
     }
 
     /// Drops the completions that were not polled.

@@ -285,11 +285,7 @@ impl DatagramQp {
                     .map_err(|_| Unbuildable(Status::LocalProtection, why))
             }
             Op::Bind(bind) => {
-                let done = self
-                    .base
-                    .rnic
-                    .regions
-                    .bind(&bind, self.base.pd, self.base.qpn);
+                let done = self.base.bind(&bind);
                 let why = "a memory window that cannot be bound with these rights or this range";
                 done.map(|()| None)
                     .map_err(|_| Unbuildable(Status::WindowBind, why))

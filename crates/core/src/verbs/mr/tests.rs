@@ -185,6 +185,42 @@ fn a_window_of_type_2_serves_its_queue_pair_until_invalidated() {
 }
 
 #[test]
+fn the_windows_of_a_queue_pair_are_unbound_together() {
+    let (regions, r) = registered(Access::LOCAL_WRITE | Access::MW_BIND);
+    let mut numbers = numbers_from(79);
+    let mut bind = |type2, qpn| {
+        let window = regions.alloc_window(1, type2, &mut numbers).unwrap();
+        let bind = Bind {
+            window,
+            rkey: Stag(window.0 ^ 1),
+            mr: r.stag(),
+            addr: 0x10_100,
+            len: 16,
+            access: Access::REMOTE_WRITE,
+        };
+        regions.bind(&bind, 1, qpn).unwrap();
+        bind
+    };
+    let (own, other, type1) = (bind(true, 9), bind(true, 8), bind(false, 9));
+    let check = |bind: &Bind, qpn| {
+        regions
+            .check(bind.rkey, 1, qpn, Access::REMOTE_WRITE, To(0x10_100), 8)
+            .map(|p| p.len())
+    };
+    let placement = regions
+        .check(own.rkey, 1, 9, Access::REMOTE_WRITE, To(0x10_100), 8)
+        .unwrap();
+    regions.unbind_windows(1, 9);
+    assert!(placement.pin().is_none());
+    assert_eq!(check(&own, 9), Err(AccessError::Invalid));
+    assert_eq!(check(&other, 8), Ok(8));
+    assert_eq!(check(&type1, 9), Ok(8));
+    // The window can be bound again.
+    regions.bind(&own, 1, 9).unwrap();
+    assert_eq!(check(&own, 9), Ok(8));
+}
+
+#[test]
 fn only_a_window_can_be_bound() {
     let (regions, r) = registered(Access::LOCAL_WRITE | Access::MW_BIND);
     let kind = Kind::Null {
