@@ -438,7 +438,8 @@ impl Connection {
         }
     }
 
-    /// Attaches a stream, whose start-up has agreed on `config`.
+    /// Attaches a stream, whose start-up has agreed on `config`. Requests that were posted and not sent go to its peer. If an
+    /// earlier stream has sent some, the queue pair fails.
     pub fn attach(&mut self, mut config: StreamConfig, now: Instant) {
         if config.markers {
             // No payload is sent by reference, since markers interrupt it.
@@ -450,6 +451,13 @@ impl Connection {
         self.timers = Timers::default();
         self.timers.start(Timer::Probe, now);
         self.stream = Some(Stream::new(config, self.shortcuts));
+        if self.base.sq.has_begun() {
+            // An earlier stream, which the peer has left, has sent requests. It is not known which of them the peer has
+            // executed, and the acknowledgements of the new stream do not refer to them. An adapter's peer would refuse
+            // them, because their sequence numbers are not those of the new connection.
+            let blamed = Some((None, Status::RetryExceeded));
+            self.fail(blamed, "the peer that had the requests has left", None);
+        }
         if self.base.state == State::Error {
             self.leave("the queue pair failed before its stream was up");
         }

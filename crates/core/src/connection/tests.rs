@@ -47,6 +47,21 @@ fn now() -> Instant {
     Instant::now()
 }
 
+/// A stream to a standard peer, which this end opened.
+const STANDARD: StreamConfig = StreamConfig {
+    crc: true,
+    mulpdu: 1442,
+    mulpdu_anywarp: 1442,
+    peer: Peer::Standard,
+    ird: 4,
+    ord: 4,
+    initiator: true,
+    first: First::Nothing,
+    managed: true,
+    markers: false,
+    shm_handover: None,
+};
+
 /// An end that opened a stream to a standard peer; the next message of each queue has the last number before the wrap.
 fn near_the_end() -> (Connection, Arc<Cq>) {
     let cq = Arc::new(Cq::new(100, None));
@@ -75,20 +90,7 @@ fn near_the_end() -> (Connection, Arc<Cq>) {
         sig_all: true,
     });
     conn.set_state(State::Rts);
-    let config = StreamConfig {
-        crc: true,
-        mulpdu: 1442,
-        mulpdu_anywarp: 1442,
-        peer: Peer::Standard,
-        ird: 4,
-        ord: 4,
-        initiator: true,
-        first: First::Nothing,
-        managed: true,
-        markers: false,
-        shm_handover: None,
-    };
-    conn.attach(config, now());
+    conn.attach(STANDARD, now());
     conn.number_from(u32::MAX - 1);
     (conn, cq)
 }
@@ -298,6 +300,92 @@ fn a_send_that_was_not_acknowledged_before_a_bye_fails() {
     conn.poll_tx(now(), false, &mut TxBatch::default());
     conn.handle_eof(true, true);
     assert_eq!(completed(&cq), [(7, Status::Flushed)]);
+}
+
+/// A stream between two queue pairs that were set up with each other's numbers.
+const UNMANAGED: StreamConfig = StreamConfig {
+    peer: Peer::Anywarp,
+    managed: false,
+    ..STANDARD
+};
+
+/// An end whose peer has closed the stream with a Bye, after `ops` were sent to it.
+fn left_by_its_peer(ops: &[Op]) -> (Connection, Arc<Cq>) {
+    let (mut conn, cq) = near_the_end();
+    conn.attach(UNMANAGED, now());
+    for (id, op) in ops.iter().enumerate() {
+        post(&mut conn, id as u64, *op);
+    }
+    assert_eq!(sent_messages(&mut conn).len(), ops.len());
+    conn.stream.as_mut().unwrap().bye_received = true;
+    conn.handle_eof(false, true);
+    assert_eq!((conn.state(), conn.is_attached()), (State::Rts, false));
+    assert_eq!(completed(&cq), []);
+    (conn, cq)
+}
+
+/// The peer numbers the requests of a new stream from 1 on, so it cannot acknowledge those of the stream before it.
+#[test]
+fn requests_that_an_earlier_stream_has_sent_fail_when_the_peer_connects_again() {
+    let imm = None;
+    let invalidate = None;
+    let send = Op::Send { imm, invalidate };
+    let remote = Remote {
+        rkey: Stag(0x700),
+        to: To(0),
+    };
+    for first in [send, Op::Read { remote }] {
+        let (mut conn, cq) = left_by_its_peer(&[first, send]);
+        post(&mut conn, 2, send);
+        conn.attach(UNMANAGED, now());
+        let mut statuses = completed(&cq);
+        let sent = sent_messages(&mut conn);
+        conn.handle_carrier_ack(1);
+        statuses.extend(completed(&cq));
+        assert_eq!(
+            statuses,
+            [
+                (0, Status::RetryExceeded),
+                (1, Status::Flushed),
+                (2, Status::Flushed)
+            ]
+        );
+        // Only the Bye.
+        assert!(matches!(sent[..], [(Opcode::Control, _)]), "{sent:?}");
+        assert_eq!(conn.state(), State::Error);
+    }
+}
+
+/// The peer had no receive, and left before the Send was sent again.
+#[test]
+fn a_request_that_waits_for_a_receive_fails_when_the_peer_connects_again() {
+    let (mut conn, cq) = near_the_end();
+    conn.attach(UNMANAGED, now());
+    let imm = None;
+    let invalidate = None;
+    post(&mut conn, 0, Op::Send { imm, invalidate });
+    assert_eq!(sent_messages(&mut conn).len(), 1);
+    conn.attr_mut().rnr_retry = 7;
+    conn.handle_rnr(1, 1, now());
+    assert!(conn.has_untaken());
+    conn.stream.as_mut().unwrap().bye_received = true;
+    conn.handle_eof(false, true);
+    conn.attach(UNMANAGED, now());
+    assert_eq!(completed(&cq), [(0, Status::RetryExceeded)]);
+}
+
+#[test]
+fn a_request_that_was_not_sent_goes_to_the_peer_that_connects_again() {
+    let imm = None;
+    let invalidate = None;
+    let send = Op::Send { imm, invalidate };
+    let (mut conn, cq) = left_by_its_peer(&[]);
+    post(&mut conn, 5, send);
+    conn.attach(UNMANAGED, now());
+    assert_eq!(sent_messages(&mut conn), [(Opcode::Send, Some(1))]);
+    assert_eq!(completed(&cq), []);
+    conn.handle_carrier_ack(1);
+    assert_eq!(completed(&cq), [(5, Status::Success)]);
 }
 
 /// In shared memory the carrier transports acknowledgements. No message is sent for them, and an old or repeated acknowledgement is

@@ -373,6 +373,13 @@ impl SendQueue {
         self.next > self.front
     }
 
+    /// Whether a request was taken and has not retired, even if it waits to be sent again.
+    pub fn has_begun(&mut self) -> bool {
+        // Message sequence numbers begin with 1.
+        let is_repeated = |(_, posted): (u64, &mut Posted)| posted.msn_before != (0, 0);
+        self.has_outstanding() || self.peek().is_some_and(is_repeated)
+    }
+
     /// Whether nothing is posted.
     pub fn is_empty(&self) -> bool {
         self.posted.is_empty()
