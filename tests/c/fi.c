@@ -1309,6 +1309,21 @@ static const char *wait_behind_others(size_t arg)
 
 /* ---------------------------------------------------------------- failures */
 
+/* Inserts the name of the first end, which is in hexadecimal. */
+static const char *insert_hex(struct side *e, const char *hex)
+{
+	uint8_t name[16];
+
+	for (size_t i = 0; i < sizeof name; i++) {
+		unsigned int byte = 0;
+
+		sscanf(hex + 2 * i, "%2x", &byte);
+		name[i] = (uint8_t)byte;
+	}
+	ENSURE(fi_av_insert(e->av, name, 1, &e->peer, 0, NULL) == 1, "fi_av_insert");
+	return NULL;
+}
+
 /* Runs the other end, in a separate process: gets the name of the first end, prints its own name, and polls. */
 static int be_a_peer(const char *hex)
 {
@@ -1319,15 +1334,8 @@ static int be_a_peer(const char *hex)
 
 	if (!why && fi_getname(&e.ep->fid, name, &len))
 		why = "fi_getname";
-	uint8_t mine[16];
-	for (size_t i = 0; i < sizeof mine; i++) {
-		unsigned int byte = 0;
-
-		sscanf(hex + 2 * i, "%2x", &byte);
-		mine[i] = (uint8_t)byte;
-	}
-	if (!why && fi_av_insert(e.av, mine, 1, &e.peer, 0, NULL) != 1)
-		why = "fi_av_insert";
+	if (!why)
+		why = insert_hex(&e, hex);
 	for (int i = 0; i < 200 && !why; i++)
 		if (fi_trecv(e.ep, in, 10, NULL, e.peer, 77, 0, NULL))
 			why = "fi_trecv";
@@ -1337,29 +1345,46 @@ static int be_a_peer(const char *hex)
 		fi_cq_read(e.rx, NULL, 0);
 }
 
-
-static const char *start_peer(struct side *a, pid_t *child)
+/*
+ * Starts the other end in a separate process, whose arguments are how[0], the name of this end, and the rest of `how`. `from` and
+ * `to` are its output and its input.
+ */
+static const char *start_process(struct side *a, pid_t *child, const char *const how[4], int *from, int *to)
 {
 	char name[64], hex[40];
 	size_t len = sizeof name;
-	int ends[2];
+	int output[2], input[2];
 
 	OK(fi_getname(&a->ep->fid, name, &len));
 	for (size_t i = 0; i < 16; i++)
 		snprintf(hex + 2 * i, 3, "%02x", (uint8_t)name[i]);
-	ENSURE(!pipe(ends), "pipe");
+	ENSURE(!pipe(output) && !pipe(input), "pipe");
 	*child = fork();
 	ENSURE(*child >= 0, "fork");
 	if (*child == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
-		dup2(ends[1], 1);
-		execl("/proc/self/exe", "fi", "--peer", hex, NULL);
+		dup2(input[0], 0);
+		dup2(output[1], 1);
+		execl("/proc/self/exe", "fi", how[0], hex, how[1], how[2], how[3], NULL);
 		_exit(9);
 	}
-	close(ends[1]);
-	ENSURE(read(ends[0], name, sizeof name) == sizeof name, "the peer does not tell its name");
-	close(ends[0]);
+	close(output[1]);
+	close(input[0]);
+	*from = output[0];
+	*to = input[1];
+	ENSURE(read(*from, name, sizeof name) == sizeof name, "the peer does not tell its name");
 	ENSURE(fi_av_insert(a->av, name, 1, &a->peer, 0, NULL) == 1, "fi_av_insert");
+	return NULL;
+}
+
+static const char *start_peer(struct side *a, pid_t *child)
+{
+	const char *const how[4] = { "--peer" };
+	int from, to;
+
+	TRY(start_process(a, child, how, &from, &to));
+	close(from);
+	close(to);
 	return NULL;
 }
 
@@ -1413,6 +1438,168 @@ static const char *lost_peer(size_t arg)
 	OK(fi_tsend(a.ep, out, 20000, NULL, good, 2, &a));
 	TRY(next(b.rx, &entry, NULL));
 	return next(a.tx, &entry, NULL);
+}
+
+enum { ANNOUNCES, REQUESTS, RECEIVES_LATE };
+
+/*
+ * Runs the other end of `answer_lost` in a separate process, which waits for an answer of the first end. Writes its name, one byte
+ * when it waits, and the error of each of its operations.
+ */
+static int be_a_waiting_peer(const char *hex, int what, uint64_t at, uint64_t key)
+{
+	static int64_t operand = 1;
+	struct pollfd input = { .fd = 0, .events = POLLIN };
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	char name[64] = { 0 };
+	size_t len = sizeof name;
+	struct side e;
+
+	if (open_side(&e, 0) || fi_getname(&e.ep->fid, name, &len) || insert_hex(&e, hex))
+		return 1;
+	if (write(1, name, sizeof name) != sizeof name)
+		return 1;
+	for (int turn = 0; turn < 2; turn++) {
+		struct fid_cq *cq = what == RECEIVES_LATE ? e.rx : e.tx;
+		uint64_t until = now_ms() + 300;
+		ssize_t n;
+
+		if (what == ANNOUNCES && fi_tsend(e.ep, out, 100000, NULL, e.peer, 5 + (uint64_t)turn, &e))
+			return 2;
+		if (what == REQUESTS && fi_atomic(e.ep, &operand, 1, NULL, e.peer, at, key, FI_INT64, FI_SUM, &e))
+			return 3;
+		/* By then the first end has the message or the request. In the second turn it may also have answered. */
+		while (now_ms() < until && turn == 0)
+			fi_cq_read(e.rx, NULL, 0);
+		if (write(1, "", 1) != 1)
+			return 4;
+		while (what == RECEIVES_LATE && poll(&input, 1, 0) == 0)
+			fi_cq_read(e.rx, NULL, 0);
+		if (what == RECEIVES_LATE && read(0, name, 1) != 1)
+			return 5;
+		if (what == RECEIVES_LATE && fi_trecv(e.ep, in, 100000, NULL, FI_ADDR_UNSPEC, 5 + (uint64_t)turn, 0, &e))
+			return 6;
+		memset(&error, 0, sizeof error);
+		while ((n = fi_cq_read(cq, &entry, 1)) == -FI_EAGAIN)
+			;
+		if (n == -FI_EAVAIL && fi_cq_readerr(cq, &error, 0) != 1)
+			return 7;
+		if (write(1, &error.err, sizeof error.err) != sizeof error.err)
+			return 8;
+		for (until = now_ms() + 300; now_ms() < until;)
+			if (fi_cq_read(cq, &entry, 1) != -FI_EAGAIN)
+				return 9;
+	}
+	for (;;)
+		fi_cq_read(e.rx, NULL, 0);
+}
+
+/* Reads what the other process writes, and meanwhile drives the endpoint. */
+static const char *read_from_peer(int from, struct side *a, void *to, size_t len)
+{
+	struct pollfd input = { .fd = from, .events = POLLIN };
+	uint64_t until = now_ms() + 15000;
+
+	while (poll(&input, 1, 0) == 0) {
+		ENSURE(now_ms() < until, "the operation of the other end does not complete");
+		fi_cq_read(a->rx, NULL, 0);
+	}
+	ENSURE(read(from, to, len) == (ssize_t)len, "the other process has ended");
+	return NULL;
+}
+
+static const char *answer_lost_to(struct side *a, size_t what, pid_t child, int from, int to, int64_t *target)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	char byte;
+	int err;
+
+	if (what == RECEIVES_LATE)
+		OK(fi_tsend(a->ep, out, 100000, NULL, a->peer, 5, a));
+	/* If the answer is the program's part, the program is not in a call until the other end is stopped. */
+	struct pollfd input = { .fd = from, .events = POLLIN };
+	if (what != RECEIVES_LATE)
+		ENSURE(poll(&input, 1, 10000) == 1, "the other end does not start");
+	TRY(read_from_peer(from, a, &byte, 1));
+	kill(child, SIGSTOP);
+	waitpid(child, NULL, WUNTRACED);
+	if (what == ANNOUNCES)
+		OK(fi_trecv(a->ep, in, 100000, NULL, FI_ADDR_UNSPEC, 5, 0, a));
+	if (what != RECEIVES_LATE) {
+		for (uint64_t until = now_ms() + 100; now_ms() < until;)
+			fi_cq_read(a->rx, NULL, 0);
+		/* This message is given up together with the answer. */
+		OK(fi_tsend(a->ep, out, 10, NULL, a->peer, 5, a));
+	}
+	memset(moving, 0, sizeof moving);
+	moving[0] = a;
+	TRY(next_error(a->tx, &error, 10000));
+	ENSURE(error.op_context == a && error.err == FI_EHOSTUNREACH, "%s", fi_strerror(error.err));
+	kill(child, SIGCONT);
+	if (what == ANNOUNCES) {
+		TRY(next_error(a->rx, &error, 10000));
+		ENSURE(error.op_context == a && error.err == FI_EHOSTUNREACH, "%s", fi_strerror(error.err));
+	}
+	if (what == RECEIVES_LATE)
+		ENSURE(write(to, "", 1) == 1, "write");
+	TRY(read_from_peer(from, a, &err, sizeof err));
+	ENSURE(err == FI_ECONNRESET, "the operation of the other end: %s", fi_strerror(err));
+
+	/* The next operation succeeds, and no operation has completed twice. */
+	if (what == RECEIVES_LATE) {
+		OK(fi_tsend(a->ep, out, 100000, NULL, a->peer, 6, &err));
+		ENSURE(write(to, "", 1) == 1, "write");
+	}
+	if (what == ANNOUNCES)
+		OK(fi_trecv(a->ep, in, 100000, NULL, FI_ADDR_UNSPEC, 6, 0, &err));
+	TRY(read_from_peer(from, a, &byte, 1));
+	TRY(read_from_peer(from, a, &err, sizeof err));
+	ENSURE(err == 0, "the second operation of the other end: %s", fi_strerror(err));
+	if (what == REQUESTS) {
+		ENSURE(*target == 2, "the target is %lld", (long long)*target);
+	} else {
+		TRY(next(what == ANNOUNCES ? a->rx : a->tx, &entry, NULL));
+		ENSURE(entry.op_context == &err, "another completion");
+	}
+	GIVES(FI_EAGAIN, fi_cq_read(a->rx, &entry, 1));
+	GIVES(FI_EAGAIN, fi_cq_read(a->tx, &entry, 1));
+	return NULL;
+}
+
+/*
+ * The other end does not respond for longer than the time-out, and then responds again: the end that waits for it gives up its
+ * operation, and the other end, which waits for this one, gets an error too.
+ */
+static const char *answer_lost(size_t what)
+{
+	static int64_t target;
+	struct fid_mr *mr;
+	struct side a;
+	pid_t child = -1;
+	int from, to;
+
+	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "1000", 1);
+	/* The answer, and its repetitions, stay lost when the other end runs again. Otherwise it would find them in its socket. */
+	if (what != RECEIVES_LATE)
+		setenv("ANYWARP_FAULTS", "op=send times=20 -> drop", 1);
+	TRY(open_side(&a, 0));
+	unsetenv("ANYWARP_FAULTS");
+	OK(fi_mr_reg(a.domain, &target, sizeof target, FI_REMOTE_READ | FI_REMOTE_WRITE, 0, 0, 0, &mr, NULL));
+	keep(close_fid, mr, "region");
+	char kind[4], at[24], key[24];
+	snprintf(kind, sizeof kind, "%u", (unsigned int)what);
+	snprintf(at, sizeof at, "%llu", (unsigned long long)(uintptr_t)&target);
+	snprintf(key, sizeof key, "%llu", (unsigned long long)fi_mr_key(mr));
+	const char *const more[] = { "--waiting-peer", kind, at, key };
+	TRY(start_process(&a, &child, more, &from, &to));
+	const char *why = answer_lost_to(&a, what, child, from, to, &target);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	close(from);
+	close(to);
+	return why;
 }
 
 /* Fills the send queue of an endpoint with messages to a peer that is stopped. They complete only when its time is over. */
@@ -1869,7 +2056,7 @@ static const char *hostile(size_t arg)
 		if (i % 8)
 			m[0] = 1, m[3] = 0, m[2] &= 63;
 		if (i % 16)
-			m[1] = (uint8_t)(1 + i % 10);
+			m[1] = (uint8_t)(1 + i % 12);
 		if (i % 3 == 0)
 			memset(m + 4, 0, 10); /* small names and lengths */
 		if (i % 5 == 0)
@@ -2295,6 +2482,9 @@ static const struct test tests[] = {
 	{ "stopped_peer", lost_peer, SIGSTOP, 0, false },
 	{ "killed_peer_with_link", lost_peer, SIGKILL | LINK, 0, true },
 	{ "stopped_peer_with_link", lost_peer, SIGSTOP | LINK, 0, true },
+	{ "answer_lost_to_a_message", answer_lost, ANNOUNCES, 0, true },
+	{ "answer_lost_to_an_atomic", answer_lost, REQUESTS, 0, true },
+	{ "answer_to_a_sender_that_gave_up", answer_lost, RECEIVES_LATE, 0, true },
 	{ "notice_waits", notice_waits, 0, 0, true },
 	{ "link_fails_before_write", link_fails_before_write, 0, 0, true },
 	{ "link_needed_while_one_closes", link_needed_while_one_closes, 0, 0, true },
@@ -2319,6 +2509,8 @@ int main(int argc, char **argv)
 	}
 	if (argc == 3 && !strcmp(argv[1], "--peer"))
 		return be_a_peer(argv[2]);
+	if (argc == 6 && !strcmp(argv[1], "--waiting-peer"))
+		return be_a_waiting_peer(argv[2], atoi(argv[3]), strtoull(argv[4], NULL, 10), strtoull(argv[5], NULL, 10));
 	/* fi_getinfo without hints would also query libfabric's verbs provider. It leaks the memory of the address of a loopback
 	 * interface (vrb_fill_addr), which LeakSanitizer reports. */
 	setenv("FI_PROVIDER", "anywarp", 0);

@@ -113,7 +113,9 @@ pub fn messages(mut data: &[u8]) {
             | Kind::Probe
             | Kind::Hold
             | Kind::Link
-            | Kind::Taken => {}
+            | Kind::Taken
+            | Kind::Ask
+            | Kind::Unknown => {}
         }
         assert_eq!((matching.bytes(), matching.bytes_of(from)), (bytes, bytes));
     }

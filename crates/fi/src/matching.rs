@@ -66,6 +66,19 @@ impl Message {
         };
         bytes + limits::UNEXPECTED_EACH
     }
+
+    /// Returns how many announced messages this is: 0 or 1.
+    fn announced(&self) -> usize {
+        matches!(self.content, Content::Announced(_)).into()
+    }
+}
+
+/// The stored messages of a sender.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stored {
+    bytes: usize,
+    /// The number of announced messages.
+    announced: usize,
 }
 
 /// The receives and the unexpected messages of one kind (tagged or untagged).
@@ -76,8 +89,8 @@ pub struct Matching<R> {
     /// Messages that the program has claimed (`FI_CLAIM`) and not received yet, each with the program's context.
     claimed: Vec<(usize, Message)>,
     bytes: usize,
-    /// The bytes of each sender that has stored messages.
-    of_senders: HashMap<Remote, usize>,
+    /// The messages of each sender that has stored some.
+    of_senders: HashMap<Remote, Stored>,
 }
 
 impl<R> Default for Matching<R> {
@@ -129,14 +142,17 @@ impl<R> Matching<R> {
 
     fn add(&mut self, message: &Message) {
         self.bytes += message.cost();
-        *self.of_senders.entry(message.from).or_default() += message.cost();
+        let of_sender = self.of_senders.entry(message.from).or_default();
+        of_sender.bytes += message.cost();
+        of_sender.announced += message.announced();
     }
 
     fn subtract(&mut self, message: &Message) {
         self.bytes -= message.cost();
-        if let Some(bytes) = self.of_senders.get_mut(&message.from) {
-            *bytes = bytes.saturating_sub(message.cost());
-            if *bytes == 0 {
+        if let Some(of_sender) = self.of_senders.get_mut(&message.from) {
+            of_sender.bytes = of_sender.bytes.saturating_sub(message.cost());
+            of_sender.announced = of_sender.announced.saturating_sub(message.announced());
+            if of_sender.bytes == 0 {
                 self.of_senders.remove(&message.from);
             }
         }
@@ -149,7 +165,7 @@ impl<R> Matching<R> {
 
     /// Returns the memory of the stored messages of a sender in bytes.
     pub fn bytes_of(&self, sender: Remote) -> usize {
-        self.of_senders.get(&sender).copied().unwrap_or(0)
+        self.of_senders.get(&sender).map_or(0, |of| of.bytes)
     }
 
     /// Returns the first message that a pattern accepts.
@@ -184,6 +200,16 @@ impl<R> Matching<R> {
         Some(message)
     }
 
+    /// Returns the announced messages, including claimed ones: the sender, and its number for the message.
+    pub fn announced(&self) -> impl Iterator<Item = (Remote, u32)> + '_ {
+        let claimed = self.claimed.iter().map(|(_, message)| message);
+        let all = self.messages.iter().chain(claimed);
+        all.filter_map(|message| match &message.content {
+            Content::Here(_) => None,
+            Content::Announced(announcement) => Some((message.from, announcement.id)),
+        })
+    }
+
     /// Makes the receives for the source `from` accept the messages of the source `to` instead.
     pub fn move_source(&mut self, from: FiAddr, to: FiAddr) {
         for (pattern, _) in &mut self.receives {
@@ -204,6 +230,14 @@ impl<R> Matching<R> {
     /// Removes the announced messages of a peer that will never write them. A claimed one stays: the program still receives
     /// it and gets the error then.
     pub fn forget_announced(&mut self, from: Remote) {
+        // Each answer to a lost peer that fails calls this, so it must not take long when there is nothing to remove.
+        if self
+            .of_senders
+            .get(&from)
+            .is_none_or(|of| of.announced == 0)
+        {
+            return;
+        }
         let messages = std::mem::take(&mut self.messages);
         let (gone, stay): (VecDeque<_>, VecDeque<_>) = messages
             .into_iter()
@@ -300,7 +334,9 @@ mod tests {
             ..message(1, 7, b"")
         };
         m.keep(announced.clone());
+        assert_eq!(m.announced().collect::<Vec<_>>(), [(announced.from, 4)]);
         m.forget_announced(announced.from);
+        assert!(m.announced().next().is_none());
         assert_eq!(m.bytes(), 3 + limits::UNEXPECTED_EACH);
         assert_eq!(m.bytes_of(announced.from), m.bytes());
         m.renew_sources(|_| 9);
@@ -322,6 +358,7 @@ mod tests {
         assert!(m.claim(&takes(1, 7, 0), 77).is_some());
         m.renew_sources(|_| 9);
         m.forget_announced(announced.from);
+        assert_eq!(m.announced().collect::<Vec<_>>(), [(announced.from, 4)]);
         assert_eq!(m.take_claimed(77).map(|m| m.envelope.source), Some(9));
     }
 }

@@ -43,6 +43,31 @@ pub enum Kind {
     Link,
     /// The receiver has read the announced message `id`, which was [`READABLE`], or will not read it.
     Taken,
+    /// A question about `length` operations that wait for the recipient, of the kind [`Waits`] in `tag`. Two numbers follow for each of
+    /// them: the sender's, and the recipient's or 0.
+    Ask,
+    /// Of the operations in a question with the same `tag`, the recipient of the question does not know these `length` ones. The numbers of
+    /// the end that has asked follow.
+    Unknown,
+}
+
+/// What an operation waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Waits {
+    /// The grant for a message that the asking end has announced, or the notice that the message was read.
+    Message = 0,
+    /// The answer to an atomic operation.
+    Atomic = 1,
+    /// The write of a message that the asking end has granted memory for.
+    Write = 2,
+}
+
+impl Waits {
+    /// Returns the kind with a number.
+    pub fn from_number(number: u64) -> Option<Self> {
+        let all = [Self::Message, Self::Atomic, Self::Write];
+        all.into_iter().find(|waits| *waits as u64 == number)
+    }
 }
 
 /// A step in the life of a link.
@@ -78,7 +103,7 @@ impl Step {
 }
 
 impl Kind {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 12] = [
         Self::Eager,
         Self::Announce,
         Self::Grant,
@@ -89,6 +114,8 @@ impl Kind {
         Self::Hold,
         Self::Link,
         Self::Taken,
+        Self::Ask,
+        Self::Unknown,
     ];
 
     fn code(self) -> u8 {
@@ -103,6 +130,8 @@ impl Kind {
             Self::Hold => 8,
             Self::Link => 9,
             Self::Taken => 10,
+            Self::Ask => 11,
+            Self::Unknown => 12,
         }
     }
 }
@@ -269,6 +298,8 @@ impl Header {
             Kind::Hold => follows == 0 && header.length <= 1,
             Kind::Link => follows == 0 && Step::from_number(header.length).is_some(),
             Kind::AtomicDone => header.length == follows,
+            Kind::Ask => header.length.checked_mul(8) == Some(follows),
+            Kind::Unknown => header.length.checked_mul(4) == Some(follows),
             Kind::Atomic => follows <= 2 * crate::limits::ATOMIC as u64,
             Kind::Grant | Kind::Written | Kind::Probe | Kind::Taken => follows == 0,
         };
@@ -358,7 +389,7 @@ mod tests {
             Header::decode(&bytes).is_some()
         };
         assert!(!with(0, 2), "a version");
-        assert!(!with(1, 0) && !with(1, 11), "a kind");
+        assert!(!with(1, 0) && !with(1, 13), "a kind");
         assert!(!with(2, 64), "a flag");
         assert!(!with(3, 1), "the byte that must be zero");
         assert!(!with(15, 1), "a length that is not that of the message");
@@ -379,5 +410,16 @@ mod tests {
         let mut more = Header::new(Kind::Grant).encode().to_vec();
         more.push(0);
         assert!(Header::decode(&more).is_none(), "bytes after a grant");
+        for (kind, size) in [(Kind::Ask, 8), (Kind::Unknown, 4)] {
+            let mut header = Header::new(kind);
+            header.length = 2;
+            let mut message = header.encode().to_vec();
+            message.resize(HEADER + 2 * size, 0);
+            assert!(Header::decode(&message).is_some(), "{kind:?}");
+            message.pop();
+            assert!(Header::decode(&message).is_none(), "{kind:?} is too short");
+            header.length = u64::MAX / 4 + 1;
+            assert!(Header::decode(&header.encode()).is_none(), "{kind:?}");
+        }
     }
 }

@@ -151,6 +151,14 @@ impl Endpoint {
         Ok(())
     }
 
+    /// Sends an answer with content, at once or when the send queue has room.
+    pub(super) fn reply(&mut self, cx: &mut Shared, to: Remote, header: Header, content: Vec<u8>) {
+        if !self.deferred.is_empty() || !self.try_reply(cx, to, &header, &content) {
+            self.deferred
+                .push_back(Deferred::Answer(to, header, content));
+        }
+    }
+
     /// Sends an answer. Returns false if the caller has to try again.
     pub(super) fn try_reply(
         &mut self,
@@ -159,8 +167,9 @@ impl Endpoint {
         header: &Header,
         content: &[u8],
     ) -> bool {
-        let sent = self.post_message(cx, to, header, content, |slot| Op::Answer { slot });
-        sent != Err(FI_EAGAIN)
+        let kept = |slot| Op::Answer { slot, to };
+        let posted = self.post_message(cx, to, header, content, kept);
+        self.answered(cx, to, posted)
     }
 
     /// Handles a peer's request for an atomic operation on memory of this process.
@@ -185,10 +194,7 @@ impl Endpoint {
             }
         };
         answer.length = former.len() as u64;
-        if !self.deferred.is_empty() || !self.try_reply(cx, from, &answer, &former) {
-            self.deferred
-                .push_back(Deferred::Answer(from, answer, former));
-        }
+        self.reply(cx, from, answer, former);
     }
 
     /// Handles the answer to an atomic operation.

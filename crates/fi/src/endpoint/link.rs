@@ -261,7 +261,7 @@ impl Endpoint {
             return Ok(None);
         }
         let header = step(Step::Moved, link.stream.number(), remote);
-        if self.post_header(cx, to, ANSWER << KIND, &header).is_err() {
+        if self.post_answer(cx, to, &header).is_err() {
             return Ok(None);
         }
         if let Some(link) = self.links.all.get_mut(link_index).and_then(Option::as_mut) {

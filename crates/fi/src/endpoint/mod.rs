@@ -16,6 +16,7 @@ mod held;
 mod link;
 mod one_sided;
 mod progress;
+mod question;
 mod receive;
 mod send;
 
@@ -247,7 +248,7 @@ enum Op {
     /// The message that requests the operation `of`.
     Request { slot: Option<u16>, of: u32 },
     /// An answer to a peer, with its content.
-    Answer { slot: Option<u16> },
+    Answer { slot: Option<u16>, to: Remote },
 }
 
 /// Whether the receiver of an announced message may read it.
@@ -306,6 +307,8 @@ struct Target {
 struct Incoming {
     target: Target,
     message: Arrived,
+    /// The sender's number for the message.
+    id: u32,
     granted: usize,
     /// The number of bytes that have been written.
     placed: usize,
@@ -431,7 +434,7 @@ const RECEIVE: u64 = 0;
 const OP: u64 = 1;
 /// `wr_id` of the announcement of an operation's message.
 const ANNOUNCE: u64 = 2;
-/// `wr_id` of an answer to a peer, which belongs to no operation of this end.
+/// `wr_id` of an answer to a peer. Its operation is the answer itself.
 const ANSWER: u64 = 3;
 
 /// `wr_id` of a message on a link.
@@ -528,6 +531,9 @@ pub struct Endpoint {
     /// Peers with messages that need not be acknowledged soon: at most [`limits::LATER`].
     later: Vec<Remote>,
     asked: Instant,
+    /// The numbers of the announced messages that peers have asked about: at most [`limits::ANNOUNCED`] of each of [`limits::COUNTED`]
+    /// peers.
+    questions: HashMap<Remote, Vec<u32>>,
     /// The number of calls since the time was last compared with [`Self::asked`].
     calls: u32,
     /// The number of invalid messages that were dropped.
@@ -616,6 +622,7 @@ impl Endpoint {
             outstanding: 0,
             later: Vec::new(),
             asked: Instant::now(),
+            questions: HashMap::new(),
             calls: 0,
             bad: 0,
             refused: false,

@@ -51,7 +51,8 @@ impl Endpoint {
                 self.completed(cx, wc);
             }
         }
-        if !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken {
+        let waits = !self.incoming.is_empty() || !self.ops.is_empty() || self.links.any_broken;
+        if waits || !self.questions.is_empty() {
             self.ask(cx);
         }
         n == batch.len()
@@ -124,9 +125,6 @@ impl Endpoint {
             }
             return;
         }
-        if kind == ANSWER {
-            return;
-        }
         if err == 0 && self.post_next_piece(cx, name) {
             return;
         }
@@ -165,7 +163,10 @@ impl Endpoint {
             }
             Op::Notified { done, .. } => self.finish(cx, &done, err),
             Op::Probe { to } => self.lost(cx, to, err),
-            Op::Answer { slot } => self.free_slots.extend(slot),
+            Op::Answer { slot, to } => {
+                self.free_slots.extend(slot);
+                self.lost(cx, to, err);
+            }
             Op::Request { slot, of } => {
                 self.free_slots.extend(slot);
                 self.requested(cx, of, err);
@@ -250,66 +251,18 @@ impl Endpoint {
     /// Ends the operations that wait for messages from the selected peers.
     fn end_waiting(&mut self, cx: &mut Shared, which: impl Fn(Remote) -> bool, err: i32) {
         // An operation with a request in the device ends with the completion of that request.
-        let waiting = self.ops.iter().filter(|(_, op)| {
-            matches!(op, Op::Announced { to, known: true, grant: None, .. } | Op::Atomic { to, known: true, .. }
-                if which(*to))
-        });
+        let waiting = self.ops.iter().filter(
+            |(_, op)| matches!(op, Op::Announced { to, .. } | Op::Atomic { to, .. } if which(*to)),
+        );
         let waiting: Vec<u32> = waiting.map(|(name, _)| name).collect();
         for name in waiting {
-            match self.ops.remove(name) {
-                Some(Op::Announced { done, .. }) => self.finish_or_report(cx, done, err),
-                Some(Op::Atomic { done, .. }) => self.finish(cx, &done, err),
-                _ => {}
-            }
+            self.end_unanswered(cx, name, err);
         }
         let incoming = self.incoming.iter();
         let incoming = incoming.filter(|(_, i)| which(i.message.from));
         let incoming: Vec<u32> = incoming.map(|(name, _)| name).collect();
         for name in incoming {
-            if let Some(mut incoming) = self.incoming.remove(name) {
-                // The memory is deregistered first, so that it is not written after the completion was reported.
-                incoming.region = None;
-                self.received(cx, &incoming.target, &incoming.message, 0, err);
-            }
-        }
-    }
-
-    /// Periodically sends a message to the peers that operations wait for, because the device detects the loss of a peer
-    /// only when it sends to that peer.
-    pub(super) fn ask(&mut self, cx: &mut Shared) {
-        self.calls += 1;
-        if self.calls < limits::ASK_CALLS {
-            return;
-        }
-        self.calls = 0;
-        if self.asked.elapsed() < limits::ASK_AFTER {
-            return;
-        }
-        self.asked = Instant::now();
-        let waits = |(_, op): (u32, &Op)| match op {
-            Op::Announced { to, .. } | Op::Atomic { to, .. } => Some(*to),
-            _ => None,
-        };
-        let mut peers: Vec<Remote> = self.ops.iter().filter_map(waits).collect();
-        peers.extend(self.incoming.iter().map(|(_, i)| i.message.from));
-        peers.extend(self.links.waiting());
-        peers.sort_unstable();
-        peers.dedup();
-        for (_, op) in self.ops.iter() {
-            if let Op::Probe { to } = op {
-                peers.retain(|peer| peer != to);
-            }
-        }
-        for to in peers {
-            let Ok(op) = self.ops.insert(Op::Probe { to }) else {
-                return;
-            };
-            let id = OP << KIND | u64::from(op);
-            let header = Header::new(Kind::Probe);
-            if self.post_header(cx, to, id, &header).is_err() {
-                self.ops.remove(op);
-                return;
-            }
+            self.end_incoming(cx, name, err);
         }
     }
 
@@ -369,6 +322,8 @@ impl Endpoint {
             }
             Kind::AtomicDone => self.operated(cx, from, &header, at, length),
             Kind::Hold => self.handle_hold(cx, from, &header),
+            Kind::Ask => self.asked(cx, from, &header, at, length),
+            Kind::Unknown => self.end_unknown(cx, from, &header, at, length),
             Kind::Probe => {}
         }
         self.again(at);

@@ -268,6 +268,7 @@ impl Endpoint {
         let incoming = Incoming {
             target,
             message,
+            id,
             granted,
             placed: 0,
             base,

@@ -153,15 +153,7 @@ impl Endpoint {
     /// completes requests in the order of posting, so an unacknowledged message and all later ones stay in the send queue.
     pub(super) fn ask_for_acknowledgements(&mut self, cx: &mut Shared) {
         while let Some(to) = self.later.pop() {
-            let Ok(op) = self.ops.insert(Op::Probe { to }) else {
-                return;
-            };
-            let id = OP << KIND | u64::from(op);
-            if self
-                .post_header(cx, to, id, &Header::new(Kind::Probe))
-                .is_err()
-            {
-                self.ops.remove(op);
+            if self.probe(cx, to).is_err() {
                 return;
             }
         }
@@ -275,9 +267,41 @@ impl Endpoint {
 
     /// Sends a header. Returns false if the caller has to try again.
     pub(super) fn try_answer(&mut self, cx: &mut Shared, to: Remote, header: &Header) -> bool {
-        match self.post_header(cx, to, ANSWER << KIND, header) {
+        let posted = self.post_answer(cx, to, header);
+        self.answered(cx, to, posted.map_err(full))
+    }
+
+    /// Posts the request that sends a header as an answer.
+    pub(super) fn post_answer(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        header: &Header,
+    ) -> Result<(), i32> {
+        let op = Op::Answer { slot: None, to };
+        let op = self.ops.insert(op).map_err(|_full| FI_EAGAIN)?;
+        let posted = self.post_header(cx, to, ANSWER << KIND | u64::from(op), header);
+        if posted.is_err() {
+            self.ops.remove(op);
+        }
+        posted
+    }
+
+    /// Called when an answer was posted, or could not be posted. Returns false if the caller has to try again. A peer that cannot be
+    /// answered is lost, because it or this end may wait for what follows the answer.
+    pub(super) fn answered(
+        &mut self,
+        cx: &mut Shared,
+        to: Remote,
+        posted: Result<(), i32>,
+    ) -> bool {
+        match posted {
             Ok(()) => true,
-            Err(why) => full(why) != FI_EAGAIN,
+            Err(FI_EAGAIN) => false,
+            Err(_) => {
+                self.lost(cx, to, FI_EHOSTUNREACH);
+                true
+            }
         }
     }
 
