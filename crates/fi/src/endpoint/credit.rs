@@ -56,9 +56,9 @@ impl Credit {
         Ok((bytes, Arc::clone(&self.copies)))
     }
 
-    /// Forgets what was agreed with a peer that is lost.
+    /// Forgets that a peer was notified, because it is lost. A notice of the peer stays valid: the peer may be alive, and drops messages
+    /// that ignore its notice. If another endpoint has replaced it, that one sends a new notice (`correct`).
     pub(super) fn forget(&mut self, peer: Remote) {
-        self.used_up.remove(&peer);
         self.notified.remove(&peer);
     }
 }
@@ -161,5 +161,27 @@ impl Endpoint {
             // of peers could add entries.
             self.credit.used_up.entry(from).or_default();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_notice_of_a_lost_peer_stays_valid() {
+        let peer = Remote {
+            ip: std::net::Ipv4Addr::LOCALHOST.into(),
+            qpn: 1,
+        };
+        let mut credit = Credit::default();
+        credit.used_up.entry(peer).or_default();
+        let notice = Notice {
+            stored: 0,
+            waits: false,
+        };
+        credit.notified.insert(peer, notice);
+        credit.forget(peer);
+        assert!(credit.is_used_up(peer) && !credit.notified.contains_key(&peer));
     }
 }
