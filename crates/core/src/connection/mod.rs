@@ -37,6 +37,7 @@ use std::time::{Duration, Instant};
 use crate::bounds;
 use crate::error::Misuse;
 use crate::llp::mpa::deframe::LENGTH;
+use crate::llp::mpa::frame::TxBatch;
 use crate::verbs::counter::{Counter, Ops};
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
@@ -262,6 +263,13 @@ impl Connection {
             && waiting < limits.max_requests
             && waiting > 0
             && is_small
+    }
+
+    /// Whether the rest of `batch` after its first `sent` bytes may be sent. It may not if it refers to the memory of a request that has
+    /// completed, which the program may use for something else: the peer has acknowledged a message before it was sent.
+    pub fn may_send_rest(&self, batch: &TxBatch, sent: usize) -> bool {
+        let request = batch.first_request(sent);
+        request.is_none_or(|number| number >= self.base.sq.front_number())
     }
 
     /// Whether requests in the send queue wait to be taken for sending.

@@ -390,7 +390,11 @@ impl Requester {
             let known = matches!(posted.phase, Phase::Sent | Phase::Done);
             // Serial number arithmetic: whether its last message comes after `seq`.
             let after = posted.seq.1.wrapping_sub(seq);
-            if !known || (after != 0 && after < 1 << 31) {
+            let is_covered = after == 0 || after >= 1 << 31;
+            if posted.phase == Phase::Sending && is_covered {
+                return false;
+            }
+            if !known || !is_covered {
                 break;
             }
             if posted.phase == Phase::Sent && posted.answers == 0 {

@@ -139,6 +139,7 @@ impl Connection {
         };
         let segment = segment(message, s.config.mulpdu);
         let (crc, memory) = (s.crc_tx, &*self.base.rnic.memory);
+        batch.set_request(request.unwrap_or(0));
         let framed = frame_marked(
             &mut s.markers,
             crc,

@@ -373,8 +373,14 @@ fn run(both: &mut Both, data: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use anywarp_core::verbs::access::Access;
+    use anywarp_core::verbs::mr::{Region, Registration};
+    use anywarp_core::verbs::wr::Sge;
+
     use super::*;
+    use crate::random::random_u32;
     use crate::reactor::PolledMemory as _;
+    use crate::sys::socket::set_option;
 
     /// The first step of sending fills the ring, and the second one finds no room.
     #[test]
@@ -400,6 +406,77 @@ mod tests {
         peer.set_read_timeout(Some(Duration::from_secs(20)))
             .unwrap();
         assert_eq!(peer.read(&mut received).unwrap(), 1);
+    }
+
+    /// A stream without CRCs, and the region of a Send of `LEN` bytes, of which the socket has taken the first ones. `choice`: see
+    /// [`Both::new`].
+    fn sending(choice: u8) -> (Both, Arc<Region>, Box<[u8]>) {
+        const LEN: usize = 768 << 10;
+        let mut both = Both::new(choice).unwrap();
+        set_option(
+            both.tcp.fd().get(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUF,
+            16 << 10,
+        );
+        both.control(Control::Hello {
+            version: 1,
+            features: 0,
+        });
+        assert!(both.receive(true));
+        let memory = vec![1_u8; LEN].into_boxed_slice();
+        let at = memory.as_ptr().expose_provenance() as u64;
+        let what = Registration {
+            start: at,
+            len: LEN as u64,
+            base: at,
+            access: Access::LOCAL_WRITE,
+            pd: 1,
+            present: None,
+        };
+        let regions = &both.engine.rnic.regions;
+        let region = regions.register(&what, &mut random_u32).unwrap();
+        let sge = Sge {
+            addr: at,
+            len: LEN as u32,
+            lkey: region.stag(),
+        };
+        let payload = Payload::Sges(smallvec::smallvec![sge]);
+        both.conn.post_send(send_of(1, payload)).unwrap();
+        assert!(both.transmit());
+        assert!(both.tcp.blocked, "the socket is full");
+        (both, region, memory)
+    }
+
+    /// A batch contains the whole message, and refers to its memory. The completion of the Send permits the program to use this memory for
+    /// something else, so the rest of the message is not read from there.
+    #[test]
+    fn a_send_that_is_acknowledged_before_it_is_sent_ends_the_stream() {
+        let (mut both, region, _memory) = sending(1);
+        both.control(Control::Ack { seq: 1 });
+        assert!(both.receive(true));
+        let mut peer = both.peer.take().unwrap();
+        let mut room = vec![0; 1 << 20];
+        let mut any = false;
+        while peer.read(&mut room).is_ok() || !any {
+            any = true;
+        }
+        both.tcp.blocked = false;
+        let outcome = both
+            .tcp
+            .transmit(both.engine, &mut both.conn, clock::now(), true);
+        assert_eq!(outcome, Outcome::Broken(libc::EPROTO));
+        both.engine.rnic.regions.deregister(&region).unwrap();
+    }
+
+    /// The segments are short, so their payload is copied, and the batch contains only the first ones.
+    #[test]
+    fn a_send_that_is_acknowledged_before_it_is_framed_ends_the_stream() {
+        let (mut both, region, _memory) = sending(1 | 2);
+        both.control(Control::Ack { seq: 1 });
+        both.receive(true);
+        assert_eq!(both.conn.state(), State::Error);
+        both.engine.rnic.regions.deregister(&region).unwrap();
     }
 
     #[test]

@@ -790,6 +790,9 @@ impl Tcp {
                 // not sent.
                 return Outcome::Broken(libc::ECANCELED);
             }
+            if !conn.may_send_rest(&self.batch, self.sent) {
+                return Outcome::Broken(libc::EPROTO);
+            }
             self.counts.tx_calls += u64::from(!self.tx_shm);
             let sent = match &mut self.shm {
                 Some(shm) if self.tx_shm => {

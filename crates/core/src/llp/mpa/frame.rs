@@ -32,6 +32,8 @@ pub struct TxBatch {
     small: bool,
     /// The number of bytes at which the batch is full.
     most: usize,
+    /// The request to which user memory belongs that is added now.
+    request: u64,
 }
 
 impl Default for TxBatch {
@@ -44,6 +46,7 @@ impl Default for TxBatch {
             aligned: false,
             small: false,
             most: bounds::TX_BATCH_BYTES,
+            request: 0,
         }
     }
 }
@@ -52,8 +55,8 @@ impl Default for TxBatch {
 enum Piece {
     /// `own[from..to]`.
     Own { from: usize, to: usize },
-    /// User memory.
-    User(Placement),
+    /// User memory of the send request with this number.
+    User(Placement, u64),
 }
 
 /// One run of bytes of a batch.
@@ -145,6 +148,23 @@ impl TxBatch {
         !self.pieces.is_empty()
     }
 
+    /// Sets the number of the send request to which the user memory belongs that is added next.
+    pub fn set_request(&mut self, number: u64) {
+        self.request = number;
+    }
+
+    /// The number of the first send request whose memory the batch refers to after its first `skip` bytes.
+    pub fn first_request(&self, skip: usize) -> Option<u64> {
+        let mut end = 0;
+        self.pieces.iter().find_map(|piece| {
+            end += self.run(piece).len();
+            match piece {
+                Piece::User(_, request) if end > skip => Some(*request),
+                _ => None,
+            }
+        })
+    }
+
     /// All bytes, if none of them are in user memory.
     #[inline]
     pub fn as_bytes(&self) -> Option<&[u8]> {
@@ -171,7 +191,7 @@ impl TxBatch {
     fn run<'a>(&'a self, piece: &'a Piece) -> Run<'a> {
         match piece {
             Piece::Own { from, to } => self.own_run(*from, *to),
-            Piece::User(place) => Run::User {
+            Piece::User(place, _) => Run::User {
                 place,
                 from: 0,
                 len: usize::try_from(place.len()).unwrap_or(0),
@@ -222,7 +242,7 @@ impl TxBatch {
         }
         self.tail = to;
         self.bytes += usize::try_from(place.len()).unwrap_or(0);
-        self.pieces.push(Piece::User(place));
+        self.pieces.push(Piece::User(place, self.request));
     }
 }
 
