@@ -475,6 +475,7 @@ impl<S: DatagramSink> Carrier<S> {
     ) -> Sent {
         let (mut count, mut full, mut failed) = (0, false, false);
         let mut sending = self.send.lock();
+        let was_full = sending.shm.was_full();
         for d in datagrams.iter().take_while(|d| self.suits(d, from)) {
             let hop_limit = if d.hop_limit == 0 {
                 HOP_LIMIT
@@ -499,6 +500,11 @@ impl<S: DatagramSink> Carrier<S> {
         drop(sending);
         if must_wake && !wake() {
             self.watch().was_not_woken();
+        }
+        if was_full && count > 0 && self.polled.can_send() {
+            // The peer does not report the room any more that other queue pairs wait for. Their locks must not be taken here, with the
+            // lock of the sending queue pair held.
+            self.engine.wake();
         }
         if let Some(deadline) = deadline {
             self.set_deadline(deadline);

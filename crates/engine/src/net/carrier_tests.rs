@@ -187,6 +187,24 @@ fn a_waiting_queue_pair_is_called_although_another_one_has_used_the_room() {
     assert!(a.sink.writable.load(Ordering::Relaxed));
 }
 
+/// The peer reports the room only once, and not at all if another queue pair has written before it looks.
+#[test]
+fn room_for_a_waiting_queue_pair_is_reported_although_another_one_has_sent() {
+    let (engine, a, b) = connected();
+    while a.send(&b, 1, 60_000).is_ok() {}
+    a.port.wait_writable(Arc::downgrade(&a.sink), Some(b.at));
+    let carrier = b.carrier(&a).unwrap();
+    let mut more = true;
+    while more {
+        more = carrier
+            .receive_run(1, 1, |_, _, _| ())
+            .is_ok_and(|(n, _)| n > 0);
+    }
+    assert!(!engine.is_woken());
+    a.send(&b, 2, 100).unwrap();
+    assert!(carrier.must_wake_for_room() || engine.is_woken());
+}
+
 #[test]
 fn when_an_end_closes_the_rest_is_received_and_the_other_end_uses_udp() {
     let (engine, a, b) = connected();

@@ -677,6 +677,11 @@ impl Shm {
             .store(0, Ordering::Relaxed);
     }
 
+    /// Whether the ring was full, and nothing was written since.
+    pub(super) fn was_full(&self) -> bool {
+        self.was_full
+    }
+
     /// Whether memory was offered that the peer has not opened.
     pub(super) fn is_offered(&self) -> bool {
         self.name.is_some() && self.counted.is_none()

@@ -495,7 +495,8 @@ impl Reactor {
         }
     }
 
-    fn wake(&self) {
+    /// Wakes the worker. It handles what is ready, unless a lease runs.
+    pub(crate) fn wake(&self) {
         let _ = rustix::io::write(self.wake.get(), &1_u64.to_ne_bytes());
     }
 
@@ -776,6 +777,12 @@ impl Reactor {
     /// Marks the device as broken. Returns whether it was broken before.
     pub(crate) fn set_broken(&self) -> bool {
         self.broken.swap(true, Ordering::AcqRel)
+    }
+
+    /// Whether [`Self::wake`] was called and the worker has not woken since.
+    #[cfg(test)]
+    pub(crate) fn is_woken(&self) -> bool {
+        socket::wait_readable(self.wake.get(), Duration::ZERO)
     }
 
     /// The end of the lease, and whether it runs.
