@@ -414,6 +414,7 @@ impl Reactor {
             self.ensure_lease(false);
         } else if self.quiet.should_yield(idle_polls, t) {
             rustix::thread::sched_yield();
+            self.quiet.on_yield(t, self.epoch.nanos(clock::now()));
         }
     }
 

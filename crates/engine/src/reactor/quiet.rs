@@ -15,6 +15,10 @@ use crate::sync::{AtomicU64, Ordering};
 const QUIET: u64 = 50_000;
 /// After that time, one in this many idle polls yields.
 const YIELD_EACH: u64 = 8;
+/// If a yield takes longer than this, in nanoseconds, the processor was used by a thread that computes.
+const LONG_YIELD: u64 = 500_000;
+/// The longest time without a yield after a long one, in nanoseconds.
+const YIELD_PAUSE_MAX: u64 = 20_000_000;
 
 /// The state of all threads together. Times are in nanoseconds.
 #[derive(Debug)]
@@ -24,6 +28,8 @@ pub(super) struct Quiet {
     /// The time of the first idle poll since then that received nothing; 0: there was none. It is much later than `received_at` if
     /// the program computed between the two polls.
     polling_since: AtomicU64,
+    /// No thread yields before this time.
+    yield_at: AtomicU64,
 }
 
 impl Quiet {
@@ -31,6 +37,17 @@ impl Quiet {
         Self {
             received_at: AtomicU64::new(0),
             polling_since: AtomicU64::new(0),
+            yield_at: AtomicU64::new(0),
+        }
+    }
+
+    /// Called after a thread has yielded at `before`, when it runs again at `now`. If another thread used the processor for long, it is
+    /// not one that waits for messages and yields too. No thread yields again until this one has had as much time.
+    pub(super) fn on_yield(&self, before: u64, now: u64) {
+        let took = now.saturating_sub(before);
+        if took > LONG_YIELD {
+            self.yield_at
+                .store(now + took.min(YIELD_PAUSE_MAX), Ordering::Relaxed);
         }
     }
 
@@ -64,7 +81,9 @@ impl Quiet {
     pub(super) fn should_yield(&self, poll: u64, now: u64) -> bool {
         // Another thread may have stored a later time.
         let quiet = now.saturating_sub(self.received_at.load(Ordering::Relaxed));
-        quiet > QUIET && poll.is_multiple_of(YIELD_EACH)
+        quiet > QUIET
+            && poll.is_multiple_of(YIELD_EACH)
+            && now >= self.yield_at.load(Ordering::Relaxed)
     }
 }
 
@@ -99,5 +118,18 @@ mod tests {
         assert_eq!(quiet.polled_in_vain(2_000_700), 700);
         quiet.on_poll(true, 2_000_800);
         assert_eq!(quiet.polled_in_vain(2_000_900), 0);
+    }
+    #[test]
+    fn after_a_long_yield_polls_keep_the_processor_for_as_long() {
+        let quiet = Quiet::new();
+        let now = 10 * QUIET;
+        quiet.on_yield(now, now + LONG_YIELD);
+        assert!(quiet.should_yield(0, now + LONG_YIELD));
+        let long = 6 * LONG_YIELD;
+        quiet.on_yield(now, now + long);
+        assert!(!quiet.should_yield(0, now + 2 * long - 1));
+        assert!(quiet.should_yield(0, now + 2 * long));
+        quiet.on_yield(now, now + 2 * YIELD_PAUSE_MAX);
+        assert!(quiet.should_yield(0, now + 3 * YIELD_PAUSE_MAX));
     }
 }
