@@ -372,6 +372,10 @@ impl PolledMemory for Polled {
     fn prepare_sleep(&self, _acks: bool) -> bool {
         self.watch.announce_sleep(|| self.is_ready())
     }
+
+    fn end_sleep(&self) {
+        self.watch.withdraw_sleep();
+    }
 }
 
 /// How [`Carrier::send`] ended.

@@ -266,6 +266,11 @@ impl Watch {
         wake::announce(self.shared.flag(self.us.asleep()), condition)
     }
 
+    /// Withdraws the announcement that this end sleeps. Returns false if there is none, or if the peer has seen it and sends a wake-up.
+    pub(super) fn withdraw_sleep(&self) -> bool {
+        wake::withdraw(self.shared.flag(self.us.asleep()))
+    }
+
     /// Makes an acknowledgement wake this end if it sleeps. Returns false if one has arrived already.
     pub(super) fn await_ack(&self) -> bool {
         wake::await_ack(self.shared.flag(self.us.asleep()), || !self.has_done())
@@ -308,6 +313,16 @@ impl PolledMemory for Watch {
             self.wakeups_left.fetch_add(1, Ordering::Relaxed);
         }
         wake::announce_sleep(self.shared.flag(self.us.asleep()), acks, || self.is_ready())
+    }
+
+    fn end_sleep(&self) {
+        if self.withdraw_sleep() {
+            // The peer will send no wake-up for this sleep.
+            let less = |left: u32| left.checked_sub(1);
+            let _ = self
+                .wakeups_left
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        }
     }
 }
 
@@ -1229,6 +1244,14 @@ mod tests {
             assert!(other.must_wake() && one.count_wakeups(1));
         }
         // It has slept eleven times (once before the first poll), and the peer may wake it each time.
+        assert!(one.count_wakeups(1) && !one.count_wakeups(1));
+        // A sleep that was withdrawn permits no wake-up, unless the peer has seen it before.
+        let (mut one, other) = pair();
+        one.watch().end_sleep();
+        assert!(!other.must_wake() && !one.count_wakeups(1));
+        let _ = one.watch().prepare_sleep(true);
+        assert!(other.must_wake());
+        one.watch().end_sleep();
         assert!(one.count_wakeups(1) && !one.count_wakeups(1));
         // Even if this end slept often without being woken, the peer may send only a limited number of bytes at once.
         let (mut one, _other) = pair();

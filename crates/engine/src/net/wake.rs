@@ -73,6 +73,12 @@ fn announce_as<R>(value: u32, flag: &impl Flag, condition: impl FnOnce() -> R) -
     condition()
 }
 
+/// Clears the flag of this process, which is awake. Returns false if it was clear, because the peer has seen it.
+#[inline]
+pub(crate) fn withdraw(asleep: &impl Flag) -> bool {
+    asleep.load() != 0 && asleep.swap(0) != 0
+}
+
 /// Makes an acknowledgement wake this process if it sleeps and only records would wake it. Then evaluates `condition`: whether no
 /// acknowledgement has arrived.
 ///

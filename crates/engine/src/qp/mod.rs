@@ -637,7 +637,7 @@ impl RcQp {
         while inner.conn.is_receiving() && inner.conn.state() != State::Error {
             let left = until.saturating_duration_since(clock::now());
             let Some(tcp) = &inner.tcp else { return };
-            if left.is_zero() || !tcp.wait(left) {
+            if left.is_zero() || !self.engine.sleeping(|| tcp.wait(left)) {
                 return;
             }
             self.progress(inner, clock::now(), Receive::All, true);

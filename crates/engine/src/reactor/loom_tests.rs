@@ -1,11 +1,12 @@
 //! Interleavings of a polling thread and the worker, checked by loom.
 
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use loom::thread;
 
 use super::cork::Cork;
 use super::lease::Lease;
+use super::sleepers::Sleepers;
 
 /// The lease ends while a request is corked: either the worker sends the request, or the polling thread grants a new
 /// lease, at whose end the worker wakes.
@@ -64,5 +65,52 @@ fn loom_the_worker_never_sleeps_without_a_socket_or_a_timer_that_wakes_it() {
         let by_socket = sockets.swap(false, Ordering::SeqCst);
         let by_timer = timer.swap(false, Ordering::SeqCst);
         assert!(by_socket || by_timer, "nothing wakes the worker");
+    });
+}
+
+/// The worker wakes and withdraws its announcement while another thread goes to sleep, and a peer writes. Either the peer wakes this
+/// process, or one of its threads sees what the peer has written.
+#[test]
+fn loom_a_thread_that_falls_asleep_while_the_worker_wakes_is_woken() {
+    loom::model(|| {
+        let sleepers = Arc::new(Sleepers::new());
+        let (asleep, written) = (Arc::new(AtomicU64::new(1)), Arc::new(AtomicU64::new(0)));
+        sleepers.announce();
+        fn announce(asleep: &AtomicU64) {
+            asleep.store(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+        }
+        let peer = thread::spawn({
+            let (asleep, written) = (Arc::clone(&asleep), Arc::clone(&written));
+            move || {
+                written.store(1, Ordering::Release);
+                fence(Ordering::SeqCst);
+                asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::AcqRel) != 0
+            }
+        });
+        let worker = thread::spawn({
+            let (sleepers, asleep, written) = (
+                Arc::clone(&sleepers),
+                Arc::clone(&asleep),
+                Arc::clone(&written),
+            );
+            move || {
+                sleepers.withdraw(
+                    || {
+                        asleep.swap(0, Ordering::AcqRel);
+                    },
+                    || announce(&asleep),
+                );
+                // The lease of the other thread runs, so the worker looks once, and requests no wake-up when it sleeps again.
+                written.load(Ordering::Acquire) == 1
+            }
+        });
+        // The thread is woken while it is still counted.
+        let (seen, woken, by_worker) = sleepers.count(|| {
+            announce(&asleep);
+            let seen = written.load(Ordering::Acquire) == 1;
+            (seen, peer.join().unwrap(), worker.join().unwrap())
+        });
+        assert!(seen || woken || by_worker, "the wake-up is lost");
     });
 }

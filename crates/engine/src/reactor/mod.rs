@@ -21,6 +21,7 @@ mod lease;
 #[cfg(loom)]
 mod loom_tests;
 mod quiet;
+mod sleepers;
 mod sources;
 #[cfg(test)]
 #[cfg(not(loom))]
@@ -58,6 +59,7 @@ use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
 use lease::{Actions, Lease, WAIT_SLICE};
 use quiet::Quiet;
+use sleepers::Sleepers;
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
@@ -107,6 +109,8 @@ pub(crate) trait PolledMemory: Send + Sync {
     /// Requests that the peer sends a wake-up through the socket from now on; for an acknowledgement alone only if `acks` is set. Returns
     /// whether the memory is ready already.
     fn prepare_sleep(&self, acks: bool) -> bool;
+    /// Withdraws the request of [`Self::prepare_sleep`], if the peer has not sent a wake-up yet.
+    fn end_sleep(&self);
 }
 
 /// Polled memory and the source that uses it.
@@ -147,6 +151,7 @@ pub struct Reactor {
     delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
+    sleepers: Sleepers,
     /// Whether the program has requested events that an acknowledgement may raise ([`Self::expect_events`]).
     may_await_events: AtomicBool,
     /// Number of times that the worker returned from the kernel.
@@ -198,6 +203,7 @@ impl Reactor {
             delayed_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
+            sleepers: Sleepers::new(),
             may_await_events: AtomicBool::new(false),
             wakes: AtomicU64::new(0),
             broken: AtomicBool::new(false),
@@ -697,15 +703,37 @@ impl Reactor {
     /// Requests wake-ups from all peers. Returns whether some memory is ready already.
     fn memory_prepare_sleep(&self) -> bool {
         let acks = self.may_await_events.load(Ordering::SeqCst);
-        let ready = self.has_memories()
-            && !self.is_broken()
-            && self
-                .memories
-                .read()
-                .iter()
-                .fold(false, |any, (memory, _)| memory.prepare_sleep(acks) || any);
+        let ready = self.has_memories() && !self.is_broken() && self.announce_sleep(acks);
         // Requests may have been posted meanwhile that wait for an acknowledgement (`RcQp::wait_for_ack`).
         ready || !acks && self.has_memories() && self.has_delayed()
+    }
+
+    fn announce_sleep(&self, acks: bool) -> bool {
+        self.sleepers.announce();
+        let memories = self.memories.read();
+        memories
+            .iter()
+            .fold(false, |any, (memory, _)| memory.prepare_sleep(acks) || any)
+    }
+
+    /// Withdraws the requests for wake-ups that no peer has seen yet: the worker is awake, and looks at all memories after this.
+    fn memory_end_sleep(&self) {
+        if !self.has_memories() {
+            return;
+        }
+        let withdraw = || {
+            for (memory, _) in &*self.memories.read() {
+                memory.end_sleep();
+            }
+        };
+        self.sleepers.withdraw(withdraw, || {
+            self.announce_sleep(self.may_await_events.load(Ordering::SeqCst));
+        });
+    }
+
+    /// Calls `sleep`, in which the calling thread requests wake-ups from peers and waits for them.
+    pub(crate) fn sleeping<R>(&self, sleep: impl FnOnce() -> R) -> R {
+        self.sleepers.count(sleep)
     }
 
     // ------------------------------------------------------------------ buffers
@@ -806,7 +834,7 @@ impl Reactor {
     /// [`Self::work_until_readable`] for `time`, or [`WAIT_WORKING`] if that is shorter.
     pub fn work_for(&self, time: Duration, fd: BorrowedFd<'_>) -> Result<(), Interrupted> {
         self.hot.begin_sleep(&self.sources);
-        let worked = thread::waiting(|| self.work_and_wait(time, fd));
+        let worked = thread::waiting(|| self.sleeping(|| self.work_and_wait(time, fd)));
         self.hot.end_sleep();
         worked
     }

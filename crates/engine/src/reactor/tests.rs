@@ -350,6 +350,8 @@ impl PolledMemory for Memory {
     fn prepare_sleep(&self, _acks: bool) -> bool {
         self.is_ready()
     }
+
+    fn end_sleep(&self) {}
 }
 
 struct MemoryUser(Arc<Memory>);
@@ -378,8 +380,8 @@ fn a_poll_handles_memory_that_is_ready() {
     assert!(memory.is_ready(), "memory was polled after it was removed");
 }
 
-/// Memory that notes whether acknowledgements are to wake the worker.
-struct Sleeper(Mutex<Vec<bool>>);
+/// Memory that notes how wake-ups are requested: `Some`, whether for acknowledgements too, or `None`, the request is withdrawn.
+struct Sleeper(Mutex<Vec<Option<bool>>>);
 
 impl PolledMemory for Sleeper {
     fn has_input(&self) -> bool {
@@ -387,8 +389,12 @@ impl PolledMemory for Sleeper {
     }
 
     fn prepare_sleep(&self, acks: bool) -> bool {
-        self.0.lock().unwrap().push(acks);
+        self.0.lock().unwrap().push(Some(acks));
         false
+    }
+
+    fn end_sleep(&self) {
+        self.0.lock().unwrap().push(None);
     }
 }
 
@@ -404,12 +410,33 @@ fn acknowledgements_wake_the_worker_once_the_program_requests_events() {
         std::mem::take(&mut *memory.0.lock().unwrap())
     };
     reactor.wake();
-    assert_eq!(sleep(), [false]);
+    assert_eq!(sleep(), [Some(false)]);
     reactor.on_arm();
     // Without a wake-up the worker would sleep forever.
-    assert_eq!(sleep(), [true]);
+    assert_eq!(sleep(), [None, Some(true)]);
     reactor.on_arm();
     assert!(!socket::wait_readable(reactor.wake.get(), Duration::ZERO));
+}
+
+/// A thread that waits for an event needs the wake-ups.
+#[test]
+fn the_worker_withdraws_its_requests_for_wake_ups_unless_another_thread_sleeps() {
+    let reactor = reactor();
+    let memory = Arc::new(Sleeper(Mutex::new(Vec::new())));
+    let user: Weak<MemoryUser> = Weak::new();
+    reactor.add_memory(Arc::clone(&memory) as Arc<dyn PolledMemory>, user);
+    let wake = || {
+        reactor.wake();
+        reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
+        std::mem::take(&mut *memory.0.lock().unwrap())
+    };
+    assert_eq!(wake(), [Some(false)], "it has requested nothing before");
+    assert_eq!(wake(), [None, Some(false)]);
+    reactor.sleeping(|| {
+        reactor.memory_prepare_sleep();
+        assert_eq!(wake(), [Some(false); 2], "another thread sleeps");
+    });
+    assert_eq!(wake(), [None, Some(false)]);
 }
 
 /// Requests that wait for an acknowledgement are sent when it arrives. The acknowledgement does not wake a worker that went to sleep

@@ -182,6 +182,7 @@ impl Reactor {
                 return;
             }
             self.hot.set(&self.sources, Token::NONE);
+            self.memory_end_sleep();
             let from_memory = self.poll_memory(now, |memory| memory.has_input());
             if self.poll_all(now) || from_memory {
                 rounds += 1;
