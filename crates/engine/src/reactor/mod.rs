@@ -151,6 +151,8 @@ pub struct Reactor {
     delayed_since: AtomicU64,
     memories: RwLock<PolledMemories>,
     memory_count: AtomicUsize,
+    /// Rotates the order in which memories are handled.
+    rotation: AtomicUsize,
     sleepers: Sleepers,
     /// Whether the program has requested events that an acknowledgement may raise ([`Self::expect_events`]).
     may_await_events: AtomicBool,
@@ -203,6 +205,7 @@ impl Reactor {
             delayed_since: AtomicU64::new(0),
             memories: RwLock::new(Rank::PolledMemory, Vec::new()),
             memory_count: AtomicUsize::new(0),
+            rotation: AtomicUsize::new(0),
             sleepers: Sleepers::new(),
             may_await_events: AtomicBool::new(false),
             wakes: AtomicU64::new(0),
@@ -665,6 +668,11 @@ impl Reactor {
                 if is_ready(&**memory) {
                     found.extend(source.upgrade());
                 }
+            }
+            // The peer of the memory that is handled first can answer first, and is ready again at the next turn.
+            if found.len() > 1 {
+                let first = self.rotation.fetch_add(1, Ordering::Relaxed) % found.len();
+                found.rotate_left(first);
             }
         }
     }

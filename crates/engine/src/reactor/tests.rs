@@ -380,6 +380,46 @@ fn a_poll_handles_memory_that_is_ready() {
     assert!(memory.is_ready(), "memory was polled after it was removed");
 }
 
+/// Memory that always has something to receive.
+struct Full;
+
+impl PolledMemory for Full {
+    fn has_input(&self) -> bool {
+        true
+    }
+
+    fn prepare_sleep(&self, _acks: bool) -> bool {
+        true
+    }
+
+    fn end_sleep(&self) {}
+}
+
+/// Notes its number when its memory is handled.
+struct Numbered(usize, Arc<Mutex<Vec<usize>>>);
+
+impl Source for Numbered {
+    fn ready(self: Arc<Self>, _readable: bool, _writable: bool, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn memory_ready(self: Arc<Self>, _now: Instant) {
+        self.1.lock().unwrap().push(self.0);
+    }
+}
+
+#[test]
+fn each_memory_is_handled_first_in_turn() {
+    let reactor = reactor();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let users = [0, 1, 2].map(|n| Arc::new(Numbered(n, Arc::clone(&order))) as Arc<dyn Source>);
+    for user in &users {
+        reactor.add_memory(Arc::new(Full), Arc::downgrade(user));
+    }
+    for _ in 0..3 {
+        assert!(reactor.poll_memory(clock::now(), |memory| memory.is_ready()));
+    }
+    assert_eq!(*order.lock().unwrap(), [0, 1, 2, 1, 2, 0, 2, 0, 1]);
+}
+
 /// Memory that notes how wake-ups are requested: `Some`, whether for acknowledgements too, or `None`, the request is withdrawn.
 struct Sleeper(Mutex<Vec<Option<bool>>>);
 
