@@ -1061,6 +1061,38 @@ static const char *rc_reset_and_reconnect(size_t rounds)
 	return send_once(&p, 100, NULL);
 }
 
+/*
+ * After RESET of the other queue pair nothing is executed there: a request that is posted at once does not succeed, although the
+ * transport may still take its bytes. As on hardware, this end notices nothing while it is idle.
+ */
+static const char *rc_peer_reset(size_t rounds)
+{
+	struct want w = { .timeout = 10, .retry = 2 };
+	struct ibv_send_wr wr = send_wr(3, IBV_WR_SEND, NULL, 0);
+	struct pair p;
+
+	TRY(open_pair(&p, &w));
+	for (size_t i = 0; i < rounds; i++) {
+		/* Later rounds use shared memory, if it may be used. */
+		for (size_t n = 0; n < (i ? 1 : 200); n++)
+			TRY(send_once(&p, 64, NULL));
+		TRY(post_recv(p.a.qp, 1, NULL, 0));
+		TRY(post_recv(p.b.qp, 2, NULL, 0));
+		TRY(to_state(p.b.qp, IBV_QPS_RESET));
+		if (i % 4 == 3) {
+			TRY(no_wc(p.a.rcq, QUIET_MS));
+			TRY(state_is(p.a.qp, IBV_QPS_RTS));
+		}
+		TRY(post(p.a.qp, &wr));
+		TRY(expect_status(p.a.scq, 3, IBV_WC_RETRY_EXC_ERR));
+		TRY(expect_flushed(p.a.rcq, 1, 1));
+		TRY(no_wc(p.b.rcq, 1));
+		TRY(to_state(p.a.qp, IBV_QPS_RESET));
+		TRY(connect_ends(&p.a, &p.b, &w));
+	}
+	return send_once(&p, 100, NULL);
+}
+
 /* The other queue pair is destroyed: posted requests end with an error and flushes, in limited time. */
 static const char *rc_peer_destroyed(size_t arg)
 {
@@ -1922,6 +1954,7 @@ static const struct test tests[] = {
 	{ "rc_flush", rc_flush, 100, 0, false },
 	{ "rc_reset_and_reconnect", rc_reset_and_reconnect, 5, 0, false },
 	{ "rc_peer_destroyed", rc_peer_destroyed, 0, 0, false },
+	{ "rc_peer_reset", rc_peer_reset, 20, 0, false },
 	{ "srq_limit", srq_limit, 0, 0, false },
 	{ "srq_last_wqe", srq_last_wqe, 0, 0, false },
 	{ "uc_send_1", uc_send, 1, 0, false },

@@ -306,32 +306,65 @@ fn each_request_to_a_standard_peer_completes_once() {
     }
 }
 
+/// A reset closes the stream at once, as if the process had ended, or after a Bye.
 #[test]
 fn a_reset_discards_everything_and_the_other_end_notices() {
-    each_seed(30, |seed| {
+    const LEN: usize = 200_000;
+    let mut seen = [0; 3];
+    each_seed(60, |seed| {
         let mut w = World::new(seed);
         let (a, b) = w.pair(&Setup::anywarp());
-        let there = w[b].register(200_000, access::ALL);
-        let here = w[a].register(200_000, access::ALL);
-        w[a].recv(1, &[here.all()]);
-        w[a].post(write(1, there.remote(0)).from(&[here.all()]));
+        w[b].conn.attr_mut().timeout = 14;
+        let there = w[b].register(LEN, access::ALL);
+        let other = w[b].register(LEN, access::ALL);
+        let here = w[a].register(LEN, access::ALL);
+        let bytes = w.rng.bytes(LEN);
+        w[b].fill(&there, &bytes);
+        w[a].recv(1, &[here.part(0, 1)]);
+        w[a].recv(2, &[here.part(0, 1)]);
         w[b].post(write(1, here.remote(0)).from(&[there.all()]));
+        w[b].post(send(2));
         let until = w.now() + Duration::from_millis(1);
         for _ in 0..w.rng.below(30) {
             w.turn(until);
         }
+        w[a].post(write(1, other.remote(0)).from(&[here.all()]));
+        w[a].post(send(1));
+        for _ in 0..w.rng.below(3) {
+            w.turn(until);
+        }
+        let says_bye = seed % 2 == 0;
+        if says_bye {
+            w[a].conn.discard();
+            assert!(w[a].completed().is_empty() && w[a].received().is_empty());
+            w.run();
+        }
         w[a].conn.set_state(State::Reset);
         assert!(w[a].completed().is_empty() && w[a].received().is_empty());
+        w.run();
+        let now = w.now();
+        w[b].conn.check_peer_left(now);
         w.run();
         assert!(w[a].completed().is_empty() && w[a].received().is_empty());
         assert_eq!(w[a].conn.state(), State::Reset);
         assert!(w[a].try_post(send(1)).is_err());
         let done = statuses(&w[b].completed());
-        assert!(
-            done == [(1, Status::Success)] || done == [(1, Status::RetryExceeded)],
-            "{done:?}"
-        );
+        let written = match done[..] {
+            [(1, Status::Success), (2, Status::Success)] => 2,
+            [(1, Status::Success), (2, Status::RetryExceeded)] => 1,
+            [(1, Status::RetryExceeded), (2, Status::Flushed)] => 0,
+            _ => panic!("{done:?}"),
+        };
+        seen[written] += 1;
+        if written > 0 {
+            assert!(w[a].bytes(&here) == bytes);
+        }
+        if written == 2 && says_bye {
+            // Only new requests fail, after the time of hardware's retransmissions.
+            assert_eq!(w[b].conn.state(), State::Rts);
+        }
     });
+    assert!(seen[0] > 0 && seen[2] > 0, "{seen:?}");
 }
 
 #[test]

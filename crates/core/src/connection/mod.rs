@@ -41,7 +41,7 @@ use crate::llp::mpa::frame::TxBatch;
 use crate::verbs::counter::{Counter, Ops};
 use crate::verbs::event::AsyncEvent;
 use crate::verbs::mr::LastRegion;
-use crate::verbs::qp::{Attr, QpType, State};
+use crate::verbs::qp::{Attr, QpType, State, check_modify};
 use crate::verbs::qp_base::{Parts, QpBase};
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::Phase;
@@ -381,6 +381,26 @@ impl Connection {
         self.base.post_recv(request)
     }
 
+    fn kind(&self) -> QpType {
+        match &self.base.rq {
+            RecvQueue::None => QpType::XrcSend,
+            RecvQueue::Xrc { .. } => QpType::XrcRecv,
+            RecvQueue::Own { .. } | RecvQueue::Shared(_) => QpType::Rc,
+        }
+    }
+
+    /// Returns the error of [`Self::modify`] with these parameters, without a change.
+    pub fn check_modify(
+        &self,
+        attr_mask: u32,
+        next: Option<State>,
+        expected_state: Option<State>,
+        attr: &Attr,
+    ) -> Result<(), Misuse> {
+        let state = self.base.state;
+        check_modify(self.kind(), state, next, attr_mask, attr, expected_state).map(drop)
+    }
+
     /// Changes attributes and state (`ibv_modify_qp(3)`); returns the state before.
     pub fn modify(
         &mut self,
@@ -390,11 +410,7 @@ impl Connection {
         attr: &Attr,
     ) -> Result<State, Misuse> {
         let before = self.base.state;
-        let kind = match &self.base.rq {
-            RecvQueue::None => QpType::XrcSend,
-            RecvQueue::Xrc { .. } => QpType::XrcRecv,
-            RecvQueue::Own { .. } | RecvQueue::Shared(_) => QpType::Rc,
-        };
+        let kind = self.kind();
         let to = self
             .base
             .modify(kind, attr_mask, next, expected_state, attr)?;
@@ -427,9 +443,28 @@ impl Connection {
         self.timers = Timers::default();
     }
 
+    /// Prepares RESET: discards all requests and completions, and closes the stream after a Bye, as [`Self::leave`] does. The
+    /// caller sends the messages that remain, and then sets the state, which is ERROR until then.
+    ///
+    /// Without the Bye the peer could not know that requests whose bytes its transport has delivered were not executed.
+    pub fn discard(&mut self) {
+        self.base.reset();
+        self.base.state = State::Error;
+        self.timers = Timers::default();
+        if let Some(s) = &mut self.stream {
+            s.requester.clear();
+            s.direct = None;
+        }
+        self.close_stream();
+    }
+
     /// Fails the queue pair, flushes all requests, and closes the stream after a Bye.
     pub fn leave(&mut self, why: &'static str) {
         self.fail(None, why, None);
+        self.close_stream();
+    }
+
+    fn close_stream(&mut self) {
         if let Some(s) = &mut self.stream
             && s.end == End::Open
         {

@@ -525,7 +525,16 @@ impl RcQp {
             if matches!(next, Some(State::Error | State::Reset)) {
                 self.receive_arrived(inner, now);
             }
-            let before = inner.conn.modify(attr_mask, next, expected_state, attr)?;
+            let before = inner.conn.state();
+            if next == Some(State::Reset) && is_live(before) {
+                inner
+                    .conn
+                    .check_modify(attr_mask, next, expected_state, attr)?;
+                self.discard(inner, now);
+                inner.conn.set_state(State::Reset);
+            } else {
+                inner.conn.modify(attr_mask, next, expected_state, attr)?;
+            }
             match inner.conn.state() {
                 State::Reset => self.drop_stream(inner),
                 State::Rtr if before != State::Rtr => {
@@ -542,6 +551,15 @@ impl RcQp {
             self.progress(inner, now, Receive::Nothing, false);
             Ok(())
         })
+    }
+
+    /// Discards all requests and completions, and sends the last messages of the stream, before RESET.
+    fn discard(&self, inner: &mut Inner, now: Instant) {
+        // The manager is told nothing, and an injected delay ends, as when a queue pair is destroyed.
+        inner.manager = None;
+        inner.timers.stop(Timer::Delay);
+        inner.conn.discard();
+        self.progress(inner, now, Receive::Nothing, true);
     }
 
     /// Attaches a completion counter (`ibv_qp_attach_comp_cntr(3)`).
