@@ -672,6 +672,25 @@ pub(crate) fn all(mtu: u32) -> Vec<Row> {
         bounds: vec![bound(SEND, By::Itself, 5.0, 10.0)],
     });
 
+    let spread = |qps| near(verbs(qps, &format!("spread --qps {qps} --count N:1000000")));
+    rows.push(Row {
+        name: "shm-qps-64",
+        what: "Writes of 4 KiB on 64 RC queue pairs in turn, between two processes of one host",
+        unit: Unit::Ms,
+        usual: false,
+        parties: vec![spread("1"), spread("64")],
+        bounds: vec![bound("64", By::Ratio("1"), 0.7, 0.9)],
+    });
+
+    rows.push(Row {
+        name: "shm-qps-64-fair",
+        what: "the same: difference between the shares of the best and the worst served queue pair",
+        unit: Unit::Share,
+        usual: false,
+        parties: vec![spread("64").takes("unfairness", 100.0)],
+        bounds: vec![bound("64", By::Itself, 10.0, None)],
+    });
+
     rows
 }
 
