@@ -17,7 +17,7 @@ use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParam
 use anywarp_core::verbs::qp::{Attr, State};
 
 use super::timers::Timer;
-use super::{Inner, Manager, RcQp, Receive, is_live};
+use super::{Inner, Manager, Notice, RcQp, Receive, is_live};
 use crate::address;
 use crate::clock;
 use crate::config::{Framing, config};
@@ -307,37 +307,45 @@ impl RcQp {
         }
     }
 
-    fn start(&self, inner: &mut Inner, tcp: Tcp, config: StreamConfig, now: Instant) {
+    pub(super) fn start(&self, inner: &mut Inner, tcp: Tcp, config: StreamConfig, now: Instant) {
         let Some(me) = self.me.upgrade() else { return };
         inner.dialing = None;
         inner.timers.stop(Timer::Redial);
         inner.timers.stop(Timer::PeerDials);
-        inner.conn.attach(config, now);
         self.drop_token(inner);
         inner.token = self.engine.reserve(me);
         // The socket is watched from state RTR on. Nothing is received before.
         inner.unwatched = !is_live(inner.conn.state());
-        let watched = if inner.unwatched {
-            Ok(())
-        } else {
-            self.engine.watch(inner.token, tcp.fd().get(), false)
-        };
-        match watched {
-            Ok(()) => {}
-            Err(e) => {
-                log!(
-                    Error,
-                    "qp 0x{:06x}: cannot watch its socket: {e}",
-                    self.common.number
-                );
+        if !inner.unwatched
+            && let Err(e) = self.engine.watch(inner.token, tcp.fd().get(), false)
+        {
+            drop(tcp);
+            self.cannot_watch(inner, &e);
+            if config.managed {
+                inner.conn.leave("its socket cannot be watched");
+                inner.notify(Notice::Gone);
+            } else {
                 inner.conn.handle_connect_failed();
-                return;
             }
+            self.progress(inner, now, Receive::Nothing, false);
+            return;
         }
+        // Only a socket that is watched is attached: the end of a stream would not be noticed otherwise.
+        inner.conn.attach(config, now);
         inner.tcp = Some(tcp);
         self.set_user_timeout(inner);
         self.mark_packets(inner);
         self.progress(inner, now, Receive::All, false);
+    }
+
+    /// Logs that the socket of the connection could not be added to the engine's epoll set.
+    pub(super) fn cannot_watch(&self, inner: &mut Inner, error: &std::io::Error) {
+        self.drop_token(inner);
+        log!(
+            Error,
+            "qp 0x{:06x}: cannot watch its socket: {error}",
+            self.common.number
+        );
     }
 
     /// The number of requests after which this end offers shared memory to the peer at `address`; `None`: never.

@@ -876,3 +876,6 @@ impl DeviceListener for RcQp {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,7 +27,7 @@ const REST_TIME_MAX: Duration = Duration::from_millis(1);
 
 impl Inner {
     /// Queues a notice for the connection manager, which is called after the lock is released.
-    fn notify(&mut self, notice: Notice) {
+    pub(super) fn notify(&mut self, notice: Notice) {
         if let Some(manager) = &self.manager {
             self.notices.push_back((Weak::clone(manager), notice));
         }
@@ -130,10 +130,14 @@ impl RcQp {
         {
             inner.unwatched = false;
             receive = Receive::All;
-            let _ = self.engine.watch(inner.token, tcp.fd().get(), false);
+            if let Err(e) = self.engine.watch(inner.token, tcp.fd().get(), false) {
+                self.cannot_watch(inner, &e);
+                outcome = Outcome::Broken(e.raw_os_error().unwrap_or(libc::EIO));
+            }
         }
         if let Some(tcp) = &mut inner.tcp
             && live
+            && outcome == Outcome::Open
         {
             let was_shared = tcp.watch().is_some();
             if receive != Receive::Nothing {

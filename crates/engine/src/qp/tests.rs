@@ -1,0 +1,202 @@
+//! Queue pairs whose connection cannot be established, or only later.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use anywarp_core::bounds;
+use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp_base::Parts;
+use anywarp_core::verbs::rq::RecvQueue;
+use anywarp_core::verbs::wc::Status;
+use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+
+use super::{Manager, RcQp};
+use crate::clock;
+use crate::config::Framing;
+use crate::context::Context;
+use crate::fd::EngineFd;
+use crate::net::tcp::Tcp;
+
+/// Longest wait for something that has to happen.
+const WAIT: Duration = Duration::from_secs(20);
+
+/// A queue pair and its completion queues.
+struct End {
+    qp: Arc<RcQp>,
+    sends: Arc<Cq>,
+    receives: Arc<Cq>,
+}
+
+impl End {
+    fn new() -> Self {
+        let context = Context::open().unwrap();
+        let [sends, receives] = [(); 2].map(|()| Arc::new(Cq::new(16, None)));
+        let parts = |qpn| Parts {
+            rnic: Arc::clone(&context.engine.rnic),
+            qpn,
+            pd: 1,
+            send_cq: Arc::clone(&sends),
+            recv_cq: Arc::clone(&receives),
+            rq: RecvQueue::Own {
+                requests: std::collections::VecDeque::new(),
+                max_wr: 10,
+                max_sge: 1,
+            },
+            capacity: Capacity {
+                max_send_wr: 10,
+                max_recv_wr: 10,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sig_all: true,
+        };
+        let qp = RcQp::new(&context, None, parts).unwrap();
+        Self {
+            qp,
+            sends,
+            receives,
+        }
+    }
+
+    fn post_send(&self, id: u64) {
+        let request = WorkRequest {
+            id,
+            ..WorkRequest::blank()
+        };
+        self.qp.post_send([Ok(request)].into_iter()).unwrap();
+    }
+
+    fn post_recv(&self, id: u64) {
+        let sges = std::iter::empty().collect();
+        let request = RecvRequest { id, sges };
+        self.qp.post_recv([Ok(request)].into_iter()).unwrap();
+    }
+
+    fn state(&self) -> State {
+        self.qp.query().0
+    }
+
+    fn is_connected(&self) -> bool {
+        self.qp.lock().conn.is_attached()
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.qp.destroy();
+    }
+}
+
+/// Waits until `done`, which fails after [`WAIT`].
+fn wait_for(what: &str, done: impl Fn() -> bool) {
+    let until = clock::now() + WAIT;
+    while !done() {
+        assert!(clock::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Waits for the next completion of a queue.
+fn next(cq: &Cq) -> (u64, Status) {
+    let got = std::cell::Cell::new(None);
+    wait_for("no completion", || {
+        cq.poll(1, |_, c| got.set(Some((c.wr_id, c.status)))) > 0
+    });
+    got.get().unwrap()
+}
+
+/// A stream of a socket that epoll refuses: a file.
+fn unwatchable() -> Tcp {
+    let file: OwnedFd = std::fs::File::open("/proc/self/exe").unwrap().into();
+    Tcp::new(EngineFd::new(file), None, Vec::new(), Framing::Aligned)
+}
+
+fn config(managed: bool) -> StreamConfig {
+    StreamConfig {
+        crc: false,
+        mulpdu: bounds::MULPDU_ANYWARP,
+        mulpdu_anywarp: bounds::MULPDU_ANYWARP,
+        peer: Peer::Anywarp,
+        ird: 4,
+        ord: 4,
+        initiator: true,
+        first: First::Nothing,
+        managed,
+        markers: false,
+        shm_handover: None,
+    }
+}
+
+/// Counts the ends of the connection.
+#[derive(Default)]
+struct Ends(AtomicUsize);
+
+impl Manager for Ends {
+    fn started(&self) {}
+    fn gone(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Ends {
+    /// Makes a new object the manager of a queue pair.
+    fn of(end: &End) -> Arc<Self> {
+        let ends = Arc::new(Self::default());
+        let weak: Weak<dyn Manager> = Arc::downgrade(&ends) as _;
+        end.qp.manage(weak);
+        ends
+    }
+
+    fn count(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+#[test]
+fn a_managed_connection_whose_socket_cannot_be_watched_ends() {
+    // The connection is attached before or after the queue pair is ready to receive.
+    for before in [false, true] {
+        let end = End::new();
+        let ends = Ends::of(&end);
+        end.qp
+            .set_state(if before { State::Init } else { State::Rts });
+        end.post_recv(1);
+        let now = clock::now();
+        end.qp
+            .with(|inner| end.qp.start(inner, unwatchable(), config(true), now));
+        if before {
+            assert_eq!((end.state(), ends.count()), (State::Init, 0));
+            end.qp.set_state(State::Rtr);
+        }
+        assert_eq!((end.state(), end.qp.raw_fd()), (State::Error, None));
+        assert_ne!(ends.count(), 0);
+        assert_eq!(next(&end.receives), (1, Status::Flushed));
+        end.post_send(2);
+        assert_eq!(next(&end.sends), (2, Status::Flushed));
+    }
+}
+
+#[test]
+fn requests_on_a_socket_that_cannot_be_watched_fail() {
+    for posted_before in [false, true] {
+        let end = End::new();
+        end.qp.set_state(State::Rts);
+        end.qp.with_attr(|attr| attr.timeout = 1);
+        if posted_before {
+            end.post_send(1);
+        }
+        let now = clock::now();
+        end.qp
+            .with(|inner| end.qp.start(inner, unwatchable(), config(false), now));
+        assert!(!end.is_connected());
+        if !posted_before {
+            end.post_send(1);
+        }
+        assert_eq!(next(&end.sends), (1, Status::RetryExceeded));
+    }
+}
