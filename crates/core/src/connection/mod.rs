@@ -697,20 +697,25 @@ impl Connection {
         }
     }
 
-    /// Starts the timer of requests that were posted after the peer has left, and fails them when it fires.
-    pub fn check_peer_left(&mut self, now: Instant) {
+    /// Starts the timer of requests that were posted after the peer has left, and fails them when it fires. Returns whether it was
+    /// started now.
+    pub fn check_peer_left(&mut self, now: Instant) -> bool {
         if !self.peer_left || self.base.sq.is_empty() || self.base.state == State::Error {
             self.timers.stop(Timer::GiveUp);
-            return;
+            return false;
         }
         match (self.timers.get(Timer::GiveUp), self.silence_limit()) {
-            (None, Some(limit)) => self.timers.start(Timer::GiveUp, now + limit),
+            (None, Some(limit)) => {
+                self.timers.start(Timer::GiveUp, now + limit);
+                return true;
+            }
             (Some(at), _) if at <= now => {
                 let blamed = Some((None, Status::RetryExceeded));
                 self.fail(blamed, "the peer has left", None);
             }
             _ => {}
         }
+        false
     }
 
     // ------------------------------------------------------------------ completion

@@ -445,6 +445,11 @@ impl Startup {
         matches!(self.lock().phase, Phase::Listening(_))
     }
 
+    /// Whether this is a responder whose Request waits for the answer, and whose connection is open.
+    pub(crate) fn awaits_answer(&self) -> bool {
+        matches!(self.lock().phase, Phase::Answering(_))
+    }
+
     /// Closes the connection if its Request has not arrived. Returns whether the connection was closed.
     pub(crate) fn close_if_silent(&self) -> bool {
         let mut state = self.lock();

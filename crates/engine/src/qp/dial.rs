@@ -31,10 +31,21 @@ use crate::net::shm;
 use crate::net::socket;
 use crate::net::tcp::{self, Tcp};
 
-/// Shortest time for which attempts to dial the peer are repeated.
-const DIAL_TIMEOUT_MIN: Duration = Duration::from_secs(3);
-/// Pause before a peer is dialed again.
+/// Shortest time that posted requests wait for the connection.
+const DIAL_TIMEOUT_MIN: Duration = Duration::from_millis(if cfg!(test) { 300 } else { 3000 });
+/// How long one attempt to dial the peer may take.
+const DIAL_REPLY_TIMEOUT: Duration = if cfg!(test) {
+    Duration::from_millis(400)
+} else {
+    REPLY_TIMEOUT
+};
+/// Shortest pause before a peer is dialed again.
 const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
+/// Longest time between two attempts to dial a peer. It is shorter than [`DIAL_TIMEOUT_MIN`], so that a peer that becomes ready and posts
+/// requests is dialed in time.
+const REDIAL_INTERVAL_MAX: Duration = Duration::from_secs(2);
+/// The time between two attempts is this part of the time that the queue pair has waited, within these limits.
+const REDIAL_PART: u32 = 8;
 /// Largest number of connections that wait until the program sets the peer. Further ones are rejected.
 const EARLY_CONNECTIONS_MAX: usize = 8;
 
@@ -50,11 +61,11 @@ impl RcQp {
             return;
         }
         inner.dial_until = Some(now + DIAL_TIMEOUT_MIN);
+        inner.dial_since = Some(now);
         let own = (address::gid_of(route.local), self.common.number);
         let peer = (address::gid_of(route.remote), route.qpn);
-        if self.common.number == route.qpn && is_own(route.remote) {
-            self.connect_to_itself(inner, now);
-        } else if own < peer {
+        let is_itself = self.common.number == route.qpn && is_own(route.remote);
+        if is_itself || own < peer {
             self.dial(inner, now);
         } else {
             let early_connections = std::mem::take(&mut inner.early_connections);
@@ -67,6 +78,11 @@ impl RcQp {
 
     pub(super) fn dial(&self, inner: &mut Inner, now: Instant) {
         let Some(route) = inner.route else { return };
+        inner.dialed_at = Some(now);
+        if self.common.number == route.qpn && is_own(route.remote) {
+            self.connect_to_itself(inner, now);
+            return;
+        }
         let Some(me) = self.me.upgrade() else { return };
         let mut private_data = HELLO.to_vec();
         private_data.extend_from_slice(&route.qpn.to_be_bytes());
@@ -86,7 +102,7 @@ impl RcQp {
             peer,
             bind: Some(SocketAddr::new(route.local, 0)),
             config,
-            timeout: REPLY_TIMEOUT,
+            timeout: DIAL_REPLY_TIMEOUT,
             retry_refused: Duration::ZERO,
             port_space: None,
         };
@@ -103,17 +119,35 @@ impl RcQp {
         }
     }
 
+    /// Handles that an attempt to dial the peer has failed. It is repeated as long as the queue pair may receive, because the peer's program
+    /// may set up its end at any time. IBA 9.7.6.1.3: only posted requests have a time-out.
     fn dial_failed(&self, inner: &mut Inner, now: Instant) {
         inner.dialing = None;
-        if inner.dial_until.is_some_and(|t| now < t) {
-            self.start_timer(inner, Timer::Redial, now + REDIAL_INTERVAL);
-        } else {
+        let may_post = matches!(inner.conn.state(), State::Rts | State::Sqd);
+        if may_post && inner.dial_until.is_some_and(|until| until <= now) {
             log!(
                 Info,
                 "qp 0x{:06x}: the peer cannot be reached",
                 self.common.number
             );
+            // Requests that are posted later have their own time: see `Connection::check_peer_left`.
+            inner.dial_until = None;
             inner.conn.handle_connect_failed();
+        }
+        if matches!(inner.conn.state(), State::Rtr | State::Rts | State::Sqd) {
+            let waited = inner.dial_since.map_or(Duration::ZERO, |t| now - t);
+            let interval = (waited / REDIAL_PART).min(REDIAL_INTERVAL_MAX);
+            let at = inner.dialed_at.map_or(now, |t| t + interval);
+            self.start_timer(inner, Timer::Redial, at.max(now + REDIAL_INTERVAL));
+        }
+    }
+
+    /// Shortens the pauses between attempts to dial the peer, because the program begins to use the queue pair.
+    pub(super) fn dial_soon(&self, inner: &mut Inner, now: Instant) {
+        inner.dial_since = Some(now);
+        if inner.timers.get(Timer::Redial).is_some() {
+            let earliest = inner.dialed_at.map_or(now, |t| t + REDIAL_INTERVAL);
+            self.start_timer(inner, Timer::Redial, earliest.max(now));
         }
     }
 
@@ -125,10 +159,22 @@ impl RcQp {
                 self.accept_peer(inner, startup, source, now);
             }
             // The program has not set the peer yet.
-            State::Reset | State::Init if inner.early_connections.len() < EARLY_CONNECTIONS_MAX => {
-                inner.early_connections.push((Arc::clone(startup), source));
+            State::Reset | State::Init => {
+                // A queue pair that dials again has given up its earlier connection.
+                inner.early_connections.retain(|(earlier, of)| {
+                    let is_same = *of == source && earlier.peer.ip() == startup.peer.ip();
+                    if is_same {
+                        let _ = earlier.reject(&[]);
+                    }
+                    !is_same && earlier.awaits_answer()
+                });
+                if inner.early_connections.len() < EARLY_CONNECTIONS_MAX {
+                    inner.early_connections.push((Arc::clone(startup), source));
+                } else {
+                    let _ = startup.reject(&[]);
+                }
             }
-            State::Reset | State::Init | State::Sqe | State::Error => {
+            State::Sqe | State::Error => {
                 let _ = startup.reject(&[]);
             }
         });
@@ -169,7 +215,7 @@ impl RcQp {
             None,
         );
         let Ok((a, b)) = pair else {
-            inner.conn.handle_connect_failed();
+            self.dial_failed(inner, now);
             return;
         };
         let (ird, ord) = depths(inner.conn.attr());
@@ -199,10 +245,10 @@ impl RcQp {
         );
     }
 
-    /// Called when the queue pair moves to RTS: limits the time for which this end dials the peer or waits for the
-    /// peer to dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and
-    /// `retry_cnt`), but at least [`DIAL_TIMEOUT_MIN`]. With a `timeout` of 0, which means no limit, failed attempts to dial are repeated
-    /// for [`DIAL_TIMEOUT_MIN`] only, and waiting has no limit.
+    /// Called when the queue pair moves to RTS: limits the time that posted requests wait for this end to dial the peer, or for the peer to
+    /// dial. The limit is the time for which a hardware adapter would repeat its first request (`timeout` and `retry_cnt`), but at
+    /// least [`DIAL_TIMEOUT_MIN`]. With a `timeout` of 0, which means no limit, requests of the end that dials wait for
+    /// [`DIAL_TIMEOUT_MIN`] only, and those of the other end without limit. The attempts to dial go on after the limit.
     pub(super) fn limit_dialing(&self, inner: &mut Inner, now: Instant) {
         let (ird, ord) = depths(inner.conn.attr());
         inner.conn.set_depths(ird, ord);
@@ -210,7 +256,12 @@ impl RcQp {
         let until = now + limit.unwrap_or(DIAL_TIMEOUT_MIN).max(DIAL_TIMEOUT_MIN);
         inner.dial_until = Some(until);
         let dials = inner.dialing.is_some() || inner.timers.get(Timer::Redial).is_some();
-        if inner.tcp.is_none() && !dials && limit.is_some() {
+        if inner.tcp.is_some() {
+            return;
+        }
+        if dials {
+            self.dial_soon(inner, now);
+        } else if limit.is_some() {
             self.start_timer(inner, Timer::PeerDials, until);
         }
     }
@@ -324,6 +375,8 @@ impl RcQp {
             if config.managed {
                 inner.conn.leave("its socket cannot be watched");
                 inner.notify(Notice::Gone);
+            } else if config.initiator {
+                self.dial_failed(inner, now);
             } else {
                 inner.conn.handle_connect_failed();
             }

@@ -98,8 +98,12 @@ struct Inner {
     /// Peers, with their queue pair numbers, that dialed before the program moved this queue pair to RTR.
     early_connections: Vec<(Arc<Startup>, u32)>,
     dialing: Option<Arc<Startup>>,
-    /// When to stop repeating failed connection attempts.
+    /// When requests that are posted and wait for the connection fail. `None` after that time.
     dial_until: Option<Instant>,
+    /// Since when the program needs the connection. The longer this is ago, the longer are the pauses between the attempts to dial.
+    dial_since: Option<Instant>,
+    /// When the last attempt to dial began.
+    dialed_at: Option<Instant>,
     timers: Timers,
     /// When the engine calls `timeout`.
     deadline: Option<Instant>,
@@ -201,6 +205,8 @@ impl RcQp {
                     early_connections: Vec::new(),
                     dialing: None,
                     dial_until: None,
+                    dial_since: None,
+                    dialed_at: None,
                     timers: Timers::default(),
                     deadline: None,
                     probe_covered: false,

@@ -201,7 +201,9 @@ impl RcQp {
             }
         }
         self.note_end(inner, outcome);
-        inner.conn.check_peer_left(now);
+        if inner.conn.check_peer_left(now) {
+            self.dial_soon(inner, now);
+        }
         self.deliver_events(inner, outcome);
     }
 

@@ -1,5 +1,6 @@
 //! Queue pairs whose connection cannot be established, or only later.
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -8,13 +9,13 @@ use std::time::Duration;
 use anywarp_core::bounds;
 use anywarp_core::connection::{First, Peer, StreamConfig};
 use anywarp_core::verbs::cq::Cq;
-use anywarp_core::verbs::qp::{Capacity, State};
+use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
 
-use super::{Manager, RcQp};
+use super::{Manager, RcQp, Route};
 use crate::clock;
 use crate::config::Framing;
 use crate::context::Context;
@@ -110,6 +111,147 @@ fn next(cq: &Cq) -> (u64, Status) {
     got.get().unwrap()
 }
 
+impl End {
+    /// Moves the queue pair to INIT and RTR, and perhaps to RTS, as `ibv_modify_qp(3)` does.
+    fn to(&self, peer: u32, states: &[State]) {
+        let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let route = Route {
+            local,
+            remote: local,
+            qpn: peer,
+            hop_limit: 0,
+            traffic_class: 0,
+            level: 0,
+        };
+        let attr = Attr {
+            port: 1,
+            path_mtu: 3,
+            timeout: 1,
+            retry_cnt: 1,
+            rnr_retry: 7,
+            min_rnr_timer: 12,
+            max_rd_atomic: 4,
+            max_dest_rd_atomic: 4,
+            dest_qpn: peer,
+            ..Attr::default()
+        };
+        for state in states {
+            let more = match state {
+                State::Init => mask::PKEY_INDEX | mask::PORT | mask::ACCESS_FLAGS,
+                State::Rtr => {
+                    mask::AV
+                        | mask::PATH_MTU
+                        | mask::DEST_QPN
+                        | mask::RQ_PSN
+                        | mask::MAX_DEST_RD_ATOMIC
+                        | mask::MIN_RNR_TIMER
+                }
+                State::Rts => {
+                    mask::TIMEOUT
+                        | mask::RETRY_CNT
+                        | mask::RNR_RETRY
+                        | mask::SQ_PSN
+                        | mask::MAX_QP_RD_ATOMIC
+                }
+                _ => 0,
+            };
+            let route = (*state == State::Rtr).then_some(route);
+            self.qp
+                .modify(mask::STATE | more, Some(*state), None, &attr, route)
+                .unwrap();
+        }
+    }
+
+    fn early_connections(&self) -> usize {
+        self.qp.lock().early_connections.len()
+    }
+
+    /// Whether the time that posted requests wait for the connection is over.
+    fn has_given_up(&self) -> bool {
+        self.qp.lock().dial_until.is_none()
+    }
+}
+
+const READY: [State; 3] = [State::Init, State::Rtr, State::Rts];
+
+/// Two queue pairs. The first one has to dial.
+fn dialer_and_peer() -> (End, End) {
+    let (a, b) = (End::new(), End::new());
+    if a.qp.number() < b.qp.number() {
+        (a, b)
+    } else {
+        (b, a)
+    }
+}
+
+/// The state of a peer while its dialer waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Late {
+    /// It keeps the connection, and answers later.
+    Init,
+    /// It rejects the connection.
+    Error,
+}
+
+/// The peer's program sets up its end when no request of the dialer would wait any longer. An idle queue pair has no time-out.
+#[test]
+fn a_peer_that_is_late_is_connected() {
+    for late in [Late::Init, Late::Error] {
+        let (a, b) = dialer_and_peer();
+        let (to_a, to_b) = (a.qp.number(), b.qp.number());
+        b.qp.set_state(match late {
+            Late::Init => State::Init,
+            Late::Error => State::Error,
+        });
+        a.to(to_b, &READY);
+        wait_for("the attempts have no limit", || a.has_given_up());
+        // The earlier connection is replaced by that of the next attempt.
+        std::thread::sleep(Duration::from_millis(1200));
+        assert_eq!((a.state(), a.is_connected()), (State::Rts, false));
+        assert!(b.early_connections() <= 1, "{late:?}");
+        b.qp.set_state(State::Reset);
+        b.to(to_a, &READY);
+        b.post_recv(1);
+        b.post_send(2);
+        a.post_recv(3);
+        assert_eq!(next(&b.sends), (2, Status::Success), "{late:?}");
+        a.post_send(4);
+        assert_eq!(next(&a.receives), (3, Status::Success), "{late:?}");
+        assert_eq!(next(&a.sends), (4, Status::Success), "{late:?}");
+        assert_eq!(next(&b.receives), (1, Status::Success), "{late:?}");
+    }
+}
+
+/// After the limit a request has the time of hardware's retransmissions: it fails if the peer does not come, and only then.
+#[test]
+fn a_request_that_is_posted_after_the_limit_has_its_own_time() {
+    for comes in [false, true] {
+        let (a, b) = dialer_and_peer();
+        let (to_a, to_b) = (a.qp.number(), b.qp.number());
+        b.qp.set_state(State::Error);
+        a.to(to_b, &READY);
+        wait_for("the attempts have no limit", || a.has_given_up());
+        if comes {
+            // 2 s.
+            a.qp.with_attr(|attr| (attr.timeout, attr.retry_cnt) = (18, 1));
+        }
+        a.post_send(1);
+        let begin = clock::now();
+        if comes {
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(a.sends.is_empty());
+            b.qp.set_state(State::Reset);
+            b.to(to_a, &READY);
+            b.post_recv(2);
+            assert_eq!(next(&a.sends), (1, Status::Success));
+            assert_eq!(next(&b.receives), (2, Status::Success));
+        } else {
+            assert_eq!(next(&a.sends), (1, Status::RetryExceeded));
+            assert!(clock::now() - begin >= Duration::from_millis(150));
+        }
+    }
+}
+
 /// A stream of a socket that epoll refuses: a file.
 fn unwatchable() -> Tcp {
     let file: OwnedFd = std::fs::File::open("/proc/self/exe").unwrap().into();
@@ -124,7 +266,7 @@ fn config(managed: bool) -> StreamConfig {
         peer: Peer::Anywarp,
         ird: 4,
         ord: 4,
-        initiator: true,
+        initiator: managed,
         first: First::Nothing,
         managed,
         markers: false,
