@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::Connection;
+use anywarp_core::connection::{Connection, End};
 use anywarp_core::error::{PeerError, TermCode};
 use anywarp_core::llp::mpa::frame::{self, TxBatch};
 use anywarp_core::llp::mpa::marker::Inserter;
@@ -422,6 +422,23 @@ impl Tcp {
             connection
         } else {
             outcome
+        }
+    }
+
+    /// Receives what arrived before sending failed. A kernel that receives a reset keeps the bytes that arrived before it. They may
+    /// contain acknowledgements, without which executed requests would fail. The number of turns is limited, because sending can fail
+    /// while the peer goes on sending.
+    #[cold]
+    pub(crate) fn receive_last(&mut self, engine: &Engine, conn: &mut Connection, now: Instant) {
+        for _ in 0..RX_RING_TURNS {
+            // In the error state all requests have completed.
+            if conn.state() == State::Error || conn.end() == End::Dead {
+                return;
+            }
+            let outcome = self.receive(engine, conn, now, true);
+            if outcome != Outcome::Open || !self.has_more() {
+                return;
+            }
         }
     }
 

@@ -181,6 +181,9 @@ impl RcQp {
                 }
                 if outcome == Outcome::Open {
                     outcome = sent;
+                    if matches!(sent, Outcome::Broken(_)) {
+                        tcp.receive_last(self.engine, &mut inner.conn, now);
+                    }
                 }
             }
             if let (false, Some(watch)) = (was_shared, tcp.watch()) {
@@ -256,6 +259,9 @@ impl RcQp {
                 self.schedule(inner);
             }
         } else {
+            if matches!(outcome, Outcome::Broken(_)) {
+                tcp.receive_last(self.engine, &mut inner.conn, now);
+            }
             self.note_end(inner, outcome);
             self.deliver_events(inner, outcome);
         }

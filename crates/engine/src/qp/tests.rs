@@ -1,6 +1,7 @@
 //! Queue pairs whose connection cannot be established, or only later.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -14,8 +15,13 @@ use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+use anywarp_core::wire::control::Control;
+use anywarp_core::wire::ddp::Untagged;
+use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::{Msn, QN_SEND, Stag};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Manager, RcQp, Route};
+use super::{Inner, Manager, RcQp, Receive, Route};
 use crate::clock;
 use crate::config::Framing;
 use crate::context::Context;
@@ -340,5 +346,108 @@ fn requests_on_a_socket_that_cannot_be_watched_fail() {
             end.post_send(1);
         }
         assert_eq!(next(&end.sends), (1, Status::RetryExceeded));
+    }
+}
+
+/// A connected socket of a queue pair, and the socket of its peer.
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    peer.set_read_timeout(Some(WAIT)).unwrap();
+    let (ours, _) = listener.accept().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    (ours, peer)
+}
+
+/// Waits until poll(2) reports `flags` for a socket.
+fn wait_polled(socket: &TcpStream, flags: PollFlags) {
+    let mut fds = [PollFd::new(socket, flags)];
+    let time = Timespec {
+        tv_sec: WAIT.as_secs().try_into().unwrap(),
+        tv_nsec: 0,
+    };
+    assert_eq!(poll(&mut fds, Some(&time)).unwrap(), 1, "{flags:?}");
+}
+
+/// The FPDU, without a CRC, of a message that has only a header.
+fn fpdu(header: &Untagged) -> Vec<u8> {
+    let mut out = (Untagged::LEN as u16).to_be_bytes().to_vec();
+    out.extend_from_slice(&header.emit());
+    out.resize(out.len().next_multiple_of(4) + 4, 0);
+    out
+}
+
+/// The header of an empty Send.
+fn send_header(number: u32) -> Untagged {
+    Untagged {
+        last: true,
+        opcode: Opcode::send(false, false),
+        inv_stag: Stag(0),
+        qn: QN_SEND,
+        msn: Msn(number),
+        mo: 0,
+    }
+}
+
+#[test]
+fn what_arrived_before_a_reset_is_received_when_a_send_fails() {
+    // The peer closes its socket in order, so that the first request after that is sent and answered by a reset, or it sends a reset at
+    // once. The request whose sending fails is sent by one of two functions.
+    for (resets, by_progress) in [(false, false), (false, true), (true, false), (true, true)] {
+        let end = End::new();
+        let (ours, mut peer) = sockets();
+        let watched = ours.try_clone().unwrap();
+        let tcp = Tcp::new(
+            EngineFd::new(ours.into()),
+            None,
+            Vec::new(),
+            Framing::Aligned,
+        );
+        end.qp.set_state(State::Rts);
+        end.post_recv(7);
+        let now = clock::now();
+        let post = |inner: &mut Inner, id: u64| {
+            let request = WorkRequest {
+                id,
+                ..WorkRequest::blank()
+            };
+            inner.conn.post_send(request).unwrap();
+            if by_progress || !end.qp.send_posted(inner, now) {
+                end.qp.progress(inner, now, Receive::Nothing, false);
+            }
+        };
+        // No thread can receive while this one has the lock.
+        end.qp.with(|inner| {
+            end.qp.start(inner, tcp, config(false), now);
+            post(inner, 1);
+            post(inner, 2);
+            let mut requests = [0; 48];
+            peer.read_exact(&mut requests).unwrap();
+            assert_eq!(requests[24..], fpdu(&send_header(2)));
+            let mut answers = fpdu(&Control::Ack { seq: 2 }.header());
+            answers.extend(fpdu(&send_header(1)));
+            peer.write_all(&answers).unwrap();
+            if resets {
+                rustix::net::sockopt::set_socket_linger(&peer, Some(Duration::ZERO)).unwrap();
+            }
+            drop(peer);
+            wait_polled(&watched, PollFlags::RDHUP);
+            post(inner, 3);
+            wait_polled(&watched, PollFlags::HUP);
+            post(inner, 4);
+        });
+        let sent: Vec<_> = (0..4).map(|_| next(&end.sends)).collect();
+        assert_eq!(
+            sent,
+            [
+                (1, Status::Success),
+                (2, Status::Success),
+                (3, Status::RetryExceeded),
+                (4, Status::Flushed)
+            ],
+            "{resets} {by_progress}"
+        );
+        assert_eq!(next(&end.receives), (7, Status::Success));
+        assert_eq!(end.state(), State::Error);
     }
 }
