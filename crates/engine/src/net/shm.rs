@@ -1131,7 +1131,7 @@ pub(crate) fn fuzz(data: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
@@ -1145,7 +1145,8 @@ mod tests {
         (server, client, one, other)
     }
 
-    fn pair() -> (Shm, Shm) {
+    /// The two ends of memory between a connection of this process to itself.
+    pub(in crate::net) fn pair() -> (Shm, Shm) {
         let (_server, _client, local, remote) = connection();
         let mut one = Shm::offer(local, remote).unwrap();
         let (pid, fd) = one.name().unwrap();
@@ -1263,7 +1264,7 @@ mod tests {
     }
 
     /// Receives all available bytes.
-    fn drain(from: &mut Shm, out: &mut Vec<u8>) -> Result<(), Io> {
+    pub(in crate::net) fn drain(from: &mut Shm, out: &mut Vec<u8>) -> Result<(), Io> {
         let mut buffer = vec![0; 10_000];
         loop {
             match from.receive(None, &mut buffer) {

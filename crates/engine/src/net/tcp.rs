@@ -640,14 +640,20 @@ impl Tcp {
         // An acknowledgement whose record could not be written, or that is due without a record, is stored in page 0 of the
         // shared memory.
         let unsent = self.blocked || matches!(outcome, Outcome::Broken(_));
-        if self.tx_shm
-            && let Some(shm) = &mut self.shm
-            && (unsent || conn.ack_due() && (flush || conn.must_ack()))
-        {
-            shm.publish_done(conn.carrier_ack());
+        if unsent || conn.ack_due() && (flush || conn.must_ack()) {
+            self.publish_done(conn);
         }
         self.announce();
         outcome
+    }
+
+    /// Stores the acknowledgement of the peer's requests in page 0, if the stream to the peer goes through shared memory.
+    fn publish_done(&mut self, conn: &mut Connection) {
+        if self.tx_shm
+            && let Some(shm) = &mut self.shm
+        {
+            shm.publish_done(conn.carrier_ack());
+        }
     }
 
     /// Wakes the peer that shares memory, if it sleeps, for the records that were written, or for an acknowledgement in page 0.
@@ -696,10 +702,20 @@ impl Tcp {
             }
         };
         let n = match sent {
-            Io::Done(n) => n,
+            Io::Done(n) => Ok(n),
             // A socket reports its error once: a second attempt would fail with a different one.
-            Io::Broken(e) => return Some(Outcome::Broken(e)),
-            Io::WouldBlock | Io::Invalidated | Io::Eof => return None,
+            Io::Broken(e) => Err(e),
+            // As in `transmit_batches`. The first messages of the batch may be in the ring already, so it must not be sent again.
+            Io::Invalidated => Err(libc::EFAULT),
+            Io::WouldBlock | Io::Eof => return None,
+        };
+        let n = match n {
+            Ok(n) => n,
+            Err(e) => {
+                self.publish_done(conn);
+                self.announce();
+                return Some(Outcome::Broken(e));
+            }
         };
         self.counts.tx_bytes += n as u64;
         self.unannounced = true;
@@ -901,3 +917,6 @@ fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
     Inserter::new().insert(&fpdu, params.crc, &mut marked);
     marked
 }
+
+#[cfg(test)]
+mod tests;
