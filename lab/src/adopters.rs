@@ -111,6 +111,11 @@ const ADOPTERS: &[Adopter] = &[
         nightly: false,
     },
     Adopter {
+        name: "qemu_migration",
+        source: Source::Debian,
+        nightly: false,
+    },
+    Adopter {
         name: "sideway_crate",
         source: Source::Crate {
             package: "sideway",
