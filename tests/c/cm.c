@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * The connection manager. Both ends are in one process on the loopback interface, and the kernel chooses each port.
+ * The connection manager. Both ends are on the loopback interface, most in one process, and the kernel chooses each port.
  *
  * TEST_ADDR and TEST_ADDR6 name other addresses of this host, for a device without loopback.
  */
@@ -10,8 +10,11 @@
 #include <pthread.h>
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 
 #define BACKLOG 16
 #define NOTHING ((struct rdma_conn_param){ 0 })
@@ -1793,12 +1796,136 @@ static const char *devices(size_t arg)
 	return NULL;
 }
 
+/* ---------------------------------------------------------------- a peer in another process */
+
+#define PART 8192u
+/* Together more than the memory that two processes share for one direction. */
+#define PARTS 40u
+
+struct hello {
+	uint64_t address;
+	uint32_t rkey;
+	uint16_t port;
+};
+
+static int end_process(void *pid)
+{
+	kill((pid_t)(intptr_t)pid, SIGKILL);
+	waitpid((pid_t)(intptr_t)pid, NULL, 0);
+	return 0;
+}
+
+/* Connects to the port that the other process sends, and waits for the end of the connection. */
+static const char *peer_process(int fd)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct region target;
+	struct fixture s = { 0 };
+	struct hello hello;
+
+	ENSURE(read(fd, &hello, sizeof hello) == (ssize_t)sizeof hello, "the other process has ended");
+	TRY(new_event_channel(&s.client_channel));
+	TRY(own_address(&s.address, AF_INET, hello.port));
+	TRY(new_client(&s, RDMA_PS_TCP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(new_buffer(&target, s.client, PART));
+	hello = (struct hello){ .address = (uintptr_t)target.at, .rkey = target.mr->rkey };
+	ENSURE(write(fd, &hello, sizeof hello) == (ssize_t)sizeof hello, "write: %s", strerror(errno));
+	return event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, NULL);
+}
+
+/* A connection to a process that is stopped ends although the memory that both share is full. */
+static const char *disconnect_stopped_peer(size_t arg)
+{
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
+	struct rdma_conn_param p = params(NULL, 0);
+	struct ibv_send_wr wr = { .opcode = IBV_WR_RDMA_WRITE, .num_sge = 1 };
+	struct ibv_sge sge;
+	struct region source;
+	struct event_copy t;
+	struct fixture s;
+	struct hello hello = { 0 };
+	uint64_t begin;
+	int pair[2], status;
+	pid_t pid;
+
+	(void)arg;
+	ENSURE(!socketpair(AF_UNIX, SOCK_STREAM, 0, pair), "socketpair: %s", strerror(errno));
+	fflush(stdout);
+	/* Neither process has used the library yet. */
+	pid = fork();
+	if (pid == 0) {
+		const char *reason;
+
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		close(pair[0]);
+		reason = peer_process(pair[1]);
+		if (reason)
+			printf("# the peer: %s\n", reason);
+		fflush(stdout);
+		_exit(reason != NULL);
+	}
+	close(pair[1]);
+	ENSURE(pid > 0, "fork: %s", strerror(errno));
+	keep(end_process, (void *)(intptr_t)pid, "process");
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	hello.port = ntohs(rdma_get_src_port(s.listener));
+	ENSURE(write(pair[0], &hello, sizeof hello) == (ssize_t)sizeof hello, "write: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_CONNECT_REQUEST, &t));
+	s.server = t.id;
+	keep(close_id, s.server, "accepted rdma_cm_id");
+	init.cap.max_send_wr = PARTS;
+	ENSURE(!rdma_create_qp(s.server, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(readable(pair[0], WAIT_MS));
+	ENSURE(read(pair[0], &hello, sizeof hello) == (ssize_t)sizeof hello, "the peer has ended");
+	close(pair[0]);
+
+	TRY(new_buffer(&source, s.server, PART));
+	wr.sg_list = &sge;
+	wr.wr.rdma.remote_addr = hello.address;
+	wr.wr.rdma.rkey = hello.rkey;
+	/* The stream moves to shared memory after some requests. */
+	sge = sge_of(&source, 0, 8);
+	for (uint64_t i = 0; i < 200; i++) {
+		wr.wr_id = i;
+		TRY(post(s.server->qp, &wr));
+		TRY(expect_ok(s.server->send_cq, i, IBV_WC_RDMA_WRITE, NULL));
+	}
+	ENSURE(!kill(pid, SIGSTOP) && waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status),
+	       "the peer does not stop");
+	sge = sge_of(&source, 0, PART);
+	for (uint64_t i = 0; i < PARTS; i++) {
+		wr.wr_id = i;
+		TRY(post(s.server->qp, &wr));
+	}
+	begin = now_ms();
+	ENSURE(!rdma_disconnect(s.server), "rdma_disconnect: %s", strerror(errno));
+	TRY(any_event(s.server_channel, &t, 5000));
+	ENSURE(t.type == RDMA_CM_EVENT_DISCONNECTED, "event %s", rdma_event_str(t.type));
+	printf("# disconnected after %u ms\n", (unsigned int)(now_ms() - begin));
+	for (uint64_t i = 0; i < PARTS; i++) {
+		struct ibv_wc wc;
+
+		TRY(next_wc(s.server->send_cq, &wc, WAIT_MS));
+		ENSURE(wc.wr_id == i && wc.status != IBV_WC_SUCCESS, "request %u completes with %s",
+		       (unsigned int)wc.wr_id, ibv_wc_status_str(wc.status));
+	}
+	ENSURE(!kill(pid, SIGCONT), "kill: %s", strerror(errno));
+	ENSURE(waitpid(pid, &status, 0) == pid && status == 0, "the peer ends with status 0x%x", status);
+	forget((void *)(intptr_t)pid);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "devices", devices, 0, 0, false },
 	{ "connect", connect_and_talk, AF_INET, 0, false },
 	{ "connect_ipv6", connect_and_talk, AF_INET6, 0, false },
 	{ "server_disconnects", server_disconnects, 0, 0, false },
 	{ "peer_destroys_id", peer_destroys_id, 0, 0, false },
+	{ "disconnect_stopped_peer", disconnect_stopped_peer, 0, 0, true },
 	{ "private_data_0", private_data, 0, 0, false },
 	{ "private_data_5", private_data, 5, 0, false },
 	{ "private_data_56", private_data, 56, 0, false },

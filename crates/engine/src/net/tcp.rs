@@ -379,6 +379,17 @@ impl Tcp {
         }
     }
 
+    /// Number of sent bytes that the peer's transport has acknowledged, or that the peer claims to have read from shared memory.
+    pub(crate) fn taken_by_peer(&self) -> u64 {
+        match &self.shm {
+            Some(shm) if self.tx_shm => shm.watch().taken_by_them(),
+            _ => {
+                let unacknowledged = unacknowledged(self.tx().get());
+                self.counts.tx_bytes.saturating_sub(unacknowledged as u64)
+            }
+        }
+    }
+
     /// Returns the socket and drops the rest.
     pub fn into_fd(self) -> EngineFd {
         self.fd

@@ -126,6 +126,10 @@ struct Inner {
     requests: (u64, u64),
     /// When the queue pair was created.
     created: Instant,
+    /// Number of bytes that the peer had taken when [`Timer::Close`] was started.
+    taken_at_close: u64,
+    /// How often [`Timer::Close`] was started for this connection.
+    close_turns: u32,
     /// The last connection, while it is being drained.
     draining: Draining,
     /// Traffic class or type of service of packets.
@@ -219,6 +223,8 @@ impl RcQp {
                     corked: false,
                     requests: (0, 0),
                     created: clock::now(),
+                    taken_at_close: 0,
+                    close_turns: 0,
                     draining: Draining::default(),
                     traffic_class: 0,
                     paced: false,
@@ -740,7 +746,13 @@ impl RcQp {
             None => close_finished(),
         }
         inner.route = None;
-        for timer in [Timer::Redial, Timer::PeerDials, Timer::FirstMessage] {
+        inner.close_turns = 0;
+        for timer in [
+            Timer::Redial,
+            Timer::PeerDials,
+            Timer::FirstMessage,
+            Timer::Close,
+        ] {
             inner.timers.stop(timer);
         }
         inner.managed = false;

@@ -22,6 +22,12 @@ use crate::test_panic;
 
 /// How long [`RcQp::receive_rest`] waits for the next bytes.
 const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
+/// If a connection that is closed has bytes to send, but the peer has taken none for this long, it ends without them. A peer whose
+/// process is stopped takes nothing, and the program waits for the event of the end.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times. The last bytes pass in this
+/// time even on slow paths.
+const CLOSE_TURNS: u32 = 15;
 /// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
 const REST_TIME_MAX: Duration = Duration::from_millis(1);
 
@@ -280,6 +286,8 @@ impl RcQp {
             End::Open => false,
         };
         if (done || ended) && inner.tcp.is_some() {
+            inner.timers.stop(Timer::Close);
+            inner.close_turns = 0;
             self.drop_token(inner);
             if let Some(tcp) = self.take_tcp(inner) {
                 if ended {
@@ -289,6 +297,13 @@ impl RcQp {
                 }
             }
             inner.notify(Notice::Gone);
+        } else if inner.conn.end() == End::Closing
+            && inner.timers.get(Timer::Close).is_none()
+            && let Some(tcp) = &inner.tcp
+        {
+            inner.taken_at_close = tcp.taken_by_peer();
+            inner.close_turns += 1;
+            self.start_timer(inner, Timer::Close, clock::now() + CLOSE_TIMEOUT);
         }
         self.schedule(inner);
     }
@@ -370,6 +385,17 @@ impl RcQp {
                             self.common.number
                         );
                         inner.conn.leave("the peer sent no message");
+                    }
+                }
+                Timer::Close => {
+                    let taken = inner.tcp.as_ref().map(Tcp::taken_by_peer);
+                    let is_stuck = taken == Some(inner.taken_at_close)
+                        && inner.timers.get(Timer::Delay).is_none()
+                        || inner.close_turns >= CLOSE_TURNS;
+                    if inner.conn.end() == End::Closing && is_stuck {
+                        let outcome = Outcome::Broken(libc::ETIMEDOUT);
+                        self.note_end(inner, outcome);
+                        self.deliver_events(inner, outcome);
                     }
                 }
                 // Delayed acknowledgements are sent together with the data that the injected delay has held back.

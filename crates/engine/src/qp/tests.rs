@@ -9,12 +9,14 @@ use std::time::Duration;
 
 use anywarp_core::bounds;
 use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
+use anywarp_core::verbs::mr::Registration;
 use anywarp_core::verbs::qp::{Attr, Capacity, State, mask};
 use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Status;
-use anywarp_core::verbs::wr::{RecvRequest, WorkRequest};
+use anywarp_core::verbs::wr::{Payload, RecvRequest, Sge, WorkRequest};
 use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Opcode;
@@ -450,4 +452,62 @@ fn what_arrived_before_a_reset_is_received_when_a_send_fails() {
         assert_eq!(next(&end.receives), (7, Status::Success));
         assert_eq!(end.state(), State::Error);
     }
+}
+
+#[test]
+fn a_connection_that_is_closed_ends_although_its_peer_reads_nothing() {
+    const LEN: usize = 8192;
+    let end = End::new();
+    let ends = Ends::of(&end);
+    let (ours, peer) = sockets();
+    for socket in [&ours, &peer] {
+        // The kernel chooses the smallest size.
+        rustix::net::sockopt::set_socket_send_buffer_size(socket, 1).unwrap();
+        rustix::net::sockopt::set_socket_recv_buffer_size(socket, 1).unwrap();
+    }
+    let bytes = [7; LEN];
+    let start = bytes.as_ptr().expose_provenance() as u64;
+    let what = Registration {
+        start,
+        len: LEN as u64,
+        base: start,
+        access: Access::LOCAL_WRITE,
+        pd: 1,
+        present: None,
+    };
+    let regions = &end.qp.engine.rnic.regions;
+    let region = regions
+        .register(&what, &mut crate::random::random_u32)
+        .unwrap();
+    let tcp = Tcp::new(
+        EngineFd::new(ours.into()),
+        None,
+        Vec::new(),
+        Framing::Aligned,
+    );
+    end.qp.set_state(State::Rts);
+    let now = clock::now();
+    end.qp
+        .with(|inner| end.qp.start(inner, tcp, config(true), now));
+    for id in 0..10 {
+        let sge = Sge {
+            addr: start,
+            len: LEN as u32,
+            lkey: region.stag(),
+        };
+        let request = WorkRequest {
+            id,
+            payload: Payload::Sges(std::iter::once(sge).collect()),
+            ..WorkRequest::blank()
+        };
+        end.qp.post_send([Ok(request)].into_iter()).unwrap();
+    }
+    assert!(end.qp.lock().tcp.as_ref().is_some_and(|tcp| tcp.blocked));
+    end.qp.disconnect();
+    for id in 0..10 {
+        assert_eq!(next(&end.sends), (id, Status::Flushed));
+    }
+    wait_for("the end", || ends.count() > 0);
+    assert_eq!(end.qp.raw_fd(), None);
+    regions.deregister(&region).unwrap();
 }

@@ -11,15 +11,18 @@ pub(super) enum Timer {
     PeerDials,
     /// Fails the connection, because the peer requested it and did not send the first message.
     FirstMessage,
+    /// Ends a connection that is closed, but whose last bytes cannot be sent, because the peer does not read.
+    Close,
     /// Ends an injected delay, during which nothing is sent.
     Delay,
 }
 
 impl Timer {
-    const ALL: [Self; 4] = [
+    const ALL: [Self; 5] = [
         Self::Redial,
         Self::PeerDials,
         Self::FirstMessage,
+        Self::Close,
         Self::Delay,
     ];
 }
