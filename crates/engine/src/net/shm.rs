@@ -1131,7 +1131,7 @@ pub(crate) fn fuzz(data: &[u8]) {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
@@ -1146,7 +1146,7 @@ pub(super) mod tests {
     }
 
     /// The two ends of memory between a connection of this process to itself.
-    pub(in crate::net) fn pair() -> (Shm, Shm) {
+    pub(crate) fn pair() -> (Shm, Shm) {
         let (_server, _client, local, remote) = connection();
         let mut one = Shm::offer(local, remote).unwrap();
         let (pid, fd) = one.name().unwrap();

@@ -13,6 +13,7 @@ use anywarp_core::llp::mpa::startup::StreamParams;
 use anywarp_core::verbs::qp::State;
 use anywarp_core::wire::control::Handover;
 use anywarp_core::wire::rdmap::Terminate;
+use rustix::io::Errno;
 
 use crate::clock;
 use crate::config::Framing;
@@ -25,7 +26,7 @@ use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
 use crate::process::PerProcess;
 use crate::reactor::{PolledMemory, RX_BUFFER_LEN};
-use crate::sys::socket::{get_option, unacknowledged, wait_readable};
+use crate::sys::socket::{get_option, unacknowledged, unsent, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
 
@@ -114,6 +115,8 @@ pub struct Tcp {
     tx_shm: bool,
     /// Whether records were written for which it was not yet checked whether the peer has to be woken.
     unannounced: bool,
+    /// Whether the byte that wakes the peer was not sent. [`Self::wake_again`] is to be called.
+    unwoken: bool,
     /// Whether the stream from the peer goes through `shm`.
     rx_shm: bool,
 }
@@ -189,6 +192,7 @@ impl Tcp {
             shm: None,
             tx_shm: false,
             unannounced: false,
+            unwoken: false,
             rx_shm: false,
         }
     }
@@ -299,9 +303,44 @@ impl Tcp {
         }
     }
 
-    /// Wakes the peer with a byte on the socket. If the socket is full, the bytes in it wake the peer.
-    fn wake(&self) {
-        let _ = self.fd.send(&[0]);
+    /// Wakes the peer with a byte on the socket.
+    fn wake(&mut self) {
+        self.unwoken = false;
+        if let Err(e) = self.fd.send(&[0]) {
+            self.was_not_woken(e);
+        }
+    }
+
+    /// Handles a byte that was not sent: it has to be sent later, unless the connection has failed, which wakes the peer too.
+    #[cold]
+    fn was_not_woken(&mut self, error: Errno) {
+        let is_full = matches!(
+            error,
+            Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM
+        );
+        // If the socket is full, the bytes in it that are still to be sent wake the peer. But the kernel also refuses a byte for which it
+        // has no memory.
+        if is_full
+            && unsent(self.fd.get()) == 0
+            && let Some(shm) = &self.shm
+        {
+            shm.watch().was_not_woken();
+            self.unwoken = true;
+        }
+    }
+
+    /// Whether [`Self::wake_again`] is to be called.
+    #[inline]
+    pub(crate) fn must_wake_again(&self) -> bool {
+        self.unwoken
+    }
+
+    /// Wakes the peer if that has failed before and the peer still sleeps.
+    pub(crate) fn wake_again(&mut self) {
+        let unwoken = std::mem::take(&mut self.unwoken);
+        if unwoken && self.shm.as_ref().is_some_and(Shm::must_wake) {
+            self.wake();
+        }
     }
 
     /// Reads the bytes of [`Tcp::wake`] from the socket. A peer that sends more of them than allowed ends its stream.
@@ -321,8 +360,8 @@ impl Tcp {
                         return Outcome::Open;
                     }
                 }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return Outcome::Open,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Outcome::Open,
                 Err(e) => return Outcome::Broken(e.raw_os_error()),
             }
         }
@@ -930,4 +969,4 @@ fn terminate_frame(error: &PeerError, params: &StreamParams) -> Vec<u8> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -752,6 +752,7 @@ impl RcQp {
             Timer::PeerDials,
             Timer::FirstMessage,
             Timer::Close,
+            Timer::Wake,
         ] {
             inner.timers.stop(timer);
         }

@@ -22,14 +22,16 @@ use crate::test_panic;
 
 /// How long [`RcQp::receive_rest`] waits for the next bytes.
 const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
+/// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
+const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// If a connection that is closed has bytes to send, but the peer has taken none for this long, it ends without them. A peer whose
 /// process is stopped takes nothing, and the program waits for the event of the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times. The last bytes pass in this
 /// time even on slow paths.
 const CLOSE_TURNS: u32 = 15;
-/// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
-const REST_TIME_MAX: Duration = Duration::from_millis(1);
+/// When to wake the peer that shares memory again, after the kernel had no memory for the byte that wakes it.
+const WAKE_PAUSE: Duration = Duration::from_millis(1);
 
 impl Inner {
     /// Queues a notice for the connection manager, which is called after the lock is released.
@@ -159,7 +161,7 @@ impl RcQp {
                     && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);
                 if !flush && tcp.is_drained() && inner.conn.is_quiet() {
                     // This case is frequent: most polls find nothing.
-                    if in_vain {
+                    if in_vain && !tcp.must_wake_again() {
                         return;
                     }
                     // There is nothing to send. Returning here lets the program get the completion sooner.
@@ -261,7 +263,8 @@ impl RcQp {
         if outcome == Outcome::Open && inner.conn.only_sends() {
             // A deadline that was set for earlier requests is early enough for these. A peer that shares memory is never
             // probed, so its requests need no deadline.
-            if !(inner.probe_covered || shared) || inner.conn.ack_due() {
+            let is_covered = inner.probe_covered || shared;
+            if !is_covered || inner.conn.ack_due() || tcp.must_wake_again() {
                 self.schedule(inner);
             }
         } else {
@@ -308,7 +311,7 @@ impl RcQp {
         self.schedule(inner);
     }
 
-    /// Arms the deadline that the connection requests, and schedules a delayed acknowledgement.
+    /// Arms the deadlines of the connection, and schedules a delayed acknowledgement.
     fn schedule(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);
@@ -319,6 +322,11 @@ impl RcQp {
             if !by_memory {
                 self.schedule_ack();
             }
+        }
+        if inner.tcp.as_ref().is_some_and(Tcp::must_wake_again)
+            && inner.timers.get(Timer::Wake).is_none()
+        {
+            self.start_timer(inner, Timer::Wake, clock::now() + WAKE_PAUSE);
         }
     }
 
@@ -396,6 +404,11 @@ impl RcQp {
                         let outcome = Outcome::Broken(libc::ETIMEDOUT);
                         self.note_end(inner, outcome);
                         self.deliver_events(inner, outcome);
+                    }
+                }
+                Timer::Wake => {
+                    if let Some(tcp) = &mut inner.tcp {
+                        tcp.wake_again();
                     }
                 }
                 // Delayed acknowledgements are sent together with the data that the injected delay has held back.

@@ -3,6 +3,7 @@
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -28,7 +29,9 @@ use crate::clock;
 use crate::config::Framing;
 use crate::context::Context;
 use crate::fd::EngineFd;
+use crate::net::shm;
 use crate::net::tcp::Tcp;
+use crate::net::tcp::tests::{fill, shared};
 
 /// Longest wait for something that has to happen.
 const WAIT: Duration = Duration::from_secs(20);
@@ -510,4 +513,31 @@ fn a_connection_that_is_closed_ends_although_its_peer_reads_nothing() {
     wait_for("the end", || ends.count() > 0);
     assert_eq!(end.qp.raw_fd(), None);
     regions.deregister(&region).unwrap();
+}
+
+#[test]
+fn a_peer_that_could_not_be_woken_is_woken_later() {
+    let end = End::new();
+    let (one, _other) = shm::tests::pair();
+    // As in the tests of `net::tcp`.
+    let (ours, mut peer) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    fill(&ours);
+    let tcp = shared(ours.into(), one);
+    end.qp.set_state(State::Rts);
+    let now = clock::now();
+    end.qp.with(|inner| {
+        end.qp.start(inner, tcp, config(false), now);
+        inner.conn.switch_tx_to_shm();
+    });
+    end.post_send(1);
+    peer.set_nonblocking(true).unwrap();
+    let mut bytes = Vec::new();
+    let _ = peer.read_to_end(&mut bytes);
+    // The byte that wakes the peer is 0, and may be sent while the others are read.
+    if !bytes.contains(&0) {
+        peer.set_nonblocking(false).unwrap();
+        peer.set_read_timeout(Some(WAIT)).unwrap();
+        assert_eq!(peer.read(&mut [9; 2]).unwrap(), 1);
+    }
 }

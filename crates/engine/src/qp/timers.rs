@@ -13,16 +13,19 @@ pub(super) enum Timer {
     FirstMessage,
     /// Ends a connection that is closed, but whose last bytes cannot be sent, because the peer does not read.
     Close,
+    /// Wakes the peer that shares memory, which has failed before.
+    Wake,
     /// Ends an injected delay, during which nothing is sent.
     Delay,
 }
 
 impl Timer {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Redial,
         Self::PeerDials,
         Self::FirstMessage,
         Self::Close,
+        Self::Wake,
         Self::Delay,
     ];
 }

@@ -146,6 +146,20 @@ pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> usize {
     }
 }
 
+/// Number of bytes that the kernel has not sent yet; 0 for other sockets than those of TCP.
+pub(crate) fn unsent(fd: BorrowedFd<'_>) -> usize {
+    /// From `linux/sockios.h`.
+    const SIOCOUTQNSD: libc::Ioctl = 0x894b;
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes an `int`, which is what `bytes` is.
+    let r = unsafe { libc::ioctl(fd.as_raw_fd(), SIOCOUTQNSD, &raw mut bytes) };
+    if r == 0 {
+        usize::try_from(bytes).unwrap_or(0)
+    } else {
+        0
+    }
+}
+
 /// What the kernel has measured on the path of a TCP connection.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TcpPath {

@@ -1,5 +1,7 @@
 //! Tests of streams over shared memory, without a worker thread.
 
+use std::io::Read as _;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{OnceLock, Weak};
@@ -65,13 +67,18 @@ fn connection(rnic: Arc<Rnic>) -> Connection {
 }
 
 /// An end of a stream of which both directions go through `shm`.
-fn shared(fd: OwnedFd, shm: Shm) -> Tcp {
+pub(crate) fn shared(fd: OwnedFd, shm: Shm) -> Tcp {
     Tcp {
         shm: Some(shm),
         tx_shm: true,
         rx_shm: true,
         ..Tcp::new(EngineFd::new(fd), None, Vec::new(), Framing::Aligned)
     }
+}
+
+/// Writes to a non-blocking socket until it is full.
+pub(crate) fn fill(mut socket: impl std::io::Write) {
+    while socket.write(&[1; 4096]).is_ok() {}
 }
 
 /// Registers `bytes`.
@@ -152,4 +159,50 @@ fn messages_in_front_of_deregistered_memory_are_sent_once() {
     let count = |byte| received.iter().filter(|b| **b == byte).count();
     assert_eq!((count(0xa5), count(0x5a)), (LEN, 0));
     assert_eq!(other.take_done(), Some(0), "the acknowledgement");
+}
+
+#[test]
+fn a_peer_that_could_not_be_woken_is_marked_as_sleeping_again() {
+    let engine = Engine::without_worker().unwrap();
+    let (one, other) = pair();
+    // A Unix socket that is full refuses the byte as a TCP socket does for which the kernel has no memory: no byte is about to be sent.
+    let (fd, mut peer) = UnixStream::pair().unwrap();
+    fd.set_nonblocking(true).unwrap();
+    peer.set_nonblocking(true).unwrap();
+    fill(&fd);
+    let mut tcp = shared(fd.into(), one);
+    let mut conn = connection(Arc::clone(&engine.rnic));
+    conn.post_send(WorkRequest::blank()).unwrap();
+    let now = clock::now();
+    let sent = tcp.transmit_posted(engine, &mut conn, now);
+    assert_eq!(sent, Some(Outcome::Open));
+    assert!(other.watch().withdraw_sleep(), "the peer is marked");
+    assert!(other.watch().prepare_sleep(true), "there is a record");
+    assert!(tcp.must_wake_again());
+    tcp.wake_again();
+    assert!(tcp.must_wake_again(), "the socket is still full");
+    let mut bytes = Vec::new();
+    let _ = peer.read_to_end(&mut bytes);
+    tcp.wake_again();
+    assert!(!tcp.must_wake_again());
+    assert_eq!(peer.read(&mut [9; 2]).unwrap(), 1);
+    tcp.wake_again();
+    assert!(peer.read(&mut [9; 2]).is_err(), "it was woken");
+}
+
+#[test]
+fn bytes_that_are_still_to_be_sent_wake_the_peer() {
+    let engine = Engine::without_worker().unwrap();
+    let (one, other) = pair();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let fd = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (_peer, _) = listener.accept().unwrap();
+    fd.set_nonblocking(true).unwrap();
+    fill(&fd);
+    let mut tcp = shared(fd.into(), one);
+    let mut conn = connection(Arc::clone(&engine.rnic));
+    conn.post_send(WorkRequest::blank()).unwrap();
+    let sent = tcp.transmit_posted(engine, &mut conn, clock::now());
+    assert_eq!(sent, Some(Outcome::Open));
+    assert!(!tcp.must_wake_again() && !other.watch().withdraw_sleep());
 }
