@@ -240,7 +240,7 @@ static const char *post(size_t len)
 	return NULL;
 }
 
-/* Each call of begin() ends once with `error`, and the memory is unchanged. */
+/* Each call that begin() has started ends once with `error`, and the memory is unchanged. */
 static const char *ended(int error)
 {
 	unsigned int seen = 0;
@@ -280,7 +280,7 @@ static const struct fault faults[] = {
 	{ "a header of 31", true, { { .type = FIN, .seq = 1, .header = 31 } } },
 	{ "a header of 65535", true, { { .type = ADVERT, .seq = 1, .header = 65535 } } },
 	{ "one segment after the header", true, { { .type = ADVERT, .seq = 1, .header = 48, .more = 16 } } },
-	{ "segments with another sum", true, { { .type = ADVERT, .seq = 1, .header = 64, .more = 32, .length = 9 } } },
+	{ "segments whose lengths do not add up", true, { { .type = ADVERT, .seq = 1, .header = 64, .more = 32, .length = 9 } } },
 	{ "nine segments", true, { { .type = ADVERT, .seq = 1, .header = 176, .more = 144 } } },
 	{ "segments of a FIN", true, { { .type = FIN, .seq = 1, .header = 64, .more = 32 } } },
 	{ "notify without persistent", true, { { .type = ADVERT, .flags = 4, .seq = 1, .length = 1 } } },
@@ -446,7 +446,7 @@ static const char *flood(size_t arg)
 			break;
 		ENSURE(i < 99999, "100,000 messages are accepted although no answer is received");
 	}
-	/* The peer has receives for 64 answers. The next answer makes its own device end the connection. */
+	/* The peer has receives for 64 answers. When answer 65 arrives, the device of the peer ends the connection. */
 	for (int i = 0; i < CALLS; i++) {
 		exs_event_t e;
 

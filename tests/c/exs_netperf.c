@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A sender in the style of existing programs for the ES-API: <sys/exs.h>, handles printed with %d, a ring of registered
- * shared memory, EAGAIN when too many calls are outstanding, and half of the events dequeued at a time.
+ * A sender in the style of existing programs for the Extended Sockets API (ES-API): <sys/exs.h>, handles printed with %d, a
+ * ring of registered shared memory, EAGAIN when too many calls are outstanding, and half of the events dequeued at a time.
  */
 #include "check.h"
 #include <arpa/inet.h>
@@ -126,7 +126,7 @@ static const char *netperf(size_t arg)
 			/* Waits for at least half of the outstanding calls. */
 			int num = exs_qdequeue(exs_qhandle, evtvec, -(exs_aio_pending / 2), NULL);
 
-			ENSURE(num >= exs_aio_pending / 2, "only %d events of %d are due", num, exs_aio_pending);
+			ENSURE(num >= exs_aio_pending / 2, "%d events, with %d calls outstanding", num, exs_aio_pending);
 			for (int e = 0; e < num; e++)
 				ENSURE(evtvec[e].exs_evt_type == EXS_EVT_SEND && evtvec[e].exs_evt_errno == 0, "event %d: %s",
 				       evtvec[e].exs_evt_type, strerror(evtvec[e].exs_evt_errno));

@@ -354,7 +354,10 @@ static const char *ud_sends_arrive(size_t arg)
 	return NULL;
 }
 
-/* Parity replaces one lost datagram of a group. If two are lost, both are missing in the map. */
+/*
+ * Parity replaces one lost datagram of a group. If two are lost, none is replaced: the record's map of the bytes that have
+ * arrived contains neither.
+ */
 static const char *ud_records_arrive(size_t arg)
 {
 	struct anywarpdv_qp_init_attr dv = { .flags = ANYWARPDV_QP_REPORT_ERRORS };
@@ -403,7 +406,8 @@ static const char *ud_records_arrive(size_t arg)
 		}
 		ENSURE(!(record.flags & ANYWARPDV_RECORD_COMPLETE) && record.valid == 2500, "%u valid", record.valid);
 		ENSURE(read_map(a.qp, &record, sizeof record, 4, ranges, sizeof *ranges) == 2, "the map does not have two ranges");
-		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500, "ranges");
+		ENSURE(ranges[0].from == 0 && ranges[0].to == 2000 && ranges[1].from == 4000 && ranges[1].to == 4500,
+		       "the map has other ranges");
 		ENSURE(!release_map(a.qp, record.map), "release_map: %s", strerror(errno));
 	}
 	/* A wrong STag: the error names the message. */
@@ -453,7 +457,7 @@ static const char *ud_reads_are_answered(size_t arg)
 	}
 	while (bytes < sizeof got) {
 		ENSURE(d.tagged && d.opcode == READ_RESPONSE && d.id == foreign.id && d.length == sizeof got, "opcode %u", d.opcode);
-		ENSURE(d.stag == 0xabcd && d.to == 0x7000 + d.offset, "to %x %llx", d.stag, (unsigned long long)d.to);
+		ENSURE(d.stag == 0xabcd && d.to == 0x7000 + d.offset, "STag %x, TO %llx", d.stag, (unsigned long long)d.to);
 		memcpy(got + d.offset, d.payload, d.len);
 		bytes += d.len;
 		if (bytes < sizeof got)
@@ -490,7 +494,7 @@ static const char *ud_requests_of_the_device(size_t arg)
 			TRY(next_data(&foreign, &d, true));
 			ENSURE(d.qkey == QKEY && d.length == sizeof got && d.tagged == (what != SEND), "Q_Key %x, %u bytes", d.qkey, d.length);
 			ENSURE(d.opcode == (what == SEND ? SEND_OP : RECORD), "opcode %u", d.opcode);
-			ENSURE(what == SEND || (d.stag == 0x5555 && d.to == 0x10000 + d.offset), "to %x", d.stag);
+			ENSURE(what == SEND || (d.stag == 0x5555 && d.to == 0x10000 + d.offset), "STag %x", d.stag);
 			ENSURE(what != WRITE_IMM || (d.sub == 2 && d.flags & I && d.imm == 0x01020304), "immediate %x", d.imm);
 			memcpy(got + d.offset, d.payload, d.len);
 			bytes += d.len;
@@ -502,7 +506,7 @@ static const char *ud_requests_of_the_device(size_t arg)
 	memset(mine.at, 0, mine.len);
 	TRY(request_to(&a, foreign.qpn, READ, 9, &mine, 5000, (struct there){ 0x5555, 0x10000 }));
 	TRY(next_data(&foreign, &d, true));
-	while (d.opcode == RECORD) /* repetitions of the ends of earlier messages */
+	while (d.opcode == RECORD) /* commits, which repeat the ends of earlier messages */
 		TRY(next_data(&foreign, &d, true));
 	ENSURE(d.opcode == READ_REQUEST && d.qkey == QKEY && d.len >= 36, "opcode %u of %zu bytes", d.opcode, d.len);
 	ENSURE(get32(d.payload + 12) == 5000 && get32(d.payload + 16) == 0x5555 && get64(d.payload + 20) == 0x10000,
@@ -616,13 +620,16 @@ static const char *begin(struct peer *p)
 	return NULL;
 }
 
-/* Waits until the device has acknowledged everything before `until`, or has refused a packet. Its packets must have no data. */
+/*
+ * Waits until the device has acknowledged everything before `until`, or has refused a packet. No packet that the device
+ * sends meanwhile may have data.
+ */
 static const char *acknowledged(struct peer *p, uint32_t until, struct packet *k)
 {
 	do {
 		TRY(next_packet(p, k));
 		ENSURE(!(k->flags & (D | C)), "flags %x", k->flags);
-		ENSURE(k->token == p->echo && k->echo == p->token, "tokens");
+		ENSURE(k->token == p->echo && k->echo == p->token, "a packet has a wrong token or echo");
 		if (!p->knows) {
 			p->ack = k->base;
 			p->knows = true;
@@ -828,7 +835,7 @@ static const char *rd_device_sends(size_t arg)
 	TRY(send_packet(&foreign, C, 0, NULL));
 	for (bool again = false; bytes < sizeof got || !again;) {
 		TRY(next_packet(&foreign, &k));
-		ENSURE(k.echo == foreign.token && k.token == foreign.echo, "echo %x", k.echo);
+		ENSURE(k.echo == foreign.token && k.token == foreign.echo, "a packet has a wrong token, or the wrong echo %x", k.echo);
 		if (!foreign.knows) {
 			foreign.ack = k.base;
 			foreign.knows = true;

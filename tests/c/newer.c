@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Functions of newer releases of rdma-core than the headers of this machine. They are looked up at run time by name and
- * version, as the loader does for a program of another distribution. The types are declared here.
+ * Functions of releases of rdma-core that may be newer than the headers of this machine. They are looked up at run time by
+ * name and version, as the loader does for a program of another distribution. The types are declared here.
  */
 #include "ends.h"
 
@@ -69,7 +69,10 @@ static const char *find_all(void)
 	return NULL;
 }
 
-/* A private function is exported under the private version of every release that has it, and under no other. */
+/*
+ * A private function is exported under the private symbol version (IBVERBS_PRIVATE_*) of every release that has it, and
+ * under no other.
+ */
 static const char *private_nodes(size_t arg)
 {
 	static const char *const nodes[] = { "IBVERBS_PRIVATE_22", "IBVERBS_PRIVATE_25", "IBVERBS_PRIVATE_33",
@@ -275,8 +278,9 @@ static const char *repoll_set(size_t arg)
 	ENSURE(!rgetsockname(listener, (void *)&to, &len), "rgetsockname");
 	ENSURE(!ctl(set, EPOLL_CTL_ADD, listener, EPOLLIN, 1ull << 40), "repoll_ctl for the listener: %s", strerror(errno));
 	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7), "repoll_ctl for the pipe: %s", strerror(errno));
-	ENSURE(ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7) == -1 && errno == EEXIST, "twice: %s", strerror(errno));
-	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT, "unknown: %s", strerror(errno));
+	ENSURE(ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 7) == -1 && errno == EEXIST, "a descriptor is added twice: %s", strerror(errno));
+	ENSURE(ctl(set, EPOLL_CTL_MOD, ends[1], EPOLLIN, 7) == -1 && errno == ENOENT,
+	       "a descriptor that is not in the set is changed: %s", strerror(errno));
 	ENSURE(ctl(set, 99, ends[1], EPOLLIN, 7) == -1 && errno == EINVAL,
 	       "repoll_ctl with an unknown operation: %s", strerror(errno));
 	n = poll_wait(set, got, 4, 30);
@@ -307,7 +311,7 @@ static const char *repoll_set(size_t arg)
 	ENSURE(seen == (1ull << 40 | 7), "only the descriptors with the bits %llx were returned", (unsigned long long)seen);
 	ENSURE(poll_wait(set, got, 0, 0) == -1 && errno == EINVAL, "repoll_wait with room for no event: %s", strerror(errno));
 	close_now((void *)(intptr_t)set);
-	ENSURE(poll_wait(set, got, 1, 0) == -1 && errno == EBADF, "closed: %s", strerror(errno));
+	ENSURE(poll_wait(set, got, 1, 0) == -1 && errno == EBADF, "repoll_wait for a closed set: %s", strerror(errno));
 	return NULL;
 }
 
@@ -339,7 +343,7 @@ static const char *repoll_changes(size_t arg)
 	ENSURE(!ctl(set, EPOLL_CTL_ADD, ends[0], EPOLLIN, 9), "add: %s", strerror(errno));
 	for (int i = 0; i < 2; i++)
 		pthread_join(threads[i], NULL);
-	ENSURE(data[0] == 9 && data[1] == 9, "%llu and %llu", (unsigned long long)data[0], (unsigned long long)data[1]);
+	ENSURE(data[0] == 9 && data[1] == 9, "the threads got %llu and %llu", (unsigned long long)data[0], (unsigned long long)data[1]);
 	return NULL;
 }
 

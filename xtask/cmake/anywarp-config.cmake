@@ -1,7 +1,7 @@
 # find_package(anywarp CONFIG) provides three libraries to link with:
 #   anywarp::anywarpdv  <infiniband/anywarpdv.h>: verbs with one-sided operations and reliable datagrams of anywarp
 #   anywarp::exs        <exs.h>: extended sockets
-#   anywarp::buffers    <anywarp-buffers.h>: buffers that are copied, registered, or have a cached registration
+#   anywarp::buffers    <anywarp-buffers.h>: buffers for RDMA: copied, registered for one use, or registered and cached
 get_filename_component(_anywarp_prefix "${CMAKE_CURRENT_LIST_DIR}/../../.." REALPATH)
 
 if(NOT TARGET anywarp::anywarpdv)

@@ -11,7 +11,7 @@ use std::sync::Arc;
 type Anything = Arc<dyn Any + Send + Sync>;
 
 thread_local! {
-    /// Contains at most one reference, or more while a signal handler that has interrupted a wait of the thread waits too.
+    /// Contains at most one reference, unless a signal handler interrupts a wait of the thread and waits itself.
     static HELD: RefCell<Vec<Anything>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -34,7 +34,7 @@ impl<T: Send + Sync + 'static> Held<T> {
             }
         });
         // If the reference was not stored, either the thread is ending, or a signal handler has interrupted this function. The
-        // reference is leaked then, since dropping it could be too early.
+        // reference is leaked then, because `held` must not point to a value that was dropped.
         let _for_ever = std::mem::ManuallyDrop::new(one);
         held
     }

@@ -14,8 +14,8 @@ pub(crate) const LARGEST: usize = 1 << 20;
 /// The bytes that are registered together for buffers of one size, unless a single buffer is larger.
 const SLAB: usize = 256 << 10;
 
-/// Registered buffers for one kind of use. The buffer that was released last is used first, because it is still in the processor's
-/// cache.
+/// Buffers that are registered with the same access rights: one pool is for sending, another for receiving. The buffer that was
+/// released last is used first, because it is still in the processor's cache.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pd: Ptr<ffi::ibv_pd>,

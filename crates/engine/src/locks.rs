@@ -26,11 +26,11 @@ pub enum Rank {
     UdpPorts,
     /// The list of QPN ports (`connect::qpn_port`), held while one is opened.
     Ports,
-    /// The numbers in use of one QPN port.
+    /// Which queue pair numbers of one QPN port are in use.
     PortIndexes,
     /// Held by the thread that receives from a UDP socket, while queue pairs process the datagrams.
     UdpReceive,
-    /// The receiving end of a carrier of datagrams.
+    /// The receiving end of a carrier: shared memory that passes datagrams between two UDP ports of one host.
     CarrierReceive,
     /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
@@ -64,7 +64,7 @@ pub enum Rank {
     UdpWriters,
     /// The destinations of a UDP socket and their carriers.
     Carriers,
-    /// The sending end of a carrier of datagrams.
+    /// The sending end of a carrier.
     CarrierSend,
     /// The number of a UDP socket in the reactor.
     UdpToken,
@@ -92,13 +92,13 @@ pub enum Rank {
     QueuePairs,
     /// The objects that are notified when the device fails.
     DeviceListeners,
-    /// The free slots of the table of sources.
+    /// The free slots of the reactor's table of event sources.
     FreeSlots,
-    /// The deadlines of sources.
+    /// The deadlines of the event sources.
     Deadlines,
-    /// The table of sources.
+    /// The reactor's table of event sources.
     Sources,
-    /// Queue pairs with corked requests.
+    /// Queue pairs with corked requests: posted requests that wait so that several are sent in one system call.
     Corked,
     /// Queue pairs with delayed acknowledgements.
     DelayedAcks,

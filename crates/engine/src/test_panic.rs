@@ -30,8 +30,8 @@ pub(crate) fn posted(id: u64) {
     ARMED.store(true, Ordering::Relaxed);
 }
 
-/// Called when the worker, or a program thread with the lease, handles a queue pair: panics in the worker if
-/// [`posted`] has armed it.
+/// Called when the worker, or a program thread that polls in place of the worker, handles a queue pair: panics in the
+/// worker if [`posted`] has armed it.
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "panic requested by a test")]
 pub(crate) fn working() {

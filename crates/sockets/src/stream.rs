@@ -1,4 +1,7 @@
-//! One upgraded stream: the bytes that the program reads and writes, and the carrier below. No function here blocks.
+//! One upgraded stream: a TCP connection whose bytes are sent in RDMAP Sends. No function here blocks.
+//!
+//! The *carrier* is the kernel's socket of that connection. A *Limit* message raises the number of bytes that its receiver may send; a
+//! *Reply* is that of the MPA start-up; [`wire::Kind`] lists the other messages. The *memory* is a ring that two ends on one host share.
 
 use crate::limits;
 use crate::log;
@@ -88,7 +91,7 @@ impl<'a> Room<'a> {
         }
     }
 
-    /// Returns the `n` bytes that were received if `plan` has placed none elsewhere.
+    /// Returns the `n` received bytes, or `None` if `plan` does not place all of them into the buffer.
     pub fn all(&self, plan: &Plan, n: usize) -> Option<&[u8]> {
         if plan.head || plan.there > 0 {
             return None;
@@ -96,7 +99,7 @@ impl<'a> Room<'a> {
         Some(self.behind(0, n))
     }
 
-    /// Inserts bytes before the `behind` bytes that were received into the buffer.
+    /// Inserts `bytes` at the start of the buffer, before the `behind` bytes that a receive has placed there.
     fn put_before(&mut self, bytes: &[u8], behind: usize) {
         if bytes.is_empty() {
             return;
@@ -162,7 +165,7 @@ pub struct Stream {
     /// Bytes of FPDUs that the carrier has not accepted yet.
     out: Vec<u8>,
     out_from: usize,
-    /// `out` has nothing but a Limit.
+    /// `out` contains only a Limit message.
     out_is_limit: bool,
     /// The receive window: how many bytes the peer may send beyond what the program has read.
     window: u32,
@@ -203,7 +206,8 @@ pub struct Stream {
     blind: bool,
     urgent: Option<u8>,
     memory_out: MemoryOut,
-    /// The time in milliseconds when the writer last found the memory empty or checked the connection.
+    /// The time in milliseconds at which a write last found the memory empty, or unread for so long that the connection was checked.
+    /// See [`Self::is_unread`].
     checked: u64,
     /// The peer has offered memory. Further offers are ignored.
     was_offered: bool,
@@ -832,7 +836,7 @@ impl Stream {
     }
 
     fn take_bytes(&mut self, fd: c_int, bytes: &[u8], dest: Option<&mut Dest<'_, '_>>) {
-        // A call that reads asks for announcements when it has read.
+        // With `dest` this is part of a read, which asks for an announcement at its end.
         let is_read = dest.is_some();
         let mut behind = None;
         if let Some(start) = &mut self.start {
@@ -944,8 +948,8 @@ impl Stream {
         self.found(fd, found)
     }
 
-    /// Asks the peer to announce the next bytes that it puts into the memory: always, or if no unread ones are known, so that a program
-    /// can wait for them. Returns whether there are some already.
+    /// Asks the peer to announce the next bytes that it puts into the memory, so that a program can wait for them. Unless `always` is
+    /// set, does nothing while the memory has unread bytes. Returns whether the peer has put bytes there that were not announced.
     fn ask(&mut self, fd: c_int, always: bool) -> bool {
         let found = self.queue.ask(always);
         self.found(fd, found)
@@ -959,7 +963,8 @@ impl Stream {
         match n.ok_or(Broken::Memory).and_then(|n| self.rx.found(n)) {
             Ok(()) => {
                 self.news.readable = true;
-                // Their announcement may be in the carrier's buffer. Until it is handled there, the peer sends no other one.
+                // The announcement of these bytes may be in the carrier's buffer, so that buffer does not count as empty. The peer
+                // sends no other announcement until this one is handled.
                 self.drained = false;
             }
             Err(why) => self.broke(fd, &why),
@@ -1032,7 +1037,7 @@ impl Stream {
             self.news.readable |= !self.has_payload;
             self.has_payload = true;
         } else if is_enough && self.is_exhausted() && !self.queue.is_empty() {
-            // The queue has bytes to report already, and the pool has no memory for more.
+            // The queue already has bytes to report, and the streams of the process may not keep more bytes.
         } else {
             let before = self.queue.len();
             self.drained = false;
@@ -1064,8 +1069,8 @@ impl Stream {
     }
 
     /// Reads the available bytes into `dest`. `all`: receives repeatedly as long as bytes are available. Without `may_pull`
-    /// nothing is received from the carrier. `start`: the number of bytes that `dest` contained before [`Self::arrived`] received bytes
-    /// for this call.
+    /// nothing is received from the carrier. `start`: the number of bytes in `dest` before this attempt to read, for which
+    /// [`Self::arrived`] may have added some already.
     ///
     /// # Errors
     /// EAGAIN if nothing is available; otherwise the stream's error, which is returned once.
@@ -1517,7 +1522,7 @@ impl Stream {
         if self.closed || self.memory_out.accepted().is_none() {
             return Ok(0);
         }
-        // The reader waits for the announcement, which is short.
+        // The carrier must not delay the announcement, which is short, because the reader waits for it.
         self.joins(fd, 0);
         let (Some(writer), Some(tx)) = (self.memory_out.accepted(), &mut self.tx) else {
             return Ok(0);
@@ -1526,7 +1531,8 @@ impl Stream {
             .min(tx.credit())
             .min(limits::MEMORY_PIECE)
             .min(writer.room());
-        // A short payload in a message would make the reader copy unread bytes out of the memory, to keep the order.
+        // A short payload is sent in a message if the memory is empty. If it is not, the reader would have to copy the unread bytes
+        // out of the memory before it could handle that message.
         if len == 0 || len <= limits::COPIED && writer.is_empty() {
             return Ok(0);
         }
@@ -1545,7 +1551,7 @@ impl Stream {
         Ok(len)
     }
 
-    /// Returns the next message, a Memory message.
+    /// Returns the announcement of the bytes up to `mark`: a Memory message, which has to be the next message of the stream.
     fn announcement(&mut self, mark: Mark) -> [u8; ANNOUNCEMENT] {
         let mut message = [0; ANNOUNCEMENT];
         let limit = self.rx.granted();
@@ -1687,8 +1693,8 @@ impl Stream {
         Ok(n)
     }
 
-    /// Returns whether bytes in the memory are unread for some time, so that the connection should be received from: writing to the memory
-    /// does not show that the peer has ended.
+    /// Returns whether the peer has left bytes in the memory unread for some time. The caller then receives from the carrier, because a
+    /// write to the memory succeeds even if the peer has ended.
     fn is_unread(&mut self) -> bool {
         let checked = &mut self.checked;
         self.memory_out.accepted().is_some_and(|writer| {

@@ -593,7 +593,7 @@ pub fn unmap(at: *mut u8, size: usize) {
     }
 }
 
-/// Creates two connected sockets that keep message boundaries, with high numbers.
+/// Creates two connected sockets that keep message boundaries. Their descriptor numbers are those of [`copy_high`].
 pub fn pair() -> Option<[c_int; 2]> {
     let mut low = [-1; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
@@ -688,7 +688,7 @@ pub fn path_mtu(ip: IpAddr) -> u16 {
     (mtu.clamp(576, 65_535) - headers) as u16
 }
 
-/// Creates an epoll set with a high number.
+/// Creates an epoll set. Its descriptor number is that of [`copy_high`].
 pub fn epoll() -> Option<c_int> {
     // SAFETY: no pointer is passed.
     let low = unsafe { real::epoll_create1(libc::EPOLL_CLOEXEC) };
@@ -1003,7 +1003,7 @@ impl Inbox {
             m.msg_flags = 0;
         }
         let n = self.heads.len() as c_uint;
-        // SAFETY: each header names parts of the vectors that no other one names.
+        // SAFETY: each header points to parts of the inbox's memory that no other header points to.
         let n = unsafe {
             let none = std::ptr::null_mut();
             real::recvmmsg(fd, self.heads.as_mut_ptr(), n, libc::MSG_DONTWAIT, none)

@@ -96,8 +96,8 @@ impl IdObject {
     }
 
     /// Writes the state of the identifier's queue pair, if there is one, to the field that the program reads. The lock
-    /// prevents another thread from destroying the queue pair meanwhile. That thread may call `rdma_destroy_qp` once it has the
-    /// event that reports the connection.
+    /// prevents another thread from destroying the queue pair meanwhile: a thread that has received the event that reports the
+    /// connection may already call `rdma_destroy_qp`.
     pub(super) fn show_qp_state(&self) {
         let _alone = self.lock_qp();
         let qp = self.qp();

@@ -540,7 +540,7 @@ impl Stream {
     /// Returns the state of a new socket, whose connection manager events go to `channel`.
     pub(super) fn new(channel: &Arc<EventChannel>) -> Result<Self, c_int> {
         let id = CmId::new(channel, PortSpace::Tcp).map_err(|e| os_errno(&e))?;
-        // A nonzero `c_object` subscribes the identifier to the event of a broken device.
+        // The connection manager reports a broken device only to identifiers whose `c_object` is not 0.
         id.c_object.store(1, Ordering::Release);
         Ok(Self::around(id))
     }
@@ -704,7 +704,7 @@ impl Stream {
         if !matches!(self.phase, Phase::Open | Phase::Over) {
             return;
         }
-        // Receives that preceded the end of the connection have completed before the end was reported.
+        // A message that arrived before the connection ended has a completion by now, because the end is reported after it.
         let Some(end) = &mut self.end else { return };
         let polled = end.poll();
         if self.phase != Phase::Open {

@@ -1,4 +1,5 @@
-//! The protocol between the two ends over TCP: one JSON object per line.
+//! The protocol between the client and the server of `anywarp ping` and `anywarp blast` over TCP: one JSON object per
+//! line.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -21,7 +22,7 @@ const GREETING: Duration = Duration::from_secs(5);
 /// The longest silence of a running end, which sends a message each second.
 pub(crate) const SILENCE: Duration = Duration::from_secs(10);
 
-/// The parameters or results of the verbs program, by name.
+/// The parameters or results, by name, of the *verbs program*, which each end starts for each run and which measures.
 pub(crate) type Numbers = BTreeMap<String, u64>;
 
 /// A message (one line).

@@ -799,7 +799,7 @@ mod tests {
             ("11000000", (1, 1, 0)),    // equal in both layouts
             ("21020100", (1, 2, 2)),    // siw: DDP, untagged, no buffer, with M
             ("12020000", (1, 2, 2)),    // RFC: DDP, untagged, no buffer
-            ("10010000", (0, 1, 1)),    // siw: RDMAP, base or bounds; the RFC has no 1/0/01
+            ("10010000", (0, 1, 1)),    // siw: RDMAP, base or bounds; in the layout of the RFC no error has these values
             ("10000000", (1, 0, 0)),    // valid in both layouts, parsed as RFC
             ("20060200", (0, 2, 6)),    // siw: RDMAP, unexpected opcode, with D
             ("20060000", (2, 0, 6)),    // valid in both layouts, parsed as RFC

@@ -10,7 +10,7 @@ pub(crate) trait DatagramSink: Send + Sync + 'static {
     /// Called with datagrams from one source, in the order in which they arrived. `now` is a time shortly before they were received.
     /// [`Self::received`] follows.
     fn incoming(&self, arrival: &Arrival, run: Chunks<'_, u8>, now: Instant);
-    /// Called when no more datagrams are received in this turn. The sink may send its answers.
+    /// Called after all calls of [`Self::incoming`] for the datagrams that were received together. The sink may now send its answers.
     fn received(&self);
     /// Called when the socket has room again, after a call of `UdpPort::wait_writable`.
     fn writable(&self);

@@ -77,8 +77,8 @@ fn to_peer(peer: SocketAddr, config: InitiatorConfig) -> Dial {
     }
 }
 
-/// Connects to a peer whose Reply has these flags and this enhanced block. Returns the outcome of the start-up and
-/// the peer's socket.
+/// Connects to a peer whose Reply has these flags. `block`: its IRD and ORD with their flags (RFC 6581 §9). `segment`: its
+/// `TCP_MAXSEG`. Returns the outcome of the start-up and the peer's socket.
 fn dial(
     config: InitiatorConfig,
     flags: u8,

@@ -114,6 +114,7 @@ impl Observer for Deregisters {
     }
 }
 
+/// A request fails because its memory is deregistered while it is framed. The request that was posted before it is sent, and only once.
 #[test]
 fn messages_in_front_of_deregistered_memory_are_sent_once() {
     // Payload of this length is not copied when it is framed.
@@ -158,14 +159,15 @@ fn messages_in_front_of_deregistered_memory_are_sent_once() {
     drain_ring(&mut other, &mut received).unwrap();
     let count = |byte| received.iter().filter(|b| **b == byte).count();
     assert_eq!((count(0xa5), count(0x5a)), (LEN, 0));
-    assert_eq!(other.take_done(), Some(0), "the acknowledgement");
+    assert_eq!(other.take_done(), Some(0), "this end's acknowledgement");
 }
 
 #[test]
 fn a_peer_that_could_not_be_woken_is_marked_as_sleeping_again() {
     let engine = Engine::without_worker().unwrap();
     let (one, other) = pair();
-    // A Unix socket that is full refuses the byte as a TCP socket does for which the kernel has no memory: no byte is about to be sent.
+    // The full Unix socket stands for a TCP socket that refuses the byte because the kernel has no memory. In both cases the kernel
+    // reports no unsent bytes that would wake the peer.
     let (fd, mut peer) = UnixStream::pair().unwrap();
     fd.set_nonblocking(true).unwrap();
     peer.set_nonblocking(true).unwrap();
