@@ -1495,6 +1495,45 @@ static int be_a_waiting_peer(const char *hex, int what, uint64_t at, uint64_t ke
 		fi_cq_read(e.rx, NULL, 0);
 }
 
+/* Runs the other end of `link_given_up`: answers 200 messages, and then sends two. Writes its name, one byte, and the errors of the two. */
+static int be_a_peer_with_link(const char *hex)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	char name[64] = { 0 };
+	size_t len = sizeof name;
+	struct side e;
+
+	if (open_side(&e, 0) || fi_getname(&e.ep->fid, name, &len) || insert_hex(&e, hex))
+		return 1;
+	if (write(1, name, sizeof name) != sizeof name)
+		return 1;
+	for (uint64_t n = 0; n < 202; n++) {
+		ssize_t rc;
+
+		if (n < 200 && (fi_trecv(e.ep, in, 10, NULL, e.peer, n, 0, NULL) || next(e.rx, &entry, NULL)))
+			return 2;
+		if (n == 200 && write(1, "", 1) != 1)
+			return 3;
+		if (n == 200)
+			for (uint64_t until = now_ms() + 300; now_ms() < until;)
+				fi_cq_read(e.rx, NULL, 0);
+		while ((rc = fi_tsend(e.ep, out, 10, NULL, e.peer, n, NULL)) == -FI_EAGAIN)
+			fi_cq_read(e.rx, NULL, 0);
+		memset(&error, 0, sizeof error);
+		while (rc == 0 && (rc = fi_cq_read(e.tx, &entry, 1)) == -FI_EAGAIN)
+			rc = 0;
+		if (rc == -FI_EAVAIL)
+			rc = fi_cq_readerr(e.tx, &error, 0);
+		if (rc != 1 || (n < 200 && error.err))
+			return 4;
+		if (n >= 200 && write(1, &error.err, sizeof error.err) != sizeof error.err)
+			return 5;
+	}
+	for (;;)
+		fi_cq_read(e.rx, NULL, 0);
+}
+
 /* Reads what the other process writes, and meanwhile drives the endpoint. */
 static const char *read_from_peer(int from, struct side *a, void *to, size_t len)
 {
@@ -1566,6 +1605,59 @@ static const char *answer_lost_to(struct side *a, size_t what, pid_t child, int 
 	GIVES(FI_EAGAIN, fi_cq_read(a->rx, &entry, 1));
 	GIVES(FI_EAGAIN, fi_cq_read(a->tx, &entry, 1));
 	return NULL;
+}
+
+static const char *link_given_up_by(struct side *a, pid_t child, int from)
+{
+	struct fi_cq_tagged_entry entry;
+	struct fi_cq_err_entry error;
+	char byte;
+	int err;
+
+	move_both(a, a);
+	for (uint64_t n = 0; n < 200; n++) {
+		OK(fi_trecv(a->ep, in, 10, NULL, a->peer, n, 0, a));
+		OK(fi_tsend(a->ep, out, 10, NULL, a->peer, n, a));
+		TRY(next(a->tx, &entry, NULL));
+		TRY(next(a->rx, &entry, NULL));
+	}
+	ENSURE(streams() == 1, "%d connections", streams());
+	TRY(read_from_peer(from, a, &byte, 1));
+	kill(child, SIGSTOP);
+	waitpid(child, NULL, WUNTRACED);
+	OK(fi_tsend(a->ep, out, 10, NULL, a->peer, 1, a));
+	TRY(next_error(a->tx, &error, 10000));
+	ENSURE(error.err == FI_EHOSTUNREACH, "%s", fi_strerror(error.err));
+	kill(child, SIGCONT);
+	/* The first message may have been sent on the connection. */
+	TRY(read_from_peer(from, a, &err, sizeof err));
+	ENSURE(err == 0 || err == FI_ECONNRESET, "the first message: %s", fi_strerror(err));
+	OK(fi_trecv(a->ep, in, 10, NULL, a->peer, 201, 0, a));
+	TRY(read_from_peer(from, a, &err, sizeof err));
+	ENSURE(err == 0, "the second message: %s", fi_strerror(err));
+	TRY(next(a->rx, &entry, NULL));
+	ENSURE(streams() == 0, "%d connections", streams());
+	return NULL;
+}
+
+/* An end gives up the other end and the connection to it. The other end, which responds again, can still send messages. */
+static const char *link_given_up(size_t arg)
+{
+	const char *const how[4] = { "--peer-with-link" };
+	pid_t child = -1;
+	struct side a;
+	int from, to;
+
+	(void)arg;
+	setenv("FI_ANYWARP_PEER_TIMEOUT_MS", "1000", 1);
+	TRY(open_side(&a, 0));
+	TRY(start_process(&a, &child, how, &from, &to));
+	const char *why = link_given_up_by(&a, child, from);
+	kill(child, SIGKILL);
+	waitpid(child, NULL, 0);
+	close(from);
+	close(to);
+	return why;
 }
 
 /*
@@ -2485,6 +2577,7 @@ static const struct test tests[] = {
 	{ "answer_lost_to_a_message", answer_lost, ANNOUNCES, 0, true },
 	{ "answer_lost_to_an_atomic", answer_lost, REQUESTS, 0, true },
 	{ "answer_to_a_sender_that_gave_up", answer_lost, RECEIVES_LATE, 0, true },
+	{ "link_given_up", link_given_up, 0, 0, true },
 	{ "notice_waits", notice_waits, 0, 0, true },
 	{ "link_fails_before_write", link_fails_before_write, 0, 0, true },
 	{ "link_needed_while_one_closes", link_needed_while_one_closes, 0, 0, true },
@@ -2509,6 +2602,8 @@ int main(int argc, char **argv)
 	}
 	if (argc == 3 && !strcmp(argv[1], "--peer"))
 		return be_a_peer(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "--peer-with-link"))
+		return be_a_peer_with_link(argv[2]);
 	if (argc == 6 && !strcmp(argv[1], "--waiting-peer"))
 		return be_a_waiting_peer(argv[2], atoi(argv[3]), strtoull(argv[4], NULL, 10), strtoull(argv[5], NULL, 10));
 	/* fi_getinfo without hints would also query libfabric's verbs provider. It leaks the memory of the address of a loopback

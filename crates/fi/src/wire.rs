@@ -85,6 +85,8 @@ pub enum Step {
     Broken = 5,
     /// The sender closes its endpoint.
     Closed = 6,
+    /// The sender has given up the link.
+    Gone = 7,
 }
 
 impl Step {
@@ -97,6 +99,7 @@ impl Step {
             Self::Moved,
             Self::Broken,
             Self::Closed,
+            Self::Gone,
         ];
         all.into_iter().find(|step| *step as u64 == number)
     }
@@ -403,7 +406,7 @@ mod tests {
             "neither on nor off"
         );
         let mut link = Header::new(Kind::Link);
-        for (number, known) in [(0, false), (1, true), (6, true), (7, false)] {
+        for (number, known) in [(0, false), (1, true), (7, true), (8, false)] {
             link.length = number;
             assert_eq!(Header::decode(&link.encode()).is_some(), known, "{number}");
         }

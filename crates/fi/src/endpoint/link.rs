@@ -139,6 +139,13 @@ impl Link {
         Ok(())
     }
 
+    /// Returns the report that the link has failed, and the peer. All receives must have completed.
+    fn report(&self) -> Option<(Remote, Header)> {
+        let mut header = step(Step::Broken, self.stream.number(), self.remote?);
+        header.tag = self.received;
+        Some((self.peer, header))
+    }
+
     /// Returns the offset of the memory of message number `number`.
     fn offset_of(number: u64) -> usize {
         let index = usize::try_from(number % limits::LINK_DEPTH as u64).unwrap_or(0);
@@ -466,14 +473,28 @@ impl Endpoint {
             };
             return self.answer(cx, from, answer);
         }
-        let Some(link_index) = link_index else { return };
+        // The step may be of an earlier link.
+        let of_link = |link: &Link| u64::from(link.stream.number()) == header.data;
+        let known = link_index.filter(|_| self.links.of(from).is_some_and(of_link));
+        let Some(link_index) = known else {
+            // This end has given up the link and reports no count. The peer would wait for it, and send nothing meanwhile.
+            if step_of_peer == Step::Broken && self.deferred.len() < limits::DEFERRED {
+                let number = u32::try_from(header.data).unwrap_or(0);
+                self.answer(cx, from, step(Step::Gone, number, header.id));
+            }
+            // The peer cannot write over the link, and this end has not noticed that it failed.
+            if step_of_peer == Step::Gone
+                && header.data == 0
+                && let Some(link_index) = link_index
+                && self.links.of(from).is_some_and(|link| link.receives)
+            {
+                self.break_link(cx, link_index);
+            }
+            return;
+        };
         let Some(Some(link)) = self.links.all.get_mut(link_index) else {
             return;
         };
-        // The step may be of an earlier link.
-        if u64::from(link.stream.number()) != header.data {
-            return;
-        }
         match step_of_peer {
             Step::Offer => {}
             Step::Accept if link.remote.is_none() => {
@@ -526,7 +547,12 @@ impl Endpoint {
                     self.mend_links(cx);
                 }
             }
-            Step::Accept | Step::Refuse | Step::Broken => {}
+            // If the peer has reported its count, the step is the answer to a repeated report of this end.
+            Step::Gone if link.count.is_none() => {
+                link.closed = true;
+                self.break_link(cx, link_index);
+            }
+            Step::Accept | Step::Refuse | Step::Broken | Step::Gone => {}
         }
     }
 
@@ -725,7 +751,12 @@ impl Endpoint {
         let link = self.links.all.iter_mut().flatten().find(usable);
         let Some(link) = link else {
             // When the peer notices that the link has failed, it sends another grant.
-            return self.forget_grant(op);
+            self.forget_grant(op);
+            if self.links.find(to).is_none() {
+                // This end has given up the link. The peer notices that only if it sends on the link.
+                self.answer(cx, to, step(Step::Gone, 0, 0));
+            }
+            return;
         };
         link.writes.push_back(op);
         let link_index = usize::from(link.name.link_index);
@@ -801,6 +832,16 @@ impl Endpoint {
         self.mend_links(cx);
     }
 
+    /// Reports again that the link to a peer has failed, if the peer has not reported it. A peer that has given up the link answers that
+    /// it has.
+    pub(super) fn report_failed_link(&mut self, cx: &mut Shared, peer: Remote) {
+        let link = self.links.of(peer);
+        let unanswered = link.filter(|l| l.notified && l.count.is_none() && !l.closed);
+        if let Some((_, header)) = unanswered.and_then(Link::report) {
+            self.answer(cx, peer, header);
+        }
+    }
+
     /// Sends the messages of failed links as datagrams, and removes the links that are not needed any more.
     pub(super) fn mend_links(&mut self, cx: &mut Shared) {
         for link_index in 0..self.links.all.len() {
@@ -811,13 +852,13 @@ impl Endpoint {
                 continue;
             }
             let peer = link.peer;
-            let Some(remote) = link.remote else {
+            if link.remote.is_none() {
                 // The peer broke off before it had accepted the offer, so nothing was sent.
                 if let Some(to) = self.links.all.get_mut(link_index) {
                     *to = None;
                 }
                 continue;
-            };
+            }
             // When the queue pair has failed, all receives complete. The number of messages that have arrived is final then.
             if link.receives_posted > 0 {
                 continue;
@@ -825,9 +866,9 @@ impl Endpoint {
             let closed = link.closed;
             if !std::mem::replace(&mut link.notified, true) {
                 let name = link.name;
-                let mut header = step(Step::Broken, link.stream.number(), remote);
-                header.tag = link.received;
-                self.answer(cx, peer, header);
+                if let Some((_, header)) = link.report() {
+                    self.answer(cx, peer, header);
+                }
                 self.grant_again(cx, name);
             }
             if closed {

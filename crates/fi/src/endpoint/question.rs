@@ -60,6 +60,7 @@ impl Endpoint {
             if sent.is_err() {
                 return;
             }
+            self.report_failed_link(cx, to);
         }
     }
 
