@@ -73,7 +73,9 @@ impl Source for Bytes {
         }
     }
 
-    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        self.record("timeout");
+    }
 }
 
 fn reactor() -> &'static Reactor {
@@ -337,6 +339,28 @@ fn a_thread_that_sleeps_until_a_socket_is_ready_is_woken() {
     }
     assert!(!bytes.calls().contains(&"disarmed"));
     reactor.hot.end_sleep();
+}
+
+/// A process that was stopped receives before it treats its peers as silent.
+#[test]
+fn what_has_arrived_is_received_before_a_late_deadline() {
+    for polls in [false, true] {
+        let (reactor, bytes, other) = idle();
+        let token = *bytes.token.lock().unwrap();
+        let late = clock::now() - Duration::from_nanos(2 * LATE);
+        reactor.deadline(token, late);
+        assert_eq!(rustix::io::write(&other, &[1]), Ok(1));
+        if polls {
+            reactor.on_idle_poll();
+        } else {
+            assert!(socket::wait_readable(
+                reactor.deadline_timer.get(),
+                100 * LONG
+            ));
+            reactor.sleep_and_work(&mut budget(), &mut AckHold::default());
+        }
+        assert_eq!(bytes.calls().get(..2), Some(&["ready", "timeout"][..]));
+    }
 }
 
 /// Memory with something to receive, until it is received.

@@ -163,7 +163,7 @@ impl Reactor {
                 }
                 TOKEN_DEADLINE => {
                     drain_counter(&self.deadline_timer);
-                    self.run_deadlines();
+                    self.run_late_deadlines(self.epoch.nanos(clock::now()));
                 }
                 TOKEN_WAKE => drain_counter(&self.wake),
                 _ => {}
