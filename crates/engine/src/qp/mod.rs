@@ -567,7 +567,7 @@ impl RcQp {
 
     /// Discards all requests and completions, and sends the last messages of the stream, before RESET.
     fn discard(&self, inner: &mut Inner, now: Instant) {
-        // The manager is told nothing, and an injected delay ends, as when a queue pair is destroyed.
+        // As in `destroy`, the connection manager gets no notice. An injected delay must not hold back the last messages.
         inner.manager = None;
         inner.timers.stop(Timer::Delay);
         inner.conn.discard();

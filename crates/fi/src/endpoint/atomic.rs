@@ -181,9 +181,7 @@ impl Endpoint {
         at: usize,
         length: usize,
     ) {
-        // SAFETY: the receive has completed and is not posted again yet.
-        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
-        let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
+        let content = self.content(at, length);
         let mut answer = Header::new(Kind::AtomicDone);
         answer.id = header.id;
         let former = match operation(&cx.registered, header, content) {
@@ -216,9 +214,7 @@ impl Endpoint {
         else {
             return;
         };
-        // SAFETY: as in `operate`.
-        let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
-        let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
+        let content = self.content(at, length);
         let failed = header.tag != 0;
         if *to != from || (!failed && content.len() != *expects) {
             return;

@@ -158,12 +158,16 @@ impl Endpoint {
         self.send_unknown(cx, from, waits, &unknown);
     }
 
-    /// Returns the numbers that follow the header of a message in a receive.
-    fn numbers(&self, at: usize, length: usize) -> Vec<u32> {
+    /// Returns the bytes that follow the header of a message in a receive.
+    pub(super) fn content(&self, at: usize, length: usize) -> &[u8] {
         // SAFETY: the receive has completed and is not posted again yet.
         let datagram = unsafe { self.receives.received(at.saturating_mul(STRIDE), length) };
-        let content = datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default();
-        let (numbers, _) = content.as_chunks::<4>();
+        datagram.get(ROUTE_HEADER + HEADER..).unwrap_or_default()
+    }
+
+    /// Returns the numbers that follow the header of a message in a receive.
+    fn numbers(&self, at: usize, length: usize) -> Vec<u32> {
+        let (numbers, _) = self.content(at, length).as_chunks::<4>();
         numbers.iter().map(|n| u32::from_be_bytes(*n)).collect()
     }
 
