@@ -89,28 +89,31 @@ impl UdpSocket {
         from: Option<IpAddr>,
         run_max: &mut usize,
     ) -> Result<usize, Io> {
-        loop {
-            let mut runs: SmallVec<[Run<'_>; DATAGRAMS]> = SmallVec::new();
-            let mut rest = datagrams;
-            while runs.len() < DATAGRAMS && !rest.is_empty() {
-                let (run, behind) = rest.split_at(run_length(rest, *run_max));
-                runs.push(Run {
-                    datagrams: run,
-                    from: run.first().and_then(|d| d.from).or(from),
-                });
-                rest = behind;
+        let run_of = |datagrams| Run {
+            datagrams,
+            from: datagrams.first().and_then(|d: &TxDatagram| d.from).or(from),
+        };
+        let mut runs: SmallVec<[Run<'_>; DATAGRAMS]> = SmallVec::new();
+        let mut rest = datagrams;
+        while runs.len() < DATAGRAMS && !rest.is_empty() {
+            let (run, behind) = rest.split_at(run_length(rest, *run_max));
+            runs.push(run_of(run));
+            rest = behind;
+        }
+        match datagram::send_runs(self.fd.get(), self.ipv6, &runs) {
+            Ok(n) => Ok(runs.iter().take(n).map(|r| r.datagrams.len()).sum()),
+            Err(Io::Broken(libc::EINVAL | libc::EIO | libc::EMSGSIZE))
+                if runs.first().is_some_and(|r| r.datagrams.len() > 1) =>
+            {
+                // The MTU of the path is smaller than a datagram, or the kernel has no UDP_SEGMENT. If the first datagram is
+                // refused alone too, the reason is its address, and runs to other addresses are possible.
+                let alone = datagrams.get(..1).unwrap_or(datagrams);
+                let sent = datagram::send_runs(self.fd.get(), self.ipv6, &[run_of(alone)])?;
+                let len = alone.first().map_or(0, |d| d.bytes.len());
+                *run_max = len.saturating_sub(1);
+                Ok(sent)
             }
-            match datagram::send_runs(self.fd.get(), self.ipv6, &runs) {
-                Ok(n) => return Ok(runs.iter().take(n).map(|r| r.datagrams.len()).sum()),
-                Err(Io::Broken(libc::EINVAL | libc::EIO | libc::EMSGSIZE))
-                    if runs.first().is_some_and(|r| r.datagrams.len() > 1) =>
-                {
-                    // The MTU of the path is smaller than a datagram, or the kernel has no UDP_SEGMENT.
-                    let len = datagrams.first().map_or(0, |d| d.bytes.len());
-                    *run_max = len.saturating_sub(1);
-                }
-                Err(e) => return Err(e),
-            }
+            Err(e) => Err(e),
         }
     }
 }
@@ -748,6 +751,18 @@ mod tests {
         port.wait_writable(Weak::new(), None);
         port.set_armed(false);
         assert!(raises_event());
+    }
+
+    /// The kernel refuses any datagram whose source address is not one of the host.
+    #[test]
+    fn a_wrong_source_address_does_not_end_runs_to_others() {
+        let socket = UdpSocket::bind(0).unwrap();
+        let list = [datagram(9, 100), datagram(9, 100)];
+        let mut run_max = usize::MAX;
+        let wrong = Some(IpAddr::from([192, 0, 2, 1]));
+        assert!(socket.send(&list, wrong, &mut run_max).is_err());
+        assert_eq!(run_max, usize::MAX);
+        assert_eq!(socket.send(&list, None, &mut run_max).ok(), Some(2));
     }
 
     #[test]
