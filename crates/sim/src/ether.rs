@@ -240,6 +240,11 @@ impl Ether {
         self.now
     }
 
+    /// Lets time pass in which no queue pair is called.
+    pub fn pass(&mut self, time: Duration) {
+        self.now += time;
+    }
+
     /// All queue pairs.
     pub fn ids(&self) -> impl Iterator<Item = Id> + use<> {
         (0..self.members.len()).map(Id)

@@ -1257,3 +1257,26 @@ fn a_reader_repeats_its_request_once() {
     let brought = again.payload.get(ReadRequest::LEN..).unwrap();
     assert_eq!(brought.first_chunk(), Some(&7_u64.to_be_bytes()));
 }
+
+/// A responder replaces a cookie that is no longer valid: after some minutes, or because its queue pair is another one.
+#[test]
+fn a_cookie_that_has_expired_is_replaced() {
+    for restarted in [false, true] {
+        let mut net = Ether::new(16, Link::default());
+        let a = net.join(Kind::Ud, options());
+        let b = net.join(Kind::Ud, options());
+        let sink = net[a].host.register(1 << 16, access::ALL);
+        let from = net[b].host.register(1 << 16, access::ALL);
+        for id in 0..3 {
+            net.post(a, b, read(id, from.remote(0)).from(&[sink.all()]));
+            net.run(LONG);
+            let done = net[a].completed();
+            assert_eq!(done[0].status, Status::Success, "{id}, {restarted}");
+            if restarted {
+                net.restart(b, options());
+            } else {
+                net.pass(Duration::from_secs(130));
+            }
+        }
+    }
+}

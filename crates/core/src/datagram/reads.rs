@@ -44,8 +44,8 @@ pub(super) enum Wanted {
         coverage: Coverage,
         /// The request, which may have to be sent again with a cookie.
         request: ReadRequest,
-        /// Whether the request was sent with a cookie.
-        with_cookie: bool,
+        /// Whether the request was sent again with another cookie.
+        repeated: bool,
     },
     /// The old value of an atomic.
     Value,

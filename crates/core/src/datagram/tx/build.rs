@@ -360,7 +360,7 @@ impl DatagramQp {
                     to: sink_to,
                     coverage: Coverage::default(),
                     request,
-                    with_cookie: cookie.is_some(),
+                    repeated: false,
                 };
                 (Opcode::ReadRequest, payload, wanted)
             }
@@ -434,20 +434,19 @@ impl DatagramQp {
         }
     }
 
-    /// Sends the request `id` again with the cookie that its peer demands.
+    /// Sends the request `id` again with the cookie that its peer demands. The request may have contained an older cookie: a cookie
+    /// is valid for a limited time.
     pub(in crate::datagram) fn ask_again(&mut self, id: u32, peer: &Peer, cookie: u64) {
         let Some(reading) = self.reads.get_mut(id, peer) else {
             return;
         };
         let Wanted::Data {
-            request,
-            with_cookie,
-            ..
+            request, repeated, ..
         } = &mut reading.wanted
         else {
             return;
         };
-        if std::mem::replace(with_cookie, true) {
+        if std::mem::replace(repeated, true) {
             // A request is repeated only once. Otherwise a peer that demands a cookie each time could make this end send any
             // number of datagrams.
             return;
