@@ -1280,3 +1280,73 @@ fn a_cookie_that_has_expired_is_replaced() {
         }
     }
 }
+
+/// The answer to `request`, with `size` bytes.
+fn read_response(request: &[u8]) -> Vec<u8> {
+    let request = dgram::parse(request).unwrap();
+    let wanted = ReadRequest::parse(request.payload.first_chunk().unwrap());
+    let shim = Shim {
+        src_index: request.shim.dst_index,
+        dst_index: request.shim.src_index,
+        ..shim(request.shim.id, wanted.size, 0)
+    };
+    let header = tagged(
+        Opcode::ReadResponse,
+        wanted.sink_stag,
+        wanted.sink_to.0,
+        true,
+    );
+    sealed(body(&shim, &header, &vec![5; wanted.size as usize]))
+}
+
+/// A cookie and the answer arrive together. The request is not sent again, and completes.
+#[test]
+fn a_read_that_was_answered_is_not_repeated() {
+    let mut net = Ether::new(17, Link::default());
+    let a = net.join(Kind::Ud, options());
+    let (x, y) = (net.join(Kind::Ud, options()), net.join(Kind::Ud, options()));
+    (net[x].dead, net[y].dead) = (true, true);
+    let sink = net[a].host.register(4096, access::ALL);
+    let from = net[x].host.register(4096, access::ALL);
+    let asked = Rc::new(RefCell::new(Vec::new()));
+    let store = Rc::clone(&asked);
+    net.filter = Some(Box::new(move |d| {
+        store.borrow_mut().push(d.bytes.to_vec());
+        true
+    }));
+    // The first request stays unanswered, so the second one cannot retire.
+    net.post(a, x, read(1, from.remote(0)).from(&[sink.part(0, 8)]));
+    net.post(a, y, read(2, from.remote(0)).from(&[sink.part(8, 8)]));
+    net.run(MS);
+    let (first, second) = (asked.borrow()[0].clone(), asked.borrow()[1].clone());
+    let request = dgram::parse(&second).unwrap();
+    let shim = Shim {
+        src_index: request.shim.dst_index,
+        dst_index: request.shim.src_index,
+        ..shim(request.shim.id, 8, 0)
+    };
+    let header = Header::Untagged(Control::Cookie.header());
+    let cookie = sealed(body(&shim, &header, &[7; 8]));
+    let arrival = Arrival {
+        from: net[y].addr,
+        to: Some(net[a].addr.ip()),
+        hop_limit: 9,
+        traffic_class: 0,
+    };
+    let run = [cookie, read_response(&second)];
+    let run = run.iter().map(Vec::as_slice);
+    net[a]
+        .qp
+        .handle_rx_run(&arrival, run, |_, why| panic!("{why:?}"));
+    net.run(MS);
+    let (near, far) = (net[a].addr, net[x].addr);
+    net.deliver(far, near, &read_response(&first));
+    net.post(a, x, send(3).from(&[sink.part(0, 8)]));
+    net.run(LONG);
+    let done: Vec<_> = net[a]
+        .completed()
+        .iter()
+        .map(|c| (c.wr_id, c.status))
+        .collect();
+    assert_eq!(done, [1, 2, 3].map(|id| (id, Status::Success)));
+}

@@ -83,7 +83,11 @@ impl DatagramQp {
             dgram::seal(&mut datagram);
             self.cut_plainly(current, datagram, last, out)
         };
-        if last && let Some(posted) = current.request.and_then(|n| self.base.sq.get_mut(n)) {
+        // A request that is sent again may have been answered meanwhile.
+        if last
+            && let Some(posted) = current.request.and_then(|n| self.base.sq.get_mut(n))
+            && posted.phase != Phase::Done
+        {
             posted.phase = Phase::Sent;
         }
         !last
