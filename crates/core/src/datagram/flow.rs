@@ -268,14 +268,17 @@ impl Flow {
         window.silence = 0;
         window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
         // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or
-        // are lost.
-        while let Some((id, end, charge)) = window.under_way.front().copied() {
-            let ahead = id.wrapping_sub(report.id);
-            let seen = (ahead == 0 && end <= report.end) || ahead >= 1 << 31;
-            if !seen {
-                break;
-            }
-            window.under_way.pop_front();
+        // are lost. Their numbers do not tell the order: an answer has the number of the peer's request. The search begins at the
+        // newest datagram, because a message has several.
+        let is_of_message = |(id, ..): &(u32, u32, u32)| *id == report.id;
+        let seen = window
+            .under_way
+            .iter()
+            .rposition(|sent| is_of_message(sent) && sent.1 <= report.end)
+            .map(|at| at + 1)
+            .or_else(|| window.under_way.iter().position(is_of_message))
+            .unwrap_or(0);
+        for (_, _, charge) in window.under_way.drain(..seen) {
             window.charge = window.charge.saturating_sub(charge.into());
         }
         let open = window.charge == 0 || window.charge < window.limit;
@@ -424,6 +427,25 @@ mod tests {
         report.id = report.id.wrapping_add(1000);
         flow.handle_report(&peer(1), &report);
         assert!(flow.may_send(&peer(1), NOW));
+    }
+
+    /// Answers have the numbers of the peer, and messages those of this end, so the numbers do not tell which was sent first.
+    #[test]
+    fn a_report_covers_what_was_sent_before() {
+        for answer in [1 << 30, (1 << 31) + 6] {
+            let mut flow = Flow::new();
+            for id in [answer, 5, answer] {
+                flow.sent(peer(1), id, 100, 1000, NOW);
+            }
+            let report = Report {
+                id: 5,
+                end: 100,
+                room: bounds::DATAGRAM_WINDOW,
+            };
+            flow.handle_report(&peer(1), &report);
+            let left = &flow.windows.get(&peer(1)).unwrap().under_way;
+            assert_eq!(*left, [(answer, 100, charge(1000))]);
+        }
     }
 
     /// Sends as many datagrams as may be sent at the time `now`. Returns their number.
