@@ -1350,3 +1350,22 @@ fn a_read_that_was_answered_is_not_repeated() {
         .collect();
     assert_eq!(done, [1, 2, 3].map(|id| (id, Status::Success)));
 }
+
+/// Only the answer to an outstanding Read makes a queue pair send a report.
+#[test]
+fn unsolicited_answers_are_not_reported() {
+    let (mut net, b, _) = receiver(options());
+    for to in [IpAddr::from([239, 0, 0, 1]), net[b].addr.ip()] {
+        let arrival = Arrival {
+            from: stranger(1),
+            to: Some(to),
+            hop_limit: 9,
+            traffic_class: 0,
+        };
+        let header = tagged(Opcode::ReadResponse, Stag(1), 0, true);
+        let bytes = sealed(body(&shim(1, 100, 0), &header, &[1; 100]));
+        let result = net[b].qp.handle_rx(&arrival, &bytes);
+        assert_eq!(result, Err(Dropped::Late));
+        assert!(!net[b].qp.wants_tx(), "{to}");
+    }
+}

@@ -258,10 +258,16 @@ impl DatagramQp {
         // A response is matched with the request that it answers, so its Q_Key is not checked.
         match opcode {
             Opcode::ReadResponse => {
-                if self.count_arrival(&peer, len) {
+                let result = self.receive_read_response(&peer, d);
+                // Only the answer to an outstanding request is counted and reported: any host can send other ones.
+                let is_answer = matches!(
+                    result,
+                    Ok(()) | Err(Dropped::Duplicate | Dropped::Gaps | Dropped::Access)
+                );
+                if is_answer && !to_group && self.count_arrival(&peer, len) {
                     self.queue_report(&peer, arrival, d);
                 }
-                return self.receive_read_response(&peer, d);
+                return result;
             }
             Opcode::AtomicResponse => return self.receive_atomic_response(&peer, d),
             Opcode::Terminate => return self.receive_error(&peer, d),
