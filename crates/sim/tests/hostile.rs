@@ -1369,3 +1369,46 @@ fn unsolicited_answers_are_not_reported() {
         assert!(!net[b].qp.wants_tx(), "{to}");
     }
 }
+
+/// A writer asks for a record of each datagram. The receiver then makes no other record of the message, even if a datagram is lost.
+#[test]
+fn datagrams_with_records_are_not_recorded_again() {
+    let (mut net, b, mr) = receiver(options());
+    for offset in [0, 16] {
+        let (shim, header, payload) = part(&mr, 1, 24, offset);
+        let attributes = dgram::ATTR_RECORD | dgram::ATTR_NOT_AGGREGATED;
+        deliver(&mut net, b, (Shim { attributes, ..shim }, header, payload));
+    }
+    net.run(LONG);
+    net.pass(LONG);
+    net.run(MS);
+    let records: Vec<_> = std::iter::from_fn(|| net[b].qp.poll_record()).collect();
+    let ranges: Vec<_> = records
+        .iter()
+        .map(|r| (r.chunk, r.offset, r.valid))
+        .collect();
+    assert_eq!(ranges, [(true, 0, 8), (true, 16, 8)]);
+}
+
+/// A datagram is restored from parity after the memory was deregistered. The record does not claim its bytes.
+#[test]
+fn restored_bytes_that_cannot_be_placed_are_not_recorded() {
+    let (mut net, b, mr) = receiver(options());
+    let in_group = |parity, (shim, header, payload): (Shim, Header, Vec<u8>)| {
+        let shim = Shim {
+            group: 2,
+            segment: 8,
+            parity,
+            ..shim
+        };
+        (shim, header, payload)
+    };
+    deliver(&mut net, b, in_group(false, part(&mr, 1, 24, 0)));
+    net[b].host.deregister(&mr);
+    deliver(&mut net, b, in_group(true, part(&mr, 1, 24, 0)));
+    net.run(LONG);
+    net.pass(LONG);
+    net.run(MS);
+    let records: Vec<_> = std::iter::from_fn(|| net[b].qp.poll_record()).collect();
+    assert!(records.iter().all(|r| r.valid <= 8), "{records:?}");
+}

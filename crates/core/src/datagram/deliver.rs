@@ -26,10 +26,14 @@ use crate::wire::dgram::{ATTR_NOT_AGGREGATED, Datagram, Shim};
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// The bytes of a message that one datagram added, and whether the message is complete.
+/// What one datagram changed in a message.
 struct Progress {
+    /// The bytes that had not arrived before.
     fresh: SmallVec<[Range; 2]>,
+    /// Whether all bytes have arrived.
     complete: bool,
+    /// Whether each datagram of the message makes its own record.
+    chunks: bool,
 }
 
 impl DatagramQp {
@@ -77,24 +81,17 @@ impl DatagramQp {
             MessageStatus::New if self.rd.is_some() && self.messages.is_full(peer) => {
                 Err(Dropped::Busy)
             }
-            MessageStatus::New => {
-                self.open_message(arrival, peer, &identity, len)
-                    .and_then(|open| {
-                        self.messages.open(
-                            peer,
-                            shim.epoch,
-                            shim.id,
-                            open,
-                            self.now,
-                            &mut given_up,
-                        );
-                        if self.rd.is_none() {
-                            self.messages
-                                .give_up_overtaken(peer, shim.id, &mut given_up);
-                        }
-                        self.continue_message(arrival, peer, d, &identity)
-                    })
-            }
+            MessageStatus::New => self
+                .open_message(arrival, peer, d, &identity, len)
+                .and_then(|open| {
+                    self.messages
+                        .open(peer, shim.epoch, shim.id, open, self.now, &mut given_up);
+                    if self.rd.is_none() {
+                        self.messages
+                            .give_up_overtaken(peer, shim.id, &mut given_up);
+                    }
+                    self.continue_message(arrival, peer, d, &identity)
+                }),
         };
         self.give_up_all(given_up, true);
         result
@@ -293,6 +290,7 @@ impl DatagramQp {
         &mut self,
         arrival: &Arrival,
         peer: &Peer,
+        d: &Datagram<'_>,
         identity: &Identity,
         len: usize,
     ) -> Result<Open, Dropped> {
@@ -322,6 +320,7 @@ impl DatagramQp {
             receive,
             places,
             record,
+            chunks: record && self.in_chunks(d),
             final_seen: false,
             parity: None,
             last: self.now,
@@ -378,8 +377,8 @@ impl DatagramQp {
         if let Some(why) = open.failed {
             return Err(why);
         }
-        let record = open.record;
-        if record && self.in_chunks(d) {
+        let chunks = open.chunks;
+        if chunks {
             self.room_for_record()?;
         }
         let Some(open) = self.messages.get_mut(peer, shim.id) else {
@@ -400,6 +399,7 @@ impl DatagramQp {
         let mut progress = Progress {
             fresh: SmallVec::new(),
             complete: open.coverage.is_complete(identity.length),
+            chunks,
         };
         let mut result = Ok(());
         if !shim.parity && !shim.commit {
@@ -408,12 +408,17 @@ impl DatagramQp {
                 Err(why) => result = Err(why),
             }
         }
-        if let Some((offset, bytes)) = made
-            && let Ok(done) = self.place_new_bytes(peer, shim.id, offset, &bytes, identity)
-        {
-            progress.fresh.extend(done.fresh);
-            progress.complete |= done.complete;
-            self.counters.rx_repaired += 1;
+        if let Some((offset, bytes)) = made {
+            match self.place_new_bytes(peer, shim.id, offset, &bytes, identity) {
+                Ok(done) => {
+                    progress.fresh.extend(done.fresh);
+                    progress.complete |= done.complete;
+                    self.counters.rx_repaired += 1;
+                }
+                // The record would claim bytes that are not in the memory.
+                Err(why @ (Dropped::Access | Dropped::Local)) => result = Err(why),
+                Err(_) => {}
+            }
         }
         if let Err(why @ (Dropped::Access | Dropped::Local)) = result {
             // The memory was deregistered, so the message fails.
@@ -457,6 +462,7 @@ impl DatagramQp {
         };
         let runs = open.coverage.ranges().len();
         let complete = open.coverage.is_complete(identity.length);
+        let chunks = open.chunks;
         if fresh.is_empty() && !complete && !payload.is_empty() {
             return Err(Dropped::Duplicate);
         }
@@ -479,7 +485,11 @@ impl DatagramQp {
                 });
             }
         }
-        Ok(Progress { fresh, complete })
+        Ok(Progress {
+            fresh,
+            complete,
+            chunks,
+        })
     }
 
     /// Records that the final datagram of a message, or its end-of-message datagram, has arrived.
@@ -506,7 +516,7 @@ impl DatagramQp {
     ) -> Result<(), Dropped> {
         let id = d.shim.id;
         let record = identity.opcode == Opcode::WriteRecord;
-        let chunks = record && self.in_chunks(d);
+        let chunks = progress.chunks;
         if chunks {
             for (from, to) in &progress.fresh {
                 self.record_chunk(arrival, d, identity, *from, *to);
@@ -685,12 +695,13 @@ impl DatagramQp {
                 self.counters.evicted += 1;
                 self.base.rq.put_back(request);
             } else if open.record && recorded {
-                match self.options.record {
-                    RecordMode::Robust => self.record(&peer, id, &open),
+                if open.chunks {
+                    // Each datagram that arrived had its record already.
+                } else if self.options.record == RecordMode::Thesis {
                     // The final datagram was lost, so there is no record.
-                    RecordMode::Thesis => self.counters.evicted += 1,
-                    // Each datagram had its record already.
-                    RecordMode::Chunk => {}
+                    self.counters.evicted += 1;
+                } else {
+                    self.record(&peer, id, &open);
                 }
             } else {
                 self.counters.evicted += 1;

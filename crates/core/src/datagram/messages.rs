@@ -205,6 +205,8 @@ pub(super) struct Open {
     pub(super) places: Places,
     /// Whether the message is a Write-Record.
     pub(super) record: bool,
+    /// Whether each datagram of the Write-Record makes its own record.
+    pub(super) chunks: bool,
     /// Whether the final datagram has arrived.
     pub(super) final_seen: bool,
     pub(super) parity: Option<Box<Groups>>,
@@ -586,6 +588,7 @@ mod tests {
                         receive: None,
                         places: Places::new(),
                         record: true,
+                        chunks: false,
                         final_seen: false,
                         parity: None,
                         last: now,
@@ -633,6 +636,7 @@ mod tests {
             receive: None,
             places: Places::new(),
             record: true,
+            chunks: false,
             final_seen: false,
             parity: None,
             last: Duration::ZERO,
