@@ -1370,6 +1370,39 @@ fn unsolicited_answers_are_not_reported() {
     }
 }
 
+/// The sender of an incomplete Send becomes silent. Its receive is put back, and other messages can use it.
+#[test]
+fn an_incomplete_send_returns_its_receive() {
+    for kind in [Kind::Ud, Kind::Rd] {
+        let options = Options {
+            // Only this end of the test has no long Sends and polls no records.
+            one_sided: true,
+            ..Options::default()
+        };
+        let mut net = Ether::new(18, Link::default());
+        let a = net.join(kind, options);
+        let b = net.join(kind, options);
+        let seen = watch(&mut net);
+        let mr = net[a].host.register(8, access::ALL);
+        let inbox = net[b].host.register(100, access::ALL);
+        net[b].recv(7, &[inbox.all()]);
+        if kind == Kind::Ud {
+            let addr = net[b].addr;
+            net.deliver(stranger(1), addr, &sealed(half(1, false)));
+        } else {
+            let mut s = Stranger::meets(&mut net, &seen, 1, b);
+            s.sends(&mut net, Some(&half(1, false)));
+        }
+        net.run(LONG);
+        assert!(net[b].received().is_empty());
+        net.post(a, b, send(1).from(&[mr.all()]));
+        net.run(MS);
+        assert_eq!(net[a].completed()[0].status, Status::Success);
+        let got = net[b].received();
+        assert_eq!((got.len(), got[0].wr_id), (1, 7), "{kind:?}");
+    }
+}
+
 /// A writer asks for a record of each datagram. The receiver then makes no other record of the message, even if a datagram is lost.
 #[test]
 fn datagrams_with_records_are_not_recorded_again() {

@@ -302,6 +302,9 @@ impl DatagramQp {
                 if lead > 0 && !self.place(&places, 0, &grh::build(arrival, len)) {
                     return Err(self.broken_receive(request.id));
                 }
+                if let Some(rd) = &mut self.rd {
+                    rd.note_receiving(self.now);
+                }
                 (Some(request), places)
             }
             Some(_) => {

@@ -222,6 +222,12 @@ pub(super) struct Open {
     pub(super) timer: Duration,
 }
 
+impl Open {
+    fn is_send(&self) -> bool {
+        self.identity.base.is_none()
+    }
+}
+
 #[derive(Debug)]
 struct Source {
     epoch: u16,
@@ -252,11 +258,33 @@ pub(super) struct Messages {
     sources: Table<Peer, Source>,
     /// When messages may have to be given up. A message's deadline may have moved since its entry was made.
     timers: BTreeSet<(Duration, Peer, u32)>,
-    open: usize,
-    /// Runs of bytes of all open messages.
-    runs: usize,
+    counts: Counts,
     /// Whether the service is reliable. Then no open message may be given up to make room for another.
     reliable: bool,
+}
+
+/// Sums over all open messages.
+#[derive(Debug, Default)]
+struct Counts {
+    open: usize,
+    /// Sends, which have taken a receive.
+    sends: usize,
+    /// Runs of bytes that have arrived.
+    runs: usize,
+}
+
+impl Counts {
+    fn add(&mut self, open: &Open) {
+        self.open += 1;
+        self.sends += usize::from(open.is_send());
+        self.runs += open.coverage.ranges().len();
+    }
+
+    fn remove(&mut self, open: &Open) {
+        self.open -= 1;
+        self.sends -= usize::from(open.is_send());
+        self.runs -= open.coverage.ranges().len();
+    }
 }
 
 /// Open messages that each reliable peer may have when all of [`bounds::OPEN_MESSAGES`] are used: a request, and an
@@ -278,17 +306,34 @@ impl Messages {
     pub(super) fn is_full(&self, peer: &Peer) -> bool {
         let theirs = self.sources.get(peer).map_or(0, |s| s.open.len());
         theirs >= bounds::OPEN_MESSAGES_SOURCE
-            || (self.open >= bounds::OPEN_MESSAGES && theirs >= FAIR)
+            || (self.counts.open >= bounds::OPEN_MESSAGES && theirs >= FAIR)
+    }
+
+    /// Whether any message is open.
+    pub(super) fn any_open(&self) -> bool {
+        self.counts.open > 0
+    }
+
+    /// Whether an open message has taken a receive, which other messages lack until this one ends.
+    pub(super) fn any_holds_a_receive(&self) -> bool {
+        self.counts.sends > 0
+    }
+
+    /// Whether an open message of `peer` has taken a receive.
+    pub(super) fn holds_a_receive(&self, peer: &Peer) -> bool {
+        let source = self.sources.get(peer);
+        source.is_some_and(|s| s.open.iter().any(|(_, open)| open.is_send()))
     }
 
     /// Whether all open messages together have the largest number of runs.
     pub(super) fn has_too_many_runs(&self) -> bool {
-        self.runs >= bounds::OPEN_RUNS
+        self.counts.runs >= bounds::OPEN_RUNS
     }
 
     /// Updates the number of runs after those of one message changed from `before` to `after`.
     pub(super) fn note_runs(&mut self, before: usize, after: usize) {
-        self.runs = (self.runs + after).saturating_sub(before);
+        let runs = &mut self.counts.runs;
+        *runs = (*runs + after).saturating_sub(before);
     }
 
     /// Returns the state of the message of a datagram. Never [`MessageStatus::Late`] in a reliable service: the reliability
@@ -331,7 +376,7 @@ impl Messages {
         epoch: u16,
         now: Duration,
         given_up: &mut Vec<GivenUp>,
-    ) -> Option<&mut Source> {
+    ) -> &mut Source {
         if !self.sources.contains_key(peer) && self.sources.len() >= bounds::RECORD_SOURCES {
             // The least recently used of 64 arbitrary sources: a search of all would cost too much.
             let may_go = |s: &Source| !self.reliable || s.open.is_empty();
@@ -350,9 +395,8 @@ impl Messages {
         });
         source.used = now;
         if source.epoch != epoch {
-            self.open -= source.open.len();
             for (id, open) in source.open.drain(..) {
-                self.runs -= open.coverage.ranges().len();
+                self.counts.remove(&open);
                 self.timers.remove(&(open.timer, *peer, id));
                 given_up.push((*peer, id, open));
             }
@@ -360,7 +404,7 @@ impl Messages {
             source.epoch = epoch;
             source.closed = Closed::default();
         }
-        Some(source)
+        source
     }
 
     /// Adds a message of which more datagrams are expected. If there are too many open messages, the oldest is given
@@ -374,7 +418,7 @@ impl Messages {
         now: Duration,
         given_up: &mut Vec<GivenUp>,
     ) {
-        if self.open >= bounds::OPEN_MESSAGES
+        if self.counts.open >= bounds::OPEN_MESSAGES
             && !self.reliable
             && let Some((_, peer, id)) = self.timers.first().copied()
             && let Some(open) = self.close(&peer, id)
@@ -382,14 +426,12 @@ impl Messages {
             given_up.push((peer, id, open));
         }
         let until = open.until;
-        let Some(source) = self.enter(peer, epoch, now, given_up) else {
-            return;
-        };
+        self.counts.add(&open);
+        let source = self.enter(peer, epoch, now, given_up);
         let oldest = (source.open.len() >= bounds::OPEN_MESSAGES_SOURCE)
             .then(|| source.open.first().map(|(id, _)| *id))
             .flatten();
         source.open.push((id, Box::new(open)));
-        self.open += 1;
         self.timers.insert((until, *peer, id));
         if let Some(oldest) = oldest
             && let Some(open) = self.close(peer, oldest)
@@ -407,9 +449,8 @@ impl Messages {
         now: Duration,
         given_up: &mut Vec<GivenUp>,
     ) {
-        if let Some(source) = self.enter(peer, epoch, now, given_up) {
-            source.closed.close(id);
-        }
+        let source = self.enter(peer, epoch, now, given_up);
+        source.closed.close(id);
     }
 
     /// Closes an open message and returns it.
@@ -418,8 +459,7 @@ impl Messages {
         let at = source.open.iter().position(|(n, _)| *n == id)?;
         let (_, open) = source.open.remove(at);
         source.closed.close(id);
-        self.open -= 1;
-        self.runs -= open.coverage.ranges().len();
+        self.counts.remove(&open);
         self.timers.remove(&(open.timer, *peer, id));
         Some(open)
     }
@@ -468,9 +508,8 @@ impl Messages {
 
     fn forget(&mut self, peer: &Peer, given_up: &mut Vec<GivenUp>) {
         if let Some(source) = self.sources.remove(peer) {
-            self.open -= source.open.len();
             for (id, open) in source.open {
-                self.runs -= open.coverage.ranges().len();
+                self.counts.remove(&open);
                 self.timers.remove(&(open.timer, *peer, id));
                 given_up.push((*peer, id, open));
             }
@@ -522,8 +561,7 @@ impl Messages {
             given_up.extend(all.map(|(id, open)| (peer, id, open)));
         }
         self.timers.clear();
-        self.open = 0;
-        self.runs = 0;
+        self.counts = Counts::default();
         given_up
     }
 }
@@ -613,7 +651,11 @@ mod tests {
             let (open, runs) = all.fold((0, 0), |(open, runs), (_, m)| {
                 (open + 1, runs + m.coverage.ranges().len())
             });
-            assert_eq!((messages.open, messages.runs), (open, runs), "step {step}");
+            assert_eq!(
+                (messages.counts.open, messages.counts.runs),
+                (open, runs),
+                "step {step}"
+            );
         }
         assert!(given_up.len() > 100, "{}", given_up.len());
     }

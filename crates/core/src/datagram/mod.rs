@@ -401,10 +401,12 @@ impl DatagramQp {
 
     /// When [`Self::handle_timeout`] should be called, at the latest.
     pub fn poll_timeout(&self) -> Option<Duration> {
-        let rd = self.rd.as_deref().and_then(Reliable::poll_timeout);
+        let receiving = self.messages.any_holds_a_receive();
+        let rd = self.rd.as_deref().and_then(|rd| rd.poll_timeout(receiving));
         // A program that polls for records gives up late messages when it polls, so no timer is needed for them.
-        let records = self.options.records_complete || self.options.max_send > bounds::UD_MTU;
-        let messages = self.messages.next_expiry().filter(|_| records);
+        let long_sends = self.options.max_send > bounds::UD_MTU;
+        let timed = self.options.records_complete || long_sends || receiving;
+        let messages = self.messages.next_expiry().filter(|_| timed);
         let (reads, answers) = (self.reads.next_expiry(), self.answers_until());
         let all = [rd, messages, reads, answers, self.flow.silent_stall_end()];
         let first = all.into_iter().flatten().min();
@@ -494,9 +496,11 @@ impl DatagramQp {
         };
         let now = self.now;
         if let Some(rd) = &mut self.rd {
-            rd.handle_timeout(now, blocked);
+            rd.handle_timeout(now, blocked, &self.messages);
         }
         self.handle_rd_events();
+        // A message that was given up may have returned its receive.
+        self.handle_receives();
         self.after();
     }
 

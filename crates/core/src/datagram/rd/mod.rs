@@ -292,7 +292,8 @@ pub(super) struct Reliable {
     shells: Vec<Arc<Vec<u8>>>,
     /// When the table of peers was last searched for idle ones.
     last_search: Duration,
-    /// When to search the table of peers next for those whose packets wait without a deadline.
+    /// When to search the table of peers next for those whose packets wait, or whose incomplete messages have taken receives, without a
+    /// deadline.
     search_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,

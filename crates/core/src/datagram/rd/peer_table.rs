@@ -69,7 +69,7 @@ impl Reliable {
     /// messages and waiting packets are dropped. Such a peer may still remember this queue pair, so the packet numbers
     /// of a new entry are larger than all that were sent before.
     pub(super) fn forget_idle(&mut self, now: Duration) {
-        self.forget(now, |_| true);
+        self.forget(now, |_, _| true);
         self.last_search = now;
         if self.peers.len() < self.peers.capacity() / 4 {
             self.peers.shrink_to(2 * self.peers.len());
@@ -88,7 +88,7 @@ impl Reliable {
     }
 
     /// Forgets those idle peers that `which` selects (see [`Self::forget_idle`]).
-    pub(super) fn forget(&mut self, now: Duration, which: impl Fn(&PeerState) -> bool) {
+    pub(super) fn forget(&mut self, now: Duration, which: impl Fn(&Peer, &PeerState) -> bool) {
         let Self {
             peers,
             shares,
@@ -97,7 +97,7 @@ impl Reliable {
             ..
         } = self;
         peers.retain(|peer, s| {
-            let stays = s.has_under_way() || now.saturating_sub(s.used) < IDLE || !which(s);
+            let stays = s.has_under_way() || now.saturating_sub(s.used) < IDLE || !which(peer, s);
             if !stays {
                 *first_number = (*first_number).max(s.next);
                 if let Some(rx) = s.rx.take() {

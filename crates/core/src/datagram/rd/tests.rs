@@ -2,6 +2,7 @@
 
 use super::ack::{ACK_MOST, MANY, PIPELINE};
 use super::*;
+use crate::datagram::messages::Messages;
 use crate::datagram::types::{Arrival, Part};
 use crate::wire::ddp::{Header, Untagged};
 use crate::wire::dgram::Shim;
@@ -249,15 +250,15 @@ fn a_peer_that_left_a_gap_is_forgotten() {
     skipped(&mut rd);
     let held = rd.shares.waiting();
     assert!(held > 0);
-    assert_eq!(rd.poll_timeout(), Some(at(61)));
-    rd.handle_timeout(at(61), None);
+    assert_eq!(rd.poll_timeout(false), Some(at(61)));
+    rd.handle_timeout(at(61), None, &Messages::default());
     assert_eq!((rd.peers(), skipped(&mut rd)), (2, 1));
     assert_eq!(rd.shares.waiting(), held / 2);
-    rd.handle_timeout(rd.poll_timeout().unwrap(), None);
+    rd.handle_timeout(rd.poll_timeout(false).unwrap(), None, &Messages::default());
     assert_eq!(rd.peers(), 2);
-    rd.handle_timeout(at(91), None);
+    rd.handle_timeout(at(91), None, &Messages::default());
     assert_eq!((rd.peers(), rd.shares.waiting()), (1, 0));
-    assert_eq!(rd.poll_timeout(), None);
+    assert_eq!(rd.poll_timeout(false), None);
     rd.forget_idle(at(91));
     assert_eq!((rd.peers(), skipped(&mut rd)), (0, 2));
     assert!(rd.shares.is_empty());
@@ -556,7 +557,7 @@ fn a_message_may_be_acknowledged_later() {
             );
             two.now += Duration::from_secs(1);
             let now = two.now;
-            two.ends[0].handle_timeout(now, None);
+            two.ends[0].handle_timeout(now, None, &Messages::default());
             two.run();
         }
         assert!(two.events(0).contains(&Event::Done(tag, tag)), "{tag}");
@@ -602,7 +603,11 @@ fn a_forgotten_peer_is_recognized_again() {
         assert_eq!(two.ends[forgets].peers(), 0);
         let _ = (two.events(0), two.events(1));
         two.sends(first, 2);
-        two.ends[first].handle_timeout(two.now + Duration::from_secs(2), None);
+        two.ends[first].handle_timeout(
+            two.now + Duration::from_secs(2),
+            None,
+            &Messages::default(),
+        );
         two.now += Duration::from_secs(2);
         two.run();
         assert_eq!(two.delivered, 3, "{first} sends, {forgets} had forgotten");
@@ -629,7 +634,7 @@ fn the_rest_of_a_message_fails_when_the_peer_has_forgotten_the_beginning() {
         let mut packet = vec![0; Packet::LEN];
         packet.extend(datagram_at(offset, 50));
         two.ends[0].push(&peer, packet, whole(2), now);
-        two.ends[0].handle_timeout(now + Duration::from_secs(2), None);
+        two.ends[0].handle_timeout(now + Duration::from_secs(2), None, &Messages::default());
         two.now += Duration::from_secs(2);
         two.run();
         let events = two.events(0);
@@ -664,7 +669,7 @@ fn a_new_session_is_noticed_by_the_peer() {
                 two.ends[0].ask(&to, now);
                 two.now += Duration::from_secs(2);
                 let now = two.now;
-                two.ends[0].handle_timeout(now, None);
+                two.ends[0].handle_timeout(now, None, &Messages::default());
                 two.run();
             }
             two.sends(1, 3);
@@ -696,7 +701,7 @@ fn old_packets_fail_when_the_peer_has_forgotten_this_end() {
     two.now += 2 * IDLE;
     let now = two.now;
     two.ends[1].forget_idle(now);
-    two.ends[0].handle_timeout(now, None);
+    two.ends[0].handle_timeout(now, None, &Messages::default());
     two.run();
     let events = two.events(0);
     assert!(
@@ -760,7 +765,7 @@ fn a_forged_challenge_changes_nothing() {
     two.run();
     two.now += Duration::from_secs(1);
     let now = two.now;
-    two.ends[0].handle_timeout(now, None);
+    two.ends[0].handle_timeout(now, None, &Messages::default());
     two.run();
     assert_eq!(two.events(0), [Event::Done(2, 2)]);
 }

@@ -5,14 +5,16 @@ use std::time::Duration;
 
 use super::sender::Sender;
 use super::{Event, IDLE, PeerState, Reliable};
+use crate::datagram::messages::Messages;
 use crate::datagram::types::Peer;
 use crate::verbs::wc::Status;
 
 impl Reliable {
-    /// When [`Self::handle_timeout`] should be called.
-    pub(in crate::datagram) fn poll_timeout(&self) -> Option<Duration> {
+    /// When [`Self::handle_timeout`] should be called. `receiving`: an incomplete message of a peer has taken a receive.
+    pub(in crate::datagram) fn poll_timeout(&self, receiving: bool) -> Option<Duration> {
         let timer = self.timers.first().map(|(at, _)| *at);
-        let sweep = self.search_at.filter(|_| self.shares.waiting() > 0);
+        let holds = receiving || self.shares.waiting() > 0;
+        let sweep = self.search_at.filter(|_| holds);
         timer.into_iter().chain(sweep).min()
     }
 
@@ -21,12 +23,26 @@ impl Reliable {
         self.peer_timeout = peer_timeout;
     }
 
+    /// The peer has sent the first part of a Send, which has taken a receive. If the peer stays silent, it is forgotten, so that
+    /// other messages can use the receive.
+    pub(in crate::datagram) fn note_receiving(&mut self, now: Duration) {
+        self.search_at.get_or_insert(now + IDLE);
+    }
+
     /// Handles the deadlines that have passed. `blocked`: how long a peer may lack a resource before it is given up; `None`:
-    /// forever.
-    pub(in crate::datagram) fn handle_timeout(&mut self, now: Duration, blocked: Option<Duration>) {
+    /// forever. `messages`: the incomplete messages of the peers.
+    pub(in crate::datagram) fn handle_timeout(
+        &mut self,
+        now: Duration,
+        blocked: Option<Duration>,
+        messages: &Messages,
+    ) {
         if self.search_at.is_some_and(|at| at <= now) {
-            self.forget(now, |s| s.rx.as_deref().is_some_and(|rx| rx.held() > 0));
-            self.search_at = (self.shares.waiting() > 0).then_some(now + IDLE / 4);
+            self.forget(now, |peer, s| {
+                s.rx.as_deref().is_some_and(|rx| rx.held() > 0) || messages.holds_a_receive(peer)
+            });
+            let holds = messages.any_holds_a_receive() || self.shares.waiting() > 0;
+            self.search_at = holds.then_some(now + IDLE / 4);
         }
         while let Some((at, peer)) = self.timers.first().copied() {
             if at > now {
