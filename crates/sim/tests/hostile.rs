@@ -1445,3 +1445,34 @@ fn restored_bytes_that_cannot_be_placed_are_not_recorded() {
     let records: Vec<_> = std::iter::from_fn(|| net[b].qp.poll_record()).collect();
     assert!(records.iter().all(|r| r.valid <= 8), "{records:?}");
 }
+
+/// A reliable sender abandons a message. The receiver notices this only when a later message has begun, and does not end that one.
+#[test]
+fn a_message_after_an_abandoned_one_is_kept() {
+    let mut net = Ether::new(19, Link::default());
+    let b = net.join(Kind::Rd, options());
+    let mr = net[b].host.register(100, access::ALL);
+    let inbox = net[b].host.register(100, access::ALL);
+    let seen = watch(&mut net);
+    let mut s = Stranger::meets(&mut net, &seen, 1, b);
+    // A Send that waits for a receive. Four packets after it are lost, and abandoned.
+    let header = untagged(Opcode::Send, QN_SEND, 1, 0, true);
+    s.sends(&mut net, Some(&body(&shim(1, 8, 0), &header, &[1; 8])));
+    s.seq += 4;
+    let base = s.seq;
+    for offset in [0, 8, 16] {
+        if offset == 16 {
+            net[b].recv(7, &[inbox.all()]);
+            net.run(MS);
+        }
+        let (shim, header, payload) = part(&mr, 2, 24, offset);
+        let mut bytes = Vec::new();
+        Packet { base, ..s.packet() }.put(true, &mut bytes);
+        bytes.extend_from_slice(&body(&shim, &header, &payload));
+        net.deliver(s.addr, s.to, &sealed(bytes));
+        s.seq += 1;
+    }
+    assert_eq!(net[b].received().len(), 1);
+    let records: Vec<_> = std::iter::from_fn(|| net[b].qp.poll_record()).collect();
+    assert!(matches!(&records[..], [r] if r.complete), "{records:?}");
+}

@@ -174,10 +174,12 @@ impl DatagramQp {
         }
         for _ in 0..CROWD {
             let Some(peer) = self.next_blocked(Resource::Room) else {
-                break;
+                return;
             };
             self.drain(&waited(&peer), &peer);
         }
+        // The other peers are next when another packet arrives.
+        self.rx_full = true;
     }
 
     /// Delivers packets that waited for the resource `want`, which is available now.
@@ -215,7 +217,7 @@ impl DatagramQp {
                     return Err(Dropped::Operation);
                 }
                 let result = self.admit(arrival, &datagram, data.len(), false);
-                if !self.options.ordered {
+                if self.messages.any_open() {
                     self.messages.note_packet(peer, datagram.shim.id, seq);
                 }
                 result
