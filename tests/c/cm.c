@@ -1280,6 +1280,57 @@ static const char *endpoints(size_t arg)
 	return NULL;
 }
 
+/* Requests the queue pair of a listener of datagrams. */
+static void *datagram_client(void *arg)
+{
+	struct fixture *s = arg;
+	struct rdma_cm_id *id;
+
+	if (rdma_create_id(NULL, &id, NULL, RDMA_PS_UDP))
+		return "rdma_create_id";
+	if (rdma_resolve_addr(id, NULL, sa(&s->address), 2000))
+		return "rdma_resolve_addr";
+	if (rdma_resolve_route(id, 2000))
+		return "rdma_resolve_route";
+	if (give_qp(id))
+		return "rdma_create_qp";
+	if (rdma_connect(id, NULL))
+		return "rdma_connect";
+	rdma_destroy_qp(id);
+	return rdma_destroy_id(id) ? "rdma_destroy_id" : NULL;
+}
+
+/* An accepted datagram request does not keep its listener: no event follows, so rdma_accept acknowledges that of the request. */
+static const char *datagram_endpoints(size_t arg)
+{
+	struct rdma_addrinfo hints = { .ai_flags = RAI_PASSIVE, .ai_port_space = RDMA_PS_UDP }, *list;
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_UD);
+	const char *node = getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1";
+	struct rdma_cm_id *listener, *id;
+	struct fixture s = { 0 };
+	pthread_t thread;
+	void *result;
+	int rc;
+
+	(void)arg;
+	rc = rdma_getaddrinfo(node, "0", &hints, &list);
+	ENSURE(!rc, "rdma_getaddrinfo: %s", rc == -1 ? strerror(errno) : gai_strerror(rc));
+	keep(close_list, list, "address list");
+	ENSURE(!rdma_create_ep(&listener, list, NULL, &init), "rdma_create_ep: %s", strerror(errno));
+	ENSURE(!rdma_listen(listener, 0), "rdma_listen: %s", strerror(errno));
+	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(listener))));
+	ENSURE(!pthread_create(&thread, NULL, datagram_client, &s), "pthread_create");
+	ENSURE(!rdma_get_request(listener, &id), "rdma_get_request: %s", strerror(errno));
+	ENSURE(id->qp && id->event, "rdma_get_request gives no queue pair or no event");
+	ENSURE(!rdma_accept(id, NULL), "rdma_accept: %s", strerror(errno));
+	ENSURE(!id->event, "the event of the request is not acknowledged");
+	ENSURE(!pthread_join(thread, &result), "pthread_join");
+	ENSURE(!result, "client: %s", (const char *)result);
+	rdma_destroy_ep(listener);
+	rdma_destroy_ep(id);
+	return NULL;
+}
+
 static const char *one_lookup(const char *what, const char *node, const char *service, struct rdma_addrinfo *hints,
 			      struct rdma_addrinfo **list)
 {
@@ -1956,6 +2007,7 @@ static const struct test tests[] = {
 	{ "nonblocking_channel", nonblocking_channel, 0, 0, false },
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },
+	{ "datagram_endpoints", datagram_endpoints, 0, 0, false },
 	{ "event_later_without_descriptors", event_without_descriptors, 1, 0, true },
 	{ "event_never_without_descriptors", event_without_descriptors, 0, 0, true },
 	{ "step_without_descriptors", step_without_descriptors, 0, 0, true },

@@ -168,8 +168,12 @@ entry! {
             (id, param_of(param, id))
         };
         if id.is_datagram() {
-            // Datagram queue pairs: the response is a datagram, and no event follows.
+            // Datagram queue pairs: the response is a datagram, and no event follows. So nothing else would acknowledge the event of the
+            // request, for which `rdma_destroy_id` of the listener waits.
             id.engine.accept(param).map_err(|e| os_errno(&e))?;
+            if id.is_synchronous() {
+                id.drop_event();
+            }
             return Ok(0);
         }
         step(id, |engine| engine.accept(param))?;
