@@ -146,6 +146,10 @@ pub(super) fn run(rounds: usize, netns: bool, only: &str) -> Result {
         compile(&compiler, &source, &work.join(program))?;
     }
     let wanted = |title: &str| title.contains(only);
+    if !SPEEDS.iter().any(|(title, ..)| wanted(title)) {
+        let titles: Vec<&str> = SPEEDS.iter().map(|s| s.0).collect();
+        return Err(format!("--only {only}: the columns are {}", titles.join(", ")).into());
+    }
     let mut values: Vec<Values> = vec![vec![Vec::new(); SPEEDS.len()]; transports.len()];
     let mut raw: Values = vec![Vec::new(); RAW.len()];
     let keep = |name: &str, column: &mut Vec<f64>, result: Result<f64>| {
