@@ -1691,6 +1691,41 @@ static const char *datagrams(size_t family)
 	return same_pattern(dst.at + 40, 100, 3);
 }
 
+/*
+ * A wildcard listener answers from the address that the request was sent to, although the host would choose another one. The id of the
+ * request has that address too.
+ */
+static const char *datagrams_wildcard(size_t family)
+{
+	struct rdma_conn_param p = params("udp", 3);
+	struct address any = { 0 };
+	struct sockaddr_in *local;
+	struct fixture s;
+	struct event_copy t;
+
+	if (getenv("TEST_ADDR"))
+		SKIP("only with the addresses of the loopback interface");
+	memset(&s, 0, sizeof s);
+	TRY(new_event_channel(&s.server_channel));
+	TRY(new_event_channel(&s.client_channel));
+	TRY(new_id(&s.listener, s.server_channel, RDMA_PS_UDP));
+	any.ss.ss_family = (sa_family_t)family;
+	ENSURE(!rdma_bind_addr(s.listener, sa(&any)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(s.listener, BACKLOG), "rdma_listen: %s", strerror(errno));
+	TRY(own_address(&s.address, AF_INET, ntohs(rdma_get_src_port(s.listener))));
+	inet_pton(AF_INET, "127.0.0.2", &((struct sockaddr_in *)&s.address.ss)->sin_addr);
+	TRY(new_client(&s, RDMA_PS_UDP));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
+	ENSURE(t.ud.qp_num == s.server->qp->qp_num, "qp_num %#x, expected %#x", t.ud.qp_num, s.server->qp->qp_num);
+	local = (struct sockaddr_in *)rdma_get_local_addr(s.server);
+	ENSURE(!memcmp(local, sa(&s.address), offsetof(struct sockaddr_in, sin_zero)),
+	       "the id of the request has another address than the request was sent to");
+	return NULL;
+}
+
 static const char *datagrams_rejected(size_t arg)
 {
 	struct rdma_conn_param p = params(NULL, 0);
@@ -2020,6 +2055,8 @@ static const struct test tests[] = {
 	{ "establish", establish, 0, 0, false },
 	{ "datagrams", datagrams, AF_INET, 0, false },
 	{ "datagrams_ipv6", datagrams, AF_INET6, 0, false },
+	{ "datagrams_wildcard", datagrams_wildcard, AF_INET, 0, false },
+	{ "datagrams_wildcard_ipv6", datagrams_wildcard, AF_INET6, 0, false },
 	{ "datagrams_rejected", datagrams_rejected, 0, 0, false },
 	{ "datagrams_not_answered", datagrams_not_answered, 1, 0, false },
 	{ "datagrams_listener_destroyed", datagrams_not_answered, 0, 0, false },

@@ -558,6 +558,29 @@ static const char *datagrams(size_t v6)
 	return NULL;
 }
 
+/* A socket that is bound to no certain address is reached at each address of the host. */
+static const char *datagrams_wildcard(size_t unused UNUSED)
+{
+	struct sockaddr_in to = { .sin_family = AF_INET }, from;
+	socklen_t len = sizeof from;
+	char buf[16];
+
+	if (getenv("TEST_ADDR"))
+		SKIP("only with the addresses of the loopback interface");
+	listener = rsocket(AF_INET, SOCK_DGRAM, 0);
+	ENSURE(listener >= 0, "rsocket: %s", strerror(errno));
+	keep(close_socket, &listener, "socket");
+	ENSURE(!rbind(listener, (struct sockaddr *)&to, sizeof to), "rbind: %s", strerror(errno));
+	TRY(bound(&near, false, SOCK_DGRAM));
+	to.sin_port = htons(port_of(listener));
+	inet_pton(AF_INET, "127.0.0.2", &to.sin_addr);
+	ENSURE(rsendto(near, "hello", 5, 0, (struct sockaddr *)&to, sizeof to) == 5, "rsendto: %s", strerror(errno));
+	ENSURE(rrecvfrom(listener, buf, sizeof buf, 0, (struct sockaddr *)&from, &len) == 5, "rrecvfrom: %s", strerror(errno));
+	ENSURE(rsendto(listener, "you", 3, 0, (struct sockaddr *)&from, len) == 3, "rsendto to the sender: %s", strerror(errno));
+	ENSURE(rrecv(near, buf, sizeof buf, 0) == 3, "rrecv: %s", strerror(errno));
+	return NULL;
+}
+
 static const char *only_from_the_peer(size_t unused UNUSED)
 {
 	static int third = -1;
@@ -776,6 +799,7 @@ static const struct test tests[] = {
 	{ "mapped", mapped_memory, 0, 0, false },
 	{ "datagrams", datagrams, false, 0, false },
 	{ "datagrams_ipv6", datagrams, true, 0, false },
+	{ "datagrams_wildcard", datagrams_wildcard, 0, 20, false },
 	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, false },
 	{ "no_hello", faulty_peer, NO_HELLO, 0, false },

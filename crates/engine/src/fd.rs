@@ -66,21 +66,6 @@ impl EngineFd {
         Ok(())
     }
 
-    /// Receives a datagram of the connection manager. Returns its length, and its source if that is an IP address.
-    pub(crate) fn recv_from(
-        &self,
-        buffer: &mut [u8],
-    ) -> rustix::io::Result<(usize, Option<SocketAddr>)> {
-        let flags = rustix::net::RecvFlags::DONTWAIT;
-        let (_, n, from) = rustix::net::recvfrom(self, &mut *buffer, flags)?;
-        let from = from.and_then(|f| SocketAddr::try_from(f).ok());
-        if let (Some(at), Some(from)) = (capture::begin(), from) {
-            let bytes = buffer.get(..n).unwrap_or(&[]);
-            capture::datagram(self.get(), at, Direction::In, None, from, bytes);
-        }
-        Ok((n, from))
-    }
-
     /// Borrows the descriptor.
     pub fn get(&self) -> BorrowedFd<'_> {
         self.as_fd()

@@ -2,11 +2,16 @@
 //! protocol, with retries and limits.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
+
+use anywarp_core::datagram::TxDatagram;
+use smallvec::SmallVec;
 
 use crate::fd::EngineFd;
 use crate::reactor::Token;
+use crate::sys::Io;
+use crate::sys::datagram::{Datagram, Run, receive_datagrams, send_runs};
 
 /// Pause before a request is sent again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -46,6 +51,14 @@ impl Endpoint {
         }
     }
 
+    /// Receives a datagram.
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> Result<Datagram, Io> {
+        let slot = buffer.len();
+        let mut got = SmallVec::new();
+        receive_datagrams(self.fd.get(), buffer, slot, &mut got)?;
+        got.pop().ok_or(Io::WouldBlock)
+    }
+
     /// Sends the stored reply to a repeated request of `bytes` bytes. Returns false if there is no stored reply.
     pub(super) fn reply_again(&mut self, request: RequestId, bytes: usize) -> bool {
         let reply = self.replies.iter_mut().find(|r| r.request == request);
@@ -57,9 +70,17 @@ impl Endpoint {
 
     /// Sends a reply, and stores it in case the request is repeated.
     pub(super) fn reply(&mut self, request: RequestId, budget: Budget, bytes: Vec<u8>) {
+        let datagram = TxDatagram {
+            to: request.from,
+            // The requester drops a reply from an address other than the one that it has sent the request to.
+            from: request.to,
+            hop_limit: 0,
+            traffic_class: 0,
+            bytes: bytes.into(),
+        };
         let mut reply = Reply {
             request,
-            bytes,
+            datagram,
             budget,
         };
         reply.send(&self.fd);
@@ -110,22 +131,29 @@ impl Outstanding {
 pub(super) struct RequestId {
     /// Its sender.
     pub(super) from: SocketAddr,
+    /// The local address that it was sent to.
+    pub(super) to: Option<IpAddr>,
     /// The number that the sender gave it.
     pub(super) id: u32,
 }
 
 struct Reply {
     request: RequestId,
-    bytes: Vec<u8>,
+    datagram: TxDatagram,
     budget: Budget,
 }
 
 impl Reply {
     /// Sends the reply, if the budget allows.
     fn send(&mut self, fd: &EngineFd) {
-        if self.budget.may_send(self.bytes.len()) {
-            // If the send buffer is full, the requester's next try gets the reply.
-            let _ = fd.send_to(&self.bytes, self.request.from);
+        if self.budget.may_send(self.datagram.bytes.len()) {
+            let run = Run {
+                datagrams: std::slice::from_ref(&self.datagram),
+                from: self.datagram.from,
+            };
+            // If the send buffer is full, the requester's next try gets the reply. A socket for IPv6 accepts the IPv4 address of a
+            // requester as it is.
+            let _ = send_runs(fd.get(), false, &[run]);
         }
     }
 }

@@ -21,10 +21,11 @@ use crate::clock;
 use crate::connect::signpost::{self, Location, QueryResult};
 use crate::fd::EngineFd;
 use crate::locks::Rank;
-use crate::net::route::{GROUP_PORT, source_for};
+use crate::net::route::GROUP_PORT;
 use crate::net::socket::{self, unmapped};
 use crate::random::random_u32;
 use crate::reactor::Source;
+use crate::sys::Io;
 
 /// Largest number of datagrams received in one turn of the worker, so that a busy socket does not delay others.
 const TURN_DATAGRAMS: usize = 64;
@@ -66,6 +67,7 @@ impl CmId {
     pub(super) fn listen_udp(&self, state: &mut State, backlog: i32) -> io::Result<()> {
         let bind_request = state.bind_request.ok_or_else(|| os(libc::EINVAL))?;
         let fd = bind_request.datagram()?;
+        socket::report_destinations(&fd, bind_request.to.is_ipv6());
         let at = socket::local_addr(&fd).map_or(0, |a| a.port());
         let endpoint = self.watch_udp(fd, None)?;
         if let Some(reservation) = &state.reservation
@@ -188,16 +190,24 @@ impl CmId {
             let got = {
                 let state = self.lock();
                 let Some(endpoint) = &state.udp else { return };
-                match endpoint.fd.recv_from(&mut buffer) {
-                    Ok((n, from)) => from.map(|f| (n, unmapped(f))),
-                    Err(rustix::io::Errno::AGAIN) => return,
-                    // An ICMP error for an earlier datagram, which this call has cleared.
-                    Err(_) => continue,
-                }
+                endpoint.receive(&mut buffer)
             };
-            let Some((n, from)) = got else { continue };
-            match Cm::parse(buffer.get(..n).unwrap_or(&[])) {
-                Ok(Cm::Request(request)) => self.handle_udp_request(from, request, n),
+            let datagram = match got {
+                Ok(datagram) => datagram,
+                Err(Io::WouldBlock) => return,
+                // An ICMP error for an earlier datagram, which this call has cleared.
+                Err(_) => continue,
+            };
+            let from = unmapped(datagram.from);
+            match Cm::parse(buffer.get(..datagram.len).unwrap_or(&[])) {
+                Ok(Cm::Request(request)) => {
+                    let received = RequestId {
+                        from,
+                        to: datagram.to,
+                        id: request.id,
+                    };
+                    self.handle_udp_request(received, request.private_data, datagram.len);
+                }
                 Ok(Cm::Reply(reply)) => self.handle_udp_reply(from, reply),
                 Err(_) => {}
             }
@@ -205,11 +215,7 @@ impl CmId {
     }
 
     /// Handles a request of `bytes` bytes: answers a repeated one, and creates an identifier for a new one.
-    fn handle_udp_request(&self, from: SocketAddr, request: CmRequest, bytes: usize) {
-        let received = RequestId {
-            from,
-            id: request.id,
-        };
+    fn handle_udp_request(&self, received: RequestId, private_data: Vec<u8>, bytes: usize) {
         let channel = {
             let mut state = self.lock();
             if state.phase != Phase::Listening {
@@ -241,13 +247,11 @@ impl CmId {
             let local = self.lock().local;
             let mut state = child.lock();
             let _always_from_idle = state.step(Input::Request);
-            state.local = match local {
-                Some(l) if l.ip().is_unspecified() => source_for(from)
-                    .ok()
-                    .map(|ip| SocketAddr::new(ip, l.port())),
-                other => other,
-            };
-            state.remote = Some(from);
+            state.local = local.map(|l| match received.to {
+                Some(to) if l.ip().is_unspecified() => SocketAddr::new(to, l.port()),
+                _ => l,
+            });
+            state.remote = Some(received.from);
             let mut budget = Budget::default();
             budget.received(bytes);
             state.requester = Some(Requester {
@@ -257,7 +261,7 @@ impl CmId {
             });
         }
         // A request that arrives while the listener is being destroyed is not answered: the requester times out.
-        let _ = self.offer(&child, |e| e.private_data = request.private_data);
+        let _ = self.offer(&child, |e| e.private_data = private_data);
     }
 
     /// Accepts or rejects the request for which this identifier was created.

@@ -60,8 +60,19 @@ pub(crate) fn tune_stream(fd: &EngineFd) {
     set_option(fd.get(), libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 4);
 }
 
+/// Requests the local address that each datagram was sent to. For an IPv6 socket, this includes datagrams of IPv4.
+pub(crate) fn report_destinations(fd: &EngineFd, ipv6: bool) {
+    let (level, name) = if ipv6 {
+        (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
+    } else {
+        (libc::IPPROTO_IP, libc::IP_PKTINFO)
+    };
+    set_option(fd.get(), level, name, 1);
+}
+
 /// Sets the options of a UDP socket that carries datagram queue pairs.
 pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
+    report_destinations(fd, ipv6);
     let fd = fd.get();
     let set = |level, name, value| set_option(fd, level, name, value);
     // The first option of each pair may exceed the host's limit, and needs CAP_NET_ADMIN.
@@ -85,11 +96,8 @@ pub(crate) fn tune_datagram(fd: &EngineFd, ipv6: bool) {
     set(libc::IPPROTO_IP, libc::IP_RECVTTL, 1);
     set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1);
     if ipv6 {
-        set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO, 1);
         set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT, 1);
         set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1);
-    } else {
-        set(libc::IPPROTO_IP, libc::IP_PKTINFO, 1);
     }
     // Path MTU discovery is off: a datagram that is longer than the MTU of the path is fragmented, and not refused with EMSGSIZE.
     set(
