@@ -12,6 +12,7 @@
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <rdma/rsocket.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
 
 #define BIG (4u << 20)
@@ -780,6 +781,46 @@ static const char *many_sockets(size_t unused UNUSED)
 	return NULL;
 }
 
+static atomic_bool is_over;
+
+static void *accept_often(void *arg)
+{
+	struct flow *flow = arg;
+
+	while (!is_over) {
+		struct pollfd p = { flow->fd, POLLIN, 0 };
+		int fd = rpoll(&p, 1, 20) > 0 ? raccept(flow->fd, NULL, NULL) : -1;
+
+		if (fd >= 0 && rclose(fd))
+			flow->reason = "rclose of an accepted socket fails";
+	}
+	return NULL;
+}
+
+/* The peer closes each connection at once. rconnect succeeds nevertheless. */
+static const char *closed_at_once(size_t unused UNUSED)
+{
+	static struct flow flow;
+	const char *reason = NULL;
+	pthread_t thread;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	is_over = false;
+	flow = (struct flow){ listener, NULL };
+	ENSURE(!pthread_create(&thread, NULL, accept_often, &flow), "pthread_create fails");
+	for (int i = 0; i < 200 && !reason; i++) {
+		near = rsocket(AF_INET, SOCK_STREAM, 0);
+		if (near < 0 || reach(near, false, port_of(listener)))
+			reason = strerror(errno);
+		if (close_socket(&near))
+			reason = "rclose fails";
+	}
+	is_over = true;
+	pthread_join(thread, NULL);
+	ENSURE(!reason, "rconnect: %s", reason);
+	return flow.reason;
+}
+
 static const struct test tests[] = {
 	{ "stream", ends_of_a_stream, false, 0, false },
 	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
@@ -791,6 +832,7 @@ static const struct test tests[] = {
 	{ "no_listener", no_listener, 0, 0, false },
 	{ "half_closed", half_closed, 0, 0, false },
 	{ "closed", closed, 0, 0, false },
+	{ "closed_at_once", closed_at_once, 0, 0, false },
 	{ "killed", killed, false, 0, false },
 	{ "killed_sending", killed, true, 0, false },
 	{ "closed_elsewhere", closed_by_another_thread, 0, 0, false },

@@ -1069,6 +1069,8 @@ pub(super) fn connect(socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
         match stream.phase {
             Phase::Connecting => None,
             Phase::Open => Some(Ok(())),
+            // The connection was established, and the peer has closed it since.
+            Phase::Over if stream.broken.is_none() => Some(Ok(())),
             Phase::Closed => Some(Err(libc::EBADF)),
             // The error is returned here, so it is cleared.
             _ => Some(Err(match stream.take_error() {
