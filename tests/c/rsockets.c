@@ -821,6 +821,48 @@ static const char *closed_at_once(size_t unused UNUSED)
 	return flow.reason;
 }
 
+static void *connect_often(void *arg)
+{
+	struct flow *flow = arg;
+
+	while (!is_over && !flow->reason) {
+		int fd = rsocket(AF_INET, SOCK_STREAM, 0);
+
+		/* A peer is refused while the queue of the listener is full. */
+		if (fd < 0 || (reach(fd, false, port_of(flow->fd)) && errno != ECONNREFUSED))
+			flow->reason = "a thread cannot connect";
+		if (fd >= 0 && rclose(fd))
+			flow->reason = "rclose of a connecting thread fails";
+	}
+	return NULL;
+}
+
+/* Options of a listener are set while peers connect to it. */
+static const char *options_of_a_busy_listener(size_t unused UNUSED)
+{
+	static struct flow flows[5];
+	pthread_t threads[COUNT(flows)];
+	const char *reason = NULL;
+	int size = 32, set = 0;
+	uint64_t end;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	is_over = false;
+	for (size_t i = 0; i < COUNT(flows); i++) {
+		flows[i] = (struct flow){ listener, NULL };
+		ENSURE(!pthread_create(&threads[i], NULL, i ? connect_often : accept_often, &flows[i]), "pthread_create fails");
+	}
+	for (end = now_ms() + 300; now_ms() < end && !set;)
+		set = rsetsockopt(listener, SOL_RDMA, RDMA_INLINE, &size, sizeof size);
+	is_over = true;
+	for (size_t i = COUNT(flows); i-- > 0;) {
+		pthread_join(threads[i], NULL);
+		reason = flows[i].reason ? flows[i].reason : reason;
+	}
+	ENSURE(!set, "RDMA_INLINE of a listener fails");
+	return reason;
+}
+
 static const struct test tests[] = {
 	{ "stream", ends_of_a_stream, false, 0, false },
 	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
@@ -838,6 +880,7 @@ static const struct test tests[] = {
 	{ "closed_elsewhere", closed_by_another_thread, 0, 0, false },
 	{ "timeout", time_is_limited, 0, 0, false },
 	{ "options", options, 0, 0, false },
+	{ "options_of_a_busy_listener", options_of_a_busy_listener, 0, 0, false },
 	{ "mapped", mapped_memory, 0, 0, false },
 	{ "datagrams", datagrams, false, 0, false },
 	{ "datagrams_ipv6", datagrams, true, 0, false },

@@ -7,8 +7,10 @@
 //!
 //! The number of a socket is the descriptor of its event channel, so no other file of the process has the same number.
 //!
-//! Locking: one mutex protects the state of a socket. A thread that holds it must not process events of the
-//! engine (as `on_idle_poll` does), because that may call `Socket::ready` of the same socket.
+//! Locking: one mutex protects the state of a socket, another one its options. A thread that holds the lock of the options must not
+//! acquire that of the state, because a thread that accepts or connects holds the state and reads the options. A thread that holds the
+//! lock of the state must not process events of the engine (as `on_idle_poll` does), because that may call `Socket::ready` of the same
+//! socket.
 
 mod address;
 mod again;
@@ -111,6 +113,7 @@ struct Socket {
     wakers: Arc<Wakers>,
     nonblocking: AtomicBool,
     fd_flags: AtomicI32,
+    /// This lock is acquired after that of the state.
     options: Mutex<Options>,
     kind: Kind,
     /// The token of the socket's channel in the engine.

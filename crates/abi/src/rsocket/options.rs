@@ -175,6 +175,11 @@ pub(super) fn set(
     name: c_int,
     value: &Value<'_>,
 ) -> Result<(), c_int> {
+    // The lock of the stream precedes that of the options.
+    let stream = match (&socket.kind, level) {
+        (Kind::Stream(stream), IPPROTO_IPV6 | SOL_RDMA) => Some(stream.lock()),
+        _ => None,
+    };
     let mut options = socket.options();
     match (level, name) {
         (SOL_SOCKET, libc::SO_REUSEADDR) => options.reuse = value.flag()?,
@@ -202,15 +207,14 @@ pub(super) fn set(
         ) => {}
         (IPPROTO_IPV6, libc::IPV6_V6ONLY) => {
             let on = value.flag()?;
-            if let Kind::Stream(_) = socket.kind {
-                let stream = socket.stream()?;
+            if let Some(stream) = stream {
                 let set = stream.id().set_options(None, Some(on), None);
                 set.map_err(|_| libc::EINVAL)?;
             }
             options.v6only = on;
         }
         (SOL_RDMA, RDMA_SQSIZE | RDMA_RQSIZE | RDMA_INLINE | RDMA_IOMAPSIZE) => {
-            if matches!(socket.kind, Kind::Stream(_)) && socket.stream()?.is_sized() {
+            if stream.is_some_and(|s| s.is_sized()) {
                 return Err(libc::EINVAL);
             }
             options.set_size(name, value.int()?);
@@ -310,7 +314,34 @@ fn tcp_info(socket: &Socket, options: &Options) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::stream::Stream;
     use super::*;
+    use anywarp_core::lock::Mutex;
+
+    /// A thread that holds the lock of a stream reads the options: at a listener, it accepts a connection.
+    #[test]
+    fn a_call_that_waits_for_the_stream_does_not_hold_the_options() {
+        let made = Socket::make(libc::AF_INET6, Options::fresh(), |channel| {
+            Ok(Kind::Stream(Box::new(Mutex::new(Stream::new(channel)?))))
+        });
+        let socket = made.unwrap();
+        for (level, name) in [
+            (SOL_RDMA, RDMA_SQSIZE),
+            (SOL_RDMA, RDMA_INLINE),
+            (IPPROTO_IPV6, libc::IPV6_V6ONLY),
+        ] {
+            let stream = socket.stream().unwrap();
+            std::thread::scope(|scope| {
+                let call = scope.spawn(|| set(&socket, level, name, &Value(&[1, 0, 0, 0])));
+                // Gives the call time to reach the lock of the stream.
+                std::thread::sleep(Duration::from_millis(50));
+                let is_free = socket.options.try_lock().is_some();
+                drop(stream);
+                assert_eq!(call.join().unwrap(), Ok(()));
+                assert!(is_free, "level {level}, option {name}");
+            });
+        }
+    }
 
     #[test]
     fn files_of_the_administrator_set_defaults_of_sockets() {
