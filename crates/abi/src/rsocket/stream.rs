@@ -890,9 +890,12 @@ impl Stream {
             return Some(Ok(len));
         }
         match self.broken {
-            // The error is returned once. Later calls return the end of the stream, as TCP sockets do.
+            // The error is returned once. Later calls return the end of the stream, as TCP sockets do. A call that has read bytes before
+            // (`MSG_WAITALL`) returns those, and leaves the error to the next call.
             Some(e) if self.error == e => {
-                self.error = 0;
+                if skip == 0 {
+                    self.error = 0;
+                }
                 Some(Err(e))
             }
             _ if self.receiving => None,
@@ -1258,10 +1261,9 @@ mod tests {
         made.unwrap()
     }
 
-    /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and
-    /// the next call the error.
-    #[test]
-    fn bytes_that_were_read_are_not_lost_when_the_grant_cannot_be_sent() {
+    /// Connects two sockets, and sends half of the far end's ring. Returns the far end when the bytes have arrived, the bytes, and the
+    /// other sockets.
+    fn half_a_ring() -> (Arc<Socket>, Vec<u8>, [Arc<Socket>; 2]) {
         let (listener, near) = (socket(), socket());
         let any = "127.0.0.1:0".parse().unwrap();
         listener.stream().unwrap().listen(8, any).unwrap();
@@ -1283,15 +1285,37 @@ mod tests {
             }
             assert!(Instant::now() < until, "the data does not arrive");
         }
+        (far, sent, [listener, near])
+    }
 
+    /// When half of the ring has been read, a grant is due. The test makes sending it fail: the read returns the bytes, and
+    /// the next call the error.
+    #[test]
+    fn bytes_that_were_read_are_not_lost_when_the_grant_cannot_be_sent() {
+        let (far, sent, _others) = half_a_ring();
         let mut stream = far.stream().unwrap();
         stream.any_end().unwrap().qp.set_state(QpState::Reset);
-        let mut got = vec![0_u8; half];
+        let mut got = vec![0_u8; sent.len()];
         // SAFETY: the object is live until the call returns.
         let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
-        assert_eq!(stream.receive(&to, 0, false), Some(Ok(half)));
+        assert_eq!(stream.receive(&to, 0, false), Some(Ok(sent.len())));
         assert!(got == sent);
         assert_eq!(stream.receive(&to, 0, false), Some(Err(libc::ECONNRESET)));
         assert_eq!(stream.receive(&to, 0, false), Some(Ok(0)));
+    }
+
+    /// A call that waits for more bytes than arrive before the error returns them, and the next call the error.
+    #[test]
+    fn a_call_that_returns_bytes_leaves_the_error_to_the_next_one() {
+        let (far, sent, _others) = half_a_ring();
+        far.stream().unwrap().cut_off();
+        let mut got = vec![0_u8; 2 * sent.len()];
+        // SAFETY: the object is live until the calls return.
+        let to = unsafe { Caller::new(got.as_mut_ptr(), got.len()) };
+        let all = || receive(&far, &to, libc::MSG_WAITALL);
+        assert_eq!(all(), Ok(sent.len()));
+        assert!(got.starts_with(&sent));
+        assert_eq!(all(), Err(libc::ECONNRESET));
+        assert_eq!(all(), Ok(0));
     }
 }
