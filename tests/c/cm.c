@@ -486,22 +486,82 @@ static const char *invalid_answer(size_t arg)
 	return NULL;
 }
 
+/* Creates queue pairs until none is left at the port of a queue pair number, so that the next number to be freed there is used again. */
+static const char *fill_port(uint32_t number)
+{
+	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 1, .max_send_sge = 1 } };
+	struct ibv_pd *pd = new_pd();
+	struct ibv_qp *qp;
+
+	ENSURE(pd, "ibv_alloc_pd: %s", strerror(errno));
+	init.send_cq = init.recv_cq = new_cq(1, NULL);
+	ENSURE(init.send_cq, "ibv_create_cq: %s", strerror(errno));
+	for (int i = 0; i < 1024; i++) {
+		qp = new_qp(pd, &init);
+		ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
+		if (qp->qp_num >> 8 != number >> 8)
+			return NULL;
+	}
+	return "the numbers of a port do not end";
+}
+
+/* Destroys the queue pair of an id. Another id gets a queue pair with the same number. */
+static const char *pass_number_on(struct rdma_cm_id *from, struct rdma_cm_id *to)
+{
+	uint32_t number = from->qp->qp_num;
+
+	TRY(fill_port(number));
+	rdma_destroy_qp(from);
+	TRY(give_qp(to));
+	ENSURE(to->qp->qp_num == number, "number %#x, expected %#x again", to->qp->qp_num, number);
+	return NULL;
+}
+
+/* An id whose queue pair was destroyed disconnects. The connection of a queue pair that has got its number stays. */
+static const char *disconnect_without_queue_pair(size_t arg)
+{
+	struct rdma_conn_param p = params(NULL, 0);
+	struct rdma_cm_id *first;
+	struct fixture s;
+	struct event_copy t;
+
+	(void)arg;
+	TRY(only_over_tcp());
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	TRY(connect_both(&s));
+	first = s.client;
+	TRY(new_id(&s.client, s.client_channel, RDMA_PS_TCP));
+	TRY(resolve(&s, s.client));
+	TRY(pass_number_on(first, s.client));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_DISCONNECTED, NULL));
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	TRY(event(s.server_channel, RDMA_CM_EVENT_ESTABLISHED, NULL));
+	ENSURE(!rdma_disconnect(first), "rdma_disconnect: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_DISCONNECTED, &t));
+	ENSURE(t.id == first, "another id is disconnected");
+	TRY(traffic(s.client, s.server));
+	return disconnect(&s);
+}
+
 /*
  * The client's queue pair no longer exists when the peer accepts. Both ends get an event; the peer receives a Terminate
- * 2/0/5.
+ * 2/0/5. This is so too if another queue pair has got the number.
  */
-static const char *queue_pair_gone(size_t arg)
+static const char *queue_pair_gone(size_t number_is_used)
 {
 	static const uint8_t reply[] = "MPA ID Rep Frame\x50\x02\x00\x04\x80\x10\x80\x10";
 	struct rdma_conn_param p = params(NULL, 0);
 	uint8_t received[256];
 	size_t got = 0;
 	int fd, accepted;
+	struct rdma_cm_id *other;
 	struct fixture s;
 	struct event_copy t;
 	ssize_t n;
 
-	(void)arg;
 	TRY(only_over_tcp());
 	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
 	TRY(silent_listener(&fd, &s.address));
@@ -512,7 +572,13 @@ static const char *queue_pair_gone(size_t arg)
 	ENSURE(accepted >= 0, "accept: %s", strerror(errno));
 	keep(close_fd, (void *)(intptr_t)accepted, "socket");
 	ENSURE(recv(accepted, received, 24, MSG_WAITALL) == 24, "no MPA Request arrives");
-	rdma_destroy_qp(s.client);
+	if (number_is_used) {
+		TRY(new_id(&other, s.client_channel, RDMA_PS_TCP));
+		TRY(resolve(&s, other));
+		TRY(pass_number_on(s.client, other));
+	} else {
+		rdma_destroy_qp(s.client);
+	}
 	ENSURE(write(accepted, reply, 24) == 24, "write: %s", strerror(errno));
 	TRY(event(s.client_channel, RDMA_CM_EVENT_CONNECT_ERROR, &t));
 	do {
@@ -2027,6 +2093,8 @@ static const struct test tests[] = {
 	{ "never_answered", never_answered, 0, 0, false },
 	{ "invalid_answer", invalid_answer, 0, 0, false },
 	{ "queue_pair_gone", queue_pair_gone, 0, 0, false },
+	{ "queue_pair_gone_number_used", queue_pair_gone, 1, 0, true },
+	{ "disconnect_without_queue_pair", disconnect_without_queue_pair, 0, 0, true },
 	{ "other_clients_100", other_clients, 100, 120, false },
 	{ "client_gives_up", client_gives_up, 0, 0, false },
 	{ "server_gives_up", server_gives_up, 0, 0, false },

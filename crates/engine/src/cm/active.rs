@@ -40,6 +40,7 @@ impl CmId {
             let remote = state.remote.ok_or_else(|| os(libc::EINVAL))?;
             state.step(Input::Connect)?;
             state.param = param.clone();
+            state.connected_qp = qp.as_ref().map(|(qp, _)| Arc::downgrade(qp));
             // Releases the reserved TCP port: the socket of the connection binds to it.
             state.bound = None;
             if let Some(reservation) = &state.reservation {
@@ -97,7 +98,7 @@ impl CmId {
 
     /// Handles an open connection: raises its event and attaches the queue pair.
     pub(super) fn handle_opened(&self, startup: &Arc<Startup>, opened: Opened) {
-        let number = {
+        {
             let mut state = self.lock();
             if state.destroyed
                 || !state
@@ -120,11 +121,10 @@ impl CmId {
             }
             state.param.responder_resources = u8::try_from(opened.params.ird).unwrap_or(u8::MAX);
             state.param.initiator_depth = u8::try_from(opened.params.ord).unwrap_or(u8::MAX);
-            state.param.qp_num
-        };
+        }
         let (ird, ord, ..) = self.agreed();
         let private_data = opened.private_data.clone();
-        match self.find_qp(number) {
+        match self.connected_qp() {
             Some((qp, own)) => {
                 self.make_ready(&qp, own, ird, ord);
                 // This event has to precede those that the first bytes may raise.

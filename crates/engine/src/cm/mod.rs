@@ -156,6 +156,8 @@ struct State {
     qp: Option<Arc<RcQp>>,
     /// The queue pair of a connection for which the program has none (`private_qp`).
     private_qp: Option<Arc<RcQp>>,
+    /// The queue pair with which the program has connected or accepted.
+    connected_qp: Option<Weak<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
     udp: Option<sidr::Endpoint>,
     /// The outstanding query for the UDP port of a datagram peer's listener (`connect::signpost`).
@@ -272,6 +274,7 @@ impl CmId {
                     pending: Vec::new(),
                     qp: None,
                     private_qp: None,
+                    connected_qp: None,
                     datagram: None,
                     udp: None,
                     query: None,
@@ -530,6 +533,20 @@ impl CmId {
         RcQp::find(number).map(|qp| (qp, false))
     }
 
+    /// Returns the queue pair of the connection, with the flag of [`CmId::find_qp`]. `None` if the program has destroyed it: another
+    /// queue pair may have its number now.
+    fn connected_qp(&self) -> Option<(Arc<RcQp>, bool)> {
+        let Some(qp) = self.lock().connected_qp.clone() else {
+            // The program has connected without a queue pair.
+            return self.find_qp(0);
+        };
+        let qp = qp.upgrade()?;
+        let found = RcQp::find(qp.number())?;
+        let is_own = |own: &Arc<RcQp>| Arc::ptr_eq(own, &qp);
+        let own = self.lock().qp.as_ref().is_some_and(is_own);
+        Arc::ptr_eq(&found, &qp).then_some((qp, own))
+    }
+
     /// Moves the queue pair of the identifier to RTS when a connection is established, as the kernel does.
     fn make_ready(&self, qp: &RcQp, own: bool, ird: u8, ord: u8) {
         let (param, timeout) = {
@@ -603,15 +620,12 @@ impl CmId {
     ///
     /// Returns false if the connection has ended already, so that no further event follows.
     pub fn disconnect(&self) -> io::Result<bool> {
-        let number = {
-            let state = self.lock();
-            match state.phase {
-                Phase::Connected | Phase::Accepting => state.param.qp_num,
-                Phase::Over => return Ok(false),
-                _ => return Err(os(libc::EINVAL)),
-            }
-        };
-        match self.find_qp(number) {
+        match self.lock().phase {
+            Phase::Connected | Phase::Accepting => {}
+            Phase::Over => return Ok(false),
+            _ => return Err(os(libc::EINVAL)),
+        }
+        match self.connected_qp() {
             Some((qp, _)) => qp.disconnect(),
             // The program has destroyed the queue pair already.
             None => self.gone(),

@@ -147,6 +147,7 @@ impl CmId {
             state.allows(Input::Accept)?;
             let startup = state.startup.take().ok_or_else(|| os(libc::EINVAL))?;
             state.param = param.clone();
+            state.connected_qp = qp.as_ref().map(|(qp, _)| Arc::downgrade(qp));
             state.step(Input::Accept)?;
             (startup, state.offered)
         };
