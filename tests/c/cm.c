@@ -1408,6 +1408,45 @@ static const char *one_lookup(const char *what, const char *node, const char *se
 	return NULL;
 }
 
+/* The private data of rdma_create_ep precedes that of rdma_connect. Together they may have 255 bytes. */
+static const char *connect_data(size_t arg)
+{
+	struct rdma_addrinfo *list;
+	struct ibv_qp_init_attr init = usual_qp(IBV_QPT_RC);
+	struct rdma_conn_param p = params("def", 3);
+	static char abc[] = "abc", much[253];
+	char service[8];
+	struct fixture s;
+	struct event_copy t;
+	int rc;
+
+	(void)arg;
+	TRY(listen_at(&s, AF_INET, RDMA_PS_TCP));
+	snprintf(service, sizeof service, "%u", ntohs(rdma_get_src_port(s.listener)));
+	TRY(one_lookup("listener", getenv("TEST_ADDR") ? getenv("TEST_ADDR") : "127.0.0.1", service, NULL, &list));
+	list->ai_connect = abc;
+	list->ai_connect_len = 3;
+	rc = rdma_create_ep(&s.client, list, NULL, &init);
+	list->ai_connect = NULL;
+	list->ai_connect_len = 0;
+	ENSURE(!rc, "rdma_create_ep: %s", strerror(errno));
+	keep(close_ep, s.client, "endpoint");
+	ENSURE(!rdma_migrate_id(s.client, s.client_channel), "rdma_migrate_id: %s", strerror(errno));
+	if (!only_over_tcp()) {
+		p.private_data = much;
+		p.private_data_len = sizeof much;
+		ENSURE(rdma_connect(s.client, &p) == -1 && errno == EINVAL, "rdma_connect with 256 bytes: %s", strerror(errno));
+		p = params("def", 3);
+	}
+	ENSURE(!rdma_connect(s.client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(requested(&s, &t));
+	TRY(data_is(&t, "abcdef", 6));
+	p = params("ok", 2);
+	ENSURE(!rdma_accept(s.server, &p), "rdma_accept: %s", strerror(errno));
+	TRY(event(s.client_channel, RDMA_CM_EVENT_ESTABLISHED, &t));
+	return data_is(&t, "ok", 2);
+}
+
 /* The variants of rdma_getaddrinfo that programs use. */
 static const char *lookups(size_t arg)
 {
@@ -2111,6 +2150,7 @@ static const struct test tests[] = {
 	{ "synchronous", synchronous, 0, 0, false },
 	{ "endpoints", endpoints, 0, 0, false },
 	{ "datagram_endpoints", datagram_endpoints, 0, 0, false },
+	{ "connect_data", connect_data, 0, 0, false },
 	{ "event_later_without_descriptors", event_without_descriptors, 1, 0, true },
 	{ "event_never_without_descriptors", event_without_descriptors, 0, 0, true },
 	{ "step_without_descriptors", step_without_descriptors, 0, 0, true },

@@ -114,7 +114,7 @@ unsafe fn param_of(param: *const rdma_conn_param, id: &IdObject) -> ConnParam {
     // SAFETY: upheld by the caller.
     let Ok(p) = (unsafe { arg(param) }) else {
         return ConnParam {
-            private_data: id.connect_data(),
+            private_data: Vec::new(),
             responder_resources: bounds::MAX_RD_ATOMIC,
             initiator_depth: bounds::MAX_RD_ATOMIC,
             retry_count: 7,
@@ -151,6 +151,13 @@ entry! {
             let id = live::<IdObject, _>(id)?;
             (id, param_of(param, id))
         };
+        // The private data of `rdma_create_ep` precedes that of this call. An event contains the length of both as one byte.
+        let mut data = id.connect_data();
+        data.extend(param.private_data);
+        if data.len() > usize::from(u8::MAX) {
+            return Err(libc::EINVAL);
+        }
+        let param = ConnParam { private_data: data, ..param };
         step(id, |engine| engine.connect(param))?;
         Ok(0)
     }

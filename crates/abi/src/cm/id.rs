@@ -108,7 +108,7 @@ impl IdObject {
         }
     }
 
-    /// Returns the private data that the program passed to `rdma_create_ep`. The connect request contains it.
+    /// Returns the private data that the program passed to `rdma_create_ep`. The connect request begins with it.
     pub(super) fn connect_data(&self) -> Vec<u8> {
         self.connect_data.lock().clone()
     }
