@@ -14,6 +14,8 @@
 #include <rdma/rsocket.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 
 #define BIG (4u << 20)
 
@@ -863,6 +865,90 @@ static const char *options_of_a_busy_listener(size_t unused UNUSED)
 	return reason;
 }
 
+/* ---- connection requests of peers that know only the start-up of a connection */
+
+/* Opens a TCP connection to a listener, and sends a valid request. Returns the descriptor. */
+static int raw_request(uint16_t port)
+{
+	struct {
+		char key[16];
+		uint8_t flags, revision;
+		uint16_t length;
+		struct hello hello;
+	} __attribute__((packed)) frame = {
+		.key = { 'M', 'P', 'A', ' ', 'I', 'D', ' ', 'R', 'e', 'q', ' ', 'F', 'r', 'a', 'm', 'e' },
+		.flags = 0x40, .revision = 1, .length = htons(sizeof frame.hello),
+		.hello = { .version = 1, .credits = htons(16), .list = { htobe64(4096), htobe32(1), htobe32(2) },
+			   .data = { htobe64(4096), htobe32(1), htobe32(16) } },
+	};
+	socklen_t len;
+	struct sockaddr_storage to = address(false, port, &len);
+	int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+	if (fd >= 0 && (connect(fd, (struct sockaddr *)&to, len) || send(fd, &frame, sizeof frame, 0) != sizeof frame)) {
+		close(fd);
+		return -1;
+	}
+	return fd;
+}
+
+/* Waits until no answer to a request arrives any more. Sets in `p[i].revents` whether request `i` was answered. */
+static unsigned int answered(struct pollfd *p, unsigned int count)
+{
+	unsigned int n = 0, before;
+
+	do {
+		before = n;
+		sleep_ms(200);
+		n = (unsigned int)poll(p, count, 0);
+	} while (n != before);
+	return n;
+}
+
+enum { REQUESTS = 600, FILES = 512, OPENED = 16 };
+
+/* Many peers connect to a listener whose program does not call raccept. The program can still open descriptors. */
+static const char *requests_that_wait(size_t unused UNUSED)
+{
+	struct rlimit files = { FILES, FILES };
+	static struct pollfd p[REQUESTS];
+	int link[2], status = 0;
+	uint16_t port = 0;
+	char byte = 0;
+	pid_t child;
+
+	ENSURE(!socketpair(AF_UNIX, SOCK_STREAM, 0, link), "socketpair");
+	child = fork();
+	if (!child) {
+		close(link[1]);
+		listener = setrlimit(RLIMIT_NOFILE, &files) ? -1 : rsocket(AF_INET, SOCK_STREAM, 0);
+		if (listener < 0 || rlisten(listener, 4096))
+			_exit(1);
+		port = port_of(listener);
+		if (write(link[0], &port, sizeof port) != sizeof port || read(link[0], &byte, 1) != 1)
+			_exit(2);
+		for (int i = 0; i < OPENED; i++)
+			if (open("/dev/null", O_RDONLY) < 0)
+				_exit(3);
+		_exit(0);
+	}
+	ENSURE(child > 0, "fork: %s", strerror(errno));
+	close(link[0]);
+	ENSURE(read(link[1], &port, sizeof port) == sizeof port, "the child does not listen");
+	for (int i = 0; i < REQUESTS; i++) {
+		p[i] = (struct pollfd){ raw_request(port), POLLIN, 0 };
+		ENSURE(p[i].fd >= 0, "connect: %s", strerror(errno));
+	}
+	ENSURE(answered(p, REQUESTS) > 0, "no request is answered");
+	ENSURE(write(link[1], &byte, 1) == 1 && waitpid(child, &status, 0) == child, "waitpid");
+	close(link[1]);
+	for (int i = 0; i < REQUESTS; i++)
+		close(p[i].fd);
+	ENSURE(WIFEXITED(status) && WEXITSTATUS(status) != 3, "the listening process cannot open a descriptor any more");
+	ENSURE(!status, "the child ends with status %#x", (unsigned int)status);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "stream", ends_of_a_stream, false, 0, false },
 	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
@@ -887,6 +973,7 @@ static const struct test tests[] = {
 	{ "datagrams_wildcard", datagrams_wildcard, 0, 20, false },
 	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, false },
+	{ "requests_that_wait", requests_that_wait, 0, 0, false },
 	{ "no_hello", faulty_peer, NO_HELLO, 0, false },
 	{ "old_version", faulty_peer, OLD_VERSION, 0, false },
 	{ "no_list", faulty_peer, NO_LIST, 0, false },

@@ -638,14 +638,18 @@ impl Stream {
             Phase::Closed => return Err(libc::EBADF),
             _ => return Err(libc::EINVAL),
         }
-        self.backlog = usize::try_from(backlog)
-            .unwrap_or(0)
+        // As for rdma_listen(3), 0 and less mean the largest backlog.
+        let asked = usize::try_from(backlog).unwrap_or(0);
+        let asked = if asked == 0 { *BACKLOG.end() } else { asked };
+        self.backlog = asked
             .clamp(*BACKLOG.start(), *BACKLOG.end())
             // Each connection holds several descriptors until it is accepted. Unauthenticated peers may use only a part of the
             // descriptors.
             .min(anywarp_engine::limits::peer_descriptors() / 2)
             .max(*BACKLOG.start());
-        self.id.listen(backlog).map_err(|e| os_errno(&e))?;
+        // Requests that wait while the queue of accepted connections is full hold descriptors too.
+        let waiting = c_int::try_from(self.backlog).unwrap_or(c_int::MAX);
+        self.id.listen(waiting).map_err(|e| os_errno(&e))?;
         self.phase = Phase::Listening;
         Ok(())
     }
