@@ -949,6 +949,53 @@ static const char *requests_that_wait(size_t unused UNUSED)
 	return NULL;
 }
 
+/* Peers that have closed their connections do not keep the places of a listener's queue, even if its program does not call raccept. */
+static const char *requests_that_were_closed(size_t unused UNUSED)
+{
+	enum { ACCEPTED = 8, WAITING = 16, ALL = ACCEPTED + WAITING + 1 };
+	static struct pollfd p[ALL];
+	uint64_t end = now_ms() + WAIT_MS;
+	struct pollfd connecting;
+	struct linger at_once = { 1, 0 };
+	unsigned int n;
+
+	TRY(bound(&listener, false, SOCK_STREAM));
+	ENSURE(!rsetsockopt(listener, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), "SO_LINGER");
+	for (int i = 0; i < ALL; i++) {
+		p[i] = (struct pollfd){ raw_request(port_of(listener)), POLLIN, 0 };
+		ENSURE(p[i].fd >= 0, "connect: %s", strerror(errno));
+		/* One at a time, because requests that arrive together wait before they are accepted. */
+		ENSURE(i >= ACCEPTED || poll(&p[i], 1, WAIT_MS) == 1, "request %d is not answered", i);
+	}
+	/* A part is accepted and one is refused; the others wait. */
+	n = answered(p, ALL);
+	for (int i = 0; i < ALL; i++)
+		if (!p[i].revents)
+			close(p[i].fd);
+	ENSURE(n == ACCEPTED + 1, "%u requests are answered", n);
+	keep(close_socket, &near, "near");
+	do {
+		ENSURE(now_ms() < end, "requests that were closed keep the queue full");
+		sleep_ms(10);
+		close_socket(&near);
+		near = rsocket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+		connecting = (struct pollfd){ near, POLLOUT, 0 };
+		ENSURE(near >= 0 && reach(near, false, port_of(listener)), "a full queue accepts a connection");
+	} while (errno == ECONNREFUSED || rpoll(&connecting, 1, 100));
+	/* Now the request waits. */
+	for (int i = 0; i < ACCEPTED; i++) {
+		int fd = raccept(listener, NULL, NULL);
+
+		ENSURE(fd >= 0 && !rclose(fd), "raccept: %s", strerror(errno));
+	}
+	ENSURE(rpoll(&connecting, 1, WAIT_MS) == 1 && connecting.revents == POLLOUT, "events %#x after raccept",
+	       (unsigned int)connecting.revents);
+	for (int i = 0; i < ALL; i++)
+		if (p[i].revents)
+			close(p[i].fd);
+	return NULL;
+}
+
 static const struct test tests[] = {
 	{ "stream", ends_of_a_stream, false, 0, false },
 	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
@@ -974,6 +1021,7 @@ static const struct test tests[] = {
 	{ "datagrams_of_the_peer", only_from_the_peer, 0, 0, false },
 	{ "many_sockets", many_sockets, 0, 0, false },
 	{ "requests_that_wait", requests_that_wait, 0, 0, false },
+	{ "requests_that_were_closed", requests_that_were_closed, 0, 0, false },
 	{ "no_hello", faulty_peer, NO_HELLO, 0, false },
 	{ "old_version", faulty_peer, OLD_VERSION, 0, false },
 	{ "no_list", faulty_peer, NO_LIST, 0, false },

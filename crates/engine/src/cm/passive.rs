@@ -1,5 +1,6 @@
 //! The passive side of a connection: listening, and accepting or rejecting connect requests.
 
+use std::collections::HashSet;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Weak};
@@ -94,6 +95,36 @@ impl State {
         moved?;
         let now = self.listener.as_ref().and_then(|(fd, _)| local_addr(fd));
         Ok(now.map_or(0, |a| a.port()))
+    }
+
+    /// Removes the connect requests whose peers have closed the connection, and whose events the program has not read. The caller
+    /// destroys them.
+    ///
+    /// This is called only if another request is about to arrive: a program that has found the channel readable still gets an event.
+    fn take_closed(&mut self) -> Vec<Arc<CmId>> {
+        let waits = |id: &CmId| {
+            let state = id.lock();
+            state.startup.as_ref().is_some_and(|s| s.awaits_answer())
+        };
+        let pending = self.pending.iter().filter_map(Weak::upgrade);
+        let closed: Vec<Arc<CmId>> = pending.filter(|id| !waits(id)).collect();
+        let addresses: HashSet<*const CmId> = closed.iter().map(Arc::as_ptr).collect();
+        let mut unread = HashSet::new();
+        if !closed.is_empty() {
+            self.channel.purge(|e| {
+                let address = Arc::as_ptr(&e.id);
+                let is_closed = addresses.contains(&address);
+                if is_closed {
+                    unread.insert(address);
+                }
+                is_closed
+            });
+        }
+        self.pending.retain(|p| !unread.contains(&p.as_ptr()));
+        closed
+            .into_iter()
+            .filter(|id| unread.contains(&Arc::as_ptr(id)))
+            .collect()
     }
 }
 
@@ -248,7 +279,7 @@ impl CmId {
     /// Handles the MPA Request of an incoming connection: creates an identifier for it and raises the connect
     /// request.
     pub(super) fn handle_request(&self, startup: &Arc<Startup>, request: Request) {
-        let (channel, is_full, port) = {
+        let (channel, is_full, port, closed) = {
             let mut state = self.lock();
             state.pending.retain(|p| {
                 p.upgrade()
@@ -260,10 +291,18 @@ impl CmId {
                 let _ = startup.reject(&[]);
                 return;
             }
+            let closed = if state.pending.len() >= state.backlog {
+                state.take_closed()
+            } else {
+                Vec::new()
+            };
             let is_full = state.pending.len() >= state.backlog;
             let port = state.local.map(|l| l.port());
-            (Arc::clone(&state.channel), is_full, port)
+            (Arc::clone(&state.channel), is_full, port, closed)
         };
+        for id in closed {
+            id.destroy();
+        }
         if is_full {
             log!(Info, "cm: backlog is full, refusing {}", startup.peer);
             let _ = startup.reject(&[]);
