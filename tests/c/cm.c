@@ -1956,6 +1956,75 @@ static const char *multicast(size_t members)
 	return no_wc(ids[0]->recv_cq, QUIET_MS);
 }
 
+/*
+ * Groups of an id without a queue pair: the event names the group, and the program attaches its queue pair itself. A group is left once
+ * for each time that it was joined, whether the queue pair exists or not.
+ */
+static const char *multicast_without_queue_pair(size_t arg)
+{
+	struct rdma_cm_join_mc_attr_ex attr = { .comp_mask = RDMA_CM_JOIN_MC_ATTR_ADDRESS | RDMA_CM_JOIN_MC_ATTR_JOIN_FLAGS };
+	struct rdma_event_channel *channel;
+	struct address own, group = { 0 };
+	struct rdma_cm_id *id, *unbound, *stream;
+	union ibv_gid gid = { .raw = { [10] = 0xff, [11] = 0xff, [12] = 239, [13] = 77, [14] = 3, [15] = 5 } };
+	struct event_copy t;
+	struct ibv_qp *qp;
+
+	(void)arg;
+	group.ss.ss_family = AF_INET;
+	memcpy(&((struct sockaddr_in *)&group.ss)->sin_addr, &gid.raw[12], 4);
+	TRY(new_event_channel(&channel));
+	TRY(own_address(&own, AF_INET, 0));
+	TRY(new_id(&unbound, channel, RDMA_PS_UDP));
+	ENSURE(rdma_join_multicast(unbound, sa(&group), NULL) == -1 && errno == EINVAL, "an unbound id joins: %s", strerror(errno));
+	TRY(new_id(&stream, channel, RDMA_PS_TCP));
+	ENSURE(!rdma_bind_addr(stream, sa(&own)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(rdma_join_multicast(stream, sa(&group), NULL) == -1 && errno == EINVAL, "an id of connections joins: %s",
+	       strerror(errno));
+
+	TRY(new_id(&id, channel, RDMA_PS_UDP));
+	ENSURE(!rdma_bind_addr(id, sa(&own)), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(rdma_leave_multicast(id, sa(&group)) == -1 && errno == EADDRNOTAVAIL, "rdma_leave_multicast before the join: %s",
+	       strerror(errno));
+	ENSURE(!rdma_join_multicast(id, sa(&group), NULL), "rdma_join_multicast: %s", strerror(errno));
+	TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+	ENSURE(!t.status && t.ud.qp_num == 0xffffff && t.ud.qkey == RDMA_UDP_QKEY, "status %d, qp_num %#x, qkey %#x", t.status,
+	       t.ud.qp_num, t.ud.qkey);
+	ENSURE(!memcmp(&t.ud.ah_attr.grh.dgid, &gid, sizeof gid), "another group");
+	TRY(give_qp(id));
+	qp = id->qp;
+	ENSURE(!ibv_attach_mcast(qp, &gid, 0) && !ibv_detach_mcast(qp, &gid, 0), "the queue pair cannot be attached");
+	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast: %s", strerror(errno));
+	ENSURE(rdma_leave_multicast(id, sa(&group)) == -1 && errno == EADDRNOTAVAIL, "rdma_leave_multicast again: %s",
+	       strerror(errno));
+
+	/* Only a full member is attached. */
+	attr.addr = sa(&group);
+	attr.join_flags = RDMA_MC_JOIN_FLAG_SENDONLY_FULLMEMBER;
+	ENSURE(!rdma_join_multicast_ex(id, &attr, NULL), "rdma_join_multicast_ex: %s", strerror(errno));
+	TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+	ENSURE(ibv_detach_mcast(qp, &gid, 0), "a member that only sends is attached");
+	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast: %s", strerror(errno));
+	attr.join_flags = RDMA_MC_JOIN_FLAG_FULLMEMBER;
+	ENSURE(!rdma_join_multicast_ex(id, &attr, NULL), "rdma_join_multicast_ex: %s", strerror(errno));
+	TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+	ENSURE(!ibv_detach_mcast(qp, &gid, 0), "a full member is not attached");
+	ENSURE(!ibv_attach_mcast(qp, &gid, 0), "the queue pair cannot be attached");
+	rdma_destroy_qp(id);
+	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast without the queue pair: %s", strerror(errno));
+
+	attr.join_flags = RDMA_MC_JOIN_FLAG_RESERVED;
+	ENSURE(rdma_join_multicast_ex(id, &attr, NULL) == -1 && errno == EINVAL, "an unknown flag: %s", strerror(errno));
+	attr.join_flags = RDMA_MC_JOIN_FLAG_FULLMEMBER;
+	attr.comp_mask = RDMA_CM_JOIN_MC_ATTR_ADDRESS;
+	ENSURE(rdma_join_multicast_ex(id, &attr, NULL) == -1 && errno == EINVAL, "no flags: %s", strerror(errno));
+	attr.comp_mask = RDMA_CM_JOIN_MC_ATTR_JOIN_FLAGS;
+	ENSURE(rdma_join_multicast_ex(id, &attr, NULL) == -1 && errno == EINVAL, "no address: %s", strerror(errno));
+	attr.comp_mask |= RDMA_CM_JOIN_MC_ATTR_ADDRESS | RDMA_CM_JOIN_MC_ATTR_RESERVED;
+	ENSURE(rdma_join_multicast_ex(id, &attr, NULL) == -1 && errno == ENOTSUP, "an unknown field: %s", strerror(errno));
+	return not_readable(channel->fd, 0);
+}
+
 /* Sequential connections through one listener. */
 static const char *sequential(size_t count)
 {
@@ -2171,6 +2240,7 @@ static const struct test tests[] = {
 	{ "datagrams_accepted_without_listener", datagrams_without_listener, 1, 0, false },
 	{ "datagrams_rejected_without_listener", datagrams_without_listener, 0, 0, false },
 	{ "multicast", multicast, 3, 0, false },
+	{ "multicast_without_queue_pair", multicast_without_queue_pair, 0, 0, false },
 	{ "sequential", sequential, 100, 0, false },
 };
 

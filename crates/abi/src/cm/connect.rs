@@ -269,19 +269,20 @@ entry! {
 
 // ---------------------------------------------------------------------- multicast
 
-/// Joins a multicast group. An event reports the result.
+/// Joins a multicast group, to receive its datagrams or only to send. An event reports the result.
 ///
 /// # Safety
 /// `id` is null or points to a live identifier. `addr` is null or points to an address.
 unsafe fn join(
     id: *mut rdma_cm_id,
     addr: *const sockaddr,
+    receives: bool,
     context: *mut c_void,
 ) -> Result<c_int, Errno> {
     // SAFETY: upheld by the caller.
     let (group, id) = unsafe { (needed_address(addr)?, live::<IdObject, _>(id)?) };
     step(id, |engine| {
-        engine.join(group.ip(), context.expose_provenance())
+        engine.join(group.ip(), receives, context.expose_provenance())
     })?;
     Ok(0)
 }
@@ -293,12 +294,12 @@ entry! {
     /// `id` is null or points to a live identifier. `addr` is null or points to an address.
     unsafe fn rdma_join_multicast(id: *mut rdma_cm_id, addr: *mut sockaddr, context: *mut c_void) -> c_int, minus_one, {
         // SAFETY: upheld by the caller.
-        unsafe { join(id, addr, context) }
+        unsafe { join(id, addr, true, context) }
     }
 }
 
 entry! {
-    /// `rdma_join_multicast_ex(3)`: joins as a full member, whatever join flags `attr` has.
+    /// `rdma_join_multicast_ex(3)`: joins as a full member, or as one that only sends.
     ///
     /// # Safety
     /// `id` is null or points to a live object, `attr` is null or valid.
@@ -306,7 +307,17 @@ entry! {
         id: *mut rdma_cm_id, attr: *mut rdma_cm_join_mc_attr_ex, context: *mut c_void,
     ) -> c_int, minus_one, {
         // SAFETY: upheld by the caller.
-        unsafe { join(id, arg(attr)?.addr, context) }
+        let attr = unsafe { arg(attr) }?;
+        if attr.comp_mask >= RDMA_CM_JOIN_MC_ATTR_RESERVED {
+            return Err(libc::ENOTSUP);
+        }
+        let needed = RDMA_CM_JOIN_MC_ATTR_ADDRESS | RDMA_CM_JOIN_MC_ATTR_JOIN_FLAGS;
+        if attr.comp_mask & needed != needed || attr.join_flags >= RDMA_MC_JOIN_FLAG_RESERVED {
+            return Err(libc::EINVAL);
+        }
+        let receives = attr.join_flags == RDMA_MC_JOIN_FLAG_FULLMEMBER;
+        // SAFETY: upheld by the caller.
+        unsafe { join(id, attr.addr, receives, context) }
     }
 }
 

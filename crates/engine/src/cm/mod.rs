@@ -159,6 +159,8 @@ struct State {
     /// The queue pair with which the program has connected or accepted.
     connected_qp: Option<Weak<RcQp>>,
     datagram: Option<(QueuePair, u32)>,
+    /// The multicast groups that the program has joined, in this order, and whether as a receiver of the group's datagrams.
+    groups: Vec<(IpAddr, bool)>,
     udp: Option<sidr::Endpoint>,
     /// The outstanding query for the UDP port of a datagram peer's listener (`connect::signpost`).
     query: Option<Arc<Query>>,
@@ -276,6 +278,7 @@ impl CmId {
                     private_qp: None,
                     connected_qp: None,
                     datagram: None,
+                    groups: Vec::new(),
                     udp: None,
                     query: None,
                     requester: None,

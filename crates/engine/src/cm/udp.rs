@@ -359,16 +359,28 @@ impl CmId {
     // ------------------------------------------------------------------ groups
 
     /// Joins a multicast group (`rdma_join_multicast(3)`). The result is an event, which contains `context`.
-    pub fn join(&self, group: IpAddr, context: usize) -> io::Result<()> {
-        let (qp, qkey) = self
-            .lock()
-            .datagram
-            .clone()
-            .ok_or_else(|| os(libc::EINVAL))?;
-        if !group.to_canonical().is_multicast() {
+    ///
+    /// If the identifier has a queue pair, and `receives` is true, the queue pair receives the datagrams of the group from now on. A queue
+    /// pair that is created later does not: the program attaches it.
+    pub fn join(&self, group: IpAddr, receives: bool, context: usize) -> io::Result<()> {
+        let group = group.to_canonical();
+        if !group.is_multicast() {
             return Err(os(libc::EINVAL));
         }
-        let joined = qp.multicast(group, true);
+        let datagram = {
+            let mut state = self.lock();
+            let is_bound = state.local.is_some_and(|l| !l.ip().is_unspecified());
+            if state.datagram.is_none() && !(self.is_datagram() && is_bound) {
+                return Err(os(libc::EINVAL));
+            }
+            state.groups.push((group, receives));
+            state.datagram.clone()
+        };
+        let qkey = datagram.as_ref().map_or(UDP_QKEY, |(_, qkey)| *qkey);
+        let joined = match datagram {
+            Some((qp, _)) if receives => qp.multicast(group, true),
+            _ => Ok(()),
+        };
         let kind = if joined.is_ok() {
             EventKind::MulticastJoin
         } else {
@@ -379,7 +391,7 @@ impl CmId {
             |e: &mut Event| {
                 e.context = context;
                 e.peer = Some(Peer {
-                    addr: SocketAddr::new(group.to_canonical(), GROUP_PORT),
+                    addr: SocketAddr::new(group, GROUP_PORT),
                     qpn: MULTICAST_QPN,
                     qkey,
                 });
@@ -390,13 +402,23 @@ impl CmId {
         Ok(())
     }
 
-    /// Leaves a multicast group (`rdma_leave_multicast(3)`).
+    /// Leaves a multicast group (`rdma_leave_multicast(3)`). Returns `EADDRNOTAVAIL` if the program has not joined it.
     pub fn leave(&self, group: IpAddr) -> io::Result<()> {
-        let (qp, _) = self
-            .lock()
-            .datagram
-            .clone()
-            .ok_or_else(|| os(libc::EINVAL))?;
-        qp.multicast(group, false).map_err(|e| os(e.errno()))
+        let group = group.to_canonical();
+        let (receives, datagram) = {
+            let mut state = self.lock();
+            let last = state
+                .groups
+                .iter()
+                .rposition(|(joined, _)| *joined == group);
+            let last = last.ok_or_else(|| os(libc::EADDRNOTAVAIL))?;
+            let (_, receives) = state.groups.remove(last);
+            (receives, state.datagram.clone())
+        };
+        if let Some((qp, _)) = datagram.filter(|_| receives) {
+            // This fails if the queue pair was created after the group was joined, or if the program has detached it.
+            let _ = qp.multicast(group, false);
+        }
+        Ok(())
     }
 }
