@@ -8,6 +8,7 @@
 #include "ends.h"
 
 #include <fcntl.h>
+#include <net/if.h>
 #include <rdma/rdma_cma.h>
 #include <sched.h>
 
@@ -200,14 +201,29 @@ static const char *interface_down(size_t arg)
 	return port_is(IBV_PORT_ACTIVE);
 }
 
-static const char *cm_event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct rdma_cm_id *id)
+/* Gets the next event of a channel, and its id and status. */
+static const char *next_cm_event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct rdma_cm_id **id, int *status)
 {
 	struct rdma_cm_event *event;
+	enum rdma_cm_event_type got;
 
 	TRY(readable(channel->fd, WAIT_MS));
 	ENSURE(!rdma_get_cm_event(channel, &event), "rdma_get_cm_event: %s", strerror(errno));
-	ENSURE(event->event == type && event->id == id, "%s", rdma_event_str(event->event));
+	got = event->event;
+	*id = event->id;
+	*status = event->status;
 	rdma_ack_cm_event(event);
+	ENSURE(got == type, "event %s (status %d), expected %s", rdma_event_str(got), *status, rdma_event_str(type));
+	return NULL;
+}
+
+static const char *cm_event(struct rdma_event_channel *channel, enum rdma_cm_event_type type, struct rdma_cm_id *id)
+{
+	struct rdma_cm_id *got;
+	int status;
+
+	TRY(next_cm_event(channel, type, &got, &status));
+	ENSURE(got == id, "event %s for another id", rdma_event_str(type));
 	return NULL;
 }
 
@@ -256,6 +272,75 @@ static const char *mac_address_changes(size_t arg)
 	TRY(shell("ip link set v0 address 02:00:00:00:00:42"));
 	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_CHANGE, id));
 	return not_readable(channel->fd, QUIET_MS);
+}
+
+/* Whether an address is this one of interface v0. */
+static bool is_at_v0(const struct sockaddr *addr, const struct in6_addr *ip)
+{
+	const struct sockaddr_in6 *in6 = (const struct sockaddr_in6 *)addr;
+
+	return in6->sin6_family == AF_INET6 && !memcmp(&in6->sin6_addr, ip, sizeof *ip) &&
+	       in6->sin6_scope_id == if_nametoindex("v0");
+}
+
+/*
+ * A connection to a link-local address, which is complete only with its interface. Datagrams cannot be sent to such an address, because
+ * a GID names no interface.
+ */
+static const char *link_local(size_t arg)
+{
+	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC,
+					 .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct sockaddr_in6 any = { .sin6_family = AF_INET6 }, peer = any;
+	struct rdma_cm_id *listener, *client, *server, *datagrams, *got;
+	struct rdma_event_channel *channel;
+	struct rdma_conn_param p = { 0 };
+	int status;
+
+	(void)arg;
+	TRY(fresh());
+	TRY(shell("ip addr add fe80::7/64 dev v0 nodad"));
+	inet_pton(AF_INET6, "fe80::7", &peer.sin6_addr);
+	peer.sin6_scope_id = if_nametoindex("v0");
+	channel = rdma_create_event_channel();
+	ENSURE(channel, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, channel, "event channel");
+	ENSURE(!rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, listener, "rdma_cm_id");
+	ENSURE(!rdma_bind_addr(listener, (struct sockaddr *)&any), "rdma_bind_addr: %s", strerror(errno));
+	ENSURE(!rdma_listen(listener, 1), "rdma_listen: %s", strerror(errno));
+	peer.sin6_port = rdma_get_src_port(listener);
+
+	ENSURE(!rdma_create_id(channel, &client, NULL, RDMA_PS_TCP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, client, "rdma_cm_id");
+	ENSURE(!rdma_resolve_addr(client, NULL, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(cm_event(channel, RDMA_CM_EVENT_ADDR_RESOLVED, client));
+	ENSURE(!rdma_resolve_route(client, 1000), "rdma_resolve_route: %s", strerror(errno));
+	TRY(cm_event(channel, RDMA_CM_EVENT_ROUTE_RESOLVED, client));
+	ENSURE(is_at_v0(rdma_get_local_addr(client), &peer.sin6_addr), "another local address");
+	ENSURE(!rdma_create_qp(client, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	ENSURE(!rdma_connect(client, &p), "rdma_connect: %s", strerror(errno));
+	TRY(next_cm_event(channel, RDMA_CM_EVENT_CONNECT_REQUEST, &server, &status));
+	keep(close_id, server, "accepted rdma_cm_id");
+	ENSURE(!rdma_create_qp(server, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	ENSURE(!rdma_accept(server, &p), "rdma_accept: %s", strerror(errno));
+	for (int i = 0; i < 2; i++)
+		TRY(next_cm_event(channel, RDMA_CM_EVENT_ESTABLISHED, &got, &status));
+	ENSURE(is_at_v0(rdma_get_local_addr(client), &peer.sin6_addr), "another local address of a connection");
+	ENSURE(is_at_v0(rdma_get_local_addr(server), &peer.sin6_addr), "another local address of the peer");
+	ENSURE(is_at_v0(rdma_get_peer_addr(server), &peer.sin6_addr), "another remote address of the peer");
+	rdma_destroy_qp(client);
+	rdma_destroy_qp(server);
+
+	channel = rdma_create_event_channel();
+	ENSURE(channel, "rdma_create_event_channel: %s", strerror(errno));
+	keep(close_event_channel, channel, "event channel");
+	ENSURE(!rdma_create_id(channel, &datagrams, NULL, RDMA_PS_UDP), "rdma_create_id: %s", strerror(errno));
+	keep(close_id, datagrams, "rdma_cm_id");
+	ENSURE(!rdma_resolve_addr(datagrams, NULL, (struct sockaddr *)&peer, 1000), "rdma_resolve_addr: %s", strerror(errno));
+	TRY(next_cm_event(channel, RDMA_CM_EVENT_ADDR_ERROR, &got, &status));
+	ENSURE(got == datagrams && status == -EADDRNOTAVAIL, "status %d", status);
+	return NULL;
 }
 
 /*
@@ -353,6 +438,7 @@ static const struct test tests[] = {
 	{ "gid_table", gid_table, 0, 0, false },
 	{ "interface_down", interface_down, 0, 0, false },
 	{ "mac_address_changes", mac_address_changes, 0, 0, false },
+	{ "link_local", link_local, 0, 0, false },
 	{ "packets_ud", packets, IBV_QPT_UD, 0, false },
 	{ "packets_uc", packets, IBV_QPT_UC, 0, false },
 };

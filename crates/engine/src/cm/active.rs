@@ -109,12 +109,12 @@ impl CmId {
                 return;
             }
             state.startup = None;
-            if let Some(local) = local_addr(&opened.fd) {
+            if let Some(mut local) = local_addr(&opened.fd) {
                 // The identifier keeps a port that the program has set, even if the TCP connection has another local
                 // port.
                 let chosen = state.local.filter(|_| state.reservation.is_some());
-                let port = chosen.map_or_else(|| local.port(), |l| l.port());
-                state.local = Some((local.ip(), port).into());
+                local.set_port(chosen.map_or_else(|| local.port(), |l| l.port()));
+                state.local = Some(local);
             }
             if state.step(Input::Established).is_err() {
                 return;

@@ -383,8 +383,9 @@ impl CmId {
         let fd = bind_request
             .stream(0)?
             .ok_or_else(|| os(libc::EADDRINUSE))?;
-        let port = local_addr(&fd).map_or(0, |a| a.port());
-        state.local = Some(SocketAddr::new(bind_request.to.ip(), port));
+        let mut local = bind_request.to;
+        local.set_port(local_addr(&fd).map_or(0, |a| a.port()));
+        state.local = Some(local);
         if !self.is_datagram() {
             state.bound = Some(fd);
         }
@@ -411,14 +412,21 @@ impl CmId {
             }
             _ => to,
         };
-        match source_for(target) {
+        let source = match target.ip() {
+            // A link-local address is complete only with its interface, which the GID of a datagram's destination does not contain.
+            IpAddr::V6(ip) if self.is_datagram() && ip.is_unicast_link_local() => {
+                Err(os(libc::EADDRNOTAVAIL))
+            }
+            _ => source_for(target),
+        };
+        match source {
             Ok(source) => {
-                let (ip, port) = match state.local {
-                    Some(local) if !local.ip().is_unspecified() => (local.ip(), local.port()),
-                    Some(local) => (source, local.port()),
-                    None => (source, 0),
+                let mut local = match state.local {
+                    Some(local) if !local.ip().is_unspecified() => local,
+                    _ => source,
                 };
-                state.local = Some(SocketAddr::new(ip, port));
+                local.set_port(state.local.map_or(0, |l| l.port()));
+                state.local = Some(local);
                 state.remote = Some(target);
                 state.step(Input::ResolveAddr)?;
                 drop(state);

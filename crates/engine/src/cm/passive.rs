@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -317,10 +317,10 @@ impl CmId {
             let mut state = child.lock();
             let _always_from_idle = state.step(Input::Request);
             // The port is that of the listener, even if the TCP connection has another local port.
-            state.local = match (startup.local(), port) {
-                (Some(local), Some(port)) => Some(SocketAddr::new(local.ip(), port)),
-                (local, _) => local,
-            };
+            state.local = startup.local().map(|mut local| {
+                local.set_port(port.unwrap_or_else(|| local.port()));
+                local
+            });
             state.remote = Some(startup.peer);
             state.startup = Some(Arc::clone(startup));
             state.offered = (responder_resources, initiator_depth);

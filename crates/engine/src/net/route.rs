@@ -28,15 +28,17 @@ const PATHS_MAX: usize = 4096;
 const IPV4_HEADERS: i32 = 28;
 const IPV6_HEADERS: i32 = 48;
 
-/// The source address of packets from this host to `to`.
-pub(crate) fn source_for(mut to: SocketAddr) -> io::Result<IpAddr> {
+/// The source address of packets from this host to `to`, with port 0. A link-local address has its interface.
+pub(crate) fn source_for(mut to: SocketAddr) -> io::Result<SocketAddr> {
     let fd = socket::open(to.ip(), SocketType::DGRAM)?;
     if to.port() == 0 {
         to.set_port(LOOKUP_PORT);
     }
     rustix::net::connect(fd.get(), &to)?;
-    let local = socket::local_addr(&fd).map(|local| local.ip());
-    local.ok_or_else(|| io::Error::from_raw_os_error(libc::EAFNOSUPPORT))
+    let local = socket::local_addr(&fd);
+    let mut local = local.ok_or_else(|| io::Error::from_raw_os_error(libc::EAFNOSUPPORT))?;
+    local.set_port(0);
+    Ok(local)
 }
 
 /// Whether `ip` is the broadcast address of a network of this host. The kernel refuses to connect a socket without

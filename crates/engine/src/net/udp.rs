@@ -371,7 +371,7 @@ impl<S: DatagramSink> UdpPort<S> {
         if shm::transport() == Transport::Tcp {
             return None;
         }
-        let ip = source.or_else(|| source_for(to).ok())?;
+        let ip = source.or_else(|| source_for(to).ok().map(|source| source.ip()))?;
         let local = SocketAddr::new(ip, self.number);
         if !is_of_one_host(ip, to.ip()) || local == to {
             return None;
