@@ -4,6 +4,9 @@
 //! The first datagram to a port makes the socket request the queue pair of that port. Datagrams to the port are queued until
 //! the answer arrives, and dropped if none arrives. Another socket may get the port, so after a while the next datagram repeats
 //! the request; the old answer is used until the new one arrives.
+//!
+//! A program that replies to datagrams sends to ports that any host can name, and nobody has to answer requests for them. So the
+//! queued datagrams and the requests are limited, for each host too, and a request that stays unanswered makes room for others.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -24,6 +27,7 @@ use anywarp_core::verbs::wc::{Completion, Status};
 use anywarp_core::verbs::wr::{Destination, Op, Payload, RecvRequest, WorkRequest};
 use anywarp_engine::cm::{CmId, ConnParam, Event, EventChannel, EventKind, PortSpace};
 use anywarp_engine::dgram::DgramQp;
+use anywarp_engine::limits;
 
 use super::address::unspecified;
 use super::again::Refused;
@@ -41,30 +45,50 @@ const ROUTE: usize = bounds::GRH_LEN as usize;
 const IN: usize = 4160;
 /// The size in bytes of a slot for a datagram to send.
 const OUT: usize = 4096;
-/// The number of slots for datagrams that are being sent.
-const SENDS: u32 = 256;
+/// The number of slots for datagrams to send: those that are queued until an answer arrives, and at least as many others.
+const SENDS: u32 = 512;
+/// The largest number of datagrams that are queued until answers arrive.
+const WAITING: usize = SENDS as usize / 2;
+/// The largest number of such datagrams to one peer.
+const WAITING_FOR_PEER: usize = 32;
 /// The number of slots for received datagrams is the value of `SO_RCVBUF` divided by this, within [`RECEIVES`].
 const BUFFER_PER_SLOT: usize = 1024;
 /// The smallest and the largest number of slots for received datagrams.
 const RECEIVES: std::ops::RangeInclusive<usize> = 64..=1024;
 /// The largest number of peers whose queue pairs a socket caches.
 const PEERS: usize = 1024;
-/// The largest number of datagrams to one peer that are queued until an answer arrives.
-const WAITING: usize = 32;
 /// The time after which the request for a known queue pair is repeated.
 const ANSWER_VALID: Duration = Duration::from_secs(1);
+/// The largest number of unanswered requests of a socket, each of which uses two descriptors, if the limit of the process is not low.
+const ASKED: usize = 64;
+/// The requests to one host may be the part of them that has this divisor: an eighth.
+const HOST_SHARE: usize = 8;
+/// The time after which an unanswered request makes room for another one, if there are as many as permitted. It is longer than two
+/// intervals between the tries of a request.
+const PATIENCE: Duration = Duration::from_millis(250);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
 /// The largest number of unanswered requests for the queue pair.
 const REQUESTS_MAX: c_int = 1024;
 
-/// A peer that datagrams are sent to.
+/// A peer whose queue pair is known.
 struct Peer {
-    known: Option<Destination>,
+    destination: Destination,
     since: Instant,
-    asking: Option<Arc<CmId>>,
-    /// The slots and lengths of the datagrams that are queued until an answer arrives.
-    waiting: VecDeque<(u32, usize)>,
+}
+
+/// A request for the queue pair of a peer.
+struct Request {
+    id: Arc<CmId>,
+    since: Instant,
+}
+
+/// A datagram that is queued until an answer arrives.
+#[derive(Debug, Clone, Copy)]
+struct Waiting {
+    to: SocketAddr,
+    slot: u32,
+    len: usize,
 }
 
 /// A datagram that has arrived.
@@ -93,6 +117,11 @@ pub(super) struct Datagrams {
     id: Arc<CmId>,
     end: Option<End>,
     peers: HashMap<SocketAddr, Peer>,
+    /// The unanswered requests.
+    requests: HashMap<SocketAddr, Request>,
+    /// The datagrams to peers whose queue pairs are not known, the oldest first. There may be no request for a peer yet, because too
+    /// many others are unanswered.
+    waiting: VecDeque<Waiting>,
     /// The peer set by `rconnect`.
     to: Option<SocketAddr>,
     /// The local address for datagrams to that peer.
@@ -280,6 +309,8 @@ impl Datagrams {
             id: identifier(channel)?,
             end: None,
             peers: HashMap::new(),
+            requests: HashMap::new(),
+            waiting: VecDeque::new(),
             to: None,
             source: None,
             error: 0,
@@ -331,8 +362,8 @@ impl Datagrams {
             end.repost(others);
         }
         self.ask(socket, to)?;
-        let asking = self.peers.get(&to).and_then(|p| p.asking.as_ref());
-        self.source = asking.and_then(|id| id.local()).map(|a| a.ip());
+        let request = self.requests.get(&to);
+        self.source = request.and_then(|r| r.id.local()).map(|a| a.ip());
         Ok(())
     }
 
@@ -357,11 +388,8 @@ impl Datagrams {
 
     /// Requests the queue pair of a peer, unless a request is outstanding.
     fn ask(&mut self, socket: &Socket, to: SocketAddr) -> Result<(), c_int> {
-        if self.peers.get(&to).is_some_and(|p| p.asking.is_some()) {
+        if self.requests.contains_key(&to) {
             return Ok(());
-        }
-        if self.peers.len() >= PEERS && !self.peers.contains_key(&to) {
-            self.forget_one();
         }
         let id = identifier(&socket.channel)?;
         let failed = |e: std::io::Error| os_errno(&e);
@@ -384,36 +412,95 @@ impl Datagrams {
         }
         id.resolve_route().map_err(failed)?;
         id.connect(ConnParam::default()).map_err(failed)?;
-        let peer = self.peers.entry(to).or_insert_with(|| Peer {
-            known: None,
-            since: Instant::now(),
-            asking: None,
-            waiting: VecDeque::new(),
-        });
-        peer.asking = Some(id);
+        let since = Instant::now();
+        self.requests.insert(to, Request { id, since });
         Ok(())
     }
 
-    /// Removes the peer with the oldest answer, to make room for another peer.
-    fn forget_one(&mut self) {
-        let oldest = self
-            .peers
+    /// Returns whether the queue pair of a peer may be requested now. If there are as many requests as permitted, in all or for the
+    /// peer's host, the oldest of them makes room if it has waited long enough.
+    fn may_ask(&mut self, to: SocketAddr) -> bool {
+        let most = limits::peer_descriptors() / 4;
+        let most = most.clamp(HOST_SHARE, ASKED);
+        let now = Instant::now();
+        for (most, host) in [(most / HOST_SHARE, Some(to.ip())), (most, None)] {
+            let counted = || {
+                let is_counted = move |at: &SocketAddr| host.is_none_or(|host| host == at.ip());
+                self.requests.iter().filter(move |(at, _)| is_counted(at))
+            };
+            if counted().count() < most {
+                continue;
+            }
+            let oldest = counted().min_by_key(|(_, r)| r.since);
+            let oldest = oldest.filter(|(_, r)| now.duration_since(r.since) >= PATIENCE);
+            let Some((&oldest, _)) = oldest else {
+                return false;
+            };
+            self.give_up(oldest);
+        }
+        true
+    }
+
+    /// Requests the queue pairs of peers for which datagrams wait, as many as permitted.
+    fn ask_next(&mut self, socket: &Socket) {
+        let mut refused: Vec<IpAddr> = Vec::new();
+        while let Some(to) = self
+            .waiting
             .iter()
-            .min_by_key(|(_, p)| p.since)
-            .map(|(to, _)| *to);
-        if let Some(to) = oldest {
-            self.forget(to);
+            .map(|w| w.to)
+            .find(|to| !refused.contains(&to.ip()) && !self.requests.contains_key(to))
+        {
+            if !self.may_ask(to) {
+                refused.push(to.ip());
+            } else if self.ask(socket, to).is_err() {
+                self.give_up(to);
+            }
         }
     }
 
-    fn forget(&mut self, to: SocketAddr) {
-        if let Some(peer) = self.peers.remove(&to) {
-            if let Some(id) = peer.asking {
-                id.destroy();
+    /// Ends the request for the queue pair of a peer, and drops the datagrams that wait for the answer.
+    fn give_up(&mut self, to: SocketAddr) {
+        if let Some(request) = self.requests.remove(&to) {
+            request.id.destroy();
+        }
+        for waiting in self.take_waiting(to) {
+            self.drop_datagram(waiting);
+        }
+    }
+
+    /// Takes the datagrams that wait for an answer of a peer.
+    fn take_waiting(&mut self, to: SocketAddr) -> VecDeque<Waiting> {
+        let (taken, rest) = self.waiting.drain(..).partition(|w| w.to == to);
+        self.waiting = rest;
+        taken
+    }
+
+    fn drop_datagram(&mut self, datagram: Waiting) {
+        if let Some(end) = &mut self.end {
+            end.free.push(datagram.slot);
+        }
+    }
+
+    /// Queues a datagram until the answer of its peer arrives. If there are too many to the peer, the oldest of them is dropped; if
+    /// there are too many in all, the oldest to the host that has the most.
+    fn queue(&mut self, datagram: Waiting) {
+        self.waiting.push_back(datagram);
+        let to_peer = |w: &Waiting| w.to == datagram.to;
+        let lost = if self.waiting.iter().filter(|w| to_peer(w)).count() > WAITING_FOR_PEER {
+            self.waiting.iter().position(to_peer)
+        } else if self.waiting.len() > WAITING {
+            let mut counts: HashMap<IpAddr, usize> = HashMap::new();
+            for w in &self.waiting {
+                *counts.entry(w.to.ip()).or_default() += 1;
             }
-            if let Some(end) = &mut self.end {
-                end.free.extend(peer.waiting.iter().map(|(slot, _)| *slot));
-            }
+            let most = counts.values().max().copied();
+            let is_lost = |w: &Waiting| counts.get(&w.to.ip()).copied() == most;
+            self.waiting.iter().position(is_lost)
+        } else {
+            None
+        };
+        if let Some(lost) = lost.and_then(|at| self.waiting.remove(at)) {
+            self.drop_datagram(lost);
         }
     }
 
@@ -425,6 +512,7 @@ impl Datagrams {
         while let Some(event) = socket.channel.pop() {
             self.event(&event);
         }
+        self.ask_next(socket);
         if let Some(end) = &mut self.end {
             end.poll(self.to);
         }
@@ -447,7 +535,8 @@ impl Datagrams {
             EventKind::Established => self.answered(event),
             EventKind::Unreachable => {
                 if let Some(to) = self.asked(&event.id) {
-                    self.forget(to);
+                    self.peers.remove(&to);
+                    self.give_up(to);
                     if self.to == Some(to) {
                         self.error = libc::ECONNREFUSED;
                     }
@@ -460,16 +549,15 @@ impl Datagrams {
 
     /// Returns the peer whose queue pair an identifier requests.
     fn asked(&self, id: &Arc<CmId>) -> Option<SocketAddr> {
-        let is_it = |p: &Peer| p.asking.as_ref().is_some_and(|a| Arc::ptr_eq(a, id));
-        self.peers.iter().find(|(_, p)| is_it(p)).map(|(to, _)| *to)
+        let mut requests = self.requests.iter();
+        requests
+            .find(|(_, r)| Arc::ptr_eq(&r.id, id))
+            .map(|(to, _)| *to)
     }
 
     /// Handles an answer: sends the datagrams that were queued for it.
     fn answered(&mut self, event: &Event) {
-        let Some(to) = self.asked(&event.id) else {
-            return;
-        };
-        let (Some(peer), Some(answer)) = (self.peers.get_mut(&to), event.peer) else {
+        let (Some(to), Some(answer)) = (self.asked(&event.id), event.peer) else {
             return;
         };
         // The datagrams get the source address that the socket is bound to, because the peer may be connected to that address.
@@ -482,14 +570,21 @@ impl Datagrams {
             hop_limit: 0,
             traffic_class: 0,
         };
-        peer.known = Some(destination);
-        peer.since = Instant::now();
-        if let Some(id) = peer.asking.take() {
-            id.destroy();
+        if self.peers.len() >= PEERS && !self.peers.contains_key(&to) {
+            // The peer with the oldest answer makes room.
+            let oldest = self.peers.iter().min_by_key(|(_, p)| p.since);
+            if let Some(oldest) = oldest.map(|(to, _)| *to) {
+                self.peers.remove(&oldest);
+            }
         }
-        let waiting = std::mem::take(&mut peer.waiting);
+        let since = Instant::now();
+        self.peers.insert(to, Peer { destination, since });
+        if let Some(request) = self.requests.remove(&to) {
+            request.id.destroy();
+        }
+        let waiting = self.take_waiting(to);
         if let Some(end) = &mut self.end {
-            for (slot, len) in waiting {
+            for Waiting { slot, len, .. } in waiting {
                 let _lost = end.post(slot, len, destination);
             }
         }
@@ -512,34 +607,29 @@ impl Datagrams {
             return Some(Err(e));
         }
         let now = Instant::now();
-        let fresh = |p: &Peer| p.known.is_some() && now.duration_since(p.since) < ANSWER_VALID;
+        let fresh = |p: &Peer| now.duration_since(p.since) < ANSWER_VALID;
         if !self.peers.get(&to).is_some_and(fresh)
+            && !self.requests.contains_key(&to)
+            && self.may_ask(to)
             && let Err(e) = self.ask(socket, to)
         {
             return Some(Err(e));
         }
         let port = self.id.local().map_or(0, |a| a.port());
-        let (end, peer) = (self.end.as_mut()?, self.peers.get_mut(&to)?);
+        let end = self.end.as_mut()?;
         let slot = end.free.pop()?;
         let (at, len) = (slot as usize * OUT, DATAGRAM_HEADER + from.len());
         let header = datagram_header(to.is_ipv6(), port);
         end.outgoing.store(at, &header);
         let body = [(at + DATAGRAM_HEADER, from.len()), (0, 0)];
         end.outgoing.fill(body, from, 0);
-        match peer.known {
-            Some(destination) => {
-                if let Err(e) = end.post(slot, len, destination) {
+        match self.peers.get(&to) {
+            Some(peer) => {
+                if let Err(e) = end.post(slot, len, peer.destination) {
                     return Some(Err(e));
                 }
             }
-            None => {
-                peer.waiting.push_back((slot, len));
-                if peer.waiting.len() > WAITING
-                    && let Some((lost, _)) = peer.waiting.pop_front()
-                {
-                    end.free.push(lost);
-                }
-            }
+            None => self.queue(Waiting { to, slot, len }),
         }
         Some(Ok(from.len()))
     }
@@ -599,10 +689,8 @@ impl Datagrams {
     /// Closes the socket without waiting.
     pub(super) fn abandon(&mut self) {
         self.closed = true;
-        for (_, peer) in self.peers.drain() {
-            if let Some(id) = peer.asking {
-                id.destroy();
-            }
+        for (_, request) in self.requests.drain() {
+            request.id.destroy();
         }
         drop(self.end.take());
         self.id.destroy();
@@ -728,6 +816,68 @@ mod tests {
         send_to(&server, b"answer", Some(from));
         // The client accepts only datagrams from the server's address.
         assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
+    }
+
+    /// Sends an empty datagram to a peer whose queue pair is known. Its header names `port` as the sender's.
+    fn send_as(socket: &Socket, port: u16, to: SocketAddr) {
+        let mut state = state(socket).unwrap();
+        state.step(socket);
+        let destination = state.peers[&to].destination;
+        let end = state.end.as_mut().unwrap();
+        let slot = end.free.pop().unwrap();
+        let header = datagram_header(to.is_ipv6(), port);
+        end.outgoing.store(slot as usize * OUT, &header);
+        end.post(slot, DATAGRAM_HEADER, destination).unwrap();
+    }
+
+    /// A host names many ports where nobody answers requests for the queue pair, and the server replies to all of them.
+    #[test]
+    fn replies_to_a_host_that_does_not_answer_leave_room_for_other_hosts() {
+        let (server, strange, client) = (socket(), socket(), socket());
+        bind(&server, "127.0.0.1:0".parse().unwrap()).unwrap();
+        bind(&strange, "127.0.0.2:0".parse().unwrap()).unwrap();
+        bind(&client, "127.0.0.3:0".parse().unwrap()).unwrap();
+        let at = server.local().unwrap();
+        let reply = |to| {
+            // SAFETY: the object is live until the call returns.
+            let from = unsafe { Caller::new(b"reply".as_ptr(), 5) };
+            send(&server, &from, Some(to), libc::MSG_DONTWAIT)
+        };
+        send_to(&strange, b"hello", Some(at));
+        let (_, from) = receive_from(&server).unwrap();
+        for n in 0..256 {
+            let port = from.port() ^ (1 + n % 64);
+            send_as(&strange, port, at);
+            let (bytes, from) = receive_from(&server).unwrap();
+            assert_eq!((bytes.len(), from.port()), (0, port));
+            assert_eq!(reply(from), Ok(5));
+        }
+        assert!(state(&server).unwrap().requests.len() <= ASKED / HOST_SHARE);
+
+        send_to(&client, b"ask", Some(at));
+        let (bytes, from) = receive_from(&server).unwrap();
+        assert_eq!(bytes, b"ask");
+        assert_eq!(reply(from), Ok(5));
+        assert_eq!(receive_from(&client), Ok((b"reply".to_vec(), at)));
+    }
+
+    /// More peers than there may be requests at a time, all on one host.
+    #[test]
+    fn datagrams_to_many_new_peers_arrive_when_their_turn_comes() {
+        let client = socket();
+        let servers: Vec<Arc<Socket>> = (0..4 * ASKED / HOST_SHARE).map(|_| socket()).collect();
+        for server in &servers {
+            bind(server, "127.0.0.1:0".parse().unwrap()).unwrap();
+            send_to(&client, b"first", server.local());
+        }
+        for server in &servers {
+            let until = Instant::now() + Duration::from_secs(10);
+            while state(server).unwrap().readiness() & libc::POLLIN == 0 {
+                assert!(Instant::now() < until, "a datagram does not arrive");
+                client.engine().on_idle_poll();
+                server.ready();
+            }
+        }
     }
 
     #[test]
