@@ -397,7 +397,7 @@ impl Datagrams {
         // Resolving an address does not block: the result is in the channel at once.
         let mut unreachable = 0;
         let mut rest = Vec::new();
-        while let Some(event) = socket.channel.pop() {
+        while let Some(event) = socket.next_event() {
             if Arc::ptr_eq(&event.id, &id) && event.kind == EventKind::AddrError {
                 unreachable = -event.status;
             }
@@ -509,7 +509,7 @@ impl Datagrams {
         if self.closed {
             return;
         }
-        while let Some(event) = socket.channel.pop() {
+        while let Some(event) = socket.next_event() {
             self.event(&event);
         }
         self.ask_next(socket);
@@ -774,7 +774,9 @@ pub(super) fn receive(
 
 #[cfg(test)]
 mod tests {
+    use super::super::RegisteredWaker;
     use super::super::options::Options as SocketOptions;
+    use super::super::wait::Waker;
     use super::*;
     use anywarp_core::lock::Mutex;
 
@@ -816,6 +818,26 @@ mod tests {
         send_to(&server, b"answer", Some(from));
         // The client accepts only datagrams from the server's address.
         assert_eq!(receive_from(&client), Ok((b"answer".to_vec(), at)));
+    }
+
+    /// A thread takes an event that may free a slot for another thread, which sleeps in `rsendto`.
+    #[test]
+    fn a_thread_that_takes_an_event_wakes_those_that_wait() {
+        let (server, client) = (socket(), socket());
+        bind(&server, "127.0.0.1:0".parse().unwrap()).unwrap();
+        // The device's thread does not take the event.
+        server.engine().unwatch(server.channel.fd());
+        let waker = Arc::new(Waker::new().unwrap());
+        let _waiting = RegisteredWaker::at(&server.wakers, &waker);
+        send_to(&client, b"ask", server.local());
+        let until = Instant::now() + Duration::from_secs(10);
+        while server.channel.is_empty() {
+            assert!(Instant::now() < until, "the request does not arrive");
+            server.engine().on_idle_poll();
+        }
+        assert!(waker.is_empty());
+        state(&server).unwrap().step(&server);
+        assert!(!waker.is_empty());
     }
 
     /// Sends an empty datagram to a peer whose queue pair is known. Its header names `port` as the sender's.

@@ -37,7 +37,7 @@ use anywarp_core::lock::{Mutex, RwLock};
 use anywarp_core::verbs::cq::Notify;
 use anywarp_core::verbs::pd::Pd;
 use anywarp_engine::channel::Channel;
-use anywarp_engine::cm::EventChannel;
+use anywarp_engine::cm::{Event, EventChannel};
 use anywarp_engine::context::Context;
 use anywarp_engine::engine::Engine;
 use anywarp_engine::process::PerProcess;
@@ -225,6 +225,16 @@ impl Socket {
             Kind::Stream(stream) => Ok(stream.lock()),
             Kind::Datagrams(_) => Err(libc::EOPNOTSUPP),
         }
+    }
+
+    /// Takes the next event of the connection manager, for a caller that holds the lock of the state.
+    ///
+    /// It wakes the waiting threads, because nothing else would: the device's thread does not find the event any more. They look at
+    /// the state when the caller has handled the event.
+    fn next_event(&self) -> Option<Event> {
+        let event = self.channel.pop()?;
+        self.wakers.wake_all();
+        Some(event)
     }
 
     /// Handles new events and completions, and wakes the waiting threads.

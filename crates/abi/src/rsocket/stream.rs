@@ -667,7 +667,7 @@ impl Stream {
         let failed = |e: std::io::Error| os_errno(&e);
         self.id.resolve_addr(None, to).map_err(failed)?;
         // Resolving an address does not block: the result is in the channel at once.
-        while let Some(event) = socket.channel.pop() {
+        while let Some(event) = socket.next_event() {
             if event.kind == EventKind::AddrError {
                 return Err(-event.status);
             }
@@ -701,7 +701,7 @@ impl Stream {
         if self.phase == Phase::Listening {
             self.accept_waiting(socket);
         } else {
-            while let Some(event) = socket.channel.pop() {
+            while let Some(event) = socket.next_event() {
                 gone = self.event(&event).or(gone);
             }
         }
@@ -804,7 +804,7 @@ impl Stream {
     /// Accepts queued connection requests, as many as there is room for.
     fn accept_waiting(&mut self, socket: &Socket) {
         while self.accepted.len() < self.backlog {
-            let Some(event) = socket.channel.pop() else {
+            let Some(event) = socket.next_event() else {
                 if std::mem::take(&mut self.full) {
                     let token = *socket.token();
                     let _again = socket.engine().watch(token, socket.channel.fd(), false);
@@ -1253,6 +1253,8 @@ const _: () = assert!(TRANSFER <= bounds::MULPDU_ANYWARP);
 
 #[cfg(test)]
 mod tests {
+    use super::super::RegisteredWaker;
+    use super::super::wait::Waker;
     use super::*;
 
     fn socket() -> Arc<Socket> {
@@ -1263,6 +1265,30 @@ mod tests {
             Ok(Kind::Stream(Box::new(Mutex::new(Stream::new(channel)?))))
         });
         made.unwrap()
+    }
+
+    /// A thread takes an event that another one, which sleeps in `raccept`, also waits for.
+    #[test]
+    fn a_thread_that_takes_an_event_wakes_those_that_wait() {
+        let (listener, near) = (socket(), socket());
+        let any = "127.0.0.1:0".parse().unwrap();
+        listener.stream().unwrap().listen(8, any).unwrap();
+        // The device's thread does not take the event.
+        listener.engine().unwatch(listener.channel.fd());
+        let waker = Arc::new(Waker::new().unwrap());
+        let _waiting = RegisteredWaker::at(&listener.wakers, &waker);
+        near.nonblocking.store(true, Ordering::Relaxed);
+        let began = connect(&near, listener.local().unwrap());
+        assert_eq!(began, Err(libc::EINPROGRESS));
+        let until = Instant::now() + Duration::from_secs(10);
+        while listener.channel.is_empty() {
+            assert!(Instant::now() < until, "the request does not arrive");
+            listener.engine().on_idle_poll();
+        }
+        assert!(waker.is_empty());
+        let taken = listener.stream().unwrap().take_accepted(&listener);
+        assert!(matches!(taken, Some(Ok(_))));
+        assert!(!waker.is_empty());
     }
 
     /// Connects two sockets, and sends half of the far end's ring. Returns the far end when the bytes have arrived, the bytes, and the
