@@ -5,12 +5,15 @@
 //! the last post found nothing, the program waits for a completion, so its next post is sent at once. If it then posts
 //! many datagrams without a poll, for example because the peer has granted a window, the first ones are sent at once and the others
 //! are corked. A program that computes between its posts polls too late to send corked datagrams, so its posts are sent at once.
+//!
+//! Whether the program waits, computes or is busy sending is a property of the program and not of one queue pair: with many queue
+//! pairs, each of them is posted to rarely. So this part of the state belongs to all datagram queue pairs together ([`DatagramPosts`]).
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anywarp_core::bounds;
 
-use crate::reactor::{Polls, posts_often};
+use crate::reactor::{DatagramPosts, Polls};
 
 /// A run with this many posted bytes is full, and is sent.
 const RUN_BYTES: u64 = 48 << 10;
@@ -21,8 +24,8 @@ const BURST: u32 = 4;
 const CLOCK_EACH: usize = 8;
 /// The clock is also read once in this many bytes: compared with the work for long requests, reading it takes little time.
 const CLOCK_BYTES: u64 = 4096;
-/// Maximum age of the last transmission for a program to count as busy sending.
-const BUSY_FOR: Duration = Duration::from_micros(50);
+/// Maximum age of the last transmission for a program to count as busy sending, in nanoseconds.
+const BUSY_FOR: u64 = Duration::from_micros(50).as_nanos() as u64;
 
 /// The decision about posted datagrams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,36 +48,25 @@ pub(super) struct Cork {
     corked: bool,
     /// Number of polls when the first request was corked.
     polls_at_cork: u64,
-    /// How many polls had found nothing when the last request was posted.
-    idle_polls_at_post: u64,
     /// Number of polls at the last transmission.
     polls_at_send: u64,
     /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
-    sent_at: Instant,
-    /// The time of the last decision on whether to start a run, and the number of posts since.
-    checked_at: Instant,
-    posts_since_check: u64,
     /// A factor of the times in tests.
     #[cfg(test)]
-    slowness: u32,
+    slowness: u64,
 }
 
 impl Cork {
-    /// The initial state. `start`: a time further back than [`BUSY_FOR`].
-    pub(super) fn new(start: Instant) -> Self {
+    pub(super) fn new() -> Self {
         Self {
             requests: 0,
             bytes: 0,
             at_clock: (0, 0),
             corked: false,
             polls_at_cork: 0,
-            idle_polls_at_post: 0,
             polls_at_send: 0,
             sent_since_poll: 0,
-            sent_at: start,
-            checked_at: start,
-            posts_since_check: 0,
             #[cfg(test)]
             slowness: 1,
         }
@@ -83,25 +75,23 @@ impl Cork {
     /// The state for tests of a whole queue pair, which need more time between two transmissions under a sanitizer or
     /// on a loaded machine. Tests of this file use [`Self::new`].
     #[cfg(test)]
-    pub(super) fn for_slow_machines(start: Instant) -> Self {
+    pub(super) fn for_slow_machines() -> Self {
         Self {
             slowness: 400,
-            ..Self::new(start)
+            ..Self::new()
         }
     }
 
-    #[inline]
-    fn busy_for(&self) -> Duration {
+    fn slowness(&self) -> u64 {
         #[cfg(test)]
-        return BUSY_FOR * self.slowness;
+        return self.slowness;
         #[cfg(not(test))]
-        return BUSY_FOR;
+        return 1;
     }
 
     /// Counts a posted request.
     #[inline]
     pub(super) fn posted(&mut self, bytes: u64) {
-        self.posts_since_check += 1;
         self.requests += 1;
         self.bytes += bytes;
     }
@@ -127,15 +117,15 @@ impl Cork {
     /// A check that needs no clock, for most requests of a run: returns true if the posted requests join those that are corked.
     /// Otherwise the caller has to call [`Self::decide`].
     #[inline]
-    pub(super) fn goes_on(&mut self, polls: Polls) -> bool {
-        let waits_for_something = polls.idle.saturating_sub(self.idle_polls_at_post) > 1;
+    pub(super) fn goes_on(&self, polls: Polls, posts: &DatagramPosts) -> bool {
+        let waits_for_something = posts.idle_polls_since(polls) > 1;
         let goes_on = self.corked
             && !waits_for_something
             && !self.is_full()
             && self.requests < self.at_clock.0 + CLOCK_EACH
             && self.bytes < self.at_clock.1 + CLOCK_BYTES;
         if goes_on {
-            self.idle_polls_at_post = polls.idle;
+            posts.posted(polls);
         }
         goes_on
     }
@@ -145,29 +135,20 @@ impl Cork {
         self.requests >= bounds::DATAGRAM_BATCH || self.bytes >= RUN_BYTES
     }
 
-    /// Whether requests are posted as often as by a program that is busy sending. A program that computes between its posts polls too late to
-    /// send a run.
-    fn posts_often(&mut self, now: Instant) -> bool {
-        let elapsed = now.duration_since(self.checked_at);
-        #[cfg(test)]
-        let elapsed = elapsed / self.slowness;
-        let elapsed = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-        self.checked_at = now;
-        posts_often(std::mem::take(&mut self.posts_since_check), elapsed)
-    }
-
     /// Decides after a list of requests was posted.
-    pub(super) fn decide(&mut self, polls: Polls, now: Instant) -> Decision {
-        let idle_before = std::mem::replace(&mut self.idle_polls_at_post, polls.idle);
-        let waits_for_something = polls.idle.saturating_sub(idle_before) > 1;
+    ///
+    /// `t`: the time in nanoseconds.
+    pub(super) fn decide(&mut self, polls: Polls, t: u64, posts: &DatagramPosts) -> Decision {
+        let waits_for_something = posts.idle_polls_since(polls) > 1;
+        posts.posted(polls);
         self.at_clock = (self.requests, self.bytes);
         let full = self.is_full();
         // A program is not expected to post again soon if it has not polled since it sent a few datagrams, or if its last
         // transmission was too long ago.
         let polled = polls.all != self.polls_at_send;
         let busy = (polled || self.sent_since_poll >= BURST)
-            && now.duration_since(self.sent_at) < self.busy_for()
-            && (self.corked || self.posts_often(now));
+            && posts.since_sent(t) < BUSY_FOR * self.slowness()
+            && (self.corked || posts.are_frequent(t, self.slowness()));
         if waits_for_something || full || !busy {
             // A full run is sent because of its length alone, so requests that are posted after it may be corked as a
             // new run.
@@ -176,7 +157,7 @@ impl Cork {
                 self.sent_since_poll = before.saturating_add(1);
                 self.polls_at_send = polls.all;
             }
-            self.sent_at = now;
+            posts.sent(t);
             return Decision::SendNow;
         }
         let first = !std::mem::replace(&mut self.corked, true);
@@ -187,16 +168,16 @@ impl Cork {
     }
 
     /// Uncorks the datagrams, because polls found nothing or because polling ended.
-    pub(super) fn uncork(&mut self, polls: Polls, now: Instant) {
+    pub(super) fn uncork(&mut self, polls: Polls, t: u64, posts: &DatagramPosts) {
         if !std::mem::take(&mut self.corked) {
             return;
         }
-        self.sent_at = now;
+        posts.sent(t);
         self.polls_at_send = polls.all;
         if polls.all != self.polls_at_cork {
             // The polls found nothing because the datagrams were corked, so they do not show that the program waits for
             // something else. One of them counts as a poll after this transmission, so that the next posts may be corked.
-            self.idle_polls_at_post = polls.idle;
+            posts.posted(polls);
             self.polls_at_send = polls.all.wrapping_sub(1);
         }
     }
@@ -213,16 +194,63 @@ mod tests {
         Polls { all, idle }
     }
 
-    /// The state of a program that posts often. Its last datagram was sent at once.
-    fn busy() -> (Cork, Instant) {
-        let start = crate::clock::now();
-        let mut cork = Cork::new(start);
-        let now = start + 10 * BUSY_FOR;
-        cork.posted(100);
-        assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);
-        cork.sending();
-        cork.checked_at = now;
-        (cork, now)
+    /// A program with one queue pair.
+    struct Program {
+        cork: Cork,
+        posts: DatagramPosts,
+    }
+
+    impl Program {
+        fn posted(&mut self, bytes: u64) {
+            self.posts.count(1);
+            self.cork.posted(bytes);
+        }
+
+        fn goes_on(&self, polls: Polls) -> bool {
+            self.cork.goes_on(polls, &self.posts)
+        }
+
+        fn decide(&mut self, polls: Polls, t: u64) -> Decision {
+            self.cork.decide(polls, t, &self.posts)
+        }
+
+        fn uncork(&mut self, polls: Polls, t: u64) {
+            self.cork.uncork(polls, t, &self.posts);
+        }
+
+        fn sending(&mut self) {
+            self.cork.sending();
+        }
+    }
+
+    /// A program that posts often, and the time. Its last datagram was sent at once.
+    fn busy() -> (Program, u64) {
+        let mut program = Program {
+            cork: Cork::new(),
+            posts: DatagramPosts::default(),
+        };
+        let now = 10 * BUSY_FOR;
+        program.posted(100);
+        assert_eq!(program.decide(polls(5, 0), now), Decision::SendNow);
+        program.sending();
+        program.posts.are_frequent(now, 1);
+        (program, now)
+    }
+
+    /// With many queue pairs, each of them is posted to rarely.
+    #[test]
+    fn the_posts_of_all_queue_pairs_show_that_a_program_is_busy() {
+        let (program, mut now) = busy();
+        let mut others: Vec<Cork> = std::iter::repeat_with(Cork::new).take(100).collect();
+        for (n, cork) in others.iter_mut().enumerate() {
+            now += BUSY_FOR / 50;
+            program.posts.count(1);
+            cork.posted(100);
+            let polls = polls(6 + n as u64, n as u64);
+            assert_eq!(cork.decide(polls, now, &program.posts), FIRST, "{n}");
+            cork.sending();
+            cork.uncork(polls, now, &program.posts);
+        }
     }
 
     #[test]
@@ -241,7 +269,7 @@ mod tests {
         }
         // If it goes on to post, datagrams are corked after a while.
         let corked = (0..2000).find(|_| {
-            now += Duration::from_micros(1);
+            now += 1000;
             polled += 1;
             cork.posted(100);
             let corked = cork.decide(polls(polled, 1), now) == FIRST;
@@ -334,7 +362,7 @@ mod tests {
     #[test]
     fn a_burst_without_polls_is_corked_after_its_first_datagrams() {
         let (mut cork, now) = busy();
-        let post = |cork: &mut Cork, at| {
+        let post = |cork: &mut Program, at| {
             cork.posted(100);
             let decision = cork.decide(polls(5, 0), at);
             if decision == Decision::SendNow {
@@ -360,7 +388,7 @@ mod tests {
     #[test]
     fn slow_posts_without_polls_are_sent_at_once() {
         let (mut cork, start) = busy();
-        for n in 1..2 * BURST {
+        for n in 1..u64::from(2 * BURST) {
             cork.posted(100);
             let now = start + n * BUSY_FOR;
             assert_eq!(cork.decide(polls(5, 0), now), Decision::SendNow);

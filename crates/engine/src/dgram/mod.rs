@@ -167,9 +167,9 @@ impl DgramQp {
                     blocked: false,
                     unanswered: (0, 0),
                     #[cfg(not(test))]
-                    cork: Cork::new(clock::start()),
+                    cork: Cork::new(),
                     #[cfg(test)]
-                    cork: Cork::for_slow_machines(clock::start()),
+                    cork: Cork::for_slow_machines(),
                     run_max: if config().gso { usize::MAX } else { 0 },
                     source: None,
                     groups: Vec::new(),
@@ -265,7 +265,7 @@ impl DgramQp {
             .map_err(|e| (0, e))?;
         let mut inner = self.lock_timeless();
         let requests = make(&inner.core).map_err(|e| (0, e))?;
-        let mut result = Ok(());
+        let (mut result, mut posted_requests) = (Ok(()), 0);
         for (i, fill) in requests.enumerate() {
             let mut len = 0;
             let fill = |into: &mut WorkRequest| {
@@ -283,7 +283,10 @@ impl DgramQp {
                 break;
             }
             inner.cork.posted(len);
+            posted_requests += 1;
         }
+        let posts = self.common.context.engine.datagram_posts();
+        posts.count(posted_requests);
         if !inner.blocked {
             self.send_or_cork(&mut inner);
         }
@@ -642,7 +645,10 @@ impl DelayedAck for DgramQp {
     fn flush(&self, now: Instant) {
         self.common.take_scheduled_ack();
         let mut inner = self.lock();
-        inner.cork.uncork(self.common.context.engine.polls(), now);
+        let engine = self.common.context.engine;
+        inner
+            .cork
+            .uncork(engine.polls(), engine.nanos(now), engine.datagram_posts());
         if inner.destroyed {
             return;
         }

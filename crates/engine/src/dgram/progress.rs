@@ -44,22 +44,23 @@ impl DgramQp {
     /// Sends or corks posted requests.
     #[inline]
     pub(super) fn send_or_cork(&self, inner: &mut Inner) {
-        let polls = self.common.context.engine.polls();
-        if inner.cork.goes_on(polls) {
-            self.common.context.engine.cork_more();
+        let engine = self.common.context.engine;
+        let (polls, posts) = (engine.polls(), engine.datagram_posts());
+        if inner.cork.goes_on(polls, posts) {
+            engine.cork_more();
             return;
         }
         let now = clock::now();
         inner.set_now(now);
-        match inner.cork.decide(polls, now) {
+        match inner.cork.decide(polls, engine.nanos(now), posts) {
             Decision::SendNow => {
                 self.transmit(inner);
-                self.common.context.engine.on_post(now);
+                engine.on_post(now);
             }
             Decision::Cork { first } => {
                 let me = if first { self.me.upgrade() } else { None };
                 let me = me.map(|me| me as Arc<dyn DelayedAck>);
-                self.common.context.engine.cork_since(polls.idle, now, me);
+                engine.cork_since(polls.idle, now, me);
             }
         }
     }

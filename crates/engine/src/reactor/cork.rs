@@ -31,7 +31,7 @@ const POST_WINDOW: u64 = 1_000_000;
 
 /// Whether `posts` within `elapsed` nanoseconds are those of a program that is busy sending.
 #[inline]
-pub(crate) fn posts_often(posts: u64, elapsed: u64) -> bool {
+fn posts_often(posts: u64, elapsed: u64) -> bool {
     elapsed <= posts.saturating_mul(POST_EACH_MAX)
 }
 
@@ -211,6 +211,60 @@ pub(crate) struct Polls {
     pub(crate) all: u64,
     /// Polls that found nothing.
     pub(crate) idle: u64,
+}
+
+/// When datagram queue pairs of the process last posted and sent. The decisions about corking depend on it. Several threads may post, so the
+/// numbers are estimates.
+#[derive(Debug, Default)]
+pub(crate) struct DatagramPosts {
+    /// How many polls had found nothing when the last request was posted.
+    idle_polls: AtomicU64,
+    /// The time of the last transmission of posted requests, in nanoseconds.
+    sent_at: AtomicU64,
+    /// The time of the last call of [`Self::are_frequent`], and the number of posts since.
+    checked_at: AtomicU64,
+    posts: AtomicU64,
+}
+
+impl DatagramPosts {
+    /// Counts posted requests.
+    #[inline]
+    pub(crate) fn count(&self, requests: u64) {
+        let posts = self.posts.load(Ordering::Relaxed);
+        self.posts
+            .store(posts.wrapping_add(requests), Ordering::Relaxed);
+    }
+
+    /// How many polls have found nothing since the last request was posted.
+    #[inline]
+    pub(crate) fn idle_polls_since(&self, polls: Polls) -> u64 {
+        polls
+            .idle
+            .saturating_sub(self.idle_polls.load(Ordering::Relaxed))
+    }
+
+    /// Records the number of polls at a post.
+    #[inline]
+    pub(crate) fn posted(&self, polls: Polls) {
+        self.idle_polls.store(polls.idle, Ordering::Relaxed);
+    }
+
+    /// Records that posted requests are sent at the time `t`.
+    pub(crate) fn sent(&self, t: u64) {
+        self.sent_at.store(t, Ordering::Relaxed);
+    }
+
+    /// The time since posted requests were last sent.
+    pub(crate) fn since_sent(&self, t: u64) -> u64 {
+        t.saturating_sub(self.sent_at.load(Ordering::Relaxed))
+    }
+
+    /// Whether the posts since the last call came as often as those of a program that is busy sending, on a machine that is `slowness`
+    /// times slower than others. A program that computes between its posts polls too late to send a run.
+    pub(crate) fn are_frequent(&self, t: u64, slowness: u64) -> bool {
+        let elapsed = t.saturating_sub(self.checked_at.swap(t, Ordering::Relaxed));
+        posts_often(self.posts.swap(0, Ordering::Relaxed), elapsed / slowness)
+    }
 }
 
 #[cfg(test)]

@@ -54,7 +54,7 @@ use arming::{Armings, Pollers};
 use buffers::Buffers;
 pub use buffers::RX_BUFFER_LEN;
 use cork::{Cork, IdlePoll};
-pub(crate) use cork::{Polls, posts_often};
+pub(crate) use cork::{DatagramPosts, Polls};
 use deadlines::Deadlines;
 use hot::{HotSocket, Tried};
 use lease::{Actions, Lease, WAIT_SLICE};
@@ -141,6 +141,7 @@ pub struct Reactor {
     lease: Lease,
     pollers: Pollers,
     cork: Cork,
+    datagram_posts: DatagramPosts,
     quiet: Quiet,
     turns: Turns,
     hot: HotSocket,
@@ -197,6 +198,7 @@ impl Reactor {
             lease: Lease::for_slow_machines(),
             pollers: Pollers::new(),
             cork: Cork::new(),
+            datagram_posts: DatagramPosts::default(),
             quiet: Quiet::new(),
             turns: Turns::new(),
             hot: HotSocket::new(),
@@ -355,6 +357,16 @@ impl Reactor {
     /// `false` when this no longer holds.
     pub(crate) fn set_context_polled(&self, polled: bool) {
         self.lease.set_polled(polled);
+    }
+
+    /// When datagram queue pairs last posted and sent.
+    pub(crate) fn datagram_posts(&self) -> &DatagramPosts {
+        &self.datagram_posts
+    }
+
+    /// The time in nanoseconds, as the other methods of this type use it.
+    pub(crate) fn nanos(&self, now: Instant) -> u64 {
+        self.epoch.nanos(now)
     }
 
     /// The number of polls of completion queues, and of those that found nothing.
