@@ -996,6 +996,64 @@ static const char *requests_that_were_closed(size_t unused UNUSED)
 	return NULL;
 }
 
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+/* Limits the address space of this process to the present size and `more` bytes, or to what it was before if `more` is 0. */
+static const char *limit_memory(rlim_t more)
+{
+	static struct rlimit before;
+	struct rlimit now;
+	FILE *f = fopen("/proc/self/statm", "r");
+	unsigned long pages = 0;
+
+	if (!before.rlim_cur)
+		ENSURE(!getrlimit(RLIMIT_AS, &before), "getrlimit: %s", strerror(errno));
+	now = before;
+	ENSURE(f && fscanf(f, "%lu", &pages) == 1 && !fclose(f), "statm");
+	if (more)
+		now.rlim_cur = pages * (rlim_t)sysconf(_SC_PAGESIZE) + more;
+	ENSURE(!setrlimit(RLIMIT_AS, &now), "setrlimit: %s", strerror(errno));
+	return NULL;
+}
+
+/* A call that failed because memory was short succeeds when there is enough. */
+static const char *short_of_memory(size_t unused UNUSED)
+{
+	static int third = -1;
+	int size = 1 << 27;
+	socklen_t len;
+	struct sockaddr_storage any = address(false, 0, &len), to;
+	struct pollfd p;
+
+	TRY(stream_pair(false, 0));
+	third = rsocket(AF_INET, SOCK_STREAM, 0);
+	keep(close_socket, &third, "third");
+	ENSURE(!rsetsockopt(third, SOL_SOCKET, SO_RCVBUF, &size, sizeof size), "SO_RCVBUF");
+	TRY(limit_memory(32 << 20));
+	ENSURE(reach(third, false, port_of(listener)) && errno == ENOMEM, "rconnect: %s", strerror(errno));
+	size = 10000;
+	ENSURE(!rsetsockopt(third, SOL_SOCKET, SO_RCVBUF, &size, sizeof size), "SO_RCVBUF");
+	ENSURE(!reach(third, false, port_of(listener)), "a second rconnect: %s", strerror(errno));
+	TRY(limit_memory(0));
+
+	close_socket(&near);
+	close_socket(&third);
+	TRY(bound(&near, false, SOCK_DGRAM));
+	third = rsocket(AF_INET, SOCK_DGRAM, 0);
+	size = 1 << 27;
+	ENSURE(!rsetsockopt(third, SOL_SOCKET, SO_RCVBUF, &size, sizeof size), "SO_RCVBUF");
+	TRY(limit_memory(2 << 20));
+	ENSURE(rbind(third, (struct sockaddr *)&any, len) && errno == ENOMEM, "rbind: %s", strerror(errno));
+	TRY(limit_memory(0));
+	ENSURE(!rbind(third, (struct sockaddr *)&any, len), "a second rbind: %s", strerror(errno));
+	/* The bound socket answers requests for its queue pair. */
+	to = address(false, port_of(third), &len);
+	ENSURE(rsendto(near, "x", 1, 0, (struct sockaddr *)&to, len) == 1, "rsendto: %s", strerror(errno));
+	p = (struct pollfd){ third, POLLIN, 0 };
+	ENSURE(rpoll(&p, 1, WAIT_MS) == 1, "no datagram arrives at a socket that was bound in the second call");
+	return NULL;
+}
+#endif
+
 static const struct test tests[] = {
 	{ "stream", ends_of_a_stream, false, 0, false },
 	{ "stream_ipv6", ends_of_a_stream, true, 0, false },
@@ -1022,6 +1080,9 @@ static const struct test tests[] = {
 	{ "many_sockets", many_sockets, 0, 0, false },
 	{ "requests_that_wait", requests_that_wait, 0, 0, false },
 	{ "requests_that_were_closed", requests_that_were_closed, 0, 0, false },
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+	{ "short_of_memory", short_of_memory, 0, 0, true },
+#endif
 	{ "no_hello", faulty_peer, NO_HELLO, 0, false },
 	{ "old_version", faulty_peer, OLD_VERSION, 0, false },
 	{ "no_list", faulty_peer, NO_LIST, 0, false },

@@ -325,12 +325,20 @@ impl Datagrams {
         if self.end.is_some() {
             return Err(libc::EINVAL);
         }
-        self.id.bind(to).map_err(|e| match os_errno(&e) {
-            libc::ENODEV => libc::EADDRNOTAVAIL,
-            e => e,
-        })?;
-        self.end = Some(End::new(socket)?);
-        self.id.listen(REQUESTS_MAX).map_err(|e| os_errno(&e))
+        let end = End::new(socket)?;
+        // If a step fails, the socket keeps its identifier, which is not bound, so the program may try again.
+        let id = identifier(&socket.channel)?;
+        let bound = id.bind(to).and_then(|()| id.listen(REQUESTS_MAX));
+        if let Err(e) = bound {
+            id.destroy();
+            return Err(match os_errno(&e) {
+                libc::ENODEV => libc::EADDRNOTAVAIL,
+                e => e,
+            });
+        }
+        std::mem::replace(&mut self.id, id).destroy();
+        self.end = Some(end);
+        Ok(())
     }
 
     /// Binds to any free port, unless the socket is bound already.

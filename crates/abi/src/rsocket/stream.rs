@@ -664,6 +664,8 @@ impl Stream {
             Phase::Over => return Err(self.broken.unwrap_or(libc::ENOTCONN)),
             Phase::Closed => return Err(libc::EBADF),
         }
+        // This may fail for lack of memory or descriptors. The identifier is not changed before, so the program may try again.
+        let end = End::new(socket, &socket.options())?;
         let failed = |e: std::io::Error| os_errno(&e);
         self.id.resolve_addr(None, to).map_err(failed)?;
         // Resolving an address does not block: the result is in the channel at once.
@@ -673,7 +675,6 @@ impl Stream {
             }
         }
         self.id.resolve_route().map_err(failed)?;
-        let end = End::new(socket, &socket.options())?;
         self.id.set_qp(Some(Arc::clone(&end.qp)));
         let param = param(end.hello());
         self.end = Some(end);
