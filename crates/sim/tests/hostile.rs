@@ -17,6 +17,7 @@ use anywarp_core::bounds;
 use anywarp_core::datagram::options::{Options, Segment};
 use anywarp_core::datagram::{Arrival, Dropped, Kind};
 use anywarp_core::verbs::wc::Status;
+use anywarp_core::verbs::wr::Destination;
 use anywarp_core::wire::control::Control;
 use anywarp_core::wire::ddp::{Header, Tagged, Untagged};
 use anywarp_core::wire::dgram::{self, Shim};
@@ -1475,4 +1476,67 @@ fn a_message_after_an_abandoned_one_is_kept() {
     assert_eq!(net[b].received().len(), 1);
     let records: Vec<_> = std::iter::from_fn(|| net[b].qp.poll_record()).collect();
     assert!(matches!(&records[..], [r] if r.complete), "{records:?}");
+}
+
+/// A packet is lost, and the peer closes its window. Every 50 ms the sender asks whether it is open again.
+#[test]
+fn a_closed_window_is_probed_at_equal_intervals() {
+    let mut net = Ether::new(20, Link::default());
+    let b = net.join(Kind::Rd, options());
+    let mr = net[b].host.register(100, access::ALL);
+    let seen = watch(&mut net);
+    let s = Stranger::meets(&mut net, &seen, 1, b);
+    // The stranger returns the number of this packet, and so proves its address.
+    let mut question = Vec::new();
+    Packet {
+        ack_now: true,
+        ..s.packet()
+    }
+    .put(false, &mut question);
+    net.deliver(s.addr, s.to, &sealed(question));
+    net.run(MS);
+    let answers = seen.borrow_mut().remove(&s.addr).unwrap();
+    let time_echo = rd::parse(answers.last().unwrap()).unwrap().0.time;
+    let mut proof = Vec::new();
+    Packet {
+        time_echo,
+        ..s.packet()
+    }
+    .put(false, &mut proof);
+    net.deliver(s.addr, s.to, &sealed(proof));
+    net.run(MS);
+    let mut request = send(1).from(&[mr.all()]);
+    request.destination = Some(Destination {
+        addr: s.addr,
+        source: None,
+        qpn: 4000 << 8 | 9,
+        qkey: QKEY,
+        hop_limit: 0,
+        traffic_class: 0,
+    });
+    let now = net.now();
+    net[b].qp.set_now(now);
+    net[b].qp.post_send(request).unwrap();
+    net.run(MS);
+    // The only packet with data is lost.
+    let sent = seen.borrow_mut().remove(&s.addr).unwrap();
+    let has_data = |bytes: &Vec<u8>| rd::parse(bytes).unwrap().1.is_some();
+    assert!(sent.iter().any(has_data));
+    let mut probes = [0; 2];
+    for tenth in 0..400 {
+        let answers = seen.borrow_mut().remove(&s.addr).unwrap_or_default();
+        let asked = answers.iter().filter(|a| rd::parse(a).unwrap().0.ack_now);
+        probes[tenth / 200] += asked.count();
+        if tenth == 0 || !answers.is_empty() {
+            let mut bytes = Vec::new();
+            Packet {
+                window: 0,
+                ..s.packet()
+            }
+            .put(false, &mut bytes);
+            net.deliver(s.addr, s.to, &sealed(bytes));
+        }
+        net.run(10 * MS);
+    }
+    assert!(probes.iter().all(|n| (35..=42).contains(n)), "{probes:?}");
 }

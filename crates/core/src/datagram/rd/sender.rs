@@ -290,7 +290,12 @@ impl Sender {
     }
 
     fn arm(&mut self, now: Duration, cc: &Congestion) {
-        let wait = cc.probe_timeout().min(MAX_PROBE_TIMEOUT) * (1 << self.probes.min(6));
+        let wait = if self.room == 0 {
+            // The peer answers, but does not report when its window opens again.
+            CLOSED
+        } else {
+            cc.probe_timeout().min(MAX_PROBE_TIMEOUT) * (1 << self.probes.min(6))
+        };
         self.deadline = Some(now + wait.min(MAX_PROBE_TIMEOUT));
     }
 
@@ -589,5 +594,7 @@ impl Sender {
 const OVERTAKEN: u64 = 16;
 /// The number of acknowledged packets whose buffers are kept to be used again.
 pub(super) const SPARE: usize = 256;
+/// Time between two probes of a peer whose window is closed.
+pub(super) const CLOSED: Duration = Duration::from_millis(50);
 /// The longest time between two probes.
 const MAX_PROBE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::numbers::micros;
 use super::receiver::Receiver;
-use super::sender::{Outgoing, Sender};
+use super::sender::{CLOSED, Outgoing, Sender};
 use super::timers::{enqueue, watch};
 use super::{Event, PeerState, RdCounts, Reliable, sender};
 use crate::datagram::outgoing::IpFields;
@@ -17,9 +17,6 @@ use crate::datagram::types::{Bytes, Part, Peer};
 use crate::verbs::wc::Status;
 use crate::wire::dgram;
 use crate::wire::rd::Packet;
-
-/// Time between two probes of a peer whose window is closed.
-const CLOSED: Duration = Duration::from_millis(50);
 
 impl Reliable {
     /// Whether a datagram of `len` bytes may be sent to `peer` now. A peer that is not known is asked for its token
