@@ -133,7 +133,7 @@ impl CmId {
                 } else {
                     EventKind::ConnectResponse
                 };
-                self.push_agreed(kind, private_data, opened.peer_depths);
+                self.push_agreed(&self.lock(), kind, private_data, opened.peer_depths);
                 qp.attach_managed(opened, true);
             }
             None => {

@@ -464,6 +464,21 @@ impl CmId {
     }
 
     fn push_event(&self, fill: impl FnOnce(&mut Event), kind: EventKind, status: i32) {
+        self.push_locked(&self.lock(), fill, kind, status);
+    }
+
+    /// Like [`Self::push_event`], for a caller that has changed the state: the event is in the channel before another thread sees the
+    /// change.
+    fn push_locked(
+        &self,
+        state: &State,
+        fill: impl FnOnce(&mut Event),
+        kind: EventKind,
+        status: i32,
+    ) {
+        if state.destroyed {
+            return;
+        }
         let Some(id) = self.me.upgrade() else { return };
         let mut event = Event {
             kind,
@@ -477,15 +492,8 @@ impl CmId {
             context: 0,
         };
         fill(&mut event);
-        log!(
-            Debug,
-            "cm: {kind:?} status {status} for {:?}",
-            self.remote()
-        );
-        let state = self.lock();
-        if !state.destroyed {
-            state.channel.push(event);
-        }
+        log!(Debug, "cm: {kind:?} status {status} for {:?}", state.remote);
+        state.channel.push(event);
     }
 
     /// Moves the identifier and its queued events to another channel (`rdma_migrate_id(3)`).
@@ -606,15 +614,17 @@ impl CmId {
 
     /// Adds an event of an established connection, with the depths in the peer's frame, or else the agreed ones.
     // RFC 6581 §9.1 [mpa-depths-reported]: these are the depths in the frame, before the agreement.
-    fn push_agreed(&self, kind: EventKind, private_data: Vec<u8>, peer: Option<Depths>) {
-        let (ird, ord) = peer.map_or_else(
-            || {
-                let state = self.lock();
-                (state.param.responder_resources, state.param.initiator_depth)
-            },
-            event_depths,
-        );
-        self.push_event(
+    fn push_agreed(
+        &self,
+        state: &State,
+        kind: EventKind,
+        private_data: Vec<u8>,
+        peer: Option<Depths>,
+    ) {
+        let agreed = (state.param.responder_resources, state.param.initiator_depth);
+        let (ird, ord) = peer.map_or(agreed, event_depths);
+        self.push_locked(
+            state,
             |e| {
                 e.private_data = private_data;
                 e.responder_resources = ird;
@@ -779,11 +789,13 @@ impl Manager for CmId {
     }
 
     fn gone(&self) {
-        let before = self.lock().end();
-        match before {
-            Phase::Connected => self.push(EventKind::Disconnected, 0),
-            Phase::Accepting => self.push(EventKind::ConnectError, -libc::ECONNRESET),
-            _ => {}
-        }
+        let mut state = self.lock();
+        let (kind, status) = match state.end() {
+            Phase::Connected => (EventKind::Disconnected, 0),
+            Phase::Accepting => (EventKind::ConnectError, -libc::ECONNRESET),
+            _ => return,
+        };
+        // `rdma_disconnect` of a connection that is over waits for no event, so the event is in the channel by then.
+        self.push_locked(&state, |_| {}, kind, status);
     }
 }

@@ -240,14 +240,13 @@ impl CmId {
 
     /// Establishes an accepted connection, which works in both directions, and raises its event.
     pub(super) fn established(&self) {
-        {
-            let mut state = self.lock();
-            // On the active side, `handle_opened` establishes the connection when the MPA Reply arrives.
-            if state.phase != Phase::Accepting || state.step(Input::Established).is_err() {
-                return;
-            }
+        let mut state = self.lock();
+        // On the active side, `handle_opened` establishes the connection when the MPA Reply arrives.
+        if state.phase != Phase::Accepting || state.step(Input::Established).is_err() {
+            return;
         }
-        self.push_agreed(EventKind::Established, Vec::new(), None);
+        // Another thread that finds the connection established may add the event of its end, which comes after this one.
+        self.push_agreed(&state, EventKind::Established, Vec::new(), None);
     }
 
     /// Adds a connect request with the identifier `child` that was created for it. Returns false if the listener is
@@ -350,5 +349,59 @@ impl Source for ListenSource {
         if let Some(id) = self.0.upgrade() {
             id.resume_listening();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread;
+
+    use super::*;
+    use crate::channel::Channel;
+    use crate::cm::PortSpace;
+
+    /// One thread accepts. Another one handles the end of the connection as soon as it is established.
+    #[test]
+    fn the_end_of_a_connection_is_reported_after_its_start() {
+        const ROUNDS: u32 = 10_000;
+        let channel = Arc::new(Channel::new().unwrap());
+        let id = CmId::new(&channel, PortSpace::Tcp).unwrap();
+        let (watching, ended) = (AtomicU32::new(0), AtomicU32::new(0));
+        let wait_for = |round, counter: &AtomicU32| {
+            while counter.load(Ordering::Acquire) < round {
+                thread::yield_now();
+            }
+        };
+        let mut wrong = Vec::new();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 1..=ROUNDS {
+                    watching.store(round, Ordering::Release);
+                    while id.lock().phase != Phase::Connected {
+                        thread::yield_now();
+                    }
+                    id.gone();
+                    ended.store(round, Ordering::Release);
+                }
+            });
+            for round in 1..=ROUNDS {
+                wait_for(round, &watching);
+                id.lock().phase = Phase::Accepting;
+                id.established();
+                wait_for(round, &ended);
+                let events = std::iter::from_fn(|| channel.pop());
+                let kinds: Vec<_> = events.map(|event| event.kind).collect();
+                if kinds != [EventKind::Established, EventKind::Disconnected] {
+                    wrong.push(kinds);
+                }
+            }
+        });
+        assert!(
+            wrong.is_empty(),
+            "{} of {ROUNDS} rounds: {:?}",
+            wrong.len(),
+            wrong.first()
+        );
     }
 }
