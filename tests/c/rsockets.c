@@ -783,13 +783,13 @@ static const char *many_sockets(size_t unused UNUSED)
 	return NULL;
 }
 
-static atomic_bool is_over;
+static atomic_bool is_over, is_closed;
 
 static void *accept_often(void *arg)
 {
 	struct flow *flow = arg;
 
-	while (!is_over) {
+	while (!is_closed) {
 		struct pollfd p = { flow->fd, POLLIN, 0 };
 		int fd = rpoll(&p, 1, 20) > 0 ? raccept(flow->fd, NULL, NULL) : -1;
 
@@ -807,7 +807,7 @@ static const char *closed_at_once(size_t unused UNUSED)
 	pthread_t thread;
 
 	TRY(bound(&listener, false, SOCK_STREAM));
-	is_over = false;
+	is_closed = false;
 	flow = (struct flow){ listener, NULL };
 	ENSURE(!pthread_create(&thread, NULL, accept_often, &flow), "pthread_create fails");
 	for (int i = 0; i < 200 && !reason; i++) {
@@ -817,7 +817,7 @@ static const char *closed_at_once(size_t unused UNUSED)
 		if (close_socket(&near))
 			reason = "rclose fails";
 	}
-	is_over = true;
+	is_closed = true;
 	pthread_join(thread, NULL);
 	ENSURE(!reason, "rconnect: %s", reason);
 	return flow.reason;
@@ -832,7 +832,7 @@ static void *connect_often(void *arg)
 
 		/* A peer is refused while the queue of the listener is full. */
 		if (fd < 0 || (reach(fd, false, port_of(flow->fd)) && errno != ECONNREFUSED))
-			flow->reason = "a thread cannot connect";
+			flow->reason = strerror(errno);
 		if (fd >= 0 && rclose(fd))
 			flow->reason = "rclose of a connecting thread fails";
 	}
@@ -849,7 +849,7 @@ static const char *options_of_a_busy_listener(size_t unused UNUSED)
 	uint64_t end;
 
 	TRY(bound(&listener, false, SOCK_STREAM));
-	is_over = false;
+	is_over = is_closed = false;
 	for (size_t i = 0; i < COUNT(flows); i++) {
 		flows[i] = (struct flow){ listener, NULL };
 		ENSURE(!pthread_create(&threads[i], NULL, i ? connect_often : accept_often, &flows[i]), "pthread_create fails");
@@ -857,12 +857,15 @@ static const char *options_of_a_busy_listener(size_t unused UNUSED)
 	for (end = now_ms() + 300; now_ms() < end && !set;)
 		set = rsetsockopt(listener, SOL_RDMA, RDMA_INLINE, &size, sizeof size);
 	is_over = true;
+	/* The thread that accepts ends last, because the other ones wait for it. */
 	for (size_t i = COUNT(flows); i-- > 0;) {
+		is_closed = i == 0;
 		pthread_join(threads[i], NULL);
 		reason = flows[i].reason ? flows[i].reason : reason;
 	}
 	ENSURE(!set, "RDMA_INLINE of a listener fails");
-	return reason;
+	ENSURE(!reason, "a thread that connects or accepts: %s", reason);
+	return NULL;
 }
 
 /* ---- connection requests of peers that know only the start-up of a connection */
@@ -892,16 +895,20 @@ static int raw_request(uint16_t port)
 	return fd;
 }
 
-/* Waits until no answer to a request arrives any more. Sets in `p[i].revents` whether request `i` was answered. */
-static unsigned int answered(struct pollfd *p, unsigned int count)
+/*
+ * Waits for `least` answers to requests, and until no other answer arrives any more. Sets in `p[i].revents` whether request `i` was
+ * answered. Returns the number of answers.
+ */
+static unsigned int answered(struct pollfd *p, unsigned int count, unsigned int least)
 {
+	uint64_t end = now_ms() + WAIT_MS;
 	unsigned int n = 0, before;
 
 	do {
 		before = n;
 		sleep_ms(200);
 		n = (unsigned int)poll(p, count, 0);
-	} while (n != before);
+	} while (n != before || (n < least && now_ms() < end));
 	return n;
 }
 
@@ -939,7 +946,7 @@ static const char *requests_that_wait(size_t unused UNUSED)
 		p[i] = (struct pollfd){ raw_request(port), POLLIN, 0 };
 		ENSURE(p[i].fd >= 0, "connect: %s", strerror(errno));
 	}
-	ENSURE(answered(p, REQUESTS) > 0, "no request is answered");
+	ENSURE(answered(p, REQUESTS, 1) > 0, "no request is answered");
 	ENSURE(write(link[1], &byte, 1) == 1 && waitpid(child, &status, 0) == child, "waitpid");
 	close(link[1]);
 	for (int i = 0; i < REQUESTS; i++)
@@ -968,7 +975,7 @@ static const char *requests_that_were_closed(size_t unused UNUSED)
 		ENSURE(i >= ACCEPTED || poll(&p[i], 1, WAIT_MS) == 1, "request %d is not answered", i);
 	}
 	/* A part is accepted and one is refused; the others wait. */
-	n = answered(p, ALL);
+	n = answered(p, ALL, ACCEPTED + 1);
 	for (int i = 0; i < ALL; i++)
 		if (!p[i].revents)
 			close(p[i].fd);
