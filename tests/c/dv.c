@@ -466,6 +466,12 @@ static const char *restricted(size_t arg)
 	       "an address of another family is accepted");
 	TRY(request(&a, &b, WRITE, 2, &mine, 64, &theirs));
 	ENSURE(poll_records(b.qp, 1, &record, sizeof record, (int)WAIT_MS) == 1, "no record arrives");
+	/* The restriction stays if the region gets other rights. */
+	ENSURE(!restrict_mr(theirs.mr, (struct sockaddr *)&six, sizeof six, a.qp->qp_num + 1), "restrict");
+	ENSURE(!ibv_rereg_mr(theirs.mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, ALL_ACCESS), "ibv_rereg_mr");
+	TRY(request(&a, &b, WRITE, 3, &mine, 64, &theirs));
+	ENSURE(poll_errors(a.qp, 1, &error, sizeof error, (int)WAIT_MS) == 1, "no error is reported");
+	ENSURE(error.wr_id == 3 && error.layer == 0 && error.type == 1, "%u %u", error.layer, error.type);
 	return NULL;
 }
 

@@ -682,7 +682,7 @@ entry! {
             let address = unsafe { sized_address(source.cast(), source_len) }?;
             Some((address.ip(), (src_qp != 0).then_some(src_qp)))
         };
-        region.engine.region().restrict(only);
+        region.engine.restrict(only);
         Ok(0)
     }
 }

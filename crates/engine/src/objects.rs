@@ -1,6 +1,8 @@
 //! Objects that a context creates: memory regions, device memory, completion queues and counters, shared receive queues,
 //! queue pairs.
 
+use std::fs::File;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -321,7 +323,12 @@ impl MemoryRegion {
         Arc::clone(&self.region.lock())
     }
 
-    /// Changes the registration under the same keys. `Err(None)`: the memory is not mapped.
+    /// [`Region::restrict`]. A change of the registration at the same time keeps the restriction.
+    pub fn restrict(&self, only: Option<(IpAddr, Option<u32>)>) {
+        self.region.lock().restrict(only);
+    }
+
+    /// Changes the registration under the same keys. `Err(None)`: the memory is not mapped, or not with the rights.
     ///
     /// # Safety
     /// As for [`Self::register`], for the memory of `change`.
@@ -656,7 +663,7 @@ impl QueuePair {
     }
 
     /// Joins or leaves a multicast group (`ibv_attach_mcast(3)`).
-    pub fn multicast(&self, group: std::net::IpAddr, join: bool) -> Result<(), Misuse> {
+    pub fn multicast(&self, group: IpAddr, join: bool) -> Result<(), Misuse> {
         match self {
             Self::Rc(_) => Err(Misuse::InvalidArgument(
                 "multicast on a connected queue pair",

@@ -467,9 +467,11 @@ impl Regions {
         if what.start.checked_add(what.len).is_none() || what.base.checked_add(what.len).is_none() {
             return Err(Misuse::InvalidArgument("region exceeds the address space"));
         }
-        let new = Arc::new(region(old.stag, Kind::Region, what, None));
+        let mut new = region(old.stag, Kind::Region, what, None);
         let mut table = self.table.write();
         old.check_unbound()?;
+        new.only = RwLock::new(*old.only.read());
+        let new = Arc::new(new);
         table.insert(old.stag.0 >> 8, Entry::Live(Arc::clone(&new)));
         drop(table);
         old.retire();
