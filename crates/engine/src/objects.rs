@@ -22,6 +22,7 @@ use crate::context::Context;
 use crate::dgram::DgramQp;
 use crate::engine::Engine;
 use crate::events::{AsyncItem, event};
+use crate::fd::EngineFd;
 use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::mem::look_for_hooks;
@@ -228,8 +229,25 @@ fn pinned(start: u64, len: u64, access: Access) -> Result<Option<Pin>, Option<Mi
     })
 }
 
+/// Whether the device can access `[start, start + len)` with these rights: a message for memory that cannot be written would end the
+/// process.
+fn is_accessible(start: u64, len: u64, access: Access) -> bool {
+    static MAPPINGS: PerProcess<OnceLock<EngineFd>> = PerProcess::new(OnceLock::new);
+    let is_written = access.has(Access::LOCAL_WRITE);
+    let mappings = MAPPINGS.get();
+    if is_written
+        && mappings.get().is_none()
+        && let Ok(file) = File::open("/proc/self/maps")
+    {
+        let _another_thread_was_faster = mappings.set(EngineFd::new(file.into()));
+    }
+    let mappings = mappings.get().filter(|_| is_written);
+    let is_writable = mappings.and_then(|file| pages::is_writable(file.get(), start, len));
+    is_writable.unwrap_or_else(|| pages::is_mapped(start, len))
+}
+
 impl MemoryRegion {
-    /// Registers `[start, start + len)`; peers address it from `iova` on. `Err(None)`: the memory is not mapped.
+    /// Registers `[start, start + len)`; peers address it from `iova` on. `Err(None)`: the memory is not mapped, or not with the rights.
     ///
     /// # Safety
     /// The memory stays mapped while it is registered, and nothing in this process relies on it being unchanged: the
@@ -246,7 +264,7 @@ impl MemoryRegion {
         let access = Access::for_region(access)?;
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !pages::is_mapped(start, len) {
+        if !on_demand && !is_accessible(start, len, access) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;
@@ -344,7 +362,7 @@ impl MemoryRegion {
         };
         check_range(start, len)?;
         let on_demand = access.has(Access::ON_DEMAND);
-        if !on_demand && !pages::is_mapped(start, len) {
+        if !on_demand && !is_accessible(start, len, access) {
             return Err(None);
         }
         let pin = pinned(start, len, access)?;

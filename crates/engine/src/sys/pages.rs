@@ -1,6 +1,6 @@
 //! Page-aligned memory of this process, and queries about pages of user memory.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -181,9 +181,16 @@ pub fn unlock_pages(start: u64, len: u64) {
 
 /// Whether all of `[start, start + len)` is mapped.
 pub fn is_mapped(start: u64, len: u64) -> bool {
+    // The kernel would round the end up to 0, and find nothing that is not mapped.
+    let end = start.checked_add(len);
+    if end
+        .and_then(|end| end.checked_next_multiple_of(page_size()))
+        .is_none()
+    {
+        return false;
+    }
     // Valgrind treats `msync` as a read of the memory, and would report bytes of the page that the program has not initialized.
-    static WATCHED: OnceLock<bool> = OnceLock::new();
-    if *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload"))) {
+    if is_watched() {
         return len == 0 || pages_mapped(start, len);
     }
     let first = start & !(page_size() - 1);
@@ -195,6 +202,63 @@ pub fn is_mapped(start: u64, len: u64) -> bool {
     // SAFETY: the kernel only inspects the mappings.
     len == 0 || unsafe { libc::syscall(libc::SYS_msync, at, bytes, libc::MS_ASYNC) } == 0
 }
+
+/// Whether the process runs under Valgrind.
+fn is_watched() -> bool {
+    static WATCHED: OnceLock<bool> = OnceLock::new();
+    *WATCHED.get_or_init(|| std::env::var("LD_PRELOAD").is_ok_and(|v| v.contains("vgpreload")))
+}
+
+/// Whether all of `[start, start + len)` is mapped with the right to write. `mappings` is `/proc/self/maps`. `None`: the kernel cannot
+/// tell (before Linux 6.11).
+pub fn is_writable(mappings: BorrowedFd<'_>, start: u64, len: u64) -> Option<bool> {
+    /// `struct procmap_query` of `<linux/fs.h>`.
+    #[repr(C)]
+    #[derive(Default)]
+    struct Query {
+        size: u64,
+        flags: u64,
+        addr: u64,
+        vma_start: u64,
+        vma_end: u64,
+        vma_flags: u64,
+        vma_page_size: u64,
+        vma_offset: u64,
+        inode: u64,
+        dev_major: u32,
+        dev_minor: u32,
+        vma_name_size: u32,
+        build_id_size: u32,
+        vma_name_addr: u64,
+        build_id_addr: u64,
+    }
+    const PROCMAP_QUERY: libc::Ioctl = libc::_IOWR::<Query>(b'f' as u32, 17);
+    /// Only a mapping with the right to write is found.
+    const PROCMAP_QUERY_VMA_WRITABLE: u64 = 2;
+    // Valgrind does not know the request.
+    if is_watched() {
+        return None;
+    }
+    let Some(end) = start.checked_add(len) else {
+        return Some(false);
+    };
+    let mut at = start;
+    while at < end {
+        let mut query = Query {
+            size: size_of::<Query>() as u64,
+            flags: PROCMAP_QUERY_VMA_WRITABLE,
+            addr: at,
+            ..Query::default()
+        };
+        // SAFETY: the kernel writes into `query`, which has the size that it contains.
+        match unsafe { libc::ioctl(mappings.as_raw_fd(), PROCMAP_QUERY, &raw mut query) } {
+            0 if query.vma_end > at => at = query.vma_end,
+            _ => return (errno() == libc::ENOENT).then_some(false),
+        }
+    }
+    Some(true)
+}
+
 /// Lets the kernel copy `bytes` to `target` in this process. For memory that is not mapped, the kernel returns EFAULT and
 /// raises no signal.
 ///
