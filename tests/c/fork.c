@@ -376,6 +376,41 @@ static const char *nothing_is_inherited(size_t arg)
 	return NULL;
 }
 
+static int close_dm(void *p) { return ibv_free_dm(p); }
+
+static const char *all_device_memory(void)
+{
+	struct ibv_device_attr_ex limits;
+	struct ibv_alloc_dm_attr all = { 0 };
+	struct ibv_dm *dm;
+
+	ENSURE(!ibv_query_device_ex(device, NULL, &limits), "ibv_query_device_ex");
+	all.length = (size_t)limits.max_dm_size;
+	dm = ibv_alloc_dm(device, &all);
+	ENSURE(dm, "ibv_alloc_dm: %s", strerror(errno));
+	keep(close_dm, dm, "ibv_free_dm");
+	return NULL;
+}
+
+static const char *own_device_memory(struct pair *p)
+{
+	(void)p;
+	device = NULL;
+	kept_count = 0;
+	TRY(open_device());
+	TRY(all_device_memory());
+	return close_all();
+}
+
+/* The device of a child has its own memory, although its parent uses all of its own. */
+static const char *device_memory(size_t arg)
+{
+	(void)arg;
+	TRY(open_device());
+	TRY(all_device_memory());
+	return in_child(own_device_memory, NULL);
+}
+
 static const struct test tests[] = {
 	{ "child_opens_first", child_opens_first, 0, 0, false },
 	{ "fork_init", fork_init, 0, 0, false },
@@ -387,6 +422,7 @@ static const struct test tests[] = {
 	{ "grandchild", grandchild, 0, 0, false },
 	{ "child_gets_errors", child_gets_errors, 0, 0, false },
 	{ "memory_stays", memory_stays, 0, 0, false },
+	{ "device_memory", device_memory, 0, 0, false },
 	{ "run_commands", run_commands, 20, 0, false },
 	{ "nothing_is_inherited", nothing_is_inherited, 0, 0, false },
 };

@@ -27,7 +27,7 @@ use crate::locks::{Mutex, MutexGuard, Rank};
 use crate::log;
 use crate::mem::look_for_hooks;
 use crate::pin::{self, Pin};
-use crate::process::PerProcess;
+use crate::process::{PerProcess, generation};
 use crate::random::random_u32;
 use crate::sys::pages;
 use crate::sys::pages::Pages;
@@ -283,13 +283,18 @@ impl MemoryRegion {
             present: on_demand.then_some(pages::is_there as Present),
         };
         let region = engine.rnic.regions.register(&what, &mut random_u32)?;
+        Ok(Self::of(engine, pd, region, pin))
+    }
+
+    /// A handle of a registration, which is a user of its protection domain.
+    fn of(engine: &'static Engine, pd: &Arc<Pd>, region: Arc<Region>, pin: Option<Pin>) -> Self {
         pd.enter();
-        Ok(Self {
+        Self {
             engine,
             region: Mutex::new(Rank::Region, region),
             pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
             pin: Mutex::new(Rank::RegionPin, pin),
-        })
+        }
     }
 
     fn pin(&self) -> MutexGuard<'_, Option<Pin>> {
@@ -298,16 +303,19 @@ impl MemoryRegion {
 
     /// A region that discards writes, and whose reads return zeros.
     pub fn null(engine: &'static Engine, pd: &Arc<Pd>) -> Result<Self, Misuse> {
-        type Areas = OnceLock<Option<(Pages, Pages)>>;
-        static AREA: PerProcess<Areas> = PerProcess::new(OnceLock::new);
+        static AREA: PerProcess<OnceLock<(Pages, Pages)>> = PerProcess::new(OnceLock::new);
+        engine.has_room()?;
         // All null regions share both areas: the sink is never read, and the zeroes are never written.
-        let area = AREA.get().get_or_init(|| {
-            let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
-            Some((Pages::repeated(len)?, Pages::zeroes(len)?))
-        });
-        let Some((sink, zeroes)) = area else {
-            return Err(Misuse::NoMemory);
-        };
+        let area = AREA.get();
+        if area.get().is_none() {
+            // A failure is not stored: later there may be memory, and a free descriptor.
+            let make = || {
+                let len = usize::try_from(bounds::MAX_MESSAGE).ok()?;
+                Some((Pages::repeated(len)?, Pages::zeroes(len)?))
+            };
+            let _another_thread_was_faster = area.set(make().ok_or(Misuse::NoMemory)?);
+        }
+        let (sink, zeroes) = area.get().ok_or(Misuse::NoMemory)?;
         let kind = Kind::Null {
             sink: sink.start() as u64,
             zeroes: zeroes.start() as u64,
@@ -315,25 +323,14 @@ impl MemoryRegion {
         };
         let regions = &engine.rnic.regions;
         let region = regions.register_null(pd.id(), kind, &mut random_u32)?;
-        pd.enter();
-        Ok(Self {
-            engine,
-            region: Mutex::new(Rank::Region, region),
-            pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
-            pin: Mutex::new(Rank::RegionPin, None),
-        })
+        Ok(Self::of(engine, pd, region, None))
     }
 
     /// A second handle of a registration, which is found by the upper 24 bits of its keys (`ibv_import_mr(3)`). When
     /// the handle is dropped, the region stays registered.
     pub fn import(engine: &'static Engine, pd: &Arc<Pd>, index: u32) -> Option<Self> {
         let region = engine.rnic.regions.find(index)?;
-        (region.pd() == pd.id()).then(|| Self {
-            engine,
-            region: Mutex::new(Rank::Region, region),
-            pd: Mutex::new(Rank::RegionPd, Arc::clone(pd)),
-            pin: Mutex::new(Rank::RegionPin, None),
-        })
+        (region.pd() == pd.id()).then(|| Self::of(engine, pd, region, None))
     }
 
     /// The current registration.
@@ -395,8 +392,13 @@ impl MemoryRegion {
         let region = self.region();
         self.engine.rnic.regions.deregister(&region)?;
         *self.pin() = None;
-        self.pd.lock().leave();
         Ok(())
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        self.pd.lock().leave();
     }
 }
 
@@ -405,24 +407,30 @@ impl MemoryRegion {
 pub struct DeviceMemory {
     pages: Pages,
     len: usize,
+    /// The process that allocated it.
+    generation: u32,
 }
 
-/// Bytes of device memory that are allocated.
-static DEVICE_MEMORY: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of device memory that are allocated in this process.
+static DEVICE_MEMORY: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
 
 impl DeviceMemory {
     /// Allocates `len` bytes at the start of a page. `None` if less memory is left.
     pub fn new(len: usize) -> Option<Self> {
         let most = bounds::DEVICE_MEMORY_MAX;
-        DEVICE_MEMORY
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
-                used.checked_add(len).filter(|sum| *sum <= most)
-            })
-            .ok()?;
+        let all = DEVICE_MEMORY.get();
+        all.fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+            used.checked_add(len).filter(|sum| *sum <= most)
+        })
+        .ok()?;
         match Pages::new(len) {
-            Some(pages) => Some(Self { pages, len }),
+            Some(pages) => Some(Self {
+                pages,
+                len,
+                generation: generation(),
+            }),
             None => {
-                DEVICE_MEMORY.fetch_sub(len, Ordering::AcqRel);
+                all.fetch_sub(len, Ordering::AcqRel);
                 None
             }
         }
@@ -446,7 +454,10 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        DEVICE_MEMORY.fetch_sub(self.len, Ordering::AcqRel);
+        // In a forked child this object is a copy of the parent's.
+        if self.generation == generation() {
+            DEVICE_MEMORY.get().fetch_sub(self.len, Ordering::AcqRel);
+        }
     }
 }
 

@@ -28,12 +28,7 @@ fn by_handle() -> MutexGuard<'static, HashMap<u32, Weak<DeviceMemory>>> {
     TABLE.get().lock()
 }
 
-fn make(
-    context: *mut ibv_context,
-    handle: u32,
-    memory: Arc<DeviceMemory>,
-    imported: bool,
-) -> *mut ibv_dm {
+fn make(context: *mut ibv_context, handle: u32, memory: Arc<DeviceMemory>) -> *mut ibv_dm {
     let c = ibv_dm {
         context,
         memcpy_to_dm: Some(copy_to),
@@ -45,7 +40,6 @@ fn make(
         c: CStruct::new(c),
         memory,
         regions: Users::default(),
-        imported,
     })
 }
 
@@ -71,7 +65,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
         all.retain(|_, memory| memory.strong_count() > 0);
         all.insert(handle, Arc::downgrade(&memory));
         drop(all);
-        Ok(make(context, handle, memory, false))
+        Ok(make(context, handle, memory))
     })
 }
 
@@ -79,14 +73,11 @@ pub(crate) unsafe extern "C" fn alloc_dm(
 ///
 /// # Safety
 /// `dm` is null or points to a live object, and is not used again when this succeeds.
-unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
+unsafe fn free(dm: *mut ibv_dm) -> Result<(), Errno> {
     // SAFETY: upheld by the caller.
     let Some(dm) = unsafe { returned::<DmObject, _>(dm) }? else {
         return Ok(());
     };
-    if dm.imported != imported {
-        return Err(libc::EINVAL);
-    }
     if dm.regions.any() {
         return Err(libc::EBUSY);
     }
@@ -97,7 +88,7 @@ unsafe fn free(dm: *mut ibv_dm, imported: bool) -> Result<(), Errno> {
 /// `ibv_free_dm(3)`: EBUSY while a region exists that was registered with this handle.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
     // SAFETY: upheld by the program.
-    errno("ibv_free_dm", || unsafe { free(dm, false) })
+    errno("ibv_free_dm", || unsafe { free(dm) })
 }
 
 entry! {
@@ -109,18 +100,18 @@ entry! {
         // SAFETY: upheld by the caller.
         unsafe { ContextObject::live(context) }.map_err(|_any| libc::EINVAL)?;
         let memory = by_handle().get(&handle).and_then(Weak::upgrade).ok_or(libc::EINVAL)?;
-        Ok(make(context, handle, memory, true))
+        Ok(make(context, handle, memory))
     }
 }
 
 entry! {
-    /// `ibv_unimport_dm(3)`.
+    /// `ibv_unimport_dm(3)`. One of the users of the memory frees its handle, and the others call this function.
     ///
     /// # Safety
-    /// `dm` is null or came from `ibv_import_dm`, and is not used again.
+    /// `dm` is null or points to a live object, and is not used again.
     unsafe fn ibv_unimport_dm(dm: *mut ibv_dm), nothing, {
         // SAFETY: upheld by the caller.
-        unsafe { free(dm, true) }
+        unsafe { free(dm) }
     }
 }
 

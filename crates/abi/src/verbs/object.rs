@@ -132,7 +132,6 @@ pub(crate) struct DmObject {
     pub(crate) memory: Arc<DeviceMemory>,
     /// The regions in this memory.
     pub(crate) regions: Users,
-    pub(crate) imported: bool,
 }
 
 // SAFETY: `repr(C)`; an `ibv_dm` comes first.
