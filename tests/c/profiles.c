@@ -277,6 +277,32 @@ static int try_post(struct ibv_qp *qp, enum ibv_wr_opcode opcode, int sges, stru
 	return ibv_post_send(qp, &wr, &bad);
 }
 
+/* The functions `ibv_wr_*` refuse a message longer than the device allows. */
+static const char *too_long(const struct device *d, const struct want *want)
+{
+	struct ibv_qp_init_attr_ex attr = {
+		.qp_type = IBV_QPT_RC, .send_cq = cq, .recv_cq = cq, .pd = pd, .cap = { 4, 4, 1, 1, 0 },
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE,
+	};
+	struct ibv_qp *qp = ibv_create_qp_ex(device, &attr);
+	struct ibv_qp_ex *ex;
+	int rc;
+
+	ENSURE(qp, "ibv_create_qp_ex: %s", strerror(errno));
+	keep(close_qp, qp, "queue pair");
+	TRY(to_init(qp, want));
+	TRY(to_rtr(qp, qp->qp_num, want));
+	TRY(to_rts(qp, want));
+	ex = ibv_qp_to_qp_ex(qp);
+	ibv_wr_start(ex);
+	ibv_wr_rdma_write(ex, 1, 0);
+	ibv_wr_set_sge(ex, 1, (uintptr_t)page, (uint32_t)d->msg_sz + 1);
+	rc = ibv_wr_complete(ex);
+	ENSURE(rc == EINVAL, "a message of %u bytes and one: %s", (unsigned int)d->msg_sz, strerror(rc));
+	return NULL;
+}
+
 /*
  * Which requests the queue pair accepts. It is connected to itself if the device supports connections without rdma_cm.
  */
@@ -312,7 +338,7 @@ static const char *operations(const struct device *d)
 	good = 2;
 	for (int i = 0; i < good; i++)
 		TRY(expect_status(cq, 1, IBV_WC_SUCCESS));
-	return NULL;
+	return d->qp_ex ? too_long(d, &want) : NULL;
 }
 
 static const char *profile(size_t which)

@@ -10,6 +10,7 @@
 #include <rdma/rdma_cma.h>
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 static const struct want usual = { 0 };
@@ -202,6 +203,37 @@ static const char *pages_without_rights(size_t arg)
 	return NULL;
 }
 
+/* Without on-demand paging, memory that cannot be accessed with the rights of the region is refused. */
+static const char *pages_without_rights_of_the_region(size_t arg)
+{
+	static const int rights[] = { PROT_NONE, PROT_READ };
+	struct ibv_pd *pd;
+	struct ibv_mr *mr;
+	uint8_t *at;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "an object of the test cannot be created");
+	for (size_t i = 0; i < COUNT(rights); i++) {
+		at = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		ENSURE(at != MAP_FAILED && !mprotect(at + PAGE, PAGE, rights[i]), "mmap");
+		errno = 0;
+		ENSURE(!ibv_reg_mr(pd, at, 3 * PAGE, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT,
+		       "memory that cannot be written is registered for writing: %s", strerror(errno));
+		mr = ibv_reg_mr(pd, at, 3 * PAGE, 0);
+		ENSURE(mr, "ibv_reg_mr: %s", strerror(errno));
+		ENSURE(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE),
+		       "memory that cannot be written is registered again for writing");
+		ENSURE(!mprotect(at + PAGE, PAGE, PROT_READ | PROT_WRITE), "mprotect");
+		ENSURE(!ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE), "ibv_rereg_mr");
+		ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+		munmap(at, 3 * PAGE);
+	}
+	ENSURE(!ibv_reg_mr(pd, NULL, SIZE_MAX, IBV_ACCESS_LOCAL_WRITE), "the whole address space is registered");
+	return NULL;
+}
+
 /* A region of the whole address space. ibv_advise_mr prefetches its pages. */
 static const char *implicit(size_t arg)
 {
@@ -326,13 +358,18 @@ static const char *domains(size_t arg)
 
 static const char *imported(size_t arg)
 {
-	struct ibv_pd *pd = new_pd(), *again;
+	struct ibv_pd *pd, *again;
 	struct ibv_context *other;
 	static uint8_t memory[64];
-	struct ibv_mr *mr, *same;
+	struct ibv_mr *mr, *same, *last;
+	struct ibv_device_attr_ex limits;
+	struct ibv_alloc_dm_attr all = { 0 };
+	struct ibv_dm *dm, *copied;
 	int copy, pipes[2];
 
 	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
 	ENSURE(pd, "an object of the test cannot be created");
 	mr = new_mr(pd, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
 	ENSURE(mr, "an object of the test cannot be created");
@@ -356,7 +393,113 @@ static const char *imported(size_t arg)
 	ENSURE(ibv_dealloc_pd(pd) == EBUSY, "a protection domain was freed while it is imported");
 	ibv_unimport_mr(same);
 	ibv_unimport_pd(again);
+	/* One of the users destroys the objects, whichever it is. The others give up their handles. */
+	again = ibv_import_pd(other, pd->handle);
+	ENSURE(again, "ibv_import_pd: %s", strerror(errno));
+	last = ibv_reg_mr(pd, memory, sizeof memory, IBV_ACCESS_LOCAL_WRITE);
+	ENSURE(last, "ibv_reg_mr: %s", strerror(errno));
+	same = ibv_import_mr(again, last->handle);
+	ENSURE(same && !ibv_dereg_mr(same), "ibv_dereg_mr of an imported region");
+	ibv_unimport_mr(last);
+	ibv_unimport_pd(again);
+	ENSURE(!ibv_query_device_ex(device, NULL, &limits), "ibv_query_device_ex");
+	all.length = (size_t)limits.max_dm_size;
+	dm = ibv_alloc_dm(device, &all);
+	ENSURE(dm, "ibv_alloc_dm: %s", strerror(errno));
+	copied = ibv_import_dm(device, dm->handle);
+	ENSURE(copied && !ibv_free_dm(copied), "ibv_free_dm of imported memory");
+	ibv_unimport_dm(dm);
+	dm = ibv_alloc_dm(device, &all);
+	ENSURE(dm && !ibv_free_dm(dm), "ibv_alloc_dm: %s", strerror(errno));
 	ENSURE(!ibv_close_device(other), "ibv_close_device");
+	return NULL;
+}
+
+/* ---------------------------------------------------------------- small */
+
+/* A null region cannot be created while no descriptor is free. Later it can. */
+static const char *null_region_later(size_t arg)
+{
+	struct ibv_pd *pd;
+	struct rlimit all, none;
+	struct ibv_mr *mr;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "an object of the test cannot be created");
+	ENSURE(!getrlimit(RLIMIT_NOFILE, &all), "getrlimit");
+	none = (struct rlimit){ .rlim_cur = 0, .rlim_max = all.rlim_max };
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &none), "setrlimit");
+	mr = ibv_alloc_null_mr(pd);
+	ENSURE(!setrlimit(RLIMIT_NOFILE, &all), "setrlimit");
+	ENSURE(!mr, "a null region was created without a descriptor");
+	mr = ibv_alloc_null_mr(pd);
+	ENSURE(mr, "ibv_alloc_null_mr: %s", strerror(errno));
+	ENSURE(!ibv_dereg_mr(mr), "ibv_dereg_mr");
+	return NULL;
+}
+
+/* If an attribute is invalid, ibv_modify_srq changes none. */
+static const char *receives_refused(size_t arg)
+{
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 16, .max_sge = 1 } };
+	struct ibv_srq_attr attr = { .max_wr = 8, .srq_limit = 9 };
+	struct ibv_pd *pd;
+	struct ibv_srq *srq;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "an object of the test cannot be created");
+	srq = ibv_create_srq(pd, &init);
+	ENSURE(srq, "ibv_create_srq: %s", strerror(errno));
+	keep(close_srq, srq, "ibv_destroy_srq");
+	ENSURE(ibv_modify_srq(srq, &attr, IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) == EINVAL, "a limit above the size is accepted");
+	ENSURE(!ibv_query_srq(srq, &attr) && attr.max_wr == 16 && attr.srq_limit == 0, "max_wr %u, srq_limit %u", attr.max_wr,
+	       attr.srq_limit);
+	return NULL;
+}
+
+/* Programs compare the time of a completion with `tv_nsec` of the clock, which mlx4 and mlx5 set to the number of ticks. */
+static const char *clock_of_completions(size_t arg)
+{
+	struct ibv_cq_init_attr_ex init = { .cqe = 4, .wc_flags = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP };
+	struct ibv_values_ex before = { .comp_mask = IBV_VALUES_MASK_RAW_CLOCK }, after = before;
+	struct ibv_poll_cq_attr attr = { 0 };
+	struct ibv_qp_init_attr qp_init = { .qp_type = IBV_QPT_RC, .cap = { 1, 1, 1, 1, 0 } };
+	struct ibv_qp_attr error = { .qp_state = IBV_QPS_ERR }, ready = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
+	struct ibv_recv_wr wr = { .wr_id = 1 }, *bad;
+	struct ibv_pd *pd;
+	struct ibv_cq_ex *queue;
+	struct ibv_qp *qp;
+	uint64_t at;
+	int rc;
+
+	(void)arg;
+	TRY(open_device());
+	pd = new_pd();
+	ENSURE(pd, "an object of the test cannot be created");
+	queue = ibv_create_cq_ex(device, &init);
+	ENSURE(queue, "ibv_create_cq_ex: %s", strerror(errno));
+	keep(close_cq, ibv_cq_ex_to_cq(queue), "ibv_destroy_cq");
+	qp_init.send_cq = qp_init.recv_cq = ibv_cq_ex_to_cq(queue);
+	qp = ibv_create_qp(pd, &qp_init);
+	ENSURE(qp, "ibv_create_qp: %s", strerror(errno));
+	keep(close_qp, qp, "ibv_destroy_qp");
+	ENSURE(!ibv_query_rt_values_ex(device, &before), "ibv_query_rt_values_ex");
+	/* So the second changes between the two times. */
+	sleep_ms(1100);
+	ENSURE(!ibv_modify_qp(qp, &ready, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS), "ibv_modify_qp");
+	ENSURE(!ibv_post_recv(qp, &wr, &bad), "ibv_post_recv");
+	ENSURE(!ibv_modify_qp(qp, &error, IBV_QP_STATE), "ibv_modify_qp");
+	rc = ibv_start_poll(queue, &attr);
+	ENSURE(!rc, "ibv_start_poll: %s", strerror(rc));
+	at = ibv_wc_read_completion_ts(queue);
+	ibv_end_poll(queue);
+	ENSURE(!ibv_query_rt_values_ex(device, &after), "ibv_query_rt_values_ex");
+	ENSURE((uint64_t)before.raw_clock.tv_nsec < at && at < (uint64_t)after.raw_clock.tv_nsec, "%llu is not between %lld and %lld",
+	       (unsigned long long)at, (long long)before.raw_clock.tv_nsec, (long long)after.raw_clock.tv_nsec);
 	return NULL;
 }
 
@@ -599,6 +742,7 @@ static const char *xrc_domains(size_t arg)
 	int fd = mkstemp(name);
 
 	(void)arg;
+	TRY(open_device());
 	ENSURE(fd >= 0, "mkstemp");
 	unlink(name);
 	errno = 0;
@@ -617,6 +761,20 @@ static const char *xrc_domains(size_t arg)
 	ENSURE(same, "ibv_open_xrcd: %s", strerror(errno));
 	keep(close_xrcd, same, "ibv_close_xrcd");
 	close(fd);
+	/* Other files have other inodes for as long as the domain exists, although its file is deleted. */
+	init.oflags = O_CREAT | O_EXCL;
+	for (size_t i = 0; i < 20; i++) {
+		char other[] = "/tmp/anywarp-xrc-XXXXXX";
+		struct ibv_xrcd *third;
+
+		init.fd = mkstemp(other);
+		ENSURE(init.fd >= 0, "mkstemp");
+		unlink(other);
+		third = ibv_open_xrcd(device, &init);
+		close(init.fd);
+		ENSURE(third, "a file has the domain of another one: %s", strerror(errno));
+		ENSURE(!ibv_close_xrcd(third), "ibv_close_xrcd");
+	}
 	qp_init.xrcd = one;
 	first = ibv_create_qp_ex(device, &qp_init);
 	ENSURE(first, "ibv_create_qp_ex: %s", strerror(errno));
@@ -878,6 +1036,10 @@ static const struct test tests[] = {
 	{ "xrc_queue_destroyed", xrc_queue_destroyed, 0, 0, false },
 	{ "xrc_domains", xrc_domains, 0, 0, false },
 	{ "pages_without_rights", pages_without_rights, 0, 0, false },
+	{ "pages_without_rights_of_the_region", pages_without_rights_of_the_region, 0, 0, false },
+	{ "null_region_later", null_region_later, 0, 0, true },
+	{ "receives_refused", receives_refused, 0, 0, false },
+	{ "clock", clock_of_completions, 0, 0, false },
 };
 
 int main(int argc, char **argv)

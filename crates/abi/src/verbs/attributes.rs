@@ -116,9 +116,10 @@ pub(crate) unsafe extern "C" fn query_rt_values(
         // SAFETY: the program passes null or a valid pointer.
         let values = unsafe { arg_mut(values) }?;
         if values.comp_mask & IBV_VALUES_MASK_RAW_CLOCK != 0 {
-            let now = wall_clock();
-            values.raw_clock.tv_sec = i64::try_from(now / 1_000_000_000).unwrap_or(0);
-            values.raw_clock.tv_nsec = i64::try_from(now % 1_000_000_000).unwrap_or(0);
+            // As in the completions, one number of 64 bits. Many programs read only `tv_nsec`, where the drivers of mlx4 and mlx5
+            // store it.
+            values.raw_clock.tv_sec = 0;
+            values.raw_clock.tv_nsec = i64::try_from(wall_clock()).unwrap_or(0);
         }
         values.comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
         Ok(())

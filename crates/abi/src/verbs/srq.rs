@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, MutexGuard, Weak};
 
@@ -175,7 +176,8 @@ entry! {
 
 // ---------------------------------------------------------------------- XRC
 
-type Files = HashMap<(u64, u64), Weak<XrcDomain>>;
+/// The descriptor keeps the file: otherwise another file could get its inode.
+type Files = HashMap<(u64, u64), (Weak<XrcDomain>, OwnedFd)>;
 
 /// XRC domains by device and inode of their file.
 fn by_file() -> MutexGuard<'static, Files> {
@@ -216,13 +218,13 @@ fn domain_of(fd: c_int, flags: c_int) -> Result<Arc<XrcDomain>, Errno> {
     let file = fd::duplicate(fd).ok_or(libc::EBADF)?;
     let key = fd::identity(&file).ok_or(libc::EBADF)?;
     let mut files = by_file();
-    files.retain(|_, domain| domain.strong_count() > 0);
-    match files.get(&key).and_then(Weak::upgrade) {
+    forget_closed(&mut files);
+    match files.get(&key).and_then(|(domain, _)| domain.upgrade()) {
         Some(_) if creates && flags & libc::O_EXCL != 0 => Err(libc::EEXIST),
         Some(domain) => Ok(domain),
         None if creates => {
             let domain = Arc::new(XrcDomain::default());
-            files.insert(key, Arc::downgrade(&domain));
+            files.insert(key, (Arc::downgrade(&domain), file));
             Ok(domain)
         }
         None => Err(libc::ENOENT),
@@ -240,8 +242,14 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
             return Err(libc::EBUSY);
         }
         drop(xrcd.take());
+        forget_closed(&mut by_file());
         Ok(())
     })
+}
+
+/// Closes the files of domains that nothing uses any more.
+fn forget_closed(files: &mut Files) {
+    files.retain(|_, (domain, _)| domain.strong_count() > 0);
 }
 
 /// Adds a shared receive queue to an XRC domain, so that peers can address it by its number.

@@ -272,7 +272,13 @@ fn complete(qp: &QpObject) -> Result<(), Errno> {
     if let Some(e) = error {
         return Err(misuse("ibv_wr_complete", &e));
     }
-    let posted = qp.engine.post_batch(&mut requests);
+    let profile = profile();
+    let mut each = requests.iter();
+    let admitted = each.try_for_each(|request| profile.admits(&request.op, &request.payload));
+    let posted = match admitted {
+        Ok(()) => qp.engine.post_batch(&mut requests),
+        Err(e) => Err((0, e)),
+    };
     // Keeps the allocation for the next `ibv_wr_start`.
     requests.clear();
     qp.builder().requests = requests;

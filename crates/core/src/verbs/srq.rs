@@ -102,18 +102,15 @@ impl Srq {
     /// due at once.
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<bool, Misuse> {
         let mut state = self.state();
-        if let Some(max_wr) = max_wr {
-            if (max_wr as usize) < state.requests.len() {
-                return Err(Misuse::InvalidArgument("max_wr below the posted receives"));
-            }
-            state.max_wr = max_wr;
+        let (new_max_wr, new_limit) =
+            (max_wr.unwrap_or(state.max_wr), limit.unwrap_or(state.limit));
+        if (new_max_wr as usize) < state.requests.len() && max_wr.is_some() {
+            return Err(Misuse::InvalidArgument("max_wr below the posted receives"));
         }
-        if let Some(limit) = limit {
-            if limit > state.max_wr {
-                return Err(Misuse::InvalidArgument("srq_limit above max_wr"));
-            }
-            state.limit = limit;
+        if new_limit > new_max_wr {
+            return Err(Misuse::InvalidArgument("srq_limit above max_wr"));
         }
+        (state.max_wr, state.limit) = (new_max_wr, new_limit);
         let due = limit.is_some() && state.limit > 0 && state.requests.len() < state.limit as usize;
         if due {
             state.limit = 0;
