@@ -26,6 +26,7 @@ use anywarp_core::bounds::CARRIERS;
 use anywarp_core::datagram::{Arrival, TxDatagram};
 
 use super::owner;
+use super::route::source_for;
 use super::shm::{OFFER_LIFETIME, Shm, Watch, transport};
 use super::sink::DatagramSink;
 use crate::clock;
@@ -305,6 +306,8 @@ pub(super) struct Carrier<S: DatagramSink> {
     /// The address of this end, from which its datagrams come.
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
+    /// Whether the kernel would send datagrams without a source address from `local`.
+    is_usual_source: bool,
     polled: Arc<Polled>,
     send: Mutex<Sending>,
     receive: Mutex<Receiving>,
@@ -423,6 +426,7 @@ impl<S: DatagramSink> Carrier<S> {
             port,
             local,
             peer,
+            is_usual_source: source_for(peer).is_ok_and(|usual| usual.ip() == local.ip()),
             polled: Arc::new(polled),
             send: Mutex::new(Rank::CarrierSend, sending),
             receive: Mutex::new(Rank::CarrierReceive, receiving),
@@ -466,7 +470,7 @@ impl<S: DatagramSink> Carrier<S> {
     /// Whether the carrier can send a datagram.
     fn suits(&self, d: &TxDatagram, from: Option<IpAddr>) -> bool {
         d.to == self.peer
-            && d.from.or(from).is_none_or(|ip| ip == self.local.ip())
+            && (d.from.or(from)).map_or(self.is_usual_source, |ip| ip == self.local.ip())
             && d.bytes.len() <= DATAGRAM_MAX
     }
 

@@ -1,6 +1,6 @@
 //! Tests of carriers between two UDP ports of this process, without a worker thread.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::slice::Chunks;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -116,6 +116,30 @@ fn connected() -> (&'static Engine, End, End) {
     assert!(b.carrier(&a).is_some());
     assert_eq!(b.numbers(), (0..=OFFER_AFTER).collect::<Vec<_>>());
     (engine, a, b)
+}
+
+/// A carrier was made for datagrams from 127.0.0.2. Datagrams without a source address still come from 127.0.0.1.
+#[test]
+fn a_carrier_keeps_the_source_address() {
+    let (engine, a, b) = two_ends();
+    let from = Some(IpAddr::from([127, 0, 0, 2]));
+    let send = |from, number| {
+        let list = [datagram(b.at, number, 100)];
+        a.port.send(&list, from, &mut usize::MAX.clone()).unwrap();
+    };
+    for n in 0..OFFER_AFTER + 1 {
+        send(from, n);
+    }
+    poll(engine);
+    assert!(a.carrier(&b).is_some());
+    b.sink.got.lock().clear();
+    send(from, 0);
+    send(None, 0);
+    poll(engine);
+    let got = b.sink.got.lock();
+    let mut sources: Vec<_> = got.iter().map(|(arrival, _)| arrival.from.ip()).collect();
+    sources.sort();
+    assert_eq!(sources, [[127, 0, 0, 1], [127, 0, 0, 2]].map(IpAddr::from));
 }
 
 #[test]
