@@ -10,7 +10,8 @@
 //! - [`verbs`] and [`cm`]: one module for each of the two libraries.
 //! - [`dv`]: extensions of verbs, `<infiniband/anywarpdv.h>`.
 //! - [`rsocket`]: sockets over RDMA, which are a part of librdmacm.
-//! - [`plain`]: `bind` and `listen` of the C library, for plain sockets that need the port of a listener of rdma_cm.
+//! - [`plain`]: `bind` and `listen` of the C library. A listener of rdma_cm holds a TCP port; a plain socket of the program may want the
+//!   same number, which then becomes free for it.
 //! - `profile`: device profiles, which report and enforce the limits of other devices.
 //! - [`pending`]: public symbols of features that this device lacks; [`mod@refuse`]: functions that only fail.
 //! - `../link/`: the exported symbols and their versions. `cargo xtask dist` links them, and `cargo xtask matrix` compares them
@@ -50,8 +51,8 @@ static MEMORY: anywarp_engine::reserve::Allocator = anywarp_engine::reserve::All
 /// }
 /// ```
 ///
-/// `errno` is a function of [`ffi`] that reports failures to C. The body returns a `Result` with an errno value (except with
-/// `value`, whose body returns the value itself).
+/// `errno` is a function of [`ffi`] that reports failures to C. The body returns a `Result`, whose error is an errno. With
+/// the function [`ffi::value`] the body returns the result of the call itself.
 #[macro_export]
 macro_rules! entry {
     (

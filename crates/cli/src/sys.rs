@@ -1,6 +1,5 @@
-//! System calls: trying the kernel features that the device uses, TUN interfaces, socket options, free ports and the end of programs
-//! with their parent. All unsafe code of
-//! this crate is here and in `bench/raw_sys.rs`.
+//! System calls: to try the kernel features that the device uses, for TUN interfaces, socket options and free ports, and to make a
+//! child process end when its parent ends. All unsafe code of this crate is here and in `bench/raw_sys.rs`.
 #![allow(
     unsafe_code,
     reason = "system calls that std does not offer, with plain arguments"

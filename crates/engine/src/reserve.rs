@@ -115,7 +115,7 @@ impl Class {
 /// Reserves a free piece of the smallest size that fits; null if there is none.
 fn take(layout: Layout) -> *mut u8 {
     for class in &CLASSES {
-        // Each size is a multiple of every alignment that is not larger, up to that of the pages.
+        // A piece of this size is aligned to its size, and at most to a page.
         if class.size < layout.size() || class.size.min(ALIGN) < layout.align() {
             continue;
         }

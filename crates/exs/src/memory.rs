@@ -56,8 +56,8 @@ impl Device {
     }
 
     /// Creates the registered buffers for copying memory that the program has not registered. Each connection has separate
-    /// ones, because its peer may read everything that a registration covers. For the same reason registrations are not
-    /// cached.
+    /// ones, because its peer may read everything that a registration covers. Registrations are not cached, because the next user of
+    /// a cached one could be another connection.
     pub(crate) fn pool(&self) -> Option<Manager> {
         let settings = buffers::Settings {
             send_access: Use::Source.access(self.iwarp),
@@ -119,7 +119,7 @@ impl Use {
 /// Registers memory with a device.
 pub(crate) fn register(device: &Device, addr: u64, len: u64, what: Use) -> Result<Region, c_int> {
     let len = usize::try_from(len).map_err(|_| libc::EINVAL)?;
-    // SAFETY: the domain is live as long as the process; the caller guarantees how the memory may be used.
+    // SAFETY: the domain is live as long as the process; the caller guarantees that the memory may be accessed as `what` says.
     unsafe { Region::new(device.pd.0, addr, len, what.access(device.iwarp)) }
 }
 

@@ -15,7 +15,7 @@ struct Map {
     len: usize,
     offset: u64,
     region: MemoryRegion,
-    /// The index of this mapping's entry in the peer's table of the mappings of this end. This end writes the table by RDMA Write.
+    /// The peer has a table of the mappings of this end, which this end writes by RDMA Write. This is the index of the mapping's entry.
     /// `None`: the peer may not write to the mapping, so the table has no entry for it.
     index: Option<usize>,
     /// Whether there is nothing left to announce: the entry was written, or there is none.

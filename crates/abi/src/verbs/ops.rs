@@ -32,7 +32,7 @@ unsafe fn inline_of(list: *const ibv_sge, n: c_int, data: &mut InlineData) -> Re
 }
 
 /// A fast path: fills the blank request `into` if the work request is a Send or a Write with one short inline element, as
-/// latency-bound requests usually are. All profiles support such requests. Returns false for other requests, and leaves `into`
+/// latency-bound requests usually are. Each device that ANYWARP_DEVICE_PROFILE can name supports such requests. Returns false for other requests, and leaves `into`
 /// unchanged.
 ///
 /// # Safety

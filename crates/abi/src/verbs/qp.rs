@@ -432,7 +432,7 @@ fn modify(qp: &QpObject, attr: &ibv_qp_attr, attr_mask: u32) -> Result<(), Misus
     }
     if next == Some(State::Rts) && !p.has.connects_itself && qp.engine.program_sets_peer() {
         return Err(Misuse::InvalidArgument(
-            "the profile's device connects with rdma_cm only",
+            "the device that ANYWARP_DEVICE_PROFILE names connects with rdma_cm only",
         ));
     }
     let mut attr_mask = attr_mask;
@@ -511,8 +511,8 @@ entry! {
             unsafe { put(init, made) }?;
         }
         // All attributes are returned, whatever the mask is. The state in the public structure is updated only if the mask
-        // contains STATE: programs query other attributes of a queue pair that has failed and continue with the state in the
-        // structure.
+        // contains STATE: a program that queries other attributes, of a queue pair that has failed meanwhile, does not expect
+        // that the call changes the structure.
         if attr_mask.cast_unsigned() & mask::STATE != 0 {
             object.show_state(state as ibv_qp_state);
         }

@@ -1,4 +1,8 @@
-//! Tests of the reactor with real sockets and timers, without a worker thread.
+//! Tests of the reactor with real sockets and timers, without a worker thread. A test calls the worker's methods itself.
+//!
+//! A *lease* is the time for which a polling thread handles the sockets; the worker leaves them alone until it ends. A request is *corked*
+//! if it is posted and kept back, to be sent together with the next ones. A socket is *hot* if each poll found something in it; it
+//! is then disarmed, so that it raises no events of epoll. A program *arms* a completion queue when it requests an event.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -103,7 +107,7 @@ fn idle() -> (&'static Reactor, Arc<Bytes>, UnixStream) {
     (reactor, bytes, theirs)
 }
 
-/// A reactor whose socket became hot and was disarmed, the source of the socket, and a function that sends it a byte.
+/// A reactor whose socket has become hot and was disarmed, the owner of the socket, and a function that sends a byte to the socket.
 fn hot() -> (&'static Reactor, Arc<Bytes>, impl Fn()) {
     let (reactor, bytes, theirs) = idle();
     let send = move || assert_eq!(rustix::io::write(&theirs, &[1]), Ok(1));
@@ -127,7 +131,7 @@ fn nothing_is_corked_while_no_thread_polls() {
     assert!(corked);
 }
 
-/// A queue pair whose flush takes most of a lease. Records whether the lease ran when its flush began.
+/// A queue pair whose flush takes three quarters of a lease. It records whether the lease had not ended when its flush began.
 struct Slow(&'static Reactor, Mutex<Vec<bool>>);
 
 impl DelayedAck for Slow {
@@ -138,8 +142,8 @@ impl DelayedAck for Slow {
     }
 }
 
-/// If the lease ended while one poll sends the requests of many queue pairs, the worker would take the sockets, and contend for them with
-/// the program.
+/// If the lease ended while one poll sends the requests of many queue pairs, the worker would begin to handle the sockets, and both threads
+/// would wait for the same locks.
 #[test]
 fn a_poll_that_sends_for_many_queue_pairs_keeps_its_lease() {
     let reactor = reactor();
@@ -166,7 +170,8 @@ fn a_poll_that_sends_for_many_queue_pairs_keeps_its_lease() {
     assert!((0..20).any(|_| kept(false)), "acknowledgements");
 }
 
-/// The lease ends between its check and the corking of a request. If the timer were not set again, no thread would send that request.
+/// A thread finds that the lease has not ended, and corks a request when it has. If the timer were not set again, no thread would send that
+/// request.
 #[test]
 fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -185,7 +190,7 @@ fn corking_after_the_end_of_the_lease_sets_the_timer_again() {
     assert!(!reactor.cork.is_corked());
 }
 
-/// Two leases overlap, and the timer of the shorter one was set last.
+/// One thread starts a long lease, and another one then sets the timer for a shorter lease. The timer fires while the long one runs.
 #[test]
 fn a_timer_that_fires_during_a_lease_is_set_again() {
     let reactor = reactor();
@@ -199,11 +204,13 @@ fn a_timer_that_fires_during_a_lease_is_set_again() {
     assert!(clock::now() >= start + lease);
 }
 
-/// Delayed acknowledgements are sent before the worker spins, and the answers to them are received in the same turn.
+/// The worker sends delayed acknowledgements, and then spins: it polls the sockets for a while before it sleeps. What the peer sends after
+/// it has got the acknowledgement is received in the same turn.
 #[test]
 fn a_spinning_worker_receives_arriving_data() {
     let (soon, late) = (Duration::ZERO, 2 * LONG);
-    // An arrival in time adds credit. The next spin, in which nothing arrives, halves it. A late arrival adds none.
+    // Something that arrives while the worker spins adds to its credit for spins. The next spin, in which nothing arrives, halves the
+    // credit. What arrives after the spin adds none.
     let cases = [
         (0, soon, (true, 0)),
         (1, soon, (false, 1)),
@@ -259,7 +266,8 @@ impl DelayedAck for Flushed {
     }
 }
 
-/// If a program polls its memory for a Write of the peer, it answers at once, and the answer carries the acknowledgement.
+/// A poll that finds something shows that the program is about to answer, and the acknowledgement can travel with the answer. A program that
+/// waits for a Write polls its memory instead, and its peer waits for the acknowledgement.
 #[test]
 fn the_worker_holds_an_acknowledgement_only_if_a_poll_has_succeeded() {
     let (reactor, _bytes, other) = idle();
@@ -444,7 +452,8 @@ fn each_memory_is_handled_first_in_turn() {
     assert_eq!(*order.lock().unwrap(), [0, 1, 2, 1, 2, 0, 2, 0, 1]);
 }
 
-/// Memory that notes how wake-ups are requested: `Some`, whether for acknowledgements too, or `None`, the request is withdrawn.
+/// Shared memory that records the requests for wake-ups. `Some(true)`: for acknowledgements too; `Some(false)`: not for them; `None`: the
+/// request was withdrawn.
 struct Sleeper(Mutex<Vec<Option<bool>>>);
 
 impl PolledMemory for Sleeper {
@@ -503,8 +512,8 @@ fn the_worker_withdraws_its_requests_for_wake_ups_unless_another_thread_sleeps()
     assert_eq!(wake(), [None, Some(false)]);
 }
 
-/// Requests that wait for an acknowledgement are sent when it arrives. The acknowledgement does not wake a worker that went to sleep
-/// before the requests waited.
+/// Requests that wait for an acknowledgement are sent when it arrives. If the worker went to sleep before there were such requests, it has
+/// not asked the peer to wake it for acknowledgements.
 #[test]
 fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
     let reactor = reactor();
@@ -521,8 +530,8 @@ fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
     assert!(!reactor.memory_prepare_sleep());
 }
 
-/// A poll can take the wake-up after its lease has ended. The peer sends the next one only after the worker has slept
-/// again.
+/// A poll can receive the byte that should wake the worker, although its lease has ended. The peer sends the next such byte only after the
+/// worker has slept again, so without a new lease nobody would handle what arrives.
 #[test]
 fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     let reactor = reactor();
@@ -539,7 +548,8 @@ fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     assert!(unchanged);
 }
 
-/// A thread takes the wake-up of another thread, which waits for an event. The first thread may not poll again for a while.
+/// A thread receives the byte that should wake another thread, which waits for an event. Perhaps the first thread does not poll again for a
+/// while.
 #[test]
 fn a_wake_up_that_is_taken_from_a_waiting_thread_shortens_its_lease() {
     let reactor = reactor();
@@ -590,8 +600,8 @@ fn a_poll_that_outlives_its_lease_starts_another_one() {
     assert!(socket::wait_readable(timer.as_fd(), 100 * LONG));
 }
 
-/// Whether arming ends the lease in each of many tries. `arm` makes one try, and returns whether the lease has ended. On a busy machine,
-/// a lease that arming does not end may end by itself.
+/// Whether arming ends the lease in each of many tries. `arm` makes one try, and returns whether the lease has ended. One try is not enough:
+/// on a busy machine the lease may end by itself.
 fn arming_ends_the_lease(mut arm: impl FnMut() -> bool) -> bool {
     (0..50).all(|_| arm())
 }

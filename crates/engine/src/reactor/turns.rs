@@ -1,9 +1,10 @@
 //! Turns: which idle polls read the clock and handle what depends on the time.
 //!
-//! While memory is polled, an idle poll has little to do, and reading the clock takes as long as everything else together. So
-//! only one of several idle polls of a busy loop makes a *turn*: it reads the clock, renews the lease, runs deadlines, and
-//! checks the sockets if a check is due. The others only look at the memory. If polls follow each other slowly, each of them
-//! makes a turn, because the lease would end otherwise.
+//! An *idle poll* is a poll that found its completion queue empty. If a peer of the same host uses shared memory, such a poll looks
+//! for its messages there, which takes little time; reading the clock takes as long as everything else together. So
+//! only one of several idle polls of a busy loop makes a *turn*: it reads the clock, renews the lease (the time for which the polling
+//! thread handles the sockets in place of the device's thread), runs deadlines, and checks the sockets if a check is due. The others only
+//! look at the memory. If polls follow each other slowly, each of them makes a turn, because the lease would end otherwise.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -12,7 +13,7 @@ use crate::sync::{AtomicU64, Ordering};
 const TURN_EACH: u64 = 4;
 /// The longest time between two turns of a busy loop, in nanoseconds.
 const CLOSE: u64 = 2_000;
-/// While memory is polled and the sockets have nothing to receive, the time between two checks of the sockets, in
+/// While shared memory is polled and the sockets have nothing to receive, the time between two checks of the sockets, in
 /// nanoseconds. A check is a system call, and a message that arrives in memory meanwhile is received only after it.
 const SOCKETS_EACH: u64 = 5_000;
 /// How long the sockets are checked more often after one of them had something to receive, in nanoseconds.

@@ -189,11 +189,11 @@ enum Op {
         to: Remote,
         memory: UserMemory,
         regions: Vec<Region>,
-        /// The content of an injected message, and a reference that counts these copies (`credit.rs`). The field is declared
-        /// after `regions`, so that the content is dropped after them.
+        /// A copy of the content of an injected message. The number of references to the `Arc` is the number of such copies, which
+        /// `credit.rs` limits. The field is declared after `regions`, so that the content is dropped after them.
         _copy: Option<(Vec<u8>, Arc<()>)>,
-        /// If the peer has reported that the share of this endpoint is used up: a reference that counts the messages announced to this
-        /// peer since (`credit.rs`).
+        /// Set if the peer has reported that its memory for unexpected messages of this endpoint is used up (`credit.rs`). The number of
+        /// references to the `Arc` is the number of messages that were announced to this peer since.
         _counted: Option<Arc<()>>,
         /// Whether the device has delivered the announcement.
         known: bool,
@@ -434,7 +434,7 @@ const RECEIVE: u64 = 0;
 const OP: u64 = 1;
 /// `wr_id` of the announcement of an operation's message.
 const ANNOUNCE: u64 = 2;
-/// `wr_id` of an answer to a peer. Its operation is the answer itself.
+/// `wr_id` of an answer to a peer. The operation in the rest of the number is the answer, not one of the program.
 const ANSWER: u64 = 3;
 
 /// `wr_id` of a message on a link.
@@ -530,11 +530,12 @@ pub struct Endpoint {
     outstanding: usize,
     /// Peers with messages that need not be acknowledged soon: at most [`limits::LATER`].
     later: Vec<Remote>,
+    /// When peers were last asked whether they still know the operations that wait for them.
     asked: Instant,
     /// The numbers of the announced messages that peers have asked about: at most [`limits::ANNOUNCED`] of each of [`limits::COUNTED`]
     /// peers.
     questions: HashMap<Remote, Vec<u32>>,
-    /// The number of calls since the time was last compared with [`Self::asked`].
+    /// The number of calls of the program since the clock was last read, to find out whether peers have to be asked again.
     calls: u32,
     /// The number of invalid messages that were dropped.
     bad: u64,
@@ -652,7 +653,8 @@ impl Endpoint {
     /// Requests an event for the next completion of the device.
     pub fn arm(&mut self) {
         self.cq.arm();
-        // A waiting program rarely calls the library, so the time is compared in the next call.
+        // A program that waits for events makes few calls, so the next one reads the clock, to find out whether peers have to be
+        // asked.
         self.calls = limits::ASK_CALLS;
     }
 
