@@ -29,11 +29,13 @@ pub const REQUESTS: usize = 1024;
 pub const RECORDS: usize = 256;
 /// The most outstanding Reads of the one-sided queue pair, which is the number that the device answers for one peer.
 pub const READS: u32 = 128;
-/// The most bytes of unexpected messages that are stored, where each message counts [`UNEXPECTED_EACH`] bytes more. Beyond
-/// that, messages stay in the receives of the device, and their senders have to wait.
+/// The most bytes of unexpected messages (messages for which the program has not posted a receive yet) that are stored, where each
+/// message counts [`UNEXPECTED_EACH`] bytes more. Beyond that, messages stay in the receives of the device, and their senders
+/// have to wait.
 pub const UNEXPECTED: usize = 64 << 20;
-/// The share of each sender is half of the difference between this number of bytes and the bytes that all senders have stored.
-/// The rest of [`UNEXPECTED`] is for messages that were sent before their sender knew that its share is used up.
+/// The *share* of a sender, which is the number of bytes of unexpected messages that it may store here, is half of the difference
+/// between this number and the bytes that all senders have stored. The rest of [`UNEXPECTED`] is for messages that were sent
+/// before their sender knew that its share is used up.
 pub const SHARED: usize = 32 << 20;
 /// The smallest share of a sender in bytes.
 pub const SHARE_MIN: usize = 256 << 10;
@@ -68,32 +70,34 @@ pub const POSTPONED: usize = 1024;
 /// The most peers of an address vector. Each has a name of 16 or 28 bytes, and the device communicates with 65,536 peers at the same
 /// time.
 pub const PEERS: usize = 1 << 20;
-/// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor may not respond for
-/// seconds.
+/// The milliseconds without a response after which operations with a peer fail. MPI ranks that share a processor can take seconds to
+/// respond.
 pub const PEER_TIMEOUT_MS: u32 = 30_000;
-/// The messages to and from a peer after which the endpoint makes a link to it. Each [`EAGER`] bytes of a long message count as one more.
+/// The messages to and from a peer after which the endpoint makes a link (a reliable connection) to it. Each [`EAGER`] bytes of a long
+/// message count as one more.
 pub const BUSY: i32 = 64;
-/// The messages to and from a peer that has refused a link, or when this endpoint had too many links, until the next offer.
+/// The messages to and from a peer until the next offer of a link, after the peer has refused one or this endpoint had too many.
 pub const REFUSED: i32 = 1024;
 /// The most links of an endpoint. Each has memory for 2 × [`LINK_DEPTH`] messages, and on one host the rings of the connection.
 /// Pages that were never written use no memory.
 pub const LINKS: usize = 8;
-/// The number of receives of a link, and the most messages on it that have not completed. The peer acknowledges 32 messages together, so
-/// that with half this number the sender would wait for each acknowledgement.
+/// The number of receives of a link, and the most messages on it that have not completed. The peer acknowledges 32 messages together;
+/// with half this number the sender would have to wait for each acknowledgement.
 pub const LINK_DEPTH: usize = 64;
-/// The most memory windows of a link that are being bound. While there are so many, further announced messages of the link's peer are
-/// written by datagrams.
+/// The most memory windows of a link that are being bound at the same time. While there are so many, further announced messages of the
+/// link's peer are written by datagrams.
 pub const BINDS: usize = 32;
 /// The longest message in bytes that is sent inline on a link.
 pub const LINK_INLINE: usize = 256;
-/// The most peers whose messages are counted until there is a link.
+/// The most peers without a link whose messages are counted (see [`BUSY`]).
 pub const COUNTED: usize = 1024;
 /// The shortest interval between two probes of the peers that operations wait for.
 pub const ASK_AFTER: Duration = Duration::from_secs(2);
 /// If at least this number of requests have not completed, all messages are to be acknowledged soon. If fewer requests are
 /// outstanding, messages whose completion was already reported to the program may be acknowledged later.
 pub const LATER: usize = 64;
-/// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock is a considerable part of an idle poll.
+/// The number of polls after which the time is compared with [`ASK_AFTER`]. Reading the clock takes a considerable part of the time of
+/// a poll that finds nothing.
 pub const ASK_CALLS: u32 = 64;
 /// The time that a waiting call polls before it sleeps.
 pub const SPIN: Duration = Duration::from_micros(50);
@@ -102,7 +106,7 @@ pub const SPIN: Duration = Duration::from_micros(50);
 pub const SLACK: usize = 512;
 /// The most batches of completions that are handled before a wait. If there are more, the program does not wait but calls again.
 pub const BATCHES_BEFORE_WAIT: usize = 256;
-/// The time that closing an endpoint waits until the next of its messages has arrived.
+/// The time after which closing an endpoint stops waiting for its messages to arrive, if none of them arrives within it.
 pub const LINGER: Duration = Duration::from_secs(2);
-/// The time that closing an endpoint waits at most until all its messages have arrived.
+/// The longest time for which closing an endpoint waits for its messages to arrive, even if they arrive one after the other.
 pub const LINGER_MOST: Duration = Duration::from_secs(10);

@@ -230,7 +230,7 @@ impl<R> Matching<R> {
     /// Removes the announced messages of a peer that will never write them. A claimed one stays: the program still receives
     /// it and gets the error then.
     pub fn forget_announced(&mut self, from: Remote) {
-        // Each answer to a lost peer that fails calls this, so it must not take long when there is nothing to remove.
+        // This is called for each failed answer to a lost peer, so it must be fast when there is nothing to remove.
         if self
             .of_senders
             .get(&from)

@@ -163,9 +163,9 @@ impl Device {
         Ok(device)
     }
 
-    /// Sets how soon the device's thread handles what arrives while the program makes no calls. The provider has manual progress, so that
-    /// messages wait for the next call in any case, and the thread would only disturb a program that computes. One-sided operations of
-    /// peers do not wait for a call.
+    /// Sets how soon the device's thread handles what arrives while the program makes no calls. The provider has manual progress: messages
+    /// wait for the next call in any case, and the thread would only disturb a program that computes. One-sided operations of peers must
+    /// not wait for a call, so `soon` is set while peers have access to memory.
     fn set_progress(&self, soon: bool) {
         let progress = if soon {
             ffi::ANYWARPDV_PROGRESS_AUTO

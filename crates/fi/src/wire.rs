@@ -38,16 +38,16 @@ pub enum Kind {
     /// From now on the recipient must announce all its messages. With `length` 0: the recipient may send messages without an
     /// announcement again.
     Hold,
-    /// A step in the life of a link: `length` is a [`Step`], `id` the sender's queue pair of the link, `data` the receiver's. `tag` is
-    /// the number of messages that the sender has received on the link.
+    /// A step in the life of a link, which is a reliable connection between two busy endpoints. `length` is a [`Step`], `id` the
+    /// sender's queue pair of the link, and `data` the receiver's. The meaning of `tag` depends on the step.
     Link,
     /// The receiver has read the announced message `id`, which was [`READABLE`], or will not read it.
     Taken,
     /// A question about `length` operations that wait for the recipient, of the kind [`Waits`] in `tag`. Two numbers follow for each of
     /// them: the sender's, and the recipient's or 0.
     Ask,
-    /// Of the operations in a question with the same `tag`, the recipient of the question does not know these `length` ones. The numbers of
-    /// the end that has asked follow.
+    /// The answer to a question with the same `tag`: of the operations in the question, the sender of this answer does not know these
+    /// `length` ones. The numbers of the end that has asked follow.
     Unknown,
 }
 
@@ -81,9 +81,9 @@ pub enum Step {
     Refuse = 3,
     /// The messages of the sender follow on the link.
     Moved = 4,
-    /// The link has failed.
+    /// The link has failed. `tag` is the number of messages that the sender has received on the link.
     Broken = 5,
-    /// The sender closes its endpoint.
+    /// The sender closes its endpoint. `tag` is the number of messages that it has sent on the link, or [`u64::MAX`] if more may follow.
     Closed = 6,
     /// The sender has given up the link.
     Gone = 7,

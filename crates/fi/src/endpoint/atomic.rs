@@ -1,4 +1,4 @@
-//! Atomic operations: requests to peers, and the execution of their requests.
+//! Atomic operations: requests of this endpoint to its peers, and the execution of the requests that peers send.
 
 use super::fence::Request;
 use super::*;
@@ -91,8 +91,8 @@ impl Endpoint {
         sent
     }
 
-    /// Sends a header with content. The operation that `kept` returns, given the slot of the message, is stored until the
-    /// completion.
+    /// Sends a header with content. A message that is too long to be sent inline is copied to a *slot*, a registered buffer of this
+    /// endpoint. `kept` gets the index of the slot, and returns the operation that is stored until the message has completed.
     pub(super) fn post_message(
         &mut self,
         cx: &mut Shared,

@@ -9,14 +9,14 @@ use super::*;
 /// The state of both directions.
 #[derive(Debug, Default)]
 pub(super) struct Credit {
-    /// Peers where the share of this endpoint is used up. Each message that is announced to such a peer holds a reference to the
-    /// value, so the number of references limits these messages.
+    /// Peers where the share of this endpoint is used up. Each message that is announced to such a peer holds a clone of the `Arc`,
+    /// whose reference count is compared with the limit of such messages.
     used_up: HashMap<Remote, Arc<()>>,
-    /// Each copy of an injected message holds a reference to this, so the number of references limits the copies.
+    /// Each copy of an injected message holds a clone of this `Arc`, whose reference count is compared with the limit of copies.
     copies: Arc<()>,
     /// Senders that were notified that their share is used up.
     notified: HashMap<Remote, Notice>,
-    /// Whether a sender has ignored the notice. Only the first such message is logged.
+    /// Whether some sender has ignored its notice. Only the first message that is dropped for this reason is logged.
     ignored: bool,
 }
 
@@ -56,8 +56,9 @@ impl Credit {
         Ok((bytes, Arc::clone(&self.copies)))
     }
 
-    /// Forgets that a peer was notified, because it is lost. A notice of the peer stays valid: the peer may be alive, and drops messages
-    /// that ignore its notice. If another endpoint has replaced it, that one sends a new notice (`correct`).
+    /// Forgets that this endpoint has notified a peer, because the peer is lost. A notice that came from the peer stays valid: the peer
+    /// may be alive, and then drops messages that ignore its notice. If another endpoint has replaced the peer at its address, that
+    /// endpoint takes the notice back (`correct`).
     pub(super) fn forget(&mut self, peer: Remote) {
         self.notified.remove(&peer);
     }
@@ -80,7 +81,7 @@ impl Endpoint {
         then.is_none_or(|then| self.stored_of(from) <= then.stored + limits::LATE)
     }
 
-    /// Returns whether the notice to a sender is not sent yet.
+    /// Returns whether there is a notice to a sender that is not sent yet.
     pub(super) fn notice_waits(&self, from: Remote) -> bool {
         self.credit.notified.get(&from).is_some_and(|n| n.waits)
     }
@@ -137,8 +138,9 @@ impl Endpoint {
         }
     }
 
-    /// Called for an announced message. A sender announces short messages only after a receiver has asked it to. If this
-    /// endpoint has not asked, an earlier endpoint with the same address did. This endpoint then tells the sender to stop.
+    /// Called for an announced message. A sender announces short messages only after a receiver has notified it that its share is
+    /// used up. If this endpoint has not done so, an earlier endpoint with the same address has, and this endpoint tells the sender
+    /// to send short messages with their content again.
     pub(super) fn correct(&mut self, cx: &mut Shared, from: Remote, length: u64) {
         let short = length <= limits::EAGER as u64;
         if short && !self.credit.notified.contains_key(&from) && self.deferred.is_empty() {

@@ -20,8 +20,8 @@ impl Request {
         }
     }
 
-    /// Copies the memory that the program may use again before the operation has started. The returned bytes are that copy. A read has
-    /// none: its data arrives in that memory.
+    /// Copies the data of an injected operation, whose memory the program may change as soon as the call has returned, and makes the
+    /// operation refer to the copies, which are returned. A read has no data to copy.
     fn copy(&mut self) -> Vec<Vec<u8>> {
         if matches!(self, Self::Access(m) if m.read) {
             return Vec::new();

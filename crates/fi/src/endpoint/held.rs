@@ -1,7 +1,7 @@
-//! Messages that stay in receives of the device, in the order of arrival.
+//! Messages that cannot be handled yet and stay in the receives of the device in which they arrived, in the order of arrival.
 //!
-//! Whether a message may be handled depends on others of its peer, so they are counted: a search for each message would take time in
-//! proportion to the square of their number, which a peer could use to delay the program.
+//! A message may have to wait for other held messages of its peer. These are counted, because a search of the queue for each message
+//! would take time that grows with the square of the number of messages, which a peer could use to delay the program.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -20,7 +20,7 @@ pub(super) struct Held {
     pub(super) from: Remote,
 }
 
-/// What is counted.
+/// A group of messages that are counted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Group {
     /// Datagrams of a peer that precede its messages on a link.

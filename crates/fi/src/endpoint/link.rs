@@ -23,7 +23,7 @@ use super::*;
 
 const MESSAGE_ROOM: usize = (HEADER + limits::EAGER).next_multiple_of(64);
 
-/// The name of a link: its index in the table of links, and a number that no other link of this index has had recently.
+/// The name of a link: its index in the table of links, and a number that tells it from earlier links at this index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Name {
     link_index: u8,
@@ -71,9 +71,9 @@ enum What {
     Announcement,
     /// The first message, which shows that the queue pairs are connected.
     Probe,
-    /// A write of a message, or of a piece of one, to a window of the peer.
+    /// A write of a message, or of a piece of one, to a memory window of the peer.
     Write,
-    /// A write of a message that is written again by datagrams.
+    /// A write that no longer counts, because its message is written again by datagrams.
     Abandoned,
 }
 
@@ -97,8 +97,8 @@ struct Link {
     peer: Remote,
     /// The queue pair of the peer, when it is known.
     remote: Option<u32>,
-    /// Whether a message has arrived at the peer. Messages use the link only then: a firewall may drop the packets of TCP, and the
-    /// connection would fail only after a while.
+    /// Whether the probe has arrived at the peer. Other messages use the link only after that: if a firewall drops the packets of TCP,
+    /// the connection fails only after a while.
     is_proven: bool,
     /// Whether messages to the peer use the link.
     sends: bool,
@@ -111,7 +111,7 @@ struct Link {
     sent: VecDeque<Sent>,
     /// Announced messages for which the peer has granted memory, and whose writes wait for room on the link.
     writes: VecDeque<u32>,
-    /// The number of windows that are being bound.
+    /// The number of memory windows that are being bound.
     binds: usize,
     broken: bool,
     /// Whether the peer was notified of the failure.
@@ -121,7 +121,7 @@ struct Link {
     count: Option<u64>,
     /// Whether the peer has closed its endpoint.
     closed: bool,
-    /// When the peer has reported that it closes its endpoint, and the number of messages that it has sent on the link.
+    /// The time at which the peer reported that it closes its endpoint, and the number of messages that it had sent on the link.
     closing: Option<(Instant, u64)>,
 }
 
@@ -139,7 +139,7 @@ impl Link {
         Ok(())
     }
 
-    /// Returns the report that the link has failed, and the peer. All receives must have completed.
+    /// Returns the report that the link has failed, and the peer to which it is sent. All receives must have completed.
     fn report(&self) -> Option<(Remote, Header)> {
         let mut header = step(Step::Broken, self.stream.number(), self.remote?);
         header.tag = self.received;
@@ -339,7 +339,7 @@ impl Endpoint {
         }
     }
 
-    /// Offers a link to a peer again after some messages.
+    /// Postpones the next offer of a link to a peer until [`limits::REFUSED`] more messages were exchanged.
     fn offer_later(&mut self, peer: Remote) {
         self.links
             .counts
@@ -453,7 +453,7 @@ impl Endpoint {
         };
         let link_index = self.links.find(from);
         if step_of_peer == Step::Offer {
-            // Without an answer, the peer goes on to send datagrams.
+            // A peer whose offer is not answered goes on sending datagrams.
             if self.deferred.len() >= limits::DEFERRED {
                 return;
             }
@@ -477,12 +477,13 @@ impl Endpoint {
         let of_link = |link: &Link| u64::from(link.stream.number()) == header.data;
         let known = link_index.filter(|_| self.links.of(from).is_some_and(of_link));
         let Some(link_index) = known else {
-            // This end has given up the link and reports no count. The peer would wait for it, and send nothing meanwhile.
+            // This end has given up the link, and cannot report how many messages it has received. The peer sends nothing while it
+            // waits for that number, so it is told not to wait.
             if step_of_peer == Step::Broken && self.deferred.len() < limits::DEFERRED {
                 let number = u32::try_from(header.data).unwrap_or(0);
                 self.answer(cx, from, step(Step::Gone, number, header.id));
             }
-            // The peer cannot write over the link, and this end has not noticed that it failed.
+            // The peer cannot write over the link, and this end has not noticed that the link has failed.
             if step_of_peer == Step::Gone
                 && header.data == 0
                 && let Some(link_index) = link_index
@@ -547,7 +548,7 @@ impl Endpoint {
                     self.mend_links(cx);
                 }
             }
-            // If the peer has reported its count, the step is the answer to a repeated report of this end.
+            // Once the peer has reported its count, the step only answers a repeated report of this end, and is ignored.
             Step::Gone if link.count.is_none() => {
                 link.closed = true;
                 self.break_link(cx, link_index);
@@ -647,7 +648,7 @@ impl Endpoint {
         let link_index = self.links.find(from)?;
         let link = self.links.all.get(link_index)?.as_ref()?;
         // Each held message of the link occupies one of its receives, and each write consumes one. While messages are held, writes
-        // could consume all other receives, so none is granted.
+        // could consume all other receives, so no write is granted.
         let waits = self.held.has_message_of(link.name);
         let usable =
             link.receives && link.remote.is_some() && !link.broken && !link.closed && !waits;
@@ -692,7 +693,7 @@ impl Endpoint {
         }
     }
 
-    /// Grants the memory of an announced message again. It was to be written over a link, and is now written by datagrams.
+    /// Grants the memory of an announced message again. The message was to be written over a link, and is now written by datagrams.
     fn grant_datagrams(&mut self, cx: &mut Shared, name: u32) {
         let Some(incoming) = self.incoming.get_mut(name) else {
             return;
@@ -832,8 +833,8 @@ impl Endpoint {
         self.mend_links(cx);
     }
 
-    /// Reports again that the link to a peer has failed, if the peer has not reported it. A peer that has given up the link answers that
-    /// it has.
+    /// Repeats the report that the link to a peer has failed, if the peer has not reported the failure. A peer that has given up the
+    /// link answers with [`Step::Gone`].
     pub(super) fn report_failed_link(&mut self, cx: &mut Shared, peer: Remote) {
         let link = self.links.of(peer);
         let unanswered = link.filter(|l| l.notified && l.count.is_none() && !l.closed);

@@ -422,9 +422,9 @@ impl Endpoint {
             &mut self.untagged
         };
         let Some((index, receive)) = matching.receive_for(&envelope) else {
-            // A message on a link stays in the link's receive, which delays only the messages of this peer. It is not dropped, because
-            // its sender may not have read the notice yet, which is sent as a datagram.
-            // A sender is not expected to follow a notice that is not sent yet.
+            // Two kinds of messages are not dropped although their sender seems to ignore a notice. A message on a link stays in the link's
+            // receive, which delays only the messages of this peer: possibly the sender has not read the notice yet, which is sent as a
+            // datagram. And a sender cannot follow a notice that is not sent yet.
             let excused = held.link.is_some() || self.notice_waits(from);
             if crowded || excused && !self.may_store(from) {
                 return false;

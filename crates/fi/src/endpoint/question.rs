@@ -1,6 +1,6 @@
 //! Operations that wait for a message of a peer: each of them ends even if this message is never sent, or is lost for good.
 //!
-//! A peer may have given up an operation of this endpoint although it is alive: its answer was not acknowledged in time, or
+//! A peer that is alive may have given up an operation of this endpoint, because its answer was not acknowledged in time, or because
 //! it regarded this endpoint as lost. Therefore an endpoint regularly *asks* the peers about the operations that wait for them, and a
 //! peer answers with those that are *unknown* to it. The answer follows all earlier messages of the peer, so an operation
 //! that still waits then would wait for ever.
@@ -133,7 +133,7 @@ impl Endpoint {
         };
         let numbers = self.numbers(at, length);
         let (pairs, _) = numbers.as_chunks::<2>();
-        // The messages that are held may contain the announcement or the request. The peer asks again.
+        // The announcement or the request may be among the held messages, so the question is ignored. The peer asks again.
         if waits != Waits::Write && !self.held.is_empty() {
             return;
         }

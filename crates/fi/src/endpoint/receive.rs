@@ -363,8 +363,8 @@ impl Endpoint {
         cx.push(self.binding.receive_queue, entry.failed(err));
     }
 
-    /// Changes the sources of posted receives: each first index was removed from the address vector, and the second one is another index of
-    /// the same peer.
+    /// Changes the sources of posted receives. The first index of each pair was removed from the address vector, and the second one is
+    /// another index of the same peer.
     pub fn move_sources(&mut self, moved: &[(FiAddr, FiAddr)]) {
         for (from, to) in moved {
             self.tagged.move_source(*from, *to);
