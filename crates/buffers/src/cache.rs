@@ -89,7 +89,7 @@ fn end_the_dead() {
     }
 }
 
-/// Ends the dead registrations, except those that other threads are ending.
+/// Ends the dead registrations, which no buffer uses any more, except those that other threads are ending.
 fn end_dead() {
     loop {
         let Some((number, region)) = lock(&TABLE).begin_end() else {

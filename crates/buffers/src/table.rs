@@ -205,7 +205,7 @@ impl Table {
         true
     }
 
-    /// Makes the memory's registration be cached only after twice as many uses, because it cannot be cached now.
+    /// Doubles the number of uses after which the memory's registration is cached, because it cannot be cached now.
     pub(crate) fn postpone(&mut self, wanted: &Wanted<'_>) {
         let key = key(wanted.owner, wanted.range.start, wanted.range.end);
         if let Some(mark) = self.marks.get_mut((key >> 8) as usize % MARKS)

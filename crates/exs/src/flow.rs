@@ -13,17 +13,17 @@ use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-/// The most control messages (cancels, notifications) in flight. They have separate credits, because they are answered as
-/// soon as they arrive.
+/// The most control messages (cancels, notifications) in flight. A *credit* permits an end to send one more message before the peer has
+/// answered the earlier ones. Control messages have credits of their own, because they are answered as soon as they arrive.
 pub(crate) const CONTROLS: u32 = 4;
 
 /// The number of an operation of the program.
 pub(crate) type OpId = u64;
 
-/// Used in place of the number of a receive for the buffer of a stream. An offset in it is a position in the stream.
+/// Stands for the buffer of a stream where the number of a receive is expected. An offset in the buffer is a position in the stream.
 pub(crate) const BUFFER: OpId = 0;
 
-/// The index of a message buffer that contains immediate data.
+/// The index of a message buffer that contains immediate data, which is the data of a short send in the message itself.
 pub(crate) type Slot = usize;
 
 /// A send of the program.
@@ -129,9 +129,9 @@ struct Waiting {
     len: u64,
     asked: u64,
     got: u64,
-    /// Whether it gets no more bytes than those that are being read into its memory.
+    /// Whether the receive was cancelled: it gets no more bytes than those that are being read into its memory.
     cancelled: bool,
-    /// How it has ended. It is reported after the earlier receives.
+    /// How the receive has ended. This is reported after the earlier receives.
     ended: Option<Outcome>,
 }
 

@@ -28,7 +28,8 @@ pub(crate) struct Event {
 const DELETED: usize = 1 << (usize::BITS - 1);
 /// A flag in the event of a transfer: more events of the same call follow.
 pub(crate) const MORE: u64 = 0x200;
-/// The time that a thread polls before it sleeps, in the adaptive mode, if events take longer than [`SHORT_WAIT`].
+/// The time that a thread polls before it sleeps, in the adaptive mode ([`Wait::Adaptive`]: poll, then sleep), if its last wait took
+/// longer than [`SHORT_WAIT`].
 const SPIN: Duration = Duration::from_micros(50);
 /// The time that a thread polls if the last wait was not longer than this. Waking a sleeping peer involves four threads and
 /// takes some 400 µs in each direction. If both ends stopped polling earlier, both would sleep in every exchange, although an
@@ -56,7 +57,7 @@ pub(crate) struct State {
     /// The signal to send when an event is added to the empty queue.
     pub(crate) signal: Option<c_int>,
     members: FxHashMap<c_int, Arc<Socket>>,
-    /// The members as a list, for waiting threads. `None`: the members have changed.
+    /// The members, which are the sockets whose events come to this queue, as a list for waiting threads. `None`: the members have changed.
     list: Option<Arc<[Arc<Socket>]>>,
     /// The descriptor for the program, once it has requested it. It is readable while there are events.
     eventfd: Option<c_int>,
