@@ -76,8 +76,8 @@ unsafe fn wrap_wait_timeout(condvar: *const u32, mutex: *const u32, timeout: Dur
     }
 }
 
-/// Reports the release at the end of `f`, before the `Once` is complete: a thread that sees that it is complete acquires, and the release
-/// must have been reported by then.
+/// Reports the release at the end of `f`, before the `Once` is complete: a thread that finds the `Once` complete reports an acquire, and
+/// the release must have been reported by then.
 #[unsafe(no_mangle)]
 unsafe fn wrap_call(once: *const u32, ignore_poisoning: bool, f: &mut dyn FnMut(&OnceState)) {
     unsafe {

@@ -43,7 +43,8 @@ const OF_TCP: f64 = 0.70;
 /// The least rate of reliable datagrams without loss, relative to unreliable datagrams.
 const OF_UD: f64 = 0.90;
 
-/// The index of the robust mode among those that are measured under loss.
+/// The index of the robust mode, in which a record is created once no more of its message will arrive, among the modes that are
+/// measured under loss.
 const ROBUST: usize = 1;
 
 /// The number of runs of each comparison, which are measured in turn.
@@ -522,7 +523,7 @@ fn loss(lab: &mut Lab, short: bool) -> Result<String> {
 /// Measures new pairs of queue pairs without warm-up: the share of their first four messages of 1 MiB that arrives, when
 /// feedback about the sending rate is lost too.
 fn fresh(lab: &mut Lab, short: bool) -> Result<String> {
-    /// How far the share that arrives may be below the share that the loss rate leaves.
+    /// By how much the share that arrives may be less than the share that the loss rate leaves.
     const MORE: f64 = 0.02;
     let words = "-t ud -o write-record --record-mode robust --exact -s 1M -n 4 --warmup 0 -r 1";
     let pairs = if short { 3 } else { 15 };

@@ -63,8 +63,8 @@ const LEAST_RATES: [(&str, &str, u32); 9] = [
 /// the peer's Write.
 const MEMORY_POLLED: [&str; 2] = ["lat-64k", "shm-64k"];
 /// The limit for the time of a Write to a program that polls its memory, as a multiple of the time
-/// of a Send. If each Write waits for the worker of the engine, the multiple is 9 over TCP, and 20
-/// through memory.
+/// of a Send. If each Write waits for the device's own thread, the multiple is 9 over TCP, and 20
+/// over shared memory.
 const MEMORY_POLLED_MAX: f64 = 4.0;
 
 /// The time limit of a short run.

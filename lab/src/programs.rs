@@ -655,7 +655,7 @@ struct Firewall;
 
 impl Firewall {
     fn new(port: u16) -> Result<Self> {
-        // Routing rules are used, because iptables and nftables may not be installed. The rule for the table of local addresses usually
+        // Routing rules are used, because iptables and nftables are not always installed. The rule for the table of local addresses usually
         // has the first priority, 0. Here it gets the priority 100, so that the rules that drop packets (60) apply before it.
         const SCRIPT: &str = "set -e
 for host in server client; do
@@ -810,8 +810,8 @@ impl LocalProcess {
         self.process.poll()
     }
 
-    /// Returns whether the program's network has a bound port of this number, or the signpost of a datagram port of rdma_cm
-    /// (see the glossary). Connected sockets do not count.
+    /// Returns whether the program's network has a bound port of this number, or the signpost of a datagram port of rdma_cm: the UDP
+    /// socket that tells peers which UDP port the listener uses. Connected sockets do not count.
     pub(crate) fn listens(&self, port: u16) -> bool {
         let candidates = DATAGRAM_SPACES.map(|space| {
             Port {

@@ -16,7 +16,7 @@ use xtask::{Result, sh};
 /// The time limit of one command.
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 
-/// A figure of each runner.
+/// A figure of each runner. A runner is a program that measures the points of an experiment.
 const FIGURES: [&str; 13] = [
     "pb:1b",
     "pb:3a",

@@ -6,8 +6,8 @@
  *   ping    latency of a 64-byte Send, beside --idle other queue pairs that are connected but idle
  *   read    latency of a 64-byte RDMA Read while the target polls
  *   spread  4 KiB Writes on --qps queue pairs, each replaced when it completes: the rate, and how evenly it is distributed
- *   passive costs of one-sided operations for the target's thread: system calls while it polls memory, wake-ups while it
- *           sleeps
+ *   passive costs of one-sided operations for the target's thread: its system calls while it polls the memory that the peer
+ *           writes, and its wake-ups while it sleeps
  *   idle    costs of --qps idle queue pairs for a process
  *   reg     ibv_reg_mr and ibv_dereg_mr; no server
  *   memory  the same with newly mapped memory, compared with copying it; no server

@@ -39,7 +39,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define WINDOW 32749u /* words; a prime, so that it and the number of slots have no common factor */
+#define WINDOW 32749u /* words; a prime, so that it and the number of slots (receive buffers) have no common factor */
 #define GRH 40u
 #define QKEY 0x11111111u
 #define PORT 1

@@ -305,7 +305,7 @@ impl LogLevel {
     }
 }
 
-/// The device profiles.
+/// The device profiles: the devices whose limits and missing features anywarp's device can report and enforce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceProfile {
     /// No profile: all features of anywarp

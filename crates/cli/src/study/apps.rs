@@ -1,5 +1,7 @@
 //! Measures unmodified programs: SIPp, ffmpeg, sockperf and iperf3, over the kernel's sockets and, with `anywarp sockets run`,
 //! over iWARP, and perftest over the device.
+//!
+//! A *point* is a combination of the values of an experiment's axes. One of them is the *carrier* of the programs' sockets.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

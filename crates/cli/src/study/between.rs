@@ -1,6 +1,8 @@
 //! Measures a point of ping or blast between two network namespaces, with the length, the delay and the loss of packets that the
 //! point asks for.
 //!
+//! A *point* is a combination of the values of an experiment's axes; some of them describe the network.
+//!
 //! `anywarp study between` runs in a namespace of its own, makes a second one for the server, and joins the two by a pair of
 //! veth interfaces; or, if packets are delayed or lost, by two TUN interfaces and threads that forward their packets.
 //! Unlike the faults of the device, such a network affects every carrier and plain TCP alike.

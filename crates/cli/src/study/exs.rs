@@ -1,4 +1,6 @@
 //! Measures extended sockets: `exs-ttcp` with both ends on this machine.
+//!
+//! A *point* is a combination of the values of an experiment's axes.
 
 use std::path::{Path, PathBuf};
 

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::args::Run;
 
-/// How many points are measured, and how long.
+/// How many points (combinations of the values of an experiment's axes) are measured, and how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Extent {
     /// Everything.
@@ -308,7 +308,7 @@ pub(crate) struct Finding {
     pub(crate) share: f64,
     /// The paper's number, which is shown next to the measured one.
     pub(crate) paper: Option<String>,
-    /// Why the finding may not hold on this machine.
+    /// A possible reason why the finding does not hold on this machine.
     pub(crate) because: Option<String>,
     /// A measurement that checks this reason.
     pub(crate) control: Option<Control>,

@@ -10,7 +10,7 @@ use super::figures::{Finding, Params, Shape, selects};
 use super::store::{Middle, deviation, middle};
 use crate::perf::report::sorted;
 
-/// A measured point of a figure.
+/// A measured point of a figure: a combination of the values of its axes, with the samples.
 #[derive(Debug, Clone)]
 pub(crate) struct Measured {
     pub(crate) params: Params,

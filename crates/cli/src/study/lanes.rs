@@ -268,7 +268,8 @@ fn measure(window: Duration) -> Result<[f64; 2], String> {
     Ok([rate(0)?, rate(1)?])
 }
 
-/// Measures a point. Returns the command as a user would type it, and the outcome.
+/// Measures a point, which is a combination of the values of the experiment's axes. Returns the command as a user would type it, and
+/// the outcome.
 pub(crate) fn start(
     point: &Point,
     extent: Extent,

@@ -1,4 +1,6 @@
 //! Measures MPI: compiles the programs of `studies` with Open MPI, and runs them over a network.
+//!
+//! A *point* is a combination of the values of an experiment's axes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

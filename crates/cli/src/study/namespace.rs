@@ -1,5 +1,7 @@
 //! Measurements in a network namespace of their own: this program starts itself in the namespace, with a subcommand that measures
 //! one point.
+//!
+//! A *point* is a combination of the values of an experiment's axes.
 
 use std::env;
 use std::process::{Command, Stdio};

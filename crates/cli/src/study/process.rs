@@ -79,7 +79,8 @@ impl Conversation {
                 Err(RecvTimeoutError::Disconnected) => return Err(self.last_error()),
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
             }
-            // Also after a line that is no answer: a program that prints such lines all the time must not delay this.
+            // This is also checked after each line that is no answer, so that a program that prints such lines all the time does
+            // not delay the end of an interrupted study.
             if interrupted.load(Ordering::Relaxed) {
                 return Err("interrupted".to_owned());
             }

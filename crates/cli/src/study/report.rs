@@ -1,4 +1,6 @@
 //! Writes the results: a self-contained HTML page, a CSV file for each figure, and study.json.
+//!
+//! A *point* of a figure is a combination of the values of its axes. A *control* repeats a finding with one setting changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;

@@ -1,4 +1,6 @@
 //! Measures one point by `anywarp ping`, `blast` or `anywarp-cost`, with options that follow from the values of its axes.
+//!
+//! A *point* is a combination of the values of an experiment's axes, such as size and type of queue pair.
 
 use std::collections::BTreeMap;
 use std::env;

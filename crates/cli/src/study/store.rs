@@ -1,4 +1,7 @@
 //! The samples on disk, one line for each, so that an interrupted run can be continued.
+//!
+//! A *sample* is the result of one measurement of a *point*, which is a combination of the values of an experiment's axes. The
+//! *extent* of a run says how many points are measured and how long: everything, `--quick` or `--smoke`.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};

@@ -148,7 +148,7 @@ pub(super) fn library(library: &Library) -> Vec<Line> {
     lines
 }
 
-/// Checks the device profile that the environment selects.
+/// Checks the device profile that the environment selects: the other device whose limits this device reports and enforces.
 fn device_profile(name: &str) -> Option<Line> {
     if name.is_empty() || name == DeviceProfile::Anywarp.as_str() {
         return None;
