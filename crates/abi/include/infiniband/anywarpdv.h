@@ -237,7 +237,7 @@ int anywarpdv_poll_records(struct ibv_qp *qp, int max, struct anywarpdv_record *
 			   int timeout_ms);
 
 /*
- * Stores in `ranges`, in ascending order, up to `max` ranges of the bytes that have arrived. The record may have a map or not.
+ * Stores in `ranges`, in ascending order, up to `max` ranges of the bytes that have arrived. A record without a map is permitted.
  * Returns the number of ranges of the record. `reclen` is sizeof(*record), `rangelen` sizeof(*ranges). EINVAL: the map was
  * released.
  */

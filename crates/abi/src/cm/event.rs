@@ -20,9 +20,9 @@ use anywarp_verbs_sys::cm::*;
 /// Called under the lock of the channel's queue, so a thread that destroys an identifier either removes the event or waits for its
 /// acknowledgement.
 ///
-/// `channel` is the channel that had the event. The engine's identifier of a connect request is in the same one: if its listener moves,
-/// it moves together with the event. The C structure of the listener may name another channel, because a thread in `rdma_migrate_id`
-/// changes it before the events move.
+/// `channel` is the channel that had the event. The engine's identifier of a connect request belongs to the same channel: if the
+/// listener moves to another channel, the identifier moves together with the event. The C structure of the listener may already name
+/// the other channel, because a thread in `rdma_migrate_id` changes the structure before the events move.
 ///
 /// # Safety
 /// The identifiers of the event are live.
@@ -216,7 +216,8 @@ pub(super) fn complete(id: &IdObject) -> Result<(), Errno> {
 
 /// Opens the device if a synchronous identifier will wait for an event, which it cannot get without the device.
 ///
-/// This is called before the step begins. If the wait failed after it, the next step would return when the event of this one arrives.
+/// This is called before the step begins. If the device could not be opened after the step had begun, the event of this step would stay
+/// in the channel, and the next step would take it for its own.
 pub(super) fn prepare_wait(id: &IdObject) -> Result<(), Errno> {
     if id.is_synchronous() {
         shared()?;

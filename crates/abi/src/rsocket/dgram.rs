@@ -49,7 +49,7 @@ const OUT: usize = 4096;
 const SENDS: u32 = 512;
 /// The largest number of datagrams that are queued until answers arrive.
 const WAITING: usize = SENDS as usize / 2;
-/// The largest number of such datagrams to one peer.
+/// The largest number of datagrams that are queued for one peer.
 const WAITING_FOR_PEER: usize = 32;
 /// The number of slots for received datagrams is the value of `SO_RCVBUF` divided by this, within [`RECEIVES`].
 const BUFFER_PER_SLOT: usize = 1024;
@@ -61,14 +61,14 @@ const PEERS: usize = 1024;
 const ANSWER_VALID: Duration = Duration::from_secs(1);
 /// The largest number of unanswered requests of a socket, each of which uses two descriptors, if the limit of the process is not low.
 const ASKED: usize = 64;
-/// The requests to one host may be the part of them that has this divisor: an eighth.
+/// The permitted number of unanswered requests to one host is the permitted number of all requests divided by this.
 const HOST_SHARE: usize = 8;
 /// The time after which an unanswered request makes room for another one, if there are as many as permitted. It is longer than two
 /// intervals between the tries of a request.
 const PATIENCE: Duration = Duration::from_millis(250);
 /// The bit of a `wr_id` that marks a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The largest number of unanswered requests for the queue pair.
+/// The largest number of requests of peers for this socket's queue pair that are not answered yet.
 const REQUESTS_MAX: c_int = 1024;
 
 /// A peer whose queue pair is known.

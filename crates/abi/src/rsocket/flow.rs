@@ -60,7 +60,7 @@ fn pieces(size: usize, at: usize, len: usize) -> Pieces {
 pub(super) struct Sender {
     /// The number of messages sent, modulo 2^16.
     sent: u16,
-    /// The number of the first message that may not be sent.
+    /// The number of the first message that must not be sent yet.
     limit: u16,
     /// The unused part of the memory that the peer has granted.
     target: Area,
@@ -101,7 +101,7 @@ impl Sender {
         self.slot = 1;
     }
 
-    /// Sets the number of the first message that may not be sent.
+    /// Sets the number of the first message that must not be sent yet.
     pub(super) fn set_limit(&mut self, limit: u16) {
         self.limit = limit;
     }
@@ -198,7 +198,7 @@ impl Sender {
 /// A grant to the peer: credits for messages, and memory to write to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grant {
-    /// The number of the first message that the peer may not send.
+    /// The number of the first message that the peer must not send yet.
     pub(super) limit: u16,
     /// The granted part of the ring (offset and length), and the entry of the peer's list to write it to.
     pub(super) memory: Option<(usize, usize, u32)>,

@@ -9,8 +9,8 @@
 //!
 //! Locking: one mutex protects the state of a socket, another one its options. A thread that holds the lock of the options must not
 //! acquire that of the state, because a thread that accepts or connects holds the state and reads the options. A thread that holds the
-//! lock of the state must not process events of the engine (as `on_idle_poll` does), because that may call `Socket::ready` of the same
-//! socket.
+//! lock of the state must not process events of the engine (as the engine's `on_idle_poll` does, the call for a poll that has found
+//! nothing), because that may call `Socket::ready` of the same socket.
 
 mod address;
 mod again;
@@ -229,8 +229,8 @@ impl Socket {
 
     /// Takes the next event of the connection manager, for a caller that holds the lock of the state.
     ///
-    /// It wakes the waiting threads, because nothing else would: the device's thread does not find the event any more. They look at
-    /// the state when the caller has handled the event.
+    /// This function wakes the threads that wait for the socket, because nothing else would: the device's thread does not find the event
+    /// any more. Those threads look at the state when the caller has handled the event and released the lock.
     fn next_event(&self) -> Option<Event> {
         let event = self.channel.pop()?;
         self.wakers.wake_all();

@@ -79,8 +79,8 @@ impl Wakers {
 }
 
 /// Waits until the waker or one of `others` is ready, or the time `until` is reached. If `others` is empty, the calling thread first
-/// handles the device's sockets for up to [`WAIT_WORKING`]. Then it leaves the device's sockets to the worker and sleeps. The
-/// function may return early, so the caller checks its condition again. `EINTR`: a signal handler has run.
+/// handles the device's sockets for up to [`WAIT_WORKING`]. Then it leaves them to the worker, which is the device's own thread, and
+/// sleeps. The function may return early, so the caller checks its condition again. `EINTR`: a signal handler has run.
 pub(super) fn wait(
     engine: &Engine,
     waker: &Waker,

@@ -361,7 +361,7 @@ impl SrqObject {
 pub(crate) struct Batch {
     /// The thread in the section, and the number of threads that wait for it.
     owner: Mutex<(Option<libc::pthread_t>, usize)>,
-    /// Signalled when it leaves the section.
+    /// Signalled when the thread in the section leaves it.
     left: Condvar,
 }
 

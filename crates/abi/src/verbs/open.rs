@@ -122,7 +122,7 @@ entry! {
 
 entry! {
     /// `ibv_get_device_index(3)`. The index is the kernel's number of a device, by which programs ask the kernel over NETLINK_RDMA.
-    /// The kernel does not know this device, so it has none.
+    /// The kernel does not know this device, so the device has no index.
     ///
     /// # Safety
     /// The function has no requirements.
@@ -134,7 +134,8 @@ unsafe extern "C" fn compat() -> *mut c_void {
     fail(libc::ENOSYS, std::ptr::null_mut())
 }
 
-/// Returns the function table of the device, with the functions that the profile includes.
+/// Returns the function table of the device, with the functions that the profile includes (`ANYWARP_DEVICE_PROFILE`: the device whose
+/// limits and missing features are imitated).
 fn functions() -> verbs_context {
     let has = &profile().has;
     let xrc = profile().types.contains(&IBV_QPT_XRC_SEND);
