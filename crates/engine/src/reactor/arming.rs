@@ -1,8 +1,9 @@
 //! Whether arming a completion queue ends the lease.
 //!
+//! While a *lease* runs ([`super::lease`]), threads that poll completion queues handle the sockets, and the worker sleeps.
 //! A thread that arms a completion queue and then sleeps in its own `poll` or `epoll_wait` handles no sockets meanwhile.
-//! If its lease went on, the worker would receive the completion only when the lease ends ([`super::lease`]). So arming ends the
-//! lease, and wakes the worker. There are two exceptions, because waking the worker costs more than a message:
+//! If the lease went on, the worker would receive the completion only at the end of the lease. So arming ends the
+//! lease and wakes the worker. There are two exceptions, because waking the worker costs more than a message:
 //!
 //! - Another thread polls at that time ([`Pollers`]), and handles the sockets. Otherwise that thread and the worker
 //!   would take the sockets from each other at every arming.

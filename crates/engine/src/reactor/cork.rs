@@ -2,13 +2,14 @@
 //!
 //! A request may wait only while a thread polls, because that thread sends it at the second consecutive poll that
 //! finds nothing. (The first such poll may come between two posts of a program that alternates between posting and
-//! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends. Every decision
-//! uses the number of polls that have found nothing, *idle polls*.
+//! polling.) If the thread stops polling, the worker sends the corked requests when the lease ends, the time for which
+//! sockets are left to polling threads (`lease.rs`). Every decision uses the number of polls that have found their
+//! completion queue empty, *idle polls*.
 //!
 //! - Streams: [`Cork::on_post`] detects a burst: four posts with at most one idle poll between each and the next. A request
 //!   that is posted after two idle polls is sent at once, since the program waits for its result. [`Cork::is_busy`] excludes programs
 //!   that compute between their posts.
-//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since its last run was sent,
+//! - Datagrams: the decision of each queue pair (`dgram::cork`) also depends on the time since it last sent datagrams,
 //!   because no acknowledgement of the peer triggers sending.
 //!
 //! The sizes that end the wait are in `anywarp_core::bounds` (`COALESCE_TCP`, `COALESCE_SHM`, `DATAGRAM_BATCH`).
@@ -22,11 +23,12 @@ const NOTHING_CORKED: u64 = u64::MAX;
 /// A post is corked if this many posts came before it, with at most one idle poll between each and the next.
 const BURST_MIN_POSTS: u64 = 4;
 
-/// The longest average time between posts, in nanoseconds, at which a post is corked. A program that computes for longer between two
-/// posts polls too late to send the first one. Corking saves about 2 µs for each request.
+/// The longest average time between posts, in nanoseconds, at which a post is corked. If a program computes for longer between two
+/// posts, its next poll comes so late that the first request loses more time than corking saves, which is about 2 µs for each request.
 const POST_EACH_MAX: u64 = 20_000;
-/// The time in nanoseconds over which the average is taken for requests that wait for an acknowledgement. A program that computes may post a few
-/// requests in a row before it computes again, and the acknowledgement of a peer that computes as well comes late.
+/// The shortest time, in nanoseconds, over which the average is taken to decide whether requests may wait for the acknowledgement of
+/// earlier ones ([`Cork::is_busy_for_long`]). A program that computes may post a few requests in a row before it computes again. It must
+/// not be taken for a busy one, because the acknowledgement of a peer that computes as well comes late.
 const POST_WINDOW: u64 = 1_000_000;
 
 /// Whether `posts` within `elapsed` nanoseconds are those of a program that is busy sending.
@@ -54,16 +56,18 @@ pub(super) struct Cork {
     idle_polls: AtomicU64,
     /// The number of idle polls when the last request was corked.
     corked_at: AtomicU64,
-    /// Number of posts since the program last waited, and the number of idle polls at the last post. A wait during a
-    /// burst does not reset the number of posts to 0, so that the burst continues.
+    /// Number of posts since the program last waited (made two idle polls in a row). A wait during a burst does not
+    /// reset this number to 0, so that the burst continues.
     burst_posts: AtomicU64,
+    /// The number of idle polls at the last post.
     burst_polls: AtomicU64,
     /// The number of idle polls when a completion queue was armed.
     armed_at: AtomicU64,
     /// Number of posts to streams. A list counts as one, because it is sent together. Only an estimate, since several threads may post.
     posts: AtomicU64,
-    /// The decisions of [`Self::is_busy`] and of [`Self::is_busy_for_long`].
+    /// The last decision of [`Self::is_busy`].
     lately: Decided,
+    /// The last decision of [`Self::is_busy_for_long`].
     for_long: Decided,
 }
 
@@ -189,7 +193,8 @@ struct Decided {
 }
 
 impl Decided {
-    /// Decides again if `tells` is true for the number of posts and the time since the last decision.
+    /// Makes a new decision if `tells` returns true for the number of posts and the time since the last decision. Otherwise
+    /// returns the last decision.
     fn decide(&self, posts: u64, t: u64, tells: impl Fn(u64, u64) -> bool) -> bool {
         let since = posts.wrapping_sub(self.posts.load(Ordering::Relaxed));
         let elapsed = t.saturating_sub(self.at.load(Ordering::Relaxed));
@@ -260,7 +265,7 @@ impl DatagramPosts {
     }
 
     /// Whether the posts since the last call came as often as those of a program that is busy sending, on a machine that is `slowness`
-    /// times slower than others. A program that computes between its posts polls too late to send a run.
+    /// times slower than others. A program that computes between its posts polls too late to send corked datagrams.
     pub(crate) fn are_frequent(&self, t: u64, slowness: u64) -> bool {
         let elapsed = t.saturating_sub(self.checked_at.swap(t, Ordering::Relaxed));
         posts_often(self.posts.swap(0, Ordering::Relaxed), elapsed / slowness)

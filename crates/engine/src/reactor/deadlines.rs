@@ -9,9 +9,9 @@ use super::sources::{Sources, Token};
 use super::time::Epoch;
 use crate::locks::{Mutex, Rank};
 
-/// Before a heap of at least this size grows, the deadlines of removed sources are deleted. A long heap contains
-/// mostly these: a source adds a deadline for each message that it waits for, and its deadlines stay when it is
-/// removed.
+/// Before a heap of at least this size grows, the deadlines of removed sources are deleted. They are most of a long
+/// heap, because a source adds a deadline for each message that it waits for, and the removal of a source leaves its
+/// deadlines in the heap.
 const COMPACT_LEN: usize = 1024;
 /// The value of [`Deadlines::first`] when there is no deadline.
 const NEVER: u64 = u64::MAX;

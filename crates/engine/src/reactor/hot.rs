@@ -1,7 +1,8 @@
 //! The hot socket: the socket that the last successful check for ready sockets found, if it found no other. It is tried first.
 //!
 //! If only one socket has something to receive, a receive on it saves the epoll call that returns the ready sockets.
-//! After many hits its readiness events are turned off as well ([`Source::set_armed`](super::Source::set_armed)):
+//! After many successful receives its readiness events are turned off as well, which is called *disarming* here
+//! ([`Source::set_armed`](super::Source::set_armed)):
 //! each event costs the sender 0.3 µs, and the sender may be a peer on the same host. They are turned on again before
 //! any thread relies on them: when another socket becomes hot, and before a thread sleeps until a socket is ready.
 
@@ -145,7 +146,8 @@ impl HotSocket {
         }
     }
 
-    /// Called before a thread sleeps until a socket is ready: every socket is armed until [`Self::end_sleep`].
+    /// Called before a thread sleeps until a socket is ready: the readiness events of every socket are on until
+    /// [`Self::end_sleep`].
     pub(super) fn begin_sleep(&self, sources: &Sources) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         self.rearm(sources);

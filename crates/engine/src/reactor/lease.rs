@@ -1,9 +1,11 @@
 //! The lease: whether polling threads or the worker handle the sockets.
 //!
-//! A thread that polls a completion queue handles the sockets itself and renews a lease. While the lease runs, the
-//! worker sleeps; a timer wakes it when the lease ends. This file only makes decisions: each event returns the
-//! [`Actions`] that the caller has to carry out. It reads no clock and sets no timer, so tests run it in virtual
-//! time.
+//! A *lease* is the time for which polling threads handle the sockets alone, before the worker (the device's own
+//! thread) handles them again. A thread whose poll finds its completion queue empty (an *idle poll*) handles the
+//! sockets itself and renews the lease. While the lease runs, the worker sleeps; a timer wakes it when the lease ends.
+//!
+//! This file only makes decisions: the method for each event returns the [`Actions`] that its caller has to carry
+//! out. It reads no clock and sets no timer, so tests run it in virtual time.
 //!
 //! All fields are atomics, because each poll and each post uses them and must take no lock. Several threads may poll
 //! at the same time, and each of them may renew the lease. A lost update only causes one renewal more or less.
@@ -22,19 +24,19 @@ const STEADY_AFTER: Duration = Duration::from_millis(2);
 /// The lease of a thread that has polled for [`STEADY_AFTER`]. In a virtual machine, setting a timer costs 12 µs if
 /// it is the next one of its processor to fire, so this timer is set less often.
 const STEADY_LEASE: Duration = Duration::from_millis(1);
-/// [`RENEW_AFTER`] for the longer lease.
+/// As [`RENEW_AFTER`], for [`STEADY_LEASE`].
 const STEADY_RENEW_AFTER: Duration = Duration::from_micros(700);
-/// How long posts alone renew the lease, after the end of the lease that the last poll without completions has granted.
+/// How long posts may go on renewing the lease while there is no idle poll, counted from [`Lease::polled_until`].
 const POSTS_EXTEND_FOR: Duration = Duration::from_millis(4);
 
-/// How long a thread that waits for an event sleeps at a time. Its lease is more than twice as long. If the thread stops
-/// waiting and does not poll, the worker sleeps until the end of that lease. Setting a timer costs little if it is not
-/// the next one of its processor to fire.
+/// How long a thread that waits for an event sleeps at a time. Its lease is more than twice as long: the timer of so
+/// long a lease is seldom the next one of its processor to fire, and costs little to set. The price is that the worker
+/// sleeps until the end of that lease even if the thread stops waiting and does not poll.
 pub(super) const WAIT_SLICE: Duration = Duration::from_millis(4);
 
-/// If the programs of all contexts make progress only by polls, leases are long, except for this number of leases after a
-/// completion queue was armed. A program that has armed a queue may sleep after its next poll, and the worker then
-/// receives for it.
+/// If the programs of all contexts make progress only by polls, leases are long, except this number of leases after
+/// each arming of a completion queue (`ibv_req_notify_cq(3)`). A program that has armed a queue may sleep after its next
+/// poll, and the worker then receives for it.
 const SHORT_AFTER_ARM: u32 = 16;
 
 /// A post may start a lease. If no poll handled the sockets during that lease, this number of following posts start none.
@@ -44,7 +46,7 @@ const fn nanos(duration: Duration) -> u64 {
     duration.as_nanos() as u64
 }
 
-/// The actions that the caller of an event has to carry out, in this order.
+/// What the caller has to do after an event, in this order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[must_use]
 pub(super) struct Actions {
@@ -80,14 +82,14 @@ pub(super) struct Lease {
     until: AtomicU64,
     /// Events before this time do not renew the lease.
     renew_at: AtomicU64,
-    /// The start of the current polling without a pause.
+    /// Since when threads have polled without a pause.
     steady_since: AtomicU64,
-    /// The end of the lease from polls alone. The lease of a thread that waits for an event is not included, because
-    /// such a thread does not run deadlines.
+    /// The end of the last lease of a polling thread. Leases of threads that wait for an event, and renewals by posts, do
+    /// not count, because these threads do not run deadlines.
     polled_until: AtomicU64,
     /// The time of the last post that was made while no lease ran; 0 after a completion queue was armed.
     posted_at: AtomicU64,
-    /// The number of successful polls at that post.
+    /// The value of `successful_polls` at that post.
     polls_at_post: AtomicU64,
     /// Whether a post started the lease, and there was no idle poll since.
     is_by_post: AtomicBool,
@@ -96,12 +98,13 @@ pub(super) struct Lease {
     posts_to_skip: AtomicU32,
     /// Number of polls that found completions.
     successful_polls: AtomicU64,
-    /// Number of open contexts with completion queues, and of those whose programs make progress only by polls ([`Self::set_polled`]).
+    /// Number of open contexts with completion queues.
     contexts: AtomicUsize,
+    /// The number of these contexts whose programs make progress only by polls ([`Self::set_polled`]).
     polled_contexts: AtomicUsize,
-    /// The number of further leases that are short because a completion queue was armed, and whether the next poll shortens the
-    /// running lease.
+    /// The number of further leases that are short because a completion queue was armed.
     short_leases: AtomicU32,
+    /// Whether the next idle poll shortens the running lease, because a completion queue was armed.
     shorten: AtomicBool,
     /// Replacements for [`LEASE`] and [`STEADY_LEASE`].
     #[cfg(test)]
@@ -314,8 +317,8 @@ impl Lease {
         }
     }
 
-    /// Called when a completion queue was armed by a thread that will probably poll again at once. It may sleep after
-    /// all, and its lease must not be long then.
+    /// Called when a completion queue was armed by a thread that will probably poll again at once. In case the thread
+    /// sleeps after all, its next leases are short: its polling counts as steady only from `t` on.
     pub(super) fn on_sleepless_arm(&self, t: u64) {
         self.steady_since.store(t, Ordering::Relaxed);
     }
@@ -395,8 +398,8 @@ fn change(count: &AtomicUsize, up: bool) {
     }
 }
 
-/// Whether a post at `t` renews a lease that ends at `until`. `polled` is the end of the lease from polls alone, and
-/// `steady` the longest lease of a polling thread.
+/// Whether a post at `t` renews a lease that ends at `until`. `polled` is [`Lease::polled_until`], and `steady` the
+/// longest lease of a polling thread.
 fn posts_extend(t: u64, until: u64, polled: u64, steady: Duration) -> bool {
     // The lease runs, it is not that of a thread that waits for an event, and the last poll is recent.
     t < until && until <= t + nanos(steady) && t <= polled + nanos(POSTS_EXTEND_FOR)

@@ -1,4 +1,5 @@
-//! Interleavings of a polling thread and the worker, checked by loom.
+//! Interleavings of a polling thread and the worker, checked by loom. While a *lease* runs, polling threads handle the sockets, and the
+//! worker sleeps.
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -8,8 +9,8 @@ use super::cork::Cork;
 use super::lease::Lease;
 use super::sleepers::Sleepers;
 
-/// The lease ends while a request is corked: either the worker sends the request, or the polling thread grants a new
-/// lease, at whose end the worker wakes.
+/// The lease ends while a request is corked (kept back to be sent together with the next ones): either the worker sends
+/// the request, or the polling thread grants a new lease, at whose end the worker wakes.
 #[test]
 fn loom_a_corked_request_is_sent_or_covered_by_a_lease() {
     loom::model(|| {
@@ -68,8 +69,8 @@ fn loom_the_worker_never_sleeps_without_a_socket_or_a_timer_that_wakes_it() {
     });
 }
 
-/// The worker wakes and withdraws its announcement while another thread goes to sleep, and a peer writes. Either the peer wakes this
-/// process, or one of its threads sees what the peer has written.
+/// The worker wakes and withdraws its announcement that it sleeps, while another thread goes to sleep and a peer writes. Either the peer
+/// wakes this process, or a thread of this process sees what the peer has written.
 #[test]
 fn loom_a_thread_that_falls_asleep_while_the_worker_wakes_is_woken() {
     loom::model(|| {

@@ -1,8 +1,9 @@
 //! Progress: the threads of the program, or the worker thread, receive, send and run deadlines.
 //!
-//! 1. A thread that posts sends at once, or corks the request ([`cork`]).
-//! 2. A thread that polls an empty completion queue handles all sockets that are ready, and gets a [`lease`] for it.
-//! 3. The worker thread ([`worker`]) handles them when no thread polls. It is not woken while the lease runs.
+//! 1. A thread that posts sends at once, or corks the request: keeps it back, to send it together with the next ones ([`cork`]).
+//! 2. A thread that polls an empty completion queue handles all sockets that are ready, and renews the [`lease`]: the time for
+//!    which the sockets are left to polling threads.
+//! 3. The worker thread ([`worker`]) handles the sockets when no thread polls. It is not woken for them while the lease runs.
 //!
 //! There are two epoll sets. `sockets` contains every socket. The worker sleeps on `worker`, which contains `sockets`
 //! (one shot), the timers of the lease and of the first deadline, and an eventfd.
@@ -69,8 +70,9 @@ use turns::Turns;
 const LATE: u64 = 50_000_000;
 /// Largest number of ready sockets that one system call returns.
 const READY_MAX: usize = 32;
-/// While polled memory has something to receive, one in this number of polls that find no completion also checks the sockets, if a check
-/// is due ([`Turns::sockets_are_due`]). If a check is late ([`Turns::sockets_are_late`]), every such poll checks them.
+/// While polled memory (shared with a peer process: [`PolledMemory`]) has something to receive, one in this number of polls that find
+/// no completion also checks the sockets, if a check is due ([`Turns::sockets_are_due`]). If a check is late
+/// ([`Turns::sockets_are_late`]), the next such poll checks them in any case.
 /// Polling memory needs no system call; checking the sockets does.
 const SOCKETS_EACH_HIT: u64 = 64;
 /// The same while polled memory has nothing to receive.
@@ -119,8 +121,8 @@ pub(crate) trait PolledMemory: Send + Sync {
 type PolledMemories = Vec<(Arc<dyn PolledMemory>, Weak<dyn Source>)>;
 /// Users of memory that is ready.
 type ReadyMemories = SmallVec<[Arc<dyn Source>; 2]>;
-/// Queue pairs with scheduled acknowledgements. Each message schedules one. Usually there is one queue pair, which
-/// needs no allocation.
+/// Queue pairs with scheduled acknowledgements. Each message schedules one, so this must not cost an allocation, and
+/// does not if there are few queue pairs.
 type DelayedAcks = SmallVec<[Arc<dyn DelayedAck>; 4]>;
 
 const TOKEN_SOCKETS: u64 = 1;
@@ -380,7 +382,8 @@ impl Reactor {
         }
     }
 
-    /// Called when a poll found its completion queue empty: the calling thread handles what is ready.
+    /// Called when a poll found its completion queue empty (an *idle poll*): the calling thread handles what is ready. This
+    /// is called a *turn* ([`turns`]). While memory is polled, most idle polls of a busy loop only look at the memory.
     pub fn on_idle_poll(&self) {
         let (idle_polls, then) = self.cork.on_idle_poll();
         let IdlePoll::Proceed { flush } = then else {
@@ -683,7 +686,8 @@ impl Reactor {
                     found.extend(source.upgrade());
                 }
             }
-            // The peer of the memory that is handled first can answer first, and is ready again at the next turn.
+            // Without this rotation, one peer would always be served first: it can answer first, so its memory is ready again at
+            // the next turn.
             if found.len() > 1 {
                 let first = self.rotation.fetch_add(1, Ordering::Relaxed) % found.len();
                 found.rotate_left(first);
@@ -738,7 +742,8 @@ impl Reactor {
             .fold(false, |any, (memory, _)| memory.prepare_sleep(acks) || any)
     }
 
-    /// Withdraws the requests for wake-ups that no peer has seen yet: the worker is awake, and looks at all memories after this.
+    /// Called by the worker when it is awake: withdraws the requests for wake-ups that no peer has seen yet. The worker looks at all
+    /// memories after this.
     fn memory_end_sleep(&self) {
         if !self.has_memories() {
             return;
@@ -797,8 +802,8 @@ impl Reactor {
         set_timer(&self.deadline_timer, at.saturating_duration_since(now));
     }
 
-    /// Runs the deadlines that are due. If one is late, because the process was stopped or had no processor, receives what has arrived
-    /// before: an acknowledgement that waits in a socket must not count as missing.
+    /// Runs the deadlines that are due. If one is late, because the process was stopped or had no processor, first receives what
+    /// has arrived: an acknowledgement that waits in a socket must not count as missing.
     fn run_late_deadlines(&self, t: u64) {
         if self.deadlines.is_due(t.saturating_sub(LATE)) {
             let now = clock::now();

@@ -6,8 +6,8 @@
 //!
 //! A program that polls uses its processor fully, even while nothing arrives. If more threads poll than there are processors, the
 //! thread with something to do waits until the scheduler ends the time slice of another one, which takes milliseconds. So
-//! polls yield when nothing has been received for some time. While messages arrive, polls do not yield, because another thread
-//! might use the processor for a whole time slice.
+//! polls yield (`sched_yield(2)`) when nothing has been received for some time. While messages arrive, polls do not yield,
+//! because another thread might use the processor for a whole time slice.
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -17,7 +17,7 @@ const QUIET: u64 = 50_000;
 const YIELD_EACH: u64 = 8;
 /// If a yield takes longer than this, in nanoseconds, the processor was used by a thread that computes.
 const LONG_YIELD: u64 = 500_000;
-/// The longest time without a yield after a long one, in nanoseconds.
+/// The longest time for which no thread yields after a long yield, in nanoseconds.
 const YIELD_PAUSE_MAX: u64 = 20_000_000;
 
 /// The state of all threads together. Times are in nanoseconds.
@@ -41,8 +41,9 @@ impl Quiet {
         }
     }
 
-    /// Called after a thread has yielded at `before`, when it runs again at `now`. If another thread used the processor for long, it is
-    /// not one that waits for messages and yields too. No thread yields again until this one has had as much time.
+    /// Called when a thread that yielded at `before` runs again at `now`. If the yield took long, another thread has computed
+    /// meanwhile: a thread that only waits for messages would have yielded too. No thread yields again until this one has had
+    /// as much time, but at most [`YIELD_PAUSE_MAX`].
     pub(super) fn on_yield(&self, before: u64, now: u64) {
         let took = now.saturating_sub(before);
         if took > LONG_YIELD {

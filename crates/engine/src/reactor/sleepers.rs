@@ -1,9 +1,10 @@
 //! Which threads of this process sleep until a peer wakes them through a socket.
 //!
-//! Each memory that a peer shares has a flag, by which this process announces that it sleeps. A thread that is about to sleep sets the
-//! flags of all memories. The peer clears the flag of the memory that it writes to, and sends a wake-up, which costs a system call at both
-//! ends. Once the worker is awake, further wake-ups are of no use. So it withdraws the announcements that no peer has
-//! seen yet, unless another thread sleeps.
+//! A peer on the same host may share memory with this process, and write its messages there. Each such memory has a flag, by which
+//! this process announces that it sleeps. A thread that is about to sleep sets the flags of all memories. A peer that finds the flag
+//! of its memory set clears it when it writes, and sends a wake-up through a socket, which costs a system call at both ends. Once the
+//! worker is awake, further wake-ups are of no use. So the worker clears the flags that no peer has seen yet (it withdraws the
+//! announcements), unless another thread sleeps.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
@@ -27,7 +28,7 @@ impl Sleepers {
     pub(super) fn count<R>(&self, sleep: impl FnOnce() -> R) -> R {
         self.threads.fetch_add(1, Ordering::Relaxed);
         // Store-load pair with `withdraw`: this thread adds itself, then sets flags; the worker clears flags, then looks for threads. So
-        // the worker finds this thread, or its clearing came before and has no effect on the flags of this thread.
+        // either the worker finds this thread, or the worker has cleared the flags before this thread sets them.
         fence(Ordering::SeqCst);
         let result = sleep();
         self.threads.fetch_sub(1, Ordering::Relaxed);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::locks::{Mutex, Rank, RwLock};
 
-/// An object that is driven by a socket, by deadlines or by polled memory.
+/// An object, usually a queue pair, that is driven by a socket, by deadlines, or by memory that it shares with a peer process.
 pub trait Source: Send + Sync {
     /// The socket is readable or writable. An error or hang-up counts as both.
     fn ready(self: Arc<Self>, readable: bool, writable: bool, now: Instant);

@@ -1,4 +1,7 @@
 //! The worker thread: handles sockets and deadlines while no thread polls.
+//!
+//! A thread that polls a completion queue handles the sockets itself, and has a *lease* for it: until the lease ends, the worker
+//! sleeps (`lease.rs`).
 
 use std::any::Any;
 use std::io;
@@ -21,7 +24,8 @@ const STACK_BYTES: usize = 512 * 1024;
 /// Largest number of rounds in which the worker handles ready sockets or memory before it waits in epoll again. Each round also checks the
 /// deadlines.
 pub(super) const ROUNDS_MAX: usize = 64;
-/// How long the worker spins before it sleeps. Waking a sleeping worker takes longer, and costs the sender time too.
+/// How long the worker spins (checks sockets and memory in a loop) before it sleeps. Waking a sleeping worker takes longer, and
+/// costs the sender time too.
 const SPIN_FOR: Duration = Duration::from_micros(25);
 /// The time between two checks of a spinning worker. Data that arrives within one interval is received, and
 /// acknowledged, together.
@@ -32,28 +36,29 @@ pub(super) const HOLD_FOR: Duration = Duration::from_micros(5);
 
 /// Decides whether the worker holds acknowledgements back for [`HOLD_FOR`], while it spins.
 ///
-/// If a program polls its memory for a Write of the peer, it answers within a microsecond of the Write's arrival. If the worker sent the
-/// acknowledgement alone, the peer's program would get its completion before the answer, and would poll its memory too. While a program
-/// polls its memory, no thread of its process polls a completion queue, and the worker of that process sleeps until the lease of the last
-/// poll (`lease.rs`) ends. So each message would wait at its receiver for the end of a lease. The worker recognizes such a program by
-/// successful polls since the last acknowledgements, because the program polls the completions of its own Writes. A passive target
-/// polls no completions, so the acknowledgements for its peer are sent at once.
+/// A program may wait for a Write of the peer by reading the Write's target in a loop, and then answers within a microsecond of the
+/// Write's arrival. If the worker sent the acknowledgement alone, the peer's program would get the completion of its Write before the
+/// answer, and would wait for the answer in the same way. While a program reads its memory in a loop, no thread of its process polls a
+/// completion queue, and the worker of that process sleeps until the lease of the last poll ends. So each message would wait at its
+/// receiver for the end of a lease. The worker recognizes such a program by polls that found completions since the last
+/// acknowledgements, because the program polls the completions of its own Writes. A passive target polls no completions, so the
+/// acknowledgements for its peer are sent at once.
 #[derive(Debug, Default)]
 pub(super) struct AckHold {
-    /// The number of successful polls when acknowledgements were sent last.
+    /// The number of polls that had found completions when acknowledgements were sent last.
     polls: u64,
 }
 
 impl AckHold {
-    /// Called before acknowledgements are sent. `polls`: the number of successful polls of the process.
+    /// Called before acknowledgements are sent. `polls`: the number of polls of the process that found completions.
     pub(super) fn expects_answer(&mut self, polls: u64) -> bool {
         std::mem::replace(&mut self.polls, polls) != polls
     }
 }
 
-/// Decides whether the worker spins before it sleeps. It spins as long as data arrives during its spins. If the
-/// sender shares the worker's processor, or sends rarely, no data arrives, and the worker spins only from time to
-/// time.
+/// Decides whether the worker spins before it sleeps. Each spin during which data arrives earns credit for further
+/// spins. If the sender shares the worker's processor, or sends rarely, no data arrives during spins, and without
+/// credit the worker spins only from time to time.
 #[derive(Debug)]
 pub(super) struct SpinBudget {
     spin_for: Duration,
