@@ -19,8 +19,8 @@ pub fn config() -> &'static Config {
 }
 
 /// The value of an environment variable. `None` in a program that runs with more privileges than the process that
-/// started it (set-user-ID, set-group-ID, file capabilities): there a variable could make it write to files, or trust
-/// addresses, that its user may not choose.
+/// started it (set-user-ID, set-group-ID, file capabilities): a variable could make such a program write to files, or
+/// trust addresses, that its user has no right to choose.
 pub fn variable(name: &str) -> Option<OsString> {
     if has_more_rights_than_its_caller() {
         return None;
@@ -47,9 +47,9 @@ pub struct Config {
     pub pages: Pages,
     /// `ANYWARP_CC`: the TCP congestion control; `None` for the host's.
     pub congestion_control: Option<String>,
-    /// `ANYWARP_GSO`: whether runs of datagrams are passed to the kernel in one call (UDP_SEGMENT).
+    /// `ANYWARP_GSO`: whether runs of datagrams (of one length, to one destination) are passed to the kernel as one buffer (UDP_SEGMENT).
     pub gso: bool,
-    /// `ANYWARP_GRO`: whether runs of datagrams are received from the kernel in one call (UDP_GRO).
+    /// `ANYWARP_GRO`: whether runs of datagrams are received from the kernel as one buffer (UDP_GRO).
     pub gro: bool,
     /// `ANYWARP_RC=udp`: reliable connections made by `ibv_modify_qp` use reliable datagrams. Both ends must choose it.
     pub rc_over_udp: bool,
@@ -182,7 +182,7 @@ impl Config {
             warnings: Vec::new(),
         };
         let device_profile = text("ANYWARP_DEVICE_PROFILE");
-        // The profile of an iWARP RNIC implies its face.
+        // A device profile of an iWARP RNIC implies that queries report one.
         let face_default = if device_profile.as_deref() == Some("siw") {
             Face::Iwarp
         } else {

@@ -155,7 +155,7 @@ impl Memory for UserMemory {
     }
 }
 
-/// A run of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of the engine.
+/// A range of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of the engine.
 ///
 /// System calls, and copies to and from shared memory, take it instead of a Rust slice, because the application may
 /// access the same bytes at any time.

@@ -1,10 +1,11 @@
 //! Quality of service: `ANYWARP_QOS=SETTINGS` or `@FILE`. The settings are described in [`anywarp_core::qos`] and
 //! anywarp-qos(7).
 //!
-//! With settings, each queue pair has a [`Flow`], and asks the flow before it sends. A queue pair that may not send now is called
-//! when it may. Without settings, a queue pair has no flow, and only checks whether it has one. The link is in this process, or in
-//! a file that several processes lock and change in turn (docs/decisions/034). A process that waits looks at the link after some
-//! time by itself. So processes do not have to wake each other, and a process that is killed delays the others only briefly.
+//! The settings describe a simulated link. With settings, each queue pair has a [`Flow`], which represents it on the link, and asks the
+//! flow before it sends. A queue pair that has to wait is called when it can send. Without settings, a queue pair has no flow, and only
+//! checks whether it has one. The state of the link is in this process, or in a file that several processes lock and change in turn
+//! (docs/decisions/034). A process that waits looks at the link after some time by itself. So processes do not have to wake each other,
+//! and a process that is killed delays the others only briefly.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -32,7 +33,8 @@ use crate::sys::thread::Uncancelled;
 
 /// Shortest time until a waiting flow is looked at again. A timer for each packet would cost more than the packet.
 const TICK: Duration = Duration::from_micros(100);
-/// Longest time until then. The other processes forget a flow whose process has not accessed the link for [`QOS_SILENCE`].
+/// Longest time until a waiting flow is looked at again. The other processes forget a flow whose process has not accessed the link for
+/// [`QOS_SILENCE`].
 const ALIVE: Duration = Duration::from_nanos(QOS_SILENCE / 2);
 
 // ---------------------------------------------------------------------- settings

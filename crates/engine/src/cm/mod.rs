@@ -538,7 +538,7 @@ impl CmId {
     }
 
     /// Returns the queue pair to connect: that of the identifier, the one that `private_qp` created, or the one with this
-    /// number. The flag is true for the queue pair of the identifier. The identifier changes the state of that one only.
+    /// number. The flag is true for the queue pair of the identifier, the only one whose state the identifier changes.
     fn find_qp(&self, number: u32) -> Option<(Arc<RcQp>, bool)> {
         {
             let state = self.lock();
@@ -707,7 +707,7 @@ impl CmId {
                 child.destroy();
             }
         }
-        // Those of datagrams were rejected through this socket.
+        // The connect requests of a datagram identifier were rejected through this socket.
         let udp = self.lock().udp.take();
         self.drop_udp(udp);
     }

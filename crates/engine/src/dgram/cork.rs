@@ -43,7 +43,7 @@ pub(super) struct Cork {
     /// Requests and bytes that were posted since the last transmission.
     requests: usize,
     bytes: u64,
-    /// The two numbers when the clock was last read.
+    /// `requests` and `bytes` when the clock was last read.
     at_clock: (usize, u64),
     corked: bool,
     /// Number of polls when the first request was corked.
@@ -52,7 +52,7 @@ pub(super) struct Cork {
     polls_at_send: u64,
     /// How many transmissions, up to the last one, were made without a poll between them.
     sent_since_poll: u32,
-    /// A factor of the times in tests.
+    /// The factor by which tests of a whole queue pair lengthen times; 1 otherwise.
     #[cfg(test)]
     slowness: u64,
 }

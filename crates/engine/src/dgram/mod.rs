@@ -57,7 +57,7 @@ struct Inner {
     sent: usize,
     /// Whether the socket's send buffer was full.
     blocked: bool,
-    /// Numbers of datagrams and bytes received since the last responses to them were sent.
+    /// Numbers of datagrams and bytes received since responses were last sent.
     unanswered: (usize, usize),
     cork: Cork,
     /// Length in bytes of the longest datagram that may be sent in a run: several datagrams to one destination that the
@@ -466,7 +466,7 @@ impl DgramQp {
             let mut inner = self.lock();
             self.flush_before_end(&mut inner);
             inner.destroyed = true;
-            // The event of a shared receive queue, which outlives this queue pair, may not be raised yet.
+            // An event of the shared receive queue, which outlives this queue pair, may still have to be raised.
             self.deliver_events(&mut inner);
             let counters = inner.core.counters();
             log!(

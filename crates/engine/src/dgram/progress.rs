@@ -1,4 +1,7 @@
 //! Receives and sends the datagrams of a queue pair.
+//!
+//! A *turn* is what a queue pair or its port does at a time: it receives what has arrived, or sends what is to be sent, up to a limit.
+//! A *run* is a number of datagrams that one system call sends or receives.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,10 +20,10 @@ use crate::log;
 use crate::reactor::{DelayedAck, Token};
 use crate::sys::Io;
 
-/// Number of datagrams of a turn after which answers are sent, for unreliable services.
+/// Number of datagrams received in a turn after which answers are sent, for unreliable services.
 const ANSWER_EACH: usize = 24;
-/// Number of datagrams of a turn after which answers are sent, for reliable services. Their senders request an
-/// acknowledgement once, at the end of a run, because handling it costs as much as handling several datagrams.
+/// As [`ANSWER_EACH`], for reliable services. Their senders request an acknowledgement once, at the end of a run, because
+/// handling an acknowledgement costs as much as handling several datagrams.
 const RELIABLE_ANSWER_EACH: usize = 64;
 /// Number of received bytes after which answers are sent. Long datagrams are few, but their sender waits for a report
 /// or an acknowledgement too.
@@ -223,7 +226,7 @@ impl DgramQp {
                 }
             };
             if rest.is_empty() {
-                // The link is busy. It calls this queue pair when the queue pair may send.
+                // The simulated link (`qos`) is busy, and will call this queue pair when the queue pair may send.
                 self.schedule(inner);
                 return;
             }

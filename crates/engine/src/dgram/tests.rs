@@ -309,7 +309,8 @@ fn is_corked_after(flush: impl Fn(&End, &End)) -> bool {
 
 #[test]
 fn datagrams_posted_after_a_full_run_are_corked_too() {
-    // Further requests fill the run, which is then sent, unless another thread sends it earlier. This thread does not poll.
+    // Further requests fill the run (the datagrams that one system call sends), which is then sent, unless another thread sends it
+    // earlier. This thread does not poll.
     assert!(is_corked_after(|a, b| a.send(
         SEND,
         0,
@@ -339,8 +340,8 @@ fn corked_datagrams_are_sent_before_the_queue_pair_is_destroyed() {
     assert_eq!(all, posted as u64);
 }
 
-/// Without the renewal, the worker wakes in the middle of a list of posts and contends for the socket: 1,800 times a second
-/// in a ping-pong.
+/// The lease is the time for which the worker leaves the sockets to polling threads. If posts did not renew it, the worker
+/// would wake in the middle of a list of posts and contend for the socket: 1,800 times a second in a ping-pong.
 #[test]
 fn posts_of_datagrams_renew_the_lease_of_a_polling_thread() {
     // The port of this queue pair belongs to the engine of the process, also if queue pair `a` shares the port.

@@ -1,8 +1,8 @@
 //! Shared memory as the carrier of datagrams between two UDP ports of one user on one host (decision 039).
 //!
-//! A port that has sent some datagrams to another port of this host offers it memory ([`Transport::share_after`]), with a message over UDP
-//! (`wire::carrier` of the core). Each datagram is then a record in the ring of its direction ([`super::shm`]). Its first
-//! bytes are what a UDP socket reports beside the payload:
+//! A port that has sent some datagrams ([`Transport::share_after`]) to another port of this host offers it memory, with a message over UDP
+//! (`wire::carrier` of the core). Once the other port has opened the memory, each datagram is a record in the ring of its direction
+//! ([`super::shm`]). The first bytes of a record are what a UDP socket reports beside the payload:
 //!
 //! ```text
 //!  0           1               2     4
@@ -149,8 +149,8 @@ impl<S: DatagramSink> Carriers<S> {
         None
     }
 
-    /// Whether there has been a carrier. If so, all datagrams of a send call must have the same destination, so that datagrams to one
-    /// destination stay in order.
+    /// Whether there has been a carrier since the start. If so, all datagrams of a send call must have the same destination, so that
+    /// datagrams to one destination stay in order.
     #[inline]
     pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
@@ -341,7 +341,7 @@ struct Stall {
 
 struct Receiving {
     shm: Shm,
-    /// The datagrams of a run.
+    /// The datagrams that [`Carrier::receive_run`] has received at a time.
     run: Vec<u8>,
 }
 
@@ -510,8 +510,8 @@ impl<S: DatagramSink> Carrier<S> {
             self.watch().was_not_woken();
         }
         if was_full && count > 0 && self.polled.can_send() {
-            // The peer does not report the room any more that other queue pairs wait for. Their locks must not be taken here, with the
-            // lock of the sending queue pair held.
+            // Other queue pairs may wait for room, which the peer will not report any more. The worker or a polling thread tells them: their
+            // locks must not be taken here, where the lock of the sending queue pair is held.
             self.engine.wake();
         }
         if let Some(deadline) = deadline {
@@ -560,7 +560,7 @@ impl<S: DatagramSink> Carrier<S> {
             self.wake_writers();
         }
         if self.watch().has_room_again() {
-            // No queue pair has written since the ring was full. Without this call, the ring would count as ready until one writes.
+            // No queue pair has written since the ring was full. Without this call, the memory would count as ready until a queue pair writes.
             self.send.lock().shm.forget_full();
         }
     }

@@ -211,7 +211,7 @@ fn a_waiting_queue_pair_is_called_although_another_one_has_used_the_room() {
     assert!(a.sink.writable.load(Ordering::Relaxed));
 }
 
-/// The peer reports the room only once, and not at all if another queue pair has written before it looks.
+/// The peer reports room in the ring only once, and not at all if another queue pair has written before the peer looks.
 #[test]
 fn room_for_a_waiting_queue_pair_is_reported_although_another_one_has_sent() {
     let (engine, a, b) = connected();

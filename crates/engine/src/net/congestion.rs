@@ -86,7 +86,7 @@ struct Chosen {
     /// The host's default.
     before: &'static str,
     checked: Option<Instant>,
-    /// The numbers of segments that were sent, and sent again, at the last check.
+    /// The numbers of segments that had been sent, and sent again, at the last check.
     sent: u32,
     resent: u32,
 }

@@ -28,8 +28,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Largest number of connections that are checked when another one is closed, or a queue pair is destroyed.
 const CHECKED_MAX: usize = 16;
-/// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver it a
-/// moment later.
+/// How long to wait for the end of stream of a peer in this process that has closed too. The kernel may deliver the end
+/// of stream a moment after the close.
 const PAIR_WAIT: Duration = Duration::from_millis(2);
 /// Largest number of reads of a connection in one check: the last bytes, and the end of stream.
 const READS_PER_CHECK: usize = 4;

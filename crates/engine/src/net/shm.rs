@@ -72,7 +72,7 @@ const PROOF: usize = 8;
 /// Offset of the addresses of the connection that the memory is for, as text.
 const CONNECTION: usize = 2048;
 const CONNECTION_LEN: usize = 160;
-/// How long an unanswered offer keeps its descriptor and counts towards [`CARRIERS`].
+/// How long an unanswered offer keeps its descriptor open, and counts towards the limit [`CARRIERS`].
 pub(super) const OFFER_LIFETIME: Duration = Duration::from_secs(5);
 
 /// Largest number of bytes that the peer may send in one burst to wake this end. An end that sleeps
@@ -198,8 +198,8 @@ pub(crate) struct Watch {
     them: Lines,
     /// Number of bytes of the peer's ring that were read.
     taken: AtomicU64,
-    /// Whether the peer has switched to this memory. Until then its records and acknowledgements are ignored, and do not make
-    /// the memory ready: no thread would handle them, so a thread that is woken for ready memory would never sleep again.
+    /// Whether the peer has switched to this memory. Until then the peer's records and acknowledgements are ignored, and do not
+    /// make the memory ready: no thread handles them, so a thread that is woken for ready memory could never sleep again.
     receives: AtomicBool,
     /// The word of [`Lines::done`] of the peer that was handled last.
     done_seen: AtomicU64,

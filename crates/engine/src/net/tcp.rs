@@ -30,7 +30,8 @@ use crate::sys::socket::{get_option, unacknowledged, unsent, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
 
-/// Bytes that a queue pair receives in one turn, so that one busy connection does not keep others waiting.
+/// Bytes that a queue pair receives in one *turn*: one call of [`Tcp::receive`], which receives what has arrived up to a limit, so that
+/// a busy connection does not keep others waiting. A turn of sending is one call of [`Tcp::transmit`].
 const RX_TURN_BYTES: usize = 1 << 20;
 /// Bytes of short records that a queue pair receives from shared memory in one turn.
 const RX_RECORDS_BYTES: usize = 64 << 10;
@@ -44,7 +45,7 @@ const RX_RECORD_LEAST: usize = 64;
 /// connections with long Read Responses delayed others by three milliseconds.
 const TX_TURN_BYTES: usize = 256 << 10;
 /// How long one turn may handle FPDUs. An FPDU may be as short as 20 bytes, so the number of bytes does not limit the
-/// time. A connection that exceeds this time receives less at once.
+/// time. A connection that exceeds this time receives fewer bytes at a time from then on.
 const TURN_TIME: Duration = Duration::from_micros(50);
 /// The handling of at least this many received bytes is timed. The handling of fewer takes less than [`TURN_TIME`].
 const TIMED_BYTES: usize = 4 * 1024;
@@ -115,7 +116,7 @@ pub struct Tcp {
     tx_shm: bool,
     /// Whether records were written for which it was not yet checked whether the peer has to be woken.
     unannounced: bool,
-    /// Whether the byte that wakes the peer was not sent. [`Self::wake_again`] is to be called.
+    /// Whether the byte that wakes the peer could not be sent, and [`Self::wake_again`] is to be called.
     unwoken: bool,
     /// Whether the stream from the peer goes through `shm`.
     rx_shm: bool,

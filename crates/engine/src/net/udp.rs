@@ -1,9 +1,9 @@
 //! UDP sockets that datagram queue pairs share.
 //!
-//! To send, a run of datagrams of one length to one destination is passed to the kernel as one buffer (`UDP_SEGMENT`), and
+//! To send, a *run* (datagrams of one length to one destination) is passed to the kernel as one buffer (`UDP_SEGMENT`), and
 //! several runs are passed in one call. One call receives several buffers, each of which may be a run that the kernel
 //! coalesced (`UDP_GRO`). A thread that receives holds the port's receive lock, so datagrams reach a queue pair in the
-//! order of the socket's queue.
+//! order of the socket's queue. A *turn* of receiving is one call of [`UdpPort::try_readable`].
 
 use std::collections::BTreeMap;
 use std::io;
@@ -43,8 +43,8 @@ const SLOT_BYTES: usize = 1 << 16;
 const TURN_DATAGRAMS: usize = 64;
 /// Bytes after which a turn of receiving ends.
 const TURN_BYTES: usize = 128 << 10;
-/// Largest number of bytes in a run from shared memory. The run is copied twice, and is short enough to stay in the processor's first
-/// cache.
+/// Largest number of bytes in a run that is received from shared memory (`super::carrier`). The run is copied twice, and is short enough
+/// to stay in the processor's first cache.
 const MEMORY_RUN_BYTES: usize = 16 << 10;
 /// Largest number of turns of [`UdpPort::catch_up`]: enough for all datagrams in the socket's buffer.
 const CATCH_UP_TURNS: usize = 256;

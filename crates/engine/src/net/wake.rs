@@ -20,9 +20,9 @@ pub(crate) trait Flag {
 
 /// The value of a flag whose end sleeps and is woken for records and for acknowledgements.
 const ASLEEP: u32 = 1;
-/// The value of a flag whose end sleeps and is woken for records. It is not woken for an acknowledgement in page 0, because the next
-/// poll of its program handles the acknowledgement. Not used if the program may wait for an effect of the acknowledgement: an event, a
-/// counter, or requests that are sent after it.
+/// The value of a flag whose end sleeps and is woken for records. The end is not woken for an acknowledgement in page 0 of the shared
+/// memory, because the next poll of its program handles the acknowledgement. This value is not used if the program may wait for an effect
+/// of the acknowledgement: an event, a counter, or requests that are sent after it.
 const ASLEEP_TO_ACKS: u32 = 2;
 
 impl Flag for AtomicU32 {
@@ -73,7 +73,7 @@ fn announce_as<R>(value: u32, flag: &impl Flag, condition: impl FnOnce() -> R) -
     condition()
 }
 
-/// Clears the flag of this process, which is awake. Returns false if it was clear, because the peer has seen it.
+/// Clears the flag of this process, which is awake. Returns false if the peer has seen the flag, and has cleared it.
 #[inline]
 pub(crate) fn withdraw(asleep: &impl Flag) -> bool {
     asleep.load() != 0 && asleep.swap(0) != 0
@@ -113,8 +113,8 @@ pub(crate) fn must_wake_for_ack(asleep: &impl Flag) -> bool {
 /// it has read.
 #[inline]
 pub(crate) fn must_wake_for_room(blocked: &impl Flag, asleep: &impl Flag) -> bool {
-    // The peer clears `blocked` when it has written again. If this process cleared it, a peer that is not asleep yet could fall asleep
-    // after that, and the next call would not wake it.
+    // The peer clears `blocked` when the peer has written again. If this process cleared `blocked`, a peer that is not asleep yet could
+    // fall asleep after that, and the next call would not wake the peer.
     fence(Ordering::SeqCst);
     blocked.load() != 0 && must_wake(asleep)
 }

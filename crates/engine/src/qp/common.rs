@@ -26,7 +26,7 @@ pub struct Common {
     ack_scheduled: AtomicBool,
     /// Injected faults.
     pub(crate) faults: Option<Box<Faults>>,
-    /// The sending side on a link with virtual lanes.
+    /// The queue pair as a sender on a simulated link with virtual lanes (`crate::qos`).
     pub(crate) flow: Option<Box<Flow>>,
 }
 
@@ -64,8 +64,8 @@ impl Common {
         self.port.release(self.number);
     }
 
-    /// Schedules an acknowledgement, and corked requests, to be sent by the next thread that polls. `me`: the queue
-    /// pair.
+    /// Schedules an acknowledgement, and corked requests (kept back to be sent together with the next ones), to be sent by
+    /// the next thread that polls. `me`: the queue pair.
     pub(crate) fn schedule_ack<T: DelayedAck + 'static>(
         &self,
         me: impl FnOnce() -> Option<Arc<T>>,

@@ -41,10 +41,11 @@ const DIAL_REPLY_TIMEOUT: Duration = if cfg!(test) {
 };
 /// Shortest pause before a peer is dialed again.
 const REDIAL_INTERVAL: Duration = Duration::from_millis(20);
-/// Longest time between two attempts to dial a peer. It is shorter than [`DIAL_TIMEOUT_MIN`], so that a peer that becomes ready and posts
-/// requests is dialed in time.
+/// Longest time between two attempts to dial a peer. It is shorter than [`DIAL_TIMEOUT_MIN`], for which requests of the peer wait: a peer
+/// that becomes ready and posts requests is dialed in time.
 const REDIAL_INTERVAL_MAX: Duration = Duration::from_secs(2);
-/// The time between two attempts is this part of the time that the queue pair has waited, within these limits.
+/// The time between two attempts is the time that the queue pair has waited so far, divided by this number, but at least
+/// [`REDIAL_INTERVAL`] and at most [`REDIAL_INTERVAL_MAX`].
 const REDIAL_PART: u32 = 8;
 /// Largest number of connections that wait until the program sets the peer. Further ones are rejected.
 const EARLY_CONNECTIONS_MAX: usize = 8;

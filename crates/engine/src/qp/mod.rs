@@ -120,7 +120,7 @@ struct Inner {
     destroyed: bool,
     /// Whether the socket is not in the engine's epoll set yet.
     unwatched: bool,
-    /// Whether requests are corked, and the engine has this queue pair in its list.
+    /// Whether requests are corked (kept back to be sent together with the next ones), and the engine has this queue pair in its list.
     corked: bool,
     /// Requests that were posted, and their bytes.
     requests: (u64, u64),
@@ -134,7 +134,7 @@ struct Inner {
     draining: Draining,
     /// Traffic class or type of service of packets.
     traffic_class: u8,
-    /// Whether its flow waits (see `qos`): nothing is sent until [`Paced::granted`] is called.
+    /// Whether the queue pair waits until the simulated link (see `qos`) is free: nothing is sent until [`Paced::granted`] is called.
     paced: bool,
 }
 
@@ -402,7 +402,7 @@ impl RcQp {
             return false;
         }
         // This is done before `await_ack`, so that a worker that falls asleep meanwhile either sees the scheduled acknowledgement, or is
-        // woken by that of the peer.
+        // woken by the acknowledgement of the peer.
         self.schedule_ack();
         inner.tcp.as_ref().is_some_and(Tcp::await_ack)
     }
@@ -846,8 +846,8 @@ impl Source for RcQp {
 
     fn flush_memory(self: Arc<Self>, now: Instant) {
         self.with(|inner| {
-            // The flag is cleared even if nothing may be sent now, because the worker does not sleep while it is set. If something, such
-            // as a rate limit, holds the acknowledgement back, the acknowledgement is sent when that ends.
+            // `take_owed_ack` clears a flag that keeps the worker awake. It is called even if nothing may be sent now, for example because
+            // of a rate limit: the acknowledgement is then sent as soon as sending is possible.
             if let Some(tcp) = &inner.tcp {
                 tcp.take_owed_ack();
             }

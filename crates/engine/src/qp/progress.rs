@@ -24,13 +24,14 @@ use crate::test_panic;
 const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
 /// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
 const REST_TIME_MAX: Duration = Duration::from_millis(1);
-/// If a connection that is closed has bytes to send, but the peer has taken none for this long, it ends without them. A peer whose
-/// process is stopped takes nothing, and the program waits for the event of the end.
+/// If a connection that is being closed has bytes to send, but the peer has taken none for this long, the connection ends without sending
+/// them. A peer whose process is stopped takes nothing, and the program waits for the event that reports the end.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times. The last bytes pass in this
-/// time even on slow paths.
+/// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times at most. Even a slow path
+/// carries the last bytes in so long a time.
 const CLOSE_TURNS: u32 = 15;
-/// When to wake the peer that shares memory again, after the kernel had no memory for the byte that wakes it.
+/// After the kernel had no memory for the byte that wakes the peer, the time until the byte is sent again (the peer shares memory, see
+/// `net::shm`).
 const WAKE_PAUSE: Duration = Duration::from_millis(1);
 
 impl Inner {
@@ -46,7 +47,7 @@ impl Inner {
 struct Received {
     /// Whether bytes arrived.
     any: bool,
-    /// If the rest of a Write that has arrived in part is to be received: the number of requests of the peer that are done.
+    /// `Some` if the rest of a Write that has arrived in part is to be received. Contains the number of requests of the peer that are done.
     unfinished: Option<u32>,
 }
 

@@ -13,7 +13,7 @@ pub(super) enum Timer {
     FirstMessage,
     /// Ends a connection that is closed, but whose last bytes cannot be sent, because the peer does not read.
     Close,
-    /// Wakes the peer that shares memory, which has failed before.
+    /// Tries once more to wake the peer that shares memory.
     Wake,
     /// Ends an injected delay, during which nothing is sent.
     Delay,

@@ -16,7 +16,7 @@ pub(super) struct Received {
     pub(super) hop_limit: u8,
     /// Traffic class or type of service; 0 without a control message.
     pub(super) traffic_class: u8,
-    /// Length of the datagrams in a run that the kernel coalesced (`UDP_GRO`); 0 for a single datagram.
+    /// Length of the datagrams in a *run*, a buffer into which the kernel coalesced several datagrams (`UDP_GRO`); 0 for a single datagram.
     pub(super) segment: usize,
 }
 

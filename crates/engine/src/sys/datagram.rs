@@ -1,4 +1,7 @@
 //! Sends and receives several datagrams, and runs of datagrams, in one system call.
+//!
+//! A *run* is several datagrams of one length (the last may be shorter), to one destination or from one source, in one buffer. The kernel
+//! splits it (`UDP_SEGMENT`) or has coalesced it (`UDP_GRO`).
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -22,7 +22,7 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     send_pieces(fd, batch, skip, flags)
 }
 
-/// Sends one run of bytes that the batch holds. `sendto` costs less than `sendmsg`.
+/// Sends bytes of a batch that are in one piece. `sendto` costs less than `sendmsg`.
 fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], flags: libc::c_int) -> Io {
     let seen = capture::begin();
     // SAFETY: `bytes` is borrowed for the call; no address is named.
@@ -46,7 +46,7 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], flags: libc::c_int) -> Io {
     Io::Done(n)
 }
 
-/// Sends the runs of a batch, some of them user memory.
+/// Sends the pieces of a batch, some of which are in user memory.
 fn send_pieces(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize, flags: libc::c_int) -> Io {
     let run = |bytes: &[u8]| libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
