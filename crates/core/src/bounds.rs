@@ -8,11 +8,11 @@
 //! | time until their MPA Request has arrived | `connect/startup.rs` `REQUEST_TIMEOUT` | 5 s |
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
-//! | connections accepted in one turn | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
-//! | closed connections per process that are drained | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
-//! | how long an exiting process waits for connections that are drained | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
+//! | connections that a listener accepts at a time | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
+//! | closed connections per process that are read until the peer closes | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
+//! | how long an exiting process waits until peers have acknowledged all data | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
-//! | bytes received, and sent, in one turn of a queue pair | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
+//! | bytes that a queue pair receives, and sends, before other sources have their turn | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
 //! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,542 |
 //! | bytes in the socket buffers of the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in total |
 //! | lines of the log that peers cause | `log.rs` `LINES_PER_SECOND` | 20 a second |

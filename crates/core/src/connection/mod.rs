@@ -265,8 +265,8 @@ impl Connection {
             && is_small
     }
 
-    /// Whether the rest of `batch` after its first `sent` bytes may be sent. It may not if it refers to the memory of a request that has
-    /// completed, which the program may use for something else: the peer has acknowledged a message before it was sent.
+    /// Whether the rest of `batch` after its first `sent` bytes may be sent. It must not be sent if it refers to the memory of a request
+    /// that has completed because the peer acknowledged a message before it was sent: the program may use this memory for something else.
     pub fn may_send_rest(&self, batch: &TxBatch, sent: usize) -> bool {
         let request = batch.first_request(sent);
         request.is_none_or(|number| number >= self.base.sq.front_number())
@@ -443,8 +443,8 @@ impl Connection {
         self.timers = Timers::default();
     }
 
-    /// Prepares RESET: discards all requests and completions, and closes the stream after a Bye, as [`Self::leave`] does. The
-    /// caller sends the messages that remain, and then sets the state, which is ERROR until then.
+    /// Prepares RESET: discards all requests and completions, and closes the stream after a Bye (the control message for an orderly
+    /// end), as [`Self::leave`] does. The caller sends the messages that remain, and then sets the state, which is ERROR until then.
     ///
     /// Without the Bye the peer could not know that requests whose bytes its transport has delivered were not executed.
     pub fn discard(&mut self) {

@@ -1,8 +1,8 @@
 //! Proof that a peer receives at its address: it has to return a number that was sent there.
 //!
 //! Any host can send datagrams with a forged source address. Before this end sends much data to an address, or spends
-//! memory on it, the sender has to return a number. The number is a keyed hash of its address, so no state is kept
-//! until then.
+//! memory on it, the queue pair there has to return a number that this end has sent to the address. The number is a
+//! keyed hash of the address, so no state is kept until then.
 
 #![expect(
     deprecated,
@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use super::types::Peer;
 
-/// How long a cookie is valid at least, in seconds. It is valid for at most twice as long.
+/// The shortest time for which a cookie is valid, in seconds. The longest time is twice as long.
 const LIFE: u64 = 60;
-/// How long the token of a reliable peer is valid at least, in seconds. A peer is remembered for longer than its
-/// token is valid, so the token of a forgotten peer is not accepted.
+/// The same for the token of a reliable peer. A peer is remembered for longer than its token is valid, so the token of a
+/// forgotten peer is not accepted.
 const TOKEN_LIFE: u64 = 30;
 
 /// The key, from the random source of the host.

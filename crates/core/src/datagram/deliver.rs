@@ -1,8 +1,9 @@
 //! Delivers incoming messages: Sends into posted receives, Writes into registered memory, and Write-Records with
 //! their records.
 //!
-//! A message of one datagram is delivered at once. For longer messages and incomplete Write-Records,
-//! [`Messages`](super::messages::Messages) keeps the state until they end.
+//! A *record* tells the program which bytes of a Write-Record have arrived. A message of one datagram is delivered at
+//! once. For longer messages and incomplete Write-Records, [`Messages`](super::messages::Messages) keeps the state until
+//! they end.
 
 use std::time::Duration;
 
@@ -600,7 +601,7 @@ impl DatagramQp {
         self.record_of(peer, id, &open.identity, ranges, open.final_seen);
     }
 
-    /// Like [`Self::record`], with the runs of bytes that have arrived.
+    /// Like [`Self::record`], with the ranges of bytes that have arrived.
     fn record_of(
         &mut self,
         peer: &Peer,

@@ -7,6 +7,9 @@
 //! A message is *open* from its first datagram until it is complete or given up, and *closed* afterwards. A bitmap of
 //! the last `WINDOW` message numbers tells which are closed, so that a late duplicate of a datagram does not
 //! overwrite memory that the program uses again.
+//!
+//! The *epoch* in a datagram distinguishes its queue pair from an earlier one with the same queue pair number. A *run* is a
+//! contiguous range of the bytes of a message that have arrived.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -231,7 +234,7 @@ impl Open {
 #[derive(Debug)]
 struct Source {
     epoch: u16,
-    /// The previous epoch. Datagrams of it are late.
+    /// The epoch before the present one. Datagrams with this epoch are late.
     before: Option<u16>,
     closed: Closed,
     open: Vec<(u32, Box<Open>)>,

@@ -153,7 +153,7 @@ pub struct DatagramQp {
     joined: Vec<IpAddr>,
     /// The addressing of the last datagram.
     last_arrival: LastArrival,
-    /// Completions of the datagrams of a run, which are added to their queue together.
+    /// Completions of datagrams that were received together. They are added to their queue together.
     received: Vec<Completion>,
     parity: Budget,
     records: Records,

@@ -116,7 +116,8 @@ pub(crate) enum MessageState {
     Refused(Dropped),
 }
 
-/// The order of a datagram's message, from epoch and message number alone.
+/// The order of a datagram's message, from its message number and its epoch alone. (The epoch distinguishes a queue pair from an earlier
+/// one with the same number.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
     /// The datagram belongs to the newest message.
@@ -131,7 +132,7 @@ pub(crate) enum Order {
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     epoch: Option<u16>,
-    /// The previous epoch. Datagrams of it are late.
+    /// The epoch before the present one, that is, of the peer's queue pair that was replaced. Datagrams with this epoch are late.
     before: Option<u16>,
     newest: Option<u32>,
     pub(crate) state: Option<MessageState>,

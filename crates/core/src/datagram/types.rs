@@ -75,7 +75,7 @@ pub struct Arrival {
 /// A datagram to send.
 ///
 /// All datagrams of a message have one destination, and all but the last one have the same length, so that the engine can
-/// pass a run of them to the kernel in one call.
+/// pass several of them to the kernel as one buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TxDatagram {
     /// Its destination.
@@ -249,7 +249,7 @@ impl SendEffect {
 /// The effects of datagrams that are not sent yet, in their order. Datagrams of consecutive requests share an entry.
 #[derive(Debug, Default)]
 pub(super) struct Unwritten {
-    /// The effect of the first datagram of a run, and the number of its datagrams.
+    /// One entry for several datagrams: the effect of the first one, and their number.
     runs: VecDeque<(SendEffect, u32)>,
 }
 
@@ -262,7 +262,7 @@ impl Unwritten {
         }
     }
 
-    /// Removes a run of at most `most` datagrams. Returns the effect of the first one, and their number.
+    /// Removes at most `most` datagrams of one entry. Returns the effect of the first one, and their number.
     #[inline]
     pub(super) fn take(&mut self, most: usize) -> Option<(SendEffect, u32)> {
         let most = u32::try_from(most).unwrap_or(u32::MAX);

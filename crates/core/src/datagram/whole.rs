@@ -5,7 +5,8 @@
 //! first. If a check fails, nothing has changed, and the datagram takes the general path.
 //! `crates/sim/tests/shortcuts.rs` compares the two paths.
 //!
-//! The completions of a run of datagrams are added to their queue together ([`DatagramQp::complete_received`]).
+//! The completions of a run (datagrams that were received together) are added to their queue together
+//! ([`DatagramQp::complete_received`]).
 
 use super::DatagramQp;
 use super::outgoing::{index, is_group};

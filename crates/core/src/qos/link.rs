@@ -2,8 +2,9 @@
 //!
 //! A *flow* is the sending side of one queue pair. It may send as long as its allowance is positive. The link carries
 //! one packet after the other at its rate, and each packet increases the allowance of one flow. A flow may send more
-//! than its allowance at once, because an FPDU is longer than a packet: the allowance becomes negative, and packets of
-//! later turns make it positive again. So shares and rates are exact over time, although bytes leave in larger pieces.
+//! than its allowance at once, because an FPDU is longer than a packet: the allowance becomes negative, and later
+//! packets make it positive again. So the rate of the link, and the share of it that each lane gets, are exact over time,
+//! although bytes leave in larger pieces.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +29,7 @@ struct Flow {
     lane: u8,
     /// Bytes that it may send. Negative: bytes that it has sent too early.
     allowance: i64,
-    /// It gets packets until its allowance is as large as this; 0 if it has nothing to send.
+    /// The allowance at which the flow gets no more packets; 0 if it has nothing to send.
     demand: i64,
     /// When its process was last known to be alive.
     seen: Nanos,
@@ -45,7 +46,7 @@ impl Flow {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Table {
     shares: Vec<Share>,
-    /// Bytes that each entry may still send in its turn.
+    /// The credit of each entry: bytes that it may still send in its turn.
     credits: Vec<i64>,
     /// The entry whose turn it is.
     turn: usize,

@@ -30,8 +30,8 @@ struct State {
     /// Whether an event was raised and the queue was not polled since. The program is expected to poll then, so an entry that
     /// arrives meanwhile does not count as missed, and arming raises no event for it.
     event_pending: bool,
-    /// The kind of the unpolled entries for which no event was raised or is pending: `No` if there are none, `Solicited` if one
-    /// of them is solicited, otherwise `Any`. Arming for one of them raises an event at once.
+    /// The kind of the unpolled entries for which no event was raised, and none is pending: `No` if there are no such entries,
+    /// `Solicited` if one of them is solicited, otherwise `Any`. Arming for this kind of entry raises an event at once.
     missed: Armed,
     overrun_allowed: bool,
 }
@@ -192,7 +192,7 @@ impl Cq {
         }
     }
 
-    /// Whether there would be more than `most` entries with `more` further ones, and not room for all of them. Takes no lock.
+    /// Whether `more` further entries would make more than `most` in all, and more than the queue has room for. Takes no lock.
     #[inline]
     pub(crate) fn may_overflow(&self, more: usize, most: usize) -> bool {
         let all = self.waiting.load(Ordering::Relaxed) + more;

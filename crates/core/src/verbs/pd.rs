@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 pub struct Pd {
     id: u32,
     users: AtomicUsize,
-    /// The domain of which this one is a parent domain. It may not be freed before this one.
+    /// The domain of which this one is a parent domain. The former must not be freed before this one.
     of: Option<Arc<Self>>,
 }
 
@@ -49,7 +49,7 @@ impl Pd {
         self.users.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether objects still belong to the domain, so that it may not be freed.
+    /// Whether objects still belong to the domain, so that it cannot be freed.
     pub fn in_use(&self) -> bool {
         self.users.load(Ordering::Relaxed) > 0
     }

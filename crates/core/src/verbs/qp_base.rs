@@ -118,7 +118,7 @@ impl QpBase {
         Ok(())
     }
 
-    /// Returns whether the send queue has no room for `more` requests, if those with an unpolled completion count too.
+    /// Returns whether the send queue has no room for `more` requests, if completed requests whose completions were not polled count too.
     ///
     /// An adapter's program gets the place of a request back when it polls the completion. A program that posts until the queue is full, and then
     /// polls, therefore needs a completion queue of no more entries than the send queue has. Here places become free earlier, so this rule

@@ -22,7 +22,7 @@ use super::dgram::DgramError;
 use super::{put, take32};
 use smallvec::SmallVec;
 
-/// A run of packet numbers. The end is exclusive.
+/// A run: consecutive numbers of packets that have arrived although an earlier packet is missing. The end is exclusive.
 pub type Run = (u32, u32);
 
 /// The runs of one packet. Most packets have none, so the inline space is for two: it is copied with each [`Packet`].

@@ -1,7 +1,8 @@
 //! Congestion control: how many bytes may be under way to a peer of reliable datagrams.
 //!
 //! The window follows a model of the path instead of single losses: the highest delivery rate of the last rounds,
-//! times the shortest round trip, and some packets more. A random loss costs only the lost packet, while a TCP that
+//! times the shortest round trip, and some packets more. (A round ends when as many bytes as the window have been
+//! delivered, so it takes about one round trip.) A random loss costs only the lost packet, while a TCP that
 //! halves its window for each loss would lose most of the throughput at a loss rate of 1 %. Only a loss rate that
 //! indicates an overflowing queue shrinks the window. The rate is measured as in BBR (Cardwell and others, 2016), and
 //! the number of packets kept in the queue is as in Vegas (Brakmo and others, 1994). There is no pacing: the arrival
@@ -206,8 +207,9 @@ impl Congestion {
         self.rates.iter().copied().max().unwrap_or(0)
     }
 
-    /// The delivery rate times the shortest round trip plus the delay that [`SLACK`] and [`TURNS`] permit; a quarter more; and
-    /// [`QUEUED`] packets, which each sender keeps in a shared queue. The equal numbers of packets make the rates of the senders equal.
+    /// The window to aim at. It is the delivery rate, times the sum of the shortest round trip and the delay that [`SLACK`] and [`TURNS`]
+    /// permit; then a quarter more; then [`QUEUED`] packets. Each sender keeps so many packets in a queue that senders share, and the
+    /// equal numbers make their rates equal.
     fn target(&self) -> u64 {
         let (Some(shortest), Some(smoothed)) = (self.shortest, self.smoothed) else {
             return FIRST;

@@ -31,6 +31,9 @@
 //! | `ack.rs` | when acknowledgements are sent |
 //! | `numbers.rs` | packet numbers and times on the wire |
 //!
+//! In the picture, `seq` is the number of a packet, its sender sends no packet before `base` again, and `runs` are the
+//! ranges of packet numbers that have arrived although an earlier packet is missing.
+//!
 //! A token is a keyed hash of the peer's address and of the time. Its key is random for each queue pair. A token is
 //! valid for first contact for a minute at most; afterwards both ends keep the tokens until they forget each other. A
 //! packet of a known peer with a different token may come from another queue pair at the same address, so the sender
@@ -39,8 +42,8 @@
 //! queue pair, which had forgotten this one, then recent packets have not arrived, and they are sent again.
 //!
 //! An end that drops what its peer relies on (an answer, or the first part of a message) begins a new session with this
-//! peer: it uses another token, and packets without an instance number. For the peer this is as if the queue pair had
-//! been replaced, so its outstanding requests fail.
+//! peer: it uses another token, and packets without an instance number, by which the peer would recognize the queue pair. For
+//! the peer this is as if the queue pair had been replaced, so the peer's outstanding requests fail.
 
 mod ack;
 mod congestion;
@@ -158,8 +161,8 @@ struct PeerState {
     /// Whether this end has begun a new session with the peer. Tokens for first contact are not valid any more, because the
     /// token of the old session may be one of them.
     renewed: bool,
-    /// Whether the peer has to be heard before data is sent to it. Something under way to it was given up, and since then it
-    /// may have begun a new session, in which new packets would fail too.
+    /// Whether the peer has to be heard before data is sent to it. Something under way to the peer was given up, and since then
+    /// the peer may have begun a new session, in which new packets would fail too.
     unheard: bool,
     /// The peer's entry in the list of timers. It may be earlier than the deadline of its sender.
     timer: Option<Duration>,
@@ -292,8 +295,8 @@ pub(super) struct Reliable {
     shells: Vec<Arc<Vec<u8>>>,
     /// When the table of peers was last searched for idle ones.
     last_search: Duration,
-    /// When to search the table of peers next for those whose packets wait, or whose incomplete messages have taken receives, without a
-    /// deadline.
+    /// When to search the table of peers next for those whose packets wait, or whose incomplete messages have taken receives. Such a peer
+    /// has no deadline of its own.
     search_at: Option<Duration>,
     room: u32,
     events: VecDeque<Event>,

@@ -38,8 +38,8 @@ pub(super) enum Arrived {
 pub(super) struct Receiver {
     /// All packets before this number are delivered.
     next: u64,
-    /// The packets from `next` on that have arrived: the start of each run of numbers, and its end. The runs are sent with
-    /// each acknowledgement. The first run may begin before `next`.
+    /// The packets from `next` on that have arrived, as runs (ranges of consecutive numbers): the start of each run, and its
+    /// end. The runs are sent with each acknowledgement. The first run may begin before `next`.
     arrived: BTreeMap<u64, u64>,
     /// The datagrams of waiting packets. A packet that was taken for delivery, and not delivered yet, is empty.
     kept: BTreeMap<u64, Box<[u8]>>,

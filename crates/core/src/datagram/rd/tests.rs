@@ -285,7 +285,7 @@ fn more_packets_in_flight_share_an_acknowledgement() {
 }
 
 /// The acknowledgement of a last packet is sent at once if few packets are under way, delayed a little if there are
-/// more, and delayed until the next run if there are many.
+/// more, and delayed until the sender's next packets arrive if there are many.
 #[test]
 fn the_delay_of_an_acknowledgement_depends_on_the_packets_under_way() {
     for (seq, least, most) in [(PIPELINE - 1, 0, 0), (PIPELINE, 1, 10), (MANY, 60, 70)] {

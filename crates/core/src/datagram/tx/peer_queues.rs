@@ -1,4 +1,6 @@
 //! Sends messages of reliable queue pairs. Each peer has a queue, and the queues are served in turn.
+//!
+//! In its *turn*, a queue sends a limited number of datagrams. Then the next queue has its turn.
 
 use crate::datagram::DatagramQp;
 use crate::datagram::outgoing::{

@@ -21,7 +21,8 @@ use crate::verbs::source::Source;
 pub struct TxBatch {
     /// Headers, small payloads, padding, checksums.
     own: Vec<u8>,
-    /// The runs up to the last one in user memory. Empty in most batches.
+    /// The runs up to the last one in user memory. (A run is a range of contiguous bytes, of the batch itself or of user memory.) Empty in
+    /// most batches.
     pieces: Vec<Piece>,
     /// Start of the run of `own` that follows `pieces`.
     tail: usize,
