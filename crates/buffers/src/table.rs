@@ -17,8 +17,8 @@ pub(crate) const MOST: usize = 1024;
 const MARKS: usize = 256;
 /// The number of uses of memory after which its registration is cached.
 const USES: u8 = 2;
-/// The upper limit of that number. The number grows for memory whose cached registrations are not
-/// used again before the memory changes.
+/// The upper limit of the number of uses after which a registration is cached. The number grows from [`USES`] on for memory
+/// whose cached registrations are not used again before the memory changes.
 const MOST_USES: u8 = 128;
 
 /// Statistics of one owner.
@@ -26,7 +26,7 @@ const MOST_USES: u8 = 128;
 pub(crate) struct Counters {
     /// The number of cached registrations.
     pub(crate) entries: AtomicUsize,
-    /// Their total length.
+    /// The total length of the cached registrations in bytes.
     pub(crate) bytes: AtomicUsize,
     pub(crate) hits: AtomicU64,
     pub(crate) kept: AtomicU64,

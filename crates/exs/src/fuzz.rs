@@ -66,8 +66,8 @@ struct End {
     writes: VecDeque<(OpId, Segment)>,
     out: VecDeque<(Message, Vec<u8>)>,
     next_seq: u32,
-    /// The messages that the peer has not answered: the sequence number of each, and whether it uses a credit. The other ones are
-    /// control messages.
+    /// The messages that the peer has not answered: the sequence number of each, and whether it uses a credit, a permission to send one
+    /// message before the earlier ones are answered. The messages without a credit are control messages.
     unanswered: BTreeMap<u32, bool>,
     /// The sequence numbers of the peer that must be answered.
     due: BTreeSet<u32>,

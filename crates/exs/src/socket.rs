@@ -41,7 +41,7 @@ const MAX_OPS: usize = 4096;
 const CONNECT_MS: c_int = 5000;
 /// The time that a close waits until the last messages are sent.
 const CLOSE_WAIT: Duration = Duration::from_millis(100);
-/// The pause between two checks of that wait.
+/// The pause between two checks whether the last messages are sent, during [`CLOSE_WAIT`].
 const CLOSE_PAUSE: Duration = Duration::from_micros(100);
 /// The number of send queue entries for RDMA Reads and Writes: 16 transfers from the peer with up to 15 pieces each, and 16
 /// to the peer with up to 8.
@@ -1096,7 +1096,8 @@ impl Socket {
             if theirs.stream != self.stream {
                 return Err(libc::EPROTOTYPE);
             }
-            // The number of unanswered messages is limited to this end's own credits, because it has no buffers for more answers.
+            // The peer grants *credits*: permissions to send one more message before the earlier ones are answered. This end uses at
+            // most as many of them as it grants itself, because it has no buffers for more answers.
             let theirs = Hello {
                 credits: theirs.credits.min(inner.settings.credits),
                 ..theirs
@@ -1107,7 +1108,7 @@ impl Socket {
         if inner.state == State::Connecting
             && let Some(link) = inner.link.as_ref().filter(|link| link.device.iwarp)
         {
-            // The accepting end may send nothing before the first message of the connecting end (RFC 5044 §7). The connecting
+            // The accepting end must not send before the first message of the connecting end has arrived (RFC 5044 §7). The connecting
             // program may start with a receive, so the library sends an empty Write first, which needs no memory of the peer.
             link.post_send(
                 OPENED,
