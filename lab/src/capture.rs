@@ -5,8 +5,8 @@
 //! (`anywarp.lua`) must decode them. With `ANYWARP_PROFILE=standard` there are no control messages, and
 //! tshark must decode all packets without the dissector.
 //!
-//! Only the dissector understands the datagrams. It is also compared with anywarp's decoder, datagram by datagram, for the
-//! conversations in `docs/datagram-iwarp-vectors.md`, which contain the bytes and their decoded form.
+//! tshark does not know anywarp's datagrams either. So the dissector is also compared with anywarp's decoder, datagram by datagram,
+//! for the conversations in `docs/datagram-iwarp-vectors.md`, which contain the bytes and their decoded form.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

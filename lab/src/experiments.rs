@@ -9,9 +9,9 @@
 //! and are only printed. The long form writes `docs/results`.
 //!
 //! The short form is for machines with other load. It checks only what does not depend on the load: that no byte is wrong, that validity
-//! maps are exact, that each reliable message arrives once, and the share of data that arrives when the device injects 1 % loss. The relay
-//! loses more packets when it gets no processor time. So the values that are measured with it, and the ratios of rates, are printed but not
-//! checked, except the shares that arrive between new queue pairs.
+//! maps are exact, that each reliable message arrives once, and that enough data arrives when the device injects 1 % loss. The relay
+//! loses more packets when it gets no processor time. So the values that are measured with the relay, and the ratios of rates, are printed
+//! but not checked, except the shares that arrive between new queue pairs.
 
 use crate::perf::waiting_port;
 use crate::process::Process;

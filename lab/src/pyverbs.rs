@@ -1,6 +1,6 @@
 //! `cargo lab pyverbs`: runs rdma-core's own tests, as packaged by the distribution, with anywarp's libraries.
 //!
-//! They run three times: with the defaults, with the GID of an IPv6 address, and with the device shown as an iWARP RNIC.
+//! The tests run three times: with the defaults, with the GID of an IPv6 address, and with the device shown as an iWARP RNIC.
 //! `tests/pyverbs/expect` lists the tests that do not pass, with the reason. Any other failure is an error, and so is a line
 //! of that file that is not needed.
 

@@ -124,8 +124,8 @@ const SOCKETS: [OnSockets; 4] = [
 
 /// The prefix of the wrappers of `libanywarp-sockets.so`. With a sanitizer the library is not preloaded; the program calls the
 /// wrappers by these names. Otherwise the runtime's interceptors, which have the names of the C library's functions, would
-/// call the wrappers, and ThreadSanitizer ignores all atomic operations within an interceptor of a blocking function: it
-/// would not see the locks of the library.
+/// call the wrappers. ThreadSanitizer ignores all atomic operations within an interceptor of a blocking function, so it would
+/// not see the locks of the library.
 ///
 /// ```text
 ///   the program's read  ──> hook_read of the library ──> the runtime's read ──> the C library's read

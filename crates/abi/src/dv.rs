@@ -194,9 +194,9 @@ unsafe fn with<R>(qp: *mut ibv_qp, f: impl FnOnce(&mut DatagramQp) -> R) -> Resu
     }
 }
 
-/// The time for which a call polls without pauses.
+/// The time for which a waiting call polls without pauses.
 const SPIN_FOR: Duration = Duration::from_millis(1);
-/// The pause between two polls after that. The engine's thread does the transport work meanwhile.
+/// The pause between two polls once a call has polled for [`SPIN_FOR`]. The engine's thread does the transport work meanwhile.
 const PAUSE: Duration = Duration::from_micros(100);
 
 /// Calls `take` until it returns more than 0 or `timeout_ms` has expired (negative: no limit). Does transport work while it waits.

@@ -1,8 +1,8 @@
 //! Flow control of a stream socket, without I/O: the sending and the receiving half.
 //!
 //! Each end has a ring that the peer writes into. The peer is granted half of the ring at first, and another half whenever
-//! that many bytes are free and not granted. The number of messages of the peer is limited by credits, because each message
-//! consumes a posted receive. The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them.
+//! that many bytes are free and not granted. Each message consumes a posted receive, so the peer needs a *credit* for it: a permission
+//! to send one message. The receiver ([`Receiver`]) sets both limits, and the sender ([`Sender`]) keeps within them.
 //! The connection to a peer that exceeds a limit is closed.
 
 use std::collections::VecDeque;

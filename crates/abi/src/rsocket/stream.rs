@@ -41,7 +41,8 @@ use crate::ffi::{misuse, os_errno};
 
 /// The most bytes of the stream in one RDMA Write. With its header it is one FPDU.
 pub(super) const TRANSFER: usize = 64_000;
-/// The number of receives that are posted beyond the peer's credits, because its control messages use no credits.
+/// The number of receives that are posted beyond the peer's credits (permissions to send a message), because its control messages use
+/// no credits.
 const EXTRA_RECEIVES: u32 = 2 * CONTROL;
 /// The time that `rclose` waits until the peer has received the sent data, unless `SO_LINGER` sets another time.
 const LINGER: Duration = Duration::from_secs(5);

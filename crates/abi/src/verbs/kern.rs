@@ -1,7 +1,7 @@
 //! `ibv_copy_*_from_kern` and `_to_kern`: conversions between the kernel's structures and those of the library.
 //!
-//! Only programs that use the kernel's connection manager directly need them. This device has no kernel part, but the conversion does
-//! not need one.
+//! Only programs that use the kernel's connection manager directly need these functions. This device has no kernel part, but the
+//! conversion does not need one.
 
 use anywarp_verbs_sys::kern::{ib_user_path_rec, ib_uverbs_ah_attr, ib_uverbs_qp_attr};
 use anywarp_verbs_sys::verbs::{

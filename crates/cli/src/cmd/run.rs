@@ -19,8 +19,8 @@ use crate::library::Library;
 /// The variable for the number of threads with which an engine of Mooncake polls, by default two. These threads never pause, and
 /// neither does the thread of the program that waits for a transfer.
 const MOONCAKE_WORKERS: &str = "MC_WORKERS_PER_CTX";
-/// On a machine with at most this many processors, these threads occupy all of them. The other end of a transfer then runs only
-/// when the time slice of one of these threads ends, and a transfer of 4 KiB takes milliseconds instead of 50 µs.
+/// On a machine with at most this many processors, the polling threads of one end of a Mooncake transfer occupy all of them. The other
+/// end then runs only when the time slice of one of these threads ends, and a transfer of 4 KiB takes milliseconds instead of 50 µs.
 const FEW_PROCESSORS: usize = 2;
 
 /// Does not return on success, because this process executes the program.

@@ -81,9 +81,9 @@ impl Carrier {
 /// The role of a program in a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// It runs until the measurement is over.
+    /// The program runs until the measurement is over.
     Background,
-    /// Its exit ends the measurement.
+    /// The exit of the program ends the measurement.
     Measured,
 }
 

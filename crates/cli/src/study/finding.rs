@@ -28,7 +28,7 @@ const RUNS: usize = 500;
 /// The share of the simulated runs that must give the measured verdict.
 const SURE: f64 = 0.95;
 
-/// The points of a comparison are doubtful if it has the other result in more than this share of the simulated runs.
+/// The points of a comparison are doubtful if the comparison has the other result in more than this share of the simulated runs.
 const DOUBTFUL: f64 = 0.02;
 
 /// The deviation of a point is averaged with the typical deviation of all points, which counts as this many samples. The deviation
@@ -108,7 +108,7 @@ struct Number {
     /// The x of the first point.
     place: f64,
     value: f64,
-    /// The estimated standard deviation of the number in one sample, as a share of it.
+    /// The estimated standard deviation of the number in one sample, as a share of the number.
     deviation: f64,
     /// The number of samples, or of pairs of samples.
     count: usize,

@@ -17,7 +17,7 @@ use crate::perf::Interrupted;
 const COMPILER: &str = "mpicc.openmpi";
 const LAUNCHER: &str = "mpiexec.openmpi";
 
-/// The command that installs them.
+/// The command that installs Open MPI.
 const INSTALL: &str = "apt install openmpi-bin libopenmpi-dev";
 
 /// The two MPI programs. Their sources are in the folder of the figures.
