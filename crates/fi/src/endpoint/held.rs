@@ -2,6 +2,8 @@
 //!
 //! A message may have to wait for other held messages of its peer. These are counted, because a search of the queue for each message
 //! would take time that grows with the square of the number of messages, which a peer could use to delay the program.
+//!
+//! A *link* is a reliable connection between two busy endpoints (`link.rs`). Messages that are not on a link are datagrams.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -10,11 +10,11 @@
 //! ```
 //!
 //! Of two endpoints, the one with the lower address offers the link. The link carries messages of at most [`limits::EAGER`] bytes with their
-//! content, the announcements of longer messages, and the RDMA Writes of these. All other messages, such as grants and atomic
-//! operations, remain datagrams. The receiver reads no message of the link before `moved`, which follows all earlier
-//! datagrams, so the order of messages does not change. If the
-//! link fails, each end tells the other how many messages it has received on it. The messages that were not received are sent
-//! again as datagrams, from the memory of the link, before any new one.
+//! content, the announcements of longer messages, and the RDMA Writes by which the sender of a longer message writes it to the memory
+//! that the receiver grants. All other messages, such as the grants and atomic operations, remain datagrams. The receiver reads no
+//! message of the link before `moved`, which follows all earlier datagrams, so the order of messages does not change. If the link fails,
+//! each end tells the other how many messages it has received on the link. The messages that were not received are sent again as
+//! datagrams, from the memory of the link, before any new one.
 
 use std::collections::HashMap;
 

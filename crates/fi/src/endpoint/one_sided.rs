@@ -1,4 +1,6 @@
 //! Reads and writes of a peer's memory.
+//!
+//! The data of short and of injected writes is copied to a *slot*, a registered buffer of the endpoint.
 
 use super::fence::Request;
 use super::*;

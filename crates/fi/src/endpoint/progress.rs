@@ -1,4 +1,7 @@
 //! Handling of completions of the device, of messages from peers, and of peers that do not respond.
+//!
+//! An *announced* message stays at its sender until the receiver *grants* memory for it, to which the sender then writes it. A *link*
+//! is a reliable connection between two busy endpoints (`link.rs`). A *held* message cannot be handled yet (`held.rs`).
 
 use super::*;
 

@@ -1,5 +1,8 @@
 //! Operations that wait for a message of a peer: each of them ends even if this message is never sent, or is lost for good.
 //!
+//! For example, the sender of an *announced* message waits until the receiver *grants* memory for it, and the receiver then waits until
+//! the sender has written the message there.
+//!
 //! A peer that is alive may have given up an operation of this endpoint, because its answer was not acknowledged in time, or because
 //! it regarded this endpoint as lost. Therefore an endpoint regularly *asks* the peers about the operations that wait for them, and a
 //! peer answers with those that are *unknown* to it. The answer follows all earlier messages of the peer, so an operation

@@ -1,4 +1,7 @@
 //! Sending of messages: either the content itself, or an announcement of it.
+//!
+//! The receiver of an announcement *grants* memory, and the sender then writes the content there. A *slot* is a registered buffer for
+//! a message that is too long to be sent inline. A *link* is a reliable connection between two busy endpoints (`link.rs`).
 
 use super::fence::Request;
 use super::*;
