@@ -1,5 +1,7 @@
 //! The cache of registrations of repeatedly used memory, which end when the memory is unmapped, moved or discarded.
 //!
+//! The *owner* of a registration is the manager that has made it, by its number.
+//!
 //! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
 //! The kernel stops a thread that unmaps watched memory until the report is read, so the thread that reads the reports must not
 //! unmap memory. Ending a registration may unmap memory, so the other thread does that.

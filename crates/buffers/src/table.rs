@@ -1,5 +1,7 @@
 //! The table of cached registrations, by owner and address, and of those that must be ended.
 //!
+//! The *owner* of a registration is the manager that has made it, by its number.
+//!
 //! The thread that reads the kernel's reports locks this table, and a thread that unmaps memory waits for that thread. So no
 //! code here allocates or frees memory while it holds the lock, since that might unmap memory. All lists are allocated at the
 //! beginning.
@@ -51,7 +53,8 @@ struct Entry {
     counters: Arc<Counters>,
 }
 
-/// A registration that no buffer uses any more. It stays in the list until it has ended, so that other threads can wait for that.
+/// A registration that must be ended and that no buffer uses any more. It stays in the list until it has ended, so that other threads
+/// can wait for that.
 #[derive(Debug)]
 pub(crate) struct Dead {
     /// A sequence number.

@@ -7,7 +7,7 @@
 //!
 //! The receiver of data reads it from the sender's memory. An advertisement of the sender waits in `adverts` for a receive,
 //! and a receive waits in `recvs` for an advertisement. The transfer of a matched pair is called a *move*. Moves end in the
-//! order in which they began.
+//! order in which they began. A *persistent* send or receive stays active for any number of transfers.
 
 use crate::wire::{Bad, Hello, Message, Segment, Segments, Status};
 use std::collections::VecDeque;

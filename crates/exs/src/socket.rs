@@ -259,7 +259,7 @@ pub(crate) struct Socket {
     pub(crate) fd: c_int,
     pub(crate) stream: bool,
     inner: Mutex<Inner>,
-    /// The device, and the longest immediate data, once the socket is connected.
+    /// Once the socket is connected: the device, and the length of the longest immediate data (data that a message itself contains).
     device: OnceLock<(Arc<Device>, u64)>,
     /// Registered buffers for copying memory that the program has not registered.
     pool: Mutex<Pool>,

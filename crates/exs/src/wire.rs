@@ -29,7 +29,7 @@ pub(crate) struct Hello {
     pub(crate) stream: bool,
     /// The number of advertisements that this end can store before it has acknowledged one.
     pub(crate) credits: u16,
-    /// The longest immediate data in bytes that this end accepts.
+    /// The longest immediate data in bytes that this end accepts. Immediate data is data in the message itself.
     pub(crate) immediate: u32,
 }
 

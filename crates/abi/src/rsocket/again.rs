@@ -2,8 +2,9 @@
 
 use anywarp_core::error::Misuse;
 
-/// Slots whose receives could not be posted, because memory was short or the queue pair is in the error state. Their receives are
-/// posted later. Without this, fewer and fewer receives would be posted, until the peer could send nothing.
+/// Slots (numbers of buffers, each for one received message) whose receives could not be posted, because memory was short or the queue
+/// pair is in the error state. Their receives are posted later. Without this, fewer and fewer receives would be posted, until the peer
+/// could send nothing.
 #[derive(Debug, Default)]
 pub(super) struct Refused(Vec<u32>);
 

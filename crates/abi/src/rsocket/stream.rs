@@ -59,7 +59,7 @@ const RECEIVE: u64 = 1 << 63;
 const WRITE_BEFORE_MESSAGE: u64 = 1 << 32;
 /// A message that announces bytes of the stream.
 const DATA: u64 = 2 << 32;
-/// A write to a mapping of the peer.
+/// A write to a mapping of the peer (memory that the peer has passed to `riomap`).
 pub(super) const DIRECT: u64 = 3 << 32;
 /// A message that announces a mapping.
 const MAPPED: u64 = 4 << 32;

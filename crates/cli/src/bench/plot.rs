@@ -1,4 +1,6 @@
 //! Draws the results: one bar chart for each row, as an SVG file or inside an HTML page; or writes tables.
+//!
+//! A *row* compares several *parties*, each a program or a setting.
 
 use std::fmt::Write as _;
 use std::path::Path;

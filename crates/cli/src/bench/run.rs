@@ -1,4 +1,6 @@
 //! One measurement: starts a server and a client, waits for them, and parses their output.
+//!
+//! A *row* compares several *parties*, each a program or a setting. A measurement belongs to one party of a row.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -610,7 +610,7 @@ impl Bench {
             Ok(sample)
         });
         let outcome = outcome.map_err(|why| {
-            // The limit of locked memory is a matter of privileges, not of the device, so the point is blank.
+            // The limit of locked memory is a matter of privileges, not of the device, so the point is blank (not measurable here).
             if why.contains("ulimit -l") {
                 Miss::Blank(why)
             } else {
