@@ -98,8 +98,8 @@ pub const QOS_PACKET: i64 = 4096;
 /// for at most this number of nanoseconds.
 pub const QOS_CATCH_UP: u64 = 10_000_000;
 
-/// A sender on a link with virtual lanes that does not use its turns may use them later. They may amount to at most this number
-/// of bytes, or to the number of bytes that the link carries in [`QOS_CATCH_UP`], if that is more.
+/// A sender on a link with virtual lanes that does not send when it could may send the bytes later: at most this number of bytes, or
+/// the number of bytes that the link carries in [`QOS_CATCH_UP`], if that is more.
 pub const QOS_AHEAD: i64 = 256 * 1024;
 
 /// A sender on a link that processes share counts as ended if it has not asked to send for this number of nanoseconds.
@@ -182,7 +182,7 @@ pub const DATAGRAM_BATCH: usize = 64;
 /// Bytes of buffers that a queue pair keeps for the next datagrams.
 pub const DATAGRAM_SPARE: usize = 8 << 20;
 
-/// Runs of bytes of one message that has gaps.
+/// Runs (contiguous ranges) of bytes of one message that has gaps.
 ///
 /// A message that arrives in order has one run. Each datagram that overtakes another makes one more, and a lost
 /// datagram makes its message fail. The limit bounds the memory for a sender that leaves gaps on purpose.

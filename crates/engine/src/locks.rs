@@ -68,7 +68,7 @@ pub enum Rank {
     CarrierSend,
     /// The number of a UDP socket in the reactor.
     UdpToken,
-    /// The connections that are being drained.
+    /// The connections that are being drained: closed for sending, and read until the peer closes too.
     Drains,
     /// One connection that is being drained.
     Drain,

@@ -25,7 +25,7 @@ use crate::process::PerProcess;
 use crate::reactor::Source;
 use crate::sys::socket;
 
-/// Largest number of clients that are served in one turn. The others wait in the kernel.
+/// Largest number of clients that are served at a time. The others wait in the kernel.
 const CLIENTS_PER_TURN: usize = 8;
 
 /// The first words of the text: its format and the version of the format.

@@ -17,7 +17,7 @@ pub(crate) const IN_WORKER: u64 = 0x7061_6e69_6300_0002;
 #[cfg(debug_assertions)]
 static ARMED: AtomicBool = AtomicBool::new(false);
 
-/// Called for each request that is posted: panics for [`IN_CALL`], and arms the panic of the worker for [`IN_WORKER`].
+/// Called for each request that is posted: panics for [`IN_CALL`], and requests the panic of the worker for [`IN_WORKER`].
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "panic requested by a test")]
 pub(crate) fn posted(id: u64) {
@@ -31,7 +31,7 @@ pub(crate) fn posted(id: u64) {
 }
 
 /// Called when the worker, or a program thread that polls in place of the worker, handles a queue pair: panics in the
-/// worker if [`posted`] has armed it.
+/// worker if [`posted`] has requested it.
 #[cfg(debug_assertions)]
 #[allow(clippy::panic, reason = "panic requested by a test")]
 pub(crate) fn working() {

@@ -12,7 +12,7 @@ use crate::verbs::wr::RecvRequest;
 use crate::wire::rdmap::Opcode;
 use crate::wire::{Stag, To};
 
-/// A run of bytes of a message. The end is exclusive.
+/// A run: a range of consecutive bytes of a message. The end is exclusive.
 pub(crate) type Range = (u32, u32);
 
 /// The bytes of a message that have arrived: runs in ascending order, with gaps between them.

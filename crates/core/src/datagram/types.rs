@@ -397,7 +397,7 @@ impl Counters {
 /// Returns the UDP payload, in bytes, that the path to an address carries without fragmentation.
 pub type PathMtu = fn(IpAddr) -> u16;
 
-/// A resource that waiting packets need. They are handled again when it may be available.
+/// A resource that waiting packets need. The packets are handled again when the resource may be available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resource {
     /// A receive.

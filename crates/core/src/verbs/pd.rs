@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 pub struct Pd {
     id: u32,
     users: AtomicUsize,
-    /// The domain of which this one is a parent domain. The former must not be freed before this one.
+    /// The domain of which this one is a parent domain. That domain must not be freed before this one.
     of: Option<Arc<Self>>,
 }
 

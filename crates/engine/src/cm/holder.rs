@@ -15,7 +15,7 @@ use crate::log;
 use crate::net::owner;
 use crate::net::socket::{local_addr, unmapped};
 
-/// Queries answered in one turn of the worker, so that a busy signpost does not delay other sockets.
+/// Largest number of queries that are answered at a time, so that a busy signpost does not delay other sockets.
 const QUERIES_PER_TURN: usize = 64;
 
 /// Whether the sender of a datagram may request that a listener of this process moves to another port: only processes

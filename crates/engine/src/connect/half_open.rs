@@ -28,7 +28,7 @@ use crate::net::socket::unmapped;
 use crate::process::PerProcess;
 use crate::reactor::Token;
 
-/// Connections that a listener accepts in one turn of the worker, so that a burst does not delay other sockets.
+/// Connections that a listener accepts at a time, so that a burst does not delay other sockets.
 const ACCEPTS_PER_TURN: usize = 16;
 /// How long a listener pauses when the process is out of descriptors or memory.
 const LISTENER_PAUSE: Duration = Duration::from_millis(100);

@@ -150,8 +150,8 @@ impl Cork {
             && posts.since_sent(t) < BUSY_FOR * self.slowness()
             && (self.corked || posts.are_frequent(t, self.slowness()));
         if waits_for_something || full || !busy {
-            // A full run is sent because of its length alone, so requests that are posted after it may be corked as a
-            // new run.
+            // A full run is sent because of its length alone. So its transmission is not counted here, and requests that
+            // are posted after it may be corked as a new run.
             if !full {
                 let before = if polled { 0 } else { self.sent_since_poll };
                 self.sent_since_poll = before.saturating_add(1);
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(cork.decide(polls(7, 2), now), MORE);
         cork.uncork(polls(8, 4), now);
         cork.sending();
-        // The two idle polls that uncorked the datagrams do not count as waiting.
+        // The two polls that found nothing and uncorked the datagrams do not count as waiting.
         cork.posted(100);
         assert_eq!(cork.decide(polls(8, 4), now), FIRST);
     }

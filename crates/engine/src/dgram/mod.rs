@@ -206,7 +206,7 @@ impl DgramQp {
     }
 
     /// Locks the state. If the core is about to give up a message or request whose deadline has passed, the datagrams
-    /// in the socket's buffer are received first, because the process may not have been scheduled before the deadline.
+    /// in the socket's buffer are received first, in case the process was not scheduled before the deadline.
     fn lock_caught_up(&self) -> MutexGuard<'_, Inner> {
         let inner = self.lock();
         let waited = inner.stall.is_some_and(|(_, since)| {

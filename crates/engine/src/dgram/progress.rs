@@ -44,7 +44,7 @@ fn of_class(list: &[TxDatagram], class: u8, bytes: usize) -> &[TxDatagram] {
 }
 
 impl DgramQp {
-    /// Sends or corks posted requests.
+    /// Sends posted requests, or corks them (keeps them back, to send them together with the next ones).
     #[inline]
     pub(super) fn send_or_cork(&self, inner: &mut Inner) {
         let engine = self.common.context.engine;
@@ -195,7 +195,7 @@ impl DgramQp {
         self.deliver_events(inner);
     }
 
-    /// Sends as many datagrams as possible, and arms the deadlines.
+    /// Sends as many datagrams as possible, and sets the deadlines.
     pub(super) fn transmit(&self, inner: &mut Inner) {
         let (mut bytes, mut more) = (0, true);
         inner.cork.sending();
@@ -280,7 +280,7 @@ impl DgramQp {
         self.schedule(inner);
     }
 
-    /// Arms the deadline of the core's timers, and of a stalled peer.
+    /// Sets the deadline of the core's timers, and of the current stall (a wait for a report of the peer).
     pub(super) fn schedule(&self, inner: &mut Inner) {
         if inner.destroyed {
             return;

@@ -250,8 +250,8 @@ fn ud_burst_is_sent_in_runs_and_arrives_in_order() {
     assert_eq!(b.qp.counters().rx_messages, 400);
 }
 
-/// Attempts for up to 30 seconds. A single one may fail, because the idle polls of tests that run at the same time are
-/// counted too, and end corking.
+/// Attempts for up to 30 seconds. A single one may fail, because polls of tests that run at the same time are counted too. If they find
+/// nothing, they end corking, which keeps posted requests back to send them together.
 fn attempts() -> impl Iterator<Item = ()> {
     let until = clock::now() + Duration::from_secs(30);
     std::iter::from_fn(move || {

@@ -149,8 +149,8 @@ impl<S: DatagramSink> Carriers<S> {
         None
     }
 
-    /// Whether there has been a carrier since the start. If so, all datagrams of a send call must have the same destination, so that
-    /// datagrams to one destination stay in order.
+    /// Whether memory was ever offered or accepted. If so, all datagrams of a send call must have the same destination, so that datagrams
+    /// to one destination stay in order.
     #[inline]
     pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
@@ -252,7 +252,7 @@ impl<S: DatagramSink> Carriers<S> {
         }
     }
 
-    /// Ends all carriers. A child process has copies of its parent's, whose locks may be held, and does not touch them.
+    /// Ends all carriers. A child process has copies of its parent's carriers, and does not touch them, because their locks may be held.
     pub(super) fn end(&self) {
         if self.generation != process::generation() {
             return;
@@ -618,7 +618,7 @@ impl<S: DatagramSink> Carrier<S> {
         false
     }
 
-    /// Stops sending. Records of the peer are received for some time, because the peer may not have noticed.
+    /// Stops sending. Records of the peer are received for [`LINGER`], in case the peer has not noticed yet.
     pub(super) fn close(&self) {
         if self.polled.closed.swap(true, Ordering::AcqRel) {
             return;

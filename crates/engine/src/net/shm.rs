@@ -160,8 +160,8 @@ struct Offer {
 impl Offer {
     /// Stores the descriptor and returns its number. `None` if the process has too many offers and carriers already.
     ///
-    /// If a peer does not open the memory, the next offer after the lifetime of this one closes the descriptor. The
-    /// peer cannot open the memory afterwards, and refuses the offer.
+    /// If a peer does not open the memory, the first offer that is made after the lifetime of this one closes the
+    /// descriptor. The peer cannot open the memory afterwards, and refuses the offer.
     fn keep(self) -> Option<u32> {
         let mut offers = OFFERS.get().lock();
         let now = self.made;

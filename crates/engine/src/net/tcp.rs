@@ -444,7 +444,7 @@ impl Tcp {
         socket: bool,
     ) -> Outcome {
         self.rx_limited = false;
-        // When the connection has ended, the stream ends after the bytes in shared memory are read.
+        // The end of the connection is reported only after all bytes in shared memory are read.
         let connection = if self.rx_shm && socket {
             self.take_wakeups(engine)
         } else {
@@ -458,7 +458,8 @@ impl Tcp {
             engine.return_rx_buffer(buffer);
             outcome
         };
-        // Until the last hand-over message of this end is sent, bytes on the socket belong to the stream and also wake the peer.
+        // `tx_shm` is false until the last hand-over message of this end is sent. Until then, bytes that are sent on the socket belong to
+        // the stream. They also wake the peer, so no byte has to be sent only for this.
         if let Some(shm) = &mut self.shm
             && self.rx_shm
         {

@@ -130,7 +130,7 @@ struct Inner {
     taken_at_close: u64,
     /// How often [`Timer::Close`] was started for this connection.
     close_turns: u32,
-    /// The last connection, while it is being drained.
+    /// The last connection, while it is being drained (read until the peer closes it too).
     draining: Draining,
     /// Traffic class or type of service of packets.
     traffic_class: u8,
@@ -581,8 +581,8 @@ impl RcQp {
         self.lock().conn.attach_counter(counter, ops)
     }
 
-    /// Receives what has arrived on a stream that is about to end. One call of [`Self::progress`] may not receive all of it. The
-    /// number of calls is limited, because the peer may go on sending.
+    /// Receives what has arrived on a stream that is about to end. This can take several calls of [`Self::progress`]. Their number is
+    /// limited, because the peer may go on sending.
     fn receive_arrived(&self, inner: &mut Inner, now: Instant) {
         for _ in 0..RX_RING_TURNS {
             self.progress(inner, now, Receive::All, true);

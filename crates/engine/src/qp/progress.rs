@@ -117,7 +117,7 @@ impl RcQp {
 
     /// Receives if there is something to receive, sends as much as possible, and delivers events.
     ///
-    /// `flush`: delayed acknowledgements and corked requests are sent too.
+    /// `flush`: delayed acknowledgements, and corked requests (which were kept back to be sent together), are sent too.
     pub(super) fn progress(&self, inner: &mut Inner, now: Instant, receive: Receive, flush: bool) {
         let mut outcome = Outcome::Open;
         let (mut receive, mut flush) = (receive, flush);
@@ -312,7 +312,7 @@ impl RcQp {
         self.schedule(inner);
     }
 
-    /// Arms the deadlines of the connection, and schedules a delayed acknowledgement.
+    /// Sets the deadlines of the connection, and schedules a delayed acknowledgement.
     fn schedule(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);

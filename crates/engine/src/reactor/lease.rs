@@ -185,8 +185,8 @@ impl Lease {
         self.grant(t, shorten)
     }
 
-    /// Called when a request is corked. The request must not wait longer than the lease of a polling thread, so the
-    /// longer lease of a thread that waits for an event is shortened.
+    /// Called when a request is corked (kept back to be sent together with the next ones). The request must not wait
+    /// longer than the lease of a polling thread, so the longer lease of a thread that waits for an event is shortened.
     #[inline]
     pub(super) fn on_cork(&self, t: u64) -> Actions {
         if t < self.renew_at.load(Ordering::Relaxed) {

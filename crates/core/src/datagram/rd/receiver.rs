@@ -13,7 +13,7 @@ use crate::wire::rd::{RUNS, Runs};
 /// Packets whose number is this far or further ahead of the first missing one are ignored.
 const AHEAD: u64 = 1 << 16;
 
-/// Memory that a waiting packet uses besides its bytes. A run of numbers uses [`RUN`]. Both are the share of a
+/// Memory that a waiting packet uses besides its bytes. A run of consecutive packet numbers uses [`RUN`]. Both are one entry's part of a
 /// `BTreeMap` node that is filled as little as possible (5 of 11 entries), plus the overhead of the allocator.
 /// `crates/sim/tests/memory.rs` measures the values.
 pub(super) const KEPT: usize = 96;

@@ -564,8 +564,8 @@ fn a_message_may_be_acknowledged_later() {
     }
 }
 
-/// The last packet of a long message requests an immediate acknowledgement, because the receiving program may not poll
-/// again soon.
+/// The last packet of a long message requests an immediate acknowledgement, because the receiving program might compute for
+/// a while before it polls again.
 #[test]
 fn the_end_of_a_long_message_is_acknowledged_at_once() {
     let mut two = Two::new();

@@ -61,7 +61,7 @@ pub enum Progress {
         /// The message to send first. To an anywarp peer a Control Hello is sent instead.
         rtr: Option<Rtr>,
         /// Whether this end requested CRCs, and the C bit of the Reply is clear. RFC 5044 requires CRCs in this case.
-        /// The peer may not know that, so the caller logs it.
+        /// The caller logs it, in case the peer does not know that.
         crc_unconfirmed: bool,
     },
     /// The peer's ULP rejected the connection. TCP is still open.
