@@ -9,7 +9,7 @@
 //! | time until the program answers a Request | `connect/startup.rs` `ANSWER_TIMEOUT` | 120 s |
 //! | unanswered connect requests of a listener | `cm/mod.rs` `backlog` | the backlog of `rdma_listen` |
 //! | connections that a listener accepts at a time | `connect/half_open.rs` `ACCEPTS_PER_TURN` | 16 |
-//! | closed connections per process that are read until the peer closes | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
+//! | closed connections per process, read until the peer closes | `net/drain.rs` `DRAIN_TIMEOUT` | 512, or a quarter of the descriptors; each 2 s |
 //! | how long an exiting process waits until peers have acknowledged all data | `net/drain.rs` `EXIT_TIMEOUT` | 1 s |
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes that a queue pair receives, and sends, before other sources have their turn | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
@@ -158,10 +158,11 @@ pub const ACK_AFTER: u32 = 32;
 
 /// Least length in bytes of a Write that is acknowledged at once if the receiving program makes progress only by polls
 /// (`ANYWARPDV_PROGRESS_POLLED`). Such a program often computes after it has received so much, and an acknowledgement that waits for the
-/// program's next message or poll would come late. For shorter Writes a separate acknowledgement costs too much. This limit does not
-/// apply to other receiving programs: the peer of such a program may wait for an answer by polling its own memory, and may poll its
-/// completion queue, and so receive, only until its Write is acknowledged. An early acknowledgement would end these polls before the
-/// answer arrives.
+/// program's next message or poll would come late. For shorter Writes a separate acknowledgement costs too much.
+///
+/// This limit does not apply to other receiving programs. The peer of such a program may post a Write, poll its completion queue until
+/// the Write is acknowledged, and then read its own memory in a loop until the answer is there. The peer receives only while it polls
+/// the completion queue, and an early acknowledgement would end these polls before the answer arrives.
 pub const ACK_AT_ONCE: u64 = 16 * 1024;
 
 /// Private data in a connection request or reply, bytes (RFC 5044 allows 512, of which RFC 6581 uses 4).

@@ -1,8 +1,8 @@
 //! Transmit side of a connection: takes the next request or response, and segments and frames it.
 //!
-//! Requests are taken in order. A request and all after it wait while it is fenced and an earlier Read or atomic is not
-//! done, while it needs an ORD slot and none is free, or while the RNR timer runs. Responses never wait for requests, so
-//! that two ends whose requests wait cannot block each other (RFC 5040 §5.3).
+//! Requests are taken in order. A request, and with it all later ones, waits in three cases: it is fenced and an earlier
+//! Read or atomic is not done; it needs an ORD slot and none is free; or the RNR timer runs. Responses never wait for
+//! requests, so that two ends whose requests wait cannot block each other (RFC 5040 §5.3).
 
 use std::time::Instant;
 
@@ -281,10 +281,10 @@ impl Connection {
         }
     }
 
-    /// Takes, builds and frames requests in one step each, as long as the next request is one short message, as most
-    /// requests are, and no other message is to be sent before it. Returns whether it has framed any.
+    /// Takes, builds and frames requests that are one short message, as most requests are, each in one step. Ends at the
+    /// first request that is not, or if another message has to be sent first. Returns whether a request was framed.
     ///
-    /// The request after them is unchanged, and has to take the general path ([`Self::next_message`]).
+    /// The request at which it ends is unchanged, and has to take the general path ([`Self::next_message`]).
     /// Bytes, completions and reported steps are the same on both paths: `crates/sim/tests/shortcuts.rs` compares them.
     pub(super) fn send_short(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
         let Some(s) = &mut self.stream else {

@@ -120,9 +120,9 @@ impl QpBase {
 
     /// Returns whether the send queue has no room for `more` requests, if completed requests whose completions were not polled count too.
     ///
-    /// An adapter's program gets the place of a request back when it polls the completion. A program that posts until the queue is full, and then
-    /// polls, therefore needs a completion queue of no more entries than the send queue has. Here places become free earlier, so this rule
-    /// is applied when the completion queue could overflow.
+    /// With an adapter, a program gets the place of a request back only when it polls the completion. A program that posts until the queue
+    /// is full, and then polls, therefore needs a completion queue of no more entries than the send queue has. Here places become free
+    /// earlier, so this rule is applied when the completion queue could overflow.
     #[inline]
     fn lacks_places(&self, more: usize) -> bool {
         let all = self.sq.len() + more;

@@ -1,8 +1,8 @@
 //! The packet of reliable datagrams (RD), which delivers a datagram exactly once.
 //!
 //! A packet contains a datagram of [`super::dgram`] without its CRC, since the packet has one. The header has the
-//! fields of a transport protocol and none of DDP: number, acknowledgement, window, and two tokens, by which either
-//! end knows that the other one receives at its address and has not forgotten this end.
+//! fields of a transport protocol and none of DDP: number, acknowledgement, window, and two tokens. An end that returns
+//! the token of its peer shows that it receives at its address and has not forgotten the peer.
 //!
 //! ```text
 //!  0    1    2    3    4          8          12         16         20      22   23   24

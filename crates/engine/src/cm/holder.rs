@@ -1,6 +1,7 @@
-//! What an identifier does for the rdma_cm port that it holds: it answers the queries that arrive at its *signpost*, a UDP
-//! socket that names the TCP or UDP port of the listener (`wire::signpost`), and releases kernel ports to which programs bind
-//! ordinary sockets.
+//! What an identifier does for the rdma_cm port that it holds: it answers queries for the port, and releases kernel ports.
+//!
+//! Queries arrive at the *signpost* of the port, a UDP socket that answers with the TCP or UDP port of the listener
+//! (`wire::signpost`). A kernel port is released if a program binds an ordinary socket to it.
 
 use std::net::SocketAddr;
 

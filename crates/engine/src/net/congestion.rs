@@ -1,13 +1,13 @@
 //! Replaces the TCP congestion control bbr on paths with a short round trip.
 //!
 //! On a loopback interface, and on a veth pair, bbr has a third to two thirds of the bandwidth of cubic or reno: it sends at the
-//! rate that it has measured, and the measurement follows a path of a few microseconds too slowly. On a path that loses more than 2 %
+//! rate that it has measured, and the measurement adapts too slowly to a path of a few microseconds. On a path that loses more than 2 %
 //! of the segments bbr is the fastest. So bbr is replaced on paths with a short round trip, and restored if a connection loses that many
 //! segments.
 //!
 //! bbr is replaced before the connection is established, when the path is not known, and restored afterwards if the path is long. The
-//! replacement cannot be later: a connection that has begun with bbr continues to pace its segments with every other congestion control,
-//! which limits it to 1.3 GB/s instead of 4.3 between network namespaces.
+//! replacement cannot be later: a connection that has begun with bbr continues to pace its segments with every other congestion control.
+//! Between network namespaces this limits the connection to 1.3 GB/s instead of 4.3.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::OnceLock;

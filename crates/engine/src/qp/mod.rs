@@ -829,8 +829,8 @@ impl Source for RcQp {
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
-        // Two kinds of sockets stay watched: a blocked one, because it is to be noticed when it becomes writable, and that of a
-        // connection whose peer shares memory, because the peer wakes this end through it.
+        // Sockets of two kinds stay watched: a blocked socket, because a thread has to notice when it becomes writable, and the socket of
+        // a connection whose peer shares memory, because the peer wakes this end through the socket.
         if armed {
             self.engine
                 .want_write(inner.token, tcp.fd().get(), tcp.waits_for_socket());

@@ -156,7 +156,8 @@ impl RcQp {
                 let open = outcome == Outcome::Open;
                 let in_vain = open && before == Some(tcp.counts.rx_bytes);
                 // An owed acknowledgement is sent when a later poll of the memory has received nothing. A call that also reads the
-                // socket does not count: it may belong to the poll that received the request, which the program has not seen yet.
+                // socket does not count: it may belong to the poll that received the request, and the program has not seen the
+                // request yet.
                 flush |= in_vain && !socket && tcp.take_owed_ack();
                 flush |= self.common.context.is_polled()
                     && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);

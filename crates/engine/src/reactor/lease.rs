@@ -350,8 +350,8 @@ impl Lease {
         }
         if self.is_by_post.swap(false, Ordering::AcqRel) {
             // No poll handled the sockets during the lease: every poll found a completion. This happens if the requests of the
-            // program complete without an acknowledgement of the peer (UC, or a standard peer), and the program then polls
-            // its memory for the data of the peer.
+            // program complete without an acknowledgement of the peer (UC, or a standard peer), and the program then waits
+            // for the data of the peer by reading its own memory in a loop.
             self.posts_to_skip.store(POSTS_TO_SKIP, Ordering::Relaxed);
         }
         None
