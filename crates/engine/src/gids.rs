@@ -354,7 +354,8 @@ pub fn ip_of_lid(lid: u16) -> Option<IpAddr> {
 }
 
 /// The node GUID: a number that differs between hosts and stays the same. It is derived from the hardware address of the interface
-/// that has the first address of the GID table, or from this address if the interface has none. Without addresses it is a constant.
+/// that has the first address of the GID table, or from the first address if the interface has no hardware address. Without addresses
+/// the GUID is a constant.
 pub fn node_guid() -> u64 {
     static GUID: OnceLock<u64> = OnceLock::new();
     *GUID.get_or_init(|| {

@@ -157,8 +157,8 @@ impl Memory for UserMemory {
 
 /// A range of writable memory that stays valid for `'pin`: a part of a pinned region, or a buffer of the engine.
 ///
-/// System calls, and copies to and from shared memory, take it instead of a Rust slice, because the application may
-/// access the same bytes at any time.
+/// System calls, and copies to and from shared memory, take a `UserSlice` instead of a Rust slice, because the application
+/// may access the same bytes at any time.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
 pub(crate) struct UserSlice<'pin> {

@@ -5,8 +5,8 @@
 //! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than this size
 //! is under way. Such a wait is called a *stall*, and ends with a report or after a limited time. A report that is lost,
 //! wrong or missing delays messages, and loses none. If a peer stays silent for several stalls, the sender stops waiting
-//! for it until its next report; if the peer has never reported, after the first stall. Without reports the sender sends
-//! at a fixed rate, low enough that no queue on the path overflows.
+//! for it until its next report. For a peer that has never reported, one stall is enough. Without reports the sender
+//! sends at a fixed rate, low enough that no queue on the path overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
 //!

@@ -58,8 +58,8 @@ fn set_named(fd: BorrowedFd<'_>, name: &str) {
     }
 }
 
-/// Tries on a separate socket whether bbr can be replaced, and set again: the host's default is not always among the names that it
-/// allows unprivileged programs to set.
+/// Tries on a separate socket whether bbr can be replaced, and set again: the host's default is not always among the names that the
+/// host allows unprivileged programs to set.
 fn find_replaced() -> Option<String> {
     let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).ok()?;
     let fd = socket.as_fd();

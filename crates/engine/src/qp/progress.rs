@@ -30,8 +30,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times at most. Even a slow path
 /// carries the last bytes in so long a time.
 const CLOSE_TURNS: u32 = 15;
-/// After the kernel had no memory for the byte that wakes the peer, the time until the byte is sent again (the peer shares memory, see
-/// `net::shm`).
+/// The byte that wakes a peer that shares memory (`net::shm`) is sent again after this time if the kernel had no memory for it.
 const WAKE_PAUSE: Duration = Duration::from_millis(1);
 
 impl Inner {
@@ -93,9 +92,9 @@ impl RcQp {
 
     /// Receives the rest of a Write that has arrived in part, after `done` requests of the peer.
     ///
-    /// The acknowledgement of the program's last request arrives in front of the peer's next message. A program that polls its
-    /// memory for that message no longer polls its completion queue once its request is complete, so nothing would be received
-    /// until the worker takes over. Without this function, `ib_write_lat` of 64 KiB took 160 µs instead of 20.
+    /// The acknowledgement of the program's last request arrives in front of the peer's next message. A program that waits for
+    /// that message by reading its memory in a loop no longer polls its completion queue once its request is complete, so nothing
+    /// would be received until the worker takes over. Without this function, `ib_write_lat` of 64 KiB took 160 µs instead of 20.
     #[cold]
     fn receive_rest(&self, receive: Receive, since: Instant, done: u32) {
         let mut now = clock::now();
