@@ -102,22 +102,24 @@ impl State {
     ///
     /// This is called only if another request is about to arrive: a program that has found the channel readable still gets an event.
     fn take_closed(&mut self) -> Vec<Arc<CmId>> {
-        let waits = |id: &CmId| {
+        // An identifier that the program is accepting at this moment is not one of them.
+        let is_closed = |id: &CmId| {
             let state = id.lock();
-            state.startup.as_ref().is_some_and(|s| s.awaits_answer())
+            let startup = state.startup.as_ref();
+            state.phase == Phase::Requested && startup.is_some_and(|s| !s.awaits_answer())
         };
         let pending = self.pending.iter().filter_map(Weak::upgrade);
-        let closed: Vec<Arc<CmId>> = pending.filter(|id| !waits(id)).collect();
+        let closed: Vec<Arc<CmId>> = pending.filter(|id| is_closed(id)).collect();
         let addresses: HashSet<*const CmId> = closed.iter().map(Arc::as_ptr).collect();
         let mut unread = HashSet::new();
         if !closed.is_empty() {
             self.channel.purge(|e| {
                 let address = Arc::as_ptr(&e.id);
-                let is_closed = addresses.contains(&address);
-                if is_closed {
+                let is_unread = e.kind == EventKind::ConnectRequest && addresses.contains(&address);
+                if is_unread {
                     unread.insert(address);
                 }
-                is_closed
+                is_unread
             });
         }
         self.pending.retain(|p| !unread.contains(&p.as_ptr()));
