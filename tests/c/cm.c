@@ -2010,6 +2010,11 @@ static const char *multicast_without_queue_pair(size_t arg)
 	TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
 	ENSURE(!ibv_detach_mcast(qp, &gid, 0), "a full member is not attached");
 	ENSURE(!ibv_attach_mcast(qp, &gid, 0), "the queue pair cannot be attached");
+	/* If the group is joined twice, the queue pair stays attached when it is left once. */
+	ENSURE(!rdma_join_multicast_ex(id, &attr, NULL), "rdma_join_multicast_ex: %s", strerror(errno));
+	TRY(event(channel, RDMA_CM_EVENT_MULTICAST_JOIN, &t));
+	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast: %s", strerror(errno));
+	ENSURE(!ibv_detach_mcast(qp, &gid, 0), "a full member is not attached");
 	rdma_destroy_qp(id);
 	ENSURE(!rdma_leave_multicast(id, sa(&group)), "rdma_leave_multicast without the queue pair: %s", strerror(errno));
 

@@ -384,6 +384,9 @@ impl CmId {
         let kind = if joined.is_ok() {
             EventKind::MulticastJoin
         } else {
+            let mut state = self.lock();
+            let mine = state.groups.iter().rposition(|g| *g == (group, receives));
+            mine.map(|at| state.groups.remove(at));
             EventKind::MulticastError
         };
         let status = joined.err().map_or(0, |e| -e.errno());
@@ -413,7 +416,9 @@ impl CmId {
                 .rposition(|(joined, _)| *joined == group);
             let last = last.ok_or_else(|| os(libc::EADDRNOTAVAIL))?;
             let (_, receives) = state.groups.remove(last);
-            (receives, state.datagram.clone())
+            // The queue pair is attached once, however often the program has joined.
+            let is_last = !state.groups.contains(&(group, true));
+            (receives && is_last, state.datagram.clone())
         };
         if let Some((qp, _)) = datagram.filter(|_| receives) {
             // This fails if the queue pair was created after the group was joined, or if the program has detached it.
