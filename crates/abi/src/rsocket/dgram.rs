@@ -16,8 +16,8 @@ use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::datagram::Kind as Service;
 use anywarp_core::datagram::options::Options;
+use anywarp_core::datagram::{Kind as Service, host_of};
 use anywarp_core::error::Misuse;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::qp::{Capacity, State as QpState};
@@ -122,6 +122,8 @@ pub(super) struct Datagrams {
     /// The datagrams to peers whose queue pairs are not known, the oldest first. There may be no request for a peer yet, because too
     /// many others are unanswered.
     waiting: VecDeque<Waiting>,
+    /// When the engine will call this socket to request more.
+    asks_at: Option<Instant>,
     /// The peer set by `rconnect`.
     to: Option<SocketAddr>,
     /// The local address for datagrams to that peer.
@@ -311,6 +313,7 @@ impl Datagrams {
             peers: HashMap::new(),
             requests: HashMap::new(),
             waiting: VecDeque::new(),
+            asks_at: None,
             to: None,
             source: None,
             error: 0,
@@ -431,9 +434,10 @@ impl Datagrams {
         let most = limits::peer_descriptors() / 4;
         let most = most.clamp(HOST_SHARE, ASKED);
         let now = Instant::now();
-        for (most, host) in [(most / HOST_SHARE, Some(to.ip())), (most, None)] {
+        for (most, host) in [(most / HOST_SHARE, Some(host_of(to.ip()))), (most, None)] {
             let counted = || {
-                let is_counted = move |at: &SocketAddr| host.is_none_or(|host| host == at.ip());
+                let is_counted =
+                    move |at: &SocketAddr| host.is_none_or(|host| host == host_of(at.ip()));
                 self.requests.iter().filter(move |(at, _)| is_counted(at))
             };
             if counted().count() < most {
@@ -456,13 +460,27 @@ impl Datagrams {
             .waiting
             .iter()
             .map(|w| w.to)
-            .find(|to| !refused.contains(&to.ip()) && !self.requests.contains_key(to))
+            .find(|to| !refused.contains(&host_of(to.ip())) && !self.requests.contains_key(to))
         {
             if !self.may_ask(to) {
-                refused.push(to.ip());
+                refused.push(host_of(to.ip()));
             } else if self.ask(socket, to).is_err() {
                 self.give_up(to);
             }
+        }
+        if !refused.is_empty() {
+            self.ask_later(socket);
+        }
+    }
+
+    /// Makes the engine call [`Self::step`] when the next request has waited long enough to make room for another one.
+    fn ask_later(&mut self, socket: &Socket) {
+        let now = Instant::now();
+        let times = self.requests.values().map(|r| r.since + PATIENCE);
+        let next = times.filter(|at| *at > now).min().unwrap_or(now + PATIENCE);
+        if self.asks_at.is_none_or(|at| at <= now || next < at) {
+            self.asks_at = Some(next);
+            socket.engine().deadline(*socket.token(), next);
         }
     }
 
@@ -499,10 +517,10 @@ impl Datagrams {
         } else if self.waiting.len() > WAITING {
             let mut counts: HashMap<IpAddr, usize> = HashMap::new();
             for w in &self.waiting {
-                *counts.entry(w.to.ip()).or_default() += 1;
+                *counts.entry(host_of(w.to.ip())).or_default() += 1;
             }
             let most = counts.values().max().copied();
-            let is_lost = |w: &Waiting| counts.get(&w.to.ip()).copied() == most;
+            let is_lost = |w: &Waiting| counts.get(&host_of(w.to.ip())).copied() == most;
             self.waiting.iter().position(is_lost)
         } else {
             None
@@ -616,12 +634,12 @@ impl Datagrams {
         }
         let now = Instant::now();
         let fresh = |p: &Peer| now.duration_since(p.since) < ANSWER_VALID;
-        if !self.peers.get(&to).is_some_and(fresh)
-            && !self.requests.contains_key(&to)
-            && self.may_ask(to)
-            && let Err(e) = self.ask(socket, to)
-        {
-            return Some(Err(e));
+        if !self.peers.get(&to).is_some_and(fresh) && !self.requests.contains_key(&to) {
+            if !self.may_ask(to) {
+                self.ask_later(socket);
+            } else if let Err(e) = self.ask(socket, to) {
+                return Some(Err(e));
+            }
         }
         let port = self.id.local().map_or(0, |a| a.port());
         let end = self.end.as_mut()?;
@@ -907,6 +925,27 @@ mod tests {
                 client.engine().on_idle_poll();
                 server.ready();
             }
+        }
+    }
+
+    /// The ports of a host do not answer, and the program only waits. A datagram to another port of the host is sent when the requests have
+    /// waited long enough.
+    #[test]
+    fn a_datagram_to_a_live_port_does_not_wait_for_dead_ones() {
+        let (client, server) = (socket(), socket());
+        bind(&server, "127.0.0.1:0".parse().unwrap()).unwrap();
+        let silent: Vec<_> = (0..ASKED / HOST_SHARE)
+            .map(|_| std::net::UdpSocket::bind("127.0.0.1:0").unwrap())
+            .collect();
+        for port in &silent {
+            send_to(&client, b"nobody", port.local_addr().ok());
+        }
+        send_to(&client, b"somebody", server.local());
+        let until = Instant::now() + 8 * PATIENCE;
+        while state(&server).unwrap().readiness() & libc::POLLIN == 0 {
+            assert!(Instant::now() < until, "the datagram does not arrive");
+            std::thread::sleep(Duration::from_millis(1));
+            server.ready();
         }
     }
 

@@ -143,7 +143,11 @@ impl Source for Watch {
         }
     }
 
-    fn timeout(self: Arc<Self>, _now: Instant) {}
+    fn timeout(self: Arc<Self>, _now: Instant) {
+        if let Some(socket) = self.0.upgrade() {
+            socket.ready();
+        }
+    }
 }
 
 /// A waker that is registered at a socket until this is dropped.

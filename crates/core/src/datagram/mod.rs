@@ -65,6 +65,7 @@ mod whole;
 mod tests;
 
 pub use outgoing::is_group;
+pub use rd::host_of;
 pub use types::{
     Arrival, Bytes, Counters, Dropped, ErrorReport, Kind, MULTICAST_QPN, PathMtu, TxDatagram,
 };

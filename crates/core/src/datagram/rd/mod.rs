@@ -57,6 +57,8 @@ mod timers;
 mod tokens;
 mod transmit;
 
+pub use shares::host_of;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::num::NonZeroU64;

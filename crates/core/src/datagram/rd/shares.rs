@@ -27,21 +27,32 @@ pub(super) struct Shares {
     waiting: usize,
 }
 
-/// Returns the prefixes of a peer's host (32 or 64 bits) and network (24 or 48 bits), with the other bits cleared.
-pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
-    match peer.0.ip().to_canonical() {
+/// Returns the prefix of the host that an address belongs to (32 or 64 bits), with the other bits cleared. One host can have all IPv6
+/// addresses with that prefix.
+pub fn host_of(ip: IpAddr) -> IpAddr {
+    match ip.to_canonical() {
         IpAddr::V6(ip) => {
             let [a, b, c, d, ..] = ip.segments();
-            (
-                IpAddr::from([a, b, c, d, 0, 0, 0, 0]),
-                IpAddr::from([a, b, c, 0, 0, 0, 0, 0]),
-            )
+            IpAddr::from([a, b, c, d, 0, 0, 0, 0])
+        }
+        ip => ip,
+    }
+}
+
+/// Returns the prefixes of a peer's host, as [`host_of`] does, and of its network (24 or 48 bits).
+pub(super) fn prefixes(peer: &Peer) -> (IpAddr, IpAddr) {
+    let host = host_of(peer.0.ip());
+    let network = match host {
+        IpAddr::V6(ip) => {
+            let [a, b, c, ..] = ip.segments();
+            IpAddr::from([a, b, c, 0, 0, 0, 0, 0])
         }
         IpAddr::V4(ip) => {
             let [a, b, c, _] = ip.octets();
-            (IpAddr::V4(ip), IpAddr::from([a, b, c, 0]))
+            IpAddr::from([a, b, c, 0])
         }
-    }
+    };
+    (host, network)
 }
 
 impl Shares {
