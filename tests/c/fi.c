@@ -1183,7 +1183,8 @@ static const char *atomics(size_t arg)
 	struct fi_cq_err_entry error;
 	struct fi_atomic_attr attr;
 	static int64_t target[512], operand[512], result[512], compare[512];
-	struct fid_mr *mr, *read_only;
+	static const uint8_t constant[64];
+	struct fid_mr *mr, *read_only, *refused;
 	struct side a, b;
 	uint64_t at = (uintptr_t)target, key;
 	size_t n = arg, most;
@@ -1194,6 +1195,10 @@ static const char *atomics(size_t arg)
 	keep(close_fid, mr, "region");
 	OK(fi_mr_reg(b.domain, target, sizeof target, FI_REMOTE_READ, 0, 0, 0, &read_only, NULL));
 	keep(close_fid, read_only, "read-only region");
+	ENSURE(fi_mr_reg(b.domain, constant, sizeof constant, FI_REMOTE_WRITE, 0, 0, 0, &refused, NULL) == -EFAULT,
+	       "read-only memory is registered for writing");
+	OK(fi_mr_reg(b.domain, constant, sizeof constant, FI_REMOTE_READ | FI_SEND, 0, 0, 0, &refused, NULL));
+	OK(fi_close(&refused->fid));
 	key = fi_mr_key(mr);
 	for (size_t i = 0; i < n; i++) {
 		target[i] = (int64_t)i;

@@ -311,12 +311,13 @@ impl Region {
             Access::RemoteSink => ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE,
             Access::Remote { read, write } => {
                 let read = if read { ffi::IBV_ACCESS_REMOTE_READ } else { 0 };
+                // Memory that is only read may be read-only, and is then not registered for writing.
                 let write = if write {
-                    ffi::IBV_ACCESS_REMOTE_WRITE
+                    ffi::IBV_ACCESS_LOCAL_WRITE | ffi::IBV_ACCESS_REMOTE_WRITE
                 } else {
                     0
                 };
-                ffi::IBV_ACCESS_LOCAL_WRITE | read | write
+                read | write
             }
         };
         let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);

@@ -35,8 +35,13 @@ impl Buffer {
         let no_memory = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = len.max(1);
         let pages = Pages::new(len).ok_or_else(no_memory)?;
+        let access = if remote {
+            Access::LOCAL_WRITE | Access::REMOTE_WRITE
+        } else {
+            Access::LOCAL_WRITE
+        };
         // SAFETY: the pages belong to this buffer, and `Drop` deregisters them before they are unmapped.
-        let region = unsafe { register(engine, pd, pages.start(), len, remote) }?;
+        let region = unsafe { register(engine, pd, pages.start(), len, access) }?;
         Ok(Self { pages, region, len })
     }
 
@@ -135,13 +140,8 @@ pub(super) unsafe fn register(
     pd: &Arc<Pd>,
     start: usize,
     len: usize,
-    remote: bool,
+    access: Access,
 ) -> io::Result<MemoryRegion> {
-    let access = if remote {
-        Access::LOCAL_WRITE | Access::REMOTE_WRITE
-    } else {
-        Access::LOCAL_WRITE
-    };
     let start = start as u64;
     // SAFETY: upheld by the caller.
     let region = unsafe { MemoryRegion::register(engine, pd, start, len as u64, start, access.0) };

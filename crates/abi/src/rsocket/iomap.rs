@@ -2,6 +2,7 @@
 
 use std::ffi::c_int;
 
+use anywarp_core::verbs::access::Access;
 use anywarp_engine::objects::MemoryRegion;
 
 use super::Socket;
@@ -89,8 +90,13 @@ pub(super) unsafe fn map(
         None
     };
     let device = socket.device;
+    let access = if remote {
+        Access::LOCAL_WRITE | Access::REMOTE_WRITE
+    } else {
+        Access(0)
+    };
     // SAFETY: upheld by the caller.
-    let region = unsafe { register(device.context.engine, &device.pd, start, len, remote) }
+    let region = unsafe { register(device.context.engine, &device.pd, start, len, access) }
         .map_err(|e| os_errno(&e))?;
     end.maps.0.push(Map {
         start,
