@@ -243,7 +243,12 @@ fn is_accessible(start: u64, len: u64, access: Access) -> bool {
     }
     let mappings = mappings.get().filter(|_| is_written);
     let is_writable = mappings.and_then(|file| pages::is_writable(file.get(), start, len));
-    is_writable.unwrap_or_else(|| pages::is_mapped(start, len))
+    is_writable.unwrap_or_else(|| {
+        // The kernel cannot tell, so only the first and the last page are written to.
+        let ends = [start, (start + len).saturating_sub(1)];
+        let is_there = |at: u64| !is_written || len == 0 || pages::is_there(at, 1, true);
+        pages::is_mapped(start, len) && ends.into_iter().all(is_there)
+    })
 }
 
 impl MemoryRegion {
