@@ -91,7 +91,7 @@ pub(super) struct Sender {
     lost: usize,
     /// No packet before this number is lost.
     lost_from: u64,
-    /// The runs of packets that the peer has reported beyond the first gap.
+    /// The ranges of packet numbers beyond the first missing packet that the peer has reported as arrived.
     reported: SmallVec<[(u64, u64); 16]>,
     /// The size of the peer's socket buffer, in the unit of [`charge`].
     room: u64,
