@@ -291,6 +291,7 @@ static const char *link_local(size_t arg)
 {
 	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC,
 					 .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_qp_init_attr same = init; /* rdma_create_qp stores the completion queues that it creates. */
 	struct sockaddr_in6 any = { .sin6_family = AF_INET6 }, peer = any;
 	struct rdma_cm_id *listener, *client, *server, *datagrams, *got;
 	struct rdma_event_channel *channel;
@@ -322,7 +323,7 @@ static const char *link_local(size_t arg)
 	ENSURE(!rdma_connect(client, &p), "rdma_connect: %s", strerror(errno));
 	TRY(next_cm_event(channel, RDMA_CM_EVENT_CONNECT_REQUEST, &server, &status));
 	keep(close_id, server, "accepted rdma_cm_id");
-	ENSURE(!rdma_create_qp(server, NULL, &init), "rdma_create_qp: %s", strerror(errno));
+	ENSURE(!rdma_create_qp(server, NULL, &same), "rdma_create_qp: %s", strerror(errno));
 	ENSURE(!rdma_accept(server, &p), "rdma_accept: %s", strerror(errno));
 	for (int i = 0; i < 2; i++)
 		TRY(next_cm_event(channel, RDMA_CM_EVENT_ESTABLISHED, &got, &status));
