@@ -268,8 +268,8 @@ static int peer(const char *role, const char *port)
 }
 
 /* Kills the peer after a time that depends on the round. All outstanding calls then end. The first two rounds, one for each role of the
- * peer, kill it when a connection exists, and measure the time until then. The later rounds kill it after up to twice that time, so before,
- * while and after connections are established, also on a slow machine. */
+ * peer, kill it when a connection exists, and measure the time until then. The later rounds kill it after up to twice that time: before a
+ * connection is established, while it is, and afterwards, also on a slow machine. */
 static const char *kill_at(unsigned int round, exs_qhandle_t q, unsigned int *connected)
 {
 	static uint64_t first_connection[2];

@@ -309,7 +309,7 @@ const MLX5: Profile = Profile {
     ..ANYWARP
 };
 
-/// An Elastic Fabric Adapter, without its SRD queue pairs, which this device does not support.
+/// An Elastic Fabric Adapter, without its SRD queue pairs, which anywarp does not support.
 const EFA: Profile = Profile {
     name: "efa",
     node: Some((IBV_NODE_UNSPECIFIED, IBV_TRANSPORT_UNSPECIFIED)),

@@ -1,6 +1,6 @@
 //! The cache of registrations of repeatedly used memory, which end when the memory is unmapped, moved or discarded.
 //!
-//! The *owner* of a registration is the manager that has made it, by its number.
+//! Each manager has a number. The *owner* of a registration is the number of the manager that has made it.
 //!
 //! Two threads serve all managers of a process. One reads the kernel's reports and removes the affected registrations from the table.
 //! The kernel stops a thread that unmaps watched memory until the report is read, so the thread that reads the reports must not
@@ -27,7 +27,7 @@ static WATCH: OnceLock<Result<Watch, c_int>> = OnceLock::new();
 /// How many times a lookup is repeated while the thread that reads reports has not read all of them.
 const LOOKUPS_MAX: usize = 64;
 
-/// Returns the descriptor of changes. The first call creates it and its threads.
+/// Returns the descriptor (of userfaultfd(2)) by which the kernel reports changes of memory. The first call creates it and its threads.
 ///
 /// # Errors
 ///
@@ -187,7 +187,8 @@ pub(crate) unsafe fn keep(
     // entries.
     let watch = watch().ok();
     if watched && (watch.is_none() || !watch::anonymous(&pages(&wanted.range))) {
-        // Memory of other kinds stays what it is, and reading the list of mappings takes long.
+        // The memory has another kind, which does not change soon, and it takes long to read the list of mappings. So the next attempt is
+        // postponed.
         lock(&TABLE).postpone(wanted);
         return Ok(None);
     }

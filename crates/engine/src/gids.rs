@@ -29,8 +29,8 @@ use crate::sys::thread::Uncancelled;
 
 /// Entries of the GID table.
 ///
-/// Almost every host has fewer addresses, so some entries are empty, as on an adapter. A larger table would slow down
-/// programs, because they query each entry, and an address vector has one byte for the index.
+/// Almost every host has fewer addresses, so some entries are empty, as on an adapter. There are two
+/// reasons against a larger table: programs query each entry, and an address vector has one byte for the index.
 pub const GID_ENTRIES: usize = 64;
 /// Pause after which the worker reads the addresses again when reading them failed, unless a reader of the table does
 /// so first.

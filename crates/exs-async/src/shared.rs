@@ -45,7 +45,7 @@ impl Shared {
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[AtomicU8] {
-        // SAFETY: the driver keeps the buffer until the operation's future has returned it, which consumes this object.
+        // SAFETY: the driver keeps the buffer until the operation's future returns it; to get it, the future consumes this object.
         unsafe { std::slice::from_raw_parts(self.bytes.cast(), self.len) }
     }
 

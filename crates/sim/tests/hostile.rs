@@ -570,7 +570,7 @@ fn another_epoch_begins_with_any_number() {
     }
 }
 
-/// A Write to a multicast group is dropped (section 5.5.1 of the thesis).
+/// A Write to a multicast group is dropped (section 5.5.1 of R. Grant's thesis).
 #[test]
 fn a_write_to_a_group_is_not_placed() {
     let (mut net, b, mr) = receiver(options());
@@ -1218,7 +1218,7 @@ fn queued_answers_are_limited_for_each_peer_and_for_all() {
     }
 }
 
-/// A reader repeats its request for the first cookie that it receives, and not for further ones.
+/// A reader repeats its request when the first cookie arrives, and not when further ones do.
 #[test]
 fn a_reader_repeats_its_request_once() {
     let mut net = Ether::new(15, Link::default());
@@ -1259,7 +1259,8 @@ fn a_reader_repeats_its_request_once() {
     assert_eq!(brought.first_chunk(), Some(&7_u64.to_be_bytes()));
 }
 
-/// A responder replaces a cookie that is no longer valid: after some minutes, or because its queue pair is another one.
+/// A reader has a cookie that the responder does not accept any more: it is some minutes old, or the responder was restarted. It gets another
+/// one.
 #[test]
 fn a_cookie_that_has_expired_is_replaced() {
     for restarted in [false, true] {
@@ -1282,7 +1283,7 @@ fn a_cookie_that_has_expired_is_replaced() {
     }
 }
 
-/// The answer to `request`, with `size` bytes.
+/// The answer to a Read Request, with as many bytes as it asks for.
 fn read_response(request: &[u8]) -> Vec<u8> {
     let request = dgram::parse(request).unwrap();
     let wanted = ReadRequest::parse(request.payload.first_chunk().unwrap());
@@ -1376,7 +1377,7 @@ fn unsolicited_answers_are_not_reported() {
 fn an_incomplete_send_returns_its_receive() {
     for kind in [Kind::Ud, Kind::Rd] {
         let options = Options {
-            // Only this end of the test has no long Sends and polls no records.
+            // The defaults: no Sends of more than 4096 bytes, for whose receives there has always been a timer.
             one_sided: true,
             ..Options::default()
         };
@@ -1486,7 +1487,7 @@ fn a_closed_window_is_probed_at_equal_intervals() {
     let mr = net[b].host.register(100, access::ALL);
     let seen = watch(&mut net);
     let s = Stranger::meets(&mut net, &seen, 1, b);
-    // The stranger returns the number of this packet, and so proves its address.
+    // To prove its address, the stranger returns the time in the answer to this packet.
     let mut question = Vec::new();
     Packet {
         ack_now: true,

@@ -1,4 +1,4 @@
-//! Rules of RFC 5040 and RFC 5041 that need more than a script: the fields of all headers, the order of messages, and the
+//! Rules of RFC 5040 and RFC 5041 that the scripts of conversations (`scripts/*.pkt`) cannot express: the fields of all headers, the order of messages, and the
 //! reports of local failures.
 #![allow(
     clippy::indexing_slicing,

@@ -355,8 +355,8 @@ impl SrqObject {
     }
 }
 
-/// Makes the calls from `ibv_wr_start` to `ibv_wr_complete` or `ibv_wr_abort` a critical section (ibv_wr_post(3)). No lock of another verb
-/// is held in it, so the program may call other verbs.
+/// Makes the calls from `ibv_wr_start` to `ibv_wr_complete` or `ibv_wr_abort` a critical section (ibv_wr_post(3)). It holds no lock
+/// that another verb takes, so the program may call other verbs in it.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     /// The thread in the section, and the number of threads that wait for it.

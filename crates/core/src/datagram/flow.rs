@@ -4,8 +4,8 @@
 //! the same host would lose most of them, while hardware loses none. So a receiver sends *reports* from time to time:
 //! the last datagram that it has seen, and the size of its socket buffer. A sender waits while more than this size
 //! is under way. Such a wait is called a *stall*, and ends with a report or after a limited time. A report that is lost,
-//! wrong or missing delays messages, and loses none. If a peer stays silent for several stalls, the sender stops waiting
-//! for it until its next report. For a peer that has never reported, one stall is enough. Without reports the sender
+//! wrong or missing delays messages, and loses none. If a peer stays silent for several stalls, the sender no
+//! longer waits for it, and waits again after its next report. For a peer that has never reported, one stall is enough. Without reports the sender
 //! sends at a fixed rate, low enough that no queue on the path overflows.
 //!
 //! A report is a control datagram ([`Control::Ack`] with the number of the last message that was seen) with a payload:
@@ -38,7 +38,7 @@ pub(super) struct Report {
     pub(super) id: u32,
     /// Where in the message the payload of that datagram ends.
     pub(super) end: u32,
-    /// The charge that may be under way to the receiver.
+    /// How much may be under way to the receiver, as a charge (see [`charge`]).
     pub(super) room: u32,
 }
 
@@ -84,7 +84,8 @@ pub(super) struct Window {
     under_way: VecDeque<(u32, u32, u32)>,
     charge: u64,
     limit: u64,
-    /// The charge of a silent peer is reduced at [`SILENT_RATE`]. This is the time up to which it was reduced.
+    /// A silent peer is assumed to fetch datagrams at [`SILENT_RATE`]. Those that it has fetched before this time are not in `charge`
+    /// any more.
     reduced_until: Duration,
     /// The number of stalls since the last report. A peer that has never reported starts at [`NEVER_REPORTED`].
     silence: u8,
@@ -269,8 +270,8 @@ impl Flow {
         window.silence = 0;
         window.limit = report.room.min(bounds::DATAGRAM_WINDOW_MAX).into();
         // Datagrams stay nearly in order on the way, so all that were sent before the reported one have arrived or
-        // are lost. Their numbers do not tell the order: an answer has the number of the peer's request. The search begins at the
-        // newest datagram, because a message has several.
+        // are lost. Their numbers do not tell the order: an answer has the number of the peer's request. A message may have several
+        // datagrams in the list, and the newest of them is searched for.
         let is_of_message = |(id, ..): &(u32, u32, u32)| *id == report.id;
         let seen = window
             .under_way
@@ -430,7 +431,8 @@ mod tests {
         assert!(flow.may_send(&peer(1), NOW));
     }
 
-    /// Answers have the numbers of the peer, and messages those of this end, so the numbers do not tell which was sent first.
+    /// The peer numbers its requests, and an answer has the number of its request. This end numbers its own messages. So the numbers do not
+    /// tell which of the two was sent first.
     #[test]
     fn a_report_covers_what_was_sent_before() {
         for answer in [1 << 30, (1 << 31) + 6] {

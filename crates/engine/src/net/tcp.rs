@@ -114,7 +114,7 @@ pub struct Tcp {
     shm: Option<Shm>,
     /// Whether the stream to the peer goes through `shm`.
     tx_shm: bool,
-    /// Whether records were written for which it was not yet checked whether the peer has to be woken.
+    /// Whether something was written to the shared memory since the last check whether the peer has to be woken.
     unannounced: bool,
     /// Whether the byte that wakes the peer could not be sent, and [`Self::wake_again`] is to be called.
     unwoken: bool,
@@ -198,7 +198,8 @@ impl Tcp {
         }
     }
 
-    /// Called when this library has established the connection: restores the host's congestion control on a long path.
+    /// Called when this library has established the connection. The connection was opened with the congestion control for short paths; if its
+    /// path is long, it gets that of the host.
     pub(crate) fn settle_congestion(&mut self) {
         self.congestion = Congestion::settle(self.fd.get());
     }
@@ -785,7 +786,7 @@ impl Tcp {
         Some(Outcome::Open)
     }
 
-    /// Lets the next poll that finds nothing send an acknowledgement to the peer that shares memory. Returns false if
+    /// Delays an acknowledgement to the peer that shares memory: the next poll that finds nothing sends it. Returns false if
     /// batches are sent by the socket.
     #[inline]
     pub(crate) fn schedule_ack(&self) -> bool {

@@ -104,7 +104,7 @@ impl Drop for End {
     }
 }
 
-/// Waits until `done`, which fails after [`WAIT`].
+/// Waits until `done`. The test fails if this takes longer than [`WAIT`].
 fn wait_for(what: &str, done: impl Fn() -> bool) {
     let until = clock::now() + WAIT;
     while !done() {
@@ -177,7 +177,7 @@ impl End {
         self.qp.lock().early_connections.len()
     }
 
-    /// Whether the time that posted requests wait for the connection is over.
+    /// Whether posted requests no longer wait for a connection, because it took too long.
     fn has_given_up(&self) -> bool {
         self.qp.lock().dial_until.is_none()
     }
@@ -204,7 +204,8 @@ enum Late {
     Error,
 }
 
-/// The peer's program sets up its end when no request of the dialer would wait any longer. An idle queue pair has no time-out.
+/// The peer's program sets up its end so late that a posted request would have failed by then. The dialer has posted none, and an idle queue
+/// pair waits without a limit.
 #[test]
 fn a_peer_that_is_late_is_connected() {
     for late in [Late::Init, Late::Error] {
@@ -233,7 +234,8 @@ fn a_peer_that_is_late_is_connected() {
     }
 }
 
-/// After the limit a request has the time of hardware's retransmissions: it fails if the peer does not come, and only then.
+/// A request that is posted after the dialer has given up waits for as long as an adapter would retransmit it, and fails only if the peer
+/// does not come in this time.
 #[test]
 fn a_request_that_is_posted_after_the_limit_has_its_own_time() {
     for comes in [false, true] {
@@ -285,7 +287,7 @@ fn config(managed: bool) -> StreamConfig {
     }
 }
 
-/// Counts the ends of the connection.
+/// Counts how often the connection was reported as ended.
 #[derive(Default)]
 struct Ends(AtomicUsize);
 
@@ -396,8 +398,8 @@ fn send_header(number: u32) -> Untagged {
 
 #[test]
 fn what_arrived_before_a_reset_is_received_when_a_send_fails() {
-    // The peer closes its socket in order, so that the first request after that is sent and answered by a reset, or it sends a reset at
-    // once. The request whose sending fails is sent by one of two functions.
+    // Either the peer closes its socket in the regular way (the first request after that is sent, and is answered by a reset), or it sends a
+    // reset at once. The request whose sending fails is sent by one of two functions.
     for (resets, by_progress) in [(false, false), (false, true), (true, false), (true, true)] {
         let end = End::new();
         let (ours, mut peer) = sockets();
@@ -519,7 +521,7 @@ fn a_connection_that_is_closed_ends_although_its_peer_reads_nothing() {
 fn a_peer_that_could_not_be_woken_is_woken_later() {
     let end = End::new();
     let (one, _other) = shm::tests::pair();
-    // As in the tests of `net::tcp`.
+    // A pair of Unix sockets takes the place of the TCP connection.
     let (ours, mut peer) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
     fill(&ours);
