@@ -128,13 +128,15 @@ impl Congestion {
 
     /// How long to wait for an acknowledgement before a probe is sent.
     pub(super) fn probe_timeout(&self) -> Duration {
-        match self.smoothed {
-            // Both ends may be busy for a while, and a needless probe costs a packet.
-            Some(smoothed) => {
-                smoothed + (self.deviation * 4).max(Duration::from_millis(5)) + 5 * SLACK
-            }
-            None => Duration::from_millis(200),
-        }
+        // Both ends may be busy for a while, and a needless probe costs a packet.
+        self.round_trip()
+            .map_or(Duration::from_millis(200), |trip| trip + 5 * SLACK)
+    }
+
+    /// The time within which an answer arrives, if a round trip was measured.
+    pub(super) fn round_trip(&self) -> Option<Duration> {
+        let smoothed = self.smoothed?;
+        Some(smoothed + (self.deviation * 4).max(Duration::from_millis(5)))
     }
 
     /// Counts a packet of this size as sent.

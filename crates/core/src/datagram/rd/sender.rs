@@ -292,7 +292,7 @@ impl Sender {
     fn arm(&mut self, now: Duration, cc: &Congestion) {
         let wait = if self.room == 0 {
             // The peer answers, but does not report when its window opens again.
-            cc.probe_timeout().max(CLOSED)
+            cc.round_trip().map_or(CLOSED, |trip| trip.max(CLOSED))
         } else {
             cc.probe_timeout().min(MAX_PROBE_TIMEOUT) * (1 << self.probes.min(6))
         };
