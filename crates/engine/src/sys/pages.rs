@@ -285,3 +285,36 @@ pub(crate) unsafe fn write_own_memory(target: *mut u8, bytes: &[u8]) -> Result<(
         Err(_) => Err(errno()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn a_page_without_the_right_to_write_is_found_in_the_middle() {
+        let page = page_size();
+        let len = usize::try_from(page).unwrap();
+        let area = Pages::new(3 * len).unwrap();
+        let start = area.start() as u64;
+        let maps = File::open("/proc/self/maps").unwrap();
+        let Some(before) = is_writable(maps.as_fd(), start, 3 * page) else {
+            // Before Linux 6.11 the kernel cannot tell.
+            return;
+        };
+        assert!(before);
+        let middle = std::ptr::with_exposed_provenance_mut(area.start() + len);
+        // SAFETY: a page of `area`, which nothing else uses.
+        assert_eq!(unsafe { libc::mprotect(middle, len, libc::PROT_READ) }, 0);
+        let is_writable = |from: u64, pages: u64| {
+            let at = start + from * page;
+            is_writable(maps.as_fd(), at, pages * page).unwrap()
+        };
+        assert!(!is_writable(0, 3) && !is_writable(1, 1));
+        assert!(is_writable(0, 1) && is_writable(2, 1));
+        assert!(is_mapped(start, 3 * page));
+        assert!(!is_mapped(u64::MAX - page, page));
+    }
+}
