@@ -5,8 +5,9 @@
 //! the answer arrives, and dropped if none arrives. Another socket may get the port, so after a while the next datagram repeats
 //! the request; the old answer is used until the new one arrives.
 //!
-//! A program that replies to datagrams sends to ports that any host can name, and nobody has to answer requests for them. So the
-//! queued datagrams and the requests are limited, for each host too, and a request that stays unanswered makes room for others.
+//! A server replies to the port that a datagram names as its source, which any host can choose freely. Requests for such a port may never be
+//! answered. So the queued datagrams and the requests are limited, for each host too, and a request that stays unanswered makes room for
+//! others.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
@@ -878,7 +879,8 @@ mod tests {
         end.post(slot, DATAGRAM_HEADER, destination).unwrap();
     }
 
-    /// A host names many ports where nobody answers requests for the queue pair, and the server replies to all of them.
+    /// A host sends datagrams that name many ports as their source, and answers no requests for these ports. The server replies to all of
+    /// them.
     #[test]
     fn replies_to_a_host_that_does_not_answer_leave_room_for_other_hosts() {
         let (server, strange, client) = (socket(), socket(), socket());

@@ -531,7 +531,7 @@ fn the_worker_does_not_sleep_while_requests_wait_for_an_acknowledgement() {
 }
 
 /// A poll can receive the byte that should wake the worker, although its lease has ended. The peer sends the next such byte only after the
-/// worker has slept again, so without a new lease nobody would handle what arrives.
+/// worker has slept again. So the poll starts a new lease: when it ends, the worker handles what has arrived.
 #[test]
 fn a_wake_up_that_is_taken_without_a_lease_starts_one() {
     let reactor = reactor();

@@ -477,8 +477,8 @@ impl Endpoint {
         let of_link = |link: &Link| u64::from(link.stream.number()) == header.data;
         let known = link_index.filter(|_| self.links.of(from).is_some_and(of_link));
         let Some(link_index) = known else {
-            // This end has given up the link, and cannot report how many messages it has received. The peer sends nothing while it
-            // waits for that number, so it is told not to wait.
+            // This end has given up the link, and does not know any more how many messages it has received. The peer waits for that
+            // number before it sends anything else, so the answer is that the link is gone.
             if step_of_peer == Step::Broken && self.deferred.len() < limits::DEFERRED {
                 let number = u32::try_from(header.data).unwrap_or(0);
                 self.answer(cx, from, step(Step::Gone, number, header.id));
