@@ -124,6 +124,15 @@ pub const CARRIER_RING: usize = 256 * 1024;
 /// Each poll checks all of them.
 pub const CARRIERS: usize = 64;
 
+/// Queue pairs that two processes must have with each other before their streams share a trunk, unless `ANYWARP_TRUNK` is set.
+pub const TRUNK_MIN: usize = 16;
+
+/// Trunks of a process that peers have opened, and peers to which it opens trunks.
+pub const TRUNKS: usize = 256;
+
+/// Trunks that one host may open to a process.
+pub const TRUNKS_PEER: usize = 16;
+
 /// If at least this number of requests is unacknowledged, a small request may wait to be sent together with others.
 ///
 /// A program that waits for each answer before its next request never has so many.

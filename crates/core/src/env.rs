@@ -98,6 +98,15 @@ pub const VARIABLES: &[Variable] = &[
                one of the two processes sets it.",
     },
     Variable {
+        name: "ANYWARP_TRUNK",
+        reader: Reader::Device,
+        default: "16",
+        value: "N|eager",
+        text: "The number of reliable connections between two processes from which on one TCP connection, the trunk, \
+               carries the streams of those that have made some requests. 0: never, even if only one of the two processes \
+               sets it. eager: from the first request of the first connection on.",
+    },
+    Variable {
         name: "ANYWARP_PIN",
         reader: Reader::Device,
         default: "0",

@@ -43,6 +43,8 @@ pub struct Config {
     pub crc: bool,
     /// `ANYWARP_CARRIER`: the transport between processes of one host.
     pub transport: Transport,
+    /// `ANYWARP_TRUNK`: when queue pairs with the same peer process share a trunk; `None` for never.
+    pub trunk: Option<TrunkUse>,
     /// `ANYWARP_PIN` and `ANYWARP_PREFAULT`: whether pages are locked or faulted in when memory is registered.
     pub pages: Pages,
     /// `ANYWARP_CC`: the TCP congestion control; `None` for the host's.
@@ -124,6 +126,15 @@ impl Transport {
             Self::Eager => Some(0),
         }
     }
+}
+
+/// When queue pairs share a trunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrunkUse {
+    /// From this number of queue pairs with the same peer process on.
+    pub least: usize,
+    /// After this number of requests of each.
+    pub after: u32,
 }
 
 /// What happens to the pages of memory that is registered.
@@ -221,6 +232,16 @@ impl Config {
                     ("eager", Transport::Eager),
                 ],
             ),
+            trunk: match text("ANYWARP_TRUNK").as_deref() {
+                Some("0") => None,
+                Some("eager") => Some(TrunkUse { least: 1, after: 0 }),
+                value => Some(TrunkUse {
+                    least: value
+                        .and_then(|n| n.parse().ok())
+                        .unwrap_or(bounds::TRUNK_MIN),
+                    after: bounds::CARRIER_AFTER,
+                }),
+            },
             pages: if is_on("ANYWARP_PIN") {
                 Pages::Pin
             } else if is_on("ANYWARP_PREFAULT") {

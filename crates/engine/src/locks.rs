@@ -32,10 +32,14 @@ pub enum Rank {
     UdpReceive,
     /// The receiving end of a carrier: shared memory that passes datagrams between two UDP ports of one host.
     CarrierReceive,
+    /// Held by the thread that receives from a trunk, while queue pairs process the frames.
+    TrunkReceive,
     /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
     /// A reliable queue pair.
     Qp,
+    /// The trunks to other processes, and the queue pairs that wait for one.
+    Trunks,
     /// The list of half-open connections. It is held while the state of each is read.
     HalfOpen,
     /// The state of a connection that starts up.
@@ -58,6 +62,10 @@ pub enum Rank {
     RegionPin,
     /// The protection domain of a region.
     RegionPd,
+    /// Queue pairs for which a trunk was offered.
+    TrunkOffers,
+    /// The queue pairs of a trunk.
+    TrunkMembers,
     /// The queue pairs of a UDP socket.
     UdpMembers,
     /// The queue pairs that wait until a UDP socket or a carrier has room.
@@ -66,6 +74,10 @@ pub enum Rank {
     Carriers,
     /// The sending end of a carrier.
     CarrierSend,
+    /// The sending end of a trunk.
+    TrunkSend,
+    /// The list of trunks, for the exit of the process.
+    OpenTrunks,
     /// The number of a UDP socket in the reactor.
     UdpToken,
     /// The connections that are being drained: closed for sending, and read until the peer closes too.

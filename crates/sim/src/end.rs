@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
+use anywarp_core::connection::{Connection, First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::error::Misuse;
 use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::llp::mpa::marker::Stripper;
@@ -145,7 +145,7 @@ impl Setup {
             first: self.first,
             managed: self.managed,
             markers: self.markers,
-            shm_handover: None,
+            offer_after: OfferAfter::NEVER,
         }
     }
 }

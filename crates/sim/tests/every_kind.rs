@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
+use anywarp_core::connection::{Connection, First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::datagram::options::Options;
 use anywarp_core::datagram::{DatagramQp, Kind};
 use anywarp_core::error::Misuse;
@@ -159,7 +159,7 @@ impl Qp {
                     first: First::Nothing,
                     managed: true,
                     markers: false,
-                    shm_handover: None,
+                    offer_after: OfferAfter::NEVER,
                 },
                 now(),
             ),

@@ -16,16 +16,16 @@
 //! | `rx.rs` | deframe the received bytes (in `llp/mpa/deframe.rs`), admit (check) a segment, place its payload |
 //! | `deliver.rs` | deliver a message |
 //! | `complete.rs` | complete requests; acknowledgements; failure |
-//! | `shm_handover.rs` | from TCP to shared memory |
+//! | `handover.rs` | from the TCP connection to shared memory or to a trunk |
 //! | `timers.rs` | timers |
 
 mod build;
 mod complete;
 mod deliver;
+mod handover;
 mod requester;
 mod responder;
 mod rx;
-mod shm_handover;
 mod stream;
 mod timers;
 mod tx;
@@ -50,6 +50,7 @@ use crate::verbs::wr::{Op, Payload, RecvRequest, WorkRequest, given};
 use crate::wire::control::{Control, Handover};
 use crate::wire::ddp::Header;
 use crate::wire::rdmap::Opcode;
+pub use handover::{Carrier, OfferAfter};
 use stream::Stream;
 pub use stream::{End, First, Peer, StreamConfig};
 use timers::{Timer, Timers};
@@ -596,7 +597,7 @@ impl Connection {
     }
 
     /// Whether the queue pair sends on an open stream, and nothing else is to be done for it: it has no event, offers no
-    /// shared memory, and its peer has not left.
+    /// carrier, and its peer has not left.
     #[inline]
     pub fn only_sends(&self) -> bool {
         let Some(s) = &self.stream else { return false };
@@ -604,7 +605,7 @@ impl Connection {
             && self.base.state == State::Rts
             && self.base.events.is_empty()
             && !self.peer_left
-            && !self.wants_shm_offer()
+            && self.next_offer().is_none()
     }
 
     /// Whether a response or control message is queued.
@@ -726,19 +727,19 @@ impl Connection {
     }
 }
 
-// ---------------------------------------------------------------------- hand-over to shared memory
+// ---------------------------------------------------------------------- hand-over to another carrier
 
 impl Connection {
-    /// Whether to offer shared memory to the peer now: the peer supports it, and the connection is in use.
+    /// The carrier to offer to the peer now: the peer supports it, and the connection is in use.
     #[inline]
-    pub fn wants_shm_offer(&self) -> bool {
-        let Some(s) = &self.stream else { return false };
-        s.handover
-            .may_offer(s.requester.seq().wrapping_add(s.responder.done()))
-            && s.peer == Peer::Anywarp
+    pub fn next_offer(&self) -> Option<Carrier> {
+        let s = self.stream.as_ref()?;
+        let carrier = s.handover.next_offer(s.requests())?;
+        let may = s.peer == Peer::Anywarp
             && s.started
             && s.end == End::Open
-            && matches!(self.base.state, State::Rtr | State::Rts)
+            && matches!(self.base.state, State::Rtr | State::Rts);
+        may.then_some(carrier)
     }
 
     /// Queues a hand-over message to the peer.
@@ -751,7 +752,15 @@ impl Connection {
     /// Makes no offer of shared memory on this connection.
     pub fn decline_shm(&mut self) {
         if let Some(s) = &mut self.stream {
-            s.handover.decline();
+            s.handover.decline(Carrier::SharedMemory, None);
+        }
+    }
+
+    /// Makes no offer of a trunk until both ends have made twice as many requests as now.
+    pub fn postpone_trunk(&mut self) {
+        if let Some(s) = &mut self.stream {
+            let until = s.requests().saturating_mul(2).max(1);
+            s.handover.decline(Carrier::Trunk, Some(until));
         }
     }
 
@@ -767,11 +776,34 @@ impl Connection {
         self.stream.as_mut()?.handover.poll()
     }
 
-    /// Whether the last FPDU of this end over TCP is framed, so that further FPDUs wait for [`Self::switch_tx_to_shm`].
-    pub fn tx_is_sealed(&self) -> bool {
+    /// Whether the last FPDU of this end on its TCP connection is framed, so that further FPDUs wait for [`Self::switch_tx_to_shm`] or
+    /// [`Self::resume_tx`].
+    pub fn must_switch_tx(&self) -> bool {
         self.stream
             .as_ref()
-            .is_some_and(|s| s.handover.is_tx_sealed())
+            .is_some_and(|s| s.handover.must_switch())
+    }
+
+    /// Called when the engine sends by the trunk from now on, but the peer is not ready yet. Until [`Self::resume_tx`], only the last messages
+    /// of a stream that ends are framed.
+    pub fn switch_tx_to_trunk(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.handover.tx_switched();
+        }
+    }
+
+    /// Frames further FPDUs: for the trunk, or for the TCP connection if the peer has refused the trunk.
+    pub fn resume_tx(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.handover.resume_tx();
+        }
+    }
+
+    /// Expects all further FPDUs from the trunk, or from the TCP connection if this end has refused the trunk.
+    pub fn resume_rx(&mut self) {
+        if let Some(s) = &mut self.stream {
+            s.handover.resume_rx();
+        }
     }
 
     /// Frames all further FPDUs for shared memory, without CRCs. The shared memory also transports acknowledgements

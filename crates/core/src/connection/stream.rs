@@ -1,8 +1,8 @@
 //! The state of one stream, from start-up to its end.
 
+use super::handover::{HandoverState, OfferAfter};
 use super::requester::Requester;
 use super::responder::{Responder, Response};
-use super::shm_handover::ShmHandover;
 use crate::bounds;
 use crate::ddp::rx::Violation;
 use crate::ddp::tx::Message;
@@ -51,8 +51,8 @@ pub struct StreamConfig {
     pub managed: bool,
     /// Whether the peer requests markers in the stream that it receives.
     pub markers: bool,
-    /// Number of requests after which shared memory is offered to the peer; `None`: the peer is on another host.
-    pub shm_handover: Option<u32>,
+    /// When other carriers are offered to the peer.
+    pub offer_after: OfferAfter,
 }
 
 /// The first message of an initiator.
@@ -97,7 +97,7 @@ pub(super) struct Stream {
     pub(super) config: StreamConfig,
     pub(super) peer: Peer,
     pub(super) end: End,
-    pub(super) handover: ShmHandover,
+    pub(super) handover: HandoverState,
     pub(super) requester: Requester,
     pub(super) responder: Responder,
     /// A message with fewer payload bytes may be sent by the shortcut `send_short`; 0 turns that off.
@@ -131,7 +131,7 @@ impl Stream {
             markers: config.markers.then(Inserter::new),
             peer: config.peer,
             end: End::Open,
-            handover: ShmHandover::new(config.shm_handover, config.first == First::Hello),
+            handover: HandoverState::new(config.offer_after, config.first == First::Hello),
             requester: Requester::new(config.ord),
             responder: Responder::new(config.ird),
             short_limit: 0,
@@ -203,6 +203,18 @@ impl Stream {
     /// interpret only control messages.
     pub(super) fn cut_request(&mut self) {
         self.current.take_if(|out| out.request.is_some());
+    }
+
+    /// The number of requests of both ends, modulo 2³².
+    #[inline]
+    pub(super) fn requests(&self) -> u32 {
+        self.requester.seq().wrapping_add(self.responder.done())
+    }
+
+    /// Whether nothing is framed because of a hand-over.
+    #[inline]
+    pub(super) fn is_tx_sealed(&self) -> bool {
+        self.handover.is_tx_sealed(self.end != End::Open)
     }
 
     /// Whether no message is under way or queued.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Connection, First, Peer, StreamConfig};
+use super::{Connection, First, OfferAfter, Peer, StreamConfig};
 use crate::bounds;
 use crate::ddp::tx::{Address, Message, segment};
 use crate::llp::mpa::deframe::{Extent, LENGTH};
@@ -59,7 +59,7 @@ const STANDARD: StreamConfig = StreamConfig {
     first: First::Nothing,
     managed: true,
     markers: false,
-    shm_handover: None,
+    offer_after: OfferAfter::NEVER,
 };
 
 /// An end that opened a stream to a standard peer; the next message of each queue has the last number before the wrap.

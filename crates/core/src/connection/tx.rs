@@ -100,7 +100,7 @@ impl Connection {
     /// Frames an acknowledgement of all requests of the peer that are done.
     fn send_ack(&mut self, batch: &mut TxBatch) {
         let Some(s) = &mut self.stream else { return };
-        if !s.may_send || s.handover.is_tx_sealed() {
+        if !s.may_send || s.is_tx_sealed() {
             return;
         }
         let mut message = control(s.responder.acknowledge());
@@ -224,7 +224,7 @@ impl Connection {
             if s.current.is_some() {
                 return Next::Current;
             }
-            if s.handover.is_tx_sealed() {
+            if s.is_tx_sealed() {
                 return Next::Nothing;
             }
             if let Some(response) = s.responder.pop() {
@@ -295,7 +295,7 @@ impl Connection {
             && s.may_send
             && s.is_tx_idle()
             && !self.timers.runs(Timer::Rnr)
-            && !s.handover.is_tx_sealed();
+            && !s.is_tx_sealed();
         if !is_next {
             return false;
         }

@@ -72,14 +72,15 @@ pub enum Control {
     Pong,
     /// Orderly end of the stream.
     Bye,
-    /// A message about the switch to shared memory, for two ends on one host.
+    /// A message about the switch of a stream to another carrier.
     Handover(Handover),
     /// Sent only in datagrams, with a payload of 8 bytes. The receiver of this message has to send
     /// its request again, together with this payload.
     Cookie,
 }
 
-/// The messages by which two ends on one host agree on shared memory.
+/// The messages by which two ends agree that the stream leaves its TCP connection: for shared memory, or for a trunk, which carries the
+/// streams of many queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Handover {
     /// Offers the memory of a descriptor of the sender's process.
@@ -94,16 +95,33 @@ pub enum Handover {
         /// A word of the memory, which only a process that has mapped the memory can know.
         proof: u64,
     },
-    /// The sender cannot map the memory: the stream stays on the connection.
+    /// The sender cannot use the carrier: the stream stays on the connection.
     Refuse,
-    /// The next FPDU of the end that made the offer is in shared memory.
+    /// The next FPDU of the end that made the offer is in shared memory, or on the trunk.
     Switch,
+    /// Offers a trunk.
+    OfferTrunk {
+        /// The TCP port on which the sender's process accepts trunks.
+        port: u16,
+        /// The number of the sender's queue pair on the trunk.
+        channel: u32,
+    },
+    /// The sender has opened the trunk. Its next FPDU is on the trunk.
+    TakeTrunk {
+        /// The number of the trunk.
+        trunk: u32,
+        /// The number of the sender's queue pair on the trunk.
+        channel: u32,
+    },
 }
 
 impl Handover {
     /// Whether this is the last message of its direction on the connection.
     pub const fn is_last(&self) -> bool {
-        matches!(self, Self::Take { .. } | Self::Switch)
+        matches!(
+            self,
+            Self::Take { .. } | Self::TakeTrunk { .. } | Self::Switch
+        )
     }
 }
 
@@ -148,6 +166,15 @@ impl Control {
                 },
                 2 => Handover::Refuse,
                 3 => Handover::Switch,
+                4 => Handover::OfferTrunk {
+                    port: u16::try_from(seq)
+                        .map_err(|_| PeerError::Control("a port above 65535"))?,
+                    channel: header.mo,
+                },
+                5 => Handover::TakeTrunk {
+                    trunk: seq,
+                    channel: header.mo,
+                },
                 _ => return Err(PeerError::Control("unknown hand-over message")),
             }),
             _ => return Err(PeerError::Control("unknown kind")),
@@ -174,6 +201,12 @@ impl Control {
             }
             Self::Handover(Handover::Refuse) => (KIND_CARRIER, 2, 0, 0),
             Self::Handover(Handover::Switch) => (KIND_CARRIER, 3, 0, 0),
+            Self::Handover(Handover::OfferTrunk { port, channel }) => {
+                (KIND_CARRIER, 4, port as u32, channel)
+            }
+            Self::Handover(Handover::TakeTrunk { trunk, channel }) => {
+                (KIND_CARRIER, 5, trunk, channel)
+            }
         };
         Untagged {
             last: true,

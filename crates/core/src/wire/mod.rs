@@ -26,6 +26,7 @@ pub mod pretty;
 pub mod rd;
 pub mod rdmap;
 pub mod signpost;
+pub mod trunk;
 
 /// Steering tag: names a registered buffer to the other end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

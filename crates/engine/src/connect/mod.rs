@@ -4,3 +4,4 @@ pub mod half_open;
 pub mod qpn_port;
 pub mod signpost;
 pub mod startup;
+pub(crate) mod trunks;

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
@@ -26,6 +27,9 @@ use crate::reactor::{Source, Token};
 /// First bytes of the private data in the MPA Request from one queue pair to another. The numbers of the target and
 /// of the source queue pair follow.
 pub const HELLO: [u8; 4] = *b"aWQ1";
+/// First bytes of the private data in the MPA Request that opens a trunk. The number of the trunk follows, and the port at which the process
+/// that opens it accepts trunks.
+pub(super) const TRUNK: [u8; 4] = *b"aWT1";
 /// Backlog passed to `listen(2)` for the TCP listener of a QPN port.
 const BACKLOG: i32 = 512;
 /// Number of ports tried until one is free for both TCP and UDP.
@@ -38,6 +42,26 @@ const RECENT: usize = 128;
 /// The open ports of this process.
 static PORTS: PerProcess<Mutex<Vec<Weak<Port>>>> =
     PerProcess::new(|| Mutex::new(Rank::Ports, Vec::new()));
+
+/// The number of the first open port of this process; 0: none was opened.
+static FIRST_NUMBER: PerProcess<AtomicU16> = PerProcess::new(|| AtomicU16::new(0));
+
+/// The number of the first port that was open when a queue pair number was last allocated.
+pub(super) fn first_number() -> Option<u16> {
+    let number = FIRST_NUMBER.get().load(Ordering::Relaxed);
+    (number != 0).then_some(number)
+}
+
+/// Takes a connection that a peer has opened as a trunk. Returns false if it cannot be used.
+type IncomingTrunk =
+    fn(engine: &'static Engine, startup: &Arc<Startup>, number: u32, port: u16) -> bool;
+
+static INCOMING_TRUNK: OnceLock<IncomingTrunk> = OnceLock::new();
+
+/// Sets the function that takes trunks. Until it is set, they are rejected.
+pub(super) fn set_incoming_trunk(incoming: IncomingTrunk) {
+    let _ = INCOMING_TRUNK.set(incoming);
+}
 
 /// Passes a connection from queue pair `source` to queue pair `target`. Returns false if there is no such target.
 type Incoming = fn(target: u32, startup: &Arc<Startup>, source: u32) -> bool;
@@ -133,13 +157,19 @@ impl Port {
         engine.has_room_io()?;
         let mut ports = PORTS.get().lock();
         ports.retain(|p| p.strong_count() > 0);
-        for port in ports.iter().filter_map(Weak::upgrade) {
+        for (nth, port) in ports.iter().filter_map(Weak::upgrade).enumerate() {
+            if nth == 0 {
+                FIRST_NUMBER.get().store(port.number, Ordering::Relaxed);
+            }
             if let Some(qpn) = port.take_index() {
                 return Ok((port, qpn));
             }
         }
         let port = Self::open(engine, 0)?;
         let qpn = port.take_index().ok_or_else(none_left)?;
+        if ports.is_empty() {
+            FIRST_NUMBER.get().store(port.number, Ordering::Relaxed);
+        }
         ports.push(Arc::downgrade(&port));
         Ok((port, qpn))
     }
@@ -224,7 +254,7 @@ impl Port {
     fn accept(&self) {
         let Some(me) = self.me.upgrade() else { return };
         let token = self.lock().token;
-        let owner: Arc<dyn Owner> = Arc::new(PortOwner { _port: me });
+        let owner: Arc<dyn Owner> = Arc::new(PortOwner { port: me });
         half_open::accept(self.engine, &self.listener, token, &owner);
     }
 }
@@ -255,14 +285,28 @@ impl Source for Acceptor {
 
 /// Passes connections from other queue pairs to their targets.
 struct PortOwner {
-    /// Keeps the port open while connections to it start up.
-    _port: Arc<Port>,
+    /// The port stays open while connections to it start up.
+    port: Arc<Port>,
 }
 
 impl Owner for PortOwner {
     fn opened(&self, _startup: &Arc<Startup>, _opened: Opened) {}
 
     fn requested(&self, startup: &Arc<Startup>, request: Request) {
+        if let [a, b, c, d, n0, n1, n2, n3, p0, p1] = *request.private_data.as_slice()
+            && [a, b, c, d] == TRUNK
+        {
+            let number = u32::from_be_bytes([n0, n1, n2, n3]);
+            let port = u16::from_be_bytes([p0, p1]);
+            let engine = self.port.engine;
+            if !INCOMING_TRUNK
+                .get()
+                .is_some_and(|take| take(engine, startup, number, port))
+            {
+                let _ = startup.reject(&[]);
+            }
+            return;
+        }
         let numbers = match request.private_data.as_slice() {
             [a, b, c, d, t0, t1, t2, t3, s0, s1, s2, s3] if [*a, *b, *c, *d] == HELLO => Some((
                 u32::from_be_bytes([*t0, *t1, *t2, *t3]),

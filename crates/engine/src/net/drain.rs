@@ -117,7 +117,12 @@ pub(crate) fn close_finished() {
 
 /// Exit handler: waits until the peers have acknowledged all sent data, at most [`EXIT_TIMEOUT`].
 pub(super) extern "C" fn at_exit() {
-    poll_until(Some(clock::now() + EXIT_TIMEOUT), || !any_unacked());
+    wait_at_exit(|| !any_unacked());
+}
+
+/// Waits in an exit handler until `done` returns true, at most [`EXIT_TIMEOUT`].
+pub(super) fn wait_at_exit(done: impl Fn() -> bool) {
+    poll_until(Some(clock::now() + EXIT_TIMEOUT), done);
 }
 
 fn poll_until(until: Option<Instant>, done: impl Fn() -> bool) {

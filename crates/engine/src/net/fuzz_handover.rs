@@ -11,7 +11,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anywarp_core::connection::{Connection, First, Peer, StreamConfig};
+use anywarp_core::connection::{Carrier, Connection, First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::llp::mpa::crc::Crc32c;
 use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::verbs::cq::Cq;
@@ -28,12 +28,12 @@ use crate::config::Framing;
 use crate::engine::{Engine, engine};
 use crate::fd::EngineFd;
 
-/// Messages after which the tested end offers memory.
+/// Messages after which the tested end offers memory, or a trunk.
 const OFFER_AFTER: u32 = 2;
 
 /// A connection of this process to itself: the tested end and the peer's end. The peer's end sends a reset if it is
 /// dropped first, so that the ports are free at once.
-fn connection() -> io::Result<(TcpStream, TcpStream)> {
+pub(super) fn connection() -> io::Result<(TcpStream, TcpStream)> {
     thread_local! {
         static LISTENER: RefCell<Option<TcpListener>> = const { RefCell::new(None) };
     }
@@ -53,7 +53,7 @@ fn connection() -> io::Result<(TcpStream, TcpStream)> {
 }
 
 /// The FPDU that contains a ULPDU.
-fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
+pub(super) fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
     let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
     out.extend_from_slice(ulpdu);
     out.resize(out.len().next_multiple_of(4), 0);
@@ -63,7 +63,7 @@ fn fpdu(ulpdu: &[u8], crc: bool) -> Vec<u8> {
 }
 
 /// A signaled Send.
-fn send_of(id: u64, payload: Payload) -> WorkRequest {
+pub(super) fn send_of(id: u64, payload: Payload) -> WorkRequest {
     WorkRequest {
         id,
         payload,
@@ -73,24 +73,24 @@ fn send_of(id: u64, payload: Payload) -> WorkRequest {
 }
 
 /// The tested end, and its peer.
-struct Both {
-    engine: &'static Engine,
-    conn: Connection,
-    tcp: Tcp,
-    peer: Option<TcpStream>,
+pub(super) struct Both {
+    pub(super) engine: &'static Engine,
+    pub(super) conn: Connection,
+    pub(super) tcp: Tcp,
+    pub(super) peer: Option<TcpStream>,
     /// The addresses of the peer's end and of the tested end.
-    addresses: (SocketAddr, SocketAddr),
+    pub(super) addresses: (SocketAddr, SocketAddr),
     /// The memory that the peer has offered or accepted.
     memory: Option<Shm>,
     /// Whether the peer's stream goes through that memory.
     shared: bool,
-    crc: bool,
+    pub(super) crc: bool,
     /// Whether the peer has sent the proof that it opened the memory of the tested end.
     has_proved: bool,
 }
 
 impl Both {
-    fn new(choice: u8) -> io::Result<Self> {
+    pub(super) fn new(choice: u8) -> io::Result<Self> {
         Self::with_inline(choice, 64)
     }
 
@@ -141,7 +141,10 @@ impl Both {
             },
             managed: true,
             markers: false,
-            shm_handover: Some(OFFER_AFTER),
+            offer_after: OfferAfter {
+                shm: Some(OFFER_AFTER),
+                trunk: Some(OFFER_AFTER),
+            },
         };
         conn.attach(config, clock::now());
         let fd = EngineFd::new(ours.into());
@@ -159,7 +162,7 @@ impl Both {
     }
 
     /// Sends bytes of the peer, through the memory if its stream has switched.
-    fn send(&mut self, bytes: &[u8]) {
+    pub(super) fn send(&mut self, bytes: &[u8]) {
         if self.shared
             && let Some(memory) = &mut self.memory
         {
@@ -171,14 +174,14 @@ impl Both {
         }
     }
 
-    fn control(&mut self, what: Control) {
+    pub(super) fn control(&mut self, what: Control) {
         let bytes = fpdu(&what.header().emit(), self.crc && !self.shared);
         self.send(&bytes);
     }
 
     /// Makes the tested end send, and offer memory when an offer is due. Returns false if its stream has ended.
-    fn transmit(&mut self) -> bool {
-        if self.conn.wants_shm_offer() {
+    pub(super) fn transmit(&mut self) -> bool {
+        if self.conn.next_offer() == Some(Carrier::SharedMemory) {
             self.tcp.offer_shm(&mut self.conn);
         }
         let now = clock::now();
@@ -188,7 +191,7 @@ impl Both {
     }
 
     /// Makes the tested end receive. Returns false if its stream has ended.
-    fn receive(&mut self, socket: bool) -> bool {
+    pub(super) fn receive(&mut self, socket: bool) -> bool {
         let now = clock::now();
         let open = self
             .tcp

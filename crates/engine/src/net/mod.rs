@@ -5,12 +5,16 @@ mod congestion;
 pub(crate) mod drain;
 #[cfg(any(test, fuzzing))]
 mod fuzz_handover;
+#[cfg(any(test, fuzzing))]
+mod fuzz_trunk;
+mod outcome;
 pub(crate) mod owner;
 pub mod route;
 pub(crate) mod shm;
 mod sink;
 pub(crate) mod socket;
 pub mod tcp;
+pub(crate) mod trunk;
 pub mod udp;
 mod wake;
 
@@ -26,7 +30,15 @@ pub fn fuzz_handover(data: &[u8]) {
     fuzz_handover::fuzz(data);
 }
 
+/// For cargo-fuzz: a stream whose peer executes the commands in `data`, which are about a trunk.
+#[cfg(fuzzing)]
+pub fn fuzz_trunk(data: &[u8]) {
+    fuzz_trunk::fuzz(data);
+}
+
 #[cfg(test)]
 mod carrier_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod trunk_tests;

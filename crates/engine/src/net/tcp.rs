@@ -1,4 +1,7 @@
-//! The TCP connection of a reliable queue pair, and the hand-over of its stream to shared memory.
+//! The TCP connection of a reliable queue pair, and the hand-over of its stream to shared memory or to a trunk.
+
+mod on_trunk;
+mod seat;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,6 +25,7 @@ use crate::fd::EngineFd;
 use crate::mem::Unfilled;
 use crate::net::congestion::Congestion;
 use crate::net::drain::drain;
+pub use crate::net::outcome::Outcome;
 use crate::net::shm::{Shm, Watch};
 use crate::net::socket;
 use crate::process::PerProcess;
@@ -29,6 +33,7 @@ use crate::reactor::{PolledMemory, RX_BUFFER_LEN};
 use crate::sys::socket::{get_option, unacknowledged, unsent, wait_readable};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream};
+use seat::Seat;
 
 /// Bytes that a queue pair receives in one *turn*: one call of [`Tcp::receive`], which receives what has arrived up to a limit, so that
 /// a busy connection does not keep others waiting. A turn of sending is one call of [`Tcp::transmit`].
@@ -120,6 +125,10 @@ pub struct Tcp {
     unwoken: bool,
     /// Whether the stream from the peer goes through `shm`.
     rx_shm: bool,
+    /// The place on a trunk. Set when a trunk is offered.
+    seat: Option<Box<Seat>>,
+    /// A message of the peer about a trunk, for the queue pair.
+    trunk_message: Option<Handover>,
 }
 
 /// Counts a batch for which the socket or ring has no room.
@@ -149,17 +158,6 @@ impl Drop for Waiting {
     }
 }
 
-/// State of the connection after a turn of receiving or sending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// The connection works.
-    Open,
-    /// The peer closed its direction.
-    Eof,
-    /// The connection failed with this errno.
-    Broken(i32),
-}
-
 /// The effect of a hand-over message of the peer.
 #[derive(Debug, Clone, Copy)]
 enum Handled {
@@ -167,6 +165,8 @@ enum Handled {
     Unchanged,
     /// The peer's stream goes through shared memory from here on.
     Switched,
+    /// The peer's stream goes through a trunk from here on.
+    OnTrunk,
     /// The peer broke a rule, and its stream ends.
     Violation,
 }
@@ -195,6 +195,8 @@ impl Tcp {
             unannounced: false,
             unwoken: false,
             rx_shm: false,
+            seat: None,
+            trunk_message: None,
         }
     }
 
@@ -242,7 +244,7 @@ impl Tcp {
 
     /// Whether batches are sent by the socket, and not through shared memory.
     pub(crate) fn sends_by_socket(&self) -> bool {
-        !self.tx_shm
+        !self.tx_shm && !self.is_on_trunk().0
     }
 
     /// Whether sending goes on when the socket is writable. If shared memory is full, the peer wakes this end instead.
@@ -253,9 +255,9 @@ impl Tcp {
     /// Handles a hand-over message of the peer, if there is one. Returns what the message changed: whether the peer's stream
     /// uses shared memory from here on, or that the message breaks a rule. `behind`: number of bytes that were received after the
     /// message.
-    fn handle_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
+    fn handle_handover(&mut self, conn: &mut Connection, behind: usize, now: Instant) -> Handled {
         if conn.has_handover_message() {
-            self.answer_handover(conn, behind)
+            self.answer_handover(conn, behind, now)
         } else {
             Handled::Unchanged
         }
@@ -263,7 +265,7 @@ impl Tcp {
 
     #[cold]
     #[inline(never)]
-    fn answer_handover(&mut self, conn: &mut Connection, behind: usize) -> Handled {
+    fn answer_handover(&mut self, conn: &mut Connection, behind: usize, now: Instant) -> Handled {
         // As in `offer_shm`.
         let _inside = Uncancelled::new();
         match conn.poll_handover() {
@@ -279,7 +281,19 @@ impl Tcp {
                 });
                 Handled::Unchanged
             }
+            Some(message @ (Handover::OfferTrunk { .. } | Handover::TakeTrunk { .. })) => {
+                self.trunk_message = Some(message);
+                Handled::Unchanged
+            }
+            Some(Handover::Switch) if self.seat.is_some() => {
+                if self.trunk_switched(conn, behind, now) {
+                    Handled::OnTrunk
+                } else {
+                    Handled::Violation
+                }
+            }
             Some(Handover::Refuse) => {
+                self.trunk_refused(conn);
                 self.shm = None;
                 Handled::Unchanged
             }
@@ -413,8 +427,13 @@ impl Tcp {
     /// a connection that is closed while it contains unread bytes, so if there was no reset, the peer has read
     /// everything. With shared memory, unread bytes may be wake-ups, and the positions in the memory are decisive.
     pub(crate) fn is_all_taken(&self, outcome: Outcome) -> bool {
+        if !self.is_drained() {
+            return false;
+        }
+        if let Some(all_taken) = self.all_taken_on_trunk() {
+            return all_taken;
+        }
         match &self.shm {
-            _ if !self.is_drained() => false,
             Some(shm) if self.tx_shm => shm.is_all_taken(),
             _ => outcome == Outcome::Eof && unacknowledged(self.tx().get()) == 0,
         }
@@ -422,6 +441,9 @@ impl Tcp {
 
     /// Number of sent bytes that the peer's transport has acknowledged, or that the peer claims to have read from shared memory.
     pub(crate) fn taken_by_peer(&self) -> u64 {
+        if let Some(taken) = self.taken_on_trunk() {
+            return taken;
+        }
         match &self.shm {
             Some(shm) if self.tx_shm => shm.watch().taken_by_them(),
             _ => {
@@ -445,6 +467,13 @@ impl Tcp {
         socket: bool,
     ) -> Outcome {
         self.rx_limited = false;
+        if self.is_on_trunk().1 {
+            return if socket {
+                self.receive_own_end()
+            } else {
+                Outcome::Open
+            };
+        }
         // The end of the connection is reported only after all bytes in shared memory are read.
         let connection = if self.rx_shm && socket {
             self.take_wakeups(engine)
@@ -575,9 +604,10 @@ impl Tcp {
                 let used = self.handle_rx(conn, now, bytes, &mut time);
                 buffer.copy_within(used..filled, 0);
                 filled -= used;
-                match self.handle_handover(conn, filled) {
+                match self.handle_handover(conn, filled, now) {
                     Handled::Switched => filled = 0,
                     Handled::Unchanged => {}
+                    Handled::OnTrunk => break,
                     Handled::Violation => {
                         outcome = Outcome::Broken(libc::EPROTO);
                         break;
@@ -620,9 +650,9 @@ impl Tcp {
                         let used = self.handle_rx(conn, now, bytes, &mut time);
                         buffer.copy_within(used..filled, 0);
                         filled -= used;
-                        match self.handle_handover(conn, filled) {
+                        match self.handle_handover(conn, filled, now) {
                             Handled::Switched => (filled, fresh) = (0, false),
-                            Handled::Unchanged => break,
+                            Handled::Unchanged | Handled::OnTrunk => break,
                             Handled::Violation => {
                                 outcome = Outcome::Broken(libc::EPROTO);
                                 break;
@@ -697,6 +727,7 @@ impl Tcp {
             self.publish_done(conn);
         }
         self.announce();
+        self.flush_trunk();
         outcome
     }
 
@@ -735,6 +766,7 @@ impl Tcp {
         if !self.batch.is_empty()
             || self.blocked
             || self.shm.is_some() != self.tx_shm
+            || self.seat.as_ref().is_some_and(|seat| !seat.tx)
             || self.framing.aligns(conn.peer())
         {
             return None;
@@ -744,17 +776,7 @@ impl Tcp {
         if self.batch.is_empty() || conn.state() != State::Rts {
             return None;
         }
-        let sent = match &mut self.shm {
-            Some(shm) => {
-                shm.set_done(conn.carrier_ack());
-                shm.send(&self.batch, 0)
-            }
-            None => {
-                self.counts.tx_calls += 1;
-                stream::send_batch(self.tx().get(), &self.batch, 0)
-            }
-        };
-        let n = match sent {
+        let n = match self.send_rest(engine, conn) {
             Io::Done(n) => Ok(n),
             // A socket reports its error once: a second attempt would fail with a different one.
             Io::Broken(e) => Err(e),
@@ -783,7 +805,22 @@ impl Tcp {
         }
         self.all_sent(engine);
         self.announce();
+        self.flush_trunk();
         Some(Outcome::Open)
+    }
+
+    /// Passes the rest of the batch to the carrier of the stream.
+    #[inline]
+    fn send_rest(&mut self, engine: &Engine, conn: &mut Connection) -> Io {
+        if let Some(shm) = self.shm.as_mut().filter(|_| self.tx_shm) {
+            shm.set_done(conn.carrier_ack());
+            return shm.send(&self.batch, self.sent);
+        }
+        if let Some(sent) = self.send_on_trunk(engine, conn) {
+            return sent;
+        }
+        self.counts.tx_calls += 1;
+        stream::send_batch(self.tx().get(), &self.batch, self.sent)
     }
 
     /// Delays an acknowledgement to the peer that shares memory: the next poll that finds nothing sends it. Returns false if
@@ -849,7 +886,7 @@ impl Tcp {
                 self.limited = true;
                 return Outcome::Open;
             }
-            if written >= TX_TURN_BYTES && !self.tx_shm {
+            if written >= TX_TURN_BYTES && self.sends_by_socket() {
                 // The next turn begins when the socket is reported writable.
                 self.blocked = true;
                 return Outcome::Open;
@@ -879,15 +916,7 @@ impl Tcp {
             if !conn.may_send_rest(&self.batch, self.sent) {
                 return Outcome::Broken(libc::EPROTO);
             }
-            self.counts.tx_calls += u64::from(!self.tx_shm);
-            let sent = match &mut self.shm {
-                Some(shm) if self.tx_shm => {
-                    shm.set_done(conn.carrier_ack());
-                    shm.send(&self.batch, self.sent)
-                }
-                _ => stream::send_batch(self.tx().get(), &self.batch, self.sent),
-            };
-            match sent {
+            match self.send_rest(engine, conn) {
                 Io::Done(n) => {
                     self.counts.tx_bytes += n as u64;
                     self.unannounced = true;
@@ -896,9 +925,13 @@ impl Tcp {
                     if self.sent >= self.batch.len() {
                         self.batch.clear();
                         self.sent = 0;
-                        if conn.tx_is_sealed() && self.shm.is_some() {
-                            self.tx_shm = true;
-                            conn.switch_tx_to_shm();
+                        if conn.must_switch_tx() {
+                            if self.shm.is_some() {
+                                self.tx_shm = true;
+                                conn.switch_tx_to_shm();
+                            } else {
+                                self.switch_tx_to_trunk(conn);
+                            }
                             more = true;
                         }
                         conn.handle_written();
@@ -910,7 +943,7 @@ impl Tcp {
                 Io::WouldBlock => {
                     self.counts.tx_full += 1;
                     self.blocked = true;
-                    if !self.tx_shm {
+                    if self.sends_by_socket() {
                         self.congestion.check(self.fd.get(), now);
                     }
                     self.waiting.get_or_insert_with(Waiting::new);

@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::connection::{First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request, Rtr, StreamParams};
 use anywarp_core::verbs::qp::{Attr, State};
 
@@ -23,6 +23,7 @@ use crate::clock;
 use crate::config::{Framing, config};
 use crate::connect::qpn_port::HELLO;
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
+use crate::connect::trunks::CountedStream;
 use crate::fd::EngineFd;
 use crate::gids;
 use crate::log;
@@ -231,7 +232,7 @@ impl RcQp {
             first: First::Nothing,
             managed: false,
             markers: false,
-            shm_handover: None,
+            offer_after: OfferAfter::NEVER,
         };
         self.start(
             inner,
@@ -339,7 +340,7 @@ impl RcQp {
             },
             managed,
             markers: params.send_markers,
-            shm_handover: self.may_share(address),
+            offer_after: self.offer_after(params, address),
         };
         log!(
             Info,
@@ -387,6 +388,7 @@ impl RcQp {
         // Only a socket that is watched is attached: the end of a stream would not be noticed otherwise.
         inner.conn.attach(config, now);
         inner.tcp = Some(tcp);
+        inner.counted = Some(CountedStream::new());
         self.set_user_timeout(inner);
         self.mark_packets(inner);
         self.progress(inner, now, Receive::All, false);
@@ -402,10 +404,23 @@ impl RcQp {
         );
     }
 
-    /// The number of requests after which this end offers shared memory to the peer at `address`; `None`: never.
-    fn may_share(&self, address: Option<SocketAddr>) -> Option<u32> {
-        let may = self.common.faults.is_none() && address.is_some_and(|a| is_own(a.ip()));
-        shm::transport().share_after().filter(|_| may)
+    /// The numbers of requests after which this end offers another carrier to the peer at `address`.
+    fn offer_after(&self, params: &StreamParams, address: Option<SocketAddr>) -> OfferAfter {
+        let without_faults = self.common.faults.is_none();
+        let may_share = without_faults && address.is_some_and(|a| is_own(a.ip()));
+        // On a trunk, packets have no class or level of their own.
+        let may_trunk = without_faults
+            && self.common.flow.is_none()
+            && config().capture.is_none()
+            && !params.send_markers
+            && config().framing != Framing::Standard;
+        OfferAfter {
+            shm: shm::transport().share_after().filter(|_| may_share),
+            trunk: config()
+                .trunk
+                .filter(|_| may_trunk)
+                .map(|trunk| trunk.after),
+        }
     }
 }
 

@@ -1,11 +1,13 @@
 //! A reliable queue pair: the core's [`Connection`] and the TCP connection that carries it.
 //!
-//! `dial` connects it to its peer, `progress` moves its bytes, and `timers` has its timers. All state is behind one
+//! `dial` connects it to its peer, `progress` moves its bytes, `on_trunk` moves its stream to a connection that it shares with other
+//! queue pairs, and `timers` has its timers. All state is behind one
 //! lock. Calls of the connection manager ([`Manager`]) are queued under that lock and made after it is released
 //! ([`RcQp::unlock`]).
 
 pub mod common;
 mod dial;
+mod on_trunk;
 mod progress;
 mod timers;
 
@@ -30,6 +32,7 @@ use anywarp_core::verbs::wr::{RecvRequest, WorkRequest, given};
 use crate::clock;
 use crate::connect::qpn_port;
 use crate::connect::startup::Startup;
+use crate::connect::trunks::CountedStream;
 use crate::context::Context;
 use crate::engine::{DeviceListener, Engine};
 use crate::fault::{Faults, RequestEffect};
@@ -120,6 +123,8 @@ struct Inner {
     destroyed: bool,
     /// Whether the socket is not in the engine's epoll set yet.
     unwatched: bool,
+    /// Counts the connection.
+    counted: Option<CountedStream>,
     /// Whether requests are corked (kept back to be sent together with the next ones), and the engine has this queue pair in its list.
     corked: bool,
     /// Requests that were posted, and their bytes.
@@ -220,6 +225,7 @@ impl RcQp {
                     managed: false,
                     destroyed: false,
                     unwatched: false,
+                    counted: None,
                     corked: false,
                     requests: (0, 0),
                     created: clock::now(),
@@ -533,8 +539,12 @@ impl RcQp {
             // The event SQ_DRAINED follows the last acknowledgement.
             self.engine.expect_events();
         }
+        let ends = matches!(next, Some(State::Error | State::Reset));
+        if ends {
+            self.receive_from_trunk(now);
+        }
         self.with(|inner| {
-            if matches!(next, Some(State::Error | State::Reset)) {
+            if ends {
                 self.receive_arrived(inner, now);
             }
             let before = inner.conn.state();
@@ -595,6 +605,7 @@ impl RcQp {
     /// Destroys the queue pair: outstanding requests are dropped, and the connection is closed in order.
     pub fn destroy(&self) {
         let now = clock::now();
+        self.receive_from_trunk(now);
         self.with(|inner| {
             inner.destroyed = true;
             inner.manager = None;
@@ -637,6 +648,7 @@ impl RcQp {
     /// Ends the connection in order: outstanding requests are flushed, the stream is closed.
     pub fn disconnect(&self) {
         let now = clock::now();
+        self.receive_from_trunk(now);
         self.with(|inner| {
             // Data that has arrived is placed and acknowledged first, as in `destroy`.
             self.receive_arrived(inner, now);
@@ -666,7 +678,9 @@ impl RcQp {
         let until = since + LAST_MESSAGE_TIMEOUT;
         while inner.conn.is_receiving() && inner.conn.state() != State::Error {
             let left = until.saturating_duration_since(clock::now());
-            let Some(tcp) = &inner.tcp else { return };
+            let Some(tcp) = inner.tcp.as_ref().filter(|tcp| !tcp.is_on_trunk().1) else {
+                return;
+            };
             if left.is_zero() || !self.engine.sleeping(|| tcp.wait(left)) {
                 return;
             }
@@ -677,6 +691,7 @@ impl RcQp {
     /// Detaches the connection from the queue pair.
     fn take_tcp(&self, inner: &mut Inner) -> Option<Tcp> {
         let tcp = inner.tcp.take()?;
+        inner.counted = None;
         if let Some(watch) = tcp.watch() {
             let memory: Arc<dyn PolledMemory> = Arc::clone(watch) as _;
             self.engine.remove_memory(&memory);
@@ -711,6 +726,9 @@ impl RcQp {
 
     /// Sets how long TCP waits for the peer's host to acknowledge data.
     fn set_user_timeout(&self, inner: &Inner) {
+        if let Some(tcp) = &inner.tcp {
+            tcp.set_trunk_timeout(inner.conn.silence_limit());
+        }
         if let (Some(tcp), Some(limit)) = (&inner.tcp, inner.conn.silence_limit()) {
             let ms = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
             set_option(
@@ -753,6 +771,7 @@ impl RcQp {
             Timer::FirstMessage,
             Timer::Close,
             Timer::Wake,
+            Timer::OwnClosed,
         ] {
             inner.timers.stop(timer);
         }
@@ -834,7 +853,7 @@ impl Source for RcQp {
         if armed {
             self.engine
                 .want_write(inner.token, tcp.fd().get(), tcp.waits_for_socket());
-        } else if !tcp.blocked && tcp.watch().is_none() {
+        } else if !tcp.blocked && tcp.watch().is_none() && !tcp.awaits_end() {
             self.engine.disarm(inner.token, tcp.fd().get());
         }
     }

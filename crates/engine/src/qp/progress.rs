@@ -5,7 +5,7 @@ use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
-use anywarp_core::connection::End;
+use anywarp_core::connection::{Carrier, End};
 use anywarp_core::verbs::event::AsyncEvent;
 use anywarp_core::verbs::qp::State;
 
@@ -160,22 +160,29 @@ impl RcQp {
                 flush |= in_vain && !socket && tcp.take_owed_ack();
                 flush |= self.common.context.is_polled()
                     && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);
-                if !flush && tcp.is_drained() && inner.conn.is_quiet() {
+                if !flush && tcp.is_drained() && inner.conn.is_quiet() && !tcp.has_trunk_event() {
                     // This case is frequent: most polls find nothing.
                     if in_vain && !tcp.must_wake_again() {
                         return;
                     }
                     // There is nothing to send. Returning here lets the program get the completion sooner.
                     let idle = open && !tcp.blocked && !tcp.changes_carrier();
-                    if idle && !inner.conn.wants_shm_offer() && !inner.conn.must_ack() {
+                    if idle && inner.conn.next_offer().is_none() && !inner.conn.must_ack() {
                         self.schedule(inner);
                         return;
                     }
                 }
             }
-            if inner.conn.wants_shm_offer() {
-                tcp.offer_shm(&mut inner.conn);
+            match inner.conn.next_offer() {
+                None => {}
+                Some(Carrier::SharedMemory) => tcp.offer_shm(&mut inner.conn),
+                Some(Carrier::Trunk) => self.offer_trunk(inner),
             }
+            let Some(tcp) = &mut inner.tcp else { return };
+            if outcome == Outcome::Open && tcp.has_trunk_event() {
+                outcome = self.handle_trunk_event(inner, now);
+            }
+            let Some(tcp) = &mut inner.tcp else { return };
             let waited_for_socket = tcp.waits_for_socket();
             if !delayed && allowed != Some(0) {
                 let before = tcp.counts.tx_bytes;
@@ -220,7 +227,7 @@ impl RcQp {
     }
 
     /// Handles the result of receiving and sending: tells the connection if the peer has closed the TCP connection, or if it is lost.
-    fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
+    pub(super) fn note_end(&self, inner: &mut Inner, outcome: Outcome) {
         let all_taken = |inner: &Inner| {
             let tcp = inner.tcp.as_ref();
             tcp.is_some_and(|tcp| tcp.is_all_taken(outcome))
@@ -291,6 +298,7 @@ impl RcQp {
         };
         if (done || ended) && inner.tcp.is_some() {
             inner.timers.stop(Timer::Close);
+            inner.timers.stop(Timer::OwnClosed);
             inner.close_turns = 0;
             self.drop_token(inner);
             if let Some(tcp) = self.take_tcp(inner) {
@@ -313,7 +321,7 @@ impl RcQp {
     }
 
     /// Sets the deadlines of the connection, and schedules a delayed acknowledgement.
-    fn schedule(&self, inner: &mut Inner) {
+    pub(super) fn schedule(&self, inner: &mut Inner) {
         if let Some(at) = inner.conn.poll_timeout() {
             self.arm_deadline(inner, at);
             inner.probe_covered = true;
@@ -410,6 +418,12 @@ impl RcQp {
                 Timer::Wake => {
                     if let Some(tcp) = &mut inner.tcp {
                         tcp.wake_again();
+                    }
+                }
+                Timer::OwnClosed => {
+                    if inner.tcp.as_ref().is_some_and(Tcp::awaits_end) {
+                        self.note_end(inner, Outcome::Eof);
+                        self.deliver_events(inner, Outcome::Eof);
                     }
                 }
                 // Delayed acknowledgements are sent together with the data that the injected delay has held back.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anywarp_core::bounds;
-use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::connection::{First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::Registration;
@@ -283,7 +283,7 @@ fn config(managed: bool) -> StreamConfig {
         first: First::Nothing,
         managed,
         markers: false,
-        shm_handover: None,
+        offer_after: OfferAfter::NEVER,
     }
 }
 

@@ -15,17 +15,20 @@ pub(super) enum Timer {
     Close,
     /// Tries once more to wake the peer that shares memory.
     Wake,
+    /// Ends a stream on a trunk whose own connection the peer has closed, although the peer has not left the trunk.
+    OwnClosed,
     /// Ends an injected delay, during which nothing is sent.
     Delay,
 }
 
 impl Timer {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Redial,
         Self::PeerDials,
         Self::FirstMessage,
         Self::Close,
         Self::Wake,
+        Self::OwnClosed,
         Self::Delay,
     ];
 }

@@ -28,6 +28,7 @@ mod sources;
 #[cfg(not(loom))]
 mod tests;
 mod time;
+mod together;
 mod turns;
 pub(crate) mod worker;
 
@@ -64,6 +65,7 @@ use sleepers::Sleepers;
 use sources::Sources;
 pub use sources::{Source, Token};
 use time::Epoch;
+pub(crate) use together::{SharedSender, added, together};
 use turns::Turns;
 
 /// A deadline that is handled this much later than its time is late, in nanoseconds.
@@ -423,12 +425,14 @@ impl Reactor {
         self.quiet.on_poll(found, t);
         if self.has_delayed() && (self.is_delayed_too_long(t) || self.is_held_long_enough(found, t))
         {
-            for (nth, qp) in self.take_delayed().into_iter().enumerate() {
-                if nth > 0 {
-                    self.renew_lease(clock::now());
+            together(|| {
+                for (nth, qp) in self.take_delayed().into_iter().enumerate() {
+                    if nth > 0 {
+                        self.renew_lease(clock::now());
+                    }
+                    qp.flush_due(now);
                 }
-                qp.flush_due(now);
-            }
+            });
         }
         // Polling threads run deadlines too: the worker may get no processor while this thread uses one.
         if self.deadlines.is_due(t) {
@@ -581,12 +585,14 @@ impl Reactor {
     fn flush_corked(&self, now: Instant, between: impl Fn()) {
         self.cork.uncork();
         let corked = std::mem::take(&mut *self.corked.lock());
-        for (nth, qp) in corked.into_iter().enumerate() {
-            if nth > 0 {
-                between();
+        together(|| {
+            for (nth, qp) in corked.into_iter().enumerate() {
+                if nth > 0 {
+                    between();
+                }
+                qp.flush(now);
             }
-            qp.flush(now);
-        }
+        });
     }
 
     /// Schedules the acknowledgements of a queue pair. They are sent with its next message, by an idle poll when polls
@@ -602,9 +608,11 @@ impl Reactor {
         if self.cork.is_corked() {
             self.flush_corked(now, || ());
         }
-        for qp in self.take_delayed() {
-            qp.flush(now);
-        }
+        together(|| {
+            for qp in self.take_delayed() {
+                qp.flush(now);
+            }
+        });
         if self.has_memories() {
             let mut owing = ReadyMemories::new();
             self.find_memories(|memory| memory.owes_ack(), &mut owing);

@@ -22,6 +22,11 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
     send_pieces(fd, batch, skip, flags)
 }
 
+/// Sends bytes.
+pub(crate) fn send_bytes(fd: BorrowedFd<'_>, bytes: &[u8]) -> Io {
+    send_run(fd, bytes, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+}
+
 /// Sends bytes of a batch that are in one piece. `sendto` costs less than `sendmsg`.
 fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], flags: libc::c_int) -> Io {
     let seen = capture::begin();

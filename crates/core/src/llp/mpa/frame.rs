@@ -78,7 +78,8 @@ pub enum Run<'a> {
 
 impl<'a> Run<'a> {
     /// Number of bytes.
-    fn len(&self) -> usize {
+    #[allow(clippy::len_without_is_empty, reason = "a run has at least one byte")]
+    pub fn len(&self) -> usize {
         match self {
             Self::Own(bytes) => bytes.len(),
             Self::User { len, .. } => *len,

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{OnceLock, Weak};
 
-use anywarp_core::connection::{First, Peer, StreamConfig};
+use anywarp_core::connection::{First, OfferAfter, Peer, StreamConfig};
 use anywarp_core::observe::{Observer, Step};
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
@@ -59,7 +59,7 @@ fn connection(rnic: Arc<Rnic>) -> Connection {
         first: First::Nothing,
         managed: false,
         markers: false,
-        shm_handover: None,
+        offer_after: OfferAfter::NEVER,
     };
     conn.attach(config, clock::now());
     conn.switch_tx_to_shm();

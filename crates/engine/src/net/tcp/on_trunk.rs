@@ -1,0 +1,345 @@
+//! The stream of a queue pair on a trunk ([`crate::net::trunk`]), and its hand-over from the queue pair's own connection.
+//!
+//! The own connection stays open and carries nothing more. When the peer closes it, the stream still ends only with the frame that the peer
+//! sends last on the trunk, because that may arrive later.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::connection::{Connection, End};
+use anywarp_core::wire::control::Handover;
+use anywarp_core::wire::trunk::Kind;
+use rustix::io::Errno;
+
+use super::Tcp;
+use super::seat::{EARLY_MAX, Seat};
+use crate::engine::Engine;
+use crate::net::outcome::Outcome;
+use crate::net::socket;
+use crate::net::trunk::{self, Member, Trunk};
+use crate::sys::Io;
+
+impl Tcp {
+    // ------------------------------------------------------------------ hand-over
+
+    /// Offers the peer a trunk, which this process accepts at `port`.
+    pub(crate) fn offer_trunk(
+        &mut self,
+        conn: &mut Connection,
+        port: u16,
+        member: Weak<dyn Member>,
+    ) {
+        let channel = trunk::offer(member);
+        self.seat = Some(Box::new(Seat::new(Some(channel), None)));
+        conn.send_handover(Handover::OfferTrunk { port, channel });
+    }
+
+    /// The message of the peer about a trunk that waits to be handled.
+    pub(crate) fn take_trunk_message(&mut self) -> Option<Handover> {
+        self.trunk_message.take()
+    }
+
+    /// Records that the peer has offered a trunk. Returns the local address, and the address and port of the peer's process.
+    pub(crate) fn trunk_offered(
+        &mut self,
+        port: u16,
+        channel: u32,
+    ) -> Option<(IpAddr, SocketAddr)> {
+        self.seat = Some(Box::new(Seat::new(None, Some(channel))));
+        let (local, mut peer) = (socket::local_addr(&self.fd)?, socket::peer_addr(&self.fd)?);
+        peer.set_port(port);
+        Some((local.ip(), peer))
+    }
+
+    /// Accepts the offer of the peer with an open trunk, or refuses it.
+    pub(crate) fn take_trunk(
+        &mut self,
+        conn: &mut Connection,
+        trunk: Option<&Arc<Trunk>>,
+        member: Weak<dyn Member>,
+    ) {
+        let Some(seat) = self
+            .seat
+            .as_mut()
+            .filter(|s| s.trunk.is_none() && s.own.is_none())
+        else {
+            return;
+        };
+        let joined = trunk.and_then(|trunk| Some((trunk, trunk.join(member)?)));
+        let Some((trunk, channel)) = joined else {
+            self.seat = None;
+            conn.send_handover(Handover::Refuse);
+            return;
+        };
+        seat.own = Some(channel);
+        seat.trunk = Some(Arc::clone(trunk));
+        conn.send_handover(Handover::TakeTrunk {
+            trunk: trunk.name(),
+            channel,
+        });
+    }
+
+    /// The peer's address.
+    pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
+        socket::peer_addr(&self.fd).map(|peer| peer.ip())
+    }
+
+    /// Handles that the peer has accepted the offer: its next bytes arrive on this trunk. `None`: the trunk has ended meanwhile. Returns false
+    /// if the peer has broken a rule.
+    pub(crate) fn trunk_taken(
+        &mut self,
+        conn: &mut Connection,
+        trunk: Option<Arc<Trunk>>,
+        channel: u32,
+        now: Instant,
+    ) -> bool {
+        let Some(seat) = &mut self.seat else {
+            return false;
+        };
+        if !self.rest.is_empty() {
+            // Bytes after its last message.
+            return false;
+        }
+        conn.resume_rx();
+        let joined = trunk.filter(|trunk| seat.own.is_some_and(|own| trunk.join_offered(own)));
+        let Some(trunk) = joined else {
+            self.seat = None;
+            conn.send_handover(Handover::Refuse);
+            return true;
+        };
+        seat.peer = Some(channel);
+        seat.rx = true;
+        seat.trunk = Some(trunk);
+        conn.send_handover(Handover::Switch);
+        self.handle_early(conn, now);
+        true
+    }
+
+    /// Handles the peer's Switch: both directions use the trunk. Returns false if the peer has broken a rule.
+    pub(super) fn trunk_switched(
+        &mut self,
+        conn: &mut Connection,
+        behind: usize,
+        now: Instant,
+    ) -> bool {
+        let Some(seat) = &mut self.seat else {
+            return false;
+        };
+        let (Some(trunk), Some(peer), true) = (&seat.trunk, seat.peer, seat.tx) else {
+            return false;
+        };
+        if behind > 0 {
+            return false;
+        }
+        seat.rx = true;
+        conn.resume_rx();
+        conn.resume_tx();
+        // The first frame tells the peer that it may send.
+        trunk.send_frame(peer, Kind::Data, &[]);
+        trunk.flush();
+        self.handle_early(conn, now);
+        true
+    }
+
+    /// Handles that the peer has refused the trunk.
+    pub(super) fn trunk_refused(&mut self, conn: &mut Connection) {
+        if self.seat.take().is_some() {
+            conn.resume_tx();
+        }
+    }
+
+    /// Called when the last message of this end on its own connection is sent.
+    pub(super) fn switch_tx_to_trunk(&mut self, conn: &mut Connection) {
+        if let Some(seat) = &mut self.seat {
+            seat.tx = true;
+            conn.switch_tx_to_trunk();
+        }
+    }
+
+    // ------------------------------------------------------------------ frames
+
+    /// Handles bytes of the stream that have arrived on the trunk. Returns false if the peer has broken a rule.
+    pub(crate) fn receive_frame(
+        &mut self,
+        conn: &mut Connection,
+        from: (&Arc<Trunk>, u32),
+        bytes: &[u8],
+        now: Instant,
+    ) -> bool {
+        let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(from.1)) else {
+            return true;
+        };
+        if !seat.rx {
+            if seat.may_keep_early(from.0) {
+                seat.early.extend_from_slice(bytes);
+            }
+            return seat.early.len() <= EARLY_MAX;
+        }
+        if !seat.is_on(from.0) {
+            return true;
+        }
+        if seat.tx {
+            conn.resume_tx();
+        }
+        self.handle_bytes(conn, bytes, now);
+        true
+    }
+
+    fn handle_bytes(&mut self, conn: &mut Connection, bytes: &[u8], now: Instant) {
+        if let Some(seat) = &mut self.seat {
+            seat.received += bytes.len() as u64;
+        }
+        self.counts.rx_bytes += bytes.len() as u64;
+        if self.rest.is_empty() {
+            let used = conn.handle_rx(now, bytes);
+            if let Some(rest) = bytes.get(used..).filter(|rest| !rest.is_empty()) {
+                self.rest.extend_from_slice(rest);
+            }
+        } else {
+            self.rest.extend_from_slice(bytes);
+            let used = conn.handle_rx(now, &self.rest).min(self.rest.len());
+            self.rest.drain(..used);
+        }
+    }
+
+    /// Handles what has arrived before this end had read the peer's last message on the own connection.
+    fn handle_early(&mut self, conn: &mut Connection, now: Instant) {
+        let Some(seat) = &mut self.seat else { return };
+        let (bytes, end) = (std::mem::take(&mut seat.early), seat.early_end.take());
+        let from = std::mem::take(&mut seat.early_from).upgrade();
+        let Some(from) = from.filter(|from| seat.is_on(from)) else {
+            return;
+        };
+        if !bytes.is_empty() {
+            self.handle_bytes(conn, &bytes, now);
+        }
+        if let (Some(taken), Some(own)) = (end, self.seat.as_ref().and_then(|s| s.own)) {
+            self.receive_end((&from, own), taken);
+        }
+    }
+
+    /// Handles that the peer has left the trunk.
+    pub(crate) fn receive_end(&mut self, from: (&Arc<Trunk>, u32), taken: u64) {
+        let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(from.1)) else {
+            return;
+        };
+        if !seat.rx {
+            if seat.may_keep_early(from.0) {
+                seat.early_end = Some(taken);
+            }
+        } else if seat.is_on(from.0) {
+            seat.ended = Some(taken == seat.sent);
+        }
+    }
+
+    /// Handles that the trunk has ended. Returns false if the stream is not on the trunk.
+    pub(crate) fn trunk_lost(&mut self, channel: u32, all_taken: bool) -> bool {
+        let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(channel)) else {
+            return false;
+        };
+        seat.ended = Some(all_taken);
+        true
+    }
+
+    /// Whether there is a message of the peer about a trunk, or the stream on the trunk is ending.
+    #[inline]
+    pub(crate) fn has_trunk_event(&self) -> bool {
+        self.trunk_message.is_some()
+            || self.has_ended_on_trunk()
+            || self.seat.as_ref().is_some_and(|seat| seat.closed)
+    }
+
+    /// Whether the stream on the trunk has ended.
+    #[inline]
+    pub(crate) fn has_ended_on_trunk(&self) -> bool {
+        self.seat.as_ref().is_some_and(|seat| seat.ended.is_some())
+    }
+
+    /// Sets how long TCP waits for the peer's host to acknowledge data on the trunk.
+    pub(crate) fn set_trunk_timeout(&self, limit: Option<Duration>) {
+        let seat = self.seat.as_ref();
+        if let Some(trunk) = seat.and_then(|seat| seat.trunk.as_ref()) {
+            trunk.allow_silence(limit);
+        }
+    }
+
+    /// Whether the peer has received all bytes, after the stream has ended. `None` if it is not on a trunk.
+    pub(super) fn all_taken_on_trunk(&self) -> Option<bool> {
+        let seat = self.seat.as_ref().filter(|seat| seat.tx)?;
+        Some(seat.ended == Some(true))
+    }
+
+    /// Bytes that the peer's host has acknowledged on the trunk. `None` if the stream is not on a trunk.
+    pub(super) fn taken_on_trunk(&self) -> Option<u64> {
+        let seat = self.seat.as_ref().filter(|seat| seat.tx)?;
+        Some(seat.trunk.as_ref()?.taken_by_peer())
+    }
+
+    /// The number of this queue pair on the trunk, for the fuzzer.
+    #[cfg(any(test, fuzzing))]
+    pub(in crate::net) fn own_channel(&self) -> Option<u32> {
+        self.seat.as_ref()?.own
+    }
+
+    /// Whether the stream to the peer, and that from it, are on the trunk.
+    #[inline]
+    pub(crate) fn is_on_trunk(&self) -> (bool, bool) {
+        self.seat
+            .as_ref()
+            .map_or((false, false), |seat| (seat.tx, seat.rx))
+    }
+
+    /// The trunk from which the stream is received.
+    pub(crate) fn trunk(&self) -> Option<Arc<Trunk>> {
+        self.seat.as_ref().filter(|seat| seat.rx)?.trunk.clone()
+    }
+
+    /// Whether the peer has closed the own connection of a stream that has not ended on the trunk.
+    pub(crate) fn awaits_end(&self) -> bool {
+        self.seat
+            .as_ref()
+            .is_some_and(|seat| seat.closed && seat.ended.is_none())
+    }
+
+    /// Reads the own connection, on which nothing may arrive any more but its end.
+    pub(super) fn receive_own_end(&mut self) -> Outcome {
+        let mut byte = [0];
+        match self.fd.recv(&mut byte) {
+            Ok(0) => {
+                if let Some(seat) = &mut self.seat {
+                    seat.closed = true;
+                }
+                Outcome::Open
+            }
+            Ok(_) => Outcome::Broken(libc::EPROTO),
+            Err(Errno::AGAIN | Errno::INTR) => Outcome::Open,
+            Err(e) => Outcome::Broken(e.raw_os_error()),
+        }
+    }
+
+    /// Adds the rest of the batch to what is sent on the trunk. `None` if the stream to the peer is not on one.
+    #[inline]
+    pub(super) fn send_on_trunk(&mut self, engine: &Engine, conn: &Connection) -> Option<Io> {
+        let seat = self.seat.as_mut().filter(|seat| seat.tx)?;
+        let (Some(trunk), Some(own), Some(peer)) = (&seat.trunk, seat.own, seat.peer) else {
+            return None;
+        };
+        let ends = conn.end() != End::Open;
+        let sent = trunk.send(engine, (own, peer), &self.batch, self.sent, ends);
+        if let Io::Done(n) = sent {
+            seat.sent += n as u64;
+        }
+        Some(sent)
+    }
+
+    /// Sends what was added to the trunk, now or together with what other queue pairs add.
+    #[inline]
+    pub(super) fn flush_trunk(&self) {
+        if let Some(seat) = self.seat.as_ref().filter(|seat| seat.tx)
+            && let Some(trunk) = &seat.trunk
+        {
+            trunk.flush();
+        }
+    }
+}

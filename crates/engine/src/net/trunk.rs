@@ -1,0 +1,745 @@
+//! A trunk: one TCP connection that carries the streams of many queue pairs of two processes.
+//!
+//! Each queue pair would need its own system calls, segments and acknowledgements of TCP, and the kernel's part of the work would grow
+//! with the number of queue pairs. On a trunk one system call sends what several queue pairs have added
+//! ([`together`]), and one receives it. The format is in [`anywarp_core::wire::trunk`], the hand-over
+//! of a stream in `core/src/connection/handover.rs`.
+//!
+//! A frame never waits for a queue pair: a Send without a receive is answered with a receiver-not-ready. So a queue pair that
+//! its program neglects does not block the others.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, Once, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::llp::mpa::frame::{Run, TxBatch};
+use anywarp_core::wire::trunk::{HEADER, Header, Kind, MAX};
+
+use crate::clock;
+use crate::engine::{DeviceListener, Engine};
+use crate::fd::EngineFd;
+use crate::locks::{Mutex, Rank};
+use crate::log;
+use crate::net::congestion::Congestion;
+use crate::net::drain;
+use crate::net::outcome::Outcome;
+use crate::process::PerProcess;
+use crate::random::random_u32;
+use crate::reactor::{RX_BUFFER_LEN, SharedSender, Source, Token, added, together};
+use crate::sys::socket::{set_option, unacknowledged};
+use crate::sys::thread::Uncancelled;
+use crate::sys::{Io, stream, thread};
+
+/// Added bytes that are sent at once, without waiting for those of other queue pairs.
+const SEND_AT: usize = 128 << 10;
+/// Unsent bytes at which no more may be added.
+const PENDING_MAX: usize = 256 << 10;
+/// The same for the last messages of a stream that ends.
+const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
+/// Bytes that are received before other sources have their turn.
+const RX_TURN_BYTES: usize = 1 << 20;
+/// How long received frames are handled before other sources have their turn.
+const TURN_TIME: Duration = Duration::from_micros(200);
+/// How long the end that opened a trunk keeps it without queue pairs.
+const IDLE: Duration = Duration::from_secs(1);
+/// How long the other end keeps it. It is longer, so that the end that opened the trunk decides.
+const IDLE_ACCEPTED: Duration = Duration::from_secs(30);
+
+/// The bit of the name of a trunk's end that has opened it.
+pub(crate) const OPENED: u32 = 1;
+
+/// A queue pair whose stream a trunk carries.
+pub(crate) trait Member: Send + Sync {
+    /// Bytes of the stream have arrived.
+    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant);
+    /// The peer's queue pair has left the trunk, after it has received `taken` bytes of this one.
+    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant);
+    /// The trunk has room again.
+    fn trunk_has_room(&self, now: Instant);
+    /// The trunk has ended. `all_taken`: the peer's host has acknowledged all bytes.
+    fn trunk_lost(&self, channel: u32, outcome: Outcome, all_taken: bool, now: Instant);
+}
+
+/// The trunks of this process.
+static ALL: PerProcess<Mutex<Vec<Weak<Trunk>>>> =
+    PerProcess::new(|| Mutex::new(Rank::OpenTrunks, Vec::new()));
+
+/// Exit handler: waits until the peers have acknowledged what the queue pairs that have left had sent, as for connections of their own
+/// ([`drain`]).
+extern "C" fn at_exit() {
+    drain::wait_at_exit(|| {
+        // A signal handler may call `exit` while its thread holds the lock.
+        let Some(all) = ALL.get().try_lock() else {
+            return false;
+        };
+        { all.iter() }.filter_map(Weak::upgrade).all(|trunk| {
+            let is_left = trunk.is_left.load(Ordering::Relaxed);
+            let all_sent = trunk.sending.try_lock().is_some_and(|s| s.pending() == 0);
+            !is_left || all_sent && unacknowledged(trunk.fd.get()) == 0
+        })
+    });
+}
+
+/// Queue pairs of this process for which a trunk was offered, by their number on it. Frames may arrive before the peer's last
+/// message on their TCP connection.
+static OFFERED: PerProcess<Mutex<HashMap<u32, Weak<dyn Member>>>> =
+    PerProcess::new(|| Mutex::new(Rank::TrunkOffers, HashMap::new()));
+
+/// A number for a queue pair of this process on a trunk. Other peers must not be able to guess it.
+fn new_channel(is_free: impl Fn(u32) -> bool) -> u32 {
+    loop {
+        let channel = random_u32();
+        if is_free(channel) {
+            return channel;
+        }
+    }
+}
+
+/// Allocates the number under which a queue pair is offered.
+pub(crate) fn offer(member: Weak<dyn Member>) -> u32 {
+    let mut offered = OFFERED.get().lock();
+    let channel = new_channel(|channel| !offered.contains_key(&channel));
+    offered.insert(channel, member);
+    channel
+}
+
+/// Withdraws an offer.
+pub(crate) fn withdraw(channel: u32) -> Option<Weak<dyn Member>> {
+    OFFERED.get().lock().remove(&channel)
+}
+
+/// Bytes to send.
+#[derive(Debug)]
+struct Sending {
+    bytes: Vec<u8>,
+    /// Bytes of `bytes` that are sent.
+    sent: usize,
+    /// Whether the socket is full.
+    blocked: bool,
+    /// Whether readiness events for writing are on.
+    watched: bool,
+    /// Whether the trunk is in the list of this thread's [`together`].
+    is_added: bool,
+    /// Queue pairs that wait for room, in the order in which they may send.
+    waiting: VecDeque<u32>,
+    /// The queue pair that has waited and may send now.
+    turn: Option<u32>,
+    /// The error with which sending has failed.
+    failed: Option<i32>,
+    total: u64,
+    congestion: Congestion,
+}
+
+impl Sending {
+    fn pending(&self) -> usize {
+        self.bytes.len() - self.sent
+    }
+}
+
+/// Received bytes.
+#[derive(Debug, Default)]
+struct Receiving {
+    /// A frame that has arrived in part.
+    rest: Vec<u8>,
+    ended: bool,
+}
+
+/// The queue pairs of this end.
+#[derive(Default)]
+struct Members {
+    by_channel: HashMap<u32, Weak<dyn Member>>,
+    /// Whether none may join any more.
+    closed: bool,
+}
+
+/// One end of a trunk.
+pub(crate) struct Trunk {
+    engine: &'static Engine,
+    /// The number that the end that opened the trunk has chosen. It is even.
+    number: u32,
+    /// The peer's host.
+    pub(crate) peer: IpAddr,
+    opened_here: bool,
+    fd: EngineFd,
+    token: OnceLock<Token>,
+    me: Weak<Self>,
+    members: Mutex<Members>,
+    sending: Mutex<Sending>,
+    receiving: Mutex<Receiving>,
+    ended: AtomicBool,
+    /// Whether a queue pair has left the trunk.
+    is_left: AtomicBool,
+    /// How long TCP waits for acknowledgements, in milliseconds.
+    silence: AtomicI32,
+}
+
+impl std::fmt::Debug for Trunk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Trunk(0x{:08x})", self.number)
+    }
+}
+
+impl Trunk {
+    /// A trunk over a connected socket, from which `received` was read already.
+    pub(crate) fn new(
+        engine: &'static Engine,
+        number: u32,
+        peer: IpAddr,
+        opened_here: bool,
+        fd: EngineFd,
+        received: Vec<u8>,
+    ) -> std::io::Result<Arc<Self>> {
+        // As at other connections, there are cancellation points.
+        let _inside = Uncancelled::new();
+        let congestion = Congestion::settle(fd.get());
+        let trunk = Arc::new_cyclic(|me| Self {
+            engine,
+            number,
+            peer,
+            opened_here,
+            fd,
+            token: OnceLock::new(),
+            me: Weak::clone(me),
+            members: Mutex::new(Rank::TrunkMembers, Members::default()),
+            sending: Mutex::new(
+                Rank::TrunkSend,
+                Sending {
+                    bytes: Vec::new(),
+                    sent: 0,
+                    blocked: false,
+                    watched: false,
+                    is_added: false,
+                    waiting: VecDeque::new(),
+                    turn: None,
+                    failed: None,
+                    total: 0,
+                    congestion,
+                },
+            ),
+            receiving: Mutex::new(
+                Rank::TrunkReceive,
+                Receiving {
+                    rest: received,
+                    ended: false,
+                },
+            ),
+            ended: AtomicBool::new(false),
+            is_left: AtomicBool::new(false),
+            silence: AtomicI32::new(0),
+        });
+        let source: Arc<dyn Source> = Arc::clone(&trunk) as _;
+        let token = engine.reserve(source);
+        let _ = trunk.token.set(token);
+        if let Err(e) = engine.watch(token, trunk.fd.get(), false) {
+            engine.remove(token, None);
+            return Err(e);
+        }
+        {
+            let mut all = ALL.get().lock();
+            all.retain(|trunk| trunk.strong_count() > 0);
+            all.push(Weak::clone(&trunk.me));
+        }
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| thread::at_exit(at_exit));
+        let listener: Weak<dyn DeviceListener> = trunk.me.clone();
+        engine.subscribe(listener);
+        engine.deadline(token, clock::now() + trunk.idle());
+        Ok(trunk)
+    }
+
+    /// The name of this end, which the messages of its queue pairs contain. The two ends have different names, because both may be in one process.
+    pub(crate) fn name(&self) -> u32 {
+        self.number | if self.opened_here { OPENED } else { 0 }
+    }
+
+    /// The name of the other end.
+    pub(crate) fn name_at_peer(&self) -> u32 {
+        self.name() ^ OPENED
+    }
+
+    fn token(&self) -> Token {
+        self.token.get().copied().unwrap_or(Token::NONE)
+    }
+
+    fn idle(&self) -> Duration {
+        if self.opened_here {
+            IDLE
+        } else {
+            IDLE_ACCEPTED
+        }
+    }
+
+    /// Whether queue pairs may join.
+    pub(crate) fn is_open(&self) -> bool {
+        !self.ended.load(Ordering::Acquire) && !self.members.lock().closed
+    }
+
+    // ------------------------------------------------------------------ members
+
+    /// Adds a queue pair and returns its number. `None` if the trunk has ended.
+    pub(crate) fn join(&self, member: Weak<dyn Member>) -> Option<u32> {
+        let mut members = self.members.lock();
+        let channel = new_channel(|channel| !members.by_channel.contains_key(&channel));
+        (!members.closed).then(|| {
+            members.by_channel.insert(channel, member);
+            channel
+        })
+    }
+
+    /// Adds the queue pair that was offered as `channel`. Returns false if the trunk has ended.
+    pub(crate) fn join_offered(&self, channel: u32) -> bool {
+        let Some(member) = withdraw(channel) else {
+            return false;
+        };
+        let mut members = self.members.lock();
+        if members.closed || members.by_channel.contains_key(&channel) {
+            return false;
+        }
+        members.by_channel.insert(channel, member);
+        true
+    }
+
+    /// Removes a queue pair.
+    pub(crate) fn leave(&self, channel: u32) {
+        let mut members = self.members.lock();
+        members.by_channel.remove(&channel);
+        self.is_left.store(true, Ordering::Relaxed);
+        if members.by_channel.is_empty() && !members.closed {
+            drop(members);
+            self.engine
+                .deadline(self.token(), clock::now() + self.idle());
+        }
+    }
+
+    fn member(&self, channel: u32) -> Option<Arc<dyn Member>> {
+        let known = self.members.lock().by_channel.get(&channel).cloned();
+        // The peer may have left its TCP connection before this end has read that.
+        let known = known.or_else(|| OFFERED.get().lock().get(&channel).cloned());
+        known?.upgrade()
+    }
+
+    /// Sets how long TCP waits for the peer's host to acknowledge data: as long as the queue pair permits that permits most. `None`: without
+    /// limit.
+    pub(crate) fn allow_silence(&self, limit: Option<Duration>) {
+        let ms = limit.map_or(i32::MAX, |limit| {
+            i32::try_from(limit.as_millis()).unwrap_or(i32::MAX)
+        });
+        let before = self.silence.fetch_max(ms, Ordering::Relaxed);
+        if ms > before {
+            // 0 is the time of the system.
+            let value = if ms == i32::MAX { 0 } else { ms };
+            let level = libc::IPPROTO_TCP;
+            set_option(self.fd.get(), level, libc::TCP_USER_TIMEOUT, value);
+        }
+    }
+
+    // ------------------------------------------------------------------ sending
+
+    /// Adds the bytes of `batch` from `skip` on to what is sent to the peer's queue pair `channel`. `ends`: the stream is ending, and its
+    /// last messages may exceed the limit.
+    pub(crate) fn send(
+        &self,
+        engine: &Engine,
+        (own, channel): (u32, u32),
+        batch: &TxBatch,
+        skip: usize,
+        ends: bool,
+    ) -> Io {
+        let mut sending = self.sending.lock();
+        if let Some(errno) = sending.failed {
+            return Io::Broken(errno);
+        }
+        if sending.pending() >= SEND_AT {
+            self.write(&mut sending);
+        }
+        let most = if ends {
+            PENDING_MAX_ENDING
+        } else {
+            PENDING_MAX
+        };
+        // A queue pair must not overtake those that wait already.
+        let must_wait = !sending.waiting.is_empty() && sending.turn != Some(own) && !ends;
+        if sending.pending() >= most || must_wait {
+            if !sending.waiting.contains(&own) {
+                sending.waiting.push_back(own);
+                self.watch_room(&mut sending);
+            }
+            return Io::WouldBlock;
+        }
+        let before = sending.bytes.len();
+        let added = append(engine, channel, batch, skip, &mut sending.bytes);
+        match added {
+            Some(n) => Io::Done(n),
+            None => {
+                sending.bytes.truncate(before);
+                Io::Invalidated
+            }
+        }
+    }
+
+    /// Adds a frame of control: an empty one, or the end of the stream.
+    pub(crate) fn send_frame(&self, channel: u32, kind: Kind, body: &[u8]) {
+        let mut sending = self.sending.lock();
+        if sending.failed.is_none() {
+            let header = Header {
+                channel,
+                kind,
+                len: body.len(),
+            };
+            sending.bytes.extend_from_slice(&header.emit());
+            sending.bytes.extend_from_slice(body);
+        }
+    }
+
+    /// Sends what was added, now or at the end of [`together`].
+    pub(crate) fn flush(&self) {
+        let mut sending = self.sending.lock();
+        if sending.is_added || sending.blocked || sending.pending() == 0 {
+            return;
+        }
+        if sending.pending() < SEND_AT
+            && let Some(me) = self.me.upgrade()
+        {
+            let me: Arc<dyn SharedSender> = me;
+            if added(&me) {
+                sending.is_added = true;
+                return;
+            }
+        }
+        self.write(&mut sending);
+    }
+
+    fn write(&self, sending: &mut Sending) {
+        while sending.failed.is_none() && sending.pending() > 0 {
+            let unsent = sending.bytes.get(sending.sent..).unwrap_or(&[]);
+            match stream::send_bytes(self.fd.get(), unsent) {
+                Io::Done(n) => {
+                    sending.sent += n;
+                    sending.total += n as u64;
+                }
+                Io::WouldBlock => {
+                    sending.congestion.check(self.fd.get(), clock::now());
+                    break;
+                }
+                Io::Broken(e) => self.failed(sending, e),
+                _ => self.failed(sending, libc::EPIPE),
+            }
+        }
+        let blocked = sending.pending() > 0;
+        if blocked {
+            let sent = std::mem::take(&mut sending.sent);
+            sending.bytes.drain(..sent);
+        } else {
+            sending.bytes.clear();
+            sending.sent = 0;
+        }
+        sending.blocked = blocked;
+        self.watch_room(sending);
+    }
+
+    /// Watches the socket for being writable while bytes or queue pairs wait. A queue pair may wait although the socket is not full any more:
+    /// it may not overtake others, and their turn comes with the event.
+    fn watch_room(&self, sending: &mut Sending) {
+        let watched = sending.blocked || !sending.waiting.is_empty();
+        if watched != sending.watched {
+            sending.watched = watched;
+            self.engine.want_write(self.token(), self.fd.get(), watched);
+        }
+    }
+
+    /// Records that sending has failed. The queue pairs are told without the locks that are held here.
+    #[cold]
+    fn failed(&self, sending: &mut Sending, errno: i32) {
+        sending.failed = Some(errno);
+        sending.bytes.clear();
+        sending.sent = 0;
+        self.engine.deadline(self.token(), clock::now());
+    }
+
+    /// Bytes that the peer's host has acknowledged.
+    pub(crate) fn taken_by_peer(&self) -> u64 {
+        let total = self.sending.lock().total;
+        total.saturating_sub(unacknowledged(self.fd.get()) as u64)
+    }
+
+    /// Continues after the socket was full.
+    fn handle_writable(&self, now: Instant) {
+        together(|| {
+            loop {
+                let next = {
+                    let mut sending = self.sending.lock();
+                    if sending.blocked || sending.pending() >= SEND_AT {
+                        self.write(&mut sending);
+                    }
+                    let is_full = sending.blocked && sending.pending() >= PENDING_MAX / 2;
+                    sending.turn = if is_full {
+                        None
+                    } else {
+                        sending.waiting.pop_front()
+                    };
+                    self.watch_room(&mut sending);
+                    sending.turn
+                };
+                let Some(channel) = next else { return };
+                // A queue pair that finds no room waits again, behind the others.
+                if let Some(member) = self.member(channel) {
+                    member.trunk_has_room(now);
+                }
+            }
+        });
+    }
+
+    // ------------------------------------------------------------------ receiving
+
+    /// Receives what has arrived, and passes it to the queue pairs. Returns whether there was something.
+    pub(crate) fn receive(self: &Arc<Self>, now: Instant) -> bool {
+        let mut receiving = self.receiving.lock();
+        if receiving.ended {
+            return false;
+        }
+        let mut buffer = self.engine.rx_buffer();
+        let (any, outcome) = together(|| self.receive_into(&mut receiving, &mut buffer, now));
+        self.engine.return_rx_buffer(buffer);
+        if outcome != Outcome::Open {
+            receiving.ended = true;
+            drop(receiving);
+            self.end(outcome, now);
+        }
+        any
+    }
+
+    fn receive_into(
+        self: &Arc<Self>,
+        receiving: &mut Receiving,
+        buffer: &mut [u8],
+        now: Instant,
+    ) -> (bool, Outcome) {
+        let mut filled = receiving.rest.len();
+        if let Some(front) = buffer.get_mut(..filled) {
+            front.copy_from_slice(&receiving.rest);
+        }
+        receiving.rest.clear();
+        let mut received = 0;
+        let mut outcome = Outcome::Open;
+        while let Some(room) = buffer.get_mut(filled..) {
+            let requested = room.len();
+            let n = match stream::receive(self.fd.get(), None, room) {
+                Ok((_, n)) => n,
+                Err(Io::WouldBlock) => break,
+                Err(Io::Eof) => {
+                    outcome = Outcome::Eof;
+                    break;
+                }
+                Err(Io::Broken(e)) => {
+                    outcome = Outcome::Broken(e);
+                    break;
+                }
+                Err(_) => {
+                    outcome = Outcome::Broken(libc::EIO);
+                    break;
+                }
+            };
+            received += n;
+            filled += n;
+            let Some(used) = self.handle_frames(buffer.get(..filled).unwrap_or(&[]), now) else {
+                outcome = Outcome::Broken(libc::EPROTO);
+                break;
+            };
+            buffer.copy_within(used..filled, 0);
+            filled -= used;
+            if n < requested || received >= RX_TURN_BYTES {
+                break;
+            }
+            let present = clock::now();
+            if present.saturating_duration_since(now) > TURN_TIME {
+                break;
+            }
+            if !thread::is_worker() {
+                self.engine.renew_lease(present);
+            }
+        }
+        receiving
+            .rest
+            .extend_from_slice(buffer.get(..filled).unwrap_or(&[]));
+        (received > 0, outcome)
+    }
+
+    /// Passes the complete frames at the front of `bytes` to their queue pairs. Returns how many bytes they have. `None` if a frame breaks a
+    /// rule.
+    fn handle_frames(self: &Arc<Self>, bytes: &[u8], now: Instant) -> Option<usize> {
+        const _: () = assert!(HEADER + MAX <= RX_BUFFER_LEN);
+        let mut used = 0;
+        loop {
+            let rest = bytes.get(used..).unwrap_or(&[]);
+            let header = match Header::parse(rest) {
+                Ok(Some(header)) => header,
+                Ok(None) => return Some(used),
+                Err(e) => {
+                    log!(Warn, "trunk to {}: {e}", self.peer);
+                    return None;
+                }
+            };
+            let Some(body) = rest.get(HEADER..HEADER + header.len) else {
+                return Some(used);
+            };
+            used += HEADER + header.len;
+            // Frames for a queue pair that has left are dropped.
+            let Some(member) = self.member(header.channel) else {
+                continue;
+            };
+            match header.kind {
+                Kind::Data => member.receive_frame(self, header.channel, body, now),
+                Kind::End => {
+                    let taken = body.try_into().map_or(0, u64::from_be_bytes);
+                    member.receive_end(self, header.channel, taken, now);
+                }
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------ the end
+
+    /// Ends the trunk: the streams of all its queue pairs end.
+    pub(super) fn end(&self, outcome: Outcome, now: Instant) {
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let _inside = Uncancelled::new();
+        let members = {
+            let mut members = self.members.lock();
+            members.closed = true;
+            std::mem::take(&mut members.by_channel)
+        };
+        let all_sent = {
+            let mut sending = self.sending.lock();
+            let all_sent = sending.pending() == 0 && sending.failed.is_none();
+            sending.failed.get_or_insert(libc::ECONNRESET);
+            all_sent
+        };
+        let all_taken = all_sent && outcome == Outcome::Eof && unacknowledged(self.fd.get()) == 0;
+        self.engine.remove(self.token(), Some(self.fd.get()));
+        let _ = rustix::net::shutdown(self.fd.get(), rustix::net::Shutdown::Both);
+        log!(
+            Info,
+            "trunk to {} with {} queue pairs has ended: {outcome:?}",
+            self.peer,
+            members.len()
+        );
+        for (channel, member) in members {
+            if let Some(member) = member.upgrade() {
+                member.trunk_lost(channel, outcome, all_taken, now);
+            }
+        }
+    }
+}
+
+/// Appends frames with the bytes of `batch` from `skip` on. Returns their number; `None` if user memory is no longer registered.
+fn append(
+    engine: &Engine,
+    channel: u32,
+    batch: &TxBatch,
+    skip: usize,
+    out: &mut Vec<u8>,
+) -> Option<usize> {
+    let total = batch.len() - skip;
+    let mut left = total;
+    let mut room = 0;
+    for run in batch.rest(skip) {
+        let (mut at, len) = (0, run.len());
+        while at < len {
+            if room == 0 {
+                room = left.min(MAX);
+                let header = Header {
+                    channel,
+                    kind: Kind::Data,
+                    len: room,
+                };
+                out.extend_from_slice(&header.emit());
+            }
+            let n = room.min(len - at);
+            match run {
+                Run::Own(bytes) => out.extend_from_slice(bytes.get(at..at + n).unwrap_or(&[])),
+                Run::User { place, from, .. } => {
+                    let pinned = place.pin()?;
+                    let from = (from + at) as u64;
+                    engine.rnic.memory.gather(&pinned, from, n as u64, out);
+                }
+            }
+            at += n;
+            room -= n;
+            left -= n;
+        }
+    }
+    Some(total)
+}
+
+impl SharedSender for Trunk {
+    fn send_added(&self) {
+        let mut sending = self.sending.lock();
+        sending.is_added = false;
+        if !sending.blocked {
+            self.write(&mut sending);
+        }
+    }
+}
+
+impl Source for Trunk {
+    fn ready(self: Arc<Self>, readable: bool, writable: bool, now: Instant) {
+        if readable {
+            self.receive(now);
+        }
+        if writable {
+            self.handle_writable(now);
+        }
+    }
+
+    fn try_recv_hot(self: Arc<Self>, now: Instant) -> Option<bool> {
+        Some(self.receive(now))
+    }
+
+    fn set_armed(&self, armed: bool) {
+        let sending = self.sending.lock();
+        if self.ended.load(Ordering::Acquire) {
+            return;
+        }
+        if armed {
+            self.engine
+                .want_write(self.token(), self.fd.get(), sending.watched);
+        } else if !sending.watched {
+            self.engine.disarm(self.token(), self.fd.get());
+        }
+    }
+
+    fn timeout(self: Arc<Self>, now: Instant) {
+        let (failed, pending) = {
+            let sending = self.sending.lock();
+            (sending.failed, sending.pending())
+        };
+        if let Some(errno) = failed {
+            // What arrived before sending has failed is received first.
+            self.receive(now);
+            self.receiving.lock().ended = true;
+            self.end(Outcome::Broken(errno), now);
+            return;
+        }
+        let is_idle = {
+            let mut members = self.members.lock();
+            let is_idle = members.by_channel.is_empty();
+            members.closed |= is_idle && pending == 0;
+            is_idle
+        };
+        if is_idle && pending == 0 {
+            self.end(Outcome::Eof, now);
+        } else if is_idle {
+            self.engine.deadline(self.token(), now + self.idle());
+        }
+    }
+}
+
+impl DeviceListener for Trunk {
+    fn device_fatal(&self) {
+        self.end(Outcome::Broken(libc::EIO), clock::now());
+    }
+}

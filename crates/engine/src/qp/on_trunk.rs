@@ -1,0 +1,166 @@
+//! Moves the stream of a queue pair to a trunk, a TCP connection that many queue pairs share, and receives from it.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use anywarp_core::bounds;
+use anywarp_core::wire::control::Handover;
+
+use super::timers::Timer;
+use super::{Inner, RcQp, Receive};
+use crate::clock;
+use crate::connect::trunks::{self, Waiting};
+use crate::log;
+use crate::net::tcp::Outcome;
+use crate::net::trunk::{Member, Trunk};
+use crate::sys::thread::Uncancelled;
+
+/// How long a peer that has closed the queue pair's own connection may take to leave the trunk. What it had sent before may still
+/// be under way.
+const OWN_CLOSED_TIMEOUT: Duration = Duration::from_secs(2);
+
+impl RcQp {
+    fn as_member(&self) -> Weak<dyn Member> {
+        self.me.clone()
+    }
+
+    /// Offers the peer a trunk, if this process has enough connections.
+    pub(super) fn offer_trunk(&self, inner: &mut Inner) {
+        let port = trunks::port_to_offer().filter(|_| inner.traffic_class == 0);
+        match (port, &mut inner.tcp) {
+            (Some(port), Some(tcp)) => tcp.offer_trunk(&mut inner.conn, port, self.as_member()),
+            _ => inner.conn.postpone_trunk(),
+        }
+    }
+
+    /// Handles what [`Tcp::has_trunk_event`](crate::net::tcp::Tcp::has_trunk_event) reports. Returns whether the stream has ended.
+    #[cold]
+    pub(super) fn handle_trunk_event(&self, inner: &mut Inner, now: Instant) -> Outcome {
+        // Opening a connection has cancellation points, at which the program's thread, which polls, must not be cancelled.
+        let _inside = Uncancelled::new();
+        if !self.handle_trunk_message(inner, now) {
+            return Outcome::Broken(libc::EPROTO);
+        }
+        self.check_own_connection(inner, now);
+        match &inner.tcp {
+            Some(tcp) if tcp.has_ended_on_trunk() => Outcome::Eof,
+            _ => Outcome::Open,
+        }
+    }
+
+    /// Handles a message of the peer about a trunk. Returns false if the peer has broken a rule.
+    fn handle_trunk_message(&self, inner: &mut Inner, now: Instant) -> bool {
+        let Some(tcp) = &mut inner.tcp else {
+            return true;
+        };
+        match tcp.take_trunk_message() {
+            Some(Handover::OfferTrunk { port, channel }) => {
+                let Some((local, peer)) = tcp.trunk_offered(port, channel) else {
+                    return true;
+                };
+                if inner.traffic_class != 0 {
+                    tcp.take_trunk(&mut inner.conn, None, self.as_member());
+                    return true;
+                }
+                let waiting: Weak<dyn Waiting> = self.me.clone();
+                if let Some(trunk) = trunks::seek(self.engine, local, peer, waiting) {
+                    self.take_trunk(inner, Some(&trunk));
+                }
+                true
+            }
+            Some(Handover::TakeTrunk { trunk, channel }) => {
+                let found = tcp.peer_ip().and_then(|peer| trunks::find(peer, trunk));
+                let kept = tcp.trunk_taken(&mut inner.conn, found, channel, now);
+                tcp.set_trunk_timeout(inner.conn.silence_limit());
+                kept
+            }
+            _ => true,
+        }
+    }
+
+    fn take_trunk(&self, inner: &mut Inner, trunk: Option<&Arc<Trunk>>) {
+        if trunk.is_some() {
+            log!(Info, "qp 0x{:06x}: moves to a trunk", self.common.number);
+        }
+        if let Some(tcp) = &mut inner.tcp {
+            tcp.take_trunk(&mut inner.conn, trunk, self.as_member());
+            tcp.set_trunk_timeout(inner.conn.silence_limit());
+        }
+    }
+
+    /// Receives what has arrived on the trunk, before the stream is closed. The lock of the queue pair must not be held.
+    pub(super) fn receive_from_trunk(&self, now: Instant) {
+        let trunk = self.lock().tcp.as_ref().and_then(|tcp| tcp.trunk());
+        if let Some(trunk) = trunk {
+            trunk.receive(now);
+        }
+    }
+
+    /// Notices that the peer has closed the own connection: the stream ends when the peer has left the trunk.
+    fn check_own_connection(&self, inner: &mut Inner, now: Instant) {
+        let Some(tcp) = inner.tcp.as_ref().filter(|tcp| tcp.awaits_end()) else {
+            return;
+        };
+        if inner.timers.get(Timer::OwnClosed).is_none() {
+            self.engine.disarm(inner.token, tcp.fd().get());
+            self.start_timer(inner, Timer::OwnClosed, now + OWN_CLOSED_TIMEOUT);
+        }
+    }
+
+    /// Handles the end of a stream on the trunk.
+    fn end_on_trunk(&self, inner: &mut Inner, outcome: Outcome) {
+        self.note_end(inner, outcome);
+        self.deliver_events(inner, outcome);
+    }
+}
+
+impl Member for RcQp {
+    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant) {
+        self.with(|inner| {
+            let Some(tcp) = &mut inner.tcp else { return };
+            if !tcp.receive_frame(&mut inner.conn, (trunk, channel), bytes, now) {
+                self.end_on_trunk(inner, Outcome::Broken(libc::EPROTO));
+                return;
+            }
+            let flush = self.common.context.is_polled()
+                && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);
+            let is_idle = tcp.is_drained() && inner.conn.is_quiet() && !inner.conn.must_ack();
+            if is_idle && !flush {
+                self.schedule(inner);
+            } else {
+                self.progress(inner, now, Receive::Nothing, flush);
+            }
+        });
+    }
+
+    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant) {
+        self.with(|inner| {
+            let Some(tcp) = &mut inner.tcp else { return };
+            tcp.receive_end((trunk, channel), taken);
+            self.progress(inner, now, Receive::Nothing, false);
+        });
+    }
+
+    fn trunk_has_room(&self, now: Instant) {
+        self.with(|inner| self.progress(inner, now, Receive::Nothing, true));
+    }
+
+    fn trunk_lost(&self, channel: u32, outcome: Outcome, all_taken: bool, _now: Instant) {
+        self.with(|inner| {
+            let Some(tcp) = &mut inner.tcp else { return };
+            if tcp.trunk_lost(channel, all_taken) {
+                self.end_on_trunk(inner, outcome);
+            }
+        });
+    }
+}
+
+impl Waiting for RcQp {
+    fn trunk_opened(&self, trunk: Option<&Arc<Trunk>>) {
+        let now = clock::now();
+        self.with(|inner| {
+            self.take_trunk(inner, trunk);
+            self.progress(inner, now, Receive::Nothing, false);
+        });
+    }
+}

@@ -1,0 +1,89 @@
+//! Sending together: what several queue pairs send through one socket while a thread handles them is passed to the kernel at the end.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+/// A socket that queue pairs share.
+pub(crate) trait SharedSender: Send + Sync {
+    /// Sends what queue pairs have added.
+    fn send_added(&self);
+}
+
+thread_local! {
+    /// How many calls of [`together`] this thread is in.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+    /// The sockets to which bytes were added in the outermost call.
+    static ADDED: RefCell<Vec<Arc<dyn SharedSender>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The end of a call of [`together`].
+struct Ends;
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let left = DEPTH.get().saturating_sub(1);
+        DEPTH.set(left);
+        if left == 0 {
+            let added = ADDED.with(RefCell::take);
+            for sender in added {
+                sender.send_added();
+            }
+        }
+    }
+}
+
+/// Calls `handle`, which handles several queue pairs, and then sends what they have added.
+pub(crate) fn together<R>(handle: impl FnOnce() -> R) -> R {
+    DEPTH.set(DEPTH.get() + 1);
+    let _ends = Ends;
+    handle()
+}
+
+/// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of it: the caller
+/// sends the bytes now.
+pub(crate) fn added(sender: &Arc<dyn SharedSender>) -> bool {
+    let within = DEPTH.get() > 0;
+    if within {
+        ADDED.with_borrow_mut(|added| added.push(Arc::clone(sender)));
+    }
+    within
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    struct Counted(AtomicUsize);
+
+    impl SharedSender for Counted {
+        fn send_added(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn bytes_are_sent_at_the_end_of_the_outermost_call() {
+        let counted = Arc::new(Counted(AtomicUsize::new(0)));
+        let sender: Arc<dyn SharedSender> = Arc::clone(&counted) as _;
+        let count = || counted.0.load(Ordering::Relaxed);
+        assert!(!added(&sender));
+        together(|| {
+            together(|| assert!(added(&sender)));
+            assert_eq!(count(), 0);
+        });
+        assert_eq!(count(), 1);
+        assert!(!added(&sender));
+        // A panic of the caller does not keep the bytes back.
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            together(|| {
+                added(&sender);
+                std::panic::resume_unwind(Box::new(()));
+            })
+        }));
+        assert!(panicked.is_err());
+        assert_eq!((count(), added(&sender)), (2, false));
+    }
+}
