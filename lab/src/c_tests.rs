@@ -84,20 +84,29 @@ const PANIC: &str = "panic";
 
 /// Programs that run again with this value of `ANYWARP_CARRIER`, the transport between processes of one host. `tcp` keeps
 /// connections on TCP. `eager` moves them to shared memory before the first request. The default, `auto`, moves them after
-/// some requests, so most tests end before that.
+/// some requests, so most tests end before that. [`TRUNK`] stands for `tcp`, and a trunk from the first request on.
 const CARRIERS: &[(&str, &str)] = &[
     ("selftest", "eager"),
     ("selftest", "tcp"),
+    ("selftest", TRUNK),
     ("cm", "eager"),
+    ("cm", TRUNK),
     ("access", "eager"),
     ("chaos", "eager"),
     ("chaos", "tcp"),
+    ("chaos", TRUNK),
     ("counters", "eager"),
+    ("counters", TRUNK),
     ("vanish", "eager"),
     ("vanish", "tcp"),
+    ("vanish", TRUNK),
     ("fork", "eager"),
+    ("fork", TRUNK),
     ("fi", "tcp"),
 ];
+
+/// See [`CARRIERS`].
+const TRUNK: &str = "tcp and ANYWARP_TRUNK=eager";
 
 /// The beginning of the names of those tests of `fi` in which endpoints make a connection.
 const OF_CONNECTIONS: &str = "link";
@@ -212,7 +221,13 @@ fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result
     }
     for (_, carrier) in CARRIERS.iter().filter(|(n, _)| *n == name) {
         println!("== {name} with ANYWARP_CARRIER={carrier}");
-        command.env("ANYWARP_CARRIER", carrier);
+        if *carrier == TRUNK {
+            command.env("ANYWARP_TRUNK", "eager");
+            command.env("ANYWARP_CARRIER", "tcp");
+        } else {
+            command.env_remove("ANYWARP_TRUNK");
+            command.env("ANYWARP_CARRIER", carrier);
+        }
         if name == "chaos" {
             command.args(OF_DATAGRAMS);
         }

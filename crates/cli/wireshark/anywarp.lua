@@ -16,7 +16,7 @@ local KINDS = {
     "Hello", "Ack", "RNR", "Restart", "NAK", "Send Immediate", "Ping", "Pong", "Bye", "Select SRQ", "Cookie",
     "Handover",
 }
-local HANDOVERS = { [0] = "Offer", "Take", "Refuse", "Switch" }
+local HANDOVERS = { [0] = "Offer", "Take", "Refuse", "Switch", "Offer Trunk", "Take Trunk" }
 local SUB_OPERATIONS = { [0] = "plain", "Write-Record", "Write-Record with Immediate", "error report" }
 
 -- ------------------------------------------------------------------ control messages

@@ -15,6 +15,8 @@ pub enum Rank {
     EngineCreation,
     /// The objects whose counters `anywarp stat` shows.
     Counted,
+    /// Held by the thread that receives from a trunk, while queue pairs process the frames, and tell the connection manager about their end.
+    TrunkReceive,
     /// The state of an identifier of the connection manager that the program made.
     CmId,
     /// The state of an identifier that was created for a connect request. It may be locked while the lock of its
@@ -32,8 +34,6 @@ pub enum Rank {
     UdpReceive,
     /// The receiving end of a carrier: shared memory that passes datagrams between two UDP ports of one host.
     CarrierReceive,
-    /// Held by the thread that receives from a trunk, while queue pairs process the frames.
-    TrunkReceive,
     /// A socket whose readiness events are off. Held while its queue pair changes them.
     DisarmedSocket,
     /// A reliable queue pair.

@@ -88,6 +88,8 @@ impl OfferAfter {
 pub(super) struct HandoverState {
     phase: Phase,
     after: OfferAfter,
+    /// The number of requests after which a carrier is to be offered next, so that each request costs one comparison.
+    offer_at: u32,
     /// Whether this end accepts offers of the peer.
     accepts_offer: bool,
     /// The feature bits of the peer's Hello.
@@ -103,6 +105,7 @@ impl HandoverState {
     pub(super) fn new(after: OfferAfter, accepts_offer: bool) -> Self {
         Self {
             after,
+            offer_at: u32::MAX,
             accepts_offer,
             ..Self::default()
         }
@@ -117,24 +120,39 @@ impl HandoverState {
     /// Stores the feature bits of the peer's Hello.
     pub(super) fn set_peer_features(&mut self, features: u32) {
         self.peer_features = features;
+        self.set_offer_at();
     }
 
     /// The carrier to offer when both ends together have made `requests` requests. Shared memory comes first.
     #[inline]
     pub(super) fn next_offer(&self, requests: u32) -> Option<Carrier> {
-        if self.phase != Phase::Before || self.peer_features == 0 {
+        if requests < self.offer_at {
             return None;
         }
-        let may = |after: Option<u32>, feature| {
-            self.peer_features & feature != 0 && after.is_some_and(|after| requests >= after)
-        };
-        if may(self.after.shm, FEATURE_SHM) {
-            Some(Carrier::SharedMemory)
-        } else if may(self.after.trunk, FEATURE_TRUNK) {
-            Some(Carrier::Trunk)
-        } else {
-            None
-        }
+        self.due(requests)
+    }
+
+    #[cold]
+    fn due(&self, requests: u32) -> Option<Carrier> {
+        let offers = self.offers().into_iter().flatten();
+        let mut due = offers.filter(|(_, after)| requests >= *after);
+        due.next().map(|(carrier, _)| carrier)
+    }
+
+    /// The carriers that may still be offered, and after how many requests.
+    fn offers(&self) -> [Option<(Carrier, u32)>; 2] {
+        let may = |feature| self.phase == Phase::Before && self.peer_features & feature != 0;
+        let offer =
+            |carrier, feature, after: Option<u32>| Some((carrier, after.filter(|_| may(feature))?));
+        [
+            offer(Carrier::SharedMemory, FEATURE_SHM, self.after.shm),
+            offer(Carrier::Trunk, FEATURE_TRUNK, self.after.trunk),
+        ]
+    }
+
+    fn set_offer_at(&mut self) {
+        let first = self.offers().into_iter().flatten().map(|(_, after)| after);
+        self.offer_at = first.min().unwrap_or(u32::MAX);
     }
 
     /// Handles a hand-over message of the peer.
@@ -166,6 +184,7 @@ impl HandoverState {
             }
         };
         self.phase = next;
+        self.set_offer_at();
         self.rx_sealed = message.is_last();
         self.received = Some(message);
         Ok(())
@@ -184,6 +203,7 @@ impl HandoverState {
             }
             Handover::Refuse | Handover::Switch => Phase::Over,
         };
+        self.set_offer_at();
     }
 
     /// Makes no offer of this carrier on this stream, or none before that number of requests.
@@ -192,6 +212,7 @@ impl HandoverState {
             Carrier::SharedMemory => self.after.shm = until,
             Carrier::Trunk => self.after.trunk = until,
         }
+        self.set_offer_at();
     }
 
     /// Whether a message of the peer waits for the engine.
@@ -258,6 +279,7 @@ mod tests {
     };
     const OFFER: Handover = Handover::Offer { pid: 1, fd: 2 };
     const OFFER_TRUNK: Handover = Handover::OfferTrunk {
+        process: 5,
         port: 1,
         channel: 2,
     };

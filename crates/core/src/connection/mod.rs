@@ -756,6 +756,11 @@ impl Connection {
         }
     }
 
+    /// The number of requests of both ends on this stream, modulo 2³².
+    pub fn requests(&self) -> u32 {
+        self.stream.as_ref().map_or(0, Stream::requests)
+    }
+
     /// Makes no offer of a trunk until both ends have made twice as many requests as now.
     pub fn postpone_trunk(&mut self) {
         if let Some(s) = &mut self.stream {

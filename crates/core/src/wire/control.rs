@@ -101,6 +101,8 @@ pub enum Handover {
     Switch,
     /// Offers a trunk.
     OfferTrunk {
+        /// A random number of the sender's process, which it expects from those who open the trunk.
+        process: u32,
         /// The TCP port on which the sender's process accepts trunks.
         port: u16,
         /// The number of the sender's queue pair on the trunk.
@@ -137,7 +139,7 @@ impl Control {
         if !header.last {
             return Err(PeerError::Control("more than one segment"));
         }
-        let [kind, _, _, arg] = header.inv_stag.0.to_be_bytes();
+        let [kind, high, low, arg] = header.inv_stag.0.to_be_bytes();
         let seq = header.msn.0;
         Ok(match kind {
             KIND_HELLO => Self::Hello {
@@ -167,8 +169,8 @@ impl Control {
                 2 => Handover::Refuse,
                 3 => Handover::Switch,
                 4 => Handover::OfferTrunk {
-                    port: u16::try_from(seq)
-                        .map_err(|_| PeerError::Control("a port above 65535"))?,
+                    process: u32::from(high) << 24 | u32::from(low) << 16 | seq >> 16,
+                    port: seq as u16,
                     channel: header.mo,
                 },
                 5 => Handover::TakeTrunk {
@@ -183,6 +185,12 @@ impl Control {
 
     /// The header that carries this message.
     pub const fn header(&self) -> Untagged {
+        let [high, low] = match *self {
+            Self::Handover(Handover::OfferTrunk { process, .. }) => {
+                ((process >> 16) as u16).to_be_bytes()
+            }
+            _ => [0, 0],
+        };
         let (kind, arg, seq, extra) = match *self {
             Self::Hello { version, features } => (KIND_HELLO, version, 0, features),
             Self::Ack { seq } => (KIND_ACK, 0, seq, 0),
@@ -201,9 +209,11 @@ impl Control {
             }
             Self::Handover(Handover::Refuse) => (KIND_CARRIER, 2, 0, 0),
             Self::Handover(Handover::Switch) => (KIND_CARRIER, 3, 0, 0),
-            Self::Handover(Handover::OfferTrunk { port, channel }) => {
-                (KIND_CARRIER, 4, port as u32, channel)
-            }
+            Self::Handover(Handover::OfferTrunk {
+                process,
+                port,
+                channel,
+            }) => (KIND_CARRIER, 4, process << 16 | port as u32, channel),
             Self::Handover(Handover::TakeTrunk { trunk, channel }) => {
                 (KIND_CARRIER, 5, trunk, channel)
             }
@@ -211,7 +221,7 @@ impl Control {
         Untagged {
             last: true,
             opcode: Opcode::Control,
-            inv_stag: Stag(u32::from_be_bytes([kind, 0, 0, arg])),
+            inv_stag: Stag(u32::from_be_bytes([kind, high, low, arg])),
             qn: QN_CONTROL,
             msn: Msn(seq),
             mo: extra,
@@ -267,6 +277,15 @@ mod tests {
             }),
             Control::Handover(Handover::Refuse),
             Control::Handover(Handover::Switch),
+            Control::Handover(Handover::OfferTrunk {
+                process: 0x0123_4567,
+                port: 65_535,
+                channel: 0x89ab_cdef,
+            }),
+            Control::Handover(Handover::TakeTrunk {
+                trunk: 0x0123_4567,
+                channel: 0x89ab_cdef,
+            }),
         ] {
             let bytes = c.header().emit();
             let (Header::Untagged(h), 18) = Header::parse(&bytes).unwrap() else {

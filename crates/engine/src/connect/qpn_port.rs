@@ -27,8 +27,7 @@ use crate::reactor::{Source, Token};
 /// First bytes of the private data in the MPA Request from one queue pair to another. The numbers of the target and
 /// of the source queue pair follow.
 pub const HELLO: [u8; 4] = *b"aWQ1";
-/// First bytes of the private data in the MPA Request that opens a trunk. The number of the trunk follows, and the port at which the process
-/// that opens it accepts trunks.
+/// First bytes of the private data in the MPA Request that opens a trunk.
 pub(super) const TRUNK: [u8; 4] = *b"aWT1";
 /// Backlog passed to `listen(2)` for the TCP listener of a QPN port.
 const BACKLOG: i32 = 512;
@@ -52,9 +51,36 @@ pub(super) fn first_number() -> Option<u16> {
     (number != 0).then_some(number)
 }
 
+/// The private data of an MPA Request that opens a trunk, after [`TRUNK`].
+pub(super) struct TrunkRequest {
+    /// The number of the trunk.
+    pub(super) number: u32,
+    /// The number of the process that is to accept it.
+    pub(super) target: u32,
+    /// The number of the process that opens it, and the port at which that process accepts trunks.
+    pub(super) process: u32,
+    pub(super) port: u16,
+}
+
+impl TrunkRequest {
+    fn parse(private_data: &[u8]) -> Option<Self> {
+        let rest = private_data.strip_prefix(&TRUNK)?;
+        let (number, rest) = rest.split_first_chunk()?;
+        let (target, rest) = rest.split_first_chunk()?;
+        let (port, rest) = rest.split_first_chunk()?;
+        let process = rest.try_into().ok()?;
+        Some(Self {
+            number: u32::from_be_bytes(*number),
+            target: u32::from_be_bytes(*target),
+            port: u16::from_be_bytes(*port),
+            process: u32::from_be_bytes(process),
+        })
+    }
+}
+
 /// Takes a connection that a peer has opened as a trunk. Returns false if it cannot be used.
 type IncomingTrunk =
-    fn(engine: &'static Engine, startup: &Arc<Startup>, number: u32, port: u16) -> bool;
+    fn(engine: &'static Engine, startup: &Arc<Startup>, request: &TrunkRequest) -> bool;
 
 static INCOMING_TRUNK: OnceLock<IncomingTrunk> = OnceLock::new();
 
@@ -293,16 +319,10 @@ impl Owner for PortOwner {
     fn opened(&self, _startup: &Arc<Startup>, _opened: Opened) {}
 
     fn requested(&self, startup: &Arc<Startup>, request: Request) {
-        if let [a, b, c, d, n0, n1, n2, n3, p0, p1] = *request.private_data.as_slice()
-            && [a, b, c, d] == TRUNK
-        {
-            let number = u32::from_be_bytes([n0, n1, n2, n3]);
-            let port = u16::from_be_bytes([p0, p1]);
+        if let Some(trunk) = TrunkRequest::parse(&request.private_data) {
             let engine = self.port.engine;
-            if !INCOMING_TRUNK
-                .get()
-                .is_some_and(|take| take(engine, startup, number, port))
-            {
+            let incoming = INCOMING_TRUNK.get();
+            if !incoming.is_some_and(|take| take(engine, startup, &trunk)) {
                 let _ = startup.reject(&[]);
             }
             return;

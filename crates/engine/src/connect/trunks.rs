@@ -7,26 +7,30 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use anywarp_core::bounds;
 use anywarp_core::llp::mpa::startup::{InitiatorConfig, Request};
 
+use crate::clock;
 use crate::config::config;
-use crate::connect::qpn_port::{self, TRUNK};
+use crate::connect::qpn_port::{self, TRUNK, TrunkRequest};
 use crate::connect::startup::{Dial, Failure, Opened, Owner, REPLY_TIMEOUT, Startup};
 use crate::engine::Engine;
 use crate::locks::{Mutex, Rank};
 use crate::log;
-use crate::net::trunk::{Member, OPENED, Trunk};
+use crate::net::trunk::{Member, OPENED, Process, Trunk};
 use crate::process::PerProcess;
 use crate::random::random_u32;
 
+/// How long no trunk is opened to a process after an attempt has failed.
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
+
 /// A queue pair that waits until a trunk is open.
 pub(crate) trait Waiting: Member {
-    /// The trunk is open, or cannot be opened.
-    fn trunk_opened(&self, trunk: Option<&Arc<Trunk>>);
+    /// The trunk to `process` is open, or cannot be opened.
+    fn trunk_opened(&self, process: &Process, trunk: Option<&Arc<Trunk>>);
 }
 
 /// The queue pairs that have received offers of the same process.
@@ -35,32 +39,40 @@ struct Group {
     trunk: Weak<Trunk>,
     /// Whether this end is opening the trunk.
     is_opening: bool,
+    /// When this end may try again.
+    retry_at: Option<Instant>,
     waiting: Vec<Weak<dyn Waiting>>,
+}
+
+impl Group {
+    fn open_trunk(&self) -> Option<Arc<Trunk>> {
+        self.trunk.upgrade().filter(|trunk| trunk.is_open())
+    }
+
+    fn is_needed(&mut self) -> bool {
+        self.waiting.retain(|m| m.strong_count() > 0);
+        self.is_opening || !self.waiting.is_empty() || self.trunk.strong_count() > 0
+    }
 }
 
 /// The trunks of this process.
 #[derive(Default)]
 struct Trunks {
-    /// By the address and port at which the peer's process accepts trunks.
-    groups: HashMap<SocketAddr, Group>,
+    groups: HashMap<Process, Group>,
     /// All open trunks.
     all: Vec<Weak<Trunk>>,
 }
 
 impl Trunks {
-    /// The group of the process that accepts trunks at `peer`. `None` if there are too many groups.
-    fn group(&mut self, peer: SocketAddr) -> Option<&mut Group> {
-        let is_new = !self.groups.contains_key(&peer);
-        if is_new && self.groups.len() >= bounds::TRUNKS {
-            self.groups.retain(|_, group| {
-                group.waiting.retain(|m| m.strong_count() > 0);
-                !group.waiting.is_empty() || group.trunk.strong_count() > 0
-            });
+    /// The group of a process. `None` if there are too many groups.
+    fn group(&mut self, process: Process) -> Option<&mut Group> {
+        if self.groups.len() >= bounds::TRUNKS && !self.groups.contains_key(&process) {
+            self.groups.retain(|_, group| group.is_needed());
             if self.groups.len() >= bounds::TRUNKS {
                 return None;
             }
         }
-        Some(self.groups.entry(peer).or_default())
+        Some(self.groups.entry(process).or_default())
     }
 
     fn add(&mut self, trunk: &Arc<Trunk>) {
@@ -68,14 +80,20 @@ impl Trunks {
         self.all.push(Arc::downgrade(trunk));
     }
 
-    fn open(&self) -> impl Iterator<Item = Arc<Trunk>> {
-        let open = self.all.iter().filter_map(Weak::upgrade);
-        open.filter(|trunk| trunk.is_open())
+    fn live(&self) -> impl Iterator<Item = Arc<Trunk>> {
+        self.all.iter().filter_map(Weak::upgrade)
     }
 }
 
 static TRUNKS: PerProcess<Mutex<Trunks>> =
     PerProcess::new(|| Mutex::new(Rank::Trunks, Trunks::default()));
+
+/// The number of this process in its offers.
+static TOKEN: PerProcess<OnceLock<u32>> = PerProcess::new(OnceLock::new);
+
+fn own_token() -> u32 {
+    *TOKEN.get().get_or_init(random_u32)
+}
 
 /// Connections of reliable queue pairs in this process.
 static STREAMS: PerProcess<AtomicUsize> = PerProcess::new(|| AtomicUsize::new(0));
@@ -101,49 +119,58 @@ impl Drop for CountedStream {
     }
 }
 
-/// The port to offer; `None` if this process has so few connections that no trunk is opened.
-pub(crate) fn port_to_offer() -> Option<u16> {
-    let least = config().trunk?.least;
-    let enough = STREAMS.get().load(Ordering::Relaxed) >= least;
-    qpn_port::first_number().filter(|_| enough)
+/// Whether every connection moves to a trunk.
+pub(crate) fn are_eager() -> bool {
+    config().trunk.is_some_and(|trunk| trunk.after == 0)
 }
 
-/// Returns the trunk to the process that accepts trunks at `peer`. `None`: `member` is told when it is open.
+/// The number and the port of this process for an offer; `None` if it has so few connections that no trunk is opened.
+pub(crate) fn to_offer() -> Option<(u32, u16)> {
+    let least = config().trunk?.least;
+    let enough = STREAMS.get().load(Ordering::Relaxed) >= least;
+    let port = qpn_port::first_number().filter(|_| enough)?;
+    Some((own_token(), port))
+}
+
+/// Returns the trunk to a process. `None`: `member` is told when it is open. `local`: the address from which a trunk is opened.
 pub(crate) fn seek(
     engine: &'static Engine,
-    local: IpAddr,
-    peer: SocketAddr,
+    local: SocketAddr,
+    process: Process,
     member: Weak<dyn Waiting>,
 ) -> Option<Arc<Trunk>> {
     let least = config().trunk.map_or(usize::MAX, |trunk| trunk.least);
-    let mut trunks = TRUNKS.get().lock();
-    let group = trunks.group(peer)?;
-    if let Some(trunk) = group.trunk.upgrade().filter(|trunk| trunk.is_open()) {
-        return Some(trunk);
+    {
+        let mut trunks = TRUNKS.get().lock();
+        let group = trunks.group(process)?;
+        if let Some(trunk) = group.open_trunk() {
+            return Some(trunk);
+        }
+        if !group.waiting.iter().any(|m| Weak::ptr_eq(m, &member)) {
+            group.waiting.retain(|m| m.strong_count() > 0);
+            group.waiting.push(member);
+        }
+        let now = clock::now();
+        let must_wait = group.retry_at.is_some_and(|at| now < at);
+        if group.is_opening || must_wait || group.waiting.len() < least {
+            return None;
+        }
+        group.is_opening = true;
     }
-    if group.waiting.len() == group.waiting.capacity() {
-        group.waiting.retain(|m| m.strong_count() > 0);
-    }
-    group.waiting.push(member);
-    if group.is_opening || group.waiting.len() < least {
-        return None;
-    }
-    group.waiting.retain(|m| m.strong_count() > 0);
-    if group.waiting.len() < least {
-        return None;
-    }
-    group.is_opening = true;
-    drop(trunks);
     let number = random_u32() & !OPENED;
     let own_port = qpn_port::first_number().unwrap_or(0);
-    let mut private_data = TRUNK.to_vec();
-    private_data.extend_from_slice(&number.to_be_bytes());
-    private_data.extend_from_slice(&own_port.to_be_bytes());
+    let private_data = [
+        &TRUNK[..],
+        &number.to_be_bytes(),
+        &process.token.to_be_bytes(),
+        &own_port.to_be_bytes(),
+        &own_token().to_be_bytes(),
+    ];
     let dial = Dial {
-        peer,
-        bind: Some(SocketAddr::new(local, 0)),
+        peer: process.address,
+        bind: Some(local),
         config: InitiatorConfig {
-            private_data,
+            private_data: private_data.concat(),
             ..InitiatorConfig::default()
         },
         timeout: REPLY_TIMEOUT,
@@ -152,15 +179,16 @@ pub(crate) fn seek(
     };
     let dialer = Arc::new(Dialer {
         engine,
-        peer,
+        process,
         number,
     });
     if let Err(e) = Startup::dial(engine, dialer, dial) {
-        log!(Info, "cannot open a trunk to {peer}: {e}");
+        log!(Info, "cannot open a trunk to {}: {e}", process.address);
         // The queue pairs stay on their connections, and a later offer tries again. The locks that the caller holds do not permit to tell them
         // that now.
-        if let Some(group) = TRUNKS.get().lock().groups.get_mut(&peer) {
+        if let Some(group) = TRUNKS.get().lock().groups.get_mut(&process) {
             group.is_opening = false;
+            group.retry_at = Some(clock::now() + RETRY_PAUSE);
         }
     }
     None
@@ -169,67 +197,89 @@ pub(crate) fn seek(
 /// The trunk to a process of the peer's host that has this name at the other end.
 pub(crate) fn find(peer: IpAddr, name: u32) -> Option<Arc<Trunk>> {
     let trunks = TRUNKS.get().lock();
-    let mut open = trunks.open();
-    open.find(|trunk| trunk.name_at_peer() == name && trunk.peer == peer)
+    let mut live = trunks.live();
+    live.find(|trunk| trunk.name_at_peer() == name && trunk.peer == peer)
 }
 
-/// Accepts a trunk of a process that accepts trunks at `port`.
-fn accept(engine: &'static Engine, startup: &Arc<Startup>, number: u32, port: u16) -> bool {
-    if config().trunk.is_none() || number & OPENED != 0 {
+/// Accepts a trunk.
+fn accept(engine: &'static Engine, startup: &Arc<Startup>, request: &TrunkRequest) -> bool {
+    let (number, mut address) = (request.number, startup.peer);
+    address.set_port(request.port);
+    let Some(local) = startup.local() else {
+        return false;
+    };
+    let is_meant = request.target == own_token() && number & OPENED == 0;
+    if config().trunk.is_none() || !is_meant {
         return false;
     }
+    let process = Process {
+        local: local.ip(),
+        address,
+        token: request.process,
+    };
     let peer = startup.peer.ip();
-    let from = SocketAddr::new(peer, port);
     let mut trunks = TRUNKS.get().lock();
-    let of_peer = trunks.open().filter(|trunk| trunk.peer == peer);
-    let (mut count, mut is_known) = (0, false);
-    for trunk in of_peer {
-        count += 1;
-        is_known |= trunk.name_at_peer() == number | OPENED;
+    let (mut all, mut of_peer, mut is_known) = (0, 0, false);
+    for trunk in trunks.live() {
+        all += 1;
+        of_peer += usize::from(trunk.peer == peer);
+        is_known |= trunk.peer == peer && trunk.name_at_peer() == number | OPENED;
     }
-    if is_known || count >= bounds::TRUNKS_PEER || trunks.open().count() >= bounds::TRUNKS {
+    if is_known || of_peer >= bounds::TRUNKS_PEER || all >= bounds::TRUNKS {
         return false;
     }
-    let Some(group) = trunks.group(from) else {
+    let Some(group) = trunks.group(process) else {
         return false;
     };
     // If both ends open a trunk at the same time, that of the smaller address and port is used.
-    if group.is_opening
-        && let (Some(local), Some(own_port)) = (startup.local(), qpn_port::first_number())
-        && (local.ip(), own_port) < (peer, port)
-    {
+    let own_port = qpn_port::first_number().unwrap_or(0);
+    if group.is_opening && (local.ip(), own_port) < (peer, request.port) {
         return false;
     }
-    let Ok(opened) = startup.accept(0, 0, &[]) else {
+    let Ok(Opened { fd, leftover, .. }) = startup.accept(0, 0, &[]) else {
         return true;
     };
-    match Trunk::new(engine, number, peer, false, opened.fd, opened.leftover) {
+    match Trunk::new(engine, (number, peer, false), fd, leftover, first_used) {
         Ok(trunk) => {
-            log!(Info, "trunk of {from} accepted");
-            let waiting = trunks.group(from).map(|group| {
+            log!(Info, "trunk of {address} accepted");
+            if let Some(group) = trunks.group(process)
+                && group.open_trunk().is_none()
+            {
                 group.trunk = Arc::downgrade(&trunk);
-                std::mem::take(&mut group.waiting)
-            });
+            }
             trunks.add(&trunk);
-            drop(trunks);
-            tell(waiting.unwrap_or_default(), Some(&trunk));
         }
-        Err(e) => log!(Info, "cannot use the trunk of {from}: {e}"),
+        Err(e) => log!(Info, "cannot use the trunk of {address}: {e}"),
     }
     true
 }
 
+/// Called when the first bytes have arrived on a trunk that a peer has opened: the queue pairs that wait for it may use it, because the
+/// peer knows that it is open.
+fn first_used(trunk: &Arc<Trunk>) {
+    let found = {
+        let mut trunks = TRUNKS.get().lock();
+        let mut groups = trunks.groups.iter_mut();
+        let group =
+            groups.find(|(_, group)| std::ptr::eq(group.trunk.as_ptr(), &raw const **trunk));
+        group.map(|(process, group)| (*process, std::mem::take(&mut group.waiting)))
+    };
+    if let Some((process, waiting)) = found {
+        tell(&process, waiting, Some(trunk));
+    }
+}
+
 /// Tells queue pairs that the trunk is open, or cannot be opened.
-fn tell(waiting: Vec<Weak<dyn Waiting>>, trunk: Option<&Arc<Trunk>>) {
+fn tell(process: &Process, waiting: Vec<Weak<dyn Waiting>>, trunk: Option<&Arc<Trunk>>) {
     for member in waiting.iter().filter_map(Weak::upgrade) {
-        member.trunk_opened(trunk);
+        member.trunk_opened(process, trunk);
     }
 }
 
 /// Receives the outcome of a dial.
 struct Dialer {
     engine: &'static Engine,
-    peer: SocketAddr,
+    process: Process,
     number: u32,
 }
 
@@ -242,30 +292,33 @@ impl Dialer {
             if let Some(trunk) = trunk {
                 trunks.add(trunk);
             }
-            let Some(group) = trunks.groups.get_mut(&self.peer) else {
+            let Some(group) = trunks.groups.get_mut(&self.process) else {
                 return;
             };
             group.is_opening = false;
+            if let Some(trunk) = trunk {
+                group.trunk = Arc::downgrade(trunk);
+            } else {
+                group.retry_at = Some(clock::now() + RETRY_PAUSE);
+            }
             if was_rejected {
                 return;
             }
-            if let Some(trunk) = trunk {
-                group.trunk = Arc::downgrade(trunk);
-            }
             std::mem::take(&mut group.waiting)
         };
-        tell(waiting, trunk);
+        tell(&self.process, waiting, trunk);
     }
 }
 
 impl Owner for Dialer {
     fn opened(&self, _startup: &Arc<Startup>, opened: Opened) {
         let Opened { fd, leftover, .. } = opened;
-        let peer = self.peer.ip();
-        let trunk = Trunk::new(self.engine, self.number, peer, true, fd, leftover);
+        let Process { address, .. } = self.process;
+        let end = (self.number, address.ip(), true);
+        let trunk = Trunk::new(self.engine, end, fd, leftover, first_used);
         match &trunk {
-            Ok(_) => log!(Info, "trunk to {} opened", self.peer),
-            Err(e) => log!(Info, "cannot use the trunk to {}: {e}", self.peer),
+            Ok(_) => log!(Info, "trunk to {address} opened"),
+            Err(e) => log!(Info, "cannot use the trunk to {address}: {e}"),
         }
         self.finish(trunk.ok().as_ref(), false);
     }
@@ -273,7 +326,8 @@ impl Owner for Dialer {
     fn requested(&self, _startup: &Arc<Startup>, _request: Request) {}
 
     fn failed(&self, _startup: &Arc<Startup>, failure: Failure) {
-        log!(Info, "cannot open a trunk to {}: {failure:?}", self.peer);
+        let address = self.process.address;
+        log!(Info, "cannot open a trunk to {address}: {failure:?}");
         self.finish(None, matches!(failure, Failure::Rejected { .. }));
     }
 }

@@ -20,7 +20,9 @@ use crate::fd::EngineFd;
 struct Nobody;
 
 impl Member for Nobody {
-    fn receive_frame(&self, _: &Arc<Trunk>, _: u32, _: &[u8], _: Instant) {}
+    fn receive_frame(&self, _: &Arc<Trunk>, _: u32, _: &[u8], _: Instant) -> bool {
+        false
+    }
     fn receive_end(&self, _: &Arc<Trunk>, _: u32, _: u64, _: Instant) {}
     fn trunk_has_room(&self, _: Instant) {}
     fn trunk_lost(&self, _: u32, _: Outcome, _: bool, _: Instant) {}
@@ -52,7 +54,13 @@ impl Trunks {
         let trunk = |number, opened_here, ours: TcpStream| {
             let fd = EngineFd::new(ours.into());
             let host = both.addresses.0.ip();
-            Trunk::new(both.engine, number, host, opened_here, fd, Vec::new())
+            Trunk::new(
+                both.engine,
+                (number, host, opened_here),
+                fd,
+                Vec::new(),
+                |_| {},
+            )
         };
         Ok(Self {
             trunk: trunk(2, choice & 1 != 0, one.0)?,
@@ -75,12 +83,16 @@ impl Trunks {
         let name = self.trunk.name_at_peer();
         let Both { tcp, conn, .. } = &mut self.both;
         match tcp.take_trunk_message() {
-            Some(Handover::OfferTrunk { port, channel }) => {
-                tcp.trunk_offered(port, channel);
+            Some(Handover::OfferTrunk {
+                process,
+                port,
+                channel,
+            }) => {
+                tcp.trunk_offered(process, port, channel);
             }
             Some(Handover::TakeTrunk { trunk, channel }) => {
                 let found = (trunk == name).then(|| Arc::clone(&self.trunk));
-                if !tcp.trunk_taken(conn, found, channel, clock::now()) {
+                if !tcp.trunk_taken(conn, found, (trunk, channel), clock::now()) {
                     return false;
                 }
             }
@@ -128,6 +140,7 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
             }
             1 => {
                 both.control(Control::Handover(Handover::OfferTrunk {
+                    process: 7,
                     port: u16::from(small),
                     channel: u32::from(small),
                 }));
@@ -167,7 +180,7 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
                 let both = &mut trunks.both;
                 if both.conn.next_offer() == Some(Carrier::Trunk) {
                     if small & 1 == 0 {
-                        both.tcp.offer_trunk(&mut both.conn, 7, member);
+                        both.tcp.offer_trunk(&mut both.conn, (7, 7), member);
                     } else {
                         both.conn.postpone_trunk();
                     }
@@ -235,10 +248,11 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
             _ => {
                 if small & 1 == 0 {
                     both.peer = None;
-                } else {
-                    trunks.trunk.end(Outcome::Eof, clock::now());
+                    return;
                 }
-                true
+                trunks.trunk.end(Outcome::Eof, clock::now());
+                let channel = both.tcp.own_channel();
+                channel.is_none_or(|own| !both.tcp.trunk_lost(own, Outcome::Eof, false))
             }
         };
         if !open {

@@ -242,7 +242,13 @@ impl Tcp {
         self.rx_shm
     }
 
-    /// Whether batches are sent by the socket, and not through shared memory.
+    /// Whether batches are sent through shared memory.
+    #[inline]
+    pub(crate) fn sends_by_memory(&self) -> bool {
+        self.tx_shm
+    }
+
+    /// Whether batches are sent by the own socket, and not through shared memory or on a trunk.
     pub(crate) fn sends_by_socket(&self) -> bool {
         !self.tx_shm && !self.is_on_trunk().0
     }
@@ -766,7 +772,7 @@ impl Tcp {
         if !self.batch.is_empty()
             || self.blocked
             || self.shm.is_some() != self.tx_shm
-            || self.seat.as_ref().is_some_and(|seat| !seat.tx)
+            || self.is_moving_to_trunk()
             || self.framing.aligns(conn.peer())
         {
             return None;
@@ -886,9 +892,10 @@ impl Tcp {
                 self.limited = true;
                 return Outcome::Open;
             }
-            if written >= TX_TURN_BYTES && self.sends_by_socket() {
-                // The next turn begins when the socket is reported writable.
+            if written >= TX_TURN_BYTES && !self.tx_shm {
+                // The next turn begins when the socket, or that of the trunk, is reported writable.
                 self.blocked = true;
+                self.wait_on_trunk();
                 return Outcome::Open;
             }
             if self.batch.is_empty() {

@@ -9,13 +9,15 @@
 //! its program neglects does not block the others.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::io::IoSlice;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use anywarp_core::llp::mpa::frame::{Run, TxBatch};
 use anywarp_core::wire::trunk::{HEADER, Header, Kind, MAX};
+use smallvec::SmallVec;
 
 use crate::clock;
 use crate::engine::{DeviceListener, Engine};
@@ -42,6 +44,13 @@ const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
 const RX_TURN_BYTES: usize = 1 << 20;
 /// How long received frames are handled before other sources have their turn.
 const TURN_TIME: Duration = Duration::from_micros(200);
+/// How long the rest of a frame is awaited, since its last bytes arrived, and in all.
+const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
+const REST_TIME_MAX: Duration = Duration::from_millis(1);
+/// A batch of at least this number of bytes is sent without being copied.
+const UNCOPIED: usize = 32 << 10;
+/// Largest number of turns in which the rest is received after sending has failed.
+const LAST_TURNS: usize = 256;
 /// How long the end that opened a trunk keeps it without queue pairs.
 const IDLE: Duration = Duration::from_secs(1);
 /// How long the other end keeps it. It is longer, so that the end that opened the trunk decides.
@@ -52,8 +61,8 @@ pub(crate) const OPENED: u32 = 1;
 
 /// A queue pair whose stream a trunk carries.
 pub(crate) trait Member: Send + Sync {
-    /// Bytes of the stream have arrived.
-    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant);
+    /// Bytes of the stream have arrived. Returns whether they have completed the last posted request.
+    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant) -> bool;
     /// The peer's queue pair has left the trunk, after it has received `taken` bytes of this one.
     fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant);
     /// The trunk has room again.
@@ -82,32 +91,50 @@ extern "C" fn at_exit() {
     });
 }
 
+/// A queue pair for which a trunk was offered, and the peer's host.
+type Offered = (Weak<dyn Member>, IpAddr);
+
 /// Queue pairs of this process for which a trunk was offered, by their number on it. Frames may arrive before the peer's last
 /// message on their TCP connection.
-static OFFERED: PerProcess<Mutex<HashMap<u32, Weak<dyn Member>>>> =
+static OFFERED: PerProcess<Mutex<HashMap<u32, Offered>>> =
     PerProcess::new(|| Mutex::new(Rank::TrunkOffers, HashMap::new()));
+
+/// A process that accepts trunks, as seen from a queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Process {
+    /// The local address. A process that has several addresses would not accept a queue pair whose connection uses another one.
+    pub(crate) local: IpAddr,
+    /// The address and port at which the process accepts trunks.
+    pub(crate) address: SocketAddr,
+    /// The number that the process expects from those who open a trunk. The port may belong to another process meanwhile.
+    pub(crate) token: u32,
+}
+
+/// The channel of a frame for no queue pair. The end that opened a trunk begins with one.
+const NO_CHANNEL: u32 = 0;
 
 /// A number for a queue pair of this process on a trunk. Other peers must not be able to guess it.
 fn new_channel(is_free: impl Fn(u32) -> bool) -> u32 {
     loop {
         let channel = random_u32();
-        if is_free(channel) {
+        if channel != NO_CHANNEL && is_free(channel) {
             return channel;
         }
     }
 }
 
-/// Allocates the number under which a queue pair is offered.
-pub(crate) fn offer(member: Weak<dyn Member>) -> u32 {
+/// Allocates the number under which a queue pair is offered to a peer of host `peer`.
+pub(crate) fn offer(member: Weak<dyn Member>, peer: IpAddr) -> u32 {
     let mut offered = OFFERED.get().lock();
     let channel = new_channel(|channel| !offered.contains_key(&channel));
-    offered.insert(channel, member);
+    offered.insert(channel, (member, peer));
     channel
 }
 
 /// Withdraws an offer.
 pub(crate) fn withdraw(channel: u32) -> Option<Weak<dyn Member>> {
-    OFFERED.get().lock().remove(&channel)
+    let offered = OFFERED.get().lock().remove(&channel);
+    offered.map(|(member, _)| member)
 }
 
 /// Bytes to send.
@@ -147,11 +174,24 @@ struct Receiving {
 }
 
 /// The queue pairs of this end.
-#[derive(Default)]
 struct Members {
-    by_channel: HashMap<u32, Weak<dyn Member>>,
+    by_channel: HashMap<u32, Seated>,
+    /// Since when there is none.
+    idle_since: Instant,
     /// Whether none may join any more.
     closed: bool,
+}
+
+struct Seated {
+    member: Weak<dyn Member>,
+    /// How long the peer's host may be silent, in milliseconds.
+    silence: i32,
+}
+
+impl Seated {
+    fn new(member: Weak<dyn Member>) -> Self {
+        Self { member, silence: 0 }
+    }
 }
 
 /// One end of a trunk.
@@ -171,6 +211,11 @@ pub(crate) struct Trunk {
     ended: AtomicBool,
     /// Whether a queue pair has left the trunk.
     is_left: AtomicBool,
+    /// Whether the peer knows that the trunk is open.
+    is_used: AtomicBool,
+    on_first_use: fn(&Arc<Self>),
+    /// Bytes that were received.
+    received: AtomicU64,
     /// How long TCP waits for acknowledgements, in milliseconds.
     silence: AtomicI32,
 }
@@ -182,14 +227,14 @@ impl std::fmt::Debug for Trunk {
 }
 
 impl Trunk {
-    /// A trunk over a connected socket, from which `received` was read already.
+    /// A trunk over a connected socket, from which `received` was read already. `on_first_use` is called at the end that accepted the trunk when
+    /// the first bytes arrive. Before, the other end may not know that the trunk is open.
     pub(crate) fn new(
         engine: &'static Engine,
-        number: u32,
-        peer: IpAddr,
-        opened_here: bool,
+        (number, peer, opened_here): (u32, IpAddr, bool),
         fd: EngineFd,
         received: Vec<u8>,
+        on_first_use: fn(&Arc<Self>),
     ) -> std::io::Result<Arc<Self>> {
         // As at other connections, there are cancellation points.
         let _inside = Uncancelled::new();
@@ -202,7 +247,14 @@ impl Trunk {
             fd,
             token: OnceLock::new(),
             me: Weak::clone(me),
-            members: Mutex::new(Rank::TrunkMembers, Members::default()),
+            members: Mutex::new(
+                Rank::TrunkMembers,
+                Members {
+                    by_channel: HashMap::new(),
+                    idle_since: clock::now(),
+                    closed: false,
+                },
+            ),
             sending: Mutex::new(
                 Rank::TrunkSend,
                 Sending {
@@ -227,6 +279,9 @@ impl Trunk {
             ),
             ended: AtomicBool::new(false),
             is_left: AtomicBool::new(false),
+            is_used: AtomicBool::new(opened_here),
+            on_first_use,
+            received: AtomicU64::new(0),
             silence: AtomicI32::new(0),
         });
         let source: Arc<dyn Source> = Arc::clone(&trunk) as _;
@@ -246,6 +301,10 @@ impl Trunk {
         let listener: Weak<dyn DeviceListener> = trunk.me.clone();
         engine.subscribe(listener);
         engine.deadline(token, clock::now() + trunk.idle());
+        if opened_here {
+            trunk.send_frame(NO_CHANNEL, Kind::Data, &[]);
+            trunk.flush();
+        }
         Ok(trunk)
     }
 
@@ -273,7 +332,12 @@ impl Trunk {
 
     /// Whether queue pairs may join.
     pub(crate) fn is_open(&self) -> bool {
-        !self.ended.load(Ordering::Acquire) && !self.members.lock().closed
+        self.is_used.load(Ordering::Acquire) && !self.members.lock().closed
+    }
+
+    /// Bytes that were received so far.
+    pub(crate) fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 
     // ------------------------------------------------------------------ members
@@ -283,7 +347,7 @@ impl Trunk {
         let mut members = self.members.lock();
         let channel = new_channel(|channel| !members.by_channel.contains_key(&channel));
         (!members.closed).then(|| {
-            members.by_channel.insert(channel, member);
+            members.by_channel.insert(channel, Seated::new(member));
             channel
         })
     }
@@ -297,39 +361,63 @@ impl Trunk {
         if members.closed || members.by_channel.contains_key(&channel) {
             return false;
         }
-        members.by_channel.insert(channel, member);
+        members.by_channel.insert(channel, Seated::new(member));
         true
     }
 
     /// Removes a queue pair.
     pub(crate) fn leave(&self, channel: u32) {
         let mut members = self.members.lock();
-        members.by_channel.remove(&channel);
+        if members.by_channel.remove(&channel).is_none() || members.closed {
+            return;
+        }
         self.is_left.store(true, Ordering::Relaxed);
-        if members.by_channel.is_empty() && !members.closed {
+        if members.by_channel.is_empty() {
+            members.idle_since = clock::now();
+            let at = members.idle_since + self.idle();
             drop(members);
-            self.engine
-                .deadline(self.token(), clock::now() + self.idle());
+            self.engine.deadline(self.token(), at);
+        } else {
+            self.set_user_timeout(&members);
         }
     }
 
     fn member(&self, channel: u32) -> Option<Arc<dyn Member>> {
-        let known = self.members.lock().by_channel.get(&channel).cloned();
+        let known = {
+            let members = self.members.lock();
+            let seated = members.by_channel.get(&channel);
+            seated.map(|seated| Weak::clone(&seated.member))
+        };
         // The peer may have left its TCP connection before this end has read that.
-        let known = known.or_else(|| OFFERED.get().lock().get(&channel).cloned());
+        let known = known.or_else(|| {
+            let offered = OFFERED.get().lock();
+            let (member, peer) = offered.get(&channel)?;
+            (*peer == self.peer).then(|| Weak::clone(member))
+        });
         known?.upgrade()
     }
 
-    /// Sets how long TCP waits for the peer's host to acknowledge data: as long as the queue pair permits that permits most. `None`: without
-    /// limit.
-    pub(crate) fn allow_silence(&self, limit: Option<Duration>) {
+    /// Sets how long the peer's host may be silent for a queue pair. `None`: without limit.
+    pub(crate) fn allow_silence(&self, channel: u32, limit: Option<Duration>) {
         let ms = limit.map_or(i32::MAX, |limit| {
             i32::try_from(limit.as_millis()).unwrap_or(i32::MAX)
         });
-        let before = self.silence.fetch_max(ms, Ordering::Relaxed);
-        if ms > before {
+        let mut members = self.members.lock();
+        if let Some(seated) = members.by_channel.get_mut(&channel)
+            && seated.silence != ms
+        {
+            seated.silence = ms;
+            self.set_user_timeout(&members);
+        }
+    }
+
+    /// Sets how long TCP waits for the peer's host to acknowledge data: as long as the queue pair permits that permits most.
+    fn set_user_timeout(&self, members: &Members) {
+        let silences = members.by_channel.values().map(|seated| seated.silence);
+        let most = silences.max().unwrap_or(0);
+        if self.silence.swap(most, Ordering::Relaxed) != most {
             // 0 is the time of the system.
-            let value = if ms == i32::MAX { 0 } else { ms };
+            let value = if most == i32::MAX { 0 } else { most };
             let level = libc::IPPROTO_TCP;
             set_option(self.fd.get(), level, libc::TCP_USER_TIMEOUT, value);
         }
@@ -348,8 +436,9 @@ impl Trunk {
         ends: bool,
     ) -> Io {
         let mut sending = self.sending.lock();
-        if let Some(errno) = sending.failed {
-            return Io::Broken(errno);
+        if sending.failed.is_some() {
+            // `trunk_lost` follows, when what has arrived is received.
+            return Io::WouldBlock;
         }
         if sending.pending() >= SEND_AT {
             self.write(&mut sending);
@@ -368,6 +457,13 @@ impl Trunk {
             }
             return Io::WouldBlock;
         }
+        if let Some(bytes) = batch.as_bytes().and_then(|bytes| bytes.get(skip..))
+            && bytes.len() >= UNCOPIED
+        {
+            self.write(&mut sending);
+            self.send_uncopied(&mut sending, channel, bytes);
+            return Io::Done(bytes.len());
+        }
         let before = sending.bytes.len();
         let added = append(engine, channel, batch, skip, &mut sending.bytes);
         match added {
@@ -377,6 +473,52 @@ impl Trunk {
                 Io::Invalidated
             }
         }
+    }
+
+    /// Lets a queue pair wait until the others have had their turn.
+    pub(crate) fn wait(&self, own: u32) {
+        let mut sending = self.sending.lock();
+        if !sending.waiting.contains(&own) {
+            sending.waiting.push_back(own);
+        }
+        self.watch_room(&mut sending);
+    }
+
+    /// Sends frames with these bytes without copying them first. What the socket does not take is copied.
+    fn send_uncopied(&self, sending: &mut Sending, channel: u32, bytes: &[u8]) {
+        let frames: SmallVec<[_; 8]> = { bytes.chunks(MAX) }
+            .map(|body| {
+                let header = Header {
+                    channel,
+                    kind: Kind::Data,
+                    len: body.len(),
+                };
+                (header.emit(), body)
+            })
+            .collect();
+        let mut sent = 0;
+        if sending.failed.is_none() && sending.pending() == 0 {
+            let slices: SmallVec<[_; 16]> = { frames.iter() }
+                .flat_map(|(header, body)| [IoSlice::new(header), IoSlice::new(body)])
+                .collect();
+            match stream::send_slices(self.fd.get(), &slices) {
+                Io::Done(n) => sent = n,
+                Io::WouldBlock => {}
+                Io::Broken(e) => return self.failed(sending, e),
+                _ => return self.failed(sending, libc::EPIPE),
+            }
+            sending.total += sent as u64;
+        }
+        for (header, body) in &frames {
+            for part in [header.as_slice(), body] {
+                let skip = sent.min(part.len());
+                sent -= skip;
+                sending
+                    .bytes
+                    .extend_from_slice(part.get(skip..).unwrap_or(&[]));
+            }
+        }
+        self.write(sending);
     }
 
     /// Adds a frame of control: an empty one, or the end of the stream.
@@ -487,6 +629,11 @@ impl Trunk {
                 if let Some(member) = self.member(channel) {
                     member.trunk_has_room(now);
                 }
+                if clock::now().saturating_duration_since(now) > TURN_TIME {
+                    // The socket is reported as writable again for those that still wait.
+                    self.sending.lock().turn = None;
+                    return;
+                }
             }
         });
     }
@@ -502,6 +649,9 @@ impl Trunk {
         let mut buffer = self.engine.rx_buffer();
         let (any, outcome) = together(|| self.receive_into(&mut receiving, &mut buffer, now));
         self.engine.return_rx_buffer(buffer);
+        if any && !self.is_used.swap(true, Ordering::AcqRel) {
+            (self.on_first_use)(self);
+        }
         if outcome != Outcome::Open {
             receiving.ended = true;
             drop(receiving);
@@ -516,6 +666,7 @@ impl Trunk {
         buffer: &mut [u8],
         now: Instant,
     ) -> (bool, Outcome) {
+        let mut completed = false;
         let mut filled = receiving.rest.len();
         if let Some(front) = buffer.get_mut(..filled) {
             front.copy_from_slice(&receiving.rest);
@@ -543,7 +694,9 @@ impl Trunk {
             };
             received += n;
             filled += n;
-            let Some(used) = self.handle_frames(buffer.get(..filled).unwrap_or(&[]), now) else {
+            self.received.fetch_add(n as u64, Ordering::Relaxed);
+            let front = buffer.get(..filled).unwrap_or(&[]);
+            let Some(used) = self.handle_frames(front, &mut completed, now) else {
                 outcome = Outcome::Broken(libc::EPROTO);
                 break;
             };
@@ -560,15 +713,61 @@ impl Trunk {
                 self.engine.renew_lease(present);
             }
         }
+        if completed
+            && filled > 0
+            && outcome == Outcome::Open
+            && !thread::is_worker()
+            && !thread::is_waiting()
+        {
+            (filled, outcome) = self.receive_rest(buffer, filled);
+        }
         receiving
             .rest
             .extend_from_slice(buffer.get(..filled).unwrap_or(&[]));
         (received > 0, outcome)
     }
 
-    /// Passes the complete frames at the front of `bytes` to their queue pairs. Returns how many bytes they have. `None` if a frame breaks a
-    /// rule.
-    fn handle_frames(self: &Arc<Self>, bytes: &[u8], now: Instant) -> Option<usize> {
+    /// Receives the rest of the frame at the front of `buffer`, of which `filled` bytes have arrived, if it arrives soon. The reason is that of
+    /// `RcQp::receive_rest`. Returns how many bytes are left, and whether the trunk has ended.
+    #[cold]
+    fn receive_rest(self: &Arc<Self>, buffer: &mut [u8], mut filled: usize) -> (usize, Outcome) {
+        let begin = clock::now();
+        let (mut now, mut last) = (begin, begin);
+        while now - last < REST_PAUSE_MAX && now - begin < REST_TIME_MAX {
+            self.engine.renew_lease(now);
+            let room = buffer.get_mut(filled..).unwrap_or(&mut []);
+            match stream::receive(self.fd.get(), None, room) {
+                Ok((_, n)) => {
+                    filled += n;
+                    last = now;
+                    let front = buffer.get(..filled).unwrap_or(&[]);
+                    let Some(used) = self.handle_frames(front, &mut false, now) else {
+                        return (filled, Outcome::Broken(libc::EPROTO));
+                    };
+                    if used > 0 {
+                        buffer.copy_within(used..filled, 0);
+                        return (filled - used, Outcome::Open);
+                    }
+                }
+                Err(Io::WouldBlock) => std::hint::spin_loop(),
+                Err(Io::Eof) => return (filled, Outcome::Eof),
+                Err(Io::Broken(e)) => return (filled, Outcome::Broken(e)),
+                Err(_) => return (filled, Outcome::Broken(libc::EIO)),
+            }
+            now = clock::now();
+        }
+        self.engine.hand_over();
+        (filled, Outcome::Open)
+    }
+
+    /// Passes the complete frames at the front of `bytes` to their queue pairs. Sets `completed` if one has completed the last posted request of
+    /// its queue pair. Returns how many bytes they have. `None` if a frame breaks a rule.
+    fn handle_frames(
+        self: &Arc<Self>,
+        bytes: &[u8],
+        completed: &mut bool,
+        now: Instant,
+    ) -> Option<usize> {
         const _: () = assert!(HEADER + MAX <= RX_BUFFER_LEN);
         let mut used = 0;
         loop {
@@ -590,7 +789,9 @@ impl Trunk {
                 continue;
             };
             match header.kind {
-                Kind::Data => member.receive_frame(self, header.channel, body, now),
+                Kind::Data => {
+                    *completed |= member.receive_frame(self, header.channel, body, now);
+                }
                 Kind::End => {
                     let taken = body.try_into().map_or(0, u64::from_be_bytes);
                     member.receive_end(self, header.channel, taken, now);
@@ -620,15 +821,20 @@ impl Trunk {
         };
         let all_taken = all_sent && outcome == Outcome::Eof && unacknowledged(self.fd.get()) == 0;
         self.engine.remove(self.token(), Some(self.fd.get()));
-        let _ = rustix::net::shutdown(self.fd.get(), rustix::net::Shutdown::Both);
+        if outcome == Outcome::Eof {
+            let _ = rustix::net::shutdown(self.fd.get(), rustix::net::Shutdown::Both);
+        } else {
+            // A reset: if the connection ended in order, the peer would take everything that it has sent as received.
+            let _ = rustix::net::connect_unspec(self.fd.get());
+        }
         log!(
             Info,
             "trunk to {} with {} queue pairs has ended: {outcome:?}",
             self.peer,
             members.len()
         );
-        for (channel, member) in members {
-            if let Some(member) = member.upgrade() {
+        for (channel, seated) in members {
+            if let Some(member) = seated.member.upgrade() {
                 member.trunk_lost(channel, outcome, all_taken, now);
             }
         }
@@ -718,23 +924,32 @@ impl Source for Trunk {
             (sending.failed, sending.pending())
         };
         if let Some(errno) = failed {
-            // What arrived before sending has failed is received first.
-            self.receive(now);
+            // What arrived before sending has failed is received first. The peer may go on sending.
+            for _ in 0..LAST_TURNS {
+                if !self.receive(now) {
+                    break;
+                }
+            }
             self.receiving.lock().ended = true;
             self.end(Outcome::Broken(errno), now);
             return;
         }
-        let is_idle = {
-            let mut members = self.members.lock();
-            let is_idle = members.by_channel.is_empty();
-            members.closed |= is_idle && pending == 0;
-            is_idle
-        };
-        if is_idle && pending == 0 {
-            self.end(Outcome::Eof, now);
-        } else if is_idle {
-            self.engine.deadline(self.token(), now + self.idle());
+        let mut members = self.members.lock();
+        if !members.by_channel.is_empty() || members.closed {
+            return;
         }
+        let idle_at = members.idle_since + self.idle();
+        if now < idle_at {
+            return;
+        }
+        if pending > 0 || unacknowledged(self.fd.get()) > 0 {
+            drop(members);
+            self.engine.deadline(self.token(), now + self.idle());
+            return;
+        }
+        members.closed = true;
+        drop(members);
+        self.end(Outcome::Eof, now);
     }
 }
 

@@ -37,8 +37,15 @@ struct Recorder {
 }
 
 impl Member for Recorder {
-    fn receive_frame(&self, _trunk: &Arc<Trunk>, _channel: u32, bytes: &[u8], _now: Instant) {
+    fn receive_frame(
+        &self,
+        _trunk: &Arc<Trunk>,
+        _channel: u32,
+        bytes: &[u8],
+        _now: Instant,
+    ) -> bool {
         self.bytes.lock().unwrap().extend_from_slice(bytes);
+        false
     }
 
     fn receive_end(&self, _trunk: &Arc<Trunk>, _channel: u32, taken: u64, _now: Instant) {
@@ -77,7 +84,7 @@ fn trunk_on(socket: TcpStream, opened_here: bool) -> Arc<Trunk> {
     socket.set_nonblocking(true).unwrap();
     let engine: &'static Engine = engine().unwrap();
     let fd = EngineFd::new(OwnedFd::from(socket));
-    Trunk::new(engine, 4, HOST, opened_here, fd, Vec::new()).unwrap()
+    Trunk::new(engine, (4, HOST, opened_here), fd, Vec::new(), |_| {}).unwrap()
 }
 
 fn as_member(recorder: &Arc<Recorder>) -> Weak<dyn Member> {
@@ -114,11 +121,14 @@ fn frames_arrive_at_their_queue_pairs_however_the_bytes_are_divided() {
     let [a, b, offered] = &recorders;
     let channels = [a, b].map(|r| trunk.join(as_member(r)).unwrap());
     // A queue pair that has offered the trunk is known before it joins.
-    let late = trunk::offer(as_member(offered));
+    let late = trunk::offer(as_member(offered), HOST);
+    let of_others = trunk::offer(as_member(offered), IpAddr::from([127, 0, 0, 9]));
     let mut sent = Vec::new();
     for n in 0..40_u8 {
         sent.extend(frame(channels[usize::from(n % 2)], Kind::Data, &[n; 33]));
         sent.extend(frame(late, Kind::Data, &[n]));
+        // The trunk was offered to another host.
+        sent.extend(frame(of_others, Kind::Data, b"wrong"));
         // There is no such queue pair.
         sent.extend(frame(late ^ channels[0], Kind::Data, &[n; 7]));
     }
@@ -143,7 +153,8 @@ fn frames_arrive_at_their_queue_pairs_however_the_bytes_are_divided() {
     assert_eq!(*offered.bytes.lock().unwrap(), (0..40).collect::<Vec<u8>>());
     assert!(trunk.join_offered(late));
     assert!(!trunk.join_offered(late), "it has joined already");
-    // The end of the connection is the end of all queue pairs.
+    // The end of the connection is the end of all queue pairs. Without unread bytes it is no reset.
+    peer.read_exact(&mut [0; HEADER]).unwrap();
     drop(peer);
     for recorder in &recorders {
         wait_for("the end of the trunk", || {
@@ -153,7 +164,7 @@ fn frames_arrive_at_their_queue_pairs_however_the_bytes_are_divided() {
     }
     assert!(!trunk.is_open());
     assert!(trunk.join(as_member(a)).is_none());
-    assert!(matches!(send(&trunk, (1, 2), &[0]), Io::Broken(_)));
+    assert!(matches!(send(&trunk, (1, 2), &[0]), Io::WouldBlock));
 }
 
 #[test]
@@ -171,15 +182,57 @@ fn a_damaged_frame_ends_the_trunk() {
     let lost = recorder.lost.lock().unwrap().clone();
     assert_eq!(lost, [(Outcome::Broken(libc::EPROTO), false)]);
     assert_eq!(*recorder.bytes.lock().unwrap(), b"right");
-    let mut rest = Vec::new();
-    let _ = peer.read_to_end(&mut rest);
-    assert!(rest.is_empty());
+    // The peer must not take what it has sent behind the frame as received.
+    let error = peer.read(&mut [0; 8]).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+/// The peers of its queue pairs must not take what they have sent as received.
+#[test]
+fn a_trunk_that_ends_with_an_error_is_reset() {
+    let (one, other) = sockets();
+    let mut damage = one.try_clone().unwrap();
+    let (sender, receiver) = (trunk_on(one, true), trunk_on(other, false));
+    let recorder = Arc::new(Recorder::default());
+    let _own = sender.join(as_member(&recorder)).unwrap();
+    let mut damaged = frame(1, Kind::Data, b"wrong");
+    damaged[HEADER - 1] ^= 1;
+    damage.write_all(&damaged).unwrap();
+    wait_for("the end", || !recorder.lost.lock().unwrap().is_empty());
+    let lost = recorder.lost.lock().unwrap().clone();
+    assert!(
+        matches!(lost[..], [(Outcome::Broken(_), false)]),
+        "{lost:?}"
+    );
+    assert!(receiver.join(as_member(&recorder)).is_none());
+}
+
+/// A trunk without queue pairs ends when it has been idle for long enough, not at a deadline that an earlier idle time has set.
+#[test]
+fn a_trunk_ends_a_while_after_its_last_queue_pair_has_left() {
+    let (ours, _peer) = sockets();
+    let trunk = trunk_on(ours, true);
+    let recorder = Arc::new(Recorder::default());
+    let timeout = |now| crate::reactor::Source::timeout(Arc::clone(&trunk), now);
+    let second = Duration::from_secs(1);
+    let channel = trunk.join(as_member(&recorder)).unwrap();
+    timeout(clock::now() + 10 * second);
+    assert!(trunk.is_open(), "it has a queue pair");
+    trunk.leave(channel);
+    timeout(clock::now() + second / 2);
+    assert!(trunk.is_open(), "it is idle for half a second");
+    timeout(clock::now() + second);
+    assert!(!trunk.is_open());
 }
 
 #[test]
 fn what_several_queue_pairs_add_is_sent_together() {
     let (ours, mut peer) = sockets();
     let trunk = trunk_on(ours, true);
+    // The end that opened the trunk begins with an empty frame.
+    let mut first = [0; HEADER];
+    (&peer).read_exact(&mut first).unwrap();
+    assert_eq!(first.as_slice(), frame(0, Kind::Data, &[]));
     peer.set_nonblocking(true).unwrap();
     let mut bytes = [0; 256];
     together(|| {

@@ -361,7 +361,7 @@ impl RcQp {
         }
         let burst = self.engine.may_cork();
         let limits = match &inner.tcp {
-            Some(tcp) if !tcp.sends_by_socket() => &bounds::COALESCE_SHM,
+            Some(tcp) if tcp.sends_by_memory() => &bounds::COALESCE_SHM,
             _ => &bounds::COALESCE_TCP,
         };
         let may_wait = self.common.faults.is_none() && inner.tcp.is_some();
@@ -848,12 +848,16 @@ impl Source for RcQp {
         let Some(tcp) = inner.tcp.as_ref().filter(|_| !inner.unwatched) else {
             return;
         };
+        if tcp.awaits_end() {
+            // Its end is known, and is reported again and again otherwise.
+            return;
+        }
         // Sockets of two kinds stay watched: a blocked socket, because a thread has to notice when it becomes writable, and the socket of
         // a connection whose peer shares memory, because the peer wakes this end through the socket.
         if armed {
             self.engine
                 .want_write(inner.token, tcp.fd().get(), tcp.waits_for_socket());
-        } else if !tcp.blocked && tcp.watch().is_none() && !tcp.awaits_end() {
+        } else if !tcp.blocked && tcp.watch().is_none() {
             self.engine.disarm(inner.token, tcp.fd().get());
         }
     }

@@ -1,34 +1,35 @@
 //! Moves the stream of a queue pair to a trunk, a TCP connection that many queue pairs share, and receives from it.
 
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anywarp_core::bounds;
 use anywarp_core::wire::control::Handover;
 
+use super::progress::CLOSE_TIMEOUT;
 use super::timers::Timer;
 use super::{Inner, RcQp, Receive};
 use crate::clock;
 use crate::connect::trunks::{self, Waiting};
 use crate::log;
 use crate::net::tcp::Outcome;
-use crate::net::trunk::{Member, Trunk};
+use crate::net::trunk::{Member, Process, Trunk};
 use crate::sys::thread::Uncancelled;
-
-/// How long a peer that has closed the queue pair's own connection may take to leave the trunk. What it had sent before may still
-/// be under way.
-const OWN_CLOSED_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl RcQp {
     fn as_member(&self) -> Weak<dyn Member> {
         self.me.clone()
     }
 
-    /// Offers the peer a trunk, if this process has enough connections.
+    /// Offers the peer a trunk, if this process has enough connections, and this one would gain from it.
     pub(super) fn offer_trunk(&self, inner: &mut Inner) {
-        let port = trunks::port_to_offer().filter(|_| inner.traffic_class == 0);
-        match (port, &mut inner.tcp) {
-            (Some(port), Some(tcp)) => tcp.offer_trunk(&mut inner.conn, port, self.as_member()),
+        let offer = trunks::to_offer().filter(|_| inner.traffic_class == 0);
+        match (offer, &mut inner.tcp) {
+            (Some(offer), Some(tcp))
+                if trunks::are_eager() || tcp.would_gain_on_trunk(&inner.conn) =>
+            {
+                tcp.offer_trunk(&mut inner.conn, offer, self.as_member());
+            }
             _ => inner.conn.postpone_trunk(),
         }
     }
@@ -54,8 +55,12 @@ impl RcQp {
             return true;
         };
         match tcp.take_trunk_message() {
-            Some(Handover::OfferTrunk { port, channel }) => {
-                let Some((local, peer)) = tcp.trunk_offered(port, channel) else {
+            Some(Handover::OfferTrunk {
+                process,
+                port,
+                channel,
+            }) => {
+                let Some((process, local)) = tcp.trunk_offered(process, port, channel) else {
                     return true;
                 };
                 if inner.traffic_class != 0 {
@@ -63,14 +68,14 @@ impl RcQp {
                     return true;
                 }
                 let waiting: Weak<dyn Waiting> = self.me.clone();
-                if let Some(trunk) = trunks::seek(self.engine, local, peer, waiting) {
+                if let Some(trunk) = trunks::seek(self.engine, local, process, waiting) {
                     self.take_trunk(inner, Some(&trunk));
                 }
                 true
             }
             Some(Handover::TakeTrunk { trunk, channel }) => {
                 let found = tcp.peer_ip().and_then(|peer| trunks::find(peer, trunk));
-                let kept = tcp.trunk_taken(&mut inner.conn, found, channel, now);
+                let kept = tcp.trunk_taken(&mut inner.conn, found, (trunk, channel), now);
                 tcp.set_trunk_timeout(inner.conn.silence_limit());
                 kept
             }
@@ -103,7 +108,7 @@ impl RcQp {
         };
         if inner.timers.get(Timer::OwnClosed).is_none() {
             self.engine.disarm(inner.token, tcp.fd().get());
-            self.start_timer(inner, Timer::OwnClosed, now + OWN_CLOSED_TIMEOUT);
+            self.start_timer(inner, Timer::OwnClosed, now + CLOSE_TIMEOUT);
         }
     }
 
@@ -115,12 +120,15 @@ impl RcQp {
 }
 
 impl Member for RcQp {
-    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant) {
+    fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant) -> bool {
         self.with(|inner| {
-            let Some(tcp) = &mut inner.tcp else { return };
+            let awaited = inner.conn.has_outstanding();
+            let Some(tcp) = &mut inner.tcp else {
+                return false;
+            };
             if !tcp.receive_frame(&mut inner.conn, (trunk, channel), bytes, now) {
                 self.end_on_trunk(inner, Outcome::Broken(libc::EPROTO));
-                return;
+                return false;
             }
             let flush = self.common.context.is_polled()
                 && inner.conn.owes_ack_of_write(bounds::ACK_AT_ONCE);
@@ -130,7 +138,8 @@ impl Member for RcQp {
             } else {
                 self.progress(inner, now, Receive::Nothing, flush);
             }
-        });
+            awaited && !inner.conn.has_outstanding()
+        })
     }
 
     fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant) {
@@ -148,7 +157,7 @@ impl Member for RcQp {
     fn trunk_lost(&self, channel: u32, outcome: Outcome, all_taken: bool, _now: Instant) {
         self.with(|inner| {
             let Some(tcp) = &mut inner.tcp else { return };
-            if tcp.trunk_lost(channel, all_taken) {
+            if tcp.trunk_lost(channel, outcome, all_taken) {
                 self.end_on_trunk(inner, outcome);
             }
         });
@@ -156,9 +165,14 @@ impl Member for RcQp {
 }
 
 impl Waiting for RcQp {
-    fn trunk_opened(&self, trunk: Option<&Arc<Trunk>>) {
+    fn trunk_opened(&self, process: &Process, trunk: Option<&Arc<Trunk>>) {
         let now = clock::now();
         self.with(|inner| {
+            // The queue pair may have another peer meanwhile.
+            let offered_by = inner.tcp.as_ref().and_then(|tcp| tcp.trunk_offered_by());
+            if offered_by != Some(*process) {
+                return;
+            }
             self.take_trunk(inner, trunk);
             self.progress(inner, now, Receive::Nothing, false);
         });

@@ -26,7 +26,7 @@ const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
 const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// If a connection that is being closed has bytes to send, but the peer has taken none for this long, the connection ends without sending
 /// them. A peer whose process is stopped takes nothing, and the program waits for the event that reports the end.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// A peer that takes a few bytes in each [`CLOSE_TIMEOUT`] delays the end of a connection this many times at most. Even a slow path
 /// carries the last bytes in so long a time.
 const CLOSE_TURNS: u32 = 15;
@@ -421,9 +421,13 @@ impl RcQp {
                     }
                 }
                 Timer::OwnClosed => {
-                    if inner.tcp.as_ref().is_some_and(Tcp::awaits_end) {
-                        self.note_end(inner, Outcome::Eof);
-                        self.deliver_events(inner, Outcome::Eof);
+                    if let Some(tcp) = inner.tcp.as_mut().filter(|tcp| tcp.awaits_end()) {
+                        if tcp.may_end_later(CLOSE_TURNS) {
+                            self.start_timer(inner, timer, now + CLOSE_TIMEOUT);
+                        } else {
+                            self.note_end(inner, Outcome::Eof);
+                            self.deliver_events(inner, Outcome::Eof);
+                        }
                     }
                 }
                 // Delayed acknowledgements are sent together with the data that the injected delay has held back.

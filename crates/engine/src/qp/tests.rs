@@ -18,20 +18,27 @@ use anywarp_core::verbs::qp_base::Parts;
 use anywarp_core::verbs::rq::RecvQueue;
 use anywarp_core::verbs::wc::Status;
 use anywarp_core::verbs::wr::{Payload, RecvRequest, Sge, WorkRequest};
-use anywarp_core::wire::control::Control;
+use anywarp_core::wire::control::{Control, Handover};
 use anywarp_core::wire::ddp::Untagged;
 use anywarp_core::wire::rdmap::Opcode;
+use anywarp_core::wire::trunk::{self, HEADER};
 use anywarp_core::wire::{Msn, QN_SEND, Stag};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Inner, Manager, RcQp, Receive, Route};
 use crate::clock;
 use crate::config::Framing;
+use crate::connect::trunks::Waiting as _;
 use crate::context::Context;
+use crate::engine::engine;
 use crate::fd::EngineFd;
 use crate::net::shm;
 use crate::net::tcp::Tcp;
 use crate::net::tcp::tests::{fill, shared};
+use crate::net::trunk::{Member, Trunk};
+
+/// Bytes of an FPDU without payload.
+const FPDU: usize = 24;
 
 /// Longest wait for something that has to happen.
 const WAIT: Duration = Duration::from_secs(20);
@@ -542,4 +549,181 @@ fn a_peer_that_could_not_be_woken_is_woken_later() {
         peer.set_read_timeout(Some(WAIT)).unwrap();
         assert_eq!(peer.read(&mut [9; 2]).unwrap(), 1);
     }
+}
+
+/// A trunk whose other end is a plain socket at this host.
+fn trunk_from(number: u32, host: [u8; 4]) -> (Arc<Trunk>, TcpStream) {
+    let (ours, peer) = sockets();
+    let fd = EngineFd::new(ours.into());
+    let end = (number, IpAddr::from(host), true);
+    let trunk = Trunk::new(engine().unwrap(), end, fd, Vec::new(), |_| {}).unwrap();
+    // The empty frame with which it begins.
+    (&peer).read_exact(&mut [0; HEADER]).unwrap();
+    (trunk, peer)
+}
+
+/// A queue pair whose connection is `ours`.
+fn on_connection(initiator: bool, ours: TcpStream) -> End {
+    let end = End::new();
+    let tcp = Tcp::new(
+        EngineFd::new(ours.into()),
+        None,
+        Vec::new(),
+        Framing::Aligned,
+    );
+    end.qp.set_state(State::Rts);
+    let config = StreamConfig {
+        initiator,
+        first: if initiator {
+            First::Hello
+        } else {
+            First::Nothing
+        },
+        offer_after: OfferAfter {
+            shm: None,
+            trunk: Some(1000),
+        },
+        ..config(false)
+    };
+    end.qp
+        .with(|inner| end.qp.start(inner, tcp, config, clock::now()));
+    end
+}
+
+/// A queue pair that has accepted the trunk that `peer` offered, and waits for the answer. `after` is called between the offer and the opening
+/// of the trunk.
+fn taking(trunk: &Arc<Trunk>, after: impl FnOnce(&End)) -> (End, TcpStream) {
+    let (ours, mut peer) = sockets();
+    let end = on_connection(true, ours);
+    let offer = Control::Handover(Handover::OfferTrunk {
+        process: 1,
+        port: 9,
+        channel: 77,
+    });
+    peer.write_all(&fpdu(&offer.header())).unwrap();
+    let offered_by = || {
+        let inner = end.qp.lock();
+        inner.tcp.as_ref().and_then(Tcp::trunk_offered_by)
+    };
+    wait_for("the offer", || offered_by().is_some());
+    after(&end);
+    end.qp.trunk_opened(&offered_by().unwrap(), Some(trunk));
+    wait_for("the last message on the connection", || {
+        let inner = end.qp.lock();
+        inner.tcp.as_ref().is_some_and(|tcp| tcp.is_on_trunk().0)
+    });
+    (end, peer)
+}
+
+/// The kernel of a peer that is killed ends the trunk in order, if the peer has read everything there. Its own connection may be unread.
+#[test]
+fn a_request_on_the_own_connection_is_not_complete_when_the_trunk_ends() {
+    let (trunk, trunk_peer) = trunk_from(2, [127, 0, 0, 1]);
+    let (end, peer) = taking(&trunk, |end| end.post_send(1));
+    drop(trunk_peer);
+    wait_for("the end of the trunk", || !trunk.is_open());
+    // The peer has not read the connection, so this is a reset.
+    drop(peer);
+    assert_eq!(next(&end.sends), (1, Status::RetryExceeded));
+}
+
+/// The trunk ends before the peer has answered. What the peer sends on the own connection is received, and the stream goes on there.
+#[test]
+fn a_queue_pair_stays_on_its_connection_if_the_trunk_ends_first() {
+    let (trunk, trunk_peer) = trunk_from(2, [127, 0, 0, 1]);
+    let (end, mut peer) = taking(&trunk, |end| end.post_send(1));
+    end.post_recv(7);
+    drop(trunk_peer);
+    wait_for("the end of the trunk", || !trunk.is_open());
+    let refuse = Control::Handover(Handover::Refuse);
+    let mut last = fpdu(&Control::Ack { seq: 1 }.header());
+    last.extend(fpdu(&send_header(1)));
+    last.extend(fpdu(&refuse.header()));
+    peer.write_all(&last).unwrap();
+    assert_eq!(next(&end.sends), (1, Status::Success));
+    assert_eq!(next(&end.receives), (7, Status::Success));
+    assert_eq!(end.state(), State::Rts);
+    // Hello, the Send and TakeTrunk are followed by the acknowledgement.
+    peer.set_read_timeout(Some(WAIT)).unwrap();
+    peer.read_exact(&mut [0; 3 * FPDU]).unwrap();
+    let mut ack = [0; FPDU];
+    peer.read_exact(&mut ack).unwrap();
+    assert_eq!(ack.to_vec(), fpdu(&Control::Ack { seq: 1 }.header()));
+}
+
+#[test]
+fn another_host_cannot_send_to_a_queue_pair_that_was_offered() {
+    let (ours, mut peer) = sockets();
+    let (trunk_of_stranger, mut attacker) = trunk_from(2, [10, 9, 9, 9]);
+    let end = on_connection(false, ours);
+    end.qp.with(|inner| {
+        let member: Weak<dyn Member> = Arc::downgrade(&end.qp) as _;
+        let Inner { tcp, conn, .. } = inner;
+        tcp.as_mut().unwrap().offer_trunk(conn, (1, 9), member);
+        end.qp
+            .progress(inner, clock::now(), Receive::Nothing, false);
+    });
+    let mut offer = [0; FPDU];
+    peer.read_exact(&mut offer).unwrap();
+    let channel = u32::from_be_bytes(offer[16..20].try_into().unwrap());
+    let bytes = [0; 5000];
+    let header = trunk::Header {
+        channel,
+        kind: trunk::Kind::Data,
+        len: bytes.len(),
+    };
+    attacker.write_all(&header.emit()).unwrap();
+    attacker.write_all(&bytes).unwrap();
+    // The next frame is handled after this one: the trunk ends.
+    attacker.write_all(&[0; HEADER]).unwrap();
+    wait_for("the end of the trunk", || !trunk_of_stranger.is_open());
+    assert_eq!(end.state(), State::Rts);
+}
+
+/// The peer acknowledges a request, and resets the trunk. Sending fails before the acknowledgement is read.
+#[test]
+fn what_arrived_on_a_trunk_before_a_send_failed_is_received() {
+    let (trunk, mut trunk_peer) = trunk_from(2, [127, 0, 0, 1]);
+    let (end, mut peer) = taking(&trunk, |_| ());
+    let mut messages = [0; 2 * FPDU];
+    peer.read_exact(&mut messages).unwrap();
+    let channel = u32::from_be_bytes(messages[FPDU + 16..][..4].try_into().unwrap());
+    let switch = Control::Handover(Handover::Switch);
+    peer.write_all(&fpdu(&switch.header())).unwrap();
+    wait_for("the switch", || {
+        let inner = end.qp.lock();
+        inner.tcp.as_ref().is_some_and(|tcp| tcp.is_on_trunk().1)
+    });
+    end.post_send(1);
+    // An empty frame, and that of the Send.
+    trunk_peer
+        .read_exact(&mut [0; HEADER + HEADER + FPDU])
+        .unwrap();
+    end.qp.with(|inner| {
+        let ack = fpdu(&Control::Ack { seq: 1 }.header());
+        let header = trunk::Header {
+            channel,
+            kind: trunk::Kind::Data,
+            len: ack.len(),
+        };
+        let mut frame = header.emit().to_vec();
+        frame.extend(ack);
+        trunk_peer.write_all(&frame).unwrap();
+        rustix::net::sockopt::set_socket_linger(&trunk_peer, Some(Duration::ZERO)).unwrap();
+        drop(trunk_peer);
+        // The acknowledgement cannot be handled meanwhile, because the queue pair is locked.
+        std::thread::sleep(Duration::from_millis(50));
+        for id in [2, 3] {
+            let request = WorkRequest {
+                id,
+                signaled: true,
+                ..WorkRequest::blank()
+            };
+            inner.conn.post_send(request).unwrap();
+            end.qp
+                .progress(inner, clock::now(), Receive::Nothing, false);
+        }
+    });
+    let got = [next(&end.sends), next(&end.sends)];
+    assert_eq!(got, [(1, Status::Success), (2, Status::RetryExceeded)]);
 }

@@ -24,8 +24,9 @@ impl Drop for Ends {
         let left = DEPTH.get().saturating_sub(1);
         DEPTH.set(left);
         if left == 0 {
-            let added = ADDED.with(RefCell::take);
-            for sender in added {
+            // In a destructor of the thread, the list may not exist any more.
+            let added = ADDED.try_with(RefCell::take);
+            for sender in added.unwrap_or_default() {
                 sender.send_added();
             }
         }
@@ -42,11 +43,11 @@ pub(crate) fn together<R>(handle: impl FnOnce() -> R) -> R {
 /// Registers a socket to which bytes were added, so that they are sent at the end of [`together`]. Returns false outside of it: the caller
 /// sends the bytes now.
 pub(crate) fn added(sender: &Arc<dyn SharedSender>) -> bool {
-    let within = DEPTH.get() > 0;
-    if within {
-        ADDED.with_borrow_mut(|added| added.push(Arc::clone(sender)));
+    if DEPTH.get() == 0 {
+        return false;
     }
-    within
+    let list = |added: &RefCell<Vec<_>>| added.borrow_mut().push(Arc::clone(sender));
+    ADDED.try_with(list).is_ok()
 }
 
 #[cfg(test)]
@@ -85,5 +86,27 @@ mod tests {
         }));
         assert!(panicked.is_err());
         assert_eq!((count(), added(&sender)), (2, false));
+    }
+
+    #[test]
+    fn a_destructor_of_a_thread_may_handle_queue_pairs() {
+        static WITHIN: AtomicUsize = AtomicUsize::new(usize::MAX);
+        struct AtEnd(Arc<dyn SharedSender>);
+        impl Drop for AtEnd {
+            fn drop(&mut self) {
+                let within = together(|| added(&self.0));
+                WITHIN.store(usize::from(within), Ordering::Relaxed);
+            }
+        }
+        thread_local!(static END: RefCell<Option<AtEnd>> = const { RefCell::new(None) });
+        let sender: Arc<dyn SharedSender> = Arc::new(Counted(AtomicUsize::new(0)));
+        std::thread::spawn(move || {
+            END.set(Some(AtEnd(Arc::clone(&sender))));
+            // The list is destroyed before.
+            together(|| added(&sender));
+        })
+        .join()
+        .unwrap();
+        assert_eq!(WITHIN.load(Ordering::Relaxed), 0, "the list does not exist");
     }
 }

@@ -1,5 +1,6 @@
 //! Sends and receives on stream sockets, from and into registered user memory.
 
+use std::io::IoSlice;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use anywarp_core::llp::mpa::frame::{Run, TxBatch};
@@ -25,6 +26,18 @@ pub fn send_batch(fd: BorrowedFd<'_>, batch: &TxBatch, skip: usize) -> Io {
 /// Sends bytes.
 pub(crate) fn send_bytes(fd: BorrowedFd<'_>, bytes: &[u8]) -> Io {
     send_run(fd, bytes, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+}
+
+/// Sends the bytes of several slices.
+pub(crate) fn send_slices(fd: BorrowedFd<'_>, slices: &[IoSlice<'_>]) -> Io {
+    let mut iov: SmallVec<[libc::iovec; 16]> = { slices.iter() }
+        .map(|slice| libc::iovec {
+            iov_base: slice.as_ptr().cast_mut().cast(),
+            iov_len: slice.len(),
+        })
+        .collect();
+    // SAFETY: the vectors point into slices that are borrowed for the call.
+    unsafe { send_vectors(fd, &mut iov, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }
 }
 
 /// Sends bytes of a batch that are in one piece. `sendto` costs less than `sendmsg`.

@@ -13,26 +13,44 @@ use anywarp_core::wire::trunk::Kind;
 use rustix::io::Errno;
 
 use super::Tcp;
-use super::seat::{EARLY_MAX, Seat};
+use super::seat::Seat;
 use crate::engine::Engine;
 use crate::net::outcome::Outcome;
 use crate::net::socket;
-use crate::net::trunk::{self, Member, Trunk};
+use crate::net::trunk::{self, Member, Process, Trunk};
 use crate::sys::Io;
+
+/// If a system call sends or receives this number of requests, or bytes, on average, the stream stays on its own connection.
+const REQUESTS_PER_CALL: u64 = 4;
+const BYTES_PER_CALL: u64 = 16 << 10;
 
 impl Tcp {
     // ------------------------------------------------------------------ hand-over
 
-    /// Offers the peer a trunk, which this process accepts at `port`.
+    /// Whether a trunk would save system calls. It does not if each of them sends or receives many requests or bytes already.
+    pub(crate) fn would_gain_on_trunk(&self, conn: &Connection) -> bool {
+        let calls = self.counts.tx_calls + self.counts.rx_calls;
+        let bytes = self.counts.tx_bytes + self.counts.rx_bytes;
+        u64::from(conn.requests()) < REQUESTS_PER_CALL * calls && bytes < BYTES_PER_CALL * calls
+    }
+
+    /// Offers the peer a trunk, which this process accepts at `port`. `process`: the number of this process.
     pub(crate) fn offer_trunk(
         &mut self,
         conn: &mut Connection,
-        port: u16,
+        (process, port): (u32, u16),
         member: Weak<dyn Member>,
     ) {
-        let channel = trunk::offer(member);
+        let Some(peer) = self.peer_ip() else {
+            return conn.postpone_trunk();
+        };
+        let channel = trunk::offer(member, peer);
         self.seat = Some(Box::new(Seat::new(Some(channel), None)));
-        conn.send_handover(Handover::OfferTrunk { port, channel });
+        conn.send_handover(Handover::OfferTrunk {
+            process,
+            port,
+            channel,
+        });
     }
 
     /// The message of the peer about a trunk that waits to be handled.
@@ -40,16 +58,32 @@ impl Tcp {
         self.trunk_message.take()
     }
 
-    /// Records that the peer has offered a trunk. Returns the local address, and the address and port of the peer's process.
+    /// Records that the peer's process with the number `token` has offered a trunk. Returns that process, and the local address.
     pub(crate) fn trunk_offered(
         &mut self,
+        token: u32,
         port: u16,
         channel: u32,
-    ) -> Option<(IpAddr, SocketAddr)> {
-        self.seat = Some(Box::new(Seat::new(None, Some(channel))));
-        let (local, mut peer) = (socket::local_addr(&self.fd)?, socket::peer_addr(&self.fd)?);
-        peer.set_port(port);
-        Some((local.ip(), peer))
+    ) -> Option<(Process, SocketAddr)> {
+        let mut seat = Seat::new(None, Some(channel));
+        let (mut local, mut address) =
+            (socket::local_addr(&self.fd)?, socket::peer_addr(&self.fd)?);
+        local.set_port(0);
+        address.set_port(port);
+        let process = Process {
+            local: local.ip(),
+            address,
+            token,
+        };
+        seat.offered_by = Some(process);
+        self.seat = Some(Box::new(seat));
+        Some((process, local))
+    }
+
+    /// The process whose offer waits for an answer.
+    pub(crate) fn trunk_offered_by(&self) -> Option<Process> {
+        let seat = self.seat.as_ref()?;
+        seat.offered_by.filter(|_| seat.own.is_none())
     }
 
     /// Accepts the offer of the peer with an open trunk, or refuses it.
@@ -85,13 +119,13 @@ impl Tcp {
         socket::peer_addr(&self.fd).map(|peer| peer.ip())
     }
 
-    /// Handles that the peer has accepted the offer: its next bytes arrive on this trunk. `None`: the trunk has ended meanwhile. Returns false
-    /// if the peer has broken a rule.
+    /// Handles that the peer has accepted the offer: its next bytes arrive on the trunk with this name at the peer. `trunk`: that trunk; `None` if
+    /// it has ended meanwhile. Returns false if the peer has broken a rule.
     pub(crate) fn trunk_taken(
         &mut self,
         conn: &mut Connection,
         trunk: Option<Arc<Trunk>>,
-        channel: u32,
+        (name, channel): (u32, u32),
         now: Instant,
     ) -> bool {
         let Some(seat) = &mut self.seat else {
@@ -103,6 +137,10 @@ impl Tcp {
         }
         conn.resume_rx();
         let joined = trunk.filter(|trunk| seat.own.is_some_and(|own| trunk.join_offered(own)));
+        let has_ended = joined.is_none();
+        // The peer's process may have ended after it had sent its last messages on the trunk.
+        let known = seat.early_from.clone();
+        let joined = joined.or_else(|| known.filter(|trunk| trunk.name_at_peer() == name));
         let Some(trunk) = joined else {
             self.seat = None;
             conn.send_handover(Handover::Refuse);
@@ -111,8 +149,15 @@ impl Tcp {
         seat.peer = Some(channel);
         seat.rx = true;
         seat.trunk = Some(trunk);
-        conn.send_handover(Handover::Switch);
-        self.handle_early(conn, now);
+        if !has_ended {
+            conn.send_handover(Handover::Switch);
+        }
+        if !self.handle_early(conn, now) {
+            return false;
+        }
+        if has_ended && let Some(seat) = &mut self.seat {
+            seat.ended.get_or_insert(false);
+        }
         true
     }
 
@@ -129,17 +174,17 @@ impl Tcp {
         let (Some(trunk), Some(peer), true) = (&seat.trunk, seat.peer, seat.tx) else {
             return false;
         };
-        if behind > 0 {
+        if behind > 0 || seat.gone {
             return false;
         }
         seat.rx = true;
+        seat.confirmed = true;
         conn.resume_rx();
         conn.resume_tx();
         // The first frame tells the peer that it may send.
         trunk.send_frame(peer, Kind::Data, &[]);
         trunk.flush();
-        self.handle_early(conn, now);
-        true
+        self.handle_early(conn, now)
     }
 
     /// Handles that the peer has refused the trunk.
@@ -171,15 +216,14 @@ impl Tcp {
             return true;
         };
         if !seat.rx {
-            if seat.may_keep_early(from.0) {
-                seat.early.extend_from_slice(bytes);
-            }
-            return seat.early.len() <= EARLY_MAX;
+            seat.keep_early(from.0, bytes);
+            return true;
         }
         if !seat.is_on(from.0) {
             return true;
         }
-        if seat.tx {
+        if seat.tx && !seat.confirmed {
+            seat.confirmed = true;
             conn.resume_tx();
         }
         self.handle_bytes(conn, bytes, now);
@@ -203,20 +247,27 @@ impl Tcp {
         }
     }
 
-    /// Handles what has arrived before this end had read the peer's last message on the own connection.
-    fn handle_early(&mut self, conn: &mut Connection, now: Instant) {
-        let Some(seat) = &mut self.seat else { return };
-        let (bytes, end) = (std::mem::take(&mut seat.early), seat.early_end.take());
-        let from = std::mem::take(&mut seat.early_from).upgrade();
-        let Some(from) = from.filter(|from| seat.is_on(from)) else {
-            return;
+    /// Handles what has arrived before this end had read the peer's last message on the own connection. Returns false if the peer has broken
+    /// a rule.
+    fn handle_early(&mut self, conn: &mut Connection, now: Instant) -> bool {
+        let Some(seat) = &mut self.seat else {
+            return true;
         };
+        let (bytes, end) = (std::mem::take(&mut seat.early), seat.early_end.take());
+        let from = seat.early_from.take();
+        let Some(from) = from.filter(|from| seat.is_on(from)) else {
+            return true;
+        };
+        if seat.early_overflow {
+            return false;
+        }
         if !bytes.is_empty() {
             self.handle_bytes(conn, &bytes, now);
         }
         if let (Some(taken), Some(own)) = (end, self.seat.as_ref().and_then(|s| s.own)) {
             self.receive_end((&from, own), taken);
         }
+        true
     }
 
     /// Handles that the peer has left the trunk.
@@ -229,17 +280,34 @@ impl Tcp {
                 seat.early_end = Some(taken);
             }
         } else if seat.is_on(from.0) {
-            seat.ended = Some(taken == seat.sent);
+            seat.ended = Some(seat.confirmed && taken == seat.sent);
         }
     }
 
-    /// Handles that the trunk has ended. Returns false if the stream is not on the trunk.
-    pub(crate) fn trunk_lost(&mut self, channel: u32, all_taken: bool) -> bool {
+    /// Handles that the trunk has ended. Returns whether the stream has ended too. If the peer has not answered yet, the stream is still on the
+    /// own connection: the peer will refuse the trunk.
+    pub(crate) fn trunk_lost(&mut self, channel: u32, outcome: Outcome, all_taken: bool) -> bool {
         let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(channel)) else {
             return false;
         };
-        seat.ended = Some(all_taken);
+        if !seat.rx && outcome != Outcome::Broken(libc::ETIMEDOUT) {
+            seat.gone = true;
+            return false;
+        }
+        seat.ended = Some(seat.confirmed && all_taken);
         true
+    }
+
+    /// Whether a peer that has closed the own connection still sends on the trunk, so that its last messages may be under way. `most`: how often
+    /// the answer may be yes.
+    pub(crate) fn may_end_later(&mut self, most: u32) -> bool {
+        let Some(seat) = &mut self.seat else {
+            return false;
+        };
+        let received = seat.trunk.as_ref().map_or(0, |trunk| trunk.received());
+        let (before, times) = seat.checked;
+        seat.checked = (received, times + 1);
+        received != before && times < most
     }
 
     /// Whether there is a message of the peer about a trunk, or the stream on the trunk is ending.
@@ -258,9 +326,10 @@ impl Tcp {
 
     /// Sets how long TCP waits for the peer's host to acknowledge data on the trunk.
     pub(crate) fn set_trunk_timeout(&self, limit: Option<Duration>) {
-        let seat = self.seat.as_ref();
-        if let Some(trunk) = seat.and_then(|seat| seat.trunk.as_ref()) {
-            trunk.allow_silence(limit);
+        if let Some(seat) = &self.seat
+            && let (Some(trunk), Some(own)) = (&seat.trunk, seat.own)
+        {
+            trunk.allow_silence(own, limit);
         }
     }
 
@@ -274,6 +343,13 @@ impl Tcp {
     pub(super) fn taken_on_trunk(&self) -> Option<u64> {
         let seat = self.seat.as_ref().filter(|seat| seat.tx)?;
         Some(seat.trunk.as_ref()?.taken_by_peer())
+    }
+
+    /// Whether this end moves to a trunk and does not send on it yet.
+    #[inline]
+    pub(super) fn is_moving_to_trunk(&self) -> bool {
+        let seat = self.seat.as_ref();
+        seat.is_some_and(|seat| seat.trunk.is_some() && !seat.tx)
     }
 
     /// The number of this queue pair on the trunk, for the fuzzer.
@@ -331,6 +407,15 @@ impl Tcp {
             seat.sent += n as u64;
         }
         Some(sent)
+    }
+
+    /// Lets the other queue pairs of the trunk send before this one goes on. Does nothing if the stream is not on a trunk.
+    pub(super) fn wait_on_trunk(&self) {
+        if let Some(seat) = self.seat.as_ref().filter(|seat| seat.tx)
+            && let (Some(trunk), Some(own)) = (&seat.trunk, seat.own)
+        {
+            trunk.wait(own);
+        }
     }
 
     /// Sends what was added to the trunk, now or together with what other queue pairs add.

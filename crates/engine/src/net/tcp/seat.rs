@@ -1,19 +1,21 @@
 //! The place of a queue pair on a trunk.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use anywarp_core::wire::trunk::Kind;
 
-use crate::net::trunk::{self, Trunk};
+use crate::net::trunk::{self, Process, Trunk};
 
 /// Bytes that a peer may send before this end has read the peer's last message on the own connection: an acknowledgement, a Terminate,
 /// a Bye.
-pub(super) const EARLY_MAX: usize = 4096;
+const EARLY_MAX: usize = 4096;
 
 /// The place of a queue pair on a trunk, or the offer of one.
 #[derive(Debug)]
 pub(super) struct Seat {
     pub(super) trunk: Option<Arc<Trunk>>,
+    /// The process that has offered the trunk.
+    pub(super) offered_by: Option<Process>,
     /// The number of this queue pair. `None` until this end has chosen it.
     pub(super) own: Option<u32>,
     /// The number of the peer's queue pair. `None` until the peer has chosen it.
@@ -24,7 +26,9 @@ pub(super) struct Seat {
     pub(super) rx: bool,
     /// Bytes of the peer that arrived early, and the trunk that they arrived on.
     pub(super) early: Vec<u8>,
-    pub(super) early_from: Weak<Trunk>,
+    pub(super) early_from: Option<Arc<Trunk>>,
+    /// Whether more than [`EARLY_MAX`] bytes arrived early. Only when the peer has named its trunk, this is known to be its error.
+    pub(super) early_overflow: bool,
     /// The peer has ended its stream early, after it has received this number of bytes.
     pub(super) early_end: Option<u64>,
     /// Bytes that were sent, and received.
@@ -32,25 +36,36 @@ pub(super) struct Seat {
     pub(super) received: u64,
     /// Set when the stream has ended: whether the peer has received all bytes of this end.
     pub(super) ended: Option<bool>,
+    /// Whether the peer has read everything that this end has sent on the own connection.
+    pub(super) confirmed: bool,
+    /// Whether the trunk has ended before the peer has answered. The peer refuses it then.
+    pub(super) gone: bool,
     /// Whether the peer has closed the own connection.
     pub(super) closed: bool,
+    /// Bytes that the trunk had received when this was last checked, and how often it was.
+    pub(super) checked: (u64, u32),
 }
 
 impl Seat {
     pub(super) fn new(own: Option<u32>, peer: Option<u32>) -> Self {
         Self {
             trunk: None,
+            offered_by: None,
             own,
             peer,
             tx: false,
             rx: false,
             early: Vec::new(),
-            early_from: Weak::new(),
+            early_from: None,
+            early_overflow: false,
             early_end: None,
             sent: 0,
             received: 0,
             ended: None,
+            confirmed: false,
+            gone: false,
             closed: false,
+            checked: (0, 0),
         }
     }
 
@@ -60,24 +75,38 @@ impl Seat {
             .is_some_and(|own| Arc::ptr_eq(own, trunk))
     }
 
-    /// Whether early bytes from `trunk` may be kept.
+    /// Whether early bytes from `trunk` may be kept: there are none of another open trunk.
     pub(super) fn may_keep_early(&mut self, trunk: &Arc<Trunk>) -> bool {
-        let from = Arc::downgrade(trunk);
-        if self.early_from.strong_count() == 0 {
-            self.early_from = from;
-            return true;
+        match &self.early_from {
+            Some(from) if Arc::ptr_eq(from, trunk) => true,
+            Some(from) if from.is_open() => false,
+            _ => {
+                self.early.clear();
+                (self.early_end, self.early_overflow) = (None, false);
+                self.early_from = Some(Arc::clone(trunk));
+                true
+            }
         }
-        Weak::ptr_eq(&self.early_from, &from)
+    }
+
+    /// Keeps early bytes.
+    pub(super) fn keep_early(&mut self, trunk: &Arc<Trunk>, bytes: &[u8]) {
+        if !self.may_keep_early(trunk) {
+            return;
+        }
+        if self.early.len() + bytes.len() > EARLY_MAX {
+            self.early_overflow = true;
+        } else {
+            self.early.extend_from_slice(bytes);
+        }
     }
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         let Some(own) = self.own else { return };
-        let Some(trunk) = &self.trunk else {
-            drop(trunk::withdraw(own));
-            return;
-        };
+        drop(trunk::withdraw(own));
+        let Some(trunk) = &self.trunk else { return };
         trunk.leave(own);
         if let Some(peer) = self.peer
             && self.tx
