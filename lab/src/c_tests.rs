@@ -39,6 +39,7 @@ const PROGRAMS: &[&str] = &[
     "qos",
     "rsockets",
     "surface",
+    "trunk",
     ELEVATED,
     "fair",
     "flood",

@@ -44,6 +44,7 @@ const SHORT: &[(&str, &[&str])] = &[
     ("access", &[]),
     ("addresses", &[]),
     ("surface", &[]),
+    ("trunk", &[]),
     ("counters", &[]),
     ("panic", &[]),
     ("rsockets", &[]),

@@ -232,16 +232,7 @@ impl Config {
                     ("eager", Transport::Eager),
                 ],
             ),
-            trunk: match text("ANYWARP_TRUNK").as_deref() {
-                Some("0") => None,
-                Some("eager") => Some(TrunkUse { least: 1, after: 0 }),
-                value => Some(TrunkUse {
-                    least: value
-                        .and_then(|n| n.parse().ok())
-                        .unwrap_or(bounds::TRUNK_MIN),
-                    after: bounds::CARRIER_AFTER,
-                }),
-            },
+            trunk: reader.trunk(),
             pages: if is_on("ANYWARP_PIN") {
                 Pages::Pin
             } else if is_on("ANYWARP_PREFAULT") {
@@ -282,13 +273,31 @@ impl Config {
     }
 }
 
-/// Reads variables that take one of a few words.
+/// Reads variables that take one of a few words, and warns of others.
 struct Choices<'a> {
     text: &'a dyn Fn(&'static str) -> Option<String>,
     warnings: Vec<String>,
 }
 
 impl Choices<'_> {
+    /// The value of `ANYWARP_TRUNK`.
+    fn trunk(&mut self) -> Option<TrunkUse> {
+        let value = (self.text)("ANYWARP_TRUNK");
+        let least = match value.as_deref() {
+            None => bounds::TRUNK_MIN,
+            Some("0") => return None,
+            Some("eager") => return Some(TrunkUse { least: 1, after: 0 }),
+            Some(number) => number.parse().unwrap_or_else(|_| {
+                self.warnings.push(format!(
+                    "ANYWARP_TRUNK: '{number}' is neither a number nor eager, the default is used"
+                ));
+                bounds::TRUNK_MIN
+            }),
+        };
+        let after = bounds::CARRIER_AFTER;
+        Some(TrunkUse { least, after })
+    }
+
     /// The value of `name`; `default` when it is unset or, with a warning, not one of `choices`.
     fn choice<T: Copy>(
         &mut self,
@@ -350,6 +359,17 @@ mod tests {
             ]
         );
         assert!(with(&[("ANYWARP_CARRIER", "")]).warnings.is_empty());
+    }
+
+    #[test]
+    fn trunks_are_used_from_a_number_of_connections_on() {
+        let of = |value| with(&[("ANYWARP_TRUNK", value)]).trunk;
+        let from = |least, after| Some(TrunkUse { least, after });
+        let usual = from(bounds::TRUNK_MIN, bounds::CARRIER_AFTER);
+        assert_eq!([of(""), of("many")], [usual; 2]);
+        assert_eq!([of("0"), of("eager")], [None, from(1, 0)]);
+        assert_eq!(of("3"), from(3, bounds::CARRIER_AFTER));
+        assert_eq!(with(&[("ANYWARP_TRUNK", "many")]).warnings.len(), 1);
     }
 
     #[test]

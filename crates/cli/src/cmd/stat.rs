@@ -271,7 +271,7 @@ fn table(head: &str, lines: &[Line], interval: Option<Duration>) -> String {
         let word = |name: &str| line.words.get(name).map_or("-", String::as_str);
         let _ = writeln!(
             text,
-            "{:<10} {:<6} {:>10} {:>10} {:>10.1} {:>10} {:>9} {:>6} {:>10} {:>9} {:>6} {:>6} {:>6} {} {}",
+            "{:<10} {:<6} {:>10} {:>10} {:>10.1} {:>10} {:>9} {:>6} {:>10} {:>9} {:>6} {:>6} {:>6} {} {} {}",
             line.number,
             word("state"),
             get("requests"),
@@ -287,6 +287,7 @@ fn table(head: &str, lines: &[Line], interval: Option<Duration>) -> String {
             get("rnr"),
             word("peer"),
             word("congestion"),
+            word("carrier"),
         );
     }
     for line in lines.iter().filter(|line| line.kind != "rc") {
@@ -328,14 +329,15 @@ mod tests {
     const TEXT: &str = "anywarp-stat 1 pid=7 program=x\n\
         worker 0 wakes=5\n\
         rc 0x001200 state=Rts requests=10 request_bytes=640 received=0 peer=127.0.0.1:1 tx_calls=2 tx_bytes=900 \
-        tx_full=0 rx_calls=4 rx_bytes=100 rx_empty=2 retransmissions=1 congestion=reno\n\
+        tx_full=0 rx_calls=4 rx_bytes=100 rx_empty=2 retransmissions=1 congestion=reno carrier=trunk\n\
         ud 0x001300 rx_dgrams=3 rx_dup=0\n";
 
     #[test]
     fn lines_become_a_table_and_json() {
         let (head, lines) = parse(TEXT).unwrap();
         let text = table(&head, &lines, None);
-        assert!(text.contains("0x001200") && text.contains("450.0") && text.contains("reno"));
+        assert!(text.contains("0x001200") && text.contains("450.0"));
+        assert!(text.contains("127.0.0.1:1 reno trunk\n"), "{text}");
         assert!(text.contains("ud 0x001300 rx_dgrams 3\n"), "{text}");
         let value = as_json(&head, &lines);
         assert_eq!(value["process"]["pid"], "7");

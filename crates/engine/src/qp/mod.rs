@@ -823,7 +823,12 @@ impl HasCounters for RcQp {
             if let Some(peer) = self.peer() {
                 let _ = write!(line, " peer={peer}");
             }
-            let _ = write!(line, " memory={}", u8::from(tcp.watch().is_some()));
+            let carrier = match tcp.is_on_trunk() {
+                (true, true) => "trunk",
+                _ if tcp.watch().is_some() => "memory",
+                _ => "tcp",
+            };
+            let _ = write!(line, " carrier={carrier}");
             stat::write_stream_counters(line, &tcp.counts, tcp.fd().get());
         }
     }
