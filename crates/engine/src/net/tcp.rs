@@ -900,6 +900,12 @@ impl Tcp {
             }
             if self.batch.is_empty() {
                 self.waiting = None;
+                // Messages wait in the send queue, not in a batch, whose memory each of many queue pairs would occupy.
+                if more && !conn.is_quiet() && !self.has_room_on_trunk(conn) {
+                    self.counts.tx_full += 1;
+                    self.blocked = true;
+                    return Outcome::Open;
+                }
                 let many = Waiting::many();
                 self.batch.keep_small(many);
                 if self.batch.room() < IDLE_TX_BUFFER && !many && conn.has_bulk() {

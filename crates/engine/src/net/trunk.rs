@@ -425,6 +425,35 @@ impl Trunk {
 
     // ------------------------------------------------------------------ sending
 
+    /// Whether a queue pair may add bytes now. If not, it is told when it may. `ends`: the stream is ending, and its last messages may exceed the
+    /// limit.
+    pub(crate) fn has_room(&self, own: u32, ends: bool) -> bool {
+        self.may_add(&mut self.sending.lock(), own, ends)
+    }
+
+    fn may_add(&self, sending: &mut Sending, own: u32, ends: bool) -> bool {
+        if sending.failed.is_some() {
+            // `trunk_lost` follows, when what has arrived is received.
+            return false;
+        }
+        if sending.pending() >= SEND_AT {
+            self.write(sending);
+        }
+        let most = if ends {
+            PENDING_MAX_ENDING
+        } else {
+            PENDING_MAX
+        };
+        // A queue pair must not overtake those that wait already.
+        let must_wait = !sending.waiting.is_empty() && sending.turn != Some(own) && !ends;
+        let may = sending.pending() < most && !must_wait;
+        if !may && !sending.waiting.contains(&own) {
+            sending.waiting.push_back(own);
+            self.watch_room(sending);
+        }
+        may
+    }
+
     /// Adds the bytes of `batch` from `skip` on to what is sent to the peer's queue pair `channel`. `ends`: the stream is ending, and its
     /// last messages may exceed the limit.
     pub(crate) fn send(
@@ -436,25 +465,7 @@ impl Trunk {
         ends: bool,
     ) -> Io {
         let mut sending = self.sending.lock();
-        if sending.failed.is_some() {
-            // `trunk_lost` follows, when what has arrived is received.
-            return Io::WouldBlock;
-        }
-        if sending.pending() >= SEND_AT {
-            self.write(&mut sending);
-        }
-        let most = if ends {
-            PENDING_MAX_ENDING
-        } else {
-            PENDING_MAX
-        };
-        // A queue pair must not overtake those that wait already.
-        let must_wait = !sending.waiting.is_empty() && sending.turn != Some(own) && !ends;
-        if sending.pending() >= most || must_wait {
-            if !sending.waiting.contains(&own) {
-                sending.waiting.push_back(own);
-                self.watch_room(&mut sending);
-            }
+        if !self.may_add(&mut sending, own, ends) {
             return Io::WouldBlock;
         }
         if let Some(bytes) = batch.as_bytes().and_then(|bytes| bytes.get(skip..))

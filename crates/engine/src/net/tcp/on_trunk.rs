@@ -409,6 +409,14 @@ impl Tcp {
         Some(sent)
     }
 
+    /// Whether the trunk has room. If not, this end is told when it has. True if the stream is not on a trunk.
+    #[inline]
+    pub(super) fn has_room_on_trunk(&self, conn: &Connection) -> bool {
+        let seat = self.seat.as_ref().filter(|seat| seat.tx);
+        let on = seat.and_then(|seat| Some((seat.trunk.as_ref()?, seat.own?)));
+        on.is_none_or(|(trunk, own)| trunk.has_room(own, conn.end() != End::Open))
+    }
+
     /// Lets the other queue pairs of the trunk send before this one goes on. Does nothing if the stream is not on a trunk.
     pub(super) fn wait_on_trunk(&self) {
         if let Some(seat) = self.seat.as_ref().filter(|seat| seat.tx)
