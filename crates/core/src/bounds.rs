@@ -14,6 +14,9 @@
 //! | connections that may wait until the program sets the peer of their queue pair | `qp/dial.rs` `EARLY_CONNECTIONS_MAX` | 8 |
 //! | bytes that a queue pair receives, and sends, before other sources have their turn | `net/tcp.rs` `RX_TURN_BYTES`, `TX_TURN_BYTES` | 1 MiB, 256 KiB |
 //! | bytes of an incomplete FPDU per queue pair | `net/tcp.rs` `rest` | 65,542 |
+//! | bytes that wait for the socket of a trunk | `net/trunk.rs` `PENDING_MAX` | 256 KiB, 512 KiB for streams that end, and one batch |
+//! | bytes of an incomplete frame of a trunk | `net/trunk.rs` `rest` | 66,571 |
+//! | bytes on a trunk for a queue pair that has not read its own connection to the end | `net/tcp/seat.rs` `EARLY_MAX` | 4 KiB |
 //! | bytes in the socket buffers of the kernel | `tcp_rmem`, `tcp_wmem`, `tcp_mem` of Linux | per socket and in total |
 //! | lines of the log that peers cause | `log.rs` `LINES_PER_SECOND` | 20 a second |
 
