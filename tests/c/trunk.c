@@ -15,6 +15,7 @@
 /* Enough requests of each queue pair, one at a time, for the offer of a trunk. */
 #define ROUNDS 80
 #define LONG (1u << 20)
+#define AFTER_IT_MOVED 400u
 
 static const struct want usual = { .send_wr = 16, .recv_wr = 16, .sge = 1 };
 
@@ -144,6 +145,10 @@ static const char *move_many(struct many *m)
 	for (uint64_t end = now_ms() + WAIT_MS; sockets() < before + 2 && now_ms() < end;)
 		TRY(write_words(m, 0, 1));
 	ENSURE(sockets() == before + 2, "%d sockets before, %d after", before, sockets());
+	/* A trunk that no queue pair uses is closed after a second. */
+	for (uint64_t end = now_ms() + 1500; now_ms() < end;)
+		TRY(write_words(m, 0, 1));
+	ENSURE(sockets() == before + 2, "%d sockets before, %d after a while", before, sockets());
 	return NULL;
 }
 
@@ -318,7 +323,10 @@ static const char *connect_many(struct many *m, int out, int in, struct hello *t
 	return transfer(out, in, &mine, theirs);
 }
 
-/* The peer is killed while each queue pair has requests: all of them end, once each, and none succeeds after one of its queue pair has failed. */
+/*
+ * The peer is killed while each queue pair has requests. Each request ends exactly once, and after a request has failed, no later one of the same
+ * queue pair succeeds.
+ */
 static const char *killed_peer(size_t arg)
 {
 	static struct many m;
@@ -327,7 +335,7 @@ static const char *killed_peer(size_t arg)
 	bool failed[PAIRS] = { false };
 	struct hello theirs;
 	uint64_t until;
-	int to[2], from[2];
+	int to[2], from[2], before = 0;
 
 	ENSURE(!pipe(to) && !pipe(from), "pipe: %s", strerror(errno));
 	pid = fork();
@@ -357,7 +365,11 @@ static const char *killed_peer(size_t arg)
 				TRY(post(m.a[i].qp, &wr));
 			left += posted[i] - ended[i];
 		}
+		if (!before && done >= PAIRS)
+			before = sockets();
 		if (!killed && done >= (unsigned int)arg * PAIRS) {
+			if (arg >= AFTER_IT_MOVED)
+				ENSURE(sockets() == before + 1, "%d sockets before, %d after", before, sockets());
 			kill(pid, SIGKILL);
 			killed = true;
 		}
@@ -387,7 +399,7 @@ static const struct test tests[] = {
 	{ "again_and_again", again_and_again, 6, 0, true },
 	{ "peer_killed_before_it_moves", killed_peer, 8, 0, true },
 	{ "peer_killed_while_it_moves", killed_peer, 66, 0, true },
-	{ "peer_killed_after_it_moved", killed_peer, 400, 0, true },
+	{ "peer_killed_after_it_moved", killed_peer, AFTER_IT_MOVED, 0, true },
 };
 
 int main(int argc, char **argv)

@@ -12,9 +12,9 @@
 //! ```
 //!
 //! In shared memory each end sends its next FPDU at once, because the other end reads the memory only after the last
-//! message on the connection. A trunk has its own order, so an end sends nothing on it until it knows that the other end has
-//! read that message: the initiator waits for the Switch, and the responder for the first frame of the initiator. Only the last messages of
-//! a stream that ends meanwhile are sent earlier, and the other end keeps them until then.
+//! message on the connection. Data on a trunk may overtake data on the connection, so an end sends nothing on the trunk until it knows that the
+//! other end has read that last message: the initiator waits for the Switch, and the responder for the first frame of the initiator. If the
+//! stream ends in the meantime, its last messages are sent at once, and the other end keeps them until it has read the connection.
 //!
 //! The TCP connection stays open. When the connection closes, the stream ends. With shared memory, a byte that is sent on the
 //! connection wakes a peer that sleeps. FPDUs in shared memory have no CRC, since memory does not damage them. The engine
@@ -62,7 +62,7 @@ enum Seal {
     Open,
     /// The last FPDU of this end on the connection is framed. The next one waits until the engine has switched.
     Framed,
-    /// The engine sends by the trunk from now on, but the peer is not ready yet: only a stream that ends sends its last messages.
+    /// The engine sends by the trunk from now on, but the peer is not ready yet: nothing is sent except the last messages of a stream that is ending.
     Switched,
 }
 
@@ -206,7 +206,7 @@ impl HandoverState {
         self.set_offer_at();
     }
 
-    /// Makes no offer of this carrier on this stream, or none before that number of requests.
+    /// This stream no longer offers `carrier`. If `until` is given, it offers the carrier after that many requests.
     pub(super) fn decline(&mut self, carrier: Carrier, until: Option<u32>) {
         match carrier {
             Carrier::SharedMemory => self.after.shm = until,

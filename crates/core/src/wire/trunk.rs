@@ -5,8 +5,7 @@
 //! +---------+------+---------+---------+------------------+
 //! | channel | kind |   len   | CRC32C  |  len bytes ...   |
 //! +---------+------+---------+---------+------------------+
-//!  kind: 0 the next bytes of the channel's stream; 1 the end of the stream, whose 8 bytes count the bytes
-//!        that the sender has received on the trunk for the same queue pair
+//!  kind: 0 the next bytes of the channel's stream; 1 the end of the stream, of length 0
 //! ```
 //!
 //! The channel is the number that the receiving process has given its queue pair. The CRC covers the first 8 bytes: a damaged header
@@ -75,7 +74,7 @@ impl Header {
         let len = u32::from_be_bytes([0, l0, l1, l2]) as usize;
         let kind = match kind {
             0 if len <= MAX => Kind::Data,
-            1 if len == 8 => Kind::End,
+            1 if len == 0 => Kind::End,
             _ => return Err(PeerError::Control("an unknown frame of a trunk")),
         };
         Ok(Some(Self {
@@ -96,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_header_is_read_as_it_was_written() {
-        for (kind, len) in [(Kind::Data, 0), (Kind::Data, MAX), (Kind::End, 8)] {
+        for (kind, len) in [(Kind::Data, 0), (Kind::Data, MAX), (Kind::End, 0)] {
             let header = Header {
                 channel: 0x0102_0304,
                 kind,
@@ -126,8 +125,8 @@ mod tests {
         };
         assert!(parse(0, 1).is_ok());
         assert!(parse(0, MAX as u32 + 1).is_err());
-        assert!(parse(1, 7).is_err());
-        assert!(parse(1, 9).is_err());
-        assert!(parse(2, 8).is_err());
+        assert!(parse(1, 0).is_ok());
+        assert!(parse(1, 1).is_err());
+        assert!(parse(2, 0).is_err());
     }
 }

@@ -33,7 +33,7 @@ pub(super) const TRUNK: [u8; 4] = *b"aWT1";
 const BACKLOG: i32 = 512;
 /// Number of ports tried until one is free for both TCP and UDP.
 const TRIES: u32 = 64;
-/// Number of the last freed indexes that are not allocated again while other indexes are free. A peer of reliable datagrams remembers a
+/// How many of the most recently freed indexes are not allocated while other indexes are free. A peer of reliable datagrams remembers a
 /// queue pair for a minute, and its first request to a new queue pair with the same number fails. A late datagram for the earlier queue
 /// pair would be delivered to the new one.
 const RECENT: usize = 128;

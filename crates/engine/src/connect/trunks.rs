@@ -184,8 +184,7 @@ pub(crate) fn seek(
     });
     if let Err(e) = Startup::dial(engine, dialer, dial) {
         log!(Info, "cannot open a trunk to {}: {e}", process.address);
-        // The queue pairs stay on their connections, and a later offer tries again. The locks that the caller holds do not permit to tell them
-        // that now.
+        // The queue pairs stay on their connections, and a later offer tries again. They cannot be told now, because the caller holds locks.
         if let Some(group) = TRUNKS.get().lock().groups.get_mut(&process) {
             group.is_opening = false;
             group.retry_at = Some(clock::now() + RETRY_PAUSE);
@@ -194,7 +193,7 @@ pub(crate) fn seek(
     None
 }
 
-/// The trunk to a process of the peer's host that has this name at the other end.
+/// The trunk to the host `peer` that the other end calls `name`.
 pub(crate) fn find(peer: IpAddr, name: u32) -> Option<Arc<Trunk>> {
     let trunks = TRUNKS.get().lock();
     let mut live = trunks.live();

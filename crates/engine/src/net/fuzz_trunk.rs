@@ -23,7 +23,7 @@ impl Member for Nobody {
     fn receive_frame(&self, _: &Arc<Trunk>, _: u32, _: &[u8], _: Instant) -> bool {
         false
     }
-    fn receive_end(&self, _: &Arc<Trunk>, _: u32, _: u64, _: Instant) {}
+    fn receive_end(&self, _: &Arc<Trunk>, _: u32, _: Instant) {}
     fn trunk_has_room(&self, _: Instant) {}
     fn trunk_lost(&self, _: u32, _: Outcome, _: bool, _: Instant) {}
 }
@@ -226,7 +226,7 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
                     Arc::clone(&trunks.other)
                 };
                 if let Some(channel) = both.tcp.own_channel() {
-                    both.tcp.receive_end((&from, channel), u64::from(small));
+                    both.tcp.receive_end((&from, channel));
                 }
                 !both.tcp.has_ended_on_trunk()
             }

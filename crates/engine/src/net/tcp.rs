@@ -129,6 +129,8 @@ pub struct Tcp {
     seat: Option<Box<Seat>>,
     /// A message of the peer about a trunk, for the queue pair.
     trunk_message: Option<Handover>,
+    /// Whether the peer may have sent its last messages on a trunk that had ended, and nothing has arrived on this connection since.
+    may_lack_last: bool,
 }
 
 /// Counts a batch for which the socket or ring has no room.
@@ -197,6 +199,7 @@ impl Tcp {
             rx_shm: false,
             seat: None,
             trunk_message: None,
+            may_lack_last: false,
         }
     }
 
@@ -433,7 +436,7 @@ impl Tcp {
     /// a connection that is closed while it contains unread bytes, so if there was no reset, the peer has read
     /// everything. With shared memory, unread bytes may be wake-ups, and the positions in the memory are decisive.
     pub(crate) fn is_all_taken(&self, outcome: Outcome) -> bool {
-        if !self.is_drained() {
+        if !self.is_drained() || self.may_lack_last {
             return false;
         }
         if let Some(all_taken) = self.all_taken_on_trunk() {
@@ -613,7 +616,7 @@ impl Tcp {
                 match self.handle_handover(conn, filled, now) {
                     Handled::Switched => filled = 0,
                     Handled::Unchanged => {}
-                    Handled::OnTrunk => break,
+                    Handled::OnTrunk => return Outcome::Open,
                     Handled::Violation => {
                         outcome = Outcome::Broken(libc::EPROTO);
                         break;
@@ -644,6 +647,7 @@ impl Tcp {
                         conn.handle_carrier_ack(shm.done_by_them());
                     }
                     self.counts.rx_bytes += (user + own) as u64;
+                    self.may_lack_last = false;
                     if user > 0 {
                         conn.handle_direct(now, user as u64);
                     }
@@ -658,7 +662,8 @@ impl Tcp {
                         filled -= used;
                         match self.handle_handover(conn, filled, now) {
                             Handled::Switched => (filled, fresh) = (0, false),
-                            Handled::Unchanged | Handled::OnTrunk => break,
+                            Handled::OnTrunk => return Outcome::Open,
+                            Handled::Unchanged => break,
                             Handled::Violation => {
                                 outcome = Outcome::Broken(libc::EPROTO);
                                 break;
@@ -871,10 +876,15 @@ impl Tcp {
     fn all_sent(&mut self, engine: &Engine) -> Outcome {
         self.waiting = None;
         self.blocked = false;
-        if self.batch.room() > IDLE_TX_BUFFER {
+        self.return_room(engine);
+        Outcome::Open
+    }
+
+    /// Returns the large buffer of an empty batch.
+    fn return_room(&mut self, engine: &Engine) {
+        if self.batch.is_empty() && self.batch.room() > IDLE_TX_BUFFER {
             engine.return_tx_buffer(self.batch.take_room());
         }
-        Outcome::Open
     }
 
     fn transmit_batches(
@@ -896,14 +906,17 @@ impl Tcp {
                 // The next turn begins when the socket, or that of the trunk, is reported writable.
                 self.blocked = true;
                 self.wait_on_trunk();
+                self.return_room(engine);
                 return Outcome::Open;
             }
             if self.batch.is_empty() {
                 self.waiting = None;
                 // Messages wait in the send queue, not in a batch, whose memory each of many queue pairs would occupy.
-                if more && !conn.is_quiet() && !self.has_room_on_trunk(conn) {
+                let is_open = conn.end() == End::Open;
+                if more && is_open && !conn.is_quiet() && !self.has_room_on_trunk() {
                     self.counts.tx_full += 1;
                     self.blocked = true;
+                    self.return_room(engine);
                     return Outcome::Open;
                 }
                 let many = Waiting::many();

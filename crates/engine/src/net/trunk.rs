@@ -34,7 +34,7 @@ use crate::sys::socket::{set_option, unacknowledged};
 use crate::sys::thread::Uncancelled;
 use crate::sys::{Io, stream, thread};
 
-/// Added bytes that are sent at once, without waiting for those of other queue pairs.
+/// When this many bytes wait in the trunk's buffer, they are sent at once, without waiting for other queue pairs.
 const SEND_AT: usize = 128 << 10;
 /// Unsent bytes at which no more may be added.
 const PENDING_MAX: usize = 256 << 10;
@@ -44,27 +44,27 @@ const PENDING_MAX_ENDING: usize = 2 * PENDING_MAX;
 const RX_TURN_BYTES: usize = 1 << 20;
 /// How long received frames are handled before other sources have their turn.
 const TURN_TIME: Duration = Duration::from_micros(200);
-/// How long the rest of a frame is awaited, since its last bytes arrived, and in all.
+/// The longest wait for the rest of a frame: since bytes last arrived, and in total.
 const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
 const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// A batch of at least this number of bytes is sent without being copied.
 const UNCOPIED: usize = 32 << 10;
-/// Largest number of turns in which the rest is received after sending has failed.
+/// Largest number of turns for receiving what has already arrived, after sending has failed.
 const LAST_TURNS: usize = 256;
 /// How long the end that opened a trunk keeps it without queue pairs.
 const IDLE: Duration = Duration::from_secs(1);
 /// How long the other end keeps it. It is longer, so that the end that opened the trunk decides.
 const IDLE_ACCEPTED: Duration = Duration::from_secs(30);
 
-/// The bit of the name of a trunk's end that has opened it.
+/// The bit that is set in the name of the end that opened the trunk.
 pub(crate) const OPENED: u32 = 1;
 
 /// A queue pair whose stream a trunk carries.
 pub(crate) trait Member: Send + Sync {
     /// Bytes of the stream have arrived. Returns whether they have completed the last posted request.
     fn receive_frame(&self, trunk: &Arc<Trunk>, channel: u32, bytes: &[u8], now: Instant) -> bool;
-    /// The peer's queue pair has left the trunk, after it has received `taken` bytes of this one.
-    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant);
+    /// The peer's queue pair has left the trunk.
+    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, now: Instant);
     /// The trunk has room again.
     fn trunk_has_room(&self, now: Instant);
     /// The trunk has ended. `all_taken`: the peer's host has acknowledged all bytes.
@@ -75,8 +75,8 @@ pub(crate) trait Member: Send + Sync {
 static ALL: PerProcess<Mutex<Vec<Weak<Trunk>>>> =
     PerProcess::new(|| Mutex::new(Rank::OpenTrunks, Vec::new()));
 
-/// Exit handler: waits until the peers have acknowledged what the queue pairs that have left had sent, as for connections of their own
-/// ([`drain`]).
+/// Exit handler: waits until the peers have acknowledged everything sent by queue pairs that have left, as is done for a queue pair's own
+/// connection ([`drain`]).
 extern "C" fn at_exit() {
     drain::wait_at_exit(|| {
         // A signal handler may call `exit` while its thread holds the lock.
@@ -102,7 +102,7 @@ static OFFERED: PerProcess<Mutex<HashMap<u32, Offered>>> =
 /// A process that accepts trunks, as seen from a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Process {
-    /// The local address. A process that has several addresses would not accept a queue pair whose connection uses another one.
+    /// The local address of the queue pair's connection. The peer accepts the queue pair only on a trunk from the same address.
     pub(crate) local: IpAddr,
     /// The address and port at which the process accepts trunks.
     pub(crate) address: SocketAddr,
@@ -110,7 +110,7 @@ pub(crate) struct Process {
     pub(crate) token: u32,
 }
 
-/// The channel of a frame for no queue pair. The end that opened a trunk begins with one.
+/// The channel of a frame for no queue pair. The end that opened a trunk sends such a frame first.
 const NO_CHANNEL: u32 = 0;
 
 /// A number for a queue pair of this process on a trunk. Other peers must not be able to guess it.
@@ -147,12 +147,12 @@ struct Sending {
     blocked: bool,
     /// Whether readiness events for writing are on.
     watched: bool,
-    /// Whether the trunk is in the list of this thread's [`together`].
+    /// Whether a thread will send the bytes at the end of its call of [`together`].
     is_added: bool,
     /// Queue pairs that wait for room, in the order in which they may send.
     waiting: VecDeque<u32>,
-    /// The queue pair that has waited and may send now.
-    turn: Option<u32>,
+    /// The queue pairs that have waited and may send now, one for each thread in [`Trunk::handle_writable`].
+    turns: SmallVec<[u32; 2]>,
     /// The error with which sending has failed.
     failed: Option<i32>,
     total: u64,
@@ -236,7 +236,7 @@ impl Trunk {
         received: Vec<u8>,
         on_first_use: fn(&Arc<Self>),
     ) -> std::io::Result<Arc<Self>> {
-        // As at other connections, there are cancellation points.
+        // The calls below are cancellation points, at which the program's thread must not be cancelled.
         let _inside = Uncancelled::new();
         let congestion = Congestion::settle(fd.get());
         let trunk = Arc::new_cyclic(|me| Self {
@@ -264,7 +264,7 @@ impl Trunk {
                     watched: false,
                     is_added: false,
                     waiting: VecDeque::new(),
-                    turn: None,
+                    turns: SmallVec::new(),
                     failed: None,
                     total: 0,
                     congestion,
@@ -302,7 +302,7 @@ impl Trunk {
         engine.subscribe(listener);
         engine.deadline(token, clock::now() + trunk.idle());
         if opened_here {
-            trunk.send_frame(NO_CHANNEL, Kind::Data, &[]);
+            trunk.send_frame(NO_CHANNEL, Kind::Data);
             trunk.flush();
         }
         Ok(trunk)
@@ -388,7 +388,7 @@ impl Trunk {
             let seated = members.by_channel.get(&channel);
             seated.map(|seated| Weak::clone(&seated.member))
         };
-        // The peer may have left its TCP connection before this end has read that.
+        // The peer may already send on the trunk before this end has read the peer's last message on the queue pair's own connection.
         let known = known.or_else(|| {
             let offered = OFFERED.get().lock();
             let (member, peer) = offered.get(&channel)?;
@@ -411,12 +411,12 @@ impl Trunk {
         }
     }
 
-    /// Sets how long TCP waits for the peer's host to acknowledge data: as long as the queue pair permits that permits most.
+    /// Sets how long TCP waits for the peer's host to acknowledge data: the longest time that any of the queue pairs permits.
     fn set_user_timeout(&self, members: &Members) {
         let silences = members.by_channel.values().map(|seated| seated.silence);
         let most = silences.max().unwrap_or(0);
         if self.silence.swap(most, Ordering::Relaxed) != most {
-            // 0 is the time of the system.
+            // 0 selects the default of the system.
             let value = if most == i32::MAX { 0 } else { most };
             let level = libc::IPPROTO_TCP;
             set_option(self.fd.get(), level, libc::TCP_USER_TIMEOUT, value);
@@ -425,15 +425,14 @@ impl Trunk {
 
     // ------------------------------------------------------------------ sending
 
-    /// Whether a queue pair may add bytes now. If not, it is told when it may. `ends`: the stream is ending, and its last messages may exceed the
-    /// limit.
-    pub(crate) fn has_room(&self, own: u32, ends: bool) -> bool {
-        self.may_add(&mut self.sending.lock(), own, ends)
+    /// Whether a queue pair may add bytes now. If not, it is told when it may.
+    pub(crate) fn has_room(&self, own: u32) -> bool {
+        self.may_add(&mut self.sending.lock(), own, false)
     }
 
     fn may_add(&self, sending: &mut Sending, own: u32, ends: bool) -> bool {
         if sending.failed.is_some() {
-            // `trunk_lost` follows, when what has arrived is received.
+            // `trunk_lost` is called later, after everything that has arrived has been received.
             return false;
         }
         if sending.pending() >= SEND_AT {
@@ -445,7 +444,7 @@ impl Trunk {
             PENDING_MAX
         };
         // A queue pair must not overtake those that wait already.
-        let must_wait = !sending.waiting.is_empty() && sending.turn != Some(own) && !ends;
+        let must_wait = !sending.waiting.is_empty() && !sending.turns.contains(&own) && !ends;
         let may = sending.pending() < most && !must_wait;
         if !may && !sending.waiting.contains(&own) {
             sending.waiting.push_back(own);
@@ -532,17 +531,16 @@ impl Trunk {
         self.write(sending);
     }
 
-    /// Adds a frame of control: an empty one, or the end of the stream.
-    pub(crate) fn send_frame(&self, channel: u32, kind: Kind, body: &[u8]) {
+    /// Adds a frame without bytes.
+    pub(crate) fn send_frame(&self, channel: u32, kind: Kind) {
         let mut sending = self.sending.lock();
         if sending.failed.is_none() {
             let header = Header {
                 channel,
                 kind,
-                len: body.len(),
+                len: 0,
             };
             sending.bytes.extend_from_slice(&header.emit());
-            sending.bytes.extend_from_slice(body);
         }
     }
 
@@ -592,8 +590,8 @@ impl Trunk {
         self.watch_room(sending);
     }
 
-    /// Watches the socket for being writable while bytes or queue pairs wait. A queue pair may wait although the socket is not full any more:
-    /// it may not overtake others, and their turn comes with the event.
+    /// Watches the socket for being writable while bytes or queue pairs wait. A queue pair can wait even when the socket is not full, because it
+    /// must not overtake others; the event that the socket is writable gives each its turn.
     fn watch_room(&self, sending: &mut Sending) {
         let watched = sending.blocked || !sending.waiting.is_empty();
         if watched != sending.watched {
@@ -602,7 +600,7 @@ impl Trunk {
         }
     }
 
-    /// Records that sending has failed. The queue pairs are told without the locks that are held here.
+    /// Records that sending has failed. [`Source::timeout`] tells the queue pairs, because the locks that are held here must not be held then.
     #[cold]
     fn failed(&self, sending: &mut Sending, errno: i32) {
         sending.failed = Some(errno);
@@ -619,6 +617,7 @@ impl Trunk {
 
     /// Continues after the socket was full.
     fn handle_writable(&self, now: Instant) {
+        let begin = clock::now();
         together(|| {
             loop {
                 let next = {
@@ -627,22 +626,23 @@ impl Trunk {
                         self.write(&mut sending);
                     }
                     let is_full = sending.blocked && sending.pending() >= PENDING_MAX / 2;
-                    sending.turn = if is_full {
+                    let next = if is_full {
                         None
                     } else {
                         sending.waiting.pop_front()
                     };
+                    sending.turns.extend(next);
                     self.watch_room(&mut sending);
-                    sending.turn
+                    next
                 };
                 let Some(channel) = next else { return };
                 // A queue pair that finds no room waits again, behind the others.
                 if let Some(member) = self.member(channel) {
                     member.trunk_has_room(now);
                 }
-                if clock::now().saturating_duration_since(now) > TURN_TIME {
+                self.sending.lock().turns.retain(|own| *own != channel);
+                if begin.elapsed() > TURN_TIME {
                     // The socket is reported as writable again for those that still wait.
-                    self.sending.lock().turn = None;
                     return;
                 }
             }
@@ -738,8 +738,8 @@ impl Trunk {
         (received > 0, outcome)
     }
 
-    /// Receives the rest of the frame at the front of `buffer`, of which `filled` bytes have arrived, if it arrives soon. The reason is that of
-    /// `RcQp::receive_rest`. Returns how many bytes are left, and whether the trunk has ended.
+    /// Receives the rest of the frame at the front of `buffer`, of which `filled` bytes have arrived, if it arrives soon. `RcQp::receive_rest`
+    /// explains why this waits. Returns how many bytes are left, and whether the trunk has ended.
     #[cold]
     fn receive_rest(self: &Arc<Self>, buffer: &mut [u8], mut filled: usize) -> (usize, Outcome) {
         let begin = clock::now();
@@ -803,10 +803,7 @@ impl Trunk {
                 Kind::Data => {
                     *completed |= member.receive_frame(self, header.channel, body, now);
                 }
-                Kind::End => {
-                    let taken = body.try_into().map_or(0, u64::from_be_bytes);
-                    member.receive_end(self, header.channel, taken, now);
-                }
+                Kind::End => member.receive_end(self, header.channel, now),
             }
         }
     }
@@ -852,7 +849,8 @@ impl Trunk {
     }
 }
 
-/// Appends frames with the bytes of `batch` from `skip` on. Returns their number; `None` if user memory is no longer registered.
+/// Appends frames with the bytes of `batch` from `skip` on. Returns the number of these bytes, without headers; `None` if user memory is no longer
+/// registered.
 fn append(
     engine: &Engine,
     channel: u32,
@@ -935,7 +933,7 @@ impl Source for Trunk {
             (sending.failed, sending.pending())
         };
         if let Some(errno) = failed {
-            // What arrived before sending has failed is received first. The peer may go on sending.
+            // First, what arrived before sending failed is received. The number of turns is limited, because the peer may go on sending.
             for _ in 0..LAST_TURNS {
                 if !self.receive(now) {
                     break;

@@ -93,7 +93,7 @@ impl RcQp {
         }
     }
 
-    /// Receives what has arrived on the trunk, before the stream is closed. The lock of the queue pair must not be held.
+    /// Called before the stream is closed: receives what has arrived on the trunk. The lock of the queue pair must not be held.
     pub(super) fn receive_from_trunk(&self, now: Instant) {
         let trunk = self.lock().tcp.as_ref().and_then(|tcp| tcp.trunk());
         if let Some(trunk) = trunk {
@@ -101,7 +101,7 @@ impl RcQp {
         }
     }
 
-    /// Notices that the peer has closed the own connection: the stream ends when the peer has left the trunk.
+    /// If the peer has closed the queue pair's own TCP connection, starts the timer within which the peer must leave the trunk.
     fn check_own_connection(&self, inner: &mut Inner, now: Instant) {
         let Some(tcp) = inner.tcp.as_ref().filter(|tcp| tcp.awaits_end()) else {
             return;
@@ -142,10 +142,10 @@ impl Member for RcQp {
         })
     }
 
-    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, taken: u64, now: Instant) {
+    fn receive_end(&self, trunk: &Arc<Trunk>, channel: u32, now: Instant) {
         self.with(|inner| {
             let Some(tcp) = &mut inner.tcp else { return };
-            tcp.receive_end((trunk, channel), taken);
+            tcp.receive_end((trunk, channel));
             self.progress(inner, now, Receive::Nothing, false);
         });
     }

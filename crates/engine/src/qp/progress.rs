@@ -292,7 +292,10 @@ impl RcQp {
         }
         let ended = outcome != Outcome::Open;
         let done = match inner.conn.end() {
-            End::Closing => inner.tcp.as_ref().is_some_and(Tcp::is_drained),
+            End::Closing => {
+                let tcp = inner.tcp.as_ref();
+                tcp.is_some_and(|tcp| tcp.is_drained() && !tcp.blocked)
+            }
             End::Dead => inner.conn.is_attached() || ended,
             End::Open => false,
         };

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anywarp_core::bounds;
 use anywarp_core::connection::{First, OfferAfter, Peer, StreamConfig};
+use anywarp_core::llp::mpa::frame::TxBatch;
 use anywarp_core::verbs::access::Access;
 use anywarp_core::verbs::cq::Cq;
 use anywarp_core::verbs::mr::Registration;
@@ -36,6 +37,7 @@ use crate::net::shm;
 use crate::net::tcp::Tcp;
 use crate::net::tcp::tests::{fill, shared};
 use crate::net::trunk::{Member, Trunk};
+use crate::sys::Io;
 
 /// Bytes of an FPDU without payload.
 const FPDU: usize = 24;
@@ -726,4 +728,100 @@ fn what_arrived_on_a_trunk_before_a_send_failed_is_received() {
     });
     let got = [next(&end.sends), next(&end.sends)];
     assert_eq!(got, [(1, Status::Success), (2, Status::RetryExceeded)]);
+}
+
+/// The peer has left after it had accepted a trunk that had ended. Its last messages are lost, and what it has not acknowledged does not count
+/// as executed, although its kernel has taken it.
+#[test]
+fn requests_to_a_peer_that_has_left_on_an_ended_trunk_fail() {
+    let (ours, mut peer) = sockets();
+    let end = on_connection(false, ours);
+    end.qp.with(|inner| {
+        let member: Weak<dyn Member> = Arc::downgrade(&end.qp) as _;
+        let Inner { tcp, conn, .. } = inner;
+        tcp.as_mut().unwrap().offer_trunk(conn, (1, 9), member);
+        end.qp
+            .progress(inner, clock::now(), Receive::Nothing, false);
+    });
+    end.post_send(1);
+    // The offer and the Send are read and thrown away.
+    peer.read_exact(&mut [0; 2 * FPDU]).unwrap();
+    let take = Control::Handover(Handover::TakeTrunk {
+        trunk: 1234,
+        channel: 5,
+    });
+    peer.write_all(&fpdu(&take.header())).unwrap();
+    // The refusal.
+    peer.read_exact(&mut [0; FPDU]).unwrap();
+    drop(peer);
+    assert_eq!(next(&end.sends), (1, Status::RetryExceeded));
+}
+
+/// A queue pair whose stream is on the trunk, and its number there.
+fn on_trunk(trunk: &Arc<Trunk>, after: impl FnOnce(&End)) -> (End, TcpStream, u32) {
+    let (end, mut peer) = taking(trunk, after);
+    let mut messages = Vec::new();
+    while messages.len() < 2 * FPDU || messages[messages.len() - FPDU + 7] != 5 {
+        let mut message = [0; FPDU];
+        peer.read_exact(&mut message).unwrap();
+        messages.extend(message);
+    }
+    let channel = messages.last_chunk::<8>().unwrap();
+    let channel = u32::from_be_bytes(*channel.first_chunk().unwrap());
+    (end, peer, channel)
+}
+
+/// One frame of the trunk.
+fn trunk_frame(channel: u32, kind: trunk::Kind, body: &[u8]) -> Vec<u8> {
+    let header = trunk::Header {
+        channel,
+        kind,
+        len: body.len(),
+    };
+    [&header.emit(), body].concat()
+}
+
+/// The peer answers, leaves and ends. Its last messages on the trunk, and the end of the trunk, arrive before the answer.
+#[test]
+fn last_messages_on_a_trunk_that_has_ended_are_handled_after_the_answer() {
+    let (trunk, mut trunk_peer) = trunk_from(2, [127, 0, 0, 1]);
+    let (end, mut peer, channel) = on_trunk(&trunk, |end| end.post_send(1));
+    let mut last = fpdu(&Control::Ack { seq: 1 }.header());
+    last.extend(fpdu(&Control::Bye.header()));
+    let mut frames = trunk_frame(channel, trunk::Kind::Data, &last);
+    frames.extend(trunk_frame(channel, trunk::Kind::End, &[]));
+    trunk_peer.write_all(&frames).unwrap();
+    drop(trunk_peer);
+    wait_for("the end of the trunk", || !trunk.is_open());
+    let switch = Control::Handover(Handover::Switch);
+    peer.write_all(&fpdu(&switch.header())).unwrap();
+    assert_eq!(next(&end.sends), (1, Status::Success));
+}
+
+/// The last messages of a queue pair that disconnects wait until the trunk has room.
+#[test]
+fn a_queue_pair_that_ends_on_a_full_trunk_sends_its_last_messages() {
+    let (trunk, mut trunk_peer) = trunk_from(2, [127, 0, 0, 1]);
+    let (end, mut peer, _) = on_trunk(&trunk, |_| ());
+    let switch = Control::Handover(Handover::Switch);
+    peer.write_all(&fpdu(&switch.header())).unwrap();
+    wait_for("the switch", || {
+        let inner = end.qp.lock();
+        inner.tcp.as_ref().is_some_and(|tcp| tcp.is_on_trunk().1)
+    });
+    let mut batch = TxBatch::default();
+    batch.push_raw(&vec![0; 400_000]);
+    let fill = || trunk.send(engine().unwrap(), (1, 1), &batch, 0, false);
+    while matches!(fill(), Io::Done(_)) {}
+    end.qp.disconnect();
+    trunk_peer.set_read_timeout(Some(WAIT)).unwrap();
+    let bye = fpdu(&Control::Bye.header());
+    let last = trunk_frame(77, trunk::Kind::Data, &bye);
+    let (mut tail, mut room) = (Vec::<u8>::new(), vec![0; 1 << 16]);
+    while !tail.windows(last.len()).any(|bytes| bytes == last) {
+        let n = trunk_peer.read(&mut room).unwrap();
+        assert!(n > 0, "the trunk has ended");
+        tail.drain(..tail.len().saturating_sub(last.len()));
+        tail.extend(&room[..n]);
+    }
 }

@@ -15,7 +15,7 @@ pub(super) enum Timer {
     Close,
     /// Tries once more to wake the peer that shares memory.
     Wake,
-    /// Ends a stream on a trunk whose own connection the peer has closed, although the peer has not left the trunk.
+    /// Ends the stream of a queue pair on a trunk, when the peer has closed the queue pair's own connection but has not left the trunk.
     OwnClosed,
     /// Ends an injected delay, during which nothing is sent.
     Delay,

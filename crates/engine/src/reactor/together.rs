@@ -1,4 +1,5 @@
-//! Sending together: what several queue pairs send through one socket while a thread handles them is passed to the kernel at the end.
+//! Sending together: while a thread handles several queue pairs that share a socket, their bytes are collected, and passed to the kernel when all
+//! are handled.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -102,7 +103,7 @@ mod tests {
         let sender: Arc<dyn SharedSender> = Arc::new(Counted(AtomicUsize::new(0)));
         std::thread::spawn(move || {
             END.set(Some(AtEnd(Arc::clone(&sender))));
-            // The list is destroyed before.
+            // This creates the list after `END`, so it is destroyed before `END`.
             together(|| added(&sender));
         })
         .join()

@@ -119,8 +119,8 @@ impl Tcp {
         socket::peer_addr(&self.fd).map(|peer| peer.ip())
     }
 
-    /// Handles that the peer has accepted the offer: its next bytes arrive on the trunk with this name at the peer. `trunk`: that trunk; `None` if
-    /// it has ended meanwhile. Returns false if the peer has broken a rule.
+    /// Handles that the peer has accepted the offer: its next bytes arrive on the trunk that the peer calls `name`. `trunk`: that trunk, or `None` if
+    /// it has ended. Returns false if the peer has broken a rule.
     pub(crate) fn trunk_taken(
         &mut self,
         conn: &mut Connection,
@@ -138,11 +138,12 @@ impl Tcp {
         conn.resume_rx();
         let joined = trunk.filter(|trunk| seat.own.is_some_and(|own| trunk.join_offered(own)));
         let has_ended = joined.is_none();
-        // The peer's process may have ended after it had sent its last messages on the trunk.
+        // The trunk may have ended because the peer's process has ended after its last messages, which were kept as early bytes.
         let known = seat.early_from.clone();
         let joined = joined.or_else(|| known.filter(|trunk| trunk.name_at_peer() == name));
         let Some(trunk) = joined else {
             self.seat = None;
+            self.may_lack_last = true;
             conn.send_handover(Handover::Refuse);
             return true;
         };
@@ -182,7 +183,7 @@ impl Tcp {
         conn.resume_rx();
         conn.resume_tx();
         // The first frame tells the peer that it may send.
-        trunk.send_frame(peer, Kind::Data, &[]);
+        trunk.send_frame(peer, Kind::Data);
         trunk.flush();
         self.handle_early(conn, now)
     }
@@ -191,6 +192,8 @@ impl Tcp {
     pub(super) fn trunk_refused(&mut self, conn: &mut Connection) {
         if self.seat.take().is_some() {
             conn.resume_tx();
+            // The stream may have waited for room on the trunk.
+            self.blocked = false;
         }
     }
 
@@ -231,9 +234,6 @@ impl Tcp {
     }
 
     fn handle_bytes(&mut self, conn: &mut Connection, bytes: &[u8], now: Instant) {
-        if let Some(seat) = &mut self.seat {
-            seat.received += bytes.len() as u64;
-        }
         self.counts.rx_bytes += bytes.len() as u64;
         if self.rest.is_empty() {
             let used = conn.handle_rx(now, bytes);
@@ -253,34 +253,35 @@ impl Tcp {
         let Some(seat) = &mut self.seat else {
             return true;
         };
-        let (bytes, end) = (std::mem::take(&mut seat.early), seat.early_end.take());
+        let (bytes, ended) = (std::mem::take(&mut seat.early), seat.early_end);
         let from = seat.early_from.take();
-        let Some(from) = from.filter(|from| seat.is_on(from)) else {
+        if !from.is_some_and(|from| seat.is_on(&from)) {
             return true;
-        };
+        }
         if seat.early_overflow {
             return false;
         }
         if !bytes.is_empty() {
             self.handle_bytes(conn, &bytes, now);
         }
-        if let (Some(taken), Some(own)) = (end, self.seat.as_ref().and_then(|s| s.own)) {
-            self.receive_end((&from, own), taken);
+        if ended && let Some(seat) = &mut self.seat {
+            seat.ended.get_or_insert(false);
         }
         true
     }
 
-    /// Handles that the peer has left the trunk.
-    pub(crate) fn receive_end(&mut self, from: (&Arc<Trunk>, u32), taken: u64) {
+    /// Handles that the peer has left the trunk. A peer that leaves has acknowledged what it has executed, so requests without an
+    /// acknowledgement do not count as taken.
+    pub(crate) fn receive_end(&mut self, from: (&Arc<Trunk>, u32)) {
         let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(from.1)) else {
             return;
         };
         if !seat.rx {
             if seat.may_keep_early(from.0) {
-                seat.early_end = Some(taken);
+                seat.early_end = true;
             }
         } else if seat.is_on(from.0) {
-            seat.ended = Some(seat.confirmed && taken == seat.sent);
+            seat.ended = Some(false);
         }
     }
 
@@ -291,7 +292,8 @@ impl Tcp {
             return false;
         };
         if !seat.rx && outcome != Outcome::Broken(libc::ETIMEDOUT) {
-            seat.gone = true;
+            // If the peer has left already, it has answered before.
+            seat.gone = !seat.early_end;
             return false;
         }
         seat.ended = Some(seat.confirmed && all_taken);
@@ -335,7 +337,7 @@ impl Tcp {
 
     /// Whether the peer has received all bytes, after the stream has ended. `None` if it is not on a trunk.
     pub(super) fn all_taken_on_trunk(&self) -> Option<bool> {
-        let seat = self.seat.as_ref().filter(|seat| seat.tx)?;
+        let seat = self.seat.as_ref().filter(|seat| seat.tx || seat.rx)?;
         Some(seat.ended == Some(true))
     }
 
@@ -397,24 +399,20 @@ impl Tcp {
     /// Adds the rest of the batch to what is sent on the trunk. `None` if the stream to the peer is not on one.
     #[inline]
     pub(super) fn send_on_trunk(&mut self, engine: &Engine, conn: &Connection) -> Option<Io> {
-        let seat = self.seat.as_mut().filter(|seat| seat.tx)?;
+        let seat = self.seat.as_ref().filter(|seat| seat.tx)?;
         let (Some(trunk), Some(own), Some(peer)) = (&seat.trunk, seat.own, seat.peer) else {
             return None;
         };
         let ends = conn.end() != End::Open;
-        let sent = trunk.send(engine, (own, peer), &self.batch, self.sent, ends);
-        if let Io::Done(n) = sent {
-            seat.sent += n as u64;
-        }
-        Some(sent)
+        Some(trunk.send(engine, (own, peer), &self.batch, self.sent, ends))
     }
 
     /// Whether the trunk has room. If not, this end is told when it has. True if the stream is not on a trunk.
     #[inline]
-    pub(super) fn has_room_on_trunk(&self, conn: &Connection) -> bool {
+    pub(super) fn has_room_on_trunk(&self) -> bool {
         let seat = self.seat.as_ref().filter(|seat| seat.tx);
         let on = seat.and_then(|seat| Some((seat.trunk.as_ref()?, seat.own?)));
-        on.is_none_or(|(trunk, own)| trunk.has_room(own, conn.end() != End::Open))
+        on.is_none_or(|(trunk, own)| trunk.has_room(own))
     }
 
     /// Lets the other queue pairs of the trunk send before this one goes on. Does nothing if the stream is not on a trunk.

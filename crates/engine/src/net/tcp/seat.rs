@@ -1,4 +1,4 @@
-//! The place of a queue pair on a trunk.
+//! The place of a queue pair on a trunk. The queue pair's own TCP connection is called the *own connection*.
 
 use std::sync::Arc;
 
@@ -27,22 +27,20 @@ pub(super) struct Seat {
     /// Bytes of the peer that arrived early, and the trunk that they arrived on.
     pub(super) early: Vec<u8>,
     pub(super) early_from: Option<Arc<Trunk>>,
-    /// Whether more than [`EARLY_MAX`] bytes arrived early. Only when the peer has named its trunk, this is known to be its error.
+    /// Whether more than [`EARLY_MAX`] bytes arrived early. This counts as the peer's error only once the peer has named the trunk: until then the
+    /// bytes may be those of another process.
     pub(super) early_overflow: bool,
-    /// The peer has ended its stream early, after it has received this number of bytes.
-    pub(super) early_end: Option<u64>,
-    /// Bytes that were sent, and received.
-    pub(super) sent: u64,
-    pub(super) received: u64,
+    /// Whether the peer has ended its stream early.
+    pub(super) early_end: bool,
     /// Set when the stream has ended: whether the peer has received all bytes of this end.
     pub(super) ended: Option<bool>,
     /// Whether the peer has read everything that this end has sent on the own connection.
     pub(super) confirmed: bool,
-    /// Whether the trunk has ended before the peer has answered. The peer refuses it then.
+    /// Whether the trunk has ended before the peer has answered the TakeTrunk of this end. The peer will refuse it.
     pub(super) gone: bool,
     /// Whether the peer has closed the own connection.
     pub(super) closed: bool,
-    /// Bytes that the trunk had received when this was last checked, and how often it was.
+    /// At the last check whether the trunk still receives: the bytes that it had received, and the number of checks.
     pub(super) checked: (u64, u32),
 }
 
@@ -58,9 +56,7 @@ impl Seat {
             early: Vec::new(),
             early_from: None,
             early_overflow: false,
-            early_end: None,
-            sent: 0,
-            received: 0,
+            early_end: false,
             ended: None,
             confirmed: false,
             gone: false,
@@ -82,7 +78,7 @@ impl Seat {
             Some(from) if from.is_open() => false,
             _ => {
                 self.early.clear();
-                (self.early_end, self.early_overflow) = (None, false);
+                (self.early_end, self.early_overflow) = (false, false);
                 self.early_from = Some(Arc::clone(trunk));
                 true
             }
@@ -111,7 +107,7 @@ impl Drop for Seat {
         if let Some(peer) = self.peer
             && self.tx
         {
-            trunk.send_frame(peer, Kind::End, &self.received.to_be_bytes());
+            trunk.send_frame(peer, Kind::End);
             trunk.flush();
         }
     }
