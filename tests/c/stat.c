@@ -52,21 +52,38 @@ static char *ask(pid_t pid, bool *connected)
 	return text;
 }
 
-/* The number after `name` in the line of a queue pair, or -1. */
-static long long number(const char *text, uint32_t qpn, const char *name)
+/* The text after `name` in the line of a queue pair, or NULL. */
+static const char *value(const char *text, uint32_t qpn, const char *name)
 {
-	char qp[16], word[40], line[2048];
+	static char line[2048];
+	char qp[16], word[40];
 	const char *at, *end;
 
 	snprintf(qp, sizeof qp, " 0x%06x ", qpn);
 	snprintf(word, sizeof word, " %s=", name);
 	at = strstr(text, qp);
 	if (!at)
-		return -1;
+		return NULL;
 	end = strchr(at, '\n');
 	snprintf(line, sizeof line, "%.*s", end ? (int)(end - at) : 2000, at);
 	at = strstr(line, word);
-	return at ? atoll(at + strlen(word)) : -1;
+	return at ? at + strlen(word) : NULL;
+}
+
+/* The number after `name` in the line of a queue pair, or -1. */
+static long long number(const char *text, uint32_t qpn, const char *name)
+{
+	const char *at = value(text, qpn, name);
+
+	return at ? atoll(at) : -1;
+}
+
+/* Whether this carrier has the stream of a queue pair. */
+static bool is_carried(const char *text, uint32_t qpn, const char *carrier)
+{
+	const char *at = value(text, qpn, "carrier");
+
+	return at && !strncmp(at, carrier, strlen(carrier));
 }
 
 static const char *exchange(enum ibv_qp_type type, struct pair *p)
@@ -254,10 +271,10 @@ static const char *corking(size_t polling)
 }
 
 /*
- * One end only receives and stays in RTR. The stream still changes to shared memory, whichever end dialed. The queue
+ * One end only receives and stays in RTR. The stream still changes to shared memory, or to a trunk, whichever end dialed. The queue
  * pair numbers determine which end dials.
  */
-static const char *memory(size_t passive)
+static const char *carrier(const char *name, size_t passive)
 {
 	struct want want = { .type = IBV_QPT_RC };
 	struct end *from, *to;
@@ -267,7 +284,8 @@ static const char *memory(size_t passive)
 	char *text;
 
 	setenv("ANYWARP_STAT", "1", 1);
-	setenv("ANYWARP_CARRIER", "eager", 1);
+	setenv("ANYWARP_TRUNK", "eager", 1);
+	setenv("ANYWARP_CARRIER", strcmp(name, "memory") ? "tcp" : "eager", 1);
 	TRY(open_device());
 	TRY(open_end(&p.a, &want));
 	TRY(open_end(&p.b, &want));
@@ -293,8 +311,38 @@ static const char *memory(size_t passive)
 	}
 	text = ask(getpid(), &connected);
 	ENSURE(text, "no answer to the query");
-	ENSURE(number(text, from->qp->qp_num, "memory") == 1, "not in shared memory: %s", text);
-	ENSURE(number(text, to->qp->qp_num, "memory") == 1, "not in shared memory: %s", text);
+	ENSURE(is_carried(text, from->qp->qp_num, name), "the carrier is not %s: %s", name, text);
+	ENSURE(is_carried(text, to->qp->qp_num, name), "the carrier is not %s: %s", name, text);
+	return NULL;
+}
+
+static const char *memory(size_t passive) { return carrier("memory", passive); }
+
+static const char *trunk(size_t passive) { return carrier("trunk", passive); }
+
+/* Without settings for the carrier, and with one pair of queue pairs, the stream stays on TCP while it has few requests. */
+static const char *tcp(size_t arg)
+{
+	struct want want = { .type = IBV_QPT_RC };
+	struct ibv_sge sge;
+	struct ibv_send_wr wr;
+	struct region r;
+	struct pair p;
+	bool connected;
+	char *text;
+
+	(void)arg;
+	setenv("ANYWARP_STAT", "1", 1);
+	TRY(open_pair(&p, &want));
+	TRY(new_region(&r, p.a.pd, LENGTH, IBV_ACCESS_LOCAL_WRITE));
+	sge = sge_of(&r, 0, 0);
+	wr = send_wr(1, IBV_WR_SEND, &sge, 0);
+	TRY(post_recv(p.b.qp, 1, NULL, 0));
+	TRY(post(p.a.qp, &wr));
+	TRY(expect_ok(p.a.scq, 1, IBV_WC_SEND, NULL));
+	text = ask(getpid(), &connected);
+	ENSURE(text, "no answer to the query");
+	ENSURE(is_carried(text, p.a.qp->qp_num, "tcp"), "the carrier is not tcp: %s", text);
 	return NULL;
 }
 
@@ -414,6 +462,9 @@ static const struct test tests[] = {
 	{ "corking_with_polls", corking, 1, 0, true },
 	{ "memory", memory, 0, 0, true },
 	{ "memory_other_way", memory, 1, 0, true },
+	{ "trunk", trunk, 0, 0, true },
+	{ "trunk_other_way", trunk, 1, 0, true },
+	{ "tcp", tcp, 0, 0, true },
 	{ "corking_across_qps", corking_across_qps, 0, 0, true },
 	{ "disabled_by_default", disabled_by_default, 0, 0, true },
 	{ "another_user_refused", another_user_refused, 0, 0, true },
