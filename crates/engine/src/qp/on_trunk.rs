@@ -21,9 +21,16 @@ impl RcQp {
         self.me.clone()
     }
 
+    /// Whether queue pairs of this process gain from sharing a connection. They do not if several threads poll: on connections of their own, their
+    /// system calls run at the same time.
+    fn may_share(&self, inner: &Inner, now: Instant) -> bool {
+        let are_apart = !trunks::are_eager() && self.engine.has_several_pollers(now);
+        inner.traffic_class == 0 && !are_apart
+    }
+
     /// Offers the peer a trunk, if this process has enough connections, and this one would gain from it.
-    pub(super) fn offer_trunk(&self, inner: &mut Inner) {
-        let offer = trunks::to_offer().filter(|_| inner.traffic_class == 0);
+    pub(super) fn offer_trunk(&self, inner: &mut Inner, now: Instant) {
+        let offer = trunks::to_offer().filter(|_| self.may_share(inner, now));
         match (offer, &mut inner.tcp) {
             (Some(offer), Some(tcp))
                 if trunks::are_eager() || tcp.would_gain_on_trunk(&inner.conn) =>
@@ -63,8 +70,8 @@ impl RcQp {
                 let Some((process, local)) = tcp.trunk_offered(process, port, channel) else {
                     return true;
                 };
-                if inner.traffic_class != 0 {
-                    tcp.take_trunk(&mut inner.conn, None, self.as_member());
+                if !self.may_share(inner, now) {
+                    self.take_trunk(inner, None);
                     return true;
                 }
                 let waiting: Weak<dyn Waiting> = self.me.clone();

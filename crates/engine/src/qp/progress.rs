@@ -176,7 +176,7 @@ impl RcQp {
             match inner.conn.next_offer() {
                 None => {}
                 Some(Carrier::SharedMemory) => tcp.offer_shm(&mut inner.conn),
-                Some(Carrier::Trunk) => self.offer_trunk(inner),
+                Some(Carrier::Trunk) => self.offer_trunk(inner, now),
             }
             let Some(tcp) = &mut inner.tcp else { return };
             if outcome == Outcome::Open && tcp.has_trunk_event() {

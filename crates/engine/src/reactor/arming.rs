@@ -51,6 +51,14 @@ impl Pollers {
         last_at.store(t, Ordering::Relaxed);
     }
 
+    /// Whether two threads have polled lately.
+    pub(super) fn are_several(&self, t: u64) -> bool {
+        self.at.iter().all(|at| {
+            let at = at.load(Ordering::Relaxed);
+            at != 0 && t < at + POLLED_WITHIN
+        })
+    }
+
     /// Called when a thread is about to sleep, after which it no longer counts as polling. Returns whether another thread polls.
     pub(super) fn on_sleep(&self, thread: usize, t: u64) -> bool {
         let mut others = false;
@@ -121,6 +129,18 @@ mod tests {
         assert!(!pollers.on_sleep(2, START + POLLED_WITHIN));
         pollers.on_renewal(1, START + POLLED_WITHIN);
         assert!(pollers.on_sleep(2, START + POLLED_WITHIN));
+    }
+
+    #[test]
+    fn two_threads_are_several_while_both_poll() {
+        let pollers = Pollers::new();
+        pollers.on_renewal(1, START);
+        pollers.on_renewal(1, START + 1);
+        assert!(!pollers.are_several(START + 2));
+        pollers.on_renewal(2, START + 2);
+        assert!(pollers.are_several(START + 3));
+        pollers.on_renewal(2, START + POLLED_WITHIN);
+        assert!(!pollers.are_several(START + 1 + POLLED_WITHIN));
     }
 
     #[test]

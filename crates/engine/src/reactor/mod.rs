@@ -459,6 +459,11 @@ impl Reactor {
         self.has_memories() && !self.has_delayed() && self.turns.may_skip(idle_polls)
     }
 
+    /// Whether several threads of the program poll.
+    pub(crate) fn has_several_pollers(&self, now: Instant) -> bool {
+        self.pollers.are_several(self.epoch.nanos(now))
+    }
+
     /// Called when a request was posted and sent.
     #[inline]
     pub(crate) fn on_post(&self, now: Instant) {
