@@ -290,6 +290,7 @@ impl Dialer {
             let mut trunks = TRUNKS.get().lock();
             if let Some(trunk) = trunk {
                 trunks.add(trunk);
+                trunk.begin();
             }
             let Some(group) = trunks.groups.get_mut(&self.process) else {
                 return;

@@ -301,11 +301,13 @@ impl Trunk {
         let listener: Weak<dyn DeviceListener> = trunk.me.clone();
         engine.subscribe(listener);
         engine.deadline(token, clock::now() + trunk.idle());
-        if opened_here {
-            trunk.send_frame(NO_CHANNEL, Kind::Data);
-            trunk.flush();
-        }
         Ok(trunk)
+    }
+
+    /// Tells the end that accepted the trunk that this end knows it: queue pairs of both ends may use it from now on.
+    pub(crate) fn begin(&self) {
+        self.send_frame(NO_CHANNEL, Kind::Data);
+        self.flush();
     }
 
     /// The name of this end, which the messages of its queue pairs contain. The two ends have different names, because both may be in one process.

@@ -84,7 +84,11 @@ fn trunk_on(socket: TcpStream, opened_here: bool) -> Arc<Trunk> {
     socket.set_nonblocking(true).unwrap();
     let engine: &'static Engine = engine().unwrap();
     let fd = EngineFd::new(OwnedFd::from(socket));
-    Trunk::new(engine, (4, HOST, opened_here), fd, Vec::new(), |_| {}).unwrap()
+    let trunk = Trunk::new(engine, (4, HOST, opened_here), fd, Vec::new(), |_| {}).unwrap();
+    if opened_here {
+        trunk.begin();
+    }
+    trunk
 }
 
 fn as_member(recorder: &Arc<Recorder>) -> Weak<dyn Member> {

@@ -559,6 +559,7 @@ fn trunk_from(number: u32, host: [u8; 4]) -> (Arc<Trunk>, TcpStream) {
     let fd = EngineFd::new(ours.into());
     let end = (number, IpAddr::from(host), true);
     let trunk = Trunk::new(engine().unwrap(), end, fd, Vec::new(), |_| {}).unwrap();
+    trunk.begin();
     // The empty frame with which it begins.
     (&peer).read_exact(&mut [0; HEADER]).unwrap();
     (trunk, peer)
