@@ -126,8 +126,15 @@ static const char *write_words(struct many *m, int first, int rounds)
 			TRY(write_one(m, round % 2 ? &m->b[i] : &m->a[i], i, WORD));
 		}
 		TRY(all_done(m, m->sends, first));
-		for (int i = first; i < PAIRS; i++)
+		for (int i = first; i < PAIRS; i++) {
+			struct ibv_qp *target = round % 2 ? m->a[i].qp : m->b[i].qp;
+
+			/* ThreadSanitizer does not know that a completion orders accesses to memory. The locks of the queue pairs do. */
+			TRY(state_is(target, IBV_QPS_RTS));
 			TRY(all_bytes(m->to.at + (size_t)i * m->each, WORD, (uint8_t)(round + i), "what was written"));
+			TRY(state_is(m->a[i].qp, IBV_QPS_RTS));
+			TRY(state_is(m->b[i].qp, IBV_QPS_RTS));
+		}
 	}
 	return NULL;
 }
