@@ -106,6 +106,10 @@ const CARRIERS: &[(&str, &str)] = &[
     ("fi", "tcp"),
 ];
 
+/// The test of `chaos` that does not run with [`TRUNK`]: its peer exits without having acknowledged all requests, about when the hand-over takes
+/// place. A message of the hand-over to a process that has ended is answered by a reset, after which it is unknown what the peer had received.
+const NOT_DURING_A_HAND_OVER: &str = "--without=peer_takes_and_ends";
+
 /// See [`CARRIERS`].
 const TRUNK: &str = "tcp and ANYWARP_TRUNK=eager";
 
@@ -225,6 +229,9 @@ fn run_program(name: &str, tests: &[&str], work: &Path, skips: &Skips) -> Result
         if *carrier == TRUNK {
             command.env("ANYWARP_TRUNK", "eager");
             command.env("ANYWARP_CARRIER", "tcp");
+            if name == "chaos" {
+                command.arg(NOT_DURING_A_HAND_OVER);
+            }
         } else {
             command.env_remove("ANYWARP_TRUNK");
             command.env("ANYWARP_CARRIER", carrier);

@@ -339,7 +339,7 @@ static const char *killed_peer(size_t arg)
 	static struct many m;
 	static pid_t pid;
 	unsigned int posted[PAIRS] = { 0 }, ended[PAIRS] = { 0 }, done = 0;
-	bool failed[PAIRS] = { false };
+	bool failed[PAIRS] = { false }, connected, killed = false;
 	struct hello theirs;
 	uint64_t until;
 	int to[2], from[2], before = 0;
@@ -358,7 +358,7 @@ static const char *killed_peer(size_t arg)
 	TRY(open_many(&m, WORD));
 	TRY(connect_many(&m, to[1], from[0], &theirs));
 	until = now_ms() + WAIT_MS;
-	for (bool killed = false; now_ms() < until;) {
+	while (now_ms() < until) {
 		unsigned int left = 0;
 		struct ibv_wc wc;
 
@@ -372,11 +372,13 @@ static const char *killed_peer(size_t arg)
 				TRY(post(m.a[i].qp, &wr));
 			left += posted[i] - ended[i];
 		}
-		if (!before && done >= PAIRS)
+		connected = true;
+		for (int i = 0; i < PAIRS; i++)
+			connected &= ended[i] > 0;
+		if (!before && connected)
 			before = sockets();
-		if (!killed && done >= (unsigned int)arg * PAIRS) {
-			if (arg >= AFTER_IT_MOVED)
-				ENSURE(sockets() == before + 1, "%d sockets before, %d after", before, sockets());
+		if (!killed && done >= (unsigned int)arg * PAIRS &&
+		    (arg < AFTER_IT_MOVED || sockets() == before + 1)) {
 			kill(pid, SIGKILL);
 			killed = true;
 		}
@@ -392,6 +394,7 @@ static const char *killed_peer(size_t arg)
 			done++;
 		}
 	}
+	ENSURE(killed, "%u requests have ended, with %d sockets, and %d before", done, sockets(), before);
 	for (int i = 0; i < PAIRS; i++)
 		ENSURE(posted[i] == ended[i], "pair %d: %u requests have not ended", i, posted[i] - ended[i]);
 	return no_wc(m.sends, QUIET_MS);

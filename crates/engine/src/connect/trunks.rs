@@ -29,8 +29,8 @@ const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 /// A queue pair that waits until a trunk is open.
 pub(crate) trait Waiting: Member {
-    /// The trunk to `process` is open, or cannot be opened.
-    fn trunk_opened(&self, process: &Process, trunk: Option<&Arc<Trunk>>);
+    /// The trunk to `process` is open.
+    fn trunk_opened(&self, process: &Process, trunk: &Arc<Trunk>);
 }
 
 /// The queue pairs that have received offers of the same process.
@@ -264,12 +264,12 @@ fn first_used(trunk: &Arc<Trunk>) {
         group.map(|(process, group)| (*process, std::mem::take(&mut group.waiting)))
     };
     if let Some((process, waiting)) = found {
-        tell(&process, waiting, Some(trunk));
+        tell(&process, waiting, trunk);
     }
 }
 
-/// Tells queue pairs that the trunk is open, or cannot be opened.
-fn tell(process: &Process, waiting: Vec<Weak<dyn Waiting>>, trunk: Option<&Arc<Trunk>>) {
+/// Tells queue pairs that the trunk is open.
+fn tell(process: &Process, waiting: Vec<Weak<dyn Waiting>>, trunk: &Arc<Trunk>) {
     for member in waiting.iter().filter_map(Weak::upgrade) {
         member.trunk_opened(process, trunk);
     }
@@ -283,9 +283,9 @@ struct Dialer {
 }
 
 impl Dialer {
-    /// Uses the trunk for the queue pairs that wait. If the peer has rejected it, the queue pairs stay on their own connections, until the
-    /// peer opens one, or a later offer tries again.
-    fn finish(&self, trunk: Option<&Arc<Trunk>>, was_rejected: bool) {
+    /// Uses the trunk for the queue pairs that wait. Without one, they stay on their own connections, until the peer opens one, or a later offer
+    /// tries again. They send no answer to the offer then: the peer may have ended, and its kernel would answer with a reset.
+    fn finish(&self, trunk: Option<&Arc<Trunk>>) {
         let waiting = {
             let mut trunks = TRUNKS.get().lock();
             if let Some(trunk) = trunk {
@@ -296,17 +296,16 @@ impl Dialer {
                 return;
             };
             group.is_opening = false;
-            if let Some(trunk) = trunk {
-                group.trunk = Arc::downgrade(trunk);
-            } else {
+            let Some(trunk) = trunk else {
                 group.retry_at = Some(clock::now() + RETRY_PAUSE);
-            }
-            if was_rejected {
                 return;
-            }
+            };
+            group.trunk = Arc::downgrade(trunk);
             std::mem::take(&mut group.waiting)
         };
-        tell(&self.process, waiting, trunk);
+        if let Some(trunk) = trunk {
+            tell(&self.process, waiting, trunk);
+        }
     }
 }
 
@@ -320,7 +319,7 @@ impl Owner for Dialer {
             Ok(_) => log!(Info, "trunk to {address} opened"),
             Err(e) => log!(Info, "cannot use the trunk to {address}: {e}"),
         }
-        self.finish(trunk.ok().as_ref(), false);
+        self.finish(trunk.ok().as_ref());
     }
 
     fn requested(&self, _startup: &Arc<Startup>, _request: Request) {}
@@ -328,6 +327,6 @@ impl Owner for Dialer {
     fn failed(&self, _startup: &Arc<Startup>, failure: Failure) {
         let address = self.process.address;
         log!(Info, "cannot open a trunk to {address}: {failure:?}");
-        self.finish(None, matches!(failure, Failure::Rejected { .. }));
+        self.finish(None);
     }
 }

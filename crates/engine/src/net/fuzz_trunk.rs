@@ -252,7 +252,8 @@ fn run(trunks: &mut Trunks, data: &[u8]) {
                 }
                 trunks.trunk.end(Outcome::Eof, clock::now());
                 let channel = both.tcp.own_channel();
-                channel.is_none_or(|own| !both.tcp.trunk_lost(own, Outcome::Eof, false))
+                let Both { tcp, conn, .. } = both;
+                channel.is_none_or(|own| !tcp.trunk_lost(conn, own, Outcome::Eof, false))
             }
         };
         if !open {

@@ -436,7 +436,8 @@ impl Tcp {
     /// a connection that is closed while it contains unread bytes, so if there was no reset, the peer has read
     /// everything. With shared memory, unread bytes may be wake-ups, and the positions in the memory are decisive.
     pub(crate) fn is_all_taken(&self, outcome: Outcome) -> bool {
-        if !self.is_drained() || self.may_lack_last {
+        // A message that is not handled yet may be the last one on this connection.
+        if !self.is_drained() || self.may_lack_last || self.trunk_message.is_some() {
             return false;
         }
         if let Some(all_taken) = self.all_taken_on_trunk() {

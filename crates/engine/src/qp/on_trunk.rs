@@ -164,7 +164,7 @@ impl Member for RcQp {
     fn trunk_lost(&self, channel: u32, outcome: Outcome, all_taken: bool, _now: Instant) {
         self.with(|inner| {
             let Some(tcp) = &mut inner.tcp else { return };
-            if tcp.trunk_lost(channel, outcome, all_taken) {
+            if tcp.trunk_lost(&inner.conn, channel, outcome, all_taken) {
                 self.end_on_trunk(inner, outcome);
             }
         });
@@ -172,7 +172,7 @@ impl Member for RcQp {
 }
 
 impl Waiting for RcQp {
-    fn trunk_opened(&self, process: &Process, trunk: Option<&Arc<Trunk>>) {
+    fn trunk_opened(&self, process: &Process, trunk: &Arc<Trunk>) {
         let now = clock::now();
         self.with(|inner| {
             // The queue pair may have another peer meanwhile.
@@ -180,7 +180,8 @@ impl Waiting for RcQp {
             if offered_by != Some(*process) {
                 return;
             }
-            self.take_trunk(inner, trunk);
+            let may_share = self.may_share(inner, now);
+            self.take_trunk(inner, may_share.then_some(trunk));
             self.progress(inner, now, Receive::Nothing, false);
         });
     }

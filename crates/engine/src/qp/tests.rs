@@ -610,7 +610,7 @@ fn taking(trunk: &Arc<Trunk>, after: impl FnOnce(&End)) -> (End, TcpStream) {
     };
     wait_for("the offer", || offered_by().is_some());
     after(&end);
-    end.qp.trunk_opened(&offered_by().unwrap(), Some(trunk));
+    end.qp.trunk_opened(&offered_by().unwrap(), trunk);
     wait_for("the last message on the connection", || {
         let inner = end.qp.lock();
         inner.tcp.as_ref().is_some_and(|tcp| tcp.is_on_trunk().0)
@@ -812,7 +812,7 @@ fn a_queue_pair_that_ends_on_a_full_trunk_sends_its_last_messages() {
     });
     let mut batch = TxBatch::default();
     batch.push_raw(&vec![0; 400_000]);
-    let fill = || trunk.send(engine().unwrap(), (1, 1), &batch, 0, false);
+    let fill = || trunk.send(engine().unwrap(), (1, 1), &batch, 0, true);
     while matches!(fill(), Io::Done(_)) {}
     end.qp.disconnect();
     trunk_peer.set_read_timeout(Some(WAIT)).unwrap();

@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// A thread that has not renewed the lease for this number of nanoseconds counts as not polling. A thread that polls without a
 /// pause renews it every 0.7 ms.
 const POLLED_WITHIN: u64 = 1_000_000;
+/// Several threads poll if the lease was renewed by another thread than before twice within this number of nanoseconds.
+const CHANGED_WITHIN: u64 = 10_000_000;
 /// After this number of consecutive armings without sleep, arming does not end the lease.
 const SLEEPLESS: u8 = 4;
 
@@ -28,6 +30,8 @@ pub(super) struct Pollers {
     threads: [AtomicUsize; 2],
     /// When they have renewed the lease.
     at: [AtomicU64; 2],
+    /// When the lease was last renewed by another thread than before, and the time before that.
+    changed: [AtomicU64; 2],
 }
 
 impl Pollers {
@@ -35,6 +39,7 @@ impl Pollers {
         Self {
             threads: [AtomicUsize::new(0), AtomicUsize::new(0)],
             at: [AtomicU64::new(0), AtomicU64::new(0)],
+            changed: [AtomicU64::new(0), AtomicU64::new(0)],
         }
     }
 
@@ -47,15 +52,19 @@ impl Pollers {
             before.store(was, Ordering::Relaxed);
             before_at.store(last_at.load(Ordering::Relaxed), Ordering::Relaxed);
             last.store(thread, Ordering::Relaxed);
+            let [changed, changed_before] = &self.changed;
+            changed_before.store(changed.load(Ordering::Relaxed), Ordering::Relaxed);
+            changed.store(t, Ordering::Relaxed);
         }
         last_at.store(t, Ordering::Relaxed);
     }
 
-    /// Whether two threads have polled lately.
+    /// Whether several threads poll. The first poll of another thread is one change, and does not count: a program often uses one thread after
+    /// another. While two threads poll, each renewal has the same chance of being made by either.
     pub(super) fn are_several(&self, t: u64) -> bool {
-        self.at.iter().all(|at| {
+        self.changed.iter().all(|at| {
             let at = at.load(Ordering::Relaxed);
-            at != 0 && t < at + POLLED_WITHIN
+            at != 0 && t < at + CHANGED_WITHIN
         })
     }
 
@@ -134,13 +143,19 @@ mod tests {
     #[test]
     fn two_threads_are_several_while_both_poll() {
         let pollers = Pollers::new();
-        pollers.on_renewal(1, START);
-        pollers.on_renewal(1, START + 1);
-        assert!(!pollers.are_several(START + 2));
-        pollers.on_renewal(2, START + 2);
-        assert!(pollers.are_several(START + 3));
-        pollers.on_renewal(2, START + POLLED_WITHIN);
-        assert!(!pollers.are_several(START + 1 + POLLED_WITHIN));
+        let start = 2 * CHANGED_WITHIN;
+        pollers.on_renewal(1, start - CHANGED_WITHIN);
+        pollers.on_renewal(1, start);
+        pollers.on_renewal(2, start + 1);
+        assert!(!pollers.are_several(start + 2), "one after the other");
+        pollers.on_renewal(2, start + 2);
+        pollers.on_renewal(1, start + 3);
+        assert!(pollers.are_several(start + 4));
+        for n in 0..100 {
+            pollers.on_renewal(1, start + 4 + n);
+        }
+        assert!(pollers.are_several(start + CHANGED_WITHIN));
+        assert!(!pollers.are_several(start + 1 + CHANGED_WITHIN));
     }
 
     #[test]

@@ -287,11 +287,18 @@ impl Tcp {
 
     /// Handles that the trunk has ended. Returns whether the stream has ended too. If the peer has not answered yet, the stream is still on the
     /// own connection: the peer will refuse the trunk.
-    pub(crate) fn trunk_lost(&mut self, channel: u32, outcome: Outcome, all_taken: bool) -> bool {
+    pub(crate) fn trunk_lost(
+        &mut self,
+        conn: &Connection,
+        channel: u32,
+        outcome: Outcome,
+        all_taken: bool,
+    ) -> bool {
         let Some(seat) = self.seat.as_mut().filter(|s| s.own == Some(channel)) else {
             return false;
         };
-        if !seat.rx && outcome != Outcome::Broken(libc::ETIMEDOUT) {
+        let goes_on = conn.end() == End::Open && outcome != Outcome::Broken(libc::ETIMEDOUT);
+        if !seat.rx && goes_on {
             // If the peer has left already, it has answered before.
             seat.gone = !seat.early_end;
             return false;
