@@ -132,7 +132,8 @@ pub(crate) fn to_offer() -> Option<(u32, u16)> {
     Some((own_token(), port))
 }
 
-/// Returns the trunk to a process. `None`: `member` is told when it is open. `local`: the address from which a trunk is opened.
+/// Returns the open trunk to `process`. If there is none, returns `None`, and [`Waiting::trunk_opened`] of `member` is called when the trunk opens.
+/// A new trunk is opened from the address `local`.
 pub(crate) fn seek(
     engine: &'static Engine,
     local: SocketAddr,

@@ -15,15 +15,12 @@ use crate::clock;
 use crate::log;
 use crate::net::drain::drain;
 use crate::net::tcp::{Outcome, Tcp};
+use crate::net::trunk::{REST_PAUSE_MAX, REST_TIME_MAX};
 use crate::reactor::PolledMemory;
 use crate::reactor::Token;
 use crate::sys::thread;
 use crate::test_panic;
 
-/// How long [`RcQp::receive_rest`] waits for the next bytes.
-const REST_PAUSE_MAX: Duration = Duration::from_micros(60);
-/// How long [`RcQp::receive_rest`] receives in all. 1 MiB takes 0.2 to 0.4 ms.
-const REST_TIME_MAX: Duration = Duration::from_millis(1);
 /// If a connection that is being closed has bytes to send, but the peer has taken none for this long, the connection ends without sending
 /// them. A peer whose process is stopped takes nothing, and the program waits for the event that reports the end.
 pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);

@@ -414,7 +414,8 @@ impl Tcp {
         Some(trunk.send(engine, (own, peer), &self.batch, self.sent, ends))
     }
 
-    /// Whether the trunk has room. If not, this end is told when it has. True if the stream is not on a trunk.
+    /// Whether the trunk has room for more bytes. If it has none, [`Member::trunk_has_room`] is called later. Returns true if the stream does not use a
+    /// trunk.
     #[inline]
     pub(super) fn has_room_on_trunk(&self) -> bool {
         let seat = self.seat.as_ref().filter(|seat| seat.tx);
