@@ -402,6 +402,7 @@ pub(crate) fn run(options: &Options) -> Result {
         }
     }
     if options.short {
+        simultaneous_pings()?;
         rust_example()?;
     }
     let load = fs::read_to_string("/proc/loadavg")?;
@@ -498,6 +499,22 @@ fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Runs several pings with one message in flight at the same time. Their ends are interrupted often, so that an end that uses the
+/// buffer of the next message for the current one finds wrong data.
+fn simultaneous_pings() -> Result {
+    let ttcp = sh::dist().join("bin/exs-ttcp");
+    let start = |_| {
+        let mut command = on_device(&ttcp.to_string_lossy(), Some(TCP));
+        let args = "--self --ping --mode immediate --size 1 --in-flight 1 --count 5000";
+        Process::start(command.args(args.split_whitespace()))
+    };
+    let pings: Vec<Process> = (0..4).map(start).collect::<Result<_>>()?;
+    for ping in pings {
+        finish(ping)?;
+    }
+    Ok(())
 }
 
 /// Builds and runs the example of the Rust crate, which tests itself.

@@ -43,6 +43,8 @@
 #define MAX_IN_FLIGHT 64u
 #define MAX_COUNT 100000000u
 #define MAX_PINGS 10000000u
+/* The number of receives that a ping keeps posted, and the number of its send buffers. */
+#define PING_BUFFERS 2
 #define STAMP sizeof(uint64_t)
 #define LINE 256
 /* The time limit for an event, or for a line of the other end. */
@@ -325,7 +327,7 @@ static uint64_t content_of(const struct row *row, uint64_t number)
 /* Returns the offset of the buffer of the message in flight `slot`. */
 static size_t offset_of(const struct end *e, size_t slot)
 {
-	return slot % e->row.buffers * e->stride;
+	return slot % (e->row.ping ? PING_BUFFERS : e->row.buffers) * e->stride;
 }
 
 /* ---- events ---- */
@@ -544,9 +546,6 @@ static bool fetch(struct end *e, unsigned int count)
 	}
 	return true;
 }
-
-/* The number of receives that a ping keeps posted, and the number of its send buffers. */
-#define PING_BUFFERS 2
 
 static bool begin_ping(struct end *e, unsigned int count)
 {
