@@ -2,6 +2,7 @@
 """Runs Python programs under `anywarp sockets run`, for the tests in this directory."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,10 +43,10 @@ def sockets(*args, **more):
 class Program:
     """A Python program, under `anywarp sockets run` unless it is plain."""
 
-    def __init__(self, text, *args, rule="all prefer", plain=False):
+    def __init__(self, text, *args, rule="all prefer", plain=False, variables={}):
         run = [] if plain else [ANYWARP, "sockets", "run", "--rule", rule, "--"]
         self.p = subprocess.Popen([*run, "/usr/bin/python3", "-c", PRELUDE + text, *args],
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
         self.pid = str(self.p.pid)
 
     def line(self):

@@ -64,8 +64,12 @@ fn mine() -> &'static Mine {
             names: names(),
             tag: variable(sources::TAG).filter(|tag| !has_more_rights && !tag.is_empty()),
         };
+        let mut settings = policy.settings(&who);
+        if variable("ANYWARP_CARRIER").is_some_and(|carrier| carrier == "tcp") {
+            settings.memory = 0;
+        }
         Mine {
-            settings: policy.settings(&who),
+            settings,
             left_alone: who.is_left_alone(),
             reliable: policy.has_reliable(&who) && !who.is_left_alone(),
             datagrams: policy.has_datagrams(&who) && !who.is_left_alone(),
