@@ -51,6 +51,10 @@ fn words(point: &Point, extent: Extent) -> Vec<String> {
         "" => {}
         number => words.extend(["--in-flight".to_owned(), number.to_owned()]),
     }
+    match get("wait") {
+        "" => {}
+        how => words.extend(["--wait".to_owned(), how.to_owned()]),
+    }
     if ping {
         words.push("--ping".to_owned());
     }
@@ -118,7 +122,11 @@ fn parse_output(text: &str) -> Result<Sample, String> {
     set("oneway_us", median.and_then(Value::as_f64).or(each));
     set("mbps", number("mib_per_s").map(|mib| mib * 8.388_608));
     set("cpu_local", number("cpu_client_percent"));
-    set("cpu_remote", number("cpu_server_percent"));
+    let server = number("cpu_server_percent");
+    set("cpu_remote", server);
+    let device = number("device_server_percent");
+    let program = server.zip(device).map(|(all, device)| all - device);
+    set("program_remote", program);
     if sample.contains_key("oneway_us") {
         Ok(sample)
     } else {
@@ -133,11 +141,12 @@ mod tests {
     #[test]
     fn both_tests_are_parsed() {
         let of = |text: &str, name: &str| parse_output(text).unwrap().get(name).copied();
-        let rate =
-            "{\"mib_per_s\": 1.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0}\n";
+        let rate = "{\"mib_per_s\": 1.0, \"messages_per_s\": 1000.0, \"cpu_client_percent\": 5.0, \
+                    \"cpu_server_percent\": 7.0, \"device_server_percent\": 3.0}\n";
         assert_eq!(of(rate, "oneway_us"), Some(1000.0));
         assert_eq!(of(rate, "mbps"), Some(8.388_608));
         assert_eq!(of(rate, "cpu_local"), Some(5.0));
+        assert_eq!(of(rate, "program_remote"), Some(4.0));
         let ping = "{\"latency_us\": {\"min\": 1.0, \"median\": 2.5}}\n";
         assert_eq!(of(ping, "oneway_us"), Some(2.5));
         assert!(parse_output("exs-ttcp: no").is_err());

@@ -172,7 +172,7 @@ pub(crate) enum Values {
 }
 
 impl Values {
-    fn all(&self) -> &[Value] {
+    pub(crate) fn all(&self) -> &[Value] {
         match self {
             Self::One(one) => std::slice::from_ref(one),
             Self::Many(many) => many,
@@ -275,6 +275,8 @@ pub(crate) struct Control {
     /// The points of the finding that are repeated, if not all.
     #[serde(default)]
     pub(crate) only: Select,
+    /// The name of the value that is compared, if it is not that of the finding.
+    pub(crate) metric: Option<String>,
     /// The explanation that applies if the finding then holds.
     pub(crate) text: String,
 }

@@ -65,7 +65,10 @@ pub(crate) fn judged(
     control: Option<&Control>,
 ) -> Judged {
     let extent = store.extent();
-    let metric = finding.metric.as_ref().unwrap_or(&figure.metric);
+    let metric = control
+        .and_then(|control| control.metric.as_ref())
+        .or(finding.metric.as_ref())
+        .unwrap_or(&figure.metric);
     let (mut values, mut missing) = (Values::new(), Vec::new());
     for point in experiment.points_of(figure, extent) {
         if !needs(finding, &point.params) {
@@ -108,6 +111,7 @@ fn unit(metric: &str) -> (&'static str, &'static str) {
         "delivered" => ("delivered", "%"),
         "cpu_local" => ("active side", "% of a processor"),
         "cpu_remote" => ("passive side", "% of a processor"),
+        "program_remote" => ("passive side without the device", "% of a processor"),
         "us" => ("time", "µs"),
         "seconds" => ("time", "s"),
         "mb" => ("memory", "MB"),
@@ -163,6 +167,7 @@ fn label(axis: &str, value: &str) -> String {
         ("exs", "persistent-recv") => "EXS, persistent receive",
         ("exs", "tcp") => "TCP",
         ("exs", "tcp-nagle") => "TCP with Nagle",
+        ("wait", "notify") => "a program that sleeps until there is an event",
         ("in_flight", "1") => "1 outstanding",
         ("in_flight", count) => return format!("{count} outstanding"),
         ("network", "tcp") => "MPI over the kernel's TCP",
@@ -696,11 +701,19 @@ fn why(finding: &Finding, here: &Judged, control: Option<&Judged>) -> String {
     };
     if let (Some(changed), Some(judged)) = (&finding.control, control) {
         let all = [&changed.set, &changed.a, &changed.b];
-        let set: Vec<String> = all
+        let mut set: Vec<String> = all
             .into_iter()
             .flatten()
             .map(|(axis, value)| label(axis, &value.0))
             .collect();
+        let chosen = changed.only.iter().flat_map(|(axis, values)| {
+            let values = values.all().iter();
+            values.map(|value| label(axis, &value.0))
+        });
+        if set.is_empty() {
+            set.extend(chosen);
+        }
+        set.extend(changed.metric.as_ref().map(|m| unit(m).0.to_owned()));
         let _ = write!(
             text,
             " Measured with {}: {}, {}.",
